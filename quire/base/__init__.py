@@ -1,0 +1,1 @@
+"""Things true of any multi-process Python program. Knows nothing of language models."""

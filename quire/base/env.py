@@ -1,0 +1,127 @@
+"""Every environment variable Quire reads: typed, documented, read once. Nothing else touches os.environ.
+
+A variable NAME is read as QUIRE_NAME, then VLLM_NAME (programs and deployments written for vLLM keep working), then
+the default. The first reading is kept: changing the environment afterwards has no effect (tests call `forget`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+Value = TypeVar("Value")
+_UNREAD: Any = object()
+ALL: dict[str, Variable[Any]] = {}
+
+
+class Variable(Generic[Value]):
+    def __init__(
+        self,
+        name: str,
+        default: Value,
+        parse: Callable[[str], Value],
+        doc: str,
+        *,
+        choices: tuple[str, ...] = (),
+        plain: bool = False,  # an established name read as it is, without a prefix
+    ) -> None:
+        self.name, self.default, self.parse, self.doc, self.choices = name, default, parse, doc, choices
+        self.spellings = (name,) if plain else (f"QUIRE_{name}", f"VLLM_{name}")
+        self._value: Value = _UNREAD
+        ALL[name] = self
+
+    def get(self) -> Value:
+        if self._value is _UNREAD:
+            self._value = self._read()
+        return self._value
+
+    def is_set(self) -> bool:
+        return any(s in os.environ for s in self.spellings)
+
+    def forget(self) -> None:
+        self._value = _UNREAD
+
+    def _read(self) -> Value:
+        for spelling in self.spellings:
+            if (text := os.environ.get(spelling)) is None:
+                continue
+            try:
+                value = self.parse(text)
+            except ValueError as wrong:
+                raise ValueError(f"environment variable {spelling}={text!r}: {wrong}") from None
+            if self.choices and value not in self.choices:
+                raise ValueError(f"environment variable {spelling}={text!r}: choose one of {', '.join(self.choices)}")
+            return value
+        return self.default
+
+
+def forget_all() -> None:
+    for variable in ALL.values():
+        variable.forget()
+
+
+def _flag(text: str) -> bool:
+    low = text.strip().lower()
+    if low in ("1", "true", "yes", "on"):
+        return True
+    if low in ("", "0", "false", "no", "off"):
+        return False
+    raise ValueError("write 1 or 0")
+
+
+def _optional_int(text: str) -> int | None:
+    return int(text) if text.strip() else None
+
+
+def _port(text: str) -> int | None:
+    if "://" in text:
+        raise ValueError("wanted a port number, got a URI (a Kubernetes service called 'vllm' or 'quire' sets this)")
+    return int(text)
+
+
+LOGGING_LEVEL = Variable(
+    "LOGGING_LEVEL", "INFO", str.upper, "Log level.", choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+)
+LOGGING_STREAM = Variable(
+    "LOGGING_STREAM",
+    "stderr",
+    lambda text: text.rsplit("/", 1)[-1],
+    "Where log lines go.",
+    choices=("stdout", "stderr"),
+)
+CONFIGURE_LOGGING = Variable("CONFIGURE_LOGGING", True, _flag, "0: leave the `quire` logger alone.")
+ENABLE_V1_MULTIPROCESSING = Variable[bool | None](
+    "ENABLE_V1_MULTIPROCESSING",
+    None,
+    _flag,
+    "1: LLM runs its engine in a process of its own; 0: AsyncLLM runs it in this one.",
+)
+CACHE_ROOT = Variable("CACHE_ROOT", os.path.join("~", ".cache", "quire"), str, "Where Quire keeps files of its own.")
+CPU_KVCACHE_SPACE = Variable(
+    "CPU_KVCACHE_SPACE", 0.0, float, "GiB for the KV cache on CPU; 0 takes a share of free memory."
+)
+CPU_NUM_THREADS = Variable(
+    "CPU_NUM_THREADS", None, _optional_int, "Threads of the CPU worker; unset uses what the machine allows."
+)
+ALLOW_LONG_MAX_MODEL_LEN = Variable(
+    "ALLOW_LONG_MAX_MODEL_LEN", False, _flag, "1: max_model_len may exceed the model's own limit."
+)
+ALLOW_RUNTIME_LORA_UPDATING = Variable(
+    "ALLOW_RUNTIME_LORA_UPDATING", False, _flag, "1: adapters may be loaded over HTTP."
+)
+BATCH_INVARIANT = Variable("BATCH_INVARIANT", False, _flag, "1: a request's tokens do not depend on its neighbours.")
+PLUGINS = Variable[tuple[str, ...] | None](
+    "PLUGINS",
+    None,
+    lambda t: tuple(p.strip() for p in t.split(",") if p.strip()),
+    "Names of plug-ins to load; unset loads all.",
+)
+PORT = Variable("PORT", None, _port, "First port to try for internal sockets.")
+SERVER_DEV_MODE = Variable("SERVER_DEV_MODE", False, _flag, "1: development routes and error stacks.")
+AUDIT = Variable("AUDIT", False, _flag, "1: check the block accounting at every step, not only when idle.")
+ENGINE_START_TIMEOUT_S = Variable(
+    "ENGINE_START_TIMEOUT_S", 600, int, "Seconds an engine process may take to get ready."
+)
+HF_HUB_OFFLINE = Variable("HF_HUB_OFFLINE", False, _flag, "1: never ask a model hub.", plain=True)
+HF_TOKEN = Variable[str | None]("HF_TOKEN", None, str, "Token for the model hub.", plain=True)

@@ -1,0 +1,73 @@
+"""The one exception tree. Every error a user can cause names the value it saw and the limit it broke.
+
+Owns: which errors exist, their HTTP status, and whether a caller may go on. Must not know: HTTP itself, or how
+an error is rendered in a dialect. `status` is only a number the server room reads.
+"""
+
+from __future__ import annotations
+
+
+class QuireError(Exception):
+    """Anything Quire raises on purpose."""
+
+    status = 500
+
+
+class InputError(QuireError, ValueError):
+    """The caller asked for something that cannot be; the engine is fine and takes the next request.
+
+    A ValueError too, because programs written for the documented API catch that.
+    """
+
+    status = 400
+
+    def __init__(self, message: str, *, param: str | None = None, value: object = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.value = value
+
+
+class ConfigError(InputError):
+    """An option, or a combination of options, that cannot be served."""
+
+
+class NotBuiltError(ConfigError, NotImplementedError):
+    """An option whose feature this version does not have; refused by name, never ignored."""
+
+
+class ModelNotFoundError(InputError):
+    """A model argument that is no folder, no file, and cannot be fetched."""
+
+    status = 404
+
+
+class CheckpointError(InputError):
+    """Model files that are missing, truncated, corrupt or do not fit the architecture."""
+
+
+class OverloadedError(QuireError):
+    """The queue is full; try again later."""
+
+    status = 503
+
+
+class EngineGenerateError(QuireError):
+    """One request failed; the engine goes on."""
+
+
+class EngineDeadError(QuireError):
+    """The engine is gone; every request in flight failed with this, and later ones will too."""
+
+    status = 503
+
+    def __init__(self, reason: str = "the engine is not running") -> None:
+        super().__init__(f"Quire's engine is dead: {reason}")
+        self.reason = reason
+
+
+class MissingExtraError(QuireError, ImportError):
+    """A feature needs packages outside the core install."""
+
+    def __init__(self, feature: str, extra: str, missing: str) -> None:
+        super().__init__(f"{feature} needs the package '{missing}': run  pip install \"quire[{extra}]\"")
+        self.extra = extra

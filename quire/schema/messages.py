@@ -1,0 +1,104 @@
+"""What crosses between a client and an engine, in process or over a socket. msgspec encodes it; nothing is pickled."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+from quire.schema.params import SamplingParams
+from quire.schema.stats import RequestTimes, StepStats
+from quire.schema.step import LogprobRows
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    REPETITION = "repetition"
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
+    """One sequence to generate. n>1 arrives as n of these that share `parent_id`."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int  # resolved: the request's own (plus the sibling's index) or drawn by the client
+    max_tokens: int  # resolved: the request's own, cut to what fits the model
+    eos_token_id: int | None = None  # ends the text unless ignore_eos
+    stop_token_ids: tuple[int, ...] = ()  # params' stop ids and the model's further end ids
+    priority: int = 0
+    arrival: float = 0.0  # wall-clock seconds; only for reporting and for order between equal priorities
+    cache_salt: str | None = None
+    parent_id: str | None = None
+    lora_id: int = 0
+    lora_name: str | None = None
+    media_keys: tuple[tuple[int, int, str], ...] = ()  # (first position, length, content hash) of each media item
+    trace_headers: dict[str, str] = {}
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    request_ids: tuple[str, ...]
+
+
+class ControlCall(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
+    """A verb of engine/control.py with plain arguments."""
+
+    call_id: int
+    verb: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+
+
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
+    """Orderly shutdown: abort what runs, answer, leave."""
+
+
+ToEngine = EngineRequest | Abort | ControlCall | Stop
+
+
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """News of one request since the last step."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token id that ended it; None for end-of-text
+    logprobs: LogprobRows | None = None  # parallel to new_token_ids
+    prompt_logprobs: LogprobRows | None = None  # a further piece, positions in order, starting at position 1
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache when first scheduled
+    times: RequestTimes | None = None  # with the first and the last output
+    error: str | None = None  # why finish_reason is ERROR
+
+
+class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
+    outputs: list[EngineOutput]
+    stats: StepStats | None = None
+
+
+class ControlReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
+    call_id: int
+    value: Any = None
+    error: str | None = None
+    error_kind: str = ""  # class name in schema/errors.py or a builtin, so that the caller raises the same kind
+
+
+class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """First word of an engine: it is loaded, and these things were measured."""
+
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    start_seconds: dict[str, float] = {}
+
+
+class EngineDied(msgspec.Struct, frozen=True, kw_only=True, tag="died"):
+    reason: str
+    details: str = ""  # traceback text for the log
+
+
+FromEngine = Outputs | ControlReply | EngineReady | EngineDied

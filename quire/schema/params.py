@@ -1,0 +1,285 @@
+"""What a caller may ask of one request: SamplingParams, BeamSearchParams, PoolingParams, and their validation.
+
+Owns: names, defaults, ranges. Every check raises InputError with the field, the value and the limit.
+Must not know: the model (vocabulary size and context length are checked in engine/inputs.py), or how a field is done.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from quire.schema.errors import InputError
+
+SAMPLING_EPS = 1e-5  # below this a temperature means greedy
+MIN_TEMPERATURE = 1e-2  # a smaller positive one would overflow the logits; it is raised to this
+MAX_SEED = (1 << 64) - 1
+
+
+class RequestOutputKind(enum.IntEnum):
+    """What each streamed RequestOutput holds."""
+
+    CUMULATIVE = 0  # everything so far
+    DELTA = 1  # only what is new
+    FINAL_ONLY = 2  # one output, at the end
+
+
+class StructuredOutputsParams(msgspec.Struct, kw_only=True):
+    """A constraint on the text. Exactly one of the constraint fields may be set."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        names = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+        given = [n for n in names if getattr(self, n) is not None]
+        if len(given) != 1:
+            raise InputError(
+                f"structured_outputs takes exactly one of {', '.join(names)}; got {given or 'none'}",
+                param="structured_outputs",
+            )
+
+
+class RepetitionDetectionParams(msgspec.Struct, kw_only=True):
+    """Stop a request whose output repeats itself."""
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
+    """How one request is sampled and reported. Field names and defaults are the documented ones."""
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    flat_logprobs: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    structured_outputs: StructuredOutputsParams | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    bad_words_token_ids: list[list[int]] | None = None  # filled by engine/inputs.py from bad_words
+    thinking_token_budget: int | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
+    skip_reading_prefix_cache: bool | None = None
+    extra_args: dict[str, Any] | None = None
+    skip_clone: bool = False
+
+    def __post_init__(self) -> None:
+        self._normalize()
+        self._check_numbers()
+        self._check_lists()
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> SamplingParams:
+        """Build from values of which any may be None, meaning: the default."""
+        logits_processors = given.pop("logits_processors", None)
+        if logits_processors:
+            raise _refuse_callables(logits_processors)
+        unknown = set(given) - set(cls.__struct_fields__)
+        if unknown:
+            raise InputError(f"unknown sampling parameter(s): {', '.join(sorted(unknown))}")
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < SAMPLING_EPS
+
+    @property
+    def sampling_type(self) -> str:
+        if self.greedy:
+            return "greedy"
+        return "random" if self.seed is None else "random_seed"
+
+    def clone(self) -> SamplingParams:
+        """A private copy: deep, unless the caller promised the object is already private (skip_clone)."""
+        return copy.copy(self) if self.skip_clone else copy.deepcopy(self)
+
+    def _normalize(self) -> None:
+        if self.logprobs is True:
+            self.logprobs = 1
+        if self.prompt_logprobs is True:
+            self.prompt_logprobs = 1
+        if self.top_k == -1:
+            self.top_k = 0
+        if self.seed == -1:
+            self.seed = None
+        if self.stop is None:
+            self.stop = []
+        elif isinstance(self.stop, str):
+            self.stop = [self.stop]
+        self.stop_token_ids = [] if self.stop_token_ids is None else self.stop_token_ids
+        self.bad_words = [] if self.bad_words is None else self.bad_words
+        if isinstance(self.output_kind, int) and not isinstance(self.output_kind, RequestOutputKind):
+            self.output_kind = RequestOutputKind(self.output_kind)
+        if self.logit_bias is not None:
+            self.logit_bias = _clean_bias(self.logit_bias)
+        if isinstance(self.temperature, (int, float)) and SAMPLING_EPS <= self.temperature < MIN_TEMPERATURE:
+            self.temperature = MIN_TEMPERATURE
+
+    def _check_numbers(self) -> None:
+        _check_int("n", self.n, 1)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        _check_float("temperature", self.temperature, 0.0, math.inf)
+        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_int("top_k", self.top_k, 0, hint="0 or -1 keeps every token")
+        _check_int("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1)
+            if self.min_tokens > self.max_tokens:
+                raise InputError(
+                    f"min_tokens is {self.min_tokens}, which is more than max_tokens ({self.max_tokens})",
+                    param="min_tokens",
+                    value=self.min_tokens,
+                )
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(1 << 63), MAX_SEED)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                _check_int(name, value, -1, hint="-1 asks for the whole vocabulary")
+        if self.truncate_prompt_tokens is not None:
+            _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, hint="-1 means the model's limit")
+            if self.truncate_prompt_tokens == 0:
+                raise InputError(
+                    "truncate_prompt_tokens is 0; it must be -1 or at least 1", param="truncate_prompt_tokens"
+                )
+        if self.thinking_token_budget is not None:
+            _check_int("thinking_token_budget", self.thinking_token_budget, 0)
+
+    def _check_lists(self) -> None:
+        _check_list("stop", self.stop, str)
+        _check_list("stop_token_ids", self.stop_token_ids, int)
+        _check_list("bad_words", self.bad_words, str)
+        if any(not s for s in self.stop or ()):
+            raise InputError("stop holds an empty string; every stop string needs at least one character", param="stop")
+        if any(not s.strip() for s in self.bad_words or ()):
+            raise InputError("bad_words holds an empty word", param="bad_words")
+        if self.stop and not self.detokenize:
+            raise InputError("stop strings need text: they cannot be used with detokenize=False", param="stop")
+        if self.allowed_token_ids is not None:
+            _check_list("allowed_token_ids", self.allowed_token_ids, int)
+            if not self.allowed_token_ids:
+                raise InputError("allowed_token_ids is empty, so no token could follow", param="allowed_token_ids")
+        if self.logprob_token_ids is not None:
+            _check_list("logprob_token_ids", self.logprob_token_ids, int)
+        if self.extra_args is not None and not isinstance(self.extra_args, dict):
+            raise InputError(f"extra_args must be a dict, got {type(self.extra_args).__name__}", param="extra_args")
+
+
+class BeamSearchParams(msgspec.Struct, omit_defaults=True, dict=True, kw_only=True):
+    """How LLM.beam_search searches."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _check_int("beam_width", self.beam_width, 1)
+        _check_int("max_tokens", self.max_tokens, 1)
+        _check_float("temperature", self.temperature, 0.0, math.inf)
+        _check_float("length_penalty", self.length_penalty, -math.inf, math.inf)
+
+
+class PoolingParams(msgspec.Struct, omit_defaults=True, dict=True):
+    """How a pooling model's hidden states become a result."""
+
+    truncate_prompt_tokens: int | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+    task: str | None = None
+    extra_kwargs: dict[str, Any] | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
+
+    def clone(self) -> PoolingParams:
+        return copy.deepcopy(self)
+
+
+def _refuse_callables(given: Sequence[Callable[..., Any]]) -> InputError:
+    return InputError(
+        f"logits_processors on a request ({len(given)} given) are not supported: pass a LogitsProcessor class to the "
+        "engine (logits_processors=[...]); AdapterLogitsProcessor wraps a per-request callable",
+        param="logits_processors",
+    )
+
+
+def _clean_bias(bias: object) -> dict[int, float]:
+    """Keys may arrive as strings (JSON); values are clamped to the documented [-100, 100]."""
+    if not isinstance(bias, dict):
+        raise InputError(f"logit_bias must map token ids to numbers, got {type(bias).__name__}", param="logit_bias")
+    clean: dict[int, float] = {}
+    for key, value in bias.items():
+        try:
+            token, number = int(key), float(value)
+        except (TypeError, ValueError):
+            raise InputError(
+                f"logit_bias has {key!r}: {value!r}; keys are token ids and values numbers", param="logit_bias"
+            ) from None
+        if math.isnan(number):
+            raise InputError(f"logit_bias for token {token} is NaN", param="logit_bias")
+        clean[token] = min(100.0, max(-100.0, number))
+    return clean
+
+
+def _check_int(name: str, value: object, low: int, high: int | None = None, *, hint: str = "") -> None:
+    limit = f"at least {low}" if high is None else f"between {low} and {high}"
+    tail = f" ({hint})" if hint else ""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InputError(f"{name} must be an integer {limit}{tail}, got {value!r}", param=name, value=value)
+    if value < low or (high is not None and value > high):
+        raise InputError(f"{name} must be {limit}{tail}, got {value}", param=name, value=value)
+
+
+def _check_float(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    limit = f"in {'(' if open_low else '['}{low}, {high}{')' if math.isinf(high) else ']'}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InputError(f"{name} must be a number {limit}, got {value!r}", param=name, value=value)
+    if math.isnan(value) or math.isinf(value) or value < low or value > high or (open_low and value == low):
+        raise InputError(f"{name} must be {limit}, got {value}", param=name, value=value)
+
+
+def _check_list(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, (list, tuple)):
+        raise InputError(f"{name} must be a list of {kind.__name__}, got {type(value).__name__}", param=name)
+    for item in value:
+        if not isinstance(item, kind) or isinstance(item, bool):
+            raise InputError(f"{name} holds {item!r}; every entry must be {kind.__name__}", param=name, value=item)

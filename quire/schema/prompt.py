@@ -1,0 +1,111 @@
+"""What a caller may hand in as a prompt, and the one normal form everything behind the front doors uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+import msgspec
+from typing_extensions import NotRequired
+
+from quire.schema.errors import InputError
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+    multi_modal_data: NotRequired[Any]
+    mm_processor_kwargs: NotRequired[dict[str, Any]]
+    multi_modal_uuids: NotRequired[Any]
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    token_type_ids: NotRequired[list[int]]
+    multi_modal_data: NotRequired[Any]
+    mm_processor_kwargs: NotRequired[dict[str, Any]]
+    multi_modal_uuids: NotRequired[Any]
+    cache_salt: NotRequired[str]
+
+
+class EmbedsPrompt(TypedDict):
+    prompt_embeds: Any
+    cache_salt: NotRequired[str]
+
+
+SingletonPrompt = str | TextPrompt | TokensPrompt | EmbedsPrompt
+PromptType = SingletonPrompt | list[int]
+
+_KEYS = frozenset(TextPrompt.__annotations__) | frozenset(TokensPrompt.__annotations__) | {"prompt_embeds"}
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """Text, ids, or both (text then is only echoed). Media join here later."""
+
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    cache_salt: str | None = None
+    media: Any = None
+    media_uuids: Any = None
+    media_options: dict[str, Any] | None = None
+    embeds: Any = None
+
+    @classmethod
+    def of(cls, given: object) -> Prompt:
+        """Read any accepted form; a wrong one is an InputError that names what is accepted."""
+        if isinstance(given, Prompt):
+            return given
+        if isinstance(given, str):
+            return cls(text=given)
+        if isinstance(given, dict):
+            return cls._of_dict(given)
+        if isinstance(given, Sequence) and not isinstance(given, (bytes, bytearray)):
+            return cls(token_ids=check_ids(given))
+        raise InputError(
+            f"a prompt is a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'; "
+            f"got {type(given).__name__}",
+            param="prompt",
+        )
+
+    @classmethod
+    def _of_dict(cls, given: dict[str, Any]) -> Prompt:
+        unknown = set(given) - _KEYS
+        if unknown:
+            raise InputError(
+                f"a prompt dict has unknown keys {sorted(map(str, unknown))}; known are {sorted(_KEYS)}", param="prompt"
+            )
+        text, ids, embeds = given.get("prompt"), given.get("prompt_token_ids"), given.get("prompt_embeds")
+        if text is None and ids is None and embeds is None:
+            raise InputError("a prompt dict needs 'prompt', 'prompt_token_ids' or 'prompt_embeds'", param="prompt")
+        if text is not None and not isinstance(text, str):
+            raise InputError(f"'prompt' must be a string, got {type(text).__name__}", param="prompt")
+        salt = given.get("cache_salt")
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise InputError(f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt")
+        return cls(
+            text=text,
+            token_ids=None if ids is None else check_ids(ids),
+            cache_salt=salt,
+            media=given.get("multi_modal_data"),
+            media_uuids=given.get("multi_modal_uuids"),
+            media_options=given.get("mm_processor_kwargs"),
+            embeds=embeds,
+        )
+
+
+def check_ids(given: object) -> tuple[int, ...]:
+    """Token ids as a tuple of plain ints. Range against the vocabulary is checked where the model is known."""
+    if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
+        tolist = getattr(given, "tolist", None)  # numpy and torch arrays are welcome
+        if tolist is None:
+            raise InputError(f"token ids must be a list of integers, got {type(given).__name__}", param="prompt")
+        given = tolist()
+        if not isinstance(given, list):
+            raise InputError("token ids must be a flat list of integers, got a scalar", param="prompt")
+    ids = []
+    for item in given:
+        if isinstance(item, bool) or not hasattr(item, "__index__"):
+            raise InputError(f"token ids must be integers, got {item!r}", param="prompt", value=item)
+        ids.append(item.__index__())
+    return tuple(ids)
