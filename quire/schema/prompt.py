@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import msgspec
-from typing_extensions import NotRequired
 
 from quire.schema.errors import InputError
 

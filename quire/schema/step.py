@@ -64,7 +64,7 @@ class Mask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogprobRows(msgspec.Struct, frozen=True):
-    """Log probabilities of consecutive positions. Entry 0 of each row is the chosen (or given) token, then the top k."""
+    """Log probabilities of consecutive positions; entry 0 of a row is the chosen (or given) token, then the top k."""
 
     token_ids: list[list[int]]
     logprobs: list[list[float]]
