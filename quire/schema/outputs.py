@@ -1,4 +1,4 @@
-"""The public results. Mutable only through RequestOutput.add; picklable, so that they may cross a user's own processes."""
+"""The public results; picklable, so that they may cross a user's own processes."""
 
 from __future__ import annotations
 

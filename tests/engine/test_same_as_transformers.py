@@ -1,0 +1,122 @@
+"""The promise of the spine: greedy output equals transformers token for token, however the work was cut up.
+
+Oracle: transformers scores prompt + our output in one pass; greedy means that every output token is the argmax of the
+position before it, which is the same statement as "generate() would have written these tokens", without its cost.
+Every variation (chunks, block sizes, prefix hits, preemptions, look-ahead, process) must then give the same tokens.
+"""
+
+import random
+
+import pytest
+import torch
+import transformers
+from quire.config.source import locate
+
+from quire import LLM, SamplingParams
+from quire.base import env
+
+TEXT = "the river ran under an old stone bridge while seven children counted boats and argued about names"
+WORDS = TEXT.split()
+NUM_PROMPTS, NUM_NEW = 64, 64
+
+
+def mixed_prompts(seed: int, count: int) -> list[str]:
+    """Lengths from one word to a few hundred; some share long beginnings so that the prefix cache has work."""
+    rng = random.Random(seed)
+    stem = " ".join(rng.choices(WORDS, k=60))
+    prompts = []
+    for i in range(count):
+        words = rng.choices(WORDS, k=rng.choice([1, 3, 8, 20, 50, 120]))
+        prompts.append((stem + " " if i % 4 == 0 else "") + " ".join(words))
+    return prompts
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    path = locate(None).path
+    folder, _, name = path.rpartition("/")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
+
+
+def assert_greedy(oracle, outputs) -> None:
+    for out in outputs:
+        ids = out.prompt_token_ids + out.outputs[0].token_ids
+        with torch.inference_mode():
+            logits = oracle(torch.tensor([ids])).logits[0]
+        want = logits[len(out.prompt_token_ids) - 1 : -1].argmax(-1).tolist()
+        assert out.outputs[0].token_ids == want, f"prompt {out.prompt!r} differs from transformers"
+
+
+def tokens_of(outputs) -> list[list[int]]:
+    return [out.outputs[0].token_ids for out in outputs]
+
+
+def generate(prompts, **options) -> list:
+    llm = LLM(dtype="float32", max_model_len=1024, seed=0, **options)
+    params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    again = llm.generate(prompts[:4], params, use_tqdm=False)  # now every prompt is in the prefix cache, where it is on
+    assert tokens_of(again) == tokens_of(outputs)[:4]
+    if options.get("enable_prefix_caching", True):
+        assert any(out.num_cached_tokens for out in again)
+    llm.close()
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def plain(oracle):
+    """The reference run: one at a time in effect no tricks; checked against transformers once for all."""
+    outputs = generate(
+        mixed_prompts(1, NUM_PROMPTS), enable_prefix_caching=False, max_num_batched_tokens=4096, async_scheduling=False
+    )
+    assert_greedy(oracle, outputs)
+    return outputs
+
+
+def test_smollm2_equals_transformers(plain):
+    assert len(plain) == NUM_PROMPTS and all(len(out.outputs[0].token_ids) == NUM_NEW for out in plain)
+
+
+VARIATIONS = {
+    "small chunks, prefix hits, block 8": {"max_num_batched_tokens": 96, "block_size": 8},
+    "look-ahead, block 32, few rows": {"async_scheduling": True, "block_size": 32, "max_num_seqs": 7},
+    "preemption, look-ahead": {"num_gpu_blocks_override": 96, "async_scheduling": True, "max_num_batched_tokens": 256},
+}
+
+
+@pytest.mark.parametrize("name", VARIATIONS)
+def test_smollm2_is_the_same_however_the_work_is_cut(plain, name):
+    outputs = generate(mixed_prompts(1, NUM_PROMPTS), **VARIATIONS[name])
+    assert tokens_of(outputs) == tokens_of(plain)
+
+
+def test_smollm2_in_a_process_of_its_own(plain, monkeypatch):
+    monkeypatch.setenv("QUIRE_ENABLE_V1_MULTIPROCESSING", "1")
+    env.forget_all()
+    try:
+        outputs = generate(mixed_prompts(1, NUM_PROMPTS)[:16], async_scheduling=True, max_num_batched_tokens=128)
+    finally:
+        monkeypatch.undo()
+        env.forget_all()
+    assert tokens_of(outputs) == tokens_of(plain)[:16]
+
+
+def test_prompt_logprobs_agree(oracle):
+    llm = LLM(dtype="float32", max_model_len=1024, max_num_batched_tokens=48)
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=3, logprobs=3)
+    outputs = llm.generate(mixed_prompts(2, 8), params, use_tqdm=False)
+    llm.close()
+    worst = 0.0
+    for out in outputs:
+        ids = torch.tensor([out.prompt_token_ids + out.outputs[0].token_ids])
+        with torch.inference_mode():
+            want = oracle(ids).logits[0].log_softmax(-1)
+        assert out.prompt_logprobs[0] is None and len(out.prompt_logprobs) == len(out.prompt_token_ids)
+        positions = [*out.prompt_logprobs[1:], *out.outputs[0].logprobs]
+        for at, entries in enumerate(positions):
+            token = ids[0, at + 1].item()
+            assert token in entries and 3 <= len(entries) <= 4
+            for token_id, entry in entries.items():
+                worst = max(worst, abs(entry.logprob - want[at, token_id].item()))
+            assert entries[token].rank == int((want[at] > want[at, token]).sum()) + 1
+    assert worst < 1e-3
