@@ -118,6 +118,7 @@ PLUGINS = Variable[tuple[str, ...] | None](
     "Names of plug-ins to load; unset loads all.",
 )
 PORT = Variable("PORT", None, _port, "First port to try for internal sockets.")
+HOST_IP = Variable[str | None]("HOST_IP", None, str, "This host's address for others; unset asks the system.")
 SERVER_DEV_MODE = Variable("SERVER_DEV_MODE", False, _flag, "1: development routes and error stacks.")
 AUDIT = Variable("AUDIT", False, _flag, "1: check the block accounting at every step, not only when idle.")
 ENGINE_START_TIMEOUT_S = Variable(

@@ -9,14 +9,19 @@ Must not know: what the keys mean, or how a tensor type is decoded (loader/gguf_
 
 from __future__ import annotations
 
-import mmap
+import functools
 import os
 import struct
 from typing import Any, NamedTuple
 
+from quire.base.mapped import MappedFile
+
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_MAX_COUNT = 1 << 28  # entries in one array, keys or tensors: far above any real file
+_F32 = 0  # the tensor type of plain float32
+_MAX_COUNT = 1 << 24  # entries in one array, keys or tensors: far above any real file
+_MAX_DEPTH = 4  # arrays inside arrays
+_MAX_ALIGNMENT = 1 << 20
 
 
 class GGUFError(ValueError):
@@ -30,6 +35,20 @@ class TensorInfo(NamedTuple):
     offset: int  # from the start of the file
 
 
+def shared(path: str) -> GGUFFile:
+    """The file, parsed once per process: configuration, tokenizer and weights all read the same one.
+
+    Read only: callers must not change what `metadata` and `tensors` hold.
+    """
+    facts = os.stat(path)
+    return _parsed(os.path.abspath(path), facts.st_mtime_ns, facts.st_size)
+
+
+@functools.lru_cache(maxsize=2)
+def _parsed(path: str, _changed: int, _size: int) -> GGUFFile:
+    return GGUFFile(path)
+
+
 class GGUFFile:
     """Open file; `metadata` is read eagerly, tensor bytes are views into the map."""
 
@@ -40,12 +59,12 @@ class GGUFFile:
         size = os.path.getsize(path)
         if size < 24:
             raise GGUFError(f"{path}: {size} bytes is too short for a GGUF file")
-        with open(path, "rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.file = MappedFile(path)
+        self._map = self.file.map
         self._at = 0
         try:
             self._read()
-        except (struct.error, IndexError, UnicodeDecodeError) as wrong:
+        except (struct.error, IndexError) as wrong:
             raise GGUFError(f"{path}: truncated or corrupt GGUF file at byte {self._at} of {size} ({wrong})") from None
 
     def data(self, info: TensorInfo, num_bytes: int) -> memoryview:
@@ -55,7 +74,16 @@ class GGUFFile:
                 f"{self.path}: truncated: tensor {info.name!r} needs bytes {info.offset} to {info.offset + num_bytes}, "
                 f"the file has {len(self._map)}"
             )
-        return memoryview(self._map)[info.offset : info.offset + num_bytes]
+        return self.file.view(info.offset, num_bytes)
+
+    def floats(self, name: str) -> list[float] | None:
+        """The values of a small float32 tensor (rope factors), without a tensor library; None if there is none."""
+        info = self.tensors.get(name)
+        if info is None:
+            return None
+        if info.type_id != _F32 or len(info.shape) != 1:
+            raise GGUFError(f"{self.path}: tensor {name!r} should be a float32 vector; it has type {info.type_id}")
+        return list(struct.unpack(f"<{info.shape[0]}f", self.data(info, 4 * info.shape[0])))
 
     def _read(self) -> None:
         if self._map[:4] != b"GGUF":
@@ -63,19 +91,28 @@ class GGUFFile:
         self._at = 4
         (version,) = self._take("I")
         if version not in (2, 3):
-            raise GGUFError(f"{self.path}: GGUF version {version}; versions 2 and 3 are supported")
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+            hint = " (written for big-endian machines)" if swapped in (2, 3) else ""
+            raise GGUFError(
+                f"{self.path}: GGUF version {version}{hint}; versions 2 and 3, little-endian, are supported"
+            )
         num_tensors, num_keys = self._take("QQ")
         self._check_count(max(num_tensors, num_keys))
         for _ in range(num_keys):
             key = self._string()
             (kind,) = self._take("I")
+            if key in self.metadata:
+                raise GGUFError(f"{self.path}: the key {key!r} is there twice")
             self.metadata[key] = self._value(kind)
         raw = [self._tensor_info() for _ in range(num_tensors)]
         align = self.metadata.get("general.alignment", 32)
-        if not isinstance(align, int) or align < 1:
-            raise GGUFError(f"{self.path}: alignment {align!r} is not a positive number")
+        if not isinstance(align, int) or not 1 <= align <= _MAX_ALIGNMENT:
+            raise GGUFError(f"{self.path}: alignment {align!r} is not a number from 1 to {_MAX_ALIGNMENT}")
         start = -(-self._at // align) * align
-        self.tensors = {t.name: t._replace(offset=t.offset + start) for t in raw}
+        for info in raw:
+            if info.name in self.tensors:
+                raise GGUFError(f"{self.path}: the tensor {info.name!r} is there twice")
+            self.tensors[info.name] = info._replace(offset=info.offset + start)
 
     def _tensor_info(self) -> TensorInfo:
         name = self._string()
@@ -99,16 +136,18 @@ class GGUFFile:
         self._at += length
         return text
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:
             return self._string()
         if kind == _ARRAY:
-            return self._array()
+            return self._array(depth + 1)
         if kind not in _SCALARS:
             raise GGUFError(f"{self.path}: unknown metadata type {kind} at byte {self._at}")
         return self._take(_SCALARS[kind])[0]
 
-    def _array(self) -> list[Any]:
+    def _array(self, depth: int) -> list[Any]:
+        if depth > _MAX_DEPTH:
+            raise GGUFError(f"{self.path}: arrays nested deeper than {_MAX_DEPTH} at byte {self._at}")
         (kind,) = self._take("I")
         (count,) = self._take("Q")
         self._check_count(count)
@@ -116,7 +155,7 @@ class GGUFFile:
             return self._strings(count)
         if kind in _SCALARS:
             return list(self._take(f"{count}{_SCALARS[kind]}"))
-        return [self._value(kind) for _ in range(count)]
+        return [self._value(kind, depth) for _ in range(count)]
 
     def _strings(self, count: int) -> list[str]:
         """The hot loop of start-up: hundreds of thousands of short strings."""

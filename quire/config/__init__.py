@@ -1,0 +1,50 @@
+"""What was asked, and what was decided: frozen config groups, EngineArgs, flags, and resolution.
+
+Names are loaded on first use, so that `import quire.config` costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from quire.base.registry import load
+
+if TYPE_CHECKING:
+    from quire.config.args import AsyncEngineArgs as AsyncEngineArgs
+    from quire.config.args import EngineArgs as EngineArgs
+    from quire.config.args import UsageContext as UsageContext
+    from quire.config.engine import decode as decode
+    from quire.config.engine import encode as encode
+    from quire.config.engine import replace as replace
+    from quire.config.groups import *  # noqa: F403
+    from quire.config.parser import FlexibleArgumentParser as FlexibleArgumentParser
+    from quire.config.source import Located as Located
+    from quire.config.source import locate as locate
+
+_GROUPS = (
+    "AttentionConfig", "CUDAGraphMode", "CacheConfig", "CompilationConfig", "CompilationMode", "DeviceConfig",
+    "DiffusionConfig", "ECTransferConfig", "EPLBConfig", "EngineConfig", "FaultToleranceConfig", "KVEventsConfig",
+    "KVTransferConfig", "KernelConfig", "LoRAConfig", "LoadConfig", "LoggingConfig", "MambaConfig", "ModelConfig",
+    "ModelFacts", "MultiModalConfig", "ObservabilityConfig", "OffloadConfig", "ParallelConfig", "PassConfig",
+    "PoolerConfig", "PrefetchOffloadConfig", "ProfilerConfig", "ReasoningConfig", "SchedulerConfig",
+    "SpeculativeConfig", "SpeechToTextConfig", "StructuredOutputsConfig", "UVAOffloadConfig", "WeightTransferConfig",
+)  # fmt: skip
+_PLACES = {
+    **{name: f"quire.config.groups:{name}" for name in _GROUPS},
+    "EngineArgs": "quire.config.args:EngineArgs",
+    "AsyncEngineArgs": "quire.config.args:AsyncEngineArgs",
+    "UsageContext": "quire.config.args:UsageContext",
+    "FlexibleArgumentParser": "quire.config.parser:FlexibleArgumentParser",
+    "Located": "quire.config.source:Located",
+    "locate": "quire.config.source:locate",
+    "decode": "quire.config.engine:decode",
+    "encode": "quire.config.engine:encode",
+    "replace": "quire.config.engine:replace",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = load(_PLACES[name])
+    return value

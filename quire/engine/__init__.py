@@ -1,0 +1,1 @@
+"""A request's life outside the device: in, loop, out."""

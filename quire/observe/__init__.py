@@ -1,0 +1,1 @@
+"""What happened: numbers leave the house through this door."""

@@ -60,7 +60,7 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
 ToEngine = EngineRequest | Abort | ControlCall | Stop
 
 
-class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """News of one request since the last step."""
 
     request_id: str
@@ -72,6 +72,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache when first scheduled
     times: RequestTimes | None = None  # with the first and the last output
     error: str | None = None  # why finish_reason is ERROR
+    error_kind: str = ""  # as in ControlReply
 
 
 class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
@@ -99,6 +100,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 class EngineDied(msgspec.Struct, frozen=True, kw_only=True, tag="died"):
     reason: str
     details: str = ""  # traceback text for the log
+    error_kind: str = ""  # as in ControlReply; for an engine that could not start
 
 
 FromEngine = Outputs | ControlReply | EngineReady | EngineDied

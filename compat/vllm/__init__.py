@@ -1,0 +1,79 @@
+"""`import vllm`, answered by Quire. See table.py; this file only turns the table into modules.
+
+Each module of the table is made when it is imported and looks its names up in Quire when they are used, so that
+`import vllm` costs as little as `import quire`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from quire.base.registry import load
+from vllm.table import MISSING, names
+
+__version__ = "0.13.0+quire"  # the documented interface; quire.__version__ is the engine's own
+__version_tuple__ = (0, 13, 0, "quire")
+_NAMES = names()
+_PACKAGES = {path.rsplit(".", depth)[0] for path in (*_NAMES, *MISSING) for depth in range(1, path.count(".") + 1)}
+
+
+def _why_missing(path: str) -> str | None:
+    """Why a documented module is not here, if it is one of those."""
+    parts = path.split(".")
+    keys = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((MISSING[key] for key in keys if key in MISSING), None)
+
+
+def _look_up(module: str, name: str) -> Any:
+    if module == "vllm.version" and name in ("__version__", "__version_tuple__"):
+        return globals()[name]
+    if module == "vllm.envs" and name.startswith("VLLM_"):
+        return load("vllm.shims:read_variable")(name)
+    if target := _NAMES.get(module, {}).get(name):
+        return load(target)
+    if reason := MISSING.get(f"{module}:{name}"):
+        raise ImportError(f"Quire has no {module}.{name}: {reason}", name=module)
+    if (below := f"{module}.{name}") in _NAMES or below in _PACKAGES:
+        return importlib.import_module(below)
+    raise AttributeError(f"module {module!r} has no attribute {name!r} (answered by Quire)")
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes the modules of the table."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not fullname.startswith("vllm."):
+            return None
+        if fullname in _NAMES or fullname in _PACKAGES:
+            return importlib.util.spec_from_loader(fullname, self, is_package=fullname in _PACKAGES)
+        if reason := _why_missing(fullname):
+            raise ModuleNotFoundError(f"Quire has no {fullname}: {reason}", name=fullname)
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        known = _NAMES.get(module.__name__, {})
+        module.__doc__ = f"{module.__name__}, answered by Quire."
+        module.__dict__["__all__"] = sorted(known)
+        module.__dict__["__getattr__"] = lambda name: _look_up(module.__name__, name)
+        module.__dict__["__dir__"] = lambda: sorted({*module.__dict__, *known})
+
+
+sys.meta_path.append(_Finder())
+__all__ = sorted(_NAMES["vllm"])
+
+
+def __getattr__(name: str) -> Any:
+    return _look_up("vllm", name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,33 @@
+"""Which attention backend serves a device: the one asked for, or the device's own; refused where it cannot serve.
+
+In: a device name, an optional backend name, the layers' KV specs. Out: a backend. Knows no kernel itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.attention.backend import BACKENDS, AttentionBackend
+from quire.schema.errors import ConfigError, NotBuiltError
+from quire.schema.kv import KVSpec
+
+BY_DEVICE = {"cpu": "CPU_ATTN"}
+OTHER_NAMES = {"TORCH_SDPA": "CPU_ATTN"}
+
+
+def select_backend(device: str, specs: Sequence[KVSpec], name: str | None = None) -> AttentionBackend:
+    """`device` is a torch device string; only its type counts."""
+    kind = device.partition(":")[0]
+    if kind not in BY_DEVICE:
+        raise NotBuiltError(f"no attention backend for device {device!r}; built: {', '.join(BY_DEVICE)}", value=device)
+    wanted = BY_DEVICE[kind] if name is None else OTHER_NAMES.get(name.upper(), name.upper())
+    if wanted not in BACKENDS:
+        raise NotBuiltError(
+            f"attention backend {name!r} is not built; built: {', '.join(BACKENDS)}", param="backend", value=name
+        )
+    backend: AttentionBackend = BACKENDS.get(wanted)()
+    for spec in specs:
+        reason = backend.supports(spec)
+        if reason is not None:
+            raise ConfigError(f"attention backend {wanted} cannot serve layer {spec.layer!r}: {reason}")
+    return backend

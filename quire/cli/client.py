@@ -1,0 +1,202 @@
+"""`quire chat` and `quire complete`: a model in the terminal, streamed.
+
+The engine runs in this process, on the embedded model or the one named, with every engine option as a flag. Answers go
+to stdout and nothing else does; status, warnings and errors go to stderr. Ctrl-C stops an answer, Ctrl-D ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from quire.base import env
+from quire.base.clock import now
+from quire.base.log import logger
+from quire.base.registry import load
+from quire.schema.errors import InputError, NotBuiltError
+from quire.schema.params import RequestOutputKind, SamplingParams
+
+Message = dict[str, Any]
+_SAMPLING: dict[str, tuple[type, str]] = {
+    "temperature": (float, "0 always takes the most likely token"),
+    "top_p": (float, "keep the most likely tokens up to this probability"),
+    "top_k": (int, "keep this many most likely tokens; 0 keeps all"),
+    "min_p": (float, "drop tokens below this share of the most likely one"),
+    "presence_penalty": (float, "against tokens that have occurred in the answer"),
+    "frequency_penalty": (float, "against tokens by how often they have occurred in the answer"),
+    "repetition_penalty": (float, "above 1: against tokens of the prompt and the answer"),
+    "max_tokens": (int, "end the answer after this many tokens"),
+}
+
+
+def chat(arguments: Sequence[str], program: str) -> int:
+    parser = make_parser(program, "Talk with a model in the terminal.")
+    parser.add_argument("--system-prompt", help="what the model is told before the conversation")
+    parser.add_argument("-q", "--quick", metavar="MESSAGE", help="answer this message and exit")
+    parser.add_argument("--chat-template", help="Jinja template, as a file or as text; the model's own if not given")
+    args = parser.parse_args(arguments)
+    messages: list[Message] = []
+    if args.system_prompt is not None:
+        messages.append({"role": "system", "content": args.system_prompt})
+    speaker = Speaker(args)
+    if args.quick is not None:
+        speaker.answer([*messages, {"role": "user", "content": args.quick}])
+        return 0
+    for line in lines("you> ", "Ctrl-C stops an answer, Ctrl-D ends."):
+        question: Message = {"role": "user", "content": line}
+        try:
+            answer = speaker.answer([*messages, question])
+        except InputError as wrong:  # too long for the model, say: the conversation so far stays as it was
+            print(f"{program}: {wrong}", file=sys.stderr)
+            continue
+        messages += [question, {"role": "assistant", "content": answer}]
+    return 0
+
+
+def complete(arguments: Sequence[str], program: str) -> int:
+    parser = make_parser(program, "Let a model continue a text.")
+    parser.add_argument("-q", "--quick", metavar="TEXT", help="continue this text and exit")
+    parser.set_defaults(max_tokens=128)
+    args = parser.parse_args(arguments)
+    speaker = Speaker(args)
+    if args.quick is not None:
+        speaker.complete(args.quick)
+        return 0
+    for line in lines("text> ", "Ctrl-C stops a continuation, Ctrl-D ends."):
+        try:
+            speaker.complete(line)
+        except InputError as wrong:
+            print(f"{program}: {wrong}", file=sys.stderr)
+    return 0
+
+
+def make_parser(program: str, description: str) -> argparse.ArgumentParser:
+    """Options of this command, of sampling, and of the engine."""
+    parser: argparse.ArgumentParser = load("quire.config:FlexibleArgumentParser")(prog=program, description=description)
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder, GGUF file or hub id (or --model)")
+    parser.add_argument("--url", help="talk to a server instead (not built yet)")
+    sampling = parser.add_argument_group("sampling")
+    for name, (kind, text) in _SAMPLING.items():
+        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, default=None, help=text)
+    sampling.add_argument("--stop", action="append", default=None, help="end before this text; may be repeated")
+    load("quire.config:EngineArgs").add_cli_args(parser)
+    parser.set_defaults(disable_log_stats=True, use_tqdm_on_load=False)
+    return parser
+
+
+class Speaker:
+    """An engine in this process whose answers are written to stdout as they come."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        if args.url is not None:
+            raise NotBuiltError("--url: talking to a server is not built yet; without --url the model runs here")
+        if args.model_tag is not None:
+            args.model = args.model_tag
+        hush()
+        with status(args.model or "the embedded model"):
+            engine_args = load("quire.config:EngineArgs").from_cli_args(args)
+            self._engine = load("quire.llm.stepper:LLMEngine").from_engine_args(engine_args)
+        self._tokenizer = self._engine.get_tokenizer()
+        self._params = self._make_params(args)
+        self._template = args.__dict__.get("chat_template")
+        self._count = 0
+
+    def answer(self, messages: list[Message]) -> str:
+        """The assistant's next message."""
+        text = load("quire.text.chat:render_chat")(self._tokenizer, messages, chat_template=self._template)
+        ids = self._tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+        return self._stream({"prompt_token_ids": ids})
+
+    def complete(self, text: str) -> str:
+        return self._stream(text)
+
+    def _make_params(self, args: argparse.Namespace) -> SamplingParams:
+        """The model's own defaults, then what was asked."""
+        given = {name: value for name in (*_SAMPLING, "stop") if (value := vars(args)[name]) is not None}
+        defaults = self._engine.model_config.default_sampling
+        return SamplingParams(**({"max_tokens": None} | defaults | given), output_kind=RequestOutputKind.DELTA)
+
+    def _stream(self, prompt: Any) -> str:
+        self._count += 1
+        request_id = f"terminal-{self._count}"
+        self._engine.add_request(request_id, prompt, self._params)
+        pieces: list[str] = []
+        with interrupted() as stopped:
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    pieces.append(output.outputs[0].text)
+                    print(pieces[-1], end="", flush=True)
+                if stopped():
+                    self._engine.abort_request([request_id])
+                    break
+        print(flush=True)
+        return "".join(pieces)
+
+
+def lines(prompt: str, greeting: str) -> Iterator[str]:
+    """Lines from the terminal, or from a pipe without any prompt; empty ones are skipped, Ctrl-C clears the line."""
+    terminal = sys.stdin.isatty()
+    if terminal:
+        load_line_editing()
+        print(greeting, file=sys.stderr)
+    while True:
+        try:
+            line = input(prompt if terminal else "")
+        except EOFError:
+            if terminal:
+                print(file=sys.stderr)
+            return
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            continue
+        if line.strip():
+            yield line
+
+
+def load_line_editing() -> None:
+    """Importing readline gives input() history and editing, where the platform has it."""
+    try:
+        load("readline:parse_and_bind")
+    except ImportError:
+        return
+
+
+@contextmanager
+def interrupted() -> Iterator[Callable[[], bool]]:
+    """While an answer runs, Ctrl-C only raises a flag: an engine must not be torn out of the middle of a step."""
+    seen: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def status(model: str) -> Iterator[None]:
+    """One line on stderr: what is loading, and how long it took."""
+    start = now()
+    print(f"loading {model} ... ", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    except BaseException:
+        print(file=sys.stderr)
+        raise
+    print(f"{now() - start:.1f} s", file=sys.stderr)
+
+
+def hush() -> None:
+    """Warnings only, unless the environment asks for a level."""
+    logger("quire")
+    if not env.LOGGING_LEVEL.is_set():
+        logging.getLogger("quire").setLevel(logging.WARNING)

@@ -1,0 +1,138 @@
+"""EngineArgs: every option flat, as keywords, flags and attributes. Derived from the declarations, never written out.
+
+In: keywords, a parsed namespace, or attributes set by hand. Out: `create_engine_config()`, the resolved EngineConfig.
+"""
+
+import argparse
+import dataclasses
+import enum
+from typing import Any, Self
+
+from quire.base.registry import load
+from quire.config.engine import EngineConfig
+from quire.config.memory import LoadConfig
+from quire.config.model import ModelConfig
+from quire.config.option import Declared, Group, UnknownOptionError, declarations, group, option, same, unknown
+from quire.config.table import Flat, table
+
+
+class UsageContext(enum.StrEnum):
+    """Who asks; it only chooses defaults of batch size."""
+
+    UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
+    LLM_CLASS = "LLM_CLASS"
+    API_SERVER = "API_SERVER"
+    OPENAI_API_SERVER = "OPENAI_API_SERVER"
+    OPENAI_BATCH_RUNNER = "OPENAI_BATCH_RUNNER"
+    ENGINE_CONTEXT = "ENGINE_CONTEXT"
+
+
+def _fields(declared: dict[str, Declared]) -> list[tuple[str, Any, Any]]:
+    made = []
+    for name, (_, _, o) in declared.items():
+        default: Any = o.asked
+        if isinstance(default, dict):
+            made.append((name, Any, dataclasses.field(default_factory=default.copy)))
+        elif isinstance(default, tuple):
+            made.append((name, Any, dataclasses.field(default_factory=lambda given=default: list(given))))
+        else:
+            made.append((name, Any, dataclasses.field(default=default)))
+    return made
+
+
+_DECLARED = {name: flat.declared for name, flat in table().items()}
+_Derived: Any = dataclasses.make_dataclass("_Derived", _fields(_DECLARED), init=False, repr=False, eq=False)
+
+
+@dataclasses.dataclass(init=False, repr=False, eq=False)
+class EngineArgs(_Derived):  # type: ignore[misc]  # the attributes come from the declarations
+    """Every engine option. `LLM(**dataclasses.asdict(EngineArgs(...)))` is the same engine."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        fields = {field.name: field for field in dataclasses.fields(self)}
+        if len(args) > len(fields):
+            raise TypeError(f"{type(self).__name__} takes at most {len(fields)} values, got {len(args)}")
+        for name, value in zip(fields, args, strict=False):
+            if name in kwargs:
+                raise TypeError(f"{type(self).__name__} got {name!r} twice")
+            kwargs[name] = value
+        for name in kwargs:
+            if name not in fields:
+                raise UnknownOptionError(unknown("there is no engine option", name, fields), param=name)
+        for name, field in fields.items():
+            if name in kwargs:
+                value = kwargs[name]
+            elif field.default_factory is not dataclasses.MISSING:
+                value = field.default_factory()
+            else:
+                value = field.default
+            setattr(self, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    def __repr__(self) -> str:
+        changed = (f for f in table().values() if not same(getattr(self, f.name), f.declared.option.asked))
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
+
+    __hash__ = None  # type: ignore[assignment]  # attributes may be set
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        load("quire.config.flags:add_flags")(parser, table().values())
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """Takes the attributes this class has; anything else in the namespace is the caller's own."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+
+    def create_engine_config(self, usage_context: str | None = None, headless: bool = False) -> EngineConfig:
+        """Resolve: find the model, read it, decide everything left open. Raises ConfigError on what cannot be."""
+        config: EngineConfig = load("quire.config.resolve:resolve")(self, usage_context)
+        return config
+
+    def create_model_config(self) -> ModelConfig:
+        return self.create_engine_config().model_config
+
+    def create_load_config(self) -> LoadConfig:
+        return self.create_engine_config().load_config
+
+    @staticmethod
+    def get_batch_defaults(world_size: int) -> tuple[dict[str, int], dict[str, int]]:
+        """(most tokens in a step, most requests in a step), each by usage context, on CPU."""
+        found: tuple[dict[str, int], dict[str, int]] = load("quire.config.resolve:batch_defaults")(world_size)
+        return found
+
+
+@group
+class AsyncOptions(Group):
+    """Options of AsyncLLM alone."""
+
+    enable_log_requests: bool = option(False, "Log every request as it arrives.")
+
+
+_Async: Any = dataclasses.make_dataclass(
+    "_Async", _fields(declarations(AsyncOptions)), init=False, repr=False, eq=False
+)
+
+
+@dataclasses.dataclass(init=False, repr=False, eq=False)
+class AsyncEngineArgs(EngineArgs, _Async):
+    """EngineArgs, and what only a serving engine has."""
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser, async_args_only: bool = False) -> argparse.ArgumentParser:
+        if not async_args_only:
+            EngineArgs.add_cli_args(parser)
+        mine = [Flat(name, (name,), "AsyncOptions", d) for name, d in declarations(AsyncOptions).items()]
+        load("quire.config.flags:add_flags")(parser, mine)
+        parser.add_argument(  # the old spelling of the default
+            "--disable-log-requests",
+            dest="enable_log_requests",
+            action="store_false",
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
+        return parser

@@ -1,0 +1,134 @@
+"""EngineConfig: the whole tree. Asked for through EngineArgs (args.py), decided in resolve.py, then never changed.
+
+Plain data all the way down: msgspec encodes it, and another process decodes it without importing anything else.
+"""
+
+import dataclasses
+from dataclasses import field
+from typing import Any, Literal
+
+import msgspec
+
+from quire.config.extras import (
+    DiffusionConfig,
+    LoggingConfig,
+    LoRAConfig,
+    ObservabilityConfig,
+    ProfilerConfig,
+    ReasoningConfig,
+    SpeculativeConfig,
+    StructuredOutputsConfig,
+)
+from quire.config.kernels import AttentionConfig, CompilationConfig, KernelConfig, MambaConfig
+from quire.config.memory import (
+    CacheConfig,
+    ECTransferConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    LoadConfig,
+    OffloadConfig,
+    WeightTransferConfig,
+)
+from quire.config.model import ModelConfig
+from quire.config.option import INERT, LATER, Group, group, option
+from quire.config.running import DeviceConfig, ParallelConfig, SchedulerConfig
+
+
+def level_number(given: Any) -> Any:
+    """2, '2' and 'O2' are the same level."""
+    return int(given[1:] if given[:1] in "oO" else given) if isinstance(given, str) and given else given
+
+
+@group
+class EngineConfig(Group):
+    """Every group, and the options that belong to none."""
+
+    model_config: ModelConfig = field(default_factory=ModelConfig)
+    load_config: LoadConfig = field(default_factory=LoadConfig)
+    attention_config: AttentionConfig = option(
+        AttentionConfig, "Attention kernels, as a mapping.", asked=None, flags=("-ac",)
+    )
+    mamba_config: MambaConfig = field(default_factory=MambaConfig)
+    structured_outputs_config: StructuredOutputsConfig = option(
+        StructuredOutputsConfig, "Grammars, as a mapping.", asked=None
+    )
+    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    cache_config: CacheConfig = field(default_factory=CacheConfig)
+    offload_config: OffloadConfig = field(default_factory=OffloadConfig)
+    lora_config: LoRAConfig | None = None
+    enable_lora: bool = option(False, "Serve low-rank adapters.", LATER, asked=None, ready=(False,))
+    logging_config: LoggingConfig = field(default_factory=LoggingConfig)
+    observability_config: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
+    device_config: DeviceConfig = field(default_factory=DeviceConfig)
+    compilation_config: CompilationConfig = option(
+        CompilationConfig, "Compilation and graphs, as a mapping; a number is its mode.", asked=None, flags=("-cc",),
+        accepts=CompilationConfig | int,
+        take=lambda given: {"mode": given} if isinstance(given, int) else given,
+    )  # fmt: skip
+    kernel_config: KernelConfig = option(KernelConfig, "Kernels, as a mapping.", asked=None)
+    speculative_config: SpeculativeConfig | None = option(None, "Draft and verify.", LATER, flags=("-sc",))
+    spec_method: str | None = option(None, "Shorthand for speculative_config.method.", LATER)
+    spec_model: str | None = option(None, "Shorthand for speculative_config.model.", LATER)
+    spec_tokens: int | None = option(None, "Shorthand for its num_speculative_tokens.", LATER, low=1)
+    diffusion_config: DiffusionConfig | None = option(None, "Denoising models.", LATER, flags=("-dc",))
+    kv_transfer_config: KVTransferConfig | None = option(None, "KV from or to elsewhere.", LATER)
+    kv_events_config: KVEventsConfig | None = option(None, "Events about cached blocks.", LATER)
+    ec_transfer_config: ECTransferConfig | None = option(None, "Encoder outputs from or to elsewhere.", LATER)
+    ec_manager_config: dict[str, Any] | None = option(None, "The cache of encoder outputs.", LATER)
+    engram_config: dict[str, Any] | None = option(None, "Memory tables of Engram models.", LATER)
+    aux_output_config: dict[str, Any] | None = option(None, "Further outputs of a step.", LATER)
+    watermark_config: dict[str, Any] | None = option(None, "Marks in generated text.", LATER)
+    profiler_config: ProfilerConfig = option(ProfilerConfig, "Profiling, as a mapping.", asked=None)
+    reasoning_config: ReasoningConfig | None = option(None, "Where thinking begins and ends.", LATER)
+    weight_transfer_config: WeightTransferConfig | None = option(None, "New weights while running.", LATER)
+    additional_config: dict[str, Any] = option({}, "Anything a plug-in wants to find here; carried, never read.")
+    optimization_level: int = option(
+        2, "-O0 to -O3: how much time start-up may spend on speed.", INERT, low=0, high=3,
+        flags=("-O",), take=level_number,
+        why="a level only chooses compilation and graphs, and the CPU worker has neither",
+    )  # fmt: skip
+    performance_mode: Literal["balanced", "interactivity", "throughput"] = option(
+        "balanced", "What defaults lean towards.", LATER
+    )
+    shutdown_timeout: int = option(0, "Seconds running requests may finish in at the end.", LATER, low=0)
+    gdn_prefill_backend: str | None = option(None, "Kernel of gated delta prompts.", LATER)
+    kda_prefill_backend: str | None = option(None, "Kernel of KDA prompts.", LATER)
+    kda_decode_backend: str | None = option(None, "Kernel of KDA decode.", LATER)
+    disable_log_stats: bool = option(False, "No periodic line of numbers.")
+    aggregate_engine_logging: bool = option(
+        False, "One line for all engines.", INERT, why="there is one engine, so its line is for all"
+    )
+    fail_on_environ_validation: bool = option(False, "Unknown environment variables are errors.", LATER)
+    tokens_only: bool = option(False, "Token ids in and out: implies skip_tokenizer_init.")
+    # results
+    quant_config: dict[str, Any] | None = None  # the checkpoint's own, raw
+    instance_id: str = ""
+    usage_context: str = ""
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        return (self.speculative_config and self.speculative_config.num_speculative_tokens) or 0
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        return 2 if self.scheduler_config.async_scheduling else 1
+
+
+def encode(config: EngineConfig) -> bytes:
+    """For another process; `decode` reads it back equal."""
+    return msgspec.msgpack.encode(config)
+
+
+def decode(data: bytes) -> EngineConfig:
+    return msgspec.msgpack.decode(data, type=EngineConfig)
+
+
+def replace(config: Any, **changes: Any) -> Any:
+    """A copy with other values, checked again; a dotted key such as cache_config.block_size reaches into a group."""
+    direct = {key: value for key, value in changes.items() if "." not in key}
+    for key, value in changes.items():
+        head, dot, rest = key.partition(".")
+        if dot:
+            direct[head] = replace(direct.get(head, getattr(config, head)), **{rest: value})
+    return dataclasses.replace(config, **direct)

@@ -1,0 +1,250 @@
+"""Which model to run and how its inputs and outputs are treated: ModelConfig and the groups inside it.
+
+Declarations only (option.py says what they mean); values are decided in resolve.py. The fields after "results" are
+not options: resolution fills them.
+"""
+
+from dataclasses import field
+from typing import Any, Literal
+
+from quire.config.facts import ModelFacts
+from quire.config.local import names_of
+from quire.config.option import INERT, LATER, Group, group, option
+from quire.schema.errors import ConfigError
+
+Modality = dict[str, int | dict[str, int]]
+_DTYPES = {"half": "float16", "float": "float32"}
+
+
+def dtype_name(given: Any) -> str:
+    """'half', 'torch.float16' and torch.float16 are all 'float16'."""
+    text = given if isinstance(given, str) else str(given)
+    text = text.strip().lower().removeprefix("torch.")
+    return _DTYPES.get(text, text)
+
+
+def lower(given: Any) -> Any:
+    return given.lower() if isinstance(given, str) else given
+
+
+def first_name(given: Any) -> Any:
+    """The name that is reported is the first of the list."""
+    if isinstance(given, list | tuple):
+        if not given:
+            raise ConfigError("served_model_name is an empty list; give at least one name", param="served_model_name")
+        return given[0]
+    return given
+
+
+def patch_only(given: Any) -> Any:
+    """A callable patch is applied during resolution and leaves its result in hf_config."""
+    return {} if callable(given) else given
+
+
+@group
+class PoolerConfig(Group):
+    """How a pooling model turns hidden states into a result."""
+
+    task: str | None = option(None, "Pooling task; unset lets the model choose.", flat=False)
+    pooling_type: str | None = option(None, "Shorthand for one of the next two.", flat=False)
+    seq_pooling_type: str | None = option(None, "How a sequence becomes one vector.", flat=False)
+    tok_pooling_type: str | None = option(None, "Which per-token results are returned.", flat=False)
+    use_activation: bool | None = option(None, "Apply softmax, sigmoid or normalisation.", flat=False)
+    dimensions: int | None = option(None, "Shortened (Matryoshka) embedding size.", flat=False, low=1)
+    enable_chunked_processing: bool = option(False, "Split overlong embedding inputs.", flat=False)
+    max_embed_len: int | None = option(None, "Longest embedding input accepted.", flat=False, low=1)
+    logit_mean: float | None = option(None, "Shift of a classifier's scores.", flat=False)
+    logit_sigma: float | None = option(None, "Divisor of a classifier's scores.", flat=False)
+    step_tag_id: int | None = option(None, "Return scores only at this token.", flat=False)
+    returned_token_ids: tuple[int, ...] | None = option(None, "Vocabulary columns to return.", flat=False)
+
+
+@group
+class MultiModalConfig(Group):
+    """Images, audio and video."""
+
+    language_model_only: bool = option(
+        False, "Refuse every kind of media.", INERT, why="this version takes text only, so it always holds"
+    )
+    limit_per_prompt: Modality = option({}, "Most media items per prompt, by kind.", LATER, name="limit_mm_per_prompt")
+    enable_mm_embeds: bool = option(False, "Accept media as embeddings.", LATER)
+    media_io_kwargs: dict[str, dict[str, Any]] = option({}, "Decoding options by kind of media.", LATER)
+    mm_processor_kwargs: dict[str, Any] | None = option(None, "Overrides for the model's media processor.", LATER)
+    mm_processor_cache_gb: float = option(4.0, "GiB of processed media kept, per process.", LATER, low=0)
+    mm_processor_cache_type: Literal["lru", "shm"] = option("lru", "Kind of processed-media cache.", LATER)
+    mm_shm_cache_max_object_size_mb: int = option(128, "Largest entry of a shm cache, MiB.", LATER, low=0)
+    mm_encoder_only: bool = option(False, "Load the media encoder alone.", LATER)
+    mm_encoder_tp_mode: Literal["weights", "data"] = option("weights", "What tensor parallel splits.", LATER)
+    mm_encoder_attn_backend: str | None = option(None, "Attention kernel of the media encoder.", LATER)
+    mm_encoder_attn_dtype: Literal["fp8"] | None = option(None, "Precision of the encoder's attention.", LATER)
+    mm_encoder_fp8_scale_path: str | None = option(None, "File of fixed fp8 scales.", LATER)
+    mm_encoder_fp8_scale_save_path: str | None = option(None, "Where measured fp8 scales are saved.", LATER)
+    mm_encoder_fp8_scale_save_margin: float = option(1.5, "Headroom on saved scales.", LATER, above=0)
+    interleave_mm_strings: bool = option(False, "Keep media where they stand in the text.", LATER)
+    skip_mm_profiling: bool = option(False, "Measure memory without the encoder.", LATER)
+    video_pruning_rate: float | None = option(None, "Share of video tokens dropped.", LATER, low=0, below=1)
+    video_pruning_method: Literal["evs", "vidcom2"] = option("evs", "How video tokens are chosen to drop.", LATER)
+    mm_tensor_ipc: Literal["direct_rpc", "torch_shm"] = option("direct_rpc", "How media tensors travel.", LATER)
+    mm_ipc_gpu_memory_gb: float = option(0.0, "GiB of device memory for decoding in the front end.", LATER, low=0)
+    mm_device_do_normalize: bool | None = option(None, "Normalise images on the device.", LATER)
+    mm_hasher_algorithm: Literal["blake3", "sha256", "sha512"] = option("blake3", "Hash of media content.", LATER)
+    mm_processor_device: Literal["auto", "cpu"] = option("auto", "Where media are processed.", LATER)
+
+
+@group
+class SpeechToTextConfig(Group):
+    """How long audio is cut for transcription. Chosen by the model, not by flags."""
+
+    sample_rate: float = 16000
+    max_audio_clip_s: int | None = 30
+    overlap_chunk_second: int = 1
+    min_energy_split_window_size: int | None = 1600
+
+    @property
+    def allow_audio_chunking(self) -> bool:
+        return self.min_energy_split_window_size is not None and self.max_audio_clip_s is not None
+
+
+@group
+class ModelConfig(Group):
+    """Which model, tokenizer, precision and context length."""
+
+    model: str = option(
+        "",
+        "A folder, a .gguf file or a hub id; unset is the small model that ships with quire[default-model].",
+        asked=None,
+        take=lambda given: "" if given is None else str(given),
+    )
+    runner: Literal["auto", "generate", "pooling", "draft"] = option(
+        "auto", "What the model is run for.", LATER, ready=("generate",)
+    )
+    convert: Literal["auto", "none", "embed", "classify"] = option(
+        "auto", "Turn a generator into an embedding or classification model.", LATER, ready=("none",)
+    )
+    tokenizer: str = option("", "Folder, file or hub id of the tokenizer; unset is the model's own.", asked=None)
+    tokenizer_mode: str = option(
+        "auto",
+        "Tokenizer implementation.",
+        LATER,
+        choices=("auto", "hf", "slow", "mistral", "cohere", "deepseek_v32", "deepseek_v4", "inkling", "kimi_k3"),
+        ready=("hf", "slow", "mistral"),
+        take=lower,
+    )
+    trust_remote_code: bool = option(False, "Allow running Python code that comes with a checkpoint.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
+        "auto",
+        "Precision of weights and activations. auto on CPU: what the checkpoint says, with float16 run as bfloat16 "
+        "(CPUs have no fast float16) and float32 kept exact; a GGUF file runs as bfloat16 where the CPU multiplies "
+        "it natively (avx512_bf16, amx_bf16), else as float32.",
+        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
+        accepts=str,
+        take=dtype_name,
+    )
+    seed: int = option(0, "Seed of everything random that no request seeds itself.", low=0)
+    hf_config_path: str | None = option(None, "Folder or hub id whose config.json is read instead.")
+    allowed_local_media_path: str = option(
+        "", "Folder from which file URLs may be read.", INERT, why="this version reads no media, so none is read"
+    )
+    allowed_media_domains: tuple[str, ...] | None = option(
+        None, "Hosts from which media may be fetched.", INERT, why="this version fetches no media"
+    )
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    code_revision: str | None = option(None, "Branch, tag or commit of a checkpoint's Python code.", LATER)
+    tokenizer_revision: str | None = option(None, "Branch, tag or commit of a hub tokenizer; unset is revision's.")
+    max_model_len: int = option(
+        8192,
+        "Tokens of prompt and answer together; unset is the model's own limit, -1 or auto the most that memory holds.",
+        asked=None,
+        low=-1,
+        human=True,
+        auto=True,
+        accepts=int | str | None,
+        take=lambda given: -1 if isinstance(given, str) and given.lower() == "auto" else given,
+    )
+    quantization: str | None = option(
+        None, "How weights are stored; unset is what the checkpoint says.", LATER, flags=("-q",), ready=("gguf",),
+        take=lower, why="only unquantized and GGUF checkpoints can be loaded",
+    )  # fmt: skip
+    quantization_config: dict[str, Any] | None = option(None, "Quantization at load time, per kind of layer.", LATER)
+    allow_deprecated_quantization: bool = option(
+        False, "Allow schemes that are about to go.", INERT, why="no scheme of this version is deprecated"
+    )
+    enforce_eager: bool = option(
+        False, "No compilation and no CUDA graphs.", INERT, why="the CPU worker never compiles or captures anything"
+    )
+    enable_return_routed_experts: bool = option(False, "Report the experts each token used.", LATER)
+    max_logprobs: int = option(20, "Most log probabilities a request may ask for; -1 is no limit.", low=-1)
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = option(
+        "raw_logprobs", "Log probabilities or logits, before (raw) or after (processed) penalties and temperature."
+    )
+    use_fp64_gumbel: bool = option(False, "Draw sampling noise in double precision.", LATER)
+    disable_sliding_window: bool = option(False, "Cap the context at the model's window, so that none is cut.")
+    disable_cascade_attn: bool = option(
+        True, "Do not compute shared prefixes once for a batch.", LATER, asked=None, ready=(True,)
+    )
+    skip_tokenizer_init: bool = option(False, "No tokenizer: token ids in, token ids out.")
+    enable_prompt_embeds: bool = option(False, "Accept embeddings in place of a prompt.", LATER)
+    served_model_name: str = option(
+        "",
+        "The name requests and metrics use; of several, the first is reported.",
+        asked=None,
+        accepts=str | tuple[str, ...] | None,
+        take=first_name,
+    )
+    config_format: str = option(
+        "auto", "Form of the model's configuration file.", LATER, choices=("auto", "hf", "mistral"), ready=("hf",)
+    )
+    hf_token: bool | str | None = option(None, "Token for the model hub; True is the stored login.")
+    hf_overrides: dict[str, Any] = option(
+        {}, "Changes to the model's configuration: a (nested) mapping, or in Python a callable.", take=patch_only,
+        accepts=dict[str, Any],
+    )  # fmt: skip
+    generation_config: str = option(
+        "auto", "Default sampling: auto (the model's generation_config.json), vllm (none), or a folder."
+    )
+    override_generation_config: dict[str, Any] = option({}, "Default sampling values that go over those.")
+    enable_sleep_mode: bool = option(False, "Allow giving memory back and waking later.", LATER)
+    sleep_mode_offload_cudagraph: bool = option(False, "Free CUDA graphs while asleep.", LATER)
+    sleep_preserve_parameter_names: tuple[str, ...] = option((), "Weights that survive a deep sleep.", LATER)
+    enable_cumem_allocator: bool = option(False, "Allocate through CUDA virtual memory.", LATER)
+    enable_nccl_comm_suspend: bool = option(False, "Free communication buffers while asleep.", LATER)
+    enable_trace_replay: bool = option(False, "Replay a recorded trace.", LATER)
+    return_sampling_mask: bool = option(False, "Report which tokens sampling could choose.", LATER)
+    model_impl: str = option(
+        "auto",
+        "Whose model code runs: ours (vllm) or transformers'.",
+        LATER,
+        choices=("auto", "vllm", "transformers", "terratorch"),
+        ready=("vllm",),
+    )
+    model_class_overrides: dict[str, str] = option({}, "Other classes for named architectures.", LATER)
+    override_attention_dtype: str | None = option(None, "Precision of attention alone.", LATER)
+    logits_processors: tuple[str, ...] = option(
+        (),
+        "Custom LogitsProcessor classes, or import paths of some.",
+        asked=None,
+        accepts=tuple[str, ...] | None,
+        take=names_of,
+    )
+    logits_processor_pattern: str | None = option(None, "Which processors a request may name.", LATER)
+    io_processor_plugin: str | None = option(None, "Plug-in that rewrites inputs and outputs.", LATER)
+    renderer_num_workers: int = option(1, "Threads that tokenize in the server.", LATER, low=1)
+    pooler_config: PoolerConfig | None = option(None, "How a pooling model pools.", LATER)
+    multimodal_config: MultiModalConfig | None = None  # made when one of its options is set
+    # results
+    path: str = ""  # the folder or .gguf file that was found
+    served_model_names: tuple[str, ...] = ()
+    hf_config: dict[str, Any] = field(default_factory=dict)  # raw configuration after hf_overrides
+    facts: ModelFacts = field(default_factory=ModelFacts)
+    default_sampling: dict[str, Any] = field(default_factory=dict)
+    eos_token_ids: tuple[int, ...] = ()  # further ends of text besides the tokenizer's
+    original_max_model_len: int | None = None  # as asked
+    model_weights: str = ""
+
+    @property
+    def architecture(self) -> str:
+        return self.facts.architectures[0] if self.facts.architectures else ""
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return self.facts.is_encoder_decoder

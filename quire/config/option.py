@@ -1,0 +1,297 @@
+"""One option, declared once: its keyword, flag, file key, EngineArgs attribute, default, limits, docs and availability.
+
+Owns: `option(...)`, which a config group writes beside a field, and `Group`, which checks and normalises every field
+of a group the moment it is made. In: whatever a user typed. Out: frozen groups of plain values.
+Must not know: which options exist (the group files), argparse (flags.py), or models (resolve.py).
+"""
+
+import dataclasses
+import difflib
+import enum
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, dataclass_transform, get_args, get_origin
+
+import msgspec
+
+from quire.schema.errors import ConfigError, NotBuiltError
+
+
+class Status(enum.Enum):
+    """Whether an option may be set. Making a feature available is changing LATER to READY in its declaration."""
+
+    READY = "available"
+    LATER = "not yet"  # any value but the default (or one listed in `ready`) is refused by name
+    INERT = "no effect"  # accepted, because what it asks for already holds; `why` says how
+
+
+READY, LATER, INERT = Status.READY, Status.LATER, Status.INERT
+SAME: Any = object()  # the asked default is the field's own default
+_KEY = "option"
+T = TypeVar("T")
+
+
+class UnknownOptionError(ConfigError, TypeError):
+    """A keyword nobody declared. A TypeError too, as for any Python call with a wrong keyword."""
+
+
+class Option(NamedTuple):
+    """The declaration of one field. `asked` is the default of the keyword and the flag; None there means: decide."""
+
+    doc: str
+    status: Status
+    default: Any
+    asked: Any
+    name: str | None  # the flat keyword where it is not the field's name
+    flat: bool  # False: only a key inside its group's mapping
+    flags: tuple[str, ...]  # further spellings of the flag
+    choices: tuple[str, ...]  # known values of an open set; a closed set is a Literal type
+    ready: tuple[Any, ...]  # values that work although the status is LATER
+    why: str
+    low: float | None
+    high: float | None
+    above: float | None  # exclusive lower bound
+    below: float | None  # exclusive upper bound
+    human: bool  # 25.6k and 4K are numbers too
+    auto: bool  # "auto" means -1
+    accepts: Any  # the type a user may give, where it is wider than the field's
+    take: Callable[[Any], Any] | None  # given value -> value of the field's type
+
+
+def option(
+    default: Any,
+    doc: str,
+    status: Status = READY,
+    *,
+    asked: Any = SAME,
+    name: str | None = None,
+    flat: bool = True,
+    flags: tuple[str, ...] = (),
+    choices: tuple[str, ...] = (),
+    ready: tuple[Any, ...] = (),
+    why: str = "",
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    human: bool = False,
+    auto: bool = False,
+    accepts: Any = None,
+    take: Callable[[Any], Any] | None = None,
+) -> Any:
+    """A dataclass field that carries its declaration."""
+    asked = default if asked is SAME else asked
+    declared = Option(
+        doc, status, default, asked, name, flat, flags, choices, ready, why, low, high, above, below, human, auto,
+        accepts, take,
+    )  # fmt: skip
+    if isinstance(default, type) and issubclass(default, Group):
+        return dataclasses.field(default_factory=default, metadata={_KEY: declared})
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=default.copy, metadata={_KEY: declared})
+    return dataclasses.field(default=default, metadata={_KEY: declared})
+
+
+class Declared(NamedTuple):
+    """A field with its option; `type` is what is stored, `given` what a user may write."""
+
+    field: str
+    type: Any
+    option: Option
+
+    @property
+    def given(self) -> Any:
+        return self.option.accepts or self.type
+
+
+class Group:
+    """Parent of every config group: keyword-only, frozen, compared by value, each declared field checked when made.
+
+    The four methods are written here once because `dataclass` would compile them anew for every group, which costs
+    a tenth of a second at start.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    def __init__(self, **values: Any) -> None:
+        for name, field in self.__dataclass_fields__.items():
+            if field._field_type is not _FIELD:  # type: ignore[attr-defined]  # class variables are listed too
+                continue
+            if name in values:
+                value = values.pop(name)
+            elif field.default_factory is not dataclasses.MISSING:
+                value = field.default_factory()
+            else:
+                value = field.default
+            object.__setattr__(self, name, value)
+        if values:
+            known = [field.name for field in dataclasses.fields(self)]
+            raise UnknownOptionError(unknown(f"{type(self).__name__} has no key", next(iter(values)), known))
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        for field, kind, declared in declarations(type(self)).values():
+            value = getattr(self, field)
+            if value is not declared.default:
+                object.__setattr__(self, field, settle(declared.name or field, value, kind, declared))
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return all(getattr(self, f.name) == getattr(other, f.name) for f in dataclasses.fields(self))
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
+        return f"{type(self).__name__}({values})"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise dataclasses.FrozenInstanceError(f"{type(self).__name__} is frozen; use quire.config.replace")
+
+    __delattr__ = __setattr__  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
+
+
+_FIELD = dataclasses.fields(dataclasses.make_dataclass("_Probe", ["x"]))[0]._field_type  # type: ignore[attr-defined]
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def group(cls: type[T]) -> type[T]:
+    """Make a Group subclass a dataclass (its fields are listed; Group does the rest)."""
+    return dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
+
+
+@cache
+def declarations(group: type[Any]) -> dict[str, Declared]:
+    """Field name -> declaration, in the order they are written. Fields without one are results, not options."""
+    found = ((f, f.metadata[_KEY]) for f in dataclasses.fields(group) if _KEY in f.metadata)
+    return {f.name: Declared(f.name, f.type, declared) for f, declared in found}
+
+
+def make(group: type[Any], values: Mapping[str, Any], where: str = "") -> Any:
+    """A group from a mapping; an unknown key is an error that names the nearest known one."""
+    known = [f.name for f in dataclasses.fields(group)]
+    for key in values:
+        if key not in known:
+            raise UnknownOptionError(unknown(f"{where or group.__name__} has no key", str(key), known), param=where)
+    return group(**values)
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """The one wording for a name nobody knows."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"{what} {name!r}; did you mean {near[0]!r}?" if near else f"{what} {name!r}"
+
+
+def settle(name: str, value: Any, kind: Any, declared: Option) -> Any:
+    """The value as the field's type, or a ConfigError that names option, value and limit."""
+    if declared.take is not None:
+        value = declared.take(value)
+    if value is None:
+        if declared.default is None or declared.asked is None or NoneType in parts(kind):
+            return None
+        raise _wrong(name, value, kind, declared)
+    group = next((k for k in parts(kind) if isinstance(k, type) and issubclass(k, Group)), None)
+    if group is not None:
+        return _settle_group(name, value, group)
+    try:
+        value = msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        raise _wrong(name, value, kind, declared) from None
+    _check_bounds(name, value, declared)
+    return value
+
+
+def _settle_group(name: str, value: Any, group: type[Any]) -> Any:
+    if isinstance(value, group):
+        return value
+    if isinstance(value, Mapping):
+        return make(group, value, name)
+    raise ConfigError(
+        f"{name} must be a mapping or a {group.__name__}, got {type(value).__name__} {value!r}", param=name, value=value
+    )
+
+
+def _check_bounds(name: str, value: Any, o: Option) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    too_low = (o.low is not None and value < o.low) or (o.above is not None and value <= o.above)
+    too_high = (o.high is not None and value > o.high) or (o.below is not None and value >= o.below)
+    if too_low or too_high or value != value:
+        raise ConfigError(f"{name} must be {limits(o)}, got {value}", param=name, value=value)
+
+
+def limits(o: Option) -> str:
+    """'at least 1', 'above 0 and at most 1', or ''."""
+    texts = (("at least", o.low), ("above", o.above), ("at most", o.high), ("below", o.below))
+    return " and ".join(f"{word} {bound:g}" for word, bound in texts if bound is not None)
+
+
+def _wrong(name: str, value: Any, kind: Any, declared: Option) -> ConfigError:
+    wanted = describe(declared.accepts or kind)
+    if isinstance(value, str) and (known := choices_of(kind)):
+        near = difflib.get_close_matches(value, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return ConfigError(f"{name} is {value!r}; it must be one of {', '.join(known)}{hint}", param=name, value=value)
+    return ConfigError(f"{name} must be {wanted}, got {value!r}", param=name, value=value)
+
+
+def parts(kind: Any) -> tuple[Any, ...]:
+    """The members of a union, or the type alone."""
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def choices_of(kind: Any) -> list[str]:
+    """Every string a Literal in this type allows."""
+    return [str(v) for part in parts(kind) if get_origin(part) is Literal for v in get_args(part)]
+
+
+def describe(kind: Any) -> str:
+    """A type in words a user reads: 'a whole number or None'."""
+    return " or ".join(_WORDS.get(part) or _describe_one(part) for part in parts(kind))
+
+
+_WORDS: dict[Any, str] = {
+    int: "a whole number", float: "a number", str: "a string", bool: "True or False", NoneType: "None",
+    Any: "any value",
+}  # fmt: skip
+
+
+def _describe_one(part: Any) -> str:
+    origin = get_origin(part)
+    if origin is Literal:
+        return "one of " + ", ".join(repr(v) for v in get_args(part))
+    if origin in (tuple, list):
+        inner = [a for a in get_args(part) if a is not Ellipsis]
+        return f"a list of {_WORDS.get(inner[0], 'values').removeprefix('a ')}s" if inner else "a list"
+    if origin is dict:
+        return "a mapping"
+    return str(getattr(part, "__name__", part))
+
+
+def refuse(name: str, value: Any, o: Option) -> None:
+    """NotBuiltError if this value asks for something this version cannot do."""
+    if o.status is not LATER or same(value, o.asked) or same(value, o.default):
+        return
+    if any(same(value, allowed) for allowed in o.ready):
+        return
+    allowed = ", ".join(repr(v) for v in dict.fromkeys((o.asked, *o.ready)))
+    advice = o.why or f"leave {name} at {allowed}"
+    raise NotBuiltError(
+        f"{name}={value!r} is not available in this version of Quire ({o.doc.rstrip('.')}): {advice}",
+        param=name,
+        value=value,
+    )
+
+
+def same(value: Any, other: Any) -> bool:
+    """Equal as a setting: a list is its tuple, and True is not 1."""
+    if isinstance(value, list | tuple | set | frozenset) and isinstance(other, list | tuple | set | frozenset):
+        return (
+            sorted(map(repr, value)) == sorted(map(repr, other))
+            if isinstance(value, set | frozenset)
+            else list(value) == list(other)
+        )
+    if isinstance(value, bool) is not isinstance(other, bool):
+        return False
+    return bool(value == other)

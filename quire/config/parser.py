@@ -1,0 +1,315 @@
+"""FlexibleArgumentParser: argparse with the spellings people use for engine options.
+
+Dashes or underscores; `--flag.key.sub value` and `-cc.key=value` for keys of a JSON option, `key+` to append to a
+list; `--config file.yaml` under the command line; `--help=GroupName|word|all`. In: strings. Out: a namespace.
+Must not know: which options exist (flags.py adds them).
+"""
+
+import argparse
+import copy
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from quire.base.registry import load
+
+_FILES = (".yaml", ".yml", ".json")
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """A parser whose every flag may be written with dashes or underscores, and whose JSON flags take dotted keys."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)  # a shortened name that works today is ambiguous tomorrow
+        super().__init__(*args, **kwargs)
+        self.topic = ""  # what --help=... asked for
+
+    def parse_args(  # type: ignore[override]  # one signature instead of argparse's overloads
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> argparse.Namespace:
+        found, rest = self.parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}{self._nearest(rest)}")
+        return found
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        given = list(sys.argv[1:] if args is None else args)
+        given = [self._known_spelling(arg) if i < _end(given) else arg for i, arg in enumerate(given)]
+        self._answer_help(given)
+        if self._has_commands():  # the command's own parser does the rest
+            return super().parse_known_args(given, namespace)
+        given, from_file = self._take_file(given)
+        given = _Dotted(self, from_file).fold(given)
+        kept = [(action, action.default) for action in from_file]
+        try:
+            for action, value in from_file.items():
+                action.default = value
+            return super().parse_known_args(given, namespace)
+        finally:
+            for action, value in kept:
+                action.default = value
+
+    def find(self, flag: str) -> argparse.Action | None:
+        return self._option_string_actions.get(flag)
+
+    def format_usage(self) -> str:
+        formatter = self._get_formatter()
+        folded = set() if self.topic else {id(a) for group in self._folded() for a in group._group_actions}
+        shown = [action for action in self._actions if id(action) not in folded]
+        formatter.add_usage(self.usage, shown, self._mutually_exclusive_groups)
+        tail = " [engine options]\n" if folded else ""
+        return formatter.format_help().rstrip("\n") + (tail or "\n")
+
+    def format_help(self) -> str:
+        """Groups of engine options are named, not listed, unless --help=... asks for them."""
+        if not self._folded():
+            return super().format_help()
+        if self.topic and self.topic != "all":
+            return self._format_topic()
+        formatter = self._get_formatter()
+        formatter.add_text(self.description)
+        for group in self._action_groups:
+            if self.topic == "all" or group not in self._folded():
+                _add_section(formatter, group, group._group_actions)
+        if not self.topic:
+            formatter.start_section("engine options (--help=all lists them)")
+            for group in self._folded():
+                number = len(group._group_actions)
+                formatter.add_text(f"--help={group.title}  ({number} option{'s' if number > 1 else ''})")
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        usage = self.format_usage() if self.topic != "all" else f"usage: {self.prog} [options]\n"
+        return usage + "\n" + formatter.format_help()
+
+    def _format_topic(self) -> str:
+        formatter = self._get_formatter()
+        word = self.topic.lower().lstrip("-").replace("_", "-")
+        shown = 0
+        for group in self._action_groups:
+            whole = (group.title or "").lower() == word
+            matches = [a for a in group._group_actions if whole or any(word in s for s in a.option_strings)]
+            shown += len(matches)
+            _add_section(formatter, group, matches)
+        if not shown:
+            titles = [group.title or "" for group in self._folded()]
+            near = get_close_matches(self.topic, titles, n=1)
+            hint = f" Did you mean --help={near[0]}?" if near else f" Groups: {', '.join(titles)}"
+            return f"No option and no group is called {self.topic!r}.{hint}\n"
+        return formatter.format_help()
+
+    def _folded(self) -> list[Any]:
+        return [group for group in self._action_groups if group.description is FOLDED]
+
+    def _answer_help(self, args: list[str]) -> None:
+        for arg in args[: _end(args)]:
+            name, equals, topic = arg.partition("=")
+            if name == "--help" and equals and not self._has_commands():
+                self.topic = topic or "all"
+                self.print_help()
+                self.exit()
+
+    def _has_commands(self) -> bool:
+        return any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
+
+    def _known_spelling(self, arg: str) -> str:
+        """--max_num_seqs=4 -> --max-num-seqs=4, if this parser has the one and not the other."""
+        if not arg.startswith("--"):
+            return arg
+        name = arg.partition("=")[0].partition(".")[0]
+        if name in self._option_string_actions:
+            return arg
+        for other in (name.replace("_", "-"), "--" + name[2:].replace("-", "_")):
+            if other in self._option_string_actions:
+                return other + arg[len(name) :]
+        return arg
+
+    def _take_file(self, args: list[str]) -> tuple[list[str], dict[argparse.Action, Any]]:
+        """Cut `--config file.yaml` out; the file's values become defaults for this one parse."""
+        rest: list[str] = []
+        path = None
+        i = 0
+        while i < len(args):
+            name, equals, value = args[i].partition("=")
+            if name == "--config" and i < _end(args):
+                value = value if equals else (args[i + 1] if i + 1 < len(args) else "")
+                if value.endswith(_FILES) or self.find("--config") is None:
+                    if path is not None:
+                        self.error("--config was given twice; one file is read")
+                    path = value
+                    i += 1 if equals else 2
+                    continue
+            rest.append(args[i])
+            i += 1
+        return rest, {} if path is None else dict(self._read_file(path))
+
+    def _read_file(self, path: str) -> Iterator[tuple[argparse.Action, Any]]:
+        if not path.endswith(_FILES):
+            self.error(f"--config needs a .yaml, .yml or .json file, got {path!r}")
+        if not os.path.isfile(path):
+            self.error(f"--config: there is no file {path!r}")
+        try:
+            with open(path, encoding="utf-8") as file:
+                content = load("yaml:safe_load")(file)
+        except (load("yaml:YAMLError"), UnicodeDecodeError) as wrong:
+            self.error(f"--config {path}: not readable as YAML: {wrong}")
+        if not isinstance(content, dict):
+            self.error(f"--config {path}: expected option names with values, got {type(content).__name__}")
+        for key, value in content.items():
+            action = self._action_called(str(key))
+            if action is None:
+                self.error(f"--config {path}: there is no option {key!r}{self._nearest([f'--{key}'])}")
+            yield action, self._file_value(path, str(key), action, value)
+
+    def _action_called(self, key: str) -> argparse.Action | None:
+        """By long name (dashes or underscores) or, for a positional, by its name."""
+        found = self.find(self._known_spelling(f"--{key}"))
+        places = (a for a in self._actions if not a.option_strings and a.dest == key.replace("-", "_"))
+        return found or next(places, None)
+
+    def _file_value(self, path: str, key: str, action: argparse.Action, value: Any) -> Any:
+        """A value of the file as the flag would have produced it."""
+        if value is None:
+            return action.default
+        if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+            if not isinstance(value, bool):
+                self.error(f"--config {path}: {key} must be true or false, got {value!r}")
+            return value
+        try:
+            if action.nargs in ("+", "*") or isinstance(action.nargs, int):
+                items = value if isinstance(value, list) else [value]
+                return [self._one_file_value(action, item) for item in items]
+            return self._one_file_value(action, value)
+        except argparse.ArgumentError as wrong:
+            self.error(f"--config {path}: {wrong}")
+
+    def _one_file_value(self, action: argparse.Action, value: Any) -> Any:
+        if value is True and action.const is True:  # --hf-token without a value
+            return True
+        text = value if isinstance(value, str) else json.dumps(value)
+        found = self._get_value(action, text)
+        self._check_value(action, found)
+        return found
+
+    def _nearest(self, wrong: Iterable[str]) -> str:
+        known = list(_flags_of(self))
+        hints = []
+        for arg in wrong:
+            name = arg.partition("=")[0].partition(".")[0].replace("_", "-")
+            if name.startswith("-") and (near := get_close_matches(name, known, n=1)):
+                hints.append(near[0])
+        return f" (did you mean {', '.join(hints)}?)" if hints else ""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(message)
+
+
+FOLDED = "\u200b"  # description that marks a group as folded in help; identity is what counts
+
+
+class _Dotted:
+    """Folds `--flag.key value` into one `--flag {...}` per flag, left to right; a whole value starts over."""
+
+    def __init__(self, parser: FlexibleArgumentParser, from_file: dict[argparse.Action, Any]) -> None:
+        self.parser = parser
+        self.from_file = from_file
+        self.values: dict[argparse.Action, Any] = {}
+
+    def fold(self, args: list[str]) -> list[str]:
+        dotted = {a for arg in args[: _end(args)] if (a := self._split(arg)[0]) is not None and self._split(arg)[1]}
+        if not dotted:
+            return args
+        out: list[Any] = []  # an action stands where its folded value will go
+        i = 0
+        while i < len(args):
+            action, key, value = self._split(args[i]) if i < _end(args) else (None, "", None)
+            i += 1
+            if action is None or action not in dotted:
+                out.append(args[i - 1])
+                continue
+            if value is None:
+                if i >= len(args):
+                    self.parser.error(f"{args[i - 1]} needs a value")
+                value = args[i]
+                i += 1
+            if action not in self.values:
+                self.values[action] = self._start(action)
+                out.append(action)
+            self._put(action, key, value)
+        return [text for item in out for text in self._texts(item)]
+
+    def _split(self, arg: str) -> tuple[argparse.Action | None, str, str | None]:
+        """'--flag.a.b=1' -> (the flag's action, 'a.b', '1'); (None, …) if it is no flag of this parser."""
+        if not arg.startswith("-"):
+            return None, "", None
+        name, equals, value = arg.partition("=")
+        flag, _, key = name.partition(".")
+        return self.parser.find(flag), key, value if equals else None
+
+    def _start(self, action: argparse.Action) -> dict[str, Any]:
+        below = self.from_file.get(action)
+        return copy.deepcopy(below) if isinstance(below, dict) else {}
+
+    def _put(self, action: argparse.Action, key: str, text: str) -> None:
+        flag = action.option_strings[0]
+        if not key:
+            whole = _value(text)
+            if not isinstance(whole, dict):
+                self.parser.error(f"{flag} {text}: keys such as {flag}.key can only be added to a JSON mapping")
+            self.values[action] = whole
+            return
+        append = key.endswith("+")
+        *above, last = key.removesuffix("+").split(".")
+        into = self.values[action]
+        for part in above:
+            into = into.setdefault(part, {})
+            if not isinstance(into, dict):
+                self.parser.error(f"{flag}.{key}: {part!r} already holds {into!r}, which has no keys")
+        if append:
+            items = into.setdefault(last, [])
+            if not isinstance(items, list):
+                self.parser.error(f"{flag}.{key}: {last!r} already holds {items!r}, which is no list")
+            more = _value(text)
+            items.extend(_value(item) for item in text.split(",")) if isinstance(more, str) else items.append(more)
+        else:
+            into[last] = _value(text)
+
+    def _texts(self, item: Any) -> list[str]:
+        if isinstance(item, str):
+            return [item]
+        return [item.option_strings[0], json.dumps(self.values[item])]
+
+
+def _value(text: str) -> Any:
+    """JSON where it is JSON, otherwise the text; Python's True, False and None are understood too."""
+    spelled = {"True": "true", "False": "false", "None": "null"}.get(text, text)
+    try:
+        return json.loads(spelled)
+    except ValueError:
+        return text
+
+
+def _end(args: list[str]) -> int:
+    """Where options stop: at '--', or at the end."""
+    return args.index("--") if "--" in args else len(args)
+
+
+def _add_section(formatter: Any, group: Any, actions: list[argparse.Action]) -> None:
+    formatter.start_section(group.title)
+    if group.description is not FOLDED:
+        formatter.add_text(group.description)
+    formatter.add_arguments(actions)
+    formatter.end_section()
+
+
+def _flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Every flag of a parser and of its commands."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _flags_of(command)

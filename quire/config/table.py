@@ -1,0 +1,130 @@
+"""The flat view of the tree: every keyword and flag, where its value lives, and how asked values become a tree.
+
+In: a mapping keyword -> value. Out: an EngineConfig with every value in its place and checked, nothing decided yet.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+from quire.config.engine import EngineConfig
+from quire.config.option import Declared, Group, declarations, make, parts, refuse, same
+from quire.schema.errors import ConfigError
+
+
+class Flat(NamedTuple):
+    """One keyword. `path` leads from EngineConfig to the field."""
+
+    name: str
+    path: tuple[str, ...]
+    group: str  # name of the class that declares it
+    declared: Declared
+
+
+def group_of(kind: Any) -> type[Group] | None:
+    """The group class in a field's type, if it is one."""
+    for part in parts(kind):
+        if isinstance(part, type) and issubclass(part, Group):
+            return part
+    return None
+
+
+@cache
+def table() -> dict[str, Flat]:
+    """Keyword -> where it lives, in the order of declaration. A name declared twice is a mistake of ours."""
+    found: dict[str, Flat] = {}
+    for flat in _walk(EngineConfig, ()):
+        if flat.name in found:
+            raise AssertionError(f"two options are called {flat.name!r}: {found[flat.name].path} and {flat.path}")
+        found[flat.name] = flat
+    return found
+
+
+def _walk(group: type[Any], path: tuple[str, ...]) -> Iterator[Flat]:
+    declared = declarations(group)
+    for field in dataclasses.fields(group):
+        here = (*path, field.name)
+        mine = declared.get(field.name)
+        if mine is not None and mine.option.flat:
+            yield Flat(mine.option.name or field.name, here, group.__name__, mine)
+        inner = group_of(field.type)
+        if inner is not None:
+            yield from _walk(inner, here)
+
+
+def assemble(asked: Mapping[str, Any]) -> EngineConfig:
+    """Put every asked value into its place. What was left unset takes its group's own default."""
+    tree: dict[str, Any] = {}
+    given_at: dict[tuple[str, ...], str] = {}
+    for flat in sorted(table().values(), key=lambda f: len(f.path)):
+        value = asked.get(flat.name, flat.declared.option.asked)
+        if same(value, flat.declared.option.asked):
+            continue
+        if group_of(flat.declared.type) is not None and value is not None:
+            _place_mapping(tree, given_at, flat, value)
+        else:
+            _place(tree, given_at, flat.path, value, flat.name)
+    config: EngineConfig = _build(EngineConfig, tree)
+    return config
+
+
+def _place_mapping(tree: dict[str, Any], given_at: dict[tuple[str, ...], str], flat: Flat, value: Any) -> None:
+    """A whole group given as a mapping, an instance, or the shorthand its option takes."""
+    take = flat.declared.option.take
+    value = take(value) if take is not None else value
+    if isinstance(value, Group):
+        value = _set_fields(value)
+    if not isinstance(value, Mapping):
+        kind = group_of(flat.declared.type)
+        raise ConfigError(
+            f"{flat.name} must be a mapping{f' or a {kind.__name__}' if kind else ''}, got {value!r}",
+            param=flat.name,
+            value=value,
+        )
+    _place(tree, given_at, flat.path, {}, flat.name)
+    for key, inner in value.items():
+        _place(tree, given_at, (*flat.path, str(key)), inner, f"{flat.name}.{key}")
+
+
+def _set_fields(group: Group) -> dict[str, Any]:
+    """The fields of an instance that differ from its class's defaults."""
+    plain = type(group)()
+    values = {name: getattr(group, name) for name in declarations(type(group))}
+    return {name: value for name, value in values.items() if not same(value, getattr(plain, name))}
+
+
+def _place(
+    tree: dict[str, Any], given_at: dict[tuple[str, ...], str], path: tuple[str, ...], value: Any, name: str
+) -> None:
+    if path in given_at and value != {}:
+        raise ConfigError(f"{name} and {given_at[path]} set the same thing; give one of them", param=name, value=value)
+    given_at[path] = name
+    *above, last = path
+    for key in above:
+        tree = tree.setdefault(key, {})
+    tree[last] = value
+
+
+def _build(group: type[Any], tree: Mapping[str, Any], where: str = "") -> Any:
+    values = dict(tree)
+    for field in dataclasses.fields(group):
+        inner = group_of(field.type)
+        if inner is not None and isinstance(values.get(field.name), dict):
+            place = f"{where}.{field.name}" if where else field.name
+            values[field.name] = _build(inner, values[field.name], place)
+    return make(group, values, where)
+
+
+def refuse_unbuilt(config: Any, where: str = "") -> None:
+    """Every set option whose feature is missing is refused by name, wherever in the tree it was set."""
+    declared = declarations(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        mine = declared.get(field.name)
+        inner = isinstance(value, Group)
+        place = f"{where}.{field.name}" if where else field.name
+        if mine is not None and not (inner and mine.option.default is not None):
+            refuse((mine.option.name or field.name) if mine.option.flat else place, value, mine.option)
+        if inner:
+            refuse_unbuilt(value, place)

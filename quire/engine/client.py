@@ -1,0 +1,415 @@
+"""EngineClient: how the front doors reach an engine, in this process or in one of its own.
+
+In: EngineRequest, request ids to abort, control verbs. Out: Outputs, either fetched turn by turn (`receive`) or
+streamed from a thread (`stream`). When an engine dies, by an exception or by any other cause, everything that waits
+for it fails at once with one EngineDeadError that says why, and everything later does too.
+Must not know: prompts, text, how outputs become results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from quire.base import env, registry
+from quire.base.codec import Codec, CodecError, Frame
+from quire.base.log import logger
+from quire.base.procs import Child, held_interrupt
+from quire.base.sockets import PeerGoneError, Wire, private_folder
+from quire.engine.control import message_of, rebuild_error
+from quire.schema.errors import EngineDeadError, InputError
+from quire.schema.messages import (
+    Abort,
+    ControlCall,
+    ControlReply,
+    EngineDied,
+    EngineReady,
+    EngineRequest,
+    FromEngine,
+    Outputs,
+    Stop,
+    ToEngine,
+)
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.engine.loop import EngineLoop
+
+log = logger(__name__)
+START_ENGINE = "quire.engine.proc:start_engine"
+MAIN = "quire.engine.proc:main"
+_SHUTDOWN_PATIENCE_S = 10.0
+_CLOSED = "it was shut down"
+
+
+class Sink(Protocol):
+    """Where streamed outputs go. Called from one thread of the client."""
+
+    def take(self, outputs: Outputs) -> None: ...
+    def died(self, error: EngineDeadError) -> None: ...
+
+
+class EngineClient(Protocol):
+    dead: EngineDeadError | None
+
+    def wait_ready(self) -> EngineReady:
+        """Finish starting. Raises what the engine raised if it could not start."""
+
+    def submit(self, requests: Sequence[EngineRequest]) -> None: ...
+    def abort(self, request_ids: Iterable[str]) -> None: ...
+
+    def receive(self) -> Outputs:
+        """The outputs of one turn; waits for them. Not to be called while nothing is in flight, nor with stream()."""
+
+    def stream(self, sink: Sink) -> None:
+        """From now on deliver outputs to the sink, from another thread, until close."""
+
+    def call(self, verb: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        """Run a control verb and wait for its value; raises what it raised."""
+
+    def close(self) -> None:
+        """Orderly end; whatever is still in flight fails. May be called twice."""
+
+
+class _Calls:
+    """Control calls that wait for their reply."""
+
+    def __init__(self) -> None:
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, Future[Any]] = {}
+
+    def open(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ControlCall, Future[Any]]:
+        call = ControlCall(call_id=next(self._ids), verb=verb, args=list(args), kwargs=kwargs)
+        self._waiting[call.call_id] = future = Future()
+        return call, future
+
+    def answer(self, reply: ControlReply) -> None:
+        future = self._waiting.pop(reply.call_id, None)
+        if future is None:
+            return  # its caller stopped waiting
+        if reply.error is not None:
+            future.set_exception(rebuild_error(reply.error_kind, reply.error))
+        else:
+            future.set_result(reply.value)
+
+    def forget(self, call_id: int) -> None:
+        self._waiting.pop(call_id, None)
+
+    def fail(self, error: EngineDeadError) -> None:
+        while self._waiting:
+            _, future = self._waiting.popitem()
+            future.set_exception(error)
+
+
+def _wait(call: ControlCall, future: Future[Any], calls: _Calls, timeout: float | None) -> Any:
+    try:
+        return future.result(timeout)
+    except TimeoutError:
+        if future.done():
+            raise
+        calls.forget(call.call_id)
+        raise TimeoutError(f"no answer to {call.verb!r} within {timeout} s") from None
+
+
+class InProcessClient:
+    """The loop itself, turned by whoever calls `receive`, or by a thread of its own after `stream`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.dead: EngineDeadError | None = None
+        self._config = config
+        self._loop: EngineLoop | None = None
+        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._calls = _Calls()
+
+    @property
+    def loop(self) -> EngineLoop:
+        if self.dead is not None:
+            raise self.dead
+        if self._loop is None:
+            raise RuntimeError("wait_ready() was not called")
+        return self._loop
+
+    def wait_ready(self) -> EngineReady:
+        started = registry.load(START_ENGINE)(self._config)
+        self._loop = started.loop
+        ready: EngineReady = started.ready
+        return ready
+
+    def submit(self, requests: Sequence[EngineRequest]) -> None:
+        for request in requests:
+            self._post(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        self._post(Abort(request_ids=tuple(request_ids)))
+
+    def receive(self) -> Outputs:
+        loop = self.loop
+        outputs = None
+        try:
+            with held_interrupt():  # a step cut in two cannot be taken up again
+                outputs = loop.step()
+        except Exception as failed:
+            raise self._die(failed) from failed
+        except KeyboardInterrupt as interrupt:
+            if outputs is None:
+                self._die(interrupt)
+            else:
+                loop.keep(outputs)
+            raise
+        return Outputs(outputs=outputs, stats=loop.take_stats())
+
+    def stream(self, sink: Sink) -> None:
+        self._thread = threading.Thread(target=self._turn, args=(self.loop, sink), name="engine loop", daemon=True)
+        self._thread.start()
+
+    def call(self, verb: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        loop = self.loop
+        call, future = self._calls.open(verb, args, kwargs)
+        if self._thread is not None:
+            self._inbox.put(call)
+            if self.dead is not None:  # it died between the question and the answer
+                self._calls.fail(self.dead)
+            return _wait(call, future, self._calls, timeout)
+        reply = loop.call(call)
+        while reply is None:  # a verb that waits for running requests: they run here
+            loop.keep(loop.step())
+            reply = next((r for r in loop.take_replies() if r.call_id == call.call_id), None)
+        self._calls.answer(reply)
+        return future.result()
+
+    def close(self) -> None:
+        loop, self._loop = self._loop, None
+        if loop is None:
+            return
+        died = self.dead is not None
+        self.dead = self.dead or EngineDeadError(_CLOSED)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._inbox.put(Stop())
+            self._thread.join()
+        if not died:
+            loop.executor.shutdown()
+        self._calls.fail(self.dead)
+
+    def _post(self, message: EngineRequest | Abort) -> None:
+        loop = self.loop
+        if self._thread is not None:
+            self._inbox.put(message)
+        elif isinstance(message, EngineRequest):
+            loop.submit(message)
+        else:
+            loop.abort(message.request_ids)
+
+    def _turn(self, loop: EngineLoop, sink: Sink) -> None:
+        def emit(message: FromEngine) -> None:
+            if isinstance(message, Outputs):
+                sink.take(message)
+            elif isinstance(message, ControlReply):
+                self._calls.answer(message)
+
+        try:
+            loop.run(self._inbox, emit)
+            error = EngineDeadError(_CLOSED)
+        except Exception as failed:
+            error = self._die(failed)
+        self._calls.fail(error)
+        sink.died(error)
+
+    def _die(self, failed: BaseException) -> EngineDeadError:
+        log.error("The engine died", exc_info=failed)
+        self.dead = EngineDeadError(message_of(failed))
+        if self._loop is not None:
+            self._loop.executor.shutdown()
+        return self.dead
+
+
+class ProcessClient:
+    """An engine process at the other end of a wire; a reader thread sorts what comes back."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        wire = Wire(private_folder(), mine="client", theirs="engine")
+        boot = msgspec.msgpack.encode({"folder": wire.folder, "config": config})
+        child = Child(MAIN, boot, name="the engine")
+        self._reader = _Reader(wire, child)
+        self._codec: Codec[ToEngine] = Codec(ToEngine)
+        self._finalizer = weakref.finalize(self, _hang_up, self._reader, self._codec)
+
+    @property
+    def dead(self) -> EngineDeadError | None:
+        return self._reader.dead
+
+    def wait_ready(self) -> EngineReady:
+        """Also says why, at once, when the process dies before it is ready."""
+        try:
+            ready = self._reader.first_word(env.ENGINE_START_TIMEOUT_S.get())
+        except BaseException:
+            self._finalizer()
+            raise
+        self._reader.start()
+        return ready
+
+    def submit(self, requests: Sequence[EngineRequest]) -> None:
+        try:
+            encoded = [self._codec.encode(request) for request in requests]
+        except CodecError as wrong:
+            raise InputError(str(wrong)) from wrong
+        for frames in encoded:
+            self._reader.send(frames)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        self._reader.send(self._codec.encode(Abort(request_ids=tuple(request_ids))))
+
+    def receive(self) -> Outputs:
+        return self._reader.fetch()
+
+    def stream(self, sink: Sink) -> None:
+        self._reader.stream(sink)
+
+    def call(self, verb: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        call, future = self._reader.calls.open(verb, tuple(_by_path(arg) for arg in args), kwargs)
+        try:
+            frames = self._codec.encode(call)
+        except CodecError as wrong:
+            self._reader.calls.forget(call.call_id)
+            raise InputError(f"arguments of {verb!r}: {wrong}") from wrong
+        self._reader.send(frames)
+        return _wait(call, future, self._reader.calls, timeout)
+
+    def close(self) -> None:
+        self._finalizer()
+
+
+class _Reader:
+    """The thread that reads the wire, and what it fills. Knows nothing of the client, so that one can be collected."""
+
+    def __init__(self, wire: Wire, child: Child) -> None:
+        self.wire = wire
+        self.child = child
+        self.calls = _Calls()
+        self.dead: EngineDeadError | None = None
+        self.closing = False
+        self._fetched: queue.SimpleQueue[Outputs | None] = queue.SimpleQueue()
+        self._sink: Sink | None = None
+        self._codec: Codec[FromEngine] = Codec(FromEngine)
+        self._thread = threading.Thread(target=self._run, name="engine reader", daemon=True)
+
+    def first_word(self, limit: float) -> EngineReady:
+        try:
+            frames = self.wire.receive(limit, notice=self.child.notice)
+        except PeerGoneError:
+            raise self._die(f"it died while starting: {self.child.why_dead()}") from None
+        if frames is None:
+            raise self._die(f"it was not ready after {limit} s (QUIRE_ENGINE_START_TIMEOUT_S)")
+        message = self._codec.decode(frames)
+        if isinstance(message, EngineDied):
+            self._die(message.reason)
+            log.debug("The engine could not start:\n%s", message.details)
+            raise rebuild_error(message.error_kind, message.reason)
+        if not isinstance(message, EngineReady):
+            raise self._die(f"its first word was {type(message).__name__}")
+        return message
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stream(self, sink: Sink) -> None:
+        self._sink = sink
+        if self.dead is not None:
+            sink.died(self.dead)
+
+    def send(self, frames: list[Frame]) -> None:
+        if self.dead is not None:
+            raise EngineDeadError(self.dead.reason)
+        with contextlib.suppress(PeerGoneError):  # closed this moment: `dead` follows
+            self.wire.send(frames)
+        if self.dead is not None:
+            self.calls.fail(self.dead)
+
+    def fetch(self) -> Outputs:
+        found = self._fetched.get()
+        if found is None:
+            self._fetched.put(None)
+            raise EngineDeadError(self.dead.reason if self.dead else "")
+        return found
+
+    def end(self, patience: float) -> None:
+        """The process is told to leave; see that it does, then clear up."""
+        self.child.stop(patience)
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._die(_CLOSED)
+        self.wire.close()
+        self.wire.remove_folder()
+
+    def _run(self) -> None:
+        try:
+            while (error := self._read()) is None:
+                pass
+        except PeerGoneError:
+            error = self._die(_CLOSED if self.closing else self.child.why_dead())
+        except Exception as failed:  # ours: whoever waits must not wait for ever
+            log.error("Reading from the engine failed", exc_info=failed)
+            error = self._die(f"reading its messages failed: {message_of(failed)}")
+        if self._sink is not None:
+            self._sink.died(error)
+
+    def _read(self) -> EngineDeadError | None:
+        frames = self.wire.receive(notice=self.child.notice)
+        if frames is None:
+            return None
+        message = self._codec.decode(frames)
+        if isinstance(message, Outputs):
+            if self._sink is None:
+                self._fetched.put(message)
+            else:
+                self._sink.take(message)
+        elif isinstance(message, ControlReply):
+            self.calls.answer(message)
+        elif isinstance(message, EngineDied):
+            log.error("The engine died:\n%s", message.details)
+            return self._die(message.reason)
+        return None
+
+    def _die(self, reason: str) -> EngineDeadError:
+        self.dead = self.dead or EngineDeadError(reason)
+        self.calls.fail(self.dead)
+        self._fetched.put(None)
+        return self.dead
+
+
+def _hang_up(reader: _Reader, codec: Codec[ToEngine]) -> None:
+    reader.closing = True
+    if reader.dead is None:
+        with contextlib.suppress(EngineDeadError):
+            reader.send(codec.encode(Stop()))
+        reader.end(_SHUTDOWN_PATIENCE_S)
+    else:
+        reader.end(0.0)
+
+
+def _by_path(value: Any) -> Any:
+    """A function cannot cross to another process; its import path can."""
+    if not callable(value):
+        return value
+    try:
+        return registry.path_of(value)
+    except ImportError as unreachable:
+        raise InputError(
+            f"{unreachable}: put the function into a module, or run the engine in this process "
+            "(QUIRE_ENABLE_V1_MULTIPROCESSING=0)"
+        ) from None
+
+
+def make_client(config: EngineConfig, *, own_process: bool) -> EngineClient:
+    """`own_process` is the front door's habit; QUIRE_ENABLE_V1_MULTIPROCESSING overrules it."""
+    asked = env.ENABLE_V1_MULTIPROCESSING.get()
+    own_process = own_process if asked is None else asked
+    return ProcessClient(config) if own_process else InProcessClient(config)

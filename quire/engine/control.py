@@ -1,0 +1,162 @@
+"""The control verbs: one table says what each does and where it runs, and everything else is `client.call(name, ...)`.
+
+In: ControlCall. Out: ControlReply, or nothing yet for a verb that waits (EngineLoop keeps those). A verb that fails
+answers with its error; the engine goes on. Must not know who called, or over what wire.
+"""
+
+from __future__ import annotations
+
+import builtins
+import enum
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from quire.schema import errors
+from quire.schema.errors import InputError, NotBuiltError
+from quire.schema.messages import ControlCall, ControlReply
+
+if TYPE_CHECKING:
+    from quire.engine.loop import EngineLoop
+
+APPLY_TO_MODEL = "quire.executor.base:apply_to_model"
+
+
+class Place(enum.StrEnum):
+    ENGINE = "engine"
+    WORKERS = "workers"
+
+
+class Verb(NamedTuple):
+    place: Place
+    run: Callable[..., Any]  # gets the loop, then the call's arguments
+    doc: str
+
+
+class Later(NamedTuple):
+    """A verb's answer that must wait: `finish` is called once `ready` says so."""
+
+    ready: Callable[[], bool]
+    finish: Callable[[], Any]
+
+
+def _reset_prefix_cache(loop: EngineLoop, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+    if reset_connector:
+        raise NotBuiltError("reset_connector=True: this version has no KV connectors", param="reset_connector")
+    return loop.reset_prefix_cache(reset_running_requests)
+
+
+def _pause(loop: EngineLoop, wait_for_inflight_requests: bool = False, clear_cache: bool = True) -> Later:
+    loop.pause(abort=not wait_for_inflight_requests)
+    return Later(loop.is_drained, lambda: bool(loop.reset_prefix_cache()) if clear_cache else None)
+
+
+def _collective_rpc(
+    loop: EngineLoop,
+    method: str | Callable[..., Any],
+    timeout: float | None = None,
+    args: list[Any] | tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> list[Any]:
+    loop.settle(0)  # a worker that is asked in the middle of a step would see half of it
+    if callable(method):
+        return loop.executor.call_function(method, list(args), kwargs or {}, timeout)
+    if not isinstance(method, str):
+        raise InputError(f"collective_rpc takes a method name or a callable, got {type(method).__name__}")
+    return loop.executor.call(method, list(args), kwargs or {}, timeout)
+
+
+def _apply_model(loop: EngineLoop, function: str | Callable[[Any], Any]) -> list[Any]:
+    loop.settle(0)
+    if isinstance(function, str):
+        return loop.executor.call(APPLY_TO_MODEL, [function], {}, None)
+    if not callable(function):
+        raise InputError(f"apply_model takes a function of the model, got {type(function).__name__}")
+    return loop.executor.call_function(lambda worker: function(worker.model_runner.model), [], {}, None)
+
+
+def _stats(loop: EngineLoop) -> dict[str, Any]:
+    found: dict[str, Any] = {} if loop.last_stats is None else msgspec.to_builtins(loop.last_stats)
+    return found
+
+
+def _refuse(feature: str) -> Callable[..., Any]:
+    def refuse(loop: EngineLoop, *args: Any, **kwargs: Any) -> Any:
+        raise NotBuiltError(f"{feature} is not in this version of Quire")
+
+    return refuse
+
+
+VERBS: dict[str, Verb] = {
+    "reset_prefix_cache": Verb(Place.ENGINE, _reset_prefix_cache, "Forget every cached prefix; True if all went."),
+    "pause": Verb(Place.ENGINE, _pause, "Hold new requests; abort or finish those in flight."),
+    "resume": Verb(Place.ENGINE, lambda loop: loop.resume(), "Take up the held requests."),
+    "is_paused": Verb(Place.ENGINE, lambda loop: loop.paused, "Whether new requests are held."),
+    "check_health": Verb(Place.ENGINE, lambda loop: None, "Answers if the loop turns."),
+    "stats": Verb(Place.ENGINE, _stats, "The last step's numbers."),
+    "reset_mm_cache": Verb(Place.ENGINE, lambda loop: None, "Forget cached media; there are none without media."),
+    "is_sleeping": Verb(Place.ENGINE, lambda loop: False, "Whether memory was given back."),
+    "collective_rpc": Verb(Place.WORKERS, _collective_rpc, "A method of every worker."),
+    "apply_model": Verb(Place.WORKERS, _apply_model, "A function of every worker's model."),
+    "sleep": Verb(Place.WORKERS, _refuse("sleep mode"), "Give memory back."),
+    "wake_up": Verb(Place.WORKERS, _refuse("sleep mode"), "Take memory again."),
+    "start_profile": Verb(Place.WORKERS, _refuse("profiling"), "Open a profile window."),
+    "stop_profile": Verb(Place.WORKERS, _refuse("profiling"), "Close it."),
+    "add_lora": Verb(Place.WORKERS, _refuse("LoRA"), "Load an adapter."),
+    "remove_lora": Verb(Place.WORKERS, _refuse("LoRA"), "Drop an adapter."),
+    "list_loras": Verb(Place.WORKERS, _refuse("LoRA"), "Ids of loaded adapters."),
+    "pin_lora": Verb(Place.WORKERS, _refuse("LoRA"), "Keep an adapter loaded."),
+    "save_sharded_state": Verb(Place.WORKERS, _refuse("saving a sharded checkpoint"), "Write weights per rank."),
+    "scale_elastic_ep": Verb(Place.ENGINE, _refuse("elastic expert parallelism"), "Change the number of ranks."),
+}
+
+
+def run_verb(loop: EngineLoop, call: ControlCall) -> ControlReply | Later:
+    verb = VERBS.get(call.verb)
+    if verb is None:
+        unknown = InputError(f"unknown control verb {call.verb!r}; known are {', '.join(sorted(VERBS))}")
+        return reply_with_error(call.call_id, unknown)
+    return answer(call.call_id, lambda: verb.run(loop, *call.args, **call.kwargs))
+
+
+def answer(call_id: int, work: Callable[[], Any]) -> ControlReply | Later:
+    """A caller's verb must not be able to end the engine: whatever it raises is its answer."""
+    try:
+        value = work()
+    except Exception as failed:
+        return reply_with_error(call_id, failed)
+    return value if isinstance(value, Later) else ControlReply(call_id=call_id, value=value)
+
+
+def reply_with_error(call_id: int, failed: Exception) -> ControlReply:
+    return ControlReply(call_id=call_id, error=message_of(failed), error_kind=kind_of(failed))
+
+
+def kind_of(failed: BaseException) -> str:
+    """The nearest class name that the other side can raise: of schema/errors.py, or a builtin."""
+    for cls in type(failed).__mro__:
+        if _class_of(cls.__name__) is cls and cls not in (Exception, BaseException):
+            return cls.__name__
+    return ""
+
+
+def message_of(failed: BaseException) -> str:
+    text = str(failed)
+    known = kind_of(failed) == type(failed).__name__
+    return text if known and text else f"{type(failed).__name__}: {text}" if text else type(failed).__name__
+
+
+def rebuild_error(kind: str, message: str) -> Exception:
+    """The same kind of exception with the same message, for the caller's side."""
+    cls = _class_of(kind) or RuntimeError
+    error = cls.__new__(cls, message)
+    Exception.__init__(error, message)
+    if isinstance(error, InputError):
+        error.param = error.value = None
+    return error
+
+
+def _class_of(kind: str) -> type[Exception] | None:
+    found = vars(errors).get(kind) or vars(builtins).get(kind)
+    return found if isinstance(found, type) and issubclass(found, Exception) else None

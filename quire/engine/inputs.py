@@ -1,0 +1,293 @@
+"""From what a caller gave (a prompt and SamplingParams) to what an engine takes (EngineRequest), one per answer.
+
+Owns: tokenizing, truncation, the checks that need the model (context length, vocabulary, max_logprobs), defaults that
+come from it (end ids, max_tokens), seeds, and the fan-out of n. Every refusal is an InputError that names value and
+limit, raised before anything is submitted. Must not know: where the engine is, or what becomes of the request.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.config.local import describe, thing_of
+from quire.schema.errors import InputError, NotBuiltError
+from quire.schema.messages import EngineReady, EngineRequest
+from quire.schema.params import SamplingParams
+from quire.schema.prompt import Prompt
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.text.tokenizer import Tokenizer
+
+_SEEDS = 1 << 64
+_TOKENIZING = ("add_special_tokens", "truncate_prompt_tokens", "truncation", "max_length")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One caller's request, ready to go: `requests` are its n answers-to-be."""
+
+    request_id: str
+    text: str | None
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    requests: tuple[EngineRequest, ...]
+    arrival: float  # wall clock
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a caller may say besides prompt and params."""
+
+    priority: int = 0
+    lora_request: Any = None
+    tokenization_kwargs: Mapping[str, Any] | None = None
+    trace_headers: Mapping[str, str] | None = None
+    data_parallel_rank: int | None = None
+    seed: int | None = None  # drawn beforehand with `draw_seed`, so that order of arrival decides it
+    any_logprobs: bool = False  # asked by Quire itself (beam search): max_logprobs does not apply
+
+
+class InputProcessor:
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, ready: EngineReady) -> None:
+        self.tokenizer = tokenizer
+        self.max_model_len = ready.max_model_len
+        self.vocab_size = ready.vocab_size
+        self._model = config.model_config
+        self._by_priority = config.scheduler_config.policy == "priority"
+        self._num_ranks = config.parallel_config.data_parallel_size
+        self._random = random.Random(config.model_config.seed)
+        self._drawing = threading.Lock()
+        self._processors = [_processor(name) for name in config.model_config.logits_processors]
+        own_eos = tokenizer.eos_token_id if tokenizer is not None else None
+        further = tuple(config.model_config.eos_token_ids)
+        self.eos_token_id = own_eos if own_eos is not None else (further[0] if further else None)
+        self._further_ends = tuple(i for i in further if i != self.eos_token_id)
+
+    def draw_seed(self) -> int:
+        """A seed for a request that has none. The engine's own seed decides the sequence, so runs repeat."""
+        with self._drawing:
+            return self._random.getrandbits(64)
+
+    def process(self, request_id: str, given: object, params: SamplingParams, options: Options | None = None) -> Asked:
+        options = options or Options()
+        if not isinstance(request_id, str) or not request_id:
+            raise InputError(f"request_id must be a non-empty string, got {request_id!r}", param="request_id")
+        if not isinstance(params, SamplingParams):
+            raise InputError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        prompt = Prompt.of(given)
+        _refuse_unbuilt(prompt, params, options)
+        self._check_options(options)
+        params = params.clone()
+        token_ids = self._token_ids(prompt, params, options.tokenization_kwargs or {})
+        self._check_prompt(token_ids)
+        max_tokens = self._max_tokens(params, len(token_ids))
+        self._check_params(params, options)
+        arrival = time.time()
+        seed = params.seed if params.seed is not None else options.seed
+        seed = self.draw_seed() if seed is None else seed
+        # The prompt's log probabilities are the same for all n: the first answer brings them.
+        sibling = params if params.prompt_logprobs is None else msgspec.structs.replace(params, prompt_logprobs=None)
+        requests = tuple(
+            EngineRequest(
+                request_id=request_id if params.n == 1 else f"{request_id}#{index}",
+                prompt_token_ids=token_ids,
+                params=params if index == 0 else sibling,
+                seed=(seed + index) % _SEEDS,
+                max_tokens=max_tokens,
+                eos_token_id=self.eos_token_id,
+                stop_token_ids=self._stop_ids(params),
+                priority=options.priority,
+                arrival=arrival,
+                cache_salt=prompt.cache_salt,
+                parent_id=None if params.n == 1 else request_id,
+                trace_headers=dict(options.trace_headers or {}),
+            )
+            for index in range(params.n)
+        )
+        return Asked(request_id, prompt.text, token_ids, params, requests, arrival)
+
+    # ---- prompt ------------------------------------------------------------------------------------------------
+
+    def _token_ids(self, prompt: Prompt, params: SamplingParams, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+        keep = self._keep(params, kwargs)
+        if prompt.token_ids is not None:
+            token_ids = prompt.token_ids
+        elif self.tokenizer is None:
+            raise InputError(
+                "the engine has no tokenizer (skip_tokenizer_init=True): give prompt_token_ids, not text",
+                param="prompt",
+            )
+        else:
+            special = kwargs.get("add_special_tokens", True)
+            token_ids = tuple(self.tokenizer.encode(prompt.text or "", add_special_tokens=bool(special)))
+        return token_ids if keep is None else token_ids[-keep:]
+
+    def _keep(self, params: SamplingParams, kwargs: Mapping[str, Any]) -> int | None:
+        """How many of the last prompt tokens stay; None: all."""
+        if unknown := set(kwargs) - set(_TOKENIZING):
+            raise InputError(
+                f"tokenization_kwargs has {sorted(map(str, unknown))}; known are {', '.join(_TOKENIZING)}",
+                param="tokenization_kwargs",
+            )
+        keep = kwargs.get("truncate_prompt_tokens", params.truncate_prompt_tokens)
+        if keep is None and kwargs.get("truncation"):
+            keep = kwargs.get("max_length", -1)
+        if keep is None:
+            return None
+        if not isinstance(keep, int) or isinstance(keep, bool) or keep == 0 or keep < -1:
+            raise InputError(
+                f"truncate_prompt_tokens is {keep!r}; it must be -1 or at least 1", param="truncate_prompt_tokens"
+            )
+        if keep > self.max_model_len:
+            raise InputError(
+                f"truncate_prompt_tokens is {keep}, which is more than max_model_len ({self.max_model_len})",
+                param="truncate_prompt_tokens",
+                value=keep,
+            )
+        return self.max_model_len - 1 if keep == -1 else keep  # leaves room for an answer
+
+    def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
+        if not token_ids:
+            raise InputError("the prompt is empty: it needs at least one token", param="prompt")
+        if len(token_ids) >= self.max_model_len:
+            raise InputError(
+                f"the prompt has {len(token_ids)} tokens; with at least one token of answer that is more than "
+                f"max_model_len ({self.max_model_len})",
+                param="prompt",
+                value=len(token_ids),
+            )
+        self._check_ids("the prompt", token_ids, param="prompt")
+
+    def _check_ids(self, what: str, token_ids: Iterable[int], *, param: str) -> None:
+        given = list(token_ids)
+        if not given:
+            return
+        for wrong in (min(given), max(given)):
+            if not 0 <= wrong < self.vocab_size:
+                raise InputError(
+                    f"{what} holds token id {wrong}; this model's ids are 0 to {self.vocab_size - 1}",
+                    param=param,
+                    value=wrong,
+                )
+
+    # ---- params ------------------------------------------------------------------------------------------------
+
+    def _max_tokens(self, params: SamplingParams, num_prompt_tokens: int) -> int:
+        room = self.max_model_len - num_prompt_tokens
+        if params.min_tokens > room:
+            raise InputError(
+                f"min_tokens is {params.min_tokens}, but a prompt of {num_prompt_tokens} tokens leaves {room} of "
+                f"max_model_len ({self.max_model_len})",
+                param="min_tokens",
+                value=params.min_tokens,
+            )
+        return room if params.max_tokens is None else min(params.max_tokens, room)
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        ends = () if params.ignore_eos else self._further_ends
+        return tuple(dict.fromkeys((*(params.stop_token_ids or ()), *ends)))
+
+    def _check_params(self, params: SamplingParams, options: Options) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = params.logprobs if name == "logprobs" else params.prompt_logprobs
+            if asked is not None and not options.any_logprobs:
+                self._check_logprobs(name, asked)
+        self._check_ids("stop_token_ids", params.stop_token_ids or (), param="stop_token_ids")
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or (), param="allowed_token_ids")
+        self._check_ids("logit_bias", params.logit_bias or (), param="logit_bias")
+        self._check_ids("logprob_token_ids", params.logprob_token_ids or (), param="logprob_token_ids")
+        if self.tokenizer is None:
+            if params.stop:
+                raise InputError("stop strings need a tokenizer, and skip_tokenizer_init=True", param="stop")
+            params.detokenize = False
+        if params.bad_words:
+            params.bad_words_token_ids = self._bad_word_ids(params.bad_words)
+        for word_ids in params.bad_words_token_ids or ():
+            self._check_ids("bad_words", word_ids, param="bad_words")
+        for processor in self._processors:
+            _validate(processor, params)
+
+    def _check_logprobs(self, name: str, asked: int) -> None:
+        limit = self._model.max_logprobs
+        limit = self.vocab_size if limit == -1 else limit
+        if asked == -1 and limit >= self.vocab_size:
+            return
+        count = self.vocab_size if asked == -1 else asked
+        if count > limit:
+            shown = f"-1 (all {count})" if asked == -1 else str(count)
+            raise InputError(f"{name} is {shown}, which is more than max_logprobs ({limit})", param=name, value=asked)
+
+    def _bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """As a word is written at the start of a text and after a space."""
+        if self.tokenizer is None:
+            raise InputError("bad_words need a tokenizer, and skip_tokenizer_init=True", param="bad_words")
+        found: list[list[int]] = []
+        for word in words:
+            bare = word.lstrip()
+            for form in (bare, f" {bare}"):
+                word_ids = self.tokenizer.encode(form, add_special_tokens=False)
+                if word_ids and word_ids not in found:
+                    found.append(word_ids)
+        return found
+
+    def _check_options(self, options: Options) -> None:
+        priority, rank = options.priority, options.data_parallel_rank
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InputError(f"priority must be an integer, got {priority!r}", param="priority")
+        if priority and not self._by_priority:
+            raise InputError(
+                f"priority is {priority}, but the scheduling policy is fcfs: start with scheduling_policy='priority'",
+                param="priority",
+                value=priority,
+            )
+        if rank is not None and not 0 <= rank < self._num_ranks:
+            raise InputError(
+                f"data_parallel_rank is {rank}; there are {self._num_ranks} engines", param="data_parallel_rank"
+            )
+
+
+def default_params(config: EngineConfig) -> SamplingParams:
+    """What a request without parameters gets: the model's generation config, as far as it was asked for."""
+    return SamplingParams(**config.model_config.default_sampling)
+
+
+def _refuse_unbuilt(prompt: Prompt, params: SamplingParams, options: Options) -> None:
+    unbuilt = {
+        "prompt_embeds": prompt.embeds,
+        "multi_modal_data": prompt.media,
+        "multi_modal_uuids": prompt.media_uuids,
+        "mm_processor_kwargs": prompt.media_options,
+        "structured_outputs": params.structured_outputs,
+        "thinking_token_budget": params.thinking_token_budget,
+        "lora_request": options.lora_request,
+    }
+    for name, value in unbuilt.items():
+        if value is not None:
+            raise NotBuiltError(f"{name} is not in this version of Quire", param=name)
+
+
+def _processor(name: str) -> Any:
+    """A custom LogitsProcessor class; only its validate_params is used on this side."""
+    try:
+        return thing_of(name)
+    except ImportError as missing:
+        raise InputError(f"logits processor {describe(name)!r} cannot be imported: {missing}") from missing
+
+
+def _validate(processor: Any, params: SamplingParams) -> None:
+    if not hasattr(processor, "validate_params"):
+        return
+    try:
+        processor.validate_params(params)
+    except InputError:
+        raise
+    except ValueError as refused:
+        raise InputError(f"{processor.__name__}: {refused}", param="extra_args") from refused

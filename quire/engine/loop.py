@@ -1,0 +1,236 @@
+"""EngineLoop: the one loop. Drain what came in, plan, start the step, commit the previous one, sample, hand out.
+
+In: EngineRequest, Abort, ControlCall. Out: EngineOutput, ControlReply, StepStats. `ahead` is how many steps may be
+under way while the next is planned: 0 is synchronous, 1 is asynchronous scheduling.
+One thread runs it. Must not know: sockets, text, tensors, or why the scheduler granted what it granted.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from quire.base.clock import now
+from quire.engine.control import Later, answer, kind_of, run_verb
+from quire.executor.base import Executor, PendingResult
+from quire.schema.errors import QuireError
+from quire.schema.messages import (
+    Abort,
+    ControlCall,
+    ControlReply,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    FromEngine,
+    Outputs,
+    Stop,
+    ToEngine,
+)
+from quire.schema.stats import StepStats
+from quire.schema.step import StepPlan
+
+if TYPE_CHECKING:
+    from quire.sched.scheduler import Scheduler
+
+_STALL_LIMIT = 1000  # turns in a row that could have made progress and did not
+
+
+class EngineLoop:
+    def __init__(self, executor: Executor, scheduler: Scheduler, *, ahead: int = 0, audit_always: bool = False) -> None:
+        self.executor = executor
+        self.scheduler = scheduler
+        self.ahead = ahead
+        self.paused = False
+        self._audit_always = audit_always
+        self._flying: deque[tuple[StepPlan, PendingResult]] = deque()
+        self._live: set[str] = set()  # requests whose end has not been said
+        self._held: dict[str, EngineRequest] = {}  # came in while paused
+        self._news: list[EngineOutput] = []
+        self._waiting: list[tuple[int, Later]] = []  # verbs whose answer must wait
+        self._replies: list[ControlReply] = []
+        self.last_stats: StepStats | None = None
+        self._unsaid: StepStats | None = None
+        self._plan_seconds = 0.0
+        self._stalled = 0
+
+    @property
+    def busy(self) -> bool:
+        """False: nothing will happen until something comes in."""
+        return bool(self._flying or self._news or self._replies) or self.scheduler.has_unfinished()
+
+    def is_drained(self) -> bool:
+        return not self._live and not self._flying
+
+    # ---- what comes in -----------------------------------------------------------------------------------------
+
+    def submit(self, request: EngineRequest) -> None:
+        if self.paused:
+            self._held[request.request_id] = request
+            return
+        try:
+            self.scheduler.add(request)
+        except QuireError as refused:
+            self._news.append(failed_output(request.request_id, refused))
+        else:
+            self._live.add(request.request_id)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        given = list(request_ids)
+        for request_id in given:
+            if self._held.pop(request_id, None):
+                self._news.append(
+                    EngineOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ABORT)
+                )
+        self._tell(self.scheduler.abort(given))
+
+    def call(self, call: ControlCall) -> ControlReply | None:
+        """Run a verb. None: the answer comes later, through `take_replies`."""
+        reply = run_verb(self, call)
+        if isinstance(reply, ControlReply):
+            return reply
+        self._waiting.append((call.call_id, reply))
+        self._answer_waiting()
+        return None
+
+    def take_replies(self) -> list[ControlReply]:
+        replies, self._replies = self._replies, []
+        return replies
+
+    def keep(self, outputs: list[EngineOutput]) -> None:
+        """Give back what a step returned; the next one returns it first."""
+        self._news[:0] = outputs
+
+    # ---- one turn ----------------------------------------------------------------------------------------------
+
+    def step(self) -> list[EngineOutput]:
+        """One turn; returns the news since the last one."""
+        began = now()
+        plan = self.scheduler.plan()
+        self._plan_seconds = now() - began
+        had_work = bool(plan.grants or self._flying)
+        if plan.grants:
+            self.executor.forward(plan)  # returns at once where the device works by itself
+        self.settle(self.ahead - 1 if plan.grants else 0)  # commit old steps while it does
+        if plan.grants:
+            self._flying.append((plan, self.executor.sample(None)))
+        self.settle(self.ahead)
+        self._check(had_work)
+        self._answer_waiting()
+        news, self._news = self._news, []
+        return news
+
+    def settle(self, remaining: int) -> None:
+        """Commit the oldest steps until at most `remaining` are under way."""
+        while len(self._flying) > max(remaining, 0):
+            plan, pending = self._flying.popleft()
+            result = pending.result()
+            began = now()
+            self._tell(self.scheduler.commit(plan, result))
+            stats = self.scheduler.stats(
+                plan_seconds=self._plan_seconds, forward_seconds=result.forward_seconds, commit_seconds=now() - began
+            )
+            self._unsaid = stats if self._unsaid is None else _add(self._unsaid, stats)
+            self.last_stats = stats
+
+    def take_stats(self) -> StepStats | None:
+        """The steps committed since the last call, as one record."""
+        stats, self._unsaid = self._unsaid, None
+        return stats
+
+    def _tell(self, outputs: list[EngineOutput]) -> None:
+        self._news.extend(outputs)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._live.discard(output.request_id)
+
+    def _check(self, had_work: bool) -> None:
+        """Audit the blocks when idle; a scheduler that holds requests and never runs one is a fault, not a wait."""
+        unfinished = self.scheduler.has_unfinished()
+        self._stalled = self._stalled + 1 if unfinished and not had_work and not self._news else 0
+        if self._stalled > _STALL_LIMIT:
+            raise RuntimeError(f"the scheduler planned nothing {self._stalled} times with unfinished requests")
+        if self._audit_always or (not unfinished and not self._flying):
+            self.scheduler.audit()
+
+    # ---- verbs that change the loop ----------------------------------------------------------------------------
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        self.settle(0)
+        return self.scheduler.reset_prefix_cache(reset_running_requests)
+
+    def pause(self, *, abort: bool) -> None:
+        self.paused = True
+        if abort:
+            self.settle(0)
+            self.abort(list(self._live))
+
+    def resume(self) -> None:
+        self.paused = False
+        held, self._held = self._held, {}
+        for request in held.values():
+            self.submit(request)
+
+    def _answer_waiting(self) -> None:
+        for entry in list(self._waiting):
+            call_id, later = entry
+            if later.ready():
+                self._waiting.remove(entry)
+                reply = answer(call_id, later.finish)
+                assert isinstance(reply, ControlReply)
+                self._replies.append(reply)
+
+    # ---- driven by a queue -------------------------------------------------------------------------------------
+
+    def run(self, inbox: queue.SimpleQueue[ToEngine], emit: Callable[[FromEngine], None]) -> None:
+        """Serve a queue until Stop: in an engine process, or in a thread."""
+        while self._drain(inbox, emit):
+            outputs = self.step()
+            stats = self.take_stats()
+            if outputs or stats is not None:
+                emit(Outputs(outputs=outputs, stats=stats))
+            for reply in self.take_replies():
+                emit(reply)
+
+    def _drain(self, inbox: queue.SimpleQueue[ToEngine], emit: Callable[[FromEngine], None]) -> bool:
+        """Handle what came in; waits when there is nothing else to do. False: asked to stop."""
+        block = not self.busy
+        while block or not inbox.empty():
+            message = inbox.get()
+            block = False
+            if isinstance(message, Stop):
+                return False
+            if isinstance(message, EngineRequest):
+                self.submit(message)
+            elif isinstance(message, Abort):
+                self.abort(message.request_ids)
+            elif (reply := self.call(message)) is not None:
+                emit(reply)
+        return True
+
+
+def failed_output(request_id: str, refused: QuireError) -> EngineOutput:
+    return EngineOutput(
+        request_id=request_id,
+        new_token_ids=[],
+        finish_reason=FinishReason.ERROR,
+        error=str(refused),
+        error_kind=kind_of(refused),
+    )
+
+
+def _add(before: StepStats, after: StepStats) -> StepStats:
+    return StepStats(
+        step=after.step,
+        running=after.running,
+        waiting=after.waiting,
+        prompt_tokens=before.prompt_tokens + after.prompt_tokens,
+        generated_tokens=before.generated_tokens + after.generated_tokens,
+        preempted=before.preempted + after.preempted,
+        kv_usage=after.kv_usage,
+        cache=after.cache,
+        plan_seconds=before.plan_seconds + after.plan_seconds,
+        forward_seconds=before.forward_seconds + after.forward_seconds,
+        commit_seconds=before.commit_seconds + after.commit_seconds,
+    )

@@ -1,0 +1,292 @@
+"""From an engine's news (EngineOutput) to what callers get (RequestOutput).
+
+Owns: every request in flight on the caller's side: its text so far, log probabilities, stop strings, the merge of n
+answers into one, and what each output kind shows when. Out: results to deliver, requests that failed, and engine
+requests to abort because their text has ended before the engine knew. Must not know: where the engine is.
+
+    EngineOutput ──▶ Answer (one of n) ──▶ Open (a caller's request) ──▶ RequestOutput
+                     ids, text, logprobs     prompt, times, merge
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from quire.base import registry
+from quire.engine.control import rebuild_error
+from quire.engine.inputs import Asked
+from quire.engine.logprobs import LogprobList
+from quire.observe.metrics import Metrics
+from quire.schema.errors import EngineGenerateError, InputError
+from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
+from quire.schema.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.schema.params import RequestOutputKind, SamplingParams
+from quire.schema.stats import RequestTimes
+
+if TYPE_CHECKING:
+    from quire.text.detokenize import Detokenizer
+    from quire.text.tokenizer import Tokenizer
+
+DETOKENIZER = "quire.text.detokenize:Detokenizer"
+
+
+@dataclass
+class Processed:
+    results: list[RequestOutput] = field(default_factory=list)
+    failures: list[tuple[str, Exception]] = field(default_factory=list)  # request id, why it alone is lost
+    aborts: list[str] = field(default_factory=list)  # engine requests that need not go on
+
+
+class OutputProcessor:
+    def __init__(
+        self, tokenizer: Tokenizer | None, *, stream_interval: int = 1, metrics: Metrics | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._interval = stream_interval
+        self._metrics = metrics
+        self._open: dict[str, _Open] = {}
+        self._answers: dict[str, tuple[_Open, _Answer]] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._open
+
+    def request_ids(self) -> list[str]:
+        return list(self._open)
+
+    def add(self, asked: Asked) -> None:
+        taken = [r.request_id for r in asked.requests if r.request_id in self._answers]
+        if asked.request_id in self._open or taken:
+            raise InputError(
+                f"request_id {asked.request_id!r} is already in use by a running request",
+                param="request_id",
+                value=asked.request_id,
+            )
+        entry = _Open(asked, self._tokenizer)
+        self._open[asked.request_id] = entry
+        for answer in entry.answers:
+            self._answers[answer.request_id] = (entry, answer)
+
+    def process(self, outputs: Iterable[EngineOutput]) -> Processed:
+        done = Processed()
+        touched: dict[str, _Open] = {}
+        current = time.time()
+        for output in outputs:
+            found = self._answers.get(output.request_id)
+            if found is None:
+                continue  # ended here before the engine knew
+            entry, answer = found
+            if output.finish_reason is FinishReason.ERROR:
+                done.aborts.extend(self._forget(entry, besides=answer))
+                done.failures.append((entry.asked.request_id, _error_of(output)))
+                touched.pop(entry.asked.request_id, None)
+                continue
+            self._measure(entry, answer, output, current)
+            if output.prompt_logprobs is not None and entry.prompt_logprobs is not None:
+                entry.prompt_logprobs.extend(output.prompt_logprobs)
+            if answer.take(output):
+                done.aborts.append(answer.request_id)
+            if answer.finish_reason is not None:
+                del self._answers[answer.request_id]
+                self._measure_end(entry, answer, current)
+            touched[entry.asked.request_id] = entry
+        for entry in touched.values():
+            if (result := entry.tell(self._interval)) is not None:
+                done.results.append(result)
+            if entry.finished:
+                del self._open[entry.asked.request_id]
+        return done
+
+    def abort(self, request_ids: Iterable[str]) -> Processed:
+        """End requests now, by the caller's wish: their last results say 'abort'. Unknown ids are ignored."""
+        done = Processed()
+        for request_id in request_ids:
+            entry = self._open.get(request_id)
+            if entry is None:
+                continue
+            running = [answer for answer in entry.answers if answer.finish_reason is None]
+            done.aborts.extend(self._forget(entry))
+            for answer in running:
+                answer.finish_reason = FinishReason.ABORT
+                self._measure_end(entry, answer, time.time())
+            if (result := entry.tell(self._interval)) is not None:
+                done.results.append(result)
+        return done
+
+    def clear(self) -> None:
+        self._open.clear()
+        self._answers.clear()
+
+    def _forget(self, entry: _Open, besides: _Answer | None = None) -> list[str]:
+        """Drop a request; returns what the engine must abort."""
+        self._open.pop(entry.asked.request_id, None)
+        ids = [a.request_id for a in entry.answers if self._answers.pop(a.request_id, None) and a is not besides]
+        return ids
+
+    def _measure(self, entry: _Open, answer: _Answer, output: EngineOutput, current: float) -> None:
+        if not output.new_token_ids:
+            return
+        first = not answer.token_ids
+        gap = current - answer.last_seen
+        answer.last_seen = current
+        if first and not entry.first_seen:
+            entry.first_seen = current
+        if self._metrics is None:
+            return
+        if first:
+            self._metrics.prompt_done(len(entry.asked.token_ids), output.num_cached_tokens)
+            self._metrics.token_times(first=current - entry.asked.arrival)
+        else:
+            self._metrics.token_times(gaps=[gap])
+
+    def _measure_end(self, entry: _Open, answer: _Answer, current: float) -> None:
+        if self._metrics is None or answer.finish_reason is None:
+            return
+        self._metrics.request_finished(
+            answer.times,
+            arrival=entry.asked.arrival,
+            now=current,
+            finish_reason=answer.finish_reason,
+            num_prompt_tokens=len(entry.asked.token_ids),
+            num_generation_tokens=len(answer.token_ids),
+            params=entry.asked.params,
+            num_cached_tokens=answer.num_cached_tokens,
+        )
+        if entry.finished:
+            most = max(len(a.token_ids) for a in entry.answers)
+            self._metrics.parent_finished(entry.asked.params.n, most)
+
+
+class _Answer:
+    """One of a request's n answers, growing."""
+
+    def __init__(self, index: int, request: EngineRequest, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+        self.index = index
+        self.request_id = request.request_id
+        self.params = params
+        self.token_ids: list[int] = []
+        self.logprobs = LogprobList.make(params, tokenizer, params.logprobs)
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.times = RequestTimes()
+        self.num_cached_tokens = 0
+        self.last_seen = 0.0
+        self.num_told = 0  # tokens that a result has shown
+        self.told_end = False
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None and params.detokenize:
+            self._detokenizer = registry.load(DETOKENIZER)(tokenizer, request.prompt_token_ids, params)
+
+    def take(self, output: EngineOutput) -> bool:
+        """Grow by an engine's news. True: the answer ended here, and the engine must be told."""
+        self.times = output.times or self.times
+        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        new_ids = output.new_token_ids
+        used = self._feed(new_ids, output.finish_reason is FinishReason.STOP)
+        self.token_ids.extend(new_ids[:used])
+        if output.logprobs is not None and self.logprobs is not None:
+            self.logprobs.extend(output.logprobs, used)
+        if self.finish_reason is not None:  # by text; the engine may have ended it too
+            return output.finish_reason is None
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        return False
+
+    def _feed(self, new_ids: Sequence[int], stop_terminated: bool) -> int:
+        """Turn ids into text up to a stop string; returns how many were used."""
+        if self._detokenizer is None:
+            return len(new_ids)
+        one_by_one = bool(self.params.stop) and len(new_ids) > 1  # ids after a stop string are not the answer's
+        pieces = [[token_id] for token_id in new_ids] if one_by_one else [new_ids]
+        used = 0
+        for piece in pieces:
+            used += len(piece)
+            stop = self._detokenizer.feed(piece, stop_terminated=stop_terminated and used == len(new_ids))
+            if stop is not None:
+                self.finish_reason, self.stop_reason = FinishReason.STOP, stop
+                break
+        return used
+
+    def due(self, interval: int) -> bool:
+        """Whether a streamed result should show this answer now."""
+        if self.finish_reason is not None:
+            return not self.told_end
+        grown = len(self.token_ids) - self.num_told
+        return grown > 0 and (self.num_told == 0 or grown >= interval)
+
+    def show(self, delta: bool) -> CompletionOutput:
+        ended = self.finish_reason is not None
+        begin = self.num_told if delta else 0
+        text = self._detokenizer.take(ended, delta) if self._detokenizer is not None else ""
+        self.num_told, self.told_end = len(self.token_ids), ended
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=self.token_ids[begin:],
+            cumulative_logprob=None if self.logprobs is None else self.logprobs.total,
+            logprobs=None if self.logprobs is None else self.logprobs.sample(begin, final=ended),
+            finish_reason=None if self.finish_reason is None else self.finish_reason.value,
+            stop_reason=self.stop_reason,
+        )
+
+
+class _Open:
+    """A caller's request until all its answers have ended."""
+
+    def __init__(self, asked: Asked, tokenizer: Tokenizer | None) -> None:
+        self.asked = asked
+        self.kind = asked.params.output_kind
+        self.first_seen = 0.0
+        self.answers = [_Answer(i, r, asked.params, tokenizer) for i, r in enumerate(asked.requests)]
+        self.prompt_logprobs = LogprobList.make(asked.params, tokenizer, asked.params.prompt_logprobs, prompt=True)
+        self._told = False
+
+    @property
+    def finished(self) -> bool:
+        return all(answer.finish_reason is not None for answer in self.answers)
+
+    def tell(self, interval: int) -> RequestOutput | None:
+        """What the caller should see now, if anything."""
+        finished = self.finished
+        if self.kind is RequestOutputKind.FINAL_ONLY and not finished:
+            return None
+        due = [answer for answer in self.answers if answer.due(interval)]
+        if not due and not finished:
+            return None
+        delta = self.kind is RequestOutputKind.DELTA
+        shown = [answer.show(delta) for answer in (due if delta else self.answers)]
+        prompt_logprobs = None if self.prompt_logprobs is None or (delta and self._told) else self.prompt_logprobs
+        self._told = True
+        return RequestOutput(
+            request_id=self.asked.request_id,
+            prompt=self.asked.text,
+            prompt_token_ids=list(self.asked.token_ids),
+            prompt_logprobs=None if prompt_logprobs is None else prompt_logprobs.prompt(),
+            outputs=shown,
+            finished=finished,
+            metrics=self._metrics(),
+            num_cached_tokens=self.answers[0].num_cached_tokens,
+        )
+
+    def _metrics(self) -> RequestMetrics:
+        times = [answer.times for answer in self.answers]
+        started = [t for t in times if t.scheduled] or times[:1]
+        return RequestMetrics(
+            arrival_time=self.asked.arrival,
+            queued_ts=min(t.queued for t in started),
+            scheduled_ts=min(t.scheduled for t in started),
+            first_token_ts=min(t.first_token for t in started),
+            last_token_ts=max(t.last_token for t in times),
+            first_token_latency=max(0.0, self.first_seen - self.asked.arrival) if self.first_seen else 0.0,
+            num_generation_tokens=sum(len(answer.token_ids) for answer in self.answers),
+            num_preemptions=sum(t.num_preemptions for t in times),
+        )
+
+
+def _error_of(output: EngineOutput) -> Exception:
+    reason = output.error or "the engine gave no reason"
+    return rebuild_error(output.error_kind, reason) if output.error_kind else EngineGenerateError(reason)

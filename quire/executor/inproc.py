@@ -1,0 +1,94 @@
+"""The worker in this process: every verb is a method call. One device, no wire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from quire.base import registry
+from quire.executor.base import PendingResult, Worker, resolve_verb
+from quire.schema.kv import KVLayout, ModelInfo
+from quire.schema.step import Mask, StepPlan
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+
+WORKER = "quire.worker.main:build_worker"
+
+
+@dataclass(frozen=True)
+class DriverWorker:
+    """The documented attribute path to the model: model_executor.driver_worker.worker.model_runner.model."""
+
+    worker: Worker
+
+
+class InProcessExecutor:
+    def __init__(self, config: EngineConfig) -> None:
+        self._worker: Worker | None = registry.load(WORKER)(config)
+
+    @property
+    def worker(self) -> Worker:
+        if self._worker is None:
+            raise RuntimeError("the executor was shut down")
+        return self._worker
+
+    @property
+    def driver_worker(self) -> DriverWorker:
+        return DriverWorker(self.worker)
+
+    def load(self) -> ModelInfo:
+        return self.worker.load()
+
+    def free_bytes(self) -> int:
+        return self.worker.free_bytes()
+
+    def init_kv(self, layout: KVLayout) -> None:
+        self.worker.init_kv(layout)
+
+    def warm_up(self) -> None:
+        self.worker.warm_up()
+
+    def forward(self, plan: StepPlan) -> None:
+        self.worker.forward(plan)
+
+    def sample(self, mask: Mask | None) -> PendingResult:
+        return self.worker.sample(mask)
+
+    def call(self, verb: str, args: list[Any], kwargs: dict[str, Any], timeout: float | None) -> list[Any]:
+        return self.call_function(resolve_verb(verb), args, kwargs, timeout)
+
+    def call_function(
+        self, function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], timeout: float | None
+    ) -> list[Any]:
+        if timeout is None:
+            return [function(self.worker, *args, **kwargs)]
+        return [_run_with_limit(function, [self.worker, *args], kwargs, timeout)]
+
+    def shutdown(self) -> None:
+        """Let the worker free its memory; nothing can be called afterwards."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.shutdown()
+
+
+def _run_with_limit(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], timeout: float) -> Any:
+    """Python cannot stop a function, so a late one runs on in its thread; its result is dropped."""
+    done: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(function(*args, **kwargs))
+        except BaseException as failed:
+            done.set_exception(failed)
+
+    Thread(target=work, name="call with timeout", daemon=True).start()
+    try:
+        return done.result(timeout)
+    except TimeoutError:
+        if done.done():
+            raise
+        raise TimeoutError(f"no answer from the worker within {timeout} s") from None

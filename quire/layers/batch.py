@@ -1,0 +1,86 @@
+"""Batch: the device view of one step, and the doors through which layers reach attention.
+
+Made by worker/inputs.py (Batch, GroupStep) and by an attention backend (AttentionPlan, LayerCache); read by the
+layers. A layer knows the index of its KV group and the cache it was bound to, nothing of blocks, rows or requests.
+
+    token_ids  [ row 0 tokens | row 1 tokens | ... ]   rows lie one after another, in any mix of chunks and decodes
+    plans[g]   how the layers of KV group g attend in this step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from quire.schema.kv import KVSpec
+
+
+class LayerCache(Protocol):
+    """One layer's keys and values, as views of the worker's memory; its inside belongs to the backend that made it."""
+
+    spec: KVSpec
+
+
+class AttentionPlan(Protocol):
+    """How one KV group attends in one step; shared by all layers of the group."""
+
+    def run(
+        self,
+        q: Tensor,  # [T, Hq, D]
+        k: Tensor,  # [T, Hkv, D]
+        v: Tensor | None,  # [T, Hkv, Dv]; None: values are the first v_size of the keys (latent attention)
+        cache: LayerCache | None,
+        *,
+        scale: float,
+        v_size: int = 0,  # only with v=None
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,  # [Hq]
+        alibi: Tensor | None = None,  # [Hq] slopes
+    ) -> Tensor:  # [T, Hq, Dv]
+        """Write this step's k and v to their slots, then attend causally over each row's context."""
+        ...
+
+
+class GroupStep(NamedTuple):
+    """What a backend must know of one step to plan one KV group. Rows with query_lens 0 are allowed."""
+
+    block_tables: Tensor  # [R, max_blocks] int32; -1 where a block was freed or is absent
+    query_starts: Tensor  # [R+1] int32, running sum of query_lens
+    context_lens: Sequence[int]  # host: tokens of each row once this step is done (start + count)
+    query_lens: Sequence[int]  # host: tokens of each row in this step
+    slots: Tensor  # [T] int64: block * block_size + offset where each token's keys and values go
+
+
+@dataclass
+class Batch:
+    """One step for the model. `logit_index` names the tokens whose hidden state is sampled."""
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    plans: list[AttentionPlan]  # index = KV group
+    logit_index: Tensor  # [S] int64, in [0, T)
+    num_tokens: int
+
+
+class NoAttention:
+    """A plan that touches no cache and returns zeros: for measuring a forward pass before any KV memory exists."""
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        cache: LayerCache | None,
+        *,
+        scale: float,
+        v_size: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        alibi: Tensor | None = None,
+    ) -> Tensor:
+        width = v_size if v is None else v.shape[-1]
+        return torch.zeros((q.shape[0], q.shape[1], width), dtype=q.dtype, device=q.device)

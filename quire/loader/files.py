@@ -1,0 +1,194 @@
+"""Which files of a model hold its weights, and their tensors one after the other.
+
+In: a folder or a .gguf file, and the load format. Out: (name, tensor, bytes) lazily, in file order, so that beside
+the model itself at most one tensor (or, read eagerly, one file) is in memory. Tensors of safetensors and GGUF files
+are views of the mapped file where their numbers need no decoding: copy them before writing.
+Must not know: architectures, parameters, or where the files came from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.loader.gguf_file import GGUFWeights
+from quire.loader.safetensors_file import SafetensorsFile
+from quire.schema.errors import CheckpointError, NotBuiltError
+
+FORMATS = ("auto", "safetensors", "pt", "gguf")
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)(?P<end>\.\w+)")
+_NOT_WEIGHTS = (  # tensors that training or adapters leave beside a model
+    "consolidated*", "adapter_*", "training_args.*", "optimizer.*", "scheduler.*", "scaler.*", "rng_state*",
+    "trainer_state.*",
+)  # fmt: skip
+
+
+class WeightFiles(NamedTuple):
+    kind: str  # safetensors | pt | gguf
+    paths: tuple[str, ...]
+    owners: Mapping[str, str]  # tensor -> file name, where an index says so
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(os.path.getsize(path) for path in self.paths)
+
+
+class Piece(NamedTuple):
+    name: str
+    tensor: Tensor
+    num_bytes: int  # of the file, for progress
+
+
+def find_weights(path: str, load_format: str = "auto", ignore: Sequence[str] = ()) -> WeightFiles:
+    """The files to read; CheckpointError says what was looked for and what is there."""
+    if load_format not in FORMATS:
+        raise NotBuiltError(f"load_format {load_format!r} is not supported; supported are {', '.join(FORMATS)}, dummy")
+    if os.path.isfile(path):
+        if not path.endswith(".gguf") or load_format not in ("auto", "gguf"):
+            raise CheckpointError(
+                f"{path} is a file; load_format {load_format!r} reads a folder, or a .gguf file as gguf"
+            )
+        return WeightFiles("gguf", (path,), {})
+    if not os.path.isdir(path):
+        raise CheckpointError(f"{path} is neither a folder nor a file")
+    names = sorted(
+        entry.name
+        for entry in os.scandir(path)
+        if entry.is_file() and not any(fnmatch(entry.name, p) for p in (*ignore, *_NOT_WEIGHTS))
+    )
+    for kind, endings in (("safetensors", (".safetensors",)), ("pt", (".bin", ".pt")), ("gguf", (".gguf",))):
+        if load_format not in ("auto", kind):
+            continue
+        for ending in endings:
+            chosen, owners = _choose(path, names, ending)
+            if chosen:
+                return WeightFiles(kind, tuple(os.path.join(path, name) for name in chosen), owners)
+    raise CheckpointError(_nothing_found(path, load_format))
+
+
+def read_weights(
+    found: WeightFiles,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    strategy: str | None = None,
+    map_location: str | dict[str, str] = "cpu",
+) -> Iterator[Piece]:
+    """Every tensor once. `dtype` and `device` are where decoding aims; plain numbers come as they are stored."""
+    if strategy not in (None, "lazy", "eager"):
+        raise NotBuiltError(f"safetensors_load_strategy {strategy!r} is not supported; lazy and eager are")
+    if found.kind == "gguf":
+        for path in found.paths:
+            yield from (Piece(*item) for item in GGUFWeights(path).tensors(dtype, device))
+        return
+    for path in found.paths:
+        mine = os.path.basename(path)
+        read = _read_torch(path, map_location) if found.kind == "pt" else _read_safetensors(path, strategy == "eager")
+        for piece in read:
+            if found.owners.get(piece.name, mine) == mine:
+                yield piece
+
+
+def _choose(folder: str, names: list[str], ending: str) -> tuple[list[str], dict[str, str]]:
+    """One whole file, else what an index lists, else a complete set of shards, else all there are."""
+    ours = [name for name in names if name.endswith(ending)]
+    whole = {".safetensors": "model.safetensors", ".bin": "pytorch_model.bin"}.get(ending)
+    if whole in ours:
+        return [str(whole)], {}
+    indexes = [name for name in names if name.endswith(f"{ending}.index.json")]
+    if whole is not None and f"{whole}.index.json" in indexes:
+        indexes = [f"{whole}.index.json"]
+    if len(indexes) > 1:
+        raise CheckpointError(f"{folder} has {len(indexes)} indexes and no {whole}.index.json: {', '.join(indexes)}")
+    if indexes:
+        return _read_index(folder, indexes[0], set(ours))
+    if ending == ".gguf":
+        ours = [name for name in ours if not (m := _SHARD.fullmatch(name)) or int(m["number"]) == 1]
+        if len(ours) > 1:
+            raise CheckpointError(f"{folder} holds {len(ours)} GGUF models, name one: {', '.join(ours[:8])}")
+        return ours, {}
+    _check_shards(folder, ours)
+    return ours, {}
+
+
+def _read_index(folder: str, name: str, there: set[str]) -> tuple[list[str], dict[str, str]]:
+    path = os.path.join(folder, name)
+    try:
+        with open(path, encoding="utf-8") as file:
+            owners = json.load(file)["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError) as wrong:
+        raise CheckpointError(f"{path} is not a usable index: {type(wrong).__name__}: {wrong}") from None
+    if not isinstance(owners, dict) or not all(isinstance(owner, str) for owner in owners.values()):
+        raise CheckpointError(f"{path} is not a usable index: its weight_map does not map names to files")
+    files = sorted(set(owners.values()))
+    if missing := [owner for owner in files if owner not in there]:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} of {len(files)} files that {name} lists are missing: {some(missing)}"
+        )
+    return files, owners
+
+
+def _check_shards(folder: str, names: list[str]) -> None:
+    """Names such as model-00002-of-00003.safetensors tell what else must be there."""
+    there = set(names)
+    for name in names:
+        if not (match := _SHARD.fullmatch(name)):
+            continue
+        width, count = len(match["number"]), int(match["count"])
+        every = (f"{match['stem']}-{i:0{width}d}-of-{match['count']}{match['end']}" for i in range(1, count + 1))
+        if missing := [wanted for wanted in every if wanted not in there]:
+            raise CheckpointError(f"{folder}: {len(missing)} of {count} shards are missing: {some(missing)}")
+
+
+def _nothing_found(folder: str, load_format: str) -> str:
+    wanted = {"safetensors": "*.safetensors", "pt": "*.bin or *.pt", "gguf": "*.gguf"}
+    looked = wanted.get(load_format, "*.safetensors, *.bin, *.pt or *.gguf")
+    there = sorted(os.listdir(folder))
+    if any(name.startswith("consolidated") for name in there):
+        return f"{folder} holds weights in Mistral's own form only (consolidated*); a Hugging Face form is needed"
+    return (
+        f"{folder} holds no {looked} with weights (load_format {load_format!r}); it holds: {some(there) or 'nothing'}"
+    )
+
+
+def some(names: Sequence[str], limit: int = 8) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _read_safetensors(path: str, eager: bool) -> Iterator[Piece]:
+    for entry, tensor in SafetensorsFile(path).tensors(eager=eager):
+        yield Piece(entry.name, tensor, entry.num_bytes)
+
+
+def _read_torch(path: str, map_location: str | dict[str, str]) -> Iterator[Piece]:
+    """Only tensors and plain containers are unpickled (weights_only); zip files are mapped, not read."""
+    try:
+        state: Any = torch.load(path, weights_only=True, mmap=zipfile.is_zipfile(path), map_location=map_location)
+    except (
+        pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as wrong:
+        reason = (str(wrong).strip() or type(wrong).__name__).splitlines()[0]
+        raise CheckpointError(f"{path} is not a usable weight file: {reason}") from None
+    if not isinstance(state, Mapping) or not all(isinstance(t, Tensor) for t in state.values()):
+        what = "other things than tensors" if isinstance(state, Mapping) else f"a {type(state).__name__}"
+        raise CheckpointError(f"{path} is not a usable weight file: it holds {what}, not tensors by name")
+    for name in list(state):
+        tensor = state.pop(name) if isinstance(state, dict) else state[name]
+        yield Piece(name, tensor.detach(), tensor.nbytes)

@@ -1,0 +1,96 @@
+"""Weights of a GGUF file (or of one written in several pieces) under the names of Hugging Face checkpoints.
+
+Joins the container (base/gguf.py), the tensor types (gguf_types.py) and the names (gguf_names.py). In: the path of
+the first file. Out: named tensors, decoded one recipe at a time. Plain float tensors stay views of the file in their
+own dtype; quantized ones come in the dtype asked for, decoded on the device asked for.
+Must not know: which model they go to.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from quire.base.gguf import GGUFError, GGUFFile, TensorInfo, shared
+from quire.loader.gguf_names import Recipe, recipes
+from quire.loader.gguf_types import dequantize, num_bytes
+from quire.loader.raw import as_bytes, cut
+from quire.schema.errors import CheckpointError
+
+_PIECE = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+def open_gguf(path: str) -> GGUFFile:
+    try:
+        return shared(path)
+    except GGUFError as wrong:
+        raise CheckpointError(str(wrong)) from None
+
+
+def pieces_of(path: str) -> tuple[str, ...]:
+    """All files of a model that `path` is the first file of."""
+    metadata = open_gguf(path).metadata
+    count, number = metadata.get("split.count", 0), metadata.get("split.no", 0)
+    if not isinstance(count, int) or count < 2:
+        return (path,)
+    folder, name = os.path.split(path)
+    match = _PIECE.fullmatch(name)
+    if number != 0 or match is None or int(match["count"]) != count:
+        raise CheckpointError(
+            f"{path} is piece {number} of a model in {count} pieces; name the first, "
+            f"which is called …-00001-of-{count:05d}.gguf"
+        )
+    paths = tuple(os.path.join(folder, f"{match['stem']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1))
+    if missing := [p for p in paths if not os.path.isfile(p)]:
+        raise CheckpointError(f"{path}: {len(missing)} of {count} pieces are missing: {', '.join(missing[:8])}")
+    return paths
+
+
+class GGUFWeights:
+    """Opens every piece, checks that every tensor lies inside its file, and knows the total before reading any."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._files = [open_gguf(piece) for piece in pieces_of(path)]
+        self._where = {name: file for file in self._files for name in file.tensors}
+        self._recipes = recipes(self._files[0].metadata, self._where)
+        self.total_bytes = sum(self._size(name) for recipe in self._recipes for name in recipe.sources)
+
+    def tensors(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Iterator[tuple[str, Tensor, int]]:
+        """(name, tensor, bytes of the file it took): the bytes are counted at the first tensor of a recipe."""
+        whole = {file.path: as_bytes(file.file.map) for file in self._files}
+        for recipe in self._recipes:
+            values = [self._value(name, whole, dtype, device) for name in recipe.sources]
+            count = sum(self._size(name) for name in recipe.sources)
+            for name, tensor in recipe.make(*values):
+                yield name, tensor, count
+                count = 0
+            del values
+            self._forget(recipe)
+
+    def _info(self, name: str) -> TensorInfo:
+        return self._where[name].tensors[name]
+
+    def _size(self, name: str) -> int:
+        file, info = self._where[name], self._info(name)
+        size = num_bytes(info.type_id, info.shape, name)
+        if info.offset + size > file.file.size:
+            raise CheckpointError(
+                f"{file.path} is truncated: tensor {name!r} needs bytes {info.offset} to {info.offset + size}, "
+                f"the file has {file.file.size}"
+            )
+        return size
+
+    def _value(self, name: str, whole: dict[str, Tensor], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        file, info, size = self._where[name], self._info(name), self._size(name)
+        file.file.expect(info.offset, size)
+        raw = cut(whole[file.path], info.offset, size, torch.uint8, (size,))
+        return dequantize(raw.to(device), info.type_id, info.shape, dtype, name)
+
+    def _forget(self, recipe: Recipe) -> None:
+        for name in recipe.sources:
+            self._where[name].file.forget(self._info(name).offset, self._size(name))

@@ -1,0 +1,87 @@
+"""Activations, plain (x -> f(x)) and gated ([gate | up] -> f(gate) * up), by the names configs use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.ops.op import Op, op
+
+
+@op
+def silu(x: Tensor) -> Tensor:
+    return F.silu(x)
+
+
+@op
+def gelu(x: Tensor) -> Tensor:
+    return F.gelu(x)
+
+
+@op
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+@op
+def quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+@op
+def relu(x: Tensor) -> Tensor:
+    return F.relu(x)
+
+
+@op
+def relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+@op
+def tanh(x: Tensor) -> Tensor:
+    return torch.tanh(x)
+
+
+PLAIN: dict[str, Op] = {
+    "silu": silu, "swish": silu, "gelu": gelu, "gelu_python": gelu, "gelu_new": gelu_tanh, "gelu_fast": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh, "gelu_python_tanh": gelu_tanh, "bloom_gelu": gelu_tanh, "gelu_accurate": gelu_tanh,
+    "quick_gelu": quick_gelu, "relu": relu, "relu2": relu2, "tanh": tanh,
+}  # fmt: skip
+
+
+def _gated(plain: Op) -> Op:
+    def gated(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return plain.reference(gate).mul_(up)
+
+    gated.__name__ = f"{plain.name}_gated"
+    gated.__doc__ = f"[gate | up] -> {plain.name}(gate) * up"
+    return op(gated)
+
+
+_GATED_OF = {plain.name: _gated(plain) for plain in PLAIN.values()}
+GATED: dict[str, Op] = {name: _GATED_OF[plain.name] for name, plain in PLAIN.items()}
+
+
+@op
+def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """[gate | up] -> (up + 1) * gate * sigmoid(alpha * gate), gate clamped above and up on both sides."""
+    gate, up = x.chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+def known(name: str) -> bool:
+    return name in PLAIN
+
+
+def plain_on(name: str, device: torch.device | str) -> Callable[[Tensor], Tensor]:
+    return PLAIN[name].on(device)
+
+
+def gated_on(name: str, device: torch.device | str) -> Callable[[Tensor], Tensor]:
+    return GATED[name].on(device)

@@ -1,0 +1,72 @@
+"""Mixture of experts: choosing experts per token, and the grouped matrix products of the chosen ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quire.ops.linear import linear
+from quire.ops.op import op
+
+
+@op
+def route(
+    logits: Tensor,  # [T, E] float32
+    top_k: int,
+    *,
+    score: str = "softmax",  # softmax | sigmoid | topk_softmax (softmax over the chosen only)
+    renorm: bool = True,
+    scale: float = 1.0,
+    bias: Tensor | None = None,  # [E] float32: moves the choice, not the weights
+    groups: int = 1,
+    top_groups: int = 1,
+    group_score: str = "max",  # max | top2sum: how a group of experts is ranked
+) -> tuple[Tensor, Tensor]:
+    """(weights [T, k] float32, experts [T, k] int64)."""
+    if score == "topk_softmax":
+        top, index = logits.topk(top_k, -1)
+        return top.softmax(-1), index
+    scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+    choice = scores if bias is None else scores + bias
+    if groups > 1:
+        grouped = choice.view(choice.shape[0], groups, -1)
+        rank = grouped.amax(-1) if group_score == "max" else grouped.topk(2, -1)[0].sum(-1)
+        keep = torch.zeros_like(rank, dtype=torch.bool).scatter_(1, rank.topk(top_groups, -1)[1], True)
+        choice = grouped.masked_fill(~keep[..., None], float("-inf")).flatten(1)
+    index = choice.topk(top_k, -1)[1]
+    weights = scores.gather(1, index)
+    if renorm:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * scale, index
+
+
+@op
+def run_experts(
+    x: Tensor,  # [T, dim]
+    weights: Tensor,  # [T, k]
+    index: Tensor,  # [T, k]
+    w1: Tensor,  # [E, 2 * ffn, dim]: gate rows, then up rows
+    w2: Tensor,  # [E, dim, ffn]
+    b1: Tensor | None,
+    b2: Tensor | None,
+    act: Callable[[Tensor], Tensor],  # [n, 2 * ffn] -> [n, ffn]
+) -> Tensor:  # [T, dim]
+    """Sum over a token's experts of weight * expert(x); experts add up in ascending order, as transformers does."""
+    matmul = linear.on(x.device)
+    flat = index.flatten()
+    order = flat.argsort(stable=True)
+    tokens = order.div(index.shape[1], rounding_mode="floor")
+    scales = weights.flatten()[order, None]
+    out = torch.zeros_like(x)
+    start = 0
+    for expert, count in enumerate(torch.bincount(flat, minlength=w1.shape[0]).tolist()):
+        if not count:
+            continue
+        rows = tokens[start : start + count]
+        h = act(matmul(x[rows], w1[expert], None if b1 is None else b1[expert]))
+        h = matmul(h, w2[expert], None if b2 is None else b2[expert]) * scales[start : start + count]
+        out.index_add_(0, rows, h.to(out.dtype))
+        start += count
+    return out

@@ -1,0 +1,265 @@
+"""Arithmetic on logits: penalties, bans, filters, seeded noise, log probabilities. The meaning of each, in torch.
+
+In: logits [n, V] float32, parameters as tensors with one entry per row. Functions ending in `_` change the logits they
+are given. Every result of a row depends on that row alone (never on n or on its neighbours), and ties are settled by
+value or by the lowest index, never by an algorithm's whim. Must not know: requests, rows of a worker, configuration.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NEG_INF = float("-inf")
+NOISE_SPAN = 25.5  # the largest gumbel value minus the smallest is below this (22.19 and -2.81, see `gumbel`)
+_SOME = 512  # candidates that `top_p_` looks at before it sorts a whole vocabulary
+_CHUNK = 1 << 18  # elements that fit a core's cache, several buffers at a time
+_COUNT_BYTES = 1 << 26  # largest temporary for token counts
+_GOLDEN64 = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
+_GOLDEN32 = -1640531535  # 0x9E3779B1 as int32
+
+
+# --- what may be chosen at all
+
+
+def ban_(logits: Tensor, rows: Tensor, ids: Tensor) -> None:
+    """logits[rows[i], ids[i]] = -inf."""
+    logits[rows, ids] = NEG_INF
+
+
+def allow_only_(logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+    """`allowed` bool [len(rows), V]: in these rows everything else becomes -inf."""
+    logits[rows] = logits[rows].masked_fill_(~allowed, NEG_INF)
+
+
+def bias_(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
+    """logits[rows[i], ids[i]] += values[i]; pairs may not repeat."""
+    logits[rows, ids] += values
+
+
+def unpack_mask(words: Tensor, vocab_size: int) -> Tensor:
+    """int32 [n, words] bit masks, lowest bit first -> bool [n, V]. Ids past the mask are not allowed."""
+    bits = (words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
+    flat = bits.flatten(1).bool()
+    if flat.shape[1] >= vocab_size:
+        return flat[:, :vocab_size]
+    return torch.nn.functional.pad(flat, (0, vocab_size - flat.shape[1]), value=False)
+
+
+def ban_words_(
+    logits: Tensor, rows: Tensor, tails: Tensor, num_outputs: Tensor, prefixes: Tensor, last: Tensor
+) -> None:
+    """Ban the last token of each word whose other tokens are the newest outputs of its row.
+
+    One entry per word: rows [W]; tails [W, L] the newest L tokens of that row; num_outputs [W] how many of them are
+    outputs (a word never matches into the prompt); prefixes [W, L] right-aligned, -1 in front; last [W].
+    """
+    absent = prefixes < 0
+    length = (~absent).sum(-1)
+    match = (absent | (tails == prefixes)).all(-1) & (length <= num_outputs)
+    # amin instead of an assignment under a mask: words of a row may share their last token, and no length is read back
+    cut = torch.where(match, NEG_INF, float("inf")).to(logits.dtype)
+    flat = rows * logits.shape[1] + last
+    logits.view(-1).scatter_reduce_(0, flat, cut, "amin")
+
+
+# --- penalties
+
+
+def penalize_(
+    logits: Tensor,
+    tokens: Tensor,  # [n, L] int: prompt, then outputs; what lies past `lengths` is ignored
+    prompt_lengths: Tensor,  # [n]
+    lengths: Tensor,  # [n], at least 1
+    *,
+    presence: Tensor,  # [n] each
+    frequency: Tensor,
+    repetition: Tensor,
+) -> None:
+    """Repetition over prompt and outputs (divide a positive logit, multiply a negative one), then frequency times the
+    count in the outputs and presence once, both subtracted."""
+    rows_at_once = max(1, _COUNT_BYTES // (4 * logits.shape[1]))
+    for at in range(0, logits.shape[0], rows_at_once):
+        cut = slice(at, at + rows_at_once)
+        _penalize_some_(
+            logits[cut], tokens[cut], prompt_lengths[cut], lengths[cut], presence[cut], frequency[cut], repetition[cut]
+        )
+
+
+def _penalize_some_(
+    logits: Tensor, tokens: Tensor, prompts: Tensor, lengths: Tensor, presence: Tensor, frequency: Tensor, rep: Tensor
+) -> None:
+    place = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+    known = place < lengths.unsqueeze(1)
+    ids = torch.where(known, tokens, tokens[:, :1]).long()  # a repeated id writes its value twice: no harm
+    is_output = (known & (place >= prompts.unsqueeze(1))).to(logits.dtype)
+    counts = torch.zeros_like(logits).scatter_add_(1, ids, is_output).gather(1, ids)
+    value = logits.gather(1, ids)
+    rep = rep.unsqueeze(1)
+    value = torch.where(value > 0, value / rep, value * rep)
+    value -= frequency.unsqueeze(1) * counts + presence.unsqueeze(1) * (counts > 0)
+    logits.scatter_(1, ids, value)
+
+
+# --- filters: every token as good as the worst kept one is kept too
+
+
+def scale_(logits: Tensor, temperature: Tensor) -> None:
+    logits.div_(temperature.unsqueeze(1))
+
+
+def min_p_(logits: Tensor, min_p: Tensor) -> None:
+    """Drop tokens less likely than min_p times the likeliest. min_p 0 drops nothing."""
+    least = logits.amax(-1, keepdim=True) + min_p.log().unsqueeze(1)
+    logits.masked_fill_(logits < least, NEG_INF)
+
+
+def top_k_(logits: Tensor, k: Tensor, largest: int) -> None:
+    """Keep the k best and their ties. k [n] int64, at least 1, at most `largest`, which is at most V."""
+    best = torch.topk(logits, largest, sorted=True).values
+    logits.masked_fill_(logits < best.gather(1, (k - 1).unsqueeze(1)), NEG_INF)
+
+
+def top_p_(logits: Tensor, p: Tensor) -> None:
+    """Keep the fewest likeliest tokens whose probabilities reach p (a token stays while those before it sum to less
+    than p), and ties of the last one. p in (0, 1]."""
+    probs = torch.softmax(logits, -1)
+    vocab_size = logits.shape[1]
+    some = min(_SOME, vocab_size)
+    least, reached = _nucleus_edge(*torch.topk(logits, some, sorted=True), probs, p)
+    if some < vocab_size and not bool(reached.all()):
+        rest = (~reached).nonzero().squeeze(1)
+        ordered = torch.sort(logits[rest], dim=-1, descending=True, stable=True)
+        least[rest] = _nucleus_edge(ordered.values, ordered.indices, probs[rest], p[rest])[0]
+    logits.masked_fill_(logits < least, NEG_INF)
+
+
+def _nucleus_edge(values: Tensor, ids: Tensor, probs: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """(smallest kept logit [n, 1], whether the edge lies inside the candidates [n]) for candidates in falling order."""
+    share = probs.gather(1, ids)
+    total = share.cumsum(-1)
+    before = torch.cat((torch.zeros_like(total[:, :1]), total[:, :-1]), 1)
+    num_kept = (before < p.unsqueeze(1)).sum(-1).clamp_(min=1)
+    return values.gather(1, (num_kept - 1).unsqueeze(1)), num_kept < values.shape[1]
+
+
+# --- choice
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """[n] int64: the best token, the lowest id among equals. A NaN counts as the best."""
+    if logits.device.type == "cpu":  # numpy's is ten times as fast as torch's, with the same meaning
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
+
+
+def keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Two int32 keys per row from a 64-bit seed (int64, two's complement) and a token's absolute position."""
+    mixed = _finish64(_finish64(seeds) + positions.long() * _GOLDEN64)
+    return mixed.to(torch.int32), (mixed >> 32).to(torch.int32)
+
+
+def _finish64(z: Tensor) -> Tensor:
+    """The splitmix64 finaliser: every input bit moves every output bit. Shifts are masked: torch's keep the sign."""
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685  # 0x94D049BB133111EB
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)
+
+
+def noise_bits(low: Tensor, high: Tensor, ids: Tensor) -> Tensor:
+    """31 random bits (int32, not negative): a pure function of the two keys and the vocabulary index."""
+    x = ids * _GOLDEN32 + low
+    x ^= (x >> 16) & 0xFFFF
+    x *= -2048144789  # 0x85EBCA6B
+    x ^= high
+    x ^= (x >> 13) & 0x7FFFF
+    x *= -1028477387  # 0xC2B2AE35
+    x ^= (x >> 16) & 0xFFFF
+    x >>= 1
+    x &= 0x7FFFFFFF
+    return x
+
+
+def gumbel(bits: Tensor) -> Tensor:
+    """Standard Gumbel noise, float32, falling with `bits`; large values (which decide) have the finest steps.
+
+    u in [2^-32, 1 - 2^-24] is small where the noise is large, because float32 is dense near 0 and not near 1.
+    """
+    u = bits.to(torch.float32)
+    u.add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
+    return u.neg_().log1p_().neg_().log_().neg_()
+
+
+def sample_(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """[n] int64: one token per row with probability softmax(logits), by the largest of logit + noise."""
+    low, high = (key.unsqueeze(1) for key in keys(seeds, positions))
+    ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    if logits.device.type != "cpu":
+        logits += gumbel(noise_bits(low, high, ids))
+        return logits.argmax(-1)
+    rows_at_once = max(1, _CHUNK // logits.shape[1])
+    for at in range(0, logits.shape[0], rows_at_once):
+        cut = slice(at, at + rows_at_once)
+        _add_noise_where_it_counts_(logits[cut], low[cut], high[cut], ids)
+    return greedy(logits)
+
+
+def _add_noise_where_it_counts_(logits: Tensor, low: Tensor, high: Tensor, ids: Tensor) -> None:
+    """The winner is the same as with noise everywhere. Logarithms are dear on a CPU, so tokens that cannot win are left
+    alone: first those more than NOISE_SPAN below the best; then, knowing all bits, those whom even the row's largest
+    noise would not lift above what the best token has with its own."""
+    best = logits.amax(-1, keepdim=True)
+    flat = _at_least(logits, best - NOISE_SPAN)
+    if flat.numel() * 8 <= logits.numel():
+        row = flat // ids.numel()
+        bits = noise_bits(low[row, 0], high[row, 0], (flat - row * ids.numel()).to(torch.int32))
+    else:
+        every = noise_bits(low, high, ids)  # [n, V]
+        floor = best + gumbel(every.gather(1, greedy(logits).unsqueeze(1)))
+        margin = 1e-4 * (1.0 + best.abs())  # more than the rounding of these sums
+        flat = _at_least(logits, floor - gumbel(every.amin(-1, keepdim=True)) - margin)
+        bits = every.view(-1)[flat]
+    logits.view(-1).index_add_(0, flat, gumbel(bits))
+
+
+def _at_least(logits: Tensor, least: Tensor) -> Tensor:
+    """Flat indices, through numpy for speed. A row with a NaN gives none: it stays NaN and is found by its choice."""
+    return torch.from_numpy(np.flatnonzero(logits.numpy() >= least.numpy()))
+
+
+# --- log probabilities
+
+
+def log_probs(logits: Tensor) -> Tensor:
+    return torch.log_softmax(logits, -1)
+
+
+def rank_of(values: Tensor, chosen: Tensor) -> Tensor:
+    """[n] int64, from 1: one more than the number of strictly greater values in the row."""
+    return (values > values.gather(1, chosen.unsqueeze(1))).sum(-1) + 1
+
+
+def top_values(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(values [n, k], ids [n, k]), largest first, equals by rising id; also which of the equals at the edge are in."""
+    if k >= values.shape[1]:
+        ordered = torch.sort(values, dim=-1, descending=True, stable=True)
+        return ordered.values, ordered.indices
+    if k == 0:
+        empty = values[:, :0]
+        return empty, empty.long()
+    top, ids = torch.topk(values, k)
+    crowded = ((values >= top[:, -1:]).sum(-1) > k).nonzero().squeeze(1)
+    if crowded.numel():
+        ids[crowded] = _first_equals(values[crowded], k)
+    ids = ids.sort(-1).values
+    top, order = values.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    return top, ids.gather(1, order)
+
+
+def _first_equals(values: Tensor, k: int) -> Tensor:
+    """Ids of the k largest, the lowest ids among equals, in no order: one integer per token that holds both."""
+    bits = values.contiguous().view(torch.int32).long()
+    order = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)  # integers that compare as the floats do
+    place = torch.arange(values.shape[1], device=values.device)
+    return torch.topk(order * (1 << 31) - place, k).indices

@@ -1,0 +1,64 @@
+"""From log probabilities (or logits) of positions to the rows that go back to the engine.
+
+Owns: which entries a row has, and their order: the chosen (or given) token, then the k largest, then the ids asked for
+by name (`logprob_token_ids`). Lists are made late, by `Picked.rows`, so a step need not wait for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.ops import sample
+from quire.schema.step import LogprobRows
+
+MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+
+
+class Ask(NamedTuple):
+    """What some rows of one step want to see: the k largest (the whole vocabulary: k = V), and named ids."""
+
+    where: Tensor  # [m] int64, into the step's sampled rows
+    places: tuple[int, ...]  # the same on the host
+    k: int
+    ids: Tensor | None  # [e] int64
+
+
+@dataclass
+class Picked:
+    """Entries of m positions, still as tensors."""
+
+    token_ids: Tensor  # [m, 1 + k + e] int64
+    values: Tensor  # [m, 1 + k + e]
+    ranks: Tensor  # [m] int64
+
+    def rows(self) -> LogprobRows:
+        return LogprobRows(self.token_ids.tolist(), self.values.tolist(), self.ranks.tolist())
+
+
+def pick(values: Tensor, chosen: Tensor, k: int, ids: Tensor | None = None) -> Picked:
+    """values [m, V] (log probabilities or logits), chosen [m]."""
+    top, top_ids = sample.top_values(values, k)
+    chosen = chosen.unsqueeze(1)
+    parts, part_ids = [values.gather(1, chosen), top], [chosen, top_ids]
+    if ids is not None:
+        parts.append(values[:, ids])
+        part_ids.append(ids.expand(values.shape[0], -1))
+    return Picked(torch.cat(part_ids, 1), torch.cat(parts, 1), sample.rank_of(values, chosen.squeeze(1)))
+
+
+def values_of(logits: Tensor, mode: str) -> Tensor:
+    """What a mode reports of these logits. A copy, or a new tensor: the logits may change afterwards."""
+    return logits.clone() if mode.endswith("logits") else sample.log_probs(logits)
+
+
+def join(pieces: list[LogprobRows]) -> LogprobRows:
+    """Consecutive pieces as one."""
+    return LogprobRows(
+        [row for piece in pieces for row in piece.token_ids],
+        [row for piece in pieces for row in piece.logprobs],
+        [rank for piece in pieces for rank in piece.ranks],
+    )

@@ -1,0 +1,152 @@
+"""Sampler: logits of the rows that sample in a step -> one token each, and the log probabilities that were asked for.
+
+Owns: the greedy exit, the draw, which values log probabilities are taken from (`logprobs_mode`), and writing each token
+into its row, where the next step reads it. The order of everything before the choice is pipeline.py's.
+Must not know: grants, blocks, the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.ops import sample
+from quire.sampling.custom import CustomSteps
+from quire.sampling.logprobs import MODES, Ask, Picked, pick, values_of
+from quire.sampling.pipeline import Pipeline, StepRows
+from quire.sampling.processors import BatchUpdate, MoveDirectionality
+from quire.sampling.rows import SamplingRows, Selection
+from quire.schema.errors import ConfigError, InputError
+from quire.schema.step import NewRow
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+
+
+@dataclass
+class Sampled:
+    """What came of one step, still on the device. Everything is in the order of the rows given."""
+
+    token_ids: Tensor  # [S] int64
+    scores: Tensor  # [S]: what the chosen token had in the end; NaN or -inf means that nothing could be chosen
+    logprobs: list[tuple[Ask, Picked]] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)  # batch row -> why a custom processor lost it
+
+
+class Sampler:
+    def __init__(self, config: EngineConfig, vocab_size: int, tokens: Tensor) -> None:
+        """`tokens` [max_rows, width] int32: the rows' tokens; this writes what it chose, others write the rest."""
+        self.mode = config.model_config.logprobs_mode
+        if self.mode not in MODES:
+            raise ConfigError(
+                f"logprobs_mode is {self.mode!r}; it must be one of {', '.join(MODES)}", param="logprobs_mode"
+            )
+        self.rows = SamplingRows(vocab_size, tokens.shape[0], tokens.device)
+        self.custom = CustomSteps(config, tokens.device)
+        self._pipeline = Pipeline(self.custom, tokens)
+        self._tokens = tokens
+        self._outputs: list[list[int]] = [[] for _ in range(tokens.shape[0] if self.custom else 0)]
+        self._unseen: tuple[list[int], Tensor] | None = None  # rows and tokens not yet in the output lists
+
+    def update(
+        self,
+        removed: Sequence[int],
+        added: Sequence[tuple[int, NewRow]],
+        moved: Sequence[tuple[int, int]],
+        num_rows: int,
+    ) -> dict[int, str]:
+        """Once per step, before its logits: how the batch changed. Returns batch row -> why it cannot be served."""
+        refused: dict[int, str] = {}
+        for row in removed:
+            self.rows.remove(row)
+        for row, new in added:
+            try:
+                self.rows.add(row, new)
+            except InputError as wrong:
+                refused[row] = str(wrong)
+        for source, target in moved:
+            self.rows.move(source, target)
+            if source in refused:
+                refused[target] = refused.pop(source)
+        if self.custom:
+            self._tell_custom(removed, added, moved, num_rows)
+        return refused
+
+    def __call__(
+        self,
+        logits: Tensor,  # [S, V] float32; changed
+        rows: np.ndarray,  # [S] int64: batch rows, rising
+        positions: np.ndarray,  # [S] int64: where in its row each new token will stand
+        *,
+        num_rows: int,
+        mask: tuple[Tensor, Tensor] | None = None,
+    ) -> Sampled:
+        chosen = self.rows.select(rows)
+        step = StepRows(positions, torch.from_numpy(positions).to(logits.device), num_rows, mask)
+        raw = self.mode.startswith("raw")
+        seen = [values_of(logits[ask.where], self.mode) for ask in chosen.asks] if raw else []
+        logits = self._pipeline.adjust(logits, chosen, step)
+        if chosen.num_random == 0:
+            seen = seen if raw else [values_of(logits[ask.where], self.mode) for ask in chosen.asks]
+            token_ids = sample.greedy(logits)
+            scores = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+        else:
+            token_ids, scores, processed = self._draw(logits, chosen, step, not raw and bool(chosen.asks))
+            if processed is not None:
+                seen = [values_of(processed[ask.where], self.mode) for ask in chosen.asks]
+        self._tokens[chosen.row_index, step.places] = token_ids.to(self._tokens.dtype)
+        picked = [(a, pick(v, token_ids[a.where], a.k, a.ids)) for a, v in zip(chosen.asks, seen, strict=True)]
+        if self.custom:
+            self._unseen = rows.tolist(), token_ids
+        return Sampled(token_ids, scores, picked, self.custom.take_failures())
+
+    def _draw(
+        self, logits: Tensor, chosen: Selection, step: StepRows, keep: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Rows that draw and rows that do not, in one batch. `keep`: also return the logits before the noise."""
+        assert chosen.seeds is not None
+        if chosen.random is None:
+            drawn = self._pipeline.narrow(logits, chosen, step)
+            processed = drawn.clone() if keep else None
+            token_ids = sample.sample_(drawn, chosen.seeds, step.places)
+            return token_ids, drawn.gather(1, token_ids.unsqueeze(1)).squeeze(1), processed
+        token_ids = sample.greedy(logits)
+        scores = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+        drawn = self._pipeline.narrow(logits[chosen.random], chosen, step)
+        if keep:
+            logits[chosen.random] = drawn
+        own = sample.sample_(drawn, chosen.seeds, step.places[chosen.random])
+        token_ids[chosen.random] = own
+        scores[chosen.random] = drawn.gather(1, own.unsqueeze(1)).squeeze(1)
+        return token_ids, scores, logits if keep else None
+
+    def _tell_custom(
+        self,
+        removed: Sequence[int],
+        added: Sequence[tuple[int, NewRow]],
+        moved: Sequence[tuple[int, int]],
+        num_rows: int,
+    ) -> None:
+        """Let the output lists grow by what was sampled, then follow the batch, then tell the processors."""
+        if self._unseen is not None:
+            rows, token_ids = self._unseen
+            for row, token in zip(rows, token_ids.tolist(), strict=True):
+                self._outputs[row].append(token)
+            self._unseen = None
+        told = []
+        for row in removed:
+            self._outputs[row] = []
+        for row, new in added:
+            ids = list(new.token_ids)
+            self._outputs[row] = ids[new.num_prompt_tokens :]
+            told.append((row, new.params, ids[: new.num_prompt_tokens], self._outputs[row]))
+        for source, target in moved:
+            self._outputs[target], self._outputs[source] = self._outputs[source], []
+        one_way = [(source, target, MoveDirectionality.UNIDIRECTIONAL) for source, target in moved]
+        changed = bool(removed or told or one_way)
+        self.custom.update(BatchUpdate(num_rows, list(removed), told, one_way) if changed else None, num_rows)

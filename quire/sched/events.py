@@ -1,0 +1,42 @@
+"""KV events: what an outside router may want to know of the prefix cache. Recorded only when asked for.
+
+Kept by the block pool and the KV cache, in order; `Scheduler.take_events` hands them on. Sending them is not done here.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+MEDIUM_GPU = "GPU"  # the documented word for device memory, whatever the device
+
+
+class KVCacheEvent(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Something changed in the prefix cache."""
+
+
+class BlockStored(KVCacheEvent):
+    """Consecutive blocks of one prefix can be found from now on."""
+
+    block_hashes: list[bytes]
+    parent_block_hash: bytes | None  # of the block before the first; None at the beginning of a prompt
+    token_ids: list[int]  # of all these blocks, in order
+    block_size: int
+    lora_id: int | None = None
+    lora_name: str | None = None
+    medium: str = MEDIUM_GPU
+    group: int = 0
+
+
+class BlockRemoved(KVCacheEvent):
+    """These blocks were taken for something else."""
+
+    block_hashes: list[bytes]
+    medium: str = MEDIUM_GPU
+    group: int = 0
+
+
+class AllBlocksCleared(KVCacheEvent):
+    """The cache was reset."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared

@@ -1,0 +1,148 @@
+"""Gates: one class per constraint on what a step may hold. Ask first, take later.
+
+`admit` is pure: it may shrink a count, or refuse with SKIP (this request, now) or CLOSED (everyone after it too).
+`take` records a grant that stands. A gate is asked after those before it, and sees the count they left.
+Must not know: blocks, the queue, other gates. New constraints are new classes here; the scheduler does not change.
+"""
+
+from __future__ import annotations
+
+from quire.sched.request import Request
+from quire.sched.settings import SchedulerSettings
+
+SKIP = 0
+CLOSED = -1
+NO_LIMIT = 1 << 60
+
+
+class Gate:
+    """A constraint that lets everything pass; each kind overrides what it needs."""
+
+    def open(self, num_running: int) -> None:
+        """A new step begins."""
+
+    def closed(self) -> bool:
+        """Nobody may join any more, whatever it asks: saves looking for its prefix."""
+        return False
+
+    def singles(self) -> int:
+        """How many one-token grants to running requests pass for certain, in any order, without asking each."""
+        return NO_LIMIT
+
+    def admit(self, request: Request, count: int) -> int:
+        return count
+
+    def take(self, request: Request, count: int) -> None:
+        pass
+
+    def take_singles(self, number: int) -> None:
+        """The same as `number` one-token takes by running requests."""
+
+
+class Sequences(Gate):
+    """max_num_seqs: requests that run at once."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.left = most
+
+    def open(self, num_running: int) -> None:
+        self.left = self.most - num_running
+
+    def closed(self) -> bool:
+        return self.left <= 0
+
+    def admit(self, request: Request, count: int) -> int:
+        return count if request.running or self.left > 0 else CLOSED
+
+    def take(self, request: Request, count: int) -> None:
+        if not request.running:
+            self.left -= 1
+
+
+class ChunkLimit(Gate):
+    """long_prefill_token_threshold: a long prompt gets no more than this per step, and leaves room for others."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def admit(self, request: Request, count: int) -> int:
+        return min(count, self.most)
+
+
+class TokenBudget(Gate):
+    """max_num_batched_tokens: tokens computed in one step."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.left = most
+
+    def open(self, num_running: int) -> None:
+        self.left = self.most
+
+    def closed(self) -> bool:
+        return self.left <= 0
+
+    def singles(self) -> int:
+        return self.left
+
+    def admit(self, request: Request, count: int) -> int:
+        return min(count, self.left) if self.left > 0 else CLOSED
+
+    def take(self, request: Request, count: int) -> None:
+        self.left -= count
+
+    def take_singles(self, number: int) -> None:
+        self.left -= number
+
+
+class WholePrompts(Gate):
+    """enable_chunked_prefill=False: a prompt is computed in one step or not yet, and nobody overtakes it."""
+
+    def admit(self, request: Request, count: int) -> int:
+        return CLOSED if request.planned + count < request.end else count
+
+
+class PartialPrefills(Gate):
+    """max_num_partial_prefills, max_long_partial_prefills: prompts left half-computed at once.
+
+    Counts the running ones as they take; binds only those that would join. One that fits whole may overtake.
+    """
+
+    def __init__(self, most: int, most_long: int, threshold: int) -> None:
+        self.most, self.most_long = most, most_long
+        self.threshold = threshold or NO_LIMIT
+        self.partial = self.long = 0
+
+    def open(self, num_running: int) -> None:
+        self.partial = self.long = 0
+
+    def admit(self, request: Request, count: int) -> int:
+        missing = request.end - request.planned
+        if request.running or count >= missing:
+            return count
+        if self.partial >= self.most or (missing > self.threshold and self.long >= self.most_long):
+            return SKIP
+        return count
+
+    def take(self, request: Request, count: int) -> None:
+        missing = request.end - request.planned
+        if count < missing:
+            self.partial += 1
+            self.long += missing > self.threshold
+
+
+def make_gates(settings: SchedulerSettings) -> list[Gate]:
+    """In the order they are asked: those that judge the final count come last."""
+    gates: list[Gate] = [Sequences(settings.max_num_seqs)]
+    if settings.long_prefill_threshold:
+        gates.append(ChunkLimit(settings.long_prefill_threshold))
+    gates.append(TokenBudget(settings.max_num_batched_tokens))
+    if not settings.chunked_prefill:
+        gates.append(WholePrompts())
+    gates.append(
+        PartialPrefills(
+            settings.max_partial_prefills, settings.max_long_partial_prefills, settings.long_prefill_threshold
+        )
+    )
+    return gates

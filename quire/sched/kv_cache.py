@@ -1,0 +1,212 @@
+"""The KV cache of all requests: one pool of blocks, a policy per group, four verbs.
+
+    match(request) -> Hit        the longest prefix that every group can serve; pure
+    join / grow                  take the hit's blocks; then blocks up to a position
+    commit(request)              name blocks whose tokens are known, give back those nobody will read
+    release(request)             all blocks back, last first, so that the beginning of a prompt is evicted last
+A table is a list of block ids per group, -1 where nothing is (any more). Blocks are given back only for positions whose
+results are in (`computed`), so a step in flight never loses a block it reads, nor a draft its way back.
+
+A block may be named as soon as its tokens are known and the grant that fills it stands: steps run in order, and within
+a step a layer writes all its K/V before it attends. A state layer does not (it scans), so with one nothing is shared
+within a step: `shares_in_step`. Must not know: order, gates, stop rules.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from quire.sched.blocks import BlockPool
+from quire.sched.events import BlockStored
+from quire.sched.kv_policy import make_policy
+from quire.sched.prefix_hash import BlockHasher
+from quire.schema.kv import KVKind, KVLayout
+
+if TYPE_CHECKING:
+    from quire.sched.request import Request
+
+NEVER = 1 << 60
+Tables = tuple[tuple[int, ...], ...]
+
+
+class Holding:
+    """What the cache keeps for one request: its tables, how many of their blocks are dealt with, its hashes."""
+
+    __slots__ = ("hashes", "num_given_back", "num_named", "tables")
+
+    def __init__(self) -> None:
+        self.tables: list[list[int]] = []
+        self.num_named: list[int] = []  # per group: blocks before this have been offered a name
+        self.num_given_back: list[int] = []  # per group: blocks before this were given back, or never taken
+        self.hashes: list[bytes] = []  # of its known tokens; outlives a preemption
+
+
+class Hit(NamedTuple):
+    length: int  # tokens
+    rows: list[list[int]]  # per group
+
+
+class KVCache:
+    def __init__(self, layout: KVLayout, *, caching: bool, algorithm: str, events: bool, max_chunk: int) -> None:
+        groups = layout.groups
+        self.policies = [make_policy(group) for group in groups]
+        self.pool = BlockPool(layout.num_blocks, len(groups), events=events)
+        self.cross = [i for i, group in enumerate(groups) if group.kind is KVKind.CROSS]
+        self.growing = [(i, group.block_size) for i, group in enumerate(groups) if group.kind is not KVKind.CROSS]
+        self.tails = [i for i, group in enumerate(groups) if group.kind not in (KVKind.FULL, KVKind.CROSS)]
+        self.shares_in_step = all(group.kind is not KVKind.STATE for group in groups)
+        sizes = [size for _, size in self.growing]
+        self.unit = math.gcd(*sizes) if sizes else 1  # tokens per hash
+        self.align = math.lcm(*sizes) if sizes else 1  # a reused prefix ends at a block end in every group
+        self.caching = caching and bool(sizes)
+        self.hasher = BlockHasher(algorithm, self.unit)
+        self.max_chunk = max_chunk
+
+    def match(self, request: Request) -> Hit:
+        """At least the last known token is left to compute, so that one can be sampled."""
+        empty: list[list[int]] = [[] for _ in self.policies]
+        longest = (len(request.tokens) - 1) // self.align * self.align
+        if not self.caching or not longest or not request.reads_cache:
+            return Hit(0, empty)
+        hashes = request.held.hashes
+        self.hasher.extend(hashes, request.tokens, len(request.tokens), request.given)
+        length, agreed = longest, False
+        while length and not agreed:
+            agreed = True
+            for group, size in self.growing:
+                names = hashes if size == self.unit else hashes[size // self.unit - 1 :: size // self.unit]
+                served = self.policies[group].longest(names, self.pool.named[group], length // size) * size
+                if served < length:
+                    length, agreed = served // self.align * self.align, False
+        return Hit(length, self._rows(hashes, length)) if length else Hit(0, empty)
+
+    def _rows(self, hashes: list[bytes], length: int) -> list[list[int]]:
+        rows: list[list[int]] = [[] for _ in self.policies]
+        for group, size in self.growing:
+            step, named = size // self.unit, self.pool.named[group]
+            first = self.policies[group].first_needed(length)
+            rows[group] = [-1] * min(first, length // size)
+            rows[group] += [named[name] for name in hashes[(first + 1) * step - 1 : length // self.unit : step]]
+        return rows
+
+    def need(self, request: Request, upto: int) -> int:
+        """Blocks a running request lacks to hold `upto` tokens."""
+        tables, lacking = request.held.tables, 0
+        for group, size in self.growing:
+            lacking += max(0, -(-upto // size) - len(tables[group]))
+        return lacking
+
+    def need_to_join(self, request: Request, hit: Hit, upto: int, *, whole: bool) -> int:
+        """Free blocks that joining takes to hold `upto` tokens; `whole`: to get through all its known tokens."""
+        refs, known = self.pool.refs, len(request.tokens)
+        lacking = sum(-(-num_encoder_tokens(request) // self.policies[g].block_size) for g in self.cross)
+        for group, size in self.growing:
+            row = hit.rows[group]
+            more = -(-upto // size) - len(row)
+            if whole:
+                held = sum(block >= 0 for block in row)
+                more = max(more, self.policies[group].peak(known, self.max_chunk) - held)
+            lacking += more + sum(block >= 0 and refs[block] == 0 for block in row)
+        return lacking
+
+    def peak(self, request: Request) -> int:
+        """Blocks it may hold at most, alone and with nothing else in flight."""
+        total = sum(-(-num_encoder_tokens(request) // self.policies[g].block_size) for g in self.cross)
+        return total + sum(self.policies[g].peak(request.limit - 1, self.max_chunk) for g, _ in self.growing)
+
+    def join(self, request: Request, hit: Hit) -> None:
+        """Start from the hit; its blocks are now held."""
+        held = request.held
+        held.tables = hit.rows
+        for row in hit.rows:
+            self.pool.share(row)
+        held.num_named = [hit.length // policy.block_size for policy in self.policies]
+        held.num_given_back = [policy.first_needed(hit.length) for policy in self.policies]
+        request.computed = request.planned = hit.length
+        self._set_marks(request)
+
+    def grow(self, request: Request, upto: int) -> Tables:
+        """Blocks up to `upto` tokens; what was appended, per group. The caller knows that they are there."""
+        tables, added = request.held.tables, [()] * len(self.policies)
+        for group, size in self.growing:
+            table = tables[group]
+            if (more := -(-upto // size) - len(table)) > 0:
+                added[group] = taken = self.pool.take(more)
+                table.extend(taken)
+        for group in self.cross:
+            if not tables[group] and (tokens := num_encoder_tokens(request)):
+                added[group] = taken = self.pool.take(-(-tokens // self.policies[group].block_size))
+                tables[group].extend(taken)
+        request.room = min([len(tables[group]) * size for group, size in self.growing], default=NEVER)
+        return tuple(added)
+
+    def name(self, request: Request) -> None:
+        """Let others find every full block whose tokens are known and granted."""
+        if not self.caching:
+            return
+        held, tokens = request.held, request.tokens
+        known = min(request.planned, len(tokens))
+        self.hasher.extend(held.hashes, tokens, known, request.given)
+        for group, size in self.growing:
+            first, last = held.num_named[group], known // size
+            if last <= first:
+                continue
+            held.num_named[group] = last
+            step, table, named = size // self.unit, held.tables[group], self.pool.name
+            new = [
+                index
+                for index in range(first, last)
+                if table[index] >= 0 and named(group, table[index], held.hashes[(index + 1) * step - 1])
+            ]
+            if self.pool.events is not None:
+                self._record(request, group, new)
+
+    def commit(self, request: Request) -> None:
+        """After results: name what is full, give back what no later query reads."""
+        self.name(request)
+        held = request.held
+        for group in self.tails:
+            first, table = held.num_given_back[group], held.tables[group]
+            last = min(self.policies[group].first_needed(request.computed), len(table))
+            if last > first:
+                self.pool.drop(table[first:last])
+                table[first:last] = [-1] * (last - first)
+                held.num_given_back[group] = last
+        self._set_marks(request)
+
+    def release(self, request: Request) -> None:
+        for table in request.held.tables:
+            self.pool.drop(reversed(table))
+        request.held.tables = []
+
+    def _set_marks(self, request: Request) -> None:
+        idle = not self.caching and not self.tails
+        request.next_block = NEVER if idle else (request.computed // self.unit + 1) * self.unit
+
+    def _record(self, request: Request, group: int, indices: list[int]) -> None:
+        """One event per run of consecutive new names."""
+        assert self.pool.events is not None
+        size, hashes, given = self.policies[group].block_size, request.held.hashes, request.given
+        step = size // self.unit
+        while indices:
+            run = 1
+            while run < len(indices) and indices[run] == indices[0] + run:
+                run += 1
+            first, last = indices[0], indices[run - 1] + 1
+            stored = BlockStored(
+                block_hashes=hashes[(first + 1) * step - 1 : last * step : step],
+                parent_block_hash=hashes[first * step - 1] if first else None,
+                token_ids=request.tokens[first * size : last * size],
+                block_size=size,
+                lora_id=given.lora_id or None,
+                lora_name=given.lora_name,
+                group=group,
+            )
+            self.pool.events.append(stored)
+            indices = indices[run:]
+
+
+def num_encoder_tokens(request: Request) -> int:
+    """What a cross-attention group must hold: all its media."""
+    return sum(length for _, length, _ in request.given.media_keys)

@@ -1,0 +1,167 @@
+"""One step's grants: every running request in order, then waiting ones unless a running one lacked blocks.
+
+A request wants as many tokens as it has not computed; gates may shrink that, and the KV cache must have the blocks.
+There are no phases: prompts, chunks, decodes, drafts, prefix hits and resumed requests differ only in that number.
+
+Running requests stay sorted, and blocks are taken from the last of them. So a grant made earlier in the same step is
+never withdrawn and its blocks may be named at once, and the first in order always gets on: alone, it fits. A request
+that lacks blocks and is itself the last one keeps what it has and waits.
+Must not know: results, stop rules, or how many plans are out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.sched.gates import CLOSED, SKIP, make_gates
+from quire.sched.kv_cache import Hit, KVCache, Tables
+from quire.sched.order import Queue
+from quire.sched.request import Request
+from quire.sched.settings import SchedulerSettings
+from quire.sched.tally import Tally
+from quire.schema.step import Grant, NewRow
+
+MOST_SKIPPED = 64  # waiting requests that gates may turn away in one step before the rest is left for the next
+
+
+class Draft:
+    """A plan in the making; `requests` is parallel to `grants`."""
+
+    __slots__ = ("grants", "joined", "requests")
+
+    def __init__(self) -> None:
+        self.grants: list[Grant] = []
+        self.requests: list[Request] = []
+        self.joined: list[NewRow] = []
+
+
+class Planner:
+    def __init__(self, settings: SchedulerSettings, kv: KVCache, tally: Tally, clock: Callable[[], float]) -> None:
+        self.kv, self.tally, self.clock = kv, tally, clock
+        self.gates = make_gates(settings)
+        self.waiting, self.running = Queue(), Queue()
+        self.left: list[str] = []  # rows the next plan tells the worker to free
+        self.reserves = settings.reserve_full_prompt
+        self.watermark = int(settings.watermark * kv.pool.num_blocks)
+
+    def draft(self) -> Draft:
+        draft = Draft()
+        for gate in self.gates:
+            gate.open(len(self.running))
+        reserved = self._grant_running(draft)
+        if self.waiting.items and reserved is not None:
+            self._admit_waiting(draft, reserved)
+        if not self.kv.shares_in_step:
+            for request in draft.requests:
+                self.kv.name(request)
+        return draft
+
+    def preempt(self, request: Request) -> None:
+        """Take everything back; it waits in its old place and starts again from its tokens."""
+        self.running.remove(request)
+        self.kv.release(request)
+        request.restart()
+        request.running = False
+        request.epoch += 1
+        request.times.num_preemptions += 1
+        self.left.append(request.id)
+        self.waiting.add(request)
+        self.tally.preempted += 1
+
+    def _grant_running(self, draft: Draft) -> int | None:
+        """Blocks that prompts under way still need; None when one lacked blocks now, so that nobody may join."""
+        gates, running, kv = self.gates, self.running.items, self.kv
+        before, lacked, reserved = len(running), False, 0
+        singles = min([gate.singles() for gate in gates])
+        single = 0  # one-token grants made without asking, of which the gates have not been told
+        for request in running:  # which may shrink from its end
+            count = request.target - request.planned
+            if count <= 0:
+                continue
+            if asked := count > 1 or single >= singles:
+                for gate in gates:
+                    gate.take_singles(single)
+                single = 0
+                if (count := self._ask(request, count)) == CLOSED:
+                    break
+                if count == SKIP:
+                    continue
+            new_blocks: Tables = ()
+            upto = request.planned + count
+            if upto > request.room:
+                if not self._make_room(request, upto):
+                    lacked = True
+                    continue
+                new_blocks = kv.grow(request, upto)
+            if asked:
+                for gate in gates:
+                    gate.take(request, count)
+                singles = min([gate.singles() for gate in gates])
+                reserved += kv.outstanding(request, upto)
+            else:
+                single += 1
+            draft.grants.append(request.grant(count, new_blocks))
+            draft.requests.append(request)
+            if count > 1 and kv.shares_in_step:
+                kv.name(request)
+        for gate in gates:
+            gate.take_singles(single)
+        return None if lacked or len(running) < before else reserved
+
+    def _admit_waiting(self, draft: Draft, reserved: int) -> None:
+        """In order, until one lacks blocks or a gate is shut; one that a gate turns away may be overtaken."""
+        waiting, kv, index = self.waiting.items, self.kv, 0
+        while index < min(len(waiting), MOST_SKIPPED) and not any([gate.closed() for gate in self.gates]):
+            request = waiting[index]
+            hit = kv.match(request)
+            request.planned = hit.length  # gates see where it would start
+            count = self._ask(request, request.target - hit.length)
+            request.planned = 0
+            if count == CLOSED:
+                break
+            if count == SKIP:
+                index += 1
+                continue
+            need = kv.need_to_join(request, hit, hit.length + count, whole=self.reserves)
+            if self.running.items:
+                need += self.watermark + (reserved if self.reserves else 0)
+            if need > kv.pool.num_free:
+                break
+            del waiting[index]
+            self._join(draft, request, hit, count)
+            reserved += kv.outstanding(request, request.planned)
+
+    def _join(self, draft: Draft, request: Request, hit: Hit, count: int) -> None:
+        """From waiting to running, with its first grant."""
+        if not request.times.scheduled:
+            request.times.scheduled = self.clock()
+            request.times.num_cached_tokens = request.num_cached = min(hit.length, request.num_prompt)
+            if self.kv.caching and request.reads_cache:
+                self.tally.queries += request.num_prompt
+                self.tally.hits += request.num_cached
+        self.kv.join(request, hit)
+        draft.joined.append(request.row())
+        new_blocks = self.kv.grow(request, hit.length + count)
+        for gate in self.gates:
+            gate.take(request, count)
+        request.running = True
+        self.running.add(request)
+        draft.grants.append(request.grant(count, new_blocks))
+        draft.requests.append(request)
+        if self.kv.shares_in_step:
+            self.kv.name(request)
+
+    def _ask(self, request: Request, count: int) -> int:
+        for gate in self.gates:
+            if (count := gate.admit(request, count)) <= SKIP:
+                break
+        return count
+
+    def _make_room(self, request: Request, upto: int) -> bool:
+        """Preempt from the end of the order until `upto` tokens fit; False when only the request itself is left there."""
+        need = self.kv.need(request, upto)
+        while need > self.kv.pool.num_free:
+            if (last := self.running.items[-1]) is request:
+                return False
+            self.preempt(last)
+        return True

@@ -1,0 +1,126 @@
+"""Names of prefix blocks: a block's hash covers everything before it, so equal hashes mean equal prefixes.
+
+    hash[i] = digest(encode(hash[i-1], tokens of block i, extra keys of block i)),   hash[-1] = zeros
+Extra keys: the first block carries the cache salt and the adapter's name; every block carries the media items it
+overlaps, each as (content hash, first position relative to the block). Two encodings, both stable over processes:
+  packed (sha256, blake2b, xxhash): hash[i-1] | token ids as little-endian uint32 | each extra key as a letter (s salt,
+          l adapter, m media), its UTF-8 length as uint32, its bytes, and for media the offset as int64
+  CBOR (names ending in _cbor): the deterministic encoding (RFC 8949 4.2.1) of [hash[i-1], [token ids], extra], where
+          extra is null or a list of texts and [text, offset] pairs, the same keys in the same order
+The list of a request grows and is never computed again. Must not know: blocks, groups, or what a hit is.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from hashlib import blake2b, sha256
+
+from quire.base.registry import load
+from quire.schema.errors import ConfigError, MissingExtraError
+from quire.schema.messages import EngineRequest
+
+Digest = Callable[[bytes], bytes]
+Extra = tuple[str, str, int]  # letter, text, offset (media only)
+ALGORITHMS = ("sha256", "sha256_cbor", "blake2b", "xxhash", "xxhash_cbor")
+
+
+class BlockHasher:
+    """Hashes blocks of `block_size` tokens with one of ALGORITHMS."""
+
+    def __init__(self, algorithm: str, block_size: int) -> None:
+        self.block_size = block_size
+        self.digest = _digest(algorithm)
+        self.root = bytes(len(self.digest(b"")))
+        self.cbor = algorithm.endswith("_cbor")
+
+    def extend(self, hashes: list[bytes], tokens: Sequence[int], upto: int, given: EngineRequest) -> None:
+        """Add the hashes of all blocks that end at or before position `upto`."""
+        size, first = self.block_size, len(hashes)
+        last = upto // size
+        if last <= first:
+            return
+        fresh = tokens[first * size : last * size]
+        keyed = bool(given.media_keys) or first == 0
+        parent = hashes[-1] if hashes else self.root
+        packed = b"" if self.cbor else struct.pack(f"<{len(fresh)}I", *fresh)
+        digest, width = self.digest, size * 4
+        for index in range(last - first):
+            extra = extra_keys(given, (first + index) * size, size) if keyed else []
+            if self.cbor:
+                parent = digest(_block_cbor(parent, fresh[index * size : (index + 1) * size], extra))
+            elif extra:
+                parent = digest(parent + packed[index * width : (index + 1) * width] + _pack_extra(extra))
+            else:
+                parent = digest(parent + packed[index * width : (index + 1) * width])
+            hashes.append(parent)
+
+
+def extra_keys(given: EngineRequest, start: int, size: int) -> list[Extra]:
+    """What must agree besides the tokens, for the block of positions [start, start + size)."""
+    found: list[Extra] = []
+    if start == 0:
+        if given.cache_salt is not None:
+            found.append(("s", given.cache_salt, 0))
+        if given.lora_id or given.lora_name is not None:
+            found.append(("l", given.lora_name if given.lora_name is not None else f"#{given.lora_id}", 0))
+    for position, length, key in given.media_keys:
+        if position < start + size and start < position + length:
+            found.append(("m", key, position - start))
+    return found
+
+
+def _digest(algorithm: str) -> Digest:
+    if algorithm in ("sha256", "sha256_cbor"):
+        return lambda data: sha256(data).digest()
+    if algorithm == "blake2b":
+        return lambda data: blake2b(data, digest_size=16).digest()
+    if algorithm in ("xxhash", "xxhash_cbor"):
+        try:
+            found: Digest = load("xxhash:xxh3_128_digest")
+        except ImportError:
+            raise MissingExtraError(f"prefix_caching_hash_algo={algorithm!r}", "xxhash", "xxhash") from None
+        return found
+    raise ConfigError(
+        f"prefix_caching_hash_algo={algorithm!r} is unknown; choose one of {', '.join(ALGORITHMS)}",
+        param="prefix_caching_hash_algo",
+        value=algorithm,
+    )
+
+
+def _pack_extra(extra: list[Extra]) -> bytes:
+    parts = []
+    for letter, text, offset in extra:
+        data = text.encode()
+        parts.append(letter.encode() + struct.pack("<I", len(data)) + data)
+        if letter == "m":
+            parts.append(struct.pack("<q", offset))
+    return b"".join(parts)
+
+
+def _block_cbor(parent: bytes, tokens: Sequence[int], extra: list[Extra]) -> bytes:
+    parts = [b"\x83", _cbor_head(2, len(parent)), parent, _cbor_head(4, len(tokens))]
+    parts.extend([_cbor_head(0, token) for token in tokens])
+    if not extra:
+        return b"".join((*parts, b"\xf6"))
+    parts.append(_cbor_head(4, len(extra)))
+    for letter, text, offset in extra:
+        data = text.encode()
+        media = letter == "m"
+        parts.extend((b"\x82" if media else b"", _cbor_head(3, len(data)), data))
+        if media:
+            parts.append(_cbor_head(0, offset) if offset >= 0 else _cbor_head(1, -1 - offset))
+    return b"".join(parts)
+
+
+def _cbor_head(major: int, value: int) -> bytes:
+    """The shortest head of a CBOR item: its type and its number."""
+    if value < 24:
+        return bytes((major << 5 | value,))
+    if value < 1 << 8:
+        return bytes((major << 5 | 24, value))
+    if value < 1 << 16:
+        return struct.pack(">BH", major << 5 | 25, value)
+    if value < 1 << 32:
+        return struct.pack(">BI", major << 5 | 26, value)
+    return struct.pack(">BQ", major << 5 | 27, value)

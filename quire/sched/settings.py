@@ -1,0 +1,71 @@
+"""What the scheduler was asked to do, as one small frozen record made from the engine's configuration.
+
+Owns: which options scheduling reads, and the combinations that could never make progress.
+Must not know: where an option came from, or any option of another room.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quire.schema.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.config.engine import EngineConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSettings:
+    max_model_len: int
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 128
+    policy: str = "fcfs"
+    look_ahead: int = 0  # plans that may be made before the oldest one is committed
+    chunked_prefill: bool = True
+    long_prefill_threshold: int = 0  # tokens of one prompt per step; 0: no limit
+    max_partial_prefills: int = 1
+    max_long_partial_prefills: int = 1
+    reserve_full_prompt: bool = True
+    watermark: float = 0.0
+    max_num_queued: int | None = None
+    prefix_caching: bool = True
+    hash_algorithm: str = "sha256"
+    events: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < 1 or self.max_num_seqs < 1 or self.max_model_len < 2:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} and max_num_seqs={self.max_num_seqs} must be "
+                f"at least 1, max_model_len={self.max_model_len} at least 2 (one token in, one out)"
+            )
+        if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_model_len="
+                f"{self.max_model_len}: without chunked prefill a prompt must fit one step. Raise the first, lower "
+                "the second, or set enable_chunked_prefill=True",
+                param="max_num_batched_tokens",
+            )
+        if self.look_ahead < 0 or not 0.0 <= self.watermark < 1.0:
+            raise ConfigError(f"look_ahead={self.look_ahead} must be >= 0 and watermark={self.watermark} in [0, 1)")
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, *, max_model_len: int, look_ahead: int) -> SchedulerSettings:
+        asked, cache, events = config.scheduler_config, config.cache_config, config.kv_events_config
+        return cls(
+            max_model_len=max_model_len,
+            max_num_batched_tokens=asked.max_num_batched_tokens,
+            max_num_seqs=asked.max_num_seqs,
+            policy=asked.policy,
+            look_ahead=look_ahead,
+            chunked_prefill=asked.enable_chunked_prefill,
+            long_prefill_threshold=asked.long_prefill_token_threshold if asked.enable_chunked_prefill else 0,
+            max_partial_prefills=asked.max_num_partial_prefills,
+            max_long_partial_prefills=asked.max_long_partial_prefills,
+            reserve_full_prompt=asked.scheduler_reserve_full_isl,
+            watermark=asked.watermark,
+            max_num_queued=asked.max_num_queued_reqs,
+            prefix_caching=cache.enable_prefix_caching,
+            hash_algorithm=cache.prefix_caching_hash_algo,
+            events=events is not None and events.enable_kv_cache_events,
+        )

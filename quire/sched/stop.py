@@ -1,0 +1,55 @@
+"""When a request ends: the rules that need token ids only. Stop strings are the client's business.
+
+In order, for each new token: end-of-text or a stop id (not before min_tokens), the length limit, repetition.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quire.sched.request import Request
+from quire.schema.messages import FinishReason
+from quire.schema.params import RepetitionDetectionParams
+
+
+class Ending(NamedTuple):
+    reason: FinishReason
+    stop_id: int | None = None
+
+
+def append(request: Request, new: list[int]) -> tuple[int, Ending | None]:
+    """Add new tokens up to the one that ends it; how many were kept, and why it ended if it did."""
+    tokens, stops, limit = request.tokens, request.stops, request.limit
+    repetition = request.given.params.repetition_detection
+    for kept, token in enumerate(new, 1):
+        tokens.append(token)
+        if (token in stops or repetition is not None or len(tokens) >= limit) and (ending := ends(request, token)):
+            return kept, ending
+    return len(new), None
+
+
+def ends(request: Request, token: int) -> Ending | None:
+    """`token` is its last; does it end here?"""
+    given, params = request.given, request.given.params
+    may_stop = request.num_outputs >= params.min_tokens
+    if may_stop and token in request.stops:
+        is_eos = token == given.eos_token_id and not params.ignore_eos
+        return Ending(FinishReason.STOP, None if is_eos else token)
+    if len(request.tokens) >= request.limit:
+        return Ending(FinishReason.LENGTH)
+    if may_stop and params.repetition_detection and repeats(request, params.repetition_detection):
+        return Ending(FinishReason.REPETITION)
+    return None
+
+
+def repeats(request: Request, rule: RepetitionDetectionParams) -> bool:
+    """The output ends in `min_count` copies of one pattern of an allowed size."""
+    tokens, num_outputs = request.tokens, request.num_outputs
+    copies = max(2, rule.min_count)
+    for size in range(max(1, rule.min_pattern_size), rule.max_pattern_size + 1):
+        span = size * copies
+        if span > num_outputs:
+            return False
+        if tokens[-span:-size] == tokens[-span + size :]:
+            return True
+    return False

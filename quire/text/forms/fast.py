@@ -1,0 +1,174 @@
+"""FastTokenizer: a `tokenizers` pipeline behind Quire's face, and the reading of tokenizer.json.
+
+Comes in: a tokenizers.Tokenizer (from tokenizer.json or built by another form) and its Sidecar.
+Adding of begin and end tokens is what the pipeline's post-processor says; without one, what the config says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from tokenizers import AddedToken, processors
+from tokenizers import Tokenizer as Pipeline
+
+from quire.schema.errors import CheckpointError, InputError
+from quire.text.forms.sidecar import Added, Sidecar, read_sidecar
+from quire.text.pieces import REPLACEMENT, Pieces, make_pieces
+from quire.text.tokenizer import Tokenizer
+
+
+class FastTokenizer(Tokenizer):
+    """Encoding and decoding run in Rust without the interpreter lock."""
+
+    is_fast = True
+
+    def __init__(
+        self,
+        source: str,
+        pipeline: Pipeline,
+        *,
+        special: Mapping[str, str],
+        chat_template: str | dict[str, str] | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        super().__init__(source, special=special, chat_template=chat_template, max_length=max_length)
+        pipeline.no_truncation()
+        pipeline.no_padding()
+        self.pipeline = pipeline
+        self.pieces = _pieces(pipeline)
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        try:
+            found = self.pipeline.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except TypeError:
+            raise _no_text(texts) from None
+        return [encoding.ids for encoding in found]
+
+    def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        try:
+            text = self.pipeline.decode(ids, skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError):
+            raise InputError(f"token ids are numbers from 0 to 2**32 - 1, got {ids[:8]!r}…", param="tokens") from None
+        if REPLACEMENT in text and self.pieces is not None and self.pieces.errors != "replace":
+            # one bad byte token makes the library give up its whole run of byte tokens; we keep the good characters
+            skipped = self._skipped if skip_special_tokens else frozenset()
+            text = self.pieces.decode(i for i in ids if i not in skipped)
+        return str(text)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        found: str | None = self.pipeline.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
+        return found
+
+    def token_to_id(self, token: str) -> int | None:
+        found: int | None = self.pipeline.token_to_id(token)
+        return found
+
+    def get_vocab(self) -> dict[str, int]:
+        return dict(self.pipeline.get_vocab(with_added_tokens=True))
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {str(added.content): token_id for token_id, added in self._added.items()}
+
+    @cached_property
+    def all_special_ids(self) -> list[int]:  # type: ignore[override]
+        named = (self.token_to_id(token) for token in self.special.values())
+        return sorted(self._skipped | {i for i in named if i is not None})
+
+    @cached_property
+    def vocab_size(self) -> int:  # type: ignore[override]
+        return max(self.pipeline.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @cached_property
+    def _added(self) -> dict[int, Any]:
+        return dict(self.pipeline.get_added_tokens_decoder())
+
+    @cached_property
+    def _skipped(self) -> frozenset[int]:
+        """What skip_special_tokens leaves out."""
+        return frozenset(token_id for token_id, added in self._added.items() if added.special)
+
+
+def load_json(path: str, *, sidecar: Sidecar | None = None) -> FastTokenizer:
+    """A tokenizer.json and the files beside it."""
+    try:
+        pipeline = Pipeline.from_file(path)
+    except Exception as wrong:  # the library raises bare Exception for a file it cannot read
+        raise CheckpointError(f"{path}: not a readable tokenizer.json ({wrong})") from None
+    return finish(path, pipeline, sidecar or read_sidecar(os.path.dirname(path) or "."))
+
+
+def finish(source: str, pipeline: Pipeline, sidecar: Sidecar) -> FastTokenizer:
+    """Add what the config names and the pipeline lacks, then wrap it."""
+    add_tokens(pipeline, sidecar)
+    if pipeline.post_processor is None:
+        add_ends(
+            pipeline,
+            bos=sidecar.special.get("bos_token") if sidecar.config.get("add_bos_token") else None,
+            eos=sidecar.special.get("eos_token") if sidecar.config.get("add_eos_token") else None,
+        )
+    special = {name: token for name, token in sidecar.special.items() if pipeline.token_to_id(token) is not None}
+    return FastTokenizer(
+        source,
+        pipeline,
+        special=special,
+        chat_template=sidecar.chat_template,
+        max_length=sidecar.max_length,
+    )
+
+
+def add_tokens(pipeline: Pipeline, sidecar: Sidecar) -> None:
+    """Added tokens of the config (in order of id, so that new ones get the id they had), then named special ones."""
+    known = {str(added.content): added for added in pipeline.get_added_tokens_decoder().values()}
+    wanted = [added for added in sidecar.added if added.content not in known]
+    if wanted:
+        pipeline.add_tokens([_added_token(added) for added in wanted])
+        for added in wanted:
+            if added.token_id is not None and pipeline.token_to_id(added.content) != added.token_id:
+                raise CheckpointError(
+                    f"added token {added.content!r} is said to be id {added.token_id}, "
+                    f"but the vocabulary puts it at {pipeline.token_to_id(added.content)}"
+                )
+    known_now = known.keys() | {added.content for added in wanted}
+    named = [*sidecar.special.values(), *sidecar.extra_special]
+    missing = [token for token in dict.fromkeys(named) if token not in known_now]
+    if missing:
+        pipeline.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
+
+
+def add_ends(pipeline: Pipeline, *, bos: str | None, eos: str | None) -> None:
+    """Put a begin and an end token around every text that is encoded with special tokens."""
+    ends = [token for token in (bos, eos) if token is not None]
+    if not ends:
+        return
+    single = [*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])]
+    pair = [*single, *(piece.replace("$A", "$B")[:-1] + "1" for piece in single)]
+    ids = [(token, pipeline.token_to_id(token)) for token in dict.fromkeys(ends)]
+    pipeline.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)
+
+
+def _added_token(added: Added) -> AddedToken:
+    return AddedToken(
+        added.content,
+        special=added.special,
+        lstrip=added.lstrip,
+        rstrip=added.rstrip,
+        single_word=added.single_word,
+        normalized=added.normalized,
+    )
+
+
+def _pieces(pipeline: Pipeline) -> Pieces | None:
+    decoder = pipeline.decoder
+    return make_pieces(None if decoder is None else json.loads(decoder.__getstate__()), pipeline.id_to_token)
+
+
+def _no_text(texts: Sequence[str]) -> InputError:
+    for text in texts:
+        if not isinstance(text, str):
+            return InputError(f"only strings can be encoded, got {type(text).__name__}", param="prompt")
+    return InputError("the text holds a lone surrogate, which is no Unicode character", param="prompt")

@@ -1,0 +1,128 @@
+"""The small files beside a tokenizer: its config, its named special tokens, its chat templates.
+
+Comes in: a folder. Goes out: Sidecar, plain data. Must not know: the tokenizer itself.
+Order of belief: tokenizer_config.json, then special_tokens_map.json for what it leaves out; a chat template in a file
+of its own wins over the one inside tokenizer_config.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.schema.errors import CheckpointError
+
+NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class Added:
+    """One added token as the files describe it."""
+
+    content: str
+    special: bool = True
+    token_id: int | None = None
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    special: dict[str, str] = field(default_factory=dict)
+    extra_special: tuple[str, ...] = ()
+    added: tuple[Added, ...] = ()
+    chat_template: str | dict[str, str] | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def max_length(self) -> int | None:
+        given = self.config.get("model_max_length")
+        return int(given) if isinstance(given, (int, float)) and 0 < given < 1e18 else None
+
+    @property
+    def tokenizer_class(self) -> str:
+        return str(self.config.get("tokenizer_class") or "").removesuffix("Fast")
+
+
+def read_sidecar(folder: str) -> Sidecar:
+    config = read_json(folder, "tokenizer_config.json")
+    named = {**read_json(folder, "special_tokens_map.json"), **{k: v for k, v in config.items() if v is not None}}
+    special = {name: text for name in NAMES if (text := _text(named.get(name))) is not None}
+    extra: list[str] = []
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        given = named.get(key)
+        if isinstance(given, dict):  # named extras, such as image_token: templates may ask for them by name
+            special.update({name: text for name, value in given.items() if (text := _text(value)) is not None})
+        elif isinstance(given, list):
+            extra += [text for value in given if (text := _text(value)) is not None]
+    return Sidecar(special, tuple(extra), tuple(_added(folder, config)), read_templates(folder, config), config)
+
+
+def read_templates(folder: str, config: dict[str, Any]) -> str | dict[str, str] | None:
+    """One template, several by name (with 'default' among them), or none."""
+    found: dict[str, str] = {}
+    given = config.get("chat_template")
+    if isinstance(given, str):
+        found["default"] = given
+    elif isinstance(given, list):
+        found = {str(entry["name"]): str(entry["template"]) for entry in given}
+    elif isinstance(given, dict):
+        found = {str(name): str(text) for name, text in given.items()}
+    inside = read_json(folder, "chat_template.json").get("chat_template")
+    if isinstance(inside, str):
+        found["default"] = inside
+    main = os.path.join(folder, "chat_template.jinja")
+    if os.path.isfile(main):
+        found["default"] = read_text(main)
+    more = os.path.join(folder, "additional_chat_templates")
+    if os.path.isdir(more):
+        for name in sorted(os.listdir(more)):
+            if name.endswith(".jinja"):
+                found[name.removesuffix(".jinja")] = read_text(os.path.join(more, name))
+    if not found:
+        return None
+    return found["default"] if list(found) == ["default"] else found
+
+
+def read_json(folder: str, name: str) -> dict[str, Any]:
+    """A JSON object of a folder; {} if the file is not there."""
+    path = os.path.join(folder, name)
+    if not os.path.isfile(path):
+        return {}
+    try:
+        found = json.loads(read_text(path))
+    except json.JSONDecodeError as wrong:
+        raise CheckpointError(f"{path}: not valid JSON ({wrong})") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(found).__name__}")
+    return found
+
+
+def read_text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except UnicodeDecodeError as wrong:
+        raise CheckpointError(f"{path}: not UTF-8 text ({wrong})") from None
+
+
+def _text(value: Any) -> str | None:
+    """A token is written as a string or as an object with `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _added(folder: str, config: dict[str, Any]) -> list[Added]:
+    found = {}
+    for token, token_id in read_json(folder, "added_tokens.json").items():
+        found[token] = Added(token, special=False, token_id=int(token_id))
+    for token_id, entry in (config.get("added_tokens_decoder") or {}).items():
+        flags = {name: bool(entry.get(name, False)) for name in ("special", "lstrip", "rstrip", "single_word")}
+        normalized = bool(entry.get("normalized", not flags["special"]))
+        found[entry["content"]] = Added(entry["content"], token_id=int(token_id), normalized=normalized, **flags)
+    return sorted(found.values(), key=lambda added: added.token_id or 0)

@@ -1,0 +1,138 @@
+"""The persistent batch: one row per live request, rows 0 to n-1 without holes, changed by difference.
+
+Owns: which request has which row, the rows' tokens (on the device: the sampler writes there, the next step reads there),
+and one block table per KV group. In: StepPlan.left, joined and the grants' new blocks. Out: what changed, for the
+sampler and for custom processors. Nothing is allocated after the start, whatever comes and goes.
+
+    left frees rows; joined takes the lowest free ones first, then grows the batch; holes that remain are filled from
+    the end, the highest row into the lowest hole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.schema.kv import KVGroup
+from quire.schema.step import Grant, NewRow, StepPlan
+
+
+@dataclass(frozen=True)
+class RowChanges:
+    """To be followed in this order. An added row may be one that was left (its request is replaced, not removed)."""
+
+    removed: list[int] = field(default_factory=list)
+    added: list[tuple[int, NewRow]] = field(default_factory=list)
+    moved: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
+
+
+class BlockTable:
+    """The blocks of every row in one KV group; -1 where a row has none."""
+
+    def __init__(self, group: KVGroup, max_rows: int, max_tokens: int) -> None:
+        self.group = group
+        self.host = np.full((max_rows, -(-max_tokens // group.block_size)), -1, np.int32)
+        self._used = [0] * max_rows
+
+    def append(self, row: int, blocks: Sequence[int]) -> None:
+        used = self._used[row]
+        self.host[row, used : used + len(blocks)] = blocks
+        self._used[row] = used + len(blocks)
+
+    def clear(self, row: int) -> None:
+        self.host[row, : self._used[row]] = -1
+        self._used[row] = 0
+
+    def move(self, source: int, target: int) -> None:
+        self.clear(target)
+        self.append(target, self.host[source, : self._used[source]])
+        self.clear(source)
+
+
+class Rows:
+    def __init__(self, groups: Sequence[KVGroup], max_rows: int, max_len: int, device: torch.device) -> None:
+        width = max_len + 1  # a token sampled ahead of a stop that is not known yet may lie one past the end
+        self.tokens: Tensor = torch.zeros((max_rows, width), dtype=torch.int32, device=device)
+        self.lengths = np.zeros(max_rows, np.int64)  # tokens in a row, those only the device knows included
+        self.epochs = np.zeros(max_rows, np.int64)
+        self.tables = [BlockTable(group, max_rows, width) for group in groups]
+        self.row_of: dict[str, int] = {}
+        self.request_of: list[str] = []  # row -> request id
+        self._max_rows = max_rows
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.request_of)
+
+    def apply(self, plan: StepPlan) -> RowChanges:
+        changes = self._change(plan) if plan.left or plan.joined else RowChanges()
+        self._append_blocks(plan.grants)
+        return changes
+
+    def _change(self, plan: StepPlan) -> RowChanges:
+        changes = RowChanges()
+        holes = sorted((self.row_of.pop(name) for name in plan.left if name in self.row_of), reverse=True)
+        for new in plan.joined:
+            if new.request_id in self.row_of:
+                raise RuntimeError(f"request {new.request_id!r} joins a batch it has not left")
+            row = holes.pop() if holes else self._grow()
+            self._fill(row, new)
+            changes.added.append((row, new))
+        changes.removed.extend(reversed(holes))
+        for row in holes:
+            self._clear(row)
+        while holes:
+            last, hole = self.num_rows - 1, holes[-1]
+            self.request_of.pop()
+            if last == holes[0]:
+                del holes[0]
+                continue
+            holes.pop()
+            changes.moved.append((last, hole))
+            self._move(last, hole, plan)
+        return changes
+
+    def _grow(self) -> int:
+        if self.num_rows == self._max_rows:
+            raise RuntimeError(f"a plan joins more requests than there are rows ({self._max_rows})")
+        self.request_of.append("")
+        return self.num_rows - 1
+
+    def _fill(self, row: int, new: NewRow) -> None:
+        self._clear(row)
+        self.row_of[new.request_id] = row
+        self.request_of[row] = new.request_id
+        self.epochs[row] = new.epoch
+        count = len(new.token_ids)
+        self.lengths[row] = count
+        self.tokens[row, :count] = torch.from_numpy(np.array(new.token_ids, np.int32)).to(self.tokens.device)
+        for table, blocks in zip(self.tables, new.blocks, strict=False):
+            table.append(row, blocks)
+
+    def _clear(self, row: int) -> None:
+        self.lengths[row] = 0
+        for table in self.tables:
+            table.clear(row)
+
+    def _move(self, source: int, target: int, plan: StepPlan) -> None:
+        name = next(name for name, row in self.row_of.items() if row == source)
+        self.row_of[name] = target
+        self.request_of[target] = name
+        count = int(self.lengths[source])
+        self.tokens[target, :count] = self.tokens[source, :count]
+        self.lengths[target], self.epochs[target] = count, self.epochs[source]
+        for table in self.tables:
+            table.move(source, target)
+        self._clear(source)
+
+    def _append_blocks(self, grants: Sequence[Grant]) -> None:
+        for grant in grants:
+            if grant.new_blocks:
+                row = self.row_of[grant.request_id]
+                for table, blocks in zip(self.tables, grant.new_blocks, strict=True):
+                    if blocks:
+                        table.append(row, blocks)

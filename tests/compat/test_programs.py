@@ -1,0 +1,177 @@
+"""Programs written against the documented vLLM interface, run as they are: `import vllm` is answered by compat/.
+
+Each runs in a process of its own, as a user would run it, on a tiny checkpoint or the embedded model; what it prints is
+held against what must be true.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import make_tiny
+
+PROGRAMS = Path(__file__).parent / "programs"
+PROMPTS = [
+    "Hello, my name is",
+    "The president of the United States is",
+    "The capital of France is",
+    "The future of AI is",
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """OPT, as in most of the documented programs, but tiny and random."""
+    folder = tmp_path_factory.mktemp("opt")
+    make_tiny("OPTForCausalLM", folder)
+    return str(folder)
+
+
+def run(program: str, *arguments: str, **variables: str) -> str:
+    command = [sys.executable, str(PROGRAMS / f"{program}.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | variables)
+    assert done.returncode == 0, f"{program} failed:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def quoted(text: str, label: str) -> list[str]:
+    return [ast.literal_eval(found) for found in re.findall(rf"^{label}: (.+)$", text, re.MULTILINE)]
+
+
+def id_lists(text: str, label: str) -> list[list[int]]:
+    return [json.loads(found) for found in re.findall(rf"^{label}: (\[.*\])$", text, re.MULTILINE)]
+
+
+def test_basic_generate(model: str) -> None:
+    printed = run("basic_generate", model)
+    assert quoted(printed, "Prompt") == PROMPTS
+    texts = quoted(printed, "Output")
+    assert len(texts) == 4
+    assert len(set(texts)) == 4 and all(texts)
+
+
+def test_basic_chat_on_the_embedded_model(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:")
+    flags = ["--max-tokens", "12", "--temperature", "0", "--max-model-len", "1k"]
+    printed = run("basic_chat", "--model", "", *flags, "--chat-template-path", str(template))
+    one, many, other = re.split(r"^=+ \w+$", printed, flags=re.MULTILINE)[1:]
+    (prompt,), (text,) = quoted(one, "Prompt"), quoted(one, "Generated text")
+    assert prompt.startswith("<|im_start|>system\nYou are a helpful assistant<|im_end|>")
+    assert prompt.endswith("<|im_start|>assistant\n")
+    assert len(text.split()) > 3
+    assert quoted(many, "Generated text") == [text] * 10
+    assert quoted(other, "Prompt")[0].startswith("system: You are a helpful assistant\nuser: Hello\n")
+
+
+def test_automatic_prefix_caching(model: str) -> None:
+    printed = run("automatic_prefix_caching", model)
+    (first, total), (second, _) = [(int(a), int(b)) for a, b in re.findall(r"Cached: (\d+) of (\d+)", printed)]
+    assert first == 0
+    assert 0.8 * total < second < total
+    assert len(quoted(printed, "Output")) == 2
+
+
+def test_prefix_caching_does_not_change_the_text(model: str) -> None:
+    printed = run("prefix_caching", model)
+    assert "Generated answers are the same: True" in printed
+    texts = quoted(printed, "Generated text")
+    assert len(texts) == 6 and texts[:3] == texts[3:] and all(texts)
+    assert all(int(n) > 0 for n in re.findall(r"Cached tokens: (\d+)", printed))
+
+
+def test_metrics(model: str) -> None:
+    printed = run("metrics", model)
+    counts = [(int(p), int(g)) for p, g in re.findall(r"^# (\d+) (\d+) ", printed, re.MULTILINE)]
+    prompt_tokens, generated = sum(p for p, _ in counts), sum(g for _, g in counts)
+    counters: dict[str, list[int]] = {}
+    for name, value in re.findall(r"^(vllm:\w+) \(counter\) = (\d+)$", printed, re.MULTILINE):
+        counters.setdefault(name, []).append(int(value))
+    assert len(counts) == 4
+    assert counters["vllm:prompt_tokens"] == [prompt_tokens]
+    assert counters["vllm:generation_tokens"] == [generated]
+    assert sum(counters["vllm:request_success"]) == 4
+    gauges = dict(re.findall(r"^(vllm:\w+) \(gauge\) = (\S+)$", printed, re.MULTILINE))
+    assert float(gauges["vllm:num_requests_running"]) == 0
+    histograms = re.findall(r"^(vllm:\w+) \(histogram\)\n    sum = (\S+)\n    count = (\d+)", printed, re.MULTILINE)
+    sums = {name: (float(total), int(count)) for name, total, count in histograms}
+    assert sums["vllm:request_prompt_tokens"] == (prompt_tokens, 4)
+    assert sums["vllm:request_generation_tokens"] == (generated, 4)
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_inference_time_seconds"):
+        total, count = sums[f"vllm:{name}"]
+        assert count == 4 and 0 < total < 300, name
+    assert sums["vllm:inter_token_latency_seconds"][1] == generated - 4
+
+
+def test_reproducibility(model: str) -> None:
+    first, second = run("reproducibility", model), run("reproducibility", model)
+    assert len(set(quoted(first, "Generated text"))) == 4
+    assert quoted(first, "Generated text") == quoted(second, "Generated text")
+    assert quoted(first, "Random number") == quoted(second, "Random number")
+
+
+@pytest.mark.parametrize("program", ["logits_processor_custom", "logits_processor_custom_req"])
+def test_logits_processor(model: str, program: str) -> None:
+    printed = run(program, model)
+    forced, plain = id_lists(printed, "Ids"), id_lists(printed, "Plain")
+    assert quoted(printed, "Prompt") == PROMPTS
+    assert forced[0] == [128] * 16
+    assert forced[2] == [67] * 16
+    assert [forced[1], forced[3]] == [plain[1], plain[3]]  # rows that did not ask are left alone
+    assert plain[0] != forced[0]
+    if program == "logits_processor_custom":
+        assert "Refused: " in printed and "is not int" in printed
+
+
+def test_logits_processor_with_its_own_init(model: str) -> None:
+    printed = run("logits_processor_custom_req_init", model)
+    prompt_ids, (echoed, plain) = id_lists(printed, "Prompt ids")[0], id_lists(printed, "Ids")
+    assert echoed == prompt_ids[:6]
+    assert plain != echoed
+
+
+def test_llm_engine_example(model: str) -> None:
+    printed = run("llm_engine_example", "--model", model)
+    outputs = [part for part in printed.split("-" * 50) if "RequestOutput(" in part]
+    by_id = {re.search(r"request_id='?(\d+)", part).group(1): part for part in outputs}  # type: ignore[union-attr]
+    assert sorted(by_id) == ["0", "1", "2"]
+    assert "Logprob(" in by_id["0"] and "prompt_logprobs=[None" in by_id["0"]
+    assert by_id["1"].count("CompletionOutput(") == 1
+    assert by_id["2"].count("CompletionOutput(") == 2
+    assert all("finished=True" in part for part in outputs)
+
+
+def test_llm_engine_without_a_model_takes_the_default() -> None:
+    assert run("llm_engine_example", "--max-model-len", "256").count("RequestOutput(") == 3
+
+
+def test_llm_engine_reset_kv(model: str) -> None:
+    never = run("llm_engine_reset_kv", "--model", model, "--reset-at", "-1").splitlines()
+    reset, *answers = run("llm_engine_reset_kv", "--model", model).splitlines()
+    assert reset == "Reset: True"
+    assert len(answers) == 3
+    assert sorted(map(json.loads, answers)) == sorted(map(json.loads, never))
+
+
+def test_async_llm_streaming(model: str) -> None:
+    printed = run("async_llm_streaming", model)
+    parts = printed.split("Prompt: ")[1:]
+    assert len(parts) == 3
+    for part in parts:
+        assert "Finished" in part
+        assert len(quoted(part, "Delta")) > 1
+    assert printed.endswith("Shut down\n")
+    in_process = run("async_llm_streaming", model, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    assert "".join(quoted(in_process, "Delta")) == "".join(quoted(printed, "Delta"))
+
+
+def test_batch_inference(model: str) -> None:
+    assert run("batch_inference", model) == "40 answers, same alone: True\n"

@@ -1,0 +1,83 @@
+"""compat/vllm: every documented name resolves to Quire, or says why it does not."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import vllm
+from vllm import table
+
+import quire.config
+from quire.schema.outputs import RequestOutput
+from quire.schema.params import SamplingParams
+
+NAMES = [(module, name, target) for module, names in table.names().items() for name, target in names.items()]
+
+
+@pytest.mark.parametrize("module, name, target", NAMES, ids=[f"{m}.{n}" for m, n, _ in NAMES])
+def test_a_name_is_the_same_object(module: str, name: str, target: str) -> None:
+    home, _, spelled = target.partition(":")
+    found = getattr(importlib.import_module(module), name)
+    assert found is getattr(importlib.import_module(home), spelled)
+
+
+def test_star_and_nested_imports() -> None:
+    assert vllm.SamplingParams is SamplingParams
+    assert vllm.outputs.RequestOutput is RequestOutput
+    assert vllm.config.VllmConfig is quire.config.EngineConfig
+    assert "LLM" in dir(vllm) and "SamplingParams" in dir(vllm.sampling_params)
+    found: dict[str, object] = {}
+    exec("from vllm.sampling_params import *", found)
+    assert found["SamplingParams"] is SamplingParams
+
+
+@pytest.mark.parametrize("entry", sorted(table.MISSING))
+def test_missing_names_say_why(entry: str) -> None:
+    module, _, name = entry.partition(":")
+    with pytest.raises(ImportError, match=rf"Quire has no {module}.*: {table.MISSING[entry]}"):
+        exec(f"from {module} import {name}" if name else f"import {module}.something")
+
+
+def test_unknown_names_are_plain_errors() -> None:
+    assert not hasattr(vllm, "no_such_name")
+    with pytest.raises(ImportError, match=r"cannot import name 'Nope' from 'vllm.outputs'"):
+        exec("from vllm.outputs import Nope")
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'vllm.nope'"):
+        importlib.import_module("vllm.nope")
+
+
+def test_envs_read_what_quire_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "debug")
+    assert importlib.import_module("vllm.envs").VLLM_LOGGING_LEVEL == "DEBUG"
+    with pytest.raises(AttributeError, match="reads no environment variable 'VLLM_NO_SUCH'"):
+        _ = vllm.envs.VLLM_NO_SUCH
+
+
+def test_version_parses_and_says_quire() -> None:
+    from packaging.version import Version
+
+    assert Version(vllm.__version__).local == "quire"
+    assert importlib.import_module("vllm.version").__version__ == vllm.__version__
+
+
+def test_logger_says_once(caplog: pytest.LogCaptureFixture) -> None:
+    log = importlib.import_module("vllm.logger").init_logger("a.program")
+    with caplog.at_level("INFO"):
+        log.info_once("only once")
+        log.info_once("only once")
+        log.info("always")
+    assert [record.message for record in caplog.records] == ["only once", "always"]
+
+
+def test_import_vllm_is_light() -> None:
+    code = "import sys, vllm, vllm.engine.arg_utils; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_the_command_is_quires() -> None:
+    done = subprocess.run([Path(sys.executable).parent / "vllm"], capture_output=True, text=True)
+    assert done.returncode == 0 and "collect-env" in done.stdout

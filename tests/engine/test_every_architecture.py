@@ -1,0 +1,52 @@
+"""Every declared architecture through the whole engine: greedy tokens equal transformers', however the work is cut."""
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tiny_models import ARCHS, VOCAB, make_tiny
+
+NUM_NEW = 24
+RUNS = [
+    {"enable_prefix_caching": False, "block_size": 16},
+    {"max_num_batched_tokens": 24, "block_size": 4, "async_scheduling": True},
+    {"num_gpu_blocks_override": 40, "block_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 6},
+]
+
+
+def prompts_of(seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    stem = [rng.randrange(4, VOCAB) for _ in range(40)]
+    tails = [[rng.randrange(4, VOCAB) for _ in range(rng.choice([1, 2, 7, 19, 33]))] for _ in range(8)]
+    return [stem + tail if i % 2 else tail for i, tail in enumerate(tails)]
+
+
+def greedy_by_transformers(model, prompt: list[int], given: list[int]) -> list[int]:
+    """The argmax before every given token: equal to `given` exactly if greedy decoding would have written it."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + given])).logits[0]
+    return logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_greedy_tokens_equal_transformers(arch, tmp_path):
+    model = make_tiny(arch, tmp_path)
+    prompts = prompts_of(len(arch))
+    params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
+    first = None
+    for options in RUNS:
+        llm = LLM(str(tmp_path), dtype="float32", max_model_len=256, **options)
+        outputs = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+        assert [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)] == outputs
+        llm.close()
+        if first is None:
+            first = outputs
+            for prompt, tokens in zip(prompts, outputs, strict=True):
+                assert tokens == greedy_by_transformers(model, prompt, tokens)
+        assert outputs == first, f"{options} changed the tokens"

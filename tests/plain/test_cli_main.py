@@ -1,0 +1,114 @@
+"""cli/main.py and cli/tools.py: the table, help, versions, and how errors leave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.base.registry import load
+from quire.cli import main as cli
+from quire.cli.main import COMMANDS, Command
+from quire.schema.errors import InputError, ModelNotFoundError
+
+
+@pytest.fixture(autouse=True)
+def _called_quire(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/somewhere/quire"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]])
+def test_help_lists_every_command_and_only_those(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.split("commands:")[1].split("options:")[0].split("\n") if line.strip()]  # fmt: skip
+    assert listed == list(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_can_be_loaded(name: str) -> None:
+    assert callable(load(COMMANDS[name].path))
+
+
+@pytest.mark.parametrize("flag", ["-v", "--version"])
+def test_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([flag]) == 0
+    assert capsys.readouterr().out == f"{quire.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("serve", "quire: 'serve' is not built yet: it comes with the HTTP server"),
+        ("chta", "did you mean 'chat'?"),
+        ("nonsense", "unknown command 'nonsense' Commands: chat, complete, collect-env"),
+    ],
+)
+def test_unknown_commands(name: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name]) == 2
+    printed = capsys.readouterr()
+    assert says in printed.err and not printed.out
+
+
+def fail_input(arguments: list[str], program: str) -> int:
+    raise InputError(f"{arguments[0]} is wrong")
+
+
+def fail_model(arguments: list[str], program: str) -> int:
+    raise ModelNotFoundError("no such model")
+
+
+def fail_bug(arguments: list[str], program: str) -> int:
+    raise ZeroDivisionError
+
+
+def interrupt(arguments: list[str], program: str) -> int:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "function, status, says",
+    [
+        (fail_input, 1, "quire test: --x is wrong\n"),
+        (fail_model, 1, "quire test: no such model\n"),
+        (interrupt, 130, ""),
+    ],
+)
+def test_an_error_is_one_line(
+    function: object, status: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "load", lambda path: function)
+    monkeypatch.setitem(COMMANDS, "test", Command("anywhere", "a test"))
+    assert cli.main(["test", "--x"]) == status
+    assert capsys.readouterr().err == says
+
+
+def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "load", lambda path: fail_bug)
+    monkeypatch.setitem(COMMANDS, "test", Command("anywhere", "a test"))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["test"])
+
+
+def test_collect_env_shows_versions_and_no_secrets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_do_not_show_me")
+    monkeypatch.setenv("QUIRE_CPU_KVCACHE_SPACE", "1.5")
+    assert cli.main(["collect-env"]) == 0
+    printed = capsys.readouterr().out
+    rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in printed.splitlines() if len(line.split()) > 1}
+    assert rows["quire"] == quire.__version__
+    assert rows["CPU_KVCACHE_SPACE"] == "1.5"
+    assert rows["HF_TOKEN"] == "(set, not shown)"
+    assert "hf_do_not_show_me" not in printed
+    assert {"Python", "torch", "msgspec", "memory"} <= set(rows)
+
+
+def test_collect_env_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.cli import tools
+
+    monkeypatch.setattr("os.path.exists", lambda path: False)
+    assert tools.memory() == "unknown"
+    assert "(" in tools.cpu_name()
+    assert tools._field(str(Path(__file__)), "anything") is None

@@ -1,0 +1,72 @@
+"""The files around the package: docs name real things, links lead somewhere, dependencies are justified."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+
+
+def name_of(requirement: str) -> str:
+    return re.match(r"[\w.-]+", requirement).group().lower().replace("_", "-")  # type: ignore[union-attr]
+
+
+def test_each_core_dependency_is_justified_once() -> None:
+    core = (ROOT / "docs/dependencies.md").read_text().split("## Extras")[0]
+    listed = [name.lower() for name in re.findall(r"^\| ([\w.-]+) \|", core, re.MULTILINE)][1:]
+    assert sorted(listed) == sorted(name_of(r) for r in PROJECT["dependencies"])
+
+
+def test_each_extra_is_described() -> None:
+    extras = (ROOT / "docs/dependencies.md").read_text().split("## Extras")[1]
+    assert set(re.findall(r"`([\w-]+)`(?=[^|]*\|[^|]*\|[^|]*\|$)", extras, re.MULTILINE)) >= set(
+        PROJECT["optional-dependencies"]
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if not re.match(r"\w+:", target):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_page_is_found_from_the_readme() -> None:
+    seen: set[Path] = set()
+    todo = [ROOT / "README.md"]
+    while todo:
+        page = todo.pop()
+        seen.add(page)
+        links = re.findall(r"\]\(([^):#]+\.md)", page.read_text())
+        todo += [p for p in ((page.parent / link).resolve() for link in links) if p not in seen]
+    assert set(PAGES) <= seen, f"no link leads to {[p.name for p in PAGES if p not in seen]}"
+
+
+def test_make_targets_named_in_docs_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        for command in re.findall(r"`make ([a-z ]+)`", page.read_text()):
+            assert set(command.split()) <= targets, f"{page.name}: make {command}"
+
+
+def test_ci_runs_what_the_readme_says() -> None:
+    assert "make test" in (ROOT / ".ci/run").read_text()
+    assert "make test" in (ROOT / "README.md").read_text()
+    assert (ROOT / ".ci/run").stat().st_mode & 0o111
+
+
+def test_pins_lie_within_the_ranges() -> None:
+    from packaging.requirements import Requirement
+
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    versions = {name_of(name): version for name, version in pins.items()}
+    assert versions["torch"] == "2.13.0"
+    requirements = [Requirement(r) for r in PROJECT["dependencies"]]
+    for requirement in requirements:
+        assert requirement.specifier.contains(versions[name_of(requirement.name)]), requirement

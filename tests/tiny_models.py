@@ -1,0 +1,158 @@
+"""Tiny random checkpoints of every declared architecture, written by transformers itself, with a working tokenizer.
+
+make_tiny(arch_name, folder, **overrides) fills `folder` with config.json, model.safetensors, generation_config.json,
+tokenizer.json and tokenizer_config.json, and returns the transformers model (eval, float32, eager attention) that
+wrote it. All weights are drawn anew (std 0.25 for matrices, 0.5 for vectors), so that nothing is near zero, no norm
+is the identity and no bias is absent: a mistake anywhere moves the logits. Overrides are config keys.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCAB = 320  # 4 special tokens, 256 bytes, 60 merges: every id decodes
+SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
+TEXT = (
+    "the river ran under an old stone bridge while seven children counted boats and argued about names. "
+    "there is nothing in the house that another could not have built; one hundred and twenty three words later, "
+    "the children were still there, and the boats were gone. She said: I can not tell you what this is."
+)
+CHAT = (
+    "{% for message in messages %}{{ '<s>' + message['role'] + '\n' + message['content'] + '</s>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
+)
+
+SMALL: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+_GPT2 = dict(n_embd=64, n_layer=3, n_head=4, n_positions=512)
+_MLA = dict(
+    num_key_value_heads=4, kv_lora_rank=24, q_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+    head_dim=None,
+)  # fmt: skip
+_GROUPED = dict(
+    n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, n_group=2, topk_group=1, n_shared_experts=1,
+    first_k_dense_replace=1, routed_scaling_factor=1.5, norm_topk_prob=True,
+)  # fmt: skip
+_GRANITE = dict(attention_multiplier=0.2, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0)
+
+ARCHS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": dict(sliding_window=5),
+    "Ministral3ForCausalLM": {},
+    "Qwen2ForCausalLM": {},
+    "Qwen3ForCausalLM": {},
+    "SeedOssForCausalLM": {},
+    "ArceeForCausalLM": {},
+    "SmolLM3ForCausalLM": {},
+    "HeliumForCausalLM": {},
+    "GemmaForCausalLM": {},
+    "Gemma2ForCausalLM": dict(sliding_window=5, query_pre_attn_scalar=24),
+    "Gemma3ForCausalLM": dict(sliding_window=5, query_pre_attn_scalar=24, num_hidden_layers=7),
+    "Phi3ForCausalLM": dict(sliding_window=5),
+    "PhiForCausalLM": {},
+    "OlmoForCausalLM": dict(clip_qkv=1.0),
+    "Olmo2ForCausalLM": {},
+    "Olmo3ForCausalLM": dict(sliding_window=5),
+    "CohereForCausalLM": dict(use_qk_norm=True),
+    "Cohere2ForCausalLM": dict(sliding_window=5),
+    "Starcoder2ForCausalLM": dict(sliding_window=5),
+    "StableLmForCausalLM": {},
+    "GraniteForCausalLM": _GRANITE,
+    "NemotronForCausalLM": {},
+    "GPTNeoXForCausalLM": {},
+    "FalconForCausalLM": dict(new_decoder_architecture=True, num_kv_heads=2),
+    "GPT2LMHeadModel": _GPT2,
+    "OPTForCausalLM": dict(ffn_dim=96, word_embed_proj_dim=64),
+    "BloomForCausalLM": dict(n_layer=3, n_head=4),
+    "GPTJForCausalLM": dict(_GPT2, rotary_dim=8),
+    "GlmForCausalLM": {},
+    "Glm4ForCausalLM": {},
+    "Exaone4ForCausalLM": dict(sliding_window=5, sliding_window_pattern=2),
+    "MixtralForCausalLM": dict(num_local_experts=4, sliding_window=5),
+    "Qwen2MoeForCausalLM": dict(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48,
+        decoder_sparse_step=1,
+    ),
+    "Qwen3MoeForCausalLM": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    "OlmoeForCausalLM": dict(num_experts=4, num_experts_per_tok=2),
+    "GptOssForCausalLM": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=5, attention_bias=True),
+    "DeepseekV2ForCausalLM": dict(_MLA, **_GROUPED, topk_method="group_limited_greedy"),
+    "DeepseekV3ForCausalLM": dict(_MLA, **_GROUPED),
+    "Glm4MoeForCausalLM": dict(_GROUPED, use_qk_norm=True, attention_bias=True),
+    "Dots1ForCausalLM": _GROUPED,
+    "GraniteMoeForCausalLM": dict(_GRANITE, num_local_experts=4, num_experts_per_tok=2),
+}  # fmt: skip
+
+_ONLY = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
+_NO_HEADS = ("head_dim", "num_key_value_heads", "intermediate_size")
+_LEAVE_OUT: dict[str, tuple[str, ...]] = {  # keys of SMALL that a family spells in another way or derives
+    "GPT2LMHeadModel": tuple(k for k in SMALL if k not in _ONLY),
+    "GPTJForCausalLM": tuple(k for k in SMALL if k not in _ONLY),
+    "BloomForCausalLM": _NO_HEADS,
+    "FalconForCausalLM": _NO_HEADS,
+    "OPTForCausalLM": _NO_HEADS,
+    "GPTNeoXForCausalLM": ("head_dim", "num_key_value_heads"),
+}
+
+
+def tiny_config(arch_name: str, **overrides: Any) -> Any:
+    """The transformers config of the tiny model; an override of None leaves the key to the family's default."""
+    keys = {k: v for k, v in SMALL.items() if k not in _LEAVE_OUT.get(arch_name, ())}
+    keys |= ARCHS[arch_name] | overrides
+    config = getattr(transformers, arch_name).config_class(**{k: v for k, v in keys.items() if v is not None})
+    config._attn_implementation = "eager"
+    return config
+
+
+def tiny_model(arch_name: str, *, seed: int = 0, **overrides: Any) -> Any:
+    """The transformers model alone, in memory."""
+    transformers.logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        model = getattr(transformers, arch_name)(tiny_config(arch_name, **overrides)).eval().float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.25 if parameter.ndim > 1 else 0.5)
+        for name, buffer in model.named_buffers():
+            if "correction" in name:  # expert selection bias
+                buffer.normal_(std=0.5)
+    return model
+
+
+def make_tiny(arch_name: str, folder: str | Path, *, seed: int = 0, **overrides: Any) -> Any:
+    """Write a whole checkpoint folder and return the transformers model behind it."""
+    model = tiny_model(arch_name, seed=seed, **overrides)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return model
+
+
+def write_tokenizer(folder: str | Path) -> None:
+    """A byte-level BPE of exactly VOCAB ids: <pad> 0, <s> 1, </s> 2, <unk> 3, bytes and merges from 4 on."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB, show_progress=False, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=[AddedToken(token, special=True) for token in SPECIAL],
+    )  # fmt: skip
+    tokenizer.train_from_iterator([TEXT], trainer)
+    assert tokenizer.get_vocab_size() == VOCAB
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    about = dict(
+        tokenizer_class="PreTrainedTokenizerFast", model_max_length=512, clean_up_tokenization_spaces=False,
+        pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=CHAT,
+    )  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=1))
