@@ -8,7 +8,7 @@ JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format lint types contract bench sizes clean
+.PHONY: help setup demo test check format lint types contract reference bench sizes clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -46,6 +46,9 @@ types: setup  ## mypy
 
 contract: setup  ## who may import whom
 	$(BIN)/lint-imports --no-logo
+
+reference: setup  ## write docs/reference from the code
+	$(BIN)/python tools/reference.py
 
 bench: setup  ## micro benches and start-up times
 	$(BIN)/python -m quire.bench.micro

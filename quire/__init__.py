@@ -1,0 +1,59 @@
+"""Quire: an LLM inference and serving engine. The public names, loaded on first use from one table.
+
+Importing this package imports nothing else, so that a command or a worker pays only for what it uses.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_NAMES = {
+    "LLM": "quire.llm.offline:LLM",
+    "LLMEngine": "quire.llm.stepper:LLMEngine",
+    "AsyncLLM": "quire.llm.online:AsyncLLM",
+    "AsyncLLMEngine": "quire.llm.online:AsyncLLM",
+    "EngineArgs": "quire.config:EngineArgs",
+    "AsyncEngineArgs": "quire.config:AsyncEngineArgs",
+    "SamplingParams": "quire.schema.params:SamplingParams",
+    "RequestOutputKind": "quire.schema.params:RequestOutputKind",
+    "PoolingParams": "quire.schema.params:PoolingParams",
+    "BeamSearchParams": "quire.schema.params:BeamSearchParams",
+    "RequestOutput": "quire.schema.outputs:RequestOutput",
+    "CompletionOutput": "quire.schema.outputs:CompletionOutput",
+    "PoolingOutput": "quire.schema.outputs:PoolingOutput",
+    "PoolingRequestOutput": "quire.schema.outputs:PoolingRequestOutput",
+    "EmbeddingOutput": "quire.schema.outputs:EmbeddingOutput",
+    "EmbeddingRequestOutput": "quire.schema.outputs:EmbeddingRequestOutput",
+    "ClassificationOutput": "quire.schema.outputs:ClassificationOutput",
+    "ClassificationRequestOutput": "quire.schema.outputs:ClassificationRequestOutput",
+    "ScoringOutput": "quire.schema.outputs:ScoringOutput",
+    "ScoringRequestOutput": "quire.schema.outputs:ScoringRequestOutput",
+    "TextPrompt": "quire.schema.prompt:TextPrompt",
+    "TokensPrompt": "quire.schema.prompt:TokensPrompt",
+    "PromptType": "quire.schema.prompt:PromptType",
+    "ModelRegistry": "quire.models.registry:ModelRegistry",
+}
+
+__all__ = ["__version__", *_NAMES]
+__version__: str
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        found: Any = _import("importlib.metadata:version")("quire")
+    elif name in _NAMES:
+        found = _import(_NAMES[name])
+    else:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def _import(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -14,7 +14,7 @@ SAME: tuple[tuple[str, str, str], ...] = (
     ("vllm", "quire.schema.prompt", "PromptType TextPrompt TokensPrompt"),
     ("vllm", "quire.schema.outputs", "RequestOutput CompletionOutput PoolingOutput PoolingRequestOutput EmbeddingOutput"
      " EmbeddingRequestOutput ClassificationOutput ClassificationRequestOutput ScoringOutput ScoringRequestOutput"),
-    ("vllm.beam_search", "quire.llm.beam", "BeamSearchOutput BeamSearchSequence"),
+    ("vllm.beam_search", "quire.llm.beam", "BeamSearchInstance BeamSearchOutput BeamSearchSequence"),
     ("vllm.config", "quire.config", "AttentionConfig CUDAGraphMode CacheConfig CompilationConfig CompilationMode"
      " DeviceConfig ECTransferConfig EPLBConfig KVEventsConfig KVTransferConfig LoRAConfig LoadConfig ModelConfig"
      " MultiModalConfig ObservabilityConfig ParallelConfig PassConfig PoolerConfig ProfilerConfig SchedulerConfig"

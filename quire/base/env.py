@@ -104,6 +104,13 @@ CPU_KVCACHE_SPACE = Variable(
 CPU_NUM_THREADS = Variable(
     "CPU_NUM_THREADS", None, _optional_int, "Threads of the CPU worker; unset uses what the machine allows."
 )
+OMP_NUM_THREADS = Variable(
+    "OMP_NUM_THREADS",
+    None,
+    lambda text: _optional_int(text.split(",")[0]),
+    "Threads of every OpenMP program; CPU_NUM_THREADS goes before it.",
+    plain=True,
+)
 ALLOW_LONG_MAX_MODEL_LEN = Variable(
     "ALLOW_LONG_MAX_MODEL_LEN", False, _flag, "1: max_model_len may exceed the model's own limit."
 )

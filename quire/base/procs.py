@@ -89,7 +89,7 @@ def held_interrupt() -> Iterator[None]:
     if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield
         return
-    held = []
+    held: list[int] = []
 
     def hold(number: int, frame: FrameType | None) -> None:
         if held:

@@ -11,7 +11,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -19,10 +19,11 @@ from quire.base import env
 from quire.base.clock import now
 from quire.base.log import logger
 from quire.base.registry import load
-from quire.schema.errors import InputError, NotBuiltError
+from quire.schema.errors import EngineGenerateError, InputError, NotBuiltError
 from quire.schema.params import RequestOutputKind, SamplingParams
 
 Message = dict[str, Any]
+_ONE_REQUEST = (InputError, EngineGenerateError)  # the request is lost, the engine is not
 _SAMPLING: dict[str, tuple[type, str]] = {
     "temperature": (float, "0 always takes the most likely token"),
     "top_p": (float, "keep the most likely tokens up to this probability"),
@@ -44,18 +45,18 @@ def chat(arguments: Sequence[str], program: str) -> int:
     messages: list[Message] = []
     if args.system_prompt is not None:
         messages.append({"role": "system", "content": args.system_prompt})
-    speaker = Speaker(args)
-    if args.quick is not None:
-        speaker.answer([*messages, {"role": "user", "content": args.quick}])
-        return 0
-    for line in lines("you> ", "Ctrl-C stops an answer, Ctrl-D ends."):
-        question: Message = {"role": "user", "content": line}
-        try:
-            answer = speaker.answer([*messages, question])
-        except InputError as wrong:  # too long for the model, say: the conversation so far stays as it was
-            print(f"{program}: {wrong}", file=sys.stderr)
-            continue
-        messages += [question, {"role": "assistant", "content": answer}]
+    with closing(Speaker(args)) as speaker:
+        if args.quick is not None:
+            speaker.answer([*messages, {"role": "user", "content": args.quick}])
+            return 0
+        for line in lines("you> ", "Ctrl-C stops an answer, Ctrl-D ends."):
+            question: Message = {"role": "user", "content": line}
+            try:
+                answer = speaker.answer([*messages, question])
+            except _ONE_REQUEST as wrong:  # too long for the model, say: the conversation stays as it was
+                print(f"{program}: {wrong}", file=sys.stderr)
+                continue
+            messages += [question, {"role": "assistant", "content": answer}]
     return 0
 
 
@@ -64,29 +65,31 @@ def complete(arguments: Sequence[str], program: str) -> int:
     parser.add_argument("-q", "--quick", metavar="TEXT", help="continue this text and exit")
     parser.set_defaults(max_tokens=128)
     args = parser.parse_args(arguments)
-    speaker = Speaker(args)
-    if args.quick is not None:
-        speaker.complete(args.quick)
-        return 0
-    for line in lines("text> ", "Ctrl-C stops a continuation, Ctrl-D ends."):
-        try:
-            speaker.complete(line)
-        except InputError as wrong:
-            print(f"{program}: {wrong}", file=sys.stderr)
+    with closing(Speaker(args)) as speaker:
+        if args.quick is not None:
+            speaker.complete(args.quick)
+            return 0
+        for line in lines("text> ", "Ctrl-C stops a continuation, Ctrl-D ends."):
+            try:
+                speaker.complete(line)
+            except _ONE_REQUEST as wrong:
+                print(f"{program}: {wrong}", file=sys.stderr)
     return 0
 
 
 def make_parser(program: str, description: str) -> argparse.ArgumentParser:
-    """Options of this command, of sampling, and of the engine."""
-    parser: argparse.ArgumentParser = load("quire.config:FlexibleArgumentParser")(prog=program, description=description)
+    """Options of the engine, of sampling, and of both commands. Here -q is --quick: what is added later wins."""
+    parser: argparse.ArgumentParser = load("quire.config:FlexibleArgumentParser")(
+        prog=program, description=description, conflict_handler="resolve"
+    )
+    load("quire.config:EngineArgs").add_cli_args(parser)
+    parser.set_defaults(disable_log_stats=True, use_tqdm_on_load=False)
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder, GGUF file or hub id (or --model)")
     parser.add_argument("--url", help="talk to a server instead (not built yet)")
     sampling = parser.add_argument_group("sampling")
     for name, (kind, text) in _SAMPLING.items():
         sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, default=None, help=text)
     sampling.add_argument("--stop", action="append", default=None, help="end before this text; may be repeated")
-    load("quire.config:EngineArgs").add_cli_args(parser)
-    parser.set_defaults(disable_log_stats=True, use_tqdm_on_load=False)
     return parser
 
 
@@ -115,6 +118,9 @@ class Speaker:
 
     def complete(self, text: str) -> str:
         return self._stream(text)
+
+    def close(self) -> None:
+        self._engine.close()
 
     def _make_params(self, args: argparse.Namespace) -> SamplingParams:
         """The model's own defaults, then what was asked."""

@@ -6,13 +6,25 @@ In: keywords, a parsed namespace, or attributes set by hand. Out: `create_engine
 import argparse
 import dataclasses
 import enum
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, Self
 
 from quire.base.registry import load
 from quire.config.engine import EngineConfig
 from quire.config.memory import LoadConfig
 from quire.config.model import ModelConfig
-from quire.config.option import Declared, Group, UnknownOptionError, declarations, group, option, same, unknown
+from quire.config.option import (
+    Declared,
+    Group,
+    UnknownOptionError,
+    declarations,
+    group,
+    option,
+    same,
+    shown_value,
+    unknown,
+)
 from quire.config.table import Flat, table
 
 
@@ -27,17 +39,16 @@ class UsageContext(enum.StrEnum):
     ENGINE_CONTEXT = "ENGINE_CONTEXT"
 
 
-def _fields(declared: dict[str, Declared]) -> list[tuple[str, Any, Any]]:
-    made = []
-    for name, (_, _, o) in declared.items():
-        default: Any = o.asked
-        if isinstance(default, dict):
-            made.append((name, Any, dataclasses.field(default_factory=default.copy)))
-        elif isinstance(default, tuple):
-            made.append((name, Any, dataclasses.field(default_factory=lambda given=default: list(given))))
-        else:
-            made.append((name, Any, dataclasses.field(default=default)))
-    return made
+def _field(default: Any) -> Any:
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=default.copy)
+    if isinstance(default, tuple):
+        return dataclasses.field(default_factory=partial(list, default))
+    return dataclasses.field(default=default)
+
+
+def _fields(declared: Mapping[str, Declared]) -> list[tuple[str, Any, Any]]:
+    return [(name, Any, _field(mine.option.asked)) for name, mine in declared.items()]
 
 
 _DECLARED = {name: flat.declared for name, flat in table().items()}
@@ -72,8 +83,9 @@ class EngineArgs(_Derived):  # type: ignore[misc]  # the attributes come from th
         return type(other) is type(self) and vars(other) == vars(self)
 
     def __repr__(self) -> str:
-        changed = (f for f in table().values() if not same(getattr(self, f.name), f.declared.option.asked))
-        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
+        asked = {name: flat.declared.option.asked for name, flat in table().items()}
+        changed = ((name, value) for name, value in vars(self).items() if not same(value, asked.get(name)))
+        return f"{type(self).__name__}({', '.join(f'{name}={shown_value(name, value)}' for name, value in changed)})"
 
     __hash__ = None  # type: ignore[assignment]  # attributes may be set
 
@@ -119,7 +131,7 @@ _Async: Any = dataclasses.make_dataclass(
 
 
 @dataclasses.dataclass(init=False, repr=False, eq=False)
-class AsyncEngineArgs(EngineArgs, _Async):
+class AsyncEngineArgs(EngineArgs, _Async):  # type: ignore[misc]
     """EngineArgs, and what only a serving engine has."""
 
     @staticmethod

@@ -5,7 +5,7 @@ Plain data all the way down: msgspec encodes it, and another process decodes it 
 
 import dataclasses
 from dataclasses import field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -20,6 +20,7 @@ from quire.config.extras import (
     StructuredOutputsConfig,
 )
 from quire.config.kernels import AttentionConfig, CompilationConfig, KernelConfig, MambaConfig
+from quire.config.local import describe, is_local
 from quire.config.memory import (
     CacheConfig,
     ECTransferConfig,
@@ -32,6 +33,9 @@ from quire.config.memory import (
 from quire.config.model import ModelConfig
 from quire.config.option import INERT, LATER, Group, group, option
 from quire.config.running import DeviceConfig, ParallelConfig, SchedulerConfig
+from quire.schema.errors import ConfigError
+
+G = TypeVar("G", bound=Group)
 
 
 def level_number(given: Any) -> Any:
@@ -117,6 +121,7 @@ class EngineConfig(Group):
 
 def encode(config: EngineConfig) -> bytes:
     """For another process; `decode` reads it back equal."""
+    check_portable(config)
     return msgspec.msgpack.encode(config)
 
 
@@ -124,7 +129,24 @@ def decode(data: bytes) -> EngineConfig:
     return msgspec.msgpack.decode(data, type=EngineConfig)
 
 
-def replace(config: Any, **changes: Any) -> Any:
+def check_portable(config: EngineConfig) -> None:
+    """ConfigError if the config names a class that only this process can find."""
+    named = {
+        "logits_processors": config.model_config.logits_processors,
+        "scheduler_cls": (config.scheduler_config.scheduler_cls,),
+        "distributed_executor_backend": (config.parallel_config.distributed_executor_backend,),
+    }
+    for name, values in named.items():
+        for value in values:
+            if value is not None and is_local(value):
+                raise ConfigError(
+                    f"{name} names {describe(value)}, which an engine in another process cannot import: move it into "
+                    "a module of its own, or run the engine in this process (QUIRE_ENABLE_V1_MULTIPROCESSING=0)",
+                    param=name,
+                )
+
+
+def replace(config: G, **changes: Any) -> G:
     """A copy with other values, checked again; a dotted key such as cache_config.block_size reaches into a group."""
     direct = {key: value for key, value in changes.items() if "." not in key}
     for key, value in changes.items():

@@ -29,7 +29,7 @@ def human_readable_int(text: str) -> int:
             raise argparse.ArgumentTypeError(
                 f"{text!r}: a fraction needs the decimal suffix; write {digits}{suffix.lower()} for powers of 1000"
             )
-        return int(digits) * 1024 ** _POWERS[suffix.lower()]
+        return int(digits) << 10 * _POWERS[suffix.lower()]
     if not suffix:
         if "." in digits:
             raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
@@ -67,7 +67,7 @@ def optional_type(read: Callable[[str], Any]) -> Callable[[str], Any]:
     def read_optional(text: str) -> Any:
         return None if text in ("", "None") else read(text)
 
-    read_optional.__name__ = getattr(read, "__name__", "value").removeprefix("_")
+    read_optional.__name__ = read.__name__  # argparse puts it into its messages
     return read_optional
 
 

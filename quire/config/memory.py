@@ -45,7 +45,7 @@ class CacheConfig(Group):
     enable_prefix_caching: bool = option(
         True, "Reuse the KV of shared prefixes; unset is on where the model allows it.", asked=None
     )
-    prefix_caching_hash_algo: Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"] = option(
+    prefix_caching_hash_algo: Literal["sha256", "sha256_cbor", "blake2b", "xxhash", "xxhash_cbor"] = option(
         "sha256", "Hash of prefix blocks; the xxhash forms are fast and not for mutually distrusting users."
     )
     prefix_cache_retention_interval: int = option(0, "Steps an unused prefix is kept at least.", LATER, low=0)

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import enum
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from dataclasses import fields
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, dataclass_transform, get_args, get_origin
 
@@ -108,25 +108,18 @@ class Declared(NamedTuple):
 class Group:
     """Parent of every config group: keyword-only, frozen, compared by value, each declared field checked when made.
 
-    The four methods are written here once because `dataclass` would compile them anew for every group, which costs
+    The methods are written here once because `dataclass` would compile them anew for every group, which costs
     a tenth of a second at start.
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     def __init__(self, **values: Any) -> None:
-        for name, field in self.__dataclass_fields__.items():
-            if field._field_type is not _FIELD:  # type: ignore[attr-defined]  # class variables are listed too
-                continue
-            if name in values:
-                value = values.pop(name)
-            elif field.default_factory is not dataclasses.MISSING:
-                value = field.default_factory()
-            else:
-                value = field.default
-            object.__setattr__(self, name, value)
+        for field in fields(self):
+            value = values.pop(field.name) if field.name in values else _default(field)
+            object.__setattr__(self, field.name, value)
         if values:
-            known = [field.name for field in dataclasses.fields(self)]
+            known = [field.name for field in fields(self)]
             raise UnknownOptionError(unknown(f"{type(self).__name__} has no key", next(iter(values)), known))
         self.__post_init__()
 
@@ -139,20 +132,26 @@ class Group:
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        return all(getattr(self, f.name) == getattr(other, f.name) for f in dataclasses.fields(self))
+        return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self))
 
     def __repr__(self) -> str:
-        values = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
-        return f"{type(self).__name__}({values})"
+        """Only what differs from the defaults: the whole is 400 fields long."""
+        values = ((f, getattr(self, f.name)) for f in fields(self))
+        shown = ((f.name, value) for f, value in values if value != _default(f))
+        return f"{type(self).__name__}({', '.join(f'{name}={shown_value(name, value)}' for name, value in shown)})"
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise dataclasses.FrozenInstanceError(f"{type(self).__name__} is frozen; use quire.config.replace")
 
-    __delattr__ = __setattr__  # type: ignore[assignment]
-    __hash__ = None  # type: ignore[assignment]
+    def __delattr__(self, name: str) -> None:
+        raise dataclasses.FrozenInstanceError(f"{type(self).__name__} is frozen")
+
+    def __hash__(self) -> int:
+        raise TypeError(f"{type(self).__name__} holds mappings, so it has no hash")
 
 
-_FIELD = dataclasses.fields(dataclasses.make_dataclass("_Probe", ["x"]))[0]._field_type  # type: ignore[attr-defined]
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -161,16 +160,20 @@ def group(cls: type[T]) -> type[T]:
     return dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
 
 
-@cache
 def declarations(group: type[Any]) -> dict[str, Declared]:
     """Field name -> declaration, in the order they are written. Fields without one are results, not options."""
-    found = ((f, f.metadata[_KEY]) for f in dataclasses.fields(group) if _KEY in f.metadata)
-    return {f.name: Declared(f.name, f.type, declared) for f, declared in found}
+    if group not in _declarations:
+        found = ((f, f.metadata[_KEY]) for f in fields(group) if _KEY in f.metadata)
+        _declarations[group] = {f.name: Declared(f.name, f.type, declared) for f, declared in found}
+    return _declarations[group]
+
+
+_declarations: dict[type[Any], dict[str, Declared]] = {}
 
 
 def make(group: type[Any], values: Mapping[str, Any], where: str = "") -> Any:
     """A group from a mapping; an unknown key is an error that names the nearest known one."""
-    known = [f.name for f in dataclasses.fields(group)]
+    known = [f.name for f in fields(group)]
     for key in values:
         if key not in known:
             raise UnknownOptionError(unknown(f"{where or group.__name__} has no key", str(key), known), param=where)
@@ -221,6 +224,11 @@ def _check_bounds(name: str, value: Any, o: Option) -> None:
         raise ConfigError(f"{name} must be {limits(o)}, got {value}", param=name, value=value)
 
 
+def shown_value(name: str, value: Any) -> str:
+    """For logs and messages; a token stays out of them."""
+    return "'***'" if name == "hf_token" and isinstance(value, str) else repr(value)
+
+
 def limits(o: Option) -> str:
     """'at least 1', 'above 0 and at most 1', or ''."""
     texts = (("at least", o.low), ("above", o.above), ("at most", o.high), ("below", o.below))
@@ -266,7 +274,7 @@ def _describe_one(part: Any) -> str:
         return f"a list of {_WORDS.get(inner[0], 'values').removeprefix('a ')}s" if inner else "a list"
     if origin is dict:
         return "a mapping"
-    return str(getattr(part, "__name__", part))
+    return f"a {part.__name__}" if isinstance(part, type) else str(part)
 
 
 def refuse(name: str, value: Any, o: Option) -> None:
@@ -275,7 +283,9 @@ def refuse(name: str, value: Any, o: Option) -> None:
         return
     if any(same(value, allowed) for allowed in o.ready):
         return
-    allowed = ", ".join(repr(v) for v in dict.fromkeys((o.asked, *o.ready)))
+    if o.choices and isinstance(value, str) and value not in o.choices:
+        raise ConfigError(unknown(f"{name} can be {', '.join(o.choices)}; not", value, o.choices), param=name)
+    allowed = " or ".join(dict.fromkeys(repr(v) for v in (o.asked, *o.ready)))
     advice = o.why or f"leave {name} at {allowed}"
     raise NotBuiltError(
         f"{name}={value!r} is not available in this version of Quire ({o.doc.rstrip('.')}): {advice}",
@@ -286,12 +296,10 @@ def refuse(name: str, value: Any, o: Option) -> None:
 
 def same(value: Any, other: Any) -> bool:
     """Equal as a setting: a list is its tuple, and True is not 1."""
-    if isinstance(value, list | tuple | set | frozenset) and isinstance(other, list | tuple | set | frozenset):
-        return (
-            sorted(map(repr, value)) == sorted(map(repr, other))
-            if isinstance(value, set | frozenset)
-            else list(value) == list(other)
-        )
+    if isinstance(value, set | frozenset) and isinstance(other, tuple):
+        return sorted(value) == sorted(other)
+    if isinstance(value, list | tuple) and isinstance(other, list | tuple):
+        return list(value) == list(other)
     if isinstance(value, bool) is not isinstance(other, bool):
         return False
     return bool(value == other)

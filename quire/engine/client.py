@@ -58,7 +58,9 @@ class Sink(Protocol):
 
 
 class EngineClient(Protocol):
-    dead: EngineDeadError | None
+    @property
+    def dead(self) -> EngineDeadError | None:
+        """Why it is gone, once it is."""
 
     def wait_ready(self) -> EngineReady:
         """Finish starting. Raises what the engine raised if it could not start."""
@@ -75,6 +77,9 @@ class EngineClient(Protocol):
     def call(self, verb: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         """Run a control verb and wait for its value; raises what it raised."""
 
+    def begin_call(self, verb: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """The same without waiting; only after stream()."""
+
     def close(self) -> None:
         """Orderly end; whatever is still in flight fails. May be called twice."""
 
@@ -88,7 +93,9 @@ class _Calls:
 
     def open(self, verb: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ControlCall, Future[Any]]:
         call = ControlCall(call_id=next(self._ids), verb=verb, args=list(args), kwargs=kwargs)
-        self._waiting[call.call_id] = future = Future()
+        future: Future[Any] = Future()
+        self._waiting[call.call_id] = future
+        future.set_running_or_notify_cancel()  # from here on nobody but the engine settles it
         return call, future
 
     def answer(self, reply: ControlReply) -> None:
@@ -109,14 +116,13 @@ class _Calls:
             future.set_exception(error)
 
 
-def _wait(call: ControlCall, future: Future[Any], calls: _Calls, timeout: float | None) -> Any:
+def _wait(verb: str, future: Future[Any], timeout: float | None) -> Any:
     try:
         return future.result(timeout)
     except TimeoutError:
         if future.done():
             raise
-        calls.forget(call.call_id)
-        raise TimeoutError(f"no answer to {call.verb!r} within {timeout} s") from None
+        raise TimeoutError(f"no answer to {verb!r} within {timeout} s") from None
 
 
 class InProcessClient:
@@ -172,19 +178,25 @@ class InProcessClient:
         self._thread.start()
 
     def call(self, verb: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        if self._thread is not None:
+            return _wait(verb, self.begin_call(verb, *args, **kwargs), timeout)
         loop = self.loop
         call, future = self._calls.open(verb, args, kwargs)
-        if self._thread is not None:
-            self._inbox.put(call)
-            if self.dead is not None:  # it died between the question and the answer
-                self._calls.fail(self.dead)
-            return _wait(call, future, self._calls, timeout)
         reply = loop.call(call)
         while reply is None:  # a verb that waits for running requests: they run here
             loop.keep(loop.step())
             reply = next((r for r in loop.take_replies() if r.call_id == call.call_id), None)
         self._calls.answer(reply)
         return future.result()
+
+    def begin_call(self, verb: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        if self.dead is not None:
+            raise EngineDeadError(self.dead.reason)
+        call, future = self._calls.open(verb, args, kwargs)
+        self._inbox.put(call)
+        if self.dead is not None:  # it died between the question and the answer
+            self._calls.fail(self.dead)
+        return future
 
     def close(self) -> None:
         loop, self._loop = self._loop, None
@@ -274,6 +286,9 @@ class ProcessClient:
         self._reader.stream(sink)
 
     def call(self, verb: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        return _wait(verb, self.begin_call(verb, *args, **kwargs), timeout)
+
+    def begin_call(self, verb: str, *args: Any, **kwargs: Any) -> Future[Any]:
         call, future = self._reader.calls.open(verb, tuple(_by_path(arg) for arg in args), kwargs)
         try:
             frames = self._codec.encode(call)
@@ -281,7 +296,7 @@ class ProcessClient:
             self._reader.calls.forget(call.call_id)
             raise InputError(f"arguments of {verb!r}: {wrong}") from wrong
         self._reader.send(frames)
-        return _wait(call, future, self._reader.calls, timeout)
+        return future
 
     def close(self) -> None:
         self._finalizer()

@@ -51,6 +51,7 @@ class Options:
     tokenization_kwargs: Mapping[str, Any] | None = None
     trace_headers: Mapping[str, str] | None = None
     data_parallel_rank: int | None = None
+    arrival: float | None = None  # wall clock; now, if not given
     seed: int | None = None  # drawn beforehand with `draw_seed`, so that order of arrival decides it
     any_logprobs: bool = False  # asked by Quire itself (beam search): max_logprobs does not apply
 
@@ -90,7 +91,7 @@ class InputProcessor:
         self._check_prompt(token_ids)
         max_tokens = self._max_tokens(params, len(token_ids))
         self._check_params(params, options)
-        arrival = time.time()
+        arrival = time.time() if options.arrival is None else options.arrival
         seed = params.seed if params.seed is not None else options.seed
         seed = self.draw_seed() if seed is None else seed
         # The prompt's log probabilities are the same for all n: the first answer brings them.

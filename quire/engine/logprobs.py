@@ -1,7 +1,7 @@
 """Log probabilities as callers read them: a list of dicts, or FlatLogprobs, grown from an engine's rows.
 
-In: LogprobRows (entry 0 of a row is the chosen or given token, then the most likely). Out: the public containers,
-with ranks and decoded tokens. Must not know: which request they belong to.
+In: LogprobRows (a row is the chosen or given token, then the most likely, then those asked for by id). Out: the public
+containers, with ranks and decoded tokens. Must not know: which request they belong to.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class LogprobList:
     """The log probabilities of one answer, or of a prompt (whose first token has none)."""
 
-    def __init__(self, tokenizer: Tokenizer | None, *, flat: bool, ranked: bool, prompt: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, flat: bool, num_ranked: int, prompt: bool) -> None:
         self.total = 0.0  # of the chosen tokens
         self._tokenizer = tokenizer
-        self._ranked = ranked  # entries after the first are the most likely, in order
+        self._num_ranked = num_ranked  # so many entries after the first are the most likely ones; -1: all
         self._flat = FlatLogprobs() if flat else None
         self._dicts: list[LogprobsOnePosition | None] = []
         if prompt:
@@ -37,7 +37,7 @@ class LogprobList:
         if asked is None and not chosen_ids:
             return None
         decoder = tokenizer if params.detokenize else None
-        return cls(decoder, flat=params.flat_logprobs, ranked=not chosen_ids, prompt=prompt)
+        return cls(decoder, flat=params.flat_logprobs, num_ranked=asked or 0, prompt=prompt)
 
     def extend(self, rows: LogprobRows, count: int | None = None) -> None:
         """Add the first `count` rows (all by default)."""
@@ -63,9 +63,10 @@ class LogprobList:
 
     def _position(self, token_ids: list[int], logprobs: list[float], rank: int) -> LogprobsOnePosition:
         found = {token_ids[0]: Logprob(logprobs[0], rank, self._text(token_ids[0]))}
+        num_ranked = len(token_ids) if self._num_ranked == -1 else self._num_ranked
         for place, (token_id, logprob) in enumerate(zip(token_ids[1:], logprobs[1:], strict=True), start=1):
             if token_id not in found:
-                found[token_id] = Logprob(logprob, place if self._ranked else None, self._text(token_id))
+                found[token_id] = Logprob(logprob, place if place <= num_ranked else None, self._text(token_id))
         return found
 
     def _text(self, token_id: int) -> str | None:

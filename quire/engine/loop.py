@@ -38,12 +38,11 @@ _STALL_LIMIT = 1000  # turns in a row that could have made progress and did not
 
 
 class EngineLoop:
-    def __init__(self, executor: Executor, scheduler: Scheduler, *, ahead: int = 0, audit_always: bool = False) -> None:
+    def __init__(self, executor: Executor, scheduler: Scheduler, *, ahead: int = 0) -> None:
         self.executor = executor
         self.scheduler = scheduler
         self.ahead = ahead
         self.paused = False
-        self._audit_always = audit_always
         self._flying: deque[tuple[StepPlan, PendingResult]] = deque()
         self._live: set[str] = set()  # requests whose end has not been said
         self._held: dict[str, EngineRequest] = {}  # came in while paused
@@ -146,13 +145,14 @@ class EngineLoop:
                 self._live.discard(output.request_id)
 
     def _check(self, had_work: bool) -> None:
-        """Audit the blocks when idle; a scheduler that holds requests and never runs one is a fault, not a wait."""
-        unfinished = self.scheduler.has_unfinished()
-        self._stalled = self._stalled + 1 if unfinished and not had_work and not self._news else 0
+        """A scheduler that holds requests and never runs one is a fault, not a wait."""
+        stuck = not had_work and not self._news and self.scheduler.has_unfinished()
+        self._stalled = self._stalled + 1 if stuck else 0
         if self._stalled > _STALL_LIMIT:
-            raise RuntimeError(f"the scheduler planned nothing {self._stalled} times with unfinished requests")
-        if self._audit_always or (not unfinished and not self._flying):
-            self.scheduler.audit()
+            raise RuntimeError(
+                f"nothing could be planned {self._stalled} times in a row: {self.scheduler.num_running} requests "
+                f"running, {self.scheduler.num_waiting} waiting"
+            )
 
     # ---- verbs that change the loop ----------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from quire.base import env, registry
+from quire.base import registry
 from quire.base.clock import now
 from quire.base.codec import Codec, CodecError, Frame
 from quire.base.log import logger
@@ -24,9 +24,10 @@ from quire.base.sockets import PeerGoneError, Wire
 from quire.engine.control import kind_of, message_of, reply_with_error
 from quire.engine.loop import EngineLoop, failed_output
 from quire.executor.base import make_executor
-from quire.sched.kv_layout import place
+from quire.sched.kv_layout import fit_length, place
 from quire.sched.scheduler import Scheduler
 from quire.schema.errors import InputError
+from quire.schema.kv import KVLayout, ModelInfo
 from quire.schema.messages import ControlReply, EngineDied, EngineReady, FromEngine, Outputs, Stop, ToEngine
 
 if TYPE_CHECKING:
@@ -58,14 +59,7 @@ def start_engine(config: EngineConfig) -> Started:
     try:
         info = executor.load()
         seconds["load"] = now() - began
-        max_model_len = config.model_config.max_model_len
-        layout = place(
-            info.specs,
-            executor.free_bytes(),
-            num_blocks=config.cache_config.num_gpu_blocks_override,
-            max_model_len=max_model_len,
-            max_num_seqs=config.scheduler_config.max_num_seqs,
-        )
+        layout, max_model_len = _place(config, info, executor.free_bytes())
         executor.init_kv(layout)
         executor.warm_up()
     except BaseException:
@@ -82,7 +76,27 @@ def start_engine(config: EngineConfig) -> Started:
         start_seconds=seconds,
     )
     log.info("Engine ready in %.1f s: %d KV blocks", seconds["total"], layout.num_blocks)
-    return Started(EngineLoop(executor, scheduler, ahead=ahead, audit_always=env.AUDIT.get()), ready)
+    return Started(EngineLoop(executor, scheduler, ahead=ahead), ready)
+
+
+def _place(config: EngineConfig, info: ModelInfo, free_bytes: int) -> tuple[KVLayout, int]:
+    """The KV layout, and the context length: the one asked for, or (-1) the longest that fits."""
+    num_blocks = config.cache_config.num_gpu_blocks_override
+    chunk = config.scheduler_config.max_num_batched_tokens
+    max_model_len = config.model_config.max_model_len
+    if max_model_len == -1:
+        max_model_len = fit_length(
+            info.specs, free_bytes, longest=info.max_positions, num_blocks=num_blocks, max_num_batched_tokens=chunk
+        )
+    layout = place(
+        info.specs,
+        free_bytes,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+        max_num_batched_tokens=chunk,
+    )
+    return layout, max_model_len
 
 
 def main(boot_bytes: bytes) -> None:

@@ -1,0 +1,1 @@
+"""The Python front doors: LLM, AsyncLLM and LLMEngine."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
@@ -25,6 +25,7 @@ from quire.loader.safetensors_file import SafetensorsFile
 from quire.schema.errors import CheckpointError, NotBuiltError
 
 FORMATS = ("auto", "safetensors", "pt", "gguf")
+_UnpicklingError = torch.serialization.pickle.UnpicklingError
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)(?P<end>\.\w+)")
 _NOT_WEIGHTS = (  # tensors that training or adapters leave beside a model
     "consolidated*", "adapter_*", "training_args.*", "optimizer.*", "scheduler.*", "scaler.*", "rng_state*",
@@ -176,7 +177,8 @@ def _read_torch(path: str, map_location: str | dict[str, str]) -> Iterator[Piece
     try:
         state: Any = torch.load(path, weights_only=True, mmap=zipfile.is_zipfile(path), map_location=map_location)
     except (
-        pickle.UnpicklingError,
+        _UnpicklingError,
+        struct.error,
         RuntimeError,
         EOFError,
         ValueError,

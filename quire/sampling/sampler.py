@@ -75,7 +75,7 @@ class Sampler:
                 refused[target] = refused.pop(source)
         if self.custom:
             self._tell_custom(removed, added, moved, num_rows)
-        return refused
+        return refused | self.custom.take_failures()
 
     def __call__(
         self,

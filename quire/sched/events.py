@@ -14,7 +14,7 @@ class KVCacheEvent(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_def
     """Something changed in the prefix cache."""
 
 
-class BlockStored(KVCacheEvent):
+class BlockStored(KVCacheEvent, frozen=True, kw_only=True):
     """Consecutive blocks of one prefix can be found from now on."""
 
     block_hashes: list[bytes]
@@ -27,7 +27,7 @@ class BlockStored(KVCacheEvent):
     group: int = 0
 
 
-class BlockRemoved(KVCacheEvent):
+class BlockRemoved(KVCacheEvent, frozen=True, kw_only=True):
     """These blocks were taken for something else."""
 
     block_hashes: list[bytes]
@@ -35,7 +35,7 @@ class BlockRemoved(KVCacheEvent):
     group: int = 0
 
 
-class AllBlocksCleared(KVCacheEvent):
+class AllBlocksCleared(KVCacheEvent, frozen=True, kw_only=True):
     """The cache was reset."""
 
 

@@ -8,8 +8,8 @@ A table is a list of block ids per group, -1 where nothing is (any more). Blocks
 results are in (`computed`), so a step in flight never loses a block it reads, nor a draft its way back.
 
 A block may be named as soon as its tokens are known and the grant that fills it stands: steps run in order, and within
-a step a layer writes all its K/V before it attends. A state layer does not (it scans), so with one nothing is shared
-within a step: `shares_in_step`. Must not know: order, gates, stop rules.
+a step a layer writes all its K/V before it attends. A state layer does not (it scans), so with one (`has_state`) blocks
+of a step are named when its plan is complete. Must not know: order, gates, stop rules.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class KVCache:
         self.cross = [i for i, group in enumerate(groups) if group.kind is KVKind.CROSS]
         self.growing = [(i, group.block_size) for i, group in enumerate(groups) if group.kind is not KVKind.CROSS]
         self.tails = [i for i, group in enumerate(groups) if group.kind not in (KVKind.FULL, KVKind.CROSS)]
-        self.shares_in_step = all(group.kind is not KVKind.STATE for group in groups)
+        self.has_state = any(group.kind is KVKind.STATE for group in groups)
         sizes = [size for _, size in self.growing]
         self.unit = math.gcd(*sizes) if sizes else 1  # tokens per hash
         self.align = math.lcm(*sizes) if sizes else 1  # a reused prefix ends at a block end in every group
@@ -110,6 +110,14 @@ class KVCache:
             lacking += more + sum(block >= 0 and refs[block] == 0 for block in row)
         return lacking
 
+    def outstanding(self, request: Request, upto: int) -> int:
+        """About how many more blocks a request at `upto` will take to get through its known tokens."""
+        known, tables, more = len(request.tokens), request.held.tables, 0
+        if upto < known:
+            for group, size in self.growing:
+                more += min(-(-known // size) - len(tables[group]), self.policies[group].peak(known, self.max_chunk))
+        return more
+
     def peak(self, request: Request) -> int:
         """Blocks it may hold at most, alone and with nothing else in flight."""
         total = sum(-(-num_encoder_tokens(request) // self.policies[g].block_size) for g in self.cross)
@@ -128,7 +136,8 @@ class KVCache:
 
     def grow(self, request: Request, upto: int) -> Tables:
         """Blocks up to `upto` tokens; what was appended, per group. The caller knows that they are there."""
-        tables, added = request.held.tables, [()] * len(self.policies)
+        tables = request.held.tables
+        added: list[tuple[int, ...]] = [()] * len(self.policies)
         for group, size in self.growing:
             table = tables[group]
             if (more := -(-upto // size) - len(table)) > 0:

@@ -51,7 +51,7 @@ class Planner:
         reserved = self._grant_running(draft)
         if self.waiting.items and reserved is not None:
             self._admit_waiting(draft, reserved)
-        if not self.kv.shares_in_step:
+        if self.kv.has_state:
             for request in draft.requests:
                 self.kv.name(request)
         return draft
@@ -102,7 +102,7 @@ class Planner:
                 single += 1
             draft.grants.append(request.grant(count, new_blocks))
             draft.requests.append(request)
-            if count > 1 and kv.shares_in_step:
+            if count > 1 and not kv.has_state:
                 kv.name(request)
         for gate in gates:
             gate.take_singles(single)
@@ -111,7 +111,7 @@ class Planner:
     def _admit_waiting(self, draft: Draft, reserved: int) -> None:
         """In order, until one lacks blocks or a gate is shut; one that a gate turns away may be overtaken."""
         waiting, kv, index = self.waiting.items, self.kv, 0
-        while index < min(len(waiting), MOST_SKIPPED) and not any([gate.closed() for gate in self.gates]):
+        while index < min(len(waiting), MOST_SKIPPED) and not self._closed():
             request = waiting[index]
             hit = kv.match(request)
             request.planned = hit.length  # gates see where it would start
@@ -148,8 +148,11 @@ class Planner:
         self.running.add(request)
         draft.grants.append(request.grant(count, new_blocks))
         draft.requests.append(request)
-        if self.kv.shares_in_step:
+        if not self.kv.has_state:
             self.kv.name(request)
+
+    def _closed(self) -> bool:
+        return any(gate.closed() for gate in self.gates)
 
     def _ask(self, request: Request, count: int) -> int:
         for gate in self.gates:
@@ -158,7 +161,7 @@ class Planner:
         return count
 
     def _make_room(self, request: Request, upto: int) -> bool:
-        """Preempt from the end of the order until `upto` tokens fit; False when only the request itself is left there."""
+        """Preempt from the end of the order until `upto` tokens fit; False when the request itself is at that end."""
         need = self.kv.need(request, upto)
         while need > self.kv.pool.num_free:
             if (last := self.running.items[-1]) is request:

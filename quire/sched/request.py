@@ -12,17 +12,35 @@ Must not know: gates, order, blocks (it only carries what kv_cache.py holds for 
 
 from __future__ import annotations
 
+from quire.sched.kv_cache import Holding
 from quire.schema.messages import EngineRequest
 from quire.schema.stats import RequestTimes
 from quire.schema.step import Grant, NewRow
-from quire.sched.kv_cache import Holding
 
 
 class Request:
     __slots__ = (
-        "computed", "drafts", "end", "epoch", "given", "id", "last_token", "limit", "next_block", "num_cached",
-        "num_prompt", "num_prompt_logprobs", "order", "planned", "room", "running", "stops", "target", "times",
-        "tokens", "held",
+        "computed",
+        "drafts",
+        "end",
+        "epoch",
+        "given",
+        "held",
+        "id",
+        "last_token",
+        "limit",
+        "next_block",
+        "num_cached",
+        "num_prompt",
+        "num_prompt_logprobs",
+        "order",
+        "planned",
+        "room",
+        "running",
+        "stops",
+        "target",
+        "times",
+        "tokens",
     )  # fmt: skip
 
     def __init__(self, given: EngineRequest, *, limit: int, queued: float) -> None:
@@ -38,7 +56,7 @@ class Request:
         self.num_cached = 0  # prompt tokens found in the prefix cache when first admitted
         self.num_prompt_logprobs = 0  # prompt positions whose log probabilities went out
         self.times = RequestTimes(queued=queued)
-        self.last_token = 0.0
+        self.last_token: float | None = None  # when its newest token came
         self.restart()
 
     def restart(self) -> None:
@@ -52,8 +70,8 @@ class Request:
     @property
     def reads_cache(self) -> bool:
         """Prompt log probabilities need every prompt position computed."""
-        asked = self.given.params.skip_reading_prefix_cache
-        return self.given.params.prompt_logprobs is None if asked is None else not asked
+        params = self.given.params
+        return params.prompt_logprobs is None and not params.skip_reading_prefix_cache
 
     @property
     def num_outputs(self) -> int:
@@ -73,10 +91,14 @@ class Request:
                 self.target = end
         return Grant(self.id, start, count, samples, self.epoch, new_blocks, drafts)
 
-    def accept(self, count: int, num_rejected: int) -> None:
-        """`count` tokens came back, the last `num_rejected` of them drafts that were wrong."""
-        self.computed += count - num_rejected
+    def judge(self, num_accepted: int) -> None:
+        """The drafts in flight came back; the wrong ones count as not computed."""
+        num_rejected = len(self.drafts) - num_accepted
+        self.computed -= num_rejected
         self.planned -= num_rejected
+        self.end += num_accepted
+        self.target = min(self.end, self.limit - 1)
+        self.drafts = ()
 
     def propose(self, drafts: list[int]) -> None:
         """Check these next. Stale when a later token is already in flight; cut to what may still be generated."""

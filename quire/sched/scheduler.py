@@ -175,8 +175,132 @@ class Scheduler:
                     outputs.append(
                         EngineOutput(request_id=request.id, new_token_ids=new, num_cached_tokens=request.num_cached)
                     )
-            elif (output := self._report(request, grant, new, ending, _Extras(result, index), now)) is not None:
-                outputs.append(output)
-        if not self.requests or env.AUDIT.get():
+                continue
+            logprobs, prompt_logprobs = _logprobs(result, index, grant, request, len(new))
+            if new or prompt_logprobs is not None:
+                outputs.append(self._report(request, new, ending, now, logprobs, prompt_logprobs))
+            if ending is None and request.id in result.drafts:
+                assert not kv.has_state, "a recurrent state cannot be taken back, so drafts cannot be checked"
+                request.propose(result.drafts[request.id])
+        if env.AUDIT.get():
             self.audit()
+        elif not self.requests:
+            audit.check_idle(self)
         return outputs
+
+    def _report(
+        self,
+        request: Request,
+        new: list[int],
+        ending: Ending | None,
+        now: float,
+        logprobs: LogprobRows | None,
+        prompt_logprobs: LogprobRows | None,
+    ) -> EngineOutput:
+        """An output with more to say than new tokens: the first one, the last one, or log probabilities."""
+        first = bool(new) and request.last_token is None
+        if first:
+            request.times.first_token = now
+        if new:
+            request.last_token = now
+        if ending is not None:
+            return self._finish(request, ending, new, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        return EngineOutput(
+            request_id=request.id,
+            new_token_ids=new,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=request.num_cached,
+            times=copy.copy(request.times) if first else None,
+        )
+
+    def _finish(
+        self,
+        request: Request,
+        ending: Ending,
+        new: list[int] | None = None,
+        *,
+        logprobs: LogprobRows | None = None,
+        prompt_logprobs: LogprobRows | None = None,
+        error: str | None = None,
+    ) -> EngineOutput:
+        """Its last output. Blocks go back at once: what is in flight for it runs before anything planned later."""
+        planner = self.planner
+        if request.running:
+            planner.running.remove(request)
+            planner.left.append(request.id)
+            self.kv.release(request)
+        else:
+            planner.waiting.remove(request)
+        request.running = False
+        request.epoch += 1
+        del self.requests[request.id]
+        request.times.last_token = request.last_token or 0.0
+        return EngineOutput(
+            request_id=request.id,
+            new_token_ids=new or [],
+            finish_reason=ending.reason,
+            stop_reason=ending.stop_id,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=request.num_cached,
+            times=request.times,
+            error=error,
+        )
+
+    # ------------------------------------------------------------------ what others may know
+
+    def stats(
+        self, *, plan_seconds: float = 0.0, forward_seconds: float = 0.0, commit_seconds: float = 0.0
+    ) -> StepStats:
+        """The step just committed; counts start anew with each call."""
+        tally, pool = self.tally, self.kv.pool
+        report = StepStats(
+            step=self.step,
+            running=self.num_running,
+            waiting=self.num_waiting,
+            prompt_tokens=tally.prompt_tokens,
+            generated_tokens=tally.generated_tokens,
+            preempted=tally.preempted,
+            kv_usage=1.0 - pool.num_free / max(1, pool.num_blocks),
+            cache=CacheStats(queries=tally.queries, hits=tally.hits),
+            plan_seconds=plan_seconds,
+            forward_seconds=forward_seconds,
+            commit_seconds=commit_seconds,
+        )
+        tally.begin()
+        return report
+
+    def take_events(self) -> list[Event]:
+        """What happened in the prefix cache since the last call; always empty unless events were asked for."""
+        events = self.kv.pool.events
+        if not events:
+            return []
+        self.kv.pool.events = []
+        return events
+
+    def audit(self) -> None:
+        """Every block accounted for, every count within its bounds; AssertionError says what is not."""
+        audit.check(self)
+
+
+def _logprobs(
+    result: StepResult, index: int, grant: Grant, request: Request, kept: int
+) -> tuple[LogprobRows | None, LogprobRows | None]:
+    """The log probabilities of the tokens kept, and of prompt positions that have not gone out before.
+
+    A grant's prompt rows begin at position start + 1: a position's hidden state scores the token after it.
+    """
+    rows = result.logprobs[index] if result.logprobs is not None else None
+    if rows is not None and kept < len(rows.ranks):
+        rows = cut_rows(rows, 0, kept)
+    prompt = result.prompt_logprobs.get(request.id)
+    if prompt is not None:
+        seen, upto = request.num_prompt_logprobs, grant.start + len(prompt.ranks)
+        prompt = cut_rows(prompt, max(0, seen - grant.start), len(prompt.ranks)) if seen < upto else None
+        request.num_prompt_logprobs = max(seen, upto)
+    return rows, prompt
+
+
+def cut_rows(rows: LogprobRows, first: int, last: int) -> LogprobRows:
+    return LogprobRows(rows.token_ids[first:last], rows.logprobs[first:last], rows.ranks[first:last])

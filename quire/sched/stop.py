@@ -17,15 +17,17 @@ class Ending(NamedTuple):
     stop_id: int | None = None
 
 
-def append(request: Request, new: list[int]) -> tuple[int, Ending | None]:
-    """Add new tokens up to the one that ends it; how many were kept, and why it ended if it did."""
+def append(request: Request, new: list[int]) -> tuple[list[int], Ending | None]:
+    """Add new tokens up to the one that ends it; those kept, and why it ended if it did."""
     tokens, stops, limit = request.tokens, request.stops, request.limit
     repetition = request.given.params.repetition_detection
     for kept, token in enumerate(new, 1):
         tokens.append(token)
-        if (token in stops or repetition is not None or len(tokens) >= limit) and (ending := ends(request, token)):
-            return kept, ending
-    return len(new), None
+        if token in stops or len(tokens) >= limit or repetition is not None:
+            ending = ends(request, token)
+            if ending is not None:
+                return new[:kept], ending
+    return new, None
 
 
 def ends(request: Request, token: int) -> Ending | None:

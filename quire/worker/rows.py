@@ -1,6 +1,6 @@
 """The persistent batch: one row per live request, rows 0 to n-1 without holes, changed by difference.
 
-Owns: which request has which row, the rows' tokens (on the device: the sampler writes there, the next step reads there),
+Owns: which request has which row, the rows' tokens (on the device: the sampler writes them, the next step reads them)
 and one block table per KV group. In: StepPlan.left, joined and the grants' new blocks. Out: what changed, for the
 sampler and for custom processors. Nothing is allocated after the start, whatever comes and goes.
 
@@ -38,7 +38,7 @@ class BlockTable:
         self.host = np.full((max_rows, -(-max_tokens // group.block_size)), -1, np.int32)
         self._used = [0] * max_rows
 
-    def append(self, row: int, blocks: Sequence[int]) -> None:
+    def append(self, row: int, blocks: Sequence[int] | np.ndarray) -> None:
         used = self._used[row]
         self.host[row, used : used + len(blocks)] = blocks
         self._used[row] = used + len(blocks)
@@ -85,15 +85,15 @@ class Rows:
         changes.removed.extend(reversed(holes))
         for row in holes:
             self._clear(row)
-        while holes:
-            last, hole = self.num_rows - 1, holes[-1]
-            self.request_of.pop()
+        while holes:  # falling: the highest first
+            last = self.num_rows - 1
+            name = self.request_of.pop()
             if last == holes[0]:
                 del holes[0]
                 continue
-            holes.pop()
+            hole = holes.pop()
             changes.moved.append((last, hole))
-            self._move(last, hole, plan)
+            self._move(name, last, hole)
         return changes
 
     def _grow(self) -> int:
@@ -110,7 +110,7 @@ class Rows:
         count = len(new.token_ids)
         self.lengths[row] = count
         self.tokens[row, :count] = torch.from_numpy(np.array(new.token_ids, np.int32)).to(self.tokens.device)
-        for table, blocks in zip(self.tables, new.blocks, strict=False):
+        for table, blocks in zip(self.tables, new.blocks or ((),) * len(self.tables), strict=True):
             table.append(row, blocks)
 
     def _clear(self, row: int) -> None:
@@ -118,8 +118,7 @@ class Rows:
         for table in self.tables:
             table.clear(row)
 
-    def _move(self, source: int, target: int, plan: StepPlan) -> None:
-        name = next(name for name, row in self.row_of.items() if row == source)
+    def _move(self, name: str, source: int, target: int) -> None:
         self.row_of[name] = target
         self.request_of[target] = name
         count = int(self.lengths[source])

@@ -35,7 +35,7 @@ class FakeEngine:
         self.prompts: list[Any] = []
         self.params: list[SamplingParams] = []
         self.aborted: list[str] = []
-        self.on_step = lambda: None
+        self.closed = False
         self._left: list[str] = []
         FakeEngine.made.append(self)
 
@@ -57,10 +57,12 @@ class FakeEngine:
         return bool(self._left)
 
     def step(self) -> list[RequestOutput]:
-        self.on_step()
         word = self._left.pop(0)
         answer = CompletionOutput(index=0, text=word, token_ids=[1], finish_reason=None if self._left else "stop")
         return [RequestOutput(self.request_id, None, [], None, [answer], finished=not self._left)]
+
+    def close(self) -> None:
+        self.closed = True
 
     def abort_request(self, request_ids: list[str]) -> None:
         self.aborted += request_ids
@@ -93,6 +95,7 @@ def test_quick_chat_prints_only_the_answer(engine: type[FakeEngine], capsys: pyt
     assert printed.out == "Hello!\n"
     assert "loading the embedded model ... " in printed.err
     (made,) = engine.made
+    assert made.closed
     assert text_of(made.prompts[0]) == "<system>Be brief.<user>Hi<assistant>"
     assert made.params[0] == SamplingParams(
         temperature=0.7, top_p=0.9, max_tokens=5, output_kind=RequestOutputKind.DELTA

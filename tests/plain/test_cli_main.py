@@ -21,7 +21,8 @@ def _called_quire(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]])
 def test_help_lists_every_command_and_only_those(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 0
-    listed = [line.split()[0] for line in capsys.readouterr().out.split("commands:")[1].split("options:")[0].split("\n") if line.strip()]  # fmt: skip
+    block = capsys.readouterr().out.split("commands:\n")[1].split("\n\n")[0]
+    listed = [line.split()[0] for line in block.splitlines()]
     assert listed == list(COMMANDS)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -46,6 +48,11 @@ def test_every_page_is_found_from_the_readme() -> None:
         links = re.findall(r"\]\(([^):#]+\.md)", page.read_text())
         todo += [p for p in ((page.parent / link).resolve() for link in links) if p not in seen]
     assert set(PAGES) <= seen, f"no link leads to {[p.name for p in PAGES if p not in seen]}"
+
+
+def test_reference_pages_are_current() -> None:
+    done = subprocess.run([sys.executable, "tools/reference.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_make_targets_named_in_docs_exist() -> None:

@@ -11,20 +11,27 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 
 from quire.base.gguf import GGUFError, GGUFFile
 from quire.base.log import logger, once
 from quire.schema.errors import CheckpointError, NotBuiltError
 from quire.text.forms.fast import FastTokenizer, add_ends
-from quire.text.forms.merges import merges_by_rank
+from quire.text.forms.marked import (
+    CONTROL,
+    NORMAL,
+    SPACE_MARK,
+    UNKNOWN,
+    Vocabulary,
+    add_marked_tokens,
+    bpe_pipeline,
+    unigram_pipeline,
+)
 from quire.text.forms.splits import SPLITS, Split
 
 log = logger(__name__)
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-SPACE_MARK = "▁"
 _NAMED = {
     "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "sep_token": "seperator", "pad_token": "padding",
     "cls_token": "cls", "mask_token": "mask",
@@ -43,9 +50,9 @@ class Metadata:
         self.tokens: list[str] = self._list("tokens", str)
         if not self.tokens:
             raise CheckpointError(f"{path}: the file holds no tokenizer (tokenizer.ggml.tokens is missing)")
-        self.types: list[int] = self._list("token_type", int) or [NORMAL] * len(self.tokens)
-        if len(self.types) != len(self.tokens):
-            raise CheckpointError(f"{path}: {len(self.tokens)} tokens but {len(self.types)} token types")
+        self.kinds: list[int] = self._list("token_type", int) or [NORMAL] * len(self.tokens)
+        if len(self.kinds) != len(self.tokens):
+            raise CheckpointError(f"{path}: {len(self.tokens)} tokens but {len(self.kinds)} token types")
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.all.get(f"tokenizer.ggml.{key}", default)
@@ -53,15 +60,24 @@ class Metadata:
     def flag(self, key: str, default: bool) -> bool:
         return bool(self.get(key, default))
 
-    def scores(self) -> list[float]:
-        found = self._list("scores", float)
-        if len(found) != len(self.tokens):
-            raise CheckpointError(f"{self.path}: {len(self.tokens)} tokens but {len(found)} scores")
-        return found
-
     def merges(self) -> list[tuple[str, str]]:
         pairs = [merge.partition(" ") for merge in self._list("merges", str)]
         return [(left, right) for left, _, right in pairs]
+
+    def vocabulary(self, *, space_prefix: bool = True) -> Vocabulary:
+        """For the sentencepiece family; `space_prefix` is what holds where the file does not say."""
+        scores = self._list("scores", float)
+        if len(scores) != len(self.tokens):
+            raise CheckpointError(f"{self.path}: {len(self.tokens)} tokens but {len(scores)} scores")
+        return Vocabulary(
+            tokens=self.tokens,
+            kinds=self.kinds,
+            scores=scores,
+            unknown=self.get("unknown_token_id"),
+            space_prefix=self.flag("add_space_prefix", space_prefix),
+            collapse_spaces=self.flag("remove_extra_whitespaces", False),
+            charsmap=bytes(c & 0xFF for c in self.get("precompiled_charsmap", ())),
+        )
 
     def special(self) -> dict[str, str]:
         """Named special tokens; an id outside the vocabulary is an error."""
@@ -103,8 +119,9 @@ def load_gguf(path: str) -> FastTokenizer:
     special = meta.special()
     try:
         pipeline = _BUILDERS[kind](meta, special)
-        _add_tokens(pipeline, meta)
     except (ValueError, UnicodeEncodeError) as wrong:
+        if isinstance(wrong, NotBuiltError | CheckpointError):
+            raise
         raise CheckpointError(f"{path}: the vocabulary cannot be read ({wrong})") from None
     return FastTokenizer(path, pipeline, special=special, chat_template=meta.chat_template())
 
@@ -113,13 +130,8 @@ def _byte_level(meta: Metadata, special: dict[str, str]) -> Pipeline:
     split = _split_of(meta)
     vocab = {token: i for i, token in enumerate(meta.tokens)}
     pipeline = Pipeline(models.BPE(vocab, meta.merges(), ignore_merges=split.ignore_merges))
-    if split.nfc:
-        pipeline.normalizer = normalizers.NFC()
-    cuts = [_cut(name, split.add_space) for name in split.cuts]
-    if "<gpt2>" not in split.cuts:
-        cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=split.add_space, use_regex=False))
-    pipeline.pre_tokenizer = cuts[0] if len(cuts) == 1 else pre_tokenizers.Sequence(cuts)
-    pipeline.decoder = decoders.ByteLevel()
+    set_split(pipeline, split)
+    add_marked_tokens(pipeline, meta.tokens, meta.kinds)
     _add_ends(pipeline, meta, special, bos=split.add_bos, eos=False)
     return pipeline
 
@@ -139,7 +151,18 @@ def _split_of(meta: Metadata) -> Split:
     return SPLITS[name]
 
 
-def _cut(name: str, add_space: bool) -> pre_tokenizers.PreTokenizer:
+def set_split(pipeline: Pipeline, split: Split) -> None:
+    """Everything around a byte-level model: normalisation, cutting into words, bytes, and back."""
+    if split.nfc:
+        pipeline.normalizer = normalizers.NFC()
+    cuts = [_cut(name) for name in split.cuts]
+    if "<gpt2>" not in split.cuts:
+        cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    pipeline.pre_tokenizer = cuts[0] if len(cuts) == 1 else pre_tokenizers.Sequence(cuts)
+    pipeline.decoder = decoders.ByteLevel()
+
+
+def _cut(name: str) -> Any:
     if name == "<digits>":
         return pre_tokenizers.Digits(individual_digits=True)
     if name == "<numbers>":
@@ -147,57 +170,44 @@ def _cut(name: str, add_space: bool) -> pre_tokenizers.PreTokenizer:
     if name == "<punctuation>":
         return pre_tokenizers.Punctuation("contiguous")
     if name == "<gpt2>":
-        return pre_tokenizers.ByteLevel(add_prefix_space=add_space, use_regex=True)
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     return pre_tokenizers.Split(Regex(name), "isolated")
 
 
 def _sentencepiece(meta: Metadata, special: dict[str, str]) -> Pipeline:
-    usable = (NORMAL, USER_DEFINED, UNUSED)
-    scores = meta.scores()
-    ranked = [i for i, kind in enumerate(meta.types) if kind in usable]
-    ranked.sort(key=lambda i: -scores[i])
-    return _marked_bpe(meta, special, merges_by_rank([meta.tokens[i] for i in ranked]), space=True)
-
-
-def _gemma(meta: Metadata, special: dict[str, str]) -> Pipeline:
-    pipeline = _marked_bpe(meta, special, meta.merges(), space=False)
+    pipeline = bpe_pipeline(meta.vocabulary())
+    _add_ends(pipeline, meta, special, bos=True, eos=False)
     return pipeline
 
 
-def _marked_bpe(
-    meta: Metadata, special: dict[str, str], merges: list[tuple[str, str]], *, space: bool
-) -> Pipeline:
-    """BPE over text whose spaces are written as a mark, with byte tokens for characters it does not know."""
-    unknown = special.get("unk_token")
-    vocab = {token: i for i, token in enumerate(meta.tokens)}
-    pipeline = Pipeline(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=BYTE in meta.types))
-    prefixed = meta.flag("add_space_prefix", space)
-    marks = normalizers.Replace(" ", SPACE_MARK)
-    pipeline.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE_MARK), marks]) if prefixed else marks
-    steps: list[Any] = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
-    pipeline.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
+def _gemma(meta: Metadata, special: dict[str, str]) -> Pipeline:
+    pipeline = bpe_pipeline(meta.vocabulary(space_prefix=False), meta.merges())
     _add_ends(pipeline, meta, special, bos=True, eos=False)
+    return pipeline
+
+
+def _unigram(meta: Metadata, special: dict[str, str]) -> Pipeline:
+    pipeline = unigram_pipeline(meta.vocabulary())
+    _add_ends(pipeline, meta, special, bos=False, eos=True)
     return pipeline
 
 
 def _word_piece(meta: Metadata, special: dict[str, str]) -> Pipeline:
     """In the file a token that starts a word carries the space mark and one that continues it carries nothing."""
     tokens = []
-    for token, kind in zip(meta.tokens, meta.types, strict=True):
+    for token, kind in zip(meta.tokens, meta.kinds, strict=True):
         if kind in (CONTROL, UNKNOWN):
             tokens.append(token)
         else:
             tokens.append(token.removeprefix(SPACE_MARK) if token.startswith(SPACE_MARK) else f"##{token}")
-    meta.tokens = tokens
-    unknown = special.get("unk_token", "[UNK]")
     vocab = {token: i for i, token in enumerate(tokens)}
-    pipeline = Pipeline(models.WordPiece(vocab, unk_token=unknown, max_input_chars_per_word=100))
-    pipeline.normalizer = normalizers.BertNormalizer(
+    pipeline = word_piece_pipeline(
+        vocab,
+        unknown=special.get("unk_token", "[UNK]"),
         lowercase=meta.flag("normalizer.lowercase", True),
         strip_accents=meta.flag("normalizer.strip_accents", True),
     )
-    pipeline.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    pipeline.decoder = decoders.WordPiece(prefix="##")
+    add_marked_tokens(pipeline, tokens, meta.kinds)
     begin = special.get("cls_token", special.get("bos_token", "[CLS]"))
     end = special.get("sep_token", special.get("eos_token", "[SEP]"))
     add_ends(
@@ -208,22 +218,15 @@ def _word_piece(meta: Metadata, special: dict[str, str]) -> Pipeline:
     return pipeline
 
 
-def _unigram(meta: Metadata, special: dict[str, str]) -> Pipeline:
-    unknown = meta.get("unknown_token_id")
-    pieces = list(zip(meta.tokens, meta.scores(), strict=True))
-    pipeline = Pipeline(models.Unigram(pieces, unk_id=unknown, byte_fallback=BYTE in meta.types))
-    steps: list[Any] = []
-    charsmap = meta.get("precompiled_charsmap")
-    if charsmap:
-        steps.append(normalizers.Precompiled(bytes(c & 0xFF for c in charsmap)))
-    if meta.flag("remove_extra_whitespaces", False):
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    if steps:
-        pipeline.normalizer = normalizers.Sequence(steps)
-    scheme = "always" if meta.flag("add_space_prefix", True) else "never"
-    pipeline.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    pipeline.decoder = decoders.Metaspace(prepend_scheme=scheme)
-    _add_ends(pipeline, meta, special, bos=False, eos=True)
+def word_piece_pipeline(
+    vocab: dict[str, int], *, unknown: str, lowercase: bool, strip_accents: bool | None, chinese: bool = True
+) -> Pipeline:
+    pipeline = Pipeline(models.WordPiece(vocab, unk_token=unknown, max_input_chars_per_word=100))
+    pipeline.normalizer = normalizers.BertNormalizer(
+        lowercase=lowercase, strip_accents=strip_accents, handle_chinese_chars=chinese
+    )
+    pipeline.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    pipeline.decoder = decoders.WordPiece(prefix="##")
     return pipeline
 
 
@@ -234,16 +237,6 @@ def _add_ends(pipeline: Pipeline, meta: Metadata, special: dict[str, str], *, bo
         bos=special.get("bos_token") if meta.flag("add_bos_token", bos) else None,
         eos=special.get("eos_token") if meta.flag("add_eos_token", eos) else None,
     )
-
-
-def _add_tokens(pipeline: Pipeline, meta: Metadata) -> None:
-    """Control tokens are special; user-defined ones are text that is never cut."""
-    added = [
-        AddedToken(token, special=kind == CONTROL, normalized=False)
-        for token, kind in zip(meta.tokens, meta.types, strict=True)
-        if kind in (CONTROL, USER_DEFINED) and token
-    ]
-    pipeline.add_tokens(added)
 
 
 _BUILDERS: dict[str, Callable[[Metadata, dict[str, str]], Pipeline]] = {

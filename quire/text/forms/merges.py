@@ -1,7 +1,8 @@
 """Merges for vocabularies that only rank their tokens (sentencepiece BPE, tiktoken).
 
 Those join whichever neighbours give the best-ranked token; a list of every way to make each token from two others, in
-order of rank, says the same to a BPE that works from a list of merges.
+order of rank, says the same to a BPE that works from a list of merges. Two ways to make one token compete only where
+they overlap ("a|aa|a"): there the longer left part goes first for sentencepiece, as in published conversions.
 """
 
 from __future__ import annotations
@@ -10,18 +11,15 @@ from collections.abc import Sequence
 
 
 def merges_by_rank(tokens: Sequence[str]) -> list[tuple[str, str]]:
-    """`tokens` best first. Of two ways to make one token the one with the better-ranked parts comes first."""
-    rank = {token: i for i, token in enumerate(tokens)}
+    """`tokens` best first."""
+    known = frozenset(tokens)
     merges: list[tuple[str, str]] = []
-    for token in tokens:
-        if len(token) < 2:
-            continue
-        ways = [
-            (rank[token[:cut]], rank[token[cut:]], cut)
-            for cut in range(1, len(token))
-            if token[:cut] in rank and token[cut:] in rank
-        ]
-        if len(ways) > 1:
-            ways.sort()
-        merges += [(token[:cut], token[cut:]) for _, _, cut in ways]
+    append = merges.append
+    for token in tokens:  # the hot loop of loading a large vocabulary: over a million cuts
+        for cut in range(len(token) - 1, 0, -1):
+            right = token[cut:]
+            if right in known:
+                left = token[:cut]
+                if left in known:
+                    append((left, right))
     return merges

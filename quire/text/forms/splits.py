@@ -25,17 +25,29 @@ def _cased(digits: str, *, after: str = "", newline: str = r"[\r\n/]*", but: str
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{newline}|{_TAIL}"
 
 
+def _ranges(points: str) -> str:
+    """Code points in hexadecimal, alone or as first-last -> the inside of a character class."""
+    spans = (span.partition("-") for span in points.split())
+    return "".join(rf"\x{{{first}}}-\x{{{last or first}}}" for first, _, last in spans)
+
+
 _DEEPSEEK_WORDS = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_ALPHABETS = (
-    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼ"
-    "ℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ"
-    "𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+# the cased alphabets as DeepSeek's first tokenizer lists them, by code point (some look like other letters)
+_ALPHABETS = _ranges(
+    "41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376-377 37B-37D 37F 386 388-38A 38C 38E-3A1 "
+    "3A3-3F5 3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA 1CBD-1CBF 1D00-1D2B 1D6B-1D77 1D79-1D9A "
+    "1E00-1F15 1F18-1F1D 1F20-1F45 1F48-1F4D 1F50-1F57 1F59 1F5B 1F5D 1F5F-1F7D 1F80-1FB4 1FB6-1FBC 1FBE 1FC2-1FC4 "
+    "1FC6-1FCC 1FD0-1FD3 1FD6-1FDB 1FE0-1FEC 1FF2-1FF4 1FF6-1FFC 2102 2107 210A-2113 2115 2119-211D 2124 2126 2128 "
+    "212A-212D 212F-2134 2139 213C-213F 2145-2149 214E 2183-2184 2C00-2C7B 2C7E-2CE4 2CEB-2CEE 2CF2-2CF3 A640-A66D "
+    "A680-A69B A722-A76F A771-A787 A78B-A78E AB70-ABBF FB00-FB06 FB13-FB17 FF21-FF3A FF41-FF5A 10400-1044F "
+    "104B0-104D3 104D8-104FB 10C80-10CB2 10CC0-10CF2 118A0-118DF 1E900-1E943"
 )
-_HAN_KANA = "[一-龥぀-ゟ゠-ヿ]+"
-_HAN_HANGUL = "[一-龥ࠀ-一가-퟿]+"
+_PUNCTUATION = _ranges("21-2F 3A-7E FF01-FF0F FF1A-FF5E 2018-201F 3000-3002")
+_HAN_KANA = f"[{_ranges('4E00-9FA5 3040-309F 30A0-30FF')}]+"
+_HAN_HANGUL = f"[{_ranges('4E00-9FA5 800-4E00 AC00-D7FF')}]+"
 
 
 @dataclass(frozen=True)
@@ -48,7 +60,6 @@ class Split:
     nfc: bool = False
     ignore_merges: bool = False  # a word that is a token as a whole is taken so
     add_bos: bool = False  # where the file does not say
-    add_space: bool = False  # a space before the first word
 
 
 _GPT2 = Split(("<gpt2>",))
@@ -124,7 +135,7 @@ SPLITS: dict[str, Split] = {
         (
             r"[\r\n]",
             rf"\s?[{_ALPHABETS}]+",
-            r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+            rf"\s?[{_PUNCTUATION}]+",
             r"\s+$",
             _HAN_HANGUL,
             "<digits>",

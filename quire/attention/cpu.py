@@ -1,0 +1,326 @@
+"""Attention on CPU: decodes of similar length in one padded call, prompt chunks row by row, all indices per step.
+
+A layer's cache is [num_slots, row]: a token's keys of all heads, then its values. Reading a context is one gather of
+rows by slot; a padded place repeats the row's own last token under a mask, so that no memory of another request, and
+none that was never written, is ever read.
+
+    one step:  rows with 1 query  ──sort by length──▶ packs of similar length, each: gather, one padded call
+               rows with more     ──▶ fresh (context is the chunk itself): no gather, keys as just computed
+                                  ──▶ continued: gather the context once, tiles of queries over it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
+from quire.ops.attention import padded_attention, write_cache
+from quire.schema.errors import ConfigError
+from quire.schema.kv import DTYPE_BYTES, KVGroup, KVKind, KVSpec
+
+TILE = 256  # queries per call where a mask is needed
+PACK_TOKENS = 1 << 14  # gathered tokens per call: about 25 MB at a width of 384 float32
+BAND_KEYS = 1 << 13  # keys before a tile up to which its mask is a slice of a stored band
+
+
+class CpuCache:
+    """`rows[slot]` is one token: keys of all kv heads, then values (none for latent attention)."""
+
+    def __init__(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> None:
+        self.spec = spec
+        dtype = getattr(torch, spec.dtype)
+        pages = memory.view(dtype)
+        if pages.shape[1] % spec.block_size or memory.shape[0] < num_blocks:
+            raise ConfigError(
+                f"KV memory of {tuple(memory.shape)} bytes does not hold {num_blocks} blocks of {spec.block_size} tokens"
+            )
+        values = spec.head_size if spec.v_head_size < 0 else spec.v_head_size
+        width, stride = spec.num_kv_heads * (spec.head_size + values), pages.shape[1] // spec.block_size
+        self.rows = pages.as_strided((num_blocks * spec.block_size, width), (stride, 1), pages.storage_offset())
+        self.heads, self.key_size, self.value_size = spec.num_kv_heads, spec.head_size, values
+
+    def split(self, rows: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+        """Gathered rows [batch * L, width] -> keys and values [batch, Hkv, L, size]; views."""
+        keys = self.heads * self.key_size
+        rows = rows.view(batch, -1, rows.shape[-1])
+        k = rows[..., :keys].unflatten(-1, (self.heads, self.key_size)).transpose(1, 2)
+        if not self.value_size:
+            return k, k
+        return k, rows[..., keys:].unflatten(-1, (self.heads, self.value_size)).transpose(1, 2)
+
+
+@dataclass
+class Pack:
+    """Decodes of similar length. `tokens` None: every token of the step, in order."""
+
+    tokens: Tensor | None  # [B] index into the step's tokens
+    slots: Tensor  # [B * L]
+    lengths: Tensor  # [B] keys each row really has
+    width: int  # L
+    ragged: bool
+
+
+@dataclass
+class Tile:
+    """Queries [start, stop) of a chunk row, over keys [first, last) counted from the row's first gathered key."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+@dataclass
+class Chunk:
+    """One row with several queries. `slots` None: fresh, its keys are the step's own."""
+
+    begin: int  # first token in the step
+    end: int
+    slots: Tensor | None
+    plain: bool  # fresh and nothing but causality hides a key: one call without a mask
+    tiles: list[Tile] = field(default_factory=list)
+
+
+class Bands:
+    """Masks of tiles, as slices of one band per window: 0 where a query sees a key, -inf where not."""
+
+    def __init__(self) -> None:
+        self._stored: dict[int, Tensor] = {}
+
+    def get(self, queries: int, before: int, window: int) -> Tensor:
+        """[queries, before + queries] for a tile with `before` keys ahead of its first query."""
+        if before > BAND_KEYS:
+            return self._make(queries, before, window)
+        band = self._stored.get(window)
+        room = 0 if band is None else band.shape[1] - TILE
+        if band is None or room < before:
+            room = min(BAND_KEYS, max(256, 1 << before.bit_length()))
+            band = self._stored[window] = self._make(TILE, room, window)
+        return band[:queries, room - before : room + queries]
+
+    @staticmethod
+    def _make(queries: int, before: int, window: int) -> Tensor:
+        gap = torch.arange(queries)[:, None] + before - torch.arange(before + queries)[None]
+        hidden = gap < 0 if not window else (gap < 0) | (gap >= window)
+        return torch.zeros(gap.shape).masked_fill_(hidden, float("-inf"))
+
+
+class CpuPlan:
+    def __init__(self, step: GroupStep, group: KVGroup, bands: Bands) -> None:
+        self.window = group.window if group.kind is KVKind.WINDOW else 0
+        self.chunk = group.window if group.kind is KVKind.CHUNK else 0
+        self.block_size, self.bands, self.slots = group.block_size, bands, step.slots
+        self.num_tokens = sum(step.query_lens)
+        self._tables = step.block_tables.long()
+        self.packs: list[Pack] = []
+        self.chunks: list[Chunk] = []
+        self._biases: dict[tuple[int, int], Tensor] = {}
+        self._cut(step)
+        self._attend, self._write = padded_attention.on("cpu"), write_cache.on("cpu")
+
+    # --- planning: once per step ---------------------------------------------------------------------------------
+
+    def _cut(self, step: GroupStep) -> None:
+        """Sort rows into packs of decodes and chunks."""
+        decodes: list[tuple[int, int, int]] = []  # (keys, row, token)
+        token = 0
+        for row, (count, context) in enumerate(zip(step.query_lens, step.context_lens, strict=True)):
+            if count == 1:
+                decodes.append((context - self._first_key(context - 1), row, token))
+            elif count:
+                self.chunks.append(self._chunk(row, token, count, context))
+            token += count
+        ordered = len(decodes) == self.num_tokens
+        if decodes and (not ordered or not _alike([keys for keys, _, _ in decodes])):
+            decodes.sort(reverse=True)
+            ordered = False
+        for part in _packs(decodes):
+            self.packs.append(self._pack(part, step.context_lens, whole=ordered and len(part) == len(decodes)))
+
+    def _first_key(self, position: int) -> int:
+        """The first position a query at `position` may read."""
+        if self.window:
+            return max(0, position - self.window + 1)
+        return position // self.chunk * self.chunk if self.chunk else 0
+
+    def _pack(self, rows: list[tuple[int, int, int]], contexts: object, *, whole: bool) -> Pack:
+        keys = torch.tensor([n for n, _, _ in rows])
+        index = torch.tensor([row for _, row, _ in rows])
+        ends = torch.tensor([contexts[row] for _, row, _ in rows])  # type: ignore[index]
+        width = int(keys.max())
+        spread = torch.arange(width)[None].minimum(keys[:, None] - 1)
+        positions = (ends - keys)[:, None] + spread  # [B, L]; padding repeats the row's last token
+        blocks = self._tables[index[:, None], positions // self.block_size]
+        slots = blocks.mul_(self.block_size).add_(positions % self.block_size).flatten()
+        tokens = None if whole else torch.tensor([token for _, _, token in rows])
+        return Pack(tokens, slots, keys, width, ragged=int(keys.min()) < width)
+
+    def _chunk(self, row: int, token: int, count: int, context: int) -> Chunk:
+        start = context - count
+        base = self._first_key(start)
+        fresh = start == 0
+        slots = None
+        if not fresh:
+            positions = torch.arange(base, context)
+            blocks = self._tables[row, positions // self.block_size]
+            slots = blocks.mul_(self.block_size).add_(positions % self.block_size)
+        open_ = not (self.window and context > self.window) and not (self.chunk and context > self.chunk)
+        return Chunk(token, token + count, slots, fresh and open_, list(self._tiles(start, context, base)))
+
+    def _tiles(self, start: int, context: int, base: int) -> Iterator[Tile]:
+        """Tiles never cross a chunk border, so that one band fits all queries of a tile."""
+        at = start
+        while at < context:
+            stop = min(at + TILE, context, (at // self.chunk + 1) * self.chunk if self.chunk else context)
+            yield Tile(at - start, stop - start, self._first_key(at) - base, stop - base)
+            at = stop
+
+    # --- running: once per layer -----------------------------------------------------------------------------------
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        cache: LayerCache | None,
+        *,
+        scale: float,
+        v_size: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        alibi: Tensor | None = None,
+    ) -> Tensor:
+        if not isinstance(cache, CpuCache):
+            raise ConfigError(f"the CPU attention plan was given a cache of type {type(cache).__name__}")
+        self._write(cache.rows, self.slots, k, v)
+        more = dict(scale=scale, softcap=softcap, sinks=sinks)
+        if len(self.packs) == 1 and self.packs[0].tokens is None:
+            return self._run_pack(self.packs[0], q, cache, alibi, more)[..., : v_size or None]
+        size = v_size or (cache.value_size or cache.key_size)
+        out = torch.empty((q.shape[0], q.shape[1], size), dtype=q.dtype)
+        for pack in self.packs:
+            part = q if pack.tokens is None else q.index_select(0, pack.tokens)
+            found = self._run_pack(pack, part, cache, alibi, more)[..., : v_size or None]
+            if pack.tokens is None:
+                return found
+            out.index_copy_(0, pack.tokens, found)
+        for chunk in self.chunks:
+            self._run_chunk(chunk, q, k, v, cache, alibi, more, out)
+        return out
+
+    def _run_pack(self, pack: Pack, q: Tensor, cache: CpuCache, alibi: Tensor | None, more: dict) -> Tensor:
+        """q [B, Hq, D] -> [B, Hq, Dv]. Query heads that share a kv head become its queries."""
+        batch, heads, size = q.shape
+        per = heads // cache.heads
+        rows = cache.rows.index_select(0, pack.slots)
+        keys, values = cache.split(rows if rows.dtype is q.dtype else rows.to(q.dtype), batch)
+        sinks = more["sinks"]
+        if sinks is not None:
+            more = more | {"sinks": sinks.view(cache.heads, per)}
+        mask = self._pack_mask(pack, alibi, cache.heads, per)
+        out = self._attend(q.reshape(batch, cache.heads, per, size), keys, values, mask, **more)
+        return out.reshape(batch, heads, -1)
+
+    def _pack_mask(self, pack: Pack, alibi: Tensor | None, kv_heads: int, per: int) -> Tensor | None:
+        """[B, 1, per, L] (with slopes [B, Hkv, per, L]) or None; made at the first layer, kept for the others."""
+        if not pack.ragged and alibi is None:
+            return None
+        key = (id(pack), 0 if alibi is None else alibi.data_ptr())
+        mask = self._biases.get(key)
+        if mask is None:
+            place = torch.arange(pack.width)
+            hidden = (place[None] >= pack.lengths[:, None])[:, None, None]  # [B, 1, 1, L]
+            bias = torch.zeros(hidden.shape)
+            if alibi is not None:
+                bias = -alibi.view(kv_heads, per, 1) * (pack.lengths[:, None] - 1 - place)[:, None, None]
+            mask = self._biases[key] = bias.masked_fill(hidden, float("-inf")).expand(-1, -1, per, -1)
+        return mask
+
+    def _run_chunk(
+        self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor | None, cache: CpuCache, alibi: Tensor | None, more: dict,
+        out: Tensor,
+    ) -> None:  # fmt: skip
+        part = q[chunk.begin : chunk.end].transpose(0, 1)[None]  # [1, Hq, M, D]
+        keys, values = self._chunk_keys(chunk, k, v, cache, q.dtype)
+        size = out.shape[-1]
+        special = more["softcap"] or more["sinks"] is not None or alibi is not None
+        if more["sinks"] is not None:
+            more = more | {"sinks": more["sinks"][:, None]}
+        if chunk.plain and not special:
+            found = self._attend(part, keys, values, None, causal=True, **more)
+            out[chunk.begin : chunk.end] = found[0, ..., :size].transpose(0, 1)
+            return
+        for tile in chunk.tiles:
+            before = tile.last - tile.first - (tile.stop - tile.start)
+            mask = self.bands.get(tile.stop - tile.start, before, self.window)
+            if alibi is not None:
+                mask = mask - alibi[:, None, None] * self._gaps(tile, before)
+            span = slice(tile.first, tile.last)
+            found = self._attend(part[:, :, tile.start : tile.stop], keys[:, :, span], values[:, :, span], mask, **more)
+            out[chunk.begin + tile.start : chunk.begin + tile.stop] = found[0, ..., :size].transpose(0, 1)
+
+    @staticmethod
+    def _gaps(tile: Tile, before: int) -> Tensor:
+        """[M, L] distances, nothing negative where a key is hidden anyway."""
+        queries = tile.stop - tile.start
+        return (torch.arange(queries)[:, None] + before - torch.arange(before + queries)[None]).clamp_(min=0)
+
+    def _chunk_keys(
+        self, chunk: Chunk, k: Tensor, v: Tensor | None, cache: CpuCache, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, Hkv, L, size] of a chunk's context."""
+        if chunk.slots is not None:
+            rows = cache.rows.index_select(0, chunk.slots)
+            return cache.split(rows if rows.dtype is dtype else rows.to(dtype), 1)
+        own = k[chunk.begin : chunk.end].transpose(0, 1)[None]
+        values = own if v is None else v[chunk.begin : chunk.end].transpose(0, 1)[None]
+        if cache.rows.dtype is not dtype:  # what later steps will read
+            own, values = own.to(cache.rows.dtype).to(dtype), values.to(cache.rows.dtype).to(dtype)
+        return own, values
+
+
+def _alike(keys: list[int]) -> bool:
+    """Few padded places: at most a quarter, or a block's worth."""
+    longest = max(keys)
+    return longest * len(keys) - sum(keys) <= max(sum(keys) // 4, 16 * len(keys))
+
+
+def _packs(decodes: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """Cut decodes (sorted by length, or alike) where padding or size gets too large."""
+    part: list[tuple[int, int, int]] = []
+    longest = 0
+    for row in decodes:
+        top = max(longest, row[0])
+        if part and (top * (len(part) + 1) > PACK_TOKENS or row[0] < longest * 3 // 4 - 16):
+            yield part
+            part, top = [], row[0]
+        part.append(row)
+        longest = top
+    if part:
+        yield part
+
+
+class CpuAttention:
+    name = "CPU_ATTN"
+
+    def __init__(self) -> None:
+        self._bands = Bands()
+
+    def supports(self, spec: KVSpec) -> str | None:
+        if spec.kind not in (KVKind.FULL, KVKind.WINDOW, KVKind.CHUNK):
+            return f"no CPU attention for KV of kind {spec.kind.value!r}"
+        if spec.dtype not in ("float32", "bfloat16", "float16"):
+            return f"no CPU attention over a {spec.dtype} cache"
+        if DTYPE_BYTES[spec.dtype] * spec.num_kv_heads * spec.head_size <= 0:
+            return f"{spec.num_kv_heads} kv heads of size {spec.head_size}"
+        return None
+
+    def make_cache(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> LayerCache:
+        return CpuCache(spec, num_blocks, memory)
+
+    def plan(self, step: GroupStep, group: KVGroup) -> AttentionPlan:
+        return CpuPlan(step, group, self._bands)

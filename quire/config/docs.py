@@ -1,0 +1,155 @@
+"""The option and environment reference, written from the declarations. `python -m quire.config.docs [--check]`.
+
+Out: docs/options.md and docs/environment.md of the repository; --check only compares and names what is stale.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+from quire.base import env
+from quire.config.args import AsyncOptions
+from quire.config.engine import EngineConfig
+from quire.config.option import INERT, LATER, READY, Declared, declarations, limits, parts
+from quire.config.table import group_of
+
+_HEAD = "<!-- Written by `python -m quire.config.docs`; change the declarations in quire/config, not this file. -->\n"
+_WORDS = {
+    READY: "**available**: works in this version",
+    LATER: "**not yet**: refused by name, unless the value is one of those listed",
+    INERT: "**no effect**: accepted, because what it asks for already holds",
+}
+
+
+class Row(NamedTuple):
+    name: str  # how it is written
+    declared: Declared
+    later: bool  # the mapping it is a key of cannot be given yet
+
+    @property
+    def usable(self) -> bool:
+        return self.declared.option.status is not LATER and not self.later
+
+
+def options_page() -> str:
+    """Every option, a table per group."""
+    sections = list(_sections())
+    single = [row for _, _, rows in sections for row in rows if group_of(row.declared.type) is None]
+    ready = sum(row.usable for row in single)
+    lines = [
+        _HEAD,
+        "# Options",
+        "",
+        f"{len(single)} options, {ready} of them usable in this version. One declaration makes the keyword of `LLM(...)` and",
+        "`EngineArgs(...)`, the command-line flag (`--max-num-seqs`, underscores work too), the key in a `--config`",
+        "file, and the row below. A name with a dot is a key of a mapping: `compilation_config={'mode': 0}` or",
+        "`--compilation-config.mode 0`.",
+        "",
+        *(f"- {words}" for words in _WORDS.values()),
+        "",
+    ]
+    for title, doc, rows in sections:
+        lines += [f"## {title}", "", doc, "", "| option | values | default | meaning | |", "|---|---|---|---|---|"]
+        lines += [_row(row) for row in rows] + [""]
+    return "\n".join(lines)
+
+
+def _sections() -> Iterator[tuple[str, str, list[Row]]]:
+    yield from _walk(EngineConfig, "", False)
+    rows = [Row(name, mine, False) for name, mine in declarations(AsyncOptions).items()]
+    yield "AsyncEngineArgs", AsyncOptions.__doc__ or "", rows
+
+
+def _walk(group: type[Any], path: str, later: bool) -> Iterator[tuple[str, str, list[Row]]]:
+    rows = []
+    declared = declarations(group)
+    for name, mine in declared.items():
+        flat = mine.option.name or name
+        rows.append(Row(flat if mine.option.flat else f"{path}.{name}", mine, later))
+    if rows:
+        yield group.__name__, (group.__doc__ or "").strip(), rows
+    for field in dataclasses.fields(group):
+        inner = group_of(field.type)
+        if inner is not None:
+            mine = declared.get(field.name)
+            unmade = later or (mine is not None and mine.option.status is LATER)
+            yield from _walk(inner, f"{path}.{field.name}" if path else field.name, unmade)
+
+
+def _row(row: Row) -> str:
+    o = row.declared.option
+    name = f"`{row.name}`"
+    if o.flags:
+        name += " " + " ".join(f"`{flag}`" for flag in o.flags)
+    values = " or ".join(dict.fromkeys(_values(part) for part in parts(row.declared.given) if part is not NoneType))
+    if o.choices:
+        values = ", ".join(f"`{choice}`" for choice in o.choices)
+    if bounds := limits(o):
+        values += f", {bounds}"
+    state = LATER.value if row.later else o.status.value
+    if state == READY.value and group_of(row.declared.type) is not None:
+        state = "its keys are below"
+    if o.status is LATER and o.ready:
+        state += f" (works: {', '.join(f'`{value}`' for value in (o.asked, *o.ready) if value is not None)})"
+    if o.why:
+        state += f": {o.why}"
+    default = "unset" if o.asked is None else f"`{o.asked!r}`"
+    cells = (name, values, default, o.doc, state)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _values(part: Any) -> str:
+    origin = get_origin(part)
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(part))
+    if origin is tuple:
+        return "list"
+    if origin is dict or group_of(part) is not None:
+        return "mapping"
+    return {int: "integer", float: "number", str: "text", bool: "true or false"}.get(part, "any")
+
+
+def environment_page() -> str:
+    """Every environment variable."""
+    lines = [
+        _HEAD,
+        "# Environment variables",
+        "",
+        "Each is read once, at first use. Where two spellings are given, the first wins.",
+        "",
+        "| variable | default | meaning |",
+        "|---|---|---|",
+    ]
+    for variable in env.ALL.values():
+        names = " or ".join(f"`{spelling}`" for spelling in variable.spellings)
+        default = "unset" if variable.default is None else f"`{variable.default}`"
+        choices = f" One of {', '.join(variable.choices)}." if variable.choices else ""
+        lines.append(f"| {names} | {default} | {variable.doc}{choices} |".replace("\n", " "))
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m quire.config.docs", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is stale")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "docs", help="folder of the pages")
+    args = parser.parse_args(argv)
+    stale = 0
+    for name, text in (("options.md", options_page()), ("environment.md", environment_page())):
+        page = args.out / name
+        if page.exists() and page.read_text(encoding="utf-8") == text:
+            continue
+        if args.check:
+            sys.stderr.write(f"{page} is stale: run  python -m quire.config.docs\n")
+            stale += 1
+        else:
+            page.parent.mkdir(parents=True, exist_ok=True)
+            page.write_text(text, encoding="utf-8")
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

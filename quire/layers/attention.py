@@ -1,0 +1,127 @@
+"""Attention: project, normalise, rotate, attend through the batch's plan, project back. Owns one layer's KVSpec.
+
+It knows its KV group's index and its cache only from `bind`; how keys are stored and read is the plan's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quire.layers.batch import Batch, LayerCache
+from quire.layers.linear import Linear
+from quire.layers.norm import Norm, NormKind
+from quire.layers.rope import Rope, Turn
+from quire.ops.attention import alibi_slopes
+from quire.quant.scheme import Slot, Storage
+from quire.schema.kv import KVKind, KVSpec
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """What one attention layer computes."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int = 0  # last tokens seen, the current one included; 0: all
+    chunk: int = 0  # only tokens of the same chunk of this length; 0: all
+    softcap: float = 0.0
+    sinks: bool = False
+    alibi: float = 0.0  # factor on the slopes; 0: none
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: str = ""  # head (one weight for all heads) | each (one per head) | full (over all heads at once)
+    qk_norm_kind: NormKind = NormKind()
+    qkv_clip: float = 0.0
+    grow: tuple[float, int] = (0.0, 1)  # (beta, length): queries grow by 1 + beta * log(1 + floor(position / length))
+
+
+class KVLayer(nn.Module):
+    """What attention layers of any kind share: a name, a spec, and the cache they are bound to."""
+
+    def __init__(self, layer: str, window: int, chunk: int) -> None:
+        super().__init__()
+        self.layer, self.window, self.chunk = layer, window, chunk
+        self.cache: LayerCache | None = None
+        self.group = 0
+
+    def bind(self, cache: LayerCache, group: int) -> None:
+        self.cache, self.group = cache, group
+
+    def sizes(self) -> tuple[int, int, int]:
+        """(kv heads, key size, value size), as KVSpec counts them."""
+        raise NotImplementedError
+
+    def kv_spec(self, block_size: int, kv_dtype: str) -> KVSpec:
+        heads, key, value = self.sizes()
+        kind = KVKind.WINDOW if self.window else KVKind.CHUNK if self.chunk else KVKind.FULL
+        return KVSpec(
+            layer=self.layer, kind=kind, block_size=block_size, num_kv_heads=heads, head_size=key, v_head_size=value,
+            dtype=kv_dtype, window=self.window or self.chunk,
+        )  # fmt: skip
+
+
+class Attention(KVLayer):
+    def __init__(self, prefix: str, width: int, kind: AttentionKind, rope: Rope | None, storage: Storage) -> None:
+        super().__init__(f"{prefix}attn", kind.window, kind.chunk)
+        self.prefix, self.kind, self.rope = prefix, kind, rope
+        size, heads, kv_heads = kind.head_dim, kind.heads, kind.kv_heads
+        parts = {"q_proj": heads * size, "k_proj": kv_heads * size, "v_proj": kv_heads * size}
+        self.qkv = Linear(prefix, width, parts, storage, bias=kind.qkv_bias, fused="qkv_proj")
+        self.o = Linear(prefix, heads * size, {"o_proj": width}, storage, bias=kind.o_bias)
+        self.q_norm = self._norm("q_norm", heads, storage)
+        self.k_norm = self._norm("k_norm", kv_heads, storage)
+        self.sinks = storage.parameter(heads) if kind.sinks else None
+        self.alibi = alibi_slopes(heads).to(storage.device) * kind.alibi if kind.alibi else None
+
+    def _norm(self, name: str, heads: int, storage: Storage) -> Norm | None:
+        size = self.kind.head_dim
+        shape = {"": (), "head": (size,), "each": (heads, size), "full": (heads * size,)}[self.kind.qk_norm]
+        return Norm(self.prefix + name, shape, self.kind.qk_norm_kind, storage) if shape else None
+
+    def sizes(self) -> tuple[int, int, int]:
+        return self.kind.kv_heads, self.kind.head_dim, -1
+
+    def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
+        kind, tokens = self.kind, x.shape[0]
+        q, k, v = self._project(x, turn)
+        if kind.grow[0]:
+            beta, length = kind.grow
+            q = q * (1 + beta * torch.log(1 + torch.floor(batch.positions / length)))[:, None, None].to(q.dtype)
+        out = batch.plans[self.group].run(
+            q, k, v, self.cache, scale=kind.scale, softcap=kind.softcap, sinks=self.sinks, alibi=self.alibi
+        )
+        return self.o(out.reshape(tokens, -1))
+
+    def _project(self, x: Tensor, turn: Turn | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, Hq, D], k and v [T, Hkv, D], normalised and rotated."""
+        kind, tokens, heads, kv_heads = self.kind, x.shape[0], self.kind.heads, self.kind.kv_heads
+        qkv = self.qkv(x)
+        if self.q_norm is None or self.k_norm is None:
+            if kind.qkv_clip:
+                qkv.clamp_(-kind.qkv_clip, kind.qkv_clip)
+            qkv = qkv.view(tokens, heads + 2 * kv_heads, kind.head_dim)
+            if self.rope is None or turn is None:
+                return qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
+            qk = self.rope.turn(qkv[:, :-kv_heads], turn)  # q and k lie side by side: one rotation for both
+            return qk[:, :heads], qk[:, heads:], qkv[:, -kv_heads:]
+        q, k, v = qkv.split(list(self.qkv.parts.values()), -1)
+        if kind.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if kind.qkv_clip:
+            q, k, v = (t.clamp(-kind.qkv_clip, kind.qkv_clip) for t in (q, k, v))
+        q, k, v = (t.view(tokens, -1, kind.head_dim) for t in (q, k, v))
+        if kind.qk_norm != "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None and turn is not None:
+            q, k = self.rope.turn(q, turn), self.rope.turn(k, turn)
+        return q, k, v
+
+    def slots(self) -> Iterator[Slot]:
+        if self.sinks is not None:
+            yield Slot(f"{self.prefix}sinks", self.sinks.data)

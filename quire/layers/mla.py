@@ -1,0 +1,74 @@
+"""Latent attention: keys and values are one compressed vector per token, shared by all heads.
+
+Always in absorbed form: a query is carried into the latent space (q W_k) and attends there over a single kv head of
+rank + rope entries, whose first `rank` entries are also the values; the result is carried out again by W_v. The cache
+holds rank + rope numbers per token and layer, and the plan is told that values are a slice of the keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.layers.attention import KVLayer
+from quire.layers.batch import Batch
+from quire.layers.linear import Linear
+from quire.layers.norm import Norm, NormKind
+from quire.layers.rope import Rope, Turn
+from quire.ops.linear import heads_matmul
+from quire.quant.scheme import Storage
+
+
+@dataclass(frozen=True)
+class MlaKind:
+    """What one latent attention layer computes. Sizes per head, except the ranks."""
+
+    heads: int
+    kv_rank: int
+    nope: int  # entries of a query or key without position
+    rope: int  # entries with position
+    value: int
+    scale: float
+    q_rank: int = 0  # 0: queries are not compressed
+    bias: bool = False
+    eps: float = 1e-6
+
+
+class LatentAttention(KVLayer):
+    def __init__(self, prefix: str, width: int, kind: MlaKind, rope: Rope, storage: Storage) -> None:
+        super().__init__(f"{prefix}attn", 0, 0)
+        self.kind, self.rope = kind, rope
+        norm, q_size = NormKind(eps=kind.eps), kind.heads * (kind.nope + kind.rope)
+        if kind.q_rank:
+            self.q_a: Linear | None = Linear(prefix, width, {"q_a_proj": kind.q_rank}, storage, bias=kind.bias)
+            self.q_norm: Norm | None = Norm(f"{prefix}q_a_layernorm", (kind.q_rank,), norm, storage)
+            self.q = Linear(prefix, kind.q_rank, {"q_b_proj": q_size}, storage)
+        else:
+            self.q_a = self.q_norm = None
+            self.q = Linear(prefix, width, {"q_proj": q_size}, storage)
+        latent = {"kv_a_proj_with_mqa": kind.kv_rank + kind.rope}
+        self.kv_a = Linear(prefix, width, latent, storage, bias=kind.bias)
+        self.kv_norm = Norm(f"{prefix}kv_a_layernorm", (kind.kv_rank,), norm, storage)
+        self.kv_b = Linear(prefix, kind.kv_rank, {"kv_b_proj": kind.heads * (kind.nope + kind.value)}, storage)
+        self.o = Linear(prefix, kind.heads * kind.value, {"o_proj": width}, storage, bias=kind.bias)
+        self._heads_matmul = heads_matmul.on(storage.device)
+
+    def sizes(self) -> tuple[int, int, int]:
+        return 1, self.kind.kv_rank + self.kind.rope, 0
+
+    def forward(self, x: Tensor, batch: Batch, turn: Turn) -> Tensor:
+        kind, tokens = self.kind, x.shape[0]
+        if self.q_a is not None and self.q_norm is not None:
+            q = self.q(self.q_norm(self.q_a(x)))
+        else:
+            q = self.q(x)
+        q_nope, q_rope = q.view(tokens, kind.heads, -1).split([kind.nope, kind.rope], -1)
+        latent, k_rope = self.kv_a(x).split([kind.kv_rank, kind.rope], -1)
+        carry = self.kv_b.weight.view(kind.heads, kind.nope + kind.value, kind.kv_rank)  # [H, nope + value, rank]
+        q = torch.cat((self._heads_matmul(q_nope, carry[:, : kind.nope]), self.rope.turn(q_rope, turn)), -1)
+        k = torch.cat((self.kv_norm(latent)[:, None], self.rope.turn(k_rope[:, None], turn)), -1)  # [T, 1, rank + rope]
+        out = batch.plans[self.group].run(q, k, None, self.cache, scale=kind.scale, v_size=kind.kv_rank)
+        out = self._heads_matmul(out, carry[:, kind.nope :].transpose(1, 2))
+        return self.o(out.reshape(tokens, -1))

@@ -1,0 +1,77 @@
+"""Norm: one normalisation, alone or joined with the addition to the residual stream that precedes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from quire.ops.norm import add_rms_norm, layer_norm, rms_norm, rms_norm_wide
+from quire.quant.scheme import Slot, Storage
+
+
+@dataclass(frozen=True)
+class NormKind:
+    """What a normalisation computes; see ops/norm.py."""
+
+    kind: str = "rms"  # rms | layer
+    eps: float = 1e-6
+    weight: bool = True
+    bias: bool = False
+    plus_one: bool = False  # the stored weight is the distance from one
+    wide: bool = False  # rms only: multiply the weight before rounding
+
+
+class Norm(nn.Module):
+    """`name` is the canonical name without leaf; `shape` the weight's, its last entry the normalised width."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], kind: NormKind, storage: Storage) -> None:
+        super().__init__()
+        self.name, self.kind = name, kind
+        self.weight = storage.parameter(*shape) if kind.weight else None
+        self.bias = storage.parameter(*shape) if kind.bias else None
+        self._function = self._choose(storage)
+        fused = kind.kind == "rms" and not (kind.plus_one or kind.wide) and len(shape) == 1
+        self._add = add_rms_norm.on(storage.device) if fused else None
+
+    def _choose(self, storage: Storage) -> Callable[[Tensor], Tensor]:
+        kind, eps, offset = self.kind, self.kind.eps, 1.0 if self.kind.plus_one else 0.0
+        if kind.kind == "layer":
+            layer = layer_norm.on(storage.device)
+            return lambda x: layer(x, self.weight, self.bias, eps, offset)
+        if kind.plus_one or kind.wide:
+            wide = rms_norm_wide.on(storage.device)
+            return lambda x: wide(x, self.weight, eps, offset)
+        rms = rms_norm.on(storage.device)
+        return lambda x: rms(x, self.weight, eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._function(x)
+
+    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm(x + delta), x + delta); delta None is nothing to add."""
+        if delta is None:
+            return self._function(x), x
+        if self._add is not None:
+            return self._add(x, delta, self.weight, self.kind.eps)
+        total = x + delta
+        return self._function(total), total
+
+    def slots(self) -> Iterator[Slot]:
+        for leaf, parameter in self.named_parameters(recurse=False):
+            yield Slot(f"{self.name}.{leaf}", parameter.data)
+
+    def extra_repr(self) -> str:
+        return f"{self.name}, {self.kind}"
+
+
+class NoNorm(nn.Module):
+    """In the place of a norm an architecture does not have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        total = x if delta is None else x + delta
+        return total, total

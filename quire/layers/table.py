@@ -1,0 +1,94 @@
+"""The weight table: checkpoint name -> where its numbers go. Built by walking the modules of a model.
+
+Loading, live updates, LoRA and quantization ignore-lists all read this one table; no model has loading code.
+
+    checkpoint name ──names──▶ canonical name ──slots──▶ target tensor (a parameter, or some rows of one)
+    "transformer.h.0.attn.c_attn.weight" ▶ "model.layers.0.self_attn.qkv_proj.weight" ▶ rows of q, k and v
+
+`names` are (pattern, replacement) regular expressions applied in order; several spellings may lead to one canonical
+name. `arrange` undoes layouts a checkpoint may use (transposed, interleaved). Must not know: files, or architectures.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from quire.quant.scheme import Slot
+from quire.schema.errors import CheckpointError
+
+JUNK = (r"rotary_emb\.inv_freq$", r"\.rotary_emb\.(cos|sin)_cached$", r"\.attn(?:ention)?\.(masked_)?bias$")
+Arrange = Callable[[str, Tensor], Tensor]
+
+
+@runtime_checkable
+class Filled(Protocol):
+    """A module that a checkpoint fills."""
+
+    def slots(self) -> Iterable[Slot]: ...
+
+
+class WeightTable:
+    def __init__(
+        self,
+        slots: Iterable[Slot],
+        *,
+        names: Sequence[tuple[str, str]] = (),
+        ignore: Sequence[str] = (),
+        arrange: Arrange = lambda name, tensor: tensor,
+    ) -> None:
+        self._slots = {slot.name: slot for slot in slots}
+        self._names = [(re.compile(pattern), new) for pattern, new in names]
+        self._ignore = re.compile("|".join((*JUNK, *ignore)))
+        self._arrange = arrange
+        self._missing = dict.fromkeys(name for name, slot in self._slots.items() if not slot.fills)
+
+    @classmethod
+    def of(cls, model: nn.Module, **options: object) -> WeightTable:
+        """All slots of all modules of a model. Options as for the constructor."""
+        return cls(slots_of(model), **options)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._slots.values())
+
+    def canonical(self, name: str) -> str:
+        """A checkpoint's spelling -> ours (the spelling of Llama-like checkpoints)."""
+        for pattern, new in self._names:
+            name = pattern.sub(new, name)
+        return name
+
+    def ignores(self, name: str) -> bool:
+        """Known to be in checkpoints and of no use: need not even be read."""
+        return self._ignore.search(self.canonical(name)) is not None or self._ignore.search(name) is not None
+
+    def load(self, name: str, tensor: Tensor) -> bool:
+        """Put one checkpoint tensor in its place. False: no such place (an unexpected name)."""
+        canonical = self.canonical(name)
+        slot = self._slots.get(canonical)
+        if slot is None:
+            return self.ignores(name)
+        tensor = self._arrange(canonical, tensor)
+        if tensor.shape != slot.target.shape:
+            raise CheckpointError(
+                f"tensor {name!r} has shape {list(tensor.shape)} in the checkpoint, but the model's config asks for "
+                f"{list(slot.target.shape)}",
+                param=name,
+                value=list(tensor.shape),
+            )
+        slot.target.copy_(tensor)
+        for filled in slot.fills or (canonical,):
+            self._missing.pop(filled, None)
+        return True
+
+    def missing(self) -> list[str]:
+        """Canonical names of places nothing was loaded into yet."""
+        return list(self._missing)
+
+
+def slots_of(model: nn.Module) -> Iterator[Slot]:
+    for module in model.modules():
+        if isinstance(module, Filled):
+            yield from module.slots()

@@ -1,0 +1,304 @@
+"""LLM: many prompts in, their answers out, in order. The engine runs in this process by default.
+
+In: prompts, conversations, parameters. Out: lists of RequestOutput (or BeamSearchOutput). Either every prompt of a
+call is taken or, when one is refused, none; whatever interrupts a call leaves the engine ready for the next one.
+Must not know: how a request is run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import msgspec
+
+from quire.base import registry
+from quire.engine.inputs import Asked, Options
+from quire.llm.beam import BeamSearchInstance, BeamSearchOutput
+from quire.llm.progress import Progress
+from quire.llm.prompts import list_conversations, list_prompts, pair, render
+from quire.llm.stepper import LLMEngine
+from quire.llm.verbs import verb
+from quire.observe.reader import Metric
+from quire.schema.errors import InputError, NotBuiltError
+from quire.schema.outputs import LogprobsOnePosition, RequestOutput
+from quire.schema.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.schema.prompt import TokensPrompt
+
+if TYPE_CHECKING:
+    from quire.text.tokenizer import Tokenizer
+
+ENGINE_ARGS = "quire.config:EngineArgs"
+Tqdm = bool | Callable[..., Any]
+
+
+def _pooling(name: str) -> Callable[..., Any]:
+    def refuse(self: LLM, *args: Any, **kwargs: Any) -> Any:
+        raise NotBuiltError(f"LLM.{name}: pooling models are not in this version of Quire")
+
+    refuse.__name__ = name
+    return refuse
+
+
+class LLM:
+    """A model to generate with. `options` are those of EngineArgs; unset `model` is the small one Quire comes with."""
+
+    engine_class: ClassVar[type[LLMEngine]] = LLMEngine
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        options.setdefault("disable_log_stats", True)
+        engine_args = registry.load(ENGINE_ARGS)(model=model, **options)
+        self.llm_engine = self.engine_class.from_engine_args(engine_args, usage_context="LLM_CLASS")
+        self.model_config = self.llm_engine.model_config
+        self.input_processor = self.llm_engine.input_processor
+        self.io_processor = None
+        self.default_sampling_params: dict[str, Any] = dict(self.model_config.default_sampling)
+        self._ids = itertools.count()
+        self._finalizer = weakref.finalize(self, self.llm_engine.front.close)
+
+    def close(self) -> None:
+        """Free the model and its memory. `del llm` does the same."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # ---- generating --------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Any = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prompt_token_ids: Any = None,
+        use_tqdm: Tqdm = True,
+        lora_request: Any = None,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers in the order of the prompts. Parameters: one for all, one for each, or the model's defaults."""
+        prompts = _join_legacy(prompts, prompt_token_ids)
+        params = pair(
+            self.get_default_sampling_params() if sampling_params is None else sampling_params,
+            len(prompts),
+            SamplingParams,
+            "sampling_params",
+        )
+        priorities = [0] * len(prompts) if priority is None else pair(list(priority), len(prompts), int, "priority")
+        final = {id(p): msgspec.structs.replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in params}
+        asked = [
+            self._prepare(
+                prompt,
+                final[id(one)],
+                Options(priority=urgency, lora_request=lora_request, tokenization_kwargs=tokenization_kwargs),
+            )
+            for prompt, one, urgency in zip(prompts, params, priorities, strict=True)
+        ]
+        return self._run(asked, use_tqdm)
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: Tqdm = True,
+        lora_request: Any = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """One conversation or a list of them, through the model's chat template."""
+        prompts = self.preprocess_chat(
+            messages,
+            chat_template=chat_template,
+            chat_template_content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def preprocess_chat(
+        self,
+        messages: Any,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[TokensPrompt]:
+        """Conversations as token prompts, which every other method takes."""
+        if mm_processor_kwargs is not None:
+            raise NotBuiltError("mm_processor_kwargs is not in this version of Quire", param="mm_processor_kwargs")
+        tokenizer = self.get_tokenizer()
+        return [
+            render(
+                tokenizer,
+                conversation,
+                chat_template=chat_template,
+                content_format=chat_template_content_format,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                template_kwargs=chat_template_kwargs,
+            )
+            for conversation in list_conversations(messages)
+        ]
+
+    def beam_search(
+        self,
+        prompts: Any,
+        params: BeamSearchParams,
+        lora_request: Any = None,
+        use_tqdm: Tqdm = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` likeliest continuations of each prompt; at most `concurrency_limit` prompts at once."""
+        if not isinstance(params, BeamSearchParams):
+            raise InputError(f"params must be BeamSearchParams, got {type(params).__name__}", param="params")
+        if concurrency_limit is not None and concurrency_limit < 1:
+            raise InputError(f"concurrency_limit must be at least 1, got {concurrency_limit}")
+        options = Options(lora_request=lora_request, any_logprobs=True)
+        searches = [self._search(prompt, params, options) for prompt in list_prompts(prompts)]
+        progress = Progress.make(use_tqdm, total=len(searches), words="Beam search")
+        size = concurrency_limit or max(1, len(searches))
+        with progress:
+            for first in range(0, len(searches), size):
+                self._run_searches(searches[first : first + size], options, progress)
+        return [self._finish_search(search) for search in searches]
+
+    def _search(self, prompt: Any, params: BeamSearchParams, options: Options) -> BeamSearchInstance:
+        asked = self._prepare(prompt, SamplingParams(max_tokens=params.max_tokens), options)
+        request = asked.requests[0]
+        ends = {request.eos_token_id, *request.stop_token_ids} - {None}
+        return BeamSearchInstance(
+            list(asked.token_ids), params, request.max_tokens, frozenset(end for end in ends if end is not None)
+        )
+
+    def _run_searches(self, searches: list[BeamSearchInstance], options: Options, progress: Progress) -> None:
+        """Each round extends every live beam of every search by one request of one token."""
+        live = [search for search in searches if not search.done]
+        while live:
+            asked = []
+            for search in live:
+                params = SamplingParams(
+                    temperature=0.0,
+                    max_tokens=1,
+                    logprobs=min(search.num_logprobs, self.input_processor.vocab_size),
+                    detokenize=False,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+                asked += [self._prepare(beam.tokens, params, options) for beam in search.beams]
+            results = iter(self._run(asked, False))
+            for search in live:
+                search.advance([_followed(next(results)) for _ in list(search.beams)])
+                if search.done:
+                    progress.advance()
+            live = [search for search in live if not search.done]
+
+    def _finish_search(self, search: BeamSearchInstance) -> BeamSearchOutput:
+        output = search.output()
+        tokenizer = self.llm_engine.tokenizer
+        for sequence in output.sequences:
+            if tokenizer is not None:
+                hides_end = sequence.stop_reason is not None and not search.params.include_stop_str_in_output
+                shown = sequence.tokens[:-1] if hides_end else sequence.tokens
+                sequence.text = tokenizer.decode(
+                    shown, skip_special_tokens=not search.params.include_stop_str_in_output
+                )
+        return output
+
+    def _prepare(self, prompt: Any, params: SamplingParams, options: Options) -> Asked:
+        return self.llm_engine.front.prepare(str(next(self._ids)), prompt, params, options)
+
+    def _run(self, asked: list[Asked], use_tqdm: Tqdm) -> list[RequestOutput]:
+        """Turn the engine until all of these have ended."""
+        engine, results = self.llm_engine, dict[str, RequestOutput]()
+        mine = {one.request_id for one in asked}
+        engine.add(asked)
+        try:
+            with Progress.make(use_tqdm, total=len(asked), words="Processed prompts") as progress:
+                while len(results) < len(asked):
+                    for result in engine.step():
+                        if result.finished and result.request_id in mine:
+                            results[result.request_id] = result
+                            progress.advance(result)
+        except BaseException:
+            engine.abort_request(mine - results.keys())
+            raise
+        return [results[one.request_id] for one in asked]
+
+    # ---- the model and the engine ------------------------------------------------------------------------------
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.llm_engine.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """From the model's generation config, unless generation_config='vllm'."""
+        return self.llm_engine.front.default_params()
+
+    def get_metrics(self) -> list[Metric]:
+        """Every metric as it is now; needs disable_log_stats=False."""
+        return self.llm_engine.get_metrics()
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """A control verb of engine/control.py."""
+        return self.llm_engine.front.call(name, *args, **kwargs)
+
+    apply_model = verb("apply_model")
+    reset_prefix_cache = verb("reset_prefix_cache")
+    reset_mm_cache = verb("reset_mm_cache")
+    sleep = verb("sleep")
+    wake_up = verb("wake_up")
+    start_profile = verb("start_profile")
+    stop_profile = verb("stop_profile")
+
+    encode = _pooling("encode")
+    embed = _pooling("embed")
+    classify = _pooling("classify")
+    reward = _pooling("reward")
+    score = _pooling("score")
+
+
+def _join_legacy(prompts: Any, prompt_token_ids: Any) -> list[Any]:
+    """The older keyword `prompt_token_ids`, alone or beside texts that are then only echoed."""
+    if prompt_token_ids is None:
+        if prompts is None:
+            raise InputError("generate needs prompts", param="prompts")
+        return list_prompts(prompts)
+    ids = list_prompts(prompt_token_ids)
+    if prompts is None:
+        return ids
+    texts = list_prompts(prompts)
+    if len(texts) != len(ids):
+        raise InputError(f"{len(texts)} prompts and {len(ids)} prompt_token_ids were given", param="prompt_token_ids")
+    return [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in zip(texts, ids, strict=True)]
+
+
+def _followed(result: RequestOutput) -> LogprobsOnePosition:
+    """What may follow a beam: the log probabilities of the one token that was generated."""
+    logprobs = result.outputs[0].logprobs
+    assert logprobs is not None
+    return logprobs[0]

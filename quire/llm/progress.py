@@ -1,0 +1,53 @@
+"""The progress bar of LLM's methods: prompts done, and tokens per second in and out. Nothing, if nobody wants one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from quire.base import registry
+from quire.base.clock import now
+from quire.schema.errors import InputError
+from quire.schema.outputs import RequestOutput
+
+TQDM = "tqdm:tqdm"
+
+
+class Progress:
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar  # None: no bar
+        self._began = now()
+        self._num_in = self._num_out = 0
+
+    @classmethod
+    def make(cls, asked: bool | Callable[..., Any], *, total: int, words: str) -> Progress:
+        """`asked` is a switch, or whatever builds a bar when called like tqdm."""
+        if asked is False:
+            return cls(None)
+        if asked is not True and not callable(asked):
+            raise InputError(f"use_tqdm must be a bool or build a bar when called, got {asked!r}", param="use_tqdm")
+        build = registry.load(TQDM) if asked is True else asked
+        return cls(build(total=total, desc=words, dynamic_ncols=True, postfix=_speed(0.0, 0.0)))
+
+    def advance(self, result: RequestOutput | None = None) -> None:
+        """One more prompt is done."""
+        if self._bar is None:
+            return
+        if result is not None:
+            self._num_in += len(result.prompt_token_ids or ()) * len(result.outputs)
+            self._num_out += sum(len(output.token_ids) for output in result.outputs)
+            seconds = max(now() - self._began, 1e-9)
+            self._bar.postfix = _speed(self._num_in / seconds, self._num_out / seconds)
+        self._bar.update(1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _speed(num_in: float, num_out: float) -> str:
+    return f"est. speed input: {num_in:.2f} toks/s, output: {num_out:.2f} toks/s"

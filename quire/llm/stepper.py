@@ -1,0 +1,161 @@
+"""LLMEngine: requests added one by one, turned step by step by the caller.
+
+In: add_request, abort_request. Out: step() -> RequestOutputs. The engine runs in this process unless
+QUIRE_ENABLE_V1_MULTIPROCESSING=1. LLM is built on this. Must not know: progress bars, lists of prompts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from quire.engine.client import InProcessClient
+from quire.engine.control import VERBS
+from quire.engine.inputs import Asked, Options
+from quire.llm.front import Front
+from quire.observe.reader import Metric
+from quire.schema.errors import InputError
+from quire.schema.outputs import RequestOutput
+from quire.schema.params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.config import EngineArgs, EngineConfig
+    from quire.engine.client import EngineClient
+    from quire.text.tokenizer import Tokenizer
+
+
+class EngineCore:
+    """The control verbs of an engine as methods: engine_core.reset_prefix_cache()."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_") or name not in VERBS:
+            raise AttributeError(f"an engine has no verb {name!r}; it has {', '.join(sorted(VERBS))}")
+        return functools.partial(self._client.call, name)
+
+
+class LLMEngine:
+    def __init__(self, vllm_config: EngineConfig) -> None:
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.front = Front(vllm_config, own_process=False)
+        self.engine_core = EngineCore(self.front.client)
+        self._kept: list[RequestOutput] = []  # results of a step that also had a failure to raise
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, usage_context: str | None = None) -> LLMEngine:
+        return cls(engine_args.create_engine_config(usage_context or "ENGINE_CONTEXT"))
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: EngineConfig) -> LLMEngine:
+        return cls(vllm_config)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: object,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> None:
+        options = Options(
+            priority=priority,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            trace_headers=trace_headers,
+            arrival=arrival_time,
+        )
+        self.add([self.front.prepare(request_id, prompt, params, options)])
+
+    def add(self, asked: Iterable[Asked]) -> None:
+        """Requests that are prepared already: all of them, or none."""
+        self.front.submit(asked)
+
+    def step(self) -> list[RequestOutput]:
+        """One turn of the engine (in a process of its own: its next news). A request that fails alone is raised."""
+        results, self._kept = self._kept, []
+        if not self.has_unfinished_requests():
+            return results
+        processed = self.front.take(self.front.client.receive())
+        results += processed.results
+        if processed.failures:
+            self._kept = results
+            raise processed.failures[0][1]
+        return results
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        self.front.abort([request_ids] if isinstance(request_ids, str) else list(request_ids))
+
+    def has_unfinished_requests(self) -> bool:
+        return len(self.front.outputs) > 0
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.front.outputs)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget cached prefixes. False: running requests hold blocks and were not to be started again."""
+        return bool(self.front.call("reset_prefix_cache", reset_running_requests, reset_connector))
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """One result per worker. `method` is a worker's method, 'module:function', or a callable of the worker."""
+        found: list[Any] = self.front.call("collective_rpc", method, timeout, list(args), kwargs, timeout=timeout)
+        return found
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        found: list[Any] = self.front.call("apply_model", func)
+        return found
+
+    def close(self) -> None:
+        self.front.close()
+
+    # ---- what the documented attribute paths reach -------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.front.tokenizer
+
+    @property
+    def input_processor(self) -> Any:
+        return self.front.inputs
+
+    @property
+    def output_processor(self) -> Any:
+        return self.front.outputs
+
+    @property
+    def model_executor(self) -> Any:
+        """Only in process: .driver_worker.worker.model_runner.model is the model."""
+        client = self.front.client
+        if not isinstance(client, InProcessClient):
+            raise InputError(
+                "model_executor lives in the engine's own process: use apply_model or collective_rpc, or run the "
+                "engine in this process (QUIRE_ENABLE_V1_MULTIPROCESSING=0)"
+            )
+        return client.loop.executor
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self.front.tokenizer is None:
+            raise InputError("the engine has no tokenizer (skip_tokenizer_init=True)")
+        return self.front.tokenizer
+
+    def get_metrics(self) -> list[Metric]:
+        return self.front.snapshot()
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def do_log_stats(self) -> None:
+        if self.front.log_stats is not None:
+            self.front.log_stats.say()

@@ -1,0 +1,31 @@
+"""Control verbs as methods of the front doors, generated from the one table in engine/control.py.
+
+A door writes `sleep = verb("sleep")` (or `async_verb`) and needs a `call(name, ...)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from quire.engine.control import VERBS
+
+
+def verb(name: str) -> Callable[..., Any]:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.call(name, *args, **kwargs)
+
+    return _named(run, name)
+
+
+def async_verb(name: str) -> Callable[..., Any]:
+    async def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return await self.call(name, *args, **kwargs)
+
+    return _named(run, name)
+
+
+def _named(run: Callable[..., Any], name: str) -> Callable[..., Any]:
+    run.__name__ = name
+    run.__doc__ = VERBS[name].doc
+    return run

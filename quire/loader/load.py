@@ -1,0 +1,141 @@
+"""From a resolved configuration to a model with its weights in place.
+
+In: EngineConfig and a device. Out: a Model. The model is built empty in its final dtype and device, then tensors are
+streamed from the files straight into their parameters through the weight table: one copy, nothing held twice.
+(Parameters are not made to share a mapped file's pages: most are joined from several tensors, and pages that the
+system may drop and read again at any time have no place under a running model.)
+Must not know: architectures, and what a worker does with the model.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.base.clock import now
+from quire.base.log import logger
+from quire.base.registry import load
+from quire.config.engine import EngineConfig, replace
+from quire.config.memory import LoadConfig
+from quire.loader.files import find_weights, read_weights, some
+from quire.models.build import Model, build_model
+from quire.schema.errors import CheckpointError, ConfigError
+
+_log = logger(__name__)
+DUMMY_STD = 0.02
+_DUMMY_VALUES = 1_048_573  # a prime, so that rows of a matrix do not repeat
+
+
+class Loaded(NamedTuple):
+    model: Model
+    num_bytes: int  # read from files; 0 for dummy weights
+    seconds: dict[str, float]  # "build" and "weights"
+
+
+def load_model(config: EngineConfig, device: torch.device | str) -> Model:
+    return load_timed(config, device).model
+
+
+def load_timed(config: EngineConfig, device: torch.device | str) -> Loaded:
+    start = now()
+    about = config.model_config
+    dtype = getattr(torch, about.dtype)
+    model = build_model(about.hf_config, dtype=dtype, device=device, max_model_len=about.max_model_len)
+    built = now()
+    num_bytes = reload_weights(model, config)
+    seconds = {"build": built - start, "weights": now() - built}
+    _log.info("Loaded %s (%s) in %.2f s", about.path, size_text(num_bytes), sum(seconds.values()))
+    return Loaded(model, num_bytes, seconds)
+
+
+@torch.no_grad()
+def reload_weights(model: Model, config: EngineConfig) -> int:
+    """Fill the model again, in place, as the configuration says now; returns the bytes read from files."""
+    how, about = config.load_config, config.model_config
+    if how.load_format == "dummy":
+        fill_dummy(model, about.seed)
+        return 0
+    found = find_weights(about.path, how.load_format, how.ignore_patterns)
+    first = next(iter(model.named_parameters()))[1]
+    pieces = read_weights(
+        found,
+        dtype=getattr(torch, about.dtype),
+        device=first.device,
+        strategy=how.safetensors_load_strategy,
+        map_location=how.pt_load_map_location,
+    )
+    table, unexpected = model.table(), []
+    with _progress(found.num_bytes, how) as advance:
+        for name, tensor, num_bytes in pieces:
+            if not table.load(name, tensor):
+                unexpected.append(name)
+            advance(num_bytes)
+    check_complete(about.path, table.missing(), unexpected)
+    return found.num_bytes
+
+
+def check_complete(path: str, missing: list[str], unexpected: list[str]) -> None:
+    """CheckpointError if a checkpoint has too few or too many tensors for its architecture."""
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} tensors are missing ({some(missing)})")
+    if unexpected:
+        problems.append(f"{len(unexpected)} have no place in it ({some(unexpected)})")
+    if problems:
+        raise CheckpointError(f"{path} does not fit its architecture: " + "; ".join(problems))
+
+
+@torch.no_grad()
+def fill_dummy(model: Model, seed: int) -> None:
+    """Normal numbers of standard deviation 0.02 in every weight: a pure function of seed and the weight's name.
+
+    Every weight repeats one sequence of about a million numbers, each from a place of its own, because drawing
+    billions would take minutes.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(_DUMMY_VALUES, generator=generator) * DUMMY_STD
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            flat = parameter.data.view(-1)
+            start = zlib.crc32(name.encode()) % len(values)
+            turned = values.roll(-start).to(parameter.device, parameter.dtype)
+            for at in range(0, flat.numel(), len(turned)):
+                piece = flat[at : at + len(turned)]
+                piece.copy_(turned[: len(piece)])
+        else:
+            parameter.data.zero_()
+
+
+def update_config(config: EngineConfig, changes: Mapping[str, Any]) -> EngineConfig:
+    """{"load_config": {"load_format": "auto"}} -> a new configuration; only what is read again later may change."""
+    if not isinstance(changes, Mapping) or not all(isinstance(inner, Mapping) for inner in changes.values()):
+        raise ConfigError(f"update_config takes {{group: {{option: value}}}}, got {changes!r}", value=changes)
+    if unknown := [name for name in changes if name not in ("load_config", "model_config")]:
+        raise ConfigError(f"update_config can change load_config and model_config, not {', '.join(unknown)}")
+    flat = {f"{group}.{key}": value for group, inner in changes.items() for key, value in inner.items()}
+    updated: EngineConfig = replace(config, **flat)
+    return updated
+
+
+def size_text(num_bytes: int) -> str:
+    if not num_bytes:
+        return "no files"
+    power = min(int(math.log(num_bytes, 1000)), 4)
+    return f"{num_bytes / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+@contextmanager
+def _progress(total: int, how: LoadConfig) -> Iterator[Any]:
+    """Calls take the bytes done; a bar shows them on a terminal."""
+    if not how.use_tqdm_on_load or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    with load("tqdm:tqdm")(total=total, desc="Loading weights", unit="B", unit_scale=True) as bar:
+        yield bar.update
+        bar.update(max(0, total - bar.n))  # headers and vocabularies

@@ -1,0 +1,161 @@
+"""Attention arithmetic: scores, masks and weighted values, over padded tensors and over paged rows.
+
+`paged_attention` is the meaning: any mix of rows, each reading its context through a block table. `padded_attention`
+is the inner piece backends build on: a batch of equally long (masked) problems. Softmax is in float32 everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.ops.op import cpu_has_bf16, op
+
+MAX_SCORES = 1 << 24  # elements of one score tensor; longer problems are cut along the queries
+
+
+@op
+def padded_attention(
+    q: Tensor,  # [B, Hq, M, D]
+    k: Tensor,  # [B, Hkv, L, D], Hkv divides Hq
+    v: Tensor,  # [B, Hkv, L, Dv]
+    mask: Tensor | None,  # float32, added to the scores; broadcasts to [B, Hq, M, L]; -inf hides
+    *,
+    scale: float,
+    causal: bool = False,  # M == L: query i sees keys up to i
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,  # broadcasts to [Hq, M]: a score that takes weight and has no value
+) -> Tensor:  # [B, Hq, M, Dv]
+    """softmax(cap(q k scale) + mask) v, with an optional sink."""
+    (batch, heads, m, _), (kv_heads, length) = q.shape, k.shape[1:3]
+    if causal:
+        shape = (m, length)
+        mask = torch.full(shape, float("-inf"), device=q.device).triu_(1) if mask is None else mask
+    if batch * heads * m * length > MAX_SCORES and m > 1:
+        return _in_slices(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)
+    folded = q.reshape(batch, kv_heads, heads // kv_heads * m, -1)
+    scores = torch.matmul(folded.float(), k.float().transpose(-1, -2)).mul_(scale).view(batch, heads, m, length)
+    if softcap:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    if mask is not None:
+        scores = scores + mask
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        column = sinks.float().expand(batch, heads, m)[..., None]
+        weights = torch.cat((scores, column), -1).softmax(-1)[..., :length]
+    weights = weights.view(batch, kv_heads, -1, length)
+    return torch.matmul(weights, v.float()).view(batch, heads, m, -1).to(q.dtype)
+
+
+def _in_slices(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    m = q.shape[2]
+    rows = max(1, MAX_SCORES * m // (q.shape[0] * q.shape[1] * m * k.shape[2]))
+    pieces = []
+    for start in range(0, m, rows):
+        part = slice(start, min(start + rows, m))
+        cut = mask if mask is None or mask.shape[-2] == 1 else mask[..., part, :]
+        sink = sinks if sinks is None or sinks.shape[-1] == 1 else sinks[..., part]
+        pieces.append(
+            padded_attention.reference(q[:, :, part], k, v, cut, scale=scale, softcap=softcap, sinks=sink)
+        )  # fmt: skip
+    return torch.cat(pieces, 2)
+
+
+@padded_attention.form("cpu")
+def padded_attention_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    causal: bool = False,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """torch's fused CPU kernel where it can express the problem (it accumulates in float32)."""
+    if softcap or sinks is not None:
+        return padded_attention.reference(q, k, v, mask, scale=scale, causal=causal, softcap=softcap, sinks=sinks)
+    dtype = q.dtype
+    if dtype is not torch.float32 and not cpu_has_bf16():
+        q, k, v = q.float(), k.float(), v.float()
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.to(dtype)
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """[heads] float32: the geometric slopes of the ALiBi paper, extended to any number of heads."""
+    power = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
+    slopes += [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(heads - power)]
+    return torch.tensor(slopes)
+
+
+def visible(queries: Tensor, keys: Tensor, *, window: int = 0, chunk: int = 0) -> Tensor:
+    """[M, L] bool: may a query at this position read a key at that position."""
+    gap = queries[:, None] - keys[None]
+    seen = gap >= 0
+    if window:
+        seen &= gap < window
+    if chunk:
+        seen &= queries[:, None] // chunk == keys[None] // chunk
+    return seen
+
+
+@op
+def write_cache(cache: Tensor, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
+    """Put k [T, Hkv, D] and v [T, Hkv, Dv] side by side into rows `slots` of cache [num_slots, Hkv * (D + Dv)]."""
+    rows = k.flatten(1) if v is None else torch.cat((k.flatten(1), v.flatten(1)), 1)
+    cache.index_copy_(0, slots, rows.to(cache.dtype))
+
+
+@op
+def paged_attention(
+    q: Tensor,  # [T, Hq, D]
+    cache: Tensor,  # [num_slots, Hkv * (D + Dv)], this step's keys and values included
+    block_tables: Tensor,  # [R, max_blocks]
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    block_size: int,
+    kv_heads: int,
+    scale: float,
+    v_size: int = 0,  # latent attention: values are the first v_size entries of the (only) keys
+    window: int = 0,
+    chunk: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,  # [Hq]
+    alibi: Tensor | None = None,  # [Hq]
+) -> Tensor:  # [T, Hq, Dv]
+    """Causal attention of each row's queries over its whole context, row by row: slow, and the oracle."""
+    out, start, size = [], 0, q.shape[-1]
+    for row, (count, context) in enumerate(zip(query_lens, context_lens, strict=True)):
+        if not count:
+            continue
+        keys = torch.arange(context, device=q.device)
+        queries = torch.arange(context - count, context, device=q.device)
+        seen = visible(queries, keys, window=window, chunk=chunk)
+        used = seen.any(0)  # blocks no query reads may be gone
+        keys, seen = keys[used], seen[:, used]
+        blocks = block_tables[row].long()[keys // block_size]
+        kv = cache[blocks * block_size + keys % block_size].to(q.dtype)
+        k = kv[:, : kv_heads * size].view(len(keys), kv_heads, size)
+        v = k[..., :v_size] if v_size else kv[:, kv_heads * size :].view(len(keys), kv_heads, -1)
+        mask = torch.zeros(seen.shape, device=q.device).masked_fill_(~seen, float("-inf"))
+        if alibi is not None:
+            mask = mask - alibi[:, None, None] * (queries[:, None] - keys[None])
+        row_out = padded_attention.reference(
+            q[start : start + count].transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], mask,
+            scale=scale, softcap=softcap, sinks=None if sinks is None else sinks[:, None],
+        )  # fmt: skip
+        out.append(row_out[0].transpose(0, 1))
+        start += count
+    return torch.cat(out)

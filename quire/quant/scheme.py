@@ -1,0 +1,93 @@
+"""WeightScheme: how the numbers of a matrix are stored, filled from a checkpoint, and multiplied.
+
+A Linear asks its scheme to create parameters, names the places a checkpoint fills (`slots`), lets the scheme finish
+them once all are there, and multiplies through `apply`. `Storage` is what every module needs to make parameters.
+Must not know: which model a matrix belongs to, or where its numbers come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from quire.ops.linear import linear
+
+
+class Slot(NamedTuple):
+    """One place a checkpoint tensor goes. With `fills` it is another spelling: a tensor that holds those slots whole."""
+
+    name: str
+    target: Tensor
+    fills: tuple[str, ...] = ()
+
+
+class WeightScheme(Protocol):
+    name: str
+
+    def create(self, layer: nn.Module, in_size: int, out_size: int, *, bias: bool) -> None:
+        """Give the layer its parameters."""
+        ...
+
+    def slots(self, layer: nn.Module, parts: Mapping[str, int]) -> Iterator[tuple[str, str, Tensor]]:
+        """(part, leaf name, target) of everything a checkpoint stores; part '' is the whole of a fused matrix."""
+        ...
+
+    def finish(self, layer: nn.Module) -> None:
+        """All slots are filled: repack, transpose, fold, as the kernel wants it."""
+        ...
+
+    def apply(self, layer: nn.Module, x: Tensor) -> Tensor: ...
+
+
+class Plain:
+    """Numbers as they are: weight [out, in] and bias [out] in the model's dtype."""
+
+    name = "plain"
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self._linear = linear.on(device)
+
+    def create(self, layer: nn.Module, in_size: int, out_size: int, *, bias: bool) -> None:
+        layer.register_parameter("weight", new_parameter((out_size, in_size), self.dtype, self.device))
+        layer.register_parameter("bias", new_parameter((out_size,), self.dtype, self.device) if bias else None)
+
+    def slots(self, layer: nn.Module, parts: Mapping[str, int]) -> Iterator[tuple[str, str, Tensor]]:
+        for leaf, parameter in layer.named_parameters(recurse=False):
+            for (part, rows), end in zip(parts.items(), accumulate(parts.values()), strict=True):
+                yield part, leaf, parameter.data[end - rows : end]
+            if len(parts) > 1:
+                yield "", leaf, parameter.data
+
+    def finish(self, layer: nn.Module) -> None:
+        return None
+
+    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return self._linear(x, layer.weight, layer.bias)
+
+
+def new_parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Not filled, and never trained."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Where parameters live and in which form; passed to every module that makes some."""
+
+    dtype: torch.dtype
+    device: torch.device
+    scheme_of: Callable[[str], WeightScheme]  # a matrix's canonical name -> its scheme
+
+    @classmethod
+    def plain(cls, dtype: torch.dtype, device: torch.device | str) -> Storage:
+        scheme = Plain(dtype, torch.device(device))
+        return cls(dtype, torch.device(device), lambda name: scheme)
+
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        return new_parameter(shape, dtype or self.dtype, self.device)

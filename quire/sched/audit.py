@@ -1,0 +1,65 @@
+"""Self-audit: free + held = all, and every count agrees with what it counts. Whole on demand, in short when idle."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quire.sched.blocks import BlockPool
+    from quire.sched.request import Request
+    from quire.sched.scheduler import Scheduler
+
+
+def check_idle(scheduler: Scheduler) -> None:
+    """No request is left, so no block may be held."""
+    pool = scheduler.kv.pool
+    assert pool.num_free == pool.num_blocks, f"{pool.num_blocks - pool.num_free} blocks are held by no request"
+
+
+def check(scheduler: Scheduler) -> None:
+    planner = scheduler.planner
+    running, waiting = planner.running.items, planner.waiting.items
+    for queue in (running, waiting):
+        assert all(a.order < b.order for a, b in pairwise(queue)), "a queue lost its order"
+    everyone = {request.id: request for request in (*running, *waiting)}
+    assert everyone == scheduler.requests, "a request is in no queue, or a queue has one that is not known"
+    assert all(request.running for request in running) and not any(request.running for request in waiting)
+    assert len(running) <= scheduler.settings.max_num_seqs, f"{len(running)} run at once"
+    for request in running:
+        _check_request(request)
+    for request in waiting:
+        assert not any(request.held.tables) and request.computed == request.planned == 0, f"{request.id} waits with KV"
+    _check_pool(scheduler.kv.pool, running)
+
+
+def _check_request(request: Request) -> None:
+    known = len(request.tokens)
+    assert request.computed <= request.planned <= request.target <= request.end + len(request.drafts), request.id
+    assert known <= request.end and known < request.limit, f"{request.id} has {known} of {request.limit} tokens"
+    assert request.planned <= request.room, f"{request.id} plans {request.planned} tokens in room for {request.room}"
+
+
+def _check_pool(pool: BlockPool, running: list[Request]) -> None:
+    holders = [0] * pool.num_blocks
+    for request in running:
+        for table in request.held.tables:
+            for block in table:
+                if block >= 0:
+                    holders[block] += 1
+    assert holders == pool.refs, f"blocks counted wrongly: {_differences(holders, pool.refs)}"
+    free = [*pool.blank, *pool.cached]
+    assert len(free) == len(set(free)) == holders.count(0), (
+        f"{len(free)} free blocks, {holders.count(0)} held by nobody"
+    )
+    assert not any(holders[block] for block in free), "a held block is free"
+    assert all(pool.names[block] is None for block in pool.blank), "a named block lies among the blank"
+    assert all(pool.names[block] is not None for block in pool.cached), "a block without a name lies among the cached"
+    found = {block: (name, group) for group, named in enumerate(pool.named) for name, block in named.items()}
+    assert len(found) == sum(map(len, pool.named)), "a block has two names"
+    known = {b: (name, pool.homes[b]) for b, name in enumerate(pool.names) if name is not None}
+    assert found == known, "names and the maps that find them differ"
+
+
+def _differences(counted: list[int], kept: list[int]) -> dict[int, tuple[int, int]]:
+    return {block: pair for block, pair in enumerate(zip(counted, kept, strict=True)) if pair[0] != pair[1]}

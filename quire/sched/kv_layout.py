@@ -1,0 +1,206 @@
+"""From what layers keep (KVSpec) and the bytes there are to where everything lies (KVLayout).
+
+    layers ── same kind, window, page ──▶ classes ── one page size ──▶ groups of equal size ──▶ slots
+Pages of different size are made equal by giving the smaller ones more tokens per block, else by leaving room unused.
+Groups have the same number of layers, so that page p of every slot can serve any group: with 10 full and 52 windowed
+layers that is 1 + 6 groups of 10 over 10 slots, the last one with 8 places empty.
+Must not know: torch, requests, how bytes were measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from quire.base.log import logger
+from quire.sched.kv_policy import make_policy
+from quire.schema.errors import ConfigError
+from quire.schema.kv import KVGroup, KVKind, KVLayout, KVSpec
+
+log = logger(__name__)
+GIB = 1 << 30
+PADDING = 1.1  # groups may cost this much more than the tightest arrangement, to be fewer
+
+Class = list[KVSpec]
+
+
+def place(
+    specs: Sequence[KVSpec],
+    free_bytes: int,
+    *,
+    num_blocks: int | None = None,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int | None = None,
+) -> KVLayout:
+    """Place every layer. `num_blocks` replaces what the bytes allow; ConfigError if one longest request cannot fit.
+
+    `max_num_batched_tokens` is the most one step computes (unset: a whole request): windows are held that much longer.
+    """
+    layout = arrange(specs, max_model_len, max_num_batched_tokens)
+    block_bytes = layout.page_bytes * len(layout.slots)
+    layout = msgspec.structs.replace(
+        layout, num_blocks=num_blocks if num_blocks is not None else max(0, free_bytes) // block_bytes
+    )
+    need = blocks_needed(layout, max_model_len, max_num_batched_tokens)
+    if need > layout.num_blocks:
+        raise _too_small(layout, need, free_bytes, num_blocks, max_model_len, max_num_batched_tokens)
+    if layout.num_blocks < max_num_seqs * len(layout.groups):
+        log.warning(
+            "%d KV blocks are fewer than one per group for each of max_num_seqs=%d requests: not all can run at once",
+            layout.num_blocks,
+            max_num_seqs,
+        )
+    log.info(
+        "KV cache: %d blocks in %d group(s), %.2f GiB, holds %.1f requests of max_model_len=%d",
+        layout.num_blocks, len(layout.groups), layout.total_bytes / GIB, layout.num_blocks / need, max_model_len,
+    )  # fmt: skip
+    return layout
+
+
+def fit_length(
+    specs: Sequence[KVSpec],
+    free_bytes: int,
+    *,
+    longest: int,
+    num_blocks: int | None = None,
+    max_num_batched_tokens: int | None = None,
+) -> int:
+    """The largest max_model_len up to `longest` of which one request fits; ConfigError if not even two tokens do."""
+
+    def fits(length: int) -> bool:
+        layout = arrange(specs, length, max_num_batched_tokens)
+        there = num_blocks if num_blocks is not None else free_bytes // (layout.page_bytes * len(layout.slots))
+        return blocks_needed(layout, length, max_num_batched_tokens) <= there
+
+    if longest < 2 or not fits(2):
+        raise ConfigError(
+            f"no request of 2 tokens fits the KV cache: {free_bytes / GIB:.3f} GiB are free"
+            + (f", num_gpu_blocks_override={num_blocks}" if num_blocks is not None else "")
+            + f", longest allowed {longest}. Raise gpu_memory_utilization or kv_cache_memory_bytes",
+            param="max_model_len",
+        )
+    low, high = 2, longest + 1  # low fits, high does not (or is out of bounds)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def blocks_needed(layout: KVLayout, length: int, max_num_batched_tokens: int | None = None) -> int:
+    """Blocks that one request of `length` tokens may hold at once, over all groups."""
+    chunk = length if max_num_batched_tokens is None else max_num_batched_tokens
+    return sum(make_policy(group).peak(length, chunk) for group in layout.groups)
+
+
+def arrange(specs: Sequence[KVSpec], max_model_len: int, max_num_batched_tokens: int | None = None) -> KVLayout:
+    """Groups and slots, without a number of blocks."""
+    if not specs:
+        raise ConfigError(
+            "the model names no layer that keeps anything between steps, so there is no KV cache to place"
+        )
+    for spec in specs:
+        if (
+            spec.page_bytes < 1
+            or spec.block_size < 1
+            or (spec.window < 1 and spec.kind in (KVKind.WINDOW, KVKind.CHUNK))
+        ):
+            raise ConfigError(
+                f"layer {spec.layer!r} keeps {spec.page_bytes} bytes per block of {spec.block_size} tokens with window "
+                f"{spec.window}: none of these may be 0"
+            )
+    names = [spec.layer for spec in specs]
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ConfigError(f"layer names must be unique; given more than once: {', '.join(twice)}")
+    classes = _classes(_equal_pages(specs))
+    chunk = max_model_len if max_num_batched_tokens is None else max_num_batched_tokens
+    size = _group_size(classes, max_model_len, chunk)
+    groups = [
+        KVGroup(
+            kind=members[0].kind,
+            block_size=members[0].block_size,
+            window=members[0].window,
+            layers=tuple(spec.layer for spec in members[first : first + size]),
+        )
+        for members in classes
+        for first in range(0, len(members), size)
+    ]
+    final = {spec.layer: spec for members in classes for spec in members}
+    return KVLayout(
+        num_blocks=0,
+        page_bytes=max(spec.page_bytes for spec in final.values()),
+        groups=tuple(groups),
+        slots=tuple(tuple(g.layers[i] for g in groups if i < len(g.layers)) for i in range(size)),
+        specs=tuple(final[name] for name in names),
+    )
+
+
+def _equal_pages(specs: Sequence[KVSpec]) -> list[KVSpec]:
+    """More tokens per block where a page is smaller than the largest.
+
+    A state's page does not depend on its block size. Where it is the largest, attention pages grow to at least its size
+    (so that only it leaves room unused), and its snapshots are taken no more often than attention blocks end.
+    """
+    largest = max(spec.page_bytes for spec in specs)
+    from_state = all(spec.kind is KVKind.STATE for spec in specs if spec.page_bytes == largest)
+    scaled = []
+    for spec in specs:
+        if spec.kind is not KVKind.STATE:
+            exact = largest % spec.page_bytes == 0
+            times = -(-largest // spec.page_bytes) if from_state or exact else 1
+            spec = msgspec.structs.replace(spec, block_size=spec.block_size * times)
+        scaled.append(spec)
+    attention = [spec.block_size for spec in scaled if spec.kind not in (KVKind.STATE, KVKind.CROSS)]
+    least = max(attention, default=0)
+    return [
+        msgspec.structs.replace(spec, block_size=max(spec.block_size, least)) if spec.kind is KVKind.STATE else spec
+        for spec in scaled
+    ]
+
+
+def _classes(specs: Sequence[KVSpec]) -> list[Class]:
+    """Layers that may share a table, in the order the model names them."""
+    found: dict[tuple[KVKind, int, int], Class] = {}
+    for spec in specs:
+        found.setdefault((spec.kind, spec.window, spec.block_size), []).append(spec)
+    return list(found.values())
+
+
+def _group_size(classes: list[Class], length: int, chunk: int) -> int:
+    """Layers per group: the most for which one longest request costs hardly more than in the tightest arrangement."""
+    peaks = []
+    for members in classes:
+        spec = members[0]
+        group = KVGroup(kind=spec.kind, block_size=spec.block_size, window=spec.window, layers=())
+        peaks.append(make_policy(group).peak(length, chunk))
+
+    def cost(size: int) -> int:
+        return sum(size * -(-len(m) // size) * peak for m, peak in zip(classes, peaks, strict=True))
+
+    sizes = range(1, max(map(len, classes)) + 1)
+    tightest = min(map(cost, sizes))
+    return max(size for size in sizes if cost(size) <= PADDING * tightest)
+
+
+def _too_small(
+    layout: KVLayout, need: int, free_bytes: int, asked: int | None, max_model_len: int, chunk: int | None
+) -> ConfigError:
+    block_bytes = layout.page_bytes * len(layout.slots)
+    low, high = 1, max_model_len  # low fits (or is nothing), high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if blocks_needed(layout, middle, chunk) <= layout.num_blocks else (low, middle)
+    if asked is not None:
+        there, more = f"num_gpu_blocks_override={asked}", "raise num_gpu_blocks_override"
+    else:
+        there = f"{max(0, free_bytes) / GIB:.3f} GiB hold {layout.num_blocks} blocks of {block_bytes} bytes"
+        more = "raise gpu_memory_utilization or kv_cache_memory_bytes (on CPU also QUIRE_CPU_KVCACHE_SPACE)"
+    fitting = f"lower max_model_len to at most {low}, or {more}" if low >= 2 else more
+    return ConfigError(
+        f"one request of max_model_len={max_model_len} needs {need} KV blocks ({need * block_bytes / GIB:.3f} GiB), "
+        f"but {there}: {fitting}",
+        param="max_model_len",
+        value=max_model_len,
+    )

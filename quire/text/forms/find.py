@@ -1,0 +1,90 @@
+"""Which form does this folder or file hold? The first match in the order of the functions below wins.
+
+    tokenizer.json · tekken.json (auto only) · tokenizer.model, *.tiktoken · vocab.json + merges.txt · vocab.txt · *.gguf
+"""
+
+from __future__ import annotations
+
+import os
+
+from quire.base.registry import load
+from quire.schema.errors import CheckpointError, InputError
+from quire.text.forms.sidecar import Sidecar, read_sidecar
+from quire.text.tokenizer import Tokenizer
+
+LOOKED_FOR = "tokenizer.json, tekken.json, tokenizer.model, *.tiktoken, vocab.json with merges.txt, vocab.txt, *.gguf"
+
+
+def load_auto(path: str, *, trust_remote_code: bool = False) -> Tokenizer:
+    """Any form; Mistral's own where there is no tokenizer.json."""
+    return _load(path, trust_remote_code, mistral=True)
+
+
+def load_hf(path: str, *, trust_remote_code: bool = False) -> Tokenizer:
+    """Any form but Mistral's own."""
+    return _load(path, trust_remote_code, mistral=False)
+
+
+def _load(path: str, trust_remote_code: bool, *, mistral: bool) -> Tokenizer:
+    if os.path.isfile(path):
+        return _load_file(path)
+    names = sorted(os.listdir(path))
+    if "tokenizer.json" in names:
+        return _call("quire.text.forms.fast:load_json", os.path.join(path, "tokenizer.json"))
+    if mistral and any(is_mistral(name) for name in names):
+        return _call("quire.text.forms.mistral:load_mistral", path)
+    sidecar = read_sidecar(path)
+    if trust_remote_code and "AutoTokenizer" in (sidecar.config.get("auto_map") or {}):
+        return _call("quire.text.forms.foreign:load_remote", path)
+    found = _load_parts(path, names, sidecar)
+    if found is None:
+        raise _nothing(path, names, sidecar)
+    return found
+
+
+def _load_parts(path: str, names: list[str], sidecar: Sidecar) -> Tokenizer | None:
+    for name in names:
+        if name.endswith((".tiktoken", ".model")):
+            return _load_file(os.path.join(path, name))
+    if "vocab.json" in names and "merges.txt" in names:
+        return _call("quire.text.forms.plain:load_vocab_merges", path, sidecar)
+    if "vocab.txt" in names:
+        return _call("quire.text.forms.plain:load_word_pieces", path, sidecar)
+    files = [name for name in names if name.endswith(".gguf")]
+    if len(files) == 1 or (files and "-00001-of-" in files[0]):
+        return _load_file(os.path.join(path, files[0]))
+    return None
+
+
+def _load_file(path: str) -> Tokenizer:
+    name = os.path.basename(path)
+    if name.endswith(".gguf"):
+        return _call("quire.text.forms.gguf:load_gguf", path)
+    if is_mistral(name):
+        return _call("quire.text.forms.mistral:load_mistral", path)
+    if name.endswith(".json"):
+        return _call("quire.text.forms.fast:load_json", path)
+    if name.endswith((".tiktoken", ".model")):
+        ranks = load("quire.text.forms.ranks:is_ranks")(path)
+        return _call(f"quire.text.forms.{'ranks:load_ranks' if ranks else 'sentencepiece:load_sentencepiece'}", path)
+    raise InputError(f"{path!r} is no tokenizer file; a folder needs one of {LOOKED_FOR}", param="tokenizer", value=path)
+
+
+def is_mistral(name: str) -> bool:
+    return name == "tekken.json" or name.startswith("tokenizer.model.v") or name.startswith("tokenizer.mm.model.v")
+
+
+def _nothing(path: str, names: list[str], sidecar: Sidecar) -> Exception:
+    if "AutoTokenizer" in (sidecar.config.get("auto_map") or {}):
+        return InputError(
+            f"the tokenizer in {path!r} is made by code that comes with the model; "
+            "trust_remote_code=True runs it (only do so for a model you trust)",
+            param="trust_remote_code",
+        )
+    seen = ", ".join(names[:12]) or "nothing"
+    return CheckpointError(f"no tokenizer in {path!r}: looked for {LOOKED_FOR}; the folder holds {seen}")
+
+
+def _call(target: str, *args: object) -> Tokenizer:
+    found: Tokenizer = load(target)(*args)
+    return found

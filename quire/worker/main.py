@@ -1,0 +1,60 @@
+"""The worker's composition root: the only file of the tensor side that knows the concrete loader, model and backends.
+
+In: a resolved EngineConfig. Out: a Worker, not loaded yet. An executor finds this by its import path.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from quire.attention.select import select_backend
+from quire.base import registry
+from quire.base.log import logger
+from quire.loader.load import load_model, reload_weights, update_config
+from quire.schema.errors import ConfigError, NotBuiltError
+from quire.worker.threads import num_threads
+from quire.worker.worker import Parts, Worker
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+
+_log = logger(__name__)
+PARTS = Parts(load_model, reload_weights, update_config, select_backend)
+
+
+def build_worker(config: EngineConfig) -> Worker:
+    device = torch.device(config.device_config.device)
+    if device.type != "cpu":
+        raise NotBuiltError(f"device {str(device)!r} is not built yet; this version runs on cpu", param="device")
+    set_threads()
+    return worker_class(config.parallel_config.worker_extension_cls)(config, device, PARTS)
+
+
+def worker_class(extension: str) -> type[Worker]:
+    """Worker, with the methods of an extension class mixed in. An extension may add, not replace."""
+    if not extension:
+        return Worker
+    try:
+        added = registry.load(extension)
+    except ImportError as wrong:
+        raise ConfigError(
+            f"worker_extension_cls {extension!r} cannot be loaded: {wrong}", param="worker_extension_cls"
+        ) from wrong
+    if not isinstance(added, type):
+        raise ConfigError(f"worker_extension_cls {extension!r} is not a class", param="worker_extension_cls")
+    clash = sorted(name for name in vars(added) if not name.startswith("__") and name in dir(Worker))
+    if clash:
+        raise ConfigError(
+            f"worker_extension_cls {extension!r} defines {', '.join(clash)}, which the worker already has",
+            param="worker_extension_cls",
+        )
+    return type(f"WorkerWith{added.__name__}", (Worker, added), {})
+
+
+def set_threads() -> None:
+    threads = num_threads()
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+    _log.info("CPU worker: %d threads", threads)

@@ -1,0 +1,352 @@
+"""The worker's step with a model one can see through: any mix of chunks, decodes, moves, preemptions and look-ahead gives
+every request the tokens it would get alone."""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from quire.sampling.sampler import Sampler
+from quire.schema.errors import NotBuiltError
+from quire.schema.params import SamplingParams
+from quire.schema.step import Grant, Mask, NewRow, StepPlan
+from quire.worker.kv_memory import bind_kv
+from quire.worker.rows import Rows
+from quire.worker.runner import ModelRunner
+from tests.engine.sampling_oracle import Known, log_softmax, next_token
+from tests.engine.worker_fakes import FakeBackend, FakeModel, make_config, make_layout
+
+BLOCK = 4
+CPU = torch.device("cpu")
+
+
+def make_runner(model=None, *, num_blocks=64, **changes) -> ModelRunner:
+    model = model or FakeModel()
+    config = make_config(block_size=BLOCK, **changes)
+    layout = make_layout(model.kv_specs(BLOCK, "float32"), num_blocks)
+    backend = FakeBackend()
+    bind_kv(layout, backend, model, CPU)
+    rows = Rows(layout.groups, config.scheduler_config.max_num_seqs, config.model_config.max_model_len, CPU)
+    return ModelRunner(model, rows, Sampler(config, model.arch.vocab, rows.tokens), backend)
+
+
+@dataclass
+class Asked:
+    name: str
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    outputs: list[int] = field(default_factory=list)
+    logprobs: list = field(default_factory=list)
+    prompt_logprobs: dict[int, tuple] = field(default_factory=dict)
+    failed: str | None = None
+    # the driver's own state
+    planned: int = 0
+    in_flight: int = 0
+    epoch: int = 0
+    blocks: list[int] = field(default_factory=list)
+    live: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.outputs
+
+    @property
+    def done(self) -> bool:
+        return self.failed is not None or len(self.outputs) >= self.max_tokens
+
+
+class Driver:
+    """A scheduler reduced to chance: random chunks, order, joins, preemptions; up to `ahead` results unread."""
+
+    def __init__(self, runner: ModelRunner, rng: random.Random, *, ahead: int, num_blocks: int = 64, max_rows: int = 8):
+        self.runner, self.rng, self.ahead, self.max_rows = runner, rng, ahead, max_rows
+        self.free = [deque(range(num_blocks // 2)), deque(range(num_blocks // 2, num_blocks))]
+        self.flying: deque = deque()
+        self.left: list[str] = []
+        self.step = 0
+
+    def run(self, asked: list[Asked], *, preempt: float = 0.05) -> None:
+        for _ in range(3000):
+            if all(request.done for request in asked):
+                break
+            self._turn([request for request in asked if not request.done], preempt)
+        else:
+            raise AssertionError("the requests never finished")
+        while self.flying:
+            self._settle()
+
+    def _turn(self, waiting: list[Asked], preempt: float) -> None:
+        for request in waiting:
+            if request.live and self.rng.random() < preempt:
+                self._leave(request)
+                request.epoch += 1
+        grants, joined, shares = [], [], []
+        num_live = sum(request.live for request in waiting)
+        for request in self.rng.sample(waiting, len(waiting)):
+            if not request.live:
+                if num_live >= self.max_rows or self.rng.random() < 0.5:
+                    continue
+                num_live += 1
+                joined.append(self._join(request))
+            known = len(request.tokens) + request.in_flight
+            room = known - request.planned
+            if room <= 0 or len(request.outputs) + request.in_flight >= request.max_tokens or self.rng.random() < 0.2:
+                continue
+            count = self.rng.randint(1, room)
+            grants.append(self._grant(request, count, known))
+            shares.append(request)
+        joined = [row for row in joined if row is not None]
+        if not grants and not joined and not self.left:
+            if self.flying:
+                self._settle()
+            return
+        self.step += 1
+        plan = StepPlan(step=self.step, grants=tuple(grants), joined=tuple(joined), left=tuple(self.left))
+        self.left = []
+        self.runner.forward(plan)
+        while len(self.flying) > max(0, self.ahead - 1):
+            self._settle()
+        if grants:
+            self.flying.append((plan, shares, self.runner.sample(None)))
+        while len(self.flying) > self.ahead:
+            self._settle()
+
+    def _join(self, request: Asked) -> NewRow:
+        request.live, request.planned, request.in_flight, request.blocks = True, 0, 0, []
+        return NewRow(
+            request_id=request.name, epoch=request.epoch, token_ids=tuple(request.tokens),
+            num_prompt_tokens=len(request.prompt), params=request.params, seed=request.seed,
+            stop_token_ids=request.stop_token_ids, blocks=((), ()),
+        )  # fmt: skip
+
+    def _leave(self, request: Asked) -> None:
+        request.live = False
+        self.left.append(request.name)
+        for pool, block in zip(self.free * (len(request.blocks) // 2), request.blocks, strict=True):
+            pool.append(block)
+
+    def _grant(self, request: Asked, count: int, known: int) -> Grant:
+        start, end = request.planned, request.planned + count
+        new = ([], [])
+        while len(request.blocks) // 2 * BLOCK < end:
+            for group in (0, 1):
+                block = self.free[group].popleft()
+                request.blocks.append(block)
+                new[group].append(block)
+        request.planned = end
+        samples = end == known
+        request.in_flight += samples
+        return Grant(request.name, start, count, samples, request.epoch, tuple(map(tuple, new)) if new[0] else ())
+
+    def _settle(self) -> None:
+        plan, shares, pending = self.flying.popleft()
+        result = pending.result()
+        assert result.step == plan.step and len(result.sampled) == len(plan.grants)
+        for i, (grant, request) in enumerate(zip(plan.grants, shares, strict=True)):
+            if grant.epoch != request.epoch or request.done:
+                continue
+            if grant.request_id in result.failed:
+                request.failed = result.failed[grant.request_id]
+                self._leave(request)
+                continue
+            if grant.request_id in result.prompt_logprobs:
+                rows = result.prompt_logprobs[grant.request_id]
+                for at, entry in enumerate(zip(rows.token_ids, rows.logprobs, rows.ranks, strict=True)):
+                    request.prompt_logprobs[grant.start + 1 + at] = entry
+            assert bool(result.sampled[i]) == grant.samples
+            if grant.samples:
+                request.in_flight -= 1
+                request.outputs += result.sampled[i]
+                request.logprobs.append(result.logprobs[i] if result.logprobs else None)
+            if request.done:
+                self._leave(request)
+
+
+def alone(model: FakeModel, request: Asked) -> list[int]:
+    """The oracle's text of a request."""
+    outputs: list[int] = []
+    for _ in range(request.max_tokens):
+        of = Known(request.params, request.prompt, outputs, request.seed, request.stop_token_ids)
+        outputs.append(next_token(model.logits_after(request.prompt + outputs), of).token)
+    return outputs
+
+
+def make_requests(rng: random.Random, count: int, *, plain: bool = False) -> list[Asked]:
+    asked = []
+    for i in range(count):
+        params = SamplingParams(temperature=0.0, max_tokens=None)
+        if not plain and rng.random() < 0.8:
+            params = SamplingParams(
+                temperature=rng.choice([0.0, 0.8, 1.5]), top_k=rng.choice([0, 0, 5]), top_p=rng.choice([1.0, 0.8]),
+                min_p=rng.choice([0.0, 0.05]), repetition_penalty=rng.choice([1.0, 1.4]),
+                frequency_penalty=rng.choice([0.0, 0.5]), min_tokens=rng.choice([0, 5]), max_tokens=None,
+                logprobs=rng.choice([None, 2]), prompt_logprobs=rng.choice([None, None, 0, 3, -1]),
+                bad_words_token_ids=rng.choice([None, [[3], [1, 2], [5, 6, 7]]]),
+            )  # fmt: skip
+        asked.append(
+            Asked(
+                name=f"r{i}", prompt=[rng.randrange(40) for _ in range(rng.randint(1, 14))], params=params,
+                seed=rng.getrandbits(64), max_tokens=rng.randint(1, 12), stop_token_ids=(7, 8, 9),
+            )
+        )  # fmt: skip
+    return asked
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_request_gets_the_text_it_would_get_alone(seed, ahead):
+    rng = random.Random(1000 * ahead + seed)
+    model = FakeModel()
+    asked = make_requests(rng, 14)
+    Driver(make_runner(model), rng, ahead=ahead).run(asked)
+    for request in asked:
+        assert request.failed is None
+        assert request.outputs == alone(model, request), request
+        check_prompt_logprobs(model, request)
+        for token, rows in zip(request.outputs, request.logprobs, strict=True):
+            assert (rows is not None) == (request.params.logprobs is not None)
+            if rows is not None:
+                assert rows.token_ids[0][0] == token and len(rows.token_ids[0]) == 3 and len(rows.token_ids) == 1
+
+
+def check_prompt_logprobs(model: FakeModel, request: Asked) -> None:
+    k = request.params.prompt_logprobs
+    if k is None:
+        assert request.prompt_logprobs == {}
+        return
+    assert sorted(request.prompt_logprobs) == list(range(1, len(request.prompt)))
+    for place, (token_ids, numbers, rank) in request.prompt_logprobs.items():
+        wanted = log_softmax(model.logits_after(request.prompt[:place]))
+        assert token_ids[0] == request.prompt[place]
+        assert len(token_ids) == 1 + (40 if k < 0 else k)
+        assert numbers == pytest.approx([wanted[token] for token in token_ids], abs=1e-4)
+        assert rank == 1 + sum(value > wanted[token_ids[0]] for value in wanted)
+
+
+def test_prompt_logprobs_in_pieces(monkeypatch):
+    from quire.worker import runner as module
+
+    monkeypatch.setattr(module, "_LOGIT_BYTES", 4 * 40 * 3)  # three positions at a time
+    model = FakeModel()
+    request = Asked("a", list(range(20, 31)), SamplingParams(prompt_logprobs=2), 1, 1)
+    Driver(make_runner(model), random.Random(0), ahead=0).run([request], preempt=0.0)
+    check_prompt_logprobs(model, request)
+
+
+def test_same_seed_same_text_in_any_company():
+    texts = []
+    for company in range(4):
+        rng = random.Random(company)
+        params = SamplingParams(temperature=1.3, top_p=0.9, max_tokens=None)
+        mine = Asked("mine", [3, 1, 4, 1, 5], params, seed=99, max_tokens=15)
+        others = make_requests(rng, 3 * company)
+        Driver(make_runner(), rng, ahead=company % 2).run([*others, mine])
+        texts.append(mine.outputs)
+    assert texts[1:] == texts[:-1]
+    other = Asked("mine", [3, 1, 4, 1, 5], params, seed=100, max_tokens=15)
+    Driver(make_runner(), random.Random(0), ahead=0).run([other])
+    assert other.outputs != texts[0]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nan_logits_lose_their_request_alone(ahead, temperature):
+    rng = random.Random(5)
+    model = FakeModel()
+    asked = make_requests(rng, 6, plain=True)
+    victim = Asked("victim", [1, 2, 3], SamplingParams(temperature=temperature, logprobs=1), 7, 20)
+    text = alone(model, victim)
+    model.broken_states = {model.state_after([1, 2, 3, *text[:4]])}
+    Driver(make_runner(model), rng, ahead=ahead).run([*asked, victim])
+    assert victim.outputs == text[:4]
+    assert "NaN" in victim.failed
+    model.broken_states = set()
+    for request in asked:
+        assert request.failed is None and request.outputs == alone(model, request)
+
+
+def test_a_request_whose_every_token_is_forbidden_fails_with_the_reason():
+    params = SamplingParams(temperature=0.0, allowed_token_ids=[3], bad_words_token_ids=[[3]])
+    bad, good = Asked("bad", [1], params, 1, 4), Asked("good", [2], SamplingParams(temperature=0.0), 1, 4)
+    Driver(make_runner(), random.Random(0), ahead=0).run([bad, good])
+    assert "forbid all" in bad.failed and good.outputs == alone(FakeModel(), good)
+
+
+def test_parameters_outside_the_vocabulary_fail_their_request():
+    bad = Asked("bad", [1], SamplingParams(allowed_token_ids=[40]), 1, 4)
+    good = Asked("good", [2], SamplingParams(temperature=0.0), 1, 4)
+    Driver(make_runner(), random.Random(0), ahead=1).run([bad, good])
+    assert "allowed_token_ids" in bad.failed and "39" in bad.failed
+    assert good.outputs == alone(FakeModel(), good)
+
+
+def one_grant(name="a", tokens=(1, 2, 3), count=3, blocks=((0,), (1,)), **more) -> StepPlan:
+    row = NewRow(
+        request_id=name, epoch=0, token_ids=tokens, num_prompt_tokens=len(tokens),
+        params=more.pop("params", SamplingParams(temperature=0.0)), seed=0, blocks=((), ()),
+    )  # fmt: skip
+    return StepPlan(step=1, grants=(Grant(name, 0, count, True, 0, blocks, **more),), joined=(row,))
+
+
+def test_grammar_masks_belong_to_grants_not_rows():
+    runner = make_runner()
+    plan = one_grant("a")
+    runner.forward(plan)
+    runner.sample(None).result()
+    row = one_grant("b", blocks=((2,), (3,)))
+    grants = (row.grants[0], Grant("a", 3, 1, True, 0))  # the newer row first
+    runner.forward(StepPlan(step=2, grants=grants, joined=row.joined))
+    bits = bytearray(8)
+    bits[4] = 1 << 1  # token 33
+    result = runner.sample(Mask(index=(0,), rows=bytes(bits), words=2)).result()
+    assert result.sampled[0] == [33]
+    assert result.sampled[1] == alone(FakeModel(), Asked("a", [1, 2, 3], SamplingParams(temperature=0.0), 0, 2))[1:]
+
+
+def test_a_plan_without_grants_frees_rows_and_samples_nothing():
+    runner = make_runner()
+    runner.forward(one_grant())
+    runner.sample(None)
+    runner.forward(StepPlan(step=2, grants=(), left=("a",)))
+    assert runner.rows.num_rows == 0
+    with pytest.raises(RuntimeError, match="without a forward"):
+        runner.sample(None)
+
+
+def test_a_plan_that_contradicts_the_rows_is_an_error():
+    with pytest.raises(RuntimeError, match="no block for position 0"):
+        make_runner().forward(one_grant(blocks=()))
+    with pytest.raises(NotBuiltError, match="drafts"):
+        make_runner().forward(one_grant(drafts=(1,)))
+    runner = make_runner()
+    runner.forward(one_grant())
+    with pytest.raises(RuntimeError, match="preempted"):
+        runner.forward(StepPlan(step=2, grants=(Grant("a", 3, 1, True, 1),)))
+    with pytest.raises(KeyError):
+        runner.forward(StepPlan(step=2, grants=(Grant("nobody", 3, 1, True, 0),)))
+
+
+def test_memory_does_not_grow_with_requests():
+    """Many short requests through few rows: what the worker holds afterwards is what it held at first."""
+    runner = make_runner()
+    rng = random.Random(0)
+    driver = Driver(runner, rng, ahead=1)
+
+    def held() -> tuple:
+        sampler = runner.sampler
+        return (
+            len(runner.rows.row_of), len(runner._lost), runner.rows.tokens.shape,
+            sum(entry is not None for entry in sampler.rows._sparse), len(sampler._outputs),
+        )  # fmt: skip
+
+    start = held()
+    for _ in range(30):
+        driver.run(make_requests(rng, 6))
+        runner.forward(StepPlan(step=0, grants=(), left=tuple(driver.left)))
+        driver.left = []
+        assert held() == start
