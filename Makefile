@@ -51,7 +51,7 @@ reference: setup  ## write docs/reference from the code
 	$(BIN)/python tools/reference.py
 
 bench: setup  ## micro benches and start-up times
-	$(BIN)/python -m quire.bench.micro
+	$(BIN)/python -m quire.bench.micro.sched
 	$(BIN)/python benchmarks/startup.py
 
 sizes: setup  ## lines per room and function sizes

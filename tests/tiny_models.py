@@ -116,6 +116,7 @@ def tiny_config(arch_name: str, **overrides: Any) -> Any:
 def tiny_model(arch_name: str, *, seed: int = 0, **overrides: Any) -> Any:
     """The transformers model alone, in memory."""
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)

@@ -36,7 +36,7 @@ class CpuCache:
         pages = memory.view(dtype)
         if pages.shape[1] % spec.block_size or memory.shape[0] < num_blocks:
             raise ConfigError(
-                f"KV memory of {tuple(memory.shape)} bytes does not hold {num_blocks} blocks of {spec.block_size} tokens"
+                f"KV memory {tuple(memory.shape)} does not hold {num_blocks} blocks of {spec.block_size} tokens"
             )
         values = spec.head_size if spec.v_head_size < 0 else spec.v_head_size
         width, stride = spec.num_kv_heads * (spec.head_size + values), pages.shape[1] // spec.block_size

@@ -19,6 +19,9 @@ from quire.base import env
 from quire.base.clock import now
 from quire.base.log import logger
 from quire.base.registry import load
+from quire.config import EngineArgs, FlexibleArgumentParser
+from quire.llm.prompts import render
+from quire.llm.stepper import LLMEngine
 from quire.schema.errors import EngineGenerateError, InputError, NotBuiltError
 from quire.schema.params import RequestOutputKind, SamplingParams
 
@@ -79,10 +82,8 @@ def complete(arguments: Sequence[str], program: str) -> int:
 
 def make_parser(program: str, description: str) -> argparse.ArgumentParser:
     """Options of the engine, of sampling, and of both commands. Here -q is --quick: what is added later wins."""
-    parser: argparse.ArgumentParser = load("quire.config:FlexibleArgumentParser")(
-        prog=program, description=description, conflict_handler="resolve"
-    )
-    load("quire.config:EngineArgs").add_cli_args(parser)
+    parser = FlexibleArgumentParser(prog=program, description=description, conflict_handler="resolve")
+    EngineArgs.add_cli_args(parser)
     parser.set_defaults(disable_log_stats=True, use_tqdm_on_load=False)
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder, GGUF file or hub id (or --model)")
     parser.add_argument("--url", help="talk to a server instead (not built yet)")
@@ -103,8 +104,7 @@ class Speaker:
             args.model = args.model_tag
         hush()
         with status(args.model or "the embedded model"):
-            engine_args = load("quire.config:EngineArgs").from_cli_args(args)
-            self._engine = load("quire.llm.stepper:LLMEngine").from_engine_args(engine_args)
+            self._engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(args))
         self._tokenizer = self._engine.get_tokenizer()
         self._params = self._make_params(args)
         self._template = args.__dict__.get("chat_template")
@@ -112,9 +112,7 @@ class Speaker:
 
     def answer(self, messages: list[Message]) -> str:
         """The assistant's next message."""
-        text = load("quire.text.chat:render_chat")(self._tokenizer, messages, chat_template=self._template)
-        ids = self._tokenizer.encode(text, add_special_tokens=False)  # the template has written them
-        return self._stream({"prompt_token_ids": ids})
+        return self._stream(render(self._tokenizer, messages, chat_template=self._template))
 
     def complete(self, text: str) -> str:
         return self._stream(text)

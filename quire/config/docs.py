@@ -1,6 +1,7 @@
 """The option and environment reference, written from the declarations. `python -m quire.config.docs [--check]`.
 
-Out: docs/options.md and docs/environment.md of the repository; --check only compares and names what is stale.
+Out: options.md and environment.md under docs/reference; --check only compares and names what is stale.
+`make reference` writes them too, with the pages of other rooms.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from quire.config.engine import EngineConfig
 from quire.config.option import INERT, LATER, READY, Declared, declarations, limits, parts
 from quire.config.table import group_of
 
-_HEAD = "<!-- Written by `python -m quire.config.docs`; change the declarations in quire/config, not this file. -->\n"
+NOTE = "<!-- Written by tools/reference.py from the code; edit there and run `make reference`. -->\n"
 _WORDS = {
     READY: "**available**: works in this version",
     LATER: "**not yet**: refused by name, unless the value is one of those listed",
@@ -41,13 +42,12 @@ def options_page() -> str:
     single = [row for _, _, rows in sections for row in rows if group_of(row.declared.type) is None]
     ready = sum(row.usable for row in single)
     lines = [
-        _HEAD,
         "# Options",
         "",
-        f"{len(single)} options, {ready} of them usable in this version. One declaration makes the keyword of `LLM(...)` and",
-        "`EngineArgs(...)`, the command-line flag (`--max-num-seqs`, underscores work too), the key in a `--config`",
-        "file, and the row below. A name with a dot is a key of a mapping: `compilation_config={'mode': 0}` or",
-        "`--compilation-config.mode 0`.",
+        f"{len(single)} options, {ready} of them usable in this version. One declaration makes the keyword of",
+        "`LLM(...)` and `EngineArgs(...)`, the command-line flag (`--max-num-seqs`, underscores work too), the key in",
+        "a `--config` file, and the row below. A name with a dot is a key of a mapping:",
+        "`compilation_config={'mode': 0}` or `--compilation-config.mode 0`.",
         "",
         *(f"- {words}" for words in _WORDS.values()),
         "",
@@ -75,8 +75,8 @@ def _walk(group: type[Any], path: str, later: bool) -> Iterator[tuple[str, str, 
     for field in dataclasses.fields(group):
         inner = group_of(field.type)
         if inner is not None:
-            mine = declared.get(field.name)
-            unmade = later or (mine is not None and mine.option.status is LATER)
+            whole = declared.get(field.name)
+            unmade = later or (whole is not None and whole.option.status is LATER)
             yield from _walk(inner, f"{path}.{field.name}" if path else field.name, unmade)
 
 
@@ -116,7 +116,6 @@ def _values(part: Any) -> str:
 def environment_page() -> str:
     """Every environment variable."""
     lines = [
-        _HEAD,
         "# Environment variables",
         "",
         "Each is read once, at first use. Where two spellings are given, the first wins.",
@@ -135,19 +134,21 @@ def environment_page() -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m quire.config.docs", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is stale")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "docs", help="folder of the pages")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parents[2] / "docs" / "reference", help="folder of the pages"
+    )
     args = parser.parse_args(argv)
     stale = 0
     for name, text in (("options.md", options_page()), ("environment.md", environment_page())):
         page = args.out / name
-        if page.exists() and page.read_text(encoding="utf-8") == text:
+        if page.exists() and page.read_text(encoding="utf-8") == NOTE + text:
             continue
         if args.check:
             sys.stderr.write(f"{page} is stale: run  python -m quire.config.docs\n")
             stale += 1
         else:
             page.parent.mkdir(parents=True, exist_ok=True)
-            page.write_text(text, encoding="utf-8")
+            page.write_text(NOTE + text, encoding="utf-8")
     return 1 if stale else 0
 
 

@@ -57,6 +57,7 @@ class SpeculativeConfig(Group):
     suffix_decoding_max_cached_requests: int = option(10000, "Answers it remembers.", flat=False, low=0)
     suffix_decoding_max_spec_factor: float = option(1.0, "Drafts per matched token.", flat=False, low=0)
     suffix_decoding_min_token_prob: float = option(0.1, "Least frequency of a draft.", flat=False, low=0, high=1)
+    draft_load_config: dict[str, Any] | None = option(None, "How its weights are read.", flat=False)
     rejection_sample_method: Literal["standard", "synthetic"] = option("standard", "How drafts are judged.", flat=False)
     synthetic_acceptance_rates: tuple[float, ...] | None = option(None, "Acceptance by position.", flat=False)
     synthetic_acceptance_length: float | None = option(None, "Mean accepted length.", flat=False)

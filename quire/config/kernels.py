@@ -163,8 +163,10 @@ class CompilationConfig(Group):
     compile_ranges_endpoints: tuple[int, ...] | None = option(None, "Ends of size ranges.", LATER, flat=False)
     inductor_compile_config: dict[str, Any] = option({}, "Options of the compiler.", LATER, flat=False)
     inductor_passes: dict[str, str] = option({}, "Further passes.", LATER, flat=False)
-    cudagraph_mode: str = option("NONE", "Which batches replay a graph.", LATER, asked=None, flat=False,
-                                 ready=(None, "NONE"), accepts=str | None, take=graph_mode_name)  # fmt: skip
+    cudagraph_mode: str = option(
+        "NONE", "Which batches replay a graph.", LATER, asked=None, flat=False, ready=("NONE",),
+        choices=tuple(CUDAGraphMode.__members__), accepts=str | None, take=graph_mode_name,
+    )  # fmt: skip
     cudagraph_num_of_warmups: int = option(0, "Runs before a capture.", LATER, flat=False, low=0)
     cudagraph_capture_sizes: tuple[int, ...] | None = option(None, "Batch sizes captured.", LATER)
     max_cudagraph_capture_size: int | None = option(None, "Largest captured batch.", LATER, low=1)

@@ -191,8 +191,10 @@ def settle(name: str, value: Any, kind: Any, declared: Option) -> Any:
     if declared.take is not None:
         value = declared.take(value)
     if value is None:
-        if declared.default is None or declared.asked is None or NoneType in parts(kind):
+        if declared.default is None or NoneType in parts(kind):
             return None
+        if declared.asked is None:  # not said
+            return _fresh(declared.default)
         raise _wrong(name, value, kind, declared)
     group = next((k for k in parts(kind) if isinstance(k, type) and issubclass(k, Group)), None)
     if group is not None:
@@ -203,6 +205,10 @@ def settle(name: str, value: Any, kind: Any, declared: Option) -> Any:
         raise _wrong(name, value, kind, declared) from None
     _check_bounds(name, value, declared)
     return value
+
+
+def _fresh(default: Any) -> Any:
+    return default() if isinstance(default, type) else default
 
 
 def _settle_group(name: str, value: Any, group: type[Any]) -> Any:

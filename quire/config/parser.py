@@ -59,7 +59,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
     def format_usage(self) -> str:
         formatter = self._get_formatter()
-        folded = set() if self.topic else {id(a) for group in self._folded() for a in group._group_actions}
+        folded = {id(action) for group in self._folded() for action in group._group_actions}
         shown = [action for action in self._actions if id(action) not in folded]
         formatter.add_usage(self.usage, shown, self._mutually_exclusive_groups)
         tail = " [engine options]\n" if folded else ""
@@ -76,15 +76,14 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         for group in self._action_groups:
             if self.topic == "all" or group not in self._folded():
                 _add_section(formatter, group, group._group_actions)
-        if not self.topic:
-            formatter.start_section("engine options (--help=all lists them)")
-            for group in self._folded():
-                number = len(group._group_actions)
-                formatter.add_text(f"--help={group.title}  ({number} option{'s' if number > 1 else ''})")
-            formatter.end_section()
         formatter.add_text(self.epilog)
-        usage = self.format_usage() if self.topic != "all" else f"usage: {self.prog} [options]\n"
-        return usage + "\n" + formatter.format_help()
+        if self.topic:
+            return f"usage: {self.prog} [options]\n\n{formatter.format_help()}"
+        lines = ["", "engine options (--help=all lists them, --help=word finds one):"]
+        for group in self._folded():
+            number = len(group._group_actions)
+            lines.append(f"  --help={group.title or '':26} {number:3} option{'s' if number > 1 else ''}")
+        return f"{self.format_usage()}\n{formatter.format_help()}" + "\n".join(lines) + "\n"
 
     def _format_topic(self) -> str:
         formatter = self._get_formatter()

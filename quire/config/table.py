@@ -124,7 +124,8 @@ def refuse_unbuilt(config: Any, where: str = "") -> None:
         mine = declared.get(field.name)
         inner = isinstance(value, Group)
         place = f"{where}.{field.name}" if where else field.name
-        if mine is not None and not (inner and mine.option.default is not None):
+        untouched = inner and mine is not None and mine.option.default is not None and value == type(value)()
+        if mine is not None and not untouched:
             refuse((mine.option.name or field.name) if mine.option.flat else place, value, mine.option)
         if inner:
             refuse_unbuilt(value, place)

@@ -237,7 +237,7 @@ class InProcessClient:
 
     def _die(self, failed: BaseException) -> EngineDeadError:
         log.error("The engine died", exc_info=failed)
-        self.dead = EngineDeadError(message_of(failed))
+        self.dead = EngineDeadError(f"{type(failed).__name__}: {failed}")
         if self._loop is not None:
             self._loop.executor.shutdown()
         return self.dead
@@ -390,7 +390,7 @@ class _Reader:
             self.calls.answer(message)
         elif isinstance(message, EngineDied):
             log.error("The engine died:\n%s", message.details)
-            return self._die(message.reason)
+            return self._die(f"{message.error_kind}: {message.reason}" if message.error_kind else message.reason)
         return None
 
     def _die(self, reason: str) -> EngineDeadError:

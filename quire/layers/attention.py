@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quire.layers.batch import Batch, LayerCache
 from quire.layers.linear import Linear
-from quire.layers.norm import Norm, NormKind
+from quire.layers.norm import RMS, Norm, NormKind
 from quire.layers.rope import Rope, Turn
 from quire.ops.attention import alibi_slopes
 from quire.quant.scheme import Slot, Storage
@@ -36,7 +36,7 @@ class AttentionKind:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: str = ""  # head (one weight for all heads) | each (one per head) | full (over all heads at once)
-    qk_norm_kind: NormKind = NormKind()
+    qk_norm_kind: NormKind = RMS
     qkv_clip: float = 0.0
     grow: tuple[float, int] = (0.0, 1)  # (beta, length): queries grow by 1 + beta * log(1 + floor(position / length))
 

@@ -60,11 +60,8 @@ class LatentAttention(KVLayer):
 
     def forward(self, x: Tensor, batch: Batch, turn: Turn) -> Tensor:
         kind, tokens = self.kind, x.shape[0]
-        if self.q_a is not None and self.q_norm is not None:
-            q = self.q(self.q_norm(self.q_a(x)))
-        else:
-            q = self.q(x)
-        q_nope, q_rope = q.view(tokens, kind.heads, -1).split([kind.nope, kind.rope], -1)
+        compressed = x if self.q_a is None or self.q_norm is None else self.q_norm(self.q_a(x))
+        q_nope, q_rope = self.q(compressed).view(tokens, kind.heads, -1).split([kind.nope, kind.rope], -1)
         latent, k_rope = self.kv_a(x).split([kind.kv_rank, kind.rope], -1)
         carry = self.kv_b.weight.view(kind.heads, kind.nope + kind.value, kind.kv_rank)  # [H, nope + value, rank]
         q = torch.cat((self._heads_matmul(q_nope, carry[:, : kind.nope]), self.rope.turn(q_rope, turn)), -1)

@@ -23,6 +23,9 @@ class NormKind:
     wide: bool = False  # rms only: multiply the weight before rounding
 
 
+RMS = NormKind()
+
+
 class Norm(nn.Module):
     """`name` is the canonical name without leaf; `shape` the weight's, its last entry the normalised width."""
 
@@ -60,7 +63,11 @@ class Norm(nn.Module):
 
     def slots(self) -> Iterator[Slot]:
         for leaf, parameter in self.named_parameters(recurse=False):
-            yield Slot(f"{self.name}.{leaf}", parameter.data)
+            rows = []
+            for head, row in enumerate(parameter.data if parameter.ndim > 1 else ()):  # a checkpoint may part the heads
+                rows.append(f"{self.name}.{head}.{leaf}")
+                yield Slot(rows[-1], row)
+            yield Slot(f"{self.name}.{leaf}", parameter.data, tuple(rows))
 
     def extra_repr(self) -> str:
         return f"{self.name}, {self.kind}"

@@ -228,9 +228,10 @@ class LLM:
         """Turn the engine until all of these have ended."""
         engine, results = self.llm_engine, dict[str, RequestOutput]()
         mine = {one.request_id for one in asked}
+        progress = Progress.make(use_tqdm, total=len(asked), words="Processed prompts")
         engine.add(asked)
         try:
-            with Progress.make(use_tqdm, total=len(asked), words="Processed prompts") as progress:
+            with progress:
                 while len(results) < len(asked):
                     for result in engine.step():
                         if result.finished and result.request_id in mine:

@@ -1,8 +1,9 @@
 """Which files of a model hold its weights, and their tensors one after the other.
 
-In: a folder or a .gguf file, and the load format. Out: (name, tensor, bytes) lazily, in file order, so that beside
-the model itself at most one tensor (or, read eagerly, one file) is in memory. Tensors of safetensors and GGUF files
-are views of the mapped file where their numbers need no decoding: copy them before writing.
+In: a folder or a .gguf file, and the load format. Out: pieces in file order, each a promise to read one tensor (or a
+few that belong together), so that beside the model itself only the tensors being read (or, eagerly, one file) are in
+memory. Tensors of safetensors and GGUF files are views of the mapped file where their numbers need no decoding: copy
+them before writing.
 Must not know: architectures, parameters, or where the files came from.
 """
 
@@ -13,8 +14,9 @@ import os
 import re
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +27,10 @@ from quire.loader.safetensors_file import SafetensorsFile
 from quire.schema.errors import CheckpointError, NotBuiltError
 
 FORMATS = ("auto", "safetensors", "pt", "gguf")
-_UnpicklingError = torch.serialization.pickle.UnpicklingError
+_UNREADABLE = (  # what unpickling damaged or forbidden content ends in
+    torch.serialization.pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError,
+    AttributeError, struct.error,
+)  # fmt: skip
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)(?P<end>\.\w+)")
 _NOT_WEIGHTS = (  # tensors that training or adapters leave beside a model
     "consolidated*", "adapter_*", "training_args.*", "optimizer.*", "scheduler.*", "scaler.*", "rng_state*",
@@ -43,10 +48,14 @@ class WeightFiles(NamedTuple):
         return sum(os.path.getsize(path) for path in self.paths)
 
 
+Named = Iterable[tuple[str, Tensor]]
+
+
 class Piece(NamedTuple):
-    name: str
-    tensor: Tensor
+    """Pieces may be read in any thread; a tensor is good as long as it is held."""
+
     num_bytes: int  # of the file, for progress
+    read: Callable[[], Named]
 
 
 def find_weights(path: str, load_format: str = "auto", ignore: Sequence[str] = ()) -> WeightFiles:
@@ -84,19 +93,16 @@ def read_weights(
     strategy: str | None = None,
     map_location: str | dict[str, str] = "cpu",
 ) -> Iterator[Piece]:
-    """Every tensor once. `dtype` and `device` are where decoding aims; plain numbers come as they are stored."""
+    """Every tensor once. `dtype` and `device` are what decoding aims at; plain numbers come as they are stored."""
     if strategy not in (None, "lazy", "eager"):
         raise NotBuiltError(f"safetensors_load_strategy {strategy!r} is not supported; lazy and eager are")
-    if found.kind == "gguf":
-        for path in found.paths:
-            yield from (Piece(*item) for item in GGUFWeights(path).tensors(dtype, device))
-        return
     for path in found.paths:
-        mine = os.path.basename(path)
-        read = _read_torch(path, map_location) if found.kind == "pt" else _read_safetensors(path, strategy == "eager")
-        for piece in read:
-            if found.owners.get(piece.name, mine) == mine:
-                yield piece
+        if found.kind == "gguf":
+            yield from _read_gguf(path, dtype, device)
+        elif found.kind == "pt":
+            yield from _read_torch(path, map_location, found.owners)
+        else:
+            yield from _read_safetensors(path, strategy == "eager", found.owners)
 
 
 def _choose(folder: str, names: list[str], ending: str) -> tuple[list[str], dict[str, str]]:
@@ -167,30 +173,39 @@ def some(names: Sequence[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def _read_safetensors(path: str, eager: bool) -> Iterator[Piece]:
-    for entry, tensor in SafetensorsFile(path).tensors(eager=eager):
-        yield Piece(entry.name, tensor, entry.num_bytes)
+def _read_safetensors(path: str, eager: bool, owners: Mapping[str, str]) -> Iterator[Piece]:
+    mine = os.path.basename(path)
+    file = SafetensorsFile(path, eager=eager)
+    for entry in file.entries:
+        if owners.get(entry.name, mine) == mine:
+            file.expect(entry)
+            yield Piece(entry.num_bytes, partial(file.read, entry))
 
 
-def _read_torch(path: str, map_location: str | dict[str, str]) -> Iterator[Piece]:
+def _read_gguf(path: str, dtype: torch.dtype, device: torch.device | str) -> Iterator[Piece]:
+    weights = GGUFWeights(path)
+    for recipe in weights.recipes:
+        weights.expect(recipe)
+        yield Piece(weights.num_bytes(recipe), partial(weights.read, recipe, dtype, device))
+
+
+def _read_torch(path: str, map_location: str | dict[str, str], owners: Mapping[str, str]) -> Iterator[Piece]:
     """Only tensors and plain containers are unpickled (weights_only); zip files are mapped, not read."""
     try:
         state: Any = torch.load(path, weights_only=True, mmap=zipfile.is_zipfile(path), map_location=map_location)
-    except (
-        _UnpicklingError,
-        struct.error,
-        RuntimeError,
-        EOFError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ) as wrong:
+    except _UNREADABLE as wrong:
         reason = (str(wrong).strip() or type(wrong).__name__).splitlines()[0]
         raise CheckpointError(f"{path} is not a usable weight file: {reason}") from None
-    if not isinstance(state, Mapping) or not all(isinstance(t, Tensor) for t in state.values()):
-        what = "other things than tensors" if isinstance(state, Mapping) else f"a {type(state).__name__}"
+    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
+        what = "other things than tensors" if isinstance(state, dict) else f"a {type(state).__name__}"
         raise CheckpointError(f"{path} is not a usable weight file: it holds {what}, not tensors by name")
+    mine = os.path.basename(path)
     for name in list(state):
-        tensor = state.pop(name) if isinstance(state, dict) else state[name]
-        yield Piece(name, tensor.detach(), tensor.nbytes)
+        tensor = state.pop(name).detach()
+        if owners.get(name, mine) == mine:
+            yield Piece(tensor.nbytes, partial(_given, name, tensor))
+        del tensor
+
+
+def _given(name: str, tensor: Tensor) -> Named:
+    return [(name, tensor)]

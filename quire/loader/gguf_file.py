@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from quire.base.gguf import GGUFError, GGUFFile, TensorInfo, shared
+from quire.base.gguf import GGUFError, GGUFFile, shared
 from quire.loader.gguf_names import Recipe, recipes
 from quire.loader.gguf_types import dequantize, num_bytes
 from quire.loader.raw import as_bytes, cut
@@ -51,32 +51,34 @@ def pieces_of(path: str) -> tuple[str, ...]:
 
 
 class GGUFWeights:
-    """Opens every piece, checks that every tensor lies inside its file, and knows the total before reading any."""
+    """Opens every piece, checks that every tensor lies inside its file, and knows the sizes before reading any."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
-        self._files = [open_gguf(piece) for piece in pieces_of(path)]
-        self._where = {name: file for file in self._files for name in file.tensors}
-        self._recipes = recipes(self._files[0].metadata, self._where)
-        self.total_bytes = sum(self._size(name) for recipe in self._recipes for name in recipe.sources)
+        files = [open_gguf(piece) for piece in pieces_of(path)]
+        self._where = {name: file for file in files for name in file.tensors}
+        self._whole = {file.path: as_bytes(file.file.map) for file in files}
+        self.recipes = recipes(files[0].metadata, self._where)
+        self._sizes = {name: self._size(name) for recipe in self.recipes for name in recipe.sources}
 
-    def tensors(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Iterator[tuple[str, Tensor, int]]:
-        """(name, tensor, bytes of the file it took): the bytes are counted at the first tensor of a recipe."""
-        whole = {file.path: as_bytes(file.file.map) for file in self._files}
-        for recipe in self._recipes:
-            values = [self._value(name, whole, dtype, device) for name in recipe.sources]
-            count = sum(self._size(name) for name in recipe.sources)
-            for name, tensor in recipe.make(*values):
-                yield name, tensor, count
-                count = 0
-            del values
-            self._forget(recipe)
+    def num_bytes(self, recipe: Recipe) -> int:
+        return sum(self._sizes[name] for name in recipe.sources)
 
-    def _info(self, name: str) -> TensorInfo:
-        return self._where[name].tensors[name]
+    def expect(self, recipe: Recipe) -> None:
+        """It is read soon: let the system fetch its tensors and what follows."""
+        for name in recipe.sources:
+            file = self._where[name]
+            file.file.expect(file.tensors[name].offset, self._sizes[name])
+
+    def read(self, recipe: Recipe, dtype: torch.dtype, device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
+        """What the recipe makes; its pages are given back once all of it was taken."""
+        yield from recipe.make(*(self._value(name, dtype, device) for name in recipe.sources))
+        for name in recipe.sources:
+            file = self._where[name]
+            file.file.forget(file.tensors[name].offset, self._sizes[name])
 
     def _size(self, name: str) -> int:
-        file, info = self._where[name], self._info(name)
+        file = self._where[name]
+        info = file.tensors[name]
         size = num_bytes(info.type_id, info.shape, name)
         if info.offset + size > file.file.size:
             raise CheckpointError(
@@ -85,12 +87,8 @@ class GGUFWeights:
             )
         return size
 
-    def _value(self, name: str, whole: dict[str, Tensor], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        file, info, size = self._where[name], self._info(name), self._size(name)
-        file.file.expect(info.offset, size)
-        raw = cut(whole[file.path], info.offset, size, torch.uint8, (size,))
+    def _value(self, name: str, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        file = self._where[name]
+        info, size = file.tensors[name], self._sizes[name]
+        raw = cut(self._whole[file.path], info.offset, size, torch.uint8, (size,))
         return dequantize(raw.to(device), info.type_id, info.shape, dtype, name)
-
-    def _forget(self, recipe: Recipe) -> None:
-        for name in recipe.sources:
-            self._where[name].file.forget(self._info(name).offset, self._size(name))

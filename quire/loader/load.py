@@ -12,18 +12,21 @@ from __future__ import annotations
 import math
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from quire.base.clock import now
 from quire.base.log import logger
 from quire.base.registry import load
 from quire.config.engine import EngineConfig, replace
 from quire.config.memory import LoadConfig
-from quire.loader.files import find_weights, read_weights, some
+from quire.loader.files import Piece, find_weights, read_weights, some
 from quire.models.build import Model, build_model
 from quire.schema.errors import CheckpointError, ConfigError
 
@@ -70,14 +73,48 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
         strategy=how.safetensors_load_strategy,
         map_location=how.pt_load_map_location,
     )
-    table, unexpected = model.table(), []
+    table = model.table()
     with _progress(found.num_bytes, how) as advance:
-        for name, tensor, num_bytes in pieces:
-            if not table.load(name, tensor):
-                unexpected.append(name)
-            advance(num_bytes)
+        unexpected = stream(pieces, table.load, advance)
     check_complete(about.path, table.missing(), unexpected)
+    model.finish_weights()
     return found.num_bytes
+
+
+def stream(pieces: Iterable[Piece], take: Callable[[str, Tensor], bool], advance: Callable[[int], object]) -> list[str]:
+    """Read, decode and place pieces on all threads at once; returns the names that were not taken.
+
+    Each thread works through a piece alone: sharing every small operation among threads instead would cost more in
+    waiting for each other than the operations themselves, most of all on a busy machine.
+    """
+    refused: list[str] = []
+
+    def place(piece: Piece) -> int:
+        for name, tensor in piece.read():
+            if not take(name, tensor):
+                refused.append(name)
+        return piece.num_bytes
+
+    with one_thread_per_operation() as threads, ThreadPoolExecutor(threads) as pool:
+        running: deque[Future[int]] = deque()
+        for piece in pieces:
+            running.append(pool.submit(place, piece))
+            if len(running) > 2 * threads:
+                advance(running.popleft().result())
+        while running:
+            advance(running.popleft().result())
+    return refused
+
+
+@contextmanager
+def one_thread_per_operation() -> Iterator[int]:
+    """Gives the number of threads there were before. Threads started inside take the setting over."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)
 
 
 def check_complete(path: str, missing: list[str], unexpected: list[str]) -> None:
@@ -110,6 +147,7 @@ def fill_dummy(model: Model, seed: int) -> None:
                 piece.copy_(turned[: len(piece)])
         else:
             parameter.data.zero_()
+    model.finish_weights()
 
 
 def update_config(config: EngineConfig, changes: Mapping[str, Any]) -> EngineConfig:

@@ -1,7 +1,7 @@
 """One .safetensors file: its directory, checked completely before any tensor is touched, and its tensors.
 
-In: a path. Out: names, sizes and tensors. `lazy` maps the file (tensors are read-only views of it, good until the
-next step of the iteration and beyond, and paged in on use); `eager` reads it whole, which network file systems prefer.
+In: a path. Out: names, sizes and tensors. Lazily the file is mapped: tensors are views of it, paged in on use, and
+must not be written to. Eagerly it is read whole, which network file systems prefer.
 Must not know: which tensors a model wants.
 
     header length:u64 | JSON header: {name: {dtype, shape, data_offsets}} | data, without holes or overlaps
@@ -41,21 +41,23 @@ class Entry(NamedTuple):
 
 
 class SafetensorsFile:
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, eager: bool = False) -> None:
         self.path = path
         self.size = os.path.getsize(path)
         self.entries = self._directory()  # in file order
+        self._mapped = None if eager else MappedFile(path)
+        self._whole = as_bytes(self._read() if self._mapped is None else self._mapped.map)
 
-    def tensors(self, *, eager: bool = False) -> Iterator[tuple[Entry, Tensor]]:
-        """Every tensor in file order."""
-        mapped = None if eager else MappedFile(self.path)
-        whole = as_bytes(self._read() if mapped is None else mapped.map)
-        for entry in self.entries:
-            if mapped is not None:
-                mapped.expect(entry.start, entry.num_bytes)
-            yield entry, cut(whole, entry.start, entry.num_bytes, entry.dtype, entry.shape)
-            if mapped is not None:
-                mapped.forget(entry.start, entry.num_bytes)
+    def expect(self, entry: Entry) -> None:
+        """It is read soon: let the system fetch it and what follows."""
+        if self._mapped is not None:
+            self._mapped.expect(entry.start, entry.num_bytes)
+
+    def read(self, entry: Entry) -> Iterator[tuple[str, Tensor]]:
+        """Its name and a view of its bytes; its pages are given back once the next item is asked for."""
+        yield entry.name, cut(self._whole, entry.start, entry.num_bytes, entry.dtype, entry.shape)
+        if self._mapped is not None:
+            self._mapped.forget(entry.start, entry.num_bytes)
 
     def _read(self) -> bytearray:
         buffer, at = bytearray(self.size), 0

@@ -6,6 +6,7 @@ through Model.table()). Must not know: files, quantization formats, the engine.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
@@ -15,6 +16,12 @@ from torch import Tensor, nn
 from quire.layers.batch import Batch, LayerCache
 from quire.layers.table import WeightTable
 from quire.models.arch import Arch
+from quire.models.decoder import Decoder
+from quire.models.view import View
+from quire.models.zoo import ALIASES, ZOO
+from quire.models.zoo.defaults import DEFAULTS
+from quire.quant.scheme import Storage
+from quire.schema.errors import ConfigError
 from quire.schema.kv import KVSpec
 
 
@@ -26,6 +33,10 @@ class Model(Protocol):
     def table(self) -> WeightTable: ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]: ...
+
+    def finish_weights(self) -> None:
+        """After filling parameters through table(); load_weights does it by itself."""
+        ...
 
     def kv_specs(self, block_size: int, kv_dtype: str) -> list[KVSpec]: ...
 
@@ -39,11 +50,39 @@ class Model(Protocol):
 
 
 def build_model(
-    hf_config: dict[str, Any],
+    hf_config: Mapping[str, Any],
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     max_model_len: int | None = None,
-) -> Model:
-    """`max_model_len` decides long-context rope tables (dynamic, longrope); None: the config's own length."""
-    raise NotImplementedError
+    storage: Storage | None = None,
+) -> Decoder:
+    """`max_model_len` decides long-context rope tables (dynamic, longrope); None: the config's own length.
+    `storage` decides how weights are stored; None: plain tensors of `dtype` on `device`."""
+    arch = read_arch(hf_config)
+    storage = storage or Storage.plain(dtype, device)
+    return Decoder(arch, storage, max_model_len=max_model_len or arch.max_positions)
+
+
+def read_arch(hf_config: Mapping[str, Any]) -> Arch:
+    """The declaration of the first declared name in config["architectures"], applied to the config."""
+    name = architecture_name(hf_config)
+    first = next((first for first, others in ALIASES.items() if name in others), name)
+    return ZOO.get(name)(View(hf_config, DEFAULTS.get(first, {}), name))
+
+
+def architecture_name(hf_config: Mapping[str, Any]) -> str:
+    names = hf_config.get("architectures") or []
+    if not names:
+        raise ConfigError("config.json names no architecture (the list 'architectures' is empty or absent)")
+    for name in names:
+        if name in ZOO:
+            return name
+    near = [hit for name in names for hit in difflib.get_close_matches(name, ZOO.names(), n=3, cutoff=0.5)]
+    hint = f" Nearest: {', '.join(dict.fromkeys(near))}." if near else ""
+    raise ConfigError(
+        f"architecture {', '.join(map(repr, names))} is not declared.{hint} Models without a declaration will run "
+        "through transformers' own code in a later version.",
+        param="architectures",
+        value=list(names),
+    )

@@ -19,7 +19,7 @@ from quire.ops.linear import linear
 
 
 class Slot(NamedTuple):
-    """One place a checkpoint tensor goes. With `fills` it is another spelling: a tensor that holds those slots whole."""
+    """One place a checkpoint tensor goes. With `fills`, a place that holds all of those slots at once."""
 
     name: str
     target: Tensor

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from quire.sched.blocks import BlockPool
+    from quire.sched.kv_cache import KVCache
     from quire.sched.request import Request
     from quire.sched.scheduler import Scheduler
 
@@ -28,6 +29,7 @@ def check(scheduler: Scheduler) -> None:
     assert len(running) <= scheduler.settings.max_num_seqs, f"{len(running)} run at once"
     for request in running:
         _check_request(request)
+        _check_tables(request, scheduler.kv)
     for request in waiting:
         assert not any(request.held.tables) and request.computed == request.planned == 0, f"{request.id} waits with KV"
     _check_pool(scheduler.kv.pool, running)
@@ -38,6 +40,14 @@ def _check_request(request: Request) -> None:
     assert request.computed <= request.planned <= request.target <= request.end + len(request.drafts), request.id
     assert known <= request.end and known < request.limit, f"{request.id} has {known} of {request.limit} tokens"
     assert request.planned <= request.room, f"{request.id} plans {request.planned} tokens in room for {request.room}"
+
+
+def _check_tables(request: Request, kv: KVCache) -> None:
+    """Whatever a step in flight or the next one reads or writes is still there."""
+    for group, size in kv.growing:
+        first = kv.policies[group].first_needed(request.computed)
+        needed = request.held.tables[group][first : -(-request.planned // size)]
+        assert -1 not in needed, f"{request.id} lost a block of group {group} too early"
 
 
 def _check_pool(pool: BlockPool, running: list[Request]) -> None:

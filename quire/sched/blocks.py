@@ -71,6 +71,12 @@ class BlockPool:
         self.homes[block] = group
         return True
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Nobody shall find these again; who holds them goes on."""
+        for block in blocks:
+            if block >= 0 and self.names[block] is not None:
+                self._unname(block)
+
     def clear(self) -> None:
         """Forget every name; nothing may be held."""
         assert self.num_free == self.num_blocks, "names can only be forgotten while no block is held"
@@ -84,10 +90,13 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self.cached.popitem(last=False)
-        name = self.names[block]
+        self._unname(block)
+        return block
+
+    def _unname(self, block: int) -> None:
+        name, group = self.names[block], self.homes[block]
         assert name is not None
-        del self.named[self.homes[block]][name]
+        del self.named[group][name]
         self.names[block] = None
         if self.events is not None:
-            self.events.append(BlockRemoved(block_hashes=[name], group=self.homes[block]))
-        return block
+            self.events.append(BlockRemoved(block_hashes=[name], group=group))

@@ -60,7 +60,7 @@ class KVCache:
         self.unit = math.gcd(*sizes) if sizes else 1  # tokens per hash
         self.align = math.lcm(*sizes) if sizes else 1  # a reused prefix ends at a block end in every group
         self.caching = caching and bool(sizes)
-        self.hasher = BlockHasher(algorithm, self.unit)
+        self.hasher = BlockHasher(algorithm if self.caching else "sha256", self.unit)
         self.max_chunk = max_chunk
 
     def match(self, request: Request) -> Hit:
@@ -103,11 +103,11 @@ class KVCache:
         lacking = sum(-(-num_encoder_tokens(request) // self.policies[g].block_size) for g in self.cross)
         for group, size in self.growing:
             row = hit.rows[group]
+            there = row[row.count(-1) :]
             more = -(-upto // size) - len(row)
             if whole:
-                held = sum(block >= 0 for block in row)
-                more = max(more, self.policies[group].peak(known, self.max_chunk) - held)
-            lacking += more + sum(block >= 0 and refs[block] == 0 for block in row)
+                more = max(more, self.policies[group].peak(known, self.max_chunk) - len(there))
+            lacking += more + [refs[block] for block in there].count(0)
         return lacking
 
     def outstanding(self, request: Request, upto: int) -> int:
@@ -184,8 +184,11 @@ class KVCache:
                 held.num_given_back[group] = last
         self._set_marks(request)
 
-    def release(self, request: Request) -> None:
+    def release(self, request: Request, *, spoilt: bool = False) -> None:
+        """All blocks back. `spoilt`: what they hold may be wrong, so nobody shall find it."""
         for table in request.held.tables:
+            if spoilt:
+                self.pool.forget(table)
             self.pool.drop(reversed(table))
         request.held.tables = []
 

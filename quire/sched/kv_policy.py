@@ -42,9 +42,10 @@ class Full:
         return 0
 
     def longest(self, names: Sequence[bytes], found: dict[bytes, int], most: int) -> int:
-        for index in range(most):
-            if names[index] not in found:
-                return index
+        for first in range(0, most, 64):
+            blocks = [*map(found.get, names[first : min(first + 64, most)])]
+            if None in blocks:
+                return first + blocks.index(None)
         return most
 
     def peak(self, tokens: int, chunk: int) -> int:

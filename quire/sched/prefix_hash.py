@@ -41,12 +41,12 @@ class BlockHasher:
         if last <= first:
             return
         fresh = tokens[first * size : last * size]
-        keyed = bool(given.media_keys) or first == 0
+        keyed = len(fresh) if given.media_keys else 1 - first  # of these blocks only the first ones have extra keys
         parent = hashes[-1] if hashes else self.root
         packed = b"" if self.cbor else struct.pack(f"<{len(fresh)}I", *fresh)
         digest, width = self.digest, size * 4
         for index in range(last - first):
-            extra = extra_keys(given, (first + index) * size, size) if keyed else []
+            extra = extra_keys(given, (first + index) * size, size) if index < keyed else []
             if self.cbor:
                 parent = digest(_block_cbor(parent, fresh[index * size : (index + 1) * size], extra))
             elif extra:

@@ -20,27 +20,9 @@ from quire.schema.step import Grant, NewRow
 
 class Request:
     __slots__ = (
-        "computed",
-        "drafts",
-        "end",
-        "epoch",
-        "given",
-        "held",
-        "id",
-        "last_token",
-        "limit",
-        "next_block",
-        "num_cached",
-        "num_prompt",
-        "num_prompt_logprobs",
-        "order",
-        "planned",
-        "room",
-        "running",
-        "stops",
-        "target",
-        "times",
-        "tokens",
+        "computed", "drafts", "end", "epoch", "given", "held", "id", "last_token", "limit", "next_block", "num_cached",
+        "num_prompt", "num_prompt_logprobs", "order", "planned", "room", "running", "stops", "target", "times",
+        "tokens", "watch_from",
     )  # fmt: skip
 
     def __init__(self, given: EngineRequest, *, limit: int, queued: float) -> None:
@@ -49,6 +31,9 @@ class Request:
         self.num_prompt = len(self.tokens)
         self.limit = limit  # tokens in all, prompt included, at which it ends
         self.stops = stop_ids(given)
+        self.watch_from = (
+            limit if given.params.repetition_detection is None else 0
+        )  # length from which any token may end
         self.order: tuple[float, ...] = ()
         self.running = False
         self.epoch = 0

@@ -149,7 +149,7 @@ class Scheduler:
             return []
         step, requests = self.flights.popleft()
         assert step == plan.step == result.step, f"step {step} is due; got plan {plan.step}, result {result.step}"
-        now, kv, tally = self.clock(), self.kv, self.tally
+        now, kv, prompt_tokens, generated_tokens = self.clock(), self.kv, 0, 0
         outputs: list[EngineOutput] = []
         plain = result.logprobs is None and not (result.prompt_logprobs or result.drafts or result.failed)
         for index, (grant, request, new) in enumerate(zip(plan.grants, requests, result.sampled, strict=True)):
@@ -159,14 +159,15 @@ class Scheduler:
                 outputs.append(self._finish(request, Ending(FinishReason.ERROR), error=result.failed[request.id]))
                 continue
             if grant.start < request.num_prompt:
-                tally.prompt_tokens += min(grant.count, request.num_prompt - grant.start)
+                prompt_tokens += min(grant.count, request.num_prompt - grant.start)
             request.computed += grant.count
             ending = None
             if grant.samples:
+                assert new, f"no token came back for {request.id}, and no reason why"
                 if grant.drafts:
                     request.judge(len(new) - 1)
                 new, ending = stop.append(request, new)
-                tally.generated_tokens += len(new)
+                generated_tokens += len(new)
             if request.computed >= request.next_block:
                 kv.commit(request)
             if plain and ending is None and request.last_token is not None:
@@ -182,6 +183,9 @@ class Scheduler:
             if ending is None and request.id in result.drafts:
                 assert not kv.has_state, "a recurrent state cannot be taken back, so drafts cannot be checked"
                 request.propose(result.drafts[request.id])
+        self.tally.step = step
+        self.tally.prompt_tokens += prompt_tokens
+        self.tally.generated_tokens += generated_tokens
         if env.AUDIT.get():
             self.audit()
         elif not self.requests:
@@ -229,7 +233,7 @@ class Scheduler:
         if request.running:
             planner.running.remove(request)
             planner.left.append(request.id)
-            self.kv.release(request)
+            self.kv.release(request, spoilt=error is not None)
         else:
             planner.waiting.remove(request)
         request.running = False
@@ -256,7 +260,7 @@ class Scheduler:
         """The step just committed; counts start anew with each call."""
         tally, pool = self.tally, self.kv.pool
         report = StepStats(
-            step=self.step,
+            step=tally.step,
             running=self.num_running,
             waiting=self.num_waiting,
             prompt_tokens=tally.prompt_tokens,

@@ -19,14 +19,11 @@ class Ending(NamedTuple):
 
 def append(request: Request, new: list[int]) -> tuple[list[int], Ending | None]:
     """Add new tokens up to the one that ends it; those kept, and why it ended if it did."""
-    tokens, stops, limit = request.tokens, request.stops, request.limit
-    repetition = request.given.params.repetition_detection
-    for kept, token in enumerate(new, 1):
+    tokens, before = request.tokens, len(request.tokens)
+    for token in new:
         tokens.append(token)
-        if token in stops or len(tokens) >= limit or repetition is not None:
-            ending = ends(request, token)
-            if ending is not None:
-                return new[:kept], ending
+        if (token in request.stops or len(tokens) >= request.watch_from) and (ending := ends(request, token)):
+            return new[: len(tokens) - before], ending
     return new, None
 
 

@@ -7,6 +7,7 @@ class Tally:
     def __init__(self) -> None:
         self.queries = 0  # prompt tokens looked up in the prefix cache, since start or reset
         self.hits = 0
+        self.step = 0  # the last one committed
         self.prompt_tokens = 0  # since the last report, as the rest
         self.generated_tokens = 0
         self.preempted = 0

@@ -39,7 +39,7 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
     head_size: int = 0
     v_head_size: int = -1  # -1: same as head_size; 0: values are a slice of the keys (latent attention)
     dtype: str = "float32"
-    window: int = 0  # WINDOW and CHUNK only, in tokens
+    window: int = 0  # WINDOW and CHUNK: in tokens; CROSS: the encoder's longest output, 0 if it need not be reserved
     state_shapes: tuple[tuple[int, ...], ...] = ()  # STATE only
     state_dtypes: tuple[str, ...] = ()
 

@@ -8,6 +8,12 @@ where its sampler wrote it, never from the plan.
     row tokens:  [ prompt ................ | outputs ... ]
                    ^start        ^start+count              a grant computes [start, start+count)
     samples=True: the grant reaches the last known token, so one new token comes back.
+
+Block tables are kept by difference. A row's table is, per group, NewRow.blocks and then every Grant.new_blocks of that
+row in the order of steps; entry i is the block of positions [i * block_size, (i + 1) * block_size) of that group, or -1
+where the group needs none. Entries are never withdrawn: once no later query of the row can read a block (it fell out of
+a window), the scheduler may give it to another row and says nothing, so what lies outside a window must not be read.
+The blocks of a cross-attention group all come with the row's first grant, which fills them. Plans run in order.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     seed: int  # always set: the request's own, or one the engine drew. 64 bit, unsigned
     stop_token_ids: tuple[int, ...] = ()  # end-of-text and stop ids that min_tokens must hold back
-    blocks: tuple[tuple[int, ...], ...] = ()  # per group, shared prefix blocks the row starts with (-1: no block)
+    blocks: tuple[tuple[int, ...], ...] = ()  # per group, the table before this plan's grant: the reused prefix
     lora_id: int = 0
 
 

@@ -1,1 +1,180 @@
-def render_chat(*a, **k): raise NotImplementedError
+"""render_chat: messages, tools and documents -> the text of a prompt, through the model's chat template.
+
+Owns: which template, what it is given, and how a last message is continued. Comes in: a Tokenizer (its template and its
+special tokens) and what the caller sent. Must not know: engines, HTTP. jinja2 is loaded on the first rendering.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quire.base.registry import load
+from quire.schema.errors import InputError
+from quire.text.messages import MediaHook, arguments_as_text, normalize_messages, refuse_media
+
+if TYPE_CHECKING:
+    from quire.text.template_facts import TemplateFacts
+    from quire.text.tokenizer import Tokenizer
+
+CONTENT_FORMATS = ("auto", "string", "openai")
+# written at the end of a message to be continued; the space tells whether the template trims
+_MARK = "QUIRE-CONTINUES-HERE "
+_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
+                  "tokenize", "conversation", "padding", "truncation", "return_dict", "return_tensors")  # fmt: skip
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
+    content_format: str = "auto",
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    media: MediaHook = refuse_media,
+    trusted: bool = True,
+) -> str:
+    """The rendered prompt. It holds its special tokens, so encode it with add_special_tokens=False.
+
+    `trusted=False`: the template came with a request; it is rendered in a process of its own with hard limits.
+    """
+    if add_generation_prompt and continue_final_message:
+        raise InputError(
+            "add_generation_prompt and continue_final_message cannot both be true: the first opens a new message, "
+            "the second goes on with the last",
+            param="continue_final_message",
+        )
+    if tokenizer.render_own_chat is not None and chat_template is None:
+        return tokenizer.render_own_chat(messages, tools, continue_final_message, dict(template_kwargs or {}))
+    source = choose_template(tokenizer, chat_template, with_tools=bool(tools))
+    facts: TemplateFacts = load("quire.text.template_facts:read_facts")(source)
+    as_parts = _wants_parts(content_format, facts)
+    plain = normalize_messages(
+        messages,
+        as_parts=as_parts,
+        wrap_strings=as_parts and not facts.tests_string,
+        keep_none=facts.tests_none,
+        media=media,
+    )
+    if continue_final_message:
+        _mark_last(plain[-1])
+    variables = {
+        **tokenizer.special,
+        **_checked_kwargs(template_kwargs),
+        "tools": _checked_list("tools", tools),
+        "documents": _checked_list("documents", documents),
+        "add_generation_prompt": add_generation_prompt,
+    }
+    text = _render(source, plain, variables, trusted)
+    return _cut_at_mark(text) if continue_final_message else text
+
+
+def choose_template(tokenizer: Tokenizer, chat_template: str | None = None, *, with_tools: bool = False) -> str:
+    """The template's text. `chat_template` is Jinja text, a file, or the name of one of the tokenizer's templates."""
+    own = tokenizer.chat_template
+    if chat_template is not None:
+        return _given_template(chat_template, own)
+    if isinstance(own, str):
+        return own
+    if own:
+        name = "tool_use" if with_tools and "tool_use" in own else "default"
+        if name in own:
+            return own[name]
+        raise InputError(
+            f"this tokenizer has the chat templates {', '.join(sorted(own))} and no default one; name one "
+            "(chat_template=…)",
+            param="chat_template",
+        )
+    raise InputError(
+        f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, so messages cannot be made into a prompt; "
+        "pass one (chat_template=…: Jinja text or a file), or use a plain prompt",
+        param="chat_template",
+    )
+
+
+def _given_template(given: str, own: str | dict[str, str] | None) -> str:
+    if isinstance(own, dict) and given in own:
+        return own[given]
+    if "{" in given or "\n" in given:
+        return given
+    if os.path.isfile(given):
+        with open(given, encoding="utf-8") as file:
+            return file.read()
+    near = difflib.get_close_matches(given, own, n=1) if isinstance(own, dict) else []
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise InputError(
+        f"chat_template {given!r} is no Jinja text (it has no braces), no file, and no template of this tokenizer{hint}",
+        param="chat_template",
+        value=given,
+    )
+
+
+def _wants_parts(content_format: str, facts: TemplateFacts) -> bool:
+    if content_format not in CONTENT_FORMATS:
+        raise InputError(
+            f"chat_template_content_format is one of {', '.join(CONTENT_FORMATS)}, got {content_format!r}",
+            param="chat_template_content_format",
+            value=content_format,
+        )
+    return facts.loops_content if content_format == "auto" else content_format == "openai"
+
+
+def _checked_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    kwargs = dict(given or {})
+    taken = [name for name in kwargs if name in _OWN_VARIABLES]
+    if taken:
+        raise InputError(f"chat_template_kwargs cannot set {', '.join(taken)}", param="chat_template_kwargs")
+    return kwargs
+
+
+def _checked_list(name: str, given: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """None for nothing, because templates ask whether there are any at all."""
+    if not given:
+        return None
+    if isinstance(given, (str, bytes, Mapping)) or not all(isinstance(entry, Mapping) for entry in given):
+        raise InputError(f"{name} must be a list of dicts, got {given!r:.200}", param=name)
+    return [dict(entry) for entry in given]
+
+
+def _render(source: str, messages: list[dict[str, Any]], variables: dict[str, Any], trusted: bool) -> str:
+    target = "quire.text.template:render" if trusted else "quire.text.template_child:render_apart"
+    render: Callable[..., str] = load(target)
+    try:
+        return render(source, {**variables, "messages": messages})
+    except InputError as wrong:
+        textual = arguments_as_text(messages)
+        if textual == messages or not isinstance(wrong.__cause__, TypeError):
+            raise
+    # some templates join the arguments of a tool call into their text as they stand
+    return render(source, {**variables, "messages": textual})
+
+
+def _mark_last(message: dict[str, Any]) -> None:
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + _MARK
+        return
+    texts = [part for part in content or () if "text" in part]
+    if not texts:
+        raise InputError(
+            f"continue_final_message is set, but the last message has no text to go on with: {content!r}",
+            param="continue_final_message",
+        )
+    texts[-1]["text"] += _MARK
+
+
+def _cut_at_mark(text: str) -> str:
+    place = text.rfind(_MARK.strip())
+    if place < 0:
+        raise InputError(
+            "continue_final_message is set, but the chat template leaves the last message out",
+            param="continue_final_message",
+        )
+    # where the template trimmed the mark's space it would have trimmed the message's own
+    return text[:place] if text.startswith(_MARK, place) else text[:place].rstrip()

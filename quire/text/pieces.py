@@ -73,6 +73,9 @@ class Pieces:
         token = self._token_of(token_id)
         return b"" if token is None else self._first(token)
 
+    def exists(self, token_id: int) -> bool:
+        return self._token_of(token_id) is not None
+
     def decoder(self) -> codecs.IncrementalDecoder:
         return codecs.getincrementaldecoder("utf-8")(self.errors)
 
@@ -82,7 +85,7 @@ class Pieces:
         for token_id in token_ids:
             if parts:
                 parts.append(self.of(token_id))
-            elif self._token_of(token_id) is not None:
+            elif self.exists(token_id):
                 parts.append(self.of_first(token_id))
         text = b"".join(parts).decode("utf-8", self.errors)
         lead = len(text) - len(text.lstrip(" "))

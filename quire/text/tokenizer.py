@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
 from quire.base.registry import Registry, load
@@ -27,7 +27,10 @@ MODES = Registry(
     },
 )
 NOT_BUILT_MODES = ("cohere", "deepseek_v32", "deepseek_v4", "inkling", "kimi_audio", "kimi_k3", "terratorch")
-WEIGHT_FILES = ["*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"]
+
+
+# (messages, tools, continue_final_message, options) -> the prompt
+OwnChat = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None, bool, dict[str, Any]], str]
 
 
 class Encoding(dict[str, Any]):
@@ -45,7 +48,7 @@ class Tokenizer(abc.ABC):
 
     is_fast = False
     pieces: Pieces | None = None  # bytes of each token, where the form has them
-    padding_side = "left"
+    render_own_chat: OwnChat | None = None  # a way from messages to a prompt that is no template
 
     def __init__(
         self,
@@ -81,6 +84,11 @@ class Tokenizer(abc.ABC):
     @property
     @abc.abstractmethod
     def all_special_ids(self) -> list[int]: ...
+
+    @property
+    def skipped_ids(self) -> frozenset[int]:
+        """What skip_special_tokens leaves out."""
+        return frozenset(self.all_special_ids)
 
     @property
     @abc.abstractmethod
@@ -247,7 +255,4 @@ def _fetch(source: str, revision: str | None, download_dir: str | None) -> str:
         raise ModelNotFoundError(
             f"no tokenizer at {source!r}: no such file or folder", param="tokenizer", value=source
         )
-    located = load("quire.config.source:locate")(
-        source, revision=revision, download_dir=download_dir, token=None, ignore_patterns=WEIGHT_FILES
-    )
-    return str(located.path)
+    return str(load("quire.config.source:locate")(source, revision, download_dir, weights=False).path)

@@ -69,7 +69,7 @@ def build(grants: Sequence[Grant], rows: Rows, backend: AttentionBackend) -> Ste
         logit_index=torch.from_numpy(shape.ends[samples] - 1).to(device),
         num_tokens=len(positions),
     )
-    rows.lengths[shape.rows] = contexts + shape.samples
+    rows.lengths[shape.rows] = np.maximum(rows.lengths[shape.rows], contexts + shape.samples)
     return StepInputs(shape, batch, shape.rows[samples], contexts[samples], shape.grants[samples].tolist())
 
 
@@ -86,7 +86,7 @@ def shape_of(grants: Sequence[Grant], rows: Rows) -> StepShape:
     order = np.arange(len(own))
     if (own[1:] <= own[:-1]).any():
         order = np.argsort(own)
-        own, starts, counts, samples = own[order], starts[order], counts[order], samples[order]
+        own, starts, counts, _ = own[order], starts[order], counts[order], samples[order]
     return StepShape(own, starts, counts, np.cumsum(counts), samples, order)
 
 

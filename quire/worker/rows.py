@@ -56,7 +56,8 @@ class BlockTable:
 class Rows:
     def __init__(self, groups: Sequence[KVGroup], max_rows: int, max_len: int, device: torch.device) -> None:
         width = max_len + 1  # a token sampled ahead of a stop that is not known yet may lie one past the end
-        self.tokens: Tensor = torch.zeros((max_rows, width), dtype=torch.int32, device=device)
+        # numpy's zeros cost nothing until they are written, torch's are written at once
+        self.tokens: Tensor = torch.from_numpy(np.zeros((max_rows, width), np.int32)).to(device)
         self.lengths = np.zeros(max_rows, np.int64)  # tokens in a row, those only the device knows included
         self.epochs = np.zeros(max_rows, np.int64)
         self.tables = [BlockTable(group, max_rows, width) for group in groups]

@@ -1,4 +1,4 @@
-"""The persistent batch: no holes, lowest free row first, and changes that a follower can replay in the documented order."""
+"""The persistent batch: no holes, lowest free row first, and changes a follower can replay in the documented order."""
 
 import random
 
@@ -71,7 +71,7 @@ def test_unknown_ids_may_leave_and_a_full_or_doubled_batch_is_an_error():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_fuzz_followers_tables_and_tokens(seed):
-    """Random comings and goings: a follower of BatchUpdate, the tokens and both block tables stay with their request."""
+    """Random comings and goings: a follower, the tokens and both block tables stay with their request."""
     rng = random.Random(seed)
     rows = make_rows(10)
     follower: dict[int, str] = {}

@@ -1,5 +1,5 @@
-"""The worker's step with a model one can see through: any mix of chunks, decodes, moves, preemptions and look-ahead gives
-every request the tokens it would get alone."""
+"""The worker's step with a model one can see through: in any mix of chunks, decodes, moves, preemptions and look-ahead
+every request gets the tokens it would get alone."""
 
 import random
 from collections import deque

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from quire.ops import sample
 
@@ -109,6 +110,25 @@ def test_choice_follows_the_distribution(scale, stream):
     if expected[-1] == 0:
         observed, expected = observed[:-1], expected[:-1]
     assert ((observed - expected) ** 2 / expected).sum() < chi_square_limit(observed.size - 1)
+
+
+def test_a_filtered_choice_follows_the_filtered_distribution():
+    """Temperature, top-k and top-p together, against the distribution that transformers' processors leave."""
+    vocab, draws = 64, 60_000
+    logits = logits_of(vocab, 2, 2.0)
+    expected = logits.unsqueeze(0)
+    for change in (TemperatureLogitsWarper(0.8), TopKLogitsWarper(12), TopPLogitsWarper(0.85)):
+        expected = change(None, expected)
+    wanted = expected[0].double().softmax(-1).numpy() * draws
+    mine = logits.repeat(draws, 1)
+    sample.scale_(mine, torch.full((draws,), 0.8))
+    sample.top_k_(mine, torch.full((draws,), 12), 12)
+    sample.top_p_(mine, torch.full((draws,), 0.85))
+    counts = np.bincount(sample.sample_(mine, torch.full((draws,), 5), torch.arange(draws)).numpy(), minlength=vocab)
+    possible = wanted > 0
+    assert 2 < possible.sum() < 12 and counts[~possible].sum() == 0
+    deviation = ((counts[possible] - wanted[possible]) ** 2 / wanted[possible]).sum()
+    assert deviation < chi_square_limit(int(possible.sum()) - 1)
 
 
 @pytest.mark.parametrize("scale", [0.2, 3.0, 12.0, 60.0])

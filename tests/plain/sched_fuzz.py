@@ -17,7 +17,9 @@ import time
 from collections import Counter, deque
 
 from quire.sched.events import AllBlocksCleared, BlockStored
+from quire.sched.gates import SKIP, Gate
 from quire.sched.kv_layout import blocks_needed
+from quire.sched.request import Request
 from quire.sched.scheduler import Scheduler
 from quire.sched.settings import SchedulerSettings
 from quire.schema.kv import KVGroup, KVKind, KVLayout
@@ -102,7 +104,7 @@ class Worker:
     def prepare(self, grant: Grant, row: Row) -> None:
         upto = grant.start + grant.count
         assert grant.epoch == row.epoch, "a grant for another row"
-        assert grant.count > 0 and grant.start == len(row.prefix) or row.fresh, "positions are skipped or done twice"
+        assert grant.count > 0 and (row.fresh or grant.start == len(row.prefix)), "positions are skipped or done twice"
         assert grant.samples == (upto >= len(row.tokens)), "samples where it should not, or the reverse"
         assert upto - len(grant.drafts) <= len(row.tokens), "input tokens are not known"
         for table, more in zip(row.tables, grant.new_blocks, strict=False):
@@ -126,8 +128,8 @@ class Worker:
 
     def read(self, group: int, spec: KVGroup, grant: Grant, row: Row) -> None:
         table, start = row.tables[group], grant.start
-        first = {F: 0, W: max(0, start - spec.window + 1), C: spec.window and start // spec.window * spec.window}
-        for index, low, high, first, last in self.spans(spec.block_size, first[spec.kind], start + grant.count):
+        begin = {F: 0, W: max(0, start - spec.window + 1), C: spec.window and start // spec.window * spec.window}
+        for index, low, high, first, last in self.spans(spec.block_size, begin[spec.kind], start + grant.count):
             block = table[index]
             assert block >= 0 and self.homes[block] == group, f"{spec.kind}: no block of this group at {index}"
             assert self.blocks[block][low:high] == row.prefix[first:last], f"{spec.kind}: block {block} is another's"
@@ -235,9 +237,25 @@ class Client:
                     return out, FinishReason.STOP, token
             if len(out) >= given.max_tokens or len(given.prompt_token_ids) + len(out) >= self.max_model_len:
                 return out, FinishReason.LENGTH, None
-            if params.repetition_detection and len(out) >= params.min_tokens:
-                if out[-1:] == out[-2:-1] or (len(out) >= 4 and out[-2:] == out[-4:-2]):
-                    return out, FinishReason.REPETITION, None
+            repeats = out[-1:] == out[-2:-1] or (len(out) >= 4 and out[-2:] == out[-4:-2])
+            if params.repetition_detection and len(out) >= params.min_tokens and repeats:
+                return out, FinishReason.REPETITION, None
+
+
+class Adapters(Gate):
+    """A constraint of the kind that comes later: one adapter per step, whoever is first. Binds running requests too."""
+
+    def open(self, num_running: int) -> None:
+        self.used = 0
+
+    def singles(self) -> int:
+        return 0
+
+    def admit(self, request: Request, count: int) -> int:
+        return count if request.given.lora_id in (0, self.used or request.given.lora_id) else SKIP
+
+    def take(self, request: Request, count: int) -> None:
+        self.used = self.used or request.given.lora_id
 
 
 class World:
@@ -278,6 +296,9 @@ class World:
         total = int(need * rng.choice([1.0, 1.0, 1.0, 1.3, 2.0, 4.0]))
         self.layout = KVLayout(num_blocks=total, page_bytes=1, groups=tuple(groups), slots=(), specs=())
         self.scheduler = Scheduler(settings, self.layout)
+        self.one_adapter = rng.random() < 0.2
+        if self.one_adapter:
+            self.scheduler.planner.gates.insert(0, Adapters())
         self.given: dict[str, EngineRequest] = {}
         self.clients: dict[str, Client] = {}
         drafts = rng.random() < 0.4 and S not in [group.kind for group in groups]
@@ -286,7 +307,7 @@ class World:
         self.stems = [[rng.randint(1, VOCABULARY) for _ in range(length)] for _ in range(3)]
         self.aborts = rng.choice([0.0, 0.01, 0.05])
         self.resets = rng.choice([0.0, 0.0, 0.02])
-        self.names = self.counter = 0
+        self.counter = 0
         self.stored: set[tuple[int, bytes]] = set()
         self.seen: Counter[str] = Counter()
 
@@ -296,7 +317,7 @@ class World:
         stem = rng.choice(self.stems)[: rng.randint(0, size)]
         prompt = tuple(stem + [rng.randint(1, VOCABULARY) for _ in range(size - len(stem))])
         siblings, parent = rng.choice([1, 1, 1, 2, 4]), f"p{self.counter}"
-        salt, lora, priority = rng.choice([None, None, "a", "b"]), rng.choice([0, 0, 0, 1]), rng.randint(0, 3)
+        salt, lora, priority = rng.choice([None, None, "a", "b"]), rng.choice([0, 0, 0, 1, 2]), rng.randint(0, 3)
         media: tuple[tuple[int, int, str], ...] = ()
         if self.media or rng.random() < 0.15:
             first = rng.randint(0, size - 1)
@@ -310,9 +331,10 @@ class World:
                 continue
             self.given[name] = given = EngineRequest(
                 request_id=name, prompt_token_ids=prompt, params=params, seed=rng.getrandbits(32),
-                max_tokens=max_tokens, eos_token_id=rng.choice([None, 1]), stop_token_ids=rng.choice([(), (2,), (1, 3)]),
-                priority=priority, arrival=float(self.counter), cache_salt=salt, lora_id=lora,
-                lora_name="adapter" if lora else None, parent_id=parent, media_keys=media,
+                max_tokens=max_tokens, eos_token_id=rng.choice([None, 1]),
+                stop_token_ids=rng.choice([(), (2,), (1, 3)]), priority=priority, arrival=float(self.counter),
+                cache_salt=salt, lora_id=lora, lora_name=f"adapter {lora}" if lora else None, parent_id=parent,
+                media_keys=media,
             )  # fmt: skip
             self.scheduler.add(given)
             self.clients[name] = Client(given, length)
@@ -328,6 +350,7 @@ class World:
             pool, force = scheduler.kv.pool, rng.random() < 0.5
             held = pool.num_free < pool.num_blocks
             assert scheduler.reset_prefix_cache(force) == (force or not held)
+            assert (held and not force) or not any(pool.named), "names outlived a reset"
             self.seen["resets"] += 1
 
     def step(self, arrivals: bool = True) -> None:
@@ -335,7 +358,9 @@ class World:
         if arrivals and rng.random() < 0.3 and len(scheduler.requests) < 2 * settings.max_num_seqs + 2:
             self.arrive()
         self.disturb()
+        preempted = scheduler.tally.preempted
         plan = scheduler.plan()
+        assert scheduler.tally.preempted == preempted or not plan.joined, "someone joined where another had to leave"
         if plan.grants:
             self.check_plan(plan)
             self.flights.append((plan, self.worker.run(plan)))
@@ -362,8 +387,13 @@ class World:
             unfinished = grant.start + grant.count < len(request.tokens)
             partial += unfinished
             assert settings.chunked_prefill or not unfinished, "a prompt in pieces"
+            given = request.given
+            limit = min(len(given.prompt_token_ids) + given.max_tokens, settings.max_model_len)
+            assert grant.start + grant.count < limit, "a token is computed that nobody will read"
             threshold = settings.long_prefill_threshold
             assert not threshold or grant.count <= threshold, "more than the chunk limit"
+        adapters = {self.scheduler.requests[grant.request_id].given.lora_id for grant in plan.grants}
+        assert not self.one_adapter or len(adapters - {0}) <= 1, "two adapters in one step"
         assert partial <= settings.max_partial_prefills, f"{partial} prompts are half-computed"
         for new in plan.joined:
             self.seen["joined"] += 1
@@ -378,7 +408,7 @@ class World:
             for mine, other in zip(ours, theirs, strict=True):
                 if mine != other:
                     assert len(mine) == len(other), "tables of different length"
-                    assert all([a in (-1, b) for a, b in zip(mine, other, strict=True)]), "tables differ"
+                    assert all(a in (-1, b) for a, b in zip(mine, other, strict=True)), "tables differ"
 
     def check_events(self) -> None:
         if not self.settings.events:

@@ -56,7 +56,7 @@ class FastTokenizer(Tokenizer):
             raise InputError(f"token ids are numbers from 0 to 2**32 - 1, got {ids[:8]!r}…", param="tokens") from None
         if REPLACEMENT in text and self.pieces is not None and self.pieces.errors != "replace":
             # one bad byte token makes the library give up its whole run of byte tokens; we keep the good characters
-            skipped = self._skipped if skip_special_tokens else frozenset()
+            skipped = self.skipped_ids if skip_special_tokens else frozenset()
             text = self.pieces.decode(i for i in ids if i not in skipped)
         return str(text)
 
@@ -77,7 +77,7 @@ class FastTokenizer(Tokenizer):
     @cached_property
     def all_special_ids(self) -> list[int]:  # type: ignore[override]
         named = (self.token_to_id(token) for token in self.special.values())
-        return sorted(self._skipped | {i for i in named if i is not None})
+        return sorted(self.skipped_ids | {i for i in named if i is not None})
 
     @cached_property
     def vocab_size(self) -> int:  # type: ignore[override]
@@ -88,8 +88,7 @@ class FastTokenizer(Tokenizer):
         return dict(self.pipeline.get_added_tokens_decoder())
 
     @cached_property
-    def _skipped(self) -> frozenset[int]:
-        """What skip_special_tokens leaves out."""
+    def skipped_ids(self) -> frozenset[int]:  # type: ignore[override]
         return frozenset(token_id for token_id, added in self._added.items() if added.special)
 
 

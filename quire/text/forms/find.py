@@ -12,6 +12,7 @@ from quire.schema.errors import CheckpointError, InputError
 from quire.text.forms.sidecar import Sidecar, read_sidecar
 from quire.text.tokenizer import Tokenizer
 
+IS_MISTRAL = "quire.text.forms.mistral:is_mistral"
 LOOKED_FOR = "tokenizer.json, tekken.json, tokenizer.model, *.tiktoken, vocab.json with merges.txt, vocab.txt, *.gguf"
 
 
@@ -31,7 +32,7 @@ def _load(path: str, trust_remote_code: bool, *, mistral: bool) -> Tokenizer:
     names = sorted(os.listdir(path))
     if "tokenizer.json" in names:
         return _call("quire.text.forms.fast:load_json", os.path.join(path, "tokenizer.json"))
-    if mistral and any(is_mistral(name) for name in names):
+    if mistral and any(map(load(IS_MISTRAL), names)):
         return _call("quire.text.forms.mistral:load_mistral", path)
     sidecar = read_sidecar(path)
     if trust_remote_code and "AutoTokenizer" in (sidecar.config.get("auto_map") or {}):
@@ -60,7 +61,7 @@ def _load_file(path: str) -> Tokenizer:
     name = os.path.basename(path)
     if name.endswith(".gguf"):
         return _call("quire.text.forms.gguf:load_gguf", path)
-    if is_mistral(name):
+    if load(IS_MISTRAL)(name):
         return _call("quire.text.forms.mistral:load_mistral", path)
     if name.endswith(".json"):
         return _call("quire.text.forms.fast:load_json", path)
@@ -68,10 +69,6 @@ def _load_file(path: str) -> Tokenizer:
         ranks = load("quire.text.forms.ranks:is_ranks")(path)
         return _call(f"quire.text.forms.{'ranks:load_ranks' if ranks else 'sentencepiece:load_sentencepiece'}", path)
     raise InputError(f"{path!r} is no tokenizer file; a folder needs one of {LOOKED_FOR}", param="tokenizer", value=path)
-
-
-def is_mistral(name: str) -> bool:
-    return name == "tekken.json" or name.startswith("tokenizer.model.v") or name.startswith("tokenizer.mm.model.v")
 
 
 def _nothing(path: str, names: list[str], sidecar: Sidecar) -> Exception:

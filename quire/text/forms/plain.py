@@ -6,6 +6,7 @@ Comes in: a folder and its Sidecar. Goes out: FastTokenizer. What such files lea
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from tokenizers import models
 from tokenizers import Tokenizer as Pipeline
@@ -45,7 +46,7 @@ def load_vocab_merges(folder: str, sidecar: Sidecar) -> FastTokenizer:
         raise CheckpointError(f"{folder}: vocab.json and merges.txt do not fit together ({wrong})") from None
     set_split(pipeline, SPLITS[_SPLIT_OF[kind]])
     if kind in _BOTH_ENDS:
-        _ends(pipeline, sidecar, "<s>", "</s>")
+        sidecar = _with_ends(pipeline, sidecar, "<s>", "</s>")
     return finish(folder, pipeline, sidecar)
 
 
@@ -53,7 +54,7 @@ def load_word_pieces(folder: str, sidecar: Sidecar) -> FastTokenizer:
     path = os.path.join(folder, "vocab.txt")
     vocab = {token: i for i, token in enumerate(read_text(path).rstrip("\n").split("\n"))}
     config = sidecar.config
-    unknown = sidecar.special.setdefault("unk_token", "[UNK]")
+    unknown = sidecar.special.get("unk_token", "[UNK]")
     if unknown not in vocab:
         raise CheckpointError(f"{path}: the unknown token {unknown!r} is not in it")
     pipeline = word_piece_pipeline(
@@ -63,12 +64,13 @@ def load_word_pieces(folder: str, sidecar: Sidecar) -> FastTokenizer:
         strip_accents=config.get("strip_accents"),
         chinese=bool(config.get("tokenize_chinese_chars", True)),
     )
-    _ends(pipeline, sidecar, "[CLS]", "[SEP]")
+    sidecar = _with_ends(pipeline, sidecar, "[CLS]", "[SEP]")
     return finish(folder, pipeline, sidecar)
 
 
-def _ends(pipeline: Pipeline, sidecar: Sidecar, begin: str, end: str) -> None:
-    begin = sidecar.special.setdefault("cls_token", begin)
-    end = sidecar.special.setdefault("sep_token", end)
+def _with_ends(pipeline: Pipeline, sidecar: Sidecar, begin: str, end: str) -> Sidecar:
+    """Both ends around every text, under the names the class gives them."""
+    sidecar = replace(sidecar, special={"cls_token": begin, "sep_token": end, **sidecar.special})
     add_tokens(pipeline, sidecar)
-    add_ends(pipeline, bos=begin, eos=end)
+    add_ends(pipeline, bos=sidecar.special["cls_token"], eos=sidecar.special["sep_token"])
+    return sidecar

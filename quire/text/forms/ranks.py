@@ -11,6 +11,7 @@ import binascii
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Pipeline
@@ -58,14 +59,14 @@ def load_ranks(path: str, *, sidecar: Sidecar | None = None) -> FastTokenizer:
     pipeline = ranks_pipeline(read_ranks(path), SPLITS[name])
     if name == "qwen2" and not sidecar.added:  # its special tokens stand in its code only
         pipeline.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _QWEN_SPECIAL])
-        sidecar.special.setdefault("eos_token", "<|endoftext|>")
+        sidecar = replace(sidecar, special={"eos_token": "<|endoftext|>", **sidecar.special})
     return finish(path, pipeline, sidecar)
 
 
-def ranks_pipeline(tokens: Sequence[bytes], split: Split, *, shift: int = 0) -> Pipeline:
-    """`tokens` best first; the id of a token is its rank plus `shift`."""
+def ranks_pipeline(tokens: Sequence[bytes], split: Split, *, first: Sequence[str] = ()) -> Pipeline:
+    """`tokens` best first; the id of a token is its rank, counted from after the tokens of `first`."""
     letters = [bytes_to_letters(token) for token in tokens]
-    vocab = {token: rank + shift for rank, token in enumerate(letters)}
+    vocab = {token: i for i, token in enumerate((*first, *letters))}
     pipeline = Pipeline(models.BPE(vocab, merges_by_rank(letters), ignore_merges=True))
     set_split(pipeline, split)
     return pipeline

@@ -1,0 +1,1 @@
+"""Benches of the control side: no device, no model, seconds to run."""

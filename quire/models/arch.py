@@ -1,0 +1,104 @@
+"""What an architecture is, as data: Arch for the model, Layer for each layer, and the small records of the layers.
+
+A field names a behaviour, never a model. Declarations in zoo/ make an Arch from a config; decoder.py builds it.
+Knows no tensors, no checkpoints' file formats, no shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quire.layers.moe import MoeKind
+from quire.layers.norm import RMS, NormKind
+from quire.layers.rope import RopeKind
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What may differ from layer to layer."""
+
+    rope: RopeKind | None = None
+    window: int = 0  # sliding window in tokens, the current one included; 0: none
+    chunk: int = 0  # chunked local attention, in tokens; 0: none
+    moe: bool = False  # experts in place of the dense mlp
+    attn_scale: float = 0.0  # 0: the model's
+
+
+@dataclass(frozen=True)
+class Mla:
+    """Latent attention: compressed keys and values. Sizes per head, except the ranks."""
+
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+    q_rank: int = 0  # 0: queries are not compressed
+
+
+@dataclass(frozen=True)
+class Arch:
+    vocab: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    layers: tuple[Layer, ...]
+    max_positions: int
+    # norms
+    norm: NormKind = RMS
+    order: str = "pre"  # pre | post | sandwich | parallel | after (post-norm on the sum)
+    one_norm: bool = False  # parallel: attention and mlp read the same norm
+    embed_norm: bool = False
+    final_norm: bool = True
+    # attention
+    qk_norm: str = ""  # head | each | full
+    qk_norm_bias: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qkv_clip: float = 0.0
+    attn_scale: float = 0.0  # 0: head_dim ** -0.5
+    attn_softcap: float = 0.0
+    sinks: bool = False
+    alibi: float = 0.0  # factor on the slopes; 0: no alibi
+    grow: tuple[float, int] = (0.0, 1)  # queries grow with position: (beta, length)
+    mla: Mla | None = None
+    # mlp
+    act: str = "silu"
+    gated: bool = True
+    mlp_bias: bool = False
+    moe: MoeKind | None = None
+    # ends
+    embed_scale: float = 1.0
+    embed_width: int = 0  # width of the token table where it differs; projected in and out
+    residual_scale: float = 1.0
+    positions: int = 0  # rows of a learned position table
+    position_offset: int = 0
+    tie: bool = False
+    head_bias: bool = False
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
+    # how its checkpoints spell and store things
+    names: tuple[tuple[str, str], ...] = ()  # (pattern, canonical), applied in order
+    ignore: tuple[str, ...] = ()  # patterns of tensors a checkpoint may hold that are not ours
+    qkv_layout: str = ""  # rows of a fused qkv: '' q, k, v | per_head (q k v)* | per_group (q.. k v)*
+    transposed: bool = False  # matrices of the layers are stored [in, out]
+    expert_layout: str = ""  # '' | transposed_interleaved: [E, in, out] with gate and up in turn
+
+
+def each(arch: Arch, change: Callable[[int, Layer], dict[str, Any]], **over: Any) -> Arch:
+    """The same architecture with every layer changed by what `change(index, layer)` returns."""
+    layers = tuple(replace(layer, **change(i, layer)) for i, layer in enumerate(arch.layers))
+    return replace(arch, layers=layers, **over)
+
+
+def with_rope(arch: Arch, **over: Any) -> Arch:
+    """The same architecture with every rotary position changed."""
+    return each(arch, lambda i, layer: {"rope": replace(layer.rope, **over)} if layer.rope else {})
+
+
+def with_window(arch: Arch, window: int | None) -> Arch:
+    """The same architecture with this sliding window in every layer (None or 0: in none)."""
+    return each(arch, lambda i, layer: {"window": window or 0})

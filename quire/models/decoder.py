@@ -1,0 +1,208 @@
+"""The one decoder: every text architecture is an Arch, and this builds and runs it.
+
+In: a Batch. Out: hidden states [T, width], then logits for the rows the worker picks. Attention goes through the
+batch's plans; weights arrive through the table. It must not know which model it is: only fields of Arch.
+
+    x, delta = stream and what the last sublayer adds to it; a norm joins the two (see Norm.add), so that the sum and
+    the norm after it can be one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from quire.layers.attention import Attention, AttentionKind, KVLayer
+from quire.layers.batch import Batch, LayerCache
+from quire.layers.embed import Embedding, Head
+from quire.layers.linear import Linear
+from quire.layers.mla import LatentAttention, MlaKind
+from quire.layers.mlp import Mlp
+from quire.layers.moe import Moe
+from quire.layers.norm import NoNorm, Norm
+from quire.layers.rope import Rope, Turn
+from quire.layers.table import WeightTable
+from quire.models.arch import Arch, Layer
+from quire.models.layout import arrange_for
+from quire.quant.scheme import Storage
+from quire.schema.errors import CheckpointError, ConfigError
+from quire.schema.kv import KVSpec
+
+# Where the norms of a block sit: before attention, after it, before the mlp, after it ('' = none).
+NORMS = {
+    "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "parallel": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    "sandwich": (
+        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+    ),
+    "after": ("", "input_layernorm", "", "post_attention_layernorm"),
+}  # fmt: skip
+COMMON_NAMES = ((r"^(layers\.\d+|embed_tokens|norm)\.", r"model.\1."),)  # checkpoints saved without their head
+
+
+class Block(nn.Module):
+    """Norm, attention, norm, mlp: in sequence (norms before, after, or both)."""
+
+    def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
+        super().__init__()
+        layer, prefix = arch.layers[index], f"model.layers.{index}."
+        self.attn = _attention(arch, layer, f"{prefix}self_attn.", rope, storage)
+        self.mlp = _mlp(arch, layer, f"{prefix}mlp.", storage)
+        norms = [Norm(prefix + name, (arch.width,), arch.norm, storage) if name else None for name in NORMS[arch.order]]
+        self.before_attn, self.after_attn = norms[0] or NoNorm(), norms[1]
+        self.before_mlp, self.after_mlp = norms[2] or NoNorm(), norms[3]
+        self.scale = arch.residual_scale
+
+    def forward(self, x: Tensor, delta: Tensor | None, batch: Batch, turn: Turn | None) -> tuple[Tensor, Tensor | None]:
+        h, x = self.before_attn.add(x, delta)
+        h = self.attn(h, batch, turn)
+        if self.after_attn is not None:
+            h = self.after_attn(h)
+        h, x = self.before_mlp.add(x, h if self.scale == 1.0 else h * self.scale)
+        h = self.mlp(h)
+        if self.after_mlp is not None:
+            h = self.after_mlp(h)
+        return x, h if self.scale == 1.0 else h * self.scale
+
+
+class ParallelBlock(Block):
+    """Attention and mlp read the same stream; their outputs join it together."""
+
+    def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
+        super().__init__(arch, index, rope, storage)
+        if arch.one_norm:
+            self.before_mlp = NoNorm()
+        self.one_norm = arch.one_norm
+
+    def forward(self, x: Tensor, delta: Tensor | None, batch: Batch, turn: Turn | None) -> tuple[Tensor, Tensor | None]:
+        h, x = self.before_attn.add(x, delta)
+        out = self.attn(h, batch, turn) + self.mlp(h if self.one_norm else self.before_mlp(x))
+        return x, out if self.scale == 1.0 else out * self.scale
+
+
+class AfterBlock(Block):
+    """The norm takes the sum: x = norm(x + sublayer(x))."""
+
+    def forward(self, x: Tensor, delta: Tensor | None, batch: Batch, turn: Turn | None) -> tuple[Tensor, Tensor | None]:
+        assert self.after_attn is not None and self.after_mlp is not None
+        x = self.after_attn(x + self.attn(x, batch, turn))
+        return self.after_mlp(x + self.mlp(x)), None
+
+
+BLOCKS = {"pre": Block, "post": Block, "sandwich": Block, "parallel": ParallelBlock, "after": AfterBlock}
+
+
+def _attention(arch: Arch, layer: Layer, prefix: str, rope: Rope | None, storage: Storage) -> KVLayer:
+    scale = layer.attn_scale or arch.attn_scale or arch.head_dim**-0.5
+    if arch.mla is not None:
+        m = arch.mla
+        if rope is None:
+            raise ConfigError("latent attention needs rotary positions")
+        latent = MlaKind(
+            heads=arch.heads, kv_rank=m.kv_rank, nope=m.nope, rope=m.rope, value=m.value, scale=scale,
+            q_rank=m.q_rank, bias=arch.qkv_bias,
+        )  # fmt: skip
+        return LatentAttention(prefix, arch.width, latent, rope, storage)
+    kind = AttentionKind(
+        heads=arch.heads, kv_heads=arch.kv_heads, head_dim=arch.head_dim, scale=scale, window=layer.window,
+        chunk=layer.chunk, softcap=arch.attn_softcap, sinks=arch.sinks, alibi=arch.alibi, qkv_bias=arch.qkv_bias,
+        o_bias=arch.o_bias, qk_norm=arch.qk_norm, qkv_clip=arch.qkv_clip, grow=arch.grow,
+        qk_norm_kind=replace(arch.norm, bias=arch.qk_norm_bias),
+    )  # fmt: skip
+    return Attention(prefix, arch.width, kind, rope, storage)
+
+
+def _mlp(arch: Arch, layer: Layer, prefix: str, storage: Storage) -> Mlp | Moe:
+    if layer.moe and arch.moe is not None:
+        return Moe(prefix, arch.width, arch.moe, storage, act=arch.act)
+    return Mlp(prefix, arch.width, arch.ffn, storage, act=arch.act, gated=arch.gated, bias=arch.mlp_bias)
+
+
+class Decoder(nn.Module):
+    def __init__(self, arch: Arch, storage: Storage, *, max_model_len: int) -> None:
+        super().__init__()
+        self.arch, self.storage = arch, storage
+        width, inner = arch.width, arch.embed_width or arch.width
+        self.embed = Embedding("model.embed_tokens", arch.vocab, inner, storage, scale=arch.embed_scale)
+        self.positions = (
+            Embedding("model.embed_positions", arch.positions, width, storage, offset=arch.position_offset)
+            if arch.positions
+            else None
+        )
+        self.project_in = Linear("model.", inner, {"project_in": width}, storage) if arch.embed_width else None
+        self.project_out = Linear("model.", width, {"project_out": inner}, storage) if arch.embed_width else None
+        self.embed_norm = Norm("model.embed_norm", (width,), arch.norm, storage) if arch.embed_norm else None
+        kinds: list = []  # distinct rotary kinds, in order of first use
+        for layer in arch.layers:
+            if layer.rope is not None and layer.rope not in kinds:
+                kinds.append(layer.rope)
+        self.ropes = nn.ModuleList(Rope(kind, max_model_len, storage.dtype, storage.device) for kind in kinds)
+        self.rope_of = [None if layer.rope is None else kinds.index(layer.rope) for layer in arch.layers]
+        block = BLOCKS[arch.order]
+        self.layers = nn.ModuleList(
+            block(arch, i, None if which is None else self.ropes[which], storage)
+            for i, which in enumerate(self.rope_of)
+        )
+        self.norm = Norm("model.norm", (width,), arch.norm, storage) if arch.final_norm else NoNorm()
+        tied = self.embed if arch.tie else None
+        self.head = Head("lm_head", arch.vocab, inner, storage, bias=arch.head_bias, tied=tied)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Hidden states [T, width of the head]."""
+        turns = [rope(batch.positions) for rope in self.ropes]
+        x = self.embed(batch.token_ids)
+        if self.project_in is not None:
+            x = self.project_in(x)
+        if self.positions is not None:
+            x = x + self.positions(batch.positions)
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)
+        delta: Tensor | None = None
+        for layer, which in zip(self.layers, self.rope_of, strict=True):
+            x, delta = layer(x, delta, batch, None if which is None else turns[which])
+        x, _ = self.norm.add(x, delta)
+        return x if self.project_out is None else self.project_out(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, width] -> [S, vocab] float32."""
+        logits = self.head(hidden).float()
+        if self.arch.logit_scale != 1.0:
+            logits = logits * self.arch.logit_scale
+        cap = self.arch.logit_softcap
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+    def table(self) -> WeightTable:
+        arch = self.arch
+        ignore = (*arch.ignore, r"^lm_head\.weight$") if arch.tie else arch.ignore
+        return WeightTable.of(self, names=(*arch.names, *COMMON_NAMES), ignore=ignore, arrange=arrange_for(arch))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Fill parameters from (checkpoint name, tensor) pairs, all or some; returns the names that were taken."""
+        table, taken = self.table(), set()
+        for name, tensor in weights:
+            if not table.load(name, tensor):
+                raise CheckpointError(f"the model has no place for tensor {name!r}", param=name)
+            taken.add(name)
+        self.finish_weights()
+        return taken
+
+    def finish_weights(self) -> None:
+        """To be called once parameters are filled through the table."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.finish()
+
+    def kv_layers(self) -> list[KVLayer]:
+        return [module for module in self.modules() if isinstance(module, KVLayer)]
+
+    def kv_specs(self, block_size: int, kv_dtype: str) -> list[KVSpec]:
+        return [layer.kv_spec(block_size, kv_dtype) for layer in self.kv_layers()]
+
+    def bind_kv(self, caches: Mapping[str, LayerCache], groups: Mapping[str, int]) -> None:
+        """Give every attention layer its cache and the index of its group's plan in Batch.plans."""
+        for layer in self.kv_layers():
+            layer.bind(caches[layer.layer], groups[layer.layer])

@@ -1,0 +1,65 @@
+"""DeepSeek V2 and V3 (latent attention, experts chosen by groups) and models that share their experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from quire.layers.moe import MoeKind
+from quire.models.arch import Arch, Mla, each, with_rope
+from quire.models.view import FULL, SLIDING, View, read
+from quire.ops.rope import yarn_mscale
+
+_NAMES = ((r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),)
+
+
+def _mixture(c: View, arch: Arch, **over: Any) -> Arch:
+    """The first layers dense, then routed and shared experts; layers beyond the last are draft heads, not ours."""
+    experts, dense, step = c.get("n_routed_experts"), c.first_k_dense_replace, c.get("moe_layer_freq", default=1)
+    if not experts or not c.get("num_experts_per_tok"):
+        return arch
+    moe = MoeKind(
+        experts, c.num_experts_per_tok, c.moe_intermediate_size, scale=c.routed_scaling_factor, router_wide=True,
+        shared_ffn=c.moe_intermediate_size * (c.get("n_shared_experts") or 0), **over,
+    )  # fmt: skip
+    drafts = c.get("num_nextn_predict_layers", default=0)
+    ignore = tuple(rf"^model\.layers\.{len(arch.layers) + i}\." for i in range(drafts))
+    arch = replace(arch, moe=moe, names=_NAMES, ignore=ignore)
+    return each(arch, lambda i, layer: {"moe": i >= dense and i % step == 0})
+
+
+def grouped_experts(c: View, arch: Arch) -> Arch:
+    """Sigmoid scores, a stored bias on the choice, groups ranked by their best two."""
+    return _mixture(
+        c, arch, score="sigmoid", select_bias=True, groups=c.get("n_group", default=1),
+        top_groups=c.get("topk_group", default=1), group_score="top2sum", renorm=c.norm_topk_prob,
+    )  # fmt: skip
+
+
+def _latent(c: View, *, pairs: bool, wide: bool) -> Arch:
+    mla = Mla(c.kv_lora_rank, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim, c.maybe("q_lora_rank") or 0)
+    arch = read(c, mla=mla, head_dim=mla.rope)
+    scale, rope = (mla.nope + mla.rope) ** -0.5, arch.layers[0].rope
+    if rope is not None and rope.scaling and rope.scaling.get("mscale_all_dim"):
+        scale *= yarn_mscale(rope.scaling["factor"], rope.scaling["mscale_all_dim"]) ** 2
+    return with_rope(replace(arch, attn_scale=scale), pairs=pairs, wide=wide)
+
+
+def deepseek_v2(c: View) -> Arch:
+    """transformers never renormalises here, whatever norm_topk_prob says (it is false in every release)."""
+    groups: dict[str, Any] = {}
+    if c.topk_method == "group_limited_greedy":
+        groups = dict(groups=c.get("n_group", default=1), top_groups=c.get("topk_group", default=1))
+    elif c.topk_method != "greedy":
+        c.refuse("topk_method", "known are greedy and group_limited_greedy")
+    return _mixture(c, _latent(c, pairs=True, wide=True), renorm=False, **groups)
+
+
+def deepseek_v3(c: View) -> Arch:
+    return grouped_experts(c, _latent(c, pairs=c.rope_interleave, wide=False))
+
+
+def dots1(c: View) -> Arch:
+    slides = c.maybe("sliding_window")
+    kinds = [SLIDING if slides and i >= c.max_window_layers else FULL for i in range(c.num_hidden_layers)]
+    return grouped_experts(c, read(c, kinds=kinds, qk_norm="head"))

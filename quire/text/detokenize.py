@@ -1,0 +1,237 @@
+"""Detokenizer: one answer's token ids -> its text, as it grows, cut at stop strings.
+
+Comes in: new ids, a few at a time. Goes out: text that is certain. All text together equals the decode of prompt and
+answer less that of the prompt, whatever the pieces were. Half a character waits for its other half; U+FFFD appears only
+once it is certain that no other half comes. Cost: proportional to the new text, except where the whole is asked for.
+Must not know: requests, or how text is shown.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from quire.schema.params import SamplingParams
+from quire.text.pieces import REPLACEMENT, Pieces
+from quire.text.stops import StopStrings
+
+if TYPE_CHECKING:
+    from quire.text.tokenizer import Tokenizer
+
+CONTEXT = 6  # tokens of the prompt that a comparison of decodes looks back on
+WINDOW = 64  # tokens such a comparison ever covers
+PATIENCE = 8  # tokens that may wait for the end of a character where only whole decodes can be compared
+
+
+class Stream(Protocol):
+    """Ids in, text out, one at a time."""
+
+    def add(self, token_id: int) -> str: ...
+
+    def flush(self) -> str:
+        """What is left at the end: half characters, as U+FFFD."""
+        ...
+
+
+class Detokenizer:
+    """The text of one answer."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        self._stream = make_stream(
+            tokenizer,
+            prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
+        stops = params.stop or []
+        self._stops = StopStrings([stops] if isinstance(stops, str) else stops)
+        self._include_stop = params.include_stop_str_in_output
+        self._unarmed = params.min_tokens  # so many more tokens during which no stop string counts
+        self._parts: list[str] = []  # all text
+        self._length = 0
+        self._taken = 0  # characters already given out as deltas
+        self._untaken: list[str] = []
+        self._stopped: str | None = None
+        self._flushed = False
+
+    @property
+    def text(self) -> str:
+        """The whole answer so far, as far as it is certain."""
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
+
+    def feed(self, new_ids: Sequence[int], *, stop_terminated: bool = False) -> str | None:
+        """Go on with these ids. Returns the stop string that ended the text, if one did; later ids are then ignored.
+
+        `stop_terminated`: the last id is a stop token; it is no part of the text unless the caller asked to include it.
+        """
+        if self._stopped is not None:
+            return self._stopped
+        if stop_terminated and not self._include_stop:
+            new_ids = new_ids[:-1]
+        for token_id in new_ids:
+            self._unarmed -= 1
+            piece = self._stream.add(token_id)
+            if piece:
+                self._append(piece)
+                if self._stops and self._cut(piece, armed=self._unarmed < 0):
+                    break
+        return self._stopped
+
+    def take(self, finished: bool, delta: bool) -> str:
+        """Text that is safe to show: what is new (delta) or all of it. Until the end, what may become a stop string
+        is held back."""
+        if finished and not self._flushed and self._stopped is None:
+            self._flushed = True
+            self._append(self._stream.flush())
+        held = 0 if finished or self._include_stop or self._stopped is not None else self._stops.held
+        if not delta:
+            text = self.text
+            return text[: len(text) - held] if held else text
+        fresh = "".join(self._untaken)
+        shown = fresh[: len(fresh) - held]
+        self._untaken = [fresh[len(shown) :]]
+        self._taken += len(shown)
+        return shown
+
+    def _append(self, piece: str) -> None:
+        self._parts.append(piece)
+        self._length += len(piece)
+        self._untaken.append(piece)
+
+    def _cut(self, piece: str, *, armed: bool) -> bool:
+        match = self._stops.feed(piece, armed=armed)
+        if match is None:
+            return False
+        self._stopped = match.stop
+        end = self._length - len(piece) + match.end
+        keep = end if self._include_stop else end - len(match.stop)
+        self._parts = [self.text[:keep]]
+        self._length = keep
+        self._untaken = [self._parts[0][self._taken :]]
+        return True
+
+
+def make_stream(
+    tokenizer: Tokenizer,
+    prompt_token_ids: Sequence[int],
+    *,
+    skip_special_tokens: bool = True,
+    spaces_between_special_tokens: bool = True,
+) -> Stream:
+    """The stream that fits the tokenizer, placed at the end of the prompt."""
+    skipped = tokenizer.skipped_ids if skip_special_tokens else frozenset()
+    if tokenizer.pieces is None:
+        return WindowStream(tokenizer, prompt_token_ids, skipped)
+    glued: frozenset[int] = frozenset()
+    if tokenizer.pieces.joined and not spaces_between_special_tokens:
+        glued = frozenset(tokenizer.get_added_vocab().values())
+    return ByteStream(tokenizer.pieces, prompt_token_ids, skipped, glued)
+
+
+class ByteStream:
+    """Token by token through bytes: exact at any cut."""
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        prompt_token_ids: Sequence[int],
+        skipped: frozenset[int] = frozenset(),
+        glued: frozenset[int] = frozenset(),
+    ) -> None:
+        self._pieces, self._skipped, self._glued = pieces, skipped, glued
+        self._decoder = pieces.decoder()
+        last = _last_shown(prompt_token_ids, skipped, 4)
+        self._first = not last  # nothing shown yet, prompt included
+        self._strip = pieces.strip if self._first else 0
+        self._glue = bool(last) and last[-1] in glued
+        for token_id in last:  # half a character at the end of the prompt: its other half may come
+            self._decoder.decode(pieces.of(token_id))
+        self._borrowed = bool(self._decoder.getstate()[0])
+
+    def add(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        if self._first:
+            piece = self._pieces.of_first(token_id)
+            self._first = not self._pieces.exists(token_id)
+        else:
+            piece = self._pieces.of(token_id)
+        if self._glued:
+            is_glued = token_id in self._glued
+            if is_glued and self._glue:
+                piece = piece.removeprefix(b" ")
+            self._glue = is_glued
+        if not piece:
+            return ""
+        if self._borrowed:
+            self._settle(piece[:1])
+        text = self._decoder.decode(piece)
+        if self._strip and text:
+            text = self._strip_start(text)
+        return text
+
+    def flush(self) -> str:
+        if self._borrowed:
+            return ""
+        return self._decoder.decode(b"", final=True)
+
+    def _settle(self, byte: bytes) -> None:
+        """The first byte after a prompt that ends inside a character: if it does not go on with it, forget it."""
+        self._borrowed = False
+        strict = codecs.getincrementaldecoder("utf-8")("strict")
+        try:
+            strict.decode(self._decoder.getstate()[0] + byte)
+        except UnicodeDecodeError:
+            self._decoder.reset()
+
+    def _strip_start(self, text: str) -> str:
+        spaces = len(text) - len(text.lstrip(" "))
+        cut = min(spaces, self._strip)
+        self._strip = self._strip - cut if spaces == len(text) else 0
+        return text[cut:]
+
+
+class WindowStream:
+    """For tokenizers that only decode whole lists: compare the decode with and without the new tokens, over a window
+    that starts at tokens whose text is certain."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skipped: frozenset[int]) -> None:
+        self._tokenizer, self._skipped = tokenizer, skipped
+        self._ids = _last_shown(prompt_token_ids, skipped, CONTEXT)
+        self._num_read = len(self._ids)  # tokens of the window whose text is out
+        self._read_text = tokenizer.decode(self._ids)
+
+    def add(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        self._ids.append(token_id)
+        text = self._tokenizer.decode(self._ids)
+        half = text.endswith(REPLACEMENT) and len(self._ids) - self._num_read < PATIENCE
+        if half or (len(text) <= len(self._read_text) and len(self._ids) < WINDOW):
+            return ""
+        return self._move(text)
+
+    def flush(self) -> str:
+        return self._move(self._tokenizer.decode(self._ids))
+
+    def _move(self, text: str) -> str:
+        """Give out what is new; the window then starts with the tokens that made it."""
+        new = text[len(self._read_text) :]
+        self._ids = self._ids[self._num_read :]
+        self._num_read = len(self._ids)
+        self._read_text = self._tokenizer.decode(self._ids)
+        return new
+
+
+def _last_shown(token_ids: Sequence[int], skipped: frozenset[int], count: int) -> list[int]:
+    """The last ids that have text, in order."""
+    found: list[int] = []
+    for token_id in reversed(token_ids):
+        if token_id not in skipped:
+            found.append(token_id)
+            if len(found) == count:
+                break
+    return found[::-1]

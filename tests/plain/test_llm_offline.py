@@ -1,0 +1,326 @@
+"""llm/offline.py and stepper.py over an engine that repeats its prompt, in process and in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import weakref
+
+import pytest
+
+from quire import LLM, EngineArgs, LLMEngine, SamplingParams
+from quire.base import env
+from quire.schema.errors import ConfigError, EngineDeadError, EngineGenerateError, InputError, NotBuiltError
+from quire.schema.params import RequestOutputKind
+from tests.fake_engine import ids_of, name_of_model, use_fake, write_model
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    use_fake(monkeypatch)
+    return write_model(tmp_path)
+
+
+@pytest.fixture(params=["0", "1"], ids=["in process", "own process"])
+def llm(request, folder, monkeypatch):
+    monkeypatch.setenv("QUIRE_ENABLE_V1_MULTIPROCESSING", request.param)
+    env.forget_all()
+    made = LLM(folder, max_num_seqs=8, max_model_len=64)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def inside(folder):
+    made = LLM(folder, max_num_seqs=8, max_model_len=64)
+    yield made
+    made.close()
+
+
+SHORT = SamplingParams(max_tokens=5)
+
+
+def texts(outputs) -> list[str]:
+    return [output.outputs[0].text for output in outputs]
+
+
+def test_answers_come_in_order(llm):
+    prompts = [c * (i % 5 + 1) for i, c in enumerate("abcdefghijklmnop")]
+    params = [SamplingParams(max_tokens=16 - i) for i in range(16)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [o.prompt for o in outputs] == prompts
+    assert texts(outputs) == [c * (16 - i) for i, c in enumerate("abcdefghijklmnop")]
+    assert all(o.finished and o.metrics.first_token_ts for o in outputs)
+    assert len({o.request_id for o in outputs}) == 16
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["abc", ids_of("abc"), {"prompt": "abc"}, {"prompt_token_ids": ids_of("abc")}, ["abc"], [ids_of("abc")], ("abc",)],
+    ids=lambda g: repr(g)[:30],
+)
+def test_every_form_of_a_prompt(inside, given):
+    (output,) = inside.generate(given, SHORT, use_tqdm=False)
+    assert output.outputs[0].text == "abcab" and output.prompt_token_ids == ids_of("abc")
+
+
+def test_mixed_prompts_and_the_older_keyword(inside):
+    outputs = inside.generate(["ab", {"prompt_token_ids": ids_of("cd")}, ids_of("ef")], SHORT, use_tqdm=False)
+    assert texts(outputs) == ["ababa", "cdcdc", "efefe"]
+    outputs = inside.generate(prompt_token_ids=[ids_of("xy"), ids_of("z")], sampling_params=SHORT, use_tqdm=False)
+    assert texts(outputs) == ["xyxyx", "zzzzz"]
+    (output,) = inside.generate("shown", SHORT, prompt_token_ids=[ids_of("xy")], use_tqdm=False)
+    assert output.prompt == "shown" and output.outputs[0].text == "xyxyx"
+    assert inside.generate([], SHORT, use_tqdm=False) == []
+
+
+def test_defaults_come_from_the_model(inside):
+    assert inside.get_default_sampling_params().max_tokens == 33
+    assert len(inside.generate("ab", use_tqdm=False)[0].outputs[0].token_ids) == 33
+
+
+def test_n_and_prefix_hits(inside):
+    (output,) = inside.generate("abcdefgh" * 4, SamplingParams(n=3, max_tokens=4), use_tqdm=False)
+    assert [a.index for a in output.outputs] == [0, 1, 2] and output.finished
+    (again,) = inside.generate("abcdefgh" * 4, SHORT, use_tqdm=False)
+    assert again.num_cached_tokens == 16
+    assert inside.reset_prefix_cache() is True
+    (cold,) = inside.generate("abcdefgh" * 4, SHORT, use_tqdm=False)
+    assert cold.num_cached_tokens == 0
+
+
+def test_the_callers_params_are_not_changed(inside):
+    params = SamplingParams(max_tokens=5, output_kind=RequestOutputKind.DELTA, stop=["q"])
+    (output,) = inside.generate("abc", params, use_tqdm=False)
+    assert output.outputs[0].text == "abcab" and params.output_kind is RequestOutputKind.DELTA
+
+
+def test_stop_strings_end_the_engines_work_too(inside):
+    outputs = inside.generate(["abcdef", "xyz"], SamplingParams(max_tokens=40, stop="de"), use_tqdm=False)
+    assert outputs[0].outputs[0].text == "abc" and outputs[0].outputs[0].stop_reason == "de"
+    assert outputs[1].outputs[0].finish_reason == "length"
+    inside.generate("a", SHORT, use_tqdm=False)
+    assert inside.collective_rpc("num_rows") == [1]  # the row of the last one goes with the next step
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"prompts": ["a", ""]}, ["empty"]),
+        ({"prompts": ["a", "b" * 64]}, ["64"]),
+        ({"prompts": ["a", 17]}, ["int"]),
+        ({"prompts": None}, ["prompts"]),
+        ({"prompts": ["a"], "sampling_params": [SHORT, SHORT]}, ["2", "1"]),
+        ({"prompts": ["a"], "sampling_params": "greedy"}, ["SamplingParams", "str"]),
+        ({"prompts": ["a"], "sampling_params": [None]}, ["SamplingParams", "None"]),
+        ({"prompts": ["a"], "priority": [1]}, ["priority", "fcfs"]),
+        ({"prompts": ["a"], "priority": [1, 2]}, ["2", "1"]),
+        ({"prompts": ["a"], "use_tqdm": 5}, ["use_tqdm", "5"]),
+        ({"prompts": ["a"], "lora_request": object()}, ["lora_request"]),
+    ],
+)
+def test_one_bad_prompt_and_none_is_taken(inside, kwargs, words):
+    with pytest.raises(InputError) as caught:
+        inside.generate(**{"use_tqdm": False, "sampling_params": SHORT} | kwargs)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert not inside.llm_engine.has_unfinished_requests()
+    assert texts(inside.generate("ab", SHORT, use_tqdm=False)) == ["ababa"]
+
+
+def test_one_failing_request_ends_the_call_and_leaves_nothing(llm):
+    bad = SamplingParams(max_tokens=20, extra_args={"fail_at": 3})
+    with pytest.raises(EngineGenerateError, match="cannot go on"):
+        llm.generate(["ab", "cd", "ef"], [SHORT, bad, SamplingParams(max_tokens=40)], use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert texts(llm.generate("ab", SHORT, use_tqdm=False)) == ["ababa"]
+
+
+def test_a_dead_engine_says_why_each_time(llm):
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="went wrong"):
+            llm.generate(["ab", "cd"], SamplingParams(max_tokens=9, extra_args={"raise_at": 3}), use_tqdm=False)
+
+
+def test_priority(folder):
+    with LLM(folder, max_num_seqs=1, scheduling_policy="priority") as llm:
+        done = []
+        bar = functools.partial(Bar, done)
+        llm.generate(["a", "b", "c"], SHORT, priority=[3, 1, 2], use_tqdm=bar)
+        outputs = llm.generate(["a", "b", "c"], SHORT, priority=[3, 1, 2], use_tqdm=False)
+        order = sorted(range(3), key=lambda i: outputs[i].metrics.first_token_ts)
+        assert order == [1, 2, 0]
+    assert done == [("update", 1)] * 3 + ["close"]
+
+
+class Bar:
+    """What tqdm looks like to LLM."""
+
+    def __init__(self, done, *, total, desc, dynamic_ncols, postfix) -> None:
+        assert total == 3 and "toks/s" in postfix
+        self.done, self.postfix = done, postfix
+
+    def update(self, n) -> None:
+        self.done.append(("update", n))
+
+    def close(self) -> None:
+        assert "input: 0.00" not in self.postfix
+        self.done.append("close")
+
+
+def test_a_progress_bar_is_shown(inside, capsys):
+    inside.generate(["ab", "cd"], SHORT)
+    assert "Processed prompts" in capsys.readouterr().err
+
+
+# ---- chat
+
+
+TALK = [{"role": "user", "content": "hi"}]
+
+
+def test_chat(inside):
+    (output,) = inside.chat(TALK, SamplingParams(max_tokens=7), use_tqdm=False)
+    assert output.prompt == "user:hi;assistant:" and output.outputs[0].text == "user:hi"
+    outputs = inside.chat([TALK, [*TALK, {"role": "assistant", "content": "yo"}]], SHORT, use_tqdm=False)
+    assert [o.prompt for o in outputs] == ["user:hi;assistant:", "user:hi;assistant:yo;assistant:"]
+    (output,) = inside.chat(TALK, SHORT, use_tqdm=False, add_generation_prompt=False)
+    assert output.prompt == "user:hi;"
+    (output,) = inside.chat(
+        TALK, SHORT, use_tqdm=False, chat_template="{{ tools | length }}{{ colour }}", tools=[{"type": "function"}],
+        chat_template_kwargs={"colour": "red"},
+    )  # fmt: skip
+    assert output.prompt == "1red"
+
+
+def test_chat_goes_on_with_the_last_message(inside):
+    talk = [*TALK, {"role": "assistant", "content": "well"}]
+    (output,) = inside.chat(talk, SHORT, use_tqdm=False, add_generation_prompt=False, continue_final_message=True)
+    assert output.prompt == "user:hi;assistant:well"
+    with pytest.raises(InputError, match="cannot both"):
+        inside.chat(talk, SHORT, continue_final_message=True)
+
+
+def test_preprocess_chat_gives_prompts_for_generate(inside):
+    (prompt,) = inside.preprocess_chat(TALK)
+    assert prompt == {"prompt": "user:hi;assistant:", "prompt_token_ids": ids_of("user:hi;assistant:")}
+    assert texts(inside.generate(prompt, SHORT, use_tqdm=False)) == ["user:"]
+
+
+@pytest.mark.parametrize("messages", ["hi", [], ["hi"], [["hi"]], None])
+def test_bad_messages(inside, messages):
+    with pytest.raises(InputError, match="messages"):
+        inside.chat(messages, SHORT)
+
+
+# ---- the rest
+
+
+def test_attributes_the_documentation_names(inside):
+    engine = inside.llm_engine
+    assert engine.vllm_config.parallel_config.data_parallel_rank == 0
+    assert engine.vllm_config.model_config is inside.model_config
+    assert engine.model_executor.driver_worker.worker.model_runner.model.name == "repeats its prompt"
+    assert inside.apply_model(lambda model: model.name) == ["repeats its prompt"]
+    assert inside.collective_rpc(lambda worker, n: worker.num_rows() + n, args=(2,)) == [2]
+    assert engine.engine_core.reset_prefix_cache() is True
+    with pytest.raises(NotBuiltError):
+        engine.engine_core.save_sharded_state(path="x", pattern=None, max_size=1)
+    with pytest.raises(AttributeError, match="no verb"):
+        engine.engine_core.no_such_thing  # noqa: B018
+    assert inside.default_sampling_params["max_tokens"] == 33
+    assert inside.get_tokenizer().encode("ab") == ids_of("ab")
+    assert inside.engine_class is LLMEngine
+
+
+def test_functions_cross_by_import_path(folder, monkeypatch):
+    monkeypatch.setenv("QUIRE_ENABLE_V1_MULTIPROCESSING", "1")
+    env.forget_all()
+    with LLM(folder) as llm:
+        assert llm.apply_model(name_of_model) == ["repeats its prompt"]
+        with pytest.raises(InputError, match="in this process"):
+            llm.apply_model(lambda model: 1)
+        with pytest.raises(InputError, match="apply_model"):
+            llm.llm_engine.model_executor  # noqa: B018
+
+
+@pytest.mark.parametrize("method", ["encode", "embed", "classify", "score", "reward"])
+def test_pooling_is_refused(inside, method):
+    with pytest.raises(NotBuiltError, match=method):
+        getattr(inside, method)(["a"])
+
+
+def test_sleep_is_refused(inside):
+    for name in ("sleep", "wake_up", "start_profile"):
+        with pytest.raises(NotBuiltError):
+            getattr(inside, name)()
+
+
+def test_metrics_need_statistics(folder):
+    with LLM(folder) as quiet, pytest.raises(ConfigError, match="disable_log_stats"):
+        quiet.get_metrics()
+    with LLM(folder, disable_log_stats=False) as llm:
+        llm.generate(["ab", "cd"], SHORT, use_tqdm=False)
+        found = {m.name: m for m in llm.get_metrics()}
+        assert found["vllm:generation_tokens"].value == 10
+        assert found["vllm:prompt_tokens"].value == 4
+        assert found["vllm:request_success"]
+        assert found["vllm:cache_config_info"].labels["num_gpu_blocks"].isdigit()
+
+
+def test_engine_args_make_the_same_engine(folder):
+    args = EngineArgs(model=folder, max_model_len=32)
+    with LLM(**dataclasses.asdict(args) | {"seed": 3}) as llm:
+        assert llm.model_config.max_model_len == 32 and llm.model_config.seed == 3
+
+
+def test_deleting_frees_the_worker(folder):
+    llm = LLM(folder)
+    llm.generate("ab", SHORT, use_tqdm=False)
+    executor = llm.llm_engine.model_executor
+    worker = weakref.ref(executor.worker)
+    gc.disable()
+    try:
+        del llm
+        assert executor.is_shut_down
+        del executor
+        assert worker() is None  # by counting references alone
+    finally:
+        gc.enable()
+
+
+def test_a_closed_llm_says_so(folder):
+    llm = LLM(folder)
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        llm.generate("ab", SHORT)
+
+
+# ---- LLMEngine
+
+
+def test_steps_by_hand(folder):
+    engine = LLMEngine.from_engine_args(EngineArgs(model=folder, max_num_seqs=4))
+    assert engine.step() == [] and not engine.has_unfinished_requests()
+    engine.add_request("0", "abc", SamplingParams(n=2, max_tokens=6, logprobs=1, prompt_logprobs=1))
+    final, step = {}, 0
+    while engine.has_unfinished_requests():
+        step += 1
+        if step == 2:
+            engine.add_request("1", "xy", SamplingParams(max_tokens=3))
+            assert engine.get_num_unfinished_requests() == 2
+        if step == 3:
+            assert engine.reset_prefix_cache(reset_running_requests=True) is True
+        for output in engine.step():
+            if output.finished:
+                final[output.request_id] = output
+    assert [a.text for a in final["0"].outputs] == ["abcabc", "abcabc"]
+    assert len(final["0"].prompt_logprobs) == 3 and len(final["0"].outputs[1].logprobs) == 6
+    assert texts([final["1"]]) == ["xyx"]
+    engine.add_request("2", "q", SamplingParams(max_tokens=60))
+    with pytest.raises(InputError, match="'2'"):
+        engine.add_request("2", "q", SamplingParams())
+    engine.abort_request(["2", "unknown"])
+    assert not engine.has_unfinished_requests()
+    engine.close()
