@@ -68,6 +68,15 @@ def name_of_model(model: FakeModel) -> str:
     return model.name
 
 
+def break_model(model: Any) -> None:
+    """Every later step of a real model raises."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise FloatingPointError("a kernel went wrong")
+
+    model.forward = fail
+
+
 class _Done:
     def __init__(self, result: StepResult) -> None:
         self._result = result
@@ -165,6 +174,8 @@ class _Driver:
 
 
 def _trouble(extra: dict[str, Any], number: int) -> str | None:
+    if not extra:
+        return None
     time.sleep(extra.get("sleep", 0.0))
     if extra.get("raise_at") == number:
         raise ArithmeticError("the step went wrong")

@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 
 import torch
+
 from quire.attention.select import select_backend
 from quire.layers.batch import Batch, GroupStep
 from quire.models.build import Model

@@ -513,7 +513,7 @@ FAMILIES: dict[str, Family] = {
         biases="use_qkv_bias",
     ),
     "nemotron": Family("NemotronForCausalLM", "nemotron", fixed={"hidden_act": "relu2"}, finish=_nemotron),
-    "gpt2": Family("GPT2LMHeadModel", "gpt2", fixed={"activation_function": "gelu_new"}, finish=_gpt2, biases=""),
+    "gpt2": Family("GPT2LMHeadModel", "gpt2", fixed={"hidden_act": "gelu_new"}, finish=_gpt2, biases=""),
     "gptneox": Family(
         "GPTNeoXForCausalLM", "gpt_neox", {"use_parallel_residual": "use_parallel_residual"}, {"hidden_act": "gelu"}
     ),

@@ -48,6 +48,7 @@ def refuse(asked: Asked, config: EngineConfig) -> EngineConfig:
 
 
 def choose_device(asked: Asked, config: EngineConfig) -> EngineConfig:
+    """The CPU; anything else was refused a step ago."""
     return replace(config, **{"device_config.device": "cpu"})
 
 

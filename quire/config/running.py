@@ -46,7 +46,7 @@ class SchedulerConfig(Group):
         False, "Never split a media item.", INERT, why="this version takes text only, so no media item is split"
     )
     scheduler_cls: str | None = option(
-        None, "Another scheduler class, or its import path.", accepts=str | None,
+        None, "Another scheduler class, or its import path.", LATER, accepts=str | None,
         take=lambda given: given if given is None else name_of(given),
     )  # fmt: skip
     disable_hybrid_kv_cache_manager: bool = option(

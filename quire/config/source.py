@@ -121,26 +121,28 @@ def _hub(
 
 
 def _wanted_files(repository: str, revision: str | None, token: Any, wanted: str, weights: bool) -> list[str]:
-    """Only one form of the weights is fetched: safetensors if there are any, then GGUF, then .bin and .pt."""
+    """Only one form of the weights is fetched: safetensors if there are any, then GGUF, then .bin and .pt.
+
+    Asked through model_info, which gives up at once without a network; the library's other calls try for half a minute.
+    """
+    info = load("huggingface_hub:HfApi")().model_info(repository, revision=revision, token=token, timeout=20)
     if not weights:
         return list(_SMALL)
-    files = load("huggingface_hub:HfApi")().list_repo_files(repository, revision=revision, token=token)
     if wanted:
         return [*_SMALL, f"*{wanted}*.gguf", f"*{wanted.upper()}*.gguf", f"*{wanted.lower()}*.gguf"]
+    files = [entry.rfilename for entry in info.siblings or ()]
     for forms in (("*.safetensors",), ("*.gguf",), ("*.bin", "*.pt", "*.pth")):
-        if any(f.endswith(form[1:]) for f in files for form in forms):
+        if any(name.endswith(form[1:]) for name in files for form in forms):
             return [*_SMALL, *forms]
     raise ModelNotFoundError(f"{repository} on the model hub holds no weights", param="model", value=repository)
 
 
 def _hub_failures() -> tuple[type[BaseException], ...]:
-    """What the hub library raises when something cannot be had; its HTTP library differs by version."""
-    errors = ("HfHubHTTPError", "HFValidationError", "LocalEntryNotFoundError")
-    found: list[type[BaseException]] = [OSError, *(load(f"huggingface_hub.errors:{name}") for name in errors)]
-    for path in ("httpx:HTTPError", "requests:RequestException"):
-        if importlib.util.find_spec(path.partition(":")[0]) is not None:
-            found.append(load(path))
-    return tuple(found)
+    """What the hub library raises when something cannot be had: its own errors and those of its HTTP library."""
+    http = load("huggingface_hub.errors:HfHubHTTPError")
+    above = [kind for kind in http.__mro__ if issubclass(kind, Exception) and kind is not Exception]
+    named = ("HFValidationError", "LocalEntryNotFoundError")
+    return (*above, *(load(f"huggingface_hub.errors:{name}") for name in named))
 
 
 def _hub_message(model: str, why: BaseException) -> str:

@@ -93,12 +93,14 @@ class OutputProcessor:
                 done.aborts.append(answer.request_id)
             if answer.finish_reason is not None:
                 del self._answers[answer.request_id]
+                entry.num_growing -= 1
                 self._measure_end(entry, answer, current)
-            touched[entry.asked.request_id] = entry
+            if entry.num_growing == 0 or entry.kind is not RequestOutputKind.FINAL_ONLY:
+                touched[entry.asked.request_id] = entry
         for entry in touched.values():
             if (result := entry.tell(self._interval)) is not None:
                 done.results.append(result)
-            if entry.finished:
+            if entry.num_growing == 0:
                 del self._open[entry.asked.request_id]
         return done
 
@@ -113,6 +115,7 @@ class OutputProcessor:
             done.aborts.extend(self._forget(entry))
             for answer in running:
                 answer.finish_reason = FinishReason.ABORT
+                entry.num_growing -= 1
                 self._measure_end(entry, answer, time.time())
             if (result := entry.tell(self._interval)) is not None:
                 done.results.append(result)
@@ -157,7 +160,7 @@ class OutputProcessor:
             params=entry.asked.params,
             num_cached_tokens=answer.num_cached_tokens,
         )
-        if entry.finished:
+        if entry.num_growing == 0:
             most = max(len(a.token_ids) for a in entry.answers)
             self._metrics.parent_finished(entry.asked.params.n, most)
 
@@ -181,35 +184,46 @@ class _Answer:
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
             self._detokenizer = registry.load(DETOKENIZER)(tokenizer, request.prompt_token_ids, params)
+        self._watched = bool(params.stop) and self._detokenizer is not None  # each token may end the text
+        self._num_fed = 0
 
     def take(self, output: EngineOutput) -> bool:
         """Grow by an engine's news. True: the answer ended here, and the engine must be told."""
-        self.times = output.times or self.times
-        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
-        new_ids = output.new_token_ids
-        used = self._feed(new_ids, output.finish_reason is FinishReason.STOP)
-        self.token_ids.extend(new_ids[:used])
-        if output.logprobs is not None and self.logprobs is not None:
-            self.logprobs.extend(output.logprobs, used)
-        if self.finish_reason is not None:  # by text; the engine may have ended it too
-            return output.finish_reason is None
-        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        if output.times is not None:
+            self.times = output.times
+        if output.num_cached_tokens > self.num_cached_tokens:
+            self.num_cached_tokens = output.num_cached_tokens
+        new_ids, reason = output.new_token_ids, output.finish_reason
+        if self._watched:
+            new_ids = new_ids[: self._watch(new_ids, reason is FinishReason.STOP)]
+        self.token_ids += new_ids
+        if self.logprobs is not None and output.logprobs is not None:
+            self.logprobs.extend(output.logprobs, len(new_ids))
+        if self.finish_reason is not None:  # by its text; the engine may have ended it too
+            return reason is None
+        if reason is not None:
+            self.finish_reason, self.stop_reason = reason, output.stop_reason
         return False
 
-    def _feed(self, new_ids: Sequence[int], stop_terminated: bool) -> int:
-        """Turn ids into text up to a stop string; returns how many were used."""
-        if self._detokenizer is None:
-            return len(new_ids)
-        one_by_one = bool(self.params.stop) and len(new_ids) > 1  # ids after a stop string are not the answer's
-        pieces = [[token_id] for token_id in new_ids] if one_by_one else [new_ids]
-        used = 0
-        for piece in pieces:
-            used += len(piece)
-            stop = self._detokenizer.feed(piece, stop_terminated=stop_terminated and used == len(new_ids))
+    def _watch(self, new_ids: Sequence[int], stop_terminated: bool) -> int:
+        """Turn ids into text up to a stop string; returns how many belong to the answer."""
+        assert self._detokenizer is not None
+        for used, token_id in enumerate(new_ids, 1):
+            stop = self._detokenizer.feed([token_id], stop_terminated=stop_terminated and used == len(new_ids))
             if stop is not None:
                 self.finish_reason, self.stop_reason = FinishReason.STOP, stop
-                break
-        return used
+                return used
+        return len(new_ids)
+
+    def _text(self, delta: bool) -> str:
+        """Unwatched text is made when it is shown, all at once."""
+        if self._detokenizer is None:
+            return ""
+        if not self._watched and self._num_fed < len(self.token_ids):
+            new_ids = self.token_ids[self._num_fed :]
+            self._detokenizer.feed(new_ids, stop_terminated=self.finish_reason is FinishReason.STOP)
+            self._num_fed = len(self.token_ids)
+        return self._detokenizer.take(self.finish_reason is not None, delta)
 
     def due(self, interval: int) -> bool:
         """Whether a streamed result should show this answer now."""
@@ -221,7 +235,7 @@ class _Answer:
     def show(self, delta: bool) -> CompletionOutput:
         ended = self.finish_reason is not None
         begin = self.num_told if delta else 0
-        text = self._detokenizer.take(ended, delta) if self._detokenizer is not None else ""
+        text = self._text(delta)
         self.num_told, self.told_end = len(self.token_ids), ended
         return CompletionOutput(
             index=self.index,
@@ -243,15 +257,12 @@ class _Open:
         self.first_seen = 0.0
         self.answers = [_Answer(i, r, asked.params, tokenizer) for i, r in enumerate(asked.requests)]
         self.prompt_logprobs = LogprobList.make(asked.params, tokenizer, asked.params.prompt_logprobs, prompt=True)
+        self.num_growing = len(self.answers)
         self._told = False
-
-    @property
-    def finished(self) -> bool:
-        return all(answer.finish_reason is not None for answer in self.answers)
 
     def tell(self, interval: int) -> RequestOutput | None:
         """What the caller should see now, if anything."""
-        finished = self.finished
+        finished = self.num_growing == 0
         if self.kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
         due = [answer for answer in self.answers if answer.due(interval)]

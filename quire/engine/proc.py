@@ -84,9 +84,9 @@ def _place(config: EngineConfig, info: ModelInfo, free_bytes: int) -> tuple[KVLa
     num_blocks = config.cache_config.num_gpu_blocks_override
     chunk = config.scheduler_config.max_num_batched_tokens
     max_model_len = config.model_config.max_model_len
-    if max_model_len == -1:
+    if config.model_config.original_max_model_len == -1:
         max_model_len = fit_length(
-            info.specs, free_bytes, longest=info.max_positions, num_blocks=num_blocks, max_num_batched_tokens=chunk
+            info.specs, free_bytes, longest=max_model_len, num_blocks=num_blocks, max_num_batched_tokens=chunk
         )
     layout = place(
         info.specs,

@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quire.base.registry import load
 from quire.loader.gguf_file import GGUFWeights
 from quire.loader.safetensors_file import SafetensorsFile
 from quire.schema.errors import CheckpointError, NotBuiltError
 
 FORMATS = ("auto", "safetensors", "pt", "gguf")
 _UNREADABLE = (  # what unpickling damaged or forbidden content ends in
-    torch.serialization.pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError,
+    load("pickle:UnpicklingError"), RuntimeError, EOFError, ValueError, LookupError, TypeError,
     AttributeError, struct.error,
 )  # fmt: skip
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)(?P<end>\.\w+)")

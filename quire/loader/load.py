@@ -75,7 +75,11 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
     )
     table = model.table()
     with _progress(found.num_bytes, how) as advance:
-        unexpected = stream(pieces, table.load, advance)
+        try:
+            unexpected = stream(pieces, table.load, advance)
+        except CheckpointError as wrong:
+            named = str(wrong) if about.path in str(wrong) else f"{about.path}: {wrong}"
+            raise CheckpointError(named, param=wrong.param, value=wrong.value) from None
     check_complete(about.path, table.missing(), unexpected)
     model.finish_weights()
     return found.num_bytes

@@ -3,7 +3,7 @@
     layers ── same kind, window, page ──▶ classes ── one page size ──▶ groups of equal size ──▶ slots
 Pages of different size are made equal by giving the smaller ones more tokens per block, else by leaving room unused.
 Groups have the same number of layers, so that page p of every slot can serve any group: with 10 full and 52 windowed
-layers that is 1 + 6 groups of 10 over 10 slots, the last one with 8 places empty.
+layers that is 1 + 5 groups over 11 slots, where a few places stay empty.
 Must not know: torch, requests, how bytes were measured.
 """
 

@@ -6,7 +6,7 @@ overlaps, each as (content hash, first position relative to the block). Two enco
   packed (sha256, blake2b, xxhash): hash[i-1] | token ids as little-endian uint32 | each extra key as a letter (s salt,
           l adapter, m media), its UTF-8 length as uint32, its bytes, and for media the offset as int64
   CBOR (names ending in _cbor): the deterministic encoding (RFC 8949 4.2.1) of [hash[i-1], [token ids], extra], where
-          extra is null or a list of texts and [text, offset] pairs, the same keys in the same order
+          extra is null or a list of [letter, text] and, for media, [letter, text, offset]
 The list of a request grows and is never computed again. Must not know: blocks, groups, or what a hit is.
 """
 
@@ -105,9 +105,8 @@ def _block_cbor(parent: bytes, tokens: Sequence[int], extra: list[Extra]) -> byt
         return b"".join((*parts, b"\xf6"))
     parts.append(_cbor_head(4, len(extra)))
     for letter, text, offset in extra:
-        data = text.encode()
-        media = letter == "m"
-        parts.extend((b"\x82" if media else b"", _cbor_head(3, len(data)), data))
+        data, media = text.encode(), letter == "m"
+        parts.extend((_cbor_head(4, 3 if media else 2), b"\x61", letter.encode(), _cbor_head(3, len(data)), data))
         if media:
             parts.append(_cbor_head(0, offset) if offset >= 0 else _cbor_head(1, -1 - offset))
     return b"".join(parts)

@@ -109,7 +109,7 @@ def _given_template(given: str, own: str | dict[str, str] | None) -> str:
     near = difflib.get_close_matches(given, own, n=1) if isinstance(own, dict) else []
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise InputError(
-        f"chat_template {given!r} is no Jinja text (it has no braces), no file, and no template of this tokenizer{hint}",
+        f"chat_template {given!r} is no Jinja text (it has no braces), no file and no template of the tokenizer{hint}",
         param="chat_template",
         value=given,
     )

@@ -1,4 +1,4 @@
-"""What one token adds to the text, in bytes, for decoders where that needs no neighbour but the question "is it first?".
+"""What one token adds to the text, in bytes, for decoders that ask no more than the token and whether it is first.
 
 Comes in: the `decoder` part of a tokenizer.json and a way to look a token up. Goes out: Pieces, or None where the
 decoder looks further than one token (text/detokenize.py then compares whole decodes instead).

@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
+from types import BuiltinMethodType
 from typing import Any
 
 import jinja2
@@ -82,7 +83,7 @@ class Generation(Extension):
 class SafeNamespace(Namespace):
     """namespace(), without names that begin with an underscore."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N805  # `self` may be a keyword here too
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a keyword here too
         self, rest = args[0], args[1:]
         given = dict(*rest, **kwargs)
         for name in given:
@@ -116,8 +117,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = super()._parse(source, name, filename)
-        tree = _Metered().visit(tree)
+        tree: nodes.Template = _Metered().visit(super()._parse(source, name, filename))
         tree.set_environment(self)
         return tree
 
@@ -133,13 +133,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
         _BINARY_GUARDS[operator](left, right)
         return super().call_binop(context, operator, left, right)
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped: Callable[..., str] | None = super().wrap_str_format(value)
+        if wrapped is not None:
+            _check_format(value.__self__)
+        return wrapped
+
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  # jinja2's own names
-        # the bound string is on the method itself, or on what the sandbox wrapped (str.format)
-        method = getattr(__obj, "__wrapped__", __obj)  # noqa: B009
-        guard = _METHOD_GUARDS.get(getattr(method, "__name__", ""))  # noqa: B009
-        owner = getattr(method, "__self__", None)
-        if guard is not None and isinstance(owner, str):
-            guard(owner, *args, **kwargs)
+        if isinstance(__obj, BuiltinMethodType) and isinstance(__obj.__self__, str):
+            guard = _METHOD_GUARDS.get(__obj.__name__)
+            if guard is not None:
+                guard(__obj.__self__, *args, **kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
 
@@ -320,8 +324,6 @@ _METHOD_GUARDS: dict[str, Callable[..., None]] = {
     "expandtabs": _check_width,
     "replace": _check_replace,
     "join": _check_join,
-    "format": _check_format,
-    "format_map": _check_format,
 }
 _FILTER_GUARDS: dict[str, Callable[..., None]] = {
     "center": _check_width,

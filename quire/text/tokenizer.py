@@ -137,8 +137,8 @@ class Tokenizer(abc.ABC):
     @overload
     def convert_tokens_to_ids(self, tokens: str) -> int | None: ...
     @overload
-    def convert_tokens_to_ids(self, tokens: Sequence[str]) -> list[int | None]: ...
-    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | None | list[int | None]:
+    def convert_tokens_to_ids(self, tokens: list[str]) -> list[int | None]: ...
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | list[int | None] | None:
         """Ids of tokens; an unknown token gives the unknown token's id, or None where there is none."""
         if isinstance(tokens, str):
             found = self.token_to_id(tokens)
@@ -252,7 +252,5 @@ def load_tokenizer(
 def _fetch(source: str, revision: str | None, download_dir: str | None) -> str:
     """A hub id -> a local folder with everything but the weights."""
     if not source or source.startswith((".", "~", os.sep)) or source.count("/") > 1:
-        raise ModelNotFoundError(
-            f"no tokenizer at {source!r}: no such file or folder", param="tokenizer", value=source
-        )
+        raise ModelNotFoundError(f"no tokenizer at {source!r}: no such file or folder", param="tokenizer", value=source)
     return str(load("quire.config.source:locate")(source, revision, download_dir, weights=False).path)

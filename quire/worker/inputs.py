@@ -86,7 +86,7 @@ def shape_of(grants: Sequence[Grant], rows: Rows) -> StepShape:
     order = np.arange(len(own))
     if (own[1:] <= own[:-1]).any():
         order = np.argsort(own)
-        own, starts, counts, _ = own[order], starts[order], counts[order], samples[order]
+        own, starts, counts, samples = own[order], starts[order], counts[order], samples[order]
     return StepShape(own, starts, counts, np.cumsum(counts), samples, order)
 
 

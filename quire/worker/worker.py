@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quire.attention.backend import AttentionBackend
-from quire.base import registry
 from quire.base.clock import now
 from quire.sampling.sampler import Sampler
-from quire.schema.errors import InputError
 from quire.schema.kv import KVLayout, KVSpec, ModelInfo
 from quire.schema.params import SamplingParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan
@@ -123,14 +121,6 @@ class Worker:
     @property
     def vllm_config(self) -> EngineConfig:
         return self.config
-
-    def call(self, verb: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Run a public method by name, or the function at an import path ('module:function') with this worker."""
-        if ":" in verb:
-            return registry.load(verb)(self, *args, **(kwargs or {}))
-        if verb.startswith("_") or verb not in dir(self) or not callable(method := getattr(self, verb)):
-            raise InputError(f"a worker has no method {verb!r}", param="method", value=verb)
-        return method(*args, **(kwargs or {}))
 
     def get_model(self) -> Model:
         if self._model is None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quire.config import gguf_config
 from quire.loader.gguf_file import GGUFWeights
 from quire.loader.gguf_names import FAMILIES
 from quire.schema.errors import CheckpointError
@@ -136,11 +137,15 @@ def write_gguf(path: Path, family: str, tensors: dict[str, torch.Tensor], config
     return str(path)
 
 
+def tensors_of(path: str) -> list[tuple[str, torch.Tensor]]:
+    weights = GGUFWeights(path)
+    return [item for recipe in weights.recipes for item in weights.read(recipe, torch.float32, "cpu")]
+
+
 def check(path: str, want: dict[str, torch.Tensor]) -> None:
-    got: dict[str, torch.Tensor] = {}
-    for name, t, _ in GGUFWeights(path).tensors(torch.float32):
-        assert name not in got
-        got[name] = t.clone()
+    named = tensors_of(path)
+    got = dict(named)
+    assert len(got) == len(named)
     assert got.keys() == want.keys()
     for name, t in want.items():
         assert got[name].shape == t.shape, name
@@ -157,6 +162,10 @@ def test_every_family_comes_back(arch_name, tmp_path):
 
 def test_every_family_is_tried():
     assert set(FAMILY_OF.values()) == set(FAMILIES)
+
+
+def test_configurations_are_read_for_the_same_families():
+    assert set(gguf_config.FAMILIES) == set(FAMILIES)
 
 
 @pytest.fixture(scope="module")
@@ -257,4 +266,4 @@ def test_impossible_metadata_is_named(llama, tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(CheckpointError, match=r"'blk\.0\.attn_q\.weight' has 64 rows, which 7 query heads"):
-        list(GGUFWeights(str(tmp_path / "a.gguf")).tensors(torch.float32))
+        tensors_of(str(tmp_path / "a.gguf"))

@@ -323,9 +323,9 @@ def test_the_adapter_wraps_callables_of_both_shapes_and_a_failing_one_loses_its_
 
 class Fragile(Lift):
     def update_state(self, batch_update):
-        if batch_update and any((p.extra_args or {}).get("lift") == 13 for _, p, _, _ in batch_update.added):
-            raise RuntimeError("thirteen")
         super().update_state(batch_update)
+        if any(value == 13 for value, _, _ in self.rows.values()):
+            raise RuntimeError("thirteen")
 
     def apply(self, logits):
         if any(value == 99 for value, _, _ in self.rows.values()):
@@ -342,6 +342,7 @@ def test_a_whole_processor_that_fails_loses_the_batch_and_serves_the_next():
     added = [(row, bench.row_of(of, row)) for row, of in enumerate(bench.known)]
     refused = bench.sampler.update([], added, [], 2)
     assert set(refused) == {0, 1} and "thirteen" in refused[0]
+    assert bench.sampler.update([], [], [], 2) == {}  # the one that failed is gone, and its state with it
     for bad, word in ((99, "ninety-nine"), (98, "shape")):
         bench.start([known(0.0), known(bad)])
         failed = bench.step(torch.randn(2, VOCAB), [0, 1]).failed

@@ -2,169 +2,18 @@
 every request gets the tokens it would get alone."""
 
 import random
-from collections import deque
-from dataclasses import dataclass, field
 
 import pytest
 import torch
 
-from quire.sampling.sampler import Sampler
 from quire.schema.errors import NotBuiltError
 from quire.schema.params import SamplingParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan
-from quire.worker.kv_memory import bind_kv
-from quire.worker.rows import Rows
-from quire.worker.runner import ModelRunner
 from tests.engine.sampling_oracle import Known, log_softmax, next_token
-from tests.engine.worker_fakes import FakeBackend, FakeModel, make_config, make_layout
+from tests.engine.worker_driver import Asked, Driver
+from tests.engine.worker_fakes import FakeModel, make_runner
 
-BLOCK = 4
 CPU = torch.device("cpu")
-
-
-def make_runner(model=None, *, num_blocks=64, **changes) -> ModelRunner:
-    model = model or FakeModel()
-    config = make_config(block_size=BLOCK, **changes)
-    layout = make_layout(model.kv_specs(BLOCK, "float32"), num_blocks)
-    backend = FakeBackend()
-    bind_kv(layout, backend, model, CPU)
-    rows = Rows(layout.groups, config.scheduler_config.max_num_seqs, config.model_config.max_model_len, CPU)
-    return ModelRunner(model, rows, Sampler(config, model.arch.vocab, rows.tokens), backend)
-
-
-@dataclass
-class Asked:
-    name: str
-    prompt: list[int]
-    params: SamplingParams
-    seed: int
-    max_tokens: int
-    stop_token_ids: tuple[int, ...] = ()
-    outputs: list[int] = field(default_factory=list)
-    logprobs: list = field(default_factory=list)
-    prompt_logprobs: dict[int, tuple] = field(default_factory=dict)
-    failed: str | None = None
-    # the driver's own state
-    planned: int = 0
-    in_flight: int = 0
-    epoch: int = 0
-    blocks: list[int] = field(default_factory=list)
-    live: bool = False
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.prompt + self.outputs
-
-    @property
-    def done(self) -> bool:
-        return self.failed is not None or len(self.outputs) >= self.max_tokens
-
-
-class Driver:
-    """A scheduler reduced to chance: random chunks, order, joins, preemptions; up to `ahead` results unread."""
-
-    def __init__(self, runner: ModelRunner, rng: random.Random, *, ahead: int, num_blocks: int = 64, max_rows: int = 8):
-        self.runner, self.rng, self.ahead, self.max_rows = runner, rng, ahead, max_rows
-        self.free = [deque(range(num_blocks // 2)), deque(range(num_blocks // 2, num_blocks))]
-        self.flying: deque = deque()
-        self.left: list[str] = []
-        self.step = 0
-
-    def run(self, asked: list[Asked], *, preempt: float = 0.05) -> None:
-        for _ in range(3000):
-            if all(request.done for request in asked):
-                break
-            self._turn([request for request in asked if not request.done], preempt)
-        else:
-            raise AssertionError("the requests never finished")
-        while self.flying:
-            self._settle()
-
-    def _turn(self, waiting: list[Asked], preempt: float) -> None:
-        for request in waiting:
-            if request.live and self.rng.random() < preempt:
-                self._leave(request)
-                request.epoch += 1
-        grants, joined, shares = [], [], []
-        num_live = sum(request.live for request in waiting)
-        for request in self.rng.sample(waiting, len(waiting)):
-            if not request.live:
-                if num_live >= self.max_rows or self.rng.random() < 0.5:
-                    continue
-                num_live += 1
-                joined.append(self._join(request))
-            known = len(request.tokens) + request.in_flight
-            room = known - request.planned
-            if room <= 0 or len(request.outputs) + request.in_flight >= request.max_tokens or self.rng.random() < 0.2:
-                continue
-            count = self.rng.randint(1, room)
-            grants.append(self._grant(request, count, known))
-            shares.append(request)
-        joined = [row for row in joined if row is not None]
-        if not grants and not joined and not self.left:
-            if self.flying:
-                self._settle()
-            return
-        self.step += 1
-        plan = StepPlan(step=self.step, grants=tuple(grants), joined=tuple(joined), left=tuple(self.left))
-        self.left = []
-        self.runner.forward(plan)
-        while len(self.flying) > max(0, self.ahead - 1):
-            self._settle()
-        if grants:
-            self.flying.append((plan, shares, self.runner.sample(None)))
-        while len(self.flying) > self.ahead:
-            self._settle()
-
-    def _join(self, request: Asked) -> NewRow:
-        request.live, request.planned, request.in_flight, request.blocks = True, 0, 0, []
-        return NewRow(
-            request_id=request.name, epoch=request.epoch, token_ids=tuple(request.tokens),
-            num_prompt_tokens=len(request.prompt), params=request.params, seed=request.seed,
-            stop_token_ids=request.stop_token_ids, blocks=((), ()),
-        )  # fmt: skip
-
-    def _leave(self, request: Asked) -> None:
-        request.live = False
-        self.left.append(request.name)
-        for pool, block in zip(self.free * (len(request.blocks) // 2), request.blocks, strict=True):
-            pool.append(block)
-
-    def _grant(self, request: Asked, count: int, known: int) -> Grant:
-        start, end = request.planned, request.planned + count
-        new = ([], [])
-        while len(request.blocks) // 2 * BLOCK < end:
-            for group in (0, 1):
-                block = self.free[group].popleft()
-                request.blocks.append(block)
-                new[group].append(block)
-        request.planned = end
-        samples = end == known
-        request.in_flight += samples
-        return Grant(request.name, start, count, samples, request.epoch, tuple(map(tuple, new)) if new[0] else ())
-
-    def _settle(self) -> None:
-        plan, shares, pending = self.flying.popleft()
-        result = pending.result()
-        assert result.step == plan.step and len(result.sampled) == len(plan.grants)
-        for i, (grant, request) in enumerate(zip(plan.grants, shares, strict=True)):
-            if grant.epoch != request.epoch or request.done:
-                continue
-            if grant.request_id in result.failed:
-                request.failed = result.failed[grant.request_id]
-                self._leave(request)
-                continue
-            if grant.request_id in result.prompt_logprobs:
-                rows = result.prompt_logprobs[grant.request_id]
-                for at, entry in enumerate(zip(rows.token_ids, rows.logprobs, rows.ranks, strict=True)):
-                    request.prompt_logprobs[grant.start + 1 + at] = entry
-            assert bool(result.sampled[i]) == grant.samples
-            if grant.samples:
-                request.in_flight -= 1
-                request.outputs += result.sampled[i]
-                request.logprobs.append(result.logprobs[i] if result.logprobs else None)
-            if request.done:
-                self._leave(request)
 
 
 def alone(model: FakeModel, request: Asked) -> list[int]:
@@ -347,6 +196,4 @@ def test_memory_does_not_grow_with_requests():
     start = held()
     for _ in range(30):
         driver.run(make_requests(rng, 6))
-        runner.forward(StepPlan(step=0, grants=(), left=tuple(driver.left)))
-        driver.left = []
         assert held() == start

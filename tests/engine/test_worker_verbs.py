@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from quire.base import env
-from quire.schema.errors import ConfigError, InputError
+from quire.executor.base import resolve_verb
+from quire.schema.errors import ConfigError, NotBuiltError
 from quire.schema.params import SamplingParams
 from quire.schema.step import Grant, NewRow, StepPlan
 from quire.worker import kv_memory, memory, threads
+from quire.worker.main import build_worker, worker_class
 from quire.worker.worker import Parts, Worker
 from tests.engine.worker_fakes import FakeBackend, FakeModel, make_config, make_layout
 
@@ -77,23 +79,57 @@ def test_shutdown_lets_go_of_model_and_cache():
     assert model() is None and cache() is None
 
 
-def test_verbs_by_name_path_and_function(monkeypatch):
-    worker = started()
-    module = types.ModuleType("some_verbs")
-    module.add = lambda worker, a, b=0: (worker.rank, a + b)
-    monkeypatch.setitem(sys.modules, "some_verbs", module)
-    assert worker.call("some_verbs:add", [1], {"b": 2}) == (0, 3)
-    assert worker.call("get_model") is worker.get_model()
-    assert worker.call("apply_model", [lambda model: model.arch.vocab]) == 40
-    for wrong in ("no_such_verb", "_runner", "rank", "__init__"):
-        with pytest.raises(InputError, match="no method"):
-            worker.call(wrong)
+def call(worker: Worker, verb: str, *args, **kwargs):
+    """As an executor does it."""
+    return resolve_verb(verb)(worker, *args, **kwargs)
+
+
+class Extension:
+    def scale(self, by: float) -> float:
+        with torch.no_grad():
+            for _, weight in self.model_runner.model.named_parameters()[:1]:
+                weight.mul_(by)
+        return float(weight.detach().sum())
+
+    def where(self) -> tuple:
+        return self.device.type, self.model_config.dtype, self.rank, self.local_rank
+
+
+class Clashing:
+    def forward(self, plan):
+        return None
+
+
+def test_an_extension_adds_verbs(monkeypatch):
+    module = types.ModuleType("some_extension")
+    module.Extension, module.Clashing, module.number = Extension, Clashing, 3
+    monkeypatch.setitem(sys.modules, "some_extension", module)
+    worker = started(worker_class("some_extension.Extension"))
+    assert isinstance(worker, Worker) and isinstance(worker, Extension)
+    assert call(worker, "scale", 2.0) == 24.0
+    assert call(worker, "where") == ("cpu", "float32", 0, 0)
+    assert call(worker, "get_model") is worker.get_model()
+    assert call(worker, "apply_model", lambda model: model.arch.vocab) == 40
+    assert worker_class("") is Worker
+    for path, word in (
+        ("some_extension:Clashing", "forward"), ("some_extension:number", "not a class"),
+        ("some_extension:Nothing", "cannot be loaded"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=word):
+            worker_class(path)
+
+
+def test_only_cpu_is_built():
+    config = make_config()
+    config.device_config.device = "cuda"
+    with pytest.raises(NotBuiltError, match="cuda"):
+        build_worker(config)
 
 
 def test_dummy_start_then_reload_in_place():
     worker = started()
-    worker.call("update_config", ({"load_config": {"load_format": "auto"}},))
-    worker.call("reload_weights")
+    call(worker, "update_config", {"load_config": {"load_format": "auto"}})
+    call(worker, "reload_weights")
     assert worker.notes.reloaded == [(worker.get_model(), "auto")]
 
 

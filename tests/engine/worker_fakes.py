@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from quire.layers.batch import Batch, GroupStep
+from quire.sampling.sampler import Sampler
 from quire.schema.kv import KVGroup, KVKind, KVLayout, KVSpec
+from quire.worker.kv_memory import bind_kv
+from quire.worker.rows import Rows
+from quire.worker.runner import ModelRunner
 
 STATES = 997  # distinct logits rows
 
@@ -164,3 +168,15 @@ def make_config(**changes: Any) -> Any:
         parallel_config=SimpleNamespace(worker_extension_cls=""),
         device_config=SimpleNamespace(device="cpu"),
     )
+
+
+def make_runner(model: FakeModel | None = None, *, num_blocks: int = 64, **changes: Any) -> ModelRunner:
+    model = model or FakeModel()
+    config = make_config(block_size=4, **changes)
+    layout = make_layout(model.kv_specs(4, "float32"), num_blocks)
+    backend = FakeBackend()
+    bind_kv(layout, backend, model, torch.device("cpu"))
+    rows = Rows(
+        layout.groups, config.scheduler_config.max_num_seqs, config.model_config.max_model_len, torch.device("cpu")
+    )
+    return ModelRunner(model, rows, Sampler(config, model.arch.vocab, rows.tokens), backend)

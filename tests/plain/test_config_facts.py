@@ -95,7 +95,8 @@ def test_latent_attention_and_experts() -> None:
         ({"max_position_embeddings": 131072, "rope_scaling": {"type": "su"}}, 131072),
         ({"max_position_embeddings": 100, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 100),
         ({"max_position_embeddings": 100, "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {"rope_type": "default"}}}, 800),
+            "full_attention": {"rope_type": "linear", "factor": 8.0},
+            "sliding_attention": {"rope_type": "default"}}}, 800),
         ({"max_position_embeddings": 100, "model_type": "gemma3_text",
           "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, 100),
         ({"max_position_embeddings": 100, "rope_scaling": None}, 100),

@@ -1,11 +1,14 @@
-"""locate: the embedded model, folders, GGUF files, hub ids with and without a network, and one clear line for each failure."""
+"""locate: the embedded model, folders, GGUF files, hub ids with and without a network; one clear line per failure."""
 
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +64,20 @@ def test_hub_id_without_network() -> None:
     assert "\n" not in str(caught.value) and caught.value.__cause__ is None
 
 
+def test_a_network_that_is_not_there(tmp_path: Path) -> None:
+    """The real library against an address where nobody listens: at once, and in one line."""
+    code = (
+        "import time\nfrom quire.config.source import locate\nstart = time.time()\n"
+        "try:\n    locate('some-org/some-model')\nexcept Exception as e:\n    print(type(e).__name__, e)\n"
+        "assert time.time() - start < 10"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("ModelNotFoundError model 'some-org/some-model'") and "cannot be reached" in ran.stdout
+    assert len(ran.stdout.splitlines()) == 1 and "Retrying" not in ran.stderr
+
+
 def test_hub_id_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     real = source.importlib.util.find_spec
     monkeypatch.setattr(
@@ -77,10 +94,10 @@ class FakeHub:
         self.folder, self.files, self.fails, self.cached = folder, files, fails, cached
         self.asked: list[dict[str, Any]] = []
 
-    def list_repo_files(self, repository: str, **_: Any) -> list[str]:
+    def model_info(self, repository: str, **_: Any) -> SimpleNamespace:
         if self.fails is not None:
             raise self.fails
-        return self.files
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in self.files])
 
     def snapshot_download(self, **asked: Any) -> str:
         self.asked.append(asked)
@@ -142,7 +159,7 @@ def test_a_quantization_of_a_gguf_repository(hub: Any, tmp_path: Path) -> None:
 
 def test_no_network(hub: Any, tmp_path: Path) -> None:
     hub([], fails=ConnectionError("name resolution failed\nsecond line"))
-    with pytest.raises(ModelNotFoundError, match="hub cannot be reached .*name resolution failed") as caught:
+    with pytest.raises(ModelNotFoundError, match=r"hub cannot be reached .*name resolution failed") as caught:
         locate("org/m")
     assert "\n" not in str(caught.value)
     (tmp_path / "config.json").write_text("{}")
@@ -159,11 +176,10 @@ def test_no_network(hub: Any, tmp_path: Path) -> None:
     ],
 )
 def test_hub_answers_no(hub: Any, kind: str, words: str) -> None:
-    import httpx
     from huggingface_hub import errors
 
-    response = httpx.Response(404, request=httpx.Request("GET", "https://hub.invalid"))
-    hub([], fails=getattr(errors, kind)("no", response=response))
+    assert issubclass(getattr(errors, kind), source._hub_failures())
+    hub([], fails=type(kind, (OSError,), {})("no"))
     with pytest.raises(ModelNotFoundError, match=words):
         locate("org/m")
 

@@ -140,7 +140,7 @@ def test_end_of_text_has_no_stop_reason_and_no_text(stage):
 def test_n_answers_are_one_result(stage):
     run = Run(stage, n=2, output_kind=FINAL)
     assert not run.say("x", index=0, finish=FinishReason.LENGTH).results
-    (result,) = run.say("yz", index=1, finish=FinishReason.STOP).results
+    (result,) = run.say("yz", index=1, finish=FinishReason.LENGTH).results
     assert result.finished and [(a.index, a.text) for a in result.outputs] == [(0, "x"), (1, "yz")]
     run = Run(stage, n=2, output_kind=CUMULATIVE)
     run.say("x", index=1)

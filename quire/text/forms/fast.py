@@ -75,12 +75,12 @@ class FastTokenizer(Tokenizer):
         return {str(added.content): token_id for token_id, added in self._added.items()}
 
     @cached_property
-    def all_special_ids(self) -> list[int]:  # type: ignore[override]
+    def all_special_ids(self) -> list[int]:
         named = (self.token_to_id(token) for token in self.special.values())
         return sorted(self.skipped_ids | {i for i in named if i is not None})
 
     @cached_property
-    def vocab_size(self) -> int:  # type: ignore[override]
+    def vocab_size(self) -> int:
         return max(self.pipeline.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
@@ -88,7 +88,7 @@ class FastTokenizer(Tokenizer):
         return dict(self.pipeline.get_added_tokens_decoder())
 
     @cached_property
-    def skipped_ids(self) -> frozenset[int]:  # type: ignore[override]
+    def skipped_ids(self) -> frozenset[int]:
         return frozenset(token_id for token_id, added in self._added.items() if added.special)
 
 

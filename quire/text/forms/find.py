@@ -1,6 +1,6 @@
 """Which form does this folder or file hold? The first match in the order of the functions below wins.
 
-    tokenizer.json · tekken.json (auto only) · tokenizer.model, *.tiktoken · vocab.json + merges.txt · vocab.txt · *.gguf
+tokenizer.json · tekken.json (auto only) · tokenizer.model, *.tiktoken · vocab.json + merges.txt · vocab.txt · *.gguf
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def _load_file(path: str) -> Tokenizer:
     if name.endswith((".tiktoken", ".model")):
         ranks = load("quire.text.forms.ranks:is_ranks")(path)
         return _call(f"quire.text.forms.{'ranks:load_ranks' if ranks else 'sentencepiece:load_sentencepiece'}", path)
-    raise InputError(f"{path!r} is no tokenizer file; a folder needs one of {LOOKED_FOR}", param="tokenizer", value=path)
+    raise InputError(
+        f"{path!r} is no tokenizer file; a folder needs one of {LOOKED_FOR}", param="tokenizer", value=path
+    )
 
 
 def _nothing(path: str, names: list[str], sidecar: Sidecar) -> Exception:

@@ -51,7 +51,7 @@ class ForeignTokenizer(Tokenizer):
         return list(self.inner.all_special_ids)
 
     @cached_property
-    def vocab_size(self) -> int:  # type: ignore[override]
+    def vocab_size(self) -> int:
         return max(self._vocab.values(), default=-1) + 1
 
     @cached_property

@@ -61,7 +61,7 @@ class Metadata:
         return bool(self.get(key, default))
 
     def merges(self) -> list[tuple[str, str]]:
-        pairs = [merge.partition(" ") for merge in self._list("merges", str)]
+        pairs = (merge.partition(" ") for merge in self._list("merges", str))
         return [(left, right) for left, _, right in pairs]
 
     def vocabulary(self, *, space_prefix: bool = True) -> Vocabulary:
@@ -119,9 +119,9 @@ def load_gguf(path: str) -> FastTokenizer:
     special = meta.special()
     try:
         pipeline = _BUILDERS[kind](meta, special)
-    except (ValueError, UnicodeEncodeError) as wrong:
-        if isinstance(wrong, NotBuiltError | CheckpointError):
-            raise
+    except (NotBuiltError, CheckpointError):
+        raise
+    except Exception as wrong:  # the library raises bare Exception for a vocabulary that does not fit together
         raise CheckpointError(f"{path}: the vocabulary cannot be read ({wrong})") from None
     return FastTokenizer(path, pipeline, special=special, chat_template=meta.chat_template())
 

@@ -41,7 +41,9 @@ class RenderedChat(str):
 
 
 class MistralTokenizer(FastTokenizer):
-    def __init__(self, source: str, pipeline: Pipeline, *, special: Mapping[str, str], file: str, **options: Any) -> None:
+    def __init__(
+        self, source: str, pipeline: Pipeline, *, special: Mapping[str, str], file: str, **options: Any
+    ) -> None:
         pipeline.encode_special_tokens = True  # special tokens in a text are read as text
         super().__init__(source, pipeline, special=special, **options)
         self.file = file

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from tokenizers import models
 from tokenizers import Tokenizer as Pipeline
+from tokenizers import models
 
 from quire.schema.errors import CheckpointError, InputError
 from quire.text.forms.fast import FastTokenizer, add_ends, add_tokens, finish

@@ -24,7 +24,7 @@ from quire.text.forms.sidecar import Sidecar, read_sidecar
 from quire.text.forms.splits import SPLITS, Split
 from quire.text.pieces import ALPHABET
 
-_LETTER = {byte: char for char, byte in ALPHABET.items()}
+_LETTERS = "".join(sorted(ALPHABET, key=lambda char: ALPHABET[char]))  # the letter of each byte
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 # by tokenizer class, or by file name without its ending
 _SPLIT_OF = {
@@ -52,8 +52,8 @@ def load_ranks(path: str, *, sidecar: Sidecar | None = None) -> FastTokenizer:
     if name is None:
         raise InputError(
             f"{path}: a tiktoken file does not say how text is cut into words, and tokenizer class "
-            f"{sidecar.tokenizer_class!r} is not known here (known: {', '.join(_SPLIT_OF)}). A tokenizer.json is needed, "
-            "or trust_remote_code=True for the model's own code",
+            f"{sidecar.tokenizer_class!r} is not known here (known: {', '.join(_SPLIT_OF)}). "
+            "A tokenizer.json is needed, or trust_remote_code=True for the model's own code",
             param="tokenizer",
         )
     pipeline = ranks_pipeline(read_ranks(path), SPLITS[name])
@@ -74,7 +74,7 @@ def ranks_pipeline(tokens: Sequence[bytes], split: Split, *, first: Sequence[str
 
 def bytes_to_letters(token: bytes) -> str:
     """How a byte-level vocabulary writes these bytes."""
-    return "".join([_LETTER[byte] for byte in token])
+    return token.decode("latin-1").translate(_LETTERS)
 
 
 def read_ranks(path: str) -> list[bytes]:

@@ -71,9 +71,7 @@ _GPT4O = Split((_cased(r"\p{N}{1,3}", after=f"{_CONTRACTIONS}?"),))
 _KIMI = r"\p{Han}+|" + _cased(r"\p{N}{1,3}", after=f"{_CONTRACTIONS}?", newline=r"[\r\n]*", but=r"&&[^\p{Han}]")
 _BLOOM = Split((" ?[^(\\s|[.,!?…。，、।۔،])]+",))
 _BAILING = Split(
-    (
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-    )
+    (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",)
 )
 
 SPLITS: dict[str, Split] = {
@@ -159,8 +157,6 @@ SPLITS: dict[str, Split] = {
     "bailingmoe2": _BAILING,
     "llada-moe": _BAILING,
     "seed-coder": Split(
-        (
-            rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_TAIL}",
-        )
+        (rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_TAIL}",)
     ),
 }

@@ -1,0 +1,375 @@
+"""Resolution, step by step: what is decided when nobody said, and what is refused. No model is loaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire.config.resolve as resolve_module
+from quire.config import AsyncEngineArgs, EngineArgs, EngineConfig, UsageContext, decode, encode, replace
+from quire.schema.errors import CheckpointError, ConfigError, ModelNotFoundError, NotBuiltError
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
+    "max_position_embeddings": 4096, "dtype": "float32", "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+def change(folder: Path, **changes: Any) -> None:
+    (folder / "config.json").write_text(json.dumps(LLAMA | changes))
+
+
+def resolve(folder: Path | None, usage: Any = None, /, **kwargs: Any) -> EngineConfig:
+    return EngineArgs(model=None if folder is None else str(folder), **kwargs).create_engine_config(usage)
+
+
+def test_every_field_is_final(folder: Path) -> None:
+    config = resolve(folder, UsageContext.LLM_CLASS)
+    model = config.model_config
+    assert (model.model, model.path, model.tokenizer) == (str(folder),) * 3
+    assert (model.dtype, model.max_model_len, model.quantization) == ("float32", 4096, None)
+    assert model.hf_config == LLAMA and model.facts.num_kv_heads == 2 and model.eos_token_ids == (2,)
+    assert model.architecture == "LlamaForCausalLM" and model.default_sampling == {}
+    assert (model.served_model_name, model.served_model_names) == (str(folder), (str(folder),))
+    assert config.cache_config.block_size == 16 and config.cache_config.enable_prefix_caching is True
+    assert config.cache_config.cache_dtype == "float32" and not config.cache_config.user_specified_block_size
+    assert (config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs) == (4096, 256)
+    assert config.scheduler_config.async_scheduling is False and config.scheduler_config.enable_chunked_prefill is True
+    assert config.device_config.device == "cpu" and config.load_config.load_format == "auto"
+    assert config.instance_id and config.usage_context == "LLM_CLASS"
+    assert decode(encode(config)) == config
+
+
+def test_the_embedded_model() -> None:
+    config = resolve(None)
+    assert config.model_config.model == "SmolLM2-135M-Instruct" == config.model_config.served_model_name
+    assert config.model_config.tokenizer == config.model_config.path and config.model_config.path.endswith(".gguf")
+    assert (config.load_config.load_format, config.model_config.quantization) == ("gguf", "gguf")
+    assert config.model_config.max_model_len == 8192 and config.model_config.dtype in ("float32", "bfloat16")
+
+
+def test_resolution_is_pure(folder: Path) -> None:
+    args = EngineArgs(model=str(folder), max_num_seqs=3)
+    before = dict(vars(args))
+    first, second = args.create_engine_config(), args.create_engine_config()
+    assert vars(args) == before
+    assert replace(first, instance_id="") == replace(second, instance_id="")
+    assert AsyncEngineArgs(model=str(folder)).create_engine_config().model_config == resolve(folder).model_config
+
+
+# Where things are
+
+
+def test_missing_and_damaged_configurations(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"holds no config\.json"):
+        resolve(tmp_path)
+    (tmp_path / "config.json").write_text("{not json")
+    with pytest.raises(CheckpointError, match="is no valid JSON"):
+        resolve(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="names no architecture"):
+        resolve(tmp_path)
+    with pytest.raises(ModelNotFoundError, match="no such folder or file"):
+        resolve(tmp_path / "nowhere")
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + b"\x03\0\0\0" + b"\xff" * 40)
+    with pytest.raises(CheckpointError, match=r"bad\.gguf"):
+        resolve(tmp_path / "bad.gguf")
+    (tmp_path / "short.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match="too short"):
+        resolve(tmp_path / "short.gguf")
+
+
+def test_config_from_elsewhere(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 99}))
+    assert resolve(folder, hf_config_path=str(other)).model_config.max_model_len == 99
+    assert resolve(folder, hf_config_path=str(other / "config.json")).model_config.max_model_len == 99
+
+
+def test_tokenizer_places(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "tok"
+    other.mkdir()
+    assert resolve(folder, tokenizer=str(other)).model_config.tokenizer == str(other)
+    assert resolve(folder, tokenizer_revision="r").model_config.tokenizer_revision == "r"
+    assert resolve(folder, revision="r").model_config.tokenizer_revision == "r"
+    with pytest.raises(ModelNotFoundError):
+        resolve(folder, tokenizer="some-org/not-here")
+    assert resolve(folder, tokens_only=True).model_config.skip_tokenizer_init is True
+
+
+def test_served_names(folder: Path) -> None:
+    model = resolve(folder, served_model_name=["first", "second"]).model_config
+    assert model.served_model_name == "first" and model.served_model_names == ("first", "second")
+    assert resolve(folder, served_model_name="one").model_config.served_model_names == ("one",)
+
+
+# hf_overrides
+
+
+def test_overrides(folder: Path) -> None:
+    change(folder, rope_parameters={"rope_type": "default", "rope_theta": 1.0})
+    found = resolve(folder, hf_overrides={"rope_parameters": {"rope_theta": 5.0}, "extra": [1]}).model_config
+    assert found.hf_config["rope_parameters"] == {"rope_type": "default", "rope_theta": 5.0}
+    assert found.hf_config["extra"] == [1]
+    assert resolve(folder, hf_overrides={"max_position_embeddings": 77}).model_config.max_model_len == 77
+
+
+def test_overrides_by_callable(folder: Path) -> None:
+    def patch(config: Any) -> Any:
+        assert config.hidden_size == config["hidden_size"] == 64 and not hasattr(config, "nothing")
+        config.max_position_embeddings = 55
+        config.update({"architectures": ["MistralForCausalLM"]})
+        config.nested = {"a": 1}
+        config.nested.a = 2
+        return config
+
+    config = resolve(folder, hf_overrides=patch)
+    assert config.model_config.max_model_len == 55 and config.model_config.architecture == "MistralForCausalLM"
+    assert config.model_config.hf_config["nested"] == {"a": 2} and type(config.model_config.hf_config) is dict
+    assert decode(encode(config)) == config and config.model_config.hf_overrides == {}
+    with pytest.raises(ConfigError, match="it must return the configuration"):
+        resolve(folder, hf_overrides=lambda config: None)
+
+
+# Storage and precision
+
+
+@pytest.mark.parametrize(
+    "saved, asked, expected",
+    [
+        ({"dtype": "float32"}, "auto", "float32"),
+        ({"dtype": "bfloat16"}, "auto", "bfloat16"),
+        ({"dtype": "float16"}, "auto", "bfloat16"),
+        ({"dtype": None, "torch_dtype": "bfloat16"}, "auto", "bfloat16"),
+        ({"dtype": "float64"}, "auto", "float32"),
+        ({"dtype": None}, "auto", "float32"),
+        ({"dtype": "bfloat16"}, "float", "float32"),
+        ({"dtype": "float32"}, "half", "float16"),
+    ],
+)
+def test_dtype(folder: Path, saved: dict[str, Any], asked: str, expected: str) -> None:
+    change(folder, **saved)
+    config = resolve(folder, dtype=asked)
+    assert config.model_config.dtype == expected == config.cache_config.cache_dtype
+
+
+@pytest.mark.parametrize("native, expected", [(True, "bfloat16"), (False, "float32")])
+def test_dtype_of_gguf_follows_the_cpu(monkeypatch: pytest.MonkeyPatch, native: bool, expected: str) -> None:
+    monkeypatch.setattr(resolve_module, "cpu_multiplies_bfloat16", lambda: native)
+    assert resolve(None).model_config.dtype == expected
+
+
+def test_quantized_checkpoints(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="quantization='gguf', but the checkpoint is not quantized"):
+        resolve(folder, quantization="gguf")
+    change(folder, quantization_config={"quant_method": "awq"})
+    with pytest.raises(NotBuiltError, match=r"quantized \(awq\)"):
+        resolve(folder)
+    assert resolve(None, quantization="gguf").model_config.quantization == "gguf"
+
+
+def test_load_formats(folder: Path) -> None:
+    assert resolve(folder, load_format="dummy").load_config.load_format == "dummy"
+    assert resolve(None, load_format="dummy").load_config.load_format == "dummy"
+    with pytest.raises(ConfigError, match="it is no GGUF file"):
+        resolve(folder, load_format="gguf")
+    with pytest.raises(ConfigError, match="it is a GGUF file"):
+        resolve(None, load_format="safetensors")
+
+
+# Length
+
+
+def test_lengths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve(folder, max_model_len=100).model_config.max_model_len == 100
+    auto = resolve(folder, max_model_len=-1).model_config
+    assert (auto.max_model_len, auto.original_max_model_len) == (4096, -1)
+    assert resolve(folder, max_model_len="auto").model_config.original_max_model_len == -1
+    for wrong in (0, -2, "many", 1.5, True):
+        with pytest.raises(ConfigError, match="max_model_len"):
+            resolve(folder, max_model_len=wrong)
+    with pytest.raises(ConfigError, match="max_model_len=4097 is more than the model's own limit of 4096"):
+        resolve(folder, max_model_len=4097)
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    resolve_module.env.ALLOW_LONG_MAX_MODEL_LEN.forget()
+    assert resolve(folder, max_model_len=5000).model_config.max_model_len == 5000
+
+
+def test_length_of_windows_and_of_silence(folder: Path) -> None:
+    change(folder, sliding_window=512)
+    assert resolve(folder).model_config.max_model_len == 4096
+    assert resolve(folder).cache_config.sliding_window == 512
+    assert resolve(folder, disable_sliding_window=True).model_config.max_model_len == 512
+    with pytest.raises(ConfigError, match="limit of 512"):
+        resolve(folder, disable_sliding_window=True, max_model_len=600)
+    change(folder, max_position_embeddings=None)
+    assert resolve(folder).model_config.max_model_len == 2048
+    assert resolve(folder, max_model_len=9000).model_config.max_model_len == 9000
+
+
+# Sampling
+
+
+def generation(folder: Path, **values: Any) -> None:
+    (folder / "generation_config.json").write_text(json.dumps(values))
+
+
+def test_default_sampling(folder: Path, tmp_path: Path) -> None:
+    generation(folder, temperature=0.6, top_p=0.95, top_k=20, max_new_tokens=100, do_sample=True, eos_token_id=[5, 6],
+               min_p=None)  # fmt: skip
+    model = resolve(folder).model_config
+    assert model.default_sampling == {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_tokens": 100}
+    assert model.eos_token_ids == (5, 6)
+    plain = resolve(folder, generation_config="vllm").model_config
+    assert plain.default_sampling == {} and plain.eos_token_ids == (5, 6)
+    over = resolve(folder, override_generation_config={"temperature": 0.1, "top_k": None, "max_new_tokens": 7})
+    assert over.model_config.default_sampling == {"temperature": 0.1, "top_p": 0.95, "max_tokens": 7}
+    alone = resolve(folder, generation_config="vllm", override_generation_config={"min_p": 0.1})
+    assert alone.model_config.default_sampling == {"min_p": 0.1}
+    other = tmp_path / "other"
+    other.mkdir()
+    generation(other, repetition_penalty=1.1)
+    assert resolve(folder, generation_config=str(other)).model_config.default_sampling == {"repetition_penalty": 1.1}
+
+
+def test_wrong_sampling_defaults(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="override_generation_config has 'do_sample'; these are honoured"):
+        resolve(folder, override_generation_config={"do_sample": True})
+    with pytest.raises(ConfigError, match=r"top_k=0\.5; expected a whole number"):
+        resolve(folder, override_generation_config={"top_k": 0.5})
+    generation(folder, temperature="hot")
+    with pytest.raises(ConfigError, match="temperature='hot'"):
+        resolve(folder)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"holds no generation_config\.json"):
+        resolve(folder, generation_config=str(tmp_path / "empty"))
+
+
+# Batches
+
+
+@pytest.mark.parametrize(
+    "usage, kwargs, tokens, requests",
+    [
+        ("LLM_CLASS", {}, 4096, 256),
+        (UsageContext.OPENAI_API_SERVER, {}, 2048, 128),
+        (None, {}, 2048, 128),
+        ("ENGINE_CONTEXT", {}, 2048, 128),
+        ("LLM_CLASS", {"max_num_seqs": 3, "max_model_len": 100}, 300, 3),
+        ("LLM_CLASS", {"max_num_batched_tokens": 64}, 64, 64),
+        ("LLM_CLASS", {"max_num_seqs": 8000}, 8000, 8000),
+        ("OPENAI_API_SERVER", {"enable_chunked_prefill": False}, 4096, 128),
+        ("LLM_CLASS", {"max_model_len": 4, "max_num_seqs": 2}, 8, 2),
+    ],
+)
+def test_batches(folder: Path, usage: Any, kwargs: dict[str, Any], tokens: int, requests: int) -> None:
+    scheduler = resolve(folder, usage, **kwargs).scheduler_config
+    assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (tokens, requests)
+
+
+@pytest.mark.parametrize(
+    "kwargs, words",
+    [
+        ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "max_num_batched_tokens=4 is less than max_num_seqs=8"),
+        (
+            {"max_num_batched_tokens": 512, "enable_chunked_prefill": False},
+            "max_num_batched_tokens=512 is less than max_model_len=4096",
+        ),
+        ({"max_long_partial_prefills": 2}, "more than max_num_partial_prefills=1"),
+        (
+            {"max_num_partial_prefills": 2, "enable_chunked_prefill": False, "max_num_batched_tokens": 4096},
+            "needs chunked prefill",
+        ),
+        ({"long_prefill_token_threshold": 5000}, "is more than max_model_len=4096"),
+        ({"scheduling_policy": "random"}, "one of fcfs, priority"),
+        ({"prefix_caching_hash_algo": "md5"}, "one of sha256"),
+        ({"watermark": -0.1}, "at least 0"),
+    ],
+)
+def test_limits_that_cannot_be_met(folder: Path, kwargs: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve(folder, **kwargs)
+
+
+def test_long_prompts(folder: Path) -> None:
+    config = resolve(folder, max_num_partial_prefills=3, max_long_partial_prefills=2).scheduler_config
+    assert config.long_prefill_token_threshold == 163  # 4% of 4096
+    chosen = resolve(folder, max_num_partial_prefills=3, long_prefill_token_threshold=9).scheduler_config
+    assert chosen.long_prefill_token_threshold == 9
+
+
+def test_reuse(folder: Path) -> None:
+    assert resolve(folder, enable_prefix_caching=False).cache_config.enable_prefix_caching is False
+    change(folder, layer_types=["linear_attention", "full_attention"])
+    assert resolve(folder).cache_config.enable_prefix_caching is False
+    assert resolve(folder, enable_prefix_caching=True).cache_config.enable_prefix_caching is True
+    assert resolve(folder, async_scheduling=True).scheduler_config.async_scheduling is True
+    assert resolve(folder, block_size=32).cache_config.user_specified_block_size is True
+
+
+# Refusals come first, and decisions are told
+
+
+def test_unbuilt_options_are_refused_before_anything_is_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(NotBuiltError, match="tensor_parallel_size=2"):
+        resolve(tmp_path / "nowhere", tensor_parallel_size=2)
+
+
+def test_encoder_decoders_are_refused(folder: Path) -> None:
+    change(folder, is_encoder_decoder=True, architectures=["BartForConditionalGeneration"])
+    with pytest.raises(NotBuiltError, match="encoder-decoder"):
+        resolve(folder)
+
+
+def test_decisions_are_logged(folder: Path) -> None:
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(f"{record.levelname} {record.getMessage()}")
+
+    keep, log = Keep(), logging.getLogger("quire")
+    level = log.level
+    log.addHandler(keep)
+    log.setLevel("DEBUG")
+    try:
+        change(folder, dtype="float16")
+        resolve(folder)
+    finally:
+        log.removeHandler(keep)
+        log.setLevel(level)
+    assert any("INFO dtype: bfloat16 (the checkpoint is float16" in line for line in lines)
+    assert "INFO max_model_len: 4096 (the model's own limit)" in lines
+    assert any(line.startswith("DEBUG async_scheduling: off") for line in lines)
+    assert all("\n" not in line for line in lines)
+
+
+def test_steps_are_named_and_documented() -> None:
+    names = [step.__name__ for step in resolve_module.STEPS]
+    assert names[0] == "refuse" and names.index("find_model") < names.index("read_model") < names.index("choose_length")
+    assert all(step.__doc__ for step in resolve_module.STEPS)
+
+
+def test_resolving_imports_no_heavy_module() -> None:
+    code = (
+        "import sys\nfrom quire.config import EngineArgs, FlexibleArgumentParser\n"
+        "parser = EngineArgs.add_cli_args(FlexibleArgumentParser())\n"
+        "EngineArgs.from_cli_args(parser.parse_args([])).create_engine_config()\n"
+        "print([m for m in ('torch', 'transformers', 'yaml', 'numpy', 'huggingface_hub') if m in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0 and ran.stdout.strip() == "[]", ran.stdout + ran.stderr

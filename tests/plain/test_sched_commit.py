@@ -1,0 +1,261 @@
+"""commit(), abort(), reset_prefix_cache(): how requests end, and what is said of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.schema.kv import KVKind
+from quire.schema.messages import FinishReason
+from quire.schema.params import RepetitionDetectionParams, SamplingParams
+from quire.schema.step import Grant, LogprobRows, StepResult
+from tests.plain.sched_kit import EOS, Bench, counts, request
+
+SCRIPT = [7, 8, EOS, 9, 5, 5, 6, 4, 6, 4, 3]  # what the model says after a prompt of 4
+
+
+def scripted(grant: Grant) -> list[int]:
+    """One token, or with drafts those of the script that they hit, and the next."""
+    at = grant.start + grant.count - len(grant.drafts) - 4
+    new = [SCRIPT[at]]
+    for draft in grant.drafts:
+        if draft != new[-1]:
+            break
+        at += 1
+        new.append(SCRIPT[at])
+    return new
+
+
+STOPS = [
+    ({}, 9, [7, 8, EOS], FinishReason.STOP, None),
+    ({"stop_token_ids": (8,)}, 9, [7, 8], FinishReason.STOP, 8),
+    ({"stop_token_ids": (EOS,)}, 9, [7, 8, EOS], FinishReason.STOP, None),
+    ({"params": SamplingParams(ignore_eos=True), "stop_token_ids": (5,)}, 9, [7, 8, EOS, 9, 5], FinishReason.STOP, 5),
+    ({"params": SamplingParams(min_tokens=4, max_tokens=9), "stop_token_ids": (7, 5)}, 9, SCRIPT[:5], "stop", 5),
+    ({}, 2, [7, 8], FinishReason.LENGTH, None),
+    ({}, 3, [7, 8, EOS], FinishReason.STOP, None),
+    ({"params": SamplingParams(ignore_eos=True)}, 99, SCRIPT[:11], FinishReason.LENGTH, None),  # max_model_len 15
+]
+REPETITIONS = [
+    (RepetitionDetectionParams(max_pattern_size=2, min_count=2), SCRIPT[:6]),
+    (RepetitionDetectionParams(max_pattern_size=2, min_pattern_size=2, min_count=2), SCRIPT[:10]),
+    (RepetitionDetectionParams(max_pattern_size=3, min_count=3), SCRIPT[:11]),
+]
+
+
+@pytest.mark.parametrize("look_ahead", [0, 1, 2])
+@pytest.mark.parametrize(("more", "max_tokens", "tokens", "reason", "stop_id"), STOPS)
+def test_stop_rules(
+    look_ahead: int, more: dict[str, object], max_tokens: int, tokens: list[int], reason: str, stop_id: int | None
+) -> None:
+    bench = Bench(max_model_len=15, look_ahead=look_ahead)
+    bench.tokens = scripted
+    bench.add(request("a", 4, max_tokens, **more))
+    while bench.scheduler.has_unfinished() or bench.flights:
+        plan = bench.plan()
+        while len(bench.flights) > (look_ahead if plan.grants else 0):
+            bench.commit()
+    last = bench.seen["a"][-1]
+    assert (bench.output("a"), last.finish_reason, last.stop_reason) == (tokens, reason, stop_id)
+    assert bench.num_free == 64
+
+
+@pytest.mark.parametrize(("rule", "tokens"), REPETITIONS)
+def test_repetition_ends_a_request(rule: RepetitionDetectionParams, tokens: list[int]) -> None:
+    bench = Bench(max_model_len=15)
+    bench.tokens = scripted
+    bench.add(request("a", 4, 99, params=SamplingParams(ignore_eos=True, repetition_detection=rule)))
+    bench.finish()
+    reason = FinishReason.REPETITION if len(tokens) < 11 else FinishReason.LENGTH
+    assert (bench.output("a"), bench.seen["a"][-1].finish_reason) == (tokens, reason)
+
+
+def test_drafts_are_checked_in_one_step_and_the_wrong_ones_forgotten() -> None:
+    bench = Bench()
+    bench.tokens = scripted
+    bench.add(request("a", 4, 6, params=SamplingParams(ignore_eos=True)))
+    bench.step(drafts={"a": [8, EOS, 1, 1]})
+    plan = bench.step()
+    (grant,) = plan.grants
+    assert (grant.start, grant.count, grant.drafts, grant.samples) == (4, 5, (8, EOS, 1, 1), True)
+    assert bench.output("a") == [7, 8, EOS, 9]  # two right, and the model's own instead of the third
+    (grant,) = bench.step(drafts={"a": [1, 1, 1, 1, 1]}).grants
+    assert (grant.start, grant.count, grant.drafts) == (7, 1, ())
+    assert bench.plan().grants[0].drafts == (), "one token is left to generate: a draft would be for nothing"
+    bench.commit()
+    assert bench.output("a") == SCRIPT[:6]
+
+
+def test_drafts_accepted_past_a_stop_are_cut() -> None:
+    bench = Bench()
+    bench.tokens = scripted
+    bench.add(request("a", 4, 9))
+    bench.step(drafts={"a": [8, EOS, 9, 5]})
+    bench.step()
+    assert bench.output("a") == [7, 8, EOS] and bench.seen["a"][-1].finish_reason is FinishReason.STOP
+
+
+def test_nothing_is_planned_past_drafts_and_stale_drafts_are_dropped() -> None:
+    bench = Bench(look_ahead=1)
+    bench.tokens = scripted
+    bench.add(request("a", 4, 9, params=SamplingParams(ignore_eos=True)))
+    bench.plan()
+    bench.plan()
+    bench.commit(drafts={"a": [8]})  # the token after is already in flight
+    assert bench.plan().grants[0].drafts == ()
+    bench.commit()
+    bench.commit(drafts={"a": [9, 1]})
+    assert bench.plan().grants[0].drafts == (9, 1)
+    assert bench.plan().empty
+    bench.commit()
+    assert bench.output("a") == SCRIPT[:5]
+
+
+def test_a_recurrent_state_takes_no_drafts() -> None:
+    bench = Bench(64, (KVKind.STATE, 4, 0))
+    bench.add(request("a"))
+    with pytest.raises(AssertionError, match="cannot be taken back"):
+        bench.step(drafts={"a": [1]})
+
+
+def test_abort_running_waiting_in_flight_and_unknown() -> None:
+    bench = Bench(max_num_seqs=1, look_ahead=1)
+    bench.add(request("a"), request("b"))
+    bench.plan()
+    outputs = bench.scheduler.abort(["a", "b", "a", "nobody"])
+    assert [(o.request_id, o.finish_reason, o.new_token_ids) for o in outputs] == [
+        ("a", FinishReason.ABORT, []),
+        ("b", FinishReason.ABORT, []),
+    ]
+    assert all(o.times is not None for o in outputs)
+    assert not bench.scheduler.has_unfinished() and bench.num_free == 64
+    assert bench.commit() == []
+    bench.add(request("c"))
+    assert bench.plan().left == ("a",), "`b` never had a row"
+
+
+def test_a_failure_ends_one_request_and_its_blocks_are_not_offered_again() -> None:
+    bench = Bench()
+    prompt = list(range(9))
+    bench.add(request("a", prompt), request("b", 5))
+    bench.step()
+    bench.step(failed={"a": "no token could be chosen"})
+    last = bench.seen["a"][-1]
+    assert (last.finish_reason, last.error) == (FinishReason.ERROR, "no token could be chosen")
+    assert bench.scheduler.num_running == 1
+    bench.add(request("c", prompt))
+    assert bench.plan().joined[0].blocks == ((),)
+
+
+def test_reset_prefix_cache() -> None:
+    bench = Bench()
+    prompt = list(range(9))
+    bench.add(request("a", prompt, 5))
+    bench.step()
+    assert bench.scheduler.reset_prefix_cache() is False
+    bench.finish()
+    assert bench.scheduler.reset_prefix_cache() is True
+    bench.add(request("b", prompt, 5))
+    assert bench.step().joined[0].blocks == ((),)
+    bench.step()
+    assert bench.scheduler.reset_prefix_cache(reset_running_requests=True) is True
+    assert (bench.scheduler.num_running, bench.num_free) == (0, 64)
+    plan = bench.step()
+    assert plan.left == ("b",) and plan.joined[0].epoch == 1 and len(plan.joined[0].token_ids) == 11
+    bench.finish()
+    assert len(bench.output("b")) == 5
+
+
+def test_reset_with_a_step_in_flight() -> None:
+    bench = Bench(look_ahead=1)
+    bench.add(request("a", 4, 5))
+    bench.plan()
+    bench.plan()
+    assert bench.scheduler.reset_prefix_cache(reset_running_requests=True) is True
+    assert bench.commit() == [] and bench.commit() == []
+    bench.finish()
+    assert len(bench.output("a")) == 5
+
+
+def rows(tokens: list[int]) -> LogprobRows:
+    return LogprobRows([[t] for t in tokens], [[-1.0] for _ in tokens], tokens)
+
+
+def test_prompt_log_probabilities_arrive_once_though_the_prompt_is_computed_twice() -> None:
+    bench = Bench(max_num_batched_tokens=3)
+    bench.add(request("a", 7, 2, params=SamplingParams(prompt_logprobs=1)))
+    pieces = [[1, 2, 3], [4, 5, 6], None]  # positions that the chunks [0, 3), [3, 6), [6, 7) tell of
+    for piece in pieces[:2]:
+        bench.step(prompt_logprobs={"a": rows(piece)})
+    bench.scheduler.reset_prefix_cache(reset_running_requests=True)
+    for piece in pieces:
+        bench.step(**({"prompt_logprobs": {"a": rows(piece)}} if piece else {}))
+    bench.finish()
+    got = [rank for output in bench.seen["a"] if output.prompt_logprobs for rank in output.prompt_logprobs.ranks]
+    assert got == [1, 2, 3, 4, 5, 6] and len(bench.output("a")) == 2
+
+
+def test_log_probabilities_are_cut_with_the_tokens() -> None:
+    bench = Bench()
+    bench.tokens = scripted
+    bench.add(request("a", 4, 9))
+    bench.step(drafts={"a": [8, EOS, 9]}, logprobs=[rows([7])])
+    bench.step(logprobs=[rows(SCRIPT[1:5])])
+    assert [o.logprobs.ranks for o in bench.seen["a"]] == [[7], [8, EOS]]
+
+
+def test_times_and_stats() -> None:
+    bench = Bench(max_num_batched_tokens=4)
+    bench.add(request("a", 6, 2))
+    bench.step()
+    stats = bench.scheduler.stats(forward_seconds=0.5)
+    assert (stats.step, stats.running, stats.waiting, stats.prompt_tokens, stats.generated_tokens) == (1, 1, 0, 4, 0)
+    assert (stats.kv_usage, stats.cache.queries, stats.cache.hits) == (1 / 64, 6, 0)
+    assert stats.forward_seconds == 0.5
+    bench.step()
+    stats = bench.scheduler.stats()
+    assert (stats.prompt_tokens, stats.generated_tokens) == (2, 1)
+    bench.finish()
+    first, last = bench.seen["a"]
+    assert first.times.last_token == 0.0, "a copy: later stamps do not reach it"
+    assert 0 < last.times.queued < last.times.scheduled < last.times.first_token < last.times.last_token
+    assert first.times.first_token == last.times.first_token
+
+
+def test_results_come_in_order_and_bring_what_was_granted() -> None:
+    bench = Bench(look_ahead=1)
+    bench.add(request("a"))
+    first, second = bench.plan(), bench.plan()
+    with pytest.raises(AssertionError, match="step 1 is due"):
+        bench.scheduler.commit(second, StepResult(step=2, sampled=[[7]]))
+    bench = Bench()
+    bench.add(request("a"))
+    plan = bench.plan()
+    with pytest.raises(AssertionError, match="no token came back for a"):
+        bench.scheduler.commit(plan, StepResult(step=1, sampled=[[]]))
+    assert first.step == 1
+
+
+def test_the_audit_sees_a_lost_block() -> None:
+    bench = Bench()
+    bench.add(request("a"))
+    bench.step()
+    bench.scheduler.kv.pool.refs[bench.scheduler.requests["a"].held.tables[0][0]] += 1
+    with pytest.raises(AssertionError, match="counted wrongly"):
+        bench.scheduler.audit()
+
+
+def test_a_block_held_by_nobody_is_noticed_when_the_engine_falls_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.sched.scheduler.env.AUDIT.get", lambda: False)
+    bench = Bench()
+    bench.add(request("a", 4, 1))
+    plan = bench.plan()
+    bench.scheduler.kv.pool.take(1)
+    with pytest.raises(AssertionError, match="1 blocks are held by no request"):
+        bench.scheduler.commit(plan, StepResult(step=1, sampled=[[7]]))
+
+
+def test_an_empty_plan_commits_to_nothing() -> None:
+    bench = Bench()
+    plan = bench.scheduler.plan()
+    assert plan.empty and bench.scheduler.commit(plan, StepResult(step=1, sampled=[])) == []
+    assert counts(plan) == {}

@@ -1,0 +1,27 @@
+"""The scheduler's micro bench runs, and its time per request has not grown out of all proportion."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from quire.bench.micro import sched as bench
+
+
+@pytest.mark.parametrize("look_ahead", [0, 1])
+def test_plan_and_commit(look_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.sched.scheduler.env.AUDIT.get", lambda: False)
+    times = bench.decode_steps(256, 20, look_ahead)
+    assert times["total"] == pytest.approx(times["plan"] + times["commit"])
+    assert times["total"] < 15, "the budget is 4 us per request and step; three times that is no noise"
+
+
+def test_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench, "PROMPTS", (256, 512))
+    monkeypatch.setattr("sys.argv", ["sched", "--running", "8", "--steps", "5", "--json"])
+    bench.main()
+    report = json.loads(capsys.readouterr().out)
+    assert set(report["step_us"]) == {"0", "1"} and set(report["match_us"]) == {"256", "512"}
+    assert {"sha256", "sha256_cbor", "blake2b"} <= set(report["hash_ns"])
+    assert all(value > 0 for value in report["hash_ns"].values())
