@@ -102,11 +102,14 @@ class Speaker:
             raise NotBuiltError("--url: talking to a server is not built yet; without --url the model runs here")
         if args.model_tag is not None:
             args.model = args.model_tag
+        asked = {name: value for name in (*_SAMPLING, "stop") if (value := vars(args)[name]) is not None}
+        SamplingParams(**asked)  # a wrong value is refused before the model is loaded
         hush()
         with status(args.model or "the embedded model"):
             self._engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(args))
         self._tokenizer = self._engine.get_tokenizer()
-        self._params = self._make_params(args)
+        defaults = {"max_tokens": None} | self._engine.model_config.default_sampling
+        self._params = SamplingParams(**(defaults | asked), output_kind=RequestOutputKind.DELTA)
         self._template = args.__dict__.get("chat_template")
         self._count = 0
 
@@ -119,12 +122,6 @@ class Speaker:
 
     def close(self) -> None:
         self._engine.close()
-
-    def _make_params(self, args: argparse.Namespace) -> SamplingParams:
-        """The model's own defaults, then what was asked."""
-        given = {name: value for name in (*_SAMPLING, "stop") if (value := vars(args)[name]) is not None}
-        defaults = self._engine.model_config.default_sampling
-        return SamplingParams(**({"max_tokens": None} | defaults | given), output_kind=RequestOutputKind.DELTA)
 
     def _stream(self, prompt: Any) -> str:
         self._count += 1

@@ -64,12 +64,11 @@ def _sections() -> Iterator[tuple[str, str, list[Row]]]:
     yield "AsyncEngineArgs", AsyncOptions.__doc__ or "", rows
 
 
-def _walk(group: type[Any], path: str, later: bool) -> Iterator[tuple[str, str, list[Row]]]:
-    rows = []
+def _walk(group: type[Any], mapping: str, later: bool) -> Iterator[tuple[str, str, list[Row]]]:
+    """`mapping` is the option whose keys these are, '' where a group is only a heading."""
     declared = declarations(group)
-    for name, mine in declared.items():
-        flat = mine.option.name or name
-        rows.append(Row(flat if mine.option.flat else f"{path}.{name}", mine, later))
+    names = {name: _name(mine, mapping) for name, mine in declared.items()}
+    rows = [Row(names[name], mine, later) for name, mine in declared.items() if names[name]]
     if rows:
         yield group.__name__, (group.__doc__ or "").strip(), rows
     for field in dataclasses.fields(group):
@@ -77,7 +76,14 @@ def _walk(group: type[Any], path: str, later: bool) -> Iterator[tuple[str, str, 
         if inner is not None:
             whole = declared.get(field.name)
             unmade = later or (whole is not None and whole.option.status is LATER)
-            yield from _walk(inner, f"{path}.{field.name}" if path else field.name, unmade)
+            yield from _walk(inner, names.get(field.name, ""), unmade)
+
+
+def _name(mine: Declared, mapping: str) -> str:
+    """How a user writes it; '' if it can only be set in Python, on the group itself."""
+    if mine.option.flat:
+        return mine.option.name or mine.field
+    return f"{mapping}.{mine.field}" if mapping else ""
 
 
 def _row(row: Row) -> str:

@@ -140,7 +140,12 @@ class ModelConfig(Group):
         accepts=str,
         take=dtype_name,
     )
-    seed: int = option(0, "Seed of everything random that no request seeds itself.", low=0)
+    seed: int = option(
+        0,
+        "Seed of everything random that no request seeds itself.",
+        low=0,
+        take=lambda given: 0 if given is None else given,
+    )
     hf_config_path: str | None = option(None, "Folder or hub id whose config.json is read instead.")
     allowed_local_media_path: str = option(
         "", "Folder from which file URLs may be read.", INERT, why="this version reads no media, so none is read"

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any
 
 from quire.base.registry import load
 
@@ -32,7 +32,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         found, rest = self.parse_known_args(args, namespace)
         if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}{self._nearest(rest)}")
+            self.error(f"unrecognized arguments: {' '.join(rest)}{self.nearest(rest)}")
         return found
 
     def parse_known_args(  # type: ignore[override]
@@ -43,7 +43,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         self._answer_help(given)
         if self._has_commands():  # the command's own parser does the rest
             return super().parse_known_args(given, namespace)
-        given, from_file = self._take_file(given)
+        given, from_file = _OptionFile(self).cut(given)
         given = _Dotted(self, from_file).fold(given)
         kept = [(action, action.default) for action in from_file]
         try:
@@ -127,74 +127,13 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
                 return other + arg[len(name) :]
         return arg
 
-    def _take_file(self, args: list[str]) -> tuple[list[str], dict[argparse.Action, Any]]:
-        """Cut `--config file.yaml` out; the file's values become defaults for this one parse."""
-        rest: list[str] = []
-        path = None
-        i = 0
-        while i < len(args):
-            name, equals, value = args[i].partition("=")
-            if name == "--config" and i < _end(args):
-                value = value if equals else (args[i + 1] if i + 1 < len(args) else "")
-                if value.endswith(_FILES) or self.find("--config") is None:
-                    if path is not None:
-                        self.error("--config was given twice; one file is read")
-                    path = value
-                    i += 1 if equals else 2
-                    continue
-            rest.append(args[i])
-            i += 1
-        return rest, {} if path is None else dict(self._read_file(path))
-
-    def _read_file(self, path: str) -> Iterator[tuple[argparse.Action, Any]]:
-        if not path.endswith(_FILES):
-            self.error(f"--config needs a .yaml, .yml or .json file, got {path!r}")
-        if not os.path.isfile(path):
-            self.error(f"--config: there is no file {path!r}")
-        try:
-            with open(path, encoding="utf-8") as file:
-                content = load("yaml:safe_load")(file)
-        except (load("yaml:YAMLError"), UnicodeDecodeError) as wrong:
-            self.error(f"--config {path}: not readable as YAML: {wrong}")
-        if not isinstance(content, dict):
-            self.error(f"--config {path}: expected option names with values, got {type(content).__name__}")
-        for key, value in content.items():
-            action = self._action_called(str(key))
-            if action is None:
-                self.error(f"--config {path}: there is no option {key!r}{self._nearest([f'--{key}'])}")
-            yield action, self._file_value(path, str(key), action, value)
-
-    def _action_called(self, key: str) -> argparse.Action | None:
+    def action_called(self, key: str) -> argparse.Action | None:
         """By long name (dashes or underscores) or, for a positional, by its name."""
         found = self.find(self._known_spelling(f"--{key}"))
         places = (a for a in self._actions if not a.option_strings and a.dest == key.replace("-", "_"))
         return found or next(places, None)
 
-    def _file_value(self, path: str, key: str, action: argparse.Action, value: Any) -> Any:
-        """A value of the file as the flag would have produced it."""
-        if value is None:
-            return action.default
-        if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
-            if not isinstance(value, bool):
-                self.error(f"--config {path}: {key} must be true or false, got {value!r}")
-            return value
-        try:
-            if action.nargs in ("+", "*") or isinstance(action.nargs, int):
-                items = value if isinstance(value, list) else [value]
-                return [self._one_file_value(action, item) for item in items]
-            return self._one_file_value(action, value)
-        except argparse.ArgumentError as wrong:
-            self.error(f"--config {path}: {wrong}")
-
-    def _one_file_value(self, action: argparse.Action, value: Any) -> Any:
-        if value is True and action.const is True:  # --hf-token without a value
-            return True
-        text = value if isinstance(value, str) else json.dumps(value)
-        found = self._get_value(action, text)
-        self._check_value(action, found)
-        return found
-
-    def _nearest(self, wrong: Iterable[str]) -> str:
+    def nearest(self, wrong: Iterable[str]) -> str:
         known = list(_flags_of(self))
         hints = []
         for arg in wrong:
@@ -203,11 +142,77 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
                 hints.append(near[0])
         return f" (did you mean {', '.join(hints)}?)" if hints else ""
 
-    def error(self, message: str) -> NoReturn:
-        super().error(message)
-
 
 FOLDED = "\u200b"  # description that marks a group as folded in help; identity is what counts
+
+
+class _OptionFile:
+    """`--config file.yaml`: its values become defaults for one parse."""
+
+    def __init__(self, parser: FlexibleArgumentParser) -> None:
+        self.parser = parser
+
+    def cut(self, args: list[str]) -> tuple[list[str], dict[argparse.Action, Any]]:
+        """The arguments without the file, and what the file says."""
+        rest: list[str] = []
+        path = None
+        i = 0
+        while i < len(args):
+            name, equals, value = args[i].partition("=")
+            if name == "--config" and i < _end(args):
+                value = value if equals else (args[i + 1] if i + 1 < len(args) else "")
+                if value.endswith(_FILES) or self.parser.find("--config") is None:
+                    if path is not None:
+                        self.parser.error("--config was given twice; one file is read")
+                    path = value
+                    i += 1 if equals else 2
+                    continue
+            rest.append(args[i])
+            i += 1
+        return rest, {} if path is None else dict(self._read(path))
+
+    def _read(self, path: str) -> Iterator[tuple[argparse.Action, Any]]:
+        parser = self.parser
+        if not path.endswith(_FILES):
+            parser.error(f"--config needs a .yaml, .yml or .json file, got {path!r}")
+        if not os.path.isfile(path):
+            parser.error(f"--config: there is no file {path!r}")
+        try:
+            with open(path, encoding="utf-8") as file:
+                content = load("yaml:safe_load")(file)
+        except (load("yaml:YAMLError"), UnicodeDecodeError) as wrong:
+            parser.error(f"--config {path}: not readable as YAML: {wrong}")
+        if not isinstance(content, dict):
+            parser.error(f"--config {path}: expected option names with values, got {type(content).__name__}")
+        for key, value in content.items():
+            action = parser.action_called(str(key))
+            if action is None:
+                parser.error(f"--config {path}: there is no option {key!r}{parser.nearest([f'--{key}'])}")
+            yield action, self._value(path, str(key), action, value)
+
+    def _value(self, path: str, key: str, action: argparse.Action, value: Any) -> Any:
+        """A value of the file as the flag would have produced it."""
+        if value is None:
+            return action.default
+        if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+            if not isinstance(value, bool):
+                self.parser.error(f"--config {path}: {key} must be true or false, got {value!r}")
+            return value
+        try:
+            if action.nargs in ("+", "*") or isinstance(action.nargs, int):
+                items = value if isinstance(value, list) else [value]
+                return [self._one_value(action, item) for item in items]
+            return self._one_value(action, value)
+        except argparse.ArgumentError as wrong:
+            self.parser.error(f"--config {path}: {wrong}")
+
+    def _one_value(self, action: argparse.Action, value: Any) -> Any:
+        if value is True and action.const is True:  # --hf-token without a value
+            return True
+        text = value if isinstance(value, str) else json.dumps(value)
+        found = self.parser._get_value(action, text)
+        self.parser._check_value(action, found)
+        return found
 
 
 class _Dotted:

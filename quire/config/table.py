@@ -122,10 +122,11 @@ def refuse_unbuilt(config: Any, where: str = "") -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         mine = declared.get(field.name)
+        flat = mine is not None and mine.option.flat
+        name = (mine.option.name or field.name) if mine is not None and flat else f"{where}.{field.name}".lstrip(".")
         inner = isinstance(value, Group)
-        place = f"{where}.{field.name}" if where else field.name
         untouched = inner and mine is not None and mine.option.default is not None and value == type(value)()
         if mine is not None and not untouched:
-            refuse((mine.option.name or field.name) if mine.option.flat else place, value, mine.option)
+            refuse(name, value, mine.option)
         if inner:
-            refuse_unbuilt(value, place)
+            refuse_unbuilt(value, name)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from quire.ops import sample
 from quire.sampling.custom import CustomSteps
-from quire.sampling.rows import Filter, Selection
+from quire.sampling.selection import Filter, Selection
 
 
 class StepRows(NamedTuple):

@@ -20,7 +20,8 @@ from quire.sampling.custom import CustomSteps
 from quire.sampling.logprobs import MODES, Ask, Picked, pick, values_of
 from quire.sampling.pipeline import Pipeline, StepRows
 from quire.sampling.processors import BatchUpdate, MoveDirectionality
-from quire.sampling.rows import SamplingRows, Selection
+from quire.sampling.rows import SamplingRows
+from quire.sampling.selection import Selection
 from quire.schema.errors import ConfigError, InputError
 from quire.schema.step import NewRow
 

@@ -38,6 +38,9 @@ class Gate:
     def take_singles(self, number: int) -> None:
         """The same as `number` one-token takes by running requests."""
 
+    def pass_over(self, request: Request) -> None:
+        """A running request that wanted tokens gets none in this step."""
+
 
 class Sequences(Gate):
     """max_num_seqs: requests that run at once."""
@@ -106,7 +109,8 @@ class WholePrompts(Gate):
 class PartialPrefills(Gate):
     """max_num_partial_prefills, max_long_partial_prefills: prompts left half-computed at once.
 
-    Counts the running ones as they take; binds only those that would join. One that fits whole may overtake.
+    Counts the running ones as they take or are passed over; binds only those that would join. One that fits whole may
+    overtake.
     """
 
     def __init__(self, most: int, most_long: int, threshold: int) -> None:
@@ -130,6 +134,10 @@ class PartialPrefills(Gate):
         if count < missing:
             self.partial += 1
             self.long += missing > self.threshold
+
+    def pass_over(self, request: Request) -> None:
+        if request.planned < len(request.tokens) - 1:
+            self.take(request, 0)
 
 
 def make_gates(settings: SchedulerSettings) -> list[Gate]:

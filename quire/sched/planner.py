@@ -24,7 +24,7 @@ from quire.schema.step import Grant, NewRow
 MOST_SKIPPED = 64  # waiting requests that gates may turn away in one step before the rest is left for the next
 
 
-class Draft:
+class OpenPlan:
     """A plan in the making; `requests` is parallel to `grants`."""
 
     __slots__ = ("grants", "joined", "requests")
@@ -44,17 +44,18 @@ class Planner:
         self.reserves = settings.reserve_full_prompt
         self.watermark = int(settings.watermark * kv.pool.num_blocks)
 
-    def draft(self) -> Draft:
-        draft = Draft()
+    def fill(self) -> OpenPlan:
+        plan = OpenPlan()
         for gate in self.gates:
             gate.open(len(self.running))
-        reserved = self._grant_running(draft)
+        reserved = self._grant_running(plan)
         if self.waiting.items and reserved is not None:
-            self._admit_waiting(draft, reserved)
+            self._admit_waiting(plan, reserved)
         if self.kv.has_state:
-            for request in draft.requests:
-                self.kv.name(request)
-        return draft
+            for grant, request in zip(plan.grants, plan.requests, strict=True):
+                if grant.count > 1:
+                    self.kv.name(request)
+        return plan
 
     def preempt(self, request: Request) -> None:
         """Take everything back; it waits in its old place and starts again from its tokens."""
@@ -68,10 +69,10 @@ class Planner:
         self.waiting.add(request)
         self.tally.preempted += 1
 
-    def _grant_running(self, draft: Draft) -> int | None:
-        """Blocks that prompts under way still need; None when one lacked blocks now, so that nobody may join."""
+    def _grant_running(self, plan: OpenPlan) -> int | None:
+        """Blocks that prompts under way still need; None when one lacked blocks or a gate shut: nobody may join."""
         gates, running, kv = self.gates, self.running.items, self.kv
-        before, lacked, reserved = len(running), False, 0
+        before, shut, reserved = len(running), False, 0
         singles = min([gate.singles() for gate in gates])
         single = 0  # one-token grants made without asking, of which the gates have not been told
         for request in running:  # which may shrink from its end
@@ -83,14 +84,17 @@ class Planner:
                     gate.take_singles(single)
                 single = 0
                 if (count := self._ask(request, count)) == CLOSED:
+                    shut = True
                     break
                 if count == SKIP:
+                    for gate in gates:
+                        gate.pass_over(request)
                     continue
             new_blocks: Tables = ()
             upto = request.planned + count
             if upto > request.room:
                 if not self._make_room(request, upto):
-                    lacked = True
+                    shut = True
                     continue
                 new_blocks = kv.grow(request, upto)
             if asked:
@@ -100,15 +104,15 @@ class Planner:
                 reserved += kv.outstanding(request, upto)
             else:
                 single += 1
-            draft.grants.append(request.grant(count, new_blocks))
-            draft.requests.append(request)
+            plan.grants.append(request.grant(count, new_blocks))
+            plan.requests.append(request)
             if count > 1 and not kv.has_state:
                 kv.name(request)
         for gate in gates:
             gate.take_singles(single)
-        return None if lacked or len(running) < before else reserved
+        return None if shut or len(running) < before else reserved
 
-    def _admit_waiting(self, draft: Draft, reserved: int) -> None:
+    def _admit_waiting(self, plan: OpenPlan, reserved: int) -> None:
         """In order, until one lacks blocks or a gate is shut; one that a gate turns away may be overtaken."""
         waiting, kv, index = self.waiting.items, self.kv, 0
         while index < min(len(waiting), MOST_SKIPPED) and not self._closed():
@@ -128,10 +132,10 @@ class Planner:
             if need > kv.pool.num_free:
                 break
             del waiting[index]
-            self._join(draft, request, hit, count)
+            self._join(plan, request, hit, count)
             reserved += kv.outstanding(request, request.planned)
 
-    def _join(self, draft: Draft, request: Request, hit: Hit, count: int) -> None:
+    def _join(self, plan: OpenPlan, request: Request, hit: Hit, count: int) -> None:
         """From waiting to running, with its first grant."""
         if not request.times.scheduled:
             request.times.scheduled = self.clock()
@@ -140,14 +144,14 @@ class Planner:
                 self.tally.queries += request.num_prompt
                 self.tally.hits += request.num_cached
         self.kv.join(request, hit)
-        draft.joined.append(request.row())
+        plan.joined.append(request.row())
         new_blocks = self.kv.grow(request, hit.length + count)
         for gate in self.gates:
             gate.take(request, count)
         request.running = True
         self.running.add(request)
-        draft.grants.append(request.grant(count, new_blocks))
-        draft.requests.append(request)
+        plan.grants.append(request.grant(count, new_blocks))
+        plan.requests.append(request)
         if not self.kv.has_state:
             self.kv.name(request)
 

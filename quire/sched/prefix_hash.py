@@ -33,26 +33,20 @@ class BlockHasher:
         self.digest = _digest(algorithm)
         self.root = bytes(len(self.digest(b"")))
         self.cbor = algorithm.endswith("_cbor")
+        self.pack = struct.Struct(f"<{block_size}I").pack
 
     def extend(self, hashes: list[bytes], tokens: Sequence[int], upto: int, given: EngineRequest) -> None:
         """Add the hashes of all blocks that end at or before position `upto`."""
-        size, first = self.block_size, len(hashes)
-        last = upto // size
-        if last <= first:
-            return
-        fresh = tokens[first * size : last * size]
-        keyed = len(fresh) if given.media_keys else 1 - first  # of these blocks only the first ones have extra keys
+        size, first, digest, pack = self.block_size, len(hashes), self.digest, self.pack
         parent = hashes[-1] if hashes else self.root
-        packed = b"" if self.cbor else struct.pack(f"<{len(fresh)}I", *fresh)
-        digest, width = self.digest, size * 4
-        for index in range(last - first):
-            extra = extra_keys(given, (first + index) * size, size) if index < keyed else []
+        for index in range(first, upto // size):
+            start = index * size
+            block = tokens[start : start + size]
+            extra = extra_keys(given, start, size) if given.media_keys or not index else []
             if self.cbor:
-                parent = digest(_block_cbor(parent, fresh[index * size : (index + 1) * size], extra))
-            elif extra:
-                parent = digest(parent + packed[index * width : (index + 1) * width] + _pack_extra(extra))
+                parent = digest(_block_cbor(parent, block, extra))
             else:
-                parent = digest(parent + packed[index * width : (index + 1) * width])
+                parent = digest(parent + pack(*block) + (_pack_extra(extra) if extra else b""))
             hashes.append(parent)
 
 

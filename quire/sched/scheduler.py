@@ -130,17 +130,17 @@ class Scheduler:
         """What to compute next; empty when nothing can be. Rows to free travel with the next plan that is not empty."""
         assert len(self.flights) <= self.settings.look_ahead, f"{len(self.flights)} plans are out already"
         self.step += 1
-        draft = self.planner.draft()
-        if not draft.grants:
+        filled = self.planner.fill()
+        if not filled.grants:
             return StepPlan(step=self.step, grants=())
-        self.flights.append((self.step, draft.requests))
+        self.flights.append((self.step, filled.requests))
         left, self.planner.left = tuple(self.planner.left), []
         return StepPlan(
             step=self.step,
-            grants=tuple(draft.grants),
-            joined=tuple(draft.joined),
+            grants=tuple(filled.grants),
+            joined=tuple(filled.joined),
             left=left,
-            total_tokens=sum([grant.count for grant in draft.grants]),
+            total_tokens=sum([grant.count for grant in filled.grants]),
         )
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:

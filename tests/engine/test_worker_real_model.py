@@ -21,7 +21,7 @@ def make_worker(folder, **options):
     )  # fmt: skip
     worker = build_worker(args.create_engine_config())
     info = worker.load()
-    layout = place(info.specs, worker.free_bytes(), num_blocks=128, max_model_len=64, max_num_seqs=8)
+    layout = place(info.specs, worker.free_bytes(), num_blocks=640, max_model_len=64, max_num_seqs=8)
     worker.init_kv(layout)
     worker.warm_up()
     return worker, info
@@ -52,7 +52,7 @@ def test_greedy_text_is_transformers_text(tmp_path, arch, ahead):
     assert info.vocab_size == VOCAB
     rng = random.Random(ahead)
     asked = ask(rng, 12, temperature=0.0, prompt_logprobs=1, logprobs=2)
-    Driver(worker.model_runner, rng, ahead=ahead, num_blocks=128).run(asked)
+    Driver(worker.model_runner, rng, ahead=ahead, num_blocks=640).run(asked)
     for request in asked:
         logits = reference_logits(model, request.prompt + request.outputs)
         first = len(request.prompt) - 1
@@ -74,7 +74,7 @@ def test_seeded_text_does_not_depend_on_company(tmp_path):
     for company in (0, 3, 9):
         rng = random.Random(company)
         mine = Asked("mine", [9, 8, 7], SamplingParams(temperature=0.9, top_p=0.95, max_tokens=None), 1234, 30)
-        Driver(worker.model_runner, rng, ahead=1, num_blocks=128).run([mine, *ask(rng, company, temperature=1.0)])
+        Driver(worker.model_runner, rng, ahead=1, num_blocks=640).run([mine, *ask(rng, company, temperature=1.0)])
         texts.append(mine.outputs)
     assert texts[0] == texts[1] == texts[2]
     assert len(set(texts[0])) > 5
@@ -88,7 +88,7 @@ def test_dummy_weights_then_reload_in_place(tmp_path):
 
     def text():
         request = Asked("a", [5, 6, 7, 8], SamplingParams(temperature=0.0, max_tokens=None), 0, 12)
-        Driver(worker.model_runner, random.Random(3), ahead=0, num_blocks=128).run([request])
+        Driver(worker.model_runner, random.Random(3), ahead=0, num_blocks=640).run([request])
         return request.outputs
 
     dummy = text()

@@ -11,6 +11,7 @@ import pytest
 from quire.base.gguf import GGUFFile
 from quire.config.gguf_config import FAMILIES, config_of
 from quire.loader.gguf_names import FAMILIES as READABLE
+from quire.models.build import read_arch
 
 _OURS = {"architectures", "model_type", "hidden_act", "head_dim", "rms_norm_eps", "layer_norm_eps", "intermediate_size",
          "num_key_value_heads", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -51,3 +52,4 @@ def test_names_are_known_to_transformers(arch: str, tmp_path: Path) -> None:
     made = transformers.AutoConfig.for_model(config["model_type"])
     unknown = set(config) - set(made.to_dict()) - set(made.attribute_map) - _OURS - _PUBLISHED
     assert not unknown, f"{arch}: no such field in {type(made).__name__}"
+    assert read_arch(config).vocab == 100

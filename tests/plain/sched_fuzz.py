@@ -258,6 +258,18 @@ class Adapters(Gate):
         self.used = self.used or request.given.lora_id
 
 
+class Hiccup(Gate):
+    """Another: whoever wants several tokens gets none in every second step. Single ones pass without being asked."""
+
+    step = 0
+
+    def open(self, num_running: int) -> None:
+        self.step += 1
+
+    def admit(self, request: Request, count: int) -> int:
+        return SKIP if count > 1 and request.running and self.step % 2 else count
+
+
 class World:
     """One configuration and the traffic it gets."""
 
@@ -299,6 +311,9 @@ class World:
         self.one_adapter = rng.random() < 0.2
         if self.one_adapter:
             self.scheduler.planner.gates.insert(0, Adapters())
+        self.hiccups, self.idle = chunked and rng.random() < 0.2, 1
+        if self.hiccups:
+            self.scheduler.planner.gates.insert(0, Hiccup())
         self.given: dict[str, EngineRequest] = {}
         self.clients: dict[str, Client] = {}
         drafts = rng.random() < 0.4 and S not in [group.kind for group in groups]
@@ -368,8 +383,8 @@ class World:
             self.seen["steps"] += 1
             self.seen["drafts"] += sum([len(grant.drafts) for grant in plan.grants])
             self.seen["resumed"] += sum([new.epoch > 0 for new in plan.joined])
-        else:
-            assert self.flights or not scheduler.requests, "stuck: requests wait, nothing runs, nothing is in flight"
+        self.idle = 0 if plan.grants or self.flights or not scheduler.requests else self.idle + 1
+        assert self.idle < 2 + self.hiccups, "stuck: requests wait, nothing runs, nothing is in flight"
         depth = rng.randint(0, settings.look_ahead) if plan.grants else 0
         while len(self.flights) > depth:
             for output in scheduler.commit(*self.flights.popleft()):

@@ -142,6 +142,7 @@ def test_values_are_normalised() -> None:
         and AttentionConfig(backend="auto").backend is None
     )
     assert (CacheConfig(block_size=None).block_size, CompilationConfig(mode=None).mode) == (16, 0)
+    assert ModelConfig(seed=None).seed == 0
     assert EngineConfig(optimization_level="O3").optimization_level == 3
     assert EngineConfig(compilation_config=0).compilation_config == CompilationConfig(mode=0)
     assert SpeculativeConfig(

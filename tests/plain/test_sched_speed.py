@@ -12,9 +12,9 @@ from quire.bench.micro import sched as bench
 @pytest.mark.parametrize("look_ahead", [0, 1])
 def test_plan_and_commit(look_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.sched.scheduler.env.AUDIT.get", lambda: False)
-    times = bench.decode_steps(256, 20, look_ahead)
-    assert times["total"] == pytest.approx(times["plan"] + times["commit"])
-    assert times["total"] < 15, "the budget is 4 us per request and step; three times that is no noise"
+    times = bench.decode_steps(256, 100, look_ahead)
+    assert 0 < times["plan"] < times["total"] and 0 < times["commit"] < times["total"]
+    assert times["total"] < 12, "the budget is 4 us per request and step; three times that is no noise"
 
 
 def test_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,9 @@
 """How long the scheduler takes: plan and commit of a full decode batch, block hashing, prefix match.
 
-    python -m quire.bench.micro.sched [--running 256] [--steps 2000] [--look-ahead 0] [--json]
+    python -m quire.bench.micro.sched [--running 256] [--steps 1000] [--look-ahead 0] [--json]
 
-Times are the best of several rounds on one core: on a shared machine the rest is other people's work. A round of steps
-crosses block ends as a real one does (one request in `block_size` needs a block in each step).
+A step's time is the median over all steps, other times are the best of several: on a shared machine the rest is other
+people's work. Every step crosses block ends as a real one does: one request in `block_size` needs a block and a hash.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import gc
 import json
 from collections import deque
+from statistics import median
 from typing import Any
 
 from quire.base.clock import now
@@ -53,11 +54,11 @@ def answer(plan: StepPlan) -> StepResult:
 def decode_steps(num_running: int, num_steps: int, look_ahead: int) -> dict[str, float]:
     """Microseconds per request and step of plan() and commit(), all requests decoding."""
     prompt_len = 64
-    scheduler = build(num_running, prompt_len + BLOCK_SIZE + num_steps * ROUNDS + 64, look_ahead)
+    scheduler = build(num_running, prompt_len + BLOCK_SIZE + num_steps + 128, look_ahead)
     for index in range(num_running):
         # prompts of different length, so that block ends are spread over the steps
         prompt = (index, *range(prompt_len + index % BLOCK_SIZE))
-        scheduler.add(one_request(f"request-{index}", prompt, num_steps * ROUNDS + 64))
+        scheduler.add(one_request(f"request-{index}", prompt, num_steps + 64))
     flights: deque[tuple[StepPlan, StepResult]] = deque()
 
     def turn() -> tuple[float, float]:
@@ -77,16 +78,14 @@ def decode_steps(num_running: int, num_steps: int, look_ahead: int) -> dict[str,
         turn()
     for _ in range(8):
         turn()
-    best = (float("inf"), 0.0, 0.0)
-    for _ in range(ROUNDS):
-        gc.collect()
-        plan_s = commit_s = 0.0
-        for _ in range(num_steps):
-            planned, committed = turn()
-            plan_s, commit_s = plan_s + planned, commit_s + committed
-        best = min(best, (plan_s + commit_s, plan_s, commit_s))
-    total, plan_s, commit_s = (seconds * 1e6 / num_running / num_steps for seconds in best)
-    return {"plan": plan_s, "commit": commit_s, "total": total}
+    gc.collect()
+    times = [turn() for _ in range(num_steps)]
+    per_request = 1e6 / num_running
+    return {
+        "plan": median(planned for planned, _ in times) * per_request,
+        "commit": median(committed for _, committed in times) * per_request,
+        "total": median(planned + committed for planned, committed in times) * per_request,
+    }
 
 
 def hashing() -> dict[str, float]:
@@ -132,7 +131,7 @@ def _time(function: Any, *args: Any) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Bench of the scheduler.")
     parser.add_argument("--running", type=int, default=256, help="requests that decode at once")
-    parser.add_argument("--steps", type=int, default=200, help="steps per round")
+    parser.add_argument("--steps", type=int, default=1000, help="steps measured")
     parser.add_argument("--look-ahead", type=int, default=None, help="plans out besides the newest; unset: 0 and 1")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     asked = parser.parse_args()

@@ -43,11 +43,7 @@ def bpe_pipeline(vocabulary: Vocabulary, merges: list[tuple[str, str]] | None = 
         byte_fallback=BYTE in v.kinds,
     )
     pipeline = Pipeline(model)
-    steps = _prepare(v)
-    if v.space_prefix:
-        steps.append(normalizers.Prepend(SPACE_MARK))
-    steps.append(normalizers.Replace(" ", SPACE_MARK))
-    pipeline.normalizer = normalizers.Sequence(steps)
+    pipeline.normalizer = _normalizer(v)
     pipeline.decoder = _decoder(v)
     add_marked_tokens(pipeline, v.tokens, v.kinds)
     return pipeline
@@ -57,11 +53,8 @@ def unigram_pipeline(vocabulary: Vocabulary) -> Pipeline:
     v = vocabulary
     pieces = list(zip(v.tokens, v.scores, strict=True))
     pipeline = Pipeline(models.Unigram(pieces, unk_id=v.unknown, byte_fallback=BYTE in v.kinds))
-    steps = _prepare(v)
-    if steps:
-        pipeline.normalizer = normalizers.Sequence(steps)
-    scheme = "always" if v.space_prefix else "never"
-    pipeline.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    pipeline.normalizer = _normalizer(v)
+    pipeline.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")  # no token reaches over two words
     pipeline.decoder = _decoder(v)
     add_marked_tokens(pipeline, v.tokens, v.kinds)
     return pipeline
@@ -84,13 +77,15 @@ def _merges(v: Vocabulary) -> list[tuple[str, str]]:
     return merges_by_rank([v.tokens[i] for i in usable])
 
 
-def _prepare(v: Vocabulary) -> list[Any]:
+def _normalizer(v: Vocabulary) -> Any:
     steps: list[Any] = []
     if v.charsmap:
         steps.append(normalizers.Precompiled(v.charsmap))
     if v.collapse_spaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    return steps
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    if v.space_prefix:
+        steps.append(normalizers.Prepend(SPACE_MARK))
+    return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE_MARK)])
 
 
 def _decoder(v: Vocabulary) -> Any:

@@ -28,7 +28,7 @@ def _cased(digits: str, *, after: str = "", newline: str = r"[\r\n/]*", but: str
 def _ranges(points: str) -> str:
     """Code points in hexadecimal, alone or as first-last -> the inside of a character class."""
     spans = (span.partition("-") for span in points.split())
-    return "".join(rf"\x{{{first}}}-\x{{{last or first}}}" for first, _, last in spans)
+    return "".join(f"{chr(int(first, 16))}-{chr(int(last or first, 16))}" for first, _, last in spans)
 
 
 _DEEPSEEK_WORDS = (

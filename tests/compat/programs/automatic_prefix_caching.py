@@ -5,7 +5,7 @@ import time
 
 from vllm import LLM, SamplingParams
 
-ROWS = [("John Doe", 29), ("Jane Smith", 34), ("Alice Johnson", 27), ("Bob Brown", 45), ("Zack Blue", 31)] * 6
+ROWS = [("John Doe", 29), ("Jane Smith", 34), ("Alice Johnson", 27), ("Bob Brown", 45), ("Zack Blue", 31)] * 3
 LONG_PROMPT = "You read tables in markdown.\n# Table\n| Name | Age |\n|---|---|\n" + "".join(
     f"| {name} | {age} |\n" for name, age in ROWS
 )
