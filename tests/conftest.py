@@ -10,7 +10,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("QUIRE_CPU_NUM_THREADS", "1")
 os.environ.setdefault("QUIRE_AUDIT", "1")
-os.environ.setdefault("QUIRE_CPU_KVCACHE_SPACE", "0.25")
+os.environ.setdefault("QUIRE_CPU_KVCACHE_SPACE", "0.5")
 
 import pytest
 

@@ -28,6 +28,8 @@ class MappedFile:
 
     def expect(self, start: int, num_bytes: int) -> None:
         """These bytes are used next: ask for them and for what follows. Returns at once."""
+        if start + 2 * _AHEAD < self._asked:
+            self._asked = start  # from the front again
         begin = max(self._asked, start) // _STEP * _STEP
         end = min(start + num_bytes + _AHEAD, self.size)
         for at in range(begin, end, _STEP):

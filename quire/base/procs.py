@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from quire.base import registry
 
 _ENTER = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import sys; sys.path[:] = {path!r}; "
-    "from quire.base.procs import enter; enter({target!r})"
+    "from quire.base.procs import enter; enter({target!r}, {litter!r})"
 )
 _LENGTH_BYTES = 8
 PARENT_GONE = 70  # exit code of a child whose parent vanished
@@ -33,15 +34,18 @@ PARENT_GONE = 70  # exit code of a child whose parent vanished
 class Child:
     """A running child. `notice` is a descriptor that turns readable when it has died, by whatever cause."""
 
-    def __init__(self, target: str, boot: bytes, *, name: str) -> None:
-        """`target` ('module:function') is called in the child with `boot`."""
+    def __init__(self, target: str, boot: bytes, *, name: str, litter: str | None = None) -> None:
+        """`target` ('module:function') is called in the child with `boot`.
+
+        `litter`: a folder that the child removes when the parent vanishes without having done so.
+        """
         self.name = name
-        code = _ENTER.format(path=sys.path, target=target)
+        code = _ENTER.format(path=sys.path, target=target, litter=litter)
         self._process = subprocess.Popen([sys.executable, "-P", "-c", code], stdin=subprocess.PIPE)
         self.notice, closing = os.pipe()
         self._watch = threading.Thread(target=_watch, args=(self._process, closing), name=f"watch {name}", daemon=True)
         self._watch.start()
-        self._finalizer = weakref.finalize(self, _end, self._process, self._watch, self.notice)
+        self._finalizer = weakref.finalize(self, _end, self._process, self._watch, self.notice, os.getpid())
         pipe = _stdin(self._process)
         with contextlib.suppress(BrokenPipeError):  # it died already: the notice says so
             pipe.write(len(boot).to_bytes(_LENGTH_BYTES, "little") + boot)
@@ -105,7 +109,7 @@ def held_interrupt() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def enter(target: str) -> None:
+def enter(target: str, litter: str | None) -> None:
     """First code of a child: read the boot bytes, watch the parent, call the target."""
     faulthandler.enable()
     life = os.dup(0)
@@ -113,7 +117,7 @@ def enter(target: str) -> None:
     os.dup2(null, 0)
     os.close(null)
     boot = _read(life, int.from_bytes(_read(life, _LENGTH_BYTES), "little"))
-    threading.Thread(target=_leave_with_parent, args=(life,), name="watch parent", daemon=True).start()
+    threading.Thread(target=_leave_with_parent, args=(life, litter), name="watch parent", daemon=True).start()
     registry.load(target)(boot)
 
 
@@ -128,9 +132,11 @@ def _read(source: int, count: int) -> bytes:
     return b"".join(parts)
 
 
-def _leave_with_parent(life: int) -> None:
+def _leave_with_parent(life: int, litter: str | None) -> None:
     while os.read(life, 1024):
         pass
+    if litter is not None:
+        shutil.rmtree(litter, ignore_errors=True)
     os._exit(PARENT_GONE)
 
 
@@ -145,8 +151,10 @@ def _watch(process: subprocess.Popen[bytes], closing: int) -> None:
     os.close(closing)
 
 
-def _end(process: subprocess.Popen[bytes], watch: threading.Thread, notice: int) -> None:
+def _end(process: subprocess.Popen[bytes], watch: threading.Thread, notice: int, parent: int) -> None:
     """Ask, then force. Runs at most once, also when the parent's interpreter ends."""
+    if os.getpid() != parent:  # a fork of the parent ends; the child is not its own
+        return
     for send, patience in ((process.terminate, 3.0), (process.kill, 10.0)):
         if not watch.is_alive():
             break

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import queue
 import random
 import threading
@@ -250,10 +251,10 @@ class ProcessClient:
     def __init__(self, config: EngineConfig) -> None:
         wire = Wire(private_folder(), mine="client", theirs="engine")
         boot = msgspec.msgpack.encode({"folder": wire.folder, "config": config})
-        child = Child(MAIN, boot, name="the engine")
+        child = Child(MAIN, boot, name="the engine", litter=wire.folder)
         self._reader = _Reader(wire, child)
         self._codec: Codec[ToEngine] = Codec(ToEngine)
-        self._finalizer = weakref.finalize(self, _hang_up, self._reader, self._codec)
+        self._finalizer = weakref.finalize(self, _hang_up, self._reader, self._codec, os.getpid())
 
     @property
     def dead(self) -> EngineDeadError | None:
@@ -311,7 +312,7 @@ class _Reader:
         self.child = child
         self.calls = _Calls()
         self.dead: EngineDeadError | None = None
-        self.closing = False
+        self.started = self.closing = False
         self._fetched: queue.SimpleQueue[Outputs | None] = queue.SimpleQueue()
         self._sink: Sink | None = None
         self._codec: Codec[FromEngine] = Codec(FromEngine)
@@ -334,6 +335,7 @@ class _Reader:
         return message
 
     def start(self) -> None:
+        self.started = True
         self._thread.start()
 
     def stream(self, sink: Sink) -> None:
@@ -401,9 +403,11 @@ class _Reader:
         return self.dead
 
 
-def _hang_up(reader: _Reader, codec: Codec[ToEngine]) -> None:
+def _hang_up(reader: _Reader, codec: Codec[ToEngine], owner: int) -> None:
+    if os.getpid() != owner:  # a fork of ours ends; the engine is not its own
+        return
     reader.closing = True
-    if reader.dead is None:
+    if reader.dead is None and reader.started:
         with contextlib.suppress(EngineDeadError):
             reader.send(codec.encode(Stop()))
         reader.end(_SHUTDOWN_PATIENCE_S)

@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.config.local import describe, thing_of
+from quire.base import registry
 from quire.schema.errors import InputError, NotBuiltError
 from quire.schema.messages import EngineReady, EngineRequest
 from quire.schema.params import SamplingParams
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 _SEEDS = 1 << 64
+_MOST_ANSWERS = 16384
+LOAD_PROCESSORS, CHECK_PARAMS = "quire.sampling.processors:load_classes", "quire.sampling.processors:check_params"
+PROCESSOR_GROUPS = ("quire.logits_processors", "vllm.logits_processors")
 _TOKENIZING = ("add_special_tokens", "truncate_prompt_tokens", "truncation", "max_length")
 
 
@@ -66,7 +70,7 @@ class InputProcessor:
         self._num_ranks = config.parallel_config.data_parallel_size
         self._random = random.Random(config.model_config.seed)
         self._drawing = threading.Lock()
-        self._processors = [_processor(name) for name in config.model_config.logits_processors]
+        self._processors = _processors(config.model_config.logits_processors)
         own_eos = tokenizer.eos_token_id if tokenizer is not None else None
         further = tuple(config.model_config.eos_token_ids)
         self.eos_token_id = own_eos if own_eos is not None else (further[0] if further else None)
@@ -87,6 +91,9 @@ class InputProcessor:
         _refuse_unbuilt(prompt, params, options)
         self._check_options(options)
         params = params.clone()
+        params.__post_init__()  # the caller may have changed it since it was checked
+        if params.n > _MOST_ANSWERS:
+            raise InputError(f"n is {params.n}; at most {_MOST_ANSWERS} answers can be asked for", param="n")
         token_ids = self._token_ids(prompt, params, options.tokenization_kwargs or {})
         self._check_prompt(token_ids)
         max_tokens = self._max_tokens(params, len(token_ids))
@@ -213,8 +220,8 @@ class InputProcessor:
             params.bad_words_token_ids = self._bad_word_ids(params.bad_words)
         for word_ids in params.bad_words_token_ids or ():
             self._check_ids("bad_words", word_ids, param="bad_words")
-        for processor in self._processors:
-            _validate(processor, params)
+        if self._processors:
+            registry.load(CHECK_PARAMS)(self._processors, params)
 
     def _check_logprobs(self, name: str, asked: int) -> None:
         limit = self._model.max_logprobs
@@ -275,20 +282,9 @@ def _refuse_unbuilt(prompt: Prompt, params: SamplingParams, options: Options) ->
             raise NotBuiltError(f"{name} is not in this version of Quire", param=name)
 
 
-def _processor(name: str) -> Any:
-    """A custom LogitsProcessor class; only its validate_params is used on this side."""
-    try:
-        return thing_of(name)
-    except ImportError as missing:
-        raise InputError(f"logits processor {describe(name)!r} cannot be imported: {missing}") from missing
-
-
-def _validate(processor: Any, params: SamplingParams) -> None:
-    if not hasattr(processor, "validate_params"):
-        return
-    try:
-        processor.validate_params(params)
-    except InputError:
-        raise
-    except ValueError as refused:
-        raise InputError(f"{processor.__name__}: {refused}", param="extra_args") from refused
+def _processors(names: Sequence[str]) -> list[Any]:
+    """Custom LogitsProcessor classes, for their validate_params; the tensor side is only loaded if there are some."""
+    if not names and not any(entry_points(group=group) for group in PROCESSOR_GROUPS):
+        return []
+    found: list[Any] = registry.load(LOAD_PROCESSORS)(names)
+    return found

@@ -21,6 +21,7 @@ from quire.base.clock import now
 from quire.base.codec import Codec, CodecError, Frame
 from quire.base.log import logger
 from quire.base.sockets import PeerGoneError, Wire
+from quire.config.local import thing_of
 from quire.engine.control import kind_of, message_of, reply_with_error
 from quire.engine.loop import EngineLoop, failed_output
 from quire.executor.base import make_executor
@@ -66,7 +67,10 @@ def start_engine(config: EngineConfig) -> Started:
         executor.shutdown()
         raise
     ahead = int(config.scheduler_config.async_scheduling)
-    scheduler = Scheduler(config, layout, max_model_len=max_model_len, look_ahead=ahead)
+    named = config.scheduler_config.scheduler_cls
+    scheduler = (Scheduler if named is None else thing_of(named))(
+        config, layout, max_model_len=max_model_len, look_ahead=ahead
+    )
     seconds["total"] = now() - began
     ready = EngineReady(
         num_blocks=layout.num_blocks,

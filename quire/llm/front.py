@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from quire.base import registry
@@ -36,8 +37,10 @@ class Front:
         self.config = config
         self.client: EngineClient = make_client(config, own_process=own_process)
         try:
-            self.tokenizer = _tokenizer(config)  # while an engine process starts
-            self.ready = self.client.wait_ready()
+            with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as pool:  # while the engine starts
+                loading = pool.submit(_tokenizer, config)
+                self.ready = self.client.wait_ready()
+                self.tokenizer = loading.result()
             self.inputs = InputProcessor(config, self.tokenizer, self.ready)
         except BaseException:
             self.client.close()

@@ -73,8 +73,8 @@ class Planner:
         """Blocks that prompts under way still need; None when one lacked blocks or a gate shut: nobody may join."""
         gates, running, kv = self.gates, self.running.items, self.kv
         before, shut, reserved = len(running), False, 0
-        singles = min([gate.singles() for gate in gates])
-        single = 0  # one-token grants made without asking, of which the gates have not been told
+        singles = self._singles()
+        single = 0  # of these, granted without asking; the gates have not been told yet
         for request in running:  # which may shrink from its end
             count = request.target - request.planned
             if count <= 0:
@@ -82,7 +82,7 @@ class Planner:
             if asked := count > 1 or single >= singles:
                 for gate in gates:
                     gate.take_singles(single)
-                single = 0
+                singles, single = self._singles(), 0
                 if (count := self._ask(request, count)) == CLOSED:
                     shut = True
                     break
@@ -100,7 +100,7 @@ class Planner:
             if asked:
                 for gate in gates:
                     gate.take(request, count)
-                singles = min([gate.singles() for gate in gates])
+                singles = self._singles()
                 reserved += kv.outstanding(request, upto)
             else:
                 single += 1
@@ -154,6 +154,10 @@ class Planner:
         plan.requests.append(request)
         if not self.kv.has_state:
             self.kv.name(request)
+
+    def _singles(self) -> int:
+        """One-token grants to running requests that no gate will object to."""
+        return min([gate.singles() for gate in self.gates])
 
     def _closed(self) -> bool:
         return any(gate.closed() for gate in self.gates)

@@ -84,7 +84,7 @@ class _Flight:
     plan: StepPlan
     inputs: StepInputs
     hidden: Tensor  # [T, dim]
-    began: float
+    seconds: float  # what forward took; the caller may do other things before it samples
 
 
 class ModelRunner:
@@ -104,10 +104,12 @@ class ModelRunner:
         self._lose(refused)
         if plan.grants:
             inputs = build(plan.grants, self.rows, self.backend)
-            self._flight = _Flight(plan, inputs, self.model.forward(inputs.batch), began)
+            hidden = self.model.forward(inputs.batch)
+            self._flight = _Flight(plan, inputs, hidden, now() - began)
 
     @torch.inference_mode()
     def sample(self, mask: Mask | None) -> Pending:
+        began = now()
         flight, self._flight = self._flight, None
         if flight is None:
             raise RuntimeError("sample() without a forward() that granted tokens")
@@ -127,7 +129,7 @@ class ModelRunner:
         if self._lost:
             granted = {grant.request_id for grant in flight.plan.grants}
             pending.failed = {name: why for name, why in self._lost.items() if name in granted}
-        pending.seconds = now() - flight.began
+        pending.seconds = flight.seconds + now() - began
         return pending
 
     def _prompt_logprobs(self, shape: StepShape, hidden: Tensor) -> dict[str, list[Picked]]:

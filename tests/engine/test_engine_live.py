@@ -15,6 +15,8 @@ import torch
 
 from quire import LLM, AsyncEngineArgs, AsyncLLM, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
 from quire.base import env
+from quire.sampling.processors import LogitsProcessor, process_dict_updates
+from quire.sched.scheduler import Scheduler
 from quire.schema.errors import CheckpointError, EngineDeadError, InputError
 from quire.schema.params import RequestOutputKind
 from tests.fake_engine import break_model
@@ -162,6 +164,63 @@ def test_the_model_can_be_reached_and_is_freed(tiny):
     del model, llm
     gc.collect()
     assert gone() is None
+
+
+class Picky(LogitsProcessor):
+    """Lets one token through for requests that name it."""
+
+    def __init__(self, vllm_config, device, is_pin_memory) -> None:
+        self.only: dict[int, int] = {}
+
+    @classmethod
+    def validate_params(cls, params: SamplingParams) -> None:
+        if (params.extra_args or {}).get("only", 0) < 0:
+            raise ValueError("only must be a token id")
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update) -> None:
+        process_dict_updates(self.only, batch_update, lambda params, *_: (params.extra_args or {}).get("only"))
+
+    def apply(self, logits):
+        for row, token in self.only.items():
+            logits[row, :token] = -float("inf")
+            logits[row, token + 1 :] = -float("inf")
+        return logits
+
+
+@pytest.mark.parametrize("own_process", ["0", "1"])
+def test_custom_processors(tiny, want, monkeypatch, own_process):
+    monkeypatch.setenv("QUIRE_ENABLE_V1_MULTIPROCESSING", own_process)
+    env.forget_all()
+    with LLM(tiny[0], logits_processors=[Picky], **OPTIONS) as llm:
+        only = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, extra_args={"only": 77})
+        outputs = llm.generate([PROMPTS[0], PROMPTS[0]], [only, GREEDY], use_tqdm=False)
+        assert tokens(outputs) == [[77, 77, 77], want[0]]
+        with pytest.raises(InputError, match="only must be a token id"):
+            llm.generate("a", SamplingParams(extra_args={"only": -1}), use_tqdm=False)
+
+
+def test_a_processor_that_cannot_be_loaded(tiny):
+    with pytest.raises(InputError, match="no_such_module"):
+        LLM(tiny[0], logits_processors=["no_such_module:Thing"], **OPTIONS)
+
+
+class Recorded(Scheduler):
+    """Another scheduler, by import path."""
+
+    made = 0
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        type(self).made += 1
+
+
+def test_another_scheduler(tiny, want):
+    with LLM(tiny[0], scheduler_cls=Recorded, **OPTIONS) as llm:
+        assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == want
+    assert Recorded.made == 1
 
 
 # ---- deaths and bad models

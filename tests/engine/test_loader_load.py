@@ -12,11 +12,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from quire.config import EngineArgs
 from quire.loader import load as loading
 from quire.loader.files import Piece
+from quire.loader.gguf_file import GGUFWeights
 from quire.schema.errors import CheckpointError, ConfigError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -238,14 +238,16 @@ def embedded_model() -> str:
 
 
 def transformers_model(path: str):
-    """What transformers makes of a GGUF file (its own from_pretrained would also want accelerate)."""
-    folder, name = os.path.split(path)
-    config = transformers.AutoConfig.from_pretrained(folder, gguf_file=name)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    read = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)
-    left = model.load_state_dict(read["tensors"], strict=False)
+    """The file's weights (tensor by tensor equal to the gguf package's, see test_loader_gguf_types) in their Llama."""
+    weights = GGUFWeights(path)
+    state = {name: t for recipe in weights.recipes for name, t in weights.read(recipe, torch.float32, "cpu")}
+    config = transformers.LlamaConfig(**config_for(path).model_config.hf_config)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).eval()
+    left = model.load_state_dict(state, strict=False, assign=True)
     assert left.missing_keys == ["lm_head.weight"] and not left.unexpected_keys
     model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # made on meta above
     return model
 
 

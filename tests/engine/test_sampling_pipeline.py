@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.sampling.processors import AdapterLogitsProcessor, LogitsProcessor
 from quire.sampling.sampler import Sampler
@@ -156,6 +157,29 @@ def test_a_plain_greedy_batch_runs_no_step_but_the_argmax(monkeypatch):
         monkeypatch.setattr(sample, name, None)
     logits = torch.randn(4, VOCAB)
     assert bench.step(logits, [0, 1, 2, 3]).token_ids.tolist() == logits.argmax(-1).tolist()
+
+
+class CountOps(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("params", "most"), [({"temperature": 0.0}, 10), ({"top_k": 20, "top_p": 0.9}, 140)])
+def test_a_step_is_few_operations_whatever_the_number_of_rows(params, most):
+    counts = []
+    for num_rows in (2, 16):
+        bench = Bench()
+        bench.start([Known(SamplingParams(**params), [1], []) for _ in range(num_rows)])
+        bench.step(torch.randn(num_rows, VOCAB), list(range(num_rows)))
+        with CountOps() as ops:
+            bench.step(torch.randn(num_rows, VOCAB), list(range(num_rows)))
+        counts.append(len(ops.names))
+    assert counts[0] == counts[1] <= most
 
 
 def test_a_steady_batch_reuses_its_selection():

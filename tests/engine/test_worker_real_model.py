@@ -9,6 +9,7 @@ import torch
 from quire.config import EngineArgs
 from quire.sched.kv_layout import place
 from quire.schema.params import SamplingParams
+from quire.worker import kv_memory
 from quire.worker.main import build_worker
 from tests.engine.worker_driver import BLOCK, Asked, Driver
 from tests.tiny_models import VOCAB, make_tiny
@@ -65,6 +66,26 @@ def test_greedy_text_is_transformers_text(tmp_path, arch, ahead):
         for i, rows in enumerate(request.logprobs):
             assert rows.logprobs[0] == pytest.approx(wanted[first + i, rows.token_ids[0]].tolist(), abs=1e-3)
             assert rows.ranks == [1]
+
+
+@pytest.mark.parametrize("arch", ["LlamaForCausalLM", "MistralForCausalLM", "DeepseekV3ForCausalLM"])
+def test_what_a_lost_request_left_in_the_cache_does_not_spread(tmp_path, monkeypatch, arch):
+    """Every page starts as NaN, as pages of a request with broken numbers would be: nothing of it may be read."""
+    whole = kv_memory.allocate
+
+    def poisoned(*args):
+        return whole(*args).fill_(0xFF)
+
+    monkeypatch.setattr(kv_memory, "allocate", poisoned)
+    model = make_tiny(arch, tmp_path)
+    worker, _ = make_worker(tmp_path)
+    rng = random.Random(0)
+    asked = ask(rng, 6, temperature=0.0)
+    Driver(worker.model_runner, rng, ahead=0, num_blocks=640).run(asked)
+    for request in asked:
+        assert request.failed is None
+        logits = reference_logits(model, request.prompt + request.outputs)
+        assert request.outputs == logits[len(request.prompt) - 1 : -1].argmax(-1).tolist()
 
 
 def test_seeded_text_does_not_depend_on_company(tmp_path):

@@ -311,7 +311,7 @@ class World:
         self.one_adapter = rng.random() < 0.2
         if self.one_adapter:
             self.scheduler.planner.gates.insert(0, Adapters())
-        self.hiccups, self.idle = chunked and rng.random() < 0.2, 1
+        self.hiccups, self.idle = chunked and rng.random() < 0.2, 0
         if self.hiccups:
             self.scheduler.planner.gates.insert(0, Hiccup())
         self.given: dict[str, EngineRequest] = {}
@@ -384,7 +384,7 @@ class World:
             self.seen["drafts"] += sum([len(grant.drafts) for grant in plan.grants])
             self.seen["resumed"] += sum([new.epoch > 0 for new in plan.joined])
         self.idle = 0 if plan.grants or self.flights or not scheduler.requests else self.idle + 1
-        assert self.idle < 2 + self.hiccups, "stuck: requests wait, nothing runs, nothing is in flight"
+        assert self.idle <= self.hiccups, "stuck: requests wait, nothing runs, nothing is in flight"
         depth = rng.randint(0, settings.look_ahead) if plan.grants else 0
         while len(self.flights) > depth:
             for output in scheduler.commit(*self.flights.popleft()):

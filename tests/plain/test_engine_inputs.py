@@ -15,15 +15,6 @@ from tests.fake_engine import EOS, FURTHER_EOS, VOCAB, ids_of, write_model
 READY = EngineReady(num_blocks=64, max_model_len=40, vocab_size=VOCAB, block_size=4)
 
 
-class Picky:
-    """A LogitsProcessor as far as this side sees it."""
-
-    @classmethod
-    def validate_params(cls, params: SamplingParams) -> None:
-        if (params.extra_args or {}).get("size", 0) > 3:
-            raise ValueError("size must be at most 3, got 4")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"))
@@ -190,13 +181,13 @@ def test_without_a_tokenizer(folder):
             inputs.process("r", prompt, SamplingParams(**params))
 
 
-def test_custom_processors_judge_params(folder):
-    inputs = make(folder, logits_processors=[Picky])
-    inputs.process("r", "a", SamplingParams(extra_args={"size": 3}))
-    with pytest.raises(InputError, match="size must be at most 3"):
-        inputs.process("r", "a", SamplingParams(extra_args={"size": 4}))
-    with pytest.raises(InputError, match="no_such_module"):
-        make(folder, logits_processors=["no_such_module:Thing"])
+def test_params_changed_after_their_making_are_checked_again(inputs):
+    params = SamplingParams()
+    params.temperature = -1.0
+    with pytest.raises(InputError, match="temperature"):
+        inputs.process("r", "a", params)
+    with pytest.raises(InputError, match="1000000000"):
+        inputs.process("r", "a", SamplingParams(n=10**9))
 
 
 def test_default_params_come_from_the_generation_config(folder):

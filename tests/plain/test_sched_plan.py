@@ -6,7 +6,7 @@ from types import SimpleNamespace as Names
 
 import pytest
 
-from quire.sched.gates import SKIP, Gate
+from quire.sched.gates import SKIP, ChunkLimit, Gate, TokenBudget
 from quire.sched.request import Request
 from quire.sched.settings import SchedulerSettings
 from quire.schema.errors import ConfigError, InputError, OverloadedError
@@ -278,6 +278,24 @@ def test_a_gate_of_ones_own() -> None:
     bench.scheduler.planner.gates.insert(0, Odd())
     bench.add(request("odd", priority=1), request("even"))
     assert [list(counts(bench.step())) for _ in range(4)] == [["even"], ["even", "odd"], ["even"], ["odd", "even"]]
+
+
+def test_a_request_passed_over_does_not_loosen_the_budget() -> None:
+    class NoPrompts(Gate):
+        shut = False
+
+        def admit(self, one: Request, count: int) -> int:
+            return SKIP if self.shut and count > 1 else count
+
+    bench, gate = Bench(max_num_batched_tokens=12, long_prefill_threshold=9), NoPrompts()
+    gates = bench.scheduler.planner.gates
+    gates.insert(0, gate)
+    bench.add(request("a", 1), request("prompt", 9), request("b", 1), request("c", 1))
+    next(one for one in gates if isinstance(one, ChunkLimit)).most = 5
+    assert counts(bench.step()) == {"a": 1, "prompt": 5, "b": 1, "c": 1}
+    next(one for one in gates if isinstance(one, TokenBudget)).most = 2
+    gate.shut = True
+    assert counts(bench.step()) == {"a": 1, "b": 1}
 
 
 def test_a_window_gives_blocks_back_and_takes_no_more_than_it_needs() -> None:
