@@ -105,10 +105,10 @@ _LEAVE_OUT: dict[str, tuple[str, ...]] = {  # keys of SMALL that a family spells
 
 
 def tiny_config(arch_name: str, **overrides: Any) -> Any:
-    """The transformers config of the tiny model; an override of None leaves the key to the family's default."""
-    keys = {k: v for k, v in SMALL.items() if k not in _LEAVE_OUT.get(arch_name, ())}
-    keys |= ARCHS[arch_name] | overrides
-    config = getattr(transformers, arch_name).config_class(**{k: v for k, v in keys.items() if v is not None})
+    """The transformers config of the tiny model."""
+    keys = {k: v for k, v in SMALL.items() if k not in _LEAVE_OUT.get(arch_name, ())} | ARCHS[arch_name]
+    keys = {k: v for k, v in keys.items() if v is not None} | overrides
+    config = getattr(transformers, arch_name).config_class(**keys)
     config._attn_implementation = "eager"
     return config
 

@@ -71,7 +71,12 @@ class GGUFWeights:
 
     def read(self, recipe: Recipe, dtype: torch.dtype, device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
         """What the recipe makes; its pages are given back once all of it was taken."""
-        yield from recipe.make(*(self._value(name, dtype, device) for name in recipe.sources))
+        try:
+            yield from recipe.make(*(self._value(name, dtype, device) for name in recipe.sources))
+        except (RuntimeError, LookupError) as wrong:  # sizes that the recipe's arithmetic cannot take
+            shapes = ", ".join(f"{name!r} {list(self._where[name].tensors[name].shape)}" for name in recipe.sources)
+            reason = str(wrong).partition("\n")[0]
+            raise CheckpointError(f"GGUF tensors {shapes} do not fit their family ({reason})") from None
         for name in recipe.sources:
             file = self._where[name]
             file.file.forget(file.tensors[name].offset, self._sizes[name])

@@ -62,7 +62,7 @@ def recipes(metadata: Mapping[str, Any], present: Mapping[str, Any]) -> list[Rec
         raise CheckpointError(
             f"GGUF architecture {arch!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
         )
-    last = _number(metadata, f"{arch}.block_count") - metadata.get(f"{arch}.nextn_predict_layers", 0)
+    last = _number(metadata, f"{arch}.block_count") - _per_layer(metadata, f"{arch}.nextn_predict_layers", 0)
     out, unknown = [], []
     for name in present:
         layer, stem, suffix = _parse(name)

@@ -36,7 +36,7 @@ from quire.schema.errors import InputError
 class Limits:
     template_chars: int = 1 << 20
     turns: int = 2_000_000
-    seconds: float = 10.0
+    seconds: float = 5.0
     output_chars: int = 1 << 26
     value_size: int = 1 << 26  # characters of a string, entries of a list
     width: int = 100_000  # numbers that set a width or a count

@@ -15,6 +15,7 @@ import torch
 
 from quire import LLM, AsyncEngineArgs, AsyncLLM, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
 from quire.base import env
+from quire.config import replace
 from quire.sampling.processors import LogitsProcessor, process_dict_updates
 from quire.sched.scheduler import Scheduler
 from quire.schema.errors import CheckpointError, EngineDeadError, InputError
@@ -218,9 +219,13 @@ class Recorded(Scheduler):
 
 
 def test_another_scheduler(tiny, want):
-    with LLM(tiny[0], scheduler_cls=Recorded, **OPTIONS) as llm:
-        assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == want
-    assert Recorded.made == 1
+    config = EngineArgs(model=tiny[0], **OPTIONS).create_engine_config()
+    engine = LLMEngine(replace(config, **{"scheduler_config.scheduler_cls": f"{__name__}:Recorded"}))
+    engine.add_request("r", PROMPTS[0], GREEDY)
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+    assert tokens(outputs) == want[:1] and Recorded.made == 1
+    engine.close()
 
 
 # ---- deaths and bad models

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import struct
 import subprocess
 import sys
@@ -242,6 +243,23 @@ def test_truncated_gguf(tmp_path):
     (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack("<I", 9) + raw[8:])
     with pytest.raises(CheckpointError, match="GGUF version 9"):
         read(tmp_path)
+
+
+def test_random_damage_is_an_error_or_another_model(tmp_path):
+    """Flipped bytes in the directory of a file: a CheckpointError, or tensors; never anything else."""
+    gguf_file(tmp_path / "m.gguf", range(3))
+    raw, rng, outcomes = (tmp_path / "m.gguf").read_bytes(), random.Random(0), {"error": 0, "read": 0}
+    for i in range(300):
+        damaged, path = bytearray(raw), tmp_path / f"{i}.gguf"
+        for _ in range(rng.randint(1, 3)):
+            damaged[rng.randrange(8, 400)] = rng.choice((0, 1, 2, 8, 12, 0x7F, 0xFF, rng.randrange(256)))
+        path.write_bytes(damaged)
+        try:
+            read(path)
+            outcomes["read"] += 1
+        except CheckpointError:
+            outcomes["error"] += 1
+    assert min(outcomes.values()) > 20, outcomes
 
 
 MEASURE = """

@@ -1,4 +1,4 @@
-"""Chat templates: equal to transformers over random conversations, safe against hostile ones, clear about wrong input."""
+"""Chat templates: equal to transformers over random conversations, safe when hostile, clear about wrong input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenizers import models, pre_tokenizers
 from quire.schema.errors import InputError, NotBuiltError
 from quire.text.chat import choose_template, render_chat
 from quire.text.forms.fast import FastTokenizer
-from quire.text.template import LIMITS, render
+from quire.text.template import LIMITS, Limits, render
 from quire.text.template_child import render_apart
 from quire.text.template_facts import TemplateFacts, read_facts
 
@@ -49,7 +49,8 @@ LLAMA3 = """{{- bos_token }}
         {%- set call = message.tool_calls[0].function %}
         {{- '{"name": "' + call.name + '", "parameters": ' + (call.arguments | tojson) + "}<|eot_id|>" }}
     {%- else %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
@@ -57,9 +58,10 @@ MISTRAL = """{{ bos_token }}{% set ns = namespace(index=0) %}{% for message in m
 {%- if message['role'] == 'system' %}{% set ns.index = ns.index + 1 %}{{- '[SYS]' ~ message['content'] ~ '[/SYS]' }}
 {%- elif message['role'] == 'user' %}{{- ' [INST] ' + message['content'] + ' [/INST]' }}
 {%- elif message['role'] == 'assistant' and message.content %}{{- ' ' + message['content']|trim + eos_token }}
-{%- elif message['role'] not in ['tool', 'assistant'] %}{{- raise_exception('Only known roles, not ' + message['role']) }}
+{%- elif message['role'] not in ['tool', 'assistant'] %}{{- raise_exception('Unknown role ' + message['role']) }}
 {%- endif %}{% endfor %}"""
-GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+GEMMA = """{{ bos_token }}
+{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
 {% for message in messages %}{% if message['role'] == 'tool' %}{% continue %}{% endif %}
 {% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}
 {{ '<start_of_turn>' + role + '
@@ -75,7 +77,7 @@ QWEN_TOOLS = """{%- if tools %}
     {{- "\\n</tools><|im_end|>\\n" }}
 {%- endif %}
 {%- for message in messages %}
-    {%- if (message.role == "user") or (message.role == "system") or (message.role == "assistant" and not message.tool_calls) %}
+    {%- if message.role in ("user", "system") or (message.role == "assistant" and not message.tool_calls) %}
         {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
     {%- elif message.role == "assistant" %}
         {{- '<|im_start|>' + message.role }}
@@ -94,12 +96,13 @@ QWEN_TOOLS = """{%- if tools %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 PARTS = """{%- macro show(content) -%}{%- if content is string -%}{{ content }}{%- else -%}
-{%- for part in content -%}{%- if part.type == 'text' -%}{{ part.text }}{%- else -%}<{{ part.type }}>{%- endif -%}{%- endfor -%}
+{%- for part in content -%}
+{%- if part.type == 'text' -%}{{ part.text }}{%- else -%}<{{ part.type }}>{%- endif -%}
+{%- endfor -%}
 {%- endif -%}{%- endmacro -%}
-{%- for message in messages[:] -%}<{{ message.role }}>{% generation %}{{ show(message.content) }}{% endgeneration %}
-{% endfor -%}"""
-PARTS_ONLY = """{% for m in messages %}{{ m.role }}:{% for part in m['content'] %}[{{ part['text'] }}]{% endfor %}
-{% endfor %}"""
+{%- for message in messages[:] -%}<{{ message.role }}>{% generation %}{{ show(message.content) }}{% endgeneration %}{{ '\n' }}
+{%- endfor -%}"""
+PARTS_ONLY = """{% for m in messages %}{{ m.role }}:{% for part in m['content'] %}[{{ part['text'] }}]{% endfor %}{{ '\n' }}{% endfor %}"""
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "gemma": GEMMA, "qwen": QWEN_TOOLS, "parts": PARTS}
 
 TOOLS = [
@@ -191,11 +194,12 @@ def test_what_a_template_wants_is_read_from_its_syntax() -> None:
     loops = [
         "{% for message in messages %}{% set c = message.content %}{% for p in c %}{% endfor %}{% endfor %}",
         "{% set rest = messages[1:] %}{% for m in rest %}{% for p in m['content'] | list %}{% endfor %}{% endfor %}",
-        "{% set ns = namespace(all=messages) %}{% for m in messages %}{% for p in m.get('content') %}{% endfor %}{% endfor %}",
+        "{% for m in messages %}{% for p in m.get('content') %}{% endfor %}{% endfor %}",
+        "{% set ns = namespace() %}{% set ns.m = messages[0] %}{% for p in ns.m.content %}{% endfor %}",
         "{% for p in messages[0].content %}{% endfor %}",
         "{% for p in (messages | last)['content'] %}{% endfor %}",
-        "{% macro f(a, b) %}{% for p in b %}{% endfor %}{% endmacro %}{% for m in messages %}{{ f(1, b=m.content) }}{% endfor %}",
-        "{% for m in messages %}{% if m.content is not string %}{% for p in m.content[1:] %}{% endfor %}{% endif %}{% endfor %}",
+        "{% macro f(a, b) %}{% for p in b %}{% endfor %}{% endmacro %}{{ f(1, b=messages[0].content) }}",
+        "{% for m in messages %}{% if m.content %}{% for p in m.content[1:] %}{% endfor %}{% endif %}{% endfor %}",
     ]
     for source in loops:
         assert read_facts(source).loops_content, source
@@ -338,7 +342,7 @@ def test_wrong_options_are_one_clear_error() -> None:
         render_chat(tokenizer_with(CHATML), hi, content_format="html")
     with pytest.raises(InputError, match="tools must be a list of dicts"):
         render_chat(tokenizer_with(CHATML), hi, tools=["x"])  # type: ignore[list-item]
-    with pytest.raises(InputError, match="not valid Jinja, line 2: .*endfor"):
+    with pytest.raises(InputError, match=r"not valid Jinja, line 2: .*endfor"):
         render_chat(tokenizer_with("\n{% for x in y %}"), hi)
     with pytest.raises(InputError, match="failed: no such role"):
         render_chat(tokenizer_with("{{ raise_exception('no such role') }}"), hi)
@@ -352,7 +356,7 @@ HOSTILE = {
     "recursion": "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
     "repeat": "{{ 'a' * 10**10 }}",
     "repeat a list": "{{ [1] * 10**10 }}",
-    "power": "{{ 9 ** 9 ** 9 }}",
+    "power": "{{ 9 ** (9 ** 9) }}",
     "doubling with +": "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "doubling with ~": "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
     "output": "{% for i in range(90000) %}{{ 'a' * 1000000 }}{% endfor %}",
@@ -381,36 +385,27 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_end_soon_with_an_error(name: str) -> None:
     start = time.process_time()
+    limits = Limits(seconds=0.5, output_chars=1 << 22)
     with pytest.raises(InputError):
-        text = render_chat(tokenizer_with(HOSTILE[name]), [{"role": "user", "content": "x"}])
+        text = render(HOSTILE[name], {"messages": [{"role": "user", "content": "x"}]}, limits)
         assert text == "", "an escape shows nothing"
         raise InputError("nothing was shown")
-    assert time.process_time() - start < LIMITS.seconds + 5
+    assert time.process_time() - start < 3
 
 
-BOMBS = {
-    "shared lists": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
-    "sorting": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x == n.x[:] }}",
-}
+_DEEP = (
+    "{% set n = namespace(a=[1], b=[1]) %}"
+    "{% for i in range(60) %}{% set n.a = [n.a, n.a] %}{% set n.b = [n.b, n.b] %}{% endfor %}"
+)
+BOMBS = {"grows": _DEEP + "{{ n.a }}", "takes forever": _DEEP + "{{ n.a == n.b }}"}
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_template_apart_cannot_hang_or_fill_the_machine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if (
-        name == "sorting"
-    ):  # bounded by processor time: a shorter allowance for the test, inherited through the limits' text
-        monkeypatch.setattr("quire.text.template_child._START", "import resource\n" + _short_start())
-    with pytest.raises(InputError, match="the chat template used more than|the chat template failed|took over"):
-        render_apart(BOMBS[name], {"messages": []})
-
-
-def _short_start() -> str:
-    return (
-        "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from quire.text import template_child as t;"
-        "set_limit = resource.setrlimit;"
-        "resource.setrlimit = lambda what, pair: set_limit(what, (2, 2) if what == resource.RLIMIT_CPU else pair);"
-        "t.main()"
-    )
+def test_a_template_apart_cannot_hang_or_fill_the_machine(name: str) -> None:
+    start = time.perf_counter()
+    with pytest.raises(InputError, match=r"the chat template (used more than|failed)"):
+        render_apart(BOMBS[name], {"messages": []}, Limits(seconds=1.0))
+    assert time.perf_counter() - start < 20
 
 
 def test_a_template_apart_gives_the_same_text() -> None:

@@ -215,14 +215,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         n_routed_experts=256, routed_scaling_factor=2.5, kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64,
         v_head_dim=128, qk_nope_head_dim=128, n_group=8, topk_group=4, num_experts_per_tok=8, first_k_dense_replace=3,
         norm_topk_prob=True, max_position_embeddings=4096, rms_norm_eps=1e-06, tie_word_embeddings=False,
-        rope_interleave=True,
+        rope_interleave=True, num_nextn_predict_layers=1,
     ),
     "Glm4MoeForCausalLM": dict(
         vocab_size=151552, hidden_size=4096, intermediate_size=10944, num_hidden_layers=46, num_attention_heads=96,
         num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-05, tie_word_embeddings=False,
         moe_intermediate_size=1408, num_experts_per_tok=8, n_shared_experts=1, n_routed_experts=128,
         routed_scaling_factor=1.0, n_group=1, topk_group=1, first_k_dense_replace=1, norm_topk_prob=True,
-        use_qk_norm=False, partial_rotary_factor=0.5,
+        use_qk_norm=False, num_nextn_predict_layers=1, partial_rotary_factor=0.5,
     ),
     "Dots1ForCausalLM": dict(
         vocab_size=152064, hidden_size=4608, intermediate_size=10944, moe_intermediate_size=1408,

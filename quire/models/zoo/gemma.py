@@ -16,14 +16,15 @@ def _gemma(c: View, **over: Any) -> Arch:
 
 
 def gemma(c: View) -> Arch:
-    act = c.get("hidden_activation", "hidden_act")
-    return _gemma(c, act="gelu_pytorch_tanh" if act == "gelu" else act)  # early releases say gelu and mean tanh
+    return _gemma(
+        c, act="gelu_pytorch_tanh" if c.hidden_act == "gelu" else c.hidden_act
+    )  # releases that say gelu mean tanh
 
 
 def _sandwich(c: View, **over: Any) -> Arch:
     return _gemma(
         c,
-        act=c.get("hidden_activation", "hidden_act"),
+        act=c.hidden_activation or "gelu_pytorch_tanh",
         order="sandwich",
         attn_scale=c.query_pre_attn_scalar**-0.5,
         attn_softcap=c.maybe("attn_logit_softcapping") or 0.0,
