@@ -32,8 +32,8 @@ _NAMES = {
     "TextPrompt": "quire.schema.prompt:TextPrompt",
     "TokensPrompt": "quire.schema.prompt:TokensPrompt",
     "PromptType": "quire.schema.prompt:PromptType",
-    "ModelRegistry": "quire.models.registry:ModelRegistry",
 }
+_LATER = {"ModelRegistry": "quire.models.registry:ModelRegistry"}  # not in this version
 
 __all__ = ["__version__", *_NAMES]
 __version__: str
@@ -45,7 +45,8 @@ def __getattr__(name: str) -> Any:
     elif name in _NAMES:
         found = _import(_NAMES[name])
     else:
-        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+        why = "is not in this version of Quire" if name in _LATER else "does not exist"
+        raise AttributeError(f"quire.{name} {why}")
     globals()[name] = found
     return found
 

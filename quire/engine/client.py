@@ -141,7 +141,7 @@ class InProcessClient:
     @property
     def loop(self) -> EngineLoop:
         if self.dead is not None:
-            raise self.dead
+            raise EngineDeadError(self.dead.reason)
         if self._loop is None:
             raise RuntimeError("wait_ready() was not called")
         return self._loop
@@ -184,10 +184,13 @@ class InProcessClient:
             return _wait(verb, self.begin_call(verb, *args, **kwargs), timeout)
         loop = self.loop
         call, future = self._calls.open(verb, args, kwargs)
-        reply = loop.call(call)
-        while reply is None:  # a verb that waits for running requests: they run here
-            loop.keep(loop.step())
-            reply = next((r for r in loop.take_replies() if r.call_id == call.call_id), None)
+        try:
+            reply = loop.call(call)
+            while reply is None:  # a verb that waits for running requests: they run here
+                loop.keep(loop.step())
+                reply = next((r for r in loop.take_replies() if r.call_id == call.call_id), None)
+        except Exception as failed:
+            raise self._die(failed) from failed
         self._calls.answer(reply)
         return future.result()
 
@@ -241,7 +244,10 @@ class InProcessClient:
         log.error("The engine died", exc_info=failed)
         self.dead = EngineDeadError(f"{type(failed).__name__}: {failed}")
         if self._loop is not None:
-            self._loop.executor.shutdown()
+            try:
+                self._loop.executor.shutdown()
+            except Exception as further:  # a broken worker may not even end well; the first failure is the reason
+                log.error("Its worker could not be shut down", exc_info=further)
         return self.dead
 
 

@@ -1,7 +1,8 @@
 """The control verbs: one table says what each does and where it runs, and everything else is `client.call(name, ...)`.
 
 In: ControlCall. Out: ControlReply, or nothing yet for a verb that waits (EngineLoop keeps those). A verb that fails
-answers with its error; the engine goes on. Must not know who called, or over what wire.
+answers with its error; the engine goes on. No step is under way while a verb runs.
+Must not know who called, or over what wire.
 """
 
 from __future__ import annotations
@@ -59,7 +60,6 @@ def _collective_rpc(
     args: list[Any] | tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> list[Any]:
-    loop.settle(0)  # a worker that is asked in the middle of a step would see half of it
     if callable(method):
         return loop.executor.call_function(method, list(args), kwargs or {}, timeout)
     if not isinstance(method, str):
@@ -68,7 +68,6 @@ def _collective_rpc(
 
 
 def _apply_model(loop: EngineLoop, function: str | Callable[[Any], Any]) -> list[Any]:
-    loop.settle(0)
     if isinstance(function, str):
         return loop.executor.call(APPLY_TO_MODEL, [function], {}, None)
     if not callable(function):

@@ -85,7 +85,8 @@ class EngineLoop:
         self._tell(self.scheduler.abort(given))
 
     def call(self, call: ControlCall) -> ControlReply | None:
-        """Run a verb. None: the answer comes later, through `take_replies`."""
+        """Run a verb, between steps. None: the answer comes later, through `take_replies`."""
+        self.settle(0)  # a step that fails here is the engine's end, not the verb's
         reply = run_verb(self, call)
         if isinstance(reply, ControlReply):
             return reply
@@ -157,13 +158,11 @@ class EngineLoop:
     # ---- verbs that change the loop ----------------------------------------------------------------------------
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        self.settle(0)
         return self.scheduler.reset_prefix_cache(reset_running_requests)
 
     def pause(self, *, abort: bool) -> None:
         self.paused = True
         if abort:
-            self.settle(0)
             self.abort(list(self._live))
 
     def resume(self) -> None:

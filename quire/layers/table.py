@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from quire.quant.scheme import Slot
 from quire.schema.errors import CheckpointError
 
-JUNK = (r"rotary_emb\.inv_freq$", r"\.rotary_emb\.(cos|sin)_cached$", r"\.attn(?:ention)?\.(masked_)?bias$")
+JUNK = (r"rotary_emb\.inv_freq$", r"\.rotary_emb\.(cos|sin)_cached$", r"\.att(?:n|ention)\.(masked_)?bias$")
 Arrange = Callable[[str, Tensor], Tensor]
 
 

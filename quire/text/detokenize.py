@@ -46,10 +46,10 @@ class Detokenizer:
         )
         stops = params.stop or []
         self._stops = StopStrings([stops] if isinstance(stops, str) else stops)
+        self._watching = bool(stops)
         self._include_stop = params.include_stop_str_in_output
         self._unarmed = params.min_tokens  # so many more tokens during which no stop string counts
         self._parts: list[str] = []  # all text
-        self._length = 0
         self._taken = 0  # characters already given out as deltas
         self._untaken: list[str] = []
         self._stopped: str | None = None
@@ -71,12 +71,14 @@ class Detokenizer:
             return self._stopped
         if stop_terminated and not self._include_stop:
             new_ids = new_ids[:-1]
+        add, append, fresh = self._stream.add, self._parts.append, self._untaken.append
         for token_id in new_ids:
             self._unarmed -= 1
-            piece = self._stream.add(token_id)
+            piece = add(token_id)
             if piece:
-                self._append(piece)
-                if self._stops and self._cut(piece, armed=self._unarmed < 0):
+                append(piece)
+                fresh(piece)
+                if self._watching and self._cut(piece, armed=self._unarmed < 0):
                     break
         return self._stopped
 
@@ -85,31 +87,31 @@ class Detokenizer:
         is held back."""
         if finished and not self._flushed and self._stopped is None:
             self._flushed = True
-            self._append(self._stream.flush())
-        held = 0 if finished or self._include_stop or self._stopped is not None else self._stops.held
+            rest = self._stream.flush()
+            self._parts.append(rest)
+            self._untaken.append(rest)
+        held = 0
+        if self._watching and not (finished or self._include_stop or self._stopped is not None):
+            held = self._stops.held
         if not delta:
             text = self.text
             return text[: len(text) - held] if held else text
-        fresh = "".join(self._untaken)
-        shown = fresh[: len(fresh) - held]
-        self._untaken = [fresh[len(shown) :]]
+        shown = "".join(self._untaken)
+        self._untaken = []
+        if held:
+            self._untaken.append(shown[len(shown) - held :])
+            shown = shown[: len(shown) - held]
         self._taken += len(shown)
         return shown
-
-    def _append(self, piece: str) -> None:
-        self._parts.append(piece)
-        self._length += len(piece)
-        self._untaken.append(piece)
 
     def _cut(self, piece: str, *, armed: bool) -> bool:
         match = self._stops.feed(piece, armed=armed)
         if match is None:
             return False
         self._stopped = match.stop
-        end = self._length - len(piece) + match.end
-        keep = end if self._include_stop else end - len(match.stop)
-        self._parts = [self.text[:keep]]
-        self._length = keep
+        text = self.text
+        end = len(text) - len(piece) + match.end
+        self._parts = [text[: end if self._include_stop else end - len(match.stop)]]
         self._untaken = [self._parts[0][self._taken :]]
         return True
 

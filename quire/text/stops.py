@@ -22,9 +22,6 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._watches = [_Watch(stop) for stop in dict.fromkeys(stops)]
 
-    def __bool__(self) -> bool:
-        return bool(self._watches)
-
     def feed(self, text: str, *, armed: bool = True) -> Match | None:
         """Go on with `text`. Not armed: strings that become complete here do not count. A match ends the watching."""
         best: Match | None = None

@@ -178,6 +178,19 @@ def test_stats_count_what_happened():
 # ---- verbs
 
 
+def test_a_step_that_fails_under_a_verb_is_the_engines_failure():
+    class Failing(FakeExecutor):
+        def sample(self, mask):
+            super().sample(mask)
+            return SimpleNamespace(result=lambda: 1 / 0)
+
+    loop = make_loop(1, executor=Failing)
+    loop.submit(request("a"))
+    loop.step()
+    with pytest.raises(ZeroDivisionError):
+        call(loop, "is_paused")
+
+
 def test_pause_holds_new_requests_and_aborts_running_ones():
     loop = make_loop(1)
     loop.submit(request("a", max_tokens=50))

@@ -11,7 +11,6 @@ import pytest
 import quire
 
 HEAVY = ("torch", "numpy", "transformers", "zmq", "msgspec", "tokenizers", "fastapi", "jinja2", "quire.engine.client")
-LATER = ("ModelRegistry",)
 
 
 def python(code: str) -> str:
@@ -19,7 +18,7 @@ def python(code: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("name", [name for name in quire.__all__ if name not in LATER])
+@pytest.mark.parametrize("name", quire.__all__)
 def test_every_public_name_loads(name):
     assert getattr(quire, name) is not None
     assert name in dir(quire)
@@ -28,6 +27,12 @@ def test_every_public_name_loads(name):
 def test_unknown_names_are_errors():
     with pytest.raises(AttributeError, match="Nonsense"):
         quire.Nonsense  # noqa: B018
+    with pytest.raises(AttributeError, match="not in this version"):
+        quire.ModelRegistry  # noqa: B018
+
+
+def test_a_star_import_brings_everything():
+    assert python("from quire import *; print(LLM.__name__, SamplingParams.__name__)") == "LLM SamplingParams"
 
 
 def test_importing_imports_nothing_heavy():

@@ -100,9 +100,11 @@ PARTS = """{%- macro show(content) -%}{%- if content is string -%}{{ content }}{
 {%- if part.type == 'text' -%}{{ part.text }}{%- else -%}<{{ part.type }}>{%- endif -%}
 {%- endfor -%}
 {%- endif -%}{%- endmacro -%}
-{%- for message in messages[:] -%}<{{ message.role }}>{% generation %}{{ show(message.content) }}{% endgeneration %}{{ '\n' }}
+{%- for message in messages[:] -%}
+<{{ message.role }}>{% generation %}{{ show(message.content) }}{% endgeneration %}{{ '\n' }}
 {%- endfor -%}"""
-PARTS_ONLY = """{% for m in messages %}{{ m.role }}:{% for part in m['content'] %}[{{ part['text'] }}]{% endfor %}{{ '\n' }}{% endfor %}"""
+PARTS_ONLY = """{% for m in messages %}{{ m.role }}:
+{%- for part in m['content'] %}[{{ part['text'] }}]{% endfor %}{{ '\n' }}{% endfor %}"""
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "gemma": GEMMA, "qwen": QWEN_TOOLS, "parts": PARTS}
 
 TOOLS = [

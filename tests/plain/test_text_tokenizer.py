@@ -134,6 +134,21 @@ def test_added_tokens_of_every_file_arrive(tmp_path: Path) -> None:
     assert ours.convert_tokens_to_ids(["</s>", "<none>"]) == [2, None]
 
 
+def test_spare_tokens_take_the_name_the_config_gives_them(tmp_path: Path) -> None:
+    pipeline = byte_level()
+    spare = pipeline.token_to_id("the")
+    assert spare is not None
+    pipeline.save(str(tmp_path / "tokenizer.json"))
+    write(
+        tmp_path, tokenizer_config__json={"added_tokens_decoder": {str(spare): {"content": "<new>", "special": True}}}
+    )
+    ours = load_tokenizer(str(tmp_path))
+    assert ours.token_to_id("<new>") == spare and ours.token_to_id("the") is None
+    assert ours.encode("<new>") == [spare] and spare not in ours.encode("the other")
+    assert ours.decode(ours.encode("the other")) == "the other"
+    assert ours.vocab_size == pipeline.get_vocab_size()
+
+
 def test_an_added_token_at_the_wrong_place_is_refused(tmp_path: Path) -> None:
     byte_level().save(str(tmp_path / "tokenizer.json"))
     write(tmp_path, tokenizer_config__json={"added_tokens_decoder": {"9999": {"content": "<far>"}}})

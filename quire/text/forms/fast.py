@@ -103,7 +103,7 @@ def load_json(path: str, *, sidecar: Sidecar | None = None) -> FastTokenizer:
 
 def finish(source: str, pipeline: Pipeline, sidecar: Sidecar) -> FastTokenizer:
     """Add what the config names and the pipeline lacks, then wrap it."""
-    add_tokens(pipeline, sidecar)
+    pipeline = add_tokens(pipeline, sidecar)
     if pipeline.post_processor is None:
         add_ends(
             pipeline,
@@ -120,10 +120,19 @@ def finish(source: str, pipeline: Pipeline, sidecar: Sidecar) -> FastTokenizer:
     )
 
 
-def add_tokens(pipeline: Pipeline, sidecar: Sidecar) -> None:
+def add_tokens(pipeline: Pipeline, sidecar: Sidecar) -> Pipeline:
     """Added tokens of the config (in order of id, so that new ones get the id they had), then named special ones."""
     known = {str(added.content): added for added in pipeline.get_added_tokens_decoder().values()}
     wanted = [added for added in sidecar.added if added.content not in known]
+    taken = {
+        added.token_id: added.content
+        for added in wanted
+        if added.token_id is not None
+        and pipeline.token_to_id(added.content) is None
+        and pipeline.id_to_token(added.token_id) is not None
+    }
+    if taken:
+        pipeline = _rename(pipeline, taken)
     if wanted:
         pipeline.add_tokens([_added_token(added) for added in wanted])
         for added in wanted:
@@ -137,6 +146,23 @@ def add_tokens(pipeline: Pipeline, sidecar: Sidecar) -> None:
     missing = [token for token in dict.fromkeys(named) if token not in known_now]
     if missing:
         pipeline.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
+    return pipeline
+
+
+def _rename(pipeline: Pipeline, names: dict[int, str]) -> Pipeline:
+    """The same pipeline, with spare tokens of its vocabulary under the names that the config gives their ids."""
+    data = json.loads(pipeline.to_str())
+    model = data["model"]
+    old = {pipeline.id_to_token(token_id) for token_id in names}
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(token_id, token): token_id for token, token_id in model["vocab"].items()}
+    else:
+        model["vocab"] = [[names.get(i, entry[0]), entry[1]] for i, entry in enumerate(model["vocab"])]
+    if "merges" in model:
+        model["merges"] = [
+            pair for pair in model["merges"] if not old & {pair[0], pair[1], "".join(pair)}
+        ]  # a spare token is never spelled out
+    return Pipeline.from_str(json.dumps(data))
 
 
 def add_ends(pipeline: Pipeline, *, bos: str | None, eos: str | None) -> None:

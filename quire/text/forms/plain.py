@@ -46,7 +46,7 @@ def load_vocab_merges(folder: str, sidecar: Sidecar) -> FastTokenizer:
         raise CheckpointError(f"{folder}: vocab.json and merges.txt do not fit together ({wrong})") from None
     set_split(pipeline, SPLITS[_SPLIT_OF[kind]])
     if kind in _BOTH_ENDS:
-        sidecar = _with_ends(pipeline, sidecar, "<s>", "</s>")
+        pipeline, sidecar = _with_ends(pipeline, sidecar, "<s>", "</s>")
     return finish(folder, pipeline, sidecar)
 
 
@@ -64,13 +64,13 @@ def load_word_pieces(folder: str, sidecar: Sidecar) -> FastTokenizer:
         strip_accents=config.get("strip_accents"),
         chinese=bool(config.get("tokenize_chinese_chars", True)),
     )
-    sidecar = _with_ends(pipeline, sidecar, "[CLS]", "[SEP]")
+    pipeline, sidecar = _with_ends(pipeline, sidecar, "[CLS]", "[SEP]")
     return finish(folder, pipeline, sidecar)
 
 
-def _with_ends(pipeline: Pipeline, sidecar: Sidecar, begin: str, end: str) -> Sidecar:
+def _with_ends(pipeline: Pipeline, sidecar: Sidecar, begin: str, end: str) -> tuple[Pipeline, Sidecar]:
     """Both ends around every text, under the names the class gives them."""
     sidecar = replace(sidecar, special={"cls_token": begin, "sep_token": end, **sidecar.special})
-    add_tokens(pipeline, sidecar)
+    pipeline = add_tokens(pipeline, sidecar)
     add_ends(pipeline, bos=sidecar.special["cls_token"], eos=sidecar.special["sep_token"])
-    return sidecar
+    return pipeline, sidecar
