@@ -14,6 +14,9 @@ from quire.quant.scheme import Slot, Storage
 
 
 class Linear(nn.Module):
+    weight: nn.Parameter  # plain schemes only
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         prefix: str,  # canonical name of the module around it, with its final dot

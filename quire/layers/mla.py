@@ -41,13 +41,10 @@ class LatentAttention(KVLayer):
         super().__init__(f"{prefix}attn", 0, 0)
         self.kind, self.rope = kind, rope
         norm, q_size = NormKind(eps=kind.eps), kind.heads * (kind.nope + kind.rope)
-        if kind.q_rank:
-            self.q_a: Linear | None = Linear(prefix, width, {"q_a_proj": kind.q_rank}, storage, bias=kind.bias)
-            self.q_norm: Norm | None = Norm(f"{prefix}q_a_layernorm", (kind.q_rank,), norm, storage)
-            self.q = Linear(prefix, kind.q_rank, {"q_b_proj": q_size}, storage)
-        else:
-            self.q_a = self.q_norm = None
-            self.q = Linear(prefix, width, {"q_proj": q_size}, storage)
+        rank, name = kind.q_rank, "q_b_proj" if kind.q_rank else "q_proj"
+        self.q_a = Linear(prefix, width, {"q_a_proj": rank}, storage, bias=kind.bias) if rank else None
+        self.q_norm = Norm(f"{prefix}q_a_layernorm", (rank,), norm, storage) if rank else None
+        self.q = Linear(prefix, rank or width, {name: q_size}, storage)
         latent = {"kv_a_proj_with_mqa": kind.kv_rank + kind.rope}
         self.kv_a = Linear(prefix, width, latent, storage, bias=kind.bias)
         self.kv_norm = Norm(f"{prefix}kv_a_layernorm", (kind.kv_rank,), norm, storage)

@@ -85,7 +85,8 @@ class Moe(nn.Module):
         self._act: Callable[[Tensor], Tensor] = gated_on(act, storage.device)
         if kind.clamp:
             self._act = partial(clamped_swiglu.on(storage.device), alpha=kind.clamp_alpha, limit=kind.clamp)
-        self._route, self._run, self._linear = (o.on(storage.device) for o in (route, run_experts, linear))
+        self._route, self._run = route.on(storage.device), run_experts.on(storage.device)
+        self._linear = linear.on(storage.device)
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(weights [T, k], experts [T, k])."""

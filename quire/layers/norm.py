@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from quire.ops.norm import add_rms_norm, layer_norm, rms_norm, rms_norm_wide
 from quire.quant.scheme import Slot, Storage
+from quire.schema.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,27 @@ class Norm(nn.Module):
         self.weight = storage.parameter(*shape) if kind.weight else None
         self.bias = storage.parameter(*shape) if kind.bias else None
         self._function = self._choose(storage)
-        fused = kind.kind == "rms" and not (kind.plus_one or kind.wide) and len(shape) == 1
-        self._add = add_rms_norm.on(storage.device) if fused else None
+        fused = kind.kind == "rms" and kind.weight and not (kind.plus_one or kind.wide) and len(shape) == 1
+        self._add = self._choose_add(storage) if fused else None
 
     def _choose(self, storage: Storage) -> Callable[[Tensor], Tensor]:
         kind, eps, offset = self.kind, self.kind.eps, 1.0 if self.kind.plus_one else 0.0
+        weight, bias = self.weight, self.bias
         if kind.kind == "layer":
             layer = layer_norm.on(storage.device)
-            return lambda x: layer(x, self.weight, self.bias, eps, offset)
+            return lambda x: layer(x, weight, bias, eps, offset)
+        if weight is None or bias is not None:
+            raise ConfigError(f"an RMS norm has a weight and no bias, but {self.name} is asked for as {kind}")
         if kind.plus_one or kind.wide:
             wide = rms_norm_wide.on(storage.device)
-            return lambda x: wide(x, self.weight, eps, offset)
+            return lambda x: wide(x, weight, eps, offset)
         rms = rms_norm.on(storage.device)
-        return lambda x: rms(x, self.weight, eps)
+        return lambda x: rms(x, weight, eps)
+
+    def _choose_add(self, storage: Storage) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        add, weight, eps = add_rms_norm.on(storage.device), self.weight, self.kind.eps
+        assert weight is not None
+        return lambda x, delta: add(x, delta, weight, eps)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._function(x)
@@ -57,7 +66,7 @@ class Norm(nn.Module):
         if delta is None:
             return self._function(x), x
         if self._add is not None:
-            return self._add(x, delta, self.weight, self.kind.eps)
+            return self._add(x, delta)
         total = x + delta
         return self._function(total), total
 

@@ -140,12 +140,12 @@ class Decoder(nn.Module):
         for layer in arch.layers:
             if layer.rope is not None and layer.rope not in kinds:
                 kinds.append(layer.rope)
-        self.ropes = nn.ModuleList(Rope(kind, max_model_len, storage.dtype, storage.device) for kind in kinds)
+        ropes = [Rope(kind, max_model_len, storage.dtype, storage.device) for kind in kinds]
+        self.ropes = nn.ModuleList(ropes)
         self.rope_of = [None if layer.rope is None else kinds.index(layer.rope) for layer in arch.layers]
         block = BLOCKS[arch.order]
         self.layers = nn.ModuleList(
-            block(arch, i, None if which is None else self.ropes[which], storage)
-            for i, which in enumerate(self.rope_of)
+            block(arch, i, None if which is None else ropes[which], storage) for i, which in enumerate(self.rope_of)
         )
         self.norm = Norm("model.norm", (width,), arch.norm, storage) if arch.final_norm else NoNorm()
         tied = self.embed if arch.tie else None

@@ -71,8 +71,9 @@ def _yarn(theta: float, dim: int, scaling: Mapping[str, Any], length: int) -> tu
     gain = scaling.get("attention_factor")
     if gain is None:
         mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        both = mscale and all_dim
-        gain = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim) if both else yarn_mscale(factor)
+        gain = yarn_mscale(factor)
+        if mscale and all_dim:
+            gain = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
     return inv, float(gain)
 
 

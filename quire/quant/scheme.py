@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,9 @@ class WeightScheme(Protocol):
         """All slots are filled: repack, transpose, fold, as the kernel wants it."""
         ...
 
-    def apply(self, layer: nn.Module, x: Tensor) -> Tensor: ...
+    def apply(self, layer: Any, x: Tensor) -> Tensor:
+        """x [T, in] -> [T, out]; the layer is the one given to create."""
+        ...
 
 
 class Plain:
@@ -67,7 +69,7 @@ class Plain:
     def finish(self, layer: nn.Module) -> None:
         return None
 
-    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
+    def apply(self, layer: Any, x: Tensor) -> Tensor:
         return self._linear(x, layer.weight, layer.bias)
 
 

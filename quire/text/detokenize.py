@@ -203,8 +203,11 @@ class WindowStream:
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skipped: frozenset[int]) -> None:
         self._tokenizer, self._skipped = tokenizer, skipped
         self._ids = _last_shown(prompt_token_ids, skipped, CONTEXT)
-        self._num_read = len(self._ids)  # tokens of the window whose text is out
         self._read_text = tokenizer.decode(self._ids)
+        while self._read_text.startswith(REPLACEMENT) and len(self._ids) > 1:  # it begins inside a character
+            self._ids = self._ids[1:]
+            self._read_text = tokenizer.decode(self._ids)
+        self._num_read = len(self._ids)  # tokens of the window whose text is out
 
     def add(self, token_id: int) -> str:
         if token_id in self._skipped:

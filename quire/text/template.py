@@ -110,8 +110,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         for name, guard in _FILTER_GUARDS.items():
             self.filters[name] = _guarded(guard, self.filters[name])
-        for name in ("lipsum", "cycler", "joiner"):
-            del self.globals[name]
+        del self.globals["lipsum"]
         self.globals.update(
             raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=SafeNamespace, dict=_make_dict
         )

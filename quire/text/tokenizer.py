@@ -243,7 +243,9 @@ def load_tokenizer(
         form = MODES.get(mode)
     except LookupError as unknown:
         raise InputError(str(unknown), param="tokenizer_mode", value=mode) from None
-    path = source if os.path.exists(source) else _fetch(source, revision, download_dir)
+    path = os.path.expanduser(source)
+    if not os.path.exists(path):
+        path = _fetch(source, revision, download_dir)
     tokenizer: Tokenizer = form(path, trust_remote_code=trust_remote_code)
     tokenizer.name_or_path = source
     return tokenizer

@@ -7,13 +7,14 @@ Every variation (chunks, block sizes, prefix hits, preemptions, look-ahead, proc
 
 import random
 
+import gguf
 import pytest
 import torch
 import transformers
-from quire.config.source import locate
 
 from quire import LLM, SamplingParams
 from quire.base import env
+from quire.config.source import locate
 
 TEXT = "the river ran under an old stone bridge while seven children counted boats and argued about names"
 WORDS = TEXT.split()
@@ -33,9 +34,27 @@ def mixed_prompts(seed: int, count: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def oracle():
-    path = locate(None).path
-    folder, _, name = path.rpartition("/")
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
+    """transformers' Llama, filled from the file by the gguf package: nothing of Quire is on this path."""
+    reader = gguf.GGUFReader(locate(None).path)
+    heads = {"attn_q": 9, "attn_k": 3}  # the converter interleaved the rows of these for another form of rope
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
+    config = transformers.LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    ours = {names.get_name(name.removesuffix(".weight")): name for name in model.state_dict()}
+    weights = {}
+    for tensor in reader.tensors:
+        stem = tensor.name.removesuffix(".weight")
+        value = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        if count := heads.get(stem.rpartition(".")[2]):
+            value = value.view(count, 32, 2, 576).transpose(1, 2).reshape(value.shape)
+        weights[ours[stem]] = value
+    assert set(model.state_dict()) - set(weights) == {"lm_head.weight"}
+    model.load_state_dict(weights, strict=False)
+    return model
 
 
 def assert_greedy(oracle, outputs) -> None:

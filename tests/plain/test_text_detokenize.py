@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Pipeline
 from quire.schema.params import SamplingParams
 from quire.text.detokenize import ByteStream, Detokenizer, WindowStream, make_stream
 from quire.text.forms.fast import FastTokenizer
+from quire.text.stops import StopStrings
 from quire.text.tokenizer import Tokenizer
 
 TEXTS = [
@@ -187,7 +188,7 @@ def test_real_texts_survive_any_cut(name: str) -> None:
             assert stream_text(tokenizer, [], ids, rng) == pipeline.decode(ids)
 
 
-@pytest.mark.parametrize("name", BY_BYTES)
+@pytest.mark.parametrize("name", PIPELINES)
 def test_text_after_a_prompt_is_the_rest_of_the_whole(name: str) -> None:
     tokenizer, pipeline = tokenizer_of(name), PIPELINES[name]
     rng = random.Random(11)
@@ -208,6 +209,24 @@ def test_only_special_tokens_before_an_answer_leave_it_first() -> None:
     assert stream_text(tokenizer, [bos], [hello, hello], rng) == "Hello Hello"
     assert stream_text(tokenizer, [bos, hello], [hello, hello], rng) == " Hello Hello"
     assert stream_text(tokenizer, [bos], [hello], rng, skip_special_tokens=False) == " Hello"  # <s> is shown first
+
+
+@pytest.mark.parametrize("name", ["byte-level", "byte-fallback-strip", "metaspace-always"])
+def test_whole_decodes_compared_give_the_same_text(name: str) -> None:
+    """What tokenizers get that tell nothing of single tokens; half characters are never shown."""
+    tokenizer = tokenizer_of(name)
+    tokenizer.pieces = None
+    rng = random.Random(3)
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        for cut in range(0, len(ids), 3):
+            stream = WindowStream(tokenizer, ids[:cut], tokenizer.skipped_ids)
+            shown = [stream.add(token_id) for token_id in ids[cut:]]
+            before = tokenizer.decode(ids[:cut])
+            if not before.endswith("�"):
+                assert "".join([*shown, stream.flush()]) == tokenizer.decode(ids)[len(before) :]
+                assert not any("�" in piece for piece in shown)
+        assert stream_text(tokenizer, [], ids, rng) == tokenizer.decode(ids)
 
 
 def test_half_a_character_waits_and_is_replaced_only_at_the_end() -> None:
@@ -300,6 +319,31 @@ def test_stop_strings_across_token_borders(size: int) -> None:
     assert ends(tokenizer, text, size, stop=["wn fox", "brown fox"])[:2] == ("brown fox", "The quick ")
     assert ends(tokenizer, text, size, stop=["absent", "STOQ"])[:2] == (None, text)
     assert ends(tokenizer, "ünïcödé 🦙 stops", size, stop=["🦙"])[:2] == ("🦙", "ünïcödé ")
+
+
+def test_stop_strings_against_a_plain_search() -> None:
+    rng = random.Random(2)
+    matched = 0
+    for _ in range(3000):
+        stops = ["".join(rng.choices("ab", k=rng.randint(1, 5))) for _ in range(rng.randint(1, 3))]
+        text = "".join(rng.choices("abc", k=rng.randint(0, 12)))
+        found = [(text.find(s) + len(s), -len(s), s) for s in stops if s in text]
+        watched, at, match = StopStrings(stops), 0, None
+        while at < len(text) and match is None:
+            step = rng.randint(1, 4)
+            match = watched.feed(text[at : at + step])
+            if match is not None:
+                match = (match.stop, at + match.end)
+            at += step
+        if found:
+            end, _, stop = min(found)
+            assert match == (stop, end), (text, stops)
+            matched += 1
+        else:
+            assert match is None
+            held = max((k for s in stops for k in range(len(s)) if text.endswith(s[:k])), default=0)
+            assert watched.held == held, (text, stops)
+    assert 500 < matched < 2900
 
 
 def test_a_possible_stop_string_is_held_back_until_it_cannot_be_one() -> None:

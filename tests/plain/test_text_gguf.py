@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Pipeline
 
 from quire.schema.errors import CheckpointError, NotBuiltError
 from quire.text.forms.gguf import set_split
+from quire.text.forms.merges import merges_by_rank
 from quire.text.forms.splits import SPLITS
 from quire.text.pieces import ALPHABET
 from quire.text.tokenizer import Tokenizer, load_tokenizer
@@ -230,9 +231,9 @@ LLAMA_TYPES = [2, 3, 3, *[6] * 256, *[1] * 12, 4, 1, 1, 1]
 LLAMA_SCORES = [0.0] * 3 + [0.0] * 256 + [-100.0 - i for i in range(5)] + [-float(i) for i in range(11)]
 
 
-def llama(path: Path, **more: Any) -> Tokenizer:
+def llama(path: Path, *, scores: list[float] = LLAMA_SCORES, **more: Any) -> Tokenizer:
     ids = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    meta = keyed(model="llama", tokens=LLAMA, token_type=LLAMA_TYPES, scores=LLAMA_SCORES, **ids, **more)
+    meta = keyed(model="llama", tokens=LLAMA, token_type=LLAMA_TYPES, scores=scores, **ids, **more)
     return load_tokenizer(write_gguf(path / "llama.gguf", meta))
 
 
@@ -247,6 +248,16 @@ def test_sentencepiece_vocabularies_join_by_score(tmp_path: Path) -> None:
     for text in ("Hello", "Hello é🦙  Hello", " Hello", "<0x41>"):
         assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
     assert tokenizer.decode(tokenizer.encode("x<tool>"), skip_special_tokens=True).endswith("<tool>")
+
+
+def test_scores_count_and_not_places(tmp_path: Path) -> None:
+    scores = list(LLAMA_SCORES)
+    scores[LLAMA.index("ll")] = 1.0
+    assert llama(tmp_path, scores=scores).tokenize("Hello") == ["▁H", "e", "llo"]
+
+
+def test_ways_to_make_a_token_stand_longest_left_part_first() -> None:
+    assert merges_by_rank(["aaa", "aa", "b", "a"]) == [("aa", "a"), ("a", "aa"), ("a", "a")]
 
 
 def test_a_space_prefix_follows_the_file(tmp_path: Path) -> None:

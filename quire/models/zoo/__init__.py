@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.base.registry import Registry
 
-_FILES = {
+_FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "llama": {
         "llama": ("LlamaForCausalLM", "LLaMAForCausalLM"),
         "mistral": ("MistralForCausalLM",),
