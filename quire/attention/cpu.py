@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,10 +44,12 @@ class CpuCache:
         self.rows = pages.as_strided((num_blocks * spec.block_size, width), (stride, 1), pages.storage_offset())
         self.heads, self.key_size, self.value_size = spec.num_kv_heads, spec.head_size, values
 
-    def split(self, rows: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-        """Gathered rows [batch * L, width] -> keys and values [batch, Hkv, L, size]; views."""
+    def read(self, slots: Tensor, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Tokens at slots [batch * L] -> keys and values [batch, Hkv, L, size]; one gather, then views."""
         keys = self.heads * self.key_size
-        rows = rows.view(batch, -1, rows.shape[-1])
+        rows = self.rows.index_select(0, slots).view(batch, -1, self.rows.shape[1])
+        if rows.dtype is not dtype:
+            rows = rows.to(dtype)
         k = rows[..., :keys].unflatten(-1, (self.heads, self.key_size)).transpose(1, 2)
         if not self.value_size:
             return k, k
@@ -62,6 +65,7 @@ class Pack:
     lengths: Tensor  # [B] keys each row really has
     width: int  # L
     ragged: bool
+    masks: dict[int, Tensor] = field(default_factory=dict)  # by slopes; made at the first layer that asks
 
 
 @dataclass
@@ -85,6 +89,19 @@ class Chunk:
     tiles: list[Tile] = field(default_factory=list)
 
 
+class Call(NamedTuple):
+    """What one layer asks of the plan."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    cache: CpuCache
+    out_size: int
+    alibi: Tensor | None
+    sinks: Tensor | None
+    rule: dict[str, float]  # scale and softcap
+
+
 class Bands:
     """Masks of tiles, as slices of one band per window: 0 where a query sees a key, -inf where not."""
 
@@ -104,7 +121,7 @@ class Bands:
 
     @staticmethod
     def _make(queries: int, before: int, window: int) -> Tensor:
-        gap = torch.arange(queries)[:, None] + before - torch.arange(before + queries)[None]
+        gap = _distances(queries, before)
         hidden = gap < 0 if not window else (gap < 0) | (gap >= window)
         return torch.zeros(gap.shape).masked_fill_(hidden, float("-inf"))
 
@@ -118,7 +135,6 @@ class CpuPlan:
         self._tables = step.block_tables.long()
         self.packs: list[Pack] = []
         self.chunks: list[Chunk] = []
-        self._biases: dict[tuple[int, int], Tensor] = {}
         self._cut(step)
         self._attend, self._write = padded_attention.on("cpu"), write_cache.on("cpu")
 
@@ -139,7 +155,8 @@ class CpuPlan:
             decodes.sort(reverse=True)
             ordered = False
         for part in _packs(decodes):
-            self.packs.append(self._pack(part, step.context_lens, whole=ordered and len(part) == len(decodes)))
+            whole = ordered and len(part) == len(decodes)
+            self.packs.append(self._pack(part, [step.context_lens[row] for _, row, _ in part], whole=whole))
 
     def _first_key(self, position: int) -> int:
         """The first position a query at `position` may read."""
@@ -147,13 +164,12 @@ class CpuPlan:
             return max(0, position - self.window + 1)
         return position // self.chunk * self.chunk if self.chunk else 0
 
-    def _pack(self, rows: list[tuple[int, int, int]], contexts: object, *, whole: bool) -> Pack:
+    def _pack(self, rows: list[tuple[int, int, int]], contexts: list[int], *, whole: bool) -> Pack:
         keys = torch.tensor([n for n, _, _ in rows])
         index = torch.tensor([row for _, row, _ in rows])
-        ends = torch.tensor([contexts[row] for _, row, _ in rows])  # type: ignore[index]
         width = int(keys.max())
         spread = torch.arange(width)[None].minimum(keys[:, None] - 1)
-        positions = (ends - keys)[:, None] + spread  # [B, L]; padding repeats the row's last token
+        positions = (torch.tensor(contexts) - keys)[:, None] + spread  # [B, L]; padding repeats the row's last token
         blocks = self._tables[index[:, None], positions // self.block_size]
         slots = blocks.mul_(self.block_size).add_(positions % self.block_size).flatten()
         tokens = None if whole else torch.tensor([token for _, _, token in rows])
@@ -197,90 +213,78 @@ class CpuPlan:
         if not isinstance(cache, CpuCache):
             raise ConfigError(f"the CPU attention plan was given a cache of type {type(cache).__name__}")
         self._write(cache.rows, self.slots, k, v)
-        more = dict(scale=scale, softcap=softcap, sinks=sinks)
+        call = Call(q, k, v, cache, v_size or cache.value_size, alibi, sinks, dict(scale=scale, softcap=softcap))
         if len(self.packs) == 1 and self.packs[0].tokens is None:
-            return self._run_pack(self.packs[0], q, cache, alibi, more)[..., : v_size or None]
-        size = v_size or (cache.value_size or cache.key_size)
-        out = torch.empty((q.shape[0], q.shape[1], size), dtype=q.dtype)
+            return self._run_pack(self.packs[0], call, q)
+        out = torch.empty((q.shape[0], q.shape[1], call.out_size), dtype=q.dtype)
         for pack in self.packs:
-            part = q if pack.tokens is None else q.index_select(0, pack.tokens)
-            found = self._run_pack(pack, part, cache, alibi, more)[..., : v_size or None]
-            if pack.tokens is None:
-                return found
-            out.index_copy_(0, pack.tokens, found)
+            assert pack.tokens is not None
+            out.index_copy_(0, pack.tokens, self._run_pack(pack, call, q.index_select(0, pack.tokens)))
         for chunk in self.chunks:
-            self._run_chunk(chunk, q, k, v, cache, alibi, more, out)
+            self._run_chunk(chunk, call, out)
         return out
 
-    def _run_pack(self, pack: Pack, q: Tensor, cache: CpuCache, alibi: Tensor | None, more: dict) -> Tensor:
+    def _run_pack(self, pack: Pack, call: Call, q: Tensor) -> Tensor:
         """q [B, Hq, D] -> [B, Hq, Dv]. Query heads that share a kv head become its queries."""
-        batch, heads, size = q.shape
-        per = heads // cache.heads
-        rows = cache.rows.index_select(0, pack.slots)
-        keys, values = cache.split(rows if rows.dtype is q.dtype else rows.to(q.dtype), batch)
-        sinks = more["sinks"]
-        if sinks is not None:
-            more = more | {"sinks": sinks.view(cache.heads, per)}
-        mask = self._pack_mask(pack, alibi, cache.heads, per)
-        out = self._attend(q.reshape(batch, cache.heads, per, size), keys, values, mask, **more)
-        return out.reshape(batch, heads, -1)
+        (batch, heads, size), kv_heads = q.shape, call.cache.heads
+        per = heads // kv_heads
+        keys, values = call.cache.read(pack.slots, batch, q.dtype)
+        sinks = None if call.sinks is None else call.sinks.view(kv_heads, per)
+        mask = self._pack_mask(pack, call.alibi, kv_heads, per)
+        folded = q.reshape(batch, kv_heads, per, size)
+        out = self._attend(folded, keys, values, mask, sinks=sinks, **call.rule)
+        return out.reshape(batch, heads, -1)[..., : call.out_size]
 
-    def _pack_mask(self, pack: Pack, alibi: Tensor | None, kv_heads: int, per: int) -> Tensor | None:
-        """[B, 1, per, L] (with slopes [B, Hkv, per, L]) or None; made at the first layer, kept for the others."""
+    @staticmethod
+    def _pack_mask(pack: Pack, alibi: Tensor | None, kv_heads: int, per: int) -> Tensor | None:
+        """[B, 1, per, L] (with slopes [B, Hkv, per, L]), or None where nothing is to be hidden."""
         if not pack.ragged and alibi is None:
             return None
-        key = (id(pack), 0 if alibi is None else alibi.data_ptr())
-        mask = self._biases.get(key)
-        if mask is None:
+        key = 0 if alibi is None else alibi.data_ptr()
+        if key not in pack.masks:
             place = torch.arange(pack.width)
             hidden = (place[None] >= pack.lengths[:, None])[:, None, None]  # [B, 1, 1, L]
             bias = torch.zeros(hidden.shape)
             if alibi is not None:
                 bias = -alibi.view(kv_heads, per, 1) * (pack.lengths[:, None] - 1 - place)[:, None, None]
-            mask = self._biases[key] = bias.masked_fill(hidden, float("-inf")).expand(-1, -1, per, -1)
-        return mask
+            pack.masks[key] = bias.masked_fill(hidden, float("-inf")).expand(-1, -1, per, -1)
+        return pack.masks[key]
 
-    def _run_chunk(
-        self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor | None, cache: CpuCache, alibi: Tensor | None, more: dict,
-        out: Tensor,
-    ) -> None:  # fmt: skip
-        part = q[chunk.begin : chunk.end].transpose(0, 1)[None]  # [1, Hq, M, D]
-        keys, values = self._chunk_keys(chunk, k, v, cache, q.dtype)
-        size = out.shape[-1]
-        special = more["softcap"] or more["sinks"] is not None or alibi is not None
-        if more["sinks"] is not None:
-            more = more | {"sinks": more["sinks"][:, None]}
-        if chunk.plain and not special:
-            found = self._attend(part, keys, values, None, causal=True, **more)
-            out[chunk.begin : chunk.end] = found[0, ..., :size].transpose(0, 1)
+    def _run_chunk(self, chunk: Chunk, call: Call, out: Tensor) -> None:
+        q = call.q[chunk.begin : chunk.end].transpose(0, 1)[None]  # [1, Hq, M, D]
+        keys, values = self._chunk_keys(chunk, call)
+        sinks = None if call.sinks is None else call.sinks[:, None]
+        if chunk.plain and sinks is None and call.alibi is None and not call.rule["softcap"]:
+            found = self._attend(q, keys, values, None, causal=True, **call.rule)
+            out[chunk.begin : chunk.end] = found[0, ..., : call.out_size].transpose(0, 1)
             return
         for tile in chunk.tiles:
-            before = tile.last - tile.first - (tile.stop - tile.start)
-            mask = self.bands.get(tile.stop - tile.start, before, self.window)
-            if alibi is not None:
-                mask = mask - alibi[:, None, None] * self._gaps(tile, before)
-            span = slice(tile.first, tile.last)
-            found = self._attend(part[:, :, tile.start : tile.stop], keys[:, :, span], values[:, :, span], mask, **more)
-            out[chunk.begin + tile.start : chunk.begin + tile.stop] = found[0, ..., :size].transpose(0, 1)
+            queries, span = tile.stop - tile.start, slice(tile.first, tile.last)
+            before = tile.last - tile.first - queries
+            mask = self.bands.get(queries, before, self.window)
+            if call.alibi is not None:
+                mask = mask - call.alibi[:, None, None] * _distances(queries, before).clamp_(min=0)
+            part = q[:, :, tile.start : tile.stop]
+            found = self._attend(part, keys[:, :, span], values[:, :, span], mask, sinks=sinks, **call.rule)
+            place = slice(chunk.begin + tile.start, chunk.begin + tile.stop)
+            out[place] = found[0, ..., : call.out_size].transpose(0, 1)
 
     @staticmethod
-    def _gaps(tile: Tile, before: int) -> Tensor:
-        """[M, L] distances, nothing negative where a key is hidden anyway."""
-        queries = tile.stop - tile.start
-        return (torch.arange(queries)[:, None] + before - torch.arange(before + queries)[None]).clamp_(min=0)
-
-    def _chunk_keys(
-        self, chunk: Chunk, k: Tensor, v: Tensor | None, cache: CpuCache, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    def _chunk_keys(chunk: Chunk, call: Call) -> tuple[Tensor, Tensor]:
         """Keys and values [1, Hkv, L, size] of a chunk's context."""
         if chunk.slots is not None:
-            rows = cache.rows.index_select(0, chunk.slots)
-            return cache.split(rows if rows.dtype is dtype else rows.to(dtype), 1)
-        own = k[chunk.begin : chunk.end].transpose(0, 1)[None]
-        values = own if v is None else v[chunk.begin : chunk.end].transpose(0, 1)[None]
-        if cache.rows.dtype is not dtype:  # what later steps will read
-            own, values = own.to(cache.rows.dtype).to(dtype), values.to(cache.rows.dtype).to(dtype)
-        return own, values
+            return call.cache.read(chunk.slots, 1, call.q.dtype)
+        k = call.k[chunk.begin : chunk.end].transpose(0, 1)[None]
+        v = k if call.v is None else call.v[chunk.begin : chunk.end].transpose(0, 1)[None]
+        stored = call.cache.rows.dtype
+        if stored is not k.dtype:  # rounded to what later steps will read
+            k, v = k.to(stored).to(k.dtype), v.to(stored).to(v.dtype)
+        return k, v
+
+
+def _distances(queries: int, before: int) -> Tensor:
+    """[queries, before + queries]: position of the query minus position of the key."""
+    return torch.arange(queries)[:, None] + before - torch.arange(before + queries)[None]
 
 
 def _alike(keys: list[int]) -> bool:

@@ -104,7 +104,7 @@ def full_only(c: View, kind: str) -> Mapping[str, Any]:
 def rope_kind(c: View, found: Mapping[str, Any], head_dim: int) -> RopeKind:
     """Rope parameters of config.json -> what ops/rope.py reads."""
     theta = found.get("rope_theta") or c.get("rope_theta", "rotary_emb_base", default=10000.0)
-    part = found.get("partial_rotary_factor") or c.get("partial_rotary_factor", "rotary_pct", default=1.0)
+    part = found.get("partial_rotary_factor") or c.get("partial_rotary_factor", "rotary_pct", "rope_pct", default=1.0)
     kind = found.get("rope_type") or found.get("type") or "default"
     kind = _ROPE_NAMES.get(kind, kind)
     if kind not in SCALINGS:

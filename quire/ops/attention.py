@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.op import cpu_has_bf16, op
+from quire.ops.op import cpu_dtypes, op
 
 MAX_SCORES = 1 << 24  # elements of one score tensor; longer problems are cut along the queries
 
@@ -83,7 +83,7 @@ def padded_attention_cpu(
     if softcap or sinks is not None:
         return padded_attention.reference(q, k, v, mask, scale=scale, causal=causal, softcap=softcap, sinks=sinks)
     dtype = q.dtype
-    if dtype is not torch.float32 and not cpu_has_bf16():
+    if dtype not in cpu_dtypes():
         q, k, v = q.float(), k.float(), v.float()
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.ops.op import cpu_has_bf16, op
+from quire.ops.op import cpu_dtypes, op
 
 
 @op
@@ -15,13 +15,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-@linear.form("cpu", fits=lambda: not cpu_has_bf16())
-def linear_widened(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """For CPUs without half-precision matrix units: widen, multiply in float32, round once."""
-    if x.dtype is torch.float32:
+@linear.form("cpu")
+def linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Where the CPU has no units for the dtype: widen, multiply in float32, round once."""
+    if x.dtype in cpu_dtypes():
         return F.linear(x, weight, bias)
-    wide_bias = None if bias is None else bias.float()
-    return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
 @op
@@ -30,8 +29,8 @@ def heads_matmul(x: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
 
-@heads_matmul.form("cpu", fits=lambda: not cpu_has_bf16())
-def heads_matmul_widened(x: Tensor, weight: Tensor) -> Tensor:
-    if x.dtype is torch.float32:
+@heads_matmul.form("cpu")
+def heads_matmul_cpu(x: Tensor, weight: Tensor) -> Tensor:
+    if x.dtype in cpu_dtypes():
         return heads_matmul.reference(x, weight)
     return heads_matmul.reference(x.float(), weight.float()).to(x.dtype)

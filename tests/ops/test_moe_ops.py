@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.ops.act import gated_on
-from quire.ops.linear import heads_matmul, heads_matmul_widened, linear, linear_widened
+from quire.ops.linear import heads_matmul, linear
 from quire.ops.moe import route, run_experts
 
 
@@ -71,15 +71,16 @@ def test_experts(with_bias, tokens):
         torch.testing.assert_close(found[t], want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_widened_products_round_once(dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("native", [True, False])
+def test_products_on_cpu(dtype, native, monkeypatch):
+    """With and without matrix units for the dtype: the exact product, rounded."""
+    found = frozenset({torch.float32, dtype} if native else {torch.float32})
+    monkeypatch.setattr("quire.ops.linear.cpu_dtypes", lambda: found)
     x, w, b = draw(5, 16, dtype=dtype), draw(7, 16, seed=1, dtype=dtype), draw(7, seed=2, dtype=dtype)
+    close = dict(rtol=1e-5, atol=1e-5) if dtype is torch.float32 else dict(rtol=1e-2, atol=1e-2)
     exact = (x.double() @ w.double().T + b.double()).to(dtype)
-    torch.testing.assert_close(
-        linear_widened(x, w, b), exact, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-5
-    )
-    assert linear_widened(x, w, b).dtype is dtype and linear.on("cpu") is not None
+    torch.testing.assert_close(linear.on("cpu")(x, w, b), exact, **close)
     heads, m = draw(5, 3, 4, dtype=dtype), draw(3, 4, 6, seed=1, dtype=dtype)
-    want = torch.einsum("tha,hab->thb", heads.double(), m.double()).to(dtype)
-    torch.testing.assert_close(heads_matmul_widened(heads, m), want, rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(heads_matmul(heads.float(), m.float()), want.float(), rtol=2e-2, atol=2e-2)
+    each = torch.stack([heads[:, h].double() @ m[h].double() for h in range(3)], 1).to(dtype)
+    torch.testing.assert_close(heads_matmul.on("cpu")(heads, m), each, **close)

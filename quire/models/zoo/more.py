@@ -23,7 +23,8 @@ _FALCON_NAMES = (
 
 def falcon(c: View) -> Arch:
     """Three generations: one kv head (7B), one per head (RW), groups (40B, 180B, 11B)."""
-    new, heads = c.new_decoder_architecture, c.get("num_attention_heads", "n_head")
+    heads = c.get("num_attention_heads", "n_head")
+    new = c.new_decoder_architecture or bool(c.get("n_head_kv"))
     if new:
         kv_heads, layout = c.get("num_kv_heads", "n_head_kv", default=heads), "per_group"
         parallel, one_norm = True, c.get("num_ln_in_parallel_attn", default=2) == 1
