@@ -99,7 +99,8 @@ class Call(NamedTuple):
     out_size: int
     alibi: Tensor | None
     sinks: Tensor | None
-    rule: dict[str, float]  # scale and softcap
+    scale: float
+    softcap: float
 
 
 class Bands:
@@ -213,7 +214,7 @@ class CpuPlan:
         if not isinstance(cache, CpuCache):
             raise ConfigError(f"the CPU attention plan was given a cache of type {type(cache).__name__}")
         self._write(cache.rows, self.slots, k, v)
-        call = Call(q, k, v, cache, v_size or cache.value_size, alibi, sinks, dict(scale=scale, softcap=softcap))
+        call = Call(q, k, v, cache, v_size or cache.value_size, alibi, sinks, scale, softcap)
         if len(self.packs) == 1 and self.packs[0].tokens is None:
             return self._run_pack(self.packs[0], call, q)
         out = torch.empty((q.shape[0], q.shape[1], call.out_size), dtype=q.dtype)
@@ -232,7 +233,7 @@ class CpuPlan:
         sinks = None if call.sinks is None else call.sinks.view(kv_heads, per)
         mask = self._pack_mask(pack, call.alibi, kv_heads, per)
         folded = q.reshape(batch, kv_heads, per, size)
-        out = self._attend(folded, keys, values, mask, sinks=sinks, **call.rule)
+        out = self._attend(folded, keys, values, mask, sinks=sinks, scale=call.scale, softcap=call.softcap)
         return out.reshape(batch, heads, -1)[..., : call.out_size]
 
     @staticmethod
@@ -254,8 +255,8 @@ class CpuPlan:
         q = call.q[chunk.begin : chunk.end].transpose(0, 1)[None]  # [1, Hq, M, D]
         keys, values = self._chunk_keys(chunk, call)
         sinks = None if call.sinks is None else call.sinks[:, None]
-        if chunk.plain and sinks is None and call.alibi is None and not call.rule["softcap"]:
-            found = self._attend(q, keys, values, None, causal=True, **call.rule)
+        if chunk.plain and sinks is None and call.alibi is None and not call.softcap:
+            found = self._attend(q, keys, values, None, causal=True, scale=call.scale)
             out[chunk.begin : chunk.end] = found[0, ..., : call.out_size].transpose(0, 1)
             return
         for tile in chunk.tiles:
@@ -265,7 +266,9 @@ class CpuPlan:
             if call.alibi is not None:
                 mask = mask - call.alibi[:, None, None] * _distances(queries, before).clamp_(min=0)
             part = q[:, :, tile.start : tile.stop]
-            found = self._attend(part, keys[:, :, span], values[:, :, span], mask, sinks=sinks, **call.rule)
+            found = self._attend(
+                part, keys[:, :, span], values[:, :, span], mask, sinks=sinks, scale=call.scale, softcap=call.softcap
+            )
             place = slice(chunk.begin + tile.start, chunk.begin + tile.stop)
             out[place] = found[0, ..., : call.out_size].transpose(0, 1)
 

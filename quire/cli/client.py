@@ -51,7 +51,7 @@ def chat(arguments: Sequence[str], program: str) -> int:
     with closing(Speaker(args)) as speaker:
         if args.quick is not None:
             speaker.answer([*messages, {"role": "user", "content": args.quick}])
-            return 0
+            return speaker.status
         for line in lines("you> ", "Ctrl-C stops an answer, Ctrl-D ends."):
             question: Message = {"role": "user", "content": line}
             try:
@@ -71,7 +71,7 @@ def complete(arguments: Sequence[str], program: str) -> int:
     with closing(Speaker(args)) as speaker:
         if args.quick is not None:
             speaker.complete(args.quick)
-            return 0
+            return speaker.status
         for line in lines("text> ", "Ctrl-C stops a continuation, Ctrl-D ends."):
             try:
                 speaker.complete(line)
@@ -112,6 +112,7 @@ class Speaker:
         self._params = SamplingParams(**(defaults | asked), output_kind=RequestOutputKind.DELTA)
         self._template = args.__dict__.get("chat_template")
         self._count = 0
+        self.status = 0  # of the last answer: 130 if Ctrl-C stopped it
 
     def answer(self, messages: list[Message]) -> str:
         """The assistant's next message."""
@@ -128,6 +129,7 @@ class Speaker:
         request_id = f"terminal-{self._count}"
         self._engine.add_request(request_id, prompt, self._params)
         pieces: list[str] = []
+        self.status = 0
         with interrupted() as stopped:
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
@@ -135,6 +137,7 @@ class Speaker:
                     print(pieces[-1], end="", flush=True)
                 if stopped():
                     self._engine.abort_request([request_id])
+                    self.status = 130
                     break
         print(flush=True)
         return "".join(pieces)
@@ -170,10 +173,15 @@ def load_line_editing() -> None:
 
 @contextmanager
 def interrupted() -> Iterator[Callable[[], bool]]:
-    """While an answer runs, Ctrl-C only raises a flag: an engine must not be torn out of the middle of a step."""
+    """While an answer runs, Ctrl-C only raises a flag: an engine must not be torn out of the middle of a step.
+
+    A second one does tear it out, and ends the command.
+    """
     seen: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
+        if seen:
+            raise KeyboardInterrupt
         seen.append(number)
 
     before = signal.signal(signal.SIGINT, note)

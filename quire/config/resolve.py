@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from quire.base import env
-from quire.base.gguf import GGUFError, GGUFFile
+from quire.base.gguf import GGUFError, shared
 from quire.base.log import logger
 from quire.base.registry import load
 from quire.config import table
@@ -110,7 +110,7 @@ def _raw_config(config: EngineConfig) -> dict[str, Any]:
     if not model.path.endswith(".gguf"):
         return read_json(model.path, "config.json")
     try:
-        found: dict[str, Any] = load("quire.config.gguf_config:config_of")(GGUFFile(model.path))
+        found: dict[str, Any] = load("quire.config.gguf_config:config_of")(shared(model.path))
     except GGUFError as wrong:
         raise CheckpointError(str(wrong)) from None
     return found

@@ -26,7 +26,7 @@ PROMPTS = [
     ([1] * 200, ["200", "128"]),
     ("word " * 500, ["128"]),
     ({"nothing": 1}, ["nothing"]),
-    (17, ["int"]),
+    (17.5, ["float"]),
     ({"prompt": "x", "cache_salt": 5}, ["cache_salt"]),
     ({"prompt": "x", "multi_modal_data": {"image": object()}}, ["multi_modal_data"]),
 ]

@@ -271,10 +271,10 @@ def test_aliases_read_like_their_first_name():
 def test_configs_of_the_first_releases():
     """Names that came before transformers took the models in."""
     rw7b = dict(architectures=["RWForCausalLM"], hidden_size=4544, n_head=71, n_layer=4, multi_query=True,
-                parallel_attn=True, bias=False, alibi=False, vocab_size=65024, model_type="RefinedWebModel")  # fmt: skip
+                parallel_attn=True, bias=False, alibi=False, vocab_size=65024)  # fmt: skip
     assert read_arch(rw7b) == read_arch(OLD["falcon-7b"])
     rw40b = dict(architectures=["RWForCausalLM"], hidden_size=8192, n_head=128, n_layer=4, n_head_kv=8,
-                 parallel_attn=True, bias=False, alibi=False, vocab_size=65024, model_type="RefinedWeb")  # fmt: skip
+                 parallel_attn=True, bias=False, alibi=False, vocab_size=65024)  # fmt: skip
     assert read_arch(rw40b) == read_arch(OLD["falcon-40b"])
     epoch = dict(architectures=["StableLMEpochForCausalLM"], hidden_size=2560, intermediate_size=6912, norm_eps=1e-5,
                  num_attention_heads=32, num_heads=32, num_hidden_layers=4, num_key_value_heads=32, rope_pct=0.5,

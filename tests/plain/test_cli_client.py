@@ -147,14 +147,31 @@ def test_control_c_stops_the_answer_not_the_session(
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def interrupting(step: Any) -> Any:
+@pytest.mark.parametrize("command", [client.chat, client.complete])
+def test_control_c_of_a_quick_question_is_its_status(
+    command: Any, engine: type[FakeEngine], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engine, "step", interrupting(engine.step))
+    assert command(["-q", "one"], "quire") == 130
+    assert capsys.readouterr().out == "Hel\n"
+
+
+def test_a_second_control_c_ends_the_command(engine: type[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "step", interrupting(engine.step, times=2))
+    with pytest.raises(KeyboardInterrupt):
+        client.chat(["-q", "one"], "quire chat")
+    assert engine.made[0].closed
+
+
+def interrupting(step: Any, times: int = 1) -> Any:
     """The first step is hit by Ctrl-C."""
     hits = [True]
 
     def wrapped(self: FakeEngine) -> list[RequestOutput]:
         if hits:
             hits.pop()
-            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
         return step(self)  # type: ignore[no-any-return]
 
     return wrapped

@@ -55,6 +55,14 @@ def test_reference_pages_are_current() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_sizes_counts_every_line() -> None:
+    done = subprocess.run([sys.executable, "tools/sizes.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.split("\n\n")[0].splitlines()}
+    files = sorted((ROOT / "quire").rglob("*.py"))
+    assert int(rows["quire"][0]) == len(files)
+    assert int(rows["quire"][1]) == sum(path.read_text().count("\n") for path in files)
+
+
 def test_make_targets_named_in_docs_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in PAGES:

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Pipeline
 
-from quire.base.gguf import GGUFError, GGUFFile
+from quire.base.gguf import GGUFError, shared
 from quire.base.log import logger, once
 from quire.schema.errors import CheckpointError, NotBuiltError
 from quire.text.forms.fast import FastTokenizer, add_ends
@@ -44,7 +44,7 @@ class Metadata:
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            self.all = GGUFFile(path).metadata
+            self.all = shared(path).metadata
         except GGUFError as wrong:
             raise CheckpointError(str(wrong)) from None
         self.tokens: list[str] = self._list("tokens", str)
