@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Two test processes with one thread each are faster on two cores than one process with two threads.
 JOBS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format lint types contract reference bench sizes clean

@@ -36,13 +36,11 @@ _NAMES = {
 _LATER = {"ModelRegistry": "quire.models.registry:ModelRegistry"}  # not in this version
 
 __all__ = ["__version__", *_NAMES]
-__version__: str
+__version__ = "0.1.0"  # pyproject.toml reads it here, so that a copy that was never installed knows it too
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        found: Any = _import("importlib.metadata:version")("quire")
-    elif name in _NAMES:
+    if name in _NAMES:
         found = _import(_NAMES[name])
     else:
         why = "is not in this version of Quire" if name in _LATER else "does not exist"

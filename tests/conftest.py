@@ -8,6 +8,7 @@ from collections.abc import Iterator
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("QUIRE_TARGET_DEVICE", "cpu")  # tests/device name their device
 os.environ.setdefault("QUIRE_CPU_NUM_THREADS", "1")
 os.environ.setdefault("QUIRE_AUDIT", "1")
 os.environ.setdefault("QUIRE_CPU_KVCACHE_SPACE", "0.5")

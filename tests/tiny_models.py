@@ -2,7 +2,7 @@
 
 make_tiny(arch_name, folder, **overrides) fills `folder` with config.json, model.safetensors, generation_config.json,
 tokenizer.json and tokenizer_config.json, and returns the transformers model (eval, float32, eager attention) that
-wrote it. All weights are drawn anew (std 0.25 for matrices, 0.5 for vectors), so that nothing is near zero, no norm
+wrote it. All weights are drawn anew: matrices with std 0.25, norms 0.4 around their centre, biases 0.2, so that no norm
 is the identity and no bias is absent: a mistake anywhere moves the logits. Overrides are config keys.
 """
 
@@ -122,8 +122,14 @@ def tiny_model(arch_name: str, *, seed: int = 0, **overrides: Any) -> Any:
         torch.manual_seed(seed)
         model = getattr(transformers, arch_name)(tiny_config(arch_name, **overrides)).eval().float()
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.25 if parameter.ndim > 1 else 0.5)
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.25)
+            else:  # norms keep their centre (one, or zero where the distance from one is stored)
+                parameter.add_(torch.randn_like(parameter), alpha=0.2 if name.endswith("bias") else 0.4)
+        table = model.get_input_embeddings()
+        if hasattr(table, "scalar_embed_scale"):  # or the last token would drown all others, and greedy repeat it
+            table.weight.div_(table.scalar_embed_scale)
         for name, buffer in model.named_buffers():
             if "correction" in name:  # expert selection bias
                 buffer.normal_(std=0.5)

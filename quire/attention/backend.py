@@ -31,4 +31,7 @@ class AttentionBackend(Protocol):
         ...
 
 
-BACKENDS = Registry("attention backend", {"CPU_ATTN": "quire.attention.cpu:CpuAttention"})
+BACKENDS = Registry(
+    "attention backend",
+    {"CPU_ATTN": "quire.attention.cpu:CpuAttention", "TRITON_ATTN": "quire.attention.triton:TritonAttention"},
+)

@@ -127,7 +127,12 @@ class Bands:
         return torch.zeros(gap.shape).masked_fill_(hidden, float("-inf"))
 
 
+_attend, _write = padded_attention.on("cpu"), write_cache.on("cpu")
+
+
 class CpuPlan:
+    run_fused = None
+
     def __init__(self, step: GroupStep, group: KVGroup, bands: Bands) -> None:
         self.window = group.window if group.kind is KVKind.WINDOW else 0
         self.chunk = group.window if group.kind is KVKind.CHUNK else 0
@@ -137,7 +142,6 @@ class CpuPlan:
         self.packs: list[Pack] = []
         self.chunks: list[Chunk] = []
         self._cut(step)
-        self._attend, self._write = padded_attention.on("cpu"), write_cache.on("cpu")
 
     # --- planning: once per step ---------------------------------------------------------------------------------
 
@@ -213,7 +217,7 @@ class CpuPlan:
     ) -> Tensor:
         if not isinstance(cache, CpuCache):
             raise ConfigError(f"the CPU attention plan was given a cache of type {type(cache).__name__}")
-        self._write(cache.rows, self.slots, k, v)
+        _write(cache.rows, self.slots, k, v)
         call = Call(q, k, v, cache, v_size or cache.value_size, alibi, sinks, scale, softcap)
         if len(self.packs) == 1 and self.packs[0].tokens is None:
             return self._run_pack(self.packs[0], call, q)
@@ -233,7 +237,7 @@ class CpuPlan:
         sinks = None if call.sinks is None else call.sinks.view(kv_heads, per)
         mask = self._pack_mask(pack, call.alibi, kv_heads, per)
         folded = q.reshape(batch, kv_heads, per, size)
-        out = self._attend(folded, keys, values, mask, sinks=sinks, scale=call.scale, softcap=call.softcap)
+        out = _attend(folded, keys, values, mask, sinks=sinks, scale=call.scale, softcap=call.softcap)
         return out.reshape(batch, heads, -1)[..., : call.out_size]
 
     @staticmethod
@@ -256,7 +260,7 @@ class CpuPlan:
         keys, values = self._chunk_keys(chunk, call)
         sinks = None if call.sinks is None else call.sinks[:, None]
         if chunk.plain and sinks is None and call.alibi is None and not call.softcap:
-            found = self._attend(q, keys, values, None, causal=True, scale=call.scale)
+            found = _attend(q, keys, values, None, causal=True, scale=call.scale)
             out[chunk.begin : chunk.end] = found[0, ..., : call.out_size].transpose(0, 1)
             return
         for tile in chunk.tiles:
@@ -266,7 +270,7 @@ class CpuPlan:
             if call.alibi is not None:
                 mask = mask - call.alibi[:, None, None] * _distances(queries, before).clamp_(min=0)
             part = q[:, :, tile.start : tile.stop]
-            found = self._attend(
+            found = _attend(
                 part, keys[:, :, span], values[:, :, span], mask, sinks=sinks, scale=call.scale, softcap=call.softcap
             )
             place = slice(chunk.begin + tile.start, chunk.begin + tile.stop)

@@ -11,8 +11,9 @@ from quire.attention.backend import BACKENDS, AttentionBackend
 from quire.schema.errors import ConfigError, NotBuiltError
 from quire.schema.kv import KVSpec
 
-BY_DEVICE = {"cpu": "CPU_ATTN"}
+BY_DEVICE = {"cpu": "CPU_ATTN", "cuda": "TRITON_ATTN"}
 OTHER_NAMES = {"TORCH_SDPA": "CPU_ATTN"}
+NEEDS = {"CPU_ATTN": "cpu", "TRITON_ATTN": "cuda"}  # the device a backend runs on
 
 
 def select_backend(device: str, specs: Sequence[KVSpec], name: str | None = None) -> AttentionBackend:
@@ -24,6 +25,10 @@ def select_backend(device: str, specs: Sequence[KVSpec], name: str | None = None
     if wanted not in BACKENDS:
         raise NotBuiltError(
             f"attention backend {name!r} is not built; built: {', '.join(BACKENDS)}", param="backend", value=name
+        )
+    if NEEDS.get(wanted, kind) != kind:
+        raise ConfigError(
+            f"attention backend {wanted} runs on {NEEDS[wanted]}, not on {device}", param="backend", value=name
         )
     backend: AttentionBackend = BACKENDS.get(wanted)()
     for spec in specs:

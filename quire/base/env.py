@@ -15,6 +15,10 @@ _UNREAD: Any = object()
 ALL: dict[str, Variable[Any]] = {}
 
 
+class VariableError(ValueError):
+    """A variable is set to something it cannot be."""
+
+
 class Variable(Generic[Value]):
     def __init__(
         self,
@@ -49,9 +53,11 @@ class Variable(Generic[Value]):
             try:
                 value = self.parse(text)
             except ValueError as wrong:
-                raise ValueError(f"environment variable {spelling}={text!r}: {wrong}") from None
+                raise VariableError(f"environment variable {spelling}={text!r}: {wrong}") from None
             if self.choices and value not in self.choices:
-                raise ValueError(f"environment variable {spelling}={text!r}: choose one of {', '.join(self.choices)}")
+                raise VariableError(
+                    f"environment variable {spelling}={text!r}: choose one of {', '.join(self.choices)}"
+                )
             return value
         return self.default
 
@@ -110,6 +116,13 @@ OMP_NUM_THREADS = Variable(
     lambda text: _optional_int(text.split(",")[0]),
     "Threads of every OpenMP program; CPU_NUM_THREADS goes before it.",
     plain=True,
+)
+TARGET_DEVICE = Variable(
+    "TARGET_DEVICE", "", str.lower, "What device=auto means; unset takes a GPU where there is one.",
+    choices=("", "cpu", "cuda"),
+)  # fmt: skip
+CUDA_VISIBLE_DEVICES = Variable[str | None](
+    "CUDA_VISIBLE_DEVICES", None, str, "Which GPUs the driver shows to this process.", plain=True
 )
 ALLOW_LONG_MAX_MODEL_LEN = Variable(
     "ALLOW_LONG_MAX_MODEL_LEN", False, _flag, "1: max_model_len may exceed the model's own limit."

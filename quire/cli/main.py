@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from quire.base.env import VariableError
 from quire.base.registry import load
 from quire.schema.errors import QuireError
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(command: Command, arguments: list[str], program: str) -> int:
     try:
         status: int = load(command.path)(arguments, program)
-    except QuireError as wrong:
+    except (QuireError, VariableError) as wrong:
         print(f"{program}: {wrong}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -112,9 +112,9 @@ class EngineArgs(_Derived):  # type: ignore[misc]  # the attributes come from th
         return self.create_engine_config().load_config
 
     @staticmethod
-    def get_batch_defaults(world_size: int) -> tuple[dict[str, int], dict[str, int]]:
-        """(most tokens in a step, most requests in a step), each by usage context, on CPU."""
-        found: tuple[dict[str, int], dict[str, int]] = load("quire.config.resolve:batch_defaults")(world_size)
+    def get_batch_defaults(world_size: int, device: str = "cpu") -> tuple[dict[str, int], dict[str, int]]:
+        """(most tokens in a step, most requests in a step), each by usage context, on this kind of device."""
+        found: tuple[dict[str, int], dict[str, int]] = load("quire.config.resolve:batch_defaults")(world_size, device)
         return found
 
 

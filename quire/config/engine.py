@@ -88,9 +88,8 @@ class EngineConfig(Group):
     weight_transfer_config: WeightTransferConfig | None = option(None, "New weights while running.", LATER)
     additional_config: dict[str, Any] = option({}, "Anything a plug-in wants to find here; carried, never read.")
     optimization_level: int = option(
-        2, "-O0 to -O3: how much time start-up may spend on speed.", INERT, low=0, high=3,
-        flags=("-O",), take=level_number,
-        why="a level only chooses compilation and graphs, and the CPU worker has neither",
+        2, "-O0 to -O3: how much time start-up may spend on speed. 0: no CUDA graphs; the others are alike.", low=0,
+        high=3, flags=("-O",), take=level_number,
     )  # fmt: skip
     performance_mode: Literal["balanced", "interactivity", "throughput"] = option(
         "balanced", "What defaults lean towards.", LATER

@@ -1,6 +1,7 @@
 """How the device computes: attention, kernels, compilation and CUDA graphs.
 
-Declarations only (option.py says what they mean). Nearly all of it concerns GPUs, so nearly all of it is not there yet.
+Declarations only (option.py says what they mean). No model is compiled: kernels are written by hand, graphs do the
+rest.
 """
 
 import enum
@@ -75,7 +76,10 @@ def snake(given: Any) -> Any:
 class AttentionConfig(Group):
     """Which attention kernel runs."""
 
-    backend: str | None = option(None, "Attention kernel; unset chooses.", LATER, name="attention_backend", take=upper)
+    backend: str | None = option(
+        None, "Attention kernel; unset is TRITON_ATTN on a GPU and CPU_ATTN on CPU.", LATER, name="attention_backend",
+        ready=("TRITON_ATTN", "CPU_ATTN", "TORCH_SDPA"), take=upper,
+    )  # fmt: skip
     flash_attn_version: Literal[2, 3, 4] | None = option(None, "FlashAttention generation.", LATER, flat=False)
     use_prefill_decode_attention: bool = option(False, "Separate kernels for prompts.", LATER, flat=False)
     flash_attn_max_num_splits_for_cuda_graph: int = option(32, "Splits inside a graph.", LATER, flat=False, low=1)
@@ -163,13 +167,17 @@ class CompilationConfig(Group):
     compile_ranges_endpoints: tuple[int, ...] | None = option(None, "Ends of size ranges.", LATER, flat=False)
     inductor_compile_config: dict[str, Any] = option({}, "Options of the compiler.", LATER, flat=False)
     inductor_passes: dict[str, str] = option({}, "Further passes.", LATER, flat=False)
-    cudagraph_mode: str = option(
-        "NONE", "Which batches replay a graph.", LATER, asked=None, flat=False, ready=("NONE",),
-        choices=tuple(CUDAGraphMode.__members__), accepts=str | None, take=graph_mode_name,
+    cudagraph_mode: str | None = option(
+        None, "Which batches replay a graph; unset is FULL_DECODE_ONLY on a GPU. Batches with prompts never do.",
+        flat=False, choices=tuple(CUDAGraphMode.__members__), take=graph_mode_name,
     )  # fmt: skip
     cudagraph_num_of_warmups: int = option(0, "Runs before a capture.", LATER, flat=False, low=0)
-    cudagraph_capture_sizes: tuple[int, ...] | None = option(None, "Batch sizes captured.", LATER)
-    max_cudagraph_capture_size: int | None = option(None, "Largest captured batch.", LATER, low=1)
+    cudagraph_capture_sizes: tuple[int, ...] | None = option(
+        None, "Batch sizes captured; unset is 1, 2, 4, every 8 below 256, every 16 from there."
+    )
+    max_cudagraph_capture_size: int | None = option(
+        None, "Largest captured batch; unset is twice max_num_seqs, at most 512.", low=1
+    )
     cudagraph_copy_inputs: bool = option(False, "Copy inputs before a replay.", LATER, flat=False)
     cudagraph_specialize_lora: bool = option(True, "Graphs with and without adapters.", LATER, flat=False)
     use_inductor_graph_partition: bool | None = option(None, "Split in the compiler.", LATER, flat=False)

@@ -21,12 +21,10 @@ class CacheConfig(Group):
     hash_block_size: int | None = option(None, "Prefix keys finer than a block.", LATER, flat=False, low=1)
     gpu_memory_utilization: float = option(
         0.92,
-        "Share of a GPU's memory this engine may use.",
-        INERT,
+        "Share of a GPU's memory this engine may use; on CPU set kv_cache_memory_bytes or QUIRE_CPU_KVCACHE_SPACE.",
         flags=("--device-memory-utilization",),
         above=0,
         high=1,
-        why="no GPU memory is used; on CPU set kv_cache_memory_bytes or QUIRE_CPU_KVCACHE_SPACE",
     )
     cache_dtype: str = option(
         "auto",

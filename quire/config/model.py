@@ -105,6 +105,15 @@ class SpeechToTextConfig(Group):
         return self.min_energy_split_window_size is not None and self.max_audio_clip_s is not None
 
 
+def length_asked(given: Any) -> Any:
+    """'auto' is -1; no other text is a length (flags read 4k before it comes here)."""
+    if not isinstance(given, str):
+        return given
+    if given.lower() != "auto":
+        raise ConfigError(f"max_model_len must be a whole number or 'auto', got {given!r}", param="max_model_len")
+    return -1
+
+
 @group
 class ModelConfig(Group):
     """Which model, tokenizer, precision and context length."""
@@ -164,7 +173,7 @@ class ModelConfig(Group):
         human=True,
         auto=True,
         accepts=int | str | None,
-        take=lambda given: -1 if isinstance(given, str) and given.lower() == "auto" else given,
+        take=length_asked,
     )
     quantization: str | None = option(
         None, "How weights are stored; unset is what the checkpoint says.", LATER, flags=("-q",), ready=("gguf",),
@@ -174,9 +183,7 @@ class ModelConfig(Group):
     allow_deprecated_quantization: bool = option(
         False, "Allow schemes that are about to go.", INERT, why="no scheme of this version is deprecated"
     )
-    enforce_eager: bool = option(
-        False, "No compilation and no CUDA graphs.", INERT, why="the CPU worker never compiles or captures anything"
-    )
+    enforce_eager: bool = option(False, "No compilation and no CUDA graphs; a CPU worker has neither.")
     enable_return_routed_experts: bool = option(False, "Report the experts each token used.", LATER)
     max_logprobs: int = option(20, "Most log probabilities a request may ask for; -1 is no limit.", low=-1)
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = option(

@@ -18,16 +18,19 @@ from quire.base.gguf import GGUFError, shared
 from quire.base.log import logger
 from quire.base.registry import load
 from quire.config import table
+from quire.config.device import find_gpu
 from quire.config.engine import EngineConfig, replace
 from quire.config.facts import read_facts
+from quire.config.graphs import choose_graphs
 from quire.config.sampling import choose_sampling
 from quire.config.source import locate, read_json, stored_dtype
-from quire.schema.errors import CheckpointError, ConfigError, NotBuiltError
+from quire.schema.errors import CheckpointError, ConfigError, ModelNotFoundError, NotBuiltError
 
 log = logger(__name__)
 
 Asked = Mapping[str, Any]
 Step = Callable[[Asked, EngineConfig], EngineConfig]
+USAGES = ("LLM_CLASS", "OPENAI_API_SERVER")
 _UNKNOWN_LENGTH = 2048  # tokens, for a model that does not say
 
 
@@ -48,13 +51,23 @@ def refuse(asked: Asked, config: EngineConfig) -> EngineConfig:
 
 
 def choose_device(asked: Asked, config: EngineConfig) -> EngineConfig:
-    """The CPU; anything else was refused a step ago."""
-    return replace(config, **{"device_config.device": "cpu"})
+    """What was asked for; else a GPU where there is one."""
+    device: str = config.device_config.device
+    if device == "auto":
+        device, why = env.TARGET_DEVICE.get(), "QUIRE_TARGET_DEVICE"
+        if not device:
+            gpu = find_gpu()
+            device = "cpu" if gpu is None else "cuda"
+            why = "no usable GPU was found" if gpu is None else gpu.name or "an NVIDIA driver is there"
+        log.info("device: %s (%s)", device, why)
+    return replace(config, **{"device_config.device": device})
 
 
 def find_model(asked: Asked, config: EngineConfig) -> EngineConfig:
     """Where the files are, and under which names the model is served."""
     model, files = config.model_config, config.load_config
+    if asked.get("model") == "":  # an unset variable of a script, most likely: not a wish for the embedded one
+        raise ModelNotFoundError("model is '': name a folder, a .gguf file or a hub id, or leave it out", param="model")
     found = locate(model.model or None, model.revision, files.download_dir, model.hf_token, files.ignore_patterns)
     if not model.model:
         log.info("No model was named: using the embedded %s", found.name)
@@ -188,12 +201,15 @@ def choose_storage(asked: Asked, config: EngineConfig) -> EngineConfig:
 
 
 def choose_dtype(asked: Asked, config: EngineConfig) -> EngineConfig:
-    """auto: what the checkpoint was saved in, where a CPU computes it well."""
+    """auto: what the checkpoint was saved in, where the device computes it well."""
     model = config.model_config
+    on_gpu = config.device_config.device == "cuda"
     if model.dtype != "auto":
-        if model.dtype == "float16":
+        if model.dtype == "float16" and not on_gpu:
             log.info("dtype: float16 as asked; CPUs compute it slowly, bfloat16 and float32 are faster")
         return config
+    if on_gpu:
+        return replace(config, **{"model_config.dtype": _gpu_dtype(config)})
     if model.path.endswith(".gguf"):
         native = cpu_multiplies_bfloat16()
         dtype = "bfloat16" if native else "float32"
@@ -208,6 +224,17 @@ def choose_dtype(asked: Asked, config: EngineConfig) -> EngineConfig:
     else:
         log.debug("dtype: %s, as saved", dtype)
     return replace(config, **{"model_config.dtype": dtype})
+
+
+def _gpu_dtype(config: EngineConfig) -> str:
+    """float16 for float32 and float16 checkpoints, bfloat16 for bfloat16 ones (and for GGUF, which says neither)."""
+    model = config.model_config
+    is_gguf = model.path.endswith(".gguf")
+    saved = "bfloat16" if is_gguf else model.facts.dtype or stored_dtype(model.path) or "float32"
+    dtype = "bfloat16" if saved == "bfloat16" else "float16"
+    if saved not in ("float16", "bfloat16"):
+        log.info("dtype: float16 (the checkpoint is %s; dtype=float32 insists)", saved)
+    return dtype
 
 
 @cache
@@ -269,8 +296,14 @@ def choose_reuse(asked: Asked, config: EngineConfig) -> EngineConfig:
     return replace(config, **changes)
 
 
-def batch_defaults(world_size: int) -> tuple[dict[str, int], dict[str, int]]:
-    """(tokens, requests) of a step on CPU, by usage context."""
+def batch_defaults(world_size: int, device: str = "cpu") -> tuple[dict[str, int], dict[str, int]]:
+    """(tokens, requests) of a step, by usage context."""
+    if device == "cuda":
+        gpu = find_gpu()
+        is_large = gpu is not None and gpu.total_bytes >= 70 << 30 and "a100" not in gpu.name.lower()
+        most = 1024 if is_large else 256
+        most_tokens = (16384, 8192) if is_large else (8192, 2048)
+        return dict(zip(USAGES, most_tokens, strict=True)), dict.fromkeys(USAGES, most)
     tokens = {"LLM_CLASS": 4096 * world_size, "OPENAI_API_SERVER": 2048 * world_size}
     requests = {"LLM_CLASS": 256 * world_size, "OPENAI_API_SERVER": 128 * world_size}
     return tokens, requests
@@ -279,7 +312,7 @@ def batch_defaults(world_size: int) -> tuple[dict[str, int], dict[str, int]]:
 def choose_batch(asked: Asked, config: EngineConfig) -> EngineConfig:
     """How much a step holds: by usage, then so that the two limits and the context length fit each other."""
     scheduler, length = config.scheduler_config, config.model_config.max_model_len
-    by_tokens, by_requests = batch_defaults(config.parallel_config.world_size)
+    by_tokens, by_requests = batch_defaults(config.parallel_config.world_size, config.device_config.device)
     tokens, requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     if asked.get("max_num_seqs") is None:
         requests = by_requests.get(config.usage_context, scheduler.DEFAULT_MAX_NUM_SEQS)
@@ -343,6 +376,9 @@ def _long_threshold(config: EngineConfig) -> int:
 def choose_scheduling(asked: Asked, config: EngineConfig) -> EngineConfig:
     """Planning ahead pays where the device works beside the host; a CPU worker is the host."""
     if asked.get("async_scheduling") is None:
+        if config.device_config.device == "cuda":
+            log.debug("async_scheduling: on (the GPU works while the next step is planned)")
+            return replace(config, **{"scheduler_config.async_scheduling": True})
         log.debug("async_scheduling: off (on CPU the plan and the step share the cores)")
         return replace(config, **{"scheduler_config.async_scheduling": False})
     return config
@@ -387,6 +423,7 @@ STEPS: tuple[Step, ...] = (
     choose_batch,
     check_scheduler,
     choose_scheduling,
+    choose_graphs,
     choose_cache,
     finish,
 )

@@ -20,11 +20,16 @@ class SchedulerConfig(Group):
     DEFAULT_MAX_NUM_SEQS: ClassVar[int] = 128
 
     max_num_batched_tokens: int = option(
-        2048, "Most tokens in one step; unset is 4096 for LLM and 2048 for a server.", asked=None, low=1, human=True
+        2048,
+        "Most tokens in one step; unset is 4096 for LLM and 2048 for a server, on a large GPU 16384 and 8192.",
+        asked=None,
+        low=1,
+        human=True,
     )
     max_num_seqs: int = option(
-        128, "Most requests in one step; unset is 256 for LLM and 128 for a server.", asked=None, low=1
-    )
+        128, "Most requests in one step; unset is 256 for LLM and 128 for a server, on a large GPU 1024.", asked=None,
+        low=1,
+    )  # fmt: skip
     max_num_scheduled_tokens: int | None = option(None, "Tokens the scheduler itself may grant.", LATER, low=0)
     max_num_active_seqs: int | None = option(None, "Requests that may hold KV.", LATER, low=1)
     max_num_queued_reqs: int | None = option(None, "Requests that may wait; more are refused.", low=1)
@@ -56,7 +61,7 @@ class SchedulerConfig(Group):
     watermark: float = option(0.0, "Share of blocks kept free when requests are admitted.", low=0, below=1)
     prefill_schedule_interval: int = option(1, "Admit prompts only every so many steps.", LATER, low=1)
     async_scheduling: bool = option(
-        False, "Plan a step while the one before still runs; unset is off on CPU.", asked=None
+        False, "Plan a step while the one before still runs; unset is on for a GPU, off on CPU.", asked=None
     )
     stream_interval: int = option(1, "Tokens gathered before a streamed piece is sent.", low=1)
     # results
@@ -201,8 +206,8 @@ class DeviceConfig(Group):
     """What computes."""
 
     device: Literal["auto", "cpu", "cuda"] = option(
-        "auto", "What computes; auto is the CPU in this version.", LATER, ready=("cpu",),
-        accepts=str, take=lambda given: str(given).partition(":")[0], why="this version computes on CPU only",
+        "auto", "What computes; auto is a GPU where there is one, else the CPU.",
+        accepts=str, take=lambda given: str(given).partition(":")[0],
     )  # fmt: skip
 
     @property

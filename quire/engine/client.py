@@ -185,9 +185,12 @@ class InProcessClient:
         loop = self.loop
         call, future = self._calls.open(verb, args, kwargs)
         try:
+            with held_interrupt():
+                loop.settle(0)
             reply = loop.call(call)
             while reply is None:  # a verb that waits for running requests: they run here
-                loop.keep(loop.step())
+                with held_interrupt():
+                    loop.keep(loop.step())
                 reply = next((r for r in loop.take_replies() if r.call_id == call.call_id), None)
         except Exception as failed:
             raise self._die(failed) from failed

@@ -7,6 +7,7 @@ limit, raised before anything is submitted. Must not know: where the engine is, 
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -70,6 +71,7 @@ class InputProcessor:
         self._num_ranks = config.parallel_config.data_parallel_size
         self._random = random.Random(config.model_config.seed)
         self._drawing = threading.Lock()
+        self._serials = itertools.count()
         self._processors = _processors(config.model_config.logits_processors)
         own_eos = tokenizer.eos_token_id if tokenizer is not None else None
         further = tuple(config.model_config.eos_token_ids)
@@ -83,7 +85,7 @@ class InputProcessor:
 
     def process(self, request_id: str, given: object, params: SamplingParams, options: Options | None = None) -> Asked:
         options = options or Options()
-        if not isinstance(request_id, str) or not request_id:
+        if not isinstance(request_id, str) or not _is_text(request_id):
             raise InputError(f"request_id must be a non-empty string, got {request_id!r}", param="request_id")
         if not isinstance(params, SamplingParams):
             raise InputError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
@@ -101,11 +103,14 @@ class InputProcessor:
         arrival = time.time() if options.arrival is None else options.arrival
         seed = params.seed if params.seed is not None else options.seed
         seed = self.draw_seed() if seed is None else seed
+        # A caller may use an id again as soon as its request has ended here; what the engine still says of the old
+        # request must not be taken for news of the new one, so the engine knows each by a name of its own.
+        name = f"{request_id}#{next(self._serials)}"
         # The prompt's log probabilities are the same for all n: the first answer brings them.
         sibling = params if params.prompt_logprobs is None else msgspec.structs.replace(params, prompt_logprobs=None)
         requests = tuple(
             EngineRequest(
-                request_id=request_id if params.n == 1 else f"{request_id}#{index}",
+                request_id=name if params.n == 1 else f"{name}.{index}",
                 prompt_token_ids=token_ids,
                 params=params if index == 0 else sibling,
                 seed=(seed + index) % _SEEDS,
@@ -260,6 +265,14 @@ class InputProcessor:
             raise InputError(
                 f"data_parallel_rank is {rank}; there are {self._num_ranks} engines", param="data_parallel_rank"
             )
+
+
+def _is_text(given: str) -> bool:
+    """Not empty, and able to travel: no lone surrogates."""
+    try:
+        return bool(given.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def default_params(config: EngineConfig) -> SamplingParams:

@@ -39,6 +39,10 @@ class LogprobList:
         decoder = tokenizer if params.detokenize else None
         return cls(decoder, flat=params.flat_logprobs, num_ranked=asked or 0, prompt=prompt)
 
+    def __len__(self) -> int:
+        """Positions so far."""
+        return len(self._dicts if self._flat is None else self._flat)
+
     def extend(self, rows: LogprobRows, count: int | None = None) -> None:
         """Add the first `count` rows (all by default)."""
         for token_ids, logprobs, rank in list(zip(rows.token_ids, rows.logprobs, rows.ranks, strict=True))[:count]:
@@ -52,7 +56,7 @@ class LogprobList:
         return [entry for entry in self._dicts[begin:] if entry is not None]
 
     def prompt(self) -> PromptLogprobs:
-        """Complete before the first token is told, so never a copy."""
+        """Told when complete, so never a copy."""
         return self._dicts if self._flat is None else self._flat
 
     def _append(self, position: LogprobsOnePosition | None) -> None:

@@ -258,7 +258,7 @@ class _Open:
         self.answers = [_Answer(i, r, asked.params, tokenizer) for i, r in enumerate(asked.requests)]
         self.prompt_logprobs = LogprobList.make(asked.params, tokenizer, asked.params.prompt_logprobs, prompt=True)
         self.num_growing = len(self.answers)
-        self._told = False
+        self._told = False  # the prompt's log probabilities
 
     def tell(self, interval: int) -> RequestOutput | None:
         """What the caller should see now, if anything."""
@@ -270,8 +270,11 @@ class _Open:
             return None
         delta = self.kind is RequestOutputKind.DELTA
         shown = [answer.show(delta) for answer in (due if delta else self.answers)]
-        prompt_logprobs = None if self.prompt_logprobs is None or (delta and self._told) else self.prompt_logprobs
-        self._told = True
+        prompt_logprobs = self.prompt_logprobs
+        if prompt_logprobs is not None:  # told when whole: the first answer, which brings them, may be behind others
+            whole = finished or len(prompt_logprobs) == len(self.asked.token_ids)
+            prompt_logprobs = prompt_logprobs if whole and not (delta and self._told) else None
+            self._told |= whole
         return RequestOutput(
             request_id=self.asked.request_id,
             prompt=self.asked.text,

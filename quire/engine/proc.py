@@ -56,13 +56,22 @@ def start_engine(config: EngineConfig) -> Started:
     """Load the model, place the KV cache, warm up."""
     seconds: dict[str, float] = {}
     began = now()
+
+    def mark(phase: str) -> None:
+        seconds[phase] = now() - began - sum(seconds.values())
+
     executor = make_executor(config)
     try:
+        mark("device")
         info = executor.load()
-        seconds["load"] = now() - began
-        layout, max_model_len = _place(config, info, executor.free_bytes())
+        mark("load")
+        free_bytes = executor.free_bytes()
+        mark("profile")
+        layout, max_model_len = _place(config, info, free_bytes)
         executor.init_kv(layout)
+        mark("kv")
         executor.warm_up()
+        mark("warm_up")
     except BaseException:
         executor.shutdown()
         raise
@@ -79,7 +88,8 @@ def start_engine(config: EngineConfig) -> Started:
         block_size=config.cache_config.block_size,
         start_seconds=seconds,
     )
-    log.info("Engine ready in %.1f s: %d KV blocks", seconds["total"], layout.num_blocks)
+    phases = ", ".join(f"{phase} {seconds[phase]:.2f}" for phase in seconds if phase != "total")
+    log.info("Engine ready in %.1f s (%s): %d KV blocks", seconds["total"], phases, layout.num_blocks)
     return Started(EngineLoop(executor, scheduler, ahead=ahead), ready)
 
 

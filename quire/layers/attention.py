@@ -16,6 +16,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import RMS, Norm, NormKind
 from quire.layers.rope import Rope, Turn
 from quire.ops.attention import alibi_slopes
+from quire.ops.qkv import QkvPrep
 from quire.quant.scheme import Slot, Storage
 from quire.schema.kv import KVKind, KVSpec
 
@@ -76,6 +77,10 @@ class Attention(KVLayer):
         self.o = Linear(prefix, heads * size, {"o_proj": width}, storage, bias=kind.o_bias)
         self.q_norm = self._norm("q_norm", heads, storage)
         self.k_norm = self._norm("k_norm", kv_heads, storage)
+        plain_norms = not kind.qk_norm or (
+            kind.qk_norm != "full" and kind.qk_norm_kind.kind == "rms" and not kind.qk_norm_kind.bias
+        )
+        self.fusable = plain_norms and not kind.qkv_clip and not kind.grow[0]  # see `prep`
         self.sinks = storage.parameter(heads) if kind.sinks else None
         self.alibi = alibi_slopes(heads).to(storage.device) * kind.alibi if kind.alibi else None
 
@@ -88,15 +93,30 @@ class Attention(KVLayer):
         return self.kind.kv_heads, self.kind.head_dim, -1
 
     def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
-        kind, tokens = self.kind, x.shape[0]
+        kind, tokens, plan = self.kind, x.shape[0], batch.plans[self.group]
+        if plan.run_fused is not None and self.fusable:
+            out = plan.run_fused(
+                self.qkv(x), self.prep(turn), self.cache,
+                scale=kind.scale, softcap=kind.softcap, sinks=self.sinks, alibi=self.alibi,
+            )  # fmt: skip
+            return self.o(out.reshape(tokens, -1))
         q, k, v = self._project(x, turn)
         if kind.grow[0]:
             beta, length = kind.grow
             q = q * (1 + beta * torch.log(1 + torch.floor(batch.positions / length)))[:, None, None].to(q.dtype)
-        out = batch.plans[self.group].run(
-            q, k, v, self.cache, scale=kind.scale, softcap=kind.softcap, sinks=self.sinks, alibi=self.alibi
-        )
+        out = plan.run(q, k, v, self.cache, scale=kind.scale, softcap=kind.softcap, sinks=self.sinks, alibi=self.alibi)
         return self.o(out.reshape(tokens, -1))
+
+    def prep(self, turn: Turn | None) -> QkvPrep:
+        """What happens between the fused product and attending, as data for a plan that does it in one pass."""
+        kind, turn = self.kind, None if self.rope is None else turn
+        norm, q_norm, k_norm = kind.qk_norm_kind, self.q_norm, self.k_norm
+        return QkvPrep(
+            kind.heads, kind.kv_heads, None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight, norm.eps, 1.0 if norm.plus_one else 0.0, norm.wide,
+            None if turn is None else turn.cos, None if turn is None else turn.sin,
+            self.rope is not None and self.rope.kind.pairs,
+        )  # fmt: skip
 
     def _project(self, x: Tensor, turn: Turn | None) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, Hq, D], k and v [T, Hkv, D], normalised and rotated."""

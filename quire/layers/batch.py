@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from quire.ops.qkv import QkvPrep
 from quire.schema.kv import KVSpec
 
 
@@ -25,8 +26,29 @@ class LayerCache(Protocol):
     spec: KVSpec
 
 
+class FusedRun(Protocol):
+    """Attention from the fused product on: norm and rotate heads, write keys and values, attend. [T, Hq, Dv]."""
+
+    def __call__(
+        self,
+        qkv: Tensor,  # [T, (Hq + 2 Hkv) * D]
+        prep: QkvPrep,
+        cache: LayerCache | None,
+        *,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,  # [Hq]
+        alibi: Tensor | None = None,  # [Hq] slopes
+    ) -> Tensor: ...
+
+
 class AttentionPlan(Protocol):
     """How one KV group attends in one step; shared by all layers of the group."""
+
+    @property
+    def run_fused(self) -> FusedRun | None:
+        """None: layers prepare queries, keys and values themselves and call `run`."""
+        ...
 
     def run(
         self,
@@ -46,13 +68,22 @@ class AttentionPlan(Protocol):
 
 
 class GroupStep(NamedTuple):
-    """What a backend must know of one step to plan one KV group. Rows with query_lens 0 are allowed."""
+    """What a backend must know of one step to plan one KV group. Rows with query_lens 0 are allowed.
 
-    block_tables: Tensor  # [R, max_blocks] int32; -1 where a block was freed or is absent
+    The first five fields are enough on CPU. A worker whose rows live on a device fills all of them: `block_tables` is
+    then the whole table of the device and `row_index` says which of its rows each entry uses. With `is_static` the plan
+    is captured in a graph and replayed for other steps: see worker/graphs.py for what is fixed and what changes.
+    """
+
+    block_tables: Tensor  # [R, max_blocks] int32; -1 where a block was freed or is absent. With row_index: [rows, W]
     query_starts: Tensor  # [R+1] int32, running sum of query_lens
     context_lens: Sequence[int]  # host: tokens of each row once this step is done (start + count)
     query_lens: Sequence[int]  # host: tokens of each row in this step
-    slots: Tensor  # [T] int64: block * block_size + offset where each token's keys and values go
+    slots: Tensor  # [T] int64: block * block_size + offset where each token's keys and values go; -1: nowhere
+    row_index: Tensor | None = None  # [R] int32 on the device; None: entry i uses row i of block_tables
+    contexts: Tensor | None = None  # [R] int32 on the device: context_lens; 0: padding, which reads nothing
+    is_decode: bool = False  # one query per entry: R == T and query_starts is 0, 1, .. R
+    is_static: bool = False  # to be captured; context_lens and query_lens then hold the largest values there can be
 
 
 @dataclass
@@ -68,6 +99,8 @@ class Batch:
 
 class NoAttention:
     """A plan that touches no cache and returns zeros: for measuring a forward pass before any KV memory exists."""
+
+    run_fused = None
 
     def run(
         self,

@@ -105,7 +105,7 @@ class Moe(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights, index = self.choose(x)
         experts = self.experts
-        out = self._run(x, weights, index, experts.w1, experts.w2, experts.b1, experts.b2, self._act)
+        out = self._run(x, weights, index, experts.w1, experts.w2, b1=experts.b1, b2=experts.b2, act=self._act)
         if self.shared is None:
             return out
         shared = self.shared(x)

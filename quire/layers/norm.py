@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from quire.ops.norm import add_rms_norm, layer_norm, rms_norm, rms_norm_wide
+from quire.ops.norm import add_rms_norm, add_rms_norm_wide, layer_norm, rms_norm, rms_norm_wide
 from quire.quant.scheme import Slot, Storage
 from quire.schema.errors import ConfigError
 
@@ -36,7 +36,7 @@ class Norm(nn.Module):
         self.weight = storage.parameter(*shape) if kind.weight else None
         self.bias = storage.parameter(*shape) if kind.bias else None
         self._function = self._choose(storage)
-        fused = kind.kind == "rms" and kind.weight and not (kind.plus_one or kind.wide) and len(shape) == 1
+        fused = kind.kind == "rms" and kind.weight and len(shape) == 1
         self._add = self._choose_add(storage) if fused else None
 
     def _choose(self, storage: Storage) -> Callable[[Tensor], Tensor]:
@@ -54,8 +54,12 @@ class Norm(nn.Module):
         return lambda x: rms(x, weight, eps)
 
     def _choose_add(self, storage: Storage) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        add, weight, eps = add_rms_norm.on(storage.device), self.weight, self.kind.eps
+        kind, weight, eps, offset = self.kind, self.weight, self.kind.eps, 1.0 if self.kind.plus_one else 0.0
         assert weight is not None
+        if kind.plus_one or kind.wide:
+            wide = add_rms_norm_wide.on(storage.device)
+            return lambda x, delta: wide(x, delta, weight, eps, offset)
+        add = add_rms_norm.on(storage.device)
         return lambda x, delta: add(x, delta, weight, eps)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ class BeamSearchInstance:
     params: BeamSearchParams
     max_tokens: int  # the params', cut to what fits the model
     eos_token_ids: frozenset[int]
+    cache_salt: str | None = None  # of the prompt; every extension carries it
     beams: list[BeamSearchSequence] = field(default_factory=list)
     completed: list[BeamSearchSequence] = field(default_factory=list)
     rounds: int = 0

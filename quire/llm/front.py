@@ -71,8 +71,8 @@ class Front:
                 self.outputs.add(one)
                 added.append(one)
             self.client.submit([request for one in added for request in one.requests])
-        except BaseException:
-            self.outputs.abort([one.request_id for one in added])
+        except BaseException:  # an interrupt may come when some are in the engine already
+            self.abort([one.request_id for one in added])
             raise
 
     def take(self, news: Outputs) -> Processed:

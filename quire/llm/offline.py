@@ -79,7 +79,7 @@ class LLM:
         prompt_token_ids: Any = None,
         use_tqdm: Tqdm = True,
         lora_request: Any = None,
-        priority: Sequence[int] | None = None,
+        priority: Sequence[int] | int | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers in the order of the prompts. Parameters: one for all, one for each, or the model's defaults."""
@@ -90,7 +90,7 @@ class LLM:
             SamplingParams,
             "sampling_params",
         )
-        priorities = [0] * len(prompts) if priority is None else pair(list(priority), len(prompts), int, "priority")
+        priorities = pair(0 if priority is None else priority, len(prompts), int, "priority")
         final = {id(p): msgspec.structs.replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in params}
         asked = [
             self._prepare(
@@ -171,6 +171,8 @@ class LLM:
             raise InputError(f"params must be BeamSearchParams, got {type(params).__name__}", param="params")
         if concurrency_limit is not None and concurrency_limit < 1:
             raise InputError(f"concurrency_limit must be at least 1, got {concurrency_limit}")
+        if (mode := self.model_config.logprobs_mode).endswith("logits"):
+            raise InputError(f"beam search ranks by log probabilities, and logprobs_mode is {mode!r}", param="params")
         options = Options(lora_request=lora_request, any_logprobs=True)
         searches = [self._search(prompt, params, options) for prompt in list_prompts(prompts)]
         progress = Progress.make(use_tqdm, total=len(searches), words="Beam search")
@@ -185,7 +187,11 @@ class LLM:
         request = asked.requests[0]
         ends = {request.eos_token_id, *request.stop_token_ids} - {None}
         return BeamSearchInstance(
-            list(asked.token_ids), params, request.max_tokens, frozenset(end for end in ends if end is not None)
+            list(asked.token_ids),
+            params,
+            request.max_tokens,
+            frozenset(end for end in ends if end is not None),
+            request.cache_salt,
         )
 
     def _run_searches(self, searches: list[BeamSearchInstance], options: Options, progress: Progress) -> None:
@@ -201,7 +207,8 @@ class LLM:
                     detokenize=False,
                     output_kind=RequestOutputKind.FINAL_ONLY,
                 )
-                asked += [self._prepare(beam.tokens, params, options) for beam in search.beams]
+                salt = {} if search.cache_salt is None else {"cache_salt": search.cache_salt}
+                asked += [self._prepare({"prompt_token_ids": b.tokens} | salt, params, options) for b in search.beams]
             results = iter(self._run(asked, False))
             for search in live:
                 search.advance([_followed(next(results)) for _ in list(search.beams)])
@@ -228,10 +235,9 @@ class LLM:
         """Turn the engine until all of these have ended."""
         engine, results = self.llm_engine, dict[str, RequestOutput]()
         mine = {one.request_id for one in asked}
-        progress = Progress.make(use_tqdm, total=len(asked), words="Processed prompts")
         engine.add(asked)
         try:
-            with progress:
+            with Progress.make(use_tqdm, total=len(asked), words="Processed prompts") as progress:
                 while len(results) < len(asked):
                     for result in engine.step():
                         if result.finished and result.request_id in mine:

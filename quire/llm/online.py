@@ -91,6 +91,12 @@ class _Streams:
             processed = self._front.abort(request_ids)
             self._deliver(processed)
 
+    def leave(self, request_id: str, stream: _Stream) -> None:
+        """Its caller listens no more. By now the id may be another request's, and that one goes on."""
+        with self._lock:
+            if self._streams.get(request_id) is stream:
+                self._deliver(self._front.abort([request_id]))
+
     def request_ids(self) -> list[str]:
         with self._lock:
             return list(self._streams)
@@ -197,7 +203,7 @@ class AsyncLLM:
                 yield result
         finally:
             if not finished:  # closed, cancelled, or failed: then there is nothing left to abort
-                self._streams.abort([request_id])
+                self._streams.leave(request_id, stream)
 
     async def _prepare(self, request_id: str, prompt: Prompt, params: SamplingParams, options: Options) -> Asked:
         if prompt.token_ids is not None or len(prompt.text or "") < _LONG_TEXT:

@@ -22,12 +22,18 @@ Item = TypeVar("Item")
 
 def list_prompts(given: Any) -> list[Any]:
     """One prompt (text, ids or dict) or several -> a list of prompts."""
-    if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
+    given = _plain(given)
+    if isinstance(given, (str, bytes, bytearray, Mapping)) or not isinstance(given, Iterable):
         return [given]
-    items = list(given)
+    items = [_plain(item) for item in given]
     if items and all(hasattr(item, "__index__") for item in items):
         return [items]  # one prompt of token ids
     return items
+
+
+def _plain(given: Any) -> Any:
+    """Arrays of numpy and torch as lists: an array has __index__ too, and is no number."""
+    return given.tolist() if hasattr(given, "tolist") else given
 
 
 def pair(given: Any, num_prompts: int, kind: type[Item], name: str) -> list[Item]:

@@ -44,6 +44,7 @@ class LLMEngine:
         self.front = Front(vllm_config, own_process=False)
         self.engine_core = EngineCore(self.front.client)
         self._kept: list[RequestOutput] = []  # results of a step that also had a failure to raise
+        self._failures: list[tuple[str, Exception]] = []  # failed alone, and not raised yet
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, usage_context: str | None = None) -> LLMEngine:
@@ -79,21 +80,24 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """One turn of the engine (in a process of its own: its next news). A request that fails alone is raised."""
+        if not self._failures and len(self.front.outputs):
+            processed = self.front.take(self.front.client.receive())
+            self._kept += processed.results
+            self._failures += processed.failures
+        if self._failures:
+            raise self._failures.pop(0)[1]
         results, self._kept = self._kept, []
-        if not self.has_unfinished_requests():
-            return results
-        processed = self.front.take(self.front.client.receive())
-        results += processed.results
-        if processed.failures:
-            self._kept = results
-            raise processed.failures[0][1]
         return results
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        self.front.abort([request_ids] if isinstance(request_ids, str) else list(request_ids))
+        given = {request_ids} if isinstance(request_ids, str) else set(request_ids)
+        self._failures = [failure for failure in self._failures if failure[0] not in given]
+        self._kept = [result for result in self._kept if result.request_id not in given]
+        self.front.abort(given)
 
     def has_unfinished_requests(self) -> bool:
-        return len(self.front.outputs) > 0
+        """Whether a step has something to say yet: a request runs, or an end has not been told."""
+        return bool(len(self.front.outputs) or self._kept or self._failures)
 
     def get_num_unfinished_requests(self) -> int:
         return len(self.front.outputs)

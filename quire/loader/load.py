@@ -27,6 +27,7 @@ from quire.base.registry import load
 from quire.config.engine import EngineConfig, replace
 from quire.config.memory import LoadConfig
 from quire.loader.files import Piece, find_weights, read_weights, some
+from quire.loader.to_device import Sender
 from quire.models.build import Model, build_model
 from quire.schema.errors import CheckpointError, ConfigError
 
@@ -74,9 +75,14 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
         map_location=how.pt_load_map_location,
     )
     table = model.table()
+    sender = Sender(first.device)
+
+    def take(name: str, tensor: Tensor) -> bool:
+        return table.load(name, sender.send(tensor))
+
     with _progress(found.num_bytes, how) as advance:
         try:
-            unexpected = stream(pieces, table.load, advance)
+            unexpected = stream(pieces, take, advance)
         except CheckpointError as wrong:
             named = str(wrong) if about.path in str(wrong) else f"{about.path}: {wrong}"
             raise CheckpointError(named, param=wrong.param, value=wrong.value) from None
@@ -141,16 +147,19 @@ def fill_dummy(model: Model, seed: int) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(_DUMMY_VALUES, generator=generator) * DUMMY_STD
+    rings: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # the sequence twice, where and as it is needed
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point():
-            flat = parameter.data.view(-1)
-            start = zlib.crc32(name.encode()) % len(values)
-            turned = values.roll(-start).to(parameter.device, parameter.dtype)
-            for at in range(0, flat.numel(), len(turned)):
-                piece = flat[at : at + len(turned)]
-                piece.copy_(turned[: len(piece)])
-        else:
+        if not parameter.is_floating_point():
             parameter.data.zero_()
+            continue
+        kind = parameter.device, parameter.dtype
+        if kind not in rings:
+            rings[kind] = values.to(*kind).repeat(2)
+        start = zlib.crc32(name.encode()) % len(values)
+        turned, flat = rings[kind][start : start + len(values)], parameter.data.view(-1)
+        whole = flat.numel() // len(values) * len(values)
+        flat[:whole].view(-1, len(values)).copy_(turned.expand(whole // len(values), -1))
+        flat[whole:].copy_(turned[: flat.numel() - whole])
     model.finish_weights()
 
 

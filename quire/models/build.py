@@ -46,6 +46,10 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
+    def narrow_logits(self, hidden: Tensor) -> Tensor:
+        """Equal to `logits`, in whichever dtype they come."""
+        ...
+
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
 
 

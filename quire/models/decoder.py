@@ -169,7 +169,14 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, width] -> [S, vocab] float32."""
-        logits = self.head(hidden).float()
+        return self.narrow_logits(hidden).float()
+
+    def narrow_logits(self, hidden: Tensor) -> Tensor:
+        """The same as the head gives them, without widening every number, where nothing follows the head."""
+        logits = self.head(hidden)
+        if self.arch.logit_scale == 1.0 and not self.arch.logit_softcap:
+            return logits
+        logits = logits.float()
         if self.arch.logit_scale != 1.0:
             logits = logits * self.arch.logit_scale
         cap = self.arch.logit_softcap

@@ -67,6 +67,11 @@ _GATED_OF = {plain.name: _gated(plain) for plain in PLAIN.values()}
 GATED: dict[str, Op] = {name: _GATED_OF[plain.name] for name, plain in PLAIN.items()}
 
 
+def gated_of(name: str) -> Op:
+    """The gated activation of a plain one's own name (a value of PLAIN, not a config's word)."""
+    return _GATED_OF[name]
+
+
 @op
 def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
     """[gate | up] -> (up + 1) * gate * sigmoid(alpha * gate), gate clamped above and up on both sides."""

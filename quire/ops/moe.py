@@ -49,6 +49,7 @@ def run_experts(
     index: Tensor,  # [T, k]
     w1: Tensor,  # [E, 2 * ffn, dim]: gate rows, then up rows
     w2: Tensor,  # [E, dim, ffn]
+    *,
     b1: Tensor | None,
     b2: Tensor | None,
     act: Callable[[Tensor], Tensor],  # [n, 2 * ffn] -> [n, ffn]

@@ -23,7 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @rms_norm.form("cpu")
 def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.dtype is torch.float32:  # one call, and the same bits as the reference
+    if x.dtype is torch.float32 and weight.ndim == 1:  # one call, and the same bits as the reference
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     return rms_norm.reference(x, weight, eps)
 
@@ -61,7 +61,8 @@ def layer_norm_cpu(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
 
 @op
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + delta), x + delta): a sublayer's output joins the stream and the next norm reads it."""
+    """(rms_norm(x + delta), x + delta): a sublayer's output joins the stream and the next norm reads it. A form may
+    write the sum over x: go on with the one returned."""
     total = x + delta
     return rms_norm.reference(total, weight, eps), total
 
@@ -70,3 +71,12 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
 def add_rms_norm_cpu(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = x + delta
     return rms_norm_cpu(total, weight, eps), total
+
+
+@op
+def add_rms_norm_wide(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm_wide(x + delta), x + delta). A form may write the sum over x."""
+    total = x + delta
+    return rms_norm_wide.reference(total, weight, eps, offset), total

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.ops.op import op
+
 NEG_INF = float("-inf")
 NOISE_SPAN = 25.5  # the largest gumbel value minus the smallest is below this (22.19 and -2.81, see `gumbel`)
 _SOME = 512  # candidates that `top_p_` looks at before it sorts a whole vocabulary
@@ -23,9 +25,10 @@ _GOLDEN32 = -1640531535  # 0x9E3779B1 as int32
 # --- what may be chosen at all
 
 
-def ban_(logits: Tensor, rows: Tensor, ids: Tensor) -> None:
-    """logits[rows[i], ids[i]] = -inf."""
-    logits[rows, ids] = NEG_INF
+def ban_where_(logits: Tensor, rows: Tensor, ids: Tensor, banned: Tensor) -> None:
+    """logits[rows[i], ids[i]] = -inf where banned[i]. A pair may repeat; no length is read back."""
+    cut = torch.where(banned, NEG_INF, float("inf")).to(logits.dtype)
+    logits.view(-1).scatter_reduce_(0, rows * logits.shape[1] + ids, cut, "amin")
 
 
 def allow_only_(logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
@@ -58,10 +61,7 @@ def ban_words_(
     absent = prefixes < 0
     length = (~absent).sum(-1)
     match = (absent | (tails == prefixes)).all(-1) & (length <= num_outputs)
-    # amin instead of an assignment under a mask: words of a row may share their last token, and no length is read back
-    cut = torch.where(match, NEG_INF, float("inf")).to(logits.dtype)
-    flat = rows * logits.shape[1] + last
-    logits.view(-1).scatter_reduce_(0, flat, cut, "amin")
+    ban_where_(logits, rows, last, match)  # words of a row may share their last token
 
 
 # --- penalties
@@ -126,6 +126,10 @@ def top_p_(logits: Tensor, p: Tensor) -> None:
     than p), and ties of the last one. p in (0, 1]."""
     probs = torch.softmax(logits, -1)
     vocab_size = logits.shape[1]
+    if logits.device.type != "cpu":  # reading back how far the candidates reach would wait for the device
+        ordered = torch.sort(logits, dim=-1, descending=True, stable=True)
+        logits.masked_fill_(logits < _nucleus_edge(ordered.values, ordered.indices, probs, p)[0], NEG_INF)
+        return
     some = min(_SOME, vocab_size)
     least, reached = _nucleus_edge(*torch.topk(logits, some, sorted=True), probs, p)
     if some < vocab_size and not bool(reached.all()):
@@ -205,6 +209,56 @@ def sample_(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     return greedy(logits)
 
 
+@op
+def sample_rows(
+    logits: Tensor,  # [n, V], any float dtype; left alone
+    row_index: Tensor,  # [n] int: which entry of the columns below is whose
+    positions: Tensor,  # [n] int: where each new token will stand
+    seeds: Tensor,  # [rows] int64
+    temperature: Tensor,  # [rows] float32; 0: the best token, no draw
+    top_k: Tensor,  # [rows] int32; 0: all
+    top_p: Tensor,  # [rows] float32; 1: all
+    *,
+    filters: bool,  # some row has a top_k or a top_p
+    out: Tensor | None = None,  # [n] any integer type: filled with the tokens
+    scores: Tensor | None = None,  # [n] float32: filled with the scores
+    tokens: Tensor | None = None,  # [rows, width]: the choice is also written to tokens[row_index, positions]
+) -> tuple[Tensor, Tensor]:
+    """(token [n], what it had in the end [n] float32): greedy, or drawn after temperature, top_k and top_p.
+
+    For rows that need nothing else of the pipeline. Every decision is the device's: nothing is read back.
+    """
+    index = row_index.long()
+    heat = temperature[index].unsqueeze(1)
+    draws = heat > 0
+    scaled = logits.float() / torch.where(draws, heat, 1.0)
+    if filters:
+        scaled = scaled.masked_fill(scaled < _least_kept(scaled, top_k[index].long(), top_p[index]), NEG_INF)
+    low, high = (key.unsqueeze(1) for key in keys(seeds[index], positions))
+    ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    scaled = torch.where(draws, scaled + gumbel(noise_bits(low, high, ids)), scaled)
+    chosen = scaled.argmax(-1)
+    had = scaled.gather(1, chosen.unsqueeze(1)).squeeze(1)
+    out = chosen if out is None else out.copy_(chosen)
+    scores = had if scores is None else scores.copy_(had)
+    if tokens is not None:
+        tokens[index, positions.long()] = chosen.to(tokens.dtype)
+    return out, scores
+
+
+def _least_kept(logits: Tensor, k: Tensor, p: Tensor) -> Tensor:
+    """[n, 1]: the smallest logit that top_k and then top_p keep, by one full sort."""
+    vocab_size = logits.shape[1]
+    ordered = logits.sort(dim=-1, descending=True).values
+    last = torch.where((k > 0) & (k < vocab_size), k, vocab_size) - 1
+    edge = ordered.gather(1, last.unsqueeze(1))
+    share = ordered.masked_fill(ordered < edge, NEG_INF).softmax(-1)
+    before = share.cumsum(-1) - share
+    kept = (before < p.unsqueeze(1)).sum(-1).clamp_(min=1)
+    nucleus = ordered.gather(1, (kept - 1).unsqueeze(1))
+    return torch.maximum(edge, torch.where(p.unsqueeze(1) < 1, nucleus, NEG_INF))
+
+
 def _add_noise_where_it_counts_(logits: Tensor, low: Tensor, high: Tensor, ids: Tensor) -> None:
     """The winner is the same as with noise everywhere. Logarithms are dear on a CPU, so tokens that cannot win are left
     alone: first those more than NOISE_SPAN below the best; then, knowing all bits, those whom even the row's largest
@@ -248,6 +302,10 @@ def top_values(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if k == 0:
         empty = values[:, :0]
         return empty, empty.long()
+    if values.device.type != "cpu":  # reading back which rows are crowded would wait for the device
+        ids = _first_equals(values, k)
+        top, order = values.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+        return top, ids.gather(1, order)
     top, ids = torch.topk(values, k)
     crowded = ((values >= top[:, -1:]).sum(-1) > k).nonzero().squeeze(1)
     if crowded.numel():

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.ops.linear import linear
+from quire.quant.arena import Arena
 
 
 class Slot(NamedTuple):
@@ -51,13 +52,13 @@ class Plain:
 
     name = "plain"
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
-        self._linear = linear.on(device)
+    def __init__(self, dtype: torch.dtype, arena: Arena) -> None:
+        self.dtype, self.arena = dtype, arena
+        self._linear = linear.on(arena.device)
 
     def create(self, layer: nn.Module, in_size: int, out_size: int, *, bias: bool) -> None:
-        layer.register_parameter("weight", new_parameter((out_size, in_size), self.dtype, self.device))
-        layer.register_parameter("bias", new_parameter((out_size,), self.dtype, self.device) if bias else None)
+        layer.register_parameter("weight", new_parameter((out_size, in_size), self.dtype, self.arena))
+        layer.register_parameter("bias", new_parameter((out_size,), self.dtype, self.arena) if bias else None)
 
     def slots(self, layer: nn.Module, parts: Mapping[str, int]) -> Iterator[tuple[str, str, Tensor]]:
         for leaf, parameter in layer.named_parameters(recurse=False):
@@ -73,9 +74,9 @@ class Plain:
         return self._linear(x, layer.weight, layer.bias)
 
 
-def new_parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+def new_parameter(shape: tuple[int, ...], dtype: torch.dtype, arena: Arena) -> nn.Parameter:
     """Not filled, and never trained."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+    return nn.Parameter(arena.empty(shape, dtype), requires_grad=False)
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,18 @@ class Storage:
     """Where parameters live and in which form; passed to every module that makes some."""
 
     dtype: torch.dtype
-    device: torch.device
+    arena: Arena
     scheme_of: Callable[[str], WeightScheme]  # a matrix's canonical name -> its scheme
 
     @classmethod
     def plain(cls, dtype: torch.dtype, device: torch.device | str) -> Storage:
-        scheme = Plain(dtype, torch.device(device))
-        return cls(dtype, torch.device(device), lambda name: scheme)
+        arena = Arena(torch.device(device))
+        scheme = Plain(dtype, arena)
+        return cls(dtype, arena, lambda name: scheme)
+
+    @property
+    def device(self) -> torch.device:
+        return self.arena.device
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        return new_parameter(shape, dtype or self.dtype, self.device)
+        return new_parameter(shape, dtype or self.dtype, self.arena)

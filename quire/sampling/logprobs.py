@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.ops import sample
+from quire.ops.copy import download
 from quire.schema.step import LogprobRows
 
 MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
@@ -34,6 +35,10 @@ class Picked:
     token_ids: Tensor  # [m, 1 + k + e] int64
     values: Tensor  # [m, 1 + k + e]
     ranks: Tensor  # [m] int64
+
+    def on_host(self) -> Picked:
+        """The same on its way to the host; complete once the device has passed this point."""
+        return Picked(download(self.token_ids), download(self.values), download(self.ranks))
 
     def rows(self) -> LogprobRows:
         return LogprobRows(self.token_ids.tolist(), self.values.tolist(), self.ranks.tolist())

@@ -108,8 +108,7 @@ def _hold_back(logits: Tensor, rows: Selection, step: StepRows) -> None:
     if rows.min_tokens is None or int(step.positions.min()) >= rows.last_min_position:
         return
     row, ids, until = rows.min_tokens
-    active = step.places[row] < until
-    sample.ban_(logits, row[active], ids[active])
+    sample.ban_where_(logits, row, ids, step.places[row] < until)
 
 
 def _on(logits: Tensor, given: Filter, change: Callable[[Tensor, Tensor], None]) -> None:

@@ -43,6 +43,7 @@ class SamplingRows:
         self.prompt_logprobs: list[int | None] = [None] * max_rows  # k per row; the whole vocabulary is given as V
         self._numbers = (floats, integers)
         self._kept: Selection | None = None
+        self._changed = True
 
     def add(self, row: int, new: NewRow) -> None:
         """Fill a row, whatever it held. InputError when the parameters cannot be served (the row is then neutral)."""
@@ -56,11 +57,17 @@ class SamplingRows:
         self.presence[row], self.frequency[row] = params.presence_penalty, params.frequency_penalty
         self.repetition[row], self.min_tokens[row] = params.repetition_penalty, params.min_tokens
         self.top_k[row] = min(params.top_k, self.vocab_size)
-        self.flags[row] = flags | self._read_numbers(params)
+        self.flags[row] = flags | self._read_numbers(params) | (needs.GRAMMAR if params.structured_outputs else 0)
 
     def remove(self, row: int) -> None:
         self.flags[row] = 0
         self.lists[row] = self.prompt_logprobs[row] = self._kept = None
+        self._changed = True
+
+    def take_changed(self) -> bool:
+        """True if any row changed since the last call."""
+        changed, self._changed = self._changed, False
+        return changed
 
     def move(self, source: int, target: int) -> None:
         self.flags[target] = self.flags[source]

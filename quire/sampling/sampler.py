@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from quire.ops import sample
+from quire.ops.copy import upload
 from quire.sampling.custom import CustomSteps
 from quire.sampling.logprobs import MODES, Ask, Picked, pick, values_of
 from quire.sampling.pipeline import Pipeline, StepRows
+from quire.sampling.plain import PlainChoice
 from quire.sampling.processors import BatchUpdate, MoveDirectionality
 from quire.sampling.rows import SamplingRows
 from quire.sampling.selection import Selection
@@ -50,6 +51,7 @@ class Sampler:
         self.rows = SamplingRows(vocab_size, tokens.shape[0], tokens.device)
         self.custom = CustomSteps(config, tokens.device)
         self._pipeline = Pipeline(self.custom, tokens)
+        self.plain = PlainChoice(self.rows, tokens)
         self._tokens = tokens
         self._outputs: list[list[int]] = [[] for _ in range(tokens.shape[0] if self.custom else 0)]
         self._unseen: tuple[list[int], Tensor] | None = None  # rows and tokens not yet in the output lists
@@ -78,6 +80,10 @@ class Sampler:
             self._tell_custom(removed, added, moved, num_rows)
         return refused | self.custom.take_failures()
 
+    def plain_needs(self, rows: np.ndarray) -> int | None:
+        """What `plain` must do for these rows; None: they need the whole pipeline."""
+        return None if self.custom else self.plain.needs_of(rows)
+
     def __call__(
         self,
         logits: Tensor,  # [S, V] float32; changed
@@ -88,7 +94,7 @@ class Sampler:
         mask: tuple[Tensor, Tensor] | None = None,
     ) -> Sampled:
         chosen = self.rows.select(rows)
-        step = StepRows(positions, torch.from_numpy(positions).to(logits.device), num_rows, mask)
+        step = StepRows(positions, upload(positions, logits.device), num_rows, mask)
         raw = self.mode.startswith("raw")
         seen = [values_of(logits[ask.where], self.mode) for ask in chosen.asks] if raw else []
         logits = self._pipeline.adjust(logits, chosen, step)

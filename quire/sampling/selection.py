@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.ops.copy import upload
 from quire.sampling.logprobs import Ask
 
 if TYPE_CHECKING:
     from quire.sampling.rows import Lists, SamplingRows
 
-RANDOM, MIN_P, TOP_K, TOP_P, ALLOWED, WORDS, MIN_TOKENS, BIAS, PENALTY, LOGPROBS = (1 << i for i in range(10))
+RANDOM, MIN_P, TOP_K, TOP_P, ALLOWED, WORDS, MIN_TOKENS, BIAS, PENALTY, LOGPROBS, GRAMMAR = (1 << i for i in range(11))
 Owners = list[tuple[int, "Lists"]]  # place, that row's lists
 
 
@@ -78,7 +79,7 @@ class Selection:
 
 
 def gather(store: SamplingRows, rows: np.ndarray) -> Selection:
-    chosen = Selection(rows=rows, row_index=_tensor(rows, store.device))
+    chosen = Selection(rows=rows, row_index=upload(rows, store.device))
     flags = store.flags[rows]
     used = int(np.bitwise_or.reduce(flags)) if rows.size else 0
     if used & RANDOM:
@@ -99,9 +100,9 @@ def _gather_random(store: SamplingRows, chosen: Selection, flags: np.ndarray) ->
     rows, flags, device = chosen.rows[places], flags[places], store.device
     chosen.num_random = places.size
     if places.size < chosen.rows.size:
-        chosen.random = _tensor(places, device)
-    chosen.temperature = _tensor(store.temperature[rows], device)
-    chosen.seeds = _tensor(store.seed[rows], device)
+        chosen.random = upload(places, device)
+    chosen.temperature = upload(store.temperature[rows], device)
+    chosen.seeds = upload(store.seed[rows], device)
     chosen.min_p = _filter(flags & MIN_P, store.min_p[rows], device)
     chosen.top_k = _filter(flags & TOP_K, store.top_k[rows], device)
     chosen.top_p = _filter(flags & TOP_P, store.top_p[rows], device)
@@ -113,7 +114,7 @@ def _filter(wanted: np.ndarray, values: np.ndarray, device: torch.device) -> Fil
         return None
     values = values[where]
     everyone = where.size == wanted.size
-    return Filter(None if everyone else _tensor(where, device), _tensor(values, device), int(values.max()))
+    return Filter(None if everyone else upload(where, device), upload(values, device), int(values.max()))
 
 
 def _gather_penalties(store: SamplingRows, chosen: Selection, flags: np.ndarray) -> None:
@@ -123,7 +124,7 @@ def _gather_penalties(store: SamplingRows, chosen: Selection, flags: np.ndarray)
         places,
         *(column[rows] for column in (store.num_prompt, store.presence, store.frequency, store.repetition)),
     )
-    chosen.penalties = Penalties(*(_tensor(column, store.device) for column in columns))
+    chosen.penalties = Penalties(*(upload(column, store.device) for column in columns))
 
 
 def _gather_allowed(store: SamplingRows, chosen: Selection, owners: Owners) -> None:
@@ -132,7 +133,7 @@ def _gather_allowed(store: SamplingRows, chosen: Selection, owners: Owners) -> N
         mask = np.zeros((len(own), store.vocab_size), np.bool_)
         for line, (_, ids) in zip(mask, own, strict=True):
             line[ids] = True
-        chosen.allowed = _tensor(np.array([place for place, _ in own]), store.device), _tensor(mask, store.device)
+        chosen.allowed = upload(np.array([place for place, _ in own]), store.device), upload(mask, store.device)
 
 
 def _gather_words(store: SamplingRows, chosen: Selection, owners: Owners) -> None:
@@ -145,7 +146,7 @@ def _gather_words(store: SamplingRows, chosen: Selection, owners: Owners) -> Non
         line[width - len(word) + 1 :] = word[:-1]
     places = np.array([place for place, _ in own])
     columns = (places, prefixes, np.array([word[-1] for _, word in own]), store.num_prompt[chosen.rows[places]])
-    chosen.words = Words(*(_tensor(column, store.device) for column in columns))
+    chosen.words = Words(*(upload(column, store.device) for column in columns))
 
 
 def _gather_pairs(store: SamplingRows, chosen: Selection, owners: Owners) -> None:
@@ -166,7 +167,7 @@ def _pairs(own: list[tuple[int, np.ndarray, np.ndarray]], device: torch.device) 
         return None
     places = np.concatenate([np.full(ids.size, place) for place, ids, _ in own])
     ids, values = (np.concatenate([entry[i] for entry in own]) for i in (1, 2))
-    return Pairs(*(_tensor(column, device) for column in (places, ids, values)))
+    return Pairs(*(upload(column, device) for column in (places, ids, values)))
 
 
 def _gather_asks(store: SamplingRows, chosen: Selection, owners: Owners) -> None:
@@ -175,9 +176,5 @@ def _gather_asks(store: SamplingRows, chosen: Selection, owners: Owners) -> None
         if store.flags[chosen.rows[place]] & LOGPROBS:
             groups.setdefault((lists.num_logprobs, lists.logprob_ids), []).append(place)
     for (k, ids), own in groups.items():
-        named = _tensor(np.array(ids, np.int64), store.device) if ids else None
-        chosen.asks.append(Ask(_tensor(np.array(own), store.device), tuple(own), k, named))
-
-
-def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        named = upload(np.array(ids, np.int64), store.device) if ids else None
+        chosen.asks.append(Ask(upload(np.array(own), store.device), tuple(own), k, named))

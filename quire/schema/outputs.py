@@ -142,6 +142,8 @@ class RequestOutput:
         self.finished |= later.finished
         self.metrics = later.metrics or self.metrics
         self.kv_transfer_params = later.kv_transfer_params or self.kv_transfer_params
+        self.prompt_logprobs = later.prompt_logprobs or self.prompt_logprobs
+        self.num_cached_tokens = self.num_cached_tokens if later.num_cached_tokens is None else later.num_cached_tokens
         mine = {output.index: i for i, output in enumerate(self.outputs)}
         for new in later.outputs:
             if new.index not in mine:

@@ -19,6 +19,12 @@ from quire.schema.errors import InputError
 SAMPLING_EPS = 1e-5  # below this a temperature means greedy
 MIN_TEMPERATURE = 1e-2  # a smaller positive one would overflow the logits; it is raised to this
 MAX_SEED = (1 << 64) - 1
+_MAX_INT = (1 << 63) - 1  # what a message between processes can hold
+_MAX_FLOAT = 3.4e38  # what a row of float32 can hold
+_FLAGS = (
+    "ignore_eos", "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+    "include_stop_str_in_output", "skip_clone",
+)  # fmt: skip
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -58,6 +64,10 @@ class RepetitionDetectionParams(msgspec.Struct, kw_only=True):
     max_pattern_size: int = 0
     min_pattern_size: int = 0
     min_count: int = 0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            _check_int(f"repetition_detection.{name}", getattr(self, name), 0)
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
@@ -102,6 +112,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         self._normalize()
         self._check_numbers()
         self._check_lists()
+        self._check_flags()
 
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:
@@ -143,19 +154,29 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             self.stop = [self.stop]
         self.stop_token_ids = [] if self.stop_token_ids is None else self.stop_token_ids
         self.bad_words = [] if self.bad_words is None else self.bad_words
-        if isinstance(self.output_kind, int) and not isinstance(self.output_kind, RequestOutputKind):
-            self.output_kind = RequestOutputKind(self.output_kind)
+        if not isinstance(self.output_kind, RequestOutputKind):
+            self.output_kind = _output_kind(self.output_kind)
         if self.logit_bias is not None:
             self.logit_bias = _clean_bias(self.logit_bias)
         if isinstance(self.temperature, (int, float)) and SAMPLING_EPS <= self.temperature < MIN_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
 
+    def _check_flags(self) -> None:
+        for name in _FLAGS:
+            if not isinstance(value := getattr(self, name), bool):
+                raise InputError(f"{name} must be True or False, got {value!r}", param=name, value=value)
+        if not isinstance(self.skip_reading_prefix_cache, bool | None):
+            raise InputError(
+                f"skip_reading_prefix_cache must be True, False or None, got {self.skip_reading_prefix_cache!r}",
+                param="skip_reading_prefix_cache",
+            )
+
     def _check_numbers(self) -> None:
         _check_int("n", self.n, 1)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _check_float("temperature", self.temperature, 0.0, math.inf)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, _MAX_FLOAT, open_low=True)
+        _check_float("temperature", self.temperature, 0.0, _MAX_FLOAT)
         _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check_float("min_p", self.min_p, 0.0, 1.0)
         _check_int("top_k", self.top_k, 0, hint="0 or -1 keeps every token")
@@ -198,6 +219,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
                 raise InputError("allowed_token_ids is empty, so no token could follow", param="allowed_token_ids")
         if self.logprob_token_ids is not None:
             _check_list("logprob_token_ids", self.logprob_token_ids, int)
+        if self.bad_words_token_ids is not None:
+            _check_list("bad_words_token_ids", self.bad_words_token_ids, (list, tuple))
+            for word in self.bad_words_token_ids:
+                _check_list("bad_words_token_ids", word, int)
+        rule = self.repetition_detection
+        if rule is not None and not isinstance(rule, RepetitionDetectionParams):
+            raise InputError(
+                f"repetition_detection must be RepetitionDetectionParams, got {rule!r}", param="repetition_detection"
+            )
         if self.extra_args is not None and not isinstance(self.extra_args, dict):
             raise InputError(f"extra_args must be a dict, got {type(self.extra_args).__name__}", param="extra_args")
 
@@ -267,6 +297,8 @@ def _check_int(name: str, value: object, low: int, high: int | None = None, *, h
         raise InputError(f"{name} must be an integer {limit}{tail}, got {value!r}", param=name, value=value)
     if value < low or (high is not None and value > high):
         raise InputError(f"{name} must be {limit}{tail}, got {value}", param=name, value=value)
+    if high is None and value > _MAX_INT:
+        raise InputError(f"{name} must be at most {_MAX_INT}, got {value}", param=name, value=value)
 
 
 def _check_float(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
@@ -277,9 +309,17 @@ def _check_float(name: str, value: object, low: float, high: float, *, open_low:
         raise InputError(f"{name} must be {limit}, got {value}", param=name, value=value)
 
 
-def _check_list(name: str, value: object, kind: type) -> None:
+def _check_list(name: str, value: object, kind: type | tuple[type, ...]) -> None:
+    word = kind.__name__ if isinstance(kind, type) else kind[0].__name__
     if not isinstance(value, (list, tuple)):
-        raise InputError(f"{name} must be a list of {kind.__name__}, got {type(value).__name__}", param=name)
+        raise InputError(f"{name} must be a list of {word}, got {type(value).__name__}", param=name)
     for item in value:
         if not isinstance(item, kind) or isinstance(item, bool):
-            raise InputError(f"{name} holds {item!r}; every entry must be {kind.__name__}", param=name, value=item)
+            raise InputError(f"{name} holds {item!r}; every entry must be {word}", param=name, value=item)
+
+
+def _output_kind(given: object) -> RequestOutputKind:
+    if not isinstance(given, int) or isinstance(given, bool) or given not in list(RequestOutputKind):
+        known = ", ".join(f"{kind.name} ({kind.value})" for kind in RequestOutputKind)
+        raise InputError(f"output_kind must be one of {known}, got {given!r}", param="output_kind", value=given)
+    return RequestOutputKind(given)

@@ -59,7 +59,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
             return cls(text=given)
         if isinstance(given, dict):
             return cls._of_dict(given)
-        if isinstance(given, Sequence) and not isinstance(given, (bytes, bytearray)):
+        if hasattr(given, "tolist") or (isinstance(given, Sequence) and not isinstance(given, (bytes, bytearray))):
             return cls(token_ids=check_ids(given))
         raise InputError(
             f"a prompt is a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'; "

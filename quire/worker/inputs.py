@@ -34,19 +34,10 @@ class StepShape:
     grants: np.ndarray  # [R]
 
 
-@dataclass(frozen=True)
-class StepInputs:
-    shape: StepShape
-    batch: Batch
-    sample_rows: np.ndarray  # [S] rows that sample, rising
-    sample_positions: np.ndarray  # [S] where their new token will stand
-    sample_grants: list[int]  # [S] index into plan.grants
-
-
-def build(grants: Sequence[Grant], rows: Rows, backend: AttentionBackend) -> StepInputs:
-    shape = shape_of(grants, rows)
+def build(shape: StepShape, rows: Rows, backend: AttentionBackend) -> Batch:
+    """For a worker whose rows and tables are the host's own."""
     device = rows.tokens.device
-    token_rows, positions = _places(shape)
+    token_rows, positions = places_of(shape)
     where = torch.from_numpy(positions).to(device)
     token_ids = rows.tokens[torch.from_numpy(token_rows).to(device), where].long()
     starts = torch.from_numpy(np.concatenate(((0,), shape.ends)).astype(np.int32)).to(device)
@@ -61,16 +52,20 @@ def build(grants: Sequence[Grant], rows: Rows, backend: AttentionBackend) -> Ste
             slots=_slots(table, token_rows, positions, device),
         )
         plans.append(backend.plan(step, table.group))
-    samples = np.flatnonzero(shape.samples)
-    batch = Batch(
+    return Batch(
         token_ids=token_ids,
         positions=where,
         plans=plans,
-        logit_index=torch.from_numpy(shape.ends[samples] - 1).to(device),
+        logit_index=torch.from_numpy(shape.ends[shape.samples] - 1).to(device),
         num_tokens=len(positions),
     )
+
+
+def sampled_of(shape: StepShape, rows: Rows) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Rows that sample, where their new tokens will stand, and their grants. The rows' lengths count those tokens."""
+    contexts = shape.starts + shape.counts
     rows.lengths[shape.rows] = np.maximum(rows.lengths[shape.rows], contexts + shape.samples)
-    return StepInputs(shape, batch, shape.rows[samples], contexts[samples], shape.grants[samples].tolist())
+    return shape.rows[shape.samples], contexts[shape.samples], shape.grants[shape.samples].tolist()
 
 
 def shape_of(grants: Sequence[Grant], rows: Rows) -> StepShape:
@@ -90,7 +85,7 @@ def shape_of(grants: Sequence[Grant], rows: Rows) -> StepShape:
     return StepShape(own, starts, counts, np.cumsum(counts), samples, order)
 
 
-def _places(shape: StepShape) -> tuple[np.ndarray, np.ndarray]:
+def places_of(shape: StepShape) -> tuple[np.ndarray, np.ndarray]:
     """(row, position) of every token of the step."""
     if shape.ends[-1] == len(shape.rows):  # one token each
         return shape.rows, shape.starts

@@ -16,6 +16,7 @@ from quire.attention.backend import AttentionBackend
 from quire.layers.batch import LayerCache
 from quire.schema.errors import ConfigError
 from quire.schema.kv import KVLayout
+from quire.worker.gpu_memory import does_not_fit
 
 if TYPE_CHECKING:
     from quire.models.build import Model
@@ -36,7 +37,10 @@ def bind_kv(layout: KVLayout, backend: AttentionBackend, model: Model, device: t
 def allocate(num_blocks: int, page_bytes: int, device: torch.device) -> Tensor:
     """uint8 [num_blocks, page_bytes], zero."""
     if device.type != "cpu":
-        return torch.zeros((num_blocks, page_bytes), dtype=torch.uint8, device=device)
+        try:
+            return torch.zeros((num_blocks, page_bytes), dtype=torch.uint8, device=device)
+        except torch.cuda.OutOfMemoryError as wrong:
+            raise does_not_fit(device, f"a KV cache of {num_blocks} blocks", wrong) from None
     size = num_blocks * page_bytes
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

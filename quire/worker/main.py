@@ -11,6 +11,7 @@ import torch
 
 from quire.attention.select import select_backend
 from quire.base import registry
+from quire.base.clock import now
 from quire.base.log import logger
 from quire.loader.load import load_model, reload_weights, update_config
 from quire.schema.errors import ConfigError, NotBuiltError
@@ -21,15 +22,43 @@ if TYPE_CHECKING:
     from quire.config import EngineConfig
 
 _log = logger(__name__)
+KERNELS = "quire.ops.triton.register:register"
 PARTS = Parts(load_model, reload_weights, update_config, select_backend)
 
 
 def build_worker(config: EngineConfig) -> Worker:
     device = torch.device(config.device_config.device)
-    if device.type != "cpu":
-        raise NotBuiltError(f"device {str(device)!r} is not built yet; this version runs on cpu", param="device")
+    if device.type == "cuda":
+        device = set_up_gpu()
+    elif device.type != "cpu":
+        raise NotBuiltError(f"device {str(device)!r} is not built; this version runs on cpu and cuda", param="device")
     set_threads()
     return worker_class(config.parallel_config.worker_extension_cls)(config, device, PARTS)
+
+
+def set_up_gpu() -> torch.device:
+    """Start CUDA and attach the kernels. Where either is missing, one clear error."""
+    began = now()
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"device cuda: torch {torch.__version__} finds no usable GPU; check the driver and CUDA_VISIBLE_DEVICES, "
+            "install a CUDA build of torch, or set device=cpu",
+            param="device",
+            value="cuda",
+        )
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.init()
+    try:
+        registry.load(KERNELS)()
+    except ModuleNotFoundError as wrong:
+        raise ConfigError(
+            f"device cuda needs the package {wrong.name!r}, which comes with CUDA builds of torch: pip install it, or "
+            "set device=cpu",
+            param="device",
+            value="cuda",
+        ) from None
+    _log.info("GPU worker: %s, ready in %.2f s", torch.cuda.get_device_name(device), now() - began)
+    return device
 
 
 def worker_class(extension: str) -> type[Worker]:
@@ -57,4 +86,4 @@ def set_threads() -> None:
     threads = num_threads()
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
-    _log.info("CPU worker: %d threads", threads)
+    _log.info("CPU threads: %d", threads)

@@ -3,6 +3,7 @@
 Owns: which request has which row, the rows' tokens (on the device: the sampler writes them, the next step reads them)
 and one block table per KV group. In: StepPlan.left, joined and the grants' new blocks. Out: what changed, for the
 sampler and for custom processors. Nothing is allocated after the start, whatever comes and goes.
+Where the rows live on another device, their tables are mirrored there: `take_changes` says what to write.
 
     left frees rows; joined takes the lowest free ones first, then grows the batch; holes that remain are filled from
     the end, the highest row into the lowest hole.
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.ops.copy import upload
 from quire.schema.kv import KVGroup
 from quire.schema.step import Grant, NewRow, StepPlan
 
@@ -36,12 +38,16 @@ class BlockTable:
     def __init__(self, group: KVGroup, max_rows: int, max_tokens: int) -> None:
         self.group = group
         self.host = np.full((max_rows, -(-max_tokens // group.block_size)), -1, np.int32)
+        self.changed: list[tuple[int, int, int]] | None = None  # (row, from, to) since the last look; None: no mirror
         self._used = [0] * max_rows
 
     def append(self, row: int, blocks: Sequence[int] | np.ndarray) -> None:
         used = self._used[row]
-        self.host[row, used : used + len(blocks)] = blocks
-        self._used[row] = used + len(blocks)
+        end = used + len(blocks)
+        self.host[row, used:end] = blocks
+        self._used[row] = end
+        if self.changed is not None and end > used:
+            self.changed.append((row, used, end))
 
     def clear(self, row: int) -> None:
         self.host[row, : self._used[row]] = -1
@@ -53,17 +59,55 @@ class BlockTable:
         self.clear(source)
 
 
+class Mirror:
+    """The block tables on the device, in one tensor; each has a row more than there are requests, all -1, for padding.
+
+    Entries past a row's own blocks are left over from other requests: nothing may read them.
+    """
+
+    def __init__(self, tables: Sequence[BlockTable], device: torch.device) -> None:
+        self._hosts = tables
+        shapes = [(table.host.shape[0] + 1, table.host.shape[1]) for table in tables]
+        sizes = [rows * width for rows, width in shapes]
+        self.flat = torch.full((sum(sizes),), -1, dtype=torch.int32, device=device)
+        pieces = self.flat.split(sizes)
+        self.tables = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        for table in tables:
+            table.changed = []
+
+    def take_changes(self) -> tuple[np.ndarray, np.ndarray]:
+        """(places in `flat` int64, values int32) to write; a place may come twice, with the same value."""
+        places, values = [], []
+        for table, start in zip(self._hosts, self._starts, strict=True):
+            if not table.changed:
+                continue
+            row, first, last = np.array(table.changed, np.int64).T
+            table.changed.clear()
+            counts = last - first
+            rows = np.repeat(row, counts)
+            columns = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts - first, counts)
+            places.append(start + rows * table.host.shape[1] + columns)
+            values.append(table.host[rows, columns])
+        if not places:
+            return np.empty(0, np.int64), np.empty(0, np.int32)
+        return np.concatenate(places), np.concatenate(values)
+
+
 class Rows:
     def __init__(self, groups: Sequence[KVGroup], max_rows: int, max_len: int, device: torch.device) -> None:
         width = max_len + 1  # a token sampled ahead of a stop that is not known yet may lie one past the end
-        # numpy's zeros cost nothing until they are written, torch's are written at once
-        self.tokens: Tensor = torch.from_numpy(np.zeros((max_rows, width), np.int32)).to(device)
+        # one row more than requests: padding of a step reads and writes there
+        if device.type == "cpu":  # numpy's zeros cost nothing until they are written, torch's are written at once
+            self.tokens: Tensor = torch.from_numpy(np.zeros((max_rows + 1, width), np.int32))
+        else:
+            self.tokens = torch.zeros((max_rows + 1, width), dtype=torch.int32, device=device)
         self.lengths = np.zeros(max_rows, np.int64)  # tokens in a row, those only the device knows included
         self.epochs = np.zeros(max_rows, np.int64)
         self.tables = [BlockTable(group, max_rows, width) for group in groups]
         self.row_of: dict[str, int] = {}
         self.request_of: list[str] = []  # row -> request id
-        self._max_rows = max_rows
+        self.max_rows = max_rows
 
     @property
     def num_rows(self) -> int:
@@ -98,8 +142,8 @@ class Rows:
         return changes
 
     def _grow(self) -> int:
-        if self.num_rows == self._max_rows:
-            raise RuntimeError(f"a plan joins more requests than there are rows ({self._max_rows})")
+        if self.num_rows == self.max_rows:
+            raise RuntimeError(f"a plan joins more requests than there are rows ({self.max_rows})")
         self.request_of.append("")
         return self.num_rows - 1
 
@@ -110,7 +154,7 @@ class Rows:
         self.epochs[row] = new.epoch
         count = len(new.token_ids)
         self.lengths[row] = count
-        self.tokens[row, :count] = torch.from_numpy(np.array(new.token_ids, np.int32)).to(self.tokens.device)
+        self.tokens[row, :count] = upload(np.array(new.token_ids, np.int32), self.tokens.device)
         for table, blocks in zip(self.tables, new.blocks or ((),) * len(self.tables), strict=True):
             table.append(row, blocks)
 

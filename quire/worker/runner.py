@@ -2,6 +2,8 @@
 
 In: StepPlan, Mask. Out: a Pending whose result() is the StepResult. Several steps may be started before the first
 result is read: each writes its tokens into the rows, where the next one finds them.
+On a device of its own (device_inputs.py) nothing here waits for it: results are copied to pinned memory behind an
+event, and a step whose rows need only the plain choice is launched whole by forward(), as a graph where one fits.
 A request whose logits are not numbers, whose parameters cannot be served, or whose processor failed is named in
 StepResult.failed; the others go on. Must not know: why this plan, how a model is built or loaded.
 """
@@ -18,11 +20,15 @@ from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
 from quire.base.clock import now
+from quire.ops.copy import download, upload
 from quire.ops.sample import unpack_mask
-from quire.sampling.logprobs import Picked, join, pick, values_of
-from quire.sampling.sampler import Sampled, Sampler
+from quire.sampling.logprobs import Ask, Picked, join, pick, values_of
+from quire.sampling.plain import FILTERS
+from quire.sampling.sampler import Sampler
 from quire.schema.step import LogprobRows, Mask, StepPlan, StepResult
-from quire.worker.inputs import StepInputs, StepShape, build
+from quire.worker.device_inputs import DeviceInputs, DeviceStep
+from quire.worker.graphs import DecodeGraphs
+from quire.worker.inputs import StepShape, build, sampled_of, shape_of
 from quire.worker.rows import Rows
 
 if TYPE_CHECKING:
@@ -33,42 +39,46 @@ _LOGIT_BYTES = 1 << 26  # largest temporary for the logits of prompt positions
 
 @dataclass
 class Pending:
-    """One step's results, still where they were computed."""
+    """One step's results on their way to the host; complete once `ready` has passed (None: at once)."""
 
     plan: StepPlan
     sample_grants: list[int] = field(default_factory=list)
-    sampled: Sampled | None = None
+    token_ids: Tensor | None = None  # [S]; None: nothing sampled
+    scores: Tensor | None = None  # [S]: NaN or -inf means that nothing could be chosen
+    logprobs: list[tuple[Ask, Picked]] = field(default_factory=list)
     prompt: dict[str, list[Picked]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    ready: torch.cuda.Event | None = None
 
     def result(self) -> StepResult:
+        if self.ready is not None:
+            self.ready.synchronize()
         out: list[list[int]] = [[] for _ in self.plan.grants]
         failed = dict(self.failed)
-        logprobs: list[LogprobRows | None] | None = None
-        if self.sampled is not None:
-            chosen = zip(self.sample_grants, self.sampled.token_ids.tolist(), self.sampled.scores.tolist(), strict=True)
-            for index, token, score in chosen:
-                name = self.plan.grants[index].request_id
-                if not score > -math.inf:
-                    failed.setdefault(name, _why(score))
-                if name not in failed:
+        if self.token_ids is not None and self.scores is not None:
+            tokens, scores = self.token_ids.tolist(), self.scores.numpy()
+            if not (scores > -math.inf).all():
+                for index, score in zip(self.sample_grants, scores.tolist(), strict=True):
+                    if not score > -math.inf:
+                        failed.setdefault(self.plan.grants[index].request_id, _why(score))
+            for index, token in zip(self.sample_grants, tokens, strict=True):
+                if not failed or self.plan.grants[index].request_id not in failed:
                     out[index] = [token]
-            logprobs = self._logprobs(failed)
         return StepResult(
             step=self.plan.step,
             sampled=out,
-            logprobs=logprobs,
+            logprobs=self._logprobs(failed),
             prompt_logprobs={name: join([p.rows() for p in pieces]) for name, pieces in self.prompt.items()},
             forward_seconds=self.seconds,
             failed=failed,
         )
 
     def _logprobs(self, failed: dict[str, str]) -> list[LogprobRows | None] | None:
-        if self.sampled is None or not self.sampled.logprobs:
+        if not self.logprobs:
             return None
         out: list[LogprobRows | None] = [None] * len(self.plan.grants)
-        for ask, picked in self.sampled.logprobs:
+        for ask, picked in self.logprobs:
             rows = picked.rows()
             for i, place in enumerate(ask.places):
                 index = self.sample_grants[place]
@@ -79,17 +89,33 @@ class Pending:
 
 @dataclass
 class _Flight:
-    """A step between forward and sample."""
+    """A step between forward and sample. `pending` is set when forward() already chose the tokens."""
 
     plan: StepPlan
-    inputs: StepInputs
-    hidden: Tensor  # [T, dim]
-    seconds: float  # what forward took; the caller may do other things before it samples
+    shape: StepShape
+    sample_rows: np.ndarray
+    sample_positions: np.ndarray
+    sample_grants: list[int]
+    hidden: Tensor | None = None  # [T, dim]; None: a graph kept it
+    logits: Tensor | None = None  # [S, V], of a graph
+    logit_index: Tensor | None = None
+    pending: Pending | None = None
+    seconds: float = 0.0  # what forward took; the caller may do other things before it samples
 
 
 class ModelRunner:
-    def __init__(self, model: Model, rows: Rows, sampler: Sampler, backend: AttentionBackend) -> None:
+    def __init__(
+        self,
+        model: Model,
+        rows: Rows,
+        sampler: Sampler,
+        backend: AttentionBackend,
+        *,
+        inputs: DeviceInputs | None = None,  # None: a CPU worker
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
         self.model, self.rows, self.sampler, self.backend = model, rows, sampler, backend
+        self.inputs, self.graphs = inputs, graphs
         self._flight: _Flight | None = None
         self._lost: dict[str, str] = {}  # live requests that already failed, and why
 
@@ -103,9 +129,52 @@ class ModelRunner:
         refused = self.sampler.update(changes.removed, changes.added, changes.moved, self.rows.num_rows)
         self._lose(refused)
         if plan.grants:
-            inputs = build(plan.grants, self.rows, self.backend)
-            hidden = self.model.forward(inputs.batch)
-            self._flight = _Flight(plan, inputs, hidden, now() - began)
+            shape = shape_of(plan.grants, self.rows)
+            flight = self._start(plan, shape) if self.inputs is None else self._launch(plan, shape, self.inputs)
+            flight.seconds = now() - began
+            self._flight = flight
+
+    def _start(self, plan: StepPlan, shape: StepShape) -> _Flight:
+        batch = build(shape, self.rows, self.backend)
+        flight = _Flight(plan, shape, *sampled_of(shape, self.rows))
+        flight.hidden, flight.logit_index = self.model.forward(batch), batch.logit_index
+        return flight
+
+    def _launch(self, plan: StepPlan, shape: StepShape, inputs: DeviceInputs) -> _Flight:
+        """The whole step, choice of tokens included, where the rows' parameters allow it."""
+        flight = _Flight(plan, shape, *sampled_of(shape, self.rows))
+        need = self.sampler.plain_needs(flight.sample_rows)
+        if need is not None:
+            self.sampler.plain.refresh()
+        bucket = self.graphs.bucket_of(shape) if self.graphs is not None else None
+        if bucket is not None and self.graphs is not None:
+            self.graphs.prepare(bucket)
+            inputs.send_decode(shape, bucket)
+            replayed = self.graphs.replay(bucket)
+            flight.logits = replayed.logits[: len(shape.rows)]
+            if need is not None and not need & FILTERS:
+                flight.pending = self._take(flight, replayed.result)
+            elif need is not None:
+                rows, positions = (part[: len(shape.rows)] for part in (replayed.row_index, replayed.contexts))
+                flight.pending = self._choose(flight, flight.logits, rows, positions, filters=True)
+            return flight
+        step: DeviceStep = inputs.build(shape, self.backend)
+        flight.hidden, flight.logit_index = self.model.forward(step.batch), step.batch.logit_index
+        if need is not None and flight.sample_grants:
+            logits = self.model.narrow_logits(self._sampled(flight.hidden, flight.logit_index))
+            filters = bool(need & FILTERS)
+            flight.pending = self._choose(flight, logits, step.sample_rows, step.sample_positions, filters=filters)
+        return flight
+
+    def _choose(self, flight: _Flight, logits: Tensor, rows: Tensor, positions: Tensor, *, filters: bool) -> Pending:
+        out = torch.empty((2, len(flight.sample_grants)), dtype=torch.int32, device=logits.device)
+        self.sampler.plain(logits, rows, positions, out, filters=filters)
+        return self._take(flight, out)
+
+    def _take(self, flight: _Flight, result: Tensor) -> Pending:
+        """result int32 [2, at least S]: tokens, and the bits of their scores."""
+        host = download(result)[:, : len(flight.sample_grants)]
+        return Pending(flight.plan, flight.sample_grants, host[0], host[1].view(torch.float32))
 
     @torch.inference_mode()
     def sample(self, mask: Mask | None) -> Pending:
@@ -113,24 +182,43 @@ class ModelRunner:
         flight, self._flight = self._flight, None
         if flight is None:
             raise RuntimeError("sample() without a forward() that granted tokens")
-        inputs, hidden = flight.inputs, flight.hidden
-        pending = Pending(flight.plan, inputs.sample_grants, prompt=self._prompt_logprobs(inputs.shape, hidden))
-        if inputs.sample_grants:
-            index = inputs.batch.logit_index
-            logits = self.model.logits(hidden if len(index) == len(hidden) else hidden[index])
-            pending.sampled = self.sampler(
-                logits,
-                inputs.sample_rows,
-                inputs.sample_positions,
-                num_rows=self.rows.num_rows,
-                mask=_mask_of(mask, inputs.sample_grants, logits) if mask is not None else None,
-            )
-            self._lose(pending.sampled.failed)
+        if flight.pending is not None and mask is not None and mask.index:
+            raise RuntimeError("a mask came for a step none of whose requests asked for structured outputs")
+        pending = flight.pending or Pending(flight.plan, flight.sample_grants)
+        if flight.hidden is not None:
+            pending.prompt = self._prompt_logprobs(flight.shape, flight.hidden)
+        if flight.sample_grants and flight.pending is None:
+            self._sample_all(flight, mask, pending)
         if self._lost:
             granted = {grant.request_id for grant in flight.plan.grants}
             pending.failed = {name: why for name, why in self._lost.items() if name in granted}
+        if self.rows.tokens.device.type == "cuda":
+            pending.ready = torch.cuda.Event()
+            pending.ready.record()
         pending.seconds = flight.seconds + now() - began
         return pending
+
+    def _sample_all(self, flight: _Flight, mask: Mask | None, pending: Pending) -> None:
+        """Through the whole pipeline."""
+        logits = flight.logits
+        if logits is None:
+            assert flight.hidden is not None and flight.logit_index is not None
+            logits = self.model.logits(self._sampled(flight.hidden, flight.logit_index))
+        logits = logits.float()
+        sampled = self.sampler(
+            logits,
+            flight.sample_rows,
+            flight.sample_positions,
+            num_rows=self.rows.num_rows,
+            mask=_mask_of(mask, flight.sample_grants, logits) if mask is not None else None,
+        )
+        pending.token_ids, pending.scores = download(sampled.token_ids), download(sampled.scores)
+        pending.logprobs = [(ask, picked.on_host()) for ask, picked in sampled.logprobs]
+        self._lose(sampled.failed)
+
+    @staticmethod
+    def _sampled(hidden: Tensor, index: Tensor) -> Tensor:
+        return hidden if len(index) == len(hidden) else hidden.index_select(0, index)
 
     def _prompt_logprobs(self, shape: StepShape, hidden: Tensor) -> dict[str, list[Picked]]:
         """The hidden state of position i tells of the token at i + 1: so a chunk answers for the positions one after
@@ -153,7 +241,7 @@ class ModelRunner:
         pieces = []
         for at in range(0, len(given), at_once):
             values = values_of(self.model.logits(hidden[at : at + at_once]), self.sampler.mode)
-            pieces.append(pick(values, given[at : at + at_once], k))
+            pieces.append(pick(values, given[at : at + at_once], k).on_host())
         return pieces
 
     def _lose(self, failed: dict[int, str]) -> None:
@@ -165,9 +253,9 @@ def _mask_of(mask: Mask, sample_grants: list[int], logits: Tensor) -> tuple[Tens
     place_of = {grant: place for place, grant in enumerate(sample_grants)}
     used = [(i, place_of[grant]) for i, grant in enumerate(mask.index) if grant in place_of]
     words = torch.frombuffer(bytearray(mask.rows), dtype=torch.int32).view(len(mask.index), mask.words)
-    words = words[[i for i, _ in used]].to(logits.device)
-    places = torch.tensor([place for _, place in used], dtype=torch.int64, device=logits.device)
-    return places, unpack_mask(words, logits.shape[1])
+    chosen = upload(words[[i for i, _ in used]].numpy(), logits.device)
+    places = upload(np.array([place for _, place in used], np.int64), logits.device)
+    return places, unpack_mask(chosen, logits.shape[1])
 
 
 def _why(score: float) -> str:

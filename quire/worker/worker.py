@@ -7,18 +7,24 @@ Must not know: concrete loaders or backends (main.py hands them in), scheduling,
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from quire.attention.backend import AttentionBackend
 from quire.base.clock import now
+from quire.config.kernels import CUDAGraphMode
 from quire.sampling.sampler import Sampler
 from quire.schema.kv import KVLayout, KVSpec, ModelInfo
 from quire.schema.params import SamplingParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan
+from quire.worker.device_inputs import DeviceInputs
+from quire.worker.gpu_memory import does_not_fit, kv_bytes_on_gpu, measure, run_empty
+from quire.worker.graphs import DecodeGraphs, useful_sizes
 from quire.worker.kv_memory import bind_kv
 from quire.worker.memory import kv_bytes
 from quire.worker.rows import Rows
@@ -55,7 +61,10 @@ class Worker:
     def load(self) -> ModelInfo:
         """Build the model and read its weights."""
         began = now()
-        model = self._model = self._parts.load_model(self.config, self.device)
+        try:
+            model = self._model = self._parts.load_model(self.config, self.device)
+        except torch.cuda.OutOfMemoryError as wrong:
+            raise does_not_fit(self.device, "the weights", wrong) from None
         model_config, cache_config = self.config.model_config, self.config.cache_config
         kv_dtype = model_config.dtype if cache_config.cache_dtype == "auto" else cache_config.cache_dtype
         self._specs = tuple(model.kv_specs(cache_config.block_size, kv_dtype))
@@ -69,31 +78,75 @@ class Worker:
             load_seconds=now() - began,
         )
 
+    @torch.inference_mode()
     def free_bytes(self) -> int:
         """Bytes for the KV cache; asked once the weights are in."""
-        return kv_bytes(self.config.cache_config.kv_cache_memory_bytes)
+        asked = self.config.cache_config.kv_cache_memory_bytes
+        if self.device.type == "cpu":
+            return kv_bytes(asked)
+        if asked is not None:
+            return asked
+        return self._gpu_bytes()
+
+    def _gpu_bytes(self) -> int:
+        """Measured by running the largest step before there is a KV cache."""
+        step, length, model = self.config.scheduler_config, self.config.model_config.max_model_len, self.get_model()
+        tokens = torch.zeros((step.max_num_seqs + 1, 2), dtype=torch.int32, device=self.device)
+        plain = Sampler(self.config, model.arch.vocab, tokens).plain
+        budget = measure(
+            self.device,
+            partial(run_empty, model, plain, self.device),
+            largest=(step.max_num_batched_tokens, min(step.max_num_seqs, step.max_num_batched_tokens)),
+            graph_sizes=self._graph_sizes(),
+            static=8 * (step.max_num_seqs + 1) * (length + 1),  # tokens of all rows, and their tables
+            share=self.config.cache_config.gpu_memory_utilization,
+        )
+        return kv_bytes_on_gpu(budget)
 
     def init_kv(self, layout: KVLayout) -> None:
         """Allocate the KV cache and everything whose size depends on it."""
         model = self.get_model()
         backend = self._parts.select_backend(self.device.type, self._specs, self.config.attention_config.backend)
         bind_kv(layout, backend, model, self.device)
-        max_rows = self.config.scheduler_config.max_num_seqs
-        rows = Rows(layout.groups, max_rows, self.config.model_config.max_model_len, self.device)
+        max_rows, length = self.config.scheduler_config.max_num_seqs, self.config.model_config.max_model_len
+        rows = Rows(layout.groups, max_rows, length, self.device)
         sampler = Sampler(self.config, model.arch.vocab, rows.tokens)
         self._runner = ModelRunner(model, rows, sampler, backend)
+        if self.device.type != "cpu":
+            sizes = self._graph_sizes()
+            most = max(self.config.scheduler_config.max_num_batched_tokens, *sizes, 1)
+            inputs = self._runner.inputs = DeviceInputs(rows, most)
+            if sizes:
+                self._runner.graphs = DecodeGraphs(sizes, model, backend, inputs, sampler.plain, max_context=length)
+
+    def _graph_sizes(self) -> tuple[int, ...]:
+        """Buckets of decode graphs: none on CPU; none larger than what holds every row."""
+        if self.device.type == "cpu":
+            return ()
+        compilation = self.config.compilation_config
+        mode = CUDAGraphMode[compilation.cudagraph_mode or "NONE"]
+        if mode.decode_mode() is not CUDAGraphMode.FULL:
+            return ()
+        return useful_sizes(compilation.cudagraph_capture_sizes or (), self.config.scheduler_config.max_num_seqs)
 
     def warm_up(self) -> None:
-        """One tiny step, so that the first request does not pay for what only a first step pays. Leaves no trace: the
-        block it writes belongs to nobody yet."""
-        blocks = tuple((0,) for _ in self.model_runner.rows.tables)
+        """A tiny prompt and a decode, so that the first request does not pay for what only a first step pays; then the
+        decode graphs. Leaves no trace: the blocks it writes belong to nobody yet."""
+        tables = self.model_runner.rows.tables
+        on_cpu = self.device.type == "cpu"
+        count = 1 if on_cpu else min(32, self.config.model_config.max_model_len - 1)
+        blocks = tuple(tuple(range(-(-(count + (not on_cpu)) // table.group.block_size))) for table in tables)
         row = NewRow(
-            request_id="warm-up", epoch=0, token_ids=(0,), num_prompt_tokens=1,
+            request_id="warm-up", epoch=0, token_ids=(0,) * count, num_prompt_tokens=count,
             params=SamplingParams(temperature=0.0), seed=0, blocks=blocks,
         )  # fmt: skip
-        grant = Grant("warm-up", 0, 1, True, 0)
-        self.forward(StepPlan(step=0, grants=(grant,), joined=(row,), total_tokens=1))
+        self.forward(StepPlan(step=0, grants=(Grant("warm-up", 0, count, True, 0),), joined=(row,)))
         self.sample(None).result()
+        if self.model_runner.graphs is not None:
+            self.model_runner.graphs.capture()
+        if not on_cpu:
+            self.forward(StepPlan(step=0, grants=(Grant("warm-up", count, 1, True, 0),)))
+            self.sample(None).result()
         self.forward(StepPlan(step=0, grants=(), left=("warm-up",)))
 
     def forward(self, plan: StepPlan) -> None:
@@ -105,6 +158,9 @@ class Worker:
     def shutdown(self) -> None:
         """Let go of model and cache; their memory is free as soon as nobody else holds them."""
         self._model = self._runner = None
+        if self.device.type == "cuda":
+            gc.collect()  # an engine that follows in this process measures what is free
+            torch.cuda.empty_cache()
 
     # --- what users reach for
 

@@ -17,6 +17,7 @@ from quire.config import EngineArgs
 from quire.loader import load as loading
 from quire.loader.files import Piece
 from quire.loader.gguf_file import GGUFWeights
+from quire.loader.to_device import Sender
 from quire.schema.errors import CheckpointError, ConfigError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -260,3 +261,17 @@ def test_the_embedded_model_computes_what_transformers_does():
     got = Paged(model, [ids], block_size=16).whole()[0]
     assert (got - want).abs().max() < 1e-4 * want.abs().max()
     assert torch.equal(got.argmax(-1), want.argmax(-1))
+
+
+@pytest.mark.parametrize("piece", [7, 64, 1 << 20])
+def test_a_sender_copies_in_pieces(piece):
+    sender = Sender(torch.device("cpu"), piece)
+    for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.bool):
+        for shape in ((), (0,), (3,), (5, 9), (70, 3)):
+            given = torch.randn(shape).mul(10).to(dtype)
+            assert sender.send(given) is given
+            copied = sender.copy(given)
+            assert copied.data_ptr() != given.data_ptr() or not given.numel()
+            assert copied.dtype == dtype and torch.equal(copied, given)
+    turned = torch.randn(6, 4).T
+    assert torch.equal(sender.copy(turned), turned)

@@ -152,8 +152,8 @@ def test_a_plain_greedy_batch_runs_no_step_but_the_argmax(monkeypatch):
 
     bench = Bench()
     bench.start([Known(SamplingParams(temperature=0.0), [1], []) for _ in range(4)])
-    for name in ("penalize_", "top_k_", "top_p_", "min_p_", "scale_", "sample_", "ban_", "allow_only_", "ban_words_",
-                 "bias_", "log_probs", "top_values"):  # fmt: skip
+    for name in ("penalize_", "top_k_", "top_p_", "min_p_", "scale_", "sample_", "ban_where_", "allow_only_",
+                 "ban_words_", "bias_", "log_probs", "top_values"):  # fmt: skip
         monkeypatch.setattr(sample, name, None)
     logits = torch.randn(4, VOCAB)
     assert bench.step(logits, [0, 1, 2, 3]).token_ids.tolist() == logits.argmax(-1).tolist()

@@ -46,13 +46,14 @@ def make_requests(rng: random.Random, count: int, *, plain: bool = False) -> lis
     return asked
 
 
+@pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(5))
-def test_every_request_gets_the_text_it_would_get_alone(seed, ahead):
+def test_every_request_gets_the_text_it_would_get_alone(seed, ahead, staged):
     rng = random.Random(1000 * ahead + seed)
     model = FakeModel()
     asked = make_requests(rng, 14)
-    Driver(make_runner(model), rng, ahead=ahead).run(asked)
+    Driver(make_runner(model, staged=staged), rng, ahead=ahead).run(asked)
     for request in asked:
         assert request.failed is None
         assert request.outputs == alone(model, request), request
@@ -104,14 +105,15 @@ def test_same_seed_same_text_in_any_company():
 
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nan_logits_lose_their_request_alone(ahead, temperature):
+@pytest.mark.parametrize("staged, logprobs", [(False, 1), (True, 1), (True, None)])
+def test_nan_logits_lose_their_request_alone(ahead, temperature, staged, logprobs):
     rng = random.Random(5)
     model = FakeModel()
     asked = make_requests(rng, 6, plain=True)
-    victim = Asked("victim", [1, 2, 3], SamplingParams(temperature=temperature, logprobs=1), 7, 20)
+    victim = Asked("victim", [1, 2, 3], SamplingParams(temperature=temperature, logprobs=logprobs), 7, 20)
     text = alone(model, victim)
     model.broken_states = {model.state_after([1, 2, 3, *text[:4]])}
-    Driver(make_runner(model), rng, ahead=ahead).run([*asked, victim])
+    Driver(make_runner(model, staged=staged), rng, ahead=ahead).run([*asked, victim])
     assert victim.outputs == text[:4]
     assert "NaN" in victim.failed
     model.broken_states = set()
@@ -168,8 +170,9 @@ def test_a_plan_without_grants_frees_rows_and_samples_nothing():
 
 
 def test_a_plan_that_contradicts_the_rows_is_an_error():
-    with pytest.raises(RuntimeError, match="no block for position 0"):
-        make_runner().forward(one_grant(blocks=()))
+    for staged in (False, True):
+        with pytest.raises(RuntimeError, match="no block for position 0"):
+            make_runner(staged=staged).forward(one_grant(blocks=()))
     with pytest.raises(NotBuiltError, match="drafts"):
         make_runner().forward(one_grant(drafts=(1,)))
     runner = make_runner()

@@ -119,10 +119,14 @@ def test_an_extension_adds_verbs(monkeypatch):
             worker_class(path)
 
 
-def test_only_cpu_is_built():
+def test_a_device_that_is_not_there_is_one_clear_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = make_config()
     config.device_config.device = "cuda"
-    with pytest.raises(NotBuiltError, match="cuda"):
+    with pytest.raises(ConfigError, match=r"finds no usable GPU.*device=cpu"):
+        build_worker(config)
+    config.device_config.device = "xpu"
+    with pytest.raises(NotBuiltError, match="xpu"):
         build_worker(config)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.layers.batch import Batch, GroupStep
 from quire.sampling.sampler import Sampler
 from quire.schema.kv import KVGroup, KVKind, KVLayout, KVSpec
+from quire.worker.device_inputs import DeviceInputs
 from quire.worker.kv_memory import bind_kv
 from quire.worker.rows import Rows
 from quire.worker.runner import ModelRunner
@@ -39,12 +40,15 @@ class FakePlan:
         cache.cells[blocks, offsets] = torch.stack((tokens.float(), positions.float()), 1)
         starts = self.step.query_starts.tolist()
         out = []
+        if self.step.contexts is not None:
+            assert self.step.contexts.tolist() == list(self.step.context_lens)
         for row, (context, query) in enumerate(zip(self.step.context_lens, self.step.query_lens, strict=True)):
             assert starts[row + 1] - starts[row] == query
             for place in range(context - query, context):
                 first = max(0, place + 1 - self.group.window) if self.group.kind is KVKind.WINDOW else 0
                 where = torch.arange(first, place + 1)
-                own = self.step.block_tables[row, where // size]
+                line = row if self.step.row_index is None else int(self.step.row_index[row])
+                own = self.step.block_tables[line, where // size]
                 assert (own >= 0).all(), "a block that is needed is absent"
                 seen = cache.cells[own.long(), where % size]
                 assert seen[:, 1].tolist() == where.tolist(), "a block holds another position"
@@ -118,6 +122,9 @@ class FakeModel:
                 logits[row] = float("nan")
         return logits
 
+    def narrow_logits(self, hidden: Tensor) -> Tensor:
+        return self.logits(hidden)
+
     def logits_after(self, tokens: list[int]) -> list[float]:
         """The oracle: the same without a cache."""
         first = max(0, len(tokens) - self.window)
@@ -170,7 +177,10 @@ def make_config(**changes: Any) -> Any:
     )
 
 
-def make_runner(model: FakeModel | None = None, *, num_blocks: int = 64, **changes: Any) -> ModelRunner:
+def make_runner(
+    model: FakeModel | None = None, *, num_blocks: int = 64, staged: bool = False, **changes: Any
+) -> ModelRunner:
+    """staged: inputs as for a device of its own, though on CPU."""
     model = model or FakeModel()
     config = make_config(block_size=4, **changes)
     layout = make_layout(model.kv_specs(4, "float32"), num_blocks)
@@ -179,4 +189,5 @@ def make_runner(model: FakeModel | None = None, *, num_blocks: int = 64, **chang
     rows = Rows(
         layout.groups, config.scheduler_config.max_num_seqs, config.model_config.max_model_len, torch.device("cpu")
     )
-    return ModelRunner(model, rows, Sampler(config, model.arch.vocab, rows.tokens), backend)
+    inputs = DeviceInputs(rows, 256) if staged else None
+    return ModelRunner(model, rows, Sampler(config, model.arch.vocab, rows.tokens), backend, inputs=inputs)

@@ -220,6 +220,16 @@ def test_decodes_share_calls():
     torch.testing.assert_close(found, far.reference({}), rtol=1e-4, atol=1e-5)
 
 
+def test_one_pack_in_another_order():
+    """Too ragged to be taken as they come, alike enough for one call: sorted, so the results must be put back."""
+    rows = Rows(
+        [(n, 1) for n in [290, 291, 400, *range(292, 299)]], heads=2, kv_heads=1, size=4, value=4, block_size=16
+    )
+    found, plan, _ = rows.backend({})
+    assert len(plan.packs) == 1 and plan.packs[0].tokens is not None
+    torch.testing.assert_close(found, rows.reference({}), rtol=1e-4, atol=1e-5)
+
+
 def test_window_reads_only_its_blocks():
     rows = Rows([(1000, 1), (900, 40)], heads=2, kv_heads=1, size=4, value=4, block_size=16)
     _, plan, _ = rows.backend(dict(window=8))
@@ -273,6 +283,10 @@ def test_selection_says_what_is_built_and_why_not():
         select_backend("cpu", [spec], "FLASHINFER")
     with pytest.raises(NotBuiltError, match="tpu"):
         select_backend("tpu", [spec])
+    with pytest.raises(ConfigError, match="TRITON_ATTN runs on cuda, not on cpu"):
+        select_backend("cpu", [spec], "triton_attn")
+    with pytest.raises(ConfigError, match="CPU_ATTN runs on cpu, not on cuda"):
+        select_backend("cuda:0", [spec], "CPU_ATTN")
     state = KVSpec(layer="s", kind=KVKind.STATE, block_size=4)
     with pytest.raises(ConfigError, match=r"'s'.*kind 'state'"):
         select_backend("cpu", [spec, state])

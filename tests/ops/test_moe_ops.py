@@ -39,7 +39,7 @@ def choose_by_hand(logits, top_k, *, score, renorm, scale, bias, groups, top_gro
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize(("groups", "top_groups", "group_score"), [(1, 1, "max"), (4, 2, "max"), (4, 2, "top2sum")])
 def test_routing(score, renorm, with_bias, groups, top_groups, group_score):
-    logits, bias = draw(13, 12), draw(12, seed=1) if with_bias else None
+    logits, bias = draw(13, 12), draw(12, seed=1) - 2 if with_bias else None  # biased choices may be negative
     rule = dict(score=score, renorm=renorm, scale=1.5, groups=groups, top_groups=top_groups, group_score=group_score)
     weights, index = route(logits, 3, bias=bias, **rule)
     for row in range(len(logits)):
@@ -61,7 +61,7 @@ def test_experts(with_bias, tokens):
     x, w1, w2 = draw(tokens, width), draw(experts, 2 * ffn, width, seed=1), draw(experts, width, ffn, seed=2)
     b1, b2 = (draw(experts, 2 * ffn, seed=3), draw(experts, width, seed=4)) if with_bias else (None, None)
     weights, index = route(draw(tokens, experts, seed=5), top_k)
-    found = run_experts(x, weights, index, w1, w2, b1, b2, gated_on("silu", "cpu"))
+    found = run_experts(x, weights, index, w1, w2, b1=b1, b2=b2, act=gated_on("silu", "cpu"))
     for t in range(tokens):
         want = torch.zeros(width)
         for e, weight in zip(index[t].tolist(), weights[t], strict=True):

@@ -200,7 +200,8 @@ def test_allow_ban_and_bias_touch_only_their_rows():
     allowed = torch.zeros(1, 10, dtype=torch.bool)
     allowed[0, [2, 5]] = True
     sample.allow_only_(logits, torch.tensor([1]), allowed)
-    sample.ban_(logits, torch.tensor([2, 2]), torch.tensor([0, 9]))
+    rows, ids = torch.tensor([2, 2, 2, 2]), torch.tensor([0, 9, 5, 9])
+    sample.ban_where_(logits, rows, ids, torch.tensor([True, True, False, False]))
     sample.bias_(logits, torch.tensor([3]), torch.tensor([4]), torch.tensor([-100.0]))
     assert torch.equal(logits[0], before[0])
     assert kept(logits)[1].nonzero().flatten().tolist() == [2, 5]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import quire
+from quire.base import env
 from quire.base.registry import load
 from quire.cli import main as cli
 from quire.cli.main import COMMANDS, Command
@@ -82,6 +83,16 @@ def test_an_error_is_one_line(
     monkeypatch.setitem(COMMANDS, "test", Command("anywhere", "a test"))
     assert cli.main(["test", "--x"]) == status
     assert capsys.readouterr().err == says
+
+
+def test_a_wrong_environment_variable_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUIRE_CPU_KVCACHE_SPACE", "much")
+    env.forget_all()
+    assert cli.main(["collect-env"]) == 1
+    said = capsys.readouterr().err
+    assert "QUIRE_CPU_KVCACHE_SPACE='much'" in said and said.count("\n") == 1
 
 
 def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,10 @@ def test_inner_groups_are_refused_too() -> None:
         {"compilation_config": CompilationConfig()},
         {"kv_cache_dtype": "auto"},
         {"attention_backend": "auto"},
+        {"attention_backend": "triton_attn"},
+        {"device": "cuda"},
+        {"device": "cuda:0"},
+        {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}},
     ],
     ids=str,
 )
@@ -114,8 +118,6 @@ def test_what_holds_already_is_accepted(kwargs: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "kwargs, words",
     [
-        ({"device": "cuda"}, "computes on CPU only"),
-        ({"device": "cuda:0"}, "computes on CPU only"),
         ({"quantization": "awq"}, "only unquantized and GGUF"),
         ({"load_format": "tensorizer"}, "'auto' or 'safetensors'"),
         ({"log_level": "debug"}, "QUIRE_LOGGING_LEVEL"),

@@ -24,7 +24,7 @@ def test_availability_is_told() -> None:
     rows = {line.split("`")[1]: line for line in options_page().splitlines() if line.startswith("| `")}
     assert rows["max_num_seqs"].endswith("| available |")
     assert rows["tensor_parallel_size"].endswith("| not yet |")
-    assert "no effect: the CPU worker never compiles" in rows["enforce_eager"]
+    assert "no effect: a preempted request is recomputed" in rows["swap_space"]
     assert rows["speculative_config.method"].endswith("| not yet |"), "a key of a mapping that cannot be given"
     assert rows["eplb_config.window_size"].endswith("| not yet |")
     assert "compilation_config.pass_config.enable_sp" in rows and "cache_config.hash_block_size" not in rows

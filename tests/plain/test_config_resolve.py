@@ -191,6 +191,11 @@ def test_load_formats(folder: Path) -> None:
         resolve(None, load_format="safetensors")
 
 
+def test_an_empty_name_is_not_the_embedded_model() -> None:
+    with pytest.raises(ModelNotFoundError, match="model is ''"):
+        EngineArgs(model="").create_engine_config()
+
+
 # Length
 
 
@@ -199,6 +204,8 @@ def test_lengths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     auto = resolve(folder, max_model_len=-1).model_config
     assert (auto.max_model_len, auto.original_max_model_len) == (4096, -1)
     assert resolve(folder, max_model_len="auto").model_config.original_max_model_len == -1
+    with pytest.raises(ConfigError, match="max_model_len must be a whole number or 'auto', got '4k'"):
+        resolve(folder, max_model_len="4k")
     for wrong in (0, -2, "many", 1.5, True):
         with pytest.raises(ConfigError, match="max_model_len"):
             resolve(folder, max_model_len=wrong)

@@ -41,7 +41,7 @@ class Run:
         self.outputs.add(self.asked)
 
     def say(self, text="", *, index=None, finish=None, **news):
-        name = "r" if index is None else f"r#{index}"
+        name = self.asked.requests[index or 0].request_id
         output = EngineOutput(
             request_id=name, new_token_ids=news.pop("ids", ids_of(text)), finish_reason=finish, **news
         )
@@ -104,7 +104,7 @@ def test_a_stop_string_across_tokens_ends_the_request(stage, kind):
         aborts += done.aborts
     last = results[-1]
     text = "".join(r.outputs[0].text for r in results) if kind is DELTA else last.outputs[0].text
-    assert text == "hel" and last.finished and aborts == ["r"]
+    assert text == "hel" and last.finished and aborts == [run.asked.requests[0].request_id]
     assert last.outputs[0].finish_reason == "stop" and last.outputs[0].stop_reason == "lo w"
     ids = [i for r in results for i in r.outputs[0].token_ids] if kind is DELTA else last.outputs[0].token_ids
     assert ids == ids_of("hello w")
@@ -165,7 +165,7 @@ def test_abort_says_what_there_is(stage):
     run.say("x", index=0, finish=FinishReason.LENGTH)
     run.say("yy", index=1)
     done = run.outputs.abort(["r", "unknown"])
-    assert done.aborts == ["r#1"]
+    assert done.aborts == [run.asked.requests[1].request_id]
     (result,) = done.results
     assert [(a.text, a.finish_reason) for a in result.outputs] == [("x", "length"), ("yy", "abort")]
     assert result.finished and not run.say("zz", index=1).results and len(run.outputs) == 0
@@ -176,7 +176,7 @@ def test_a_failure_takes_the_whole_request_and_only_it(stage):
     done = run.say(index=0, finish=FinishReason.ERROR, error="out of luck")
     ((name, error),) = done.failures
     assert name == "r" and type(error) is EngineGenerateError and "out of luck" in str(error)
-    assert done.aborts == ["r#1"] and len(run.outputs) == 0
+    assert done.aborts == [run.asked.requests[1].request_id] and len(run.outputs) == 0
     run = Run(stage)
     done = run.say(finish=FinishReason.ERROR, error="too long", error_kind="InputError")
     assert type(done.failures[0][1]) is InputError
@@ -235,6 +235,19 @@ def test_flat_logprobs_are_the_same(stage, kind):
         else:
             assert want.prompt_logprobs[0] is None and len(want.prompt_logprobs) == 3
             assert list(got.prompt_logprobs)[1:] == want.prompt_logprobs[1:]
+
+
+@pytest.mark.parametrize("kind", [DELTA, CUMULATIVE])
+def test_prompt_logprobs_wait_until_they_are_whole(stage, kind):
+    run = Run(stage, prompt="abc", n=2, prompt_logprobs=0, output_kind=kind)
+    run.say(index=0, prompt_logprobs=LogprobRows([[102]], [[-1.0]], [2]))
+    (early,) = run.say("a", index=1).results  # the second answer overtakes the first, which brings them
+    assert early.prompt_logprobs is None
+    (result,) = run.say("a", index=0, prompt_logprobs=LogprobRows([[103]], [[-2.0]], [2])).results
+    assert [position and list(position) for position in result.prompt_logprobs] == [None, [102], [103]]
+    early.add(result, aggregate=kind is DELTA)  # a slow caller sees both as one
+    assert len(early.prompt_logprobs) == 3
+    assert (run.say("b", index=0).results[0].prompt_logprobs is None) == (kind is DELTA)
 
 
 def test_prompt_logprobs_come_once_with_deltas(stage):

@@ -119,3 +119,20 @@ def test_bad_calls(llm):
     for wrong in ({"params": 5}, {"params": BeamSearchParams(beam_width=1, max_tokens=1), "concurrency_limit": 0}):
         with pytest.raises(InputError):
             llm.beam_search("a", **wrong)
+
+
+def test_the_salt_of_a_prompt_goes_with_every_beam(tmp_path, monkeypatch):
+    use_fake(monkeypatch)
+    with LLM(write_model(tmp_path), max_num_seqs=8) as llm:
+        loop = llm.llm_engine.front.client.loop
+        submit, salts = loop.submit, []
+        monkeypatch.setattr(loop, "submit", lambda request: (salts.append(request.cache_salt), submit(request)))
+        params = BeamSearchParams(beam_width=2, max_tokens=3)
+        llm.beam_search([{"prompt": "ab", "cache_salt": "mine"}], params)
+        assert len(salts) > 2 and set(salts) == {"mine"}
+
+
+def test_logits_are_no_scores(tmp_path, monkeypatch):
+    use_fake(monkeypatch)
+    with LLM(write_model(tmp_path), logprobs_mode="raw_logits") as llm, pytest.raises(InputError, match="raw_logits"):
+        llm.beam_search(["ab"], BeamSearchParams(beam_width=2, max_tokens=3))

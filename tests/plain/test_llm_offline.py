@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import signal
 import weakref
 
+import numpy
 import pytest
 
 from quire import LLM, EngineArgs, LLMEngine, SamplingParams
@@ -63,6 +65,18 @@ def test_answers_come_in_order(llm):
 def test_every_form_of_a_prompt(inside, given):
     (output,) = inside.generate(given, SHORT, use_tqdm=False)
     assert output.outputs[0].text == "abcab" and output.prompt_token_ids == ids_of("abc")
+
+
+def test_arrays_are_prompts_of_ids(inside):
+    one, other = numpy.array(ids_of("ab")), numpy.array(ids_of("c"))
+    assert texts(inside.generate(one, SHORT, use_tqdm=False)) == ["ababa"]
+    assert texts(inside.generate([one, other], SHORT, use_tqdm=False)) == ["ababa", "ccccc"]
+    assert texts(inside.generate([other, other], SHORT, use_tqdm=False)) == ["ccccc", "ccccc"]
+    assert texts(inside.generate(numpy.stack([one, one]), SHORT, use_tqdm=False)) == ["ababa", "ababa"]
+    inside.llm_engine.add_request("r", one, SHORT)
+    inside.llm_engine.abort_request("r")
+    with pytest.raises(InputError, match="got bytes"):
+        inside.generate(b"ab", SHORT, use_tqdm=False)
 
 
 def test_mixed_prompts_and_the_older_keyword(inside):
@@ -324,3 +338,87 @@ def test_steps_by_hand(folder):
     engine.abort_request(["2", "unknown"])
     assert not engine.has_unfinished_requests()
     engine.close()
+
+
+def ended(engine) -> dict[str, str]:
+    """Turn it until nothing is left to say."""
+    found = {}
+    while engine.has_unfinished_requests():
+        found |= {o.request_id: o.outputs[0].text for o in engine.step() if o.finished}
+    return found
+
+
+@pytest.mark.parametrize("process", ["0", "1"], ids=["in process", "own process"])
+def test_an_id_may_be_used_again_at_once(folder, monkeypatch, process):
+    monkeypatch.setenv("QUIRE_ENABLE_V1_MULTIPROCESSING", process)
+    env.forget_all()
+    engine = LLMEngine.from_engine_args(EngineArgs(model=folder))
+    engine.add_request("0", "abc", SamplingParams(max_tokens=50))
+    engine.step()
+    engine.abort_request("0")
+    engine.add_request("0", "xyz", SHORT)
+    assert ended(engine) == {"0": "xyzxy"}
+    engine.add_request("0", "abc", SamplingParams(max_tokens=50, stop="c"))
+    assert ended(engine) == {"0": "ab"}
+    engine.add_request("0", "xyz", SHORT)
+    assert ended(engine) == {"0": "xyzxy"}
+    engine.close()
+
+
+def test_a_failure_hides_no_result_and_no_other_failure(folder):
+    engine = LLMEngine.from_engine_args(EngineArgs(model=folder))
+    failing = SamplingParams(max_tokens=9, extra_args={"fail_at": 2})
+    engine.add_request("good", "ab", SamplingParams(max_tokens=2))
+    engine.add_request("bad", "ab", failing)
+    engine.add_request("worse", "ab", failing)
+    engine.step()
+    for _ in range(2):
+        assert engine.has_unfinished_requests()
+        with pytest.raises(EngineGenerateError):
+            engine.step()
+    assert ended(engine) == {"good": "ab"} and engine.step() == []
+    engine.close()
+
+
+def test_an_interrupt_while_prompts_go_in_leaves_nothing_behind(inside, monkeypatch):
+    loop = inside.llm_engine.front.client.loop
+    submit, came = loop.submit, []
+
+    def interrupted(request):
+        came.append(request)
+        if len(came) == 3:
+            raise KeyboardInterrupt
+        submit(request)
+
+    monkeypatch.setattr(loop, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        inside.generate(["ab"] * 5, SHORT, use_tqdm=False)
+    assert not loop.scheduler.has_unfinished() and inside.llm_engine.get_num_unfinished_requests() == 0
+
+
+def test_a_bar_that_cannot_be_built_leaves_nothing_behind(inside):
+    def build(**kwargs):
+        raise OSError("no terminal")
+
+    with pytest.raises(OSError, match="no terminal"):
+        inside.generate("ab", SHORT, use_tqdm=build)
+    assert inside.llm_engine.get_num_unfinished_requests() == 0
+    assert not inside.llm_engine.front.client.loop.scheduler.has_unfinished()
+
+
+def test_an_interrupt_during_a_verb_leaves_the_step_whole(folder):
+    with LLM(folder, async_scheduling=True) as llm:
+        engine, loop = llm.llm_engine, llm.llm_engine.front.client.loop
+        engine.add_request("r", "ab", SHORT)
+        engine.step()
+        plan, pending = loop._flying.pop()
+
+        class Interrupted:
+            def result(self):
+                signal.raise_signal(signal.SIGINT)
+                return pending.result()
+
+        loop._flying.append((plan, Interrupted()))
+        with pytest.raises(KeyboardInterrupt):
+            llm.reset_prefix_cache()
+        assert ended(engine) == {"r": "ababa"}

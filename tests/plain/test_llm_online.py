@@ -125,6 +125,24 @@ async def test_an_id_in_use(engine):
     assert (await collect(engine, "abc", max_tokens=1))[-1].finished
 
 
+async def test_leaving_a_stream_late_spares_the_next_request_of_that_name(engine):
+    old = engine.generate("hello", SamplingParams(max_tokens=3), "r")
+    await anext(old)
+    await asyncio.sleep(0.1)  # by now it has ended, but its caller has not seen that
+    new = asyncio.create_task(collect(engine, "xy", "r", max_tokens=40, extra_args={"sleep": 0.01}))
+    await asyncio.sleep(0.1)
+    await old.aclose()
+    assert (await new)[-1].outputs[0].finish_reason == "length"
+
+
+async def test_an_id_may_be_used_again_after_a_stop_string(engine):
+    for _ in range(5):
+        outs = await collect(engine, "abc", "r", max_tokens=400, stop="c")
+        assert outs[-1].outputs[0].text == "ab"
+        outs = await collect(engine, "xyz", "r", max_tokens=4)
+        assert outs[-1].outputs[0].text == "xyzx" and outs[-1].outputs[0].finish_reason == "length"
+
+
 async def test_errors_belong_to_their_request(engine):
     good = asyncio.create_task(collect(engine, "ab", "good", max_tokens=30, extra_args={"sleep": 0.001}))
     with pytest.raises(EngineGenerateError, match="cannot go on"):

@@ -48,6 +48,19 @@ BAD_PARAMS = [
     ({"logit_bias": [1]}, "logit_bias"),
     ({"bad_words": [""]}, "bad_words"),
     ({"extra_args": 3}, "extra_args"),
+    ({"max_tokens": 10**30}, f"max_tokens must be at most {2**63 - 1}, got 1000000000000000000000000000000"),
+    ({"top_k": 10**30}, "top_k must be at most"),
+    ({"temperature": 1e300}, "temperature must be in [0.0, 3.4e+38], got 1e+300"),
+    ({"repetition_penalty": 1e300}, "repetition_penalty"),
+    ({"output_kind": "delta"}, "output_kind must be one of CUMULATIVE (0), DELTA (1), FINAL_ONLY (2), got 'delta'"),
+    ({"output_kind": 7}, "got 7"),
+    ({"output_kind": True}, "got True"),
+    ({"ignore_eos": "no"}, "ignore_eos must be True or False, got 'no'"),
+    ({"detokenize": None}, "detokenize must be True or False"),
+    ({"skip_reading_prefix_cache": 1}, "skip_reading_prefix_cache"),
+    ({"bad_words_token_ids": [1, 2]}, "bad_words_token_ids holds 1"),
+    ({"bad_words_token_ids": [["x"]]}, "bad_words_token_ids holds 'x'"),
+    ({"repetition_detection": {"max_pattern_size": 3}}, "must be RepetitionDetectionParams"),
 ]
 
 

@@ -1,0 +1,70 @@
+"""Writes the model folders that the GPU benchmarks run: shapes of published models, no weights (load_format=dummy).
+
+    python benchmarks/gpu/models.py FOLDER
+
+Random weights do the same work as real ones. The shapes are those of Qwen3-0.6B, Qwen3-8B and Qwen3-30B-A3B.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+COMMON: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+
+
+def shape(layers: int, width: int, ffn: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    return COMMON | {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        **more,
+    }
+
+
+MODELS = {
+    "qwen3-0.6b": shape(28, 1024, 3072, 16, 8, tie_word_embeddings=True),
+    "qwen3-8b": shape(36, 4096, 12288, 32, 8),
+    "qwen3-30b-a3b": shape(
+        48, 2048, 6144, 32, 4,
+        architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", moe_intermediate_size=768, num_experts=128,
+        num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
+    ),
+}  # fmt: skip
+
+
+def write(root: Path) -> list[Path]:
+    folders = []
+    for name, config in MODELS.items():
+        folder = root / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config, indent=1))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [config["eos_token_id"]]}))
+        folders.append(folder)
+    return folders
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    for made in write(Path(sys.argv[1])):
+        print(made)

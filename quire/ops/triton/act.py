@@ -1,0 +1,89 @@
+"""Gated activations on CUDA: [gate | up] -> f(gate) * up in one pass; and `gate_up`, the same inside other kernels.
+
+Floor: 3 F b bytes a row of F results of b bytes (two read, one written). 8192 rows of 12288 bf16: 604 MB, 141 us at
+4.3 TB/s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SILU, GELU, GELU_TANH, QUICK_GELU, RELU, RELU2, TANH, CLAMPED = range(8)
+CODES = {
+    "silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH, "quick_gelu": QUICK_GELU, "relu": RELU, "relu2": RELU2,
+    "tanh": TANH,
+}  # fmt: skip
+_BLOCK = 1024
+
+
+@triton.jit
+def _tanh(x):
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def gate_up(gate, up, alpha, limit, ACT: tl.constexpr):
+    """f(gate) * up, all in float32. ACT 7: (up + 1) * gate * sigmoid(alpha * gate), both clamped."""
+    if ACT == 0:
+        return gate * tl.sigmoid(gate) * up
+    elif ACT == 1:
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    elif ACT == 2:
+        return 0.5 * gate * (1.0 + _tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate))) * up
+    elif ACT == 3:
+        return gate * tl.sigmoid(1.702 * gate) * up
+    elif ACT == 4:
+        return tl.maximum(gate, 0.0) * up
+    elif ACT == 5:
+        positive = tl.maximum(gate, 0.0)
+        return positive * positive * up
+    elif ACT == 6:
+        return _tanh(gate) * up
+    else:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        return (up + 1.0) * gate * tl.sigmoid(gate * alpha)
+
+
+@triton.jit
+def _gated_kernel(x, out, stride, alpha, limit, WIDTH: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    at = x + row * stride + column
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + WIDTH, mask=inside, other=0.0).to(tl.float32)
+    result = gate_up(gate, up, alpha, limit, ACT)
+    tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+def gated(x: Tensor, code: int, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
+    """x [n, 2 F] (rows may be apart) -> [n, F]."""
+    rows, width = x.shape[0], x.shape[1] // 2
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    if rows:
+        block = min(_BLOCK, triton.next_power_of_2(width))
+        grid = (rows, triton.cdiv(width, block))
+        warps = max(1, block // 256)
+        _gated_kernel[grid](x, out, x.stride(0), alpha, limit, WIDTH=width, ACT=code, BLOCK=block, num_warps=warps)
+    return out
+
+
+def gated_form(code: int) -> Callable[[Tensor], Tensor]:
+    """The form of one gated activation."""
+
+    def form(x: Tensor) -> Tensor:
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        return gated(x, code) if x.ndim == 2 else gated(x.flatten(0, -2), code).view(*x.shape[:-1], -1)
+
+    return form
+
+
+def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
+    return gated(x if x.stride(-1) == 1 else x.contiguous(), CLAMPED, alpha, limit)

@@ -1,0 +1,114 @@
+"""From a StepPlan to one step's Batch where rows and block tables live on the device: little is sent, the rest derived.
+
+In: the shape of a step (whose tokens, from where). Out: device tensors, made by one copy of packed integers and a few
+kernels; nothing is read back. The CPU worker has its own, simpler way (inputs.build).
+
+    sent, decode step of a bucket of B:  row [B] | position [B] | changes of the block tables
+    sent, any other step:                row, contexts, query starts | row and position of each token |
+                                         what samples: token, row, position | changes of the block tables
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from quire.attention.backend import AttentionBackend
+from quire.layers.batch import AttentionPlan, Batch, GroupStep
+from quire.ops.copy import upload
+from quire.ops.rows import StepBuffers, gather_inputs, make_buffers
+from quire.schema.kv import KVKind
+from quire.worker.inputs import StepShape, places_of
+from quire.worker.rows import Mirror, Rows
+from quire.worker.staging import Staging
+
+CHANGES = 1 << 14  # table entries that travel with a step; more go by a copy of their own
+_WORDS_PER_CHANGE = 3
+
+
+class DeviceStep(NamedTuple):
+    batch: Batch
+    sample_rows: Tensor  # [S] int32
+    sample_positions: Tensor  # [S] int32: where their new token will stand
+
+
+class DeviceInputs:
+    def __init__(self, rows: Rows, max_tokens: int) -> None:
+        device = rows.tokens.device
+        self.rows, self.device, self.scrap = rows, device, rows.max_rows
+        self.mirror = Mirror(rows.tables, device)
+        self.block_sizes = [table.group.block_size for table in rows.tables]
+        size = 2 * max_tokens + 8 * (rows.max_rows + 1) + _WORDS_PER_CHANGE * CHANGES
+        self.staging = Staging(size, device)
+        self.buffers = make_buffers(max(max_tokens, rows.max_rows), len(rows.tables), device)
+        self._gather = gather_inputs.on(device)
+
+    def build(self, shape: StepShape, backend: AttentionBackend) -> DeviceStep:
+        """Any mix of chunks and decodes."""
+        token_rows, positions = places_of(shape)
+        self._check_blocks(token_rows, positions)
+        contexts = shape.starts + shape.counts
+        starts = np.concatenate(((0,), shape.ends))
+        samples = np.flatnonzero(shape.samples)
+        sent = (
+            token_rows, positions, shape.rows, contexts, starts, shape.ends[samples] - 1, shape.rows[samples],
+            contexts[samples],
+        )  # fmt: skip
+        views = self._send([part.astype(np.int32) for part in sent])
+        buffers = self.gather(views[0], views[1])
+        is_decode = len(positions) == len(shape.rows)
+        lens, counts = contexts.tolist(), shape.counts.tolist()
+        plans: list[AttentionPlan] = []
+        for table, mirror, slots in zip(self.rows.tables, self.mirror.tables, buffers.slots, strict=True):
+            step = GroupStep(
+                block_tables=mirror, query_starts=views[4], context_lens=lens, query_lens=counts, slots=slots,
+                row_index=views[2], contexts=views[3], is_decode=is_decode,
+            )  # fmt: skip
+            plans.append(backend.plan(step, table.group))
+        batch = Batch(buffers.token_ids, buffers.positions, plans, logit_index=views[5], num_tokens=len(positions))
+        return DeviceStep(batch, views[6], views[7])
+
+    def send_decode(self, shape: StepShape, bucket: int) -> None:
+        """Fill the static inputs of a decode graph; rows past the step's own are padding."""
+        self._check_blocks(shape.rows, shape.starts)
+        count = len(shape.rows)
+        packed = np.full((2, bucket), self.scrap, np.int32)
+        packed[0, :count] = shape.rows
+        packed[1] = 0
+        packed[1, :count] = shape.starts
+        self._send([packed[0], packed[1]])
+
+    def decode_inputs(self, bucket: int) -> tuple[Tensor, Tensor]:
+        """Where `send_decode` puts rows and positions: int32 [B] each, at fixed addresses."""
+        words = self.staging.device_words
+        return words[:bucket], words[bucket : 2 * bucket]
+
+    def gather(self, rows: Tensor, positions: Tensor) -> StepBuffers:
+        """Token ids, contexts and slots of these places, in static buffers."""
+        out = self.buffers.first(len(rows))
+        self._gather(rows, positions, self.rows.tokens, self.mirror.tables, self.block_sizes, out)
+        return out
+
+    def _send(self, parts: list[np.ndarray]) -> list[Tensor]:
+        """One copy for the step and what changed in the block tables; then the tables on the device are up to date."""
+        places, values = self.mirror.take_changes()
+        if len(places) > CHANGES:
+            self.mirror.flat.scatter_(0, upload(places, self.device), upload(values, self.device))
+            places = values = places[:0]
+        if not len(places):
+            return self.staging.pack(parts)
+        *views, index, written = self.staging.pack([*parts, places, values])
+        self.mirror.flat.scatter_(0, index, written)
+        return views
+
+    def _check_blocks(self, rows: np.ndarray, positions: np.ndarray) -> None:
+        """RuntimeError if a plan computes a position for which its row has no block."""
+        for table in self.rows.tables:
+            if table.group.kind not in (KVKind.FULL, KVKind.WINDOW, KVKind.CHUNK):
+                continue
+            blocks = table.host[rows, positions // table.group.block_size]
+            if blocks.min() < 0:
+                wrong = int(blocks.argmin())
+                raise RuntimeError(f"row {rows[wrong]} has no block for position {positions[wrong]}")

@@ -1,0 +1,181 @@
+"""Decode steps as CUDA graphs: one per bucket of rows, captured once, replayed for every step that fits.
+
+A graph holds a whole decode step: row gathers, embedding, layers, logits, the plain choice of a token, and writing it
+into its row. What changes between replays is only the content of static buffers, written by one copy before a replay.
+Must not know: requests, parameters that need more than the plain choice (the sampler runs those after the replay).
+
+Static buffers, B = rows of the bucket, `scrap` = rows.max_rows (the row of tokens and tables that belongs to nobody):
+
+    device.inputs   int32 [2, B]     row of each entry | position it computes        real entries, then padding
+    row_index       int32 [B]        = inputs[0]; padding: scrap
+    positions       int64 [B]        = inputs[1]; padding: 0
+    contexts        int32 [B]        positions + 1; padding: 0                       tokens an entry attends over
+    block_tables    int32 [max_rows + 1, W]   per KV group, the rows' mirror on the device; row `scrap` is all -1
+    slots           int64 [B]        per KV group: block * block_size + offset; padding: -1, nothing may be written
+    query_starts    int32 [B + 1]    0, 1, .. B
+
+What an attention backend promises for a GroupStep with is_static (and so is_decode): `plan(step, group)` and `run` are
+called while the stream is captured, after one call of both outside of it with the same shapes (so kernels are compiled
+by then). They read nothing back and copy nothing from the host; what they launch and allocate is the same whatever the
+tensors hold; lengths come from `contexts`; a table is never read past a row's context; no key is written where slots is
+-1; and padding (context 0) gives finite numbers. `context_lens` is [longest context] * B, for sizing grids and splits.
+Memory allocated in plan or run belongs to the graphs' common pool: the next bucket's graph reuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.attention.backend import AttentionBackend
+from quire.base.clock import now
+from quire.base.log import logger
+from quire.layers.batch import Batch, GroupStep
+from quire.sampling.plain import PlainChoice
+from quire.worker.device_inputs import DeviceInputs
+from quire.worker.inputs import StepShape
+
+if TYPE_CHECKING:
+    from quire.models.build import Model
+
+START_SECONDS = 2.0  # what capturing may take at start; the buckets that are left are captured at their first use
+_log = logger(__name__)
+
+
+class Replayed(NamedTuple):
+    """What a graph leaves behind; the next replay of any bucket overwrites it."""
+
+    row_index: Tensor  # int32 [B]
+    contexts: Tensor  # int32 [B]
+    logits: Tensor  # [B, V]
+    result: Tensor  # int32 [2, B]: chosen tokens, bits of their scores
+
+
+class DecodeGraphs:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        model: Model,
+        backend: AttentionBackend,
+        inputs: DeviceInputs,
+        plain: PlainChoice,
+        *,
+        max_context: int,
+    ) -> None:
+        """`sizes`: the buckets, rising."""
+        self.sizes = list(sizes)
+        self._model, self._backend, self._inputs, self._plain = model, backend, inputs, plain
+        self._max_context = max_context
+        device, largest = inputs.device, self.sizes[-1]
+        self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
+        self._results = torch.zeros(2 * largest, dtype=torch.int32, device=device)
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None  # capturing needs a stream of its own
+        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Replayed]] = {}
+
+    def bucket_of(self, shape: StepShape) -> int | None:
+        """The smallest bucket for a step of decodes; None: not such a step, or more rows than any bucket has."""
+        count = len(shape.rows)
+        if shape.ends[-1] != count or count > self.sizes[-1] or not shape.samples.all():
+            return None
+        return next(size for size in self.sizes if size >= count)
+
+    def replay(self, bucket: int) -> Replayed:
+        if bucket not in self._captured:
+            raise RuntimeError(f"bucket {bucket} was not captured")
+        graph, replayed = self._captured[bucket]
+        graph.replay()
+        return replayed
+
+    def prepare(self, bucket: int) -> None:
+        """Capture a bucket that the start left out. Before its inputs are sent: this overwrites them."""
+        if bucket not in self._captured:
+            began = now()
+            self._capture(bucket)
+            _log.debug("captured a decode graph of %d rows in %.0f ms", bucket, 1000 * (now() - began))
+
+    @torch.inference_mode()
+    def capture(self, seconds: float = START_SECONDS) -> None:
+        """The largest first, whose memory the others share; then powers of two; then the rest while time allows."""
+        began = now()
+        free = torch.cuda.mem_get_info(self._inputs.device)[0]
+        largest = self.sizes[-1]
+        order = sorted(self.sizes, key=lambda size: (size != largest, size & (size - 1) != 0, -size))
+        for size in order:
+            if size & (size - 1) and size != largest and now() - began > seconds:
+                break
+            self._capture(size)
+        torch.cuda.synchronize(self._inputs.device)
+        torch.cuda.empty_cache()  # what the runs before the captures left behind
+        taken = free - torch.cuda.mem_get_info(self._inputs.device)[0]
+        _log.info(
+            "captured %d of %d decode graphs (up to %d rows) in %.2f s, %.2f GiB",
+            len(self._captured), len(self.sizes), largest, now() - began, taken / 2**30,
+        )  # fmt: skip
+
+    def _capture(self, bucket: int) -> None:
+        rows, positions = self._inputs.decode_inputs(bucket)
+        if self._stream is None:
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._inputs.device)
+        current = torch.cuda.current_stream(self._inputs.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            rows.fill_(self._inputs.scrap)
+            positions.zero_()
+            self._step(bucket)  # compiles what is new, and sets up libraries
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                replayed = self._step(bucket)
+            finally:
+                graph.capture_end()
+        current.wait_stream(self._stream)
+        # The logits' memory goes back to the pool, so that all buckets share it; a borrowed view stays.
+        self._captured[bucket] = graph, replayed._replace(logits=borrow(replayed.logits))
+
+    def _step(self, bucket: int) -> Replayed:
+        """Everything a graph holds."""
+        inputs = self._inputs
+        rows, positions = inputs.decode_inputs(bucket)
+        buffers = inputs.gather(rows, positions)
+        plans = []
+        for table, mirror, slots in zip(inputs.rows.tables, inputs.mirror.tables, buffers.slots, strict=True):
+            step = GroupStep(
+                block_tables=mirror, query_starts=self._starts[: bucket + 1],
+                context_lens=[self._max_context] * bucket, query_lens=[1] * bucket, slots=slots, row_index=rows,
+                contexts=buffers.contexts, is_decode=True, is_static=True,
+            )  # fmt: skip
+            plans.append(self._backend.plan(step, table.group))
+        index = buffers.positions  # every token is sampled: nothing picks by it
+        hidden = self._model.forward(Batch(buffers.token_ids, buffers.positions, plans, index, num_tokens=bucket))
+        logits = self._model.narrow_logits(hidden)
+        result = self._results[: 2 * bucket].view(2, bucket)
+        self._plain(logits, rows, buffers.contexts, result, filters=False)
+        return Replayed(rows, buffers.contexts, logits, result)
+
+
+def useful_sizes(sizes: Sequence[int], max_rows: int) -> tuple[int, ...]:
+    """Rising, without those larger than the first that holds every row."""
+    rising = sorted(set(sizes))
+    enough = next((i for i, size in enumerate(rising) if size >= max_rows), len(rising))
+    return tuple(rising[: enough + 1])
+
+
+class _Borrowed:
+    """Memory by its address, in the form torch reads (the CUDA array interface)."""
+
+    def __init__(self, tensor: Tensor, typestr: str) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape), "typestr": typestr, "data": (tensor.data_ptr(), False),
+            "strides": None, "version": 3,
+        }  # fmt: skip
+
+
+def borrow(tensor: Tensor) -> Tensor:
+    """A view of the same memory that does not keep it: whoever replays the graph knows that it is there."""
+    assert tensor.is_contiguous()
+    stand_in = {4: "<i4", 2: "<i2"}[tensor.element_size()]  # the interface knows no bfloat16
+    return torch.as_tensor(_Borrowed(tensor, stand_in), device=tensor.device).view(tensor.dtype)

@@ -1,0 +1,167 @@
+"""The Triton attention backend on a GPU against the reference in float32 on CPU: shapes, dtypes, rules, graphs."""
+
+import random
+
+import pytest
+import torch
+
+from tests.attention_case import RULE_NAMES, RULES, Case
+
+pytestmark = pytest.mark.gpu
+
+HALVES = [torch.bfloat16, torch.float16]
+LIMITS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+MIX = [(12, 5), (1500, 1), (90, 90), (3, 1), (1700, 310), (60, 0), (128, 1), (2, 2), (700, 64)]
+
+
+def backend(**options):
+    from quire.attention.triton import TritonAttention
+
+    return TritonAttention(**{"fixed": False, **options})
+
+
+def close(found, wanted, dtype):
+    limit = LIMITS[dtype]
+    found = found.float().cpu()
+    assert (found - wanted).norm() <= limit * wanted.norm()
+    torch.testing.assert_close(found, wanted, rtol=4 * limit, atol=4 * limit)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=RULE_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_any_mix_under_any_rule(rule, dtype):
+    case = Case(MIX, heads=8, kv_heads=2, size=128, rule=rule, dtype=dtype, device="cuda")
+    close(case.run(backend())[0], case.reference(), dtype)
+    close(case.run(backend(), mirror=True)[0], case.reference(), dtype)
+
+
+@pytest.mark.parametrize("size", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("group", [1, 2, 5, 8, 16, 24])
+def test_sizes_and_groups(size, group):
+    rng = random.Random(size * group)
+    dtype, page = rng.choice(HALVES), rng.choice([16, 32, 64, 48])
+    lens = [(c := rng.randint(1, 900), rng.choice([1, 1, c, rng.randint(1, c)])) for _ in range(7)]
+    case = Case(lens, heads=2 * group, kv_heads=2, size=size, block_size=page, dtype=dtype, device="cuda", seed=size)
+    close(case.run(backend())[0], case.reference(), dtype)
+    decodes = Case([(c, 1) for c, _ in lens], heads=2 * group, kv_heads=2, size=size, block_size=page, dtype=dtype,
+                   device="cuda", seed=group)  # fmt: skip
+    found, _ = decodes.run(backend(), static=16)
+    close(found[:7], decodes.reference(), dtype)
+    assert not found[7:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [16, 20, 128])
+def test_latent(heads, dtype):
+    case = Case(MIX, heads=heads, kv_heads=1, size=576, value=-512, dtype=dtype, device="cuda")
+    close(case.run(backend())[0], case.reference(), dtype)
+    decodes = Case([(700, 1), (33, 1), (5000, 1)], heads=heads, kv_heads=1, size=576, value=-512, dtype=dtype,
+                   device="cuda")  # fmt: skip
+    close(decodes.run(backend(), static=4)[0][:3], decodes.reference(), dtype)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("rule", [{}, {"window": 100, "sinks": True}], ids=["plain", "window"])
+def test_a_graph_serves_any_contexts(rule, fixed):
+    """Captured once with a warm-up in other contexts, replayed for two more steps: each as if run alone."""
+    attention, dtype, bucket = backend(fixed=fixed), torch.bfloat16, 8
+    longest = Case([(3000, 1)] * bucket, heads=16, kv_heads=8, size=128, rule=rule, dtype=dtype, device="cuda")
+    step, (q, k, v), cache = longest.step(static=bucket), longest.inputs(), longest.cache(attention)
+    q, k, v = q.clone(), k.clone(), v.clone()
+    options = longest.options()
+    attention.plan(step, longest.group()).run(q, k, v, cache, **options)
+    plan, graph = attention.plan(step, longest.group()), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = plan.run(q, k, v, cache, **options)
+    for seed, lens in enumerate([[2999, 17, 1, 640], [5, 1300, 64, 65, 2048, 900, 128]]):
+        case = Case([(n, 1) for n in lens], heads=16, kv_heads=8, size=128, rule=rule, dtype=dtype, device="cuda",
+                    seed=seed + 1)  # fmt: skip
+        case.sinks = longest.sinks
+        other, source = case.step(static=bucket), case.cache(attention)
+        cache.keys[: case.num_blocks] = source.keys
+        cache.values[: case.num_blocks] = source.values
+        step.block_tables[: other.block_tables.shape[0], : other.block_tables.shape[1]] = other.block_tables
+        step.block_tables[other.row_index[-1].item(), :] = -1
+        for target, value in zip(
+            (step.row_index, step.contexts, step.slots), (other.row_index, other.contexts, other.slots), strict=True
+        ):
+            target.copy_(value)
+        for target, value in zip((q, k, v), case.inputs(bucket - len(lens)), strict=True):
+            target.copy_(value)
+        out.fill_(float("nan"))
+        graph.replay()
+        close(out[: len(lens)], case.reference(), dtype)
+        assert not out[len(lens) :].any()
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_fixed_results_depend_on_nothing_else(size):
+    """The same query, alone or in company, in any chunking, eager or captured: the same bits."""
+    case = Case(
+        [(1200, 340), (890, 1), (277, 277)], heads=8, kv_heads=2, size=size, dtype=torch.bfloat16, device="cuda"
+    )
+    attention = backend(fixed=True)
+    whole, cache = case.run(attention)
+    close(whole, case.reference(), torch.bfloat16)
+    q, options = case.inputs()[0], case.options()
+    for lens, places in [
+        ([(1200, 1), (890, 1)], [339, 340]),
+        ([(1160, 300), (890, 1), (250, 130)], [*range(300), 340, *range(461, 591)]),
+        ([(1, 0), (890, 1), (1, 1)], [340, 341]),
+    ]:
+        part = Case.__new__(Case)
+        part.__dict__.update(case.__dict__, lens=lens, contexts=[c for c, _ in lens], counts=[n for _, n in lens])
+        plan = attention.plan(part.step(), case.group())
+        assert torch.equal(plan.run(q[places], None, None, cache, **options), whole[places])
+        if all(n == 1 for _, n in lens):
+            plan = attention.plan(part.step(static=2), case.group())
+            assert torch.equal(plan.run(q[places], None, None, cache, **options), whole[places])
+
+
+def test_library_attention_for_fresh_prompts():
+    lens = [(600, 600), (40, 40), (1, 1), (1000, 1), (300, 300)]
+    for size in (64, 128):
+        case = Case(lens, heads=8, kv_heads=2, size=size, dtype=torch.bfloat16, device="cuda")
+        close(case.run(backend(library=True))[0], case.reference(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("library", [False, True])
+def test_from_the_fused_product_on(library):
+    """Whatever form `prepare_qkv` has on the device: as its reference and a run, one after the other."""
+    from quire.ops.qkv import QkvPrep, prepare_qkv
+    from quire.ops.triton.register import register
+
+    register()
+    case = Case([(12, 5), (1500, 1), (600, 600)], heads=16, kv_heads=8, size=128, dtype=torch.bfloat16, device="cuda")
+    attention, tokens = backend(library=library), 606
+    qkv = torch.cat(case.inputs(), 1).flatten(1)
+    weight, angle = torch.rand(128, device="cuda").bfloat16(), torch.rand(tokens, 1, 64, device="cuda")
+    cos, sin = (torch.cat(pair, -1).bfloat16() for pair in ((angle.cos(), angle.cos()), (-angle.sin(), angle.sin())))
+    prep = QkvPrep(16, 8, weight, weight, 1e-6, 0.0, False, cos, sin, False)
+    cache, other, step = case.cache(attention), case.cache(attention), case.step()
+    q = prepare_qkv.reference(qkv.clone(), prep, cache.keys, cache.values, step.slots)
+    wanted = attention.plan(step, case.group()).run(q, None, None, cache, **case.options())
+    options = {name: value for name, value in case.options().items() if name != "v_size"}
+    found = attention.plan(step, case.group()).run_fused(qkv, prep, other, **options)
+    close(found, wanted.float().cpu(), torch.bfloat16)
+
+
+def test_pages_at_the_far_end_of_a_large_cache():
+    """Offsets past 2**31 elements: a cache of 6 GB, its last blocks used."""
+    from quire.attention.triton import write_kv
+    from quire.schema.kv import KVGroup
+
+    case = Case([(300, 1), (90, 90)], heads=4, kv_heads=2, size=128, dtype=torch.bfloat16, device="cuda")
+    attention, spec = backend(), case.spec()
+    blocks = (6 << 30) // spec.page_bytes
+    memory = torch.empty((blocks, spec.page_bytes), dtype=torch.uint8, device="cuda")
+    cache = attention.make_cache(spec, blocks, memory)
+    far = blocks - case.num_blocks
+    near, step = case.cache(attention), case.step()
+    cache.keys[far:], cache.values[far:] = near.keys, near.values
+    step = step._replace(block_tables=step.block_tables + far, slots=step.slots + far * case.page)
+    q, k, v = case.inputs()
+    write_kv(k, v, cache, step.slots)
+    group = KVGroup(kind=spec.kind, block_size=case.page, window=0, layers=("x",))
+    close(attention.plan(step, group).run(q, k, v, cache, **case.options()), case.reference(), torch.bfloat16)

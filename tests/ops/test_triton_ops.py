@@ -1,0 +1,116 @@
+"""The fused Triton ops, interpreted on CPU, against their references (TRITON_INTERPRET=1)."""
+
+import os
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("kernels are interpreted only with TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton")
+pytest.importorskip("tests.interpreted")
+
+from quire.ops import sample as sample_ops
+from quire.ops.triton import moe, sample
+from tests import fused_cases as cases
+
+triton = pytest.importorskip("triton")
+tl = triton.language
+DTYPES = [torch.float32, torch.float16]  # the interpreter's bfloat16 is not
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 100, 1536])
+def test_norms(dtype, width):
+    cases.check_norms("cpu", dtype, 5, width)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_head_norm_and_acts(dtype):
+    cases.check_head_norm("cpu", dtype, 5, 6, 80)
+    cases.check_acts("cpu", dtype, 3, 1100)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("qk_norm", ["", "head", "each"])
+@pytest.mark.parametrize("shape", [(4, 2, 64, 64), (6, 1, 80, 32), (3, 3, 96, 96), (4, 4, 16, 0)])
+def test_prepare_qkv(shape, qk_norm, pairs):
+    for dtype in DTYPES:
+        offset = 1.0 if qk_norm == "each" else 0.0
+        cases.check_prepare("cpu", dtype, 7, *shape, pairs=pairs, qk_norm=qk_norm, offset=offset)
+
+
+@triton.jit
+def _bits_kernel(seeds, positions, out, COUNT: tl.constexpr):  # noqa: N803
+    n = tl.program_id(0)
+    low, high = sample.noise_keys(tl.load(seeds + n), tl.load(positions + n))
+    ids = tl.arange(0, COUNT)
+    tl.store(out + n * COUNT + ids, sample.noise_bits(low, high, ids))
+
+
+@triton.jit
+def _gumbel_kernel(bits, out, COUNT: tl.constexpr):  # noqa: N803
+    ids = tl.arange(0, COUNT)
+    tl.store(out + ids, sample.gumbel(tl.load(bits + ids)))
+
+
+def test_noise_is_the_same_bits():
+    draw = cases.Draw(0, "cpu")
+    seeds, positions = draw.whole(-(2**62), 2**62, 4), torch.tensor([0, 5, 1000, 39999], dtype=torch.int32)
+    out = torch.empty((4, 256), dtype=torch.int32)
+    _bits_kernel[(4,)](seeds, positions, out, COUNT=256)
+    low, high = (key.unsqueeze(1) for key in sample_ops.keys(seeds, positions))
+    assert torch.equal(out, sample_ops.noise_bits(low, high, torch.arange(256, dtype=torch.int32)))
+    ends = torch.arange(16)
+    bits = torch.cat((draw.whole(0, 2**31 - 1, 992), ends, 2**31 - 1 - ends)).int()
+    noise = torch.empty(1024)
+    _gumbel_kernel[(1,)](bits, noise, COUNT=1024)
+    torch.testing.assert_close(noise, sample_ops.gumbel(bits), rtol=2e-6, atol=2e-6)
+
+
+def test_greedy_and_drawn_rows():
+    logits, rows = cases.sampling_case("cpu", 5003, 4, heats=[0.0, 0.7, 1.5], top_ks=[0], top_ps=[1.0])
+    cases.check_choice(logits, rows, filters=False)
+
+
+def test_what_is_no_number_is_reported():
+    for heat in (0.0, 0.5):
+        logits, rows = cases.sampling_case("cpu", 1000, 2, heats=[heat], top_ks=[0], top_ps=[1.0])
+        logits[0, 5], logits[1] = torch.nan, -torch.inf
+        tokens, scores = sample.sample_rows(logits, *rows, filters=False)
+        assert tokens.tolist() == [5, 0] and scores[0].isnan() and scores[1] == -torch.inf
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("vocab", [700, 9001])
+def test_filters(vocab, ties):
+    wide = {"heats": [0.6], "top_ks": [3, vocab - 1, vocab, 600, 0, 0], "top_ps": [1.0, 0.3, 1.0, 0.99, 0.999, 0.05]}
+    narrow = {"heats": [0.6, 1.0, 0.0], "top_ks": [0, 20, 50, 0], "top_ps": [1.0, 0.9, 0.5, 0.95]}
+    for given, scale in ((wide, 1.0), (narrow, 3.0)):
+        logits, rows = cases.sampling_case("cpu", vocab, 6, ties=ties, scale=scale, **given)
+        cases.check_edges(logits, rows)
+        cases.check_choice(logits, rows, filters=True)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "score", "renorm", "with_bias"),
+    [
+        (5, 12, 3, "softmax", True, False), (7, 60, 4, "sigmoid", True, True), (3, 8, 2, "softmax", False, False),
+        (600, 16, 2, "topk_softmax", True, False),
+    ],
+)  # fmt: skip
+def test_routing(tokens, experts, top_k, score, renorm, with_bias):
+    cases.check_route("cpu", tokens, experts, top_k, score=score, renorm=renorm, with_bias=with_bias)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts", "bm"), [(2, 3, 5, 16), (700, 2, 60, 32), (3000, 4, 128, 128)])
+def test_sorting_pairs(tokens, top_k, experts, bm):
+    cases.check_sort("cpu", tokens, top_k, experts, bm)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 19])
+def test_experts(tokens, dtype):
+    cases.check_experts("cpu", dtype, tokens, 6, 2, 48, 40, bias=True)
+    small = (moe.Config(16, 32, 32, 4, 2), moe.Config(16, 64, 16, 4, 2))
+    cases.check_experts("cpu", dtype, tokens, 5, 3, 64, 96, configs=small)
