@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,6 +17,8 @@ os.environ.setdefault("QUIRE_CPU_KVCACHE_SPACE", "0.5")
 import pytest
 
 from quire.base import env
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with Ctrl-C ignored
 
 
 @pytest.fixture(autouse=True)

@@ -134,7 +134,8 @@ class Worker:
         decode graphs. Leaves no trace: the blocks it writes belong to nobody yet."""
         tables = self.model_runner.rows.tables
         on_cpu = self.device.type == "cpu"
-        count = 1 if on_cpu else min(32, self.config.model_config.max_model_len - 1)
+        most = min(self.config.scheduler_config.max_num_batched_tokens, self.config.model_config.max_model_len - 1)
+        count = 1 if on_cpu else min(32, most)
         blocks = tuple(tuple(range(-(-(count + (not on_cpu)) // table.group.block_size))) for table in tables)
         row = NewRow(
             request_id="warm-up", epoch=0, token_ids=(0,) * count, num_prompt_tokens=count,
