@@ -134,8 +134,7 @@ class Worker:
         decode graphs. Leaves no trace: the blocks it writes belong to nobody yet."""
         tables = self.model_runner.rows.tables
         on_cpu = self.device.type == "cpu"
-        most = min(self.config.scheduler_config.max_num_batched_tokens, self.config.model_config.max_model_len - 1)
-        count = 1 if on_cpu else min(32, most)
+        count = 1 if on_cpu else self._warm_up_tokens()
         blocks = tuple(tuple(range(-(-(count + (not on_cpu)) // table.group.block_size))) for table in tables)
         row = NewRow(
             request_id="warm-up", epoch=0, token_ids=(0,) * count, num_prompt_tokens=count,
@@ -149,6 +148,11 @@ class Worker:
             self.forward(StepPlan(step=0, grants=(Grant("warm-up", count, 1, True, 0),)))
             self.sample(None).result()
         self.forward(StepPlan(step=0, grants=(), left=("warm-up",)))
+
+    def _warm_up_tokens(self) -> int:
+        """Enough to take the kernels' way of prompts, and no more than a step may hold."""
+        budget = self.config.scheduler_config.max_num_batched_tokens
+        return min(32, budget, self.config.model_config.max_model_len - 1)
 
     def forward(self, plan: StepPlan) -> None:
         self.model_runner.forward(plan)
