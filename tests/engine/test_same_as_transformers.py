@@ -72,9 +72,11 @@ def tokens_of(outputs) -> list[list[int]]:
 
 
 def generate(prompts, **options) -> list:
-    llm = LLM(dtype="float32", max_model_len=1024, seed=0, **options)
+    llm = LLM(dtype="float32", max_model_len=1024, seed=0, disable_log_stats=False, **options)
     params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
     outputs = llm.generate(prompts, params, use_tqdm=False)
+    if "num_gpu_blocks_override" in options:
+        assert next(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions") > 0
     if options.get("enable_prefix_caching", True):  # now every prompt is in the prefix cache
         again = llm.generate(prompts[:8], params, use_tqdm=False)
         assert tokens_of(again) == tokens_of(outputs)[:8]
