@@ -1,72 +1,93 @@
 """The periodic line: throughput, queue, KV usage and prefix hits of the last interval.
 
-Comes in: StepStats, once per step. Goes out: at most one INFO line per interval, none while nothing happens.
+Comes in: totals, read from the metrics when an interval has passed. Goes out: one INFO line, and none while nothing
+happens. Of several processes that share an engine one speaks, for all of them; when it dies, another goes on.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 
+from quire.base import env
 from quire.base.clock import now
 from quire.base.log import logger
-from quire.observe.metrics import since
-from quire.schema.stats import CacheStats, StepStats
+from quire.observe.cells import Turn
+from quire.observe.metrics import Totals
 
 log = logger(__name__)
-INTERVAL_SECONDS = 10.0
 
 
 class LogStats:
-    """Sums steps until an interval has passed, then says them in one line."""
+    """Remembers the totals of the last line, and says what has been added."""
 
     def __init__(
-        self, engine_index: int = 0, interval: float = INTERVAL_SECONDS, clock: Callable[[], float] = now
+        self,
+        read: Callable[[], Totals],
+        engine_index: int = 0,
+        *,
+        folder: str | None = None,
+        clock: Callable[[], float] = now,
     ) -> None:
+        self._read = read
         self._engine = engine_index
-        self._interval = interval
         self._clock = clock
+        self._turn = Turn(folder, f"log-{engine_index}")
         self._since = clock()
-        self._prompt = self._generated = self._preempted = 0
-        self._queries = self._hits = 0
-        self._cache = CacheStats()
-        self._last: StepStats | None = None
+        self._last = read()
         self._quiet = True  # the last line already said that nothing happens
+        self._ended = threading.Event()
 
-    def step(self, stats: StepStats) -> None:
-        self._prompt += stats.prompt_tokens
-        self._generated += stats.generated_tokens
-        self._preempted += stats.preempted
-        queries, hits = since(self._cache, stats.cache)
-        self._queries += queries
-        self._hits += hits
-        self._cache = stats.cache
-        self._last = stats
-        if self._clock() - self._since >= self._interval:
-            self.say()
+    def start(self, interval: float | None = None) -> None:
+        """Say a line every `interval` seconds, from a thread, until stop() or until this is collected."""
+        seconds = env.LOG_STATS_INTERVAL.get() if interval is None else interval
+        thread = threading.Thread(
+            target=_speak, args=(weakref.ref(self), self._ended, seconds), name="log stats", daemon=True
+        )
+        thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._turn.release()
 
     def say(self) -> str | None:
-        """Log the interval up to now and start a new one. None: nothing new to say."""
+        """Log the interval up to now and start a new one. None: nothing new to say, or another process says it."""
         current = self._clock()
         seconds = max(current - self._since, 1e-9)
-        idle = self._last is None or not (self._prompt or self._generated or self._last.running or self._last.waiting)
-        line = None if self._last is None or (idle and self._quiet) else self._line(self._last, seconds)
+        totals, before = self._read(), self._last
+        self._since, self._last = current, totals
+        if not self._turn.mine():
+            return None
+        added = totals.prompt_tokens - before.prompt_tokens + totals.generated_tokens - before.generated_tokens
+        idle = not (added or totals.running or totals.waiting)
+        line = None if idle and self._quiet else self._line(before, totals, seconds)
         if line is not None:
             log.info(line)
         self._quiet = idle
-        self._since = current
-        self._prompt = self._generated = self._preempted = self._queries = self._hits = 0
         return line
 
-    def _line(self, last: StepStats, seconds: float) -> str:
+    def _line(self, before: Totals, totals: Totals, seconds: float) -> str:
+        prompt = (totals.prompt_tokens - before.prompt_tokens) / seconds
+        generated = (totals.generated_tokens - before.generated_tokens) / seconds
         parts = [
-            f"Engine {self._engine:03d}: Avg prompt throughput: {self._prompt / seconds:.1f} tokens/s",
-            f"Avg generation throughput: {self._generated / seconds:.1f} tokens/s",
-            f"Running: {last.running} reqs",
-            f"Waiting: {last.waiting} reqs",
+            f"Engine {self._engine:03d}: Avg prompt throughput: {prompt:.1f} tokens/s",
+            f"Avg generation throughput: {generated:.1f} tokens/s",
+            f"Running: {totals.running} reqs",
+            f"Waiting: {totals.waiting} reqs",
         ]
-        if self._preempted:
-            parts.append(f"Preemptions: {self._preempted}")
-        parts.append(f"KV cache usage: {last.kv_usage:.1%}")
-        if self._queries:
-            parts.append(f"Prefix cache hit rate: {self._hits / self._queries:.1%}")
+        if preempted := totals.preempted - before.preempted:
+            parts.append(f"Preemptions: {preempted}")
+        parts.append(f"KV cache usage: {totals.kv_usage:.1%}")
+        if queries := totals.queries - before.queries:
+            parts.append(f"Prefix cache hit rate: {(totals.hits - before.hits) / queries:.1%}")
         return ", ".join(parts)
+
+
+def _speak(speaker: weakref.ref[LogStats], ended: threading.Event, interval: float) -> None:
+    while not ended.wait(interval):
+        stats = speaker()
+        if stats is None:
+            return
+        stats.say()
+        del stats

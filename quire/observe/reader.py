@@ -41,3 +41,9 @@ class Histogram(Metric):
     count: int
     sum: float
     buckets: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Summary(Metric):
+    count: int
+    sum: float

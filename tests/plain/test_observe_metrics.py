@@ -6,6 +6,7 @@ import pytest
 
 from quire.observe.metrics import TABLE, Metrics, one_two_five
 from quire.observe.reader import Counter, Gauge, Histogram, Metric
+from quire.schema.errors import ConfigError
 from quire.schema.messages import FinishReason
 from quire.schema.params import SamplingParams
 from quire.schema.stats import CacheStats, RequestTimes, StepStats
@@ -52,10 +53,21 @@ def test_every_declared_metric_is_in_the_snapshot_with_its_labels() -> None:
     metrics.cache_config({"block_size": 16})
     snapshot = metrics.snapshot()
     assert {m.name for m in snapshot} == {entry.name for entry in TABLE}
-    assert all(m.labels["model_name"] == "tiny" and m.labels["engine"] == "3" for m in snapshot)
+    assert all(m.labels["model_name"] == "tiny" for m in snapshot)
+    assert {m.name for m in snapshot if m.labels.get("engine") != "3"} == {"vllm:admission_rejections"}
     assert find(metrics, "vllm:cache_config_info").labels["block_size"] == "16"
     reasons = {m.labels["finished_reason"] for m in snapshot if m.name == "vllm:request_success"}
     assert reasons == {"stop", "length", "abort", "error", "repetition"}
+
+
+def test_other_bucket_limits() -> None:
+    metrics = Metrics("tiny", 2048, buckets={"request_queue_time_seconds": (0.1, 3), "vllm:request_params_n": (4.0,)})
+    assert list(histogram(metrics, "vllm:request_queue_time_seconds").buckets) == ["0.1", "3.0", "+Inf"]
+    assert list(histogram(metrics, "vllm:request_params_n").buckets) == ["4.0", "+Inf"]
+    with pytest.raises(ConfigError, match="no histogram is called vllm:nothing"):
+        Metrics("tiny", 2048, buckets={"nothing": (1.0,)})
+    with pytest.raises(ConfigError, match="growing"):
+        Metrics("tiny", 2048, buckets={"request_params_n": (2.0, 1.0)})
 
 
 def test_names_have_no_total_suffix_but_the_histogram_that_is_called_so() -> None:
@@ -76,12 +88,20 @@ def test_a_step_sets_gauges_and_adds_to_counters() -> None:
     assert (steps.buckets["1.0"], steps.buckets["32.0"], steps.buckets["64.0"], steps.buckets["+Inf"]) == (1, 1, 2, 2)
 
 
-def test_cache_totals_become_counters_that_survive_a_reset() -> None:
+def test_prefix_cache_counts_add_up_over_steps() -> None:
     metrics = Metrics("tiny", 2048)
-    for queries, hits in ((10, 0), (30, 16), (5, 2)):  # the last: the cache was reset in between
+    for queries, hits in ((10, 0), (20, 16), (5, 2)):
         metrics.step(make_step(cache=CacheStats(queries=queries, hits=hits)))
     assert value(metrics, "vllm:prefix_cache_queries") == 35
     assert value(metrics, "vllm:prefix_cache_hits") == 18
+
+
+def test_a_paused_engine_holds_requests_back() -> None:
+    metrics = Metrics("tiny", 2048)
+    metrics.step(make_step(waiting=2, deferred=3))
+    assert value(metrics, "vllm:num_requests_waiting") == 5
+    assert value(metrics, "vllm:num_requests_waiting_by_reason", reason="capacity") == 2
+    assert value(metrics, "vllm:num_requests_waiting_by_reason", reason="deferred") == 3
 
 
 def test_prompt_tokens_by_source_add_up() -> None:

@@ -1,0 +1,142 @@
+"""examples/observability and examples/deploy: they load, and name only metrics, options and routes that exist."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from quire.cli.serve import make_parser, options_of
+from quire.observe.declared import TABLE, http_table
+
+ROOT = Path(__file__).parents[2]
+OBSERVE, DEPLOY = ROOT / "examples/observability", ROOT / "examples/deploy"
+DASHBOARD = json.loads((OBSERVE / "grafana/dashboards/quire.json").read_text())
+OURS = re.compile(r"(?<![\w:\"])(?:vllm:\w+|http_\w+|process_\w+)")
+
+
+def sample_names() -> dict[str, set[str]]:
+    """Every sample a page can have -> the labels it can have."""
+    found = {"process_resident_memory_bytes": set[str](), "up": {"job"}}
+    for entry in (*TABLE, *http_table(())):
+        suffixes = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count"),
+                    "summary": ("_sum", "_count")}[entry.kind]  # fmt: skip
+        general = {"model_name", "engine"} if entry.name.startswith("vllm:") else set()
+        labels = {*entry.labels, *(general if entry.per_engine else general - {"engine"}), "le", "instance"}
+        found |= {name + suffix: labels for name in (entry.name, *entry.old_names) for suffix in suffixes}
+    return found
+
+
+def expressions() -> list[str]:
+    panels = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
+    rules = yaml.safe_load((OBSERVE / "rules.yml").read_text())["groups"]
+    return panels + [rule["expr"] for group in rules for rule in group["rules"]]
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_every_expression_names_metrics_and_labels_that_exist(expression: str) -> None:
+    known = sample_names()
+    names = OURS.findall(expression)
+    assert names or expression.startswith("up{")
+    for name in names:
+        assert name in known, f"{name} is in no table"
+        selector = re.search(re.escape(name) + r"\{([^}]*)\}", expression)
+        for label in re.findall(r"(\w+)\s*=~?\s*\"", selector.group(1) if selector else ""):
+            assert label in known[name], f"{name} has no label {label}"
+    allowed = set().union(*(known[name] for name in names), {"instance"})
+    for grouped in re.findall(r"by \(([^)]*)\)", expression):
+        assert {label.strip() for label in grouped.split(",")} <= allowed
+
+
+def test_the_dashboard_shows_the_main_numbers() -> None:
+    text = json.dumps(DASHBOARD)
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_hits_total",
+                 "num_preemptions_total", "prompt_tokens_total", "generation_tokens_total", "request_success_total",
+                 "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket",
+                 "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
+                 "request_decode_time_seconds"):  # fmt: skip
+        assert f"vllm:{name}" in text, name
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(ids) == len(set(ids)) and DASHBOARD["uid"] == "quire"
+    variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
+    assert set(re.findall(r"\$(\w+)", text)) - {"__rate_interval", "__all"} <= variables
+
+
+def test_the_other_files_load() -> None:
+    for path in (*OBSERVE.rglob("*.yml"), *DEPLOY.rglob("*.yaml")):
+        assert list(yaml.safe_load_all(path.read_text())), path.name
+    compose = yaml.safe_load((OBSERVE / "docker-compose.yml").read_text())
+    for service in compose["services"].values():
+        for volume in service["volumes"]:
+            assert (OBSERVE / volume.split(":")[0]).exists(), volume
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"]), "only for this host"
+    scrape = yaml.safe_load((OBSERVE / "prometheus.yml").read_text())
+    assert all((OBSERVE / name).exists() for name in scrape["rule_files"])
+
+
+def parsed(*arguments: str) -> Any:
+    """What `quire serve` makes of these arguments."""
+    args = make_parser("quire serve").parse_args(list(arguments))
+    options_of(args)
+    return args
+
+
+def test_option_files_are_ones_the_server_takes(tmp_path: Path) -> None:
+    (kubernetes,) = [d for d in documents() if d["kind"] == "ConfigMap"]
+    inside = tmp_path / "serve.yaml"
+    inside.write_text(kubernetes["data"]["serve.yaml"])
+    assert parsed("--config", str(inside)).open_metrics is True
+    args = parsed("--config", str(DEPLOY / "serve.yaml"))
+    assert (args.host, args.port, args.shutdown_timeout) == ("127.0.0.1", 8000, 60)
+
+
+def test_the_unit_runs_the_server() -> None:
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read_string((DEPLOY / "quire.service").read_text())
+    service = unit["Service"]
+    program, command, *arguments = shlex.split(service["ExecStart"])
+    assert program.endswith("/bin/quire") and command == "serve" and arguments == ["--config", "/etc/quire/serve.yaml"]
+    stop = yaml.safe_load((DEPLOY / "serve.yaml").read_text())["shutdown-timeout"]
+    assert int(service["TimeoutStopSec"]) > stop
+
+
+def documents() -> list[Any]:
+    return list(yaml.safe_load_all((DEPLOY / "kubernetes/quire.yaml").read_text()))
+
+
+def test_kubernetes_probes_ask_health_and_leave_time_to_stop() -> None:
+    kinds = {document["kind"]: document for document in documents()}
+    assert set(kinds) == {"ConfigMap", "Deployment", "Service", "PodDisruptionBudget"}
+    pod = kinds["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/health", "port": "http"}
+    stop = yaml.safe_load(kinds["ConfigMap"]["data"]["serve.yaml"])["shutdown-timeout"]
+    assert pod["terminationGracePeriodSeconds"] > stop + 5
+    assert pod["enableServiceLinks"] is False and kinds["Service"]["metadata"]["name"] not in ("quire", "vllm")
+    assert kinds["Service"]["spec"]["selector"] == kinds["Deployment"]["spec"]["template"]["metadata"]["labels"]
+
+
+@pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.cuda"])
+def test_images_start_the_server_as_nobody_special(name: str) -> None:
+    text = (DEPLOY / name).read_text()
+    program, command, *arguments = json.loads(re.search(r"^ENTRYPOINT (\[.*\])$", text, re.MULTILINE).group(1))  # type: ignore[union-attr]
+    assert (program, command) == ("quire", "serve")
+    assert parsed(*arguments).port == 8000
+    assert re.search(r"^USER quire$", text, re.MULTILINE) and "/health" in text
+    for copied in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE):
+        assert all((ROOT / source).exists() for source in copied.split())
+
+
+def test_nginx_lets_streams_through() -> None:
+    text = (DEPLOY / "nginx.conf").read_text()
+    assert text.count("{") == text.count("}")
+    for setting in ("proxy_buffering off;", "proxy_http_version 1.1;", "gzip off;", "X-Request-Id"):
+        assert setting in text
