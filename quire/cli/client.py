@@ -1,7 +1,9 @@
 """`quire chat` and `quire complete`: a model in the terminal, streamed.
 
-The engine runs in this process, on the embedded model or the one named, with every engine option as a flag. Answers go
-to stdout and nothing else does; status, warnings and errors go to stderr. Ctrl-C stops an answer, Ctrl-D ends.
+Who answers: the server at --url; else, when neither a model nor an engine option is given, a server that answers at
+http://localhost:8000/v1; else an engine in this process, with every engine option as a flag. --local never looks for a
+server. Answers go to stdout and nothing else does; status, warnings and errors go to stderr. Ctrl-C stops an answer,
+Ctrl-D ends.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from quire.base import env
 from quire.base.clock import now
 from quire.base.log import logger
 from quire.base.registry import load
+from quire.cli.remote import LOCAL_URL, Remote, RemoteSpeaker, find_local, local_server
 from quire.config import EngineArgs, FlexibleArgumentParser
 from quire.llm.prompts import render
 from quire.llm.stepper import LLMEngine
-from quire.schema.errors import EngineGenerateError, InputError, NotBuiltError
+from quire.schema.errors import ConfigError, EngineGenerateError, InputError
 from quire.schema.params import RequestOutputKind, SamplingParams
 
 Message = dict[str, Any]
@@ -48,7 +51,7 @@ def chat(arguments: Sequence[str], program: str) -> int:
     messages: list[Message] = []
     if args.system_prompt is not None:
         messages.append({"role": "system", "content": args.system_prompt})
-    with closing(Speaker(args)) as speaker:
+    with closing(make_speaker(args, parser)) as speaker:
         if args.quick is not None:
             speaker.answer([*messages, {"role": "user", "content": args.quick}])
             return speaker.status
@@ -68,7 +71,7 @@ def complete(arguments: Sequence[str], program: str) -> int:
     parser.add_argument("-q", "--quick", metavar="TEXT", help="continue this text and exit")
     parser.set_defaults(max_tokens=128)
     args = parser.parse_args(arguments)
-    with closing(Speaker(args)) as speaker:
+    with closing(make_speaker(args, parser)) as speaker:
         if args.quick is not None:
             speaker.complete(args.quick)
             return speaker.status
@@ -86,7 +89,13 @@ def make_parser(program: str, description: str) -> argparse.ArgumentParser:
     EngineArgs.add_cli_args(parser)
     parser.set_defaults(disable_log_stats=True, use_tqdm_on_load=False)
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder, GGUF file or hub id (or --model)")
-    parser.add_argument("--url", help="talk to a server instead (not built yet)")
+    server = parser.add_argument_group("server")
+    server.add_argument("--url", help=f"base URL of a server, such as {LOCAL_URL}")
+    server.add_argument("--api-key", help="its key; unset takes OPENAI_API_KEY")
+    server.add_argument("--model-name", help="which of its models; unset takes the first")
+    server.add_argument(
+        "--local", action="store_true", help=f"run a model here even if a server answers at {LOCAL_URL}"
+    )
     sampling = parser.add_argument_group("sampling")
     for name, (kind, text) in _SAMPLING.items():
         sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, default=None, help=text)
@@ -94,17 +103,48 @@ def make_parser(program: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def make_speaker(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Speaker | RemoteSpeaker:
+    """A server that was named or found, or an engine here."""
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    asked = {name: value for name in (*_SAMPLING, "stop") if (value := vars(args)[name]) is not None}
+    SamplingParams(**asked)  # a wrong value is refused before anything is loaded or sent
+    hush()
+    remote = choose_server(args, parser)
+    if remote is None:
+        return Speaker(args, asked)
+    speaker = RemoteSpeaker(remote, args.model_name or args.model, asked, args.__dict__.get("chat_template"))
+    print(f"{speaker.model} at {remote.url}", file=sys.stderr)
+    return speaker
+
+
+def choose_server(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Remote | None:
+    changed = [
+        name
+        for name, value in vars(EngineArgs.from_cli_args(args)).items()
+        if name != "model" and value != parser.get_default(name)
+    ]
+    if args.url is not None:
+        if args.local:
+            raise ConfigError("--url and --local exclude each other")
+        if changed:
+            raise ConfigError(
+                f"--{changed[0].replace('_', '-')} is an option of an engine in this process; the server at --url has "
+                "its own",
+                param=changed[0],
+            )
+        return Remote(args.url, args.api_key or env.OPENAI_API_KEY.get())
+    if args.local or changed or args.model is not None:
+        return None
+    if args.model_name is not None or args.api_key is not None:
+        return local_server(args.api_key)
+    return find_local()
+
+
 class Speaker:
     """An engine in this process whose answers are written to stdout as they come."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        if args.url is not None:
-            raise NotBuiltError("--url: talking to a server is not built yet; without --url the model runs here")
-        if args.model_tag is not None:
-            args.model = args.model_tag
-        asked = {name: value for name in (*_SAMPLING, "stop") if (value := vars(args)[name]) is not None}
-        SamplingParams(**asked)  # a wrong value is refused before the model is loaded
-        hush()
+    def __init__(self, args: argparse.Namespace, asked: dict[str, Any]) -> None:
         with status(args.model or "the embedded model"):
             self._engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(args))
         self._tokenizer = self._engine.get_tokenizer()

@@ -23,15 +23,12 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "serve": Command("quire.cli.serve:serve", "serve a model over HTTP, as OpenAI's API"),
     "chat": Command("quire.cli.client:chat", "talk with a model in the terminal"),
     "complete": Command("quire.cli.client:complete", "let a model continue a text"),
+    "bench": Command("quire.cli.bench:bench", "measure a server, the engine or its start"),
+    "run-batch": Command("quire.cli.batch:run_batch", "answer a file of requests in OpenAI's batch format"),
     "collect-env": Command("quire.cli.tools:collect_env", "print versions and hardware, for a bug report"),
-}
-# Documented commands that this version does not have: named, so that the answer is not "unknown".
-LATER = {
-    "serve": "the HTTP server",
-    "run-batch": "the HTTP server's request types",
-    "bench": "the HTTP server and its load generator",
 }
 
 
@@ -75,8 +72,6 @@ def usage(program: str) -> str:
 
 
 def unknown(name: str) -> str:
-    if name in LATER:
-        return f"'{name}' is not built yet: it comes with {LATER[name]}"
     near = difflib.get_close_matches(name, COMMANDS, n=1)
     hint = f"; did you mean '{near[0]}'?" if near else ""
     return f"unknown command '{name}'{hint} Commands: {', '.join(COMMANDS)}"

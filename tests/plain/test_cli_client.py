@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quire.cli import client
-from quire.schema.errors import InputError, NotBuiltError
+from quire.schema.errors import ConfigError, InputError
 from quire.schema.outputs import CompletionOutput, RequestOutput
 from quire.schema.params import RequestOutputKind, SamplingParams
 
@@ -72,6 +72,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
     monkeypatch.setattr(client, "LLMEngine", FakeEngine)
     monkeypatch.setattr(client, "render", render)
     monkeypatch.setattr(FakeEngine, "made", [])
+    monkeypatch.setattr(client, "find_local", lambda: None)  # whatever runs on this machine
     return FakeEngine
 
 
@@ -177,9 +178,17 @@ def interrupting(step: Any, times: int = 1) -> Any:
     return wrapped
 
 
-def test_url_is_refused_by_name(engine: type[FakeEngine]) -> None:
-    with pytest.raises(NotBuiltError, match="--url"):
-        client.chat(["--url", "http://localhost:8000/v1", "-q", "x"], "quire chat")
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--url", "http://x/v1", "--local"], "exclude each other"),
+        (["--url", "http://x/v1", "--max-model-len", "512"], "--max-model-len is an option of an engine"),
+        (["--url", "localhost:8000"], "--url must look like http://localhost:8000/v1"),
+    ],
+)
+def test_what_does_not_go_with_a_url(arguments: list[str], says: str, engine: type[FakeEngine]) -> None:
+    with pytest.raises(ConfigError, match=says):
+        client.chat([*arguments, "-q", "x"], "quire chat")
     assert engine.made == []
 
 

@@ -41,9 +41,8 @@ def test_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "name, says",
     [
-        ("serve", "quire: 'serve' is not built yet: it comes with the HTTP server"),
         ("chta", "did you mean 'chat'?"),
-        ("nonsense", "unknown command 'nonsense' Commands: chat, complete, collect-env"),
+        ("nonsense", "unknown command 'nonsense' Commands: serve, chat, complete, bench, run-batch, collect-env"),
     ],
 )
 def test_unknown_commands(name: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,257 @@
+"""What a request looks like to each kind of endpoint, and how its streamed answer is read.
+
+In: samples of a dataset, the asked parameters. Out: whole requests as bytes, made before the clock starts, and one
+Outcome per answer. A token's moment is the moment its bytes arrived. Must not know: when requests are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from quire.bench.datasets import Sample
+from quire.bench.http_client import Reply, Server, encode_request
+from quire.schema.errors import InputError
+
+COMPLETIONS = ("openai", "vllm")
+CHAT = ("openai-chat",)
+BACKENDS = COMPLETIONS + CHAT
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What every request of a run has in common."""
+
+    backend: str
+    endpoint: str
+    model: str
+    headers: dict[str, str] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)  # temperature, top_p, … as far as they were given
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    stream: bool = True
+    request_id_prefix: str = "bench-"
+
+    def body(self, sample: Sample) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self.model}
+        if self.backend in CHAT:
+            body["messages"] = [{"role": "user", "content": sample.prompt}]
+            body["max_completion_tokens"] = sample.output_len
+            if self.logprobs is not None:
+                body |= {"logprobs": True, "top_logprobs": self.logprobs}
+        else:
+            body["prompt"] = sample.prompt
+            body["max_tokens"] = sample.output_len
+            if self.logprobs is not None:
+                body["logprobs"] = self.logprobs
+        if self.stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        return body | self.sampling | self.extra_body
+
+    def encode(self, server: Server, sample: Sample, name: str) -> bytes:
+        headers = {"Content-Type": "application/json", "X-Request-Id": f"{self.request_id_prefix}{name}"}
+        body = msgspec.json.encode(self.body(sample))
+        return encode_request(server, "POST", self.endpoint, headers | self.headers, body)
+
+
+def check_endpoint(backend: str, endpoint: str) -> None:
+    """A chat backend at a completions address gives answers nobody can read."""
+    wanted = "chat/completions" if backend in CHAT else "completions"
+    is_chat = endpoint.rstrip("/").endswith("chat/completions")
+    if not endpoint.startswith("/"):
+        raise InputError(f"--endpoint must begin with '/', got {endpoint!r}", param="endpoint", value=endpoint)
+    if is_chat is not (backend in CHAT):
+        raise InputError(
+            f"--backend {backend} talks to an endpoint like /v1/{wanted}; --endpoint is {endpoint!r}",
+            param="endpoint",
+            value=endpoint,
+        )
+
+
+class Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    role: str | None = None
+
+
+class Choice(msgspec.Struct):
+    text: str | None = None
+    delta: Delta | None = None
+    message: Delta | None = None
+    finish_reason: str | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+
+
+class Chunk(msgspec.Struct):
+    """The fields of a streamed piece, or of a whole answer, that are measured."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(Chunk).decode
+
+
+class Outcome:
+    """One answer, being read and then measured. Seconds on this process's clock."""
+
+    __slots__ = (
+        "_buffer",
+        "_first",
+        "_last",
+        "_whole",
+        "error",
+        "finished",
+        "itls",
+        "latency",
+        "output_len",
+        "prompt_len",
+        "start",
+        "success",
+        "texts",
+        "ttft",
+    )  # fmt: skip
+
+    def __init__(self, sample: Sample, start: float, *, stream: bool) -> None:
+        self.start = self._last = start
+        self.prompt_len = sample.prompt_len  # the server's own count goes before it
+        self.output_len = 0
+        self.ttft = self.latency = 0.0
+        self.itls: list[float] = []
+        self.texts: list[str] = []
+        self.success = self.finished = False
+        self.error = ""
+        self._buffer = b""
+        self._first = b""  # the first bytes of the body: a refusal is no stream
+        self._whole = not stream
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def feed(self, piece: bytes, at: float) -> None:
+        """A piece of the body."""
+        if self._whole:
+            self._buffer += piece
+            self._last = at
+            return
+        if not self._first:
+            self._first = piece
+        for event in self._events(piece):
+            if event == b"[DONE]":
+                self.finished = True
+                continue
+            self._chunk(event, at)
+
+    def end(self, reply: Reply) -> None:
+        """The answer is complete."""
+        if reply.status != 200:
+            self.error = f"HTTP {reply.status}: {self._complaint()}"
+            return
+        if self._whole:
+            self._read_whole()
+        if self.error:
+            return
+        if self.ttft == 0.0:
+            self.error = "the answer held no token"
+            return
+        if not self._whole and not self.finished:
+            self.error = "the stream ended without [DONE]"
+            return
+        self.success = True
+        self.latency = self._last - self.start
+
+    def fail(self, why: str) -> None:
+        self.error = why
+
+    def _events(self, piece: bytes) -> Iterator[bytes]:
+        """Payloads of the `data:` lines that are complete; each of our events is one line."""
+        data = self._buffer + piece if self._buffer else piece
+        *lines, self._buffer = data.split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+
+    def _chunk(self, event: bytes, at: float) -> None:
+        try:
+            chunk = _decode(event)
+        except msgspec.MsgspecError as wrong:
+            self.error = f"an event is not what it should be: {wrong}: {event[:200].decode(errors='replace')}"
+            return
+        if chunk.error is not None:
+            self.error = _words(chunk.error)
+            return
+        if chunk.usage is not None:
+            self._usage(chunk.usage)
+        for choice in chunk.choices:
+            text = _text(choice)
+            if text:
+                self.texts.append(text)
+            if self._counts(choice, text):
+                if self.ttft == 0.0:
+                    self.ttft = at - self.start
+                else:
+                    self.itls.append(at - self._last)
+            elif choice.finish_reason is None:
+                continue  # it only opens the message
+            self._last = at
+
+    def _counts(self, choice: Choice, text: str) -> bool:
+        """A chunk stands for a token unless it only opens the message or only closes it."""
+        if text or (choice.finish_reason is not None and self.ttft == 0.0):
+            return True
+        opens = choice.delta is not None and choice.delta.role is not None
+        return choice.finish_reason is None and not opens
+
+    def _usage(self, usage: Usage) -> None:
+        self.prompt_len = usage.prompt_tokens or self.prompt_len
+        if usage.completion_tokens is not None:
+            self.output_len = usage.completion_tokens
+
+    def _read_whole(self) -> None:
+        try:
+            answer = _decode(self._buffer)
+        except msgspec.MsgspecError as wrong:
+            self.error = f"the answer is not what it should be: {wrong}"
+            return
+        if answer.error is not None:
+            self.error = _words(answer.error)
+            return
+        if answer.usage is not None:
+            self._usage(answer.usage)
+        self.texts = [_text(choice) for choice in answer.choices]
+        if answer.choices:
+            self.ttft = self._last - self.start
+
+    def _complaint(self) -> str:
+        body = self._first or self._buffer
+        try:
+            said = msgspec.json.decode(body)
+        except msgspec.MsgspecError:
+            return body[:300].decode(errors="replace")
+        return _words(said["error"] if isinstance(said, dict) and "error" in said else said)
+
+
+def _text(choice: Choice) -> str:
+    if choice.text is not None:
+        return choice.text
+    part = choice.delta or choice.message
+    if part is None:
+        return ""
+    return (part.reasoning_content or part.reasoning or "") + (part.content or "")
+
+
+def _words(error: Any) -> str:
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)

@@ -1,0 +1,279 @@
+"""`quire bench serve`: load on a running server of OpenAI's kind, and what its users would have felt.
+
+In: flags. Out: a table on stdout; a JSON file and plots where asked. Status goes to stderr. The engine is not loaded:
+what runs here is a tokenizer and a load generator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.base import env
+from quire.base.registry import load
+from quire.bench import plot, report
+from quire.bench.arrivals import Pace, arrival_times
+from quire.bench.datasets import Sample, make_samples
+from quire.bench.endpoints import COMPLETIONS, Asked, Outcome, check_endpoint
+from quire.bench.flags import SAMPLING, add_serve_flags, check_dataset, dataset_options
+from quire.bench.http_client import HTTPError, Pool, Server, parse_server
+from quire.bench.load import Generator, Request, allow_files, run_async
+from quire.config import FlexibleArgumentParser
+from quire.config.source import EMBEDDED_NAME, locate
+from quire.schema.errors import InputError, ModelNotFoundError, QuireError
+
+if TYPE_CHECKING:
+    from quire.text.tokenizer import Tokenizer
+
+
+def main(arguments: Sequence[str], program: str) -> int:
+    parser = FlexibleArgumentParser(prog=program, description="Load a running server and measure its answers.")
+    add_serve_flags(parser)
+    args = parser.parse_args(arguments)
+    return run_async(run(args))
+
+
+async def run(args: argparse.Namespace) -> int:
+    wanted, pace = read_wanted(args), read_pace(args)
+    check_endpoint(args.backend, args.endpoint)
+    check_dataset(args.dataset_name)
+    plotting = args.plot_timeline or args.plot_dataset_stats
+    if plotting:
+        plot.require()
+    server = parse_server(args.base_url or f"http://{_bracketed(args.host)}:{args.port}", insecure=args.insecure)
+    pool = Pool(server)
+    try:
+        found, outcomes, samples = await measure_server(args, pool, wanted, pace)
+    finally:
+        pool.close()
+    for line in report.failures(outcomes):
+        print(line, file=sys.stderr)
+    print("\n".join(report.table(found, wanted)))
+    base = result_path(args, found["model_id"])
+    if args.save_result or args.append_result:
+        save(found, base, detailed=args.save_detailed, append=args.append_result)
+    if args.plot_timeline:
+        print(
+            f"wrote {plot.timeline(outcomes, base, plot.parse_limits(args.timeline_itl_thresholds))}", file=sys.stderr
+        )
+    if args.plot_dataset_stats:
+        print(f"wrote {plot.lengths(samples, outcomes, base)}", file=sys.stderr)
+    return 0 if found["completed"] else 1
+
+
+async def measure_server(
+    args: argparse.Namespace, pool: Pool, wanted: report.Wanted, pace: Pace
+) -> tuple[dict[str, Any], list[Outcome], list[Sample]]:
+    headers = dict(args.header)
+    if (key := env.OPENAI_API_KEY.get()) and not any(name.lower() == "authorization" for name in headers):
+        headers["Authorization"] = f"Bearer {key}"
+    model, sources = await find_model(args, pool, headers)
+    source, tokenizer = load_tokenizer(args, sources)
+    rendered = args.backend in COMPLETIONS and not args.skip_chat_template
+    samples = make_samples(tokenizer, dataset_options(args, apply_chat_template=rendered))
+    asked = read_asked(args, model, headers)
+    requests = encode_all(asked, pool.server, samples)
+    allow_files(min(len(requests), args.max_concurrency or len(requests)))
+    generator = Generator(pool, stream=asked.stream, max_concurrency=args.max_concurrency)
+    if args.ready_check_timeout_sec > 0:
+        say(f"waiting for {pool.server.name} …")
+        await generator.wait_ready(requests[0], args.ready_check_timeout_sec)
+    await warm_up(generator, requests[0], args.num_warmups)
+    if args.profile:
+        await profile(pool, "/start_profile", headers)
+    say(f"{len(requests)} requests, rate {pace_words(pace)}, at once {args.max_concurrency or 'any number'}")
+    with bar(len(requests), hidden=args.disable_tqdm) as progress:
+        times = arrival_times(len(requests), pace, Random(args.seed))
+        outcomes, duration = await generator.run(requests, times, progress.update)
+    if args.profile:
+        await profile(pool, "/stop_profile", headers)
+    count_missing(outcomes, tokenizer)
+    found = about(args, model, source) | report.measure(outcomes, duration, wanted)
+    return found, outcomes, samples
+
+
+# ---- what was asked --------------------------------------------------------------------------------------------------
+
+
+def read_wanted(args: argparse.Namespace) -> report.Wanted:
+    return report.Wanted(
+        metrics=report.parse_metrics(args.percentile_metrics),
+        percentiles=report.parse_percentiles(args.metric_percentiles),
+        goodput=report.parse_goodput(args.goodput),
+        max_concurrency=args.max_concurrency,
+        request_rate=args.request_rate,
+    )
+
+
+def read_pace(args: argparse.Namespace) -> Pace:
+    start, end = args.ramp_up_start_rps, args.ramp_up_end_rps
+    if args.ramp_up_strategy is None:
+        if start is not None or end is not None:
+            raise InputError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
+        return Pace(args.request_rate, args.burstiness)
+    if start is None or end is None:
+        raise InputError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
+    return Pace(args.request_rate, args.burstiness, args.ramp_up_strategy, start, end)
+
+
+def pace_words(pace: Pace) -> str:
+    if pace.ramp is not None:
+        return f"{pace.ramp} from {pace.ramp_start:g} to {pace.ramp_end:g} a second"
+    return "inf" if pace.rate == math.inf else f"{pace.rate:g} a second, burstiness {pace.burstiness:g}"
+
+
+def read_asked(args: argparse.Namespace, model: str, headers: dict[str, str]) -> Asked:
+    sampling = {name: value for name in SAMPLING if (value := vars(args)[name]) is not None}
+    if args.use_beam_search:
+        sampling["use_beam_search"] = True
+    if args.chat_template_kwargs is not None:
+        sampling["chat_template_kwargs"] = args.chat_template_kwargs
+    return Asked(
+        backend=args.backend,
+        endpoint=args.endpoint,
+        model=model,
+        headers=headers,
+        sampling=sampling,
+        extra_body=args.extra_body,
+        ignore_eos=args.ignore_eos,
+        logprobs=args.logprobs,
+        stream=not args.no_stream,
+        request_id_prefix=args.request_id_prefix,
+    )
+
+
+def encode_all(asked: Asked, server: Server, samples: Sequence[Sample]) -> list[Request]:
+    return [Request(sample, asked.encode(server, sample, str(i))) for i, sample in enumerate(samples)]
+
+
+async def find_model(args: argparse.Namespace, pool: Pool, headers: dict[str, str]) -> tuple[str, list[str]]:
+    """The name to ask for, and where its tokenizer may be found, likeliest first."""
+    named = args.served_model_name or args.model
+    sources = [source for source in (args.tokenizer, args.model) if source]
+    if named and sources:
+        return named, sources[:1]
+    try:
+        reply, body = await pool.get("/v1/models", headers)
+    except HTTPError as wrong:
+        if args.ready_check_timeout_sec <= 0:
+            raise QuireError(str(wrong)) from None
+        raise QuireError(f"{wrong}; name --model and --tokenizer to wait for a server that is not up yet") from None
+    if reply.status != 200:
+        raise QuireError(
+            f"GET /v1/models of {pool.server.name}: HTTP {reply.status}: {body[:200].decode('utf-8', 'replace')}"
+        )
+    listed = [entry for entry in msgspec.json.decode(body).get("data", []) if isinstance(entry, dict)]
+    if not listed:
+        raise QuireError(f"{pool.server.name} lists no model; name one with --model")
+    entry = next((entry for entry in listed if entry.get("id") == named), listed[0])
+    roots = [str(entry[key]) for key in ("root", "id") if entry.get(key)]
+    return named or str(entry["id"]), sources or roots
+
+
+def load_tokenizer(args: argparse.Namespace, sources: Sequence[str]) -> tuple[str, Tokenizer]:
+    """The first source that can be found on this machine or fetched."""
+    failures: list[str] = []
+    for source in sources:
+        try:
+            found = locate(None if source == EMBEDDED_NAME else source, weights=False)
+        except QuireError as wrong:
+            failures.append(str(wrong))
+            continue
+        tokenizer: Tokenizer = load("quire.text.tokenizer:load_tokenizer")(
+            found.path, mode=args.tokenizer_mode, trust_remote_code=args.trust_remote_code
+        )
+        return source, tokenizer
+    raise ModelNotFoundError(f"no tokenizer to count with: {'; '.join(failures)}. Name one with --tokenizer")
+
+
+# ---- around the run --------------------------------------------------------------------------------------------------
+
+
+async def warm_up(generator: Generator, request: Request, count: int) -> None:
+    if count < 1:
+        return
+    outcomes, _ = await generator.run([request] * count, [0.0] * count, lambda: None)
+    if not any(outcome.success for outcome in outcomes):
+        raise QuireError(f"no warm-up request succeeded: {outcomes[0].error}")
+
+
+async def profile(pool: Pool, path: str, headers: dict[str, str]) -> None:
+    try:
+        reply, body = await pool.ask("POST", path, headers)
+    except HTTPError as wrong:
+        raise QuireError(f"POST {path}: {wrong}") from None
+    if reply.status != 200:
+        why = body[:200].decode("utf-8", "replace")
+        raise QuireError(f"POST {path}: HTTP {reply.status}: {why} (was the server started with a profiler?)")
+
+
+def bar(total: int, *, hidden: bool) -> Any:
+    return load("tqdm:tqdm")(total=total, disable=hidden, dynamic_ncols=True, mininterval=0.5)
+
+
+def count_missing(outcomes: Sequence[Outcome], tokenizer: Tokenizer) -> None:
+    """A server that reports no usage: its answers are counted here."""
+    for outcome in outcomes:
+        if outcome.success and outcome.output_len == 0:
+            outcome.output_len = max(1, len(tokenizer.encode(outcome.text, add_special_tokens=False)))
+
+
+def about(args: argparse.Namespace, model: str, tokenizer: str) -> dict[str, Any]:
+    """The first keys of a result: what was run."""
+    found: dict[str, Any] = {
+        "date": datetime.datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": args.backend,
+        "backend": args.backend,
+        "label": args.label or args.backend,
+        "model_id": model,
+        "tokenizer_id": tokenizer,
+        "num_prompts": args.num_prompts,
+        "request_rate": args.request_rate if args.request_rate < math.inf else "inf",
+        "burstiness": args.burstiness,
+        "max_concurrency": args.max_concurrency,
+    }
+    if args.ramp_up_strategy is not None:
+        found |= {
+            "ramp_up_strategy": args.ramp_up_strategy,
+            "ramp_up_start_rps": args.ramp_up_start_rps,
+            "ramp_up_end_rps": args.ramp_up_end_rps,
+        }
+    return found | dict(args.metadata)
+
+
+def result_path(args: argparse.Namespace, model: str) -> Path:
+    name: str | None = args.result_filename
+    if name is None:
+        rate = f"{args.request_rate:g}qps" if args.ramp_up_strategy is None else f"ramp-up-{args.ramp_up_strategy}"
+        limit = "" if args.max_concurrency is None else f"-concurrency{args.max_concurrency}"
+        short = model.rstrip("/").rsplit("/", 1)[-1]
+        moment = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        name = f"{args.label or args.backend}-{rate}{limit}-{short}-{moment}.json"
+    return Path(args.result_dir or ".") / name
+
+
+def save(found: dict[str, Any], path: Path, *, detailed: bool, append: bool) -> None:
+    kept = found if detailed else {key: value for key, value in found.items() if key not in report.DETAILS}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a" if append else "w", encoding="utf-8") as file:
+        if append and file.tell():
+            file.write("\n")
+        json.dump(kept, file)
+    say(f"wrote {path}")
+
+
+def say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

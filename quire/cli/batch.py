@@ -1,0 +1,191 @@
+"""`quire run-batch`: a file of requests in, a file of answers out, both local or behind http(s) URLs.
+
+Owns: flags, where the files are, the progress bar and the engine's life. The answers come from the server's own routes
+(server/openai/batch.py). Output is written beside its place and moved there when it is complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import IO, Any
+
+from quire.base.clock import now
+from quire.base.fetch import FetchError, Policy, check, download, is_url, upload
+from quire.base.log import logger
+from quire.base.registry import load
+from quire.bench.load import run_async
+from quire.config import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
+from quire.config.flags import add_flags, human_readable_int
+from quire.config.server import ServerConfig, flats, server_config
+from quire.llm.online import AsyncLLM
+from quire.schema.errors import EngineDeadError, InputError
+
+log = logger(__name__)
+# Options of the server that mean something without a socket.
+SERVER_OPTIONS = (
+    "chat_template", "chat_template_content_format", "trust_request_chat_template", "default_chat_template_kwargs",
+    "response_role", "return_tokens_as_token_ids", "enable_prompt_tokens_details", "enable_log_requests",
+    "enable_log_outputs", "max_log_len", "max_request_bytes", "max_json_depth", "max_num_choices",
+    "max_prompts_per_request", "max_sequences_per_request", "max_stop_strings", "max_stop_length", "max_logit_bias",
+    "max_bad_words", "max_messages", "request_timeout", "fingerprint_mode", "fingerprint_value",
+)  # fmt: skip
+_LARGEST_FILE = 16 << 30
+_IN_FLIGHT_PER_SEAT = 4  # requests submitted for each the engine runs at once: the slow first must not idle the rest
+
+
+def run_batch(arguments: Sequence[str], program: str) -> int:
+    args = make_parser(program).parse_args(arguments)
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    options = server_config(**{name: vars(args)[name] for name in SERVER_OPTIONS})
+    policy = Policy(args.max_file_bytes, args.url_timeout, tuple(args.allow_url_host))
+    try:
+        with input_file(args.input_file, policy) as source, output_file(args, policy) as target:
+            return run_async(answer_file(args, options, source, target))
+    except FetchError as wrong:
+        raise InputError(str(wrong)) from None
+
+
+def make_parser(program: str) -> FlexibleArgumentParser:
+    parser = FlexibleArgumentParser(prog=program, description="Answer a file of requests in OpenAI's batch format.")
+    EngineArgs.add_cli_args(parser)
+    add_flags(parser, [flat for flat in flats() if flat.name in SERVER_OPTIONS])
+    add = parser.add_argument
+    add("model_tag", nargs="?", metavar="MODEL", help="folder, GGUF file or hub id (or --model)")
+    add("-i", "--input-file", required=True, help="JSON lines: a path, or an http(s) URL to get them from")
+    add("-o", "--output-file", required=True, help="a path, or an http(s) URL to PUT the answers to")
+    add("--output-tmp-dir", default=None, help="folder for the answers before they are moved or sent")
+    add("--allow-url-host", action="append", default=[], metavar="HOST",
+        help="a host whose address is not public; others in private networks are refused; repeatable")  # fmt: skip
+    add("--max-file-bytes", type=human_readable_int, default=_LARGEST_FILE, help="largest input behind a URL")
+    add("--url-timeout", type=float, default=60.0, help="seconds a URL may keep silent (default: 60)")
+    add("--enable-metrics", action="store_true", help="serve /metrics while the batch runs")
+    add("--url", default="0.0.0.0", help="address of /metrics (default: 0.0.0.0)")
+    add("--port", type=int, default=8000, help="port of /metrics (default: 8000)")
+    add("--disable-tqdm", action="store_true", help="no progress bar")
+    return parser
+
+
+@contextmanager
+def input_file(place: str, policy: Policy) -> Iterator[IO[bytes]]:
+    if is_url(place):
+        with tempfile.TemporaryFile() as fetched:
+            size = download(place, fetched, policy)
+            log.info("Fetched %d bytes of requests", size)
+            fetched.seek(0)
+            yield fetched
+        return
+    with contextlib.ExitStack() as opened:
+        try:
+            file = opened.enter_context(open(place, "rb"))
+        except OSError as wrong:
+            raise InputError(f"--input-file {place}: {wrong.strerror}", param="input_file") from None
+        yield file
+
+
+@contextmanager
+def output_file(args: argparse.Namespace, policy: Policy) -> Iterator[IO[bytes]]:
+    """Written elsewhere first: whoever finds the output finds all of it. What a failed run had written stays."""
+    place = args.output_file
+    remote = is_url(place)
+    if remote:
+        check(place, policy)  # now, and not after hours of work
+    folder = args.output_tmp_dir or (None if remote else os.path.dirname(place) or ".")
+    try:
+        number, path = tempfile.mkstemp(dir=folder, prefix="run-batch-", suffix=".jsonl")
+    except OSError as wrong:
+        raise InputError(f"--output-file {place}: {wrong.strerror}", param="output_file") from None
+    try:
+        with os.fdopen(number, "wb") as file:
+            yield file
+    except BaseException:
+        _keep_or_drop(path)
+        raise
+    if not remote:
+        _move(path, place)
+        return
+    with open(path, "rb") as finished:
+        try:
+            upload(place, finished, os.path.getsize(path), policy)
+        except FetchError as wrong:
+            raise InputError(f"{wrong}; the answers are in {path}") from None
+    os.unlink(path)
+
+
+def _keep_or_drop(path: str) -> None:
+    if os.path.getsize(path):
+        print(f"the answers so far are in {path}", file=sys.stderr)
+    else:
+        os.unlink(path)
+
+
+def _move(path: str, place: str) -> None:
+    umask = os.umask(0)
+    os.umask(umask)
+    os.chmod(path, 0o666 & ~umask)  # a temporary file is its owner's alone
+    load("shutil:move")(path, place)
+
+
+async def answer_file(args: argparse.Namespace, options: ServerConfig, source: IO[bytes], target: IO[bytes]) -> int:
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    build_app, state_class = load("quire.server.app:build_app"), load("quire.server.state:ServerState")
+    runner_class = load("quire.server.openai.batch:BatchRunner")
+    total = sum(1 for line in source if line.strip())
+    source.seek(0)
+    engine = AsyncLLM.from_engine_args(engine_args, usage_context="OPENAI_BATCH_RUNNER")
+
+    def alive() -> None:
+        if engine.errored:
+            raise EngineDeadError(engine.dead_error.reason)
+
+    try:
+        app = build_app(state_class.of(engine, options))
+        key = (("Authorization", f"Bearer {options.keys[0]}"),) if options.keys else ()
+        runner = runner_class(
+            app,
+            window=engine.vllm_config.scheduler_config.max_num_seqs * _IN_FLIGHT_PER_SEAT,
+            longest_line=options.max_request_bytes,
+            headers=key,
+            alive=alive,
+        )
+        began = now()
+        bar = load("tqdm:tqdm")(total=total, desc="Requests", disable=args.disable_tqdm, dynamic_ncols=True)
+        async with metrics_page(app, args):
+            with contextlib.closing(bar):
+                tally = await runner.run(source, target, bar.update)
+    finally:
+        engine.shutdown()
+    print(f"{tally.completed} answered, {tally.failed} failed, {now() - began:.1f} s", file=sys.stderr)
+    return 0
+
+
+@asynccontextmanager
+async def metrics_page(app: Any, args: argparse.Namespace) -> AsyncIterator[None]:
+    """Only /metrics of the app, over HTTP."""
+    if not args.enable_metrics:
+        yield
+        return
+
+    async def only_metrics(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"] != "/metrics":
+            await send({"type": "http.response.start", "status": 404, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        await app(scope, receive, send)
+
+    config = load("uvicorn:Config")(only_metrics, host=args.url, port=args.port, log_level="warning", lifespan="off")
+    server = load("uvicorn:Server")(config)
+    task = asyncio.create_task(server.serve())
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

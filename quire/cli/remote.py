@@ -1,0 +1,195 @@
+"""A model behind a server of OpenAI's kind, for `quire chat` and `quire complete`: the same face as an engine here.
+
+In: a base URL such as http://localhost:8000/v1, messages or a text. Out: the answer, written to stdout as it comes.
+What the server refuses is one line; Ctrl-C closes the connection, which ends the request there.
+Must not know: engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import ssl
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from quire.schema.errors import ConfigError, EngineGenerateError, InputError, QuireError
+
+LOCAL_URL = "http://localhost:8000/v1"
+_PROBE_S = 0.5
+_CONNECT_S = 10.0
+_SILENCE_S = 600.0  # a long prompt may wait in a queue
+
+
+class ServerError(QuireError):
+    """The server cannot be reached, or does not answer as it should."""
+
+
+class RefusedError(ServerError, InputError):
+    """The server is fine and says no."""
+
+    def __init__(self, message: str, status: int) -> None:
+        InputError.__init__(self, message)
+        self.http_status = status
+
+
+class Remote:
+    """One server. Connections are made for each question: a terminal waits for its user, not for a handshake."""
+
+    def __init__(self, url: str, api_key: str | None, *, connect_s: float = _CONNECT_S) -> None:
+        try:
+            parts = urlsplit(url)
+            self._port = parts.port
+        except ValueError as wrong:
+            raise ConfigError(f"--url {url!r}: {wrong}", param="url") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"--url must look like {LOCAL_URL}, got {url!r}", param="url", value=url)
+        self.url = url.rstrip("/")
+        self._tls, self._host, self._path = parts.scheme == "https", parts.hostname, parts.path.rstrip("/")
+        self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._connect_s = connect_s
+
+    def models(self) -> list[str]:
+        """Names of the models it serves."""
+        with self._ask("GET", "/models", None) as answer:
+            try:
+                listed = json.loads(answer.read(1 << 20))["data"]
+                return [str(entry["id"]) for entry in listed]
+            except (ValueError, KeyError, TypeError):
+                raise ServerError(f"{self.url}/models does not answer as an OpenAI server does") from None
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[str]:
+        """Pieces of the answer's text."""
+        with self._ask("POST", path, {**body, "stream": True}) as answer:
+            for line in answer:
+                if not line.startswith(b"data:"):
+                    continue
+                event = line[5:].strip()
+                if event == b"[DONE]":
+                    return
+                yield _piece(event)
+        raise EngineGenerateError("the server ended the answer before it was complete")
+
+    @contextlib.contextmanager
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
+        connection = self._connection()
+        try:
+            try:
+                connection.connect()
+                connection.sock.settimeout(_SILENCE_S if body is not None else self._connect_s)
+                data = None if body is None else json.dumps(body).encode()
+                connection.request(method, f"{self._path}{path}", data, self._headers)
+                answer = connection.getresponse()
+            except (OSError, http.client.HTTPException) as wrong:
+                raise ServerError(f"no answer from {self.url}: {wrong or type(wrong).__name__}") from None
+            if answer.status != 200:
+                raise RefusedError(_complaint(answer), answer.status)
+            try:
+                yield answer
+            except (OSError, http.client.HTTPException) as wrong:
+                raise EngineGenerateError(f"the connection to {self.url} broke: {wrong}") from None
+        finally:
+            connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._tls:
+            context = ssl.create_default_context()
+            return http.client.HTTPSConnection(self._host, self._port, timeout=self._connect_s, context=context)
+        return http.client.HTTPConnection(self._host, self._port, timeout=self._connect_s)
+
+
+def local_server(api_key: str | None, *, connect_s: float = _CONNECT_S) -> Remote:
+    """The usual place."""
+    return Remote(LOCAL_URL, api_key, connect_s=connect_s)
+
+
+def find_local() -> Remote | None:
+    """A server on this machine at the usual place, if one answers there at once. It gets no key: it may be anybody."""
+    probe = local_server(None, connect_s=_PROBE_S)
+    try:
+        probe.models()
+    except RefusedError as wrong:
+        if wrong.http_status in (401, 403):
+            raise ConfigError(
+                f"the server at {LOCAL_URL} asks for a key: give --api-key, or --local to run a model here"
+            ) from None
+        return None
+    except ServerError:
+        return None
+    return local_server(None)
+
+
+class RemoteSpeaker:
+    """Answers of a server, written to stdout as they come."""
+
+    def __init__(self, remote: Remote, model: str | None, asked: Mapping[str, Any], template: str | None) -> None:
+        self._remote, self._asked = remote, dict(asked)
+        if model is None:
+            listed = remote.models()
+            if not listed:
+                raise ServerError(f"{remote.url} serves no model")
+            model = listed[0]
+        self.model = model
+        self._template = {} if template is None else {"chat_template": read_template(template)}
+        self.status = 0
+
+    def answer(self, messages: list[dict[str, Any]]) -> str:
+        body = {"model": self.model, "messages": messages} | self._template | self._asked
+        return self._print("/chat/completions", body)
+
+    def complete(self, text: str) -> str:
+        return self._print("/completions", {"model": self.model, "prompt": text} | self._asked)
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    def _print(self, path: str, body: Mapping[str, Any]) -> str:
+        pieces: list[str] = []
+        self.status = 0
+        try:
+            for piece in self._remote.stream(path, body):
+                pieces.append(piece)
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:  # the connection is closed by now, and the server stops generating
+            self.status = 130
+        finally:
+            if pieces or self.status:
+                print(flush=True)
+        return "".join(pieces)
+
+
+def read_template(given: str) -> str:
+    if os.path.isfile(given):
+        with open(given, encoding="utf-8") as file:
+            return file.read()
+    return given
+
+
+def _piece(event: bytes) -> str:
+    try:
+        chunk = json.loads(event)
+        if chunk.get("error"):
+            raise EngineGenerateError(f"the server failed: {_words(chunk['error'])}")
+        choices = chunk.get("choices") or [{}]
+        return str(choices[0].get("text") or (choices[0].get("delta") or {}).get("content") or "")
+    except (ValueError, AttributeError, TypeError) as wrong:
+        raise EngineGenerateError(f"the server sent an event nobody can read ({wrong}): {event[:100]!r}") from None
+
+
+def _complaint(answer: http.client.HTTPResponse) -> str:
+    body = answer.read(1 << 16)
+    try:
+        said = json.loads(body)
+        words = _words(said.get("error", said))
+    except (ValueError, AttributeError):
+        words = body[:300].decode("utf-8", "replace").strip() or answer.reason
+    return f"the server refused: HTTP {answer.status}: {words}"
+
+
+def _words(error: Any) -> str:
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)

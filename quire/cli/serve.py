@@ -1,0 +1,60 @@
+"""`quire serve [MODEL]`: flags and option file in, a server until it is told to stop.
+
+Owns: the parser (every engine option, every server option) and what is decided before anything heavy is imported.
+The server itself is server/launch.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from quire.base.clock import Laps
+from quire.base.registry import load
+from quire.config import EngineArgs, FlexibleArgumentParser, UsageContext
+from quire.config.flags import add_flags
+from quire.config.server import ServerConfig, flats, server_config
+
+_EXAMPLE = "example:  quire serve Qwen/Qwen3-0.6B --port 8000 --api-key SECRET"
+
+
+def serve(arguments: Sequence[str], program: str) -> int:
+    laps = Laps()
+    args = make_parser(program).parse_args(arguments)
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    options = options_of(args)
+    laps.mark("options")
+    begun = None
+    if not options.disable_frontend_multiprocessing:  # its imports are the longest part of a start, so they begin now
+        begun = load("quire.engine.client:begin_engine")(shared=options.api_server_count > 1)
+    try:
+        config = EngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        laps.mark("model config")
+        status: int = load("quire.server.launch:serve")(options, config, laps, begun)
+    finally:
+        if begun is not None:
+            begun.end()
+    return status
+
+
+def make_parser(program: str) -> FlexibleArgumentParser:
+    parser = FlexibleArgumentParser(
+        prog=program,
+        description="Serve a model over HTTP: OpenAI's API with vLLM's options. Without MODEL, the embedded one.",
+        epilog=f"{_EXAMPLE}\n\n--help=Frontend lists the server's own options, --help=WORD finds options, "
+        "--help=all lists every one, --help=page in a pager. --config FILE.yaml reads options from a file.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="A folder, a .gguf file, or a hub id.")
+    add_flags(parser, flats())
+    EngineArgs.add_cli_args(parser)
+    parser.add_argument(  # the old spelling of the default
+        "--disable-log-requests", dest="enable_log_requests", action="store_false", default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
+    )  # fmt: skip
+    return parser
+
+
+def options_of(args: argparse.Namespace) -> ServerConfig:
+    return server_config(**{flat.name: vars(args)[flat.name] for flat in flats()})
