@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt compat/pyproject.toml
 	@touch $@
 
 demo: setup  ## a streamed answer from the embedded model
-	$(BIN)/quire chat --temperature 0 --max-tokens 120 -q "Why is the sky blue?"
+	$(BIN)/quire chat --local --temperature 0 --max-tokens 120 -q "Why is the sky blue?"
 
 test: lint types contract  ## all checks and all tests
 	$(PYTEST) tests

@@ -25,9 +25,10 @@ RULE_NAMES = ["-".join(rule) or "plain" for rule in RULES]
 class Case:
     def __init__(
         self, lens, *, heads, kv_heads, size, value=0, block_size=16, rule=None, dtype=torch.float32, device="cpu",
-        seed=0,
+        seed=0, shared=(),
     ):  # fmt: skip
-        """lens: (context, queries) per row. value 0: as size; negative: latent, values are the first -value of keys."""
+        """lens: (context, queries) per row. value 0: as size; negative: latent, values are the first -value of keys.
+        shared: (tokens, rows): these rows begin with the same blocks, and so with the same keys and values."""
         self.lens, self.heads, self.kv_heads, self.size, self.page = lens, heads, kv_heads, size, block_size
         self.latent, self.value = value < 0, abs(value) or size
         self.rule, self.dtype, self.device = dict(rule or {}), dtype, device
@@ -49,9 +50,19 @@ class Case:
         self.k = draw(tokens, kv_heads, size)
         self.v = None if self.latent else draw(tokens, kv_heads, self.value)
         self.q = draw(sum(self.counts), heads, size)
+        if shared:
+            self._share(*shared)
         self.scale = size**-0.5
         self.sinks = torch.randn(heads, generator=make).to(dtype) if self.rule.get("sinks") else None
         self.alibi = alibi_slopes(heads) if self.rule.get("alibi") else None
+
+    def _share(self, tokens, rows):
+        starts = [sum(self.contexts[:row]) for row in rows]
+        for row, start in zip(rows[1:], starts[1:], strict=True):
+            self.tables[row, : tokens // self.page] = self.tables[rows[0], : tokens // self.page]
+            for tensor in (self.k, self.v):
+                if tensor is not None:
+                    tensor[start : start + tokens] = tensor[starts[0] : starts[0] + tokens].clone()
 
     @property
     def window(self):

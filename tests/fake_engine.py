@@ -234,6 +234,7 @@ def use_fake(monkeypatch: Any) -> None:
     """Engines started from now on, here or in a process of their own, have the fake worker."""
     monkeypatch.setitem(BACKENDS._paths, "uni", FakeExecutor)
     monkeypatch.setattr("quire.engine.client.MAIN", "tests.fake_engine:main")
+    monkeypatch.setattr("quire.engine.client.EARLY", "")
 
 
 def main(boot: bytes) -> None:

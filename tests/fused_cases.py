@@ -8,13 +8,14 @@ from functools import partial
 import torch
 
 from quire.ops import act as act_ops
+from quire.ops import few as few_ops
 from quire.ops import moe as moe_ops
 from quire.ops import norm as norm_ops
 from quire.ops import rope as rope_ops
 from quire.ops import sample as sample_ops
 from quire.ops.qkv import QkvPrep
 from quire.ops.qkv import prepare_qkv as prepare_reference
-from quire.ops.triton import act, moe, norm, rope, sample
+from quire.ops.triton import act, few, moe, moe_many, norm, rope, sample
 
 EXACT = {"rtol": 2e-5, "atol": 2e-5}
 LIMITS = {torch.float16: (2e-3, 8e-3), torch.bfloat16: (1e-2, 4e-2)}  # of the norm; of the worst, by the largest
@@ -133,18 +134,20 @@ def check_sort(device, tokens, top_k, experts, bm, seed=0):
     flat = index.flatten().long().cpu()
     assert torch.equal(tiles.order.long().cpu(), flat.argsort(stable=True))
     counts = torch.bincount(flat, minlength=experts)
-    assert torch.equal(tiles.end.long().cpu(), counts.cumsum(0))
+    assert torch.equal(tiles.end.long().cpu()[:-1], counts.cumsum(0))
     firsts = (counts.cumsum(0) - counts).tolist()
     wanted = [(e, firsts[e] + at) for e, count in enumerate(counts.tolist()) for at in range(0, count, bm)]
     found = list(zip(tiles.expert.tolist(), tiles.start.tolist(), strict=True))
-    assert found[: len(wanted)] == wanted
+    assert found[: len(wanted)] == wanted and int(tiles.end[-1]) == len(wanted)
     assert all(expert == -1 for expert, _ in found[len(wanted) :])
 
 
-def check_experts(device, dtype, tokens, experts, top_k, dim, ffn, *, bias=False, configs=None, seed=0):
+def check_experts(
+    device, dtype, tokens, experts, top_k, dim, ffn, *, bias=False, configs=None, fixed=False, early=False, seed=0
+):
     """Three activations: one that joins the product, one with numbers of its own, one that runs between products."""
     draw = Draw(seed, device, dtype)
-    x = draw.normal(tokens, dim)
+    x, stream = draw.normal(tokens, dim), draw.normal(tokens, dim)
     w1, w2 = draw.normal(experts, 2 * ffn, dim, scale=dim**-0.5), draw.normal(experts, dim, ffn, scale=ffn**-0.5)
     b1, b2 = (draw.normal(experts, 2 * ffn), draw.normal(experts, dim)) if bias else (None, None)
     weights, index = moe_ops.route(draw.normal(tokens, experts, dtype=torch.float32), top_k)
@@ -156,12 +159,60 @@ def check_experts(device, dtype, tokens, experts, top_k, dim, ffn, *, bias=False
         (partial(act.clamped_swiglu, **clamps), partial(act_ops.clamped_swiglu.reference, **clamps)),
         (gelu, gelu),
     ):
-        found = moe.run_experts(x, weights, index, w1, w2, b1=b1, b2=b2, act=given, codes=codes, configs=configs)
+        rest = {"b1": b1, "b2": b2, "act": given, "codes": codes, "configs": configs, "fixed": fixed, "early": early}
+        found = moe.run_experts(x, weights, index, w1, w2, **rest)
         wide = [None if t is None else t.float() for t in (x, w1, w2, b1, b2)]
         wanted = moe_ops.run_experts(wide[0], weights, index, *wide[1:3], b1=wide[3], b2=wide[4], act=meant)
         error = (found.float() - wanted).norm() / wanted.norm()
         limit = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
         assert error < limit, f"relative error {error:.2e}"
+        joined = moe.run_experts(x, weights, index, w1, w2, stream=stream, **rest)
+        assert torch.equal(joined, stream + found)
+
+
+def check_many(device, dtype, tokens, experts, top_k, dim, ffn, first, second, *, bias=False, seed=0):
+    """Both products by way of descriptors, against those of moe.py."""
+    draw = Draw(seed, device, dtype)
+    x = draw.normal(tokens, dim)
+    w1, w2 = draw.normal(experts, 2 * ffn, dim, scale=dim**-0.5), draw.normal(experts, dim, ffn, scale=ffn**-0.5)
+    b1, b2 = (draw.normal(experts, 2 * ffn), draw.normal(experts, dim)) if bias else (None, None)
+    _, index = moe_ops.route(draw.normal(tokens, experts, dtype=torch.float32, scale=2.0), top_k)
+    tiles, pairs, silu = moe.sort_pairs(index, experts, first.bm), tokens * top_k, (act.SILU, 0.0, 0.0)
+    plain = moe.Config(first.bm, 32, 32, 4, 2)
+    h = moe_many.product(x, w1, b1, tiles[:4], top_k, pairs=pairs, act=silu, config=first)
+    close(h, moe.product(x, w1, b1, tiles, top_k, plain, pairs=pairs, first=True, act=silu), dtype)
+    y = moe_many.product(h, w2, b2, tiles[:4], top_k, pairs=pairs, act=None, config=second)
+    close(y, moe.product(h, w2, b2, tiles, top_k, plain, pairs=pairs, first=False), dtype)
+
+
+def check_few(device, dtype, rows, n, k, *, config=None, early=False, seed=0):
+    """Products of a few rows with every norm before them, and an activation or an addition after them."""
+    draw = Draw(seed, device, dtype)
+    x, stream, scale = draw.normal(rows, 2 * k)[:, :k], draw.normal(rows, n), k**-0.5
+    weight, both = draw.normal(n, k, scale=scale), draw.normal(2 * n, k, scale=scale)
+    bias, both_bias = draw.normal(n), draw.normal(2 * n)
+    gains = draw.normal(k)
+    silu, plain = act.gated_form(act.SILU), act_ops.GATED["silu"].reference
+    given = {"config": config, "early": early}
+    for rule in (
+        few_ops.NormRule(gains, 1e-6, offset, wide) for offset, wide in ((0.0, False), (1.0, False), (0.0, True))
+    ):
+        found = few.few_linear(x, weight, bias, norm=rule, **given)
+        close(found, few_ops.norm_linear(x, rule, weight, bias), dtype)
+        found = few.few_linear(x, both, both_bias, norm=rule, act=(act.SILU, 0.0, 0.0), **given)
+        close(found, few_ops.norm_linear(x, rule, both, both_bias, plain), dtype)
+        for wide in (False, True):
+            logits, normed = few.norm_router(x, rule, weight, bias, wide, early=early)
+            wanted, wanted_normed = few_ops.norm_router(x, rule, weight, bias, wide)
+            assert logits.dtype is torch.float32
+            close(logits.to(dtype), wanted.to(dtype), dtype)
+            close(normed, wanted_normed, dtype)
+    rule = few_ops.NormRule(gains, 1e-6, 0.0, False)
+    for given_act, meant in ((silu, plain), (plain, plain), (None, None)):
+        found = few.norm_linear(x, rule, both, None, given_act, codes={silu: act.SILU}, early=early)
+        close(found, few_ops.norm_linear(x, rule, both, None, meant), dtype)
+    close(few.linear_add(x, weight, None, stream, early=early), few_ops.linear_add(x, weight, None, stream), dtype)
+    close(few.linear_add(x, weight, bias, stream, early=early), few_ops.linear_add(x, weight, bias, stream), dtype)
 
 
 class Rows(tuple):

@@ -42,6 +42,8 @@ _GROUPED = dict(
     n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, n_group=2, topk_group=1, n_shared_experts=1,
     first_k_dense_replace=1, routed_scaling_factor=1.5, norm_topk_prob=True,
 )  # fmt: skip
+_DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=8)
+_MAMBA2 = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=2)
 _GRANITE = dict(attention_multiplier=0.2, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0)
 
 ARCHS: dict[str, dict[str, Any]] = {
@@ -90,10 +92,49 @@ ARCHS: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": dict(_GROUPED, use_qk_norm=True, attention_bias=True),
     "Dots1ForCausalLM": _GROUPED,
     "GraniteMoeForCausalLM": dict(_GRANITE, num_local_experts=4, num_experts_per_tok=2),
+    "Qwen3NextForCausalLM": dict(
+        _DELTA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48
+    ),
+    "Mamba2ForCausalLM": dict(num_heads=8, head_dim=16, state_size=8, n_groups=2, chunk_size=16),
+    "BambaForCausalLM": dict(_MAMBA2, attn_layer_indices=[1, 3], mamba_chunk_size=16),
+    "Qwen3_5ForCausalLM": _DELTA,
+    "Qwen3_5MoeForCausalLM": dict(
+        _DELTA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48
+    ),
+    "OlmoHybridForCausalLM": dict(_DELTA, rope_parameters=dict(rope_type="default", rope_theta=1000.0)),
+    "FalconH1ForCausalLM": dict(
+        _MAMBA2, mamba_d_ssm=128, mamba_chunk_size=16, mamba_rms_norm=True, mamba_norm_before_gate=False,
+        ssm_multipliers=[0.7, 1.3, 0.8, 1.2, 0.6], mlp_multipliers=[0.9, 1.4], key_multiplier=0.8,
+        ssm_in_multiplier=1.2, attention_out_multiplier=0.7, attention_in_multiplier=1.1, ssm_out_multiplier=0.6,
+        lm_head_multiplier=0.5, embedding_multiplier=2.0,
+    ),
+    "GraniteMoeHybridForCausalLM": dict(
+        _GRANITE, **_MAMBA2, mamba_chunk_size=16, num_local_experts=4, num_experts_per_tok=2, intermediate_size=32,
+        shared_intermediate_size=48, layer_types=["mamba", "attention", "mamba", "mamba"],
+    ),
+    "NemotronHForCausalLM": dict(
+        mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=8, n_groups=2, chunk_size=16, n_routed_experts=4,
+        moe_intermediate_size=32, moe_shared_expert_intermediate_size=48,
+        layers_block_type=["mamba", "moe", "attention", "mlp", "mamba"],
+    ),
+    "MambaForCausalLM": dict(state_size=8),
+    "FalconMambaForCausalLM": dict(state_size=8),
+    "JambaForCausalLM": dict(
+        num_experts=4, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=0,
+        mamba_d_state=8,
+    ),
+    "Lfm2ForCausalLM": dict(
+        layer_types=["conv", "full_attention", "conv", "full_attention"], block_multiple_of=16, head_dim=None
+    ),
+    "Lfm2MoeForCausalLM": dict(
+        layer_types=["conv", "full_attention", "conv", "full_attention"], num_dense_layers=1, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=32, head_dim=None,
+    ),
 }  # fmt: skip
 
 _ONLY = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 _NO_HEADS = ("head_dim", "num_key_value_heads", "intermediate_size")
+_NO_ATTENTION = tuple(k for k in SMALL if k not in (*_ONLY, "hidden_size", "num_hidden_layers"))
 _LEAVE_OUT: dict[str, tuple[str, ...]] = {  # keys of SMALL that a family spells in another way or derives
     "GPT2LMHeadModel": tuple(k for k in SMALL if k not in _ONLY),
     "GPTJForCausalLM": tuple(k for k in SMALL if k not in _ONLY),
@@ -101,6 +142,11 @@ _LEAVE_OUT: dict[str, tuple[str, ...]] = {  # keys of SMALL that a family spells
     "FalconForCausalLM": _NO_HEADS,
     "OPTForCausalLM": _NO_HEADS,
     "GPTNeoXForCausalLM": ("head_dim", "num_key_value_heads"),
+    "Mamba2ForCausalLM": _NO_ATTENTION,
+    "MambaForCausalLM": _NO_ATTENTION,
+    "FalconMambaForCausalLM": _NO_ATTENTION,
+    "NemotronHForCausalLM": ("num_hidden_layers",),
+    "JambaForCausalLM": ("head_dim",),
 }
 
 
@@ -131,7 +177,7 @@ def tiny_model(arch_name: str, *, seed: int = 0, **overrides: Any) -> Any:
         if hasattr(table, "scalar_embed_scale"):  # or the last token would drown all others, and greedy repeat it
             table.weight.div_(table.scalar_embed_scale)
         for name, buffer in model.named_buffers():
-            if "correction" in name:  # expert selection bias
+            if "correction" in name or "expert_bias" in name:  # expert selection bias
                 buffer.normal_(std=0.5)
     return model
 

@@ -31,6 +31,7 @@ SAME: tuple[tuple[str, str, str], ...] = (
     ("vllm.pooling_params", "quire.schema.params", "PoolingParams"),
     ("vllm.sampling_params", "quire.schema.params", "BeamSearchParams RequestOutputKind SamplingParams"
      " StructuredOutputsParams RepetitionDetectionParams"),
+    ("vllm.tracing", "quire.observe.tracing", "SpanAttributes TRACE_HEADERS is_otel_available"),
     ("vllm.utils", "quire.config", "FlexibleArgumentParser"),
     ("vllm.utils.argparse_utils", "quire.config", "FlexibleArgumentParser"),
     ("vllm.v1.engine.async_llm", "quire.llm.online", "AsyncLLM"),
@@ -78,7 +79,6 @@ MISSING: dict[str, str] = {
     "vllm.multimodal": "image, audio and video input are not built yet",
     "vllm.reasoning": "reasoning parsers are not built yet",
     "vllm.tool_parsers": "tool parsers are not built yet",
-    "vllm.tracing": "tracing is not built yet",
     "vllm.v1.core": "these are the insides of vLLM's scheduler",
     "vllm.v1.request": "these are the insides of vLLM's scheduler",
 }

@@ -67,6 +67,11 @@ def forget_all() -> None:
         variable.forget()
 
 
+def child_environment(changes: dict[str, str]) -> dict[str, str]:
+    """The environment for a child process: this one's, changed."""
+    return {**os.environ, **changes}
+
+
 def _flag(text: str) -> bool:
     low = text.strip().lower()
     if low in ("1", "true", "yes", "on"):
@@ -78,6 +83,12 @@ def _flag(text: str) -> bool:
 
 def _optional_int(text: str) -> int | None:
     return int(text) if text.strip() else None
+
+
+def _seconds(text: str) -> float:
+    if not 0 < float(text) < float("inf"):
+        raise ValueError("write a number of seconds above 0")
+    return float(text)
 
 
 def _port(text: str) -> int | None:
@@ -96,6 +107,9 @@ LOGGING_STREAM = Variable(
     "Where log lines go.",
     choices=("stdout", "stderr"),
 )
+LOGGING_CONFIG_PATH = Variable[str | None](
+    "LOGGING_CONFIG_PATH", None, str, "A JSON file with a Python logging configuration (dictConfig)."
+)
 CONFIGURE_LOGGING = Variable("CONFIGURE_LOGGING", True, _flag, "0: leave the `quire` logger alone.")
 ENABLE_V1_MULTIPROCESSING = Variable[bool | None](
     "ENABLE_V1_MULTIPROCESSING",
@@ -104,12 +118,24 @@ ENABLE_V1_MULTIPROCESSING = Variable[bool | None](
     "1: LLM runs its engine in a process of its own; 0: AsyncLLM runs it in this one.",
 )
 CACHE_ROOT = Variable("CACHE_ROOT", os.path.join("~", ".cache", "quire"), str, "Where Quire keeps files of its own.")
+TRITON_CACHE_DIR = Variable[str | None](
+    "TRITON_CACHE_DIR", None, str, "Where compiled kernels are kept; unset is `triton` under CACHE_ROOT.", plain=True
+)
+COMPILE_PROCESSES = Variable(
+    "COMPILE_PROCESSES", None, _optional_int,
+    "Processes that compile kernels at a start without a kernel cache; unset takes the machine's cores, 0 none.",
+)  # fmt: skip
 CPU_KVCACHE_SPACE = Variable(
     "CPU_KVCACHE_SPACE", 0.0, float, "GiB for the KV cache on CPU; 0 takes a share of free memory."
 )
 CPU_NUM_THREADS = Variable(
     "CPU_NUM_THREADS", None, _optional_int, "Threads of the CPU worker; unset uses what the machine allows."
 )
+CPU_KERNELS = Variable(
+    "CPU_KERNELS", "auto", str.lower,
+    "Compiled CPU kernels: auto takes the best instruction set this machine has, off none of them, a name that one.",
+    choices=("auto", "off", "neon", "dotprod", "avx2", "avx512"),
+)  # fmt: skip
 OMP_NUM_THREADS = Variable(
     "OMP_NUM_THREADS",
     None,
@@ -131,6 +157,9 @@ ALLOW_RUNTIME_LORA_UPDATING = Variable(
     "ALLOW_RUNTIME_LORA_UPDATING", False, _flag, "1: adapters may be loaded over HTTP."
 )
 BATCH_INVARIANT = Variable("BATCH_INVARIANT", False, _flag, "1: a request's tokens do not depend on its neighbours.")
+EARLY_LAUNCH = Variable(
+    "EARLY_LAUNCH", True, _flag, "0: a kernel of a short decode step starts only when the one before it is done."
+)
 PLUGINS = Variable[tuple[str, ...] | None](
     "PLUGINS",
     None,
@@ -139,10 +168,37 @@ PLUGINS = Variable[tuple[str, ...] | None](
 )
 PORT = Variable("PORT", None, _port, "First port to try for internal sockets.")
 HOST_IP = Variable[str | None]("HOST_IP", None, str, "This host's address for others; unset asks the system.")
+API_KEY = Variable[str | None]("API_KEY", None, str, "Key of the server, where --api-key names none.")
 SERVER_DEV_MODE = Variable("SERVER_DEV_MODE", False, _flag, "1: development routes and error stacks.")
 AUDIT = Variable("AUDIT", False, _flag, "1: check the block accounting at every step, not only when idle.")
 ENGINE_START_TIMEOUT_S = Variable(
     "ENGINE_START_TIMEOUT_S", 600, int, "Seconds an engine process may take to get ready."
 )
+PYTHONHASHSEED = Variable(
+    "PYTHONHASHSEED",
+    "",
+    str,
+    "Fixes the names of prefix-cache blocks, so that engines agree; unset: random.",
+    plain=True,
+)
 HF_HUB_OFFLINE = Variable("HF_HUB_OFFLINE", False, _flag, "1: never ask a model hub.", plain=True)
 HF_TOKEN = Variable[str | None]("HF_TOKEN", None, str, "Token for the model hub.", plain=True)
+OPENAI_API_KEY = Variable[str | None](
+    "OPENAI_API_KEY", None, str, "Key that `quire bench serve`, `chat` and `complete` send to a server.", plain=True
+)
+LOG_STATS_INTERVAL = Variable("LOG_STATS_INTERVAL", 10.0, _seconds, "Seconds between two lines of throughput.")
+PROMETHEUS_DISABLE_CREATED_SERIES = Variable(
+    "PROMETHEUS_DISABLE_CREATED_SERIES", False, _flag, "1: no `_created` lines in /metrics.", plain=True
+)
+OTEL_EXPORTER_OTLP_TRACES_PROTOCOL = Variable(
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
+    "",
+    str,
+    "How traces are sent; unset takes OTEL_EXPORTER_OTLP_PROTOCOL.",
+    choices=("", "grpc", "http/protobuf"),
+    plain=True,
+)
+OTEL_EXPORTER_OTLP_PROTOCOL = Variable(
+    "OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", str, "How OpenTelemetry data is sent.", choices=("grpc", "http/protobuf"),
+    plain=True,
+)  # fmt: skip

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import socket
+import stat
 
 from quire.base import env
 
@@ -45,3 +48,49 @@ def host_ip() -> str:
 def join_host_port(host: str, port: int) -> str:
     """'host:port', with the brackets an IPv6 address needs."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def open_listener(host: str | None, port: int) -> socket.socket:
+    """A TCP socket bound to host and port, not listening yet: connections are refused until it does."""
+    if not host:
+        host = ""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, port))
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def open_unix_listener(path: str) -> socket.socket:
+    """A unix socket that only this user may use (mode 0600). Takes the place of one that nobody listens on."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise FileExistsError(errno.EEXIST, f"{path!r} is there, and it is no socket")
+        if _answers(path):
+            raise OSError(errno.EADDRINUSE, f"somebody listens on {path!r}")
+        os.unlink(path)
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)  # from its first moment
+    try:
+        made.bind(path)
+    except BaseException:
+        made.close()
+        raise
+    finally:
+        os.umask(before)
+    return made
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True
+    return True

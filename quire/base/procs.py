@@ -2,7 +2,8 @@
 
 The child is a fresh interpreter, not a fork: it does not run the parent's main script again, so programs need no
 `if __name__ == "__main__"`. Its standard input is the parent's end of its life: the boot bytes come through it, and
-when it closes, the parent is gone and the child leaves. Ctrl-C belongs to the parent alone.
+when it closes, the parent is gone and the child leaves. Ctrl-C and SIGTERM, which may be sent to all of a group, belong
+to the parent alone; STACKS makes any child write what its threads are doing to its standard error, even a stuck one.
 Must not know what the child does.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import os
 import shutil
 import signal
@@ -24,28 +26,46 @@ from typing import IO
 from quire.base import registry
 
 _ENTER = (
-    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import sys; sys.path[:] = {path!r}; "
-    "from quire.base.procs import enter; enter({target!r}, {litter!r})"
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "import sys; sys.path[:] = {path!r}; "
+    "from quire.base.procs import enter; enter({target!r}, {litter!r}, {early!r})"
 )
 _LENGTH_BYTES = 8
 PARENT_GONE = 70  # exit code of a child whose parent vanished
+STACKS = signal.SIGUSR2
 
 
 class Child:
     """A running child. `notice` is a descriptor that turns readable when it has died, by whatever cause."""
 
-    def __init__(self, target: str, boot: bytes, *, name: str, litter: str | None = None) -> None:
-        """`target` ('module:function') is called in the child with `boot`.
+    def __init__(
+        self,
+        target: str,
+        boot: bytes | None,
+        *,
+        name: str,
+        litter: str | None = None,
+        keep: tuple[int, ...] = (),
+        early: str = "",
+    ) -> None:
+        """`target` ('module:function') is called in the child with `boot`, or with what `send_boot` sends later.
 
         `litter`: a folder that the child removes when the parent vanishes without having done so.
+        `keep`: descriptors that the child has too, under the same numbers.
+        `early`: a module that the child imports while it waits for its boot bytes.
         """
         self.name = name
-        code = _ENTER.format(path=sys.path, target=target, litter=litter)
-        self._process = subprocess.Popen([sys.executable, "-P", "-c", code], stdin=subprocess.PIPE)
+        code = _ENTER.format(path=sys.path, target=target, litter=litter, early=early)
+        self._process = subprocess.Popen([sys.executable, "-P", "-c", code], stdin=subprocess.PIPE, pass_fds=keep)
         self.notice, closing = os.pipe()
         self._watch = threading.Thread(target=_watch, args=(self._process, closing), name=f"watch {name}", daemon=True)
         self._watch.start()
         self._finalizer = weakref.finalize(self, _end, self._process, self._watch, self.notice, os.getpid())
+        if boot is not None:
+            self.send_boot(boot)
+
+    def send_boot(self, boot: bytes) -> None:
+        """Once."""
         pipe = _stdin(self._process)
         with contextlib.suppress(BrokenPipeError):  # it died already: the notice says so
             pipe.write(len(boot).to_bytes(_LENGTH_BYTES, "little") + boot)
@@ -64,6 +84,15 @@ class Child:
         self._watch.join(timeout)
         return not self._watch.is_alive()
 
+    @property
+    def exit_code(self) -> int | None:
+        """None while it lives; negative for a signal."""
+        return self._process.returncode
+
+    def signal(self, number: signal.Signals) -> None:
+        """Does nothing once it is dead."""
+        self._process.send_signal(number)
+
     def why_dead(self) -> str:
         """How it ended, in words: exit code or signal."""
         self._watch.join(1.0)
@@ -81,8 +110,12 @@ class Child:
         return f"{who} was killed by {word}{hint}"
 
     def stop(self, patience: float) -> None:
-        """Wait `patience` seconds for it to leave by itself, then make it."""
+        """Wait `patience` seconds for it to leave by itself, then make it. `notice` stays open until `close`."""
         self.wait(patience)
+        _make_leave(self._process, self._watch)
+
+    def close(self) -> None:
+        """Stop it, and give the descriptors back: nobody may be waiting for `notice` any more."""
         self._finalizer()
 
 
@@ -109,16 +142,24 @@ def held_interrupt() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def enter(target: str, litter: str | None) -> None:
+def enter(target: str, litter: str | None, early: str) -> None:
     """First code of a child: read the boot bytes, watch the parent, call the target."""
     faulthandler.enable()
+    faulthandler.register(STACKS, all_threads=True)
     life = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
+    if early:
+        threading.Thread(target=_import, args=(early,), name="early import", daemon=True).start()
     boot = _read(life, int.from_bytes(_read(life, _LENGTH_BYTES), "little"))
     threading.Thread(target=_leave_with_parent, args=(life, litter), name="watch parent", daemon=True).start()
     registry.load(target)(boot)
+
+
+def _import(module: str) -> None:
+    with contextlib.suppress(ImportError):  # whoever needs it will say so
+        importlib.import_module(module)
 
 
 def _read(source: int, count: int) -> bytes:
@@ -152,14 +193,18 @@ def _watch(process: subprocess.Popen[bytes], closing: int) -> None:
 
 
 def _end(process: subprocess.Popen[bytes], watch: threading.Thread, notice: int, parent: int) -> None:
-    """Ask, then force. Runs at most once, also when the parent's interpreter ends."""
+    """Runs at most once, also when the parent's interpreter ends."""
     if os.getpid() != parent:  # a fork of the parent ends; the child is not its own
         return
-    for send, patience in ((process.terminate, 3.0), (process.kill, 10.0)):
-        if not watch.is_alive():
-            break
-        send()
-        watch.join(patience)
-    with contextlib.suppress(BrokenPipeError):
-        _stdin(process).close()
+    _make_leave(process, watch)
     os.close(notice)
+
+
+def _make_leave(process: subprocess.Popen[bytes], watch: threading.Thread) -> None:
+    """Let go, then force."""
+    with contextlib.suppress(BrokenPipeError):
+        _stdin(process).close()  # the child leaves when it sees this
+    watch.join(3.0)
+    if watch.is_alive():
+        process.kill()
+        watch.join(10.0)

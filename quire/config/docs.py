@@ -16,6 +16,7 @@ from quire.base import env
 from quire.config.args import AsyncOptions
 from quire.config.engine import EngineConfig
 from quire.config.option import INERT, LATER, READY, Declared, declarations, limits, parts
+from quire.config.server import ServerConfig
 from quire.config.table import group_of
 
 NOTE = "<!-- Written by tools/reference.py from the code; edit there and run `make reference`. -->\n"
@@ -60,8 +61,9 @@ def options_page() -> str:
 
 def _sections() -> Iterator[tuple[str, str, list[Row]]]:
     yield from _walk(EngineConfig, "", False)
-    rows = [Row(name, mine, False) for name, mine in declarations(AsyncOptions).items()]
-    yield "AsyncEngineArgs", AsyncOptions.__doc__ or "", rows
+    for name, options in (("AsyncEngineArgs", AsyncOptions), ("ServerConfig", ServerConfig)):
+        rows = [Row(mine.option.name or field, mine, False) for field, mine in declarations(options).items()]
+        yield name, options.__doc__ or "", rows
 
 
 def _walk(group: type[Any], mapping: str, later: bool) -> Iterator[tuple[str, str, list[Row]]]:

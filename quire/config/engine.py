@@ -94,7 +94,9 @@ class EngineConfig(Group):
     performance_mode: Literal["balanced", "interactivity", "throughput"] = option(
         "balanced", "What defaults lean towards.", LATER
     )
-    shutdown_timeout: int = option(0, "Seconds running requests may finish in at the end.", LATER, low=0)
+    shutdown_timeout: int = option(
+        0, "Seconds a server that was told to stop lets running requests finish in; 0 ends them at once.", low=0
+    )
     gdn_prefill_backend: str | None = option(None, "Kernel of gated delta prompts.", LATER)
     kda_prefill_backend: str | None = option(None, "Kernel of KDA prompts.", LATER)
     kda_decode_backend: str | None = option(None, "Kernel of KDA decode.", LATER)

@@ -7,6 +7,16 @@ from typing import Any, Literal
 
 from quire.config.model import dtype_name
 from quire.config.option import INERT, LATER, Group, group, option
+from quire.schema.errors import ConfigError
+
+
+def split_words(given: Any) -> Any:
+    """'model,worker' and ['model,worker'] are both two words."""
+    if isinstance(given, str):
+        given = [given]
+    if not isinstance(given, list | tuple) or not all(isinstance(word, str) for word in given):
+        return given
+    return tuple(part.strip() for word in given for part in word.split(",") if part.strip())
 
 
 @group
@@ -102,8 +112,11 @@ class ObservabilityConfig(Group):
     show_hidden_metrics_for_version: str | None = option(
         None, "Show metrics hidden since that version.", INERT, why="no metric of this version is hidden"
     )
-    otlp_traces_endpoint: str | None = option(None, "Where traces are sent.", LATER)
-    collect_detailed_traces: tuple[str, ...] | None = option(None, "Parts traced in detail: model, worker, all.", LATER)
+    otlp_traces_endpoint: str | None = option(None, "Where a span per request is sent (OpenTelemetry, OTLP).")
+    collect_detailed_traces: tuple[Literal["model", "worker", "all"], ...] | None = option(
+        None, "Parts whose time a span tells too: model (the forward pass, on CPU), worker (the whole step), all.",
+        take=split_words,
+    )  # fmt: skip
     kv_cache_metrics: bool = option(False, "Lifetime and reuse of blocks.", LATER)
     kv_cache_metrics_sample: float = option(0.01, "Share of blocks watched.", LATER, above=0, high=1)
     cudagraph_metrics: bool = option(False, "Padding of graphs.", LATER)
@@ -111,7 +124,9 @@ class ObservabilityConfig(Group):
     enable_mfu_metrics: bool = option(False, "Share of the device's arithmetic used.", LATER)
     enable_mm_processor_stats: bool = option(False, "Times of media processing.", LATER, flat=False)
     enable_logging_iteration_details: bool = option(False, "A log line per step.", LATER)
-    custom_histogram_buckets: dict[str, tuple[float, ...]] | None = option(None, "Other histogram limits.", LATER)
+    custom_histogram_buckets: dict[str, tuple[float, ...]] | None = option(
+        None, "Limits of histograms by metric name, where the usual ones do not fit."
+    )
     per_request_spec_decode_metrics: Literal["detailed", "none", "summary"] = option(
         "none", "Draft numbers per request.", LATER
     )
@@ -121,22 +136,35 @@ class ObservabilityConfig(Group):
 
 @group
 class ProfilerConfig(Group):
-    """Recording what the device does."""
+    """Recording what the device does, between start_profile and stop_profile."""
 
-    profiler: Literal["torch", "cuda"] | None = option(None, "Which profiler.", LATER, flat=False)
-    torch_profiler_dir: str = option("", "Folder of traces.", LATER, flat=False)
-    torch_profiler_with_stack: bool = option(True, "Record Python stacks.", LATER, flat=False)
-    torch_profiler_with_flops: bool = option(False, "Count operations.", LATER, flat=False)
-    torch_profiler_use_gzip: bool = option(True, "Compress traces.", LATER, flat=False)
-    torch_profiler_dump_cuda_time_total: bool = option(True, "Sum device time.", LATER, flat=False)
-    torch_profiler_record_shapes: bool = option(False, "Record shapes.", LATER, flat=False)
-    torch_profiler_with_memory: bool = option(False, "Record memory.", LATER, flat=False)
-    ignore_frontend: bool = option(False, "Not in the front end.", LATER, flat=False)
+    profiler: Literal["torch", "cuda"] | None = option(
+        None, "Which profiler: torch writes a trace file, cuda opens the window of an outside profiler.", flat=False
+    )
+    torch_profiler_dir: str = option("", "Folder of traces; needs profiler torch.", flat=False)
+    torch_profiler_with_stack: bool = option(True, "Record Python stacks.", flat=False)
+    torch_profiler_with_flops: bool = option(False, "Count operations.", flat=False)
+    torch_profiler_use_gzip: bool = option(True, "Compress traces.", flat=False)
+    torch_profiler_dump_cuda_time_total: bool = option(True, "Log a table of the device's time.", flat=False)
+    torch_profiler_record_shapes: bool = option(False, "Record shapes.", flat=False)
+    torch_profiler_with_memory: bool = option(False, "Record memory.", flat=False)
+    ignore_frontend: bool = option(
+        False, "Not in the front end.", INERT, flat=False, why="only workers are recorded in this version"
+    )
     delay_iterations: int = option(0, "Steps before recording.", LATER, flat=False, low=0)
     max_iterations: int = option(0, "Steps recorded; 0 is all.", LATER, flat=False, low=0)
     warmup_iterations: int = option(0, "Discarded steps of a schedule.", LATER, flat=False, low=0)
     active_iterations: int = option(5, "Recorded steps of a schedule.", LATER, flat=False, low=1)
     wait_iterations: int = option(0, "Idle steps of a schedule.", LATER, flat=False, low=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.profiler == "torch") != bool(self.torch_profiler_dir):
+            raise ConfigError(
+                "profiler_config: profiler='torch' and torch_profiler_dir go together, got "
+                f"profiler={self.profiler!r} and torch_profiler_dir={self.torch_profiler_dir!r}",
+                param="profiler_config",
+            )
 
 
 @group
@@ -144,8 +172,10 @@ class LoggingConfig(Group):
     """What is written to the log."""
 
     log_level: Literal["CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET"] | None = option(
-        None, "Least level that is written.", LATER, why="set QUIRE_LOGGING_LEVEL",
+        None, "Least level that is written; unset takes QUIRE_LOGGING_LEVEL.",
         take=lambda given: given.upper() if isinstance(given, str) else given,
     )  # fmt: skip
-    log_config_file: str | None = option(None, "A Python logging configuration.", LATER)
-    logging_config: dict[str, Any] | None = option(None, "The same as a mapping.", LATER)
+    log_config_file: str | None = option(
+        None, "A JSON file with a Python logging configuration (dictConfig); unset takes QUIRE_LOGGING_CONFIG_PATH."
+    )
+    logging_config: dict[str, Any] | None = option(None, "The same as a mapping.")

@@ -17,7 +17,11 @@ _LENGTHS = (
     "max_seq_length", "seq_len",
 )  # fmt: skip
 _STATE_LAYERS = frozenset({"mamba", "mamba2", "linear_attention", "recurrent", "conv", "hybrid"})
-_STATE_TYPES = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"})
+_STATE_TYPES = frozenset({
+    "mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "bamba", "jamba", "falcon_h1", "granitemoehybrid", "nemotron_h",
+    "zamba", "zamba2", "lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text",
+    "olmo_hybrid", "kimi_linear", "bailing_hybrid", "minimax", "recurrent_gemma", "plamo2",
+})  # fmt: skip
 _UNSTRETCHED = frozenset({"default", "mrope", "longrope", "su", "llama3", "proportional"})  # length already includes it
 
 

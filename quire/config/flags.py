@@ -71,6 +71,14 @@ def optional_type(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return read_optional
 
 
+class Gather(argparse.Action):
+    """A flag that may come several times: all it was given, instead of the default."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, list(values) if before is self.default else [*before, *values])
+
+
 def add_flags(parser: argparse.ArgumentParser, flats: Iterable[Flat]) -> None:
     """Add every flag; those of one config class share a group of that name, in order of first appearance."""
     groups: dict[str, Any] = {}
@@ -105,7 +113,8 @@ def _typed(kinds: list[Any], optional: bool, o: Option) -> dict[str, Any]:
         read = human_readable_int_or_auto if o.auto else human_readable_int
     elif lists:
         inner = get_args(lists[0])[0]
-        return {"nargs": "+", "type": inner if inner in (int, float) else str}
+        repeat = {"action": Gather} if o.repeat else {}
+        return {"nargs": "+", "type": inner if inner in (int, float) else str, **repeat}
     elif any(get_origin(kind) is dict for kind in kinds):
         read = union_dict_and_str if str in kinds else json_value
     elif literals := [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]:

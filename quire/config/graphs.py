@@ -12,7 +12,7 @@ from quire.config.engine import EngineConfig, replace
 from quire.schema.errors import ConfigError
 
 log = logger(__name__)
-LARGEST = 512  # captured batch, unless a larger one is asked for
+LARGEST = 1024  # captured batch, unless a larger one is asked for
 
 
 def choose_graphs(asked: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
@@ -55,7 +55,12 @@ def _sizes(config: EngineConfig) -> tuple[int, ...]:
     given = compilation.cudagraph_capture_sizes
     if given is None:
         most = min(largest or min(2 * scheduler.max_num_seqs, LARGEST), budget)
-        return default_sizes(most, budget)
+        sizes = default_sizes(most, budget)
+        if largest is not None and sizes[-1] != largest:
+            log.warning(
+                "max_cudagraph_capture_size: %d (the largest size that is captured up to %d)", sizes[-1], largest
+            )
+        return sizes
     if not given or min(given) < 1:
         raise ConfigError(
             f"cudagraph_capture_sizes must name at least one size, each at least 1; got {list(given)}",
@@ -79,6 +84,7 @@ def _sizes(config: EngineConfig) -> tuple[int, ...]:
 
 
 def default_sizes(most: int, budget: int) -> tuple[int, ...]:
-    """1, 2, 4, every 8 below 256, every 16 up to `most`; and the token budget itself where it is within."""
-    steps = [1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16), *((budget,) if budget <= most else ())]
+    """1, 2, 4, every 8 below 256, every 16 below 512, every 32 up to `most`; and the token budget if it is within."""
+    whole = (budget,) if budget <= most else ()
+    steps = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, most + 1, 32), *whole]
     return tuple(sorted({size for size in steps if size <= most}))

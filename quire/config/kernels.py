@@ -173,10 +173,10 @@ class CompilationConfig(Group):
     )  # fmt: skip
     cudagraph_num_of_warmups: int = option(0, "Runs before a capture.", LATER, flat=False, low=0)
     cudagraph_capture_sizes: tuple[int, ...] | None = option(
-        None, "Batch sizes captured; unset is 1, 2, 4, every 8 below 256, every 16 from there."
+        None, "Batch sizes captured; unset is 1, 2, 4, every 8 below 256, every 16 below 512, every 32 from there."
     )
     max_cudagraph_capture_size: int | None = option(
-        None, "Largest captured batch; unset is twice max_num_seqs, at most 512.", low=1
+        None, "Largest captured batch; unset is twice max_num_seqs, at most 1024.", low=1
     )
     cudagraph_copy_inputs: bool = option(False, "Copy inputs before a replay.", LATER, flat=False)
     cudagraph_specialize_lora: bool = option(True, "Graphs with and without adapters.", LATER, flat=False)

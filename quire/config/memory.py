@@ -17,7 +17,7 @@ class CacheConfig(Group):
 
     DEFAULT_BLOCK_SIZE: ClassVar[int] = 16
 
-    block_size: int = option(16, "Tokens per KV block; unset is 16.", asked=None, low=1)
+    block_size: int = option(16, "Tokens per KV block; unset is 16, on a GPU 64.", asked=None, low=1)
     hash_block_size: int | None = option(None, "Prefix keys finer than a block.", LATER, flat=False, low=1)
     gpu_memory_utilization: float = option(
         0.92,
@@ -54,10 +54,19 @@ class CacheConfig(Group):
     kv_cache_dtype_skip_layers: tuple[str, ...] = option((), "Layers whose KV stays unquantized.", LATER)
     kv_sharing_fast_prefill: bool = option(False, "Skip the prompt in layers that share KV.", LATER)
     swa_bounded_replay: bool = option(True, "Recompute no more than a window after a hit.", LATER)
-    mamba_block_size: int | None = option(None, "Tokens between saved states.", LATER, low=1)
-    mamba_cache_dtype: MambaDtype = option("auto", "Precision of recurrent states.", LATER)
-    mamba_ssm_cache_dtype: MambaDtype = option("auto", "Precision of the state-space part.", LATER)
-    mamba_cache_mode: Literal["none", "all", "align"] = option("none", "Which states a prefix hit may use.", LATER)
+    mamba_block_size: int | None = option(
+        None, "Tokens between saved states; needs prefix caching, and is rounded up to whole attention blocks.", low=1
+    )
+    mamba_cache_dtype: MambaDtype = option(
+        "auto", "Precision of recurrent states; auto is the model's for windows of inputs, float32 for the rest."
+    )
+    mamba_ssm_cache_dtype: MambaDtype = option(
+        "auto", "Precision of the state-space part alone; auto is mamba_cache_dtype, then float32."
+    )
+    mamba_cache_mode: Literal["none", "all", "align"] = option(
+        "none",
+        "Which states a prefix hit may use: none, or those at block ends (all and align; on with prefix caching).",
+    )
     enable_mamba_shared_prefix_checkpoint: bool = option(False, "Save states at shared prefixes.", LATER)
     use_replayssm: bool = option(False, "Rebuild states by replaying inputs.", LATER)
     replayssm_buffer_len: int = option(16, "Inputs kept for replaying.", LATER, low=1)

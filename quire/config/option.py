@@ -29,6 +29,7 @@ class Status(enum.Enum):
 READY, LATER, INERT = Status.READY, Status.LATER, Status.INERT
 SAME: Any = object()  # the asked default is the field's own default
 _KEY = "option"
+_SECRETS = ("hf_token", "api_key")
 T = TypeVar("T")
 
 
@@ -57,6 +58,7 @@ class Option(NamedTuple):
     auto: bool  # "auto" means -1
     accepts: Any  # the type a user may give, where it is wider than the field's
     take: Callable[[Any], Any] | None  # given value -> value of the field's type
+    repeat: bool = False  # a list whose flag may be given several times, each time with more of it
 
 
 def option(
@@ -79,12 +81,13 @@ def option(
     auto: bool = False,
     accepts: Any = None,
     take: Callable[[Any], Any] | None = None,
+    repeat: bool = False,
 ) -> Any:
     """A dataclass field that carries its declaration."""
     asked = default if asked is SAME else asked
     declared = Option(
         doc, status, default, asked, name, flat, flags, choices, ready, why, low, high, above, below, human, auto,
-        accepts, take,
+        accepts, take, repeat,
     )  # fmt: skip
     if isinstance(default, type) and issubclass(default, Group):
         return dataclasses.field(default_factory=default, metadata={_KEY: declared})
@@ -232,7 +235,7 @@ def _check_bounds(name: str, value: Any, o: Option) -> None:
 
 def shown_value(name: str, value: Any) -> str:
     """For logs and messages; a token stays out of them."""
-    return "'***'" if name == "hf_token" and isinstance(value, str) else repr(value)
+    return "'***'" if name in _SECRETS and value not in (None, True, False) else repr(value)
 
 
 def limits(o: Option) -> str:

@@ -1,7 +1,7 @@
 """FlexibleArgumentParser: argparse with the spellings people use for engine options.
 
 Dashes or underscores; `--flag.key.sub value` and `-cc.key=value` for keys of a JSON option, `key+` to append to a
-list; `--config file.yaml` under the command line; `--help=GroupName|word|all`. In: strings. Out: a namespace.
+list; `--config file.yaml` under the command line; `--help=GroupName|word|all|page`. In: strings. Out: a namespace.
 Must not know: which options exist (flags.py adds them).
 """
 
@@ -108,8 +108,11 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         for arg in args[: _end(args)]:
             name, equals, topic = arg.partition("=")
             if name == "--help" and equals and not self._has_commands():
-                self.topic = topic or "all"
-                self.print_help()
+                self.topic = "all" if topic in ("", "page") else topic
+                if topic == "page":
+                    load("pydoc:pager")(self.format_help())
+                else:
+                    self.print_help()
                 self.exit()
 
     def _has_commands(self) -> bool:

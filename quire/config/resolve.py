@@ -22,6 +22,7 @@ from quire.config.device import find_gpu
 from quire.config.engine import EngineConfig, replace
 from quire.config.facts import read_facts
 from quire.config.graphs import choose_graphs
+from quire.config.observing import check_traces
 from quire.config.sampling import choose_sampling
 from quire.config.source import locate, read_json, stored_dtype
 from quire.schema.errors import CheckpointError, ConfigError, ModelNotFoundError, NotBuiltError
@@ -31,6 +32,8 @@ log = logger(__name__)
 Asked = Mapping[str, Any]
 Step = Callable[[Asked, EngineConfig], EngineConfig]
 USAGES = ("LLM_CLASS", "OPENAI_API_SERVER")
+_QUEUED_REQUESTS, _QUEUED_TOKENS = 10_000, 4 << 20  # that may wait in a server
+GPU_BLOCK_SIZE = 64  # tokens: a tile of keys of the attention kernels is then one page
 _UNKNOWN_LENGTH = 2048  # tokens, for a model that does not say
 
 
@@ -284,15 +287,36 @@ def _checked_length(wanted: int, limit: int) -> int:
 
 
 def choose_reuse(asked: Asked, config: EngineConfig) -> EngineConfig:
-    """Chunked prefill and prefix caching: on unless the model's layers keep running states."""
-    facts = config.model_config.facts
+    """Chunked prefill and prefix caching: on. Where layers keep running states, reuse costs memory for saved ones: only
+    if asked for."""
+    has_states, cache = config.model_config.facts.has_states, config.cache_config
     changes: dict[str, Any] = {}
     if asked.get("enable_chunked_prefill") is None:
         changes["scheduler_config.enable_chunked_prefill"] = True
-    if asked.get("enable_prefix_caching") is None:
-        changes["cache_config.enable_prefix_caching"] = not facts.has_states
-        if facts.has_states:
-            log.info("enable_prefix_caching: off (some layers keep running states)")
+    caching = asked.get("enable_prefix_caching")
+    if caching is None:
+        caching = not has_states or cache.mamba_cache_mode != "none"
+        changes["cache_config.enable_prefix_caching"] = caching
+        if not caching:
+            log.info(
+                "enable_prefix_caching: off (some layers keep running states; enable_prefix_caching=True saves them)"
+            )
+    if has_states and caching and cache.mamba_cache_mode == "none":
+        changes["cache_config.mamba_cache_mode"] = "align"
+        log.info("mamba_cache_mode: align (prefix caching is on: states are saved at block ends)")
+    if cache.mamba_block_size is not None and not caching:
+        raise ConfigError(
+            f"mamba_block_size={cache.mamba_block_size} says where states are saved for reuse, which needs "
+            "enable_prefix_caching=True",
+            param="mamba_block_size",
+            value=cache.mamba_block_size,
+        )
+    if cache.mamba_cache_mode != "none" and has_states and not caching:
+        raise ConfigError(
+            f"mamba_cache_mode={cache.mamba_cache_mode} needs enable_prefix_caching=True",
+            param="mamba_cache_mode",
+            value=cache.mamba_cache_mode,
+        )
     return replace(config, **changes)
 
 
@@ -325,6 +349,19 @@ def choose_batch(asked: Asked, config: EngineConfig) -> EngineConfig:
         requests = min(requests, tokens)
     log.debug("a step holds at most %d tokens of %d requests", tokens, requests)
     return replace(config, scheduler_config=replace(scheduler, max_num_batched_tokens=tokens, max_num_seqs=requests))
+
+
+def choose_queue(asked: Asked, config: EngineConfig) -> EngineConfig:
+    """How much may wait: a server refuses in time rather than let a queue grow without end."""
+    if config.usage_context != "OPENAI_API_SERVER":
+        return config
+    scheduler, length = config.scheduler_config, config.model_config.max_model_len
+    changes: dict[str, Any] = {}
+    if scheduler.max_num_queued_reqs is None:
+        changes["max_num_queued_reqs"] = _QUEUED_REQUESTS
+    if scheduler.max_num_queued_tokens is None:
+        changes["max_num_queued_tokens"] = max(_QUEUED_TOKENS, 8 * length)
+    return replace(config, scheduler_config=replace(scheduler, **changes))
 
 
 def check_scheduler(asked: Asked, config: EngineConfig) -> EngineConfig:
@@ -392,6 +429,9 @@ def choose_cache(asked: Asked, config: EngineConfig) -> EngineConfig:
         "sliding_window": facts.sliding_window if facts.all_windowed else None,
         "user_specified_block_size": asked.get("block_size") is not None,
     }
+    if asked.get("block_size") is None and config.device_config.device == "cuda":
+        changes["block_size"] = GPU_BLOCK_SIZE
+        log.debug("block_size: %d (a GPU reads whole tiles of keys)", GPU_BLOCK_SIZE)
     if cache_dtype is not None:
         changes["cache_dtype"] = cache_dtype
     return replace(config, cache_config=replace(config.cache_config, **changes))
@@ -421,9 +461,11 @@ STEPS: tuple[Step, ...] = (
     choose_sampling,
     choose_reuse,
     choose_batch,
+    choose_queue,
     check_scheduler,
     choose_scheduling,
     choose_graphs,
     choose_cache,
+    check_traces,
     finish,
 )

@@ -32,8 +32,14 @@ class SchedulerConfig(Group):
     )  # fmt: skip
     max_num_scheduled_tokens: int | None = option(None, "Tokens the scheduler itself may grant.", LATER, low=0)
     max_num_active_seqs: int | None = option(None, "Requests that may hold KV.", LATER, low=1)
-    max_num_queued_reqs: int | None = option(None, "Requests that may wait; more are refused.", low=1)
-    max_num_queued_tokens: int | None = option(None, "Prompt tokens that may wait.", LATER, low=1)
+    max_num_queued_reqs: int | None = option(
+        None, "Requests that may wait; more are refused. 0 is no bound; unset is 10000 for a server, else no bound.",
+        low=0,
+    )  # fmt: skip
+    max_num_queued_tokens: int | None = option(
+        None, "Prompt tokens that may wait; more are refused. 0 is no bound; unset is 4M for a server (at least 8 "
+        "prompts of max_model_len), else no bound.", low=0, human=True,
+    )  # fmt: skip
     max_num_partial_prefills: int = option(1, "Prompts that may be half-computed at once.", low=1)
     max_long_partial_prefills: int = option(1, "How many of those may be long.", low=1)
     long_prefill_token_threshold: int = option(

@@ -9,25 +9,31 @@ Must not know: prompts, text, how outputs become results.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
+import logging
 import os
 import queue
 import random
+import shutil
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
 from quire.base import env, registry
 from quire.base.codec import Codec, CodecError, Frame
 from quire.base.log import logger
-from quire.base.procs import Child, held_interrupt
+from quire.base.procs import STACKS, Child, held_interrupt
 from quire.base.sockets import PeerGoneError, Wire, private_folder
+from quire.config.logs import apply_logging
 from quire.engine.control import message_of, rebuild_error
-from quire.schema.errors import EngineDeadError, InputError
+from quire.engine.pulse import Pulse
+from quire.engine.route import OWNER
+from quire.schema.errors import EngineDeadError, InputError, QuireError
 from quire.schema.messages import (
     Abort,
     ControlCall,
@@ -36,6 +42,8 @@ from quire.schema.messages import (
     EngineReady,
     EngineRequest,
     FromEngine,
+    Hello,
+    Left,
     Outputs,
     Stop,
     ToEngine,
@@ -48,7 +56,9 @@ if TYPE_CHECKING:
 log = logger(__name__)
 START_ENGINE = "quire.engine.proc:start_engine"
 MAIN = "quire.engine.proc:main"
+EARLY = "quire.worker.main"  # the slowest import of an engine process
 _SHUTDOWN_PATIENCE_S = 10.0
+_LAST_WORDS_S = 1.0
 _CLOSED = "it was shut down"
 
 
@@ -63,6 +73,10 @@ class EngineClient(Protocol):
     @property
     def dead(self) -> EngineDeadError | None:
         """Why it is gone, once it is."""
+
+    @property
+    def pulse(self) -> Pulse:
+        """When it last got anywhere; read without asking it."""
 
     def wait_ready(self) -> EngineReady:
         """Finish starting. Raises what the engine raised if it could not start."""
@@ -81,6 +95,9 @@ class EngineClient(Protocol):
 
     def begin_call(self, verb: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """The same without waiting; only after stream()."""
+
+    def show_stacks(self) -> None:
+        """Let it write to standard error what its threads are doing; works for one that is stuck."""
 
     def close(self) -> None:
         """Orderly end; whatever is still in flight fails. May be called twice."""
@@ -132,6 +149,7 @@ class InProcessClient:
 
     def __init__(self, config: EngineConfig) -> None:
         self.dead: EngineDeadError | None = None
+        self.pulse = Pulse()
         self._config = config
         self._loop: EngineLoop | None = None
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
@@ -147,7 +165,7 @@ class InProcessClient:
         return self._loop
 
     def wait_ready(self) -> EngineReady:
-        started = registry.load(START_ENGINE)(self._config)
+        started = registry.load(START_ENGINE)(self._config, self.pulse)
         self._loop = started.loop
         ready: EngineReady = started.ready
         return ready
@@ -219,6 +237,9 @@ class InProcessClient:
             loop.executor.shutdown()
         self._calls.fail(self.dead)
 
+    def show_stacks(self) -> None:
+        faulthandler.dump_traceback(all_threads=True)
+
     def _post(self, message: EngineRequest | Abort) -> None:
         loop = self.loop
         if self._thread is not None:
@@ -254,14 +275,45 @@ class InProcessClient:
         return self.dead
 
 
-class ProcessClient:
-    """An engine process at the other end of a wire; a reader thread sorts what comes back."""
+class Begun(NamedTuple):
+    """An engine process that waits for its configuration, importing what it will need."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        wire = Wire(private_folder(), mine="client", theirs="engine")
-        boot = msgspec.msgpack.encode({"folder": wire.folder, "config": config})
-        child = Child(MAIN, boot, name="the engine", litter=wire.folder)
-        self._reader = _Reader(wire, child)
+    folder: str  # of its mailboxes
+    life: int  # if shared: a descriptor that turns readable once the engine, which holds the other end, died
+    child: Child
+
+    def end(self) -> None:
+        """See that nothing of it is left, whatever became of it."""
+        self.child.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def begin_engine(*, shared: bool = False) -> Begun:
+    folder = private_folder()
+    life, held = os.pipe() if shared else (-1, -1)
+    child = Child(MAIN, None, name="the engine", litter=folder, keep=(held,) if shared else (), early=EARLY)
+    if shared:
+        os.close(held)
+    return Begun(folder, life, child)
+
+
+class ProcessClient:
+    """An engine process at the other end of a wire; a reader thread sorts what comes back.
+
+    `shared`: other clients may join (AttachedClient); `folder` and `life` are what they need for it.
+    """
+
+    def __init__(self, config: EngineConfig, *, shared: bool = False, begun: Begun | None = None) -> None:
+        """`begun`: a process that `begin_engine` has started already, with the same `shared`."""
+        begun = begun or begin_engine(shared=shared)
+        self.folder, self.life = begun.folder, begun.life
+        wire = _wire(self.folder, OWNER)
+        begun.child.send_boot(msgspec.msgpack.encode({"folder": self.folder, "config": config, "shared": shared}))
+        self._connect(wire, begun.child)
+
+    def _connect(self, wire: Wire, peer: Child | _Elsewhere) -> None:
+        self.pulse = Pulse(wire.folder)
+        self._reader = _Reader(wire, peer)
         self._codec: Codec[ToEngine] = Codec(ToEngine)
         self._finalizer = weakref.finalize(self, _hang_up, self._reader, self._codec, os.getpid())
 
@@ -277,6 +329,7 @@ class ProcessClient:
             self._finalizer()
             raise
         self._reader.start()
+        self._pid = ready.pid
         return ready
 
     def submit(self, requests: Sequence[EngineRequest]) -> None:
@@ -309,16 +362,51 @@ class ProcessClient:
         self._reader.send(frames)
         return future
 
+    def show_stacks(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, STACKS)
+
+    def client_left(self, client: int) -> None:
+        """A client that had joined is gone: its requests end."""
+        self._reader.send(self._codec.encode(Left(client=client)))
+
     def close(self) -> None:
         self._finalizer()
+
+
+class AttachedClient(ProcessClient):
+    """One of several clients of an engine that another process started, and ends."""
+
+    def __init__(self, folder: str, client: int, life: int) -> None:
+        """`life`: the owner's ProcessClient.life, inherited."""
+        wire = _wire(folder, client)
+        self._connect(wire, _Elsewhere(life))
+        self._reader.send(self._codec.encode(Hello()))
+
+
+class _Elsewhere:
+    """An engine process that is not a child of ours."""
+
+    def __init__(self, notice: int) -> None:
+        self.notice = notice
+
+    def why_dead(self) -> str:
+        return "its process is gone; the log of the process that started it says how it ended"
+
+    def stop(self, patience: float) -> None:
+        """Not ours to end."""
+
+
+def _wire(folder: str, client: int) -> Wire:
+    return Wire(folder, mine=f"client-{client}", theirs="engine", sender=str(client).encode())
 
 
 class _Reader:
     """The thread that reads the wire, and what it fills. Knows nothing of the client, so that one can be collected."""
 
-    def __init__(self, wire: Wire, child: Child) -> None:
+    def __init__(self, wire: Wire, peer: Child | _Elsewhere) -> None:
         self.wire = wire
-        self.child = child
+        self.child = peer
         self.calls = _Calls()
         self.dead: EngineDeadError | None = None
         self.started = self.closing = False
@@ -337,8 +425,10 @@ class _Reader:
         message = self._codec.decode(frames)
         if isinstance(message, EngineDied):
             self._die(message.reason)
-            log.debug("The engine could not start:\n%s", message.details)
-            raise rebuild_error(message.error_kind, message.reason)
+            error = rebuild_error(message.error_kind, message.reason)
+            level = logging.DEBUG if isinstance(error, QuireError) else logging.ERROR  # a fault, not a refusal
+            log.log(level, "The engine could not start:\n%s", message.details)
+            raise error
         if not isinstance(message, EngineReady):
             raise self._die(f"its first word was {type(message).__name__}")
         return message
@@ -370,11 +460,13 @@ class _Reader:
     def end(self, patience: float) -> None:
         """The process is told to leave; see that it does, then clear up."""
         self.child.stop(patience)
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
+        if isinstance(self.child, Child) and self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
         self._die(_CLOSED)
-        self.wire.close()
-        self.wire.remove_folder()
+        self.wire.close(linger=0.0 if isinstance(self.child, Child) else _LAST_WORDS_S)
+        if isinstance(self.child, Child):
+            self.child.close()  # not before the thread that waits for its notice has ended
+            self.wire.remove_folder()
 
     def _run(self) -> None:
         try:
@@ -439,6 +531,7 @@ def _by_path(value: Any) -> Any:
 
 def make_client(config: EngineConfig, *, own_process: bool) -> EngineClient:
     """`own_process` is the front door's habit; QUIRE_ENABLE_V1_MULTIPROCESSING overrules it."""
+    apply_logging(config.logging_config)
     asked = env.ENABLE_V1_MULTIPROCESSING.get()
     own_process = own_process if asked is None else asked
     if asked is False:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import enum
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from quire.engine.loop import EngineLoop
 
 APPLY_TO_MODEL = "quire.executor.base:apply_to_model"
+START_PROFILE, STOP_PROFILE = "quire.worker.profile:start", "quire.worker.profile:stop"
 
 
 class Place(enum.StrEnum):
@@ -75,6 +77,22 @@ def _apply_model(loop: EngineLoop, function: str | Callable[[Any], Any]) -> list
     return loop.executor.call_function(lambda worker: function(worker.model_runner.model), [], {}, None)
 
 
+def _start_profile(loop: EngineLoop, profile_prefix: str | None = None) -> list[Any]:
+    return loop.executor.call(START_PROFILE, [profile_prefix], {}, None)
+
+
+def _stop_profile(loop: EngineLoop) -> list[Any]:
+    return loop.executor.call(STOP_PROFILE, [], {}, None)
+
+
+def _abort_requests(loop: EngineLoop, patterns: list[str] | None = None) -> int:
+    """Of ids as callers know them, which the engine's own names continue after the last #; None: all."""
+    wanted = None if patterns is None else re.compile("|".join(f"(?:{one})" for one in patterns) or r"(?!)")
+    found = [name for name in loop.live_ids() if wanted is None or wanted.fullmatch(name.rpartition("#")[0])]
+    loop.abort(found)
+    return len(found)
+
+
 def _stats(loop: EngineLoop) -> dict[str, Any]:
     found: dict[str, Any] = {} if loop.last_stats is None else msgspec.to_builtins(loop.last_stats)
     return found
@@ -91,6 +109,7 @@ VERBS: dict[str, Verb] = {
     "reset_prefix_cache": Verb(Place.ENGINE, _reset_prefix_cache, "Forget every cached prefix; True if all went."),
     "pause": Verb(Place.ENGINE, _pause, "Hold new requests; abort or finish those in flight."),
     "resume": Verb(Place.ENGINE, lambda loop: loop.resume(), "Take up the held requests."),
+    "abort_requests": Verb(Place.ENGINE, _abort_requests, "End requests whose ids match, or all; how many."),
     "is_paused": Verb(Place.ENGINE, lambda loop: loop.paused, "Whether new requests are held."),
     "check_health": Verb(Place.ENGINE, lambda loop: None, "Answers if the loop turns."),
     "stats": Verb(Place.ENGINE, _stats, "The last step's numbers."),
@@ -100,8 +119,8 @@ VERBS: dict[str, Verb] = {
     "apply_model": Verb(Place.WORKERS, _apply_model, "A function of every worker's model."),
     "sleep": Verb(Place.WORKERS, _refuse("sleep mode"), "Give memory back."),
     "wake_up": Verb(Place.WORKERS, _refuse("sleep mode"), "Take memory again."),
-    "start_profile": Verb(Place.WORKERS, _refuse("profiling"), "Open a profile window."),
-    "stop_profile": Verb(Place.WORKERS, _refuse("profiling"), "Close it."),
+    "start_profile": Verb(Place.WORKERS, _start_profile, "Open a profile window."),
+    "stop_profile": Verb(Place.WORKERS, _stop_profile, "Close it; where each worker wrote its trace."),
     "add_lora": Verb(Place.WORKERS, _refuse("LoRA"), "Load an adapter."),
     "remove_lora": Verb(Place.WORKERS, _refuse("LoRA"), "Drop an adapter."),
     "list_loras": Verb(Place.WORKERS, _refuse("LoRA"), "Ids of loaded adapters."),

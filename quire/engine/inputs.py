@@ -12,7 +12,6 @@ import random
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +31,10 @@ _SEEDS = 1 << 64
 _MOST_ANSWERS = 16384
 LOAD_PROCESSORS, CHECK_PARAMS = "quire.sampling.processors:load_classes", "quire.sampling.processors:check_params"
 PROCESSOR_GROUPS = ("quire.logits_processors", "vllm.logits_processors")
-_TOKENIZING = ("add_special_tokens", "truncate_prompt_tokens", "truncation", "max_length")
+_TOKENIZING = ("add_special_tokens", "truncate_prompt_tokens", "truncation", "max_length", "truncation_side")
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):
     """One caller's request, ready to go: `requests` are its n answers-to-be."""
 
     request_id: str
@@ -45,10 +43,10 @@ class Asked:
     params: SamplingParams
     requests: tuple[EngineRequest, ...]
     arrival: float  # wall clock
+    stream_interval: int | None = None  # tokens per streamed result; None: the engine's own
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(msgspec.Struct, frozen=True, kw_only=True):
     """What a caller may say besides prompt and params."""
 
     priority: int = 0
@@ -59,6 +57,8 @@ class Options:
     arrival: float | None = None  # wall clock; now, if not given
     seed: int | None = None  # drawn beforehand with `draw_seed`, so that order of arrival decides it
     any_logprobs: bool = False  # asked by Quire itself (beam search): max_logprobs does not apply
+    stream_interval: int | None = None
+    private: bool = False  # nobody else holds the params, and they have not changed since they were checked
 
 
 class InputProcessor:
@@ -69,7 +69,10 @@ class InputProcessor:
         self._model = config.model_config
         self._by_priority = config.scheduler_config.policy == "priority"
         self._num_ranks = config.parallel_config.data_parallel_size
-        self._random = random.Random(config.model_config.seed)
+        self._mark = (
+            f"@{ready.client}" if ready.client else ""
+        )  # of several clients, each has names and seeds of its own
+        self._random = random.Random(config.model_config.seed + (ready.client << 64))
         self._drawing = threading.Lock()
         self._serials = itertools.count()
         self._processors = _processors(config.model_config.logits_processors)
@@ -92,8 +95,9 @@ class InputProcessor:
         prompt = Prompt.of(given)
         _refuse_unbuilt(prompt, params, options)
         self._check_options(options)
-        params = params.clone()
-        params.__post_init__()  # the caller may have changed it since it was checked
+        if not options.private:
+            params = params.clone()
+            params.__post_init__()  # the caller may have changed it since it was checked
         if params.n > _MOST_ANSWERS:
             raise InputError(f"n is {params.n}; at most {_MOST_ANSWERS} answers can be asked for", param="n")
         token_ids = self._token_ids(prompt, params, options.tokenization_kwargs or {})
@@ -105,7 +109,7 @@ class InputProcessor:
         seed = self.draw_seed() if seed is None else seed
         # A caller may use an id again as soon as its request has ended here; what the engine still says of the old
         # request must not be taken for news of the new one, so the engine knows each by a name of its own.
-        name = f"{request_id}#{next(self._serials)}"
+        name = f"{request_id}#{next(self._serials)}{self._mark}"
         # The prompt's log probabilities are the same for all n: the first answer brings them.
         sibling = params if params.prompt_logprobs is None else msgspec.structs.replace(params, prompt_logprobs=None)
         requests = tuple(
@@ -125,7 +129,9 @@ class InputProcessor:
             )
             for index in range(params.n)
         )
-        return Asked(request_id, prompt.text, token_ids, params, requests, arrival)
+        return Asked(
+            request_id, prompt.text, token_ids, params, requests, arrival, stream_interval=options.stream_interval
+        )
 
     # ---- prompt ------------------------------------------------------------------------------------------------
 
@@ -141,7 +147,9 @@ class InputProcessor:
         else:
             special = kwargs.get("add_special_tokens", True)
             token_ids = tuple(self.tokenizer.encode(prompt.text or "", add_special_tokens=bool(special)))
-        return token_ids if keep is None else token_ids[-keep:]
+        if keep is None:
+            return token_ids
+        return token_ids[:keep] if kwargs.get("truncation_side") == "right" else token_ids[-keep:]
 
     def _keep(self, params: SamplingParams, kwargs: Mapping[str, Any]) -> int | None:
         """How many of the last prompt tokens stay; None: all."""

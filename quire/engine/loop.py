@@ -12,10 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from quire.base.clock import now
+from quire.engine.charge import Charge
 from quire.engine.control import Later, answer, kind_of, run_verb
+from quire.engine.pulse import Pulse
 from quire.executor.base import Executor, PendingResult
-from quire.schema.errors import QuireError
+from quire.schema.errors import OverloadedError, QuireError
 from quire.schema.messages import (
     Abort,
     ControlCall,
@@ -28,7 +32,7 @@ from quire.schema.messages import (
     Stop,
     ToEngine,
 )
-from quire.schema.stats import StepStats
+from quire.schema.stats import CacheStats, StepStats
 from quire.schema.step import StepPlan
 
 if TYPE_CHECKING:
@@ -38,11 +42,12 @@ _STALL_LIMIT = 1000  # turns in a row that could have made progress and did not
 
 
 class EngineLoop:
-    def __init__(self, executor: Executor, scheduler: Scheduler, *, ahead: int = 0) -> None:
+    def __init__(self, executor: Executor, scheduler: Scheduler, *, ahead: int = 0, pulse: Pulse | None = None) -> None:
         self.executor = executor
         self.scheduler = scheduler
         self.ahead = ahead
         self.paused = False
+        self.pulse = pulse or Pulse()
         self._flying: deque[tuple[StepPlan, PendingResult]] = deque()
         self._live: set[str] = set()  # requests whose end has not been said
         self._held: dict[str, EngineRequest] = {}  # came in while paused
@@ -51,6 +56,8 @@ class EngineLoop:
         self._replies: list[ControlReply] = []
         self.last_stats: StepStats | None = None
         self._unsaid: StepStats | None = None
+        self._moved = False  # requests came or went without a step
+        self.charge: Charge | None = None  # for collect_detailed_traces
         self._plan_seconds = 0.0
         self._stalled = 0
 
@@ -65,24 +72,35 @@ class EngineLoop:
     # ---- what comes in -----------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest) -> None:
-        if self.paused:
-            self._held[request.request_id] = request
-            return
         try:
+            if self.paused:
+                self._hold(request)
+                return
             self.scheduler.add(request)
         except QuireError as refused:
             self._news.append(failed_output(request.request_id, refused))
         else:
             self._live.add(request.request_id)
 
+    def _hold(self, request: EngineRequest) -> None:
+        tokens = sum(len(held.prompt_token_ids) for held in self._held.values())
+        self.scheduler.check_room(request, held=len(self._held), held_tokens=tokens)
+        self._held[request.request_id] = request
+        self._moved = True
+
     def abort(self, request_ids: Iterable[str]) -> None:
         given = list(request_ids)
+        self._moved = True
         for request_id in given:
             if self._held.pop(request_id, None):
                 self._news.append(
                     EngineOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ABORT)
                 )
         self._tell(self.scheduler.abort(given))
+
+    def live_ids(self) -> list[str]:
+        """Requests whose end has not been said, held ones included."""
+        return [*self._live, *self._held]
 
     def call(self, call: ControlCall) -> ControlReply | None:
         """Run a verb, between steps. None: the answer comes later, through `take_replies`."""
@@ -111,6 +129,8 @@ class EngineLoop:
         self._plan_seconds = now() - began
         had_work = bool(plan.grants or self._flying)
         if plan.grants:
+            if self.charge is not None:
+                self.charge.began(plan)
             self.executor.forward(plan)  # returns at once where the device works by itself
         self.settle(self.ahead - 1 if plan.grants else 0)  # commit old steps while it does
         if plan.grants:
@@ -119,6 +139,7 @@ class EngineLoop:
         self._check(had_work)
         self._answer_waiting()
         news, self._news = self._news, []
+        self.pulse.beat(busy=self.busy, paused=self.paused)
         return news
 
     def settle(self, remaining: int) -> None:
@@ -127,6 +148,8 @@ class EngineLoop:
             plan, pending = self._flying.popleft()
             result = pending.result()
             began = now()
+            if self.charge is not None:
+                self.charge.ended(plan, result.forward_seconds)
             self._tell(self.scheduler.commit(plan, result))
             stats = self.scheduler.stats(
                 plan_seconds=self._plan_seconds, forward_seconds=result.forward_seconds, commit_seconds=now() - began
@@ -135,8 +158,13 @@ class EngineLoop:
             self.last_stats = stats
 
     def take_stats(self) -> StepStats | None:
-        """The steps committed since the last call, as one record."""
+        """The steps committed since the last call, as one record; None if nothing has changed since."""
         stats, self._unsaid = self._unsaid, None
+        if stats is None and self._moved:
+            stats = self.last_stats = self.scheduler.stats()
+        self._moved = False
+        if stats is not None and self._held:
+            stats = msgspec.structs.replace(stats, deferred=len(self._held))
         return stats
 
     def _tell(self, outputs: list[EngineOutput]) -> None:
@@ -167,6 +195,7 @@ class EngineLoop:
 
     def resume(self) -> None:
         self.paused = False
+        self._moved = True
         held, self._held = self._held, {}
         for request in held.values():
             self.submit(request)
@@ -197,14 +226,16 @@ class EngineLoop:
         block = not self.busy
         while block or not inbox.empty():
             message = inbox.get()
-            block = False
+            if block:  # it was idle until now: the time of rest is no delay
+                self.pulse.beat(busy=True, paused=self.paused)
+                block = False
             if isinstance(message, Stop):
                 return False
             if isinstance(message, EngineRequest):
                 self.submit(message)
             elif isinstance(message, Abort):
                 self.abort(message.request_ids)
-            elif (reply := self.call(message)) is not None:
+            elif isinstance(message, ControlCall) and (reply := self.call(message)) is not None:
                 emit(reply)
         return True
 
@@ -216,6 +247,7 @@ def failed_output(request_id: str, refused: QuireError) -> EngineOutput:
         finish_reason=FinishReason.ERROR,
         error=str(refused),
         error_kind=kind_of(refused),
+        limit=refused.limit if isinstance(refused, OverloadedError) else "",
     )
 
 
@@ -228,7 +260,7 @@ def _add(before: StepStats, after: StepStats) -> StepStats:
         generated_tokens=before.generated_tokens + after.generated_tokens,
         preempted=before.preempted + after.preempted,
         kv_usage=after.kv_usage,
-        cache=after.cache,
+        cache=CacheStats(queries=before.cache.queries + after.cache.queries, hits=before.cache.hits + after.cache.hits),
         plan_seconds=before.plan_seconds + after.plan_seconds,
         forward_seconds=before.forward_seconds + after.forward_seconds,
         commit_seconds=before.commit_seconds + after.commit_seconds,

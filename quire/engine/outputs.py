@@ -20,6 +20,7 @@ from quire.engine.control import rebuild_error
 from quire.engine.inputs import Asked
 from quire.engine.logprobs import LogprobList
 from quire.observe.metrics import Metrics
+from quire.observe.tracing import RequestTrace, Tracer
 from quire.schema.errors import EngineGenerateError, InputError
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
 from quire.schema.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -42,11 +43,17 @@ class Processed:
 
 class OutputProcessor:
     def __init__(
-        self, tokenizer: Tokenizer | None, *, stream_interval: int = 1, metrics: Metrics | None = None
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        stream_interval: int = 1,
+        metrics: Metrics | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._interval = stream_interval
         self._metrics = metrics
+        self._tracer = tracer
         self._open: dict[str, _Open] = {}
         self._answers: dict[str, tuple[_Open, _Answer]] = {}
 
@@ -82,6 +89,10 @@ class OutputProcessor:
                 continue  # ended here before the engine knew
             entry, answer = found
             if output.finish_reason is FinishReason.ERROR:
+                if not output.error_kind:  # it ran, and did not merely meet a refusal
+                    self._measure_failure(entry, answer, output, current)
+                elif output.limit and self._metrics is not None:
+                    self._metrics.rejected(output.limit)
                 done.aborts.extend(self._forget(entry, besides=answer))
                 done.failures.append((entry.asked.request_id, _error_of(output)))
                 touched.pop(entry.asked.request_id, None)
@@ -97,11 +108,11 @@ class OutputProcessor:
                 self._measure_end(entry, answer, current)
             if entry.num_growing == 0 or entry.kind is not RequestOutputKind.FINAL_ONLY:
                 touched[entry.asked.request_id] = entry
-        for entry in touched.values():
+        for request_id, entry in touched.items():
             if (result := entry.tell(self._interval)) is not None:
                 done.results.append(result)
             if entry.num_growing == 0:
-                del self._open[entry.asked.request_id]
+                del self._open[request_id]
         return done
 
     def abort(self, request_ids: Iterable[str]) -> Processed:
@@ -147,7 +158,18 @@ class OutputProcessor:
         else:
             self._metrics.token_times(gaps=[gap])
 
-    def _measure_end(self, entry: _Open, answer: _Answer, current: float) -> None:
+    def _measure_failure(self, entry: _Open, failed: _Answer, output: EngineOutput, current: float) -> None:
+        """The one that failed counts as an error, its siblings end with it."""
+        failed.times = output.times or failed.times
+        for answer in entry.answers:
+            if answer.finish_reason is None:
+                answer.finish_reason = FinishReason.ERROR if answer is failed else FinishReason.ABORT
+                entry.num_growing -= 1
+                self._measure_end(entry, answer, current, output.error)
+
+    def _measure_end(self, entry: _Open, answer: _Answer, current: float, error: str | None = None) -> None:
+        if self._tracer is not None and entry.num_growing == 0:
+            self._tracer.ended(entry.trace(current, error))
         if self._metrics is None or answer.finish_reason is None:
             return
         self._metrics.request_finished(
@@ -259,17 +281,20 @@ class _Open:
         self.prompt_logprobs = LogprobList.make(asked.params, tokenizer, asked.params.prompt_logprobs, prompt=True)
         self.num_growing = len(self.answers)
         self._told = False  # the prompt's log probabilities
+        self._prompt_token_ids = list(asked.token_ids)  # one list for all results
 
     def tell(self, interval: int) -> RequestOutput | None:
         """What the caller should see now, if anything."""
         finished = self.num_growing == 0
         if self.kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
-        due = [answer for answer in self.answers if answer.due(interval)]
+        interval = self.asked.stream_interval or interval
+        answers = self.answers
+        due = answers if len(answers) == 1 and answers[0].due(interval) else [a for a in answers if a.due(interval)]
         if not due and not finished:
             return None
         delta = self.kind is RequestOutputKind.DELTA
-        shown = [answer.show(delta) for answer in (due if delta else self.answers)]
+        shown = [answer.show(delta) for answer in (due if delta else answers)]
         prompt_logprobs = self.prompt_logprobs
         if prompt_logprobs is not None:  # told when whole: the first answer, which brings them, may be behind others
             whole = finished or len(prompt_logprobs) == len(self.asked.token_ids)
@@ -278,12 +303,28 @@ class _Open:
         return RequestOutput(
             request_id=self.asked.request_id,
             prompt=self.asked.text,
-            prompt_token_ids=list(self.asked.token_ids),
+            prompt_token_ids=self._prompt_token_ids,
             prompt_logprobs=None if prompt_logprobs is None else prompt_logprobs.prompt(),
             outputs=shown,
             finished=finished,
-            metrics=self._metrics(),
+            metrics=self._metrics() if finished or not delta else None,
             num_cached_tokens=self.answers[0].num_cached_tokens,
+        )
+
+    def trace(self, ended: float, error: str | None) -> RequestTrace:
+        asked = self.asked
+        return RequestTrace(
+            request_id=asked.request_id,
+            headers=asked.requests[0].trace_headers,
+            params=asked.params,
+            max_tokens=asked.requests[0].max_tokens,
+            num_prompt_tokens=len(asked.token_ids),
+            metrics=self._metrics(),
+            ended=ended,
+            finish_reasons=tuple(a.finish_reason.value for a in self.answers if a.finish_reason is not None),
+            error=error,
+            forward_seconds=sum(answer.times.forward for answer in self.answers),
+            execute_seconds=sum(answer.times.execute for answer in self.answers),
         )
 
     def _metrics(self) -> RequestMetrics:

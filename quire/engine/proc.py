@@ -1,35 +1,51 @@
 """The engine's composition root: build executor, KV layout and scheduler into a loop, here or in a process of its own.
 
 In: a resolved EngineConfig. `start_engine` gives the loop to whoever lives in the same process; `main` is the first
-function of an engine process: it serves a wire until it is told to stop. Any exception in the loop or a worker ends
-the process, after its last word (EngineDied) says why. The only engine file that knows concrete classes of many rooms.
+function of an engine process: it serves its client, or several, until the one that started it says stop. Any exception
+in the loop or a worker ends the process, after its last word (EngineDied) says why. The only engine file that knows
+concrete classes of many rooms.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import threading
 import traceback
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from quire.base import registry
-from quire.base.clock import now
+from quire.base.clock import Laps, now
 from quire.base.codec import Codec, CodecError, Frame
 from quire.base.log import logger
-from quire.base.sockets import PeerGoneError, Wire
+from quire.base.sockets import Hub, PeerGoneError
 from quire.config.local import thing_of
+from quire.config.logs import apply_logging
+from quire.engine.charge import Charge
 from quire.engine.control import kind_of, message_of, reply_with_error
 from quire.engine.loop import EngineLoop, failed_output
-from quire.executor.base import make_executor
+from quire.engine.pulse import Pulse
+from quire.engine.route import OWNER, Routes
+from quire.executor.base import Executor, make_executor
 from quire.sched.kv_layout import fit_length, place
 from quire.sched.scheduler import Scheduler
 from quire.schema.errors import InputError
 from quire.schema.kv import KVLayout, ModelInfo
-from quire.schema.messages import ControlReply, EngineDied, EngineReady, FromEngine, Outputs, Stop, ToEngine
+from quire.schema.messages import (
+    ControlReply,
+    EngineDied,
+    EngineReady,
+    FromEngine,
+    Hello,
+    Left,
+    Outputs,
+    Stop,
+    ToEngine,
+)
+from quire.schema.stats import StartPhase
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -50,28 +66,29 @@ class Boot(msgspec.Struct, kw_only=True):
 
     folder: str  # where the mailboxes are
     config: msgspec.Raw  # msgpack of EngineConfig
+    shared: bool = False  # clients other than the owner may join
 
 
-def start_engine(config: EngineConfig) -> Started:
+def mailbox(client: int) -> str:
+    return f"client-{client}"
+
+
+def start_engine(config: EngineConfig, pulse: Pulse | None = None) -> Started:
     """Load the model, place the KV cache, warm up."""
-    seconds: dict[str, float] = {}
+    laps = Laps()
     began = now()
-
-    def mark(phase: str) -> None:
-        seconds[phase] = now() - began - sum(seconds.values())
-
     executor = make_executor(config)
     try:
-        mark("device")
+        laps.mark("device")
         info = executor.load()
-        mark("load")
+        laps.mark("load")
         free_bytes = executor.free_bytes()
-        mark("profile")
+        laps.mark("profile")
         layout, max_model_len = _place(config, info, free_bytes)
         executor.init_kv(layout)
-        mark("kv")
+        laps.mark("kv")
         executor.warm_up()
-        mark("warm_up")
+        laps.mark("warm_up")
     except BaseException:
         executor.shutdown()
         raise
@@ -80,17 +97,45 @@ def start_engine(config: EngineConfig) -> Started:
     scheduler = (Scheduler if named is None else thing_of(named))(
         config, layout, max_model_len=max_model_len, look_ahead=ahead
     )
-    seconds["total"] = now() - began
+    phases = _phases(laps, executor)
+    seconds = {phase.name: phase.seconds for phase in phases if not phase.inside} | {"total": now() - began}
     ready = EngineReady(
         num_blocks=layout.num_blocks,
         max_model_len=max_model_len,
         vocab_size=info.vocab_size,
         block_size=config.cache_config.block_size,
         start_seconds=seconds,
+        phases=phases,
+        pid=os.getpid(),
     )
-    phases = ", ".join(f"{phase} {seconds[phase]:.2f}" for phase in seconds if phase != "total")
-    log.info("Engine ready in %.1f s (%s): %d KV blocks", seconds["total"], phases, layout.num_blocks)
-    return Started(EngineLoop(executor, scheduler, ahead=ahead), ready)
+    log.info("Engine ready in %.1f s (%s): %d KV blocks", seconds["total"], _told(phases), layout.num_blocks)
+    loop = EngineLoop(executor, scheduler, ahead=ahead, pulse=pulse)
+    if config.observability_config.collect_detailed_traces:
+        loop.charge = Charge(scheduler.requests)
+    return Started(loop, ready)
+
+
+def _phases(laps: Laps, executor: Executor) -> tuple[StartPhase, ...]:
+    """The engine's own phases, and after each what the worker measured inside it."""
+    try:
+        inner = executor.call("start_laps", [], {}, None)[0]
+    except AttributeError:  # a worker of somebody else's, which measures nothing
+        inner = []
+    found: list[StartPhase] = []
+    for name, seconds, _ in laps.taken:
+        found += [StartPhase(*lap) for lap in inner if lap[2] == name]
+        found.append(StartPhase(name, seconds))
+    return tuple(found)
+
+
+def _told(phases: tuple[StartPhase, ...]) -> str:
+    """device 4.31 (cuda 0.40), load 0.52, ..."""
+    words = []
+    for phase in phases:
+        if not phase.inside:
+            parts = ", ".join(f"{p.name} {p.seconds:.2f}" for p in phases if p.inside == phase.name)
+            words.append(f"{phase.name} {phase.seconds:.2f}" + (f" ({parts})" if parts else ""))
+    return ", ".join(words)
 
 
 def _place(config: EngineConfig, info: ModelInfo, free_bytes: int) -> tuple[KVLayout, int]:
@@ -116,66 +161,110 @@ def _place(config: EngineConfig, info: ModelInfo, free_bytes: int) -> tuple[KVLa
 def main(boot_bytes: bytes) -> None:
     """An engine process, from its boot bytes to its end."""
     boot = msgspec.msgpack.decode(boot_bytes, type=Boot)
-    wire = Wire(boot.folder, mine="engine", theirs="client")
-    codec: Codec[FromEngine] = Codec(FromEngine)
+    hub = Hub(boot.folder, mine="engine")
+    hub.open(mailbox(OWNER))
+    post = _Post(hub, Routes() if boot.shared else None)
     try:
         config = msgspec.msgpack.decode(boot.config, type=registry.load(CONFIG))
-        started = start_engine(config)
-        wire.send(codec.encode(started.ready))
-        _serve(started.loop, wire, codec)
+        apply_logging(config.logging_config)
+        started = start_engine(config, Pulse(boot.folder))
+        gc.collect()
+        gc.freeze()  # what the start made stays: later collections need not look through it
+        post.greet(OWNER, started.ready)
+        _serve(started, post)
     except BaseException as failed:
-        reason = EngineDied(reason=message_of(failed), details=traceback.format_exc(), error_kind=kind_of(failed))
-        wire.send(codec.encode(reason))
-        wire.close(linger=_LAST_WORDS_S)
+        post.emit(EngineDied(reason=message_of(failed), details=traceback.format_exc(), error_kind=kind_of(failed)))
+        hub.close(linger=_LAST_WORDS_S)
         os._exit(DIED)
-    wire.close(linger=_LAST_WORDS_S)
-    os._exit(0)  # the receiving thread still holds the wire, and nothing is left to save
+    hub.close(linger=_LAST_WORDS_S)
+    os._exit(0)  # the receiving thread still holds the hub, and nothing is left to save
 
 
-def _serve(loop: EngineLoop, wire: Wire, codec: Codec[FromEngine]) -> None:
-    inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+class _Post:
+    """What the engine says, and to whom."""
 
-    def emit(message: FromEngine) -> None:
+    def __init__(self, hub: Hub, routes: Routes | None) -> None:
+        self.hub = hub
+        self.routes = routes
+        self._codec: Codec[FromEngine] = Codec(FromEngine)
+
+    def greet(self, client: int, ready: EngineReady) -> None:
+        self.send(client, msgspec.structs.replace(ready, client=client))
+
+    def emit(self, message: FromEngine) -> None:
+        if self.routes is None:
+            self.send(OWNER, message)
+            return
+        for client, part in self.routes.deliver(message):
+            self.send(client, part)
+
+    def send(self, client: int, message: FromEngine) -> None:
         try:
-            frames = codec.encode(message)
+            frames = self._codec.encode(message)
         except CodecError as wrong:  # only a verb's value can be foreign to the codec
             if not isinstance(message, ControlReply):
                 raise
-            frames = codec.encode(reply_with_error(message.call_id, InputError(str(wrong))))
-        wire.send(frames)
-
-    threading.Thread(target=_receive, args=(wire, inbox, emit), name="engine inbox", daemon=True).start()
-    loop.run(inbox, emit)
-    loop.executor.shutdown()
+            frames = self._codec.encode(reply_with_error(message.call_id, InputError(str(wrong))))
+        self.hub.send(mailbox(client), frames)
 
 
-def _receive(wire: Wire, inbox: queue.SimpleQueue[ToEngine], emit: Callable[[FromEngine], None]) -> None:
-    """Decode off the loop's thread."""
-    codec: Codec[ToEngine] = Codec(ToEngine)
-    while True:
+def _serve(started: Started, post: _Post) -> None:
+    inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+    receiver = _Receiver(started.ready, post, inbox)
+    threading.Thread(target=receiver.run, name="engine inbox", daemon=True).start()
+    started.loop.run(inbox, post.emit)
+    started.loop.executor.shutdown()
+
+
+class _Receiver:
+    """The thread that reads the mailbox and decodes off the loop's thread."""
+
+    def __init__(self, ready: EngineReady, post: _Post, inbox: queue.SimpleQueue[ToEngine]) -> None:
+        self._ready = ready
+        self._post = post
+        self._inbox = inbox
+        self._codec: Codec[ToEngine] = Codec(ToEngine)
+
+    def run(self) -> None:
+        while True:
+            try:
+                sender, frames = self._post.hub.receive()
+            except PeerGoneError:
+                self._inbox.put(Stop())
+                return
+            client = int(sender)
+            try:
+                message = self._codec.decode(frames)
+            except CodecError as wrong:
+                log.error("A message to the engine could not be read: %s", wrong)
+                self._answer_unreadable(client, frames[0], wrong)
+            else:
+                self._take(client, message)
+
+    def _take(self, client: int, message: ToEngine) -> None:
+        routes = self._post.routes
+        if routes is None:
+            self._inbox.put(message)
+        elif isinstance(message, Hello):
+            self._inbox.put(routes.leave(client))  # of one that had this number before
+            self._post.hub.open(mailbox(client))
+            self._post.greet(client, self._ready)  # the first word it hears: only now may others follow
+            routes.join(client)
+        elif isinstance(message, Left):
+            self._post.hub.drop(mailbox(message.client))
+            self._inbox.put(routes.leave(message.client))
+        else:
+            self._inbox.put(routes.arrive(client, message))
+
+    def _answer_unreadable(self, client: int, frame: Frame, wrong: CodecError) -> None:
+        """Whoever waits for the answer must hear of it, if the message still says who that is."""
         try:
-            frames = wire.receive()
-        except PeerGoneError:
-            inbox.put(Stop())
+            message = msgspec.msgpack.decode(frame)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
             return
-        if frames is None:
-            continue
-        try:
-            inbox.put(codec.decode(frames))
-        except CodecError as wrong:
-            log.error("A message to the engine could not be read: %s", wrong)
-            _answer_unreadable(frames[0], wrong, emit)
-
-
-def _answer_unreadable(frame: Frame, wrong: CodecError, emit: Callable[[FromEngine], None]) -> None:
-    """Whoever waits for the answer must hear of it, if the message still says who that is."""
-    try:
-        message = msgspec.msgpack.decode(frame)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return
-    if not isinstance(message, dict):
-        return
-    if isinstance(request_id := message.get("request_id"), str):
-        emit(Outputs(outputs=[failed_output(request_id, InputError(str(wrong)))]))
-    elif isinstance(call_id := message.get("call_id"), int):
-        emit(reply_with_error(call_id, InputError(str(wrong))))
+        if not isinstance(message, dict):
+            return
+        if isinstance(request_id := message.get("request_id"), str):
+            self._post.send(client, Outputs(outputs=[failed_output(request_id, InputError(str(wrong)))]))
+        elif isinstance(call_id := message.get("call_id"), int):
+            self._post.send(client, reply_with_error(call_id, InputError(str(wrong))))

@@ -18,8 +18,9 @@ from quire.engine.client import EngineClient, make_client
 from quire.engine.inputs import Asked, InputProcessor, Options, default_params
 from quire.engine.outputs import OutputProcessor, Processed
 from quire.observe.log_stats import LogStats
-from quire.observe.metrics import Metrics
+from quire.observe.metrics import Metrics, check_buckets
 from quire.observe.reader import Metric
+from quire.observe.tracing import Tracer, make_tracer
 from quire.schema.errors import ConfigError, EngineDeadError
 from quire.schema.messages import Outputs
 from quire.schema.params import SamplingParams
@@ -33,9 +34,20 @@ LOAD_TOKENIZER = "quire.text.tokenizer:load_tokenizer"
 
 
 class Front:
-    def __init__(self, config: EngineConfig, *, own_process: bool) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        own_process: bool,
+        client: EngineClient | None = None,
+        metrics_folder: str | None = None,
+    ) -> None:
+        """`client`: of an engine that runs. `metrics_folder`: where processes that share it keep their numbers."""
         self.config = config
-        self.client: EngineClient = make_client(config, own_process=own_process)
+        self.metrics_folder = metrics_folder
+        check_buckets(config.observability_config.custom_histogram_buckets)
+        self.tracer: Tracer | None = make_tracer(config)
+        self.client: EngineClient = client or make_client(config, own_process=own_process)
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as pool:  # while the engine starts
                 loading = pool.submit(_tokenizer, config)
@@ -49,13 +61,21 @@ class Front:
         self.metrics: Metrics | None = None
         self.log_stats: LogStats | None = None
         if not config.disable_log_stats:
-            self.metrics = Metrics(model.served_model_name, self.ready.max_model_len)
+            self.metrics = Metrics(
+                model.served_model_name,
+                self.ready.max_model_len,
+                buckets=config.observability_config.custom_histogram_buckets,
+                folder=metrics_folder,
+            )
             self.metrics.cache_config(
                 dataclasses.asdict(config.cache_config) | {"num_gpu_blocks": self.ready.num_blocks}
             )
-            self.log_stats = LogStats()
+            self.log_stats = LogStats(self.metrics.totals, folder=metrics_folder)
+            self.log_stats.start()
         interval = config.scheduler_config.stream_interval
-        self.outputs = OutputProcessor(self.tokenizer, stream_interval=interval, metrics=self.metrics)
+        self.outputs = OutputProcessor(
+            self.tokenizer, stream_interval=interval, metrics=self.metrics, tracer=self.tracer
+        )
 
     def prepare(self, request_id: str, prompt: object, params: SamplingParams, options: Options | None = None) -> Asked:
         """Check and tokenize; nothing is in flight yet."""
@@ -77,9 +97,8 @@ class Front:
 
     def take(self, news: Outputs) -> Processed:
         """An engine's outputs as results; whatever ended by its text is aborted in the engine."""
-        if news.stats is not None and self.metrics is not None and self.log_stats is not None:
+        if news.stats is not None and self.metrics is not None:
             self.metrics.step(news.stats)
-            self.log_stats.step(news.stats)
         processed = self.outputs.process(news.outputs)
         self._abort_engine_requests(processed.aborts)
         return processed
@@ -101,8 +120,12 @@ class Front:
         return self.client.call(verb, *args, timeout=timeout, **kwargs)
 
     def close(self) -> None:
+        if self.log_stats is not None:
+            self.log_stats.stop()
         self.client.close()
         self.outputs.clear()
+        if self.tracer is not None:
+            self.tracer.close()
 
     def _abort_engine_requests(self, request_ids: list[str]) -> None:
         if request_ids and self.client.dead is None:

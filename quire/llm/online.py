@@ -12,16 +12,18 @@ import asyncio
 import dataclasses
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from quire.base.clock import now
 from quire.base.log import logger
 from quire.engine.inputs import Asked, Options
 from quire.engine.outputs import Processed
 from quire.llm.front import Front
+from quire.llm.request_log import LogRules, RequestLog
 from quire.llm.verbs import async_verb
 from quire.schema.errors import EngineDeadError, InputError, NotBuiltError
 from quire.schema.messages import Outputs
@@ -31,40 +33,87 @@ from quire.schema.prompt import Prompt
 
 if TYPE_CHECKING:
     from quire.config import EngineArgs, EngineConfig
+    from quire.engine.client import EngineClient
     from quire.text.tokenizer import Tokenizer
 
 log = logger(__name__)
 _LONG_TEXT = 4096  # characters; tokenizing less is quicker than going to another thread
 
 
-class _Stream:
-    """Results of one request that its caller has not picked up yet. Touched only by the caller's event loop."""
+class Flow:
+    """Requests that were opened together, and their results as they come. Close it, or they run on.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, delta: bool) -> None:
+    Whoever listens gets all that is new at once; what came since is merged, so a slow listener costs no memory.
+    Touched only by its event loop.
+    """
+
+    def __init__(
+        self, streams: _Streams, loop: asyncio.AbstractEventLoop, asked: Sequence[Asked], log: RequestLog | None
+    ) -> None:
         self.loop = loop
-        self._delta = delta
-        self._waiting: RequestOutput | None = None
+        self._streams, self._log = streams, log
+        self._delta = asked[0].params.output_kind is RequestOutputKind.DELTA
+        self._growing = {one.request_id for one in asked}
+        self._waiting: dict[str, RequestOutput] = {}
         self._error: Exception | None = None
-        self._news = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """All have ended well, and all was picked up."""
+        return not self._growing and not self._waiting and self._error is None
 
     def put(self, result: RequestOutput | Exception) -> None:
         if isinstance(result, Exception):
-            self._error = result
-        elif self._waiting is None:
-            self._waiting = result
+            self._error = self._error or result
         else:
-            self._waiting.add(result, aggregate=self._delta)
-        self._news.set()
+            if result.finished:
+                self._growing.discard(result.request_id)
+            if (earlier := self._waiting.get(result.request_id)) is None:
+                self._waiting[result.request_id] = result
+            else:
+                earlier.add(result, aggregate=self._delta)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
-    async def next(self) -> RequestOutput:
-        await self._news.wait()
-        result, self._waiting = self._waiting, None
-        if result is None:
+    async def next(self) -> list[RequestOutput]:
+        """What is new of any of them. Raises once one failed and what came before has been picked up. Not to be called
+        once finished."""
+        if not self._waiting and self._error is None:
+            self._waiter = self.loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if not self._waiting:
             assert self._error is not None
             raise self._error
-        if self._error is None:
-            self._news.clear()
-        return result
+        results = list(self._waiting.values())
+        self._waiting.clear()
+        if self._log is not None:
+            for result in results:
+                self._log.told(result)
+        return results
+
+    def close(self) -> None:
+        """Nobody listens any more: what still runs is aborted."""
+        if self._growing:
+            if self._log is not None:
+                for request_id in self._growing:
+                    self._log.dropped(request_id)
+            self._streams.leave(self._growing, self)
+            self._growing = set()
+
+    def __enter__(self) -> Flow:
+        return self
+
+    def __exit__(self, *about: object) -> None:
+        self.close()
+
+    def fail(self, error: Exception) -> None:
+        """Close it under its listener, who gets this error. From its own event loop only."""
+        self.close()
+        self.put(error)
 
 
 class _Streams:
@@ -72,34 +121,49 @@ class _Streams:
 
     def __init__(self, front: Front) -> None:
         self._front = front
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, Flow] = {}
         self._lock = threading.Lock()  # over the front's requests in flight and the streams
+        self.waiting_since = 0.0  # when the first of the streams now open was opened
 
-    def open(self, asked: Asked, loop: asyncio.AbstractEventLoop) -> _Stream:
-        stream = _Stream(loop, delta=asked.params.output_kind is RequestOutputKind.DELTA)
+    def open(self, asked: Sequence[Asked], loop: asyncio.AbstractEventLoop, log: RequestLog | None) -> Flow:
+        """One stream for all of them; they go together or not at all."""
+        flow = Flow(self, loop, asked, log)
+        request_ids = [one.request_id for one in asked]
         with self._lock:
-            self._front.submit([asked])
-            self._streams[asked.request_id] = stream
+            self._front.submit(asked)
+            if not self._streams:
+                self.waiting_since = now()
+            for request_id in request_ids:
+                self._streams[request_id] = flow
             dead = self._front.client.dead
         if dead is not None:  # it died while this came in; `died` may have run before
-            self.abort([asked.request_id])
+            self.abort(request_ids)
             raise EngineDeadError(dead.reason)
-        return stream
+        return flow
 
     def abort(self, request_ids: Iterable[str]) -> None:
         with self._lock:
             processed = self._front.abort(request_ids)
             self._deliver(processed)
 
-    def leave(self, request_id: str, stream: _Stream) -> None:
-        """Its caller listens no more. By now the id may be another request's, and that one goes on."""
+    def leave(self, request_ids: Iterable[str], flow: Flow) -> None:
+        """Their caller listens no more. By now an id may be another request's, and that one goes on."""
         with self._lock:
-            if self._streams.get(request_id) is stream:
-                self._deliver(self._front.abort([request_id]))
+            mine = [request_id for request_id in request_ids if self._streams.get(request_id) is flow]
+            for request_id in mine:
+                del self._streams[request_id]
+            self._front.abort(mine)
 
     def request_ids(self) -> list[str]:
         with self._lock:
             return list(self._streams)
+
+    def end_all(self, error: Exception) -> None:
+        """Every caller gets this error, and the engine is told to stop working for them."""
+        with self._lock:
+            ids = list(self._streams)
+            self._front.abort(ids)
+            self._deliver(Processed(failures=[(request_id, error) for request_id in ids]))
 
     def take(self, outputs: Outputs) -> None:
         with self._lock:
@@ -112,7 +176,7 @@ class _Streams:
             self._deliver(Processed(failures=list(lost)))
 
     def _deliver(self, processed: Processed) -> None:
-        ready: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput | Exception]]] = {}
+        ready: dict[asyncio.AbstractEventLoop, list[tuple[Flow, RequestOutput | Exception]]] = {}
         for result in processed.results:
             stream = self._streams.get(result.request_id)
             if result.finished:
@@ -133,19 +197,31 @@ class _Streams:
                 self._front.abort(ids)
 
 
-def _put_all(pairs: list[tuple[_Stream, RequestOutput | Exception]]) -> None:
+def _put_all(pairs: list[tuple[Flow, RequestOutput | Exception]]) -> None:
     for stream, result in pairs:
         stream.put(result)
 
 
 class AsyncLLM:
-    def __init__(self, vllm_config: EngineConfig, *, log_requests: bool = False, log_stats: bool | None = None) -> None:
+    def __init__(
+        self,
+        vllm_config: EngineConfig,
+        *,
+        log_requests: bool = False,
+        log_rules: LogRules | None = None,
+        log_stats: bool | None = None,
+        own_process: bool = True,
+        client: EngineClient | None = None,
+        metrics_folder: str | None = None,
+    ) -> None:
+        """`client` and `metrics_folder`: see Front."""
         if log_stats is not None and log_stats == vllm_config.disable_log_stats:
             vllm_config = dataclasses.replace(vllm_config, disable_log_stats=not log_stats)
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.log_requests = log_requests
-        self.front = Front(vllm_config, own_process=True)
+        self._log = RequestLog(log_rules or LogRules()) if log_requests else None
+        self.front = Front(vllm_config, own_process=own_process, client=client, metrics_folder=metrics_folder)
         self.io_processor = None
         self._streams = _Streams(self.front)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
@@ -189,23 +265,23 @@ class AsyncLLM:
             data_parallel_rank=data_parallel_rank,
             seed=self.front.inputs.draw_seed(),
         )
-        self._check_alive()
-        loop = asyncio.get_running_loop()
-        asked = await self._prepare(request_id, _with_text(prompt, prompt_text), sampling_params, options)
-        if self.log_requests:
-            log.info("Request %s: %d prompt tokens, %s", request_id, len(asked.token_ids), asked.params)
-        stream = self._streams.open(asked, loop)
-        finished = False
-        try:
-            while not finished:
-                result = await stream.next()
-                finished = result.finished
-                yield result
-        finally:
-            if not finished:  # closed, cancelled, or failed: then there is nothing left to abort
-                self._streams.leave(request_id, stream)
+        asked = await self.prepare(request_id, _with_text(prompt, prompt_text), sampling_params, options)
+        with self.open([asked]) as flow:
+            while not flow.finished:
+                for result in await flow.next():
+                    yield result
 
-    async def _prepare(self, request_id: str, prompt: Prompt, params: SamplingParams, options: Options) -> Asked:
+    def open(self, asked: Sequence[Asked]) -> Flow:
+        """Submit prepared requests and listen to all of them at once. Their ids must be new and their kinds alike."""
+        self._check_alive()
+        if self._log is not None:
+            for one in asked:
+                self._log.asked(one)
+        return self._streams.open(asked, asyncio.get_running_loop(), self._log)
+
+    async def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams, options: Options) -> Asked:
+        """Check and tokenize; nothing runs yet. A long text is tokenized in another thread."""
+        self._check_alive()
         if prompt.token_ids is not None or len(prompt.text or "") < _LONG_TEXT:
             return self.front.prepare(request_id, prompt, params, options)
         loop = asyncio.get_running_loop()
@@ -258,6 +334,15 @@ class AsyncLLM:
     pin_lora = async_verb("pin_lora")
     scale_elastic_ep = async_verb("scale_elastic_ep")
 
+    def stalled_for(self) -> float:
+        """Seconds without a finished step although requests are in the engine; 0.0 when all is well."""
+        waiting = self._streams.waiting_since if self._streams.request_ids() else None
+        return self.front.client.pulse.silence(waiting)
+
+    def end_all(self, error: Exception) -> None:
+        """End every open request; its caller gets this error."""
+        self._streams.end_all(error)
+
     async def check_health(self) -> None:
         """Raises EngineDeadError when the engine is gone."""
         self._check_alive()
@@ -271,7 +356,7 @@ class AsyncLLM:
         return ("generate",)
 
     async def is_tracing_enabled(self) -> bool:
-        return False
+        return self.front.tracer is not None
 
     async def do_log_stats(self) -> None:
         if self.front.log_stats is not None:

@@ -9,6 +9,7 @@ Must not know: torch, requests, how bytes were measured.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -20,6 +21,8 @@ from quire.schema.kv import KVGroup, KVKind, KVLayout, KVSpec
 
 log = logger(__name__)
 GIB = 1 << 30
+STATE_ALIGN = 16  # bytes
+TILE = 64  # tokens: attention kernels read a block in pieces of at most this many, best if none crosses its end
 PADDING = 1.1  # groups may cost this much more than the tightest arrangement, to be fewer
 
 Class = list[KVSpec]
@@ -130,18 +133,25 @@ def arrange(specs: Sequence[KVSpec], max_model_len: int, max_num_batched_tokens:
     final = {spec.layer: spec for members in classes for spec in members}
     return KVLayout(
         num_blocks=0,
-        page_bytes=max(spec.page_bytes for spec in final.values()),
+        page_bytes=_page_bytes(list(final.values())),
         groups=tuple(groups),
         slots=tuple(tuple(g.layers[i] for g in groups if i < len(g.layers)) for i in range(size)),
         specs=tuple(final[name] for name in names),
     )
 
 
+def _page_bytes(specs: Sequence[KVSpec]) -> int:
+    """Of the largest page. Where only states lie in them, each begins at a multiple of what kernels read at once."""
+    largest = max(spec.page_bytes for spec in specs)
+    only_states = all(spec.kind is KVKind.STATE for spec in specs)
+    return -(-largest // STATE_ALIGN) * STATE_ALIGN if only_states else largest
+
+
 def _equal_pages(specs: Sequence[KVSpec]) -> list[KVSpec]:
     """More tokens per block where a page is smaller than the largest.
 
     A state's page does not depend on its block size. Where it is the largest, attention pages grow to at least its size
-    (so that only it leaves room unused), and its snapshots are taken no more often than attention blocks end.
+    (so that only it leaves room unused), and its snapshots are taken only where attention blocks end.
     """
     largest = max(spec.page_bytes for spec in specs)
     from_state = all(spec.kind is KVKind.STATE for spec in specs if spec.page_bytes == largest)
@@ -150,12 +160,17 @@ def _equal_pages(specs: Sequence[KVSpec]) -> list[KVSpec]:
         if spec.kind is not KVKind.STATE:
             exact = largest % spec.page_bytes == 0
             times = -(-largest // spec.page_bytes) if from_state or exact else 1
-            spec = msgspec.structs.replace(spec, block_size=spec.block_size * times)
+            block_size = spec.block_size * times
+            if from_state and block_size >= 8 * TILE:
+                block_size = -(-block_size // math.lcm(spec.block_size, TILE)) * math.lcm(spec.block_size, TILE)
+            spec = msgspec.structs.replace(spec, block_size=block_size)
         scaled.append(spec)
     attention = [spec.block_size for spec in scaled if spec.kind not in (KVKind.STATE, KVKind.CROSS)]
-    least = max(attention, default=0)
+    unit = math.lcm(*attention)
     return [
-        msgspec.structs.replace(spec, block_size=max(spec.block_size, least)) if spec.kind is KVKind.STATE else spec
+        msgspec.structs.replace(spec, block_size=-(-spec.block_size // unit) * unit)
+        if spec.kind is KVKind.STATE
+        else spec
         for spec in scaled
     ]
 

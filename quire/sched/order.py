@@ -32,11 +32,13 @@ class Queue:
 
     def __init__(self) -> None:
         self.items: list[Request] = []
+        self.num_tokens = 0  # of their prompts
 
     def __len__(self) -> int:
         return len(self.items)
 
     def add(self, request: Request) -> None:
+        self.num_tokens += request.num_prompt
         if not self.items or self.items[-1].order < request.order:
             self.items.append(request)
         else:
@@ -45,4 +47,7 @@ class Queue:
     def remove(self, request: Request) -> None:
         index = bisect_left(self.items, request.order, key=_key)
         assert self.items[index] is request, f"{request.id} is not where its order says"
-        del self.items[index]
+        self.drop(index)
+
+    def drop(self, index: int) -> None:
+        self.num_tokens -= self.items.pop(index).num_prompt

@@ -131,7 +131,7 @@ class Planner:
                 need += self.watermark + (reserved if self.reserves else 0)
             if need > kv.pool.num_free:
                 break
-            del waiting[index]
+            self.waiting.drop(index)
             self._join(plan, request, hit, count)
             reserved += kv.outstanding(request, request.planned)
 

@@ -1,8 +1,9 @@
 """Names of prefix blocks: a block's hash covers everything before it, so equal hashes mean equal prefixes.
 
-    hash[i] = digest(encode(hash[i-1], tokens of block i, extra keys of block i)),   hash[-1] = zeros
+    hash[i] = digest(encode(hash[i-1], tokens of block i, extra keys of block i)),   hash[-1] = digest(seed), or zeros
 Extra keys: the first block carries the cache salt and the adapter's name; every block carries the media items it
-overlaps, each as (content hash, first position relative to the block). Two encodings, both stable over processes:
+overlaps, each as (content hash, first position relative to the block). Two encodings, stable over processes (with one
+seed):
   packed (sha256, blake2b, xxhash): hash[i-1] | token ids as little-endian uint32 | each extra key as a letter (s salt,
           l adapter, m media), its UTF-8 length as uint32, its bytes, and for media the offset as int64
   CBOR (names ending in _cbor): the deterministic encoding (RFC 8949 4.2.1) of [hash[i-1], [token ids], extra], where
@@ -26,12 +27,15 @@ ALGORITHMS = ("sha256", "sha256_cbor", "blake2b", "xxhash", "xxhash_cbor")
 
 
 class BlockHasher:
-    """Hashes blocks of `block_size` tokens with one of ALGORITHMS."""
+    """Hashes blocks of `block_size` tokens with one of ALGORITHMS.
 
-    def __init__(self, algorithm: str, block_size: int) -> None:
+    A secret `seed` keeps outsiders from computing the names of blocks, and so from making two prefixes collide.
+    """
+
+    def __init__(self, algorithm: str, block_size: int, seed: bytes = b"") -> None:
         self.block_size = block_size
         self.digest = _digest(algorithm)
-        self.root = bytes(len(self.digest(b"")))
+        self.root = self.digest(seed) if seed else bytes(len(self.digest(b"")))
         self.cbor = algorithm.endswith("_cbor")
         self.pack = struct.Struct(f"<{block_size}I").pack
 

@@ -56,6 +56,7 @@ class Scheduler:
             layout,
             caching=config.prefix_caching,
             algorithm=config.hash_algorithm,
+            seed=config.hash_seed,
             events=config.events,
             max_chunk=config.max_num_batched_tokens,
         )
@@ -70,9 +71,8 @@ class Scheduler:
     # ------------------------------------------------------------------ requests come and go
 
     def add(self, request: EngineRequest) -> None:
-        settings, queued = self.settings, self.num_waiting
-        if settings.max_num_queued is not None and queued >= settings.max_num_queued:
-            raise OverloadedError(f"{queued} requests are waiting and max_num_queued_reqs={settings.max_num_queued}")
+        settings = self.settings
+        self.check_room(request)
         if request.request_id in self.requests:
             raise InputError(f"request id {request.request_id!r} is in use by a request that has not finished")
         length = len(request.prompt_token_ids)
@@ -97,6 +97,22 @@ class Scheduler:
         self.requests[new.id] = new
         self.planner.waiting.add(new)
 
+    def check_room(self, request: EngineRequest, *, held: int = 0, held_tokens: int = 0) -> None:
+        """OverloadedError if too much waits already. `held`: what waits elsewhere, because the engine is paused."""
+        settings, queued = self.settings, self.num_waiting + held
+        if settings.max_num_queued is not None and queued >= settings.max_num_queued:
+            raise OverloadedError(
+                f"{queued} requests are waiting and max_num_queued_reqs={settings.max_num_queued}; try again later",
+                limit="max_num_queued_reqs",
+            )
+        tokens, limit = self.planner.waiting.num_tokens + held_tokens, settings.max_num_queued_tokens
+        if limit is not None and queued and tokens + len(request.prompt_token_ids) > limit:
+            raise OverloadedError(
+                f"{tokens} prompt tokens are waiting, this request has {len(request.prompt_token_ids)}, and "
+                f"max_num_queued_tokens={limit}; try again later",
+                limit="max_num_queued_tokens",
+            )
+
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[EngineOutput]:
         """End these now; ids that are unknown (or just finished) are ignored."""
         found = [request for name in request_ids if (request := self.requests.get(name)) is not None]
@@ -110,7 +126,6 @@ class Scheduler:
         if self.kv.pool.num_free < self.kv.pool.num_blocks:
             return False
         self.kv.pool.clear()
-        self.tally.queries = self.tally.hits = 0
         return True
 
     def has_unfinished(self) -> bool:
@@ -166,7 +181,13 @@ class Scheduler:
                 assert new, f"no token came back for {request.id}, and no reason why"
                 if grant.drafts:
                     request.judge(len(new) - 1)
-                new, ending = stop.append(request, new)
+                if len(new) == 1:  # nearly always: as stop.append does it, without the call
+                    tokens, token = request.tokens, new[0]
+                    tokens.append(token)
+                    if token in request.stops or len(tokens) >= request.watch_from:
+                        ending = stop.ends(request, token)
+                else:
+                    new, ending = stop.append(request, new)
                 generated_tokens += len(new)
             if request.computed >= request.next_block:
                 kv.commit(request)

@@ -6,9 +6,11 @@ Must not know: where an option came from, or any option of another room.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from quire.base import env
 from quire.schema.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,9 +30,11 @@ class SchedulerSettings:
     max_long_partial_prefills: int = 1
     reserve_full_prompt: bool = True
     watermark: float = 0.0
-    max_num_queued: int | None = None
+    max_num_queued: int | None = None  # requests that may wait; None: any number
+    max_num_queued_tokens: int | None = None  # of their prompts
     prefix_caching: bool = True
     hash_algorithm: str = "sha256"
+    hash_seed: bytes = field(default=b"", compare=False, repr=False)
     events: bool = False
 
     def __post_init__(self) -> None:
@@ -64,8 +68,16 @@ class SchedulerSettings:
             max_long_partial_prefills=asked.max_long_partial_prefills,
             reserve_full_prompt=asked.scheduler_reserve_full_isl,
             watermark=asked.watermark,
-            max_num_queued=asked.max_num_queued_reqs,
+            max_num_queued=asked.max_num_queued_reqs or None,
+            max_num_queued_tokens=asked.max_num_queued_tokens or None,
             prefix_caching=cache.enable_prefix_caching,
             hash_algorithm=cache.prefix_caching_hash_algo,
+            hash_seed=_hash_seed(),
             events=events is not None and events.enable_kv_cache_events,
         )
+
+
+def _hash_seed() -> bytes:
+    """A secret of this process, unless the environment fixes one so that several agree."""
+    fixed = env.PYTHONHASHSEED.get()
+    return secrets.token_bytes(32) if fixed in ("", "random") else fixed.encode()

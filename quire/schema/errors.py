@@ -49,6 +49,31 @@ class OverloadedError(QuireError):
     """The queue is full; try again later."""
 
     status = 503
+    retry_after = 1  # seconds; what a server tells the client to wait
+    limit = ""  # the option that says how full the queue may be
+
+    def __init__(self, message: str, *, limit: str = "") -> None:
+        super().__init__(message)
+        self.limit = limit
+
+
+class DeadlineError(QuireError, TimeoutError):
+    """A request took longer than it was given; it was ended, and the engine goes on."""
+
+    status = 504
+
+
+class TooLargeError(InputError):
+    """A request with more bytes than the server reads."""
+
+    status = 413
+
+
+class ShutdownError(QuireError):
+    """The server is shutting down; what still ran was ended."""
+
+    status = 503
+    retry_after = 5
 
 
 class EngineGenerateError(QuireError):

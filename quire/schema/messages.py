@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from quire.schema.params import SamplingParams
-from quire.schema.stats import RequestTimes, StepStats
+from quire.schema.stats import RequestTimes, StartPhase, StepStats
 from quire.schema.step import LogprobRows
 
 
@@ -57,10 +57,20 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """Orderly shutdown: abort what runs, answer, leave."""
 
 
-ToEngine = EngineRequest | Abort | ControlCall | Stop
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """First word of a client that joins an engine which others use too; EngineReady is the answer."""
 
 
-class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Left(msgspec.Struct, frozen=True, kw_only=True, tag="left"):
+    """Said by the owner of the engine: that client is gone, and its requests with it."""
+
+    client: int
+
+
+ToEngine = EngineRequest | Abort | ControlCall | Stop | Hello | Left
+
+
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """News of one request since the last step."""
 
     request_id: str
@@ -73,6 +83,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     times: RequestTimes | None = None  # with the first and the last output
     error: str | None = None  # why finish_reason is ERROR
     error_kind: str = ""  # as in ControlReply
+    limit: str = ""  # the option whose limit refused it
 
 
 class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
@@ -94,7 +105,10 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     max_model_len: int
     vocab_size: int
     block_size: int
-    start_seconds: dict[str, float] = {}
+    start_seconds: dict[str, float] = {}  # the outer phases by name, and "total"
+    phases: tuple[StartPhase, ...] = ()  # all of them, in order of their ends
+    client: int = 0  # which client of the engine this answers; part of the names it gives to requests
+    pid: int = 0  # process the engine runs in
 
 
 class EngineDied(msgspec.Struct, frozen=True, kw_only=True, tag="died"):

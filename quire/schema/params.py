@@ -291,6 +291,8 @@ def _clean_bias(bias: object) -> dict[int, float]:
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None, *, hint: str = "") -> None:
+    if type(value) is int and low <= value <= (_MAX_INT if high is None else high):
+        return
     limit = f"at least {low}" if high is None else f"between {low} and {high}"
     tail = f" ({hint})" if hint else ""
     if isinstance(value, bool) or not isinstance(value, int):
@@ -302,6 +304,8 @@ def _check_int(name: str, value: object, low: int, high: int | None = None, *, h
 
 
 def _check_float(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    if type(value) is float and low < value <= high and value != math.inf:
+        return
     limit = f"in {'(' if open_low else '['}{low}, {high}{')' if math.isinf(high) else ']'}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InputError(f"{name} must be a number {limit}, got {value!r}", param=name, value=value)

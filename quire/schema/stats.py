@@ -14,10 +14,12 @@ class RequestTimes(msgspec.Struct, kw_only=True):
     last_token: float = 0.0
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+    forward: float = 0.0  # of the steps it was in; only with collect_detailed_traces
+    execute: float = 0.0
 
 
 class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefix-cache counters, totals since start or since the last reset."""
+    """What the prefix cache was asked for."""
 
     queries: int = 0  # prompt tokens looked up
     hits: int = 0  # prompt tokens found
@@ -28,7 +30,8 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     running: int
-    waiting: int
+    waiting: int  # for room
+    deferred: int = 0  # held back although there may be room: the engine is paused
     prompt_tokens: int  # computed now
     generated_tokens: int
     preempted: int
@@ -37,3 +40,15 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     plan_seconds: float = 0.0
     forward_seconds: float = 0.0
     commit_seconds: float = 0.0
+
+
+class StartPhase(msgspec.Struct, frozen=True):
+    """One stretch of an engine's start. `inside` names the phase that contains it; "" for those that add up to all.
+
+    The outer phases, in order: device (import torch, start CUDA), load (build the model, weights), profile (what a step
+    needs), kv (allocate the cache), warm_up (first steps, graphs). The inner ones are what a worker measured.
+    """
+
+    name: str
+    seconds: float
+    inside: str = ""

@@ -37,8 +37,8 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     lora_id: int = 0
 
 
-class Grant(msgspec.Struct, frozen=True):
-    """One request's share of a step. Positional on purpose: thousands are made per second."""
+class Grant(msgspec.Struct, frozen=True, gc=False):
+    """One request's share of a step. Positional on purpose: thousands are made per second, and never in a cycle."""
 
     request_id: str
     start: int  # first position to compute

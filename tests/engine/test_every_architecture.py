@@ -24,6 +24,12 @@ TWO = dict.fromkeys(("Gemma2ForCausalLM", "Exaone4ForCausalLM", "GptOssForCausal
 FEW_BLOCKS = {**TWO, "Olmo3ForCausalLM": 50, "Cohere2ForCausalLM": 50, "Gemma3ForCausalLM": 84}
 # Most or all layers forget all but five tokens, so such a model hardly ever lacks blocks for more than one request.
 WINDOWED = ("MistralForCausalLM", "Phi3ForCausalLM", "Starcoder2ForCausalLM", "MixtralForCausalLM", *FEW_BLOCKS)
+# Layers with running states grow little or not at all, and pages are large; test_hybrid_engine.py preempts them.
+STATES = (
+    "Mamba2ForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM", "FalconH1ForCausalLM", "JambaForCausalLM",
+    "BambaForCausalLM", "GraniteMoeHybridForCausalLM", "NemotronHForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM",
+    "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "OlmoHybridForCausalLM",
+)  # fmt: skip
 
 
 def prompts_of(seed: int) -> list[list[int]]:
@@ -54,7 +60,7 @@ def test_greedy_tokens_equal_transformers(arch, tmp_path):
         outputs = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
         assert [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)] == outputs
         preempted = next(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
-        assert preempted > 0 or not few or arch in WINDOWED
+        assert preempted > 0 or not few or arch in WINDOWED or arch in STATES
         llm.close()
         if first is None:
             first = outputs

@@ -27,8 +27,11 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", ["Qwen3ForCausalLM", "MistralForCausalLM", "DeepseekV3ForCausalLM"])
+@pytest.mark.parametrize(
+    "arch", ["Qwen3ForCausalLM", "MistralForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextForCausalLM"]
+)
 def test_tokens_equal_the_cpu_workers(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.attention.state import WithStates
     from quire.attention.triton import TritonAttention
     from quire.worker import worker as module
     from quire.worker.device_inputs import DeviceInputs
@@ -50,7 +53,7 @@ def test_tokens_equal_the_cpu_workers(arch: str, tmp_path: Path, monkeypatch: py
 
     def init_kv(self: module.Worker, layout: object) -> None:
         """As on a GPU."""
-        self._parts = dataclasses.replace(self._parts, select_backend=lambda *_: TritonAttention())
+        self._parts = dataclasses.replace(self._parts, select_backend=lambda *_: WithStates(TritonAttention()))
         plain(self, layout)
         runner = self.model_runner
         runner.inputs = DeviceInputs(runner.rows, 64)

@@ -15,7 +15,7 @@ from quire.schema.params import SamplingParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan
 from quire.worker.device_inputs import CHANGES, DeviceInputs
 from quire.worker.gpu_memory import MARGIN, Budget, kv_bytes_on_gpu
-from quire.worker.graphs import DecodeGraphs, useful_sizes
+from quire.worker.graphs import LATE_AFTER, DecodeGraphs, useful_sizes
 from quire.worker.inputs import shape_of
 from quire.worker.rows import Mirror, Rows
 from quire.worker.staging import DEPTH, Staging
@@ -165,11 +165,25 @@ class UncapturedGraphs(DecodeGraphs):
         rows, positions = self._inputs.decode_inputs(bucket)
         rows.fill_(self._inputs.scrap)  # as a capture leaves them
         positions.zero_()
+        return bucket
 
     def replay(self, bucket):
         self.used = getattr(self, "used", 0) + 1
         replayed = self._step(bucket)
         return replayed._replace(result=replayed.result.clone())  # a device's results are copied to the host at once
+
+
+def test_a_bucket_left_out_is_captured_once_it_is_worth_it(monkeypatch):
+    model = FakeModel()
+    runner = make_runner(model, staged=True)
+    graphs = DecodeGraphs((1, 2, 4, 6), model, StaticBackend(), runner.inputs, runner.sampler.plain, max_context=64)
+    captured = graphs._captured
+    monkeypatch.setattr(graphs, "_capture", lambda bucket: captured.update({bucket: None}))
+    captured.update({1: None, 4: None})
+    assert [graphs.prepare(bucket) for bucket in (1, 4, 2)] == [1, 4, 4]
+    assert [graphs.prepare(2) for _ in range(LATE_AFTER)] == [4] * (LATE_AFTER - 2) + [2, 2]
+    assert graphs.prepare(6) == 6  # none larger could serve
+    assert sorted(captured) == [1, 2, 4, 6]
 
 
 @pytest.mark.parametrize("plain", [False, True])

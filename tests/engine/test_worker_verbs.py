@@ -30,8 +30,8 @@ def make_worker(cls=Worker, **changes) -> Worker:
         return SimpleNamespace(**{**vars(config), "load_config": SimpleNamespace(**overrides["load_config"])})
 
     parts = Parts(
-        load_model=lambda config, device: FakeModel(),
-        reload_weights=lambda model, config: notes.reloaded.append((model, config.load_config.load_format)),
+        make_model=lambda config, device: FakeModel(),
+        reload_weights=lambda model, config: notes.reloaded.append((id(model), config.load_config.load_format)),
         update_config=update_config,
         select_backend=lambda device, specs, name: FakeBackend(),
     )
@@ -134,7 +134,8 @@ def test_dummy_start_then_reload_in_place():
     worker = started()
     call(worker, "update_config", {"load_config": {"load_format": "auto"}})
     call(worker, "reload_weights")
-    assert worker.notes.reloaded == [(worker.get_model(), "auto")]
+    own = id(worker.get_model())
+    assert worker.notes.reloaded == [(own, "safetensors"), (own, "auto")]
 
 
 # --- KV memory

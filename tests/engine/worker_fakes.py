@@ -168,10 +168,16 @@ def make_config(**changes: Any) -> Any:
             facts=SimpleNamespace(max_positions=128),
         ),
         cache_config=SimpleNamespace(
-            block_size=given["block_size"], cache_dtype="auto", kv_cache_memory_bytes=given["kv_cache_memory_bytes"]
+            block_size=given["block_size"],
+            cache_dtype="auto",
+            kv_cache_memory_bytes=given["kv_cache_memory_bytes"],
+            enable_prefix_caching=True,
+            mamba_block_size=None,
+            gpu_memory_utilization=0.9,
         ),
-        scheduler_config=SimpleNamespace(max_num_seqs=given["max_num_seqs"]),
+        scheduler_config=SimpleNamespace(max_num_seqs=given["max_num_seqs"], max_num_batched_tokens=64),
         attention_config=SimpleNamespace(backend=None),
+        load_config=SimpleNamespace(load_format="safetensors"),
         parallel_config=SimpleNamespace(worker_extension_cls=""),
         device_config=SimpleNamespace(device="cpu"),
     )

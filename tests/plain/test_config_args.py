@@ -120,7 +120,6 @@ def test_what_holds_already_is_accepted(kwargs: dict[str, Any]) -> None:
     [
         ({"quantization": "awq"}, "only unquantized and GGUF"),
         ({"load_format": "tensorizer"}, "'auto' or 'safetensors'"),
-        ({"log_level": "debug"}, "QUIRE_LOGGING_LEVEL"),
     ],
 )
 def test_refusals_say_what_to_do(kwargs: dict[str, Any], words: str) -> None:

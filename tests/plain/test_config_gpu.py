@@ -113,7 +113,7 @@ def test_graph_mode(folder: Path, kwargs: dict[str, Any], mode: str) -> None:
 @pytest.mark.usefixtures("h200")
 def test_graph_sizes(folder: Path) -> None:
     sizes = resolve(folder).compilation_config.cudagraph_capture_sizes
-    assert sizes == (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+    assert sizes == (1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, 1025, 32))
     assert resolve(folder, max_num_seqs=5).compilation_config.cudagraph_capture_sizes == (1, 2, 4, 8)
     assert resolve(folder, max_cudagraph_capture_size=20).compilation_config.max_cudagraph_capture_size == 16
     given = resolve(folder, cudagraph_capture_sizes=[8, 2, 2]).compilation_config

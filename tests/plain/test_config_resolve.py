@@ -380,3 +380,9 @@ def test_resolving_imports_no_heavy_module() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0 and ran.stdout.strip() == "[]", ran.stdout + ran.stderr
+
+
+def test_blocks_are_larger_on_a_gpu(folder: Path) -> None:
+    assert resolve(folder, device="cuda").cache_config.block_size == 64
+    assert resolve(folder, device="cuda", block_size=32).cache_config.block_size == 32
+    assert resolve(folder, device="cpu").cache_config.block_size == 16

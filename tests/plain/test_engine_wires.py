@@ -219,7 +219,7 @@ def test_how_a_child_died_is_said(code, words, capfd):
 
 
 def test_a_child_that_will_not_leave_is_made_to():
-    started = child("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)")
+    started = child("import os, signal, time; os.kill(os.getpid(), signal.SIGSTOP); time.sleep(60)")
     time.sleep(0.5)
     began = time.monotonic()
     started.stop(0.1)

@@ -265,7 +265,7 @@ def test_pooling_is_refused(inside, method):
 
 
 def test_sleep_is_refused(inside):
-    for name in ("sleep", "wake_up", "start_profile"):
+    for name in ("sleep", "wake_up"):
         with pytest.raises(NotBuiltError):
             getattr(inside, name)()
 

@@ -1,0 +1,29 @@
+"""Where the compiled CPU kernels lie, if this installation has them. The library itself is loaded by ops/cpu/native.py.
+
+The build (setup.py) puts libquire_cpu.so beside the Python files, or a note that says why it could not. Must not know:
+what the kernels do.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.base import env
+
+FOLDER = Path(__file__).resolve().parent.parent / "ops" / "cpu"
+LIBRARY, NOTE = "libquire_cpu.so", "not_built.txt"
+
+
+def library() -> Path | None:
+    """None: not built, or switched off by QUIRE_CPU_KERNELS=off."""
+    path = FOLDER / LIBRARY
+    return path if env.CPU_KERNELS.get() != "off" and path.is_file() else None
+
+
+def why_not() -> str:
+    """Why `library` gives None, in words for a user."""
+    if env.CPU_KERNELS.get() == "off":
+        return "QUIRE_CPU_KERNELS is off"
+    note = FOLDER / NOTE
+    said = note.read_text().strip() if note.is_file() else "the package was installed without building them"
+    return f"{said}; with a C++20 compiler installed, `pip install` Quire again"

@@ -1,0 +1,48 @@
+"""build_app: the composition root of an API process. Routes, layers in front of them, and errors, put together once.
+
+In: a ServerState. Out: an ASGI app. The routes that generate come first, because every request walks the list.
+"""
+
+from __future__ import annotations
+
+from quire import __version__
+from quire.server import admin, errors, metrics_route, middleware, tokens
+from quire.server.openai import models
+from quire.server.openai.chat import create_chat_completion
+from quire.server.openai.chat_protocol import ChatChunk, ChatRequest, ChatResponse
+from quire.server.openai.completions import create_completion
+from quire.server.openai.protocol import CompletionChunk, CompletionRequest, CompletionResponse
+from quire.server.route import App, add_route
+from quire.server.state import ServerState
+
+_ABOUT = "An OpenAI-compatible server. Fields beyond OpenAI's are those of vLLM."
+
+
+def build_app(state: ServerState) -> App:
+    shown = not state.options.disable_fastapi_docs
+    app = App(
+        title="Quire",
+        version=__version__,
+        description=_ABOUT,
+        openapi_url="/openapi.json" if shown else None,
+        docs_url="/docs" if shown else None,
+        redoc_url="/redoc" if shown else None,
+        redirect_slashes=False,
+    )
+    app.root_path = state.options.root_path or ""
+    app.state.quire = state
+    add_route(
+        app, "/v1/completions", create_completion, CompletionRequest, answer=CompletionResponse,
+        streams=CompletionChunk, tag="generate",
+    )  # fmt: skip
+    add_route(
+        app, "/v1/chat/completions", create_chat_completion, ChatRequest, answer=ChatResponse,
+        streams=ChatChunk, tag="generate",
+    )  # fmt: skip
+    app.include_router(models.router)
+    tokens.add_routes(app, state)
+    admin.install(app, state)
+    errors.install(app, log_stack=state.options.log_error_stack)
+    middleware.install(app, state)
+    metrics_route.install(app, state)
+    return app

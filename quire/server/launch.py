@@ -1,0 +1,204 @@
+"""From options to a running server: the listening socket, the engine's process, the processes that speak HTTP.
+
+    one API process:   this process is it, and starts the engine
+    several:           this process starts the engine and the API processes, and looks after both (supervisor.py)
+The socket is bound first, so that a taken port is known before a model is loaded, but listens only when all is ready.
+While the engine's process loads, this one imports what HTTP needs. Must not know: routes, engine internals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from quire import __version__
+from quire.base.clock import Laps
+from quire.base.log import logger
+from quire.base.net import join_host_port, open_listener, open_unix_listener
+from quire.base.registry import load
+from quire.config.logs import apply_logging
+from quire.engine.client import Begun, ProcessClient
+from quire.schema.errors import ConfigError, QuireError
+from quire.schema.messages import EngineReady
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.config.server import ServerConfig
+    from quire.llm.online import AsyncLLM
+
+log = logger(__name__)
+RUN, TLS_SETTINGS = "quire.server.host:run", "quire.server.tls:settings"
+SUPERVISE = "quire.server.supervisor:supervise"
+
+
+class StartError(QuireError):
+    """The engine could not start, by a fault that is no refusal of ours."""
+
+
+def serve(options: ServerConfig, config: EngineConfig, laps: Laps, begun: Begun | None = None) -> int:
+    """Until it is told to stop (exit status 0) or the engine dies (1). `begun`: the engine's process, if it waits."""
+    apply_logging(config.logging_config)
+    with _terminated():
+        if options.tls:
+            load(TLS_SETTINGS)(options)  # wrong files are named now
+        with listener(options) as (opened, url):
+            say_start(config)
+            if options.api_server_count > 1:
+                status: int = load(SUPERVISE)(options, config, opened, url, laps, begun)
+                return status
+            return _serve_alone(options, config, opened, url, laps, begun)
+
+
+def _serve_alone(
+    options: ServerConfig, config: EngineConfig, opened: socket.socket, url: str, laps: Laps, begun: Begun | None
+) -> int:
+    client = None if begun is None else ProcessClient(config, begun=begun)
+    importing = threading.Thread(target=load, args=(RUN,), name="import HTTP", daemon=True)
+    importing.start()
+    with start_errors():
+        engine = open_engine(options, config, own_process=not options.disable_frontend_multiprocessing, client=client)
+    laps.mark("engine")
+    importing.join()
+
+    def say() -> None:
+        laps.mark("http")
+        say_ready(config, engine.front.ready, url, laps)
+
+    try:
+        status: int = load(RUN)(engine, options, opened, say)
+    finally:
+        engine.shutdown()
+    return status
+
+
+def open_engine(options: ServerConfig, config: EngineConfig, **how: Any) -> AsyncLLM:
+    """The engine's front, with the lines about requests that were asked for."""
+    rules = load("quire.llm.request_log:LogRules")(
+        options.enable_log_outputs, options.enable_log_deltas, options.max_log_len
+    )
+    made: AsyncLLM = load("quire.llm.online:AsyncLLM")(
+        config, log_requests=options.enable_log_requests, log_rules=rules, **how
+    )
+    return made
+
+
+@contextlib.contextmanager
+def listener(options: ServerConfig) -> Iterator[tuple[socket.socket, str]]:
+    """The bound socket, and the address to open."""
+    if options.uds:
+        try:
+            opened = open_unix_listener(options.uds)
+        except OSError as wrong:
+            raise ConfigError(f"cannot listen on uds={options.uds!r}: {wrong.strerror or wrong}", param="uds") from None
+        try:
+            yield opened, f"unix:{options.uds}"
+        finally:
+            opened.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(options.uds)
+        return
+    try:
+        opened = open_listener(options.host, options.port)
+    except OSError as wrong:
+        raise _cannot_listen(options, wrong) from None
+    host, port = opened.getsockname()[:2]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    with opened:
+        yield opened, f"{'https' if options.tls else 'http'}://{join_host_port(shown, port)}"
+
+
+def _cannot_listen(options: ServerConfig, wrong: OSError) -> ConfigError:
+    where = join_host_port(options.host or "0.0.0.0", options.port)
+    if wrong.errno == errno.EADDRINUSE:
+        return ConfigError(f"{where} is in use by another program: choose another --port", param="port")
+    if wrong.errno == errno.EACCES:
+        return ConfigError(f"{where} needs more rights: choose a --port of 1024 or above", param="port")
+    return ConfigError(f"cannot listen on {where}: {wrong.strerror or wrong}", param="host")
+
+
+@contextlib.contextmanager
+def start_errors() -> Iterator[None]:
+    """Whatever keeps an engine from starting leaves as one line: the cause, and what to do."""
+    try:
+        yield
+    except QuireError:
+        raise
+    except Exception as failed:
+        raise StartError(
+            f"the engine could not start: {type(failed).__name__}: {failed} ({_remedy(failed)})"
+        ) from failed
+
+
+def _remedy(failed: Exception) -> str:
+    words = f"{type(failed).__name__} {failed}".lower()
+    if "out of memory" in words or "outofmemory" in words or isinstance(failed, MemoryError):
+        return "lower --max-model-len, --max-num-seqs or --gpu-memory-utilization, or free memory"
+    if isinstance(failed, ImportError):
+        return "install what is missing"
+    if isinstance(failed, TimeoutError):
+        return "raise QUIRE_ENGINE_START_TIMEOUT_S"
+    return "the traceback above is the engine's; `quire collect-env` has what a bug report needs"
+
+
+# ---- what a start says ---------------------------------------------------------------------------------------------
+
+
+def say_start(config: EngineConfig) -> None:
+    model = config.model_config
+    log.info(
+        "Quire %s: %s (%s), %s on %s, context %d", __version__, model.served_model_name, model.path, model.dtype,
+        config.device_config.device, model.max_model_len,
+    )  # fmt: skip
+
+
+def say_ready(config: EngineConfig, ready: EngineReady, url: str, laps: Laps) -> None:
+    tokens = ready.num_blocks * ready.block_size
+    log.info(
+        "KV cache: %d tokens in %d blocks of %d, enough for %.1f requests of %d tokens; at most %d run at once",
+        tokens, ready.num_blocks, ready.block_size, tokens / ready.max_model_len, ready.max_model_len,
+        config.scheduler_config.max_num_seqs,
+    )  # fmt: skip
+    spent = {name: seconds for name, seconds, _ in laps.taken}
+    before = max(0.0, spent["engine"] - ready.start_seconds.get("total", 0.0))  # its interpreter and first imports
+    phases = [f"{phase.name} {phase.seconds:.2f}" for phase in ready.phases if not phase.inside]
+    inside = ", ".join((f"process {before:.2f}", *phases))
+    parts = [f"{name} {seconds:.2f}" + (f" ({inside})" if name == "engine" else "") for name, seconds, _ in laps.taken]
+    own = sum(spent.values())
+    whole = _seconds_of_life()
+    if whole is not None and whole > own:
+        parts.insert(0, f"imports {whole - own:.2f}")
+    log.info("Ready after %.2f s: %s", whole or own, ", ".join(parts))
+    log.info("Listening at %s (API below /v1, pages at /docs, metrics at /metrics); Ctrl-C stops", url)
+
+
+def _seconds_of_life() -> float | None:
+    """Since this process began, interpreter and imports included; None where the system does not say."""
+    try:
+        with open("/proc/self/stat") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        with open("/proc/uptime") as file:
+            uptime = float(file.read().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+    return uptime - ticks / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def _terminated() -> Iterator[None]:
+    """While starting, SIGTERM ends the program in order: children, sockets and folders go with it."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

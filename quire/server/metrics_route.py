@@ -1,0 +1,114 @@
+"""GET /metrics, and the measuring of every HTTP answer.
+
+In: an app whose routes are complete. Out: the page of all processes that share the engine (observe/prometheus.py), and
+an ASGI layer that counts answers by route, method and class of status. Probes and the page itself are not counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import FastAPI, Request, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.base.clock import now
+from quire.observe.http import HttpMetrics
+from quire.observe.prometheus import Page, Source
+from quire.server.middleware import route_path
+from quire.server.state import ServerState
+
+PATH = "/metrics"
+UNCOUNTED = frozenset({PATH, f"{PATH}/", "/health", "/load", "/ping", "/version", "/server_info"})
+_CLIENT_GONE = 499  # nobody was there to answer
+
+
+def install(app: FastAPI, state: ServerState) -> None:
+    """Call it last: the routes it finds are the label values there can be."""
+    metrics, folder = state.engine.front.metrics, state.engine.front.metrics_folder
+    handlers = {path for route in app.routes if (path := _path_of(route)) is not None}
+    http = HttpMetrics(handlers - UNCOUNTED, folder=folder)
+    sources: list[Source] = [http] if metrics is None else [metrics, http]
+    page = Page(sources, alone=folder is None)
+
+    async def show(request: Request) -> Response:
+        """What was counted, for Prometheus; `?name[]=` picks samples."""
+        accept, names = request.headers.get("accept", ""), request.query_params.getlist("name[]")
+        body, content_type = await asyncio.to_thread(
+            page.render, accept, names
+        )  # milliseconds that streams need not wait
+        return Response(body, headers={"content-type": content_type})
+
+    app.add_api_route(
+        PATH,
+        show,
+        methods=["GET"],
+        tags=["admin"],
+        operation_id="metrics",
+        response_class=Response,
+        responses={200: {"description": "Prometheus's text format.", "content": {"text/plain": {}}}},
+    )
+    app.add_api_route(f"{PATH}/", show, methods=["GET"], include_in_schema=False)
+    app.add_middleware(Measured, metrics=http)
+
+
+class Measured:
+    """The ASGI layer. Outermost, so that refusals of other layers are counted too."""
+
+    def __init__(self, app: ASGIApp, *, metrics: HttpMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or route_path(scope) in UNCOUNTED:
+            await self._app(scope, receive, send)
+            return
+        answer = _Answer(send)
+        began = now()
+        try:
+            await self._app(scope, receive, answer)
+        except Exception:
+            answer.status = answer.status or 500
+            raise
+        finally:
+            self._metrics.answered(
+                _path_of(scope.get("route")),
+                scope["method"],
+                answer.status or _CLIENT_GONE,
+                now() - began,
+                received=_length(scope),
+                sent=answer.sent,
+            )
+
+
+class _Answer:
+    """Passes an answer on, and remembers what it was."""
+
+    __slots__ = ("_send", "sent", "status")
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = 0
+        self.sent = 0
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.body":
+            self.sent += len(message.get("body", b""))
+        elif message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
+
+
+def _path_of(route: object) -> str | None:
+    """A route as it is written; a mount or a foreign layer has none."""
+    try:
+        path = route.path  # type: ignore[attr-defined]
+    except AttributeError:
+        return None
+    return path if isinstance(path, str) else None
+
+
+def _length(scope: Scope) -> int:
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            return int(value) if value.isdigit() else 0
+    return 0

@@ -1,0 +1,234 @@
+"""What every request passes before a route sees it: request id, CORS, keys, body size.
+
+Plain ASGI classes, outermost first in `install`; a user's own middleware (--middleware) comes last, next to the routes.
+Refusals have the form of server/errors.py. Must not know: routes, dialects, the engine.
+"""
+
+from __future__ import annotations
+
+import hmac
+import inspect
+import logging
+import re
+import uuid
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, cast
+
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.base.clock import now
+from quire.base.registry import load
+from quire.schema.errors import ConfigError, TooLargeError
+from quire.server.errors import refusal, refusal_of
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from quire.config.server import ServerConfig
+    from quire.server.state import ServerState
+
+_ID = re.compile(rb"[A-Za-z0-9._:/@=+-]{1,128}")
+_OPEN_PATHS = frozenset(("/health", "/ping"))
+_METRICS = frozenset(("/metrics", "/metrics/"))
+_GUARDED_BY_VLLM = ("/v1", "/v2", "/inference")
+_DRAIN_BYTES, _DRAIN_SECONDS = 4 << 20, 2.0
+
+
+def install(app: FastAPI, state: ServerState) -> None:
+    options = state.options
+    outermost_first = [
+        Middleware(RequestIds, answer=options.enable_request_id_headers),
+        *_cors(options),
+        *([Middleware(Keys, options=options)] if options.keys else []),
+        Middleware(BodySize, limit=options.max_request_bytes),
+        *map(_users_own, options.middleware),
+    ]
+    for one in reversed(outermost_first):
+        app.add_middleware(one.cls, *one.args, **one.kwargs)
+
+
+def route_path(scope: Scope) -> str:
+    """The path as routes are declared, without the prefix of a proxy."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "").rstrip("/")
+    return path[len(root) :] if root and path.startswith(root + "/") else path
+
+
+class RequestIds:
+    """Gives every request an id: the client's X-Request-Id if it is a sane one, else a new one. Answers carry it."""
+
+    def __init__(self, app: ASGIApp, answer: bool) -> None:
+        self.app = app
+        self.answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        known = _ID.fullmatch(given) is not None
+        request_id = given if known else uuid.uuid4().hex.encode()
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id.decode()
+        state["request_id_given"] = known
+        if not self.answer:
+            await self.app(scope, receive, send)
+            return
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)
+
+
+class Keys:
+    """Lets in whoever shows one of the keys. Every key is compared, in constant time, whatever the first ones said."""
+
+    def __init__(self, app: ASGIApp, options: ServerConfig) -> None:
+        self.app = app
+        self._keys = [sha256(key.encode()).digest() for key in options.keys]
+        self._narrow = options.api_key_scope == "v1"
+        self._open = _OPEN_PATHS | (_METRICS if options.open_metrics else frozenset())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._free(scope) or self._matches(scope):
+            await self.app(scope, receive, send)
+            return
+        told = refusal(
+            401,
+            "a key is needed: send 'Authorization: Bearer KEY' with one of the server's keys",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        await told.send(send)
+
+    def _free(self, scope: Scope) -> bool:
+        if scope.get("method") == "OPTIONS":
+            return True
+        path = route_path(scope)
+        return path in self._open or (self._narrow and not path.startswith(_GUARDED_BY_VLLM))
+
+    def _matches(self, scope: Scope) -> bool:
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, token = given.partition(b" ")
+        digest = sha256(token.strip()).digest()
+        found = False
+        for key in self._keys:
+            found |= hmac.compare_digest(digest, key)
+        return found and scheme.lower() == b"bearer"
+
+
+class BodySize:
+    """Refuses a body over the limit with 413: by its declared length before a byte of it is read, or while it comes."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self.app = app
+        self.limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        declared = next((value for name, value in scope["headers"] if name == b"content-length"), None)
+        if declared is not None and declared.isdigit() and int(declared) > self.limit:
+            await self._refuse(receive, send, f"the body has {declared.decode()[:20]} bytes")
+            return
+        if declared is not None:  # the parser lets no more in than was declared
+            await self.app(scope, receive, send)
+            return
+        await self._count(scope, receive, send)
+
+    async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
+        seen = 0
+        began = over = False
+
+        async def counted() -> Message:
+            nonlocal seen, over
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self.limit:
+                over = True
+                raise TooLargeError(self._words("the body has more bytes"))
+            return message
+
+        async def watched(message: Message) -> None:
+            nonlocal began
+            if over and not began:
+                return  # the refusal below says it, and sees the rest of the body off
+            began = True
+            await send(message)
+
+        try:
+            await self.app(scope, counted, watched)
+        except TooLargeError:
+            if began:
+                raise
+        if over and not began:
+            await self._refuse(receive, send, "the body has more bytes")
+
+    async def _refuse(self, receive: Receive, send: Send, words: str) -> None:
+        """The answer goes out at once; then some of the body is read, so that closing does not cut the answer off."""
+        told = refusal_of(TooLargeError(self._words(words)))
+        body = told.body
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        await send({"type": "http.response.start", "status": told.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        end, left, more = now() + _DRAIN_SECONDS, _DRAIN_BYTES, True
+        while more and left > 0 and now() < end:
+            message = await receive()
+            left -= len(message.get("body", b""))
+            more = message["type"] == "http.request" and message.get("more_body", False)
+        await send({"type": "http.response.body", "body": b""})
+
+    def _words(self, words: str) -> str:
+        return f"{words}; at most {self.limit} are read (max_request_bytes)"
+
+
+class QuietPaths(logging.Filter):
+    """Drops access-log lines of given paths (disable_access_log_for_endpoints)."""
+
+    def __init__(self, paths: tuple[str, ...]) -> None:
+        super().__init__()
+        self._paths = frozenset(paths)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        args = record.args  # client, method, path with query, version, status
+        if not isinstance(args, tuple) or len(args) < 3:
+            return True
+        return str(args[2]).partition("?")[0] not in self._paths
+
+
+def _cors(options: ServerConfig) -> list[Middleware]:
+    if not options.allowed_origins:
+        return []
+    made = Middleware(
+        CORSMiddleware,
+        allow_origins=list(options.allowed_origins),
+        allow_credentials=options.allow_credentials,
+        allow_methods=list(options.allowed_methods),
+        allow_headers=list(options.allowed_headers),
+        expose_headers=["X-Request-Id", "Retry-After"],
+    )
+    return [made]
+
+
+def _users_own(path: str) -> Middleware:
+    """A class is used as it is; an async function (request, call_next) as FastAPI's http middleware."""
+    try:
+        found: Any = load(path)
+    except ImportError as missing:
+        raise ConfigError(f"middleware {path!r} cannot be imported: {missing}", param="middleware") from missing
+    if isinstance(found, type):
+        return Middleware(cast(Any, found))
+    if inspect.iscoroutinefunction(found):
+        return Middleware(load("starlette.middleware.base:BaseHTTPMiddleware"), dispatch=found)
+    raise ConfigError(
+        f"middleware {path!r} is a {type(found).__name__}; it must be a class or an async function", param="middleware"
+    )

@@ -1,0 +1,145 @@
+"""What a request may not ask: too much of something, or what this version does not have. Each refusal names the field.
+
+In: a request of the wire, the server's limits. Out: nothing, or one InputError. Checked before anything is allocated.
+Must not know: models (engine/inputs.py checks what depends on one), dialects' answers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.base.log import logger, once
+from quire.config.server import ServerConfig
+from quire.schema.errors import InputError, NotBuiltError
+from quire.server.body import check_finite
+from quire.server.openai.chat_protocol import ChatRequest
+from quire.server.openai.protocol import GenerateRequest
+
+log = logger(__name__)
+_MOST_LOGPROB_IDS = 1024
+_WARNED_FIELDS = 100  # so many unknown names are reported; a client may send any number
+_warned: set[str] = set()
+# Refused whenever they ask for something. Names that clients of older servers send are here too.
+_UNBUILT = (
+    "suffix", "prompt_embeds", "use_beam_search", "watermarking", "structured_outputs", "thinking_token_budget",
+    "kv_transfer_params", "ec_transfer_params", "routed_experts_prompt_start", "return_token_offsets",
+    "return_mm_kwargs", "media_io_kwargs", "mm_processor_kwargs",
+)  # fmt: skip
+_UNBUILT_EXTRA = (
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object", "guided_decoding_backend",
+    "guided_whitespace_pattern", "structural_tag", "functions", "function_call", "prompt_cache_breakpoint", "audio",
+    "web_search_options", "prediction", "early_stopping", "logits_processors",
+)  # fmt: skip
+_HINTS = {
+    "suffix": "suffix (fill in the middle) is not in this version of Quire; put the model's own fill-in tokens into "
+    "the prompt",
+    "use_beam_search": "use_beam_search is not in this version of Quire's server; LLM.beam_search has it",
+    "kv_transfer_params": "kv_transfer_params: KV transfer between engines is not in this version of Quire",
+    "functions": "functions is not in this version of Quire; give tools, which the chat template is shown",
+}
+
+
+def check_request(request: GenerateRequest, options: ServerConfig, num_prompts: int) -> None:
+    """Everything but the prompt itself."""
+    _check_unbuilt(request)
+    if request.model_extra:
+        _check_extra(request.model_extra, request.n)
+    if request.n is not None:
+        _check_most("n", request.n, options.max_num_choices, "max-num-choices")
+    _check_most("prompt", num_prompts, options.max_prompts_per_request, "max-prompts-per-request", "prompts")
+    many = num_prompts * max(request.n or 1, 1)
+    _check_most("n", many, options.max_sequences_per_request, "max-sequences-per-request", "answers (prompts times n)")
+    if request.stop:
+        _check_stops([request.stop] if isinstance(request.stop, str) else request.stop, options)
+    for name, limit, flag in (
+        ("stop_token_ids", options.max_stop_strings, "max-stop-strings"),
+        ("logit_bias", options.max_logit_bias, "max-logit-bias"),
+        ("bad_words", options.max_bad_words, "max-bad-words"),
+        ("logprob_token_ids", _MOST_LOGPROB_IDS, None),
+    ):
+        if given := getattr(request, name):
+            _check_most(name, len(given), limit, flag, "entries")
+    if request.cache_salt is not None and not request.cache_salt:
+        raise InputError("cache_salt is an empty string; leave it out or give one", param="cache_salt")
+    if request.stream_options is not None and not request.stream:
+        raise InputError("stream_options can only be given with stream: true", param="stream_options")
+    if request.stream_interval is not None and request.stream_interval < 1:
+        raise InputError(f"stream_interval must be at least 1, got {request.stream_interval}", param="stream_interval")
+    if request.stream and request.prompt_logprobs is not None:
+        raise InputError("prompt_logprobs cannot be given with stream: true", param="prompt_logprobs")
+
+
+def check_chat(request: ChatRequest, options: ServerConfig) -> None:
+    _check_most("messages", len(request.messages), options.max_messages, "max-messages", "messages")
+    choice = request.tool_choice
+    if choice is not None and choice != "none":
+        shown = choice if isinstance(choice, str) else "a named function"
+        raise NotBuiltError(
+            f"tool_choice is {shown!r:.100}: tool calls are not parsed in this version of Quire; with 'none' (or no "
+            "tool_choice) the tools are shown to the model",
+            param="tool_choice",
+        )
+    check_template_trust(request.chat_template, request.chat_template_kwargs, options)
+    if request.top_logprobs and not request.logprobs:
+        raise InputError(f"top_logprobs is {request.top_logprobs}, but logprobs is not true", param="top_logprobs")
+    for name in ("tools", "documents", "chat_template_kwargs"):
+        if (given := getattr(request, name)) is not None:
+            check_finite(name, given)
+
+
+def check_template_trust(template: str | None, variables: Mapping[str, Any] | None, options: ServerConfig) -> None:
+    """A template is a program, and its variables steer one."""
+    if options.trust_request_chat_template:
+        return
+    for name, given in (("chat_template", template), ("chat_template_kwargs", variables)):
+        if given:
+            raise InputError(
+                f"{name} is taken from requests only where the server was started with --trust-request-chat-template",
+                param=name,
+            )
+
+
+def _check_unbuilt(request: GenerateRequest) -> None:
+    fields = request.model_fields_set
+    for name in _UNBUILT:
+        if name in fields and getattr(request, name):
+            raise NotBuiltError(_HINTS.get(name) or f"{name} is not in this version of Quire", param=name)
+    form = request.response_format
+    if form is not None and form.type != "text":
+        raise NotBuiltError(
+            f"response_format is {form.type!r:.100}; this version of Quire writes 'text' only", param="response_format"
+        )
+    if request.length_penalty is not None and request.length_penalty != 1.0:
+        raise NotBuiltError(
+            "length_penalty is for beam search, which this server does not have", param="length_penalty"
+        )
+
+
+def _check_extra(extra: dict[str, Any], n: int | None) -> None:
+    """Unknown fields are let through, as every server of this API does, and reported once."""
+    for name in _UNBUILT_EXTRA:
+        if extra.get(name):
+            raise NotBuiltError(_HINTS.get(name) or f"{name} is not in this version of Quire", param=name)
+    best_of = extra.get("best_of")
+    if best_of is not None and best_of != (n or 1):
+        raise InputError(f"best_of is {best_of!r:.100}; it can only be n ({n or 1}): use n", param="best_of")
+    for name in extra:
+        if extra[name] is not None and name not in _warned and len(_warned) < _WARNED_FIELDS:
+            _warned.add(name)
+            once(log, logging.WARNING, "Requests have the field %s, which is unknown here and has no effect",
+                 ascii(name[:64]))  # fmt: skip
+
+
+def _check_stops(stops: Sequence[str], options: ServerConfig) -> None:
+    _check_most("stop", len(stops), options.max_stop_strings, "max-stop-strings", "strings")
+    longest = max(map(len, stops))
+    _check_most("stop", longest, options.max_stop_length, "max-stop-length", "characters in one string")
+
+
+def _check_most(name: str, given: int, limit: int, flag: str | None, what: str = "") -> None:
+    if given > limit:
+        where = f" (--{flag})" if flag else ""
+        raise InputError(f"{name} has {given} {what}; the limit is {limit}{where}" if what else
+                         f"{name} is {given}; the limit is {limit}{where}", param=name, value=given)  # fmt: skip

@@ -1,0 +1,116 @@
+"""From a request of the wire to SamplingParams and to requests of the engine.
+
+Owns: which default goes where (the request's word, then the model's generation config, then SamplingParams'), what a
+max_tokens may be, and opening all prompts of a call as one Flow. Must not know: how answers are rendered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.engine.inputs import Asked, Options
+from quire.llm.online import Flow
+from quire.schema.errors import InputError
+from quire.schema.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
+from quire.schema.prompt import Prompt
+from quire.server.openai.protocol import GenerateRequest
+from quire.server.route import Call
+from quire.server.state import ServerState
+
+_SAME = (
+    "n", "frequency_penalty", "presence_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
+    "seed", "logit_bias", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
+    "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens", "allowed_token_ids", "bad_words",
+    "prompt_logprobs", "logprob_token_ids",
+)  # fmt: skip
+_FROM_MODEL = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The requests of one call: one per prompt, in order."""
+
+    flow: Flow
+    asked: tuple[Asked, ...]
+    indices: dict[str, int]  # engine's request id -> which prompt
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(one.token_ids) for one in self.asked)
+
+
+def sampling_params(
+    request: GenerateRequest, state: ServerState, *, max_tokens: int | None, **further: Any
+) -> SamplingParams:
+    """`further` is what the dialect decides: logprobs, prompt_logprobs."""
+    given: dict[str, Any] = {
+        name: state.default_sampling[name] for name in _FROM_MODEL if name in state.default_sampling
+    }
+    fields = request.model_fields_set
+    for name in _SAME:
+        if name in fields and (value := getattr(request, name)) is not None:
+            given[name] = value
+    given.update(further)
+    if request.vllm_xargs is not None:
+        given["extra_args"] = dict(request.vllm_xargs)
+    if request.repetition_detection is not None:
+        given["repetition_detection"] = RepetitionDetectionParams(**request.repetition_detection.model_dump())
+    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(max_tokens=max_tokens, output_kind=kind, skip_clone=True, **given)
+
+
+def most_tokens(state: ServerState, asked: int | None, default: int | None, *, name: str = "max_tokens") -> int | None:
+    """What was asked, within the model's generation config; more than the model's length cannot be meant."""
+    limit = state.served.max_model_len
+    if asked is not None and asked < 1:
+        raise InputError(f"{name} must be at least 1, got {asked}", param=name, value=asked)
+    if asked is not None and asked > limit:
+        raise InputError(
+            f"{name}={asked} cannot be greater than max_model_len={limit}. Please request fewer output tokens.",
+            param=name,
+            value=asked,
+        )
+    found = [most for most in (asked or default, state.default_sampling.get("max_tokens")) if most is not None]
+    return min(found) if found else None
+
+
+async def open_requests(
+    call: Call, request: GenerateRequest, public_id: str, prompts: Sequence[Prompt], params: SamplingParams,
+    *, add_special_tokens: bool, most: int | None,
+) -> Opened:  # fmt: skip
+    """Check and tokenize every prompt, then submit them all. `most`: a max_tokens the client itself asked for."""
+    state, engine = call.state, call.state.engine
+    tokenizing: dict[str, Any] = {} if add_special_tokens else {"add_special_tokens": False}
+    if request.truncation_side is not None:
+        tokenizing["truncation_side"] = request.truncation_side
+    own = f"{public_id}-{state.prefix}{next(state.serials):x}"
+    trace = call.trace_headers()
+    asked = []
+    for index, prompt in enumerate(prompts):
+        options = Options(
+            priority=request.priority or 0,
+            tokenization_kwargs=tokenizing or None,
+            trace_headers=trace,
+            seed=engine.front.inputs.draw_seed(),
+            stream_interval=request.stream_interval,
+            private=True,
+        )
+        one = await engine.prepare(own if len(prompts) == 1 else f"{own}-{index}", prompt, params, options)
+        _check_room(one, most, state.served.max_model_len)
+        asked.append(one)
+    flow = engine.open(asked)
+    return Opened(flow, tuple(asked), {one.request_id: index for index, one in enumerate(asked)})
+
+
+def _check_room(asked: Asked, most: int | None, max_model_len: int) -> None:
+    tokens = len(asked.token_ids)
+    if most is not None and tokens + most > max_model_len:
+        raise InputError(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested {most} output "
+            f"tokens and your prompt contains {tokens} input tokens, {tokens + most} in all. Please shorten the "
+            "prompt or request fewer output tokens.",
+            param="max_tokens",
+            value=most,
+        )

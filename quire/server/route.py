@@ -1,0 +1,274 @@
+"""Direct routes: a body is read once and handed to a handler together with the connection, past the framework.
+
+FastAPI documents such a route from the same wire types that read its bodies, and does nothing else for it: no
+dependencies, no response models, no exit stacks. In: path, wire type, handler. Out: a route of the app.
+`Call` is one HTTP request under way: its headers, its body, whether its client is still there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.base.log import logger
+from quire.llm.online import Flow
+from quire.schema.errors import DeadlineError, InputError
+from quire.server.body import read_body
+from quire.server.errors import ERROR_RESPONSES, ClientGoneError, ErrorResponse, refusal_of
+from quire.server.middleware import route_path
+from quire.server.state import ServerState
+
+log = logger(__name__)
+_LARGE = 1 << 18  # bytes; a larger body is read in another thread
+_LONGEST_ID = 256
+_JSON = (b"content-type", b"application/json")
+
+
+class Call:
+    """One HTTP request under way."""
+
+    __slots__ = ("_deadline", "_listening", "receive", "scope", "send", "started", "state")
+
+    def __init__(self, state: ServerState, scope: Scope, receive: Receive, send: Send) -> None:
+        self.state, self.scope, self.receive, self.send = state, scope, receive, send
+        self.started = False  # the status is out
+        self._listening: asyncio.Task[None] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+
+    async def read(self) -> bytes:
+        message = await self._receive()
+        body: bytes = message.get("body", b"")
+        if not message.get("more_body"):
+            return body
+        parts = [body]
+        while message.get("more_body"):
+            message = await self._receive()
+            parts.append(message.get("body", b""))
+        return b"".join(parts)
+
+    async def _receive(self) -> Message:
+        message = await self.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        return message
+
+    def header(self, name: bytes) -> str | None:
+        for key, value in self.scope["headers"]:
+            if key == name:
+                return bytes(value).decode("latin-1")
+        return None
+
+    def check_type(self) -> None:
+        """JSON only: a web page may send any other type to any server without asking it first."""
+        given = (self.header(b"content-type") or "").partition(";")[0].strip().lower()
+        if given != "application/json" and not given.endswith("+json"):
+            raise HTTPException(415, f"the body must be sent as Content-Type: application/json, not {given[:100]!r}")
+
+    def request_id(self, given: str | None) -> str:
+        """The client's own name of this request (header, then body), or a new one."""
+        state = self.scope.get("state") or {}
+        if state.get("request_id_given") or (given is None and "request_id" in state):
+            return str(state["request_id"])
+        if given is None:
+            return f"{self.state.prefix}{next(self.state.serials):08x}"
+        if len(given) > _LONGEST_ID or not given.isprintable():
+            raise InputError(
+                f"request_id has {len(given)} characters; it may have {_LONGEST_ID}, all printable", param="request_id"
+            )
+        return given
+
+    def trace_headers(self) -> dict[str, str] | None:
+        found = {}
+        for key, value in self.scope["headers"]:
+            if key in (b"traceparent", b"tracestate"):
+                found[key.decode()] = value.decode("latin-1")
+        return found or None
+
+    def watch(self, flow: Flow) -> None:
+        """From now on, a client that goes takes its requests with it, and so does time that is up."""
+        loop = asyncio.get_running_loop()
+        self._listening = loop.create_task(self._listen(flow))
+        if (seconds := self._seconds()) is not None:
+            words = f"the request was not finished after {seconds:g} s, the time it was given"
+            self._deadline = loop.call_later(seconds, flow.fail, DeadlineError(words))
+
+    def _seconds(self) -> float | None:
+        """The time this request may take: the server's limit, or less if the client says so in X-Request-Timeout."""
+        limit, given = self.state.options.request_timeout, self.header(b"x-request-timeout")
+        if given is None:
+            return limit
+        try:
+            seconds = float(given)
+        except ValueError:
+            seconds = 0.0
+        if not 0.0 < seconds < float("inf"):
+            raise InputError(f"X-Request-Timeout must be seconds above 0, got {given[:40]!r}", param="timeout")
+        return seconds if limit is None else min(seconds, limit)
+
+    async def _listen(self, flow: Flow) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+        flow.fail(ClientGoneError())
+
+    def close(self) -> None:
+        if self._listening is not None:
+            self._listening.cancel()
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    async def reply(self, body: bytes) -> None:
+        """A whole answer, as JSON."""
+        self.started = True
+        headers = [_JSON, (b"content-length", b"%d" % len(body))]
+        await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})
+
+
+Handler = Callable[[Call, Any], Awaitable[None]]
+Reader = Callable[[bytes, int], Any]
+
+
+class App(FastAPI):
+    """A FastAPI whose direct routes are reached past its own layers. Layers added to it are in front of both."""
+
+    direct: dict[str, APIRoute]
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.direct = {}
+        self.schemas: dict[str, Any] = {}  # of wire types that FastAPI does not see
+
+    def schema_of(self, model: type[BaseModel]) -> dict[str, str]:
+        """A reference to its schema, which the OpenAPI page then holds."""
+        place = "#/components/schemas/{model}"
+        schema = model.model_json_schema(ref_template=place, mode="serialization")
+        self.schemas |= schema.pop("$defs", {}) | {model.__name__: schema}
+        return {"$ref": place.format(model=model.__name__)}
+
+    def openapi(self) -> dict[str, Any]:
+        """The framework would promise 422 and a form of its own for what we answer with 400 and ours."""
+        if self.openapi_schema is not None:
+            return self.openapi_schema
+        page = super().openapi()
+        schemas = page.setdefault("components", {}).setdefault("schemas", {})
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        for name, schema in self.schemas.items():
+            schemas.setdefault(name, schema)
+        wrong = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
+        for operations in page["paths"].values():
+            for operation in operations.values():
+                if operation["responses"].pop("422", None) is not None:
+                    operation["responses"].setdefault("400", {"description": "Not a valid request.", "content": wrong})
+        return page
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As the framework's own, without its telemetry (observe/ has ours)."""
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        if self.root_path:
+            scope["root_path"] = self.root_path
+        if self.middleware_stack is None:
+            self.middleware_stack = self.build_middleware_stack()
+        scope["app"] = self
+        await self.middleware_stack(scope, receive, send)
+
+    def build_middleware_stack(self) -> ASGIApp:
+        layers, self.user_middleware = self.user_middleware, []
+        rest = super().build_middleware_stack()
+        self.user_middleware = layers
+        direct = self.direct
+
+        async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http" and scope["method"] == "POST":
+                route = direct.get(route_path(scope))
+                if route is not None:
+                    scope["route"] = route
+                    await route.app(scope, receive, send)
+                    return
+            await rest(scope, receive, send)
+
+        app: ASGIApp = dispatch
+        for layer in reversed(layers):
+            app = layer.cls(app, *layer.args, **layer.kwargs)
+        return app
+
+
+def add_route(
+    app: App,
+    path: str,
+    handler: Handler,
+    body: Any,
+    *,
+    answer: type[BaseModel],
+    streams: type[BaseModel] | None = None,
+    tag: str,
+    read: Reader | None = None,
+    request_example: Any = None,
+) -> None:
+    """POST `path`. `body` is the wire type (or a union, then `read` says which), `answer` the type of its 200,
+    `streams` that of a chunk, where it can stream."""
+    reader = read or functools.partial(read_body, body)
+
+    async def endpoint(body: Any) -> None:
+        """Documented by FastAPI, never called."""
+
+    endpoint.__annotations__ = {"body": body}
+    endpoint.__name__ = handler.__name__
+    endpoint.__doc__ = handler.__doc__
+    told: dict[str, Any] = {"model": answer, "description": "The answer."}
+    if streams is not None:
+        told["description"] = "The answer; with `stream: true` its chunks as server-sent events, ended by [DONE]."
+        chunk = {"anyOf": [app.schema_of(streams), app.schema_of(ErrorResponse)]}
+        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": chunk}
+        event = {"type": "object", "properties": {"data": {"anyOf": [data, {"const": "[DONE]"}]}}, "required": ["data"]}
+        told["content"] = {"text/event-stream": {"itemSchema": event}}
+    route = APIRoute(
+        path,
+        endpoint,
+        methods=["POST"],
+        tags=[tag],
+        operation_id=handler.__name__,
+        response_model=None,
+        responses={200: told, **ERROR_RESPONSES},
+    )
+    route.app = functools.partial(_run, app, handler, reader)
+    app.router.routes.append(route)
+    app.direct[path] = route
+
+
+async def _run(app: App, handler: Handler, reader: Reader, scope: Scope, receive: Receive, send: Send) -> None:
+    state: ServerState = app.state.quire
+    call = Call(state, scope, receive, send)
+    state.load.count += 1
+    try:
+        raw = await call.read()
+        call.check_type()
+        depth = state.options.max_json_depth
+        if len(raw) > _LARGE:
+            loop = asyncio.get_running_loop()
+            body = await loop.run_in_executor(state.renderers, reader, raw, depth)
+        else:
+            body = reader(raw, depth)
+        await handler(call, body)
+    except ClientGoneError:
+        pass
+    except Exception as error:  # the root of a request: whatever went wrong, its client is told
+        if call.started:
+            raise
+        told = refusal_of(error)
+        if state.options.log_error_stack:
+            log.info("%s answered %d", scope["path"], told.status, exc_info=error)
+        await told.send(send)
+    finally:
+        call.close()
+        state.load.count -= 1

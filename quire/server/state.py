@@ -1,0 +1,77 @@
+"""ServerState: all that the routes of one API process share, at `app.state.quire`.
+
+Made once by whoever starts the server; routes read it. Only Load changes. Must not know: HTTP, dialects.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from quire.schema.errors import InputError
+from quire.server.served import ServedNames
+from quire.text.chat import choose_template
+from quire.text.parse.base import ParserFactory, PlainParser
+from quire.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.config.server import ServerConfig
+    from quire.llm.online import AsyncLLM
+
+_RENDERERS = 4  # chat templates of requests rendered at the same time
+
+
+class Load:
+    """Requests in flight. Touched by one event loop."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+@dataclass(frozen=True)
+class ServerState:
+    engine: AsyncLLM
+    config: EngineConfig
+    options: ServerConfig
+    served: ServedNames
+    default_sampling: dict[str, Any]
+    chat_template: str | None  # the server's own, as text; None: the model's
+    parser: ParserFactory = PlainParser
+    load: Load = field(default_factory=Load)
+    started_at: float = field(default_factory=time.time)
+    prefix: str = field(default_factory=lambda: secrets.token_hex(4))  # with a serial: a request id of its own
+    serials: Iterator[int] = field(default_factory=itertools.count)
+    renderers: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(_RENDERERS, thread_name_prefix="render")
+    )
+
+    @classmethod
+    def of(cls, engine: AsyncLLM, options: ServerConfig) -> ServerState:
+        config = engine.vllm_config
+        template = options.chat_template
+        if template is not None and engine.tokenizer is not None:
+            template = choose_template(engine.tokenizer, template)  # a wrong one is found now, not at the first chat
+        return cls(
+            engine=engine,
+            config=config,
+            options=options,
+            served=ServedNames.of(config, options, engine.front.inputs.max_model_len),
+            default_sampling=dict(config.model_config.default_sampling),
+            chat_template=template,
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        found = self.engine.tokenizer
+        if found is None:
+            raise InputError("the server has no tokenizer (skip_tokenizer_init): only token ids can be sent and got")
+        return found
+
+    def close(self) -> None:
+        self.renderers.shutdown(wait=False, cancel_futures=True)

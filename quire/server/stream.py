@@ -1,0 +1,88 @@
+"""Server-sent events: an answer's chunks while it grows, an error as the last of them, and [DONE].
+
+In: a Flow of results and an Answer that renders them as bytes. Out: one ASGI response. The status waits for the first
+result, so that a refusal before it has a status of its own. A whole answer is the fold of the same results (`fold`).
+Must not know: dialects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from quire.llm.online import Flow
+from quire.schema.outputs import RequestOutput
+from quire.server.errors import ClientGoneError, refusal_of
+from quire.server.route import Call
+
+DONE = b"data: [DONE]\n\n"
+_ALIVE = b": keep-alive\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Answer(Protocol):
+    """A dialect's rendering of one call's results."""
+
+    def chunk(self, results: list[RequestOutput]) -> bytes:
+        """Events for what is new; may be empty."""
+
+    def end(self) -> bytes:
+        """Events after the last result."""
+
+
+async def send_events(call: Call, flow: Flow, answer: Answer) -> None:
+    """The whole response. The caller closes the flow: leaving early, by an error or a client that went, ends it."""
+    call.watch(flow)
+    silence = call.state.options.sse_keep_alive_interval
+    send = call.send
+    try:
+        results = await (_next_or_comment(call, flow, silence) if silence else flow.next())
+        if not call.started:
+            await _start(call)
+        while True:
+            data = answer.chunk(results)
+            if flow.finished:
+                break
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            results = await (_next_or_comment(call, flow, silence) if silence else flow.next())
+        data += answer.end() + DONE
+    except ClientGoneError:
+        return
+    except Exception as error:
+        if not call.started:
+            raise
+        data = refusal_of(error).event + DONE
+    await send({"type": "http.response.body", "body": data})
+
+
+async def fold(call: Call, flow: Flow) -> dict[str, RequestOutput]:
+    """All results of a call, each whole, by request id."""
+    call.watch(flow)
+    whole: dict[str, RequestOutput] = {}
+    while not flow.finished:
+        for result in await flow.next():
+            if (earlier := whole.get(result.request_id)) is None:
+                whole[result.request_id] = result
+            else:
+                earlier.add(result)
+    return whole
+
+
+async def _start(call: Call) -> None:
+    call.started = True
+    await call.send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+
+
+async def _next_or_comment(call: Call, flow: Flow, silence: float) -> list[RequestOutput]:
+    while True:
+        try:
+            return await asyncio.wait_for(flow.next(), silence)
+        except TimeoutError:
+            if not call.started:
+                await _start(call)
+            await call.send({"type": "http.response.body", "body": _ALIVE, "more_body": True})

@@ -1,0 +1,214 @@
+"""Several API processes on one engine: started together, watched, replaced when one dies, ended in order.
+
+In: options, configuration, the bound socket, which every API process inherits. Out: an exit status.
+An API process that dies takes its own requests with it and is replaced; the engine's death ends everything.
+Must not know: HTTP, routes, what a request is.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.base.clock import Laps, now
+from quire.base.log import logger
+from quire.base.procs import Child
+from quire.engine.client import Begun, ProcessClient
+from quire.schema.errors import EngineDeadError
+from quire.schema.messages import Outputs
+from quire.server.launch import StartError, say_ready, start_errors
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.config.server import ServerConfig
+
+log = logger(__name__)
+API_MAIN = "quire.server.host:main"
+_TOO_MANY_DEATHS, _WITHIN_SECONDS = 5, 60.0
+_GRACE_SECONDS = 10.0  # beyond shutdown_timeout, for processes to leave
+_LAST_WORDS_SECONDS = 5.0  # for API processes to tell their clients that the engine is dead
+
+
+def supervise(
+    options: ServerConfig, config: EngineConfig, opened: socket.socket, url: str, laps: Laps, begun: Begun | None
+) -> int:
+    client = ProcessClient(config, shared=True, begun=begun)
+    try:
+        supervisor = Supervisor(client, options, config, opened)
+        try:
+            supervisor.start()  # they import and read the tokenizer while the engine loads
+            with start_errors():
+                ready = client.wait_ready()
+            client.stream(_Nobody())
+            laps.mark("engine")
+
+            def say() -> None:
+                laps.mark("http")
+                say_ready(config, ready, url, laps)
+
+            return supervisor.run(say)
+        finally:
+            supervisor.end()
+    finally:
+        client.close()
+
+
+class _Nobody:
+    """The supervisor asks for nothing, so nothing comes."""
+
+    def take(self, outputs: Outputs) -> None:
+        pass
+
+    def died(self, error: EngineDeadError) -> None:
+        pass
+
+
+class _Api:
+    """One API process, and the descriptor that says it listens."""
+
+    def __init__(self, number: int, child: Child, ready: int) -> None:
+        self.number, self.child, self.ready = number, child, ready
+        self.listens = False
+
+
+class Supervisor:
+    def __init__(
+        self, client: ProcessClient, options: ServerConfig, config: EngineConfig, opened: socket.socket
+    ) -> None:
+        self._client = client
+        self._options = options
+        self._config = config
+        self._opened = opened
+        self._metrics_folder = os.path.join(client.folder, "metrics")
+        os.mkdir(self._metrics_folder, 0o700)
+        self._apis: dict[int, _Api] = {}
+        self._deaths: deque[float] = deque(maxlen=_TOO_MANY_DEATHS)
+        self._told: list[int] = []  # signals
+
+    def start(self) -> None:
+        for number in range(1, self._options.api_server_count + 1):
+            self._apis[number] = self._start_one(number)
+
+    def _start_one(self, number: int) -> _Api:
+        ready, written = os.pipe()
+        boot = {
+            "folder": self._client.folder,
+            "client": number,
+            "life": self._client.life,
+            "listener": self._opened.fileno(),
+            "ready": written,
+            "metrics_folder": self._metrics_folder,
+            "options": self._options,
+            "config": self._config,
+        }
+        keep = (self._client.life, self._opened.fileno(), written)
+        child = Child(API_MAIN, msgspec.msgpack.encode(boot), name=f"API process {number}", keep=keep)
+        os.close(written)
+        return _Api(number, child, ready)
+
+    def run(self, say: Callable[[], None]) -> int:
+        """Until told to stop (0), or until it cannot go on (1)."""
+        with _signals(self._told) as woken:
+            unsaid = True
+            while not self._told:
+                self._wait(woken)
+                if self._client.dead is not None:
+                    return self._engine_died()
+                if not self._look_after():
+                    return 1
+                if unsaid and all(api.listens for api in self._apis.values()):
+                    say()
+                    unsaid = False
+            return self._stop(woken)
+
+    def end(self) -> None:
+        """Whatever still runs is made to leave."""
+        for api in list(self._apis.values()):
+            self._drop(api)
+
+    def _drop(self, api: _Api) -> None:
+        del self._apis[api.number]
+        api.child.close()
+        os.close(api.ready)
+
+    def _wait(self, woken: int, seconds: float = 0.5) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(woken, selectors.EVENT_READ)
+            selector.register(self._client.life, selectors.EVENT_READ)
+            for api in self._apis.values():
+                selector.register(api.child.notice, selectors.EVENT_READ)
+                if not api.listens:
+                    selector.register(api.ready, selectors.EVENT_READ, api)
+            for key, _ in selector.select(seconds):
+                if isinstance(key.data, _Api):
+                    key.data.listens = os.read(key.data.ready, 1) != b""
+
+    def _look_after(self) -> bool:
+        """Replace API processes that died; False when that happens too often."""
+        for number, api in list(self._apis.items()):
+            if api.child.alive:
+                continue
+            log.error("%s; its requests are lost, and another takes its place", api.child.why_dead())
+            self._client.client_left(number)
+            self._drop(api)
+            self._deaths.append(now())
+            if len(self._deaths) == _TOO_MANY_DEATHS and now() - self._deaths[0] < _WITHIN_SECONDS:
+                log.error("%d API processes died within %g s: giving up", _TOO_MANY_DEATHS, _WITHIN_SECONDS)
+                return False
+            if not api.listens:
+                raise StartError(f"{api.child.why_dead()} before it could listen; its own lines above say why")
+            self._apis[number] = self._start_one(number)
+        return True
+
+    def _engine_died(self) -> int:
+        log.error("%s", self._client.dead)
+        for api in self._apis.values():
+            api.child.wait(_LAST_WORDS_SECONDS)
+        return 1
+
+    def _stop(self, woken: int) -> int:
+        self._opened.close()
+        for api in list(self._apis.values()):
+            if api.listens:
+                api.child.signal(signal.SIGTERM)
+            else:  # it has no requests, and does not listen to signals yet either
+                self._drop(api)
+        deadline = now() + self._config.shutdown_timeout + _GRACE_SECONDS
+        while len(self._told) == 1 and now() < deadline:
+            if not any(api.child.alive for api in self._apis.values()):
+                return 0
+            self._wait(woken, 0.1)
+        if len(self._told) > 1:
+            log.warning("Told to stop again: leaving at once")
+            os._exit(128 + self._told[-1])  # the other processes see that this one is gone, and leave too
+        log.error("Some API processes did not leave in time")
+        return 1
+
+
+@contextmanager
+def _signals(told: list[int]) -> Iterator[int]:
+    """Collect SIGTERM and SIGINT; a descriptor turns readable with each."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        os.write(writing, b"s")
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield reading
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(reading)
+        os.close(writing)

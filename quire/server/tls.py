@@ -1,0 +1,84 @@
+"""TLS: what uvicorn is told, and new certificate files taken up while the server runs (enable_ssl_refresh).
+
+In: paths. Handshakes after a change use the new files; open connections stay. Files that cannot be loaded (half
+written, key and certificate that do not match) are reported, and the old ones stay in use until they change again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+from typing import TYPE_CHECKING, Any
+
+from quire.base.log import logger
+from quire.schema.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.config.server import ServerConfig
+
+log = logger(__name__)
+POLL_SECONDS = 1.0
+_Seen = tuple[tuple[int, int, int], ...]
+
+
+def settings(options: ServerConfig) -> dict[str, Any]:
+    """uvicorn's keywords; empty without TLS. The files are read once, to find a wrong one early."""
+    if not options.tls:
+        return {}
+    _check(options)
+    return {
+        "ssl_certfile": options.ssl_certfile,
+        "ssl_keyfile": options.ssl_keyfile,
+        "ssl_ca_certs": options.ssl_ca_certs,
+        "ssl_cert_reqs": options.ssl_cert_reqs,
+        **({"ssl_ciphers": options.ssl_ciphers} if options.ssl_ciphers else {}),
+    }
+
+
+def _check(options: ServerConfig) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        if options.ssl_ciphers:
+            context.set_ciphers(options.ssl_ciphers)
+        load_files(context, options)
+    except (OSError, ssl.SSLError) as wrong:
+        names = [name for name in (options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs) if name]
+        missing = [name for name in names if not os.path.isfile(name)]
+        what = f"there is no file {missing[0]!r}" if missing else f"{wrong} (files: {', '.join(names)})"
+        raise ConfigError(f"TLS cannot be set up: {what}", param="ssl_certfile") from None
+
+
+def load_files(context: ssl.SSLContext, options: ServerConfig) -> None:
+    assert options.ssl_certfile is not None
+    context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    if options.ssl_ca_certs:
+        context.load_verify_locations(options.ssl_ca_certs)
+
+
+async def refresh(context: ssl.SSLContext, options: ServerConfig) -> None:
+    """Runs beside the server until it is cancelled."""
+    seen = _look(options)
+    while True:
+        await asyncio.sleep(POLL_SECONDS)
+        current = _look(options)
+        if current == seen:
+            continue
+        seen = current
+        try:
+            load_files(context, options)
+        except (OSError, ssl.SSLError) as wrong:
+            log.error("New certificate files cannot be used, the old ones stay: %s", wrong)
+        else:
+            log.info("New certificate files are in use")
+
+
+def _look(options: ServerConfig) -> _Seen:
+    found = []
+    for name in (options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs):
+        try:
+            about = os.stat(name) if name else None
+        except OSError:
+            about = None
+        found.append((about.st_mtime_ns, about.st_size, about.st_ino) if about else (0, 0, 0))
+    return tuple(found)

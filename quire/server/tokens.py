@@ -1,0 +1,158 @@
+"""/tokenize, /detokenize and /tokenizer_info: between words and token ids, without generating anything.
+
+In: text, messages or ids. Out: ids or text. What a chat is tokenized to here is what /v1/chat/completions would
+compute. Must not know: engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from quire.schema.errors import InputError
+from quire.server.body import check_finite, check_json
+from quire.server.errors import ERROR_RESPONSES
+from quire.server.openai.chat_prompt import render_prompt
+from quire.server.openai.chat_protocol import Message, Tool
+from quire.server.openai.envelope import encode
+from quire.server.openai.limits import check_template_trust
+from quire.server.route import App, Call, add_route
+from quire.server.state import ServerState
+
+_LONG_TEXT = 4096  # characters; tokenizing less is quicker than going to another thread
+_TAG = "tokens"
+
+
+class TokenizeCompletionRequest(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    model: str | None = None
+    prompt: str = Field(examples=["Hello world"])
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = False
+
+
+class TokenizeChatRequest(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    model: str | None = None
+    messages: list[Message] = Field(examples=[[{"role": "user", "content": "Say hi"}]])
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = False
+    add_special_tokens: bool | None = False
+    return_token_strs: bool | None = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    model: str | None = None
+    tokens: list[int] = Field(examples=[[19556, 905]])
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str
+
+
+class TokenizerInfo(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    tokenizer_class: str
+    name_or_path: str
+    is_fast: bool
+    vocab_size: int
+    model_max_length: int
+    chat_template: str | dict[str, str] | None = None
+    special_tokens: dict[str, str]
+
+
+def add_routes(app: App, state: ServerState) -> None:
+    either = TokenizeCompletionRequest | TokenizeChatRequest
+    add_route(app, "/tokenize", tokenize, either, answer=TokenizeResponse, tag=_TAG, read=_read_either)
+    add_route(app, "/detokenize", detokenize, DetokenizeRequest, answer=DetokenizeResponse, tag=_TAG)
+    if state.options.enable_tokenizer_info_endpoint:
+        app.include_router(_info)
+
+
+def _read_either(raw: bytes, max_depth: int) -> TokenizeCompletionRequest | TokenizeChatRequest:
+    check_json(raw, max_depth)
+    # The one key that tells them apart may also stand in a text; a wrong guess is only a refusal that names it.
+    if b'"messages"' in raw and b'"prompt"' not in raw:
+        return TokenizeChatRequest.model_validate_json(raw)
+    return TokenizeCompletionRequest.model_validate_json(raw)
+
+
+async def tokenize(call: Call, request: TokenizeCompletionRequest | TokenizeChatRequest) -> None:
+    """Token ids of a text, or of a chat as the model would get it."""
+    state = call.state
+    state.served.check(request.model)
+    if isinstance(request, TokenizeChatRequest):
+        text = await _chat_text(state, request)
+        special = bool(request.add_special_tokens)
+    else:
+        text, special = request.prompt, request.add_special_tokens is not False
+    tokenizer = state.tokenizer
+    if len(text) < _LONG_TEXT:
+        ids = tokenizer.encode(text, special)
+    else:
+        ids = await asyncio.get_running_loop().run_in_executor(state.renderers, tokenizer.encode, text, special)
+    strings = tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
+    found = {"count": len(ids), "max_model_len": state.served.max_model_len, "tokens": ids, "token_strs": strings}
+    await call.reply(encode(found))
+
+
+async def detokenize(call: Call, request: DetokenizeRequest) -> None:
+    """The text of token ids."""
+    state = call.state
+    state.served.check(request.model)
+    vocab_size = state.engine.front.inputs.vocab_size
+    for token_id in request.tokens:
+        if not 0 <= token_id < vocab_size:
+            raise InputError(
+                f"tokens holds {token_id}; this model's ids are 0 to {vocab_size - 1}", param="tokens", value=token_id
+            )
+    await call.reply(encode({"prompt": state.tokenizer.decode(request.tokens)}))
+
+
+async def _chat_text(state: ServerState, request: TokenizeChatRequest) -> str:
+    check_template_trust(request.chat_template, request.chat_template_kwargs, state.options)
+    for name, given in (("tools", request.tools), ("chat_template_kwargs", request.chat_template_kwargs)):
+        check_finite(name, given)
+    opens = request.add_generation_prompt
+    return await render_prompt(
+        state,
+        request.messages,
+        tools=request.tools,
+        add_generation_prompt=not request.continue_final_message if opens is None else opens,
+        continue_final_message=bool(request.continue_final_message),
+        chat_template=request.chat_template,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
+
+
+_info = APIRouter(tags=[_TAG])
+
+
+@_info.get("/tokenizer_info", operation_id="tokenizer_info", responses={401: ERROR_RESPONSES[401]})
+async def tokenizer_info(request: Request) -> TokenizerInfo:
+    """What the tokenizer is, and its chat template."""
+    state: ServerState = request.app.state.quire
+    tokenizer = state.tokenizer
+    return TokenizerInfo(
+        tokenizer_class=type(tokenizer).__name__,
+        name_or_path=tokenizer.name_or_path,
+        is_fast=tokenizer.is_fast,
+        vocab_size=tokenizer.vocab_size,
+        model_max_length=state.served.max_model_len,
+        chat_template=state.chat_template or tokenizer.chat_template,
+        special_tokens=tokenizer.special_tokens_map,
+    )

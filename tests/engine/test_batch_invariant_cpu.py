@@ -1,0 +1,78 @@
+"""Batch-invariant mode on CPU: the bits of a request's log probabilities do not depend on its neighbours."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.base import env
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tiny_models import VOCAB, make_tiny
+
+COMMON: dict[str, Any] = {"max_model_len": 256, "kv_cache_memory_bytes": 32 << 20, "seed": 0, "device": "cpu"}
+RUNS: dict[str, dict[str, Any]] = {
+    "small chunks": {"max_num_batched_tokens": 19, "max_num_seqs": 5, "block_size": 8},
+    "few blocks": {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 64, "max_num_seqs": 8},
+    "two at a time": {"max_num_seqs": 2, "enable_prefix_caching": False},
+}
+
+
+def prompts_of(seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    stem = [rng.randrange(4, VOCAB) for _ in range(40)]
+    tails = [[rng.randrange(4, VOCAB) for _ in range(rng.choice([1, 2, 7, 19, 33, 70]))] for _ in range(9)]
+    return [stem + tail if i % 2 else tail for i, tail in enumerate(tails)]
+
+
+def bits_of(folder: Path, prompts: list[list[int]], **options: Any) -> list[list[tuple[int, float]]]:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+    llm = LLM(str(folder), **{**COMMON, **options})
+    try:
+        found = llm.generate(prompts, params, use_tqdm=False)
+    finally:
+        llm.close()
+    return [bits(out.outputs[0]) for out in found]
+
+
+def bits(output: Any) -> list[tuple[int, float]]:
+    return [(token, entry[token].logprob) for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [
+        ("Qwen3ForCausalLM", "float32"),
+        ("Gemma3ForCausalLM", "bfloat16"),
+        ("Qwen3MoeForCausalLM", "bfloat16"),
+        ("DeepseekV3ForCausalLM", "float32"),
+    ],
+)
+def test_bits_do_not_depend_on_the_batch(
+    arch: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_BATCH_INVARIANT", "1")
+    env.forget_all()
+    make_tiny(arch, tmp_path)
+    prompts = prompts_of(4)
+    wanted = bits_of(tmp_path, prompts, dtype=dtype)
+    for name, options in RUNS.items():
+        if arch == "Gemma3ForCausalLM" and "num_gpu_blocks_override" in options:
+            options = {**options, "num_gpu_blocks_override": 130}  # it has seven groups of layers
+        assert bits_of(tmp_path, prompts, dtype=dtype, **options) == wanted, name
+    for i in (0, 5):
+        assert bits_of(tmp_path, [prompts[i]], dtype=dtype) == [wanted[i]]
+
+
+def test_without_the_mode_they_do(tmp_path: Path) -> None:
+    """The control: if this ever fails, the test above proves nothing."""
+    env.forget_all()
+    make_tiny("Qwen3ForCausalLM", tmp_path)
+    prompts = prompts_of(4)
+    wanted = bits_of(tmp_path, prompts, dtype="float32")
+    assert any(bits_of(tmp_path, prompts, dtype="float32", **options) != wanted for options in RUNS.values())

@@ -1,0 +1,23 @@
+"""Servers that several tests share: one over the fake worker, one over the embedded model, each per file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.server.live import Live, live, live_fake
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with live_fake(tmp_path_factory.mktemp("fake")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def smol() -> Iterator[Live]:
+    """The embedded model, with everything a request may switch on."""
+    options = {"trust_request_chat_template": True, "enable_prompt_tokens_details": True}
+    with live(engine={"max_model_len": 512, "served_model_name": "smol", "max_num_seqs": 16}, **options) as server:
+        yield server

@@ -1,0 +1,32 @@
+"""Generated requests find no 5xx and leave a living engine. The long run is `python -m tests.server.fuzz`."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from tests.server.live import Live
+
+fuzz = pytest.importorskip("tests.server.fuzz", reason="needs schemathesis")
+
+
+def test_generated_requests(fake: Live) -> None:
+    tally = fuzz.fuzz(fake, 120)
+    fuzz.is_alive(fake)
+    assert tally.requests >= 100
+    assert tally.of(200) >= 20 and tally.of(400) >= 20, tally.by_status  # both kinds were really met
+
+
+def test_the_page(fake: Live) -> None:
+    page = httpx.get(fake.url + "/openapi.json").json()
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        operation = page["paths"][path]["post"]
+        assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+        assert {"400", "401", "404", "413", "429", "500", "503"} <= set(operation["responses"])
+        name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+        fields = page["components"]["schemas"][name]["properties"]
+        assert {"temperature", "min_p", "vllm_xargs", "stream_options", "cache_salt"} <= set(fields)
+    every = [operation for operations in page["paths"].values() for operation in operations.values()]
+    assert all("422" not in operation["responses"] for operation in every)
+    names = [operation["operationId"] for operation in every]
+    assert len(names) == len(set(names))

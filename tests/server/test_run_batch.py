@@ -1,0 +1,330 @@
+"""`quire run-batch`: files in OpenAI's batch format through the server's own routes; order, errors, memory, URLs."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.base.net import free_port
+from quire.cli import batch as command
+from quire.schema.errors import EngineDeadError, InputError, NotBuiltError
+from quire.server.openai.batch import BatchRunner, read_lines
+from tests.fake_engine import use_fake, write_model
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def line(custom_id: str, url: str = COMPLETIONS, method: str = "POST", **body: Any) -> str:
+    return json.dumps({"custom_id": custom_id, "method": method, "url": url, "body": body})
+
+
+def lines_of(data: bytes | str) -> list[dict[str, Any]]:
+    return [json.loads(one) for one in data.splitlines()]
+
+
+# ---- the command, on an engine without a model -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    use_fake(monkeypatch)
+    monkeypatch.setenv("QUIRE_ENABLE_V1_MULTIPROCESSING", "0")
+    return write_model(tmp_path / "model")
+
+
+@pytest.fixture
+def run(model: str, tmp_path: Path) -> Any:
+    def answer(*given: str, flags: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+        source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        source.write_text("\n".join(given) + "\n")
+        base = ["-i", str(source), "-o", str(target), "--model", model, "--served-model-name", "fake"]
+        assert command.run_batch([*base, "--disable-tqdm", *flags], "quire run-batch") == 0
+        return lines_of(target.read_text())
+
+    return answer
+
+
+def test_answers_come_in_order_with_their_names(run: Any, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    slow = {"vllm_xargs": {"sleep": 0.02}}
+    found = run(
+        line("first", prompt="abc", max_tokens=20, temperature=0, model="fake", **slow),
+        "",
+        line("second", CHAT, messages=messages, max_tokens=4, model="fake"),
+        line("third", prompt="xy", max_tokens=1, n=2, model="fake"),
+    )
+    assert [one["custom_id"] for one in found] == ["first", "second", "third"]
+    assert [one["response"]["status_code"] for one in found] == [200] * 3
+    assert all(one["error"] is None and one["id"].startswith("batch_req_") for one in found)
+    assert len({one["id"] for one in found}) == 3 and all(one["response"]["request_id"] for one in found)
+    first, second, third = (one["response"]["body"] for one in found)
+    assert first["object"] == "text_completion" and first["choices"][0]["text"] == ("abc" * 7)[:20]
+    assert second["object"] == "chat.completion" and second["choices"][0]["message"]["content"] == "user"
+    assert len(third["choices"]) == 2 and third["usage"]["completion_tokens"] == 2
+    assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == ["in.jsonl", "out.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "given, status, code, says, custom_id",
+    [
+        ("nonsense", 400, "invalid_request", "line 1 is no batch request", None),
+        ('{"custom_id": "a"}', 400, "invalid_request", "missing required field", "a"),
+        ('{"custom_id": 5, "url": "/x", "body": {}}', 400, "invalid_request", "Expected `str`", None),
+        (line("a", method="GET"), 405, "invalid_method", "only POST", "a"),
+        (line("a", "/v1/embeddings", input="x"), 501, "invalid_url", "not in this version", "a"),
+        (line("a", "/v2/rerank", query="x"), 501, "invalid_url", "not in this version", "a"),
+        (line("a", "/shutdown"), 404, "invalid_url", "unknown", "a"),
+        (line("a", "/metrics"), 404, "invalid_url", "unknown", "a"),
+        (line("a", prompt="x", stream=True), 400, "invalid_request", "whole answers only", "a"),
+        (line("a", prompt="x", model="other"), 404, 404, "does not exist", "a"),
+        (line("a", prompt="x", max_tokens=-1), 400, 400, "max_tokens", "a"),
+        (line("a", CHAT, messages=[]), 400, 400, "messages", "a"),
+        (line("a", prompt="x" * 600), 400, 400, "512", "a"),
+    ],
+)
+def test_a_bad_line_is_one_line_of_output(
+    given: str, status: int, code: object, says: str, custom_id: str | None, run: Any
+) -> None:
+    bad, good = run(given, line("good", prompt="ab", max_tokens=2))
+    assert bad["custom_id"] == custom_id
+    assert bad["response"]["status_code"] == status
+    assert bad["error"]["code"] == code and says in bad["error"]["message"]
+    assert bad["response"]["body"]["error"] == bad["error"]  # where OpenAI's clients look
+    assert good["response"]["body"]["choices"][0]["text"] == "ab" and good["error"] is None
+
+
+def test_a_line_that_is_too_long(run: Any) -> None:
+    flags = ("--max-request-bytes", "2000")
+    long, good = run(line("a", prompt="x" * 5000), line("b", prompt="ab", max_tokens=2), flags=flags)
+    assert long["response"]["status_code"] == 413 and "longer than 2000 bytes" in long["error"]["message"]
+    assert good["response"]["status_code"] == 200
+
+
+def test_one_request_that_fails_in_the_engine(run: Any) -> None:
+    bad, good = run(
+        line("a", prompt="abc", max_tokens=9, vllm_xargs={"fail_at": 2}), line("b", prompt="ab", max_tokens=2)
+    )
+    assert bad["response"]["status_code"] == 500 and "cannot go on" in bad["error"]["message"]
+    assert good["error"] is None
+
+
+def test_a_dead_engine_ends_the_run_and_keeps_what_there_is(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    many = [line(str(i), prompt="ab", max_tokens=2) for i in range(4)]
+    with pytest.raises(EngineDeadError, match="the step went wrong"):
+        run(*many, line("bad", prompt="abc", max_tokens=30, vllm_xargs={"raise_at": 20}))
+    (kept,) = tmp_path.glob("run-batch-*.jsonl")
+    assert [one["custom_id"] for one in lines_of(kept.read_text())] == ["0", "1", "2", "3"]
+    assert f"the answers so far are in {kept}" in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_key_in_the_environment_does_not_lock_the_batch_out(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "secret")
+    assert run(line("a", prompt="ab", max_tokens=2))[0]["response"]["status_code"] == 200
+
+
+def test_options_of_the_server_hold(run: Any) -> None:
+    template = "{% for m in messages %}{{ m['content'] }}!{% endfor %}"
+    body = dict(messages=[{"role": "user", "content": "hey"}], max_tokens=4)
+    (found,) = run(line("a", CHAT, **body), flags=("--chat-template", template, "--response-role", "poet"))
+    message = found["response"]["body"]["choices"][0]["message"]
+    assert (message["content"], message["role"]) == ("hey!", "poet")
+
+
+def test_metrics_while_it_runs(run: Any) -> None:
+    port = free_port()
+    pages: list[httpx.Response] = []
+    done = threading.Event()
+
+    def scrape() -> None:
+        while not done.is_set() and not pages:
+            try:
+                page = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5)
+            except httpx.TransportError:
+                continue
+            if "vllm:prompt_tokens_total" in page.text:
+                pages.extend([page, httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=5)])
+
+    reader = threading.Thread(target=scrape)
+    reader.start()
+    slow = line("a", prompt="abc", max_tokens=200, ignore_eos=True, vllm_xargs={"sleep": 0.02})
+    run(slow, flags=("--enable-metrics", "--url", "127.0.0.1", "--port", str(port)))
+    done.set()
+    reader.join()
+    assert pages[0].status_code == 200 and pages[1].status_code == 404  # nothing else is served
+
+
+@pytest.mark.parametrize(
+    "flags, error, says",
+    [
+        (["-i", "/no/such/file", "-o", "out"], InputError, "--input-file /no/such/file: No such file"),
+        (["-i", __file__, "-o", "/no/such/folder/out"], InputError, "--output-file"),
+        (["-i", "file:///etc/passwd", "-o", "out"], InputError, "only http and https"),
+        (["-i", "http://127.0.0.1:1/x", "-o", "out"], InputError, "not public"),
+        (["-i", __file__, "-o", "out", "--lora-modules", "x"], SystemExit, "2"),
+        (["-i", __file__, "-o", "out", "--enable-lora"], NotBuiltError, "enable_lora"),
+    ],
+)
+def test_wrong_flags(
+    flags: list[str], error: type[BaseException], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=says):
+        command.run_batch([*flags, "--disable-tqdm"], "quire run-batch")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- URLs ------------------------------------------------------------------------------------------------------------
+
+
+class Store(BaseHTTPRequestHandler):
+    """An object store with presigned URLs, more or less."""
+
+    files: dict[str, bytes] = {}
+
+    def do_GET(self) -> None:
+        found = self.files.get(self.path)
+        self.send_response(404 if found is None else 200)
+        self.end_headers()
+        self.wfile.write(found or b"")
+
+    def do_PUT(self) -> None:
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        if "denied" not in self.path:
+            Store.files[self.path] = data
+        self.send_response(403 if "denied" in self.path else 200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def store() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Store)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_files_behind_urls(store: str, model: str, tmp_path: Path) -> None:
+    Store.files = {"/in.jsonl?sig=1": line("a", prompt="abc", max_tokens=3).encode()}
+    flags = ["-i", f"{store}/in.jsonl?sig=1", "-o", f"{store}/out?sig=2", "--model", model, "--disable-tqdm"]
+    with pytest.raises(InputError, match="not public"):
+        command.run_batch(flags, "x")
+    Store.files["/answers"] = b""
+    with pytest.raises(InputError, match="host 'localhost' is refused"):  # before anything is computed
+        place = f"{store.replace('127.0.0.1', 'localhost')}/answers"
+        command.run_batch([*flags[:3], place, *flags[4:], "--allow-url-host", "127.0.0.1"], "x")
+    allowed = [*flags, "--allow-url-host", "127.0.0.1", "--output-tmp-dir", str(tmp_path)]
+    assert command.run_batch(allowed, "x") == 0
+    (found,) = lines_of(Store.files["/out?sig=2"])
+    assert found["response"]["body"]["choices"][0]["text"] == "abc"
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
+def test_answers_that_cannot_be_sent_are_kept(store: str, model: str, tmp_path: Path) -> None:
+    Store.files = {"/in": line("a", prompt="abc", max_tokens=3).encode()}
+    flags = ["-i", f"{store}/in", "-o", f"{store}/denied", "--model", model, "--disable-tqdm"]
+    with pytest.raises(InputError, match=r"HTTP 403 .*; the answers are in"):
+        command.run_batch([*flags, "--allow-url-host", "127.0.0.1", "--output-tmp-dir", str(tmp_path)], "x")
+    (kept,) = tmp_path.glob("*.jsonl")
+    assert lines_of(kept.read_text())[0]["custom_id"] == "a"
+
+
+def test_a_file_that_is_too_large(store: str, model: str, tmp_path: Path) -> None:
+    Store.files = {"/in": b"x" * 5000}
+    flags = ["-i", f"{store}/in", "-o", str(tmp_path / "out"), "--model", model, "--allow-url-host", "127.0.0.1"]
+    with pytest.raises(InputError, match="limit of 4000 bytes"):
+        command.run_batch([*flags, "--max-file-bytes", "4k"], "x")
+
+
+# ---- the runner, on an app of our own --------------------------------------------------------------------------------
+
+
+class Echo:
+    """Answers with the body it got, the later the smaller `wait` says; counts what is under way."""
+
+    def __init__(self, busy: int = 0) -> None:
+        self.running = self.most = self.calls = 0
+        self.busy = busy
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.calls += 1
+        self.running += 1
+        self.most = max(self.most, self.running)
+        body = (await receive())["body"]
+        status, headers = 200, [(b"content-type", b"application/json")]
+        if self.busy:
+            self.busy -= 1
+            status, headers = 503, [*headers, (b"retry-after", b"1")]
+        else:
+            for _ in range(json.loads(body)["wait"]):
+                await asyncio.sleep(0)
+        self.running -= 1
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body[:3], "more_body": True})
+        await send({"type": "http.response.body", "body": body[3:]})
+
+
+def answer_all(app: Any, given: list[str], **options: Any) -> tuple[list[dict[str, Any]], Any]:
+    source, target = io.BytesIO("\n".join(given).encode()), io.BytesIO()
+    tally = asyncio.run(BatchRunner(app, **{"window": 8, "longest_line": 10_000} | options).run(source, target))
+    return lines_of(target.getvalue()), tally
+
+
+def test_a_bounded_window_keeps_order() -> None:
+    app = Echo()
+    found, tally = answer_all(app, [line(str(i), wait=(i * 7) % 40) for i in range(200)])
+    assert [one["custom_id"] for one in found] == [str(i) for i in range(200)]
+    assert [one["response"]["body"]["wait"] for one in found] == [(i * 7) % 40 for i in range(200)]
+    assert 2 <= app.most <= 8
+    assert (tally.completed, tally.failed) == (200, 0)
+
+
+def test_lines_are_read_only_as_they_are_needed() -> None:
+    """With a window of 4, no more than a few lines are in memory at once."""
+    reading: list[int] = []
+    written = io.BytesIO()
+
+    class Source(io.BytesIO):
+        def readline(self, *size: Any) -> bytes:
+            reading.append(written.getvalue().count(b"\n"))
+            return super().readline(*size)
+
+    source = Source("\n".join(line(str(i), wait=3) for i in range(50)).encode())
+    asyncio.run(BatchRunner(Echo(), window=4, longest_line=1000).run(source, written))
+    ahead = [number - done for number, done in enumerate(reading)]
+    assert max(ahead) <= 5 and reading[-1] >= 46
+
+
+def test_a_full_queue_is_waited_for() -> None:
+    app = Echo(busy=3)
+    found, tally = answer_all(app, [line("a", wait=0)], window=1)
+    assert found[0]["response"]["status_code"] == 200 and tally.completed == 1 and app.calls == 4
+
+
+def test_whoever_must_stop_stops() -> None:
+    def alive() -> None:
+        raise EngineDeadError("gone")
+
+    with pytest.raises(EngineDeadError):
+        answer_all(Echo(), [line("a", wait=0)], alive=alive)
+
+
+def test_reading_lines() -> None:
+    source = io.BytesIO(b"abc\n\n  \n" + b"x" * 25 + b"\nlast")
+    assert list(read_lines(source, 10)) == [(1, b"abc\n"), (4, None), (5, b"last")]
+    assert list(read_lines(io.BytesIO(b"x" * 10 + b"\n" + b"y" * 11), 10)) == [(1, b"x" * 10 + b"\n"), (2, None)]
