@@ -46,7 +46,7 @@ def rows(model: str | None) -> dict[str, list[str]]:
         "import quire": [python, "-c", "import quire"],
         "quire --help": [QUIRE, "--help"],
         "import torch + read weights": [python, "-c", READ, *weight_files(model)],
-        "quire complete, one token": [QUIRE, "complete", *named, "-q", "The sky is", "--max-tokens", "1"],
+        "quire complete, one token": [QUIRE, "complete", "--local", *named, "-q", "The sky is", "--max-tokens", "1"],
     }
 
 

@@ -6,11 +6,21 @@ python tools/reference.py --check    exits 1 and names the pages that are out of
 
 from __future__ import annotations
 
+import argparse
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from quire.base.registry import load
+from quire.cli.bench import BENCHES
+from quire.cli.main import COMMANDS
+from quire.config import EngineArgs, FlexibleArgumentParser
 from quire.config.docs import NOTE, environment_page, options_page
-from quire.observe.metrics import TABLE
+from quire.config.flags import add_flags
+from quire.config.server import flats
+from quire.observe.declared import TABLE, Declared, http_table
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 
@@ -19,24 +29,145 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ").replace("%%", "%")
 
 
+# ---- metrics ------------------------------------------------------------------------------------------------------
+
+
 def metrics() -> str:
     lines = [
         "# Metrics",
         "",
-        "What `LLM.get_metrics()` returns when `disable_log_stats=False`. Every metric has the labels `model_name` and",
-        "`engine`. Names and buckets are vLLM's.",
+        "What `GET /metrics` of a server shows, and `LLM.get_metrics()` returns (`disable_log_stats=False`). Names,",
+        "labels and buckets are vLLM's. Every metric has the labels `model_name` (the first served name) and `engine`,",
+        "unless the table says otherwise. On the page a counter's name ends in `_total`, a histogram has `_bucket`,",
+        "`_sum` and `_count`, and all of these have a `_created` line (`PROMETHEUS_DISABLE_CREATED_SERIES=1` leaves",
+        "those out). [How to use them](../server/metrics.md).",
         "",
-        "| metric | kind | further label | meaning |",
-        "|---|---|---|---|",
+        *_table(TABLE),
+        "",
+        "## HTTP",
+        "",
+        "Only on the page of a server, without `model_name` and `engine`. `handler` is a route as it is written, or",
+        "`none` for a path that is no route; `method` is one of the usual methods or `other`; `status` is `2xx`, `4xx`",
+        "and so on. Probes (`/health`, `/ping`, `/load`, `/version`, `/server_info`) and `/metrics` are not counted.",
+        "",
+        *_table(http_table(()), values=False),
+        "",
+        "A server with one API process also shows `process_resident_memory_bytes` and the other `process_` numbers of",
+        "that process.",
     ]
-    for entry in TABLE:
-        label = f"`{entry.label}`: {', '.join(entry.values)}" if entry.label else ""
-        lines.append(f"| `{entry.name}` | {entry.kind} | {label} | {cell(entry.doc)} |")
     return "\n".join(lines) + "\n"
 
 
+def _table(entries: tuple[Declared, ...], *, values: bool = True) -> list[str]:
+    lines = ["| metric | kind | further labels | meaning |", "|---|---|---|---|"]
+    for entry in entries:
+        labels = ", ".join(f"`{label}`" for label in entry.labels)
+        if values and entry.labels:
+            labels += f": {', '.join(value for (value,) in entry.values)}"
+        if not entry.per_engine:
+            labels += "; no `engine`"
+        old = "".join(f" Also under its old name `{name}`." for name in entry.old_names)
+        lines.append(f"| `{entry.name}` | {entry.kind} | {labels} | {cell(entry.doc)}{old} |")
+    return lines
+
+
+# ---- commands -----------------------------------------------------------------------------------------------------
+
+
+class _FoundError(Exception):
+    """Carries a command's parser out of the command."""
+
+
+class _Caught(FlexibleArgumentParser):
+    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+        raise _FoundError(self)
+
+
+def parser_of(path: str, program: str) -> argparse.ArgumentParser | None:
+    """The parser a command would use; None if it has none."""
+    command = load(path)
+    original = FlexibleArgumentParser.parse_args
+    FlexibleArgumentParser.parse_args = _Caught.parse_args  # type: ignore[method-assign]
+    try:
+        command([], program)
+    except _FoundError as found:
+        parser: argparse.ArgumentParser = found.args[0]
+        return parser
+    finally:
+        FlexibleArgumentParser.parse_args = original  # type: ignore[method-assign]
+    return None
+
+
+def commands() -> str:
+    lines = [
+        "# Commands",
+        "",
+        "`quire COMMAND --help` says the same in the terminal. Options of the engine and of the server are on",
+        "[their own page](options.md); where a command takes them, it says so.",
+        "",
+    ]
+    for name, command in COMMANDS.items():
+        lines += [f"## quire {name}", "", f"{_sentence(command.summary)}", ""]
+        if name == "bench":
+            for bench, (path, summary) in BENCHES.items():
+                lines += [
+                    f"### quire bench {bench}",
+                    "",
+                    _sentence(summary),
+                    "",
+                    *_options(path, f"quire bench {bench}"),
+                ]
+        else:
+            lines += _options(command.path, f"quire {name}")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _sentence(words: str) -> str:
+    first = words.split()[0]
+    begin = words if re.search(r"[-_:/]", first) else words[0].upper() + words[1:]  # a name stays as it is written
+    return begin.rstrip(".") + "."
+
+
+def _options(path: str, program: str) -> list[str]:
+    parser = None if path.endswith(":collect_env") else parser_of(path, program)
+    if parser is None:
+        return []
+    engine, server = _shared(EngineArgs.add_cli_args), _shared(lambda parser: add_flags(parser, flats()))
+    own = [action for action in parser._actions if action.help is not argparse.SUPPRESS and action.dest != "help"]
+    taken = {action.dest for action in own}
+    lines, hidden = [], set[str]()
+    for shared, words in ((engine, "Takes every engine option."), (server, "Takes every option of the server.")):
+        if len(taken & shared) > len(shared) // 2:
+            lines += [words, ""]
+            hidden |= shared
+    shown = [action for action in own if action.dest not in hidden]
+    if shown:
+        lines += ["| option | default | meaning |", "|---|---|---|", *map(_row, shown), ""]
+    return lines
+
+
+def _shared(add: Callable[[FlexibleArgumentParser], object]) -> set[str]:
+    parser = FlexibleArgumentParser()
+    add(parser)
+    return {action.dest for action in parser._actions}
+
+
+def _row(action: argparse.Action) -> str:
+    name = " ".join(f"`{flag}`" for flag in action.option_strings) or f"`{action.metavar or action.dest}`"
+    silent = action.default is None or action.default in (False, argparse.SUPPRESS, (), []) or action.const is True
+    default = "" if silent else f"`{re.sub('-[0-9a-f]{8}-', '-…-', str(action.default))}`"  # one part is random
+    choices = f" One of {', '.join(map(str, action.choices))}." if action.choices else ""
+    words = re.sub(r" \(default: [^)]*\)", "", (action.help or "").replace("%%", "%"))
+    return f"| {cell(name)} | {cell(default)} | {cell(_sentence(words) if words else '')}{cell(choices)} |"
+
+
 def pages() -> dict[Path, str]:
-    made = {"options.md": options_page(), "environment.md": environment_page(), "metrics.md": metrics()}
+    made = {
+        "options.md": options_page(),
+        "environment.md": environment_page(),
+        "metrics.md": metrics(),
+        "commands.md": commands(),
+    }
     return {FOLDER / name: NOTE + text for name, text in made.items()}
 
 

@@ -1,7 +1,7 @@
 """Attention on one GPU: correctness over a matrix of shapes, then times against the bytes and operations needed.
 
     PYTHONPATH=. python benchmarks/gpu/attention.py            check, decode, prefill, mixed
-    PYTHONPATH=. python benchmarks/gpu/attention.py --sweep    tile shapes of decode and prefill, and page sizes
+    PYTHONPATH=. python benchmarks/gpu/attention.py --sweep prompt|decode|long|prefix|library    attention_sweep.py
 
 Decode: replays of a CUDA graph of several layers with caches of their own, so that nothing stays in the L2 between
 them. floor is the time to read the keys and values once at 4.3 TB/s. Prefill: causal operations, 4 H D L^2 / 2.
@@ -17,40 +17,38 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from quire.attention.library import Library
 from quire.attention.triton import TritonAttention, choose_tiles
+from quire.base import registry
 from quire.layers.batch import GroupStep
 from quire.ops.triton.attention import Tiles
 from quire.schema.kv import KVGroup, KVKind, KVSpec
 from tests.attention_case import RULES, Case
 
 MODELS = {"0.6B": (16, 8, 128), "8B": (32, 8, 128), "30B-A3B": (32, 4, 128)}
-MANY = [
-    (128, 64, 8, 3), (128, 64, 8, 5), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2),
-    (64, 128, 4, 2), (64, 128, 4, 3), (128, 32, 8, 3), (128, 64, 4, 3), (64, 32, 4, 3),
-]  # fmt: skip
 BANDWIDTH = 4.3e12
 POOL = 20 << 30
 DEVICE = torch.device("cuda")
 
 
 class Tuned(TritonAttention):
-    """With tile shapes given from outside."""
+    """With tile shapes given from outside, a number of parts against the default, and no library unless asked for."""
 
-    def __init__(self, few: Tiles | None = None, many: Tiles | None = None, **options: bool) -> None:
-        super().__init__(**{"fixed": False, **options})
-        self.few, self.many = few, many
+    def __init__(self, waves: float = 1.0, library: Library | None = None, fixed: bool = False, **tiles: Tiles) -> None:
+        super().__init__(fixed=fixed, library=library)
+        self.library, self.waves, self.given = library, waves, tiles
+
+    def sms(self, device):
+        return int(super().sms(device) * self.waves)
 
     def tiles(self, *shape):
-        few, many = super().tiles(*shape)
-        return self.few or few, self.many or many
+        return super().tiles(*shape)._replace(**self.given)
 
 
 class Bench:
-    def __init__(self) -> None:
-        self.pool = torch.empty(POOL, dtype=torch.uint8, device=DEVICE)
+    def __init__(self, room: int = POOL) -> None:
+        self.pool = torch.empty(room, dtype=torch.uint8, device=DEVICE)
         self.pool.view(torch.bfloat16).normal_()
 
     def setting(self, backend, model, rows, context, page, layers=8):
@@ -61,7 +59,7 @@ class Bench:
         )
         width = -(-context // page)
         blocks = rows * width
-        layers = max(1, min(layers, POOL // (blocks * spec.page_bytes)))
+        layers = max(1, min(layers, len(self.pool) // (blocks * spec.page_bytes)))
         caches = []
         for layer in range(layers):
             start = layer * blocks * spec.page_bytes
@@ -70,10 +68,13 @@ class Bench:
         tables = torch.randperm(blocks, device=DEVICE).view(rows, width).int()
         return caches, tables, KVGroup(kind=KVKind.FULL, block_size=page, window=0, layers=("x",))
 
-    def decode(self, backend, model, rows, context, page=16, contexts=None) -> tuple[float, float]:
-        """(microseconds per layer, bytes per layer); graph replays."""
+    def decode(self, backend, model, rows, context, page=64, contexts=None, shared=False) -> tuple[float, float]:
+        """(microseconds per layer, bytes per layer); graph replays. shared: all rows have the blocks of the first, but
+        for the last 64 tokens."""
         heads, kv_heads, size = MODELS[model]
         caches, tables, group = self.setting(backend, model, rows, context, page)
+        if shared:
+            tables[:, : (context - 64) // page] = tables[0, : (context - 64) // page]
         lens = torch.tensor(contexts or [context] * rows, device=DEVICE, dtype=torch.int32)
         index = torch.arange(rows, device=DEVICE, dtype=torch.int32)
         slots = torch.full((rows,), -1, device=DEVICE)
@@ -91,7 +92,7 @@ class Bench:
         took = timed(graph.replay) / (len(caches) * repeats)
         return took, int(lens.sum()) * kv_heads * size * 2 * 2
 
-    def prefill(self, backend, model, lens, page=16, before=0) -> tuple[float, float]:
+    def prefill(self, backend, model, lens, page=64, before=0) -> tuple[float, float]:
         """(microseconds, operations) of fresh prompts, or of chunks after `before` tokens."""
         heads, kv_heads, size = MODELS[model]
         longest = max(lens) + before
@@ -149,9 +150,9 @@ def check() -> None:
 
 
 def show_decode(bench: Bench) -> None:
-    print(f"\ndecode {'model':8} batch context |   us  TB/s floor | page 64: us  TB/s | fixed: us")
+    print(f"\ndecode {'model':8} batch context |   us  TB/s floor | page 16: us  TB/s | fixed: us")
     for model, rows, context in itertools.product(MODELS, (1, 32, 256), (512, 2048, 8192)):
-        (a, size), (b, _) = (bench.decode(Tuned(), model, rows, context, page) for page in (16, 64))
+        (a, size), (b, _) = (bench.decode(Tuned(), model, rows, context, page) for page in (64, 16))
         c, _ = bench.decode(Tuned(fixed=True), model, rows, context)
         print(f"       {model:8} {rows:5} {context:7} | {a:6.1f} {size / a / 1e6:5.2f} {size / BANDWIDTH * 1e6:6.1f} "
               f"| {b:6.1f} {size / b / 1e6:5.2f} | {c:6.1f}", flush=True)  # fmt: skip
@@ -166,33 +167,11 @@ def show_prefill(bench: Bench) -> None:
         MODELS, [((2048,), 0), ((8192,), 0), ((2048,) * 4, 0), ((512,) * 16, 0), ((64,), 8000), ((2048,), 6144)]
     ):
         a, work = bench.prefill(Tuned(), model, lens, before=before)
-        b, _ = bench.prefill(Tuned(library=True), model, lens, before=before)
+        b, _ = bench.prefill(Tuned(library=Library(least=64, seen=0)), model, lens, before=before)
         c, _ = bench.prefill(Tuned(fixed=True), model, lens, before=before)
         name = f"{len(lens)}x{lens[0]}" + (f"+{before}" if before else "")
         rates = [f"{t:8.1f} {work / t / 1e6:7.0f}" for t in (a, b)]
         print(f"        {model:8} {name:11} | {rates[0]} | {rates[1]}  | {c:8.1f}", flush=True)
-    show_library()
-
-
-def show_library() -> None:
-    """torch's attention on one prompt of 8192, 0.6B: which back end takes grouped heads, and how fast."""
-    q = torch.randn(8192, 16, 128, device=DEVICE, dtype=torch.bfloat16).transpose(0, 1)[None]
-    k = torch.randn(8192, 8, 128, device=DEVICE, dtype=torch.bfloat16).transpose(0, 1)[None]
-    wide = k.repeat_interleave(2, 1)
-    for kind, (keys, grouped) in itertools.product(
-        (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION), ((k, True), (wide, False))
-    ):
-        try:
-            with sdpa_kernel([kind]):
-                took = timed(
-                    lambda keys=keys, grouped=grouped: F.scaled_dot_product_attention(
-                        q, keys, keys, is_causal=True, enable_gqa=grouped
-                    )
-                )
-            rate = 4 * 16 * 128 * 8192**2 / 2 / took / 1e6
-            print(f"        {kind.name} grouped={grouped}: {took:.1f} us, {rate:.0f} TFLOP/s")
-        except RuntimeError as wrong:
-            print(f"        {kind.name} grouped={grouped}: {str(wrong).splitlines()[0][:90]}")
 
 
 def show_mixed(bench: Bench) -> None:
@@ -224,32 +203,6 @@ def show_mixed(bench: Bench) -> None:
           f"plan {planned * 1e6:.0f} us a step; first call {first:.2f} s")  # fmt: skip
 
 
-def sweep(bench: Bench) -> None:
-    print("\nfew tiles (m, n, warps, stages) | 0.6B 1x2048, 32x2048, 256x2048 | 30B-A3B the same: us")
-    for n, warps, stages in itertools.product((32, 64, 128), (2, 4), (3, 5)):
-        times = []
-        for model, rows in itertools.product(("0.6B", "30B-A3B"), (1, 32, 256)):
-            times.append(
-                attempt(lambda m=model, r=rows, t=Tiles(16, n, warps, stages): bench.decode(Tuned(few=t), m, r, 2048))
-            )
-        print(f"  {(16, n, warps, stages)!s:18} | " + " ".join(times), flush=True)
-    print("page size | 8B 32x2048, 256x2048: us")
-    for page in (16, 32, 64, 128, 256):
-        print(
-            f"  {page:4} | "
-            + " ".join(attempt(lambda r=r, p=page: bench.decode(Tuned(), "8B", r, 2048, p)) for r in (32, 256))
-        )
-    print("many tiles | 0.6B 2048, 8192, 2048+6144 | 8B the same: us")
-    for m, n, warps, stages in MANY:
-        times = []
-        for model, (length, before) in itertools.product(("0.6B", "8B"), ((2048, 0), (8192, 0), (2048, 6144))):
-            tiles = Tiles(m, n, warps, stages, True)
-            times.append(
-                attempt(lambda a=model, b=length, c=before, t=tiles: bench.prefill(Tuned(many=t), a, (b,), before=c))
-            )
-        print(f"  {(m, n, warps, stages)!s:18} | " + " ".join(times), flush=True)
-
-
 def attempt(run: Callable[[], tuple[float, float]]) -> str:
     try:
         return f"{run()[0]:8.1f}"
@@ -259,20 +212,22 @@ def attempt(run: Callable[[], tuple[float, float]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--sweep", choices=("prompt", "decode", "long", "prefix", "library"))
+    parser.add_argument("--compile", help=argparse.SUPPRESS)
     parser.add_argument("--only", choices=("check", "decode", "prefill", "mixed"))
     asked = parser.parse_args()
     torch.manual_seed(0)
+    if asked.sweep:
+        sweeps = registry.load("benchmarks.gpu.attention_sweep:run")  # it imports this file
+        sweeps(asked.sweep, asked.compile, __file__)
+        return
     print(torch.cuda.get_device_name(), torch.__version__, "default tiles",
           *choose_tiles(torch.bfloat16, 128, 128, latent=False, group=2))  # fmt: skip
-    if not asked.sweep and asked.only in (None, "check"):
+    if asked.only in (None, "check"):
         check()
         if asked.only:
             return
     bench = Bench()
-    if asked.sweep:
-        sweep(bench)
-        return
     for name, show in (("decode", show_decode), ("prefill", show_prefill), ("mixed", show_mixed)):
         if asked.only in (None, name):
             show(bench)

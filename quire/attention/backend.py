@@ -30,6 +30,10 @@ class AttentionBackend(Protocol):
         """Index work for one step of one group; valid until the step is done."""
         ...
 
+    def prepare(self, tokens: int, longest: int) -> None:
+        """Told once, after the first steps and before requests come: the most tokens of a step, and of a row."""
+        ...
+
 
 BACKENDS = Registry(
     "attention backend",

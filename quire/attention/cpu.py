@@ -7,23 +7,31 @@ none that was never written, is ever read.
     one step:  rows with 1 query  ──sort by length──▶ packs of similar length, each: gather, one padded call
                rows with more     ──▶ fresh (context is the chunk itself): no gather, keys as just computed
                                   ──▶ continued: gather the context once, tiles of queries over it
+
+In batch-invariant mode every row is a continued chunk, and its tiles are FIXED_TILE positions each, cut at multiples of
+that and filled up where the step holds only some of them: what is multiplied has a shape that follows from the position
+alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from quire.base import env
 from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
 from quire.ops.attention import padded_attention, write_cache
 from quire.schema.errors import ConfigError
 from quire.schema.kv import DTYPE_BYTES, KVGroup, KVKind, KVSpec
 
 TILE = 256  # queries per call where a mask is needed
+FIXED_TILE = 16  # queries per call in batch-invariant mode
 PACK_TOKENS = 1 << 14  # gathered tokens per call: about 25 MB at a width of 384 float32
 BAND_KEYS = 1 << 13  # keys before a tile up to which its mask is a slice of a stored band
 
@@ -133,7 +141,8 @@ _attend, _write = padded_attention.on("cpu"), write_cache.on("cpu")
 class CpuPlan:
     run_fused = None
 
-    def __init__(self, step: GroupStep, group: KVGroup, bands: Bands) -> None:
+    def __init__(self, step: GroupStep, group: KVGroup, bands: Bands, *, fixed: bool = False) -> None:
+        self.fixed = fixed
         self.window = group.window if group.kind is KVKind.WINDOW else 0
         self.chunk = group.window if group.kind is KVKind.CHUNK else 0
         self.block_size, self.bands, self.slots = group.block_size, bands, step.slots
@@ -150,7 +159,7 @@ class CpuPlan:
         decodes: list[tuple[int, int, int]] = []  # (keys, row, token)
         token = 0
         for row, (count, context) in enumerate(zip(step.query_lens, step.context_lens, strict=True)):
-            if count == 1:
+            if count == 1 and not self.fixed:
                 decodes.append((context - self._first_key(context - 1), row, token))
             elif count:
                 self.chunks.append(self._chunk(row, token, count, context))
@@ -182,6 +191,8 @@ class CpuPlan:
 
     def _chunk(self, row: int, token: int, count: int, context: int) -> Chunk:
         start = context - count
+        if self.fixed:
+            return self._fixed_chunk(row, token, count, context)
         base = self._first_key(start)
         fresh = start == 0
         slots = None
@@ -191,6 +202,25 @@ class CpuPlan:
             slots = blocks.mul_(self.block_size).add_(positions % self.block_size)
         open_ = not (self.window and context > self.window) and not (self.chunk and context > self.chunk)
         return Chunk(token, token + count, slots, fresh and open_, list(self._tiles(start, context, base)))
+
+    def _fixed_chunk(self, row: int, token: int, count: int, context: int) -> Chunk:
+        """Whole tiles around the queries; keys that are not there repeat one that is, and no query sees them."""
+        start = context - count
+        borders = [self._border(start)]
+        while borders[-1] < context:
+            borders.append(self._border(borders[-1] + FIXED_TILE))
+        low, high = borders[0], borders[-1]
+        base = self._first_key(low)
+        positions = torch.arange(base, high).clamp_(self._first_key(start), context - 1)
+        blocks = self._tables[row, positions // self.block_size]
+        slots = blocks.mul_(self.block_size).add_(positions % self.block_size)
+        tiles = [Tile(a - start, b - start, self._first_key(a) - base, b - base) for a, b in pairwise(borders)]
+        return Chunk(token, token + count, slots, False, tiles)
+
+    def _border(self, position: int) -> int:
+        """Where the tile that holds `position` begins: a multiple of FIXED_TILE, or the begin of an attention chunk."""
+        tile = position // FIXED_TILE * FIXED_TILE
+        return max(tile, position // self.chunk * self.chunk) if self.chunk else tile
 
     def _tiles(self, start: int, context: int, base: int) -> Iterator[Tile]:
         """Tiles never cross a chunk border, so that one band fits all queries of a tile."""
@@ -269,11 +299,15 @@ class CpuPlan:
             mask = self.bands.get(queries, before, self.window)
             if call.alibi is not None:
                 mask = mask - call.alibi[:, None, None] * _distances(queries, before).clamp_(min=0)
-            part = q[:, :, tile.start : tile.stop]
+            here = slice(max(tile.start, 0), min(tile.stop, q.shape[2]))
+            part = q[:, :, here]
+            if part.shape[2] < queries:
+                part = F.pad(part, (0, 0, here.start - tile.start, tile.stop - here.stop))
             found = _attend(
                 part, keys[:, :, span], values[:, :, span], mask, sinks=sinks, scale=call.scale, softcap=call.softcap
             )
-            place = slice(chunk.begin + tile.start, chunk.begin + tile.stop)
+            found = found[:, :, here.start - tile.start : here.stop - tile.start]
+            place = slice(chunk.begin + here.start, chunk.begin + here.stop)
             out[place] = found[0, ..., : call.out_size].transpose(0, 1)
 
     @staticmethod
@@ -318,8 +352,10 @@ def _packs(decodes: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int,
 class CpuAttention:
     name = "CPU_ATTN"
 
-    def __init__(self) -> None:
+    def __init__(self, *, fixed: bool | None = None) -> None:
+        """fixed: batch-invariant arithmetic."""
         self._bands = Bands()
+        self._fixed = env.BATCH_INVARIANT.get() if fixed is None else fixed
 
     def supports(self, spec: KVSpec) -> str | None:
         if spec.kind not in (KVKind.FULL, KVKind.WINDOW, KVKind.CHUNK):
@@ -334,4 +370,7 @@ class CpuAttention:
         return CpuCache(spec, num_blocks, memory)
 
     def plan(self, step: GroupStep, group: KVGroup) -> AttentionPlan:
-        return CpuPlan(step, group, self._bands)
+        return CpuPlan(step, group, self._bands, fixed=self._fixed)
+
+    def prepare(self, tokens: int, longest: int) -> None:
+        """Nothing takes time only once."""

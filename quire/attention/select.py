@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.attention.backend import BACKENDS, AttentionBackend
+from quire.attention.state import WithStates
 from quire.schema.errors import ConfigError, NotBuiltError
-from quire.schema.kv import KVSpec
+from quire.schema.kv import KVKind, KVSpec
 
 BY_DEVICE = {"cpu": "CPU_ATTN", "cuda": "TRITON_ATTN"}
 OTHER_NAMES = {"TORCH_SDPA": "CPU_ATTN"}
@@ -31,6 +32,8 @@ def select_backend(device: str, specs: Sequence[KVSpec], name: str | None = None
             f"attention backend {wanted} runs on {NEEDS[wanted]}, not on {device}", param="backend", value=name
         )
     backend: AttentionBackend = BACKENDS.get(wanted)()
+    if any(spec.kind is KVKind.STATE for spec in specs):
+        backend = WithStates(backend)
     for spec in specs:
         reason = backend.supports(spec)
         if reason is not None:

@@ -3,9 +3,12 @@
 In memory a page is [kv heads, tokens, entries] of keys, then the same of values. One step becomes one or two work lists
 (ops/triton/attention.py), made at the first layer that runs and shared by those of the same shape:
 
-    host lists    eager: decodes and rows of few queries ──▶ "few", small tiles; all others ──▶ "many", large tiles
-    device list   captured decodes: cut into parts by a kernel from the contexts of the moment, the grid is fixed
-    fixed         one tile shape for everything and no parts: a query's arithmetic never depends on its neighbours
+    host lists    eager: rows of few queries ──▶ "few", small tiles; all others ──▶ "many", large tiles
+    device list   captured decodes, and those of an eager step where they are many: cut into parts by a kernel from the
+                  contexts of the moment; where many begin with the same blocks, "shared": read once for all of them
+    fixed         no parts, nothing shared, keys in steps of one length: a query's arithmetic never depends on its
+                  neighbours (on tensor cores the other sides of a tile do not change a bit)
+    library       runs of fresh prompts of one length (attention/library.py)
 
 Must not know: models, requests, how rows come and go.
 """
@@ -16,22 +19,34 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from quire.attention.library import Dense, Library, dense_attention
 from quire.base import env
 from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
 from quire.ops.copy import upload
 from quire.ops.qkv import QkvPrep, prepare_qkv
-from quire.ops.triton.attention import MAX_SPLITS, Shape, Tiles, Work, attend, plan_splits, width_of, workspace_floats
+from quire.ops.triton.attention import (
+    FIELDS,
+    MAX_SPLITS,
+    Rule,
+    Shape,
+    Shared,
+    Space,
+    Tiles,
+    Work,
+    attend,
+    width_of,
+    workspace_sizes,
+)
 from quire.ops.triton.attention_cache import write_pages
+from quire.ops.triton.attention_plan import LEAST_ROWS, PROBE, Sharing, plan_decodes
 from quire.schema.errors import ConfigError
 from quire.schema.kv import KVGroup, KVKind, KVSpec
 
-LEAST_FEW, LEAST_MANY = 2, 4  # key tiles worth a part of their own
-LIBRARY_TOKENS = 256  # fresh prompts at least this long may go to torch's own attention
-LIBRARY_ROUND = 256  # and are read as if this much longer, so that few shapes are ever prepared
+LEAST_KEYS = 256  # worth a part of their own
+SHARE_ROWS = 16  # decodes in a step from which on a shared prefix is looked for
+CROWD = 64  # decodes in a step that fill the device without being cut
 
 
 class TritonCache:
@@ -60,17 +75,33 @@ def write_kv(k: Tensor, v: Tensor | None, cache: TritonCache, slots: Tensor) -> 
 
 
 class Workspace:
-    """Float32 room for partial results. It only grows, and old pieces stay: a captured graph may still point there."""
+    """Room for partial results. It only grows, and old pieces stay: a captured graph may still point there."""
 
     def __init__(self) -> None:
-        self._pieces: dict[torch.device, list[Tensor]] = {}
+        self._pieces: dict[torch.device, list[Space]] = {}
 
-    def get(self, floats: int, device: torch.device) -> Tensor:
+    def get(self, floats: int, counters: int, device: torch.device) -> Space:
         pieces = self._pieces.setdefault(device, [])
-        if not pieces or len(pieces[-1]) < floats:
-            size = max(floats, 2 * len(pieces[-1]) if pieces else 1 << 20)
-            pieces.append(torch.empty(size, dtype=torch.float32, device=device))
+        if not pieces or len(pieces[-1].floats) < floats or len(pieces[-1].counters) < counters:
+            last = pieces[-1] if pieces else None
+            floats = max(floats, 1 << 20 if last is None else 2 * len(last.floats))
+            counters = max(counters, 1 << 14 if last is None else 2 * len(last.counters))
+            pieces.append(
+                Space(
+                    torch.empty(floats, dtype=torch.float32, device=device),
+                    torch.zeros(counters, dtype=torch.int32, device=device),
+                )
+            )
         return pieces[-1]
+
+
+class TileSet(NamedTuple):
+    """Tile shapes of a layer's launches."""
+
+    few: Tiles  # rows of few queries
+    crowd: Tiles  # the same, where a step has CROWD of them
+    many: Tiles  # prompt chunks
+    shared: Tiles  # a prefix that many rows share
 
 
 class Call(NamedTuple):
@@ -79,8 +110,7 @@ class Call(NamedTuple):
     group: int  # query heads per kv head
     kv_heads: int
     value: int  # entries of a result per head
-    few: Tiles
-    many: Tiles
+    tiles: TileSet
     library: bool
 
     @classmethod
@@ -89,31 +119,39 @@ class Call(NamedTuple):
         kv_heads, dk = cache.keys.shape[2:]
         dv = v_size if cache.values is None else cache.values.shape[3]
         group = heads // kv_heads
-        few, many = backend.tiles(q.dtype, dk, dv, cache.values is None, group)
-        library = backend.library and plain and q.dtype != torch.float32 and dk == dv and dk <= 128
-        return cls(group, kv_heads, dv, few, many, library)
+        tiles = backend.tiles(q.dtype, dk, dv, cache.values is None, group)
+        library = backend.library is not None and plain and q.dtype != torch.float32 and dk == dv and dk <= 128
+        return cls(group, kv_heads, dv, tiles, library)
 
 
-def choose_tiles(dtype: torch.dtype, dk: int, dv: int, *, latent: bool, group: int) -> tuple[Tiles, Tiles]:
-    """(few, many): tile shapes for Hopper. Shared memory holds the queries and num_stages tiles of keys and values."""
+def choose_tiles(dtype: torch.dtype, dk: int, dv: int, *, latent: bool, group: int) -> TileSet:
+    """For Hopper: what benchmarks/gpu/attention.py --sweep found best. Shared memory holds the queries of a tile and
+    num_stages - 1 tiles of keys and values."""
     width = max(width_of(dv if latent else dk), width_of(dv))
-    wide = group > 16  # a decode fills the larger tiles
+    m = 64 if group > 16 else 16  # a decode's heads
     if dtype == torch.float32:  # no tensor cores: exactness is why one runs in float32
         if width > 128:
-            return Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1)
-        return Tiles(16, 16, 4, 2), Tiles(32, 32, 8, 1)
+            return TileSet(*[Tiles(16, 16, 8, 1)] * 4)
+        return TileSet(Tiles(16, 16, 4, 2), Tiles(16, 16, 4, 2), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1))
     if width > 256:
-        return Tiles(64, 32, 8, 2) if wide else Tiles(16, 32, 8, 3), Tiles(64, 32, 8, 2)
+        few = Tiles(64, 32, 8, 2) if group > 16 else Tiles(16, 32, 8, 3)
+        return TileSet(few, few, Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2))
     if width > 128:
-        return Tiles(64 if wide else 16, 32, 4, 3), Tiles(128, 32, 8, 3, True)
-    return Tiles(64 if wide else 16, 64, 4, 3), Tiles(128, 64, 8, 3, True)
+        few = Tiles(m, 32, 4, 3)
+        return TileSet(few, few, Tiles(128, 32, 8, 3, True), Tiles(64, 32, 4, 3))
+    return TileSet(
+        Tiles(m, 64, 4, 3), Tiles(m, 64, 4, 3 if group > 16 else 5), Tiles(64, 64, 4, 3, True, tma=True),
+        Tiles(64, 64, 4, 3, tma=True),
+    )  # fmt: skip
 
 
 class HostLists:
     """Work lists of one eager step, made with numpy and sent in one copy."""
 
-    def __init__(self, step: GroupStep, shape: Shape, sms: int, fixed: bool) -> None:
-        self.shape, self.sms, self.fixed, self.device = shape, sms, fixed, step.block_tables.device
+    def __init__(self, step: GroupStep, tables: Tensor, shape: Shape, backend: TritonAttention) -> None:
+        self.tables, self.shape, self.device, self.backend = tables, shape, tables.device, backend
+        self.sms, self.fixed = backend.sms(tables.device), backend.fixed
+        self.host_tables, self.host_rows = step.host_tables, step.host_rows
         counts = np.asarray(step.query_lens, np.int32)
         contexts = np.asarray(step.context_lens, np.int32)
         rows = np.arange(len(counts), dtype=np.int32)
@@ -121,55 +159,77 @@ class HostLists:
         self.entries = np.stack((rows, self.starts, counts, contexts), 1)  # [R, 4]
         window = shape.window or shape.chunk
         plain = (contexts <= window) if window else np.ones(len(counts), np.bool_)
-        self.fresh = plain & (counts == contexts) & (counts >= LIBRARY_TOKENS)
+        self.runs: list[Dense] = []
+        if backend.library is not None:
+            self.runs, self.taken = backend.library.choose(self.entries, plain & (counts == contexts), self.device)
 
-    def prompts(self, call: Call) -> list[tuple[int, int]]:
-        """(first token, tokens) of the rows that torch's own attention takes."""
-        if not call.library:
-            return []
-        return [(int(start), int(count)) for _, start, count, _ in self.entries[self.fresh]]
+        self.keeps = backend.library is not None and int(counts.sum()) >= backend.library.least
+
+    def prompts(self, call: Call) -> list[Dense]:
+        """What goes to the library."""
+        return self.runs if call.library else []
 
     def make(self, call: Call) -> list[Work]:
         flats = self.entries[:, 2] * call.group
         left = flats > 0
-        if call.library:
-            left &= ~self.fresh
-        few = left & ((flats <= call.few.block_m) | (self.entries[:, 2] == 1)) & (not self.fixed)
-        parts = [(few, call.few), (left & ~few, call.many)]
+        if self.prompts(call):
+            left &= ~self.taken
+        few = left & ((flats <= call.tiles.few.block_m) | (self.entries[:, 2] == 1))
+        ones = left & (self.entries[:, 2] == 1)
+        if self.fixed or not self._may_share(ones):
+            ones[:] = False
+        parts = [(few & ~ones, call.tiles.few), (left & ~few, call.tiles.many)]
         lists = [self._list(self.entries[which], call, tiles) for which, tiles in parts if which.any()]
-        if not lists:
+        decodes = self.entries[ones].T  # row | start | count | context
+        if not lists and not ones.any():
             return []
-        sent = upload(np.concatenate([table for part in lists for table in part[:2]]), self.device)
-        out, at = [], 0
-        for items, merges, partials, held, tiles in lists:
-            middle, end = at + len(items), at + len(items) + len(merges)
-            split = sent[middle:end] if len(merges) else None
-            out.append(Work(sent[at:middle], split, partials, held, tiles, not self.fixed))
-            at = end
+        sent = upload(
+            np.concatenate([*(decodes[i] for i in (0, 3, 1)), *(part[0].ravel() for part in lists)]), self.device
+        )
+        count = decodes.shape[1]
+        out, at = [], 3 * count
+        if count:
+            rows, contexts, starts = sent[: 3 * count].view(3, count)
+            out.append(decode_work(self.tables, rows, contexts, starts, call, self.shape, self.backend))
+        for items, partials, held, tiles in lists:
+            made = sent[at : at + items.size].view(-1, FIELDS.value)
+            shared = self.backend.no_prefix(call, self.shape, self.device)
+            out.append(Work(made, partials, held, tiles, not self.fixed, shared))
+            at += items.size
         return out
 
-    def _list(self, entries: np.ndarray, call: Call, tiles: Tiles) -> tuple[np.ndarray, np.ndarray, int, int, Tiles]:
-        """(items, merges, partials, flats held, tiles) of these entries, longest work first."""
-        is_few = tiles is call.few
+    def _may_share(self, ones: np.ndarray) -> bool:
+        """Whether it is worth a look on the device: enough decodes, and as far as the host knows some that agree."""
+        if ones.sum() < SHARE_ROWS or self.shape.window or self.shape.chunk:
+            return False
+        if self.host_tables is None or self.host_rows is None:
+            return True
+        long = ones & (self.entries[:, 3] > PROBE)
+        blocks = np.sort(self.host_tables[self.host_rows[long], PROBE // self.shape.page - 1])
+        return len(blocks) >= LEAST_ROWS and bool((blocks[LEAST_ROWS - 1 :] == blocks[: 1 - LEAST_ROWS]).any())
+
+    def _list(self, entries: np.ndarray, call: Call, tiles: Tiles) -> tuple[np.ndarray, int, int, Tiles]:
+        """(items, partials, flats held, tiles) of these entries, longest work first."""
+        is_few = tiles is call.tiles.few
         cuts = _cdiv(entries[:, 2] * call.group, tiles.block_m)  # tiles per row
         entry = np.repeat(entries, cuts, 0)  # [tiles, 4]
         flat = (np.arange(len(entry)) - np.repeat(np.cumsum(cuts) - cuts, cuts)).astype(np.int32) * tiles.block_m
         keys = self._key_tiles(entry, flat, call.group, tiles)
         splits = np.ones(len(entry), np.int64)
         if not self.fixed and (is_few or len(entry) * call.kv_heads < 2 * self.sms):
-            least = LEAST_FEW if is_few else LEAST_MANY
+            least = max(1, LEAST_KEYS // tiles.block_n)
             target = parts_wanted(len(entry), call.kv_heads, self.sms)
             splits = np.clip(_cdiv(keys, max(least, _cdiv(int(keys.sum()), target))), 1, MAX_SPLITS)
         many = splits > 1
         kept = np.where(many, splits, 0)
-        record = np.empty((len(entry), 8), np.int32)
-        record[:, :4], record[:, 4], record[:, 5] = entry, flat, 0
-        record[:, 6], record[:, 7] = splits, np.cumsum(kept) - kept
+        record = np.zeros((len(entry), FIELDS.value), np.int32)
+        record[:, :4], record[:, 4] = entry, flat
+        record[:, 6], record[:, 7], record[:, 9] = splits, np.where(many, np.cumsum(kept) - kept, -1), -1
         items = np.repeat(record, splits, 0)
         items[:, 5] = np.arange(len(items)) - np.repeat(np.cumsum(splits) - splits, splits)
         order = np.argsort(-np.repeat(keys / splits, splits), kind="stable")
         held = min(tiles.block_m, int(entries[:, 2].max()) * call.group)
-        return items[order], record[many], int(kept.sum()), held, tiles
+        return items[order], int(kept.sum()), held, tiles
 
     def _key_tiles(self, entry: np.ndarray, flat: np.ndarray, group: int, tiles: Tiles) -> np.ndarray:
         """How many tiles of keys each tile of queries reads; as _attend_kernel counts them."""
@@ -183,29 +243,43 @@ class HostLists:
 class DeviceLists:
     """The work list of a captured decode step: fixed room, filled by a kernel from the contexts of the moment."""
 
-    def __init__(self, step: GroupStep, shape: Shape, sms: int, fixed: bool) -> None:
+    def __init__(self, step: GroupStep, tables: Tensor, shape: Shape, backend: TritonAttention) -> None:
         if step.row_index is None or step.contexts is None or not step.is_decode:
             raise ConfigError("a static attention plan needs row_index, contexts and one query per entry")
-        self.rows, self.contexts, self.shape, self.sms, self.fixed = step.row_index, step.contexts, shape, sms, fixed
+        self.rows, self.contexts, self.starts = step.row_index, step.contexts, step.query_starts
+        self.tables, self.shape, self.backend, self.keeps = tables, shape, backend, False
 
-    def prompts(self, call: Call) -> list[tuple[int, int]]:
+    def prompts(self, call: Call) -> list[Dense]:
         return []
 
     def make(self, call: Call) -> list[Work]:
-        tiles = call.many if self.fixed else call.few
-        entries, device = len(self.contexts), self.contexts.device
-        num = entries * _cdiv(call.group, tiles.block_m)
-        # In fixed mode one part each: no room for more is asked for, so none is made.
-        target = 0 if self.fixed else parts_wanted(num, call.kv_heads, self.sms)
-        most = 1 if self.fixed else min(MAX_SPLITS, target)
-        lists = torch.empty((target + 2 * num, 8), dtype=torch.int32, device=device)
-        items, merges = lists[: target + num], lists[target + num :]
-        plan_splits(
-            items, merges, self.rows, self.contexts, self.shape, count=1, group=call.group, tiles=tiles,
-            target=max(1, target), least=LEAST_FEW, most=most,
-        )  # fmt: skip
-        held = min(tiles.block_m, call.group)
-        return [Work(items, None if self.fixed else merges, len(items), held, tiles, not self.fixed)]
+        starts = self.starts[: len(self.contexts)]
+        return [decode_work(self.tables, self.rows, self.contexts, starts, call, self.shape, self.backend)]
+
+
+def decode_work(
+    tables: Tensor, rows: Tensor, contexts: Tensor, starts: Tensor, call: Call, shape: Shape,
+    backend: TritonAttention,
+) -> Work:  # fmt: skip
+    """Work for entries of one query each, planned on the device."""
+    fixed, sms = backend.fixed, backend.sms(tables.device)
+    entries, group, kv_heads = len(contexts), call.group, call.kv_heads
+    tiles = call.tiles.crowd if entries >= CROWD else call.tiles.few
+    num = entries * _cdiv(group, tiles.block_m)
+    # In fixed mode one part each: no room for more is asked for, so none is made.
+    target = 0 if fixed else parts_wanted(num, kv_heads, sms)
+    sharing = None
+    if entries >= SHARE_ROWS and not (fixed or shape.window or shape.chunk):
+        joint = call.tiles.shared
+        resident = 2 if joint.block_m < 128 else 1  # programs on a multiprocessor
+        sharing = Sharing(joint, max(_cdiv(entries * group, joint.block_m), _cdiv(resident * sms, kv_heads)))
+    items, shared = plan_decodes(
+        tables, rows, contexts, starts, shape, group=group, tiles=tiles, target=target,
+        least=max(1, LEAST_KEYS // tiles.block_n), most=1 if fixed else min(MAX_SPLITS, target), sharing=sharing,
+    )  # fmt: skip
+    held = min(tiles.block_m, group)
+    shared = shared or backend.no_prefix(call, shape, tables.device)
+    return Work(items, 0 if fixed else len(items), held, tiles, not fixed, shared)
 
 
 class TritonPlan:
@@ -214,11 +288,10 @@ class TritonPlan:
         chunk = group.window if group.kind is KVKind.CHUNK else 0
         self.shape = Shape(group.block_size, window, chunk)
         self.slots, self.tables, self.backend = step.slots, step.block_tables, backend
-        sms = backend.sms(step.block_tables.device)
-        self.lists = (DeviceLists if step.is_static else HostLists)(step, self.shape, sms, backend.fixed)
-        if isinstance(self.lists, HostLists) and step.row_index is not None:
+        if not step.is_static and step.row_index is not None:
             # entries are numbered by their place in the step; their rows of the table are known to the device only
             self.tables = self.tables.index_select(0, step.row_index)
+        self.lists = (DeviceLists if step.is_static else HostLists)(step, self.tables, self.shape, backend)
         self._made: dict[Call, list[Work]] = {}
         self._captured = False
         self._prepare = prepare_qkv.on(step.slots.device)
@@ -238,13 +311,15 @@ class TritonPlan:
         if not isinstance(cache, TritonCache) or cache.values is None:
             raise ConfigError(f"a fused run needs a cache of keys and values, not {type(cache).__name__}")
         call = Call.of(self.backend, qkv, prep.heads, cache, 0, plain=not softcap and sinks is None and alibi is None)
-        fresh = self.lists.prompts(call)
-        q = self._prepare(qkv, prep, cache.keys, cache.values, self.slots, bool(fresh))
-        out = self._attend(call, q, cache, scale=scale, softcap=softcap, sinks=sinks, alibi=alibi)
-        if fresh:
-            kv = qkv.view(q.shape[0], -1, q.shape[2])[:, prep.heads :]
-            self._attend_prompts(fresh, q, kv[:, : prep.kv_heads], kv[:, prep.kv_heads :], out, scale)
-        return out
+        if call.library:
+            self.backend.forms.add((prep.heads, prep.kv_heads, cache.keys.shape[3], qkv.dtype, qkv.device))
+        keep = (
+            call.library and self.lists.keeps
+        )  # by the size of the step, not its prompts: one kernel for all large ones
+        q = self._prepare(qkv, prep, cache.keys, cache.values, self.slots, keep)
+        kv = qkv.view(q.shape[0], -1, q.shape[2])[:, prep.heads :]
+        rule = Rule(scale, softcap, sinks, alibi)
+        return self._attend(call, q, kv[:, : prep.kv_heads], kv[:, prep.kv_heads :], cache, rule)
 
     def run(
         self,
@@ -267,30 +342,25 @@ class TritonPlan:
         q = _dense(q)
         plain = k is not None and v is not None and not softcap and sinks is None and alibi is None
         call = Call.of(self.backend, q, q.shape[1], cache, v_size, plain=plain)
-        out = self._attend(call, q, cache, scale=scale, softcap=softcap, sinks=sinks, alibi=alibi)
-        if plain and k is not None and v is not None:
-            self._attend_prompts(self.lists.prompts(call), q, k, v, out, scale)
-        return out
+        return self._attend(call, q, k, v, cache, Rule(scale, softcap, sinks, alibi))
 
     def _attend(
-        self, call: Call, q: Tensor, cache: TritonCache, *, scale: float, softcap: float, sinks: Tensor | None,
-        alibi: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        self, call: Call, q: Tensor, k: Tensor | None, v: Tensor | None, cache: TritonCache, rule: Rule
+    ) -> Tensor:
+        runs = self.lists.prompts(call)
+        if runs and k is not None and v is not None and runs[0].rows * runs[0].length == q.shape[0]:
+            return dense_attention(q, k, v, runs[0], rule.scale)  # the whole step
         out = torch.empty((q.shape[0], q.shape[1], call.value), dtype=q.dtype, device=q.device)
         for work in self._works(call):
-            space = self.backend.workspace.get(workspace_floats(work, call.kv_heads, call.value), q.device)
+            floats, counters = workspace_sizes(work, call.kv_heads, call.value)
+            space = self.backend.workspace.get(floats, counters, q.device)
             attend(
-                q, cache.keys, cache.values, self.tables, work, out, space, self.shape,
-                scale=scale, softcap=softcap, sinks=sinks, alibi=alibi,
-            )  # fmt: skip
+                q, cache.keys, cache.values, self.tables, work, out, space, self.shape, rule, early=self.backend.early
+            )
+        for run in runs:
+            assert k is not None and v is not None
+            out[run.start : run.start + run.rows * run.length] = dense_attention(q, k, v, run, rule.scale)
         return out
-
-    @staticmethod
-    def _attend_prompts(
-        prompts: list[tuple[int, int]], q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float
-    ) -> None:
-        for start, count in prompts:
-            prompt_attention(q, k, v, out, start, count, scale)
 
     def _works(self, call: Call) -> list[Work]:
         """Made once per step. A list made outside a capture is made again inside it: the graph must hold the kernel."""
@@ -306,13 +376,20 @@ class TritonPlan:
 class TritonAttention:
     name = "TRITON_ATTN"
 
-    def __init__(self, *, fixed: bool | None = None, library: bool = False) -> None:
-        """fixed: batch-invariant arithmetic. library: fresh prompts through torch's own attention."""
+    def __init__(self, *, fixed: bool | None = None, library: Library | None = None) -> None:
+        """fixed: batch-invariant arithmetic. library: takes fresh prompts; None: on a GPU, the shapes that return."""
         self.fixed = env.BATCH_INVARIANT.get() if fixed is None else fixed
-        self.library = library and not self.fixed
+        self.library = None if self.fixed else library or (Library() if torch.cuda.is_available() else None)
+        self.early = (
+            env.EARLY_LAUNCH.get() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+        )
         self.workspace = Workspace()
+        self.forms: set[tuple[int, int, int, torch.dtype, torch.device]] = (
+            set()
+        )  # of fused products: heads, kv heads, size
         self._sms: dict[torch.device, int] = {}
-        self._tiles: dict[tuple[torch.dtype, int, int, bool, int], tuple[Tiles, Tiles]] = {}
+        self._nothing: dict[torch.device, Tensor] = {}
+        self._tiles: dict[tuple[torch.dtype, int, int, bool, int], TileSet] = {}
 
     def supports(self, spec: KVSpec) -> str | None:
         if spec.kind not in (KVKind.FULL, KVKind.WINDOW, KVKind.CHUNK):
@@ -331,6 +408,12 @@ class TritonAttention:
     def plan(self, step: GroupStep, group: KVGroup) -> AttentionPlan:
         return TritonPlan(step, group, self)
 
+    def prepare(self, tokens: int, longest: int) -> None:
+        for heads, kv_heads, size, dtype, device in self.forms:
+            if self.library is not None:
+                qkv = torch.zeros((tokens, heads + 2 * kv_heads, size), dtype=dtype, device=device)
+                self.library.prepare(heads, qkv, longest)
+
     def sms(self, device: torch.device) -> int:
         """Multiprocessors to fill."""
         if device not in self._sms:
@@ -338,15 +421,28 @@ class TritonAttention:
             self._sms[device] = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 8
         return self._sms[device]
 
-    def tiles(self, dtype: torch.dtype, dk: int, dv: int, latent: bool, group: int) -> tuple[Tiles, Tiles]:
+    def no_prefix(self, call: Call, shape: Shape, device: torch.device) -> Shared | None:
+        """For lists without a shared prefix: one kernel serves them and those with one."""
+        if self.fixed or shape.window or shape.chunk:
+            return None
+        if device not in self._nothing:
+            self._nothing[device] = torch.zeros(8, dtype=torch.int32, device=device)
+        nothing = self._nothing[device]
+        return Shared(nothing, nothing, nothing, nothing, 0, call.tiles.shared)
+
+    def tiles(self, dtype: torch.dtype, dk: int, dv: int, latent: bool, group: int) -> TileSet:
         key = (dtype, dk, dv, latent, group)
         if key not in self._tiles:
-            few, many = choose_tiles(dtype, dk, dv, latent=latent, group=group)
-            if self.fixed:  # one shape and one way through the keys for all, decodes included
-                many = many._replace(two_loops=False)
-                many = many if many.block_m <= 64 else many._replace(block_m=64, num_warps=4)
-            self._tiles[key] = few, many
+            chosen = choose_tiles(dtype, dk, dv, latent=latent, group=group)
+            self._tiles[key] = invariant(chosen) if self.fixed else chosen
         return self._tiles[key]
+
+
+def invariant(tiles: TileSet) -> TileSet:
+    """The same arithmetic for a query in whichever tile: keys in steps of one length, from first to last."""
+    many = tiles.many._replace(ahead=False)
+    few, crowd = (t if t.block_n == many.block_n else many for t in tiles[:2])
+    return TileSet(few, crowd, many, tiles.shared)
 
 
 def first_key(position: np.ndarray, shape: Shape) -> np.ndarray:
@@ -360,17 +456,6 @@ def parts_wanted(tiles: int, kv_heads: int, sms: int) -> int:
     """Parts to aim for, per kv head: two programs on every multiprocessor, more where lengths may differ."""
     waves = 2 if tiles * kv_heads <= sms else 4
     return max(1, _cdiv(waves * sms, kv_heads))
-
-
-def prompt_attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, start: int, count: int, scale: float) -> None:
-    """Causal attention of one fresh prompt by torch. Tokens after it are read too, as padding that no query sees."""
-    rounded = -(-count // LIBRARY_ROUND) * LIBRARY_ROUND
-    parts = [t[start : start + rounded].transpose(0, 1)[None] for t in (q, k, v)]  # [1, H, L, D]
-    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
-        found = F.scaled_dot_product_attention(
-            parts[0], parts[1], parts[2], is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
-    out[start : start + count] = found[0, :, :count].transpose(0, 1)
 
 
 Whole = TypeVar("Whole", int, np.ndarray)

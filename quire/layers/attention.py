@@ -39,6 +39,7 @@ class AttentionKind:
     qk_norm: str = ""  # head (one weight for all heads) | each (one per head) | full (over all heads at once)
     qk_norm_kind: NormKind = RMS
     qkv_clip: float = 0.0
+    gated: bool = False  # the output is multiplied by sigmoid(gate), one gate per entry; q_proj is [gate | q]
     grow: tuple[float, int] = (0.0, 1)  # (beta, length): queries grow by 1 + beta * log(1 + floor(position / length))
 
 
@@ -72,7 +73,7 @@ class Attention(KVLayer):
         super().__init__(f"{prefix}attn", kind.window, kind.chunk)
         self.prefix, self.kind, self.rope = prefix, kind, rope
         size, heads, kv_heads = kind.head_dim, kind.heads, kind.kv_heads
-        parts = {"q_proj": heads * size, "k_proj": kv_heads * size, "v_proj": kv_heads * size}
+        parts = {"q_proj": heads * size * (1 + kind.gated), "k_proj": kv_heads * size, "v_proj": kv_heads * size}
         self.qkv = Linear(prefix, width, parts, storage, bias=kind.qkv_bias, fused="qkv_proj")
         self.o = Linear(prefix, heads * size, {"o_proj": width}, storage, bias=kind.o_bias)
         self.q_norm = self._norm("q_norm", heads, storage)
@@ -93,19 +94,28 @@ class Attention(KVLayer):
         return self.kind.kv_heads, self.kind.head_dim, -1
 
     def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
-        kind, tokens, plan = self.kind, x.shape[0], batch.plans[self.group]
+        return self.o(self.attend(self.qkv(x), batch, turn))
+
+    def attend(self, qkv: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
+        """From the fused product to what the product back takes [T, heads * size]."""
+        kind, tokens, plan, gate = self.kind, qkv.shape[0], batch.plans[self.group], None
+        if kind.gated:
+            gate, qkv = qkv.split((kind.heads * kind.head_dim, qkv.shape[1] - kind.heads * kind.head_dim), 1)
         if plan.run_fused is not None and self.fusable:
             out = plan.run_fused(
-                self.qkv(x), self.prep(turn), self.cache,
+                qkv, self.prep(turn), self.cache,
                 scale=kind.scale, softcap=kind.softcap, sinks=self.sinks, alibi=self.alibi,
             )  # fmt: skip
-            return self.o(out.reshape(tokens, -1))
-        q, k, v = self._project(x, turn)
-        if kind.grow[0]:
-            beta, length = kind.grow
-            q = q * (1 + beta * torch.log(1 + torch.floor(batch.positions / length)))[:, None, None].to(q.dtype)
-        out = plan.run(q, k, v, self.cache, scale=kind.scale, softcap=kind.softcap, sinks=self.sinks, alibi=self.alibi)
-        return self.o(out.reshape(tokens, -1))
+        else:
+            q, k, v = self._project(qkv, turn)
+            if kind.grow[0]:
+                beta, length = kind.grow
+                q = q * (1 + beta * torch.log(1 + torch.floor(batch.positions / length)))[:, None, None].to(q.dtype)
+            out = plan.run(
+                q, k, v, self.cache, scale=kind.scale, softcap=kind.softcap, sinks=self.sinks, alibi=self.alibi
+            )
+        out = out.reshape(tokens, -1)
+        return out if gate is None else out * torch.sigmoid(gate)
 
     def prep(self, turn: Turn | None) -> QkvPrep:
         """What happens between the fused product and attending, as data for a plan that does it in one pass."""
@@ -118,10 +128,9 @@ class Attention(KVLayer):
             self.rope is not None and self.rope.kind.pairs,
         )  # fmt: skip
 
-    def _project(self, x: Tensor, turn: Turn | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, qkv: Tensor, turn: Turn | None) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, Hq, D], k and v [T, Hkv, D], normalised and rotated."""
-        kind, tokens, heads, kv_heads = self.kind, x.shape[0], self.kind.heads, self.kind.kv_heads
-        qkv = self.qkv(x)
+        kind, tokens, heads, kv_heads = self.kind, qkv.shape[0], self.kind.heads, self.kind.kv_heads
         if self.q_norm is None or self.k_norm is None:
             if kind.qkv_clip:
                 qkv.clamp_(-kind.qkv_clip, kind.qkv_clip)
@@ -130,7 +139,7 @@ class Attention(KVLayer):
                 return qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
             qk = self.rope.turn(qkv[:, :-kv_heads], turn)  # q and k lie side by side: one rotation for both
             return qk[:, :heads], qk[:, heads:], qkv[:, -kv_heads:]
-        q, k, v = qkv.split(list(self.qkv.parts.values()), -1)
+        q, k, v = qkv.split([n * kind.head_dim for n in (heads, kv_heads, kv_heads)], -1)
         if kind.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         if kind.qkv_clip:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,6 +84,8 @@ class GroupStep(NamedTuple):
     row_index: Tensor | None = None  # [R] int32 on the device; None: entry i uses row i of block_tables
     contexts: Tensor | None = None  # [R] int32 on the device: context_lens; 0: padding, which reads nothing
     is_decode: bool = False  # one query per entry: R == T and query_starts is 0, 1, .. R
+    host_tables: np.ndarray | None = None  # block_tables as the host knows them; None: it does not
+    host_rows: np.ndarray | None = None  # [R] row_index as the host knows it
     is_static: bool = False  # to be captured; context_lens and query_lens then hold the largest values there can be
 
 

@@ -36,6 +36,11 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.scheme.apply(self, x)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether ops may read `weight` and `bias` as they are."""
+        return self.scheme.name == "plain"
+
     def slots(self) -> Iterator[Slot]:
         for part, leaf, target in self.scheme.slots(self, self.parts):
             if part:

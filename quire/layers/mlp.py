@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from quire.layers.linear import Linear
 from quire.ops.act import gated_on, plain_on
+from quire.ops.few import NormRule, linear_add, norm_linear
 from quire.quant.scheme import Storage
 
 
@@ -21,6 +22,13 @@ class Mlp(nn.Module):
             self.up = Linear(prefix, width, {"up_proj": ffn}, storage, bias=bias)
         self.down = Linear(prefix, ffn, {"down_proj": width}, storage, bias=bias)
         self._act = (gated_on if gated else plain_on)(act, storage.device)
+        self._norm_linear, self._linear_add = norm_linear.on(storage.device), linear_add.on(storage.device)
+        self.joins = self.up.is_plain and self.down.is_plain  # whether `join` can be called
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self._act(self.up(x)))
+
+    def join(self, x: Tensor, norm: NormRule) -> Tensor:
+        """x + mlp(norm(x)), for a few rows: see ops/few.py."""
+        h = self._norm_linear(x, norm, self.up.weight, self.up.bias, self._act)
+        return self._linear_add(h, self.down.weight, self.down.bias, x)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from quire.ops.few import NormRule
 from quire.ops.norm import add_rms_norm, add_rms_norm_wide, layer_norm, rms_norm, rms_norm_wide
 from quire.quant.scheme import Slot, Storage
 from quire.schema.errors import ConfigError
@@ -73,6 +74,13 @@ class Norm(nn.Module):
             return self._add(x, delta)
         total = x + delta
         return self._function(total), total
+
+    def rule(self) -> NormRule | None:
+        """This norm as data, for ops that take it in; None where it is not an RMS norm of whole rows."""
+        if self._add is None:
+            return None
+        kind = self.kind
+        return NormRule(self.weight, kind.eps, 1.0 if kind.plus_one else 0.0, kind.wide)
 
     def slots(self) -> Iterator[Slot]:
         for leaf, parameter in self.named_parameters(recurse=False):

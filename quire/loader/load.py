@@ -48,20 +48,23 @@ def load_model(config: EngineConfig, device: torch.device | str) -> Model:
 
 def load_timed(config: EngineConfig, device: torch.device | str) -> Loaded:
     start = now()
-    about = config.model_config
-    dtype = getattr(torch, about.dtype)
-    model = build_model(about.hf_config, dtype=dtype, device=device, max_model_len=about.max_model_len)
+    model = make_model(config, device)
     built = now()
     num_bytes = reload_weights(model, config)
-    seconds = {"build": built - start, "weights": now() - built}
-    _log.info("Loaded %s (%s) in %.2f s", about.path, size_text(num_bytes), sum(seconds.values()))
-    return Loaded(model, num_bytes, seconds)
+    return Loaded(model, num_bytes, {"build": built - start, "weights": now() - built})
+
+
+def make_model(config: EngineConfig, device: torch.device | str) -> Model:
+    """Without its weights: what the parameters hold is undefined."""
+    about = config.model_config
+    dtype = getattr(torch, about.dtype)
+    return build_model(about.hf_config, dtype=dtype, device=device, max_model_len=about.max_model_len)
 
 
 @torch.no_grad()
 def reload_weights(model: Model, config: EngineConfig) -> int:
     """Fill the model again, in place, as the configuration says now; returns the bytes read from files."""
-    how, about = config.load_config, config.model_config
+    how, about, began = config.load_config, config.model_config, now()
     if how.load_format == "dummy":
         fill_dummy(model, about.seed)
         return 0
@@ -88,6 +91,7 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
             raise CheckpointError(named, param=wrong.param, value=wrong.value) from None
     check_complete(about.path, table.missing(), unexpected)
     model.finish_weights()
+    _log.info("Loaded %s (%s) in %.2f s", about.path, size_text(found.num_bytes), now() - began)
     return found.num_bytes
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from quire.layers.moe import MoeKind
 from quire.layers.norm import RMS, NormKind
 from quire.layers.rope import RopeKind
+from quire.layers.ssm import DeltaKind, Mamba2Kind, MambaKind, ShortConvKind
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Layer:
     rope: RopeKind | None = None
     window: int = 0  # sliding window in tokens, the current one included; 0: none
     chunk: int = 0  # chunked local attention, in tokens; 0: none
+    mixer: str = "attention"  # attention | state | both (side by side, their outputs added) | none (mlp only)
+    order: str = ""  # where this layer's norms sit; '': as in the others
     moe: bool = False  # experts in place of the dense mlp
     attn_scale: float = 0.0  # 0: the model's
 
@@ -49,7 +52,7 @@ class Arch:
     max_positions: int
     # norms
     norm: NormKind = RMS
-    order: str = "pre"  # pre | post | sandwich | parallel | after (post-norm on the sum)
+    order: str = "pre"  # pre | post | sandwich | parallel | after (post-norm on the sum) | single (mixer or mlp alone)
     one_norm: bool = False  # parallel: attention and mlp read the same norm
     embed_norm: bool = False
     final_norm: bool = True
@@ -65,6 +68,8 @@ class Arch:
     alibi: float = 0.0  # factor on the slopes; 0: no alibi
     grow: tuple[float, int] = (0.0, 1)  # queries grow with position: (beta, length)
     mla: Mla | None = None
+    attn_gate: bool = False  # the output of attention is gated, head by head; q_proj holds queries and gates
+    state: Mamba2Kind | MambaKind | DeltaKind | ShortConvKind | None = None  # what layers with a state compute
     # mlp
     act: str = "silu"
     gated: bool = True
@@ -83,8 +88,10 @@ class Arch:
     # how its checkpoints spell and store things
     names: tuple[tuple[str, str], ...] = ()  # (pattern, canonical), applied in order
     ignore: tuple[str, ...] = ()  # patterns of tensors a checkpoint may hold that are not ours
+    state_layout: str = ""  # '' | per_key_head: rows of the fused projections of a delta net lie key head by key head
     qkv_layout: str = ""  # rows of a fused qkv: '' q, k, v | per_head (q k v)* | per_group (q.. k v)*
     transposed: bool = False  # matrices of the layers are stored [in, out]
+    fold: tuple[tuple[str, float], ...] = ()  # (pattern of canonical names, factor): scales that are part of a matrix
     expert_layout: str = ""  # '' | transposed_interleaved: [E, in, out] with gate and up in turn
 
 

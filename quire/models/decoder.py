@@ -24,9 +24,11 @@ from quire.layers.mlp import Mlp
 from quire.layers.moe import Moe
 from quire.layers.norm import NoNorm, Norm
 from quire.layers.rope import Rope, Turn
+from quire.layers.ssm import DeltaKind, DeltaNet, Mamba, Mamba2, Mamba2Kind, MambaKind, ShortConv, ShortConvKind
 from quire.layers.table import WeightTable
 from quire.models.arch import Arch, Layer
 from quire.models.layout import arrange_for
+from quire.ops.few import NormRule, few_rows, linear_add, norm_linear
 from quire.quant.scheme import Storage
 from quire.schema.errors import CheckpointError, ConfigError
 from quire.schema.kv import KVSpec
@@ -40,6 +42,7 @@ NORMS = {
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
     ),
     "after": ("", "input_layernorm", "", "post_attention_layernorm"),
+    "single": ("input_layernorm", "", "", ""),
 }  # fmt: skip
 COMMON_NAMES = ((r"^(layers\.\d+|embed_tokens|norm)\.", r"model.\1."),)  # checkpoints saved without their head
 
@@ -50,14 +53,17 @@ class Block(nn.Module):
     def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
         super().__init__()
         layer, prefix = arch.layers[index], f"model.layers.{index}."
-        self.attn = _attention(arch, layer, f"{prefix}self_attn.", rope, storage)
+        self.attn = _mixer(arch, layer, prefix, rope, storage)
         self.mlp = _mlp(arch, layer, f"{prefix}mlp.", storage)
         norms = [Norm(prefix + name, (arch.width,), arch.norm, storage) if name else None for name in NORMS[arch.order]]
         self.before_attn, self.after_attn = norms[0] or NoNorm(), norms[1]
         self.before_mlp, self.after_mlp = norms[2] or NoNorm(), norms[3]
         self.scale = arch.residual_scale
+        self.few = Few.of(self, arch, storage)
 
     def forward(self, x: Tensor, delta: Tensor | None, batch: Batch, turn: Turn | None) -> tuple[Tensor, Tensor | None]:
+        if self.few is not None and delta is None and x.shape[0] <= self.few.rows:
+            return self.few(x, batch, turn), None
         h, x = self.before_attn.add(x, delta)
         h = self.attn(h, batch, turn)
         if self.after_attn is not None:
@@ -67,6 +73,34 @@ class Block(nn.Module):
         if self.after_mlp is not None:
             h = self.after_mlp(h)
         return x, h if self.scale == 1.0 else h * self.scale
+
+
+class Few:
+    """A block's way for a few rows: norms and additions are part of the products beside them (see ops/few.py)."""
+
+    def __init__(self, attn: Attention, mlp: Mlp | Moe, norms: tuple[NormRule, NormRule], storage: Storage) -> None:
+        self.attn, self.mlp, self.norms = attn, mlp, norms
+        self.rows = few_rows.on(storage.device)(attn.qkv.in_size, storage.dtype)
+        self._norm_linear, self._linear_add = norm_linear.on(storage.device), linear_add.on(storage.device)
+
+    @classmethod
+    def of(cls, block: Block, arch: Arch, storage: Storage) -> Few | None:
+        """None where the block is not stream + attention(norm(stream)), then the same with the mlp, in plain numbers;
+        or where the device knows no better way."""
+        attn, mlp, norms = block.attn, block.mlp, (block.before_attn, block.before_mlp)
+        if arch.order != "pre" or block.scale != 1.0 or not isinstance(attn, Attention) or not mlp.joins:
+            return None
+        rules = tuple(norm.rule() for norm in norms if isinstance(norm, Norm))
+        if len(rules) != 2 or rules[0] is None or rules[1] is None or not (attn.qkv.is_plain and attn.o.is_plain):
+            return None
+        few = cls(attn, mlp, (rules[0], rules[1]), storage)
+        return few if few.rows else None
+
+    def __call__(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
+        attn = self.attn
+        qkv = self._norm_linear(x, self.norms[0], attn.qkv.weight, attn.qkv.bias)
+        x = self._linear_add(attn.attend(qkv, batch, turn), attn.o.weight, attn.o.bias, x)
+        return self.mlp.join(x, self.norms[1])
 
 
 class ParallelBlock(Block):
@@ -93,7 +127,65 @@ class AfterBlock(Block):
         return self.after_mlp(x + self.mlp(x)), None
 
 
-BLOCKS = {"pre": Block, "post": Block, "sandwich": Block, "parallel": ParallelBlock, "after": AfterBlock}
+class SingleBlock(nn.Module):
+    """One norm and one sublayer: a mixer or an mlp."""
+
+    def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
+        super().__init__()
+        layer, prefix = arch.layers[index], f"model.layers.{index}."
+        only_mlp = layer.mixer == "none"
+        self.norm = Norm(f"{prefix}input_layernorm", (arch.width,), arch.norm, storage)
+        self.attn = None if only_mlp else _mixer(arch, layer, prefix, rope, storage)
+        self.mlp = _mlp(arch, layer, f"{prefix}mlp.", storage) if only_mlp else None
+
+    def forward(self, x: Tensor, delta: Tensor | None, batch: Batch, turn: Turn | None) -> tuple[Tensor, Tensor | None]:
+        h, x = self.norm.add(x, delta)
+        if self.attn is not None:
+            return x, self.attn(h, batch, turn)
+        assert self.mlp is not None
+        return x, self.mlp(h)
+
+
+BLOCKS = {
+    "pre": Block, "post": Block, "sandwich": Block, "parallel": ParallelBlock, "after": AfterBlock,
+    "single": SingleBlock,
+}  # fmt: skip
+
+
+def _mixer(arch: Arch, layer: Layer, prefix: str, rope: Rope | None, storage: Storage) -> nn.Module:
+    """What mixes tokens in a layer, called as (x, batch, turn)."""
+    if layer.mixer == "attention":
+        return _attention(arch, layer, f"{prefix}self_attn.", rope, storage)
+    if layer.mixer == "state":
+        return _state(arch, f"{prefix}mixer.", storage)
+    if layer.mixer == "both":
+        own = _attention(arch, layer, f"{prefix}self_attn.", rope, storage)
+        return BothMixers(own, _state(arch, f"{prefix}mixer.", storage))
+    raise ConfigError(f"no layer mixes tokens by {layer.mixer!r}")
+
+
+class BothMixers(nn.Module):
+    """Attention and a state side by side."""
+
+    def __init__(self, attn: nn.Module, state: nn.Module) -> None:
+        super().__init__()
+        self.attn, self.state = attn, state
+
+    def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
+        return self.state(x, batch, turn) + self.attn(x, batch, turn)
+
+
+def _state(arch: Arch, prefix: str, storage: Storage) -> KVLayer:
+    match kind := arch.state:
+        case Mamba2Kind():
+            return Mamba2(prefix, arch.width, kind, storage)
+        case MambaKind():
+            return Mamba(prefix, arch.width, kind, storage)
+        case DeltaKind():
+            return DeltaNet(prefix, arch.width, kind, storage)
+        case ShortConvKind():
+            return ShortConv(prefix, arch.width, kind, storage)
+    raise ConfigError("a layer keeps a state, but the architecture does not say which")
 
 
 def _attention(arch: Arch, layer: Layer, prefix: str, rope: Rope | None, storage: Storage) -> KVLayer:
@@ -110,7 +202,7 @@ def _attention(arch: Arch, layer: Layer, prefix: str, rope: Rope | None, storage
     kind = AttentionKind(
         heads=arch.heads, kv_heads=arch.kv_heads, head_dim=arch.head_dim, scale=scale, window=layer.window,
         chunk=layer.chunk, softcap=arch.attn_softcap, sinks=arch.sinks, alibi=arch.alibi, qkv_bias=arch.qkv_bias,
-        o_bias=arch.o_bias, qk_norm=arch.qk_norm, qkv_clip=arch.qkv_clip, grow=arch.grow,
+        o_bias=arch.o_bias, qk_norm=arch.qk_norm, qkv_clip=arch.qkv_clip, grow=arch.grow, gated=arch.attn_gate,
         qk_norm_kind=replace(arch.norm, bias=arch.qk_norm_bias),
     )  # fmt: skip
     return Attention(prefix, arch.width, kind, rope, storage)
@@ -143,10 +235,10 @@ class Decoder(nn.Module):
         ropes = [Rope(kind, max_model_len, storage.dtype, storage.device) for kind in kinds]
         self.ropes = nn.ModuleList(ropes)
         self.rope_of = [None if layer.rope is None else kinds.index(layer.rope) for layer in arch.layers]
-        block = BLOCKS[arch.order]
-        self.layers = nn.ModuleList(
-            block(arch, i, None if which is None else ropes[which], storage) for i, which in enumerate(self.rope_of)
-        )
+        self.layers = nn.ModuleList()
+        for i, (layer, which) in enumerate(zip(arch.layers, self.rope_of, strict=True)):
+            own = replace(arch, order=layer.order or arch.order)
+            self.layers.append(BLOCKS[own.order](own, i, None if which is None else ropes[which], storage))
         self.norm = Norm("model.norm", (width,), arch.norm, storage) if arch.final_norm else NoNorm()
         tied = self.embed if arch.tie else None
         self.head = Head("lm_head", arch.vocab, inner, storage, bias=arch.head_bias, tied=tied)

@@ -7,6 +7,7 @@ import re
 import torch
 from torch import Tensor
 
+from quire.layers.ssm import DeltaKind, Mamba2Kind
 from quire.layers.table import Arrange
 from quire.models.arch import Arch
 
@@ -21,6 +22,12 @@ def arrange_for(arch: Arch) -> Arrange:
             tensor = tensor.t()
         if arch.qkv_layout and ".qkv_proj." in name:
             tensor = _per_head(tensor, arch) if arch.qkv_layout == "per_head" else _per_group(tensor, arch)
+        if arch.attn_gate and ".self_attn.q_proj." in name:
+            tensor = _gates_first(tensor, arch)
+        if arch.state_layout and isinstance(arch.state, DeltaKind) and ".mixer.in_proj_" in name:
+            tensor = _per_key_head(name, tensor, arch.state)
+        if arch.fold:
+            tensor = _folded(name, tensor, arch)
         if arch.expert_layout and ".experts." in name:
             tensor = _transposed_interleaved(name, tensor)
         return tensor
@@ -43,6 +50,43 @@ def _per_group(tensor: Tensor, arch: Arch) -> Tensor:
         return tensor
     split = tensor.unflatten(0, (arch.kv_heads, per + 2, arch.head_dim))
     return torch.cat([split[:, :per].flatten(0, 2), split[:, per].flatten(0, 1), split[:, per + 1].flatten(0, 1)])
+
+
+def _gates_first(tensor: Tensor, arch: Arch) -> Tensor:
+    """Rows (q, gate) of head 0, (q, gate) of head 1, ... -> all gates, all q."""
+    if tensor.shape[0] != 2 * arch.heads * arch.head_dim:
+        return tensor
+    split = tensor.unflatten(0, (arch.heads, 2, arch.head_dim))
+    return torch.cat((split[:, 1].flatten(0, 1), split[:, 0].flatten(0, 1)))
+
+
+def _folded(name: str, tensor: Tensor, arch: Arch) -> Tensor:
+    """Factors of a product's input or output, multiplied into its rows."""
+    for pattern, factor in arch.fold:
+        if re.search(pattern, name):
+            tensor = tensor * factor
+    kind = arch.state
+    if isinstance(kind, Mamba2Kind) and kind.scales and ".mixer.in_proj." in name:
+        inner, shared = kind.heads * kind.head_dim, kind.groups * kind.state
+        sizes = torch.tensor((inner, inner, shared, shared, kind.heads))
+        scales = torch.tensor(kind.scales, dtype=torch.float32).repeat_interleave(sizes)
+        if len(scales) == len(tensor):
+            tensor = (tensor * scales.to(tensor.device).view(-1, *[1] * (tensor.ndim - 1))).to(tensor.dtype)
+    return tensor
+
+
+def _per_key_head(name: str, tensor: Tensor, kind: DeltaKind) -> Tensor:
+    """Rows (q, k, v.., z..) or (b.., a..) of key head 0, of key head 1, ... -> all of each, one after another."""
+    per = kind.value_heads // kind.key_heads
+    sizes = [per, per]
+    if ".in_proj_qkvz." in name:
+        sizes = [kind.key_dim, kind.key_dim, per * kind.value_dim, per * kind.value_dim]
+    elif ".in_proj_ba." not in name:
+        return tensor
+    if tensor.shape[0] != kind.key_heads * sum(sizes):
+        return tensor
+    parts = tensor.unflatten(0, (kind.key_heads, -1)).split(sizes, 1)
+    return torch.cat([part.flatten(0, 1) for part in parts])
 
 
 def _transposed_interleaved(name: str, tensor: Tensor) -> Tensor:

@@ -18,12 +18,12 @@ def silu(x: Tensor) -> Tensor:
 
 @op
 def gelu(x: Tensor) -> Tensor:
-    return F.gelu(x)
+    return F.gelu(x.contiguous())  # on CPU torch has another kernel, of other bits, for what is not contiguous
 
 
 @op
 def gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
+    return F.gelu(x.contiguous(), approximate="tanh")
 
 
 @op

@@ -53,8 +53,10 @@ def run_experts(
     b1: Tensor | None,
     b2: Tensor | None,
     act: Callable[[Tensor], Tensor],  # [n, 2 * ffn] -> [n, ffn]
+    stream: Tensor | None = None,  # [T, dim]
 ) -> Tensor:  # [T, dim]
-    """Sum over a token's experts of weight * expert(x); experts add up in ascending order, as transformers does."""
+    """Sum over a token's experts of weight * expert(x); experts add up in ascending order, as transformers does. The
+    sum, rounded, is added to `stream` where one is given."""
     matmul = linear.on(x.device)
     flat = index.flatten()
     order = flat.argsort(stable=True)
@@ -70,4 +72,4 @@ def run_experts(
         h = matmul(h, w2[expert], None if b2 is None else b2[expert]) * scales[start : start + count]
         out.index_add_(0, rows, h.to(out.dtype))
         start += count
-    return out
+    return out if stream is None else stream + out

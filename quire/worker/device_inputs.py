@@ -22,7 +22,7 @@ from quire.ops.rows import StepBuffers, gather_inputs, make_buffers
 from quire.schema.kv import KVKind
 from quire.worker.inputs import StepShape, places_of
 from quire.worker.rows import Mirror, Rows
-from quire.worker.staging import Staging
+from quire.worker.staging import Staging, align
 
 CHANGES = 1 << 14  # table entries that travel with a step; more go by a copy of their own
 _WORDS_PER_CHANGE = 3
@@ -40,7 +40,7 @@ class DeviceInputs:
         self.rows, self.device, self.scrap = rows, device, rows.max_rows
         self.mirror = Mirror(rows.tables, device)
         self.block_sizes = [table.group.block_size for table in rows.tables]
-        size = 2 * max_tokens + 8 * (rows.max_rows + 1) + _WORDS_PER_CHANGE * CHANGES
+        size = 2 * max_tokens + 8 * (rows.max_rows + 1) + _WORDS_PER_CHANGE * CHANGES + 64
         self.staging = Staging(size, device)
         self.buffers = make_buffers(max(max_tokens, rows.max_rows), len(rows.tables), device)
         self._gather = gather_inputs.on(device)
@@ -64,7 +64,8 @@ class DeviceInputs:
         for table, mirror, slots in zip(self.rows.tables, self.mirror.tables, buffers.slots, strict=True):
             step = GroupStep(
                 block_tables=mirror, query_starts=views[4], context_lens=lens, query_lens=counts, slots=slots,
-                row_index=views[2], contexts=views[3], is_decode=is_decode,
+                row_index=views[2], contexts=views[3], is_decode=is_decode, host_tables=table.host,
+                host_rows=shape.rows,
             )  # fmt: skip
             plans.append(backend.plan(step, table.group))
         batch = Batch(buffers.token_ids, buffers.positions, plans, logit_index=views[5], num_tokens=len(positions))
@@ -73,17 +74,16 @@ class DeviceInputs:
     def send_decode(self, shape: StepShape, bucket: int) -> None:
         """Fill the static inputs of a decode graph; rows past the step's own are padding."""
         self._check_blocks(shape.rows, shape.starts)
-        count = len(shape.rows)
-        packed = np.full((2, bucket), self.scrap, np.int32)
+        count, packed = len(shape.rows), np.zeros((2, bucket), np.int32)
+        packed[0, count:] = self.scrap
         packed[0, :count] = shape.rows
-        packed[1] = 0
         packed[1, :count] = shape.starts
         self._send([packed[0], packed[1]])
 
     def decode_inputs(self, bucket: int) -> tuple[Tensor, Tensor]:
         """Where `send_decode` puts rows and positions: int32 [B] each, at fixed addresses."""
-        words = self.staging.device_words
-        return words[:bucket], words[bucket : 2 * bucket]
+        words, second = self.staging.device_words, align(bucket)
+        return words[:bucket], words[second : second + bucket]
 
     def gather(self, rows: Tensor, positions: Tensor) -> StepBuffers:
         """Token ids, contexts and slots of these places, in static buffers."""

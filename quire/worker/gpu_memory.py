@@ -7,24 +7,18 @@
       − the rows' tokens and tables
     = KV cache
 
-In: a model with its weights. Must not know: blocks, requests.
+In: what trial steps took (trial.py). Must not know: models, blocks, requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from quire.base.log import logger
-from quire.layers.batch import Batch, NoAttention
-from quire.sampling.plain import PlainChoice
 from quire.schema.errors import ConfigError
-
-if TYPE_CHECKING:
-    from quire.models.build import Model
 
 GIB = 1 << 30
 PER_GRAPH = 6 << 20  # nodes and parameters of an instantiated graph of a few hundred kernels
@@ -69,33 +63,22 @@ def kv_bytes_on_gpu(budget: Budget) -> int:
     return budget.kv
 
 
-def measure(
-    device: torch.device,
-    run: Callable[[int, int], None],  # (tokens, rows that sample)
-    *,
-    largest: tuple[int, int],
-    graph_sizes: tuple[int, ...],
-    static: int,
-    share: float,
-) -> Budget:
-    step = _peak(device, run, *largest)
-    graphs = 0
-    if graph_sizes:
-        graphs = _peak(device, run, graph_sizes[-1], graph_sizes[-1]) + PER_GRAPH * len(graph_sizes)
+def measure(device: torch.device, *, step: int, graphs: int, static: int, share: float) -> Budget:
+    """`step` and `graphs` as `peak` found them; what is used is asked of the driver now."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return Budget(total, total - free, step, graphs, static, share)
 
 
-def _peak(device: torch.device, run: Callable[[int, int], None], tokens: int, samples: int) -> int:
-    """Bytes that running a step takes for a moment."""
+def peak(device: torch.device, run: Callable[[], None]) -> int:
+    """Bytes that running this takes for a moment."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     try:
-        run(tokens, samples)
+        run()
     except torch.cuda.OutOfMemoryError as wrong:
-        raise does_not_fit(device, f"a step of {tokens} tokens", wrong) from None
+        raise does_not_fit(device, "the largest step (max_num_batched_tokens, max_num_seqs)", wrong) from None
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
 
@@ -107,13 +90,3 @@ def does_not_fit(device: torch.device, what: str, wrong: torch.cuda.OutOfMemoryE
         f"({str(wrong).splitlines()[0]}). Use a smaller model or a GPU with more memory, free it of other programs, or "
         "lower max_num_batched_tokens, max_num_seqs or kv_cache_memory_bytes"
     )
-
-
-def run_empty(model: Model, plain: PlainChoice, device: torch.device, tokens: int, samples: int) -> None:
-    """A step of `tokens` tokens of which `samples` are sampled, without a KV cache."""
-    where = torch.zeros(tokens, dtype=torch.int64, device=device)
-    batch = Batch(where, where, [NoAttention()], where[:samples], num_tokens=tokens)
-    logits = model.narrow_logits(model.forward(batch)[:samples])
-    rows = where[:samples].int()
-    plain.refresh()
-    plain(logits, rows, rows, torch.empty((2, samples), dtype=torch.int32, device=device), filters=False)

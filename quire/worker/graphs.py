@@ -1,7 +1,8 @@
 """Decode steps as CUDA graphs: one per bucket of rows, captured once, replayed for every step that fits.
 
-A graph holds a whole decode step: row gathers, embedding, layers, logits, the plain choice of a token, and writing it
-into its row. What changes between replays is only the content of static buffers, written by one copy before a replay.
+A graph holds a whole decode step: row gathers, embedding, layers, logits, the plain choice of a token (top_k and top_p
+included: rows without them cost next to nothing), and writing it into its row. What changes between replays is only the
+content of static buffers, written by one copy before a replay.
 Must not know: requests, parameters that need more than the plain choice (the sampler runs those after the replay).
 
 Static buffers, B = rows of the bucket, `scrap` = rows.max_rows (the row of tokens and tables that belongs to nobody):
@@ -24,6 +25,7 @@ Memory allocated in plan or run belongs to the graphs' common pool: the next buc
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,7 +43,8 @@ from quire.worker.inputs import StepShape
 if TYPE_CHECKING:
     from quire.models.build import Model
 
-START_SECONDS = 2.0  # what capturing may take at start; the buckets that are left are captured at their first use
+START_SECONDS = 1.5  # what capturing may take at start; the buckets that are left are captured while running
+LATE_AFTER = 64  # steps that wanted a bucket before it is worth the time of capturing it
 _log = logger(__name__)
 
 
@@ -75,13 +78,14 @@ class DecodeGraphs:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None  # capturing needs a stream of its own
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Replayed]] = {}
+        self._wanted: dict[int, int] = {}  # bucket that is not captured -> how often it was wanted
 
     def bucket_of(self, shape: StepShape) -> int | None:
         """The smallest bucket for a step of decodes; None: not such a step, or more rows than any bucket has."""
         count = len(shape.rows)
         if shape.ends[-1] != count or count > self.sizes[-1] or not shape.samples.all():
             return None
-        return next(size for size in self.sizes if size >= count)
+        return self.sizes[bisect_left(self.sizes, count)]
 
     def replay(self, bucket: int) -> Replayed:
         if bucket not in self._captured:
@@ -90,24 +94,37 @@ class DecodeGraphs:
         graph.replay()
         return replayed
 
-    def prepare(self, bucket: int) -> None:
-        """Capture a bucket that the start left out. Before its inputs are sent: this overwrites them."""
-        if bucket not in self._captured:
-            began = now()
-            self._capture(bucket)
-            _log.debug("captured a decode graph of %d rows in %.0f ms", bucket, 1000 * (now() - began))
+    def prepare(self, bucket: int) -> int:
+        """The bucket to replay. One that the start left out is captured once it has been wanted some times, or if none
+        larger is there; until then a larger one serves. Before inputs are sent: a capture overwrites them."""
+        if bucket in self._captured:
+            return bucket
+        self._wanted[bucket] = wanted = self._wanted.get(bucket, 0) + 1
+        larger = [size for size in self.sizes if size > bucket and size in self._captured]
+        if larger and wanted < LATE_AFTER:
+            return larger[0]
+        self._capture_late(bucket)
+        return bucket
+
+    @torch.inference_mode()
+    def _capture_late(self, bucket: int) -> None:
+        began = now()
+        self._capture(bucket)
+        _log.debug("captured a decode graph of %d rows in %.0f ms", bucket, 1000 * (now() - began))
 
     @torch.inference_mode()
     def capture(self, seconds: float = START_SECONDS) -> None:
-        """The largest first, whose memory the others share; then powers of two; then the rest while time allows."""
+        """The largest first, whose memory the others share; then powers of two; then, while time allows, the sizes that
+        lie in the middle of the widest gaps: padding up to the next size costs little."""
         began = now()
         free = torch.cuda.mem_get_info(self._inputs.device)[0]
         largest = self.sizes[-1]
-        order = sorted(self.sizes, key=lambda size: (size != largest, size & (size - 1) != 0, -size))
+        order = sorted(self.sizes, key=lambda size: (size != largest, size & (size - 1) != 0, -(size & -size), -size))
         for size in order:
-            if size & (size - 1) and size != largest and now() - began > seconds:
+            in_between = size & (size - 1) != 0 and size != largest
+            if in_between and now() - began > seconds:
                 break
-            self._capture(size)
+            self._capture(size, try_first=not in_between)
         torch.cuda.synchronize(self._inputs.device)
         torch.cuda.empty_cache()  # what the runs before the captures left behind
         taken = free - torch.cuda.mem_get_info(self._inputs.device)[0]
@@ -116,18 +133,27 @@ class DecodeGraphs:
             len(self._captured), len(self.sizes), largest, now() - began, taken / 2**30,
         )  # fmt: skip
 
-    def _capture(self, bucket: int) -> None:
+    def run_uncaptured(self, bucket: int) -> None:
+        """A step of nothing but padding, as it would be captured."""
         rows, positions = self._inputs.decode_inputs(bucket)
+        rows.fill_(self._inputs.scrap)
+        positions.zero_()
+        self._step(bucket)
+
+    def _capture(self, bucket: int, *, try_first: bool = True) -> None:
+        """`try_first`: run the step once before, so that kernels are loaded and libraries set up. Sizes between two
+        that were run find everything there."""
         if self._stream is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._inputs.device)
         current = torch.cuda.current_stream(self._inputs.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            rows.fill_(self._inputs.scrap)
-            positions.zero_()
-            self._step(bucket)  # compiles what is new, and sets up libraries
+            if try_first:
+                self.run_uncaptured(bucket)
             graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            # A kernel that is loaded in the middle of a capture would end a strict one.
+            mode = "thread_local" if try_first else "relaxed"
+            graph.capture_begin(pool=self._pool, capture_error_mode=mode)
             try:
                 replayed = self._step(bucket)
             finally:
@@ -153,7 +179,7 @@ class DecodeGraphs:
         hidden = self._model.forward(Batch(buffers.token_ids, buffers.positions, plans, index, num_tokens=bucket))
         logits = self._model.narrow_logits(hidden)
         result = self._results[: 2 * bucket].view(2, bucket)
-        self._plain(logits, rows, buffers.contexts, result, filters=False)
+        self._plain(logits, rows, buffers.contexts, result, filters=True)
         return Replayed(rows, buffers.contexts, logits, result)
 
 

@@ -1,44 +1,60 @@
 """The worker's composition root: the only file of the tensor side that knows the concrete loader, model and backends.
 
-In: a resolved EngineConfig. Out: a Worker, not loaded yet. An executor finds this by its import path.
+In: a resolved EngineConfig. Out: a Worker, not loaded yet. An executor comes here through early.py.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from quire.attention.select import select_backend
 from quire.base import registry
-from quire.base.clock import now
+from quire.base.clock import Laps
 from quire.base.log import logger
-from quire.loader.load import load_model, reload_weights, update_config
+from quire.loader.load import make_model, reload_weights, update_config
 from quire.schema.errors import ConfigError, NotBuiltError
 from quire.worker.threads import num_threads
 from quire.worker.worker import Parts, Worker
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
+    from quire.worker.early import Early
 
 _log = logger(__name__)
-KERNELS = "quire.ops.triton.register:register"
-PARTS = Parts(load_model, reload_weights, update_config, select_backend)
+KERNELS, RECORD = "quire.ops.triton.register:register", "quire.ops.triton.register:record"
+WATCH, UNWATCH = "quire.ops.triton.launch:watch", "quire.ops.triton.launch:unwatch"
 
 
-def build_worker(config: EngineConfig) -> Worker:
-    device = torch.device(config.device_config.device)
+def record(run: Callable[[], None]) -> list[dict[str, Any]]:
+    """The kernels that this would launch, as jobs for a compiler; none is launched."""
+    jobs: list[dict[str, Any]] = registry.load(RECORD)(run)
+    return jobs
+
+
+def watch() -> None:
+    """From now on every kernel that is compiled is worth a warning."""
+    registry.load(WATCH)()
+
+
+PARTS = Parts(make_model, reload_weights, update_config, select_backend, record, watch)
+
+
+def build_worker(config: EngineConfig, laps: Laps | None = None, early: Early | None = None) -> Worker:
+    device, laps = torch.device(config.device_config.device), laps or Laps()
     if device.type == "cuda":
-        device = set_up_gpu()
+        with laps.inside("device"):
+            device = set_up_gpu(laps)
     elif device.type != "cpu":
         raise NotBuiltError(f"device {str(device)!r} is not built; this version runs on cpu and cuda", param="device")
     set_threads()
-    return worker_class(config.parallel_config.worker_extension_cls)(config, device, PARTS)
+    return worker_class(config.parallel_config.worker_extension_cls)(config, device, PARTS, laps, early)
 
 
-def set_up_gpu() -> torch.device:
+def set_up_gpu(laps: Laps) -> torch.device:
     """Start CUDA and attach the kernels. Where either is missing, one clear error."""
-    began = now()
     if not torch.cuda.is_available():
         raise ConfigError(
             f"device cuda: torch {torch.__version__} finds no usable GPU; check the driver and CUDA_VISIBLE_DEVICES, "
@@ -48,8 +64,10 @@ def set_up_gpu() -> torch.device:
         )
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.init()
+    laps.mark("cuda")
     try:
         registry.load(KERNELS)()
+        registry.load(UNWATCH)()
     except ModuleNotFoundError as wrong:
         raise ConfigError(
             f"device cuda needs the package {wrong.name!r}, which comes with CUDA builds of torch: pip install it, or "
@@ -57,7 +75,8 @@ def set_up_gpu() -> torch.device:
             param="device",
             value="cuda",
         ) from None
-    _log.info("GPU worker: %s, ready in %.2f s", torch.cuda.get_device_name(device), now() - began)
+    laps.mark("kernels")
+    _log.info("GPU worker: %s", torch.cuda.get_device_name(device))
     return device
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from quire.ops.copy import upload
 from quire.schema.kv import KVGroup
 from quire.schema.step import Grant, NewRow, StepPlan
+from quire.worker.staging import align
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,13 @@ class Mirror:
     def __init__(self, tables: Sequence[BlockTable], device: torch.device) -> None:
         self._hosts = tables
         shapes = [(table.host.shape[0] + 1, table.host.shape[1]) for table in tables]
-        sizes = [rows * width for rows, width in shapes]
+        sizes = [align(rows * width) for rows, width in shapes]
         self.flat = torch.full((sum(sizes),), -1, dtype=torch.int32, device=device)
-        pieces = self.flat.split(sizes)
-        self.tables = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
         self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.tables = [
+            self.flat[start : start + rows * width].view(rows, width)
+            for start, (rows, width) in zip(self._starts, shapes, strict=True)
+        ]
         for table in tables:
             table.changed = []
 

@@ -119,7 +119,6 @@ class ModelRunner:
         self._flight: _Flight | None = None
         self._lost: dict[str, str] = {}  # live requests that already failed, and why
 
-    @torch.inference_mode()
     def forward(self, plan: StepPlan) -> None:
         began = now()
         self._flight = None
@@ -134,6 +133,7 @@ class ModelRunner:
             flight.seconds = now() - began
             self._flight = flight
 
+    @torch.inference_mode()
     def _start(self, plan: StepPlan, shape: StepShape) -> _Flight:
         batch = build(shape, self.rows, self.backend)
         flight = _Flight(plan, shape, *sampled_of(shape, self.rows))
@@ -148,35 +148,32 @@ class ModelRunner:
             self.sampler.plain.refresh()
         bucket = self.graphs.bucket_of(shape) if self.graphs is not None else None
         if bucket is not None and self.graphs is not None:
-            self.graphs.prepare(bucket)
+            bucket = self.graphs.prepare(bucket)
             inputs.send_decode(shape, bucket)
             replayed = self.graphs.replay(bucket)
             flight.logits = replayed.logits[: len(shape.rows)]
-            if need is not None and not need & FILTERS:
+            if need is not None:
                 flight.pending = self._take(flight, replayed.result)
-            elif need is not None:
-                rows, positions = (part[: len(shape.rows)] for part in (replayed.row_index, replayed.contexts))
-                flight.pending = self._choose(flight, flight.logits, rows, positions, filters=True)
-            return flight
-        step: DeviceStep = inputs.build(shape, self.backend)
+        else:
+            self._run(flight, inputs.build(shape, self.backend), need)
+        return flight
+
+    @torch.inference_mode()
+    def _run(self, flight: _Flight, step: DeviceStep, need: int | None) -> None:
+        """A step without a graph."""
         flight.hidden, flight.logit_index = self.model.forward(step.batch), step.batch.logit_index
         if need is not None and flight.sample_grants:
             logits = self.model.narrow_logits(self._sampled(flight.hidden, flight.logit_index))
+            out = torch.empty((2, len(flight.sample_grants)), dtype=torch.int32, device=logits.device)
             filters = bool(need & FILTERS)
-            flight.pending = self._choose(flight, logits, step.sample_rows, step.sample_positions, filters=filters)
-        return flight
-
-    def _choose(self, flight: _Flight, logits: Tensor, rows: Tensor, positions: Tensor, *, filters: bool) -> Pending:
-        out = torch.empty((2, len(flight.sample_grants)), dtype=torch.int32, device=logits.device)
-        self.sampler.plain(logits, rows, positions, out, filters=filters)
-        return self._take(flight, out)
+            self.sampler.plain(logits, step.sample_rows, step.sample_positions, out, filters=filters)
+            flight.pending = self._take(flight, out)
 
     def _take(self, flight: _Flight, result: Tensor) -> Pending:
         """result int32 [2, at least S]: tokens, and the bits of their scores."""
         host = download(result)[:, : len(flight.sample_grants)]
         return Pending(flight.plan, flight.sample_grants, host[0], host[1].view(torch.float32))
 
-    @torch.inference_mode()
     def sample(self, mask: Mask | None) -> Pending:
         began = now()
         flight, self._flight = self._flight, None
@@ -198,6 +195,7 @@ class ModelRunner:
         pending.seconds = flight.seconds + now() - began
         return pending
 
+    @torch.inference_mode()
     def _sample_all(self, flight: _Flight, mask: Mask | None, pending: Pending) -> None:
         """Through the whole pipeline."""
         logits = flight.logits
@@ -220,6 +218,7 @@ class ModelRunner:
     def _sampled(hidden: Tensor, index: Tensor) -> Tensor:
         return hidden if len(index) == len(hidden) else hidden.index_select(0, index)
 
+    @torch.inference_mode()
     def _prompt_logprobs(self, shape: StepShape, hidden: Tensor) -> dict[str, list[Picked]]:
         """The hidden state of position i tells of the token at i + 1: so a chunk answers for the positions one after
         its own, up to the last of the prompt, and the first position of all has no answer."""

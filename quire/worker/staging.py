@@ -11,6 +11,11 @@ import torch
 from torch import Tensor
 
 DEPTH = 4  # buffers: more than the steps that may be under way
+_ALIGN = 4  # words: kernels are compiled for addresses that 16 bytes divide, and once more for others
+
+
+def align(words: int) -> int:
+    return -(-words // _ALIGN) * _ALIGN
 
 
 class Staging:
@@ -31,8 +36,7 @@ class Staging:
         host, views, end = self._host[self._turn], [], 0
         words = host.numpy()
         for part in parts:
-            wide = part.dtype.itemsize // 4
-            start = end + (end & (wide - 1))  # int64 begins at an even word
+            wide, start = part.dtype.itemsize // 4, align(end)
             end = start + part.size * wide
             if end > self.size:
                 raise RuntimeError(f"a step needs {end} words of staging, there are {self.size}")

@@ -8,7 +8,8 @@ Must not know: concrete loaders or backends (main.py hands them in), scheduling,
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,41 +17,65 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quire.attention.backend import AttentionBackend
-from quire.base.clock import now
+from quire.base.clock import Laps, now
+from quire.base.log import logger
 from quire.config.kernels import CUDAGraphMode
 from quire.sampling.sampler import Sampler
 from quire.schema.kv import KVLayout, KVSpec, ModelInfo
 from quire.schema.params import SamplingParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan
 from quire.worker.device_inputs import DeviceInputs
-from quire.worker.gpu_memory import does_not_fit, kv_bytes_on_gpu, measure, run_empty
+from quire.worker.gpu_memory import PER_GRAPH, does_not_fit, kv_bytes_on_gpu, measure, peak
 from quire.worker.graphs import DecodeGraphs, useful_sizes
 from quire.worker.kv_memory import bind_kv
 from quire.worker.memory import kv_bytes
 from quire.worker.rows import Rows
 from quire.worker.runner import ModelRunner, Pending
+from quire.worker.state_specs import settle_states
+from quire.worker.trial import Trial, scratch_layout
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.models.build import Model
+    from quire.worker.early import Early
+
+_log = logger(__name__)
+
+
+def _nothing_watched() -> None:
+    pass
+
+
+def _nothing_recorded(run: Callable[[], None]) -> list[dict[str, Any]]:
+    return []
 
 
 @dataclass(frozen=True)
 class Parts:
     """What a worker is put together from."""
 
-    load_model: Callable[[EngineConfig, torch.device], Model]
+    make_model: Callable[[EngineConfig, torch.device], Model]
     reload_weights: Callable[[Model, EngineConfig], Any]
     update_config: Callable[[EngineConfig, Mapping[str, Any]], EngineConfig]
     select_backend: Callable[[str, Sequence[KVSpec], str | None], AttentionBackend]
+    record: Callable[[Callable[[], None]], list[dict[str, Any]]] = _nothing_recorded  # kernels a dry run would launch
+    watch: Callable[[], None] = _nothing_watched  # called once the start is over
 
 
 class Worker:
     rank = 0
     local_rank = 0
 
-    def __init__(self, config: EngineConfig, device: torch.device, parts: Parts) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: torch.device,
+        parts: Parts,
+        laps: Laps | None = None,
+        early: Early | None = None,  # what was begun before torch was there; None on CPU
+    ) -> None:
         self.config, self.device = config, device
+        self._laps, self._early = laps or Laps(), early
         self._parts = parts
         self._model: Model | None = None
         self._specs: tuple[KVSpec, ...] = ()
@@ -58,16 +83,27 @@ class Worker:
 
     # --- what an executor calls, in this order
 
+    def start_laps(self) -> list[tuple[str, float, str]]:
+        """What the start took so far: name, seconds, and the phase of the engine's start that it is part of."""
+        return list(self._laps.taken)
+
     def load(self) -> ModelInfo:
-        """Build the model and read its weights."""
+        """Build the model and read its weights; without a kernel cache, compile what it will want."""
         began = now()
-        try:
-            model = self._model = self._parts.load_model(self.config, self.device)
-        except torch.cuda.OutOfMemoryError as wrong:
-            raise does_not_fit(self.device, "the weights", wrong) from None
-        model_config, cache_config = self.config.model_config, self.config.cache_config
-        kv_dtype = model_config.dtype if cache_config.cache_dtype == "auto" else cache_config.cache_dtype
-        self._specs = tuple(model.kv_specs(cache_config.block_size, kv_dtype))
+        with self._laps.inside("load"):
+            try:
+                model = self._model = self._parts.make_model(self.config, self.device)
+                self._laps.mark("build")
+                self._parts.reload_weights(model, self.config)
+            except torch.cuda.OutOfMemoryError as wrong:
+                raise does_not_fit(self.device, "the weights", wrong) from None
+            self._laps.mark("weights")
+            model_config, cache_config = self.config.model_config, self.config.cache_config
+            kv_dtype = model_config.dtype if cache_config.cache_dtype == "auto" else cache_config.cache_dtype
+            self._specs = settle_states(model.kv_specs(cache_config.block_size, kv_dtype), cache_config)
+            if self._early is not None and not self._early.manifest.current:
+                self._compile(self._early)
+                self._laps.mark("compile")
         weights = {id(p): p for _, p in model.named_parameters()}.values()  # tied ones count once
         return ModelInfo(
             specs=self._specs,
@@ -77,6 +113,27 @@ class Worker:
             weight_bytes=sum(p.numel() * p.element_size() for p in weights),
             load_seconds=now() - began,
         )
+
+    def _compile(self, early: Early) -> None:
+        """A dry run says which kernels are wanted; other processes compile them, all at once."""
+        with self._trial() as trial:
+            jobs = self._parts.record(
+                partial(trial.all, self.config.scheduler_config.max_num_batched_tokens, self._graph_sizes())
+            )
+        if early.compilers is not None:
+            early.compilers.submit(jobs)
+            seconds = early.compilers.wait()
+            early.compilers.close()
+            early.compilers = None
+            _log.info("compiled %d kernels (%.1f s of work)", len(seconds), sum(seconds))
+        early.manifest.write(jobs)
+
+    @contextmanager
+    def _trial(self) -> Iterator[Trial]:
+        """Trial steps over a scratch cache, which is gone afterwards."""
+        yield Trial(self._make_runner(scratch_layout(self._specs)), self.config.model_config.max_model_len)
+        gc.collect()
+        torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def free_bytes(self) -> int:
@@ -90,14 +147,18 @@ class Worker:
 
     def _gpu_bytes(self) -> int:
         """Measured by running the largest step before there is a KV cache."""
-        step, length, model = self.config.scheduler_config, self.config.model_config.max_model_len, self.get_model()
-        tokens = torch.zeros((step.max_num_seqs + 1, 2), dtype=torch.int32, device=self.device)
-        plain = Sampler(self.config, model.arch.vocab, tokens).plain
+        step, length = self.config.scheduler_config, self.config.model_config.max_model_len
+        sizes = self._graph_sizes()
+        with self._laps.inside("profile"), self._trial() as trial:
+            self._laps.mark("prepare")
+            largest = peak(self.device, partial(trial.step, step.max_num_batched_tokens, step.max_num_seqs))
+            self._laps.mark("largest step")
+            graphs = peak(self.device, partial(trial.decode, sizes[-1])) if sizes else 0
+            self._laps.mark("decode step")
         budget = measure(
             self.device,
-            partial(run_empty, model, plain, self.device),
-            largest=(step.max_num_batched_tokens, min(step.max_num_seqs, step.max_num_batched_tokens)),
-            graph_sizes=self._graph_sizes(),
+            step=largest,
+            graphs=graphs + PER_GRAPH * len(sizes),
             static=8 * (step.max_num_seqs + 1) * (length + 1),  # tokens of all rows, and their tables
             share=self.config.cache_config.gpu_memory_utilization,
         )
@@ -105,19 +166,24 @@ class Worker:
 
     def init_kv(self, layout: KVLayout) -> None:
         """Allocate the KV cache and everything whose size depends on it."""
+        self._runner = self._make_runner(layout)
+
+    def _make_runner(self, layout: KVLayout) -> ModelRunner:
+        """A runner over a cache of this layout, to which the model is then bound."""
         model = self.get_model()
         backend = self._parts.select_backend(self.device.type, self._specs, self.config.attention_config.backend)
         bind_kv(layout, backend, model, self.device)
         max_rows, length = self.config.scheduler_config.max_num_seqs, self.config.model_config.max_model_len
         rows = Rows(layout.groups, max_rows, length, self.device)
         sampler = Sampler(self.config, model.arch.vocab, rows.tokens)
-        self._runner = ModelRunner(model, rows, sampler, backend)
+        runner = ModelRunner(model, rows, sampler, backend)
         if self.device.type != "cpu":
             sizes = self._graph_sizes()
             most = max(self.config.scheduler_config.max_num_batched_tokens, *sizes, 1)
-            inputs = self._runner.inputs = DeviceInputs(rows, most)
+            inputs = runner.inputs = DeviceInputs(rows, most)
             if sizes:
-                self._runner.graphs = DecodeGraphs(sizes, model, backend, inputs, sampler.plain, max_context=length)
+                runner.graphs = DecodeGraphs(sizes, model, backend, inputs, sampler.plain, max_context=length)
+        return runner
 
     def _graph_sizes(self) -> tuple[int, ...]:
         """Buckets of decode graphs: none on CPU; none larger than what holds every row."""
@@ -140,14 +206,23 @@ class Worker:
             request_id="warm-up", epoch=0, token_ids=(0,) * count, num_prompt_tokens=count,
             params=SamplingParams(temperature=0.0), seed=0, blocks=blocks,
         )  # fmt: skip
-        self.forward(StepPlan(step=0, grants=(Grant("warm-up", 0, count, True, 0),), joined=(row,)))
-        self.sample(None).result()
-        if self.model_runner.graphs is not None:
-            self.model_runner.graphs.capture()
-        if not on_cpu:
-            self.forward(StepPlan(step=0, grants=(Grant("warm-up", count, 1, True, 0),)))
+        with self._laps.inside("warm_up"):
+            self.forward(StepPlan(step=0, grants=(Grant("warm-up", 0, count, True, 0),), joined=(row,)))
             self.sample(None).result()
-        self.forward(StepPlan(step=0, grants=(), left=("warm-up",)))
+            self._laps.mark("first step")
+            if self.model_runner.graphs is not None:
+                self.model_runner.graphs.capture()
+                self._laps.mark("graphs")
+            if not on_cpu:
+                self.forward(StepPlan(step=0, grants=(Grant("warm-up", count, 1, True, 0),)))
+                self.sample(None).result()
+                self._laps.mark("first decode")
+                limits = self.config.scheduler_config.max_num_batched_tokens, self.config.model_config.max_model_len
+                self.model_runner.backend.prepare(*limits)
+                self._laps.mark("library")
+            self.forward(StepPlan(step=0, grants=(), left=("warm-up",)))
+        if not on_cpu:
+            self._parts.watch()
 
     def _warm_up_tokens(self) -> int:
         """Enough to take the kernels' way of prompts, and no more than a step may hold."""

@@ -119,22 +119,106 @@ def test_fixed_results_depend_on_nothing_else(size):
             assert torch.equal(plan.run(q[places], None, None, cache, **options), whole[places])
 
 
-def test_library_attention_for_fresh_prompts():
-    lens = [(600, 600), (40, 40), (1, 1), (1000, 1), (300, 300)]
-    for size in (64, 128):
+@pytest.mark.parametrize("size", [64, 128])
+def test_library_attention_for_fresh_prompts(size):
+    """Runs among other rows, and a step that is one run."""
+    from quire.attention.library import Library
+
+    for lens in ([(600, 600), (600, 600), (40, 40), (1, 1), (1000, 1), (300, 300)], [(512, 512)] * 3):
         case = Case(lens, heads=8, kv_heads=2, size=size, dtype=torch.bfloat16, device="cuda")
-        close(case.run(backend(library=True))[0], case.reference(), torch.bfloat16)
+        attention = backend(library=Library(least=256, seen=0))
+        assert attention.library.usable(torch.device("cuda"))
+        close(case.run(attention)[0], case.reference(), torch.bfloat16)
 
 
-@pytest.mark.parametrize("library", [False, True])
-def test_from_the_fused_product_on(library):
+@pytest.mark.parametrize("page", [16, 64, 128])
+@pytest.mark.parametrize("form", [{}, {"tma": True}, {"ahead": True}, {"ahead": True, "tma": True}], ids=str)
+def test_forms_of_the_prompt_kernel(form, page):
+    from quire.attention.triton import TileSet
+    from quire.ops.triton.attention import Tiles
+
+    lens = [(3000, 9), (64, 64), (65, 33), (1280, 640), (333, 333), (1, 1), (2000, 150), (700, 700)]
+    for shape in [(64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3)]:
+        case = Case(lens, heads=16, kv_heads=4, size=128, block_size=page, dtype=torch.bfloat16, device="cuda")
+        attention, few, tiles = backend(), Tiles(16, 64, 4, 3), Tiles(*shape, True, **form)
+        attention.tiles = lambda *key, few=few, tiles=tiles: TileSet(few, few, tiles, tiles)
+        close(case.run(attention)[0], case.reference(), torch.bfloat16)
+
+
+class TestSharedPrefix:
+    """Many rows that begin with the same blocks, among some that do not."""
+
+    LENS = [(n, 1) for n in (2100, 1900, 2900, 700, 1730, 2600, 1300, 70, *range(2000, 2040))]
+    SHARING = tuple(row for row, (n, _) in enumerate(LENS) if n > 1500)
+
+    def run(self, case, attention, static=0):
+        plan = attention.plan(case.step(static=static), case.group())
+        pad = static - len(case.lens) if static else 0
+        out = plan.run(*case.inputs(pad), case.cache(attention), **case.options())
+        (shared,) = [
+            w.shared for made in plan._made.values() for w in made if w.shared is not None and w.shared.programs
+        ]
+        return out, shared.info.tolist()
+
+    @pytest.mark.parametrize("rule", [{}, {"softcap": 3.0}, {"sinks": True}, {"alibi": True}], ids=str)
+    @pytest.mark.parametrize("static", [0, 64])
+    @pytest.mark.parametrize("page", [16, 64])
+    def test_rules(self, page, static, rule):
+        case = Case(self.LENS, heads=16, kv_heads=4, size=128, rule=rule, block_size=page, dtype=torch.bfloat16,
+                    device="cuda", shared=(1472, self.SHARING))  # fmt: skip
+        found, info = self.run(case, backend(), static)
+        close(found[: len(self.LENS)], case.reference(), torch.bfloat16)
+        assert info[:2] == [1472, len(self.SHARING)] and info[4] > 1
+
+    @pytest.mark.parametrize(
+        ("heads", "kv_heads", "size", "value"), [(16, 8, 64, 0), (8, 1, 256, 0), (16, 1, 576, -512)]
+    )
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    def test_sizes(self, heads, kv_heads, size, value, dtype):
+        case = Case(self.LENS, heads=heads, kv_heads=kv_heads, size=size, value=value, dtype=dtype, device="cuda",
+                    shared=(1472, self.SHARING))  # fmt: skip
+        found, info = self.run(case, backend(), 64)
+        close(found[: len(self.LENS)], case.reference(), dtype)
+        assert info[:2] == [1472, len(self.SHARING)]
+
+    def test_a_graph_that_saw_none(self):
+        """Captured where nothing is shared, replayed where much is."""
+        attention, dtype, bucket = backend(), torch.bfloat16, 64
+        alone = Case([(3000, 1)] * bucket, heads=16, kv_heads=8, size=128, dtype=dtype, device="cuda", block_size=64)
+        step, inputs, cache = alone.step(static=bucket), [t.clone() for t in alone.inputs()], alone.cache(attention)
+        attention.plan(step, alone.group()).run(*inputs, cache, **alone.options())
+        plan, graph = attention.plan(step, alone.group()), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            out = plan.run(*inputs, cache, **alone.options())
+        case = Case(self.LENS, heads=16, kv_heads=8, size=128, dtype=dtype, device="cuda", block_size=64,
+                    shared=(1472, self.SHARING))  # fmt: skip
+        other, source = case.step(static=bucket), case.cache(attention)
+        cache.keys[: case.num_blocks], cache.values[: case.num_blocks] = source.keys, source.values
+        rows, width = other.block_tables.shape
+        step.block_tables[:rows, :width] = other.block_tables
+        for target, value in zip(
+            (step.row_index, step.contexts, step.slots), (other.row_index, other.contexts, other.slots), strict=True
+        ):
+            target.copy_(value)
+        for target, value in zip(inputs, case.inputs(bucket - len(self.LENS)), strict=True):
+            target.copy_(value)
+        out.fill_(float("nan"))
+        graph.replay()
+        close(out[: len(self.LENS)], case.reference(), dtype)
+        assert not out[len(self.LENS) :].any()
+
+
+@pytest.mark.parametrize("with_library", [False, True])
+def test_from_the_fused_product_on(with_library):
     """Whatever form `prepare_qkv` has on the device: as its reference and a run, one after the other."""
+    from quire.attention.library import Library
     from quire.ops.qkv import QkvPrep, prepare_qkv
     from quire.ops.triton.register import register
 
     register()
     case = Case([(12, 5), (1500, 1), (600, 600)], heads=16, kv_heads=8, size=128, dtype=torch.bfloat16, device="cuda")
-    attention, tokens = backend(library=library), 606
+    attention, tokens = backend(library=Library(least=256, seen=0) if with_library else None), 606
     qkv = torch.cat(case.inputs(), 1).flatten(1)
     weight, angle = torch.rand(128, device="cuda").bfloat16(), torch.rand(tokens, 1, 64, device="cuda")
     cos, sin = (torch.cat(pair, -1).bfloat16() for pair in ((angle.cos(), angle.cos()), (-angle.sin(), angle.sin())))

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from quire.ops import moe as moe_ops
-from quire.ops.triton import act, moe
+from quire.ops.triton import act, moe, moe_many
 from tests import fused_cases as cases
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,7 @@ def test_routing(experts, top_k, with_bias, rule, tokens):
     cases.check_route("cuda", tokens, experts, top_k, score=score, renorm=renorm, with_bias=with_bias)
 
 
-@pytest.mark.parametrize("tokens", [2, 31, 128, 1000, 16384])
+@pytest.mark.parametrize("tokens", [2, 31, 128, 1000, 1030, 16384])
 @pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (60, 4), (8, 2), (256, 8)])
 def test_sorting_pairs(experts, top_k, tokens):
     for bm in (16, 128):
@@ -29,11 +29,29 @@ def test_sorting_pairs(experts, top_k, tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 2, 33, 200, 1500])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 33, 200, 1500])
 @pytest.mark.parametrize("shape", [(16, 4, 256, 192, False), (32, 4, 360, 200, True), (8, 2, 512, 256, False)])
 def test_experts(shape, tokens, dtype):
     experts, top_k, dim, ffn, bias = shape
     cases.check_experts("cuda", dtype, tokens, experts, top_k, dim, ffn, bias=bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(16, 4, 256, 192, False), (8, 2, 512, 320, True)])
+def test_many_tokens(shape, dtype):
+    experts, top_k, dim, ffn, bias = shape
+    first, second = moe_many.FIRST, moe_many.SECOND
+    for tokens, resident, flat in ((3000, True, True), (3000, True, False), (700, False, False)):
+        ways = (config._replace(resident=resident, flat=flat) for config in (first, second))
+        cases.check_many("cuda", dtype, tokens, experts, top_k, dim, ffn, *ways, bias=bias)
+    cases.check_experts("cuda", dtype, 3000, experts, top_k, dim, ffn, bias=bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_few_tokens_by_other_ways(tokens, dtype):
+    cases.check_experts("cuda", dtype, tokens, 16, 4, 256, 192, early=True)
+    cases.check_experts("cuda", dtype, tokens, 16, 4, 256, 192, fixed=True)
 
 
 def test_a_captured_graph_serves_any_routing():

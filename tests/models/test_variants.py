@@ -77,6 +77,22 @@ VARIANTS = [
     ("DeepseekV3ForCausalLM", dict(q_lora_rank=None, norm_topk_prob=False, n_group=4, topk_group=2)),
     ("Dots1ForCausalLM", dict(sliding_window=5, max_window_layers=2)),
     ("GraniteMoeForCausalLM", dict(attention_bias=True)),
+    ("Qwen3NextForCausalLM", dict(mlp_only_layers=[1], decoder_sparse_step=2, attention_bias=True)),
+    ("Qwen3NextForCausalLM", dict(linear_num_value_heads=2, linear_conv_kernel_dim=3, layer_types=["linear_attention",
+                                  FULL, FULL, "linear_attention"])),
+    ("Mamba2ForCausalLM", dict(use_bias=True, use_conv_bias=False, n_groups=1, time_step_limit=(0.5, 1.0))),
+    ("BambaForCausalLM", dict(mamba_proj_bias=True, attention_bias=True, mlp_bias=True)),
+    ("FalconH1ForCausalLM", dict(mamba_rms_norm=False, projectors_bias=True, mamba_proj_bias=True, attention_bias=True,
+                                 mlp_bias=True)),
+    ("FalconH1ForCausalLM", dict(mamba_norm_before_gate=True)),
+    ("GraniteMoeHybridForCausalLM", dict(position_embedding_type="rope", num_local_experts=0)),
+    ("NemotronHForCausalLM", dict(moe_latent_size=24, use_bias=True, n_group=2, topk_group=1, mlp_bias=False)),
+    ("MambaForCausalLM", dict(use_bias=True, use_conv_bias=False, tie_word_embeddings=False)),
+    ("JambaForCausalLM", dict(num_experts=1, mamba_proj_bias=True)),
+    ("Lfm2ForCausalLM", dict(conv_bias=True, block_auto_adjust_ff_dim=False)),
+    ("Lfm2MoeForCausalLM", dict(use_expert_bias=False, norm_topk_prob=False, routed_scaling_factor=2.0)),
+    ("OlmoHybridForCausalLM", dict(linear_allow_neg_eigval=False, rope_parameters=dict(rope_type="default",
+                                                                                       rope_theta=None))),
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,8 +11,13 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton")
 pytest.importorskip("tests.interpreted")
 
-from quire.attention.triton import TritonAttention, parts_wanted, write_kv
+import quire.attention.library as library_room
+import quire.attention.triton as attention
+from quire.attention.library import Dense, Library
+from quire.attention.triton import TileSet, TritonAttention, parts_wanted, write_kv
 from quire.ops.qkv import QkvPrep, prepare_qkv
+from quire.ops.triton import attention_plan
+from quire.ops.triton.attention import Tiles
 from quire.schema.errors import ConfigError
 from tests.attention_case import RULE_NAMES, RULES, Case
 
@@ -22,6 +28,12 @@ MIXES = {
     "everything": [(12, 5), (150, 1), (9, 9), (3, 1), (170, 31), (60, 0), (128, 1), (2, 2)],
     "one": [(17, 1)],
 }
+
+
+@pytest.fixture(autouse=True)
+def _short_parts(monkeypatch):
+    """So that contexts of a test are cut into parts too."""
+    monkeypatch.setattr(attention, "LEAST_KEYS", 32)
 
 
 def close(found, wanted, dtype=torch.float32):
@@ -91,7 +103,122 @@ def test_long_contexts_are_cut_into_parts(lens, rule):
     plan = backend.plan(case.step(), case.group())
     close(plan.run(*case.inputs(), case.cache(backend), **case.options()), case.reference())
     works = [work for made in plan._made.values() for work in made]
-    assert works and all(work.merges is not None and work.partials > 3 for work in works)
+    assert works and all(work.partials > 3 and (work.items[:, 6] > 1).any() for work in works)
+
+
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("rule", [{}, {"sinks": True}, {"softcap": 3.0}], ids=["plain", "sinks", "softcap"])
+@pytest.mark.parametrize("tiles", [Tiles(32, 32, 4, 3, True, True), Tiles(32, 32, 4, 3, True, True, True)], ids=str)
+def test_forms_of_the_prompt_kernel(tiles, page, rule):
+    """Multiplying ahead, and whole pages by the copy engine: for chunks that end anywhere, cut into parts or not."""
+    lens = [(300, 9), (64, 64), (65, 33), (128, 64), (33, 33), (1, 1), (200, 150)]
+    case = Case(lens, heads=4, kv_heads=2, size=32, block_size=page, rule=rule, dtype=torch.float16)
+    backend, few = TritonAttention(fixed=False), Tiles(16, 32, 4, 3)
+    backend.tiles = lambda *shape: TileSet(few, few, tiles, tiles)
+    close(case.run(backend)[0], case.reference(), torch.float16)
+    one = Case([(400, 30)], heads=4, kv_heads=1, size=32, block_size=page, rule=rule, dtype=torch.float16)
+    close(one.run(backend)[0], one.reference(), torch.float16)
+
+
+class TestSharedPrefix:
+    """Rows that begin with the same blocks read them together."""
+
+    LENS = [(n, 1) for n in (200, 190, 90, 173, 260, 130, 70)]
+    MEMBERS = (0, 1, 3, 4, 5)
+
+    @pytest.fixture(autouse=True)
+    def _few_rows_are_enough(self, monkeypatch):
+        monkeypatch.setattr(attention, "SHARE_ROWS", 3)
+        monkeypatch.setattr(attention_plan.Sharing.__new__, "__defaults__", (32, 2, 64))  # probe, rows, saved
+
+    def run(self, case, backend=None, static=0, **how):
+        """(result, what was found to be shared)."""
+        backend = backend or TritonAttention(fixed=False)
+        plan = backend.plan(case.step(static=static, **how), case.group())
+        pad = static - len(case.lens) if static else 0
+        out = plan.run(*case.inputs(pad), case.cache(backend), **case.options())
+        return out, [
+            w.shared for made in plan._made.values() for w in made if w.shared is not None and w.shared.programs
+        ]
+
+    @pytest.mark.parametrize("how", [{"static": 9}, {}, {"mirror": True}], ids=["captured", "eager", "mirror"])
+    @pytest.mark.parametrize("rule", RULES, ids=RULE_NAMES)
+    def test_any_rule(self, rule, how):
+        case = Case(self.LENS, heads=4, kv_heads=2, size=32, rule=rule, shared=(128, self.MEMBERS))
+        found, shared = self.run(case, **how)
+        close(found[: len(self.LENS)], case.reference())
+        assert not found[len(self.LENS) :].any()
+        if case.window or case.chunk:
+            assert not shared
+        else:
+            tokens, queries, *_ = shared[0].info.tolist()
+            assert (tokens, queries) == (128, 5)
+            assert tuple(shared[0].members[:5].tolist()) == self.MEMBERS
+
+    def test_among_chunks(self):
+        lens = [(140, 20), *self.LENS, (9, 9), (150, 2)]
+        case = Case(lens, heads=4, kv_heads=2, size=32, shared=(128, (0, 1, 2, 4, 5, 6)))
+        found, shared = self.run(case)
+        close(found, case.reference())
+        assert shared[0].info.tolist()[:2] == [128, 5]
+
+    @pytest.mark.parametrize("page", [8, 24, 64])
+    def test_pages_and_the_common_part_of_different_lengths(self, page):
+        """Rows 3 and 4 share more with each other than with the rest; tokens are a whole number of tiles and pages."""
+        case = Case(self.LENS, heads=4, kv_heads=2, size=16, block_size=page, shared=(page * (120 // page), (0, 1, 3)))
+        found, shared = self.run(case, static=8)
+        close(found[:7], case.reference())
+        tokens, queries, *_ = shared[0].info.tolist()
+        assert queries == 3 and tokens <= 120 and tokens % page == 0 and (tokens > 0 or page == 24 or page == 64)
+
+    def test_latent_heads_in_many_tiles(self):
+        case = Case(self.LENS, heads=40, kv_heads=1, size=24, value=-16, shared=(112, self.MEMBERS))
+        found, shared = self.run(case, static=8)
+        close(found[:7], case.reference())
+        tokens, queries, _, tiles, parts, *_ = shared[0].info.tolist()
+        assert tokens == 96 and queries == 5 and tiles >= 200 // 32 and tiles * parts <= shared[0].programs
+
+    def test_nothing_shared_or_not_worth_it(self):
+        alone = Case(self.LENS, heads=4, kv_heads=2, size=16)
+        found, shared = self.run(alone, static=8)
+        close(found[:7], alone.reference())
+        assert shared[0].info.tolist()[0] == 0 and shared[0].info.tolist()[4] == 0
+        little = Case(self.LENS, heads=4, kv_heads=2, size=16, shared=(16, self.MEMBERS))
+        found, shared = self.run(little, static=8)
+        close(found[:7], little.reference())
+        assert shared[0].info.tolist()[0] == 0
+
+    def test_forms(self):
+        """The shared kernel multiplying ahead, over whole pages by the copy engine."""
+        case = Case(self.LENS, heads=4, kv_heads=2, size=32, block_size=32, dtype=torch.float16,
+                    shared=(128, self.MEMBERS))  # fmt: skip
+        backend, few = TritonAttention(fixed=False), Tiles(16, 32, 4, 3)
+        tiles = Tiles(16, 32, 4, 3, True, True, True)
+        backend.tiles = lambda *shape: TileSet(few, few, tiles, tiles)
+        found, shared = self.run(case, backend, static=8)
+        close(found[:7], case.reference(), torch.float16)
+        assert shared[0].info.tolist()[0] == 128
+
+    @pytest.mark.parametrize("sharing", [False, True])
+    def test_an_eager_step_asks_the_host_first(self, sharing):
+        """Where no block comes often enough the device does not look."""
+        case = Case(self.LENS, heads=4, kv_heads=2, size=16, shared=(128, self.MEMBERS) if sharing else ())
+        backend, step = TritonAttention(fixed=False), case.step()
+        rows = np.arange(len(self.LENS))
+        monkey = pytest.MonkeyPatch()
+        monkey.setattr(attention, "PROBE", 32)
+        step = step._replace(host_tables=case.tables.numpy()[::-1], host_rows=rows[::-1].copy())
+        plan = backend.plan(step, case.group())
+        close(plan.run(*case.inputs(), case.cache(backend), **case.options()), case.reference())
+        monkey.undo()
+        (work,) = next(iter(plan._made.values()))
+        assert bool(work.shared.programs) == sharing
+
+    def test_fixed_results_share_nothing(self):
+        case = Case(self.LENS, heads=4, kv_heads=2, size=16, shared=(128, self.MEMBERS))
+        found, shared = self.run(case, TritonAttention(fixed=True), static=8)
+        close(found[:7], case.reference())
+        assert not shared
 
 
 def test_a_fixed_result_depends_on_nothing_else():
@@ -125,7 +252,7 @@ def test_keys_may_already_be_written():
     close(plan.run(q, None, None, cache, **case.options()), case.reference())
 
 
-@pytest.mark.parametrize("library", [False, True])
+@pytest.mark.parametrize("library", [None, Library(least=256, seen=0)], ids=["kernels", "library"])
 def test_from_the_fused_product_on(library):
     """As preparing and running one after the other do it."""
     case = Case([(12, 5), (150, 1), (300, 300)], heads=4, kv_heads=2, size=16, dtype=torch.float16)
@@ -145,13 +272,45 @@ def test_from_the_fused_product_on(library):
 
 
 def test_library_attention_for_fresh_prompts():
-    case = Case([(300, 300), (40, 40), (280, 280), (500, 1)], heads=4, kv_heads=2, size=16, dtype=torch.float16)
-    backend = TritonAttention(fixed=False, library=True)
+    """Adjacent prompts of one length in one run; short ones, continued ones and windows stay with the kernels."""
+    lens = [(300, 300), (300, 300), (40, 40), (280, 280), (500, 300)]
+    case = Case(lens, heads=4, kv_heads=2, size=16, dtype=torch.float16)
+    backend = TritonAttention(fixed=False, library=Library(least=256, seen=0))
     plan = backend.plan(case.step(), case.group())
     found = plan.run(*case.inputs(), case.cache(backend), **case.options())
     (call,) = plan._made
-    assert plan.lists.prompts(call) == [(0, 300), (340, 280)]
+    assert plan.lists.prompts(call) == [Dense(0, 2, 300), Dense(640, 1, 280)]
     close(found, case.reference(), torch.float16)
+    whole = Case([(256, 256)] * 2, heads=4, kv_heads=2, size=16, dtype=torch.float16)
+    plan = backend.plan(whole.step(), whole.group())
+    close(plan.run(*whole.inputs(), whole.cache(backend), **whole.options()), whole.reference(), torch.float16)
+    assert not plan._made  # nothing was left for the kernels
+    windowed = Case(lens[:2], heads=4, kv_heads=2, size=16, dtype=torch.float16, rule={"window": 100})
+    assert not backend.plan(windowed.step(), windowed.group()).lists.runs
+
+
+def test_a_shape_goes_to_the_library_once_it_has_returned():
+    library = Library(least=4, seen=2)
+    entries = np.array([[0, 0, 8, 8], [1, 8, 8, 8], [2, 16, 3, 3]], np.int32)
+    fresh = entries[:, 2] == entries[:, 3]
+    found = [library.choose(entries, fresh, torch.device("cpu"))[0] for _ in range(3)]
+    assert found == [[], [], [Dense(0, 2, 8)]]
+    assert library.choose(entries[:1], fresh[:1], torch.device("cpu"))[0] == []  # another shape
+
+
+def test_full_steps_of_some_lengths_are_prepared(monkeypatch):
+    monkeypatch.setattr(library_room, "PREPARED", (8, 16, 64))
+    case = Case([(32, 32)], heads=4, kv_heads=2, size=16, dtype=torch.float16)
+    library = Library(least=4, seen=5)
+    backend = TritonAttention(fixed=False, library=library)
+    plan, cache = backend.plan(case.step(), case.group()), case.cache(backend)
+    prep = QkvPrep(4, 2, None, None, 1e-5, 0.0, False, None, None, False)
+    plan.run_fused(torch.cat(case.inputs(), 1).flatten(1), prep, cache, scale=0.25)
+    backend.prepare(32, 40)
+    entries = np.array([[row, 16 * row, 16, 16] for row in range(2)], np.int32)
+    everything = np.ones(2, np.bool_)
+    assert library.choose(entries, everything, torch.device("cpu"))[0] == [Dense(0, 2, 16)]
+    assert library.choose(entries[:1], everything[:1], torch.device("cpu"))[0] == []
 
 
 def test_writing_skips_negative_slots():

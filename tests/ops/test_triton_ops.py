@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 pytest.importorskip("tests.interpreted")
 
 from quire.ops import sample as sample_ops
-from quire.ops.triton import moe, sample
+from quire.ops.triton import few, moe, moe_many, sample
 from tests import fused_cases as cases
 
 triton = pytest.importorskip("triton")
@@ -109,8 +109,20 @@ def test_sorting_pairs(tokens, top_k, experts, bm):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 19])
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 24, 64), (1, 10, 100), (3, 13, 72)])
+def test_few_rows(rows, n, k, dtype):
+    cases.check_few("cpu", dtype, rows, n, k, config=few.Config(4, 32, 4))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 2, 19])
 def test_experts(tokens, dtype):
     cases.check_experts("cpu", dtype, tokens, 6, 2, 48, 40, bias=True)
     small = (moe.Config(16, 32, 32, 4, 2), moe.Config(16, 64, 16, 4, 2))
     cases.check_experts("cpu", dtype, tokens, 5, 3, 64, 96, configs=small)
+
+
+@pytest.mark.parametrize(("resident", "flat"), [(True, True), (False, False)])
+def test_grouped_products_of_many_tokens(resident, flat):
+    first, second = (moe_many.ManyConfig(16, bn, 16, 4, 2, 8, resident, flat) for bn in (16, 32))
+    cases.check_many("cpu", torch.float16, 23, 3, 2, 32, 48, first, second, bias=True)

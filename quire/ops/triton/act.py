@@ -12,13 +12,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.ops.triton.sizes import cdiv, next_power_of_2
 
 SILU, GELU, GELU_TANH, QUICK_GELU, RELU, RELU2, TANH, CLAMPED = range(8)
 CODES = {
     "silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH, "quick_gelu": QUICK_GELU, "relu": RELU, "relu2": RELU2,
     "tanh": TANH,
 }  # fmt: skip
-_BLOCK = 1024
+_TILE = (2048, 8)  # entries and warps of a program
 
 
 @triton.jit
@@ -51,7 +54,12 @@ def gate_up(gate, up, alpha, limit, ACT: tl.constexpr):
 
 
 @triton.jit
-def _gated_kernel(x, out, stride, alpha, limit, WIDTH: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_kernel(
+    x, out, stride, alpha, limit, WIDTH: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -62,25 +70,31 @@ def _gated_kernel(x, out, stride, alpha, limit, WIDTH: tl.constexpr, ACT: tl.con
     tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)
 
 
-def gated(x: Tensor, code: int, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
-    """x [n, 2 F] (rows may be apart) -> [n, F]."""
+def gated(
+    x: Tensor, code: int, alpha: float = 0.0, limit: float = 0.0, *, tile: tuple[int, int] = _TILE, early: bool = False
+) -> Tensor:  # fmt: skip
+    """x [n, 2 F] (rows may be apart) -> [n, F]. `tile`: entries and warps of a program, at most."""
     rows, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows:
-        block = min(_BLOCK, triton.next_power_of_2(width))
-        grid = (rows, triton.cdiv(width, block))
-        warps = max(1, block // 256)
-        _gated_kernel[grid](x, out, x.stride(0), alpha, limit, WIDTH=width, ACT=code, BLOCK=block, num_warps=warps)
+        block = min(tile[0], next_power_of_2(width))
+        grid = (rows, cdiv(width, block))
+        warps = max(1, tile[1] * block // tile[0])
+        _gated_kernel[grid](
+            x, out, x.stride(0), alpha, limit, WIDTH=width, ACT=code, BLOCK=block, EARLY=early, num_warps=warps,
+            **({"launch_pdl": True} if early else {}),
+        )  # fmt: skip
     return out
 
 
-def gated_form(code: int) -> Callable[[Tensor], Tensor]:
+def gated_form(code: int, early: bool = False) -> Callable[[Tensor], Tensor]:
     """The form of one gated activation."""
 
     def form(x: Tensor) -> Tensor:
         if x.stride(-1) != 1:
             x = x.contiguous()
-        return gated(x, code) if x.ndim == 2 else gated(x.flatten(0, -2), code).view(*x.shape[:-1], -1)
+        flat = x if x.ndim == 2 else x.flatten(0, -2)
+        return gated(flat, code, early=early).view(*x.shape[:-1], x.shape[-1] // 2)
 
     return form
 

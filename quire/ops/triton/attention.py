@@ -1,14 +1,18 @@
-"""Paged attention in Triton: one kernel for prompt chunks and decodes alike, a merge, and a planner on the device.
+"""Paged attention in Triton: one kernel for prompt chunks and decodes alike, and one for a prefix that many rows share.
 
 The queries of a row that share a kv head are one list, "flats": flat = token * group + head in group. A tile is BLOCK_M
 flats, so a decode fills a tensor-core tile with its heads and a chunk with tokens x heads, whatever the group size.
 
-    item (int32 x 8)   row | start | count | context | flat | split | splits | base      one program per kv head
+    item (int32 x 10)   row | start | count | context | flat | split | splits | base | skip | member
         row      of the block table; start: its first token in q; count 0: nothing to do; context 0: write zeros
-        flat     first flat of the tile; split of splits: which part of the tile's keys; base: its first partial result
+        flat     first flat of the tile; split of splits: which part of the tile's keys
+        base     of the tile's partial results, -1: there is only this part; skip: keys at the front that are left out
+        member   place of the row's first query among those that share a prefix, or -1
 
-With splits > 1 a program leaves (acc / sum, log2 of the sum) in the workspace and `merge` joins the parts. Softmax runs
-in base 2. Keys are read in BLOCK_N tiles counted from position 0, so results do not depend on where a chunk began.
+There is a program per item and kv head. One that has only a part of the keys leaves (acc / sum, log2 of the sum) in the
+workspace and counts itself; the last of a tile to do so joins all parts, those of the shared kernel too, and writes the
+result. Softmax runs in base 2. Keys are read in BLOCK_N tiles counted from position 0, so results do not depend on
+where a chunk began. Lists of items are made by the host or on the device (attention_plan.py).
 """
 
 from __future__ import annotations
@@ -19,11 +23,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E = tl.constexpr(1.4426950408889634)
-FIELDS = tl.constexpr(8)
-MERGE_WIDTH = 128  # value entries per program of the merge
+FIELDS = tl.constexpr(10)
 MAX_SPLITS = 64  # parts of one tile
+_LISTS = ["tables", "items", "info", "members", "starts", "contexts"]  # may begin at any address
 
 
 class Tiles(NamedTuple):
@@ -34,17 +40,31 @@ class Tiles(NamedTuple):
     num_warps: int
     num_stages: int
     two_loops: bool = False  # keys that every query of the tile sees go without a mask, in a loop of their own
+    ahead: bool = False  # and multiplies the next tile of keys while it weighs this one
+    tma: bool = False  # and reads whole pages by the copy engine, where pages allow it
+    max_regs: int | None = None  # per thread, so that more programs share a multiprocessor
+
+
+class Shared(NamedTuple):
+    """A prefix that many rows of a step may share, found on the device: their queries read it together, in tiles."""
+
+    info: Tensor  # [5] int32: tokens of the prefix (0: none) | queries | row that has it | tiles | parts of a tile
+    members: Tensor  # [n] int32: which entries share it
+    starts: Tensor  # [n] int32: the token of an entry in q
+    contexts: Tensor  # [n] int32, of entries
+    programs: int  # per kv head; tiles * parts of a tile never exceeds it. 0: there is no prefix, info is all zero
+    tiles: Tiles
 
 
 class Work(NamedTuple):
-    """What one launch of `attend` does."""
+    """What one call of `attend` does."""
 
-    items: Tensor  # [n, 8] int32
-    merges: Tensor | None  # [m, 8] int32: one per tile that may be split; None: no tile is
+    items: Tensor  # [n, 10] int32
     partials: int  # partial results to keep room for, per kv head and flat
     held: int  # flats of a tile that can be in use
     tiles: Tiles
     splittable: bool = True  # False: compiled without parts, for lists that never have any
+    shared: Shared | None = None
 
 
 class Shape(NamedTuple):
@@ -71,25 +91,34 @@ def _rows(base, at, held, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.co
 
 @triton.jit
 def _scan(
-    acc, top, total, q, q_rest, keys, values, table, positions, slope, begin, end, first, last, page_stride, scale, cap,
+    acc, top, total, q, q_rest, keys, values, k_pages, v_pages, head_row, page_rows, table, positions, slope, begin,
+    end, first, last, page_stride, scale, cap,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_R: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, LATENT: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    ALIBI: tl.constexpr, LATENT: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Go over keys [begin, end). `top` is the running maximum of the scores (times log2 e), `total` the sum of weights.
 
     Not MASKED: every query sees every key of the range. Keys outside [first, last) are never read.
     """
-    for start in range(begin, end, BLOCK_N):
+    for start in tl.range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         held = (n >= first) & (n < last)
-        if MASKED:
+        if PAGE % BLOCK_N == 0:  # a tile lies within one page
+            block = tl.load(table + start // PAGE)
+            place = start % PAGE + tl.arange(0, BLOCK_N)
+        elif MASKED:
             block = tl.load(table + n // PAGE, mask=held, other=0)
+            place = n % PAGE
         else:
             block = tl.load(table + n // PAGE)
+            place = n % PAGE
         page = block.to(tl.int64) * page_stride
-        at = page + (n % PAGE) * DK
-        if LATENT:
+        at = page + place * DK
+        if TMA:
+            k = k_pages.load([block * page_rows + head_row + start % PAGE, 0])
+            s = tl.dot(q, tl.trans(k))
+        elif LATENT:
             k = _rows(keys, at, held, DV, BLOCK_V, MASKED).to(q.dtype)
             rest = _rows(keys + DV, at, held, DK - DV, BLOCK_R, MASKED).to(q.dtype)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -122,27 +151,119 @@ def _scan(
         acc = acc * alpha[:, None]
         if LATENT:
             v = k
+        elif TMA:
+            v = v_pages.load([block * page_rows + head_row + start % PAGE, 0])
         else:
-            v = _rows(values, page + (n % PAGE) * DV, held, DV, BLOCK_V, MASKED).to(q.dtype)
+            v = _rows(values, page + place * DV, held, DV, BLOCK_V, MASKED).to(q.dtype)
         acc = tl.dot(p.to(q.dtype), v, acc, input_precision=PRECISION)
         top = new
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["table_stride", "held"])
+@triton.jit
+def _blocks(table, start, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
+    """The block of each key of a tile; one for all where a tile lies within one page."""
+    if PAGE % BLOCK_N == 0:
+        block = tl.load(table + start // PAGE)
+    else:
+        block = tl.load(table + (start + tl.arange(0, BLOCK_N)) // PAGE)
+    return block
+
+
+@triton.jit
+def _tile(
+    base, pages, block, start, head_row, page_rows, page_stride, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_N, WIDTH]: a tile of keys or values, all of it written."""
+    if TMA:
+        tile = pages.load([block * page_rows + head_row + start % PAGE, 0])
+    else:
+        n = start + tl.arange(0, BLOCK_N)
+        tile = _rows(base, block.to(tl.int64) * page_stride + n % PAGE * SIZE, n, SIZE, WIDTH, False)
+    return tile
+
+
+@triton.jit
+def _weigh(acc, top, total, s, v, scale):
+    """One tile of scores, all of them seen."""
+    new = tl.maximum(top, tl.max(s, 1) * scale)
+    p = tl.exp2(s * scale - new[:, None])
+    alpha = tl.exp2(top - new)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+    return acc, new, total * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def _scan_ahead(
+    acc, top, total, q, keys, values, k_pages, v_pages, head_row, page_rows, table, begin, end, page_stride, scale,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    PAGE: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """As _scan without masks and other rules, but the scores of a tile are multiplied one turn before they are weighed:
+    the tensor cores work on the next tile while this one's exponentials are taken."""
+    if begin < end:
+        block = _blocks(table, begin, BLOCK_N, PAGE)
+        k = _tile(keys, k_pages, block, begin, head_row, page_rows, page_stride, DK, BLOCK_D, BLOCK_N, PAGE, TMA)
+        s = tl.dot(q, tl.trans(k))
+        for start in tl.range(begin + BLOCK_N, end, BLOCK_N):
+            other = _blocks(table, start, BLOCK_N, PAGE)
+            k = _tile(keys, k_pages, other, start, head_row, page_rows, page_stride, DK, BLOCK_D, BLOCK_N, PAGE, TMA)
+            ahead = tl.dot(q, tl.trans(k))
+            before = start - BLOCK_N
+            block = _blocks(table, before, BLOCK_N, PAGE)
+            v = _tile(values, v_pages, block, before, head_row, page_rows, page_stride, DV, BLOCK_V, BLOCK_N, PAGE, TMA)
+            acc, top, total = _weigh(acc, top, total, s, v, scale)
+            s = ahead
+        block = _blocks(table, end - BLOCK_N, BLOCK_N, PAGE)
+        v = _tile(
+            values, v_pages, block, end - BLOCK_N, head_row, page_rows, page_stride, DV, BLOCK_V, BLOCK_N, PAGE, TMA
+        )
+        acc, top, total = _weigh(acc, top, total, s, v, scale)
+    return acc, top, total
+
+
+@triton.jit
+def _join(
+    acc, top, total, partial, sums, place, step, parts, but, used,
+    DV: tl.constexpr, BLOCK_V: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of these flats, all `but` one: part 0 lies at `place` [BLOCK_M], the next ones `step` apart."""
+    e = tl.arange(0, BLOCK_V)
+    wide = used[:, None] & (e < DV)[None, :]
+    for part in tl.range(0, parts, loop_unroll_factor=AT_ONCE):
+        at = place + part * step
+        wanted = part != but
+        other = tl.load(sums + at, mask=used & wanted, other=float("-inf"), cache_modifier=".cg")
+        value = tl.load(partial + at[:, None] * DV + e[None, :], mask=wide & wanted, other=0.0, cache_modifier=".cg")
+        new = tl.maximum(top, other)
+        pivot = tl.where(new == float("-inf"), 0.0, new)
+        mine, its = tl.exp2(top - pivot), tl.exp2(other - pivot)
+        acc = acc * mine[:, None] + value * its[:, None]
+        total = total * mine + its
+        top = new
+    return acc, top, total
+
+
+@triton.jit(do_not_specialize=["table_stride", "held"], do_not_specialize_on_alignment=_LISTS)
 def _attend_kernel(
-    out, q, keys, values, tables, items, partial, sums, sinks, slopes,
-    q_token, q_head, page_stride, k_head, v_head, table_stride, held, scale, cap,
+    out, q, keys, values, k_pages, v_pages, tables, items, partial, sums, counters, info, partial2, sums2, sinks,
+    slopes, q_token, q_head, page_stride, k_head, v_head, table_stride, held, scale, cap,
     GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, LATENT: tl.constexpr,
-    TWO_LOOPS: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    TWO_LOOPS: tl.constexpr, AHEAD: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, SHARED_M: tl.constexpr,
+    EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """grid (kv heads, items)."""
+    """grid (kv heads, items). SHARED_M: flats of a tile of the shared kernel; 0: no item has a part there."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     kv_head = tl.program_id(0)
     item = items + tl.program_id(1) * FIELDS
     row, begin_token, count, context = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     flat0, split, splits, base = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6), tl.load(item + 7)
+    skip = tl.load(item + 8)
     if count == 0:
         return
     flat = flat0 + tl.arange(0, BLOCK_M)
@@ -161,7 +282,7 @@ def _attend_kernel(
     low = before + flat0 // GROUP
     high = before + tl.minimum((flat0 + BLOCK_M - 1) // GROUP, count - 1)
     positions = before + tl.minimum(token, count - 1)
-    first = low * 0
+    first = skip
     if WINDOW:
         first = tl.maximum(low - WINDOW + 1, 0)
     if CHUNK:
@@ -187,30 +308,65 @@ def _attend_kernel(
     if ALIBI:
         slope = tl.load(slopes + head, mask=used, other=0.0).to(tl.float32) * LOG2E
     k_base, v_base, table = keys + kv_head * k_head, values + kv_head * v_head, tables + row.to(tl.int64) * table_stride
+    page_rows, head_row = (page_stride // DK).to(tl.int32), kv_head * PAGE
     acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     cut = begin
     if TWO_LOOPS:
         cut = tl.maximum(begin, tl.minimum((low + 1) // BLOCK_N * BLOCK_N, end))
-        acc, top, total = _scan(
-            acc, top, total, queries, q_rest, k_base, v_base, table, positions, slope, begin, cut, first, last,
-            page_stride, scale, cap, DK, DV, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_R, PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI,
-            LATENT, False, PRECISION,
-        )  # fmt: skip
+        if not AHEAD:
+            acc, top, total = _scan(
+                acc, top, total, queries, q_rest, k_base, v_base, k_pages, v_pages, head_row, page_rows, table,
+                positions, slope, begin, cut, first, last, page_stride, scale, cap, DK, DV, BLOCK_N, BLOCK_D, BLOCK_V,
+                BLOCK_R, PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT, False, TMA, PRECISION,
+            )  # fmt: skip
     acc, top, total = _scan(
-        acc, top, total, queries, q_rest, k_base, v_base, table, positions, slope, cut, end, first, last,
-        page_stride, scale, cap, DK, DV, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_R, PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI,
-        LATENT, True, PRECISION,
+        acc, top, total, queries, q_rest, k_base, v_base, k_pages, v_pages, head_row, page_rows, table,
+        positions, slope, cut, end, first, last, page_stride, scale, cap, DK, DV, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_R,
+        PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT, True, False, PRECISION,
     )  # fmt: skip
+    if AHEAD:  # last: ptxas gives up overlapping products where another loop follows
+        acc, top, total = _scan_ahead(
+            acc, top, total, queries, k_base, v_base, k_pages, v_pages, head_row, page_rows, table, begin, cut,
+            page_stride, scale, DK, DV, BLOCK_N, BLOCK_D, BLOCK_V, PAGE, TMA,
+        )  # fmt: skip
 
     if SPLIT:
-        if splits > 1:
+        if base >= 0:
             total = tl.where(total == 0.0, 1.0, total)  # a query with no key in this part: top is -inf
-            place = ((base + split).to(tl.int64) * tl.num_programs(0) + kv_head) * held + flat - flat0
-            tl.store(sums + place, top + tl.log2(total), mask=used)
-            tl.store(partial + place[:, None] * DV + e[None, :], acc / total[:, None], mask=wide)
-            return
+            acc, top = acc / total[:, None], top + tl.log2(total)
+            kv_heads = tl.num_programs(0)
+            first_part = base.to(tl.int64) * kv_heads + kv_head
+            place, step = first_part * held + flat - flat0, kv_heads.to(tl.int64) * held
+            arrived = splits - 1
+            if splits > 1:
+                here = place + split * step
+                tl.store(sums + here, top, mask=used)
+                tl.store(partial + here[:, None] * DV + e[None, :], acc, mask=wide)
+                tl.debug_barrier()  # all of this program's stores come before its count
+                arrived = tl.atomic_add(counters + first_part, 1, sem="acq_rel", scope="gpu")
+                if arrived == splits - 1:
+                    tl.store(counters + first_part, 0)  # as the next launch wants it
+            is_last = arrived == splits - 1
+            used = used & is_last
+            wide = wide & is_last
+            total = tl.full((BLOCK_M,), 1.0, tl.float32)
+            at_once: tl.constexpr = 4 if BLOCK_M == 16 else 1  # parts whose loads are under way together
+            parts = tl.where(is_last & (splits > 1), splits, 0)
+            acc, top, total = _join(
+                acc, top, total, partial, sums, place, step, parts, split, used, DV, BLOCK_V, at_once
+            )
+            if SHARED_M:
+                member = tl.load(item + 9)
+                at = tl.maximum(member, 0) * GROUP + flat
+                tiles2, parts2 = tl.load(info + 3), tl.load(info + 4)
+                place = ((at // SHARED_M).to(tl.int64) * kv_heads + kv_head) * SHARED_M + at % SHARED_M
+                parts2 = tl.where(is_last & (member >= 0), parts2, 0)
+                step = tiles2.to(tl.int64) * kv_heads * SHARED_M
+                acc, top, total = _join(
+                    acc, top, total, partial2, sums2, place, step, parts2, -1, used, DV, BLOCK_V, at_once
+                )
     if SINKS:
         sink = tl.load(sinks + head, mask=used, other=0.0).to(tl.float32) * LOG2E
         new = tl.maximum(top, sink)
@@ -220,91 +376,98 @@ def _attend_kernel(
     tl.store(out + out_at[:, None] + e[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=wide)
 
 
-@triton.jit(do_not_specialize=["held"])
-def _merge_kernel(
-    out, partial, sums, merges, sinks, held,
-    GROUP: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, SINKS: tl.constexpr,
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_LISTS)
+def _shared_kernel(
+    q, keys, values, k_pages, v_pages, tables, info, members, starts, contexts, partial, sums, slopes,
+    q_token, q_head, page_stride, k_head, v_head, table_stride, scale, cap,
+    GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, LATENT: tl.constexpr, AHEAD: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """grid (kv heads * held, merges, value entries / WIDTH): one query head of one token each."""
-    column = tl.program_id(0)
-    merge = merges + tl.program_id(1) * FIELDS
-    begin_token, count, flat0 = tl.load(merge + 1), tl.load(merge + 2), tl.load(merge + 4)
-    splits, base = tl.load(merge + 6), tl.load(merge + 7)
-    if splits <= 1:
+    """grid (kv heads, programs): tiles of the queries of all members against the keys they share."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    kv_head, program = tl.program_id(0), tl.program_id(1)
+    length, queries, row, tiles, splits = (
+        tl.load(info), tl.load(info + 1), tl.load(info + 2), tl.load(info + 3), tl.load(info + 4)
+    )  # fmt: skip
+    split = program // tiles
+    if split >= splits:
         return
-    flat = flat0 + column % held
-    token, head = flat // GROUP, column // held * GROUP + flat % GROUP
-    if token >= count:
-        return
-    s = tl.arange(0, BLOCK_S)
-    e = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
-    place = (base + s).to(tl.int64) * tl.num_programs(0) + column
-    part = s < splits
-    mask = part[:, None] & (e < DV)[None, :]
-    value = tl.load(partial + place[:, None] * DV + e[None, :], mask=mask, other=0.0)
-    sum2 = tl.load(sums + place, mask=part, other=float("-inf"))
-    top = tl.max(sum2, 0)
-    if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
-        top = tl.maximum(top, sink)
-    weight = tl.exp2(sum2 - top)
-    total = tl.sum(weight, 0)
-    if SINKS:
-        total += tl.exp2(sink - top)
-    value = tl.sum(value * weight[:, None], 0) / total
-    heads = tl.num_programs(0) // held * GROUP
-    at = ((begin_token + token).to(tl.int64) * heads + head) * DV
-    tl.store(out + at + e, value.to(out.dtype.element_ty), mask=e < DV)
-
-
-@triton.jit(do_not_specialize=["num", "capacity", "target", "least", "most"])
-def _split_kernel(
-    items, merges, row_index, contexts, num, capacity, target, least, most,
-    COUNT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, M_TILES: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
-    """One program. Cut the tiles of `num` = entries * M_TILES into parts of about equal numbers of key tiles."""
-    v = tl.arange(0, BLOCK)
-    inside = v < num
-    entry, flat = v // M_TILES, v % M_TILES * BLOCK_M
-    context = tl.load(contexts + entry, mask=inside, other=0)
-    row = tl.load(row_index + entry, mask=inside, other=0)
-    low = context - COUNT + flat // GROUP
-    high = context - COUNT + tl.minimum((flat + BLOCK_M - 1) // GROUP, COUNT - 1)
-    first = low * 0
-    if WINDOW:
-        first = tl.maximum(low - WINDOW + 1, 0)
-    if CHUNK:
-        first = low // CHUNK * CHUNK
-    tiles = tl.where(context > 0, (high + BLOCK_N) // BLOCK_N - first // BLOCK_N, 0)
-    length = tl.maximum((tl.sum(tiles, 0) + target - 1) // target, least)
-    splits = tl.minimum(tl.maximum((tiles + length - 1) // length, 1), most)
-    splits = tl.where(inside, splits, 0)
-    base = tl.cumsum(splits, 0) - splits
-    merge = merges + v * FIELDS
-    for s in range(0, tl.max(splits, 0)):
-        item = items + (base + s) * FIELDS
-        here = s < splits
-        tl.store(item, row, mask=here)
-        tl.store(item + 1, entry * COUNT, mask=here)
-        tl.store(item + 2, tl.full((BLOCK,), COUNT, tl.int32), mask=here)
-        tl.store(item + 3, context, mask=here)
-        tl.store(item + 4, flat, mask=here)
-        tl.store(item + 5, tl.full((BLOCK,), 0, tl.int32) + s, mask=here)
-        tl.store(item + 6, splits, mask=here)
-        tl.store(item + 7, base, mask=here)
-    tl.store(merge + 1, entry * COUNT, mask=inside)
-    tl.store(merge + 2, tl.full((BLOCK,), COUNT, tl.int32), mask=inside)
-    tl.store(merge + 4, flat, mask=inside)
-    tl.store(merge + 6, splits, mask=inside)
-    tl.store(merge + 7, base, mask=inside)
-    for start in range(tl.sum(splits, 0), capacity, BLOCK):  # what is left over does nothing
-        tl.store(items + (start + v) * FIELDS + 2, tl.zeros((BLOCK,), tl.int32), mask=start + v < capacity)
+    flat = program % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    used = flat // GROUP < queries
+    head = kv_head * GROUP + flat % GROUP
+    entry = tl.load(members + flat // GROUP, mask=used, other=0)
+    token = tl.load(starts + entry, mask=used, other=0)
+    e = tl.arange(0, BLOCK_V)
+    wide = used[:, None] & (e < DV)[None, :]
+    q_at = q + token.to(tl.int64) * q_token + head * q_head
+    if LATENT:
+        r = tl.arange(0, BLOCK_R)
+        x = tl.load(q_at[:, None] + e[None, :], mask=wide, other=0.0)
+        rest = tl.load(q_at[:, None] + DV + r[None, :], mask=used[:, None] & (r < DK - DV)[None, :], other=0.0)
+    else:
+        d = tl.arange(0, BLOCK_D)
+        x = tl.load(q_at[:, None] + d[None, :], mask=used[:, None] & (d < DK)[None, :], other=0.0)
+        rest = x
+    slope = tl.zeros((BLOCK_M,), tl.float32)
+    positions = tl.zeros((BLOCK_M,), tl.int32)
+    if ALIBI:
+        slope = tl.load(slopes + head, mask=used, other=0.0).to(tl.float32) * LOG2E
+        positions = tl.load(contexts + entry, mask=used, other=1) - 1
+    acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    key_tiles = length // BLOCK_N
+    begin, end = split * key_tiles // splits * BLOCK_N, (split + 1) * key_tiles // splits * BLOCK_N
+    k_base, v_base, table = keys + kv_head * k_head, values + kv_head * v_head, tables + row.to(tl.int64) * table_stride
+    page_rows, head_row = (page_stride // DK).to(tl.int32), kv_head * PAGE
+    if AHEAD:
+        acc, top, total = _scan_ahead(
+            acc, top, total, x, k_base, v_base, k_pages, v_pages, head_row, page_rows, table, begin, end, page_stride,
+            scale, DK, DV, BLOCK_N, BLOCK_D, BLOCK_V, PAGE, TMA,
+        )  # fmt: skip
+    else:
+        acc, top, total = _scan(
+            acc, top, total, x, rest, k_base, v_base, k_pages, v_pages, head_row, page_rows, table, positions, slope,
+            begin, end, 0, end, page_stride, scale, cap, DK, DV, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_R, PAGE, 0, 0,
+            SOFTCAP, ALIBI, LATENT, False, TMA, PRECISION,
+        )  # fmt: skip
+    place = (program.to(tl.int64) * tl.num_programs(0) + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(sums + place, top + tl.log2(total), mask=used)
+    tl.store(partial + place[:, None] * DV + e[None, :], acc / total[:, None], mask=wide)
 
 
 def width_of(size: int) -> int:
     """Entries of a tile that holds `size`: a power of two, at least what a tensor core takes."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, 1 << (size - 1).bit_length())
+
+
+class Rule(NamedTuple):
+    """How scores become weights."""
+
+    scale: float
+    softcap: float = 0.0
+    sinks: Tensor | None = None  # [Hq]
+    alibi: Tensor | None = None  # [Hq] slopes
+
+
+class Space(NamedTuple):
+    """Room for partial results, which every launch uses anew."""
+
+    floats: Tensor  # float32
+    counters: Tensor  # int32, all zero between launches
+
+
+class Rooms(NamedTuple):
+    """A workspace, cut: partial results and the logarithms of their sums, of rows and of the shared prefix."""
+
+    sums: Tensor
+    partial: Tensor
+    shared_sums: Tensor
+    shared_partial: Tensor
 
 
 def attend(
@@ -314,71 +477,102 @@ def attend(
     tables: Tensor,  # [rows, blocks] int32
     work: Work,
     out: Tensor,  # [T, Hq, Dv], contiguous
-    workspace: Tensor,  # float32, `workspace_floats` of it
+    space: Space,
     shape: Shape,
+    rule: Rule,
     *,
-    scale: float,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi: Tensor | None = None,
+    early: bool = False,  # programs may start while the kernel before still runs (few.py)
 ) -> None:
-    """Run one work list: attention of its tiles, then the merge of those that were split."""
-    num_items, kv_heads, dk, dv = len(work.items), keys.shape[2], keys.shape[3], out.shape[2]
+    """Run one work list: a shared prefix if there may be one, then the tiles."""
+    num_items, kv_heads, dv, tiles = len(work.items), keys.shape[2], out.shape[2], work.tiles
     if not num_items:
         return
-    latent, group, tiles = values is None, q.shape[1] // kv_heads, work.tiles
-    stored = keys if values is None else values
-    room = _aligned(work.partials * kv_heads * work.held)
-    sums, partial = workspace[:room], workspace[room:]
+    stored, shared = keys if values is None else values, work.shared
+    rooms = _rooms(space.floats, work, kv_heads, dv)
+    if shared is not None and shared.programs:
+        _attend_shared(q, keys, values, tables, shared, rooms, shape, rule, dv, early)
+    two_loops = tiles.two_loops and not (shape.window or shape.chunk)
+    pages = _pages(q, keys, values, tiles) if two_loops else None
+    k_pages, v_pages = pages or (None, None)
     _attend_kernel[(kv_heads, num_items)](
-        out, q, keys, stored, tables, work.items, partial, sums, sinks, alibi,
+        out, q, keys, stored, k_pages, v_pages, tables, work.items, rooms.partial, rooms.sums, space.counters,
+        None if shared is None else shared.info, rooms.shared_partial, rooms.shared_sums, rule.sinks, rule.alibi,
         q.stride(0), q.stride(1), keys.stride(0), keys.stride(2), stored.stride(2), tables.stride(0), work.held,
-        scale / softcap if softcap else scale * LOG2E.value, softcap * LOG2E.value,
-        GROUP=group, DK=dk, DV=dv, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        BLOCK_D=width_of(dv if latent else dk), BLOCK_V=width_of(dv), BLOCK_R=width_of(dk - dv) if latent else 16,
-        PAGE=shape.page, WINDOW=shape.window, CHUNK=shape.chunk, SOFTCAP=softcap > 0, SINKS=sinks is not None,
-        ALIBI=alibi is not None, LATENT=latent, SPLIT=work.splittable,
-        TWO_LOOPS=tiles.two_loops and not (shape.window or shape.chunk),
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        *_factors(rule), **_shapes(q, keys, values, tiles, dv), PAGE=shape.page, WINDOW=shape.window, CHUNK=shape.chunk,
+        SOFTCAP=rule.softcap > 0, SINKS=rule.sinks is not None, ALIBI=rule.alibi is not None, LATENT=values is None,
+        TWO_LOOPS=two_loops, AHEAD=two_loops and _ahead(q, keys, values, tiles, rule), TMA=pages is not None,
+        SPLIT=work.splittable, SHARED_M=0 if shared is None else shared.tiles.block_m, EARLY=early, **_early(early),
     )  # fmt: skip
-    if work.merges is not None:
-        width = min(MERGE_WIDTH, width_of(dv))
-        grid = (kv_heads * work.held, len(work.merges), triton.cdiv(dv, width))
-        _merge_kernel[grid](
-            out, partial, sums, work.merges, sinks, work.held, GROUP=group, DV=dv, WIDTH=width,
-            BLOCK_S=MAX_SPLITS, SINKS=sinks is not None, num_warps=4,
-        )  # fmt: skip
 
 
-def workspace_floats(work: Work, kv_heads: int, dv: int) -> int:
-    room = work.partials * kv_heads * work.held
-    return _aligned(room) + room * dv
+def _early(early: bool) -> dict[str, bool]:
+    return {"launch_pdl": True} if early else {}
 
 
-def _aligned(floats: int) -> int:
-    """Round up, so that what lies behind starts where wide loads and stores want it."""
-    return -(-floats // 32) * 32
-
-
-def plan_splits(
-    items: Tensor,  # [capacity, 8] int32, written
-    merges: Tensor,  # [num tiles, 8] int32, written
-    row_index: Tensor,  # [B] int32
-    contexts: Tensor,  # [B] int32; 0: a padded entry
-    shape: Shape,
-    *,
-    count: int,  # queries of every entry
-    group: int,
-    tiles: Tiles,
-    target: int,  # parts wanted in all; items has room for target + num tiles
-    least: int,  # key tiles of a part
-    most: int,  # parts of a tile, up to MAX_SPLITS
-) -> None:
-    num = len(merges)
-    _split_kernel[(1,)](
-        items, merges, row_index, contexts, num, len(items), target, least, most,
-        COUNT=count, GROUP=group, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, M_TILES=num // len(contexts),
-        WINDOW=shape.window, CHUNK=shape.chunk, BLOCK=max(1024, triton.next_power_of_2(num)), FIELDS=FIELDS.value,
-        num_warps=4,
+def _attend_shared(
+    q: Tensor, keys: Tensor, values: Tensor | None, tables: Tensor, shared: Shared, rooms: Rooms, shape: Shape,
+    rule: Rule, dv: int, early: bool,
+) -> None:  # fmt: skip
+    stored, kv_heads = keys if values is None else values, keys.shape[2]
+    pages = _pages(q, keys, values, shared.tiles)
+    k_pages, v_pages = pages or (None, None)
+    _shared_kernel[(kv_heads, shared.programs)](
+        q, keys, stored, k_pages, v_pages, tables, shared.info, shared.members, shared.starts, shared.contexts,
+        rooms.shared_partial, rooms.shared_sums, rule.alibi, q.stride(0), q.stride(1), keys.stride(0), keys.stride(2),
+        stored.stride(2), tables.stride(0), *_factors(rule), **_shapes(q, keys, values, shared.tiles, dv),
+        PAGE=shape.page, SOFTCAP=rule.softcap > 0, ALIBI=rule.alibi is not None, LATENT=values is None,
+        AHEAD=_ahead(q, keys, values, shared.tiles, rule), TMA=pages is not None, EARLY=early, **_early(early),
     )  # fmt: skip
+
+
+def _ahead(q: Tensor, keys: Tensor, values: Tensor | None, tiles: Tiles, rule: Rule) -> bool:
+    """Only for plain rules, and where nothing is cast between loading and multiplying."""
+    plain = not rule.softcap and rule.alibi is None and values is not None
+    return tiles.ahead and plain and q.dtype == keys.dtype and q.dtype != torch.float32
+
+
+def _factors(rule: Rule) -> tuple[float, float]:
+    """(scale, cap) as the kernels want them: scores leave them times log2 e."""
+    if rule.softcap:
+        return rule.scale / rule.softcap, rule.softcap * LOG2E.value
+    return rule.scale * LOG2E.value, 0.0
+
+
+def _shapes(q: Tensor, keys: Tensor, values: Tensor | None, tiles: Tiles, dv: int) -> dict[str, int | str | None]:
+    dk, latent = keys.shape[3], values is None
+    return {
+        "GROUP": q.shape[1] // keys.shape[2], "DK": dk, "DV": dv, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
+        "BLOCK_D": width_of(dv if latent else dk), "BLOCK_V": width_of(dv),
+        "BLOCK_R": width_of(dk - dv) if latent else 16, "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "maxnreg": tiles.max_regs,
+    }  # fmt: skip
+
+
+def _pages(
+    q: Tensor, keys: Tensor, values: Tensor | None, tiles: Tiles
+) -> tuple[TensorDescriptor, TensorDescriptor] | None:
+    """Keys and values as rows of entries for the copy engine; None where a tile of keys is not one box of memory."""
+    if not tiles.tma or values is None or keys.element_size() != 2 or q.dtype != keys.dtype:
+        return None
+    (blocks, page, heads, size), stride = keys.shape, keys.stride(0)
+    if page % tiles.block_n or stride % size or values.shape[3] != size or size & (size - 1):
+        return None
+    shape, strides, box = [(blocks - 1) * (stride // size) + heads * page, size], [size, 1], [tiles.block_n, size]
+    return TensorDescriptor(keys, shape, strides, box), TensorDescriptor(values, shape, strides, box)
+
+
+def workspace_sizes(work: Work, kv_heads: int, dv: int) -> tuple[int, int]:
+    """(floats, counters) of a Space."""
+    return sum(_lengths(work, kv_heads, dv)), work.partials * kv_heads
+
+
+def _rooms(workspace: Tensor, work: Work, kv_heads: int, dv: int) -> Rooms:
+    lengths = _lengths(work, kv_heads, dv)
+    return Rooms(*workspace[: sum(lengths)].split(lengths))
+
+
+def _lengths(work: Work, kv_heads: int, dv: int) -> list[int]:
+    """Of Rooms. Rounded up, so that what lies behind starts where wide loads and stores want it."""
+    own, shared = work.partials * work.held, work.shared
+    joint = 0 if shared is None else shared.programs * shared.tiles.block_m
+    return [-(-results * kv_heads * entries // 32) * 32 for results in (own, joint) for entries in (1, dv)]

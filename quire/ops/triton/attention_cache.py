@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.triton.sizes import next_power_of_2
+
 
 @triton.jit
 def _write_kernel(
@@ -46,6 +48,6 @@ def write_pages(k: Tensor, v: Tensor | None, keys: Tensor, values: Tensor | None
     _write_kernel[(tokens,)](
         k, source, keys, stored, slots, k.stride(0), k.stride(1), source.stride(0), source.stride(1),
         keys.stride(0), keys.stride(2), stored.stride(2), HEADS=heads, DK=dk, DV=dv, PAGE=keys.shape[1],
-        BLOCK_H=triton.next_power_of_2(heads), BLOCK_D=triton.next_power_of_2(dk),
-        BLOCK_V=triton.next_power_of_2(max(1, dv)), num_warps=4,
+        BLOCK_H=next_power_of_2(heads), BLOCK_D=next_power_of_2(dk),
+        BLOCK_V=next_power_of_2(max(1, dv)), num_warps=4,
     )  # fmt: skip

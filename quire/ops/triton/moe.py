@@ -23,12 +23,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.ops.triton import moe_few, moe_many
 from quire.ops.triton.act import gate_up
 
-_CHUNK = 1024  # pairs that one program sorts
-_INLINE = 8  # chunks up to which every program counts all pairs itself
-_TILE_ROWS = 64  # rows of the tile table that one program fills
+FEW_TOKENS = 4  # up to which pairs read their experts each for itself (moe_few.py)
+_CHUNK = 512  # pairs that are counted together
+_PIECE = 16  # pairs that are placed together
+_INLINE = 4096  # pairs up to which none are counted first: each is compared with all
+_TILE_ROWS = 32  # rows of the tile table that one program fills
 
 
 class Config(NamedTuple):
@@ -45,24 +49,17 @@ class Tiles(NamedTuple):
     order: Tensor  # [P] pairs sorted by expert
     expert: Tensor  # [most tiles] of each tile; -1: there is no such tile
     start: Tensor  # [most tiles] its first place in `order`
-    end: Tensor  # [E] where the pairs of an expert end
+    end: Tensor  # [E + 1] where the pairs of an expert end; last, how many tiles there are
     direct: bool = False  # tile i is pair i; only `expert` is set
 
 
 # --- routing
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def _route_kernel(
-    logits, bias, weights, index, tokens, scale,
-    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
-    SCORE: tl.constexpr, RENORM: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """SCORE 0: softmax, 1: sigmoid, 2: softmax over the chosen only. Among equals the lowest expert."""
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    e, j = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
-    inside = (token < tokens)[:, None] & (e < EXPERTS)[None, :]
-    x = tl.load(logits + token[:, None] * EXPERTS + e[None, :], mask=inside, other=-float("inf")).to(tl.float32)
+@triton.jit
+def _scores(logits, bias, at, inside, e, EXPERTS: tl.constexpr, SCORE: tl.constexpr, BIAS: tl.constexpr):
+    """(scores, what the choice goes by), [tokens, experts]. SCORE 0: softmax, 1: sigmoid, 2: logits as they are."""
+    x = tl.load(logits + at, mask=inside, other=-float("inf")).to(tl.float32)
     if SCORE == 0:
         scores = tl.exp(x - tl.max(x, 1)[:, None])
         scores = scores / tl.sum(scores, 1)[:, None]
@@ -73,25 +70,65 @@ def _route_kernel(
     choice = scores
     if BIAS:
         choice = choice + tl.load(bias + e, mask=e < EXPERTS, other=0.0)[None, :]
-    choice = tl.where((e < EXPERTS)[None, :], choice, -float("inf"))
-    chosen = tl.full((BLOCK_T, BLOCK_K), -float("inf"), tl.float32)
-    places = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
-    for step in range(TOP_K):
-        best = tl.min(tl.where(choice == tl.max(choice, 1)[:, None], e[None, :], EXPERTS - 1), 1)
-        here = e[None, :] == best[:, None]
-        value = tl.sum(tl.where(here, scores, 0.0), 1)
-        chosen = tl.where((j == step)[None, :], value[:, None], chosen)
-        places = tl.where((j == step)[None, :], best[:, None], places)
-        choice = tl.where(here, -float("inf"), choice)
-    live = (j < TOP_K)[None, :]
+    return scores, tl.where((e < EXPERTS)[None, :], choice, -float("inf"))
+
+
+@triton.jit
+def _ordered(x):
+    """A float as an int32 that compares as it does."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _as_float(key):
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weights_of(chosen, live, scale, SCORE: tl.constexpr, RENORM: tl.constexpr):
+    """From the scores of the chosen [tokens, k] to their weights."""
     if SCORE == 2:
         w = tl.exp(chosen - tl.max(chosen, 1)[:, None])
-        w = w / tl.sum(w, 1)[:, None]
-    else:
-        w = tl.where(live, chosen, 0.0)
-        if RENORM:
-            w = w / (tl.sum(w, 1)[:, None] + 1e-20)
-        w = w * scale
+        return w / tl.sum(w, 1)[:, None]
+    w = tl.where(live, chosen, 0.0)
+    if RENORM:
+        w = w / (tl.sum(w, 1)[:, None] + 1e-20)
+    return w * scale
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _route_kernel(
+    logits, bias, weights, index, tokens, scale,
+    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+    SCORE: tl.constexpr, RENORM: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One expert after another. Among equals the lowest expert."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e, j = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    inside = (token < tokens)[:, None] & (e < EXPERTS)[None, :]
+    scores, choice = _scores(
+        logits, bias, token[:, None] * EXPERTS + e[None, :], inside, e, EXPERTS, SCORE, BIAS
+    )  # fmt: skip
+    chosen = tl.full((BLOCK_T, BLOCK_K), -float("inf"), tl.float32)
+    places = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
+    key = (_ordered(choice).to(tl.int64) << 32) | (BLOCK_E - 1 - e)[None, :]  # one search finds value and expert
+    for step in range(TOP_K):
+        top = tl.max(key, 1)
+        best = tl.minimum(BLOCK_E - 1 - (top & 0x7FFFFFFF).to(tl.int32), EXPERTS - 1)
+        here = e[None, :] == best[:, None]
+        if BIAS:
+            value = tl.sum(tl.where(here, scores, 0.0), 1)
+        else:
+            value = _as_float((top >> 32).to(tl.int32))
+        chosen = tl.where((j == step)[None, :], value[:, None], chosen)
+        places = tl.where((j == step)[None, :], best[:, None], places)
+        key = tl.where(here, -(1 << 62), key)
+    live = (j < TOP_K)[None, :]
+    w = _weights_of(chosen, live, scale, SCORE, RENORM)
     at = token[:, None] * TOP_K + j[None, :]
     tl.store(weights + at, w, mask=live & (token < tokens)[:, None])
     tl.store(index + at, places, mask=live & (token < tokens)[:, None])
@@ -102,20 +139,21 @@ _SCORES = {"softmax": 0, "sigmoid": 1, "topk_softmax": 2}
 
 def route(
     logits: Tensor, top_k: int, *, score: str = "softmax", renorm: bool = True, scale: float = 1.0,
-    bias: Tensor | None = None,
+    bias: Tensor | None = None, early: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(weights [T, k] float32, experts [T, k] int32). Groups of experts are the reference's business."""
     tokens, experts = logits.shape
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     index = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
-    if tokens:
-        block_t = 1  # one warp a token, however many there are
-        _route_kernel[(triton.cdiv(tokens, block_t),)](
-            logits.contiguous(), bias, weights, index, tokens, scale,
-            EXPERTS=experts, BLOCK_E=triton.next_power_of_2(experts), TOP_K=top_k,
-            BLOCK_K=triton.next_power_of_2(top_k), BLOCK_T=block_t, SCORE=_SCORES[score], RENORM=renorm,
-            BIAS=bias is not None, num_warps=block_t,
-        )  # fmt: skip
+    if not tokens:
+        return weights, index
+    block_e, block_k = triton.next_power_of_2(experts), triton.next_power_of_2(top_k)
+    launch = {"launch_pdl": True} if early else {}
+    _route_kernel[(tokens,)](  # one warp a token, however many there are
+        logits.contiguous(), bias, weights, index, tokens, scale, EXPERTS=experts, BLOCK_E=block_e, TOP_K=top_k,
+        BLOCK_K=block_k, BLOCK_T=1, SCORE=_SCORES[score], RENORM=renorm, BIAS=bias is not None, EARLY=early,
+        num_warps=1, **launch,
+    )  # fmt: skip
     return weights, index
 
 
@@ -123,7 +161,7 @@ def route(
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _count_kernel(index, counts, pairs, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr):
+def _count_kernel(index, counts, pairs, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr):
     """grid (chunks,): how many pairs of a chunk go to each expert."""
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     chosen = tl.load(index + at, mask=at < pairs, other=0).to(tl.int32)
@@ -133,54 +171,89 @@ def _count_kernel(index, counts, pairs, EXPERTS: tl.constexpr, BLOCK_E: tl.const
 
 @triton.jit
 def _totals(index, counts, pairs, chunks, chunk, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, INLINE: tl.constexpr):
-    """(pairs of each expert, those of them in the chunks before `chunk`), both [BLOCK_E]."""
+    """(pairs of each expert, those of them in the chunks before `chunk`), both [BLOCK_E]. INLINE: nobody counted."""
     total = tl.zeros((BLOCK_E,), tl.int32)
     before = tl.zeros((BLOCK_E,), tl.int32)
-    for c in range(0, chunks):
-        if INLINE:
+    if INLINE:
+        for c in range(0, chunks):
             at = c * CHUNK + tl.arange(0, CHUNK)
             chosen = tl.load(index + at, mask=at < pairs, other=0).to(tl.int32)
-            found = tl.histogram(chosen, BLOCK_E, mask=at < pairs)
-        else:
-            found = tl.load(counts + c * BLOCK_E + tl.arange(0, BLOCK_E))
-        total += found
-        before += tl.where(c < chunk, found, 0)
+            total += tl.histogram(chosen, BLOCK_E, mask=at < pairs)
+    else:
+        e = tl.arange(0, BLOCK_E)
+        for start in range(0, chunks, 32):
+            c = start + tl.arange(0, 32)
+            found = tl.load(counts + c[:, None] * BLOCK_E + e[None, :], mask=(c < chunks)[:, None], other=0)
+            total += tl.sum(found, 0)
+            before += tl.sum(tl.where((c < chunk)[:, None], found, 0), 0)
     return total, before
 
 
-@triton.jit(do_not_specialize=["pairs", "chunks", "most_tiles", "bm"])
+@triton.jit
+def _places(index, p, begin, end, pairs, PIECE: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr):
+    """How many of the pairs from begin to end stand before each of `p` [PIECE]: those of lower experts (ALL) and the
+    earlier ones of its own."""
+    mine = tl.load(index + p, mask=p < pairs, other=0).to(tl.int32)
+    before = tl.zeros((PIECE, WIDTH), tl.int32)
+    for start in range(begin, end, WIDTH):
+        q = start + tl.arange(0, WIDTH)
+        theirs = tl.load(index + q, mask=q < end, other=1 << 12).to(tl.int32)
+        low, high = (mine << 18)[:, None], ((mine << 18) | (p - begin))[:, None]  # an expert, then the pair's number
+        key = ((theirs << 18) | (q - begin))[None, :]
+        if ALL:
+            before += (key < high).to(tl.int32)
+        else:
+            before += ((key < high) & (key >= low)).to(tl.int32)
+    return mine, tl.sum(before, 1)
+
+
+@triton.jit
+def _place_chunk(
+    index, counts, order, pairs, chunks, chunk, e, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr
+):
+    """The pairs of one chunk, of whose experts others stand in the chunks before it."""
+    total, before = _totals(index, counts, pairs, chunks, chunk, BLOCK_E, CHUNK, False)
+    first = tl.cumsum(total, 0) - total + before
+    begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, pairs)
+    for piece in range(begin, end, PIECE):
+        p = piece + tl.arange(0, PIECE)
+        mine, place = _places(index, p, begin, end, pairs, PIECE, CHUNK, False)
+        place += tl.sum(tl.where(mine[:, None] == e[None, :], first[None, :], 0), 1)
+        tl.store(order + place, p, mask=p < pairs)
+
+
+@triton.jit(do_not_specialize=["pairs", "chunks", "placers", "most_tiles", "bm"])
 def _sort_kernel(
-    index, counts, order, tile_expert, tile_start, end, pairs, chunks, most_tiles, bm,
+    index, counts, order, tile_expert, tile_start, end, pairs, chunks, placers, most_tiles, bm,
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, TILES: tl.constexpr,
     INLINE: tl.constexpr,
 ):  # fmt: skip
-    """grid (chunks + parts of the tile table,): place every pair of a chunk, or fill a part of the table."""
+    """grid (placers + parts of the tile table,): place a piece of the pairs (INLINE) or a chunk of them, or fill a part
+    of the table."""
     program = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)
-    total, before = _totals(index, counts, pairs, chunks, program, BLOCK_E, CHUNK, INLINE)
-    first = tl.cumsum(total, 0) - total
-    if program < chunks:
-        base = first + before
-        for piece in range(0, CHUNK, PIECE):
-            at = program * CHUNK + piece + tl.arange(0, PIECE)
-            chosen = tl.load(index + at, mask=at < pairs, other=-1).to(tl.int32)
-            mine = chosen[:, None] == e[None, :]
-            seen = tl.cumsum(mine.to(tl.int32), 0)
-            place = tl.sum(tl.where(mine, seen - 1 + base[None, :], 0), 1)
-            tl.store(order + place, at, mask=at < pairs)
-            base += tl.sum(mine.to(tl.int32), 0)
+    if program < placers:
+        if INLINE:
+            p = program * PIECE + tl.arange(0, PIECE)
+            _own, place = _places(index, p, 0, pairs, pairs, PIECE, CHUNK, True)
+            tl.store(order + place, p, mask=p < pairs)
+        else:
+            _place_chunk(index, counts, order, pairs, chunks, program, e, BLOCK_E, CHUNK, PIECE)
     else:
+        total, _before = _totals(index, counts, pairs, chunks, 0, BLOCK_E, CHUNK, INLINE)
+        first = tl.cumsum(total, 0) - total
         tiles = (total + bm - 1) // bm
         tile_end = tl.cumsum(tiles, 0)
-        t = (program - chunks) * TILES + tl.arange(0, TILES)
+        t = (program - placers) * TILES + tl.arange(0, TILES)
         expert = tl.sum((tile_end[None, :] <= t[:, None]).to(tl.int32), 1)
         here = e[None, :] == expert[:, None]
         skipped = tl.sum(tl.where(here, (tile_end - tiles)[None, :], 0), 1)
         start = tl.sum(tl.where(here, first[None, :], 0), 1) + (t - skipped) * bm
         tl.store(tile_expert + t, tl.where(expert < EXPERTS, expert, -1), mask=t < most_tiles)
         tl.store(tile_start + t, start, mask=t < most_tiles)
-        if program == chunks:
+        if program == placers:
             tl.store(end + e, first + total, mask=e < EXPERTS)
+            tl.store(end + EXPERTS, tl.sum(tiles, 0))
 
 
 def sort_pairs(index: Tensor, experts: int, bm: int) -> Tiles:
@@ -188,19 +261,20 @@ def sort_pairs(index: Tensor, experts: int, bm: int) -> Tiles:
     pairs, device = index.numel(), index.device
     if index.shape[0] == 1:
         return Tiles(index, index, index, index, direct=True)
+    inline = pairs <= _INLINE
     chunks = triton.cdiv(pairs, _CHUNK)
+    placers = triton.cdiv(pairs, _PIECE) if inline else chunks
     most_tiles = min(pairs, experts) + pairs // bm
     block_e = triton.next_power_of_2(experts)
-    inline = chunks <= _INLINE
     order, expert, start, end = (
-        torch.empty(size, dtype=torch.int32, device=device) for size in (pairs, most_tiles, most_tiles, experts)
+        torch.empty(size, dtype=torch.int32, device=device) for size in (pairs, most_tiles, most_tiles, experts + 1)
     )
     counts = index if inline else torch.empty((chunks, block_e), dtype=torch.int32, device=device)
     if not inline:
-        _count_kernel[(chunks,)](index, counts, pairs, EXPERTS=experts, BLOCK_E=block_e, CHUNK=_CHUNK, num_warps=4)
-    _sort_kernel[(chunks + triton.cdiv(most_tiles, _TILE_ROWS),)](
-        index, counts, order, expert, start, end, pairs, chunks, most_tiles, bm, EXPERTS=experts, BLOCK_E=block_e,
-        CHUNK=_CHUNK, PIECE=max(16, 8192 // block_e), TILES=_TILE_ROWS, INLINE=inline, num_warps=4,
+        _count_kernel[(chunks,)](index, counts, pairs, BLOCK_E=block_e, CHUNK=_CHUNK, num_warps=4)
+    _sort_kernel[(placers + triton.cdiv(most_tiles, _TILE_ROWS),)](
+        index, counts, order, expert, start, end, pairs, chunks, placers, most_tiles, bm, EXPERTS=experts,
+        BLOCK_E=block_e, CHUNK=_CHUNK, PIECE=_PIECE, TILES=_TILE_ROWS, INLINE=inline, num_warps=4,
     )  # fmt: skip
     return Tiles(order, expert, start, end)
 
@@ -236,32 +310,28 @@ def _experts_kernel(
         pair = tl.load(order + row, mask=live, other=0)
     source = pair // TOP_K if FIRST else tl.where(live, row, 0)
     n, k = column * BN + tl.arange(0, BN), tl.arange(0, BK)
+    if GATED:  # gate and up rows in turn: one product, whose neighbouring columns belong together
+        both = tl.arange(0, 2 * BN)
+        w_row = (column * BN + both // 2) % N + both % 2 * N
+    else:
+        w_row = n % N
     a_at = a + source.to(tl.int64)[:, None] * a_stride + k[None, :]
-    w_at = w + expert * w_stride_e + (n % N).to(tl.int64)[None, :] * w_stride_n + k[:, None]
-    acc = tl.zeros((BM, BN), tl.float32)
-    acc_up = tl.zeros((BM, BN), tl.float32)
+    w_at = w + expert * w_stride_e + w_row.to(tl.int64)[None, :] * w_stride_n + k[:, None]
+    acc = tl.zeros((BM, 2 * BN if GATED else BN), tl.float32)
     for start in range(0, K, BK):
         if K % BK == 0:
-            x, g = tl.load(a_at), tl.load(w_at)
+            x, y = tl.load(a_at), tl.load(w_at)
         else:
             x = tl.load(a_at, mask=(k < K - start)[None, :], other=0.0)
-            g = tl.load(w_at, mask=(k < K - start)[:, None], other=0.0)
-        acc = tl.dot(x, g, acc, input_precision=PRECISION)
-        if GATED:
-            if K % BK == 0:
-                u = tl.load(w_at + N * w_stride_n)
-            else:
-                u = tl.load(w_at + N * w_stride_n, mask=(k < K - start)[:, None], other=0.0)
-            acc_up = tl.dot(x, u, acc_up, input_precision=PRECISION)
+            y = tl.load(w_at, mask=(k < K - start)[:, None], other=0.0)
+        acc = tl.dot(x, y, acc, input_precision=PRECISION)
         a_at += BK
         w_at += BK
     if BIAS:
-        own = bias + expert * (2 * N if GATED else N) + n % N
-        acc += tl.load(own).to(tl.float32)[None, :]
-        if GATED:
-            acc_up += tl.load(own + N).to(tl.float32)[None, :]
+        acc += tl.load(bias + expert * (2 * N if GATED else N) + w_row).to(tl.float32)[None, :]
     if GATED:
-        acc = gate_up(acc, acc_up, alpha, limit, ACT)
+        gate, up = tl.split(tl.reshape(acc, (BM, BN, 2)))
+        acc = gate_up(gate, up, alpha, limit, ACT)
     target = (row if FIRST else pair).to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out + target, acc.to(out.dtype.element_ty), mask=live[:, None] & (n < N)[None, :])
 
@@ -287,8 +357,10 @@ def product(
 
 
 @triton.jit
-def _combine_kernel(y, weights, out, DIM: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """grid (tokens, columns): out[t] = sum of weights[t, j] * y[t * k + j]."""
+def _combine_kernel(
+    y, weights, stream, out, DIM: tl.constexpr, TOP_K: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """grid (tokens, columns): out[t] = sum of weights[t, j] * y[t * k + j]. ADD: rounded, and added to stream[t]."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < DIM
@@ -296,53 +368,70 @@ def _combine_kernel(y, weights, out, DIM: tl.constexpr, TOP_K: tl.constexpr, BLO
     for j in tl.static_range(TOP_K):
         weight = tl.load(weights + token * TOP_K + j).to(tl.float32)
         acc += weight * tl.load(y + (token * TOP_K + j) * DIM + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * DIM + column, acc.to(out.dtype.element_ty), mask=inside)
+    kind: tl.constexpr = out.dtype.element_ty
+    if ADD:
+        acc = acc.to(kind).to(tl.float32)
+        acc += tl.load(stream + token * DIM + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * DIM + column, acc.to(kind), mask=inside)
 
 
-def combine(y: Tensor, weights: Tensor) -> Tensor:
-    """y [T * k, dim], weights [T, k] -> [T, dim]."""
+def combine(y: Tensor, weights: Tensor, stream: Tensor | None = None) -> Tensor:
+    """y [T * k, dim], weights [T, k] (and stream [T, dim], contiguous) -> [T, dim]."""
     (tokens, top_k), dim = weights.shape, y.shape[1]
     out = torch.empty((tokens, dim), dtype=y.dtype, device=y.device)
     block = min(1024, triton.next_power_of_2(dim))
     _combine_kernel[(tokens, triton.cdiv(dim, block))](
-        y, weights, out, DIM=dim, TOP_K=top_k, BLOCK=block, num_warps=max(1, block // 256)
-    )
+        y, weights, stream, out, DIM=dim, TOP_K=top_k, ADD=stream is not None, BLOCK=block,
+        num_warps=max(1, block // 256),
+    )  # fmt: skip
     return out
 
 
 def configs_of(pairs: int, experts: int, dtype: torch.dtype, *, fixed: bool = False) -> tuple[Config, Config]:
-    """Tiles of the first and the second product, by how many pairs an expert has on average. `fixed`: the same for any
-    number, so that no result depends on how many tokens there are."""
-    each = 32 if fixed else pairs / experts
+    """Tiles of the first and the second product, by how many pairs an expert has on average, as measured on an H200.
+    `fixed`: no result may depend on how many tokens there are. Tensor cores add up in one order whatever the tile; in
+    float32 one tile serves all."""
+    each = 32 if fixed and dtype is torch.float32 else pairs / experts
     if dtype is torch.float32:
         return (Config(16, 32, 32, 4, 3), Config(16, 32, 32, 4, 3)) if each < 32 else (Config(64, 32, 32, 4, 2),) * 2
-    if each <= 8:
-        return Config(16, 32, 128, 4, 4), Config(16, 64, 128, 4, 4)
-    if each <= 24:
-        return Config(32, 64, 128, 4, 3), Config(32, 64, 128, 4, 4)
-    if each <= 64:
-        return Config(64, 64, 64, 4, 4), Config(64, 128, 64, 4, 4)
-    return Config(128, 128, 64, 8, 3), Config(128, 128, 64, 8, 4)
+    if each <= 12:
+        return Config(16, 64, 128, 4, 3), Config(16, 128, 128, 4, 3)
+    if each <= 48:
+        return Config(32, 64, 128, 4, 3), Config(32, 128, 128, 4, 3)
+    if each <= 96:
+        return Config(64, 128, 64, 8, 3), Config(64, 256, 64, 8, 3)
+    return Config(128, 128, 64, 8, 3), Config(128, 256, 64, 8, 3)
 
 
 def run_experts(
     x: Tensor, weights: Tensor, index: Tensor, w1: Tensor, w2: Tensor, *, b1: Tensor | None, b2: Tensor | None,
-    act: Callable[[Tensor], Tensor], codes: dict[Callable, int], configs: tuple[Config, Config] | None = None,
-    fixed: bool = False,
+    act: Callable[[Tensor], Tensor], codes: dict[Callable, int], stream: Tensor | None = None,
+    configs: tuple[Config, Config] | None = None, fixed: bool = False, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`codes`: which gated activations can join the first product; others run between the two."""
+    """`codes`: which gated activations can join the first product; others run between the two. `fixed`: results do not
+    depend on how many tokens there are. `early`: see few.py; only where a few tokens are."""
     (tokens, top_k), experts, pairs = index.shape, w1.shape[0], index.numel()
     if not tokens:
         return torch.empty_like(x)
     x, index, weights = x.contiguous(), index.contiguous(), weights.contiguous()
+    stream = None if stream is None else stream.contiguous()
+    known = _fused_act(act, codes)
+    if configs is None and tokens <= FEW_TOKENS and not fixed:
+        h = moe_few.up(x, index, w1, b1, known, early=early)
+        if known is None:
+            h, early = act(h).contiguous(), False
+        return moe_few.down(h, weights, index, w2, b2, stream, early=early)
+    if configs is None and known is not None and moe_many.fits(x, w1, w2, pairs):
+        tiles = sort_pairs(index, experts, moe_many.FIRST.bm)
+        h = moe_many.product(x, w1, b1, tiles[:4], top_k, pairs=pairs, act=known)
+        return combine(moe_many.product(h, w2, b2, tiles[:4], top_k, pairs=pairs, act=None), weights, stream)
     first, second = configs or configs_of(pairs, experts, x.dtype, fixed=fixed)
     tiles = sort_pairs(index, experts, first.bm)
-    known = _fused_act(act, codes)
     h = product(x, w1, b1, tiles, top_k, first, pairs=pairs, first=True, act=known)
     if known is None:
         h = act(h).contiguous()
     y = product(h, w2, b2, tiles, top_k, second._replace(bm=first.bm), pairs=pairs, first=False)
-    return combine(y, weights)
+    return combine(y, weights, stream)
 
 
 def _fused_act(act: Callable, codes: dict[Callable, int]) -> tuple[int, float, float] | None:

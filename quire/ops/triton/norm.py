@@ -13,6 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.ops.triton.sizes import cdiv, next_power_of_2
 
 MAX_WIDTH = 16384
 _TILE = 1024  # entries of a program at least, where rows are short
@@ -23,8 +26,12 @@ def _norm_kernel(
     x, delta, weight, bias, out, rows, x_stride, x_head_stride, delta_stride, weight_stride, eps, offset,
     WIDTH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     ADD: tl.constexpr, LAYER: tl.constexpr, WIDE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Row r of `x` is head r % HEADS of token r // HEADS; `out` is contiguous. ADD: x += delta first, in place."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
@@ -60,20 +67,23 @@ def _launch(
     offset: float = 0.0,
     layer: bool = False,
     wide: bool = False,
+    warps: int = 0,  # 0: by the tile
+    early: bool = False,  # see few.py
 ) -> Tensor:
     tokens, width = x.shape[0], x.shape[-1]
     heads = x.shape[1] if x.ndim == 3 else 1
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     rows = max(1, _TILE // block)  # by the width alone: a row's sum must not depend on how many there are
     per_head = weight is not None and weight.ndim == 2
-    _norm_kernel[(triton.cdiv(tokens * heads, rows),)](
+    _norm_kernel[(cdiv(tokens * heads, rows),)](
         x, delta, weight, bias, out, tokens * heads, x.stride(0), x.stride(1) if x.ndim == 3 else 0,
         0 if delta is None else delta.stride(0), width if per_head else 0, eps, offset,
         WIDTH=width, HEADS=heads, BLOCK=block, ROWS=rows, ADD=delta is not None, LAYER=layer, WIDE=wide or layer,
-        WEIGHT=weight is not None, BIAS=bias is not None, num_warps=min(16, max(1, block * rows // 256)),
+        WEIGHT=weight is not None, BIAS=bias is not None, EARLY=early,
+        num_warps=warps or min(16, max(1, block * rows // 256)), **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
 
@@ -89,25 +99,29 @@ def fits(x: Tensor, weight: Tensor | None, delta: Tensor | None = None) -> bool:
     )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _launch(x, weight, eps)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, early: bool = False) -> Tensor:
+    return _launch(x, weight, eps, early=early)
 
 
-def rms_norm_wide(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    return _launch(x, weight, eps, offset=offset, wide=True)
+def rms_norm_wide(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, *, early: bool = False) -> Tensor:
+    return _launch(x, weight, eps, offset=offset, wide=True, early=early)
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
-    return _launch(x, weight, eps, bias=bias, offset=offset, layer=True)
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float = 0.0, *, early: bool = False
+) -> Tensor:
+    return _launch(x, weight, eps, bias=bias, offset=offset, layer=True, early=early)
 
 
-def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, early: bool = False, warps: int = 0
+) -> tuple[Tensor, Tensor]:
     """The sum is written over x."""
-    return _launch(x, weight, eps, delta=delta), x
+    return _launch(x, weight, eps, delta=delta, early=early, warps=warps), x
 
 
 def add_rms_norm_wide(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0, *, early: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The sum is written over x."""
-    return _launch(x, weight, eps, delta=delta, offset=offset, wide=True), x
+    return _launch(x, weight, eps, delta=delta, offset=offset, wide=True, early=early), x

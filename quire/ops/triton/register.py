@@ -1,72 +1,170 @@
 """Attaches the Triton forms to the ops, for CUDA. A worker on such a device calls `register` before it builds a model.
 
-A form that takes only some shapes hands the others to the reference. Must not know layers or models.
+A form that takes only some shapes hands the others to the reference. Also gives every kernel its short way to be
+launched (launch.py), and makes the list of kernels that something would launch. Must not know layers or models.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quire.base import env
 from quire.ops import act as act_ops
+from quire.ops import few as few_ops
+from quire.ops import linear as linear_ops
 from quire.ops import moe as moe_ops
 from quire.ops import norm as norm_ops
 from quire.ops import qkv as qkv_ops
 from quire.ops import rope as rope_ops
 from quire.ops import sample as sample_ops
-from quire.ops.triton import act, moe, norm, rope, rows, sample
+from quire.ops import ssm as ssm_ops
+from quire.ops.triton import (
+    act,
+    attention,
+    attention_cache,
+    attention_plan,
+    few,
+    fixed_linear,
+    launch,
+    moe,
+    norm,
+    rope,
+    rows,
+    sample,
+    ssm,
+    ssm_chunk,
+    warm,
+)
 
 _MOST_EXPERTS = 1024
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return (norm if norm.fits(x, weight) else norm_ops).rms_norm(x, weight, eps)
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, *, early: bool) -> Tensor:
+    if norm.fits(x, weight):
+        return norm.rms_norm(x, weight, eps, early=early)
+    return norm_ops.rms_norm.reference(x, weight, eps)
 
 
-def _rms_norm_wide(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    return (norm if norm.fits(x, weight) else norm_ops).rms_norm_wide(x, weight, eps, offset)
+def _rms_norm_wide(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, *, early: bool) -> Tensor:
+    if norm.fits(x, weight):
+        return norm.rms_norm_wide(x, weight, eps, offset, early=early)
+    return norm_ops.rms_norm_wide.reference(x, weight, eps, offset)
 
 
-def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
-    return (norm if norm.fits(x, weight) else norm_ops).layer_norm(x, weight, bias, eps, offset)
+def _layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float = 0.0, *, early: bool
+) -> Tensor:
+    if norm.fits(x, weight):
+        return norm.layer_norm(x, weight, bias, eps, offset, early=early)
+    return norm_ops.layer_norm.reference(x, weight, bias, eps, offset)
 
 
-def _add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return (norm if norm.fits(x, weight, delta) else norm_ops).add_rms_norm(x, delta, weight, eps)
+def _add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, early: bool) -> tuple[Tensor, Tensor]:
+    if norm.fits(x, weight, delta):
+        return norm.add_rms_norm(x, delta, weight, eps, early=early)
+    return norm_ops.add_rms_norm.reference(x, delta, weight, eps)
 
 
 def _add_rms_norm_wide(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0, *, early: bool
 ) -> tuple[Tensor, Tensor]:
-    return (norm if norm.fits(x, weight, delta) else norm_ops).add_rms_norm_wide(x, delta, weight, eps, offset)
+    if norm.fits(x, weight, delta):
+        return norm.add_rms_norm_wide(x, delta, weight, eps, offset, early=early)
+    return norm_ops.add_rms_norm_wide.reference(x, delta, weight, eps, offset)
 
 
-def _route(logits: Tensor, top_k: int, **rule: Any) -> tuple[Tensor, Tensor]:
+def _route(logits: Tensor, top_k: int, *, early: bool = False, **rule: Any) -> tuple[Tensor, Tensor]:
     if rule.get("groups", 1) > 1 or logits.shape[1] > _MOST_EXPERTS:
         return moe_ops.route.reference(logits, top_k, **rule)
     kept = {name: value for name, value in rule.items() if name in ("score", "renorm", "scale", "bias")}
-    return moe.route(logits, top_k, **kept)
+    return moe.route(logits, top_k, **kept, early=early)
+
+
+def _causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, work: Any, act: str) -> Tensor:
+    fits = ssm.conv_fits(x, weight, act)
+    if not fits:
+        return ssm_ops.causal_conv.reference(x, weight, bias, states, work, act)
+    return ssm.causal_conv(x, weight, bias, states, work, act, fixed=env.BATCH_INVARIANT.get())
+
+
+def _gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int, norm_first: bool) -> Tensor:
+    form = ssm.gated_rms_norm if ssm.norm_fits(x, gate, group) else ssm_ops.gated_rms_norm.reference
+    return form(x, gate, weight, eps, group, norm_first)
+
+
+def _register_states() -> None:
+    fixed = env.BATCH_INVARIANT.get()
+    ssm_ops.causal_conv.form("cuda")(_causal_conv)
+    ssm_ops.ssd_scan.form("cuda")(partial(ssm_chunk.ssd_scan, fixed=fixed))
+    ssm_ops.delta_scan.form("cuda")(partial(ssm_chunk.delta_scan, fixed=fixed))
+    ssm_ops.selective_scan.form("cuda")(partial(ssm.selective_scan, fixed=fixed))
+    ssm_ops.gated_rms_norm.form("cuda")(_gated_rms_norm)
+    ssm_ops.state_places.form("cuda")(ssm.state_places)
+
+
+def _register_few(codes: dict[Callable, int], early: bool) -> None:
+    """What a few rows take another way for; not where results must not depend on how many there are."""
+    few_ops.few_rows.form("cuda", _free)(few.few_rows)
+    few_ops.norm_linear.form("cuda", _free)(partial(few.norm_linear, codes=codes, early=early))
+    few_ops.linear_add.form("cuda", _free)(partial(few.linear_add, early=early))
+    few_ops.norm_router.form("cuda", _free)(partial(few.norm_router, early=early))
+    linear_ops.linear.form("cuda", _free)(partial(few.linear, early=early))
+
+
+def _register_fixed(codes: dict[Callable, int], early: bool) -> None:
+    """What takes the place of forms and libraries whose sums follow the number of rows."""
+    linear_ops.linear.form("cuda", env.BATCH_INVARIANT.get)(fixed_linear.FixedLinear())
+    linear_ops.heads_matmul.form("cuda", env.BATCH_INVARIANT.get)(fixed_linear.heads_matmul)
+    experts = partial(moe.run_experts, codes=codes, fixed=True, early=early)
+    moe_ops.run_experts.form("cuda", env.BATCH_INVARIANT.get)(experts)
+
+
+def _free() -> bool:
+    return not env.BATCH_INVARIANT.get()
 
 
 @cache  # once per process
 def register() -> None:
-    norm_ops.rms_norm.form("cuda")(_rms_norm)
-    norm_ops.rms_norm_wide.form("cuda")(_rms_norm_wide)
-    norm_ops.layer_norm.form("cuda")(_layer_norm)
-    norm_ops.add_rms_norm.form("cuda")(_add_rms_norm)
-    norm_ops.add_rms_norm_wide.form("cuda")(_add_rms_norm_wide)
-    qkv_ops.prepare_qkv.form("cuda")(rope.prepare_qkv)
+    early = env.EARLY_LAUNCH.get()
+    norm_ops.rms_norm.form("cuda")(partial(_rms_norm, early=early))
+    norm_ops.rms_norm_wide.form("cuda")(partial(_rms_norm_wide, early=early))
+    norm_ops.layer_norm.form("cuda")(partial(_layer_norm, early=early))
+    norm_ops.add_rms_norm.form("cuda")(partial(_add_rms_norm, early=early))
+    norm_ops.add_rms_norm_wide.form("cuda")(partial(_add_rms_norm_wide, early=early))
+    qkv_ops.prepare_qkv.form("cuda")(partial(rope.prepare_qkv, early=early))
     rope_ops.rope_tables.form("cuda")(rope.rope_tables)
     codes: dict[Callable, int] = {act.clamped_swiglu: act.CLAMPED}
     for name, code in act.CODES.items():
-        codes[act_ops.gated_of(name).form("cuda")(act.gated_form(code))] = code
+        codes[act_ops.gated_of(name).form("cuda")(act.gated_form(code, early))] = code
     act_ops.clamped_swiglu.form("cuda")(act.clamped_swiglu)
-    moe_ops.route.form("cuda")(_route)
-    fixed = env.BATCH_INVARIANT.get()
-    moe_ops.run_experts.form("cuda")(partial(moe.run_experts, codes=codes, fixed=fixed))
+    moe_ops.route.form("cuda")(partial(_route, early=early))
+    moe_ops.run_experts.form("cuda")(partial(moe.run_experts, codes=codes, early=early))
+    _register_few(codes, early)
+    _register_fixed(codes, early)
     sample_ops.sample_rows.form("cuda")(sample.sample_rows)
     rows.register()
+    _register_states()
+    if torch.cuda.is_available():
+        launchers()
+
+
+def launchers() -> list[launch.Launcher]:
+    """Of every kernel of ours that is loaded by now."""
+    package = __name__.rpartition(".")[0]
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(f"{package}.")]
+    return launch.install([attention, attention_cache, attention_plan, *modules], launch.current_stream())
+
+
+def record(run: Callable[[], None]) -> list[dict[str, Any]]:
+    """What `run` would launch, as jobs for compile_child.py. Nothing is launched, so what it computes is nonsense."""
+    note = warm.Recorder(launch.arch())
+    with launch.recorded(launchers(), note):
+        run()
+    # The longest first: what is left at the end should be short.
+    return sorted(note.jobs.values(), key=lambda job: -len(job["constant_keys"]))

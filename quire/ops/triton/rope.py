@@ -14,10 +14,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops.qkv import QkvPrep
+from quire.ops.triton.sizes import cdiv, next_power_of_2
 
-_TILE = 2048  # entries of a program: 16 bytes a thread and access
+_TILES = ((4096, 4), (2048, 4), (1024, 2))  # entries and warps of a program: the first that leaves no head over
 
 
 @triton.jit
@@ -49,8 +51,11 @@ def _prepare_kernel(
     v_head, q_weight_stride, k_weight_stride, eps, offset,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BH: tl.constexpr, PAIR_TILE: tl.constexpr, REST_TILE: tl.constexpr,
-    NORM: tl.constexpr, WIDE: tl.constexpr, PAIRS: tl.constexpr, KEEP: tl.constexpr,
+    NORM: tl.constexpr, WIDE: tl.constexpr, PAIRS: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BH + tl.arange(0, BH)
     is_q, is_k, is_v = head < HQ, (head >= HQ) & (head < HQ + HKV), (head >= HQ + HKV) & (head < HQ + 2 * HKV)
@@ -90,25 +95,29 @@ def _prepare_kernel(
         _put(bases, c, rest, q2 & left, (k2 & left, k2 & left & there), v2 & left & there, KEEP)
 
 
-def prepare_qkv(qkv: Tensor, prep: QkvPrep, keys: Tensor, values: Tensor, slots: Tensor, keep: bool = False) -> Tensor:
+def prepare_qkv(
+    qkv: Tensor, prep: QkvPrep, keys: Tensor, values: Tensor, slots: Tensor, keep: bool = False, *,
+    tile: tuple[int, int] | None = None, early: bool = False,
+) -> Tensor:  # fmt: skip
     tokens, total = qkv.shape[0], prep.heads + 2 * prep.kv_heads
     size, half = qkv.shape[1] // total, 0 if prep.cos is None else prep.cos.shape[-1] // 2
     q = torch.empty((tokens, prep.heads, size), dtype=qkv.dtype, device=qkv.device)
     if not tokens:
         return q
-    pair_tile = triton.next_power_of_2(max(half, 1))
-    rest_tile = triton.next_power_of_2(max(size - 2 * half, 1))
-    tile_heads = max(1, min(_TILE // size, triton.next_power_of_2(total)))
+    entries, warps = tile or next((t for t in _TILES if total * size % t[0] == 0), _TILES[1])
+    pair_tile = next_power_of_2(max(half, 1))
+    rest_tile = next_power_of_2(max(size - 2 * half, 1))
+    tile_heads = max(1, min(entries // size, next_power_of_2(total)))
     tile_heads = 1 << (tile_heads.bit_length() - 1)
     qw, kw = prep.q_weight, prep.k_weight
-    _prepare_kernel[(tokens, triton.cdiv(total, tile_heads))](
+    _prepare_kernel[(tokens, cdiv(total, tile_heads))](
         qkv, q, keys, values, slots, qw, kw, prep.cos, prep.sin, qkv.stride(0),
         keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
         size if qw is not None and qw.ndim == 2 else 0, size if kw is not None and kw.ndim == 2 else 0,
         prep.eps, prep.offset,
         HQ=prep.heads, HKV=prep.kv_heads, D=size, HALF=half, BLOCK_SIZE=keys.shape[1], BH=tile_heads,
         PAIR_TILE=pair_tile, REST_TILE=rest_tile, NORM=qw is not None, WIDE=prep.wide or bool(prep.offset),
-        PAIRS=prep.pairs, KEEP=keep, num_warps=4,
+        PAIRS=prep.pairs, KEEP=keep, EARLY=early, num_warps=warps, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return q
 
@@ -136,7 +145,7 @@ def rope_tables(
     tokens, half = positions.shape[0], inv_freq.shape[0]
     cos, sin = torch.empty((2, tokens, 1, 2 * half), dtype=dtype, device=positions.device)
     if tokens:
-        block = triton.next_power_of_2(half)
+        block = next_power_of_2(half)
         _tables_kernel[(tokens,)](
             positions, inv_freq, cos, sin, gain, HALF=half, BLOCK=block, PAIRS=pairs, num_warps=max(1, block // 64)
         )

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.rows import StepBuffers, gather_inputs
+from quire.ops.triton.sizes import cdiv
 
 _BLOCK = 256
 
@@ -41,7 +42,7 @@ def gather_inputs_cuda(
     out: StepBuffers,
 ) -> None:  # fmt: skip
     count, scrap = rows.shape[0], tokens.shape[0] - 1
-    grid = (triton.cdiv(count, _BLOCK),)
+    grid = (cdiv(count, _BLOCK),)
     for group, (table, size, slots) in enumerate(zip(tables, block_sizes, out.slots, strict=True)):
         _gather_kernel[grid](
             rows, positions, tokens, table, out.token_ids, out.positions, out.contexts, slots, count, scrap,

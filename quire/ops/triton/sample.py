@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.triton.sizes import cdiv, next_power_of_2
+
 _BLOCK = 1024
 _PARTS = 256  # most parts a row is cut into
 _SUMS = 64  # most parts whose softmax sums are added up
@@ -152,15 +154,24 @@ def _best_kernel(
 # --- filters
 
 
+@triton.jit
+def _filters(heat, k, p):
+    """Does a row keep less than everything?"""
+    return (heat > 0) & ((k > 0) | (p < 1.0))
+
+
 @triton.jit(do_not_specialize=["parts", "tiles"], do_not_specialize_on_alignment=_ANY_ADDRESS[:1])
 def _peaks_kernel(
-    logits, row_index, temperature, peaks, part_max, part_sum, stride, vocab, parts, tiles,
+    logits, row_index, temperature, top_k, top_p, peaks, part_max, part_sum, stride, vocab, parts, tiles,
     RUN: tl.constexpr, PEAKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grid (n, parts): maxima of runs of RUN scaled logits; and each part's maximum and sum of exp(x - maximum)."""
+    """grid (n, parts): maxima of runs of RUN scaled logits; and each part's maximum and sum of exp(x - maximum). Rows
+    that filter nothing cost a look at their parameters, so that a captured step may always hold this."""
     n, part = tl.program_id(0), tl.program_id(1)
-    heat = tl.load(temperature + tl.load(row_index + n))
-    heat = tl.where(heat > 0, heat, 1.0)
+    row = tl.load(row_index + n)
+    heat = tl.load(temperature + row)
+    if not _filters(heat, tl.load(top_k + row), tl.load(top_p + row)):
+        return
     base = logits + n.to(tl.int64) * stride
     place, run = tl.arange(0, BLOCK), tl.arange(0, BLOCK // RUN)
     top = tl.full((BLOCK,), -1e30, tl.float32)
@@ -284,7 +295,7 @@ def _edge_kernel(
     row = tl.load(row_index + n)
     heat, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
     k = tl.where(k < vocab, k, 0)
-    if (heat <= 0) | ((k <= 0) & (p >= 1.0)):
+    if not _filters(heat, k, p):
         tl.store(edges + n, -float("inf"))
         return
     part = tl.arange(0, PARTS)
@@ -315,16 +326,16 @@ def _edge_kernel(
 def find_edges(logits: Tensor, row_index: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """[n] float32: the smallest kept logit of each row, after temperature. Columns are indexed by row_index."""
     (n, vocab), device = logits.shape, logits.device
-    tiles = triton.cdiv(triton.cdiv(vocab, _BLOCK), _SUMS)
-    parts = triton.cdiv(vocab, _BLOCK * tiles)  # the same for any n, so that sums do not depend on other rows
-    run = max(16, triton.next_power_of_2(triton.cdiv(vocab, _PEAKS)))
+    tiles = cdiv(cdiv(vocab, _BLOCK), _SUMS)
+    parts = cdiv(vocab, _BLOCK * tiles)  # the same for any n, so that sums do not depend on other rows
+    run = max(16, next_power_of_2(cdiv(vocab, _PEAKS)))
     peaks = torch.empty((n, _PEAKS), dtype=torch.float32, device=device)
     part_max, part_sum, found, edges = (
         torch.empty((n, size), dtype=torch.float32, device=device) for size in (parts, parts, _MOST, 1)
     )
     runs = torch.empty((n, _PEAKS), dtype=torch.int32, device=device)
     _peaks_kernel[(n, parts)](
-        logits, row_index, temperature, peaks, part_max, part_sum, logits.stride(0), vocab, parts, tiles,
+        logits, row_index, temperature, top_k, top_p, peaks, part_max, part_sum, logits.stride(0), vocab, parts, tiles,
         RUN=run, PEAKS=_PEAKS, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
     _edge_kernel[(n,)](
@@ -336,10 +347,10 @@ def find_edges(logits: Tensor, row_index: Tensor, temperature: Tensor, top_k: Te
 
 def _cut(n: int, vocab: int) -> tuple[int, int]:
     """(parts of a row, tiles of a part): about 1024 programs."""
-    tiles = triton.cdiv(vocab, _BLOCK)
+    tiles = cdiv(vocab, _BLOCK)
     parts = min(tiles, _PARTS, max(1, 1024 // n))
-    each = triton.cdiv(tiles, parts)
-    return triton.cdiv(tiles, each), each
+    each = cdiv(tiles, parts)
+    return cdiv(tiles, each), each
 
 
 def sample_rows(

@@ -1,0 +1,101 @@
+"""States beside attention: plans and caches for KV groups of running states, and the backend that joins the two.
+
+In: one step of one KV group of kind STATE. Out: a StatePlan, whose StateWork says for every token which block holds the
+state before it and which gets the state after. A state's block i belongs to positions [i * size, (i + 1) * size) of its
+row: it holds the state after the last of them that was computed, so a step reads the block of the position before its
+first one and writes every block it touches. Must not know: models, requests, what a state is made of.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.attention.backend import AttentionBackend
+from quire.base import env
+from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
+from quire.layers.ssm import StateCache, StatePlan
+from quire.ops.copy import upload
+from quire.ops.ssm import FRESH, KEPT, StateWork, state_places
+from quire.schema.errors import NotBuiltError
+from quire.schema.kv import KVGroup, KVKind, KVSpec
+
+
+class WithStates:
+    """An attention backend, and states for the groups that keep them."""
+
+    def __init__(self, attention: AttentionBackend) -> None:
+        self.attention, self.name = attention, attention.name
+        if env.BATCH_INVARIANT.get() and attention.name == "CPU_ATTN":
+            raise NotBuiltError(
+                "batch-invariant mode (QUIRE_BATCH_INVARIANT) on CPU is not built for layers with states, whose "
+                "chunks begin where a step begins; unset it, or use a GPU"
+            )
+
+    def supports(self, spec: KVSpec) -> str | None:
+        return None if spec.kind is KVKind.STATE else self.attention.supports(spec)
+
+    def make_cache(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> LayerCache:
+        if spec.kind is KVKind.STATE:
+            return StateCache(spec, num_blocks, memory)
+        return self.attention.make_cache(spec, num_blocks, memory)
+
+    def prepare(self, tokens: int, longest: int) -> None:
+        self.attention.prepare(tokens, longest)
+
+    def plan(self, step: GroupStep, group: KVGroup) -> AttentionPlan:
+        if group.kind is not KVKind.STATE:
+            return self.attention.plan(step, group)
+        if step.is_decode and step.contexts is not None:
+            return StatePlan(decode_work(step, group.block_size))
+        return StatePlan(mixed_work(step, group.block_size))
+
+
+def decode_work(step: GroupStep, size: int) -> StateWork:
+    """Every entry computes one token; all of it is worked out on the device, for a graph to hold."""
+    assert step.contexts is not None
+    load, store = state_places.on(step.contexts.device)(step.block_tables, step.row_index, step.contexts, size)
+    pieces = step.contexts.new_empty((0, 4))
+    return StateWork(None, load, store, pieces, np.empty((0, 3), np.int32))
+
+
+def mixed_work(step: GroupStep, size: int) -> StateWork:
+    """Rows of one token, and longer ones cut where their blocks end."""
+    counts, contexts = np.asarray(step.query_lens, np.int64), np.asarray(step.context_lens, np.int64)
+    ends = np.cumsum(counts)
+    rows = np.flatnonzero(counts == 1)
+    decodes = np.stack((ends[rows] - 1, rows, contexts[rows] - 1, contexts[rows] - 1), 1)  # token, row, start, last
+    cuts, spans = [], []
+    for row in np.flatnonzero(counts > 1).tolist():
+        first = int(contexts[row] - counts[row])
+        token = int(ends[row] - counts[row]) - first  # of position 0
+        edges = [first, *range((first // size + 1) * size, int(contexts[row]), size), int(contexts[row])]
+        for start, end in pairwise(edges):
+            kept = int(start > first)
+            cuts.append((token + end - 1, row, -1 if kept else start, end - 1))
+            spans.append((token + start, token + end, kept))
+    places = np.concatenate((decodes, np.array(cuts, np.int64).reshape(-1, 4)))
+    load, store = _blocks(step, places, size)
+    num = len(rows)
+    span = np.array(spans, np.int32).reshape(-1, 3)
+    device = load.device
+    sent = upload(np.concatenate((span.ravel(), decodes[:, 0].astype(np.int32))), device)
+    bounds, tokens = sent[: span.size].view(-1, 3), sent[span.size :].long()
+    loads = torch.where(bounds[:, 2] > 0, KEPT, load[num:])
+    pieces = torch.cat((bounds[:, :2], torch.stack((loads, store[num:]), 1).int()), 1)
+    whole = num == int(ends[-1]) if len(ends) else True
+    return StateWork(None if whole else tokens, load[:num], store[:num], pieces, span)
+
+
+def _blocks(step: GroupStep, places: np.ndarray, size: int) -> tuple[Tensor, Tensor]:
+    """Blocks read and written by [n, 4] (token, row, start or -1, last position): int64 [n] each, FRESH at a start."""
+    start, last = places[:, 2], places[:, 3]
+    before = np.where(start > 0, (start - 1) // size, 0)
+    tables = step.block_tables
+    index = upload(np.stack((places[:, 1], before, last // size, start > 0)), tables.device)
+    rows = index[0] if step.row_index is None else step.row_index[index[0]].long()
+    load = torch.where(index[3] > 0, tables[rows, index[1]].long(), FRESH)
+    return load, tables[rows, index[2]].long()

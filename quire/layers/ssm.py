@@ -1,0 +1,328 @@
+"""Layers that keep a running state: Mamba 1 and 2, gated delta net, short convolution. Each owns its KVSpec (STATE).
+
+They meet a step through StatePlan, as attention layers do through an attention plan: the plan's StateWork says which
+state each token follows, the layer's StateCache holds the states. Without a cache (a memory profile, before there is
+one) a layer runs the step as one fresh row and keeps nothing. Must not know: blocks, rows, requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from quire.layers.attention import KVLayer
+from quire.layers.batch import Batch, LayerCache
+from quire.layers.linear import Linear
+from quire.layers.norm import Norm, NormKind
+from quire.layers.rope import Turn
+from quire.ops.ssm import StateWork, causal_conv, delta_scan, gated_rms_norm, selective_scan, ssd_scan
+from quire.quant.scheme import Slot, Storage
+from quire.schema.errors import ConfigError
+from quire.schema.kv import KVKind, KVSpec
+
+NO_LIMIT = (0.0, float("inf"))
+
+
+class StatePlan:
+    """In Batch.plans, at the index of a KV group of states."""
+
+    run_fused = None
+
+    def __init__(self, work: StateWork) -> None:
+        self.work = work
+
+    def run(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigError("an attention layer was bound to a KV group of states")
+
+
+class StateCache:
+    """One layer's states, as views [num_blocks, *shape] of the worker's memory, in the order of spec.state_shapes."""
+
+    def __init__(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> None:
+        self.spec, self.states = spec, []
+        page, at = memory.shape[1], 0
+        if memory.shape[0] < num_blocks or page < spec.page_bytes:
+            raise ConfigError(
+                f"KV memory {tuple(memory.shape)} does not hold {num_blocks} blocks of {spec.page_bytes} bytes"
+            )
+        for shape, name in zip(spec.state_shapes, spec.state_dtypes, strict=True):
+            dtype = getattr(torch, name)
+            size, count = dtype.itemsize, _count(shape)
+            if page % size or at % size:
+                raise ConfigError(
+                    f"layer {spec.layer!r}: states of {size} bytes do not fit pages of {page} bytes at offset {at}"
+                )
+            flat = memory.view(dtype)[:, at // size : at // size + count]
+            self.states.append(flat.unflatten(1, shape)[:num_blocks])
+            at += count * size
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for n in shape:
+        total *= n
+    return total
+
+
+class StateLayer(KVLayer):
+    """What they share. `shapes`: of the states, the running state first (float32), then windows of inputs."""
+
+    def __init__(
+        self, layer: str, recurrent: tuple[int, ...] | None, window: tuple[int, ...], storage: Storage
+    ) -> None:
+        super().__init__(layer, 0, 0)
+        self._shapes = (window,) if recurrent is None else (recurrent, window)
+        own = str(storage.dtype).removeprefix("torch.")
+        self._dtypes = (own,) if recurrent is None else ("float32", own)
+
+    def kv_spec(self, block_size: int, kv_dtype: str) -> KVSpec:
+        return KVSpec(
+            layer=self.layer, kind=KVKind.STATE, block_size=block_size, state_shapes=self._shapes,
+            state_dtypes=self._dtypes,
+        )  # fmt: skip
+
+    def bind(self, cache: LayerCache, group: int) -> None:
+        if not isinstance(cache, StateCache):
+            raise ConfigError(f"layer {self.layer!r} keeps states; it was given a cache of {type(cache).__name__}")
+        super().bind(cache, group)
+
+    def step(self, x: Tensor, batch: Batch) -> tuple[StateWork, list[Tensor]]:
+        """How this step moves the states, and the states."""
+        if isinstance(self.cache, StateCache):
+            plan = batch.plans[self.group]
+            if not isinstance(plan, StatePlan):
+                raise ConfigError(f"layer {self.layer!r} keeps states; its plan is a {type(plan).__name__}")
+            return plan.work, self.cache.states
+        pairs = zip(self._shapes, self._dtypes, strict=True)
+        states = [torch.empty((1, *shape), dtype=getattr(torch, name), device=x.device) for shape, name in pairs]
+        return StateWork.fresh(x.shape[0], x.device), states
+
+
+class Conv:
+    """The weights of a convolution per channel, a part of a layer."""
+
+    def __init__(self, name: str, channels: int, size: int, bias: bool, storage: Storage) -> None:
+        self.name = name
+        self.weight = storage.parameter(channels, size)
+        self.bias = storage.parameter(channels) if bias else None
+
+    def slots(self, parts: Mapping[str, int] | None = None) -> Iterator[Slot]:
+        """parts: channels that a checkpoint may hold apart, as name_part."""
+        names, at = [], 0
+        for part, count in (parts or {}).items():
+            names.append(f"{self.name}_{part}.weight")
+            yield Slot(names[-1], self.weight.data[at : at + count, None])
+            at += count
+        yield Slot(f"{self.name}.weight", self.weight.data[:, None], tuple(names))
+        if self.bias is not None:
+            yield Slot(f"{self.name}.bias", self.bias.data)
+
+
+@dataclass(frozen=True)
+class Mamba2Kind:
+    """What a Mamba 2 mixer computes; see ops/ssm.py."""
+
+    heads: int
+    head_dim: int
+    state: int
+    groups: int = 1  # heads of a group share B and C
+    conv: int = 4  # inputs a convolution sees
+    conv_bias: bool = True
+    bias: bool = False  # of the projection in
+    out_bias: bool = False
+    act: str = "silu"
+    norm: bool = True  # False: the gate alone
+    norm_groups: int = 1  # parts of the output, each normalised by itself
+    norm_first: bool = False  # normalise, then gate
+    eps: float = 1e-5
+    dt_limit: tuple[float, float] = NO_LIMIT
+    scales: tuple[float, ...] = ()  # of gate, x, B, C and dt; folded into the projection's rows while loading
+
+
+class Mamba2(StateLayer):
+    def __init__(self, prefix: str, width: int, kind: Mamba2Kind, storage: Storage) -> None:
+        inner, shared = kind.heads * kind.head_dim, kind.groups * kind.state
+        channels = inner + 2 * shared
+        states = (kind.heads, kind.head_dim, kind.state)
+        super().__init__(f"{prefix}state", states, (channels, kind.conv - 1), storage)
+        self.prefix, self.kind, self.inner, self.shared = prefix, kind, inner, shared
+        parts = {"gate": inner, "x": inner, "b": shared, "c": shared, "dt": kind.heads}
+        self.up = Linear(prefix, width, parts, storage, bias=kind.bias, fused="in_proj")
+        self.down = Linear(prefix, inner, {"out_proj": width}, storage, bias=kind.out_bias)
+        conv = self._conv = Conv(f"{prefix}conv1d", channels, kind.conv, kind.conv_bias, storage)
+        self.conv_weight, self.conv_bias = conv.weight, conv.bias
+        self.a_log, self.d, self.dt_bias = (storage.parameter(kind.heads, dtype=torch.float32) for _ in range(3))
+        self.norm_weight = storage.parameter(inner) if kind.norm else None
+        self._convolve, self._scan = causal_conv.on(storage.device), ssd_scan.on(storage.device)
+        self._norm = gated_rms_norm.on(storage.device)
+
+    def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
+        kind, tokens = self.kind, x.shape[0]
+        work, (states, windows) = self.step(x, batch)
+        gate, xbc, dt = self.up(x).split((self.inner, self.inner + 2 * self.shared, kind.heads), -1)
+        xbc = self._convolve(xbc, self.conv_weight, self.conv_bias, windows, work, kind.act)
+        inputs, b, c = xbc.split((self.inner, self.shared, self.shared), -1)
+        y = self._scan(
+            inputs.unflatten(1, (kind.heads, kind.head_dim)), dt, b.unflatten(1, (kind.groups, kind.state)),
+            c.unflatten(1, (kind.groups, kind.state)), self.a_log, self.d, self.dt_bias, kind.dt_limit, states, work,
+        ).reshape(tokens, self.inner)  # fmt: skip
+        if self.norm_weight is None:
+            y = y * torch.nn.functional.silu(gate)
+        else:
+            y = self._norm(y, gate, self.norm_weight, kind.eps, self.inner // kind.norm_groups, kind.norm_first)
+        return self.down(y)
+
+    def slots(self) -> Iterator[Slot]:
+        yield from self._conv.slots()
+        for name, target in (("A_log", self.a_log), ("D", self.d), ("dt_bias", self.dt_bias)):
+            yield Slot(self.prefix + name, target.data)
+        if self.norm_weight is not None:
+            yield Slot(f"{self.prefix}norm.weight", self.norm_weight.data)
+
+
+@dataclass(frozen=True)
+class MambaKind:
+    """What a Mamba 1 mixer computes."""
+
+    inner: int
+    state: int
+    rank: int  # of the step size's projection
+    conv: int = 4
+    conv_bias: bool = True
+    bias: bool = False
+    act: str = "silu"
+    norm_eps: float = 0.0  # of norms over dt, B and C; 0: none
+    norm_weights: bool = True  # those norms have weights
+
+
+class Mamba(StateLayer):
+    def __init__(self, prefix: str, width: int, kind: MambaKind, storage: Storage) -> None:
+        inner = kind.inner
+        super().__init__(f"{prefix}state", (inner, kind.state), (inner, kind.conv - 1), storage)
+        self.prefix, self.kind = prefix, kind
+        self.up = Linear(prefix, width, {"x": inner, "gate": inner}, storage, bias=kind.bias, fused="in_proj")
+        parts = {"dt": kind.rank, "b": kind.state, "c": kind.state}
+        self.select = Linear(prefix, inner, parts, storage, fused="x_proj")
+        self.dt = Linear(prefix, kind.rank, {"dt_proj": inner}, storage)
+        self.down = Linear(prefix, inner, {"out_proj": width}, storage, bias=kind.bias)
+        conv = self._conv = Conv(f"{prefix}conv1d", inner, kind.conv, kind.conv_bias, storage)
+        self.conv_weight, self.conv_bias = conv.weight, conv.bias
+        self.a_log = storage.parameter(inner, kind.state, dtype=torch.float32)
+        self.d, self.dt_bias = (storage.parameter(inner, dtype=torch.float32) for _ in range(2))
+        norm = NormKind(eps=kind.norm_eps)
+        with_norms = kind.norm_eps and kind.norm_weights
+        self.dt_norm = Norm(f"{prefix}dt_layernorm", (kind.rank,), norm, storage) if with_norms else None
+        self.b_norm = Norm(f"{prefix}b_layernorm", (kind.state,), norm, storage) if with_norms else None
+        self.c_norm = Norm(f"{prefix}c_layernorm", (kind.state,), norm, storage) if with_norms else None
+        self._convolve, self._scan = causal_conv.on(storage.device), selective_scan.on(storage.device)
+
+    def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
+        kind = self.kind
+        work, (states, windows) = self.step(x, batch)
+        inputs, gate = self.up(x).chunk(2, -1)
+        inputs = self._convolve(inputs, self.conv_weight, self.conv_bias, windows, work, kind.act)
+        dt, b, c = self.select(inputs).split((kind.rank, kind.state, kind.state), -1)
+        if self.dt_norm is not None and self.b_norm is not None and self.c_norm is not None:
+            dt, b, c = self.dt_norm(dt), self.b_norm(b), self.c_norm(c)
+        elif kind.norm_eps:
+            dt, b, c = (_plain_norm(t, kind.norm_eps) for t in (dt, b, c))
+        y = self._scan(inputs, self.dt(dt), b, c, self.a_log, self.d, self.dt_bias, states, work)
+        return self.down(y * torch.nn.functional.silu(gate))
+
+    def slots(self) -> Iterator[Slot]:
+        yield from self._conv.slots()
+        for name, target in (("A_log", self.a_log), ("D", self.d), ("dt_proj.bias", self.dt_bias)):
+            yield Slot(self.prefix + name, target.data)
+
+
+def _plain_norm(x: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class DeltaKind:
+    """What a gated delta net computes."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv: int = 4
+    act: str = "silu"
+    eps: float = 1e-6
+    beta_scale: float = 1.0
+
+
+class DeltaNet(StateLayer):
+    def __init__(self, prefix: str, width: int, kind: DeltaKind, storage: Storage) -> None:
+        keys, values = kind.key_heads * kind.key_dim, kind.value_heads * kind.value_dim
+        channels = 2 * keys + values
+        states = (kind.value_heads, kind.key_dim, kind.value_dim)
+        super().__init__(f"{prefix}state", states, (channels, kind.conv - 1), storage)
+        self.prefix, self.kind, self.keys, self.values = prefix, kind, keys, values
+        parts = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values, "in_proj_z": values}
+        self.up = Linear(prefix, width, parts, storage, fused="in_proj_qkvz")
+        gates = {"in_proj_b": kind.value_heads, "in_proj_a": kind.value_heads}
+        self.gates = Linear(prefix, width, gates, storage, fused="in_proj_ba")
+        self.down = Linear(prefix, values, {"out_proj": width}, storage)
+        conv = self._conv = Conv(f"{prefix}conv1d", channels, kind.conv, False, storage)
+        self.conv_weight = conv.weight
+        self.a_log, self.dt_bias = (storage.parameter(kind.value_heads, dtype=torch.float32) for _ in range(2))
+        self.norm_weight = storage.parameter(kind.value_dim)
+        self._convolve, self._scan = causal_conv.on(storage.device), delta_scan.on(storage.device)
+        self._norm = gated_rms_norm.on(storage.device)
+
+    def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
+        kind, tokens = self.kind, x.shape[0]
+        work, (states, windows) = self.step(x, batch)
+        qkv, gate = self.up(x).split((2 * self.keys + self.values, self.values), -1)
+        b, a = self.gates(x).chunk(2, -1)
+        qkv = self._convolve(qkv, self.conv_weight, None, windows, work, kind.act)
+        q, k, v = qkv.split((self.keys, self.keys, self.values), -1)
+        heads = (kind.key_heads, kind.key_dim)
+        y = self._scan(
+            q.unflatten(1, heads), k.unflatten(1, heads), v.unflatten(1, (kind.value_heads, kind.value_dim)),
+            a, b, self.a_log, self.dt_bias, kind.beta_scale, states, work,
+        ).reshape(tokens, self.values)  # fmt: skip
+        return self.down(self._norm(y, gate, self.norm_weight, kind.eps, kind.value_dim, True))
+
+    def slots(self) -> Iterator[Slot]:
+        parts = {"q": self.keys, "k": self.keys, "v": self.values}
+        yield from self._conv.slots(parts)
+        if self.up.is_plain:
+            three = tuple(f"{self.prefix}in_proj_{part}.weight" for part in "qkv")
+            yield Slot(f"{self.prefix}in_proj_qkv.weight", self.up.weight.data[: 2 * self.keys + self.values], three)
+        for name, target in (("A_log", self.a_log), ("dt_bias", self.dt_bias), ("norm.weight", self.norm_weight)):
+            yield Slot(self.prefix + name, target.data)
+
+
+@dataclass(frozen=True)
+class ShortConvKind:
+    conv: int
+    bias: bool = False
+
+
+class ShortConv(StateLayer):
+    """A gate before and a gate after a convolution over the last few tokens."""
+
+    def __init__(self, prefix: str, width: int, kind: ShortConvKind, storage: Storage) -> None:
+        super().__init__(f"{prefix}state", None, (width, kind.conv - 1), storage)
+        parts = {"b": width, "c": width, "x": width}
+        self.up = Linear(prefix, width, parts, storage, bias=kind.bias, fused="in_proj")
+        self.down = Linear(prefix, width, {"out_proj": width}, storage, bias=kind.bias)
+        conv = self._conv = Conv(f"{prefix}conv", width, kind.conv, kind.bias, storage)
+        self.conv_weight, self.conv_bias = conv.weight, conv.bias
+        self._convolve = causal_conv.on(storage.device)
+
+    def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
+        work, (windows,) = self.step(x, batch)
+        before, after, inputs = self.up(x).chunk(3, -1)
+        return self.down(after * self._convolve(before * inputs, self.conv_weight, self.conv_bias, windows, work, ""))
+
+    def slots(self) -> Iterator[Slot]:
+        yield from self._conv.slots()

@@ -1,0 +1,108 @@
+"""The compiled CPU kernels (csrc/cpu) as Python functions over addresses and sizes.
+
+`kernels()` loads the library once, checks its version, chooses the instruction set, and gives None where there is
+nothing to load or the machine has none of the instruction sets it was built for. The library's C names are methods;
+see csrc/cpu/quire_cpu.h for what they take. Must not know: modules, models, configuration.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+
+import torch
+
+from quire.base import env, native
+from quire.base.log import logger
+
+_log = logger(__name__)
+ABI = 1
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KINDS = {"Q4M": 0, "Q4Z": 1, "Q5M": 2, "Q5Z": 3, "Q6Z": 4, "Q8Z": 5}
+
+
+class Segment(Structure):
+    """Some rows of a fused matrix, all packed alike."""
+
+    _fields_ = [("kind", c_int64), ("rows", c_int64), ("data", c_void_p)]
+
+
+class AttentionWork(Structure):
+    """One layer's attention in one step."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in (
+            "qkv", "out", "cache", "q_weight", "k_weight", "cos", "sin", "sinks", "alibi", "slots", "tables",
+            "query_starts", "contexts",
+        )),
+        *((name, c_int64) for name in ("tokens", "rows", "qkv_stride", "cache_stride", "table_stride", "block_size")),
+        *((name, c_int32) for name in (
+            "dtype", "cache_dtype", "turn_dtype", "heads", "kv_heads", "size", "turned", "window", "chunk", "pairs",
+            "norm_each", "norm_wide",
+        )),
+        *((name, c_float) for name in ("eps", "offset", "scale", "softcap")),
+    ]  # fmt: skip
+
+
+_FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
+    "qc_abi": (c_int, ()),
+    "qc_num_isas": (c_int, ()),
+    "qc_isa_name": (c_char_p, (c_int,)),
+    "qc_isa_usable": (c_int, (c_int,)),
+    "qc_use_isa": (c_int, (c_char_p,)),
+    "qc_isa": (c_char_p, ()),
+    "qc_set_threads": (None, (c_int,)),
+    "qc_threads": (c_int, ()),
+    "qc_kind_of": (c_int, (c_int,)),
+    "qc_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),
+    "qc_pack": (c_int, (c_int, c_void_p, c_int64, c_int64, c_void_p)),
+    "qc_pack_float": (c_int, (c_int, c_void_p, c_int, c_int64, c_int64, c_void_p)),
+    "qc_unpack_rows": (None, (c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int)),
+    "qc_linear_packed": (
+        None,
+        (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int),
+    ),
+    "qc_linear": (
+        None,
+        (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int),
+    ),
+    "qc_rms_norm": (
+        None,
+        (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_float, c_int, c_int),
+    ),
+    "qc_gated": (None, (c_int, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int)),
+    "qc_attend": (None, (POINTER(AttentionWork),)),
+    "qc_argmax": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int)),
+}
+
+
+@cache
+def kernels() -> ctypes.CDLL | None:
+    """The library with an instruction set chosen, or None; then `why_not` says why."""
+    path = native.library()
+    if path is None:
+        return None
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    if (found := library.qc_abi()) != ABI:
+        _log.warning("%s has interface %d, but %d is wanted: `pip install` Quire again", path, found, ABI)
+        return None
+    asked = env.CPU_KERNELS.get()
+    if library.qc_use_isa(None if asked == "auto" else asked.encode()) < 0:
+        if asked != "auto":
+            raise env.VariableError(f"QUIRE_CPU_KERNELS={asked}: this machine can run {usable(library)}")
+        return None
+    return library
+
+
+def usable(library: ctypes.CDLL) -> list[str]:
+    """Names of the instruction sets that were compiled and that this machine runs, the best last."""
+    every = range(library.qc_num_isas())
+    return [library.qc_isa_name(i).decode() for i in every if library.qc_isa_usable(i)]
+
+
+def why_not() -> str:
+    return "this machine has none of the instruction sets they are built for" if native.library() else native.why_not()

@@ -1,0 +1,67 @@
+"""Products of a few rows together with what stands before and after them, for devices where launches cost most.
+
+Each op is the plain ops one after another, and gives what they give. A device that has a form of `few_rows` says up to
+how many rows its forms are to be preferred; where that is 0, layers call the plain ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.ops.linear import linear
+from quire.ops.norm import rms_norm, rms_norm_wide
+from quire.ops.op import op
+
+
+class NormRule(NamedTuple):
+    """An RMS norm of whole rows, as data; see ops/norm.py. wide or offset: rms_norm_wide."""
+
+    weight: Tensor | None  # [K]
+    eps: float
+    offset: float
+    wide: bool
+
+
+@op
+def few_rows(width: int, dtype: torch.dtype) -> int:
+    """Up to how many rows the ops below are to be preferred, in a model of this width."""
+    return 0
+
+
+@op
+def norm_linear(
+    x: Tensor,  # [M, K]
+    norm: NormRule,
+    weight: Tensor,
+    bias: Tensor | None,
+    act: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """act(norm(x) weight' + bias)."""
+    y = linear.reference(_normed(x, norm), weight, bias)
+    return y if act is None else act(y)
+
+
+@op
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, stream: Tensor) -> Tensor:
+    """stream + (x weight' + bias)."""
+    return stream + linear.reference(x, weight, bias)
+
+
+@op
+def norm_router(x: Tensor, norm: NormRule, weight: Tensor, bias: Tensor | None, wide: bool) -> tuple[Tensor, Tensor]:
+    """(logits [M, E] float32, norm(x)): the product of a router, which needs its input again. wide: in float32."""
+    h = _normed(x, norm)
+    if wide:
+        return linear.reference(h.float(), weight.float(), None if bias is None else bias.float()), h
+    return linear.reference(h, weight, bias).float(), h
+
+
+def _normed(x: Tensor, norm: NormRule) -> Tensor:
+    assert norm.weight is not None
+    if norm.wide or norm.offset:
+        return rms_norm_wide.reference(x, norm.weight, norm.eps, norm.offset)
+    return rms_norm.reference(x, norm.weight, norm.eps)

@@ -1,0 +1,97 @@
+"""Matrices whose numbers are packed in blocks of a few bits, and products with them.
+
+In: stored blocks (of a GGUF file) or plain numbers. Out: `Packed`, which compiled kernels multiply as it is. The layout
+is described in csrc/cpu/blocks.h; here it is undone in torch, which is what a packed matrix means. Packing itself has
+no other form than the compiled one: without kernels nobody packs. Must not know: files, layers, models.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.ops.op import op
+
+PANEL, BLOCK = 16, 32
+
+
+class Form(NamedTuple):
+    """How a kind stores a number: value = scale * (q - zero), or scale * q + added."""
+
+    bits: int
+    zero: int = 0
+    added: bool = False
+    halves: bool = False  # a scale for each half of a block
+
+    @property
+    def num_bytes(self) -> int:
+        """Of 16 columns times 32 inputs."""
+        return 32 * (1 + (self.added or self.halves)) + {4: 0, 5: 64, 6: 128, 8: 0}[self.bits] + (512 if self.bits == 8 else 256)
+
+
+FORMS = {
+    "Q4M": Form(4, added=True), "Q4Z": Form(4, 8), "Q5M": Form(5, added=True), "Q5Z": Form(5, 16),
+    "Q6Z": Form(6, 32, halves=True), "Q8Z": Form(8),
+}  # fmt: skip
+
+
+class Packed(NamedTuple):
+    """Rows of a matrix [rows, width], all of one kind. `data` is uint8, flat."""
+
+    data: Tensor
+    kind: str
+    rows: int
+    width: int
+
+
+@op
+def unpack(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[rows, width] numbers."""
+    form = FORMS[packed.kind]
+    panels, blocks = -(-packed.rows // PANEL), packed.width // BLOCK
+    raw = packed.data.view(panels, blocks, -1)
+    scales = raw[..., :32].contiguous().view(torch.float16).float()  # [P, B, 16]
+    at = 64 if form.added or form.halves else 32
+    second = raw[..., 32:64].contiguous().view(torch.float16).float() if at == 64 else scales
+    q = _quads(raw[..., at:], form).unflatten(3, (16, 4))  # [P, B, 8 quads, 16 columns, 4]
+    q = q.transpose(2, 3).flatten(3)  # [P, B, 16, 32]
+    if form.halves:
+        values = (q - form.zero).unflatten(3, (2, 16)) * torch.stack((scales, second), 3)[..., None]
+        values = values.flatten(3)
+    else:
+        values = (q - form.zero) * scales[..., None]
+        values = values + second[..., None] if form.added else values
+    return values.transpose(1, 2).reshape(panels * PANEL, packed.width)[: packed.rows].to(dtype)
+
+
+def _quads(raw: Tensor, form: Form) -> Tensor:
+    """Planes [P, B, bytes] -> whole numbers [P, B, 8, 64] as float32."""
+    if form.bits == 8:
+        return raw.contiguous().view(torch.int8).unflatten(2, (8, 64)).float()
+    top = form.num_bytes - 256 - (64 if form.added or form.halves else 32)
+    low = raw[..., top:].unflatten(2, (4, 64))
+    q = torch.cat((low & 15, low >> 4), 2).float()
+    if form.bits == 5:
+        shifts = torch.arange(8, dtype=torch.uint8)[:, None]
+        q += ((raw[..., None, :64] >> shifts) & 1) * 16.0
+    if form.bits == 6:
+        shifts = torch.arange(4, dtype=torch.uint8)[:, None] * 2
+        pairs = (raw[..., :128].unflatten(2, (2, 1, 64)) >> shifts) & 3  # [P, B, 2, 4, 64]
+        q += pairs.flatten(2, 3) * 16.0
+    return q
+
+
+@op
+def packed_linear(x: Tensor, parts: tuple[Packed, ...], bias: Tensor | None = None) -> Tensor:
+    """x @ [all parts' rows].T + bias. Compiled forms round x to 8 bits, 32 numbers at a time, before they multiply."""
+    weight = torch.cat([unpack.reference(part) for part in parts])
+    return F.linear(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
+
+
+@op
+def packed_rows(index: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
+    """Rows [*index, width] as numbers: an embedding."""
+    return unpack.reference(packed, dtype)[index]

@@ -1,0 +1,186 @@
+"""Launching kernels from Python in a few microseconds, and not launching them at all while a list is made of them.
+
+Triton binds, specializes and looks up every argument of every launch anew. A Launcher takes the place of a kernel's
+`run`: it reads only what Triton may specialize on (dtypes, alignment of addresses, values of integers), finds the
+compiled kernel under that and calls its C stub, with plain addresses, which the stub does not have to look into.
+What it has not seen goes Triton's own way, and so does what is not plain: hooks, scratch memory, descriptors.
+
+    kernel[grid](...) ──▶ Launcher ── known ──▶ C stub
+                             └── new, or recording ──▶ JITFunction.run
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from quire.base.log import logger
+
+_MOST_KNOWN = 4096  # of one kernel; more means that an integer changes with every launch
+# Lists of integers, of which a step's inputs and work lists are cut: a slice may begin anywhere, and a kernel reads a
+# few numbers of it, so that its alignment is worth nothing and must not mean another kernel.
+LISTS = frozenset((
+    "contexts", "counts", "end", "index", "info", "items", "members", "merges", "order", "positions", "row_index",
+    "rows", "slots", "starts", "tile_expert", "tile_start",
+))  # fmt: skip
+_SMALL = 1 << 31
+_log = logger(__name__)
+Read = Callable[..., tuple[tuple, tuple]]  # arguments -> (what decides the kernel, what is handed to the stub)
+Ready = tuple[Callable[..., None], int, bool, bool, Any, tuple]  # stub, function, its launch options, further arguments
+
+
+class Launcher:
+    def __init__(self, kernel: JITFunction, stream: Callable[[], int]) -> None:
+        self.kernel, self._stream = kernel, stream
+        self._slow = JITFunction.run.__get__(kernel)
+        self._ways: dict[tuple, tuple[Read | None, dict[tuple, Ready]]] = {}  # by the types of the arguments
+        self.recording = False
+
+    def __call__(self, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        if self.recording or warmup:
+            return self._slow(*args, grid=grid, warmup=True, **named)
+        kinds = tuple(map(type, args))
+        way = self._ways.get(kinds)
+        if way is None:
+            way = self._ways[kinds] = self._way(kinds)
+        read, known = way
+        runtime = knobs.runtime
+        if read is None or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+            return self._slow(*args, grid=grid, warmup=False, **named)
+        key, given = read(*args)
+        key = key, tuple(named), tuple(named.values())
+        if (ready := known.get(key)) is None:
+            made = self._slow(*args, grid=grid, warmup=False, **named)
+            if len(known) < _MOST_KNOWN and (found := self._ready(made, len(args), named)) is not None:
+                known[key] = found
+            return made
+        stub, function, cooperative, dependent, packed, further = ready
+        size = len(grid)
+        y, z = grid[1] if size > 1 else 1, grid[2] if size > 2 else 1
+        stub(
+            grid[0], y, z, self._stream(), function, cooperative, dependent, None, None, packed, None, None, None,
+            *given, *further,
+        )  # fmt: skip
+        return None
+
+    def _way(self, kinds: tuple[type, ...]) -> tuple[Read | None, dict[tuple, Ready]]:
+        return make_read(self.kernel.params[: len(kinds)], kinds), {}
+
+    def _ready(self, made: Any, count: int, named: dict[str, Any]) -> Ready | None:
+        """None: this kernel needs more than a call of its stub."""
+        run = made.run
+        if run.global_scratch_size or run.profile_scratch_size:
+            return None
+        left = self.kernel.params[count:]
+        if not all(param.is_constexpr for param in left):
+            return None
+        further = tuple(named.get(param.name, param.default) for param in left)
+        return run.launch, made.function, run.launch_cooperative_grid, run.launch_pdl, made.packed_metadata, further
+
+
+def make_read(params: list[Any], kinds: tuple[type, ...]) -> Read | None:
+    """A function of the arguments of these types, written out; None: an argument of a kind that Triton must look at."""
+    lines: list[str] = []
+    key: list[str] = []
+    given: list[str] = []
+    aligned: list[str] = []  # addresses whose alignment counts
+    for i, (param, kind) in enumerate(zip(params, kinds, strict=True)):
+        name = f"a{i}"
+        if param.is_constexpr or kind is int:
+            fixed = param.do_not_specialize and not param.is_constexpr
+            key.append(f"-{_SMALL} <= a{i} < {_SMALL}" if fixed else name)
+        elif hasattr(kind, "data_ptr"):
+            lines.append(f"p{i} = a{i}.data_ptr()")
+            key.append(f"a{i}.dtype")
+            name = f"p{i}"
+            if not (param.do_not_specialize or param.do_not_specialize_on_alignment):
+                aligned.append(name)
+        elif kind not in (float, bool, type(None)):
+            return None
+        given.append(name)
+    if aligned:
+        each = ", ".join(f"{name} & 15 == 0" for name in aligned)
+        key.append(f"({' | '.join(aligned)}) & 15 and ({each},)")
+    names = ", ".join(f"a{i}" for i in range(len(kinds)))
+    body = "".join(f"    {line}\n" for line in lines)
+    text = f"def read({names}):\n{body}    return ({_row(key)}), ({_row(given)})\n"
+    scope: dict[str, Any] = {}
+    exec(text, scope)  # our own words only: numbers and fixed names
+    found: Read = scope["read"]
+    return found
+
+
+def _row(parts: list[str]) -> str:
+    return ", ".join(parts) + ("," if parts else "")
+
+
+def kernels_of(modules: Iterable[ModuleType]) -> list[JITFunction]:
+    """Every kernel and device function that these modules define."""
+    found = {
+        id(thing): thing for module in modules for thing in vars(module).values() if isinstance(thing, JITFunction)
+    }
+    return list(found.values())
+
+
+def install(modules: Iterable[ModuleType], stream: Callable[[], int]) -> list[Launcher]:
+    """Let these modules' kernels be launched the short way; `stream` gives the handle of the current one."""
+    launchers = []
+    for kernel in kernels_of(modules):
+        if not isinstance(kernel.run, Launcher):
+            for param in kernel.params:
+                param.do_not_specialize_on_alignment |= param.name in LISTS
+            kernel.device_caches.clear()
+            kernel.run = Launcher(kernel, stream)
+        launchers.append(kernel.run)
+    return launchers
+
+
+@contextmanager
+def recorded(launchers: Iterable[Launcher], note: Callable[..., bool]) -> Iterator[None]:
+    """Inside, no kernel is launched; `note` hears of each one that would have to be compiled or loaded."""
+    kept = list(launchers)
+    for launcher in kept:
+        launcher.recording = True
+    knobs.runtime.jit_cache_hook = note
+    try:
+        yield
+    finally:
+        knobs.runtime.jit_cache_hook = None
+        for launcher in kept:
+            launcher.recording = False
+
+
+def watch() -> None:
+    """From now on say whenever a kernel is compiled: whoever waits for a token waits for that too."""
+
+    def told(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            seconds = (times.ir_initialization + sum(each for _, each in times.lowering_stages)) / 1e6
+            _log.warning("compiled %s in %.2f s while serving: the start did not foresee it", src.name, seconds)
+
+    knobs.compilation.listener = told
+
+
+def unwatch() -> None:
+    """A start begins: what is compiled now is foreseen."""
+    knobs.compilation.listener = None
+
+
+def current_stream() -> Callable[[], int]:
+    """The handle of the current stream of this process's GPU, as cheaply as torch tells it."""
+    device = torch.cuda.current_device()
+    ask = torch._C._cuda_getCurrentRawStream
+    return lambda: ask(device)
+
+
+def arch() -> int:
+    """What Triton compiles for here: 90 for Hopper."""
+    target: Any = driver.active.get_current_target()
+    return int(target.arch)

@@ -1,0 +1,88 @@
+"""What a GPU worker's start can do while torch is still being imported; and the way to the worker itself.
+
+In: a resolved EngineConfig. An executor begins here, because everything else of the tensor side imports torch, which
+takes half of a start. Meanwhile a thread starts CUDA, another reads Triton's compiler (it names its cache files by a
+hash of itself), and where no kernels were kept for this model, processes that will compile them get ready.
+Must not import torch or triton itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from quire.base import env, registry
+from quire.base.clock import Laps
+from quire.config.device import find_gpu
+from quire.ops.triton.warm import Compilers, Manifest, cache_dir, num_children
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+
+BUILD = "quire.worker.main:build_worker"
+_DRIVER = "libcuda.so.1"
+
+
+def build_worker(config: EngineConfig) -> Any:
+    """A worker, not loaded yet."""
+    laps = Laps()
+    with laps.inside("device"):
+        early = Early(config) if config.device_config.device == "cuda" else None
+        build = registry.load(BUILD)
+        laps.mark("import")
+    return build(config, laps, early)
+
+
+class Early:
+    def __init__(self, config: EngineConfig) -> None:
+        self.folder = cache_dir()
+        self.manifest = Manifest(about(config), self.folder)
+        self.compilers: Compilers | None = None
+        self._key: Future[str] = Future()
+        for work in (start_cuda, self._read_triton):
+            threading.Thread(target=work, name=work.__name__, daemon=True).start()
+        if not self.manifest.current and (count := num_children()) > 0:
+            self.compilers = Compilers(count, self.folder, self._key)
+            self.compilers.submit([{"driver": True}, *self.manifest.jobs])
+
+    def _read_triton(self) -> None:
+        key = ""
+        try:
+            registry.load("triton:knobs").cache.dir = self.folder
+            key = registry.load("triton.runtime.cache:triton_key")()
+        except (ImportError, AttributeError, OSError):  # main.py says clearly what is missing
+            pass
+        finally:
+            self._key.set_result(key)
+
+
+def start_cuda() -> None:
+    """Make the device's context; torch finds it there. Whatever is wrong, torch will say in better words."""
+    try:
+        driver = ctypes.CDLL(_DRIVER)
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+    except (OSError, AttributeError):
+        pass
+
+
+def about(config: EngineConfig) -> dict[str, Any]:
+    """All that decides which kernels a worker will want."""
+    model, scheduler = config.model_config, config.scheduler_config
+    gpu = find_gpu()
+    return {
+        "gpu": "" if gpu is None else gpu.name,
+        "model": model.hf_config,
+        "dtype": model.dtype,
+        "kv_dtype": config.cache_config.cache_dtype,
+        "block_size": config.cache_config.block_size,
+        "length": model.max_model_len,
+        "rows": scheduler.max_num_seqs,
+        "tokens": scheduler.max_num_batched_tokens,
+        "graphs": config.compilation_config.cudagraph_capture_sizes,
+        "attention": config.attention_config.backend,
+        "fixed": env.BATCH_INVARIANT.get(),
+    }

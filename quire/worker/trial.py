@@ -1,0 +1,99 @@
+"""Trial steps: what real ones compute, without requests, over a KV cache of a single block that every position shares.
+
+They tell how much memory a step takes beside the weights, and which kernels a model will want, before there is a KV
+cache or even a weight. In: a runner bound to such a cache (`scratch_layout`). Must not know: budgets, compilers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quire.schema.kv import KVGroup, KVKind, KVLayout, KVSpec
+from quire.worker.inputs import StepShape
+from quire.worker.runner import ModelRunner
+
+TOKENS = (2, 4, 16, 64, 256, 1024, 4096)  # beside the largest step: some kernels go by the number of tokens
+DECODES = (4, 24, 96)  # rows that decode in a step: attention goes by it
+REPEATED, REPEATS = 1024, 10  # tokens of a prompt, and how often it comes: a shape that returns may go another way
+CONTEXT = 600  # tokens before them: enough to look for a prefix that they share
+
+
+def scratch_layout(specs: Sequence[KVSpec]) -> KVLayout:
+    """One block. Layers are grouped as they will be; which of them share memory does not matter here."""
+    members: dict[tuple[KVKind, int, int], list[str]] = {}
+    for spec in specs:
+        members.setdefault((spec.kind, spec.block_size, spec.window), []).append(spec.layer)
+    groups = tuple(
+        KVGroup(kind=kind, block_size=size, window=window, layers=tuple(layers))
+        for (kind, size, window), layers in members.items()
+    )
+    return KVLayout(
+        num_blocks=1,
+        page_bytes=max((spec.page_bytes for spec in specs), default=0),
+        groups=groups,
+        slots=tuple((spec.layer,) for spec in specs),
+        specs=tuple(specs),
+    )
+
+
+class Trial:
+    def __init__(self, runner: ModelRunner, max_len: int) -> None:
+        assert runner.inputs is not None
+        self._runner, self._inputs, self._max_len = runner, runner.inputs, max_len
+        self._pretend(agree=True)
+        self._inputs.mirror.flat.zero_()
+
+    def step(self, num_tokens: int, num_rows: int, *, filters: bool = True) -> None:
+        """Prompts of `num_tokens` tokens together, in `num_rows` rows that all sample; the first row is the longest."""
+        num_rows = min(num_rows, num_tokens, self._runner.rows.max_rows)
+        counts = np.full(num_rows, min(num_tokens // num_rows, self._max_len), np.int64)
+        for row in range(num_rows):
+            counts[row] += min(num_tokens - int(counts.sum()), self._max_len - counts[row])
+        self._run(np.zeros_like(counts), counts, filters)
+
+    def mixed(self, chunk: int, num_decodes: int, context: int) -> None:
+        """A chunk of a prompt under way (0: none) beside rows that decode, each after `context` tokens."""
+        num_decodes = min(num_decodes, self._runner.rows.max_rows - 1)
+        counts = np.array([*([chunk] if chunk else []), *[1] * num_decodes], np.int64)
+        starts = np.minimum(np.full(len(counts), context), self._max_len - counts)
+        self._run(starts, counts, filters=False)
+
+    def decode(self, bucket: int) -> None:
+        """What a graph of this bucket holds."""
+        assert self._runner.graphs is not None
+        with torch.inference_mode():
+            self._runner.graphs.run_uncaptured(bucket)
+
+    def all(self, largest: int, buckets: Sequence[int]) -> None:
+        """One of each kind that may take kernels of its own."""
+        for count in (1, *(count for count in TOKENS if count < largest), largest):
+            self.step(count, max(1, count // 16))
+        for _ in range(REPEATS):
+            self.step(min(REPEATED, largest), 1)
+        for agree in (True, False):  # rows that begin with the same blocks may be served together
+            self._pretend(agree)
+            for num_decodes in (d for d in DECODES if d < largest):
+                for chunk in (0, min(256, largest - num_decodes)):
+                    self.mixed(chunk, num_decodes, CONTEXT)
+        for bucket in buckets:
+            if bucket & (bucket - 1) == 0 or bucket == buckets[-1]:
+                self.decode(bucket)
+
+    @torch.inference_mode()
+    def _run(self, starts: np.ndarray, counts: np.ndarray, filters: bool) -> None:
+        rows = np.arange(len(counts))
+        shape = StepShape(rows, starts, counts, np.cumsum(counts), np.ones(len(counts), np.bool_), rows)
+        runner, step = self._runner, self._inputs.build(shape, self._runner.backend)
+        hidden = runner.model.forward(step.batch)
+        logits = runner.model.narrow_logits(hidden.index_select(0, step.batch.logit_index))
+        runner.sampler.plain.refresh()
+        out = torch.empty((2, len(rows)), dtype=torch.int32, device=logits.device)
+        runner.sampler.plain(logits, step.sample_rows, step.sample_positions, out, filters=filters)
+
+    def _pretend(self, agree: bool) -> None:
+        """As far as the host knows, all rows have the same blocks, or each its own. On the device there is only one."""
+        for table in self._runner.rows.tables:
+            table.host[:] = 0 if agree else np.arange(len(table.host), dtype=np.int32)[:, None]

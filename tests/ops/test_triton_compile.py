@@ -1,0 +1,184 @@
+"""The Triton kernels compile for Hopper, in the shapes models give them. Needs Triton, but no GPU."""
+
+import os
+
+import pytest
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from quire.ops.triton import act, few, moe, moe_few, moe_many, norm, rope
+
+HALF, WHOLE, WIDE = "*bf16", "*i32", "*fp32"
+
+
+def compiled(kernel, kinds, constants, *, warps=4, stages=3, unaligned=(), early=False):
+    """`kinds`: types of the arguments that are no constants; 'none': None is given."""
+    names = kernel.arg_names
+    constants = constants | {name: None for name, kind in kinds.items() if kind == "none"}
+    kinds = {name: kind for name, kind in kinds.items() if kind != "none"}
+    assert set(names) == set(kinds) | set(constants), set(names) ^ (set(kinds) | set(constants))
+    aligned = [
+        name for name, kind in kinds.items() if (kind.startswith("*") or "stride" in name) and name not in unaligned
+    ]
+    source = ASTSource(
+        fn=kernel,
+        signature={name: kinds.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": warps, "num_stages": stages} | ({"launch_pdl": True} if early else {})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("norm_kind", [0, 1, 2])
+@pytest.mark.parametrize(
+    "shape", [(1, 4096, 1024, False), (1, 3072, 1024, True), (2, 1024, 3072, False), (1, 100, 2880, True)]
+)
+def test_few(shape, norm_kind, early):
+    rows, n, k, gated = shape
+    bn, bk, warps = few.config_of(rows, n, k, gated=gated)
+    kinds = {
+        "x": HALF, "norm_weight": HALF if norm_kind else "none", "w": HALF, "bias": "none", "out": HALF,
+        "stream": "none" if gated else HALF, "normed": "none" if gated else HALF, "x_stride": "i32",
+        "w_stride": "i32", "eps": "fp32", "offset": "fp32", "alpha": "fp32", "limit": "fp32",
+    }  # fmt: skip
+    constants = {
+        "M": rows, "N": n, "K": k, "BM": rows, "BN": bn, "BK": bk, "WHOLE": triton.next_power_of_2(k),
+        "NORM": norm_kind, "GATED": gated, "ACT": 0, "BIAS": False, "ADD": not gated, "KEEP": not gated,
+        "ROUND": True, "EARLY": early,
+    }  # fmt: skip
+    text = compiled(few._few_kernel, kinds, constants, warps=warps, early=early).asm["ptx"]
+    assert ("griddepcontrol.wait" in text) == early
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_few_tokens_of_a_mixture(early):
+    up, down = moe_few.FewConfig()
+    kinds = {
+        "x": HALF, "index": WHOLE, "w": HALF, "bias": "none", "out": HALF, "x_stride": "i32", "w_stride_e": "i32",
+        "w_stride_n": "i32", "alpha": "fp32", "limit": "fp32",
+    }  # fmt: skip
+    constants = {"N": 768, "K": 2048, "TOP_K": 8, "GATED": True, "ACT": 0, "BIAS": False, "EARLY": early}
+    compiled(moe_few._up_kernel, kinds, constants | {"BN": up[0], "BK": up[1]}, warps=up[2], early=early)
+    kinds = {
+        "h": HALF, "index": WHOLE, "weights": WIDE, "w": HALF, "bias": "none", "stream": HALF, "out": HALF,
+        "w_stride_e": "i32", "w_stride_n": "i32",
+    }  # fmt: skip
+    for top_k, block in ((8, 8), (6, 8)):
+        constants = {
+            "N": 2048, "K": 768, "TOP_K": top_k, "BLOCK_K": block, "BIAS": False, "ADD": True, "BN": down[0],
+            "BK": down[1], "EARLY": early,
+        }  # fmt: skip
+        compiled(moe_few._down_kernel, kinds, constants, warps=down[2], early=early)
+
+
+@pytest.mark.parametrize("experts", [8, 128, 512])
+@pytest.mark.parametrize("inline", [False, True])
+def test_sorting(inline, experts):
+    block = triton.next_power_of_2(experts)
+    kinds = dict.fromkeys(("index", "counts", "order", "tile_expert", "tile_start", "end"), WHOLE)
+    kinds |= dict.fromkeys(("pairs", "chunks", "placers", "most_tiles", "bm"), "i32")
+    constants = {
+        "EXPERTS": experts, "BLOCK_E": block, "CHUNK": moe._CHUNK, "PIECE": moe._PIECE, "TILES": moe._TILE_ROWS,
+        "INLINE": inline,
+    }  # fmt: skip
+    compiled(moe._sort_kernel, kinds, constants)
+    kinds = {"index": WHOLE, "counts": WHOLE, "pairs": "i32"}
+    compiled(moe._count_kernel, kinds, {"BLOCK_E": block, "CHUNK": moe._CHUNK})
+
+
+@pytest.mark.parametrize("score", [0, 1, 2])
+@pytest.mark.parametrize(("experts", "top_k", "bias"), [(128, 8, False), (60, 6, True)])
+def test_routing(experts, top_k, bias, score):
+    kinds = {
+        "logits": WIDE, "bias": WIDE if bias else "none", "weights": WIDE, "index": WHOLE, "tokens": "i32",
+        "scale": "fp32",
+    }  # fmt: skip
+    constants = {
+        "EXPERTS": experts, "BLOCK_E": triton.next_power_of_2(experts), "TOP_K": top_k, "BLOCK_K": 8, "BLOCK_T": 1,
+        "SCORE": score, "RENORM": True, "BIAS": bias, "EARLY": True,
+    }  # fmt: skip
+    compiled(moe._route_kernel, kinds, constants, warps=1, early=True)
+    kinds = {"y": HALF, "weights": WIDE, "stream": HALF if bias else "none", "out": HALF}
+    compiled(moe._combine_kernel, kinds, {"DIM": 2048, "TOP_K": top_k, "ADD": bias, "BLOCK": 1024})
+
+
+@pytest.mark.parametrize("each", [1, 16, 64, 1000])
+@pytest.mark.parametrize("first", [True, False])
+def test_grouped_products(first, each):
+    config = moe.configs_of(128 * each, 128, moe.torch.bfloat16)[0 if first else 1]
+    kinds = {
+        "a": HALF, "w": HALF, "bias": "none", "out": HALF, "order": WHOLE, "tile_expert": WHOLE, "tile_start": WHOLE,
+        "end": WHOLE, "pairs": "i32", "most_tiles": "i32", "a_stride": "i32", "w_stride_e": "i32", "w_stride_n": "i32",
+        "alpha": "fp32", "limit": "fp32",
+    }  # fmt: skip
+    constants = {
+        "N": 768 if first else 2048, "K": 2048 if first else 768, "TOP_K": 8, "ACT": 0, "BIAS": False, "FIRST": first,
+        "GATED": first, "DIRECT": False, "PRECISION": "tf32", "BM": config.bm, "BN": config.bn, "BK": config.bk,
+        "GROUP": 8,
+    }  # fmt: skip
+    found = compiled(moe._experts_kernel, kinds, constants, warps=config.warps, stages=config.stages)
+    assert found.metadata.shared <= 227 * 1024
+    assert "wgmma" in found.asm["ptx"] or config.bm < 64
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("first", [True, False])
+def test_grouped_products_of_many_tokens(first, bias):
+    config = moe_many.FIRST if first else moe_many.SECOND
+    parts = 2 if first else 1
+    kinds = {
+        "a": HALF if first else f"tensordesc<bf16[{config.bm},{config.bk}]>",
+        "w": f"tensordesc<bf16[{parts},{config.bn},{config.bk}]>", "bias": HALF if bias else "none", "out": HALF,
+        "order": WHOLE, "tile_expert": WHOLE, "tile_start": WHOLE, "end": WHOLE, "programs": "i32", "a_stride": "i32",
+        "alpha": "fp32", "limit": "fp32",
+    }  # fmt: skip
+    constants = {
+        "EXPERTS": 128, "N": 768 if first else 2048, "K": 2048 if first else 768, "TOP_K": 8, "ACT": 0, "BIAS": bias,
+        "FIRST": first, "BM": config.bm, "BN": config.bn, "BK": config.bk, "GROUP": config.group, "FLAT": config.flat,
+    }  # fmt: skip
+    found = compiled(moe_many._many_kernel, kinds, constants, warps=config.warps, stages=config.stages)
+    assert found.metadata.shared <= 227 * 1024
+    assert "wgmma" in found.asm["ptx"] and "cp.async.bulk.tensor" in found.asm["ptx"]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_rows(early):
+    kinds = {
+        "x": HALF, "delta": HALF, "weight": HALF, "bias": "none", "out": HALF, "rows": "i32", "x_stride": "i32",
+        "x_head_stride": "i32", "delta_stride": "i32", "weight_stride": "i32", "eps": "fp32", "offset": "fp32",
+    }  # fmt: skip
+    constants = {
+        "WIDTH": 4096, "HEADS": 1, "BLOCK": 4096, "ROWS": 1, "ADD": True, "LAYER": False, "WIDE": False,
+        "WEIGHT": True, "BIAS": False, "EARLY": early,
+    }  # fmt: skip
+    compiled(norm._norm_kernel, kinds, constants, warps=16, early=early)
+    kinds = {"x": HALF, "out": HALF, "stride": "i32", "alpha": "fp32", "limit": "fp32"}
+    constants = {"WIDTH": 3072, "ACT": 0, "BLOCK": 2048, "EARLY": early}
+    compiled(act._gated_kernel, kinds, constants, warps=8, early=early)
+    pointers = ("qkv", "q_out", "keys", "values", "q_weight", "k_weight", "cos", "sin")
+    strides = (
+        "stride",
+        "k_block",
+        "k_slot",
+        "k_head",
+        "v_block",
+        "v_slot",
+        "v_head",
+        "q_weight_stride",
+        "k_weight_stride",
+    )
+    kinds = dict.fromkeys(pointers, HALF) | dict.fromkeys(strides, "i32")
+    kinds |= {"slots": "*i64", "eps": "fp32", "offset": "fp32"}
+    constants = {
+        "HQ": 32, "HKV": 4, "D": 128, "HALF": 64, "BLOCK_SIZE": 64, "BH": 8, "PAIR_TILE": 64, "REST_TILE": 1,
+        "NORM": True, "WIDE": False, "PAIRS": False, "KEEP": False, "EARLY": early,
+    }  # fmt: skip
+    compiled(rope._prepare_kernel, kinds, constants, warps=2, early=early)
