@@ -31,6 +31,17 @@ SAME: tuple[tuple[str, str, str], ...] = (
     ("vllm.pooling_params", "quire.schema.params", "PoolingParams"),
     ("vllm.sampling_params", "quire.schema.params", "BeamSearchParams RequestOutputKind SamplingParams"
      " StructuredOutputsParams RepetitionDetectionParams"),
+    ("vllm.entrypoints.openai.chat_completion.protocol", "vllm.parsers", "DeltaMessage"),
+    ("vllm.entrypoints.openai.engine.protocol", "vllm.parsers", "DeltaFunctionCall DeltaMessage DeltaToolCall"
+     " ExtractedToolCallInformation FunctionCall ToolCall"),
+    ("vllm.entrypoints.openai.protocol", "vllm.parsers", "DeltaFunctionCall DeltaMessage DeltaToolCall"
+     " ExtractedToolCallInformation FunctionCall ToolCall"),
+    ("vllm.entrypoints.openai.tool_parsers", "vllm.parsers", "ToolParser ToolParserManager"),
+    ("vllm.entrypoints.openai.tool_parsers.abstract_tool_parser", "vllm.parsers", "ToolParser ToolParserManager"),
+    ("vllm.reasoning", "vllm.parsers", "ReasoningParser ReasoningParserManager"),
+    ("vllm.reasoning.abs_reasoning_parsers", "vllm.parsers", "ReasoningParser ReasoningParserManager"),
+    ("vllm.tool_parsers", "vllm.parsers", "ToolParser ToolParserManager"),
+    ("vllm.tool_parsers.abstract_tool_parser", "vllm.parsers", "ToolParser ToolParserManager"),
     ("vllm.tracing", "quire.observe.tracing", "SpanAttributes TRACE_HEADERS is_otel_available"),
     ("vllm.utils", "quire.config", "FlexibleArgumentParser"),
     ("vllm.utils.argparse_utils", "quire.config", "FlexibleArgumentParser"),
@@ -51,6 +62,8 @@ OTHER: dict[str, str] = {
     "vllm.config:VllmConfig": "quire.config:EngineConfig",
     "vllm.distributed:cleanup_dist_env_and_memory": "vllm.shims:cleanup_dist_env_and_memory",
     "vllm.engine.async_llm_engine:AsyncLLMEngine": "quire.llm.online:AsyncLLM",
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": "quire.server.openai.chat_protocol:ChatRequest",
+    "vllm.entrypoints.openai.protocol:ChatCompletionRequest": "quire.server.openai.chat_protocol:ChatRequest",
     "vllm.logger:init_logger": "vllm.shims:init_logger",
     "vllm.platforms:current_platform": "vllm.shims:current_platform",
     "vllm.scripts:main": "quire.cli.main:main",
@@ -77,8 +90,6 @@ MISSING: dict[str, str] = {
     "vllm.lora": "LoRA adapters are not built yet",
     "vllm.model_executor": "these are vLLM's own models and loaders",
     "vllm.multimodal": "image, audio and video input are not built yet",
-    "vllm.reasoning": "reasoning parsers are not built yet",
-    "vllm.tool_parsers": "tool parsers are not built yet",
     "vllm.v1.core": "these are the insides of vLLM's scheduler",
     "vllm.v1.request": "these are the insides of vLLM's scheduler",
 }

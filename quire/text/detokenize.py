@@ -82,6 +82,18 @@ class Detokenizer:
                     break
         return self._stopped
 
+    def next_delta(self, new_ids: Sequence[int], *, stop_terminated: bool, finished: bool) -> str:
+        """`feed` and `take` in one, for a text without stop strings that is only ever shown piece by piece: nothing of
+        it is kept. Not to be mixed with the other two."""
+        if stop_terminated and not self._include_stop:
+            new_ids = new_ids[:-1]
+        add = self._stream.add
+        text = add(new_ids[0]) if len(new_ids) == 1 else "".join(map(add, new_ids))
+        if finished and not self._flushed:
+            self._flushed = True
+            text += self._stream.flush()
+        return text
+
     def take(self, finished: bool, delta: bool) -> str:
         """Text that is safe to show: what is new (delta) or all of it. Until the end, what may become a stop string
         is held back."""

@@ -1,0 +1,291 @@
+"""The documented plug-in classes for tool calls and thinking, over Quire's own parsers.
+
+Both ways: `ToolParserManager.get_tool_parser("hermes")` is a class of the documented form that runs Quire's format, and
+a user's class registered here is one of Quire's parsers by its name (quire/text/parse/plugin.py runs it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
+
+from pydantic import BaseModel, Field
+
+from quire.base.registry import Registry
+from quire.text.parse.base import Delta, OutputParser, fold
+from quire.text.parse.choose import Ask, ParserChoice
+from quire.text.parse.reasoning import ReasoningFormat, is_reasoning_end
+from quire.text.parse.registry import REASONING_PARSERS, TOOL_PARSERS, load_plugin
+from quire.text.parse.writer import ToolFormat, random_id
+
+Parser = TypeVar("Parser", bound="type[Any]")
+
+
+class FunctionCall(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str = Field(default_factory=lambda: random_id("", 0))
+    type: str = "function"
+    function: FunctionCall
+
+
+class ExtractedToolCallInformation(BaseModel):
+    tools_called: bool
+    tool_calls: list[ToolCall]
+    content: str | None = None
+
+
+class DeltaFunctionCall(BaseModel):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class DeltaToolCall(BaseModel):
+    id: str | None = None
+    type: str | None = None
+    index: int
+    function: DeltaFunctionCall | None = None
+
+
+class DeltaMessage(BaseModel):
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[DeltaToolCall] = []
+
+
+class ToolParser:
+    """What a tool parser is made from; the attributes are those that documented plug-ins use."""
+
+    def __init__(self, tokenizer: Any, tools: Any = None) -> None:
+        self.model_tokenizer = tokenizer
+        self.tools = tools
+        self.prev_tool_call_arr: list[dict[str, Any]] = []
+        self.current_tool_id = -1
+        self.current_tool_name_sent = False
+        self.streamed_args_for_tool: list[str] = []
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        return dict(self.model_tokenizer.get_vocab())
+
+    def adjust_request(self, request: Any) -> Any:
+        return request
+
+    def extract_tool_calls(self, model_output: str, request: Any) -> ExtractedToolCallInformation:
+        raise NotImplementedError("extract_tool_calls")
+
+    def extract_tool_calls_streaming(
+        self,
+        previous_text: str,
+        current_text: str,
+        delta_text: str,
+        previous_token_ids: Sequence[int],
+        current_token_ids: Sequence[int],
+        delta_token_ids: Sequence[int],
+        request: Any,
+    ) -> DeltaMessage | None:
+        raise NotImplementedError("extract_tool_calls_streaming")
+
+
+class ReasoningParser:
+    """What a reasoning parser is made from."""
+
+    def __init__(self, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.model_tokenizer = tokenizer
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        return dict(self.model_tokenizer.get_vocab())
+
+    def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
+        raise NotImplementedError("is_reasoning_end")
+
+    def extract_content_ids(self, input_ids: list[int]) -> list[int]:
+        raise NotImplementedError("extract_content_ids")
+
+    def extract_reasoning(self, model_output: str, request: Any = None) -> tuple[str | None, str | None]:
+        raise NotImplementedError("extract_reasoning")
+
+    def extract_reasoning_streaming(
+        self,
+        previous_text: str,
+        current_text: str,
+        delta_text: str,
+        previous_token_ids: Sequence[int],
+        current_token_ids: Sequence[int],
+        delta_token_ids: Sequence[int],
+    ) -> DeltaMessage | None:
+        raise NotImplementedError("extract_reasoning_streaming")
+
+
+class QuireTools(ToolParser):
+    """One of Quire's formats as a documented class."""
+
+    FORMAT: ClassVar[ToolFormat]
+    _parser: OutputParser | None = None
+
+    def adjust_request(self, request: Any) -> Any:
+        if ParserChoice(self.FORMAT, None, self.model_tokenizer).keeps_special_tokens(with_tools=True):
+            request.skip_special_tokens = False
+        return request
+
+    def extract_tool_calls(self, model_output: str, request: Any) -> ExtractedToolCallInformation:
+        found = fold(_parser(self.FORMAT, request).feed(model_output, (), final=True))
+        calls = [ToolCall(id=c.id, function=FunctionCall(name=c.name, arguments=c.arguments)) for c in found.calls]
+        content = found.content if found.content or not calls else None
+        return ExtractedToolCallInformation(tools_called=bool(calls), tool_calls=calls, content=content)
+
+    def extract_tool_calls_streaming(
+        self,
+        previous_text: str,
+        current_text: str,
+        delta_text: str,
+        previous_token_ids: Sequence[int],
+        current_token_ids: Sequence[int],
+        delta_token_ids: Sequence[int],
+        request: Any,
+    ) -> DeltaMessage | None:
+        if self._parser is None or not previous_text:
+            self._parser = _parser(self.FORMAT, request)
+        return _message(self._parser.feed(delta_text, delta_token_ids, final=False))
+
+
+class QuireReasoning(ReasoningParser):
+    """One of Quire's reasoning formats as a documented class. No prompt is known here: an answer that has an end of
+    thought and no beginning began within one."""
+
+    FORMAT: ClassVar[ReasoningFormat]
+    _parser: OutputParser | None = None
+
+    def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
+        tokens = ParserChoice(None, self.FORMAT, self.model_tokenizer).reasoning_tokens()
+        return tokens is None or is_reasoning_end(tokens, input_ids)
+
+    def extract_content_ids(self, input_ids: list[int]) -> list[int]:
+        tokens = ParserChoice(None, self.FORMAT, self.model_tokenizer).reasoning_tokens()
+        if tokens is None:
+            return list(input_ids)
+        size = len(tokens.end)
+        for at in range(len(input_ids) - size, -1, -1):
+            if tuple(input_ids[at : at + size]) == tokens.end:
+                return list(input_ids[at + size :])
+        return []
+
+    def extract_reasoning(self, model_output: str, request: Any = None) -> tuple[str | None, str | None]:
+        begins = any(tag in model_output for tag in self.FORMAT.start)
+        inside = not begins and any(tag in model_output for tag in self.FORMAT.end)
+        found = fold(self._new(inside).feed(model_output, (), final=True))
+        return found.reasoning or None, found.content or None
+
+    extract_reasoning_content = extract_reasoning
+
+    def extract_reasoning_streaming(
+        self,
+        previous_text: str,
+        current_text: str,
+        delta_text: str,
+        previous_token_ids: Sequence[int],
+        current_token_ids: Sequence[int],
+        delta_token_ids: Sequence[int],
+    ) -> DeltaMessage | None:
+        if self._parser is None or not previous_text:
+            self._parser = self._new(False)
+        return _message(self._parser.feed(delta_text, delta_token_ids, final=False))
+
+    def _new(self, inside: bool) -> OutputParser:
+        return ParserChoice(None, self.FORMAT).parser(Ask(prompt=self.FORMAT.start[0] if inside else None))
+
+
+def _parser(form: ToolFormat, request: Any) -> OutputParser:
+    tools = [tool if isinstance(tool, dict) else tool.model_dump() for tool in (request.tools or ())] if request else []
+    return ParserChoice(form).parser(Ask(tools=tools or [{}]))
+
+
+def _message(deltas: Sequence[Delta]) -> DeltaMessage | None:
+    if not deltas:
+        return None
+    message = DeltaMessage()
+    for delta in deltas:
+        if delta.content:
+            message.content = (message.content or "") + delta.content
+        if delta.reasoning:
+            message.reasoning = message.reasoning_content = (message.reasoning or "") + delta.reasoning
+        if (part := delta.call) is not None:
+            function = DeltaFunctionCall(name=part.name, arguments=part.arguments)
+            kind = None if part.name is None else "function"
+            message.tool_calls.append(DeltaToolCall(index=part.index, id=part.id, type=kind, function=function))
+    return message
+
+
+class _Registered(Generic[Parser]):
+    """Names of parsers, as the documented managers have them."""
+
+    registry: ClassVar[Registry]
+    option: ClassVar[str]
+    made: ClassVar[dict[str, Any]]
+    parent: ClassVar[Any]
+
+    @classmethod
+    def list_registered(cls) -> list[str]:
+        return sorted(cls.registry.names())
+
+    @classmethod
+    def register_module(
+        cls, name: str | list[str] | None = None, force: bool = True, module: Any = None
+    ) -> Callable[[Any], Any] | Any:
+        """A decorator, or with `module` a call."""
+
+        def register(parser: Any) -> Any:
+            names = [name] if isinstance(name, str) else name or [parser.__name__]
+            for one in names:
+                if not force and one in cls.registry:
+                    raise KeyError(f"{one} is already registered")
+                cls.registry.register(one, parser)
+            return parser
+
+        return register if module is None else register(module)
+
+    @classmethod
+    def register_lazy_module(cls, name: str, module_path: str, class_name: str) -> None:
+        cls.registry.register(name, f"{module_path}:{class_name}")
+
+    @classmethod
+    def _class(cls, name: str) -> Any:
+        try:
+            found = cls.registry.get(name)
+        except LookupError as wrong:
+            raise KeyError(str(wrong)) from None
+        if isinstance(found, type):
+            return found
+        if name not in cls.made:
+            cls.made[name] = type(f"{name}_parser", (cls.parent,), {"FORMAT": found})
+        return cls.made[name]
+
+
+class ToolParserManager(_Registered[Any]):
+    registry, option, made, parent = TOOL_PARSERS, "tool_parser_plugin", {}, QuireTools
+
+    @classmethod
+    def get_tool_parser(cls, name: str) -> Any:
+        return cls._class(name)
+
+    @classmethod
+    def import_tool_parser(cls, plugin_path: str) -> None:
+        load_plugin(plugin_path, cls.option)
+
+
+class ReasoningParserManager(_Registered[Any]):
+    registry, option, made, parent = REASONING_PARSERS, "reasoning_parser_plugin", {}, QuireReasoning
+
+    @classmethod
+    def get_reasoning_parser(cls, name: str) -> Any:
+        return cls._class(name)
+
+    @classmethod
+    def import_reasoning_parser(cls, plugin_path: str) -> None:
+        load_plugin(plugin_path, cls.option)

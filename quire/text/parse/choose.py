@@ -1,0 +1,148 @@
+"""Which parser reads an answer: a reasoning format around a tool format around content, chosen once per server.
+
+In: the names of the options, then for each answer its prompt and tools. Out: an OutputParser. The parts are one
+generator after the other over the same text, so any reasoning parser goes with any tool parser. Plug-ins in the form of
+vLLM's classes are adapted (plugin.py). Must not know: dialects, HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quire.base.registry import load
+from quire.text.parse.base import Delta, OutputParser, PlainParser
+from quire.text.parse.forced import forced_format
+from quire.text.parse.reasoning import ReasoningFormat, ReasoningTokens
+from quire.text.parse.registry import find_reasoning_parser, find_tool_parser, load_plugin
+from quire.text.parse.tags import Source, Steps
+from quire.text.parse.typed import tool_schemas
+from quire.text.parse.writer import FormatParser, ToolFormat, Writer, read_text
+
+if TYPE_CHECKING:
+    from quire.text.tokenizer import Tokenizer
+
+_HARMONY = "quire.text.parse.tools.harmony"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a parser has to know of one request. `tools`: those whose calls are looked for; none, no calls are.
+    `forced`: calls are a must (forced.py). `prompt`: its end says whether a thought is open. `request`: for plug-ins,
+    whatever the dialect's is."""
+
+    prompt: str | None = None
+    continues: bool = False
+    tools: Sequence[Mapping[str, Any]] = ()
+    forced: str | None = None
+    parallel: bool = True
+    include_reasoning: bool = True
+    request: Any = None
+
+
+@dataclass(frozen=True)
+class ParserChoice:
+    """A server's parsers. Either may be a format of ours or a plug-in class."""
+
+    tool: Any = None
+    reasoning: Any = None
+    tokenizer: Any = None
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Tokenizer | None,
+        *,
+        tool: str | None = None,
+        reasoning: str | None = None,
+        tool_plugin: str = "",
+        reasoning_plugin: str = "",
+    ) -> ParserChoice:
+        """By name; a wrong name is a ConfigError that lists the right ones."""
+        if tool_plugin:
+            load_plugin(tool_plugin, "tool_parser_plugin")
+        if reasoning_plugin:
+            load_plugin(reasoning_plugin, "reasoning_parser_plugin")
+        return cls(
+            find_tool_parser(tool) if tool else None, find_reasoning_parser(reasoning) if reasoning else None, tokenizer
+        )
+
+    def parser(self, ask: Ask) -> OutputParser:
+        """For one answer."""
+        tool = (self.tool if ask.forced is None else forced_format(ask.forced)) if ask.tools else None
+        if tool is None and self.reasoning is None:
+            return PlainParser()
+        if _is_ours(tool, ToolFormat) and _is_ours(self.reasoning, ReasoningFormat):
+            found = _compose(tool, self.reasoning, ask)
+        else:
+            found = load("quire.text.parse.plugin:adapt")(tool, self.reasoning, self.tokenizer, ask)
+        return found if ask.include_reasoning or self.reasoning is None else ThoughtlessParser(found)
+
+    def keeps_special_tokens(self, *, with_tools: bool) -> bool:
+        """Whether special tokens must stay in the text, because a tag is one of them."""
+        if self.tokenizer is None:
+            return False
+        tags = [*self.tool.tags] if with_tools and isinstance(self.tool, ToolFormat) else []
+        if isinstance(self.reasoning, ReasoningFormat):
+            tags += load(f"{_HARMONY}:TAGS") if self.reasoning.harmony else self.reasoning.tags
+        special = _special_texts(self.tokenizer)
+        return any(mark in tag or tag in mark for tag in tags for mark in special if mark)
+
+    def adjusted(self, request: Any) -> Any:
+        """The request as a plug-in's adjust_request wants it; ours want nothing."""
+        if self.tool is None or isinstance(self.tool, ToolFormat):
+            return request
+        return self.tool(self.tokenizer).adjust_request(request)
+
+    def reasoning_tokens(self) -> ReasoningTokens | None:
+        """The tags of thought as token ids, for a grammar that waits for its end and for thinking budgets."""
+        reasoning, tokenizer = self.reasoning, self.tokenizer
+        if not isinstance(reasoning, ReasoningFormat) or tokenizer is None or not reasoning.end:
+            return None
+        return ReasoningTokens(_ids(tokenizer, reasoning.start[0]), _ids(tokenizer, reasoning.end[0]))
+
+
+class ThoughtlessParser:
+    """Leaves the thought out."""
+
+    def __init__(self, inner: OutputParser) -> None:
+        self._inner = inner
+
+    def feed(self, text: str, token_ids: Sequence[int], *, final: bool) -> Sequence[Delta]:
+        return [delta for delta in self._inner.feed(text, token_ids, final=final) if not delta.reasoning]
+
+
+def _is_ours(part: Any, kind: type) -> bool:
+    return part is None or isinstance(part, kind)
+
+
+def _compose(tool: ToolFormat | None, reasoning: ReasoningFormat | None, ask: Ask) -> OutputParser:
+    if reasoning is not None and reasoning.harmony and ask.forced is None:
+        tool = load(f"{_HARMONY}:{'TEXT_ONLY' if tool is None else 'FORMAT'}")
+        reasoning = None
+    inside = reasoning is not None and reasoning.begins_inside(ask.prompt, continues=ask.continues)
+
+    def read(source: Source, out: Writer) -> Steps[None]:
+        if reasoning is not None:
+            yield from reasoning.read(source, out, inside)
+        if tool is None:
+            yield from read_text(source, out)
+            return
+        source.hide((*tool.hidden, *(reasoning.hidden if reasoning is not None else ())))
+        yield from tool.read(source, out)
+
+    writer = (
+        Writer(keep_space=True)
+        if tool is None or not ask.tools
+        else Writer(tool_schemas(ask.tools), new_id=tool.new_id, first_only=not ask.parallel)
+    )
+    return FormatParser(read, writer)
+
+
+def _special_texts(tokenizer: Tokenizer) -> list[str]:
+    return [tokenizer.id_to_token(token_id) or "" for token_id in tokenizer.skipped_ids]
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, add_special_tokens=False))

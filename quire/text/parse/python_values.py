@@ -1,0 +1,190 @@
+"""Python literals, read while they arrive and written as JSON.
+
+Strings, numbers, True, False and None (also true, false, null), lists, tuples, dicts. A bare word that is none of these
+becomes a string: nothing is evaluated, and no parser of Python runs. What was written stays whole JSON even where the
+text breaks: every bracket that was opened is closed. In: a Source. Must not know: calls.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from quire.text.parse.json_text import inside_quotes, quoted, skip_space
+from quire.text.parse.tags import Emit, Source, Steps
+
+DEEPEST = 64
+_CLOSER = {"[": "]", "(": ")", "{": "}"}
+_SCALAR = re.compile(r"""[^,()\[\]{}:'"\n]*""")
+_NUMBER = re.compile(r"[+-]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][+-]?\d+)?")
+_INTEGER = re.compile(r"[+-]?0[xXoObB][0-9a-fA-F_]+")
+_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_INSIDE = {quote: re.compile(rf"[^{quote}\\]*") for quote in "'\""}
+_ESCAPES = {
+    "n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "v": "\v",
+    "\n": "",
+}  # fmt: skip
+_DIGITS = {"x": 2, "u": 4, "U": 8}
+
+
+def value(source: Source, emit: Emit, depth: int = 0) -> Steps[bool]:
+    """One value. False: it broke off, or is nested too deep; what was written is whole all the same."""
+    mark = yield from skip_space(source)
+    if mark in ("'", '"'):
+        return (yield from _string(source, emit))
+    if mark in ("[", "("):
+        return (yield from _items(source, emit, depth))
+    if mark == "{":
+        return (yield from _pairs(source, emit, depth))
+    text = (yield from source.word(_SCALAR)).strip()
+    emit(scalar(text))
+    return bool(text)
+
+
+def scalar(text: str) -> str:
+    """A word or a number as JSON; what is neither is a string."""
+    if text in _WORDS:
+        return _WORDS[text]
+    try:
+        if _INTEGER.fullmatch(text):
+            return str(int(text, 0))
+        if _NUMBER.fullmatch(text):
+            plain = text.replace("_", "").removeprefix("+")
+            number = float(plain) if any(c in plain for c in ".eE") else int(plain)
+            return json.dumps(number, allow_nan=False)
+    except ValueError:  # too many digits, or a number that no float holds
+        pass
+    return quoted(text)
+
+
+def literal_as_json(text: str) -> str | None:
+    """A whole literal; None if the text is none."""
+    source, pieces = Source(text, final=True), list[str]()
+
+    def read() -> Steps[bool]:
+        whole = yield from value(source, pieces.append)
+        return whole and (yield from skip_space(source)) == ""
+
+    steps = read()
+    try:
+        while True:
+            next(steps)
+    except StopIteration as end:
+        return "".join(pieces) if end.value else None
+
+
+def _items(source: Source, emit: Emit, depth: int) -> Steps[bool]:
+    closer = _CLOSER[(yield from source.take(1))]
+    emit("[")
+    first, whole = True, depth < DEEPEST
+    while whole:
+        mark = yield from skip_space(source)
+        if mark == closer:
+            yield from source.take(1)
+            break
+        if not first:
+            if mark != ",":
+                whole = False
+                break
+            yield from source.take(1)
+            if (yield from skip_space(source)) == closer:
+                continue
+            emit(", ")
+        elif mark == "":
+            whole = False
+            break
+        first = False
+        whole = yield from value(source, emit, depth + 1)
+    emit("]")
+    return whole
+
+
+def _pairs(source: Source, emit: Emit, depth: int) -> Steps[bool]:
+    yield from source.take(1)
+    emit("{")
+    first, whole = True, depth < DEEPEST
+    while whole:
+        mark = yield from skip_space(source)
+        if mark == "}":
+            yield from source.take(1)
+            break
+        if not first:
+            if mark != ",":
+                whole = False
+                break
+            yield from source.take(1)
+            if (yield from skip_space(source)) == "}":
+                continue
+        key = yield from _key(source)
+        if key is None:
+            whole = False
+            break
+        emit(f"{'' if first else ', '}{key}: ")
+        first = False
+        whole = yield from value(source, emit, depth + 1)
+    emit("}")
+    return whole
+
+
+def _key(source: Source) -> Steps[str | None]:
+    """A key as a JSON string; the colon is read too. If it is none, what was read stays recorded."""
+    pieces: list[str] = []
+    source.record()
+    if (yield from source.peek()) in ("'", '"'):
+        if not (yield from _string(source, pieces.append)):
+            return None
+        key = "".join(pieces)
+    else:
+        text = (yield from source.word(_SCALAR)).strip()
+        if not text:
+            return None
+        key = quoted(text)
+    if (yield from skip_space(source)) != ":":
+        return None
+    yield from source.take(1)
+    source.recorded()
+    return key
+
+
+def _string(source: Source, emit: Emit) -> Steps[bool]:
+    quote = yield from source.take(1)
+    emit('"')
+    whole = yield from _string_text(source, quote, lambda text: emit(inside_quotes(text)))
+    emit('"')
+    return whole
+
+
+def _string_text(source: Source, quote: str, emit: Emit) -> Steps[bool]:
+    triple = False
+    if (yield from source.accept(quote)):  # an empty string, or the second of three
+        if not (yield from source.accept(quote)):
+            return True
+        triple = True
+    while True:
+        yield from source.span(_INSIDE[quote], emit)
+        mark = yield from source.take(1)
+        if mark == "":
+            return False
+        if mark == quote:
+            if not triple or (yield from source.accept(quote * 2)):
+                return True
+            emit(quote)
+            continue
+        emit((yield from _escape(source)))
+
+
+def _escape(source: Source) -> Steps[str]:
+    letter = yield from source.take(1)
+    if letter in _DIGITS:
+        digits = yield from source.take(_DIGITS[letter])
+        if re.fullmatch(r"[0-9a-fA-F]+", digits) and len(digits) == _DIGITS[letter]:
+            code = int(digits, 16)
+            if code < 0xD800 or 0xE000 <= code < 0x110000:
+                return chr(code)
+        return "\\" + letter + digits
+    if letter and letter in "01234567":
+        digits = letter
+        while len(digits) < 3 and (yield from source.peek()) in tuple("01234567"):
+            digits += yield from source.take(1)
+        return chr(int(digits, 8))
+    return _ESCAPES.get(letter, "\\" + letter)

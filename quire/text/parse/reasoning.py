@@ -1,0 +1,137 @@
+"""Thinking before an answer: where it begins and ends, in text and in tokens.
+
+ReasoningFormat is one family's tags and habits (reasoning_table.py). Whether an answer begins inside a thought is read
+off its prompt's end, since chat templates open or close the block there; only where the prompt says nothing does the
+family's habit count. Tool calls are looked for after the thought only. In: a Source. Must not know: tools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.text.parse.json_text import skip_space
+from quire.text.parse.tags import Source, Steps, Tags
+from quire.text.parse.writer import Writer
+
+_TAIL = 1 << 16  # characters of a prompt that is being continued in which a thought may have begun
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """`start` and `end`: tags, the usual one first. `inside`: an answer begins within a thought, unless its prompt
+    tells. `ends`: marks that end a thought too and are no part of it. `hidden`: marks around the text that follows.
+    `prefix`: text put before the answer, which then holds its thought."""
+
+    start: tuple[str, ...] = ()
+    end: tuple[str, ...] = ()
+    inside: bool = False
+    ends: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+    prefix: str = ""
+    harmony: bool = False
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return (*self.start, *self.end, *self.ends, *self.hidden)
+
+    def begins_inside(self, prompt: str | None, *, continues: bool = False) -> bool:
+        """Whether an answer to this prompt begins within a thought. `continues`: its last message is gone on with."""
+        if not self.end:
+            return False
+        tail = (prompt or "")[-_TAIL:]
+        if continues:
+            start = max(tail.rfind(tag.strip()) for tag in self.start)
+            end = max(tail.rfind(tag.strip()) for tag in self.end)
+            return start > end
+        tail = tail.rstrip()
+        if any(tail.endswith(tag.strip()) for tag in self.end):
+            return False
+        return self.inside or any(tail.endswith(tag.strip()) for tag in self.start)
+
+    def read(self, source: Source, out: Writer, inside: bool) -> Steps[None]:
+        """The thought, if there is one. What follows is left."""
+        if self.prefix:
+            out.content(self.prefix)
+        if not self.end:
+            return
+        source.record()
+        yield from skip_space(source)
+        if (yield from source.accept_any(self.start)):
+            source.recorded()
+        elif inside:
+            out.reasoning(source.recorded())
+        else:
+            out.content(source.recorded())
+            return
+        yield from source.until(Tags(*self.end, *self.ends), out.reasoning, keep=self.ends)
+        source.hide(self.hidden)
+
+
+@dataclass(frozen=True)
+class ReasoningTokens:
+    """The same tags as token ids. The end's is what a thinking budget forces."""
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+
+
+class ReasoningWatch:
+    """One request's thought, token by token, for what must wait for its end (a grammar) or may end it (a budget).
+
+    Steps may be taken back (`rewind`), as after drafts that were refused.
+    """
+
+    __slots__ = ("_ended_at", "_ids", "_tokens", "budget")
+
+    def __init__(self, tokens: ReasoningTokens, *, inside: bool, budget: int | None = None) -> None:
+        self._tokens = tokens
+        self._ids: list[int] = []
+        self._ended_at: int | None = None if inside or tokens.start else 0
+        self.budget = budget
+
+    @property
+    def ended(self) -> bool:
+        return self._ended_at is not None
+
+    @property
+    def count(self) -> int:
+        """Tokens of the thought so far, its end tag included."""
+        return len(self._ids) if self._ended_at is None else self._ended_at
+
+    def feed(self, token_ids: Sequence[int]) -> None:
+        end = list(self._tokens.end)
+        for token_id in token_ids:
+            self._ids.append(token_id)
+            if self._ended_at is None and token_id == end[-1] and self._ids[-len(end) :] == end:
+                self._ended_at = len(self._ids)
+
+    def rewind(self, count: int) -> None:
+        """The last so many tokens were not said."""
+        if count:
+            del self._ids[-count:]
+        if self._ended_at is not None and self._ended_at > len(self._ids):
+            self._ended_at = None
+
+    def forced(self) -> int | None:
+        """The token that must come next because the budget is spent."""
+        if self.budget is None or self._ended_at is not None or len(self._ids) < self.budget:
+            return None
+        said, end = self._ids[self.budget :], self._tokens.end
+        done = len(said) if tuple(said) == end[: len(said)] else 0
+        return end[done] if done < len(end) else None
+
+
+def is_reasoning_end(tokens: ReasoningTokens, token_ids: Sequence[int]) -> bool:
+    """Whether the last thought in these tokens is over: the last end tag comes after the last start tag."""
+    return _last(token_ids, tokens.end) > _last(token_ids, tokens.start)
+
+
+def _last(token_ids: Sequence[int], wanted: Sequence[int]) -> int:
+    size = len(wanted)
+    if not size:
+        return -1
+    for at in range(len(token_ids) - size, -1, -1):
+        if token_ids[at] == wanted[0] and list(token_ids[at : at + size]) == list(wanted):
+            return at
+    return -1

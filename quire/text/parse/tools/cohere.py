@@ -1,0 +1,16 @@
+"""cohere_command3, cohere_command4: Cohere Command R7B, Command A and later.
+
+    <|START_ACTION|>[
+        {"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Paris"}}
+    ]<|END_ACTION|>
+
+Text stands between <|START_RESPONSE|> and <|END_RESPONSE|> (Command 4: <|START_TEXT|> and <|END_TEXT|>).
+"""
+
+from quire.text.parse.json_calls import JsonBlocks, Keys
+from quire.text.parse.writer import ToolFormat
+
+_TAGS = ("<|START_ACTION|>", "<|END_ACTION|>")
+_HIDDEN = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
+_KEYS = Keys(name=("tool_name", "name"), arguments=("parameters", "arguments"))
+FORMAT = ToolFormat(JsonBlocks(_TAGS[:1], _TAGS[1:], keys=_KEYS), (*_TAGS, *_HIDDEN), hidden=_HIDDEN)

@@ -1,0 +1,85 @@
+"""deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4: DeepSeek V3, R1, V3.1, V3.2, V4.
+
+The bars are U+FF5C, the low lines U+2581. V3 and R1-0528, with the arguments in a fence:
+
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
+    ```json
+    {"city": "Paris"}
+    ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+
+V3.1: <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris"}<｜tool▁call▁end｜>
+<｜tool▁calls▁end｜>, without the line break.
+
+V3.2, where a parameter says whether it is a string or JSON:
+
+    <｜DSML｜function_calls>
+    <｜DSML｜invoke name="get_weather">
+    <｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>
+    <｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>
+    </｜DSML｜invoke>
+    </｜DSML｜function_calls>
+
+V3.2 sometimes leaves ｜DSML｜ out of every tag. V4 has <｜DSML｜tool_calls> for the outer tag.
+"""
+
+from quire.text.parse.json_calls import read_body
+from quire.text.parse.json_text import raw_value, skip_space
+from quire.text.parse.marked_calls import MarkedCalls
+from quire.text.parse.tags import Source, Steps, Tags
+from quire.text.parse.writer import LONGEST_NAME, ToolFormat, Writer
+from quire.text.parse.xml_calls import XmlCalls
+
+_OPEN, _CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _SEPARATOR, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_TAGS = (_OPEN, _CLOSE, _CALL, _SEPARATOR, _END)
+_NAME_ENDS = Tags("\n", "```", "{", _END, _CLOSE, _CALL)
+_FENCES = ("```json", "```")
+
+
+class FencedCalls(MarkedCalls):
+    """The name stands on a line after the separator, the arguments in a fence below it."""
+
+    def _one(self, source: Source, out: Writer) -> Steps[None]:
+        kind, tag = yield from source.text_until(self._header, keep=(self.call, self.call_close, *self.closes))
+        if tag != self.separator:
+            out.content(source.recorded())
+            return
+        name, tag = yield from source.text_until(_NAME_ENDS, keep=("```", "{", _END, _CLOSE, _CALL))
+        name = name.strip()
+        if tag not in ("\n", "```", "{") or not name or len(name) > LONGEST_NAME:
+            out.content(source.recorded())
+            return
+        source.recorded()
+        out.content("" if kind.strip() == "function" else kind)
+        out.open(name)
+        yield from skip_space(source)
+        fenced = yield from source.accept_any(_FENCES)
+        if (yield from skip_space(source)) != "{" or not fenced:
+            yield from read_body(source, out, self._ends)
+            return
+        if (yield from raw_value(source, out.arguments)):
+            yield from skip_space(source)
+            yield from source.accept("```")
+            yield from skip_space(source)
+            yield from source.until(self._ends, out.content)
+        else:
+            yield from source.until(self._ends, out.arguments)
+
+
+def _markup(block: str) -> XmlCalls:
+    marks = ("｜DSML｜", "")
+    return XmlCalls(
+        opens=tuple(f"<{mark}{block}>" for mark in marks),
+        closes=tuple(f"</{mark}{block}>" for mark in marks),
+        call=tuple(f'<{mark}invoke name="' for mark in marks),
+        call_close=tuple(f"</{mark}invoke>" for mark in marks),
+        parameter=tuple(f'<{mark}parameter name="' for mark in marks),
+        parameter_close=tuple(f"</{mark}parameter>" for mark in marks),
+        trim=False,
+    )
+
+
+FORMAT_V3 = ToolFormat(FencedCalls((_OPEN,), _CALL, _SEPARATOR, _END, (_CLOSE,)), _TAGS)
+FORMAT_V31 = ToolFormat(MarkedCalls((_OPEN,), _CALL, _SEPARATOR, _END, (_CLOSE,)), _TAGS)
+FORMAT_V32 = ToolFormat(_markup("function_calls"), ("｜DSML｜",))
+FORMAT_V4 = ToolFormat(_markup("tool_calls"), ("｜DSML｜",))

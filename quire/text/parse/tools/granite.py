@@ -1,0 +1,17 @@
+"""granite, granite-20b-fc, granite4: IBM Granite.
+
+3.0: <|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}, ...]
+3.1: <tool_call>[{"name": "get_weather", "arguments": {"city": "Paris"}}, ...]
+20b-functioncalling: <function_call> {"name": "get_weather", "arguments": {"city": "Paris"}} <function_call> {...}
+4.0: as hermes, <tool_call>{"name": ..., "arguments": {...}}</tool_call>, one block per call
+"""
+
+from quire.text.parse.json_calls import JsonBlocks
+from quire.text.parse.tools.hermes import TAGS
+from quire.text.parse.writer import ToolFormat
+
+_LISTS = ("<|tool_call|>", "<tool_call>")
+_SINGLE = ("<function_call>",)
+FORMAT = ToolFormat(JsonBlocks(_LISTS, ("</tool_call>",)), _LISTS)
+FORMAT_20B = ToolFormat(JsonBlocks(_SINGLE, ("</function_call>",)), _SINGLE)
+FORMAT_4 = ToolFormat(JsonBlocks(TAGS[:1], TAGS[1:]), TAGS)

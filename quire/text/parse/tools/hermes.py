@@ -1,0 +1,14 @@
+"""hermes: Nous Hermes 2 Pro and later, Qwen 2.5, QwQ, and many that were trained on the same data.
+
+    <tool_call>
+    {"name": "get_weather", "arguments": {"city": "Paris"}}
+    </tool_call>
+
+One block per call; blocks follow each other. The keys come in either order.
+"""
+
+from quire.text.parse.json_calls import JsonBlocks
+from quire.text.parse.writer import ToolFormat
+
+TAGS = ("<tool_call>", "</tool_call>")
+FORMAT = ToolFormat(JsonBlocks(TAGS[:1], TAGS[1:]), TAGS)

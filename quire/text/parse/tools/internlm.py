@@ -1,0 +1,11 @@
+"""internlm: InternLM 2.5 and 3.
+
+<|action_start|><|plugin|>
+{"name": "get_weather", "parameters": {"city": "Paris"}}<|action_end|>
+"""
+
+from quire.text.parse.json_calls import JsonBlocks
+from quire.text.parse.writer import ToolFormat
+
+_OPEN, _CLOSE = "<|action_start|><|plugin|>", "<|action_end|>"
+FORMAT = ToolFormat(JsonBlocks((_OPEN,), (_CLOSE,)), ("<|action_start|>", "<|plugin|>", _CLOSE))

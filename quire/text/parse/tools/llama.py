@@ -1,0 +1,18 @@
+"""llama3_json, llama4_json, llama4_pythonic: Meta Llama 3.1 and later.
+
+JSON: {"name": "get_weather", "parameters": {"city": "Paris"}}
+
+The answer is the call, with <|python_tag|> before it or not (Llama 4: <|python_start|> ... <|python_end|>). Several
+calls are separated by semicolons. An answer that is some other JSON object is content.
+
+Pythonic (Llama 4): [get_weather(city="Paris"), now()], with <|python_start|> and <|python_end|> around it or not.
+"""
+
+from quire.text.parse.json_calls import JsonBlocks, Keys
+from quire.text.parse.python_calls import PythonCalls
+from quire.text.parse.writer import ToolFormat
+
+_OPEN, _START, _END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
+_KEYS = Keys(name=("name", "function"), arguments=("parameters", "arguments"), strict=True)
+FORMAT = ToolFormat(JsonBlocks((_OPEN, _START), (_END,), keys=_KEYS, bare="{["), (_OPEN, _START, _END))
+PYTHONIC = ToolFormat(PythonCalls((_START,), (_END,), bare=True), (_START, _END))

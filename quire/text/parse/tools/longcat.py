@@ -1,0 +1,12 @@
+"""longcat: Meituan LongCat-Flash.
+
+<longcat_tool_call>
+{"name": "get_weather", "arguments": {"city": "Paris"}}
+</longcat_tool_call>
+"""
+
+from quire.text.parse.json_calls import JsonBlocks
+from quire.text.parse.writer import ToolFormat
+
+_TAGS = ("<longcat_tool_call>", "</longcat_tool_call>")
+FORMAT = ToolFormat(JsonBlocks(_TAGS[:1], _TAGS[1:]), _TAGS)

@@ -1,0 +1,36 @@
+"""minimax, minimax_m2: MiniMax M1 and M2.
+
+M1, one JSON object per line:
+
+    <tool_calls>
+    {"name": "get_weather", "arguments": {"city": "Paris"}}
+    {"name": "now", "arguments": {}}
+    </tool_calls>
+
+M2, values by the types of the tool's schema:
+
+    <minimax:tool_call>
+    <invoke name="get_weather">
+    <parameter name="city">Paris</parameter>
+    </invoke>
+    </minimax:tool_call>
+"""
+
+from quire.text.parse.json_calls import JsonBlocks
+from quire.text.parse.tools.jamba import TAGS
+from quire.text.parse.writer import ToolFormat
+from quire.text.parse.xml_calls import XmlCalls
+
+_OPEN, _CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
+FORMAT = ToolFormat(JsonBlocks(TAGS[:1], TAGS[1:]), TAGS)
+FORMAT_M2 = ToolFormat(
+    XmlCalls(
+        opens=(_OPEN,),
+        closes=(_CLOSE,),
+        call=('<invoke name="', "<invoke name="),
+        call_close=("</invoke>",),
+        parameter=('<parameter name="', "<parameter name="),
+        parameter_close=("</parameter>",),
+    ),
+    (_OPEN, _CLOSE),
+)

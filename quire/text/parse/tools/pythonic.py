@@ -1,0 +1,11 @@
+"""pythonic: models that write calls as a Python list, such as ToolACE and small Llama 3.2.
+
+    [get_weather(city="Paris", metric=True), now()]
+
+The list is the whole answer. Only keyword arguments with literal values are calls.
+"""
+
+from quire.text.parse.python_calls import PythonCalls
+from quire.text.parse.writer import ToolFormat
+
+FORMAT = ToolFormat(PythonCalls(bare=True))

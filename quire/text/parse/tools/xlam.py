@@ -1,0 +1,18 @@
+"""xlam: Salesforce xLAM, in any of the forms its models use.
+
+    [{"name": "get_weather", "arguments": {"city": "Paris"}}, ...]
+    ```json
+    [{"name": "get_weather", "arguments": {"city": "Paris"}}]
+    ```
+    [TOOL_CALLS][{...}]
+    <tool_call>[{...}]</tool_call>
+
+A list of other objects, or other JSON in a fence, is content.
+"""
+
+from quire.text.parse.json_calls import JsonBlocks, Keys
+from quire.text.parse.writer import ToolFormat
+
+_OPENS = ("```json", "[TOOL_CALLS]", "<tool_call>")
+_CLOSES = ("```", "[/TOOL_CALLS]", "</tool_call>")
+FORMAT = ToolFormat(JsonBlocks(_OPENS, _CLOSES, keys=Keys(strict=True), bare="[{"), (*_OPENS[1:], *_CLOSES[1:]))

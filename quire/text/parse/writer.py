@@ -1,0 +1,139 @@
+"""Writer and FormatParser: what a format says of an answer, as Deltas.
+
+A format (a generator over a Source) tells a Writer what it found: content, thought, the opening of a call, more of its
+arguments. FormatParser runs the format as text arrives. White space alone, before, between and after calls, belongs to
+the calls and is not content. Must not know: any format.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.text.parse.base import CallDelta, Delta
+from quire.text.parse.tags import ANYTHING, Source, Steps
+
+LONGEST_NAME = 256  # characters of a function's or a parameter's name; what is longer is no name
+NewId = Callable[[str, int], str]
+
+
+def random_id(name: str, index: int) -> str:
+    return f"chatcmpl-tool-{secrets.token_hex(16)}"
+
+
+class Writer:
+    """Collects one answer's Deltas. `tools`: the functions' parameter schemas, by name."""
+
+    __slots__ = ("_deltas", "_fresh", "_kind", "_new_id", "_pieces", "_space", "first_only", "index", "tools")
+
+    def __init__(
+        self,
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        new_id: NewId = random_id,
+        first_only: bool = False,
+        keep_space: bool = False,
+    ) -> None:
+        self.tools = tools or {}
+        self.first_only = first_only  # drop every call after the first
+        self.index = -1  # of the last call opened
+        self._new_id = new_id
+        self._deltas: list[Delta] = []
+        self._kind, self._pieces = "", list[str]()
+        self._fresh = not keep_space  # no content since the beginning or the last call
+        self._space: list[str] = []  # white space that is content only if other content follows
+
+    def content(self, text: str) -> None:
+        if self._fresh:
+            if not text or text.isspace():
+                self._space.append(text)
+                return
+            self._fresh = False
+            self._put("content", "".join(self._space))
+            self._space.clear()
+        self._put("content", text)
+
+    def reasoning(self, text: str) -> None:
+        self._put("reasoning", text)
+
+    def open(self, name: str, call_id: str | None = None) -> None:
+        """A call begins. What follows in `arguments` is its own."""
+        self._flush()
+        self.index += 1
+        self._fresh = True
+        self._space.clear()
+        if not self.first_only or self.index == 0:
+            given = call_id or self._new_id(name, self.index)
+            self._deltas.append(Delta(call=CallDelta(self.index, "", given, name)))
+
+    def arguments(self, text: str) -> None:
+        if not self.first_only or self.index == 0:
+            self._put("arguments", text)
+
+    def take(self, final: bool = False) -> list[Delta]:
+        """What came since the last time."""
+        if final and self._space and self.index < 0:
+            self._put("content", "".join(self._space))
+        self._flush()
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _put(self, kind: str, text: str) -> None:
+        if not text:
+            return
+        if kind != self._kind:
+            self._flush()
+            self._kind = kind
+        self._pieces.append(text)
+
+    def _flush(self) -> None:
+        if self._pieces:
+            text = "".join(self._pieces)
+            self._pieces.clear()
+            if self._kind == "arguments":
+                self._deltas.append(Delta(call=CallDelta(self.index, text)))
+            else:
+                self._deltas.append(Delta(text) if self._kind == "content" else Delta(reasoning=text))
+        self._kind = ""
+
+
+Read = Callable[[Source, Writer], Steps[None]]
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a family of models writes its calls. `read` reads a whole answer.
+
+    `tags`: where one of them is a special token of the tokenizer, special tokens must stay in the text.
+    `hidden`: tags around the text that are no part of it.
+    """
+
+    read: Read
+    tags: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+    new_id: NewId = random_id
+
+
+class FormatParser:
+    """An OutputParser that runs a format."""
+
+    def __init__(self, read: Read, writer: Writer) -> None:
+        self._source, self._writer = Source(), writer
+        self._steps = _whole(read, self._source, writer)
+
+    def feed(self, text: str, token_ids: Sequence[int], *, final: bool) -> Sequence[Delta]:
+        self._source.push(text, final)
+        next(self._steps, None)
+        return self._writer.take(final)
+
+
+def _whole(read: Read, source: Source, out: Writer) -> Steps[None]:
+    yield from read(source, out)
+    yield from read_text(source, out)
+
+
+def read_text(source: Source, out: Writer) -> Steps[None]:
+    """All that is left is content."""
+    yield from source.span(ANYTHING, out.content)
