@@ -115,8 +115,12 @@ def check_prepare(device, dtype, tokens, heads, kv_heads, size, dim, *, pairs, q
 
 
 def check_route(device, tokens, experts, top_k, *, score, renorm, with_bias, seed=0):
-    draw = Draw(seed, device)
-    logits, bias = draw.normal(tokens, experts), draw.normal(experts) if with_bias else None
+    for shift in (0.0, -9.0):  # all far below zero, too
+        _check_route(Draw(seed, device), shift, tokens, experts, top_k, score, renorm, with_bias)
+
+
+def _check_route(draw, shift, tokens, experts, top_k, score, renorm, with_bias):
+    logits, bias = draw.normal(tokens, experts) + shift, draw.normal(experts) if with_bias else None
     rule = {"score": score, "renorm": renorm, "scale": 1.5, "bias": bias}
     weights, index = moe.route(logits, top_k, **rule)
     wanted, chosen = moe_ops.route(logits, top_k, **rule)

@@ -28,7 +28,8 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(
-    "arch", ["Qwen3ForCausalLM", "MistralForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextForCausalLM"]
+    "arch",
+    ["Qwen3ForCausalLM", "MistralForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextForCausalLM", "GptOssForCausalLM"],
 )
 def test_tokens_equal_the_cpu_workers(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from quire.attention.state import WithStates

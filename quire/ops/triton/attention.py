@@ -225,17 +225,14 @@ def _scan_ahead(
 
 @triton.jit
 def _join(
-    acc, top, total, partial, sums, place, step, parts, but, used,
-    DV: tl.constexpr, BLOCK_V: tl.constexpr, AT_ONCE: tl.constexpr,
+    acc, top, total, partial, sums, place, step, parts, used, e, DV: tl.constexpr, AT_ONCE: tl.constexpr
 ):  # fmt: skip
-    """Add the parts of these flats, all `but` one: part 0 lies at `place` [BLOCK_M], the next ones `step` apart."""
-    e = tl.arange(0, BLOCK_V)
+    """Add the parts of these flats: part 0 lies at `place` [BLOCK_M], the next ones `step` apart."""
     wide = used[:, None] & (e < DV)[None, :]
     for part in tl.range(0, parts, loop_unroll_factor=AT_ONCE):
         at = place + part * step
-        wanted = part != but
-        other = tl.load(sums + at, mask=used & wanted, other=float("-inf"), cache_modifier=".cg")
-        value = tl.load(partial + at[:, None] * DV + e[None, :], mask=wide & wanted, other=0.0, cache_modifier=".cg")
+        other = tl.load(sums + at, mask=used, other=float("-inf"), cache_modifier=".cg")
+        value = tl.load(partial + at[:, None] * DV + e[None, :], mask=wide, other=0.0, cache_modifier=".cg")
         new = tl.maximum(top, other)
         pivot = tl.where(new == float("-inf"), 0.0, new)
         mine, its = tl.exp2(top - pivot), tl.exp2(other - pivot)
@@ -243,6 +240,31 @@ def _join(
         total = total * mine + its
         top = new
     return acc, top, total
+
+
+@triton.jit
+def _finish(
+    out, out_at, partial, sums, place, step, splits, partial2, sums2, place2, step2, parts2, sink, used,
+    BLOCK_M: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, SHARED_M: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Join a tile's parts, its own and those of the shared prefix, some columns at a time, and write the result."""
+    WIDTH: tl.constexpr = 128 if BLOCK_V > 128 else BLOCK_V
+    AT_ONCE: tl.constexpr = 4 if BLOCK_M == 16 else 1  # parts whose loads are under way together
+    for column in range(0, BLOCK_V, WIDTH):
+        e = column + tl.arange(0, WIDTH)
+        acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        acc, top, total = _join(acc, top, total, partial, sums, place, step, splits, used, e, DV, AT_ONCE)
+        if SHARED_M:
+            acc, top, total = _join(acc, top, total, partial2, sums2, place2, step2, parts2, used, e, DV, AT_ONCE)
+        if SINKS:
+            new = tl.maximum(top, sink)
+            alpha = tl.exp2(top - new)
+            total = total * alpha + tl.exp2(sink - new)
+            acc = acc * alpha[:, None]
+        mask = used[:, None] & (e < DV)[None, :]
+        tl.store(out + out_at[:, None] + e[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["table_stride", "held"], do_not_specialize_on_alignment=_LISTS)
@@ -332,43 +354,38 @@ def _attend_kernel(
             page_stride, scale, DK, DV, BLOCK_N, BLOCK_D, BLOCK_V, PAGE, TMA,
         )  # fmt: skip
 
+    sink = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + head, mask=used, other=0.0).to(tl.float32) * LOG2E
     if SPLIT:
         if base >= 0:
-            total = tl.where(total == 0.0, 1.0, total)  # a query with no key in this part: top is -inf
-            acc, top = acc / total[:, None], top + tl.log2(total)
             kv_heads = tl.num_programs(0)
             first_part = base.to(tl.int64) * kv_heads + kv_head
             place, step = first_part * held + flat - flat0, kv_heads.to(tl.int64) * held
+            here = place + split * step
+            total = tl.where(total == 0.0, 1.0, total)  # a query with no key in this part: top is -inf
+            tl.store(sums + here, top + tl.log2(total), mask=used)
+            tl.store(partial + here[:, None] * DV + e[None, :], acc / total[:, None], mask=wide)
+            tl.debug_barrier()  # all of this program's stores come before its count
             arrived = splits - 1
             if splits > 1:
-                here = place + split * step
-                tl.store(sums + here, top, mask=used)
-                tl.store(partial + here[:, None] * DV + e[None, :], acc, mask=wide)
-                tl.debug_barrier()  # all of this program's stores come before its count
                 arrived = tl.atomic_add(counters + first_part, 1, sem="acq_rel", scope="gpu")
-                if arrived == splits - 1:
+            if arrived == splits - 1:
+                if splits > 1:
                     tl.store(counters + first_part, 0)  # as the next launch wants it
-            is_last = arrived == splits - 1
-            used = used & is_last
-            wide = wide & is_last
-            total = tl.full((BLOCK_M,), 1.0, tl.float32)
-            at_once: tl.constexpr = 4 if BLOCK_M == 16 else 1  # parts whose loads are under way together
-            parts = tl.where(is_last & (splits > 1), splits, 0)
-            acc, top, total = _join(
-                acc, top, total, partial, sums, place, step, parts, split, used, DV, BLOCK_V, at_once
-            )
-            if SHARED_M:
-                member = tl.load(item + 9)
-                at = tl.maximum(member, 0) * GROUP + flat
-                tiles2, parts2 = tl.load(info + 3), tl.load(info + 4)
-                place = ((at // SHARED_M).to(tl.int64) * kv_heads + kv_head) * SHARED_M + at % SHARED_M
-                parts2 = tl.where(is_last & (member >= 0), parts2, 0)
-                step = tiles2.to(tl.int64) * kv_heads * SHARED_M
-                acc, top, total = _join(
-                    acc, top, total, partial2, sums2, place, step, parts2, -1, used, DV, BLOCK_V, at_once
-                )
+                place2, step2, parts2 = place, step, splits * 0
+                if SHARED_M:
+                    member = tl.load(item + 9)
+                    at = tl.maximum(member, 0) * GROUP + flat
+                    place2 = ((at // SHARED_M).to(tl.int64) * kv_heads + kv_head) * SHARED_M + at % SHARED_M
+                    step2 = tl.load(info + 3).to(tl.int64) * kv_heads * SHARED_M
+                    parts2 = tl.where(member >= 0, tl.load(info + 4), 0)
+                _finish(
+                    out, out_at, partial, sums, place, step, splits, partial2, sums2, place2, step2, parts2, sink, used,
+                    BLOCK_M, DV, BLOCK_V, SHARED_M, SINKS,
+                )  # fmt: skip
+            return
     if SINKS:
-        sink = tl.load(sinks + head, mask=used, other=0.0).to(tl.float32) * LOG2E
         new = tl.maximum(top, sink)
         alpha = tl.exp2(top - new)
         total = total * alpha + tl.exp2(sink - new)

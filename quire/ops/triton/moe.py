@@ -126,7 +126,7 @@ def _route_kernel(
             value = _as_float((top >> 32).to(tl.int32))
         chosen = tl.where((j == step)[None, :], value[:, None], chosen)
         places = tl.where((j == step)[None, :], best[:, None], places)
-        key = tl.where(here, -(1 << 62), key)
+        key = tl.where(here, -(1 << 63), key)  # below every number's
     live = (j < TOP_K)[None, :]
     w = _weights_of(chosen, live, scale, SCORE, RENORM)
     at = token[:, None] * TOP_K + j[None, :]
