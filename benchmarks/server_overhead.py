@@ -181,19 +181,20 @@ async def requests(port: int, path: str, body: dict[str, Any], number: int, conc
 
 
 def measure(kind: str, args: argparse.Namespace) -> None:
-    tokens = args.tokens if kind != "model" else max(2, args.tokens // 8)
-    number = args.requests if kind != "model" else max(32, args.requests // 8)
+    tokens, number, at_once = args.tokens, args.requests, args.streams
+    if kind == "model":  # it computes, so a tenth of the work takes as long
+        tokens, number, at_once = max(2, tokens // 8), max(32, number // 8), min(32, at_once)
     with running(kind) as (port, pid):
         for path, base in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
             body = base | {"max_tokens": tokens, "stream": True}
             asyncio.run(streams(port, path, body, 32))  # unmeasured: everything imported and warm
             cpu, began = cpu_seconds(pid), time.perf_counter()
             pace = args.pace if kind == "scripted" else 0.0
-            events = asyncio.run(streams(port, path, body, args.streams, pace))
+            events = asyncio.run(streams(port, path, body, at_once, pace))
             wall, cpu = time.perf_counter() - began, cpu_seconds(pid) - cpu
-            total = args.streams * tokens
+            total = at_once * tokens
             rate, share = total / wall, cpu / total * 1e6
-            print(f"{kind:<10}{path:<24}{args.streams:>5} streams{rate:>10.0f} tokens/s{share:>9.1f} us API processor "
+            print(f"{kind:<10}{path:<24}{at_once:>5} streams{rate:>10.0f} tokens/s{share:>9.1f} us API processor "
                   f"time per token{wall / total * 1e6:>9.1f} us wall{events:>9} events")  # fmt: skip
         body = TEXT | {"max_tokens": 1, "temperature": 0}
         asyncio.run(requests(port, "/v1/completions", body, 200, args.concurrency))

@@ -19,6 +19,7 @@ _NAMES = {
     "RequestOutputKind": "quire.schema.params:RequestOutputKind",
     "PoolingParams": "quire.schema.params:PoolingParams",
     "BeamSearchParams": "quire.schema.params:BeamSearchParams",
+    "StructuredOutputsParams": "quire.schema.params:StructuredOutputsParams",
     "RequestOutput": "quire.schema.outputs:RequestOutput",
     "CompletionOutput": "quire.schema.outputs:CompletionOutput",
     "PoolingOutput": "quire.schema.outputs:PoolingOutput",

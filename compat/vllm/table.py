@@ -62,7 +62,7 @@ OTHER: dict[str, str] = {
     "vllm.config:VllmConfig": "quire.config:EngineConfig",
     "vllm.distributed:cleanup_dist_env_and_memory": "vllm.shims:cleanup_dist_env_and_memory",
     "vllm.engine.async_llm_engine:AsyncLLMEngine": "quire.llm.online:AsyncLLM",
-    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": "quire.server.openai.chat_protocol:ChatRequest",
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": "quire.server.openai.chat_protocol:ChatRequest",  # noqa: E501
     "vllm.entrypoints.openai.protocol:ChatCompletionRequest": "quire.server.openai.chat_protocol:ChatRequest",
     "vllm.logger:init_logger": "vllm.shims:init_logger",
     "vllm.platforms:current_platform": "vllm.shims:current_platform",

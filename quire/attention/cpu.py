@@ -24,9 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.attention.cpu_native import NativePlan, serves
 from quire.base import env
 from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
 from quire.ops.attention import padded_attention, write_cache
+from quire.ops.cpu.native import kernels
 from quire.schema.errors import ConfigError
 from quire.schema.kv import DTYPE_BYTES, KVGroup, KVKind, KVSpec
 
@@ -352,10 +354,12 @@ def _packs(decodes: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int,
 class CpuAttention:
     name = "CPU_ATTN"
 
-    def __init__(self, *, fixed: bool | None = None) -> None:
-        """fixed: batch-invariant arithmetic."""
+    def __init__(self, *, fixed: bool | None = None, native: bool = True) -> None:
+        """fixed: batch-invariant arithmetic. native: through the compiled kernels, where there are some."""
         self._bands = Bands()
         self._fixed = env.BATCH_INVARIANT.get() if fixed is None else fixed
+        self._library = kernels() if native else None
+        self._unserved: set[str] = set()  # layers that the kernels cannot attend for
 
     def supports(self, spec: KVSpec) -> str | None:
         if spec.kind not in (KVKind.FULL, KVKind.WINDOW, KVKind.CHUNK):
@@ -367,9 +371,16 @@ class CpuAttention:
         return None
 
     def make_cache(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> LayerCache:
+        if not serves(spec):
+            self._unserved.add(spec.layer)
         return CpuCache(spec, num_blocks, memory)
 
     def plan(self, step: GroupStep, group: KVGroup) -> AttentionPlan:
+        if self._library is None or not self._unserved.isdisjoint(group.layers):
+            return self._torch_plan(step, group)
+        return NativePlan(self._library, step, group, lambda: self._torch_plan(step, group))
+
+    def _torch_plan(self, step: GroupStep, group: KVGroup) -> AttentionPlan:
         return CpuPlan(step, group, self._bands, fixed=self._fixed)
 
     def prepare(self, tokens: int, longest: int) -> None:

@@ -91,6 +91,12 @@ def _seconds(text: str) -> float:
     return float(text)
 
 
+def _above_zero(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError("write a whole number above 0")
+    return int(text)
+
+
 def _port(text: str) -> int | None:
     if "://" in text:
         raise ValueError("wanted a port number, got a URI (a Kubernetes service called 'vllm' or 'quire' sets this)")
@@ -170,6 +176,14 @@ PORT = Variable("PORT", None, _port, "First port to try for internal sockets.")
 HOST_IP = Variable[str | None]("HOST_IP", None, str, "This host's address for others; unset asks the system.")
 API_KEY = Variable[str | None]("API_KEY", None, str, "Key of the server, where --api-key names none.")
 SERVER_DEV_MODE = Variable("SERVER_DEV_MODE", False, _flag, "1: development routes and error stacks.")
+ENABLE_RESPONSES_API_STORE = Variable(
+    "ENABLE_RESPONSES_API_STORE", False, _flag,
+    "1: /v1/responses keeps its answers, so that they can be retrieved, continued and made in the background.",
+)  # fmt: skip
+RESPONSES_STORE_COUNT = Variable("RESPONSES_STORE_COUNT", 1024, _above_zero, "Most answers that are kept.")
+RESPONSES_STORE_BYTES = Variable(
+    "RESPONSES_STORE_BYTES", 256 << 20, _above_zero, "Most bytes of the answers that are kept, as JSON."
+)
 AUDIT = Variable("AUDIT", False, _flag, "1: check the block accounting at every step, not only when idle.")
 ENGINE_START_TIMEOUT_S = Variable(
     "ENGINE_START_TIMEOUT_S", 600, int, "Seconds an engine process may take to get ready."

@@ -87,13 +87,35 @@ class StructuredOutputsConfig(Group):
     """Output that must follow a grammar, and where thinking ends."""
 
     backend: Literal["auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer"] = option(
-        "auto", "Which grammar engine.", LATER, flat=False
+        "auto", "Which grammar engine; auto takes the one that does what a constraint needs.", LATER, flat=False,
+        ready=("auto", "xgrammar", "guidance"),
+    )  # fmt: skip
+    disable_fallback: bool = option(False, "Refuse what that engine does not do, and try no other.", flat=False)
+    disable_any_whitespace: bool = option(
+        False, "JSON without whitespace; names the backend too (xgrammar, guidance).", flat=False
     )
-    disable_any_whitespace: bool = option(False, "Compact JSON.", LATER, flat=False)
-    disable_additional_properties: bool = option(False, "No undeclared JSON keys.", LATER, flat=False)
-    reasoning_parser: str = option("", "Parser that separates thinking from answer.", LATER)
-    reasoning_parser_plugin: str = option("", "File with further parsers.", LATER)
-    enable_in_reasoning: bool = option(False, "Grammar inside thinking too.", LATER, flat=False)
+    disable_additional_properties: bool = option(
+        False, "No JSON keys but those a schema names; needs backend guidance.", flat=False
+    )
+    max_grammar_bytes: int = option(1 << 20, "Longest constraint of one request, in characters.", flat=False, low=1)
+    compile_timeout: float = option(10.0, "Seconds that compiling one constraint may take.", flat=False, above=0)
+    compile_workers: int = option(2, "Constraints compiled at once, each in a process.", flat=False, low=1, high=64)
+    reasoning_parser: str = option("", "How the model marks its thinking: a family's name.")
+    reasoning_parser_plugin: str = option("", "Python file that registers further reasoning parsers.")
+    enable_in_reasoning: bool = option(False, "Grammar inside thinking too.", flat=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.disable_any_whitespace and self.backend not in ("xgrammar", "guidance"):
+            raise ConfigError(
+                f"disable_any_whitespace needs backend xgrammar or guidance; backend is {self.backend!r}",
+                param="disable_any_whitespace",
+            )
+        if self.disable_additional_properties and self.backend != "guidance":
+            raise ConfigError(
+                f"disable_additional_properties needs backend guidance; backend is {self.backend!r}",
+                param="disable_additional_properties",
+            )
 
 
 @group

@@ -143,8 +143,8 @@ class ModelConfig(Group):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "auto",
         "Precision of weights and activations. auto on CPU: what the checkpoint says, with float16 run as bfloat16 "
-        "(CPUs have no fast float16) and float32 kept exact; a GGUF file runs as bfloat16 where the CPU multiplies "
-        "it natively (avx512_bf16, amx_bf16), else as float32.",
+        "(CPUs have no fast float16) and float32 kept exact; the blocks of a GGUF file are multiplied as stored, "
+        "between float32 activations (any explicit dtype decodes them at load, unless quantization=gguf is given too).",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
         accepts=str,
         take=dtype_name,
@@ -176,8 +176,10 @@ class ModelConfig(Group):
         take=length_asked,
     )
     quantization: str | None = option(
-        None, "How weights are stored; unset is what the checkpoint says.", LATER, flags=("-q",), ready=("gguf",),
-        take=lower, why="only unquantized and GGUF checkpoints can be loaded",
+        None, "How weights are stored; unset is what the checkpoint says. On CPU int8_wo and int4_wo round an "
+        "unquantized checkpoint to blocks of 8 or 4 bits while loading.", LATER, flags=("-q",),
+        ready=("gguf", "int8_wo", "int4_wo"), take=lower,
+        why="only unquantized and GGUF checkpoints can be loaded",
     )  # fmt: skip
     quantization_config: dict[str, Any] | None = option(None, "Quantization at load time, per kind of layer.", LATER)
     allow_deprecated_quantization: bool = option(
@@ -252,6 +254,7 @@ class ModelConfig(Group):
     eos_token_ids: tuple[int, ...] = ()  # further ends of text besides the tokenizer's
     original_max_model_len: int | None = None  # as asked
     model_weights: str = ""
+    weight_form: str = "plain"  # plain | stored (blocks of a GGUF file) | int8 | int4 (rounded to blocks at load)
 
     @property
     def architecture(self) -> str:

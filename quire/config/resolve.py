@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from quire.base import env
+from quire.base import env, native
 from quire.base.gguf import GGUFError, shared
 from quire.base.log import logger
 from quire.base.registry import load
@@ -34,6 +34,8 @@ Step = Callable[[Asked, EngineConfig], EngineConfig]
 USAGES = ("LLM_CLASS", "OPENAI_API_SERVER")
 _QUEUED_REQUESTS, _QUEUED_TOKENS = 10_000, 4 << 20  # that may wait in a server
 GPU_BLOCK_SIZE = 64  # tokens: a tile of keys of the attention kernels is then one page
+ONLINE = {"int8_wo": "int8", "int4_wo": "int4"}  # quantization at load -> weight_form
+_PLAIN_GGUF = (0, 1, 28, 30)  # tensor types F32, F16, F64, BF16
 _UNKNOWN_LENGTH = 2048  # tokens, for a model that does not say
 
 
@@ -184,6 +186,8 @@ def choose_storage(asked: Asked, config: EngineConfig) -> EngineConfig:
     model, files = config.model_config, config.load_config
     is_gguf = model.path.endswith(".gguf")
     stored = "gguf" if is_gguf else model.facts.quantization
+    if model.quantization in ONLINE:
+        return _choose_online(config, stored)
     if model.quantization is not None and model.quantization != stored:
         what = f"is stored as {stored}" if stored else "is not quantized"
         raise ConfigError(f"quantization={model.quantization!r}, but the checkpoint {what}", param="quantization")
@@ -203,6 +207,26 @@ def choose_storage(asked: Asked, config: EngineConfig) -> EngineConfig:
     return replace(config, **{"model_config.quantization": stored or None, "load_config.load_format": form})
 
 
+def _choose_online(config: EngineConfig, stored: str) -> EngineConfig:
+    """Numbers rounded to blocks of 8 or 4 bits while they are loaded."""
+    model = config.model_config
+    if stored:
+        raise ConfigError(
+            f"quantization={model.quantization!r} rounds unquantized checkpoints, but this one is stored as {stored}",
+            param="quantization",
+        )
+    if config.device_config.device != "cpu":
+        raise NotBuiltError(
+            f"quantization={model.quantization!r} is built for device=cpu only in this version", param="quantization"
+        )
+    if native.library() is None:
+        raise ConfigError(
+            f"quantization={model.quantization!r} needs the compiled CPU kernels: {native.why_not()}",
+            param="quantization",
+        )
+    return replace(config, **{"model_config.weight_form": ONLINE[str(model.quantization)]})
+
+
 def choose_dtype(asked: Asked, config: EngineConfig) -> EngineConfig:
     """auto: what the checkpoint was saved in, where the device computes it well."""
     model = config.model_config
@@ -210,14 +234,13 @@ def choose_dtype(asked: Asked, config: EngineConfig) -> EngineConfig:
     if model.dtype != "auto":
         if model.dtype == "float16" and not on_gpu:
             log.info("dtype: float16 as asked; CPUs compute it slowly, bfloat16 and float32 are faster")
+        if asked.get("quantization") == "gguf" and not on_gpu:
+            return replace(config, **{"model_config.weight_form": "stored"})
         return config
     if on_gpu:
         return replace(config, **{"model_config.dtype": _gpu_dtype(config)})
     if model.path.endswith(".gguf"):
-        native = cpu_multiplies_bfloat16()
-        dtype = "bfloat16" if native else "float32"
-        log.info("dtype: %s (GGUF; this CPU %s bfloat16)", dtype, "multiplies" if native else "does not multiply")
-        return replace(config, **{"model_config.dtype": dtype})
+        return _gguf_on_cpu(config)
     saved = model.facts.dtype or stored_dtype(model.path) or "float32"
     dtype = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}.get(saved, "float32")
     if saved == "float16":
@@ -227,6 +250,22 @@ def choose_dtype(asked: Asked, config: EngineConfig) -> EngineConfig:
     else:
         log.debug("dtype: %s, as saved", dtype)
     return replace(config, **{"model_config.dtype": dtype})
+
+
+def _gguf_on_cpu(config: EngineConfig) -> EngineConfig:
+    """Blocks are multiplied as they are stored, between float32 activations; plain numbers as the CPU does it best."""
+    if native.library() is not None and holds_blocks(config.model_config.path):
+        log.info("dtype: float32, weights as the GGUF file stores them (dtype=float32 decodes them)")
+        return replace(config, **{"model_config.dtype": "float32", "model_config.weight_form": "stored"})
+    has_units = cpu_multiplies_bfloat16()
+    dtype = "bfloat16" if has_units else "float32"
+    log.info("dtype: %s (GGUF; this CPU %s bfloat16)", dtype, "multiplies" if has_units else "does not multiply")
+    return replace(config, **{"model_config.dtype": dtype})
+
+
+def holds_blocks(path: str) -> bool:
+    """Whether some tensor of a GGUF file is quantized."""
+    return any(tensor.type_id not in _PLAIN_GGUF for tensor in shared(path).tensors.values())
 
 
 def _gpu_dtype(config: EngineConfig) -> str:

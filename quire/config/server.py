@@ -13,7 +13,7 @@ from quire.config.table import Flat, refuse_unbuilt
 from quire.schema.errors import ConfigError
 
 GROUP = "Frontend"  # the heading in --help, as vLLM calls it
-_TOOLS = "tool calls are not parsed in this version"
+_TOOLS = "no tool runs in the server in this version"
 _REPLICAS = "one engine serves in this version"
 _MEDIA = "this version takes text only"
 
@@ -127,10 +127,12 @@ class ServerConfig(Group):
     )
     default_chat_template_kwargs: dict[str, Any] | None = option(None, "Variables every chat template gets.")
     response_role: str = option("assistant", "Role of answers when a generation prompt is added.")
-    enable_auto_tool_choice: bool = option(False, "The model may decide to call tools.", LATER, why=_TOOLS)
+    enable_auto_tool_choice: bool = option(
+        False, "Find the calls in answers to requests with tools; needs tool_call_parser."
+    )
     exclude_tools_when_tool_choice_none: bool = option(False, "tool_choice none hides tools from the template.")
-    tool_call_parser: str | None = option(None, "How tool calls are written by the model.", LATER, why=_TOOLS)
-    tool_parser_plugin: str = option("", "File with further tool parsers.", LATER, why=_TOOLS)
+    tool_call_parser: str | None = option(None, "How the model writes tool calls: a family's name.")
+    tool_parser_plugin: str = option("", "Python file that registers further tool parsers.")
     tool_server: str | None = option(None, "Where built-in tools run.", LATER, why=_TOOLS)
     tool_strict_level: Literal["auto", "function", "parameter"] = option("auto", "How strict tools are.", LATER)
     trust_request_mm_kwargs: bool = option(False, "Media options from requests.", LATER, why=_MEDIA)
@@ -212,6 +214,9 @@ def server_config(**asked: Any) -> ServerConfig:
 
 
 def _check(options: ServerConfig) -> None:
+    if options.enable_auto_tool_choice and not options.tool_call_parser:
+        raise ConfigError("enable_auto_tool_choice needs tool_call_parser, the way the model writes calls",
+                          param="tool_call_parser")  # fmt: skip
     if options.enable_log_outputs and not options.enable_log_requests:
         raise ConfigError("enable_log_outputs needs enable_log_requests", param="enable_log_outputs")
     if (options.fingerprint_mode == "custom") != (options.fingerprint_value is not None):
@@ -228,6 +233,12 @@ def _check(options: ServerConfig) -> None:
         raise ConfigError(
             f"api_server_count={options.api_server_count} needs an engine process of its own; "
             "disable_frontend_multiprocessing forbids it",
+            param="api_server_count",
+        )
+    if options.api_server_count > 1 and env.ENABLE_RESPONSES_API_STORE.get():
+        raise ConfigError(
+            f"ENABLE_RESPONSES_API_STORE keeps responses in one process, and api_server_count is "
+            f"{options.api_server_count}: the process that is asked for one may not be the one that has it",
             param="api_server_count",
         )
     if options.allow_credentials and "*" in options.allowed_origins:

@@ -234,7 +234,7 @@ class InProcessClient:
             self._inbox.put(Stop())
             self._thread.join()
         if not died:
-            loop.executor.shutdown()
+            loop.close()
         self._calls.fail(self.dead)
 
     def show_stacks(self) -> None:
@@ -269,7 +269,7 @@ class InProcessClient:
         self.dead = EngineDeadError(f"{type(failed).__name__}: {failed}")
         if self._loop is not None:
             try:
-                self._loop.executor.shutdown()
+                self._loop.close()
             except Exception as further:  # a broken worker may not even end well; the first failure is the reason
                 log.error("Its worker could not be shut down", exc_info=further)
         return self.dead

@@ -25,11 +25,13 @@ from quire.schema.prompt import Prompt
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
+    from quire.schema.grammar import GrammarSpec
     from quire.text.tokenizer import Tokenizer
 
 _SEEDS = 1 << 64
 _MOST_ANSWERS = 16384
 LOAD_PROCESSORS, CHECK_PARAMS = "quire.sampling.processors:load_classes", "quire.sampling.processors:check_params"
+MAKE_SPEC = "quire.grammar.request:make_spec"
 PROCESSOR_GROUPS = ("quire.logits_processors", "vllm.logits_processors")
 _TOKENIZING = ("add_special_tokens", "truncate_prompt_tokens", "truncation", "max_length", "truncation_side")
 
@@ -67,6 +69,7 @@ class InputProcessor:
         self.max_model_len = ready.max_model_len
         self.vocab_size = ready.vocab_size
         self._model = config.model_config
+        self._structured = config.structured_outputs_config
         self._by_priority = config.scheduler_config.policy == "priority"
         self._num_ranks = config.parallel_config.data_parallel_size
         self._mark = (
@@ -104,6 +107,7 @@ class InputProcessor:
         self._check_prompt(token_ids)
         max_tokens = self._max_tokens(params, len(token_ids))
         self._check_params(params, options)
+        grammar = self._grammar(params)
         arrival = time.time() if options.arrival is None else options.arrival
         seed = params.seed if params.seed is not None else options.seed
         seed = self.draw_seed() if seed is None else seed
@@ -126,6 +130,7 @@ class InputProcessor:
                 cache_salt=prompt.cache_salt,
                 parent_id=None if params.n == 1 else request_id,
                 trace_headers=dict(options.trace_headers or {}),
+                grammar=grammar,
             )
             for index in range(params.n)
         )
@@ -153,7 +158,7 @@ class InputProcessor:
 
     def _keep(self, params: SamplingParams, kwargs: Mapping[str, Any]) -> int | None:
         """How many of the last prompt tokens stay; None: all."""
-        if unknown := set(kwargs) - set(_TOKENIZING):
+        if kwargs and (unknown := set(kwargs) - set(_TOKENIZING)):
             raise InputError(
                 f"tokenization_kwargs has {sorted(map(str, unknown))}; known are {', '.join(_TOKENIZING)}",
                 param="tokenization_kwargs",
@@ -236,6 +241,17 @@ class InputProcessor:
         if self._processors:
             registry.load(CHECK_PARAMS)(self._processors, params)
 
+    def _grammar(self, params: SamplingParams) -> GrammarSpec | None:
+        given = params.structured_outputs
+        if given is None:
+            return None
+        if self.tokenizer is None:
+            raise InputError(
+                "structured_outputs need a tokenizer, and skip_tokenizer_init=True", param="structured_outputs"
+            )
+        spec: GrammarSpec = registry.load(MAKE_SPEC)(given, self._structured)
+        return spec
+
     def _check_logprobs(self, name: str, asked: int) -> None:
         limit = self._model.max_logprobs
         limit = self.vocab_size if limit == -1 else limit
@@ -289,12 +305,11 @@ def default_params(config: EngineConfig) -> SamplingParams:
 
 
 def _refuse_unbuilt(prompt: Prompt, params: SamplingParams, options: Options) -> None:
-    unbuilt = {
+    unbuilt: dict[str, Any] = {
         "prompt_embeds": prompt.embeds,
         "multi_modal_data": prompt.media,
         "multi_modal_uuids": prompt.media_uuids,
         "mm_processor_kwargs": prompt.media_options,
-        "structured_outputs": params.structured_outputs,
         "thinking_token_budget": params.thinking_token_budget,
         "lora_request": options.lora_request,
     }

@@ -33,19 +33,30 @@ from quire.schema.messages import (
     ToEngine,
 )
 from quire.schema.stats import CacheStats, StepStats
-from quire.schema.step import StepPlan
+from quire.schema.step import Mask, StepPlan
 
 if TYPE_CHECKING:
+    from quire.grammar.masks import Masks
     from quire.sched.scheduler import Scheduler
 
+_COMPILE_WAIT = 0.002  # seconds; requests that come in meanwhile are looked at after it
 _STALL_LIMIT = 1000  # turns in a row that could have made progress and did not
 
 
 class EngineLoop:
-    def __init__(self, executor: Executor, scheduler: Scheduler, *, ahead: int = 0, pulse: Pulse | None = None) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        *,
+        ahead: int = 0,
+        pulse: Pulse | None = None,
+        masks: Masks | None = None,
+    ) -> None:
         self.executor = executor
         self.scheduler = scheduler
         self.ahead = ahead
+        self.masks = masks  # None: no request may have a grammar
         self.paused = False
         self.pulse = pulse or Pulse()
         self._flying: deque[tuple[StepPlan, PendingResult]] = deque()
@@ -77,10 +88,26 @@ class EngineLoop:
                 self._hold(request)
                 return
             self.scheduler.add(request)
+            self._live.add(request.request_id)
         except QuireError as refused:
             self._news.append(failed_output(request.request_id, refused))
         else:
-            self._live.add(request.request_id)
+            if request.grammar is not None:
+                self._constrain(request)
+
+    def _constrain(self, request: EngineRequest) -> None:
+        """It waits in the queue until its grammar is compiled."""
+        if self.masks is None:
+            raise RuntimeError(f"request {request.request_id!r} has a grammar, and this loop was made without masks")
+        try:
+            if not self.masks.add(request):
+                self.scheduler.hold(request.request_id)
+        except QuireError as refused:
+            self._fail(request.request_id, refused)
+
+    def _fail(self, request_id: str, error: QuireError) -> None:
+        outputs = self.scheduler.fail(request_id, str(error))
+        self._tell([msgspec.structs.replace(output, error_kind=kind_of(error)) for output in outputs])
 
     def _hold(self, request: EngineRequest) -> None:
         tokens = sum(len(held.prompt_token_ids) for held in self._held.values())
@@ -125,6 +152,8 @@ class EngineLoop:
     def step(self) -> list[EngineOutput]:
         """One turn; returns the news since the last one."""
         began = now()
+        if self.masks is not None and self.masks.compiling:
+            self._take_compiled()
         plan = self.scheduler.plan()
         self._plan_seconds = now() - began
         had_work = bool(plan.grants or self._flying)
@@ -134,7 +163,7 @@ class EngineLoop:
             self.executor.forward(plan)  # returns at once where the device works by itself
         self.settle(self.ahead - 1 if plan.grants else 0)  # commit old steps while it does
         if plan.grants:
-            self._flying.append((plan, self.executor.sample(None)))
+            self._flying.append((plan, self.executor.sample(self._mask(plan))))
         self.settle(self.ahead)
         self._check(had_work)
         self._answer_waiting()
@@ -150,7 +179,10 @@ class EngineLoop:
             began = now()
             if self.charge is not None:
                 self.charge.ended(plan, result.forward_seconds)
-            self._tell(self.scheduler.commit(plan, result))
+            outputs = self.scheduler.commit(plan, result)
+            if self.masks is not None:
+                self.masks.advance(outputs)
+            self._tell(outputs)
             stats = self.scheduler.stats(
                 plan_seconds=self._plan_seconds, forward_seconds=result.forward_seconds, commit_seconds=now() - began
             )
@@ -172,6 +204,37 @@ class EngineLoop:
         for output in outputs:
             if output.finish_reason is not None:
                 self._live.discard(output.request_id)
+                if self.masks is not None:
+                    self.masks.drop(output.request_id)
+                    self.scheduler.free(output.request_id)
+
+    def _mask(self, plan: StepPlan) -> Mask | None:
+        """The grammars' rows for a step that was started; what came before it is committed."""
+        if self.masks is None:
+            return None
+        mask, lost = self.masks.mask(plan)
+        for one in lost:  # the step's token for it is thrown away
+            if one.error is None:
+                self._tell(self.scheduler.abort([one.request_id], FinishReason.STOP))
+            else:
+                self._tell(self.scheduler.fail(one.request_id, one.error))
+        return mask
+
+    def _take_compiled(self) -> None:
+        assert self.masks is not None
+        if not self._flying and not self._news and self.scheduler.num_running == 0:
+            self.masks.wait(_COMPILE_WAIT)  # rather than turn in vain
+            self._stalled = 0
+        for request_id, refused in self.masks.poll():
+            self.scheduler.free(request_id)
+            if refused is not None:
+                self._fail(request_id, refused)
+
+    def close(self) -> None:
+        """The workers and whatever compiles end."""
+        if self.masks is not None:
+            self.masks.close()
+        self.executor.shutdown()
 
     def _check(self, had_work: bool) -> None:
         """A scheduler that holds requests and never runs one is a fault, not a wait."""

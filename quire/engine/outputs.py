@@ -207,7 +207,9 @@ class _Answer:
         if tokenizer is not None and params.detokenize:
             self._detokenizer = registry.load(DETOKENIZER)(tokenizer, request.prompt_token_ids, params)
         self._watched = bool(params.stop) and self._detokenizer is not None  # each token may end the text
+        self._only_deltas = params.output_kind is RequestOutputKind.DELTA and not self._watched
         self._num_fed = 0
+        self._has_stop_token = False  # its last token is one that ended it, and no part of the text
 
     def take(self, output: EngineOutput) -> bool:
         """Grow by an engine's news. True: the answer ended here, and the engine must be told."""
@@ -225,6 +227,7 @@ class _Answer:
             return reason is None
         if reason is not None:
             self.finish_reason, self.stop_reason = reason, output.stop_reason
+            self._has_stop_token = reason is FinishReason.STOP and bool(output.new_token_ids)
         return False
 
     def _watch(self, new_ids: Sequence[int], stop_terminated: bool) -> int:
@@ -241,9 +244,13 @@ class _Answer:
         """Unwatched text is made when it is shown, all at once."""
         if self._detokenizer is None:
             return ""
+        if self._only_deltas:
+            new_ids, self._num_fed = self.token_ids[self._num_fed :], len(self.token_ids)
+            stopped, finished = self._has_stop_token, self.finish_reason is not None
+            return self._detokenizer.next_delta(new_ids, stop_terminated=stopped, finished=finished)
         if not self._watched and self._num_fed < len(self.token_ids):
             new_ids = self.token_ids[self._num_fed :]
-            self._detokenizer.feed(new_ids, stop_terminated=self.finish_reason is FinishReason.STOP)
+            self._detokenizer.feed(new_ids, stop_terminated=self._has_stop_token)
             self._num_fed = len(self.token_ids)
         return self._detokenizer.take(self.finish_reason is not None, delta)
 

@@ -27,6 +27,7 @@ from quire.config.logs import apply_logging
 from quire.engine.charge import Charge
 from quire.engine.control import kind_of, message_of, reply_with_error
 from quire.engine.loop import EngineLoop, failed_output
+from quire.engine.masking import make_masks
 from quire.engine.pulse import Pulse
 from quire.engine.route import OWNER, Routes
 from quire.executor.base import Executor, make_executor
@@ -109,7 +110,8 @@ def start_engine(config: EngineConfig, pulse: Pulse | None = None) -> Started:
         pid=os.getpid(),
     )
     log.info("Engine ready in %.1f s (%s): %d KV blocks", seconds["total"], _told(phases), layout.num_blocks)
-    loop = EngineLoop(executor, scheduler, ahead=ahead, pulse=pulse)
+    masks = make_masks(config, info.vocab_size)
+    loop = EngineLoop(executor, scheduler, ahead=ahead, pulse=pulse, masks=masks)
     if config.observability_config.collect_detailed_traces:
         loop.charge = Charge(scheduler.requests)
     return Started(loop, ready)
@@ -213,7 +215,7 @@ def _serve(started: Started, post: _Post) -> None:
     receiver = _Receiver(started.ready, post, inbox)
     threading.Thread(target=receiver.run, name="engine inbox", daemon=True).start()
     started.loop.run(inbox, post.emit)
-    started.loop.executor.shutdown()
+    started.loop.close()
 
 
 class _Receiver:

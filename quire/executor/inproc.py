@@ -16,7 +16,7 @@ from quire.schema.step import Mask, StepPlan
 if TYPE_CHECKING:
     from quire.config import EngineConfig
 
-WORKER = "quire.worker.main:build_worker"
+WORKER = "quire.worker.early:build_worker"
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
+from quire.ops.packed import Matrix
 from quire.quant.scheme import Slot, Storage
 
 
 class Linear(nn.Module):
     weight: nn.Parameter  # plain schemes only
     bias: nn.Parameter | None
+    matrix: Matrix | None  # packed schemes only; None while some part is plain
 
     def __init__(
         self,

@@ -15,9 +15,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
-from quire.quant.scheme import Slot
+from quire.quant.scheme import Slot, StoredRows, TakesBlocks
 from quire.schema.errors import CheckpointError
 
 JUNK = (r"rotary_emb\.inv_freq$", r"\.rotary_emb\.(cos|sin)_cached$", r"\.att(?:n|ention)\.(masked_)?bias$")
@@ -64,13 +65,13 @@ class WeightTable:
         """Known to be in checkpoints and of no use: need not even be read."""
         return self._ignore.search(self.canonical(name)) is not None or self._ignore.search(name) is not None
 
-    def load(self, name: str, tensor: Tensor) -> bool:
+    def load(self, name: str, given: Tensor | StoredRows) -> bool:
         """Put one checkpoint tensor in its place. False: no such place (an unexpected name)."""
         canonical = self.canonical(name)
         slot = self._slots.get(canonical)
         if slot is None:
             return self.ignores(name)
-        tensor = self._arrange(canonical, tensor)
+        tensor = self._arranged(canonical, given, slot)
         if tensor.shape != slot.target.shape:
             raise CheckpointError(
                 f"tensor {name!r} has shape {list(tensor.shape)} in the checkpoint, but the model's config asks for "
@@ -78,10 +79,19 @@ class WeightTable:
                 param=name,
                 value=list(tensor.shape),
             )
-        slot.target.copy_(tensor)
+        slot.target.copy_(tensor)  # type: ignore[arg-type]
         for filled in slot.fills or (canonical,):
             self._missing.pop(filled, None)
         return True
+
+    def _arranged(self, canonical: str, given: Tensor | StoredRows, slot: Slot) -> Tensor | StoredRows:
+        """Blocks stay as they are where the place takes them and the layout asks for no change."""
+        if isinstance(given, StoredRows):
+            probe = torch.empty(given.shape, device="meta")
+            if isinstance(slot.target, TakesBlocks) and self._arrange(canonical, probe) is probe:
+                return given
+            given = given.numbers()
+        return self._arrange(canonical, given)
 
     def missing(self) -> list[str]:
         """Canonical names of places nothing was loaded into yet."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from quire.base.registry import load
 from quire.loader.gguf_file import GGUFWeights
 from quire.loader.safetensors_file import SafetensorsFile
+from quire.quant.scheme import StoredRows
 from quire.schema.errors import CheckpointError, NotBuiltError
 
 FORMATS = ("auto", "safetensors", "pt", "gguf")
@@ -49,7 +50,7 @@ class WeightFiles(NamedTuple):
         return sum(os.path.getsize(path) for path in self.paths)
 
 
-Named = Iterable[tuple[str, Tensor]]
+Named = Iterable[tuple[str, Tensor | StoredRows]]
 
 
 class Piece(NamedTuple):
@@ -93,13 +94,15 @@ def read_weights(
     device: torch.device | str = "cpu",
     strategy: str | None = None,
     map_location: str | dict[str, str] = "cpu",
+    keeps: Callable[[int], bool] = lambda type_id: False,
 ) -> Iterator[Piece]:
-    """Every tensor once. `dtype` and `device` are what decoding aims at; plain numbers come as they are stored."""
+    """Every tensor once. `dtype` and `device` are what decoding aims at; plain numbers come as they are stored.
+    `keeps`: types of GGUF blocks that are wanted as StoredRows."""
     if strategy not in (None, "lazy", "eager"):
         raise NotBuiltError(f"safetensors_load_strategy {strategy!r} is not supported; lazy and eager are")
     for path in found.paths:
         if found.kind == "gguf":
-            yield from _read_gguf(path, dtype, device)
+            yield from _read_gguf(path, dtype, device, keeps)
         elif found.kind == "pt":
             yield from _read_torch(path, map_location, found.owners)
         else:
@@ -183,11 +186,13 @@ def _read_safetensors(path: str, eager: bool, owners: Mapping[str, str]) -> Iter
             yield Piece(entry.num_bytes, partial(file.read, entry))
 
 
-def _read_gguf(path: str, dtype: torch.dtype, device: torch.device | str) -> Iterator[Piece]:
+def _read_gguf(
+    path: str, dtype: torch.dtype, device: torch.device | str, keeps: Callable[[int], bool]
+) -> Iterator[Piece]:
     weights = GGUFWeights(path)
     for recipe in weights.recipes:
         weights.expect(recipe)
-        yield Piece(weights.num_bytes(recipe), partial(weights.read, recipe, dtype, device))
+        yield Piece(weights.num_bytes(recipe), partial(weights.read, recipe, dtype, device, keeps))
 
 
 def _read_torch(path: str, map_location: str | dict[str, str], owners: Mapping[str, str]) -> Iterator[Piece]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from quire.base.gguf import GGUFError, GGUFFile, shared
 from quire.loader.gguf_names import Recipe, recipes
 from quire.loader.gguf_types import dequantize, num_bytes
 from quire.loader.raw import as_bytes, cut
+from quire.quant.scheme import StoredRows
 from quire.schema.errors import CheckpointError
 
 _PIECE = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -69,10 +70,20 @@ class GGUFWeights:
             file = self._where[name]
             file.file.expect(file.tensors[name].offset, self._sizes[name])
 
-    def read(self, recipe: Recipe, dtype: torch.dtype, device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
+    def read(
+        self,
+        recipe: Recipe,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        keeps: Callable[[int], bool] = lambda type_id: False,  # whose blocks are wanted as they are
+    ) -> Iterator[tuple[str, Tensor | StoredRows]]:
         """What the recipe makes; its pages are given back once all of it was taken."""
+        info = self._where[recipe.sources[0]].tensors[recipe.sources[0]]
         try:
-            yield from recipe.make(*(self._value(name, dtype, device) for name in recipe.sources))
+            if recipe.by_rows and len(info.shape) == 2 and keeps(info.type_id):
+                yield from self._stored(recipe, dtype)
+            else:
+                yield from recipe.make(*(self._value(name, dtype, device) for name in recipe.sources))
         except (RuntimeError, LookupError) as wrong:  # sizes that the recipe's arithmetic cannot take
             shapes = ", ".join(f"{name!r} {list(self._where[name].tensors[name].shape)}" for name in recipe.sources)
             reason = str(wrong).partition("\n")[0]
@@ -80,6 +91,17 @@ class GGUFWeights:
         for name in recipe.sources:
             file = self._where[name]
             file.file.forget(file.tensors[name].offset, self._sizes[name])
+
+    def _stored(self, recipe: Recipe, dtype: torch.dtype) -> Iterator[tuple[str, StoredRows]]:
+        """A recipe of one tensor, worked on its rows of bytes."""
+        (name,) = recipe.sources
+        info, (rows, width) = self._where[name].tensors[name], self._where[name].tensors[name].shape
+
+        def decode(raw: Tensor) -> Tensor:
+            return dequantize(raw.reshape(-1), info.type_id, (raw.shape[0], width), dtype, name)
+
+        for made, raw in recipe.make(self._raw(name).view(rows, -1)):
+            yield made, StoredRows(raw, info.type_id, width, decode)
 
     def _size(self, name: str) -> int:
         file = self._where[name]
@@ -93,7 +115,9 @@ class GGUFWeights:
         return size
 
     def _value(self, name: str, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        file = self._where[name]
-        info, size = file.tensors[name], self._sizes[name]
-        raw = cut(self._whole[file.path], info.offset, size, torch.uint8, (size,))
-        return dequantize(raw.to(device), info.type_id, info.shape, dtype, name)
+        info = self._where[name].tensors[name]
+        return dequantize(self._raw(name).to(device), info.type_id, info.shape, dtype, name)
+
+    def _raw(self, name: str) -> Tensor:
+        file, size = self._where[name], self._sizes[name]
+        return cut(self._whole[file.path], file.tensors[name].offset, size, torch.uint8, (size,))

@@ -25,6 +25,7 @@ Pieces = Iterable[tuple[str, Tensor]]
 class Recipe(NamedTuple):
     sources: tuple[str, ...]  # tensors in the file
     make: Callable[..., Pieces]  # their values -> named checkpoint tensors
+    by_rows: bool = False  # it only names, splits or reorders whole rows, so it works on rows of bytes too
 
 
 class Place(NamedTuple):
@@ -131,7 +132,8 @@ def _mlp_name(part: str, e: int) -> str:
 
 def named(to: str, change: Change | None = None) -> Rule:
     def rule(here: Place) -> Recipe:
-        return Recipe((here.source,), lambda t: [(here.hf(to), t if change is None else change(here, t))])
+        by_rows = change is None or change in (unpair_q, unpair_k, qkv_per_head, qkv_per_group)
+        return Recipe((here.source,), lambda t: [(here.hf(to), t if change is None else change(here, t))], by_rows)
 
     return rule
 
@@ -151,7 +153,7 @@ def split_qkv(change_q: Change | None = None, change_k: Change | None = None) ->
         yield here.hf("self_attn.k_proj"), change_k(here, k) if change_k else k
         yield here.hf("self_attn.v_proj"), v
 
-    return lambda here: Recipe((here.source,), lambda t: make(here, t))
+    return lambda here: Recipe((here.source,), lambda t: make(here, t), by_rows=True)
 
 
 def experts(part: str, name: Callable[[str, int], str]) -> Rule:

@@ -29,10 +29,15 @@ from quire.config.memory import LoadConfig
 from quire.loader.files import Piece, find_weights, read_weights, some
 from quire.loader.to_device import Sender
 from quire.models.build import Model, build_model
+from quire.ops.packed import kind_of
+from quire.quant.arena import Arena
+from quire.quant.packed import Schemes
+from quire.quant.scheme import Storage, StoredRows
 from quire.schema.errors import CheckpointError, ConfigError
 
 _log = logger(__name__)
 DUMMY_STD = 0.02
+_Q8_0 = 8  # a GGUF type that every build of the kernels packs
 _DUMMY_VALUES = 1_048_573  # a prime, so that rows of a matrix do not repeat
 
 
@@ -58,7 +63,30 @@ def make_model(config: EngineConfig, device: torch.device | str) -> Model:
     """Without its weights: what the parameters hold is undefined."""
     about = config.model_config
     dtype = getattr(torch, about.dtype)
-    return build_model(about.hf_config, dtype=dtype, device=device, max_model_len=about.max_model_len)
+    return build_model(
+        about.hf_config,
+        dtype=dtype,
+        device=device,
+        max_model_len=about.max_model_len,
+        storage=storage_for(config, torch.device(device)),
+    )
+
+
+def storage_for(config: EngineConfig, device: torch.device) -> Storage:
+    """Packed where the configuration asks for it and kernels are there; else plain."""
+    form, dtype = config.model_config.weight_form, getattr(torch, config.model_config.dtype)
+    if form == "plain" or config.load_config.load_format == "dummy" or device.type != "cpu":
+        return Storage.plain(dtype, device)
+    if kind_of.on(device)(_Q8_0) is None:  # no kernels
+        if form != "stored":
+            raise ConfigError(
+                f"quantization={config.model_config.quantization!r} needs the compiled CPU kernels, which are not "
+                "there: see the warning above",
+                param="quantization",
+            )
+        return Storage.plain(dtype, device)
+    arena = Arena(device)
+    return Storage(dtype, arena, Schemes(dtype, arena, {"stored": None, "int8": "Q8Z", "int4": "Q4M"}[form]))
 
 
 @torch.no_grad()
@@ -76,12 +104,13 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
         device=first.device,
         strategy=how.safetensors_load_strategy,
         map_location=how.pt_load_map_location,
+        keeps=_keeps if about.weight_form == "stored" else lambda type_id: False,
     )
     table = model.table()
     sender = Sender(first.device)
 
-    def take(name: str, tensor: Tensor) -> bool:
-        return table.load(name, sender.send(tensor))
+    def take(name: str, tensor: Tensor | StoredRows) -> bool:
+        return table.load(name, tensor if isinstance(tensor, StoredRows) else sender.send(tensor))
 
     with _progress(found.num_bytes, how) as advance:
         try:
@@ -95,7 +124,13 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
     return found.num_bytes
 
 
-def stream(pieces: Iterable[Piece], take: Callable[[str, Tensor], bool], advance: Callable[[int], object]) -> list[str]:
+def _keeps(type_id: int) -> bool:
+    return kind_of.on("cpu")(type_id) is not None
+
+
+def stream(
+    pieces: Iterable[Piece], take: Callable[[str, Tensor | StoredRows], bool], advance: Callable[[int], object]
+) -> list[str]:
     """Read, decode and place pieces on all threads at once; returns the names that were not taken.
 
     Each thread works through a piece alone: sharing every small operation among threads instead would cost more in

@@ -28,6 +28,7 @@ from quire.layers.ssm import DeltaKind, DeltaNet, Mamba, Mamba2, Mamba2Kind, Mam
 from quire.layers.table import WeightTable
 from quire.models.arch import Arch, Layer
 from quire.models.layout import arrange_for
+from quire.models.whole import Whole
 from quire.ops.few import NormRule, few_rows, linear_add, norm_linear
 from quire.quant.scheme import Storage
 from quire.schema.errors import CheckpointError, ConfigError
@@ -60,10 +61,13 @@ class Block(nn.Module):
         self.before_mlp, self.after_mlp = norms[2] or NoNorm(), norms[3]
         self.scale = arch.residual_scale
         self.few = Few.of(self, arch, storage)
+        self.whole = Whole.of(self, arch, storage)
 
     def forward(self, x: Tensor, delta: Tensor | None, batch: Batch, turn: Turn | None) -> tuple[Tensor, Tensor | None]:
         if self.few is not None and delta is None and x.shape[0] <= self.few.rows:
             return self.few(x, batch, turn), None
+        if self.whole is not None and (done := self.whole(x, delta, batch, turn)) is not None:
+            return done
         h, x = self.before_attn.add(x, delta)
         h = self.attn(h, batch, turn)
         if self.after_attn is not None:
@@ -292,7 +296,7 @@ class Decoder(nn.Module):
     def finish_weights(self) -> None:
         """To be called once parameters are filled through the table."""
         for module in self.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Linear | Embedding | Head):
                 module.finish()
 
     def kv_layers(self) -> list[KVLayer]:

@@ -7,7 +7,8 @@ no other form than the compiled one: without kernels nobody packs. Must not know
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,13 +30,29 @@ class Form(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Of 16 columns times 32 inputs."""
-        return 32 * (1 + (self.added or self.halves)) + {4: 0, 5: 64, 6: 128, 8: 0}[self.bits] + (512 if self.bits == 8 else 256)
+        return (
+            32 * (1 + (self.added or self.halves))
+            + {4: 0, 5: 64, 6: 128, 8: 0}[self.bits]
+            + (512 if self.bits == 8 else 256)
+        )
 
 
 FORMS = {
     "Q4M": Form(4, added=True), "Q4Z": Form(4, 8), "Q5M": Form(5, added=True), "Q5Z": Form(5, 16),
     "Q6Z": Form(6, 32, halves=True), "Q8Z": Form(8),
 }  # fmt: skip
+
+
+@dataclass
+class Matrix:
+    """Packed parts one under another, as one product takes them. `handle` belongs to the form that multiplies."""
+
+    parts: tuple[Packed, ...]
+    handle: Any = None
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
 
 
 class Packed(NamedTuple):
@@ -85,10 +102,28 @@ def _quads(raw: Tensor, form: Form) -> Tensor:
 
 
 @op
-def packed_linear(x: Tensor, parts: tuple[Packed, ...], bias: Tensor | None = None) -> Tensor:
-    """x @ [all parts' rows].T + bias. Compiled forms round x to 8 bits, 32 numbers at a time, before they multiply."""
-    weight = torch.cat([unpack.reference(part) for part in parts])
+def packed_linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
+    """x @ matrix.T + bias. Compiled forms round x to 8 bits, 32 numbers at a time, before they multiply."""
+    weight = torch.cat([unpack.reference(part) for part in matrix.parts])
     return F.linear(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
+
+
+@op
+def kind_of(type_id: int) -> str | None:
+    """The kind that blocks of a GGUF type become; None: they cannot be packed, which without kernels holds for all."""
+    return None
+
+
+@op
+def pack(raw: Tensor, type_id: int, rows: int, width: int) -> Packed:
+    """Stored blocks, uint8 in the order of the file, without a loss but that of scales rounded to float16."""
+    raise NotImplementedError("packing is compiled code only")
+
+
+@op
+def pack_numbers(numbers: Tensor, kind: str) -> Packed:
+    """Plain numbers [rows, width], rounded to the nearest that Q8Z or Q4M can hold."""
+    raise NotImplementedError("packing is compiled code only")
 
 
 @op

@@ -43,8 +43,12 @@ def bias_(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
 
 def unpack_mask(words: Tensor, vocab_size: int) -> Tensor:
     """int32 [n, words] bit masks, lowest bit first -> bool [n, V]. Ids past the mask are not allowed."""
-    bits = (words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
-    flat = bits.flatten(1).bool()
+    if words.device.type == "cpu":
+        octets = words.contiguous().numpy().view(np.uint8)
+        flat = torch.from_numpy(np.unpackbits(octets, axis=1, bitorder="little").view(np.bool_))
+    else:
+        bits = (words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
+        flat = bits.flatten(1).bool()
     if flat.shape[1] >= vocab_size:
         return flat[:, :vocab_size]
     return torch.nn.functional.pad(flat, (0, vocab_size - flat.shape[1]), value=False)

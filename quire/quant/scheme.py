@@ -13,10 +13,36 @@ from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.ops.linear import linear
 from quire.quant.arena import Arena
+
+
+class StoredRows(NamedTuple):
+    """A checkpoint matrix [rows, width] as the bytes of its blocks, not decoded yet."""
+
+    raw: Tensor  # uint8 [rows, bytes of a row]
+    type_id: int  # of GGUF files
+    width: int
+    decode: Callable[[Tensor], Tensor]  # raw -> numbers
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.raw.shape[0], self.width
+
+    def numbers(self) -> Tensor:
+        return self.decode(self.raw)
+
+
+class TakesBlocks:
+    """A place that is no tensor: it has a shape and `copy_`, which takes numbers or StoredRows."""
+
+    shape: tuple[int, ...]
+
+    def copy_(self, given: Tensor | StoredRows) -> None:
+        raise NotImplementedError
 
 
 class Slot(NamedTuple):
@@ -46,6 +72,10 @@ class WeightScheme(Protocol):
         """x [T, in] -> [T, out]; the layer is the one given to create."""
         ...
 
+    def rows(self, layer: Any, index: Tensor) -> Tensor:
+        """Rows of the matrix, as an embedding reads them: [*index, in]."""
+        ...
+
 
 class Plain:
     """Numbers as they are: weight [out, in] and bias [out] in the model's dtype."""
@@ -72,6 +102,9 @@ class Plain:
 
     def apply(self, layer: Any, x: Tensor) -> Tensor:
         return self._linear(x, layer.weight, layer.bias)
+
+    def rows(self, layer: Any, index: Tensor) -> Tensor:
+        return F.embedding(index, layer.weight)
 
 
 def new_parameter(shape: tuple[int, ...], dtype: torch.dtype, arena: Arena) -> nn.Parameter:

@@ -25,6 +25,10 @@ class Gate:
         """Nobody may join any more, whatever it asks: saves looking for its prefix."""
         return False
 
+    def bars(self, request: Request) -> bool:
+        """This one may not join yet, whatever it asks: it is passed by, and does not count as turned away."""
+        return False
+
     def singles(self) -> int:
         """How many one-token grants to running requests pass for certain, in any order, without asking each."""
         return NO_LIMIT
@@ -61,6 +65,16 @@ class Sequences(Gate):
     def take(self, request: Request, count: int) -> None:
         if not request.running:
             self.left -= 1
+
+
+class Compiling(Gate):
+    """A request whose grammar is still being compiled; others go past it, and it keeps its place."""
+
+    def __init__(self) -> None:
+        self.held: set[str] = set()
+
+    def bars(self, request: Request) -> bool:
+        return request.id in self.held
 
 
 class ChunkLimit(Gate):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.sched.gates import CLOSED, SKIP, make_gates
+from quire.sched.gates import CLOSED, SKIP, Compiling, make_gates
 from quire.sched.kv_cache import Hit, KVCache, Tables
 from quire.sched.order import Queue
 from quire.sched.request import Request
@@ -38,7 +38,8 @@ class OpenPlan:
 class Planner:
     def __init__(self, settings: SchedulerSettings, kv: KVCache, tally: Tally, clock: Callable[[], float]) -> None:
         self.kv, self.tally, self.clock = kv, tally, clock
-        self.gates = make_gates(settings)
+        self.compiling = Compiling()
+        self.gates = [self.compiling, *make_gates(settings)]
         self.waiting, self.running = Queue(), Queue()
         self.left: list[str] = []  # rows the next plan tells the worker to free
         self.reserves = settings.reserve_full_prompt
@@ -114,9 +115,12 @@ class Planner:
 
     def _admit_waiting(self, plan: OpenPlan, reserved: int) -> None:
         """In order, until one lacks blocks or a gate is shut; one that a gate turns away may be overtaken."""
-        waiting, kv, index = self.waiting.items, self.kv, 0
-        while index < min(len(waiting), MOST_SKIPPED) and not self._closed():
+        waiting, kv, index, barred = self.waiting.items, self.kv, 0, 0
+        while index < min(len(waiting), MOST_SKIPPED + barred) and not self._closed():
             request = waiting[index]
+            if self.compiling.held and self.compiling.bars(request):
+                index, barred = index + 1, barred + 1
+                continue
             hit = kv.match(request)
             request.planned = hit.length  # gates see where it would start
             count = self._ask(request, request.target - hit.length)

@@ -118,6 +118,18 @@ class Scheduler:
         found = [request for name in request_ids if (request := self.requests.get(name)) is not None]
         return [self._finish(request, Ending(reason)) for request in dict.fromkeys(found)]
 
+    def hold(self, request_id: str) -> None:
+        """Do not run it before `free`: its grammar is being compiled."""
+        self.planner.compiling.held.add(request_id)
+
+    def free(self, request_id: str) -> None:
+        self.planner.compiling.held.discard(request_id)
+
+    def fail(self, request_id: str, error: str) -> list[EngineOutput]:
+        """End it with an error of its own; unknown ids are ignored."""
+        request = self.requests.get(request_id)
+        return [] if request is None else [self._finish(request, Ending(FinishReason.ERROR), error=error)]
+
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget every cached prefix. Running requests hold blocks: either they start again, or this returns False."""
         if reset_running_requests:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from quire.schema.grammar import GrammarSpec
 from quire.schema.params import SamplingParams
 from quire.schema.stats import RequestTimes, StartPhase, StepStats
 from quire.schema.step import LogprobRows
@@ -38,6 +39,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     lora_name: str | None = None
     media_keys: tuple[tuple[int, int, str], ...] = ()  # (first position, length, content hash) of each media item
     trace_headers: dict[str, str] = {}
+    grammar: GrammarSpec | None = None  # params.structured_outputs, checked
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):

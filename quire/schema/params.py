@@ -36,26 +36,39 @@ class RequestOutputKind(enum.IntEnum):
 
 
 class StructuredOutputsParams(msgspec.Struct, kw_only=True):
-    """A constraint on the text. Exactly one of the constraint fields may be set."""
+    """A constraint on the text. Exactly one of the constraint fields may be set.
+
+    `json` is a JSON schema as text or mapping, or a pydantic model class.
+    """
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    structural_tag: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
         names = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+        schema: Any = self.json
+        if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
+            self.json = schema.model_json_schema()
+        if self.json_object is False:
+            self.json_object = None
         given = [n for n in names if getattr(self, n) is not None]
         if len(given) != 1:
             raise InputError(
                 f"structured_outputs takes exactly one of {', '.join(names)}; got {given or 'none'}",
                 param="structured_outputs",
             )
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InputError(f"{name} must be True or False, got {value!r}", param="structured_outputs")
+        if not isinstance(self.whitespace_pattern, str | None):
+            raise InputError("whitespace_pattern must be a string", param="structured_outputs")
 
 
 class RepetitionDetectionParams(msgspec.Struct, kw_only=True):
@@ -227,6 +240,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         if rule is not None and not isinstance(rule, RepetitionDetectionParams):
             raise InputError(
                 f"repetition_detection must be RepetitionDetectionParams, got {rule!r}", param="repetition_detection"
+            )
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise InputError(
+                f"structured_outputs must be StructuredOutputsParams, got {type(self.structured_outputs).__name__}",
+                param="structured_outputs",
             )
         if self.extra_args is not None and not isinstance(self.extra_args, dict):
             raise InputError(f"extra_args must be a dict, got {type(self.extra_args).__name__}", param="extra_args")

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 _TAG = "admin"
 _LONGEST_CALL_S = 3600.0
-_OWN_NAME = r"(?:(?:chat)?cmpl-)?{}(?:-[0-9a-f]{{9,}}(?:-\d+)?)?"  # how openai/params.py continues a client's id
+# how openai/params.py continues a client's id
+_OWN_NAME = r"(?:(?:chat)?cmpl-|resp_|msg_)?{}(?:-[0-9a-f]{{9,}}(?:-\d+)?)?"
 
 
 class Version(BaseModel):

@@ -6,8 +6,9 @@ In: a ServerState. Out: an ASGI app. The routes that generate come first, becaus
 from __future__ import annotations
 
 from quire import __version__
-from quire.server import admin, errors, metrics_route, middleware, tokens
-from quire.server.openai import models
+from quire.server import admin, errors, generate, metrics_route, middleware, render, tokens
+from quire.server.anthropic import messages
+from quire.server.openai import models, responses
 from quire.server.openai.chat import create_chat_completion
 from quire.server.openai.chat_protocol import ChatChunk, ChatRequest, ChatResponse
 from quire.server.openai.completions import create_completion
@@ -15,7 +16,7 @@ from quire.server.openai.protocol import CompletionChunk, CompletionRequest, Com
 from quire.server.route import App, add_route
 from quire.server.state import ServerState
 
-_ABOUT = "An OpenAI-compatible server. Fields beyond OpenAI's are those of vLLM."
+_ABOUT = "An OpenAI-compatible server that also speaks Anthropic's Messages API. Fields beyond theirs are vLLM's."
 
 
 def build_app(state: ServerState) -> App:
@@ -39,10 +40,15 @@ def build_app(state: ServerState) -> App:
         app, "/v1/chat/completions", create_chat_completion, ChatRequest, answer=ChatResponse,
         streams=ChatChunk, tag="generate",
     )  # fmt: skip
+    messages.add_routes(app)
+    responses.add_routes(app, state)
+    generate.add_routes(app)
+    render.add_routes(app)
     app.include_router(models.router)
     tokens.add_routes(app, state)
     admin.install(app, state)
     errors.install(app, log_stack=state.options.log_error_stack)
     middleware.install(app, state)
     metrics_route.install(app, state)
+    messages.install(app)
     return app

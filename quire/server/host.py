@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -84,6 +85,8 @@ def run(
     """
     state = ServerState.of(engine, options)
     host = Host(state, build_app(state), say, number)
+    gc.collect()
+    gc.freeze()  # what lives for ever need not be looked at while requests wait
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(host.serve(opened))

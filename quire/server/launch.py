@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 log = logger(__name__)
 RUN, TLS_SETTINGS = "quire.server.host:run", "quire.server.tls:settings"
+CHOOSE_PARSERS = "quire.server.state:choose_parsers"
 SUPERVISE = "quire.server.supervisor:supervise"
 
 
@@ -48,6 +49,8 @@ def serve(options: ServerConfig, config: EngineConfig, laps: Laps, begun: Begun 
     with _terminated():
         if options.tls:
             load(TLS_SETTINGS)(options)  # wrong files are named now
+        if options.tool_call_parser or config.structured_outputs_config.reasoning_parser:
+            load(CHOOSE_PARSERS)(config, options)  # and so are wrong parsers
         with listener(options) as (opened, url):
             say_start(config)
             if options.api_server_count > 1:

@@ -100,7 +100,7 @@ class Keys:
             return
         told = refusal(
             401,
-            "a key is needed: send 'Authorization: Bearer KEY' with one of the server's keys",
+            "a key is needed: send 'Authorization: Bearer KEY' (or 'x-api-key: KEY') with one of the server's keys",
             headers={"WWW-Authenticate": "Bearer"},
         )
         await told.send(send)
@@ -112,13 +112,21 @@ class Keys:
         return path in self._open or (self._narrow and not path.startswith(_GUARDED_BY_VLLM))
 
     def _matches(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, token = given.partition(b" ")
-        digest = sha256(token.strip()).digest()
+        found = False
+        for name, value in scope["headers"]:
+            if name == b"x-api-key":  # as Anthropic's clients send it
+                found |= self._is_key(value)
+            elif name == b"authorization":
+                scheme, _, token = value.partition(b" ")
+                found |= self._is_key(token) and scheme.lower() == b"bearer"
+        return found
+
+    def _is_key(self, given: bytes) -> bool:
+        digest = sha256(given.strip()).digest()
         found = False
         for key in self._keys:
             found |= hmac.compare_digest(digest, key)
-        return found and scheme.lower() == b"bearer"
+        return found
 
 
 class BodySize:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -22,7 +22,7 @@ from quire.base.log import logger
 from quire.llm.online import Flow
 from quire.schema.errors import DeadlineError, InputError
 from quire.server.body import read_body
-from quire.server.errors import ERROR_RESPONSES, ClientGoneError, ErrorResponse, refusal_of
+from quire.server.errors import ERROR_RESPONSES, ClientGoneError, refusal_of
 from quire.server.middleware import route_path
 from quire.server.state import ServerState
 
@@ -213,10 +213,11 @@ def add_route(
     streams: type[BaseModel] | None = None,
     tag: str,
     read: Reader | None = None,
-    request_example: Any = None,
+    errors: Mapping[int | str, dict[str, Any]] = ERROR_RESPONSES,
+    ends_with_done: bool = True,
 ) -> None:
     """POST `path`. `body` is the wire type (or a union, then `read` says which), `answer` the type of its 200,
-    `streams` that of a chunk, where it can stream."""
+    `streams` that of a chunk, where it can stream; `errors` what else it may answer."""
     reader = read or functools.partial(read_body, body)
 
     async def endpoint(body: Any) -> None:
@@ -227,10 +228,14 @@ def add_route(
     endpoint.__doc__ = handler.__doc__
     told: dict[str, Any] = {"model": answer, "description": "The answer."}
     if streams is not None:
-        told["description"] = "The answer; with `stream: true` its chunks as server-sent events, ended by [DONE]."
-        chunk = {"anyOf": [app.schema_of(streams), app.schema_of(ErrorResponse)]}
-        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": chunk}
-        event = {"type": "object", "properties": {"data": {"anyOf": [data, {"const": "[DONE]"}]}}, "required": ["data"]}
+        ended = ", ended by [DONE]" if ends_with_done else ""
+        told["description"] = f"The answer; with `stream: true` its chunks as server-sent events{ended}."
+        failed = app.schema_of(errors[400]["model"])
+        chunk = {"anyOf": [app.schema_of(streams), failed]}
+        data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": chunk}
+        if ends_with_done:
+            data = {"anyOf": [data, {"const": "[DONE]"}]}
+        event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
         told["content"] = {"text/event-stream": {"itemSchema": event}}
     route = APIRoute(
         path,
@@ -239,7 +244,7 @@ def add_route(
         tags=[tag],
         operation_id=handler.__name__,
         response_model=None,
-        responses={200: told, **ERROR_RESPONSES},
+        responses={200: told, **errors},
     )
     route.app = functools.partial(_run, app, handler, reader)
     app.router.routes.append(route)

@@ -11,12 +11,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from quire.schema.errors import InputError
 from quire.server.served import ServedNames
 from quire.text.chat import choose_template
-from quire.text.parse.base import ParserFactory, PlainParser
+from quire.text.parse.choose import ParserChoice
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class ServerState:
     served: ServedNames
     default_sampling: dict[str, Any]
     chat_template: str | None  # the server's own, as text; None: the model's
-    parser: ParserFactory = PlainParser
+    parsers: ParserChoice = field(default_factory=ParserChoice)
     load: Load = field(default_factory=Load)
     started_at: float = field(default_factory=time.time)
     prefix: str = field(default_factory=lambda: secrets.token_hex(4))  # with a serial: a request id of its own
@@ -64,6 +65,7 @@ class ServerState:
             served=ServedNames.of(config, options, engine.front.inputs.max_model_len),
             default_sampling=dict(config.model_config.default_sampling),
             chat_template=template,
+            parsers=choose_parsers(config, options, engine.tokenizer),
         )
 
     @property
@@ -73,5 +75,22 @@ class ServerState:
             raise InputError("the server has no tokenizer (skip_tokenizer_init): only token ids can be sent and got")
         return found
 
+    @cached_property
+    def keeps_special(self) -> tuple[bool, bool]:
+        """Whether special tokens must stay in an answer's text: without tools, with them."""
+        return self.parsers.keeps_special_tokens(with_tools=False), self.parsers.keeps_special_tokens(with_tools=True)
+
     def close(self) -> None:
         self.renderers.shutdown(wait=False, cancel_futures=True)
+
+
+def choose_parsers(config: EngineConfig, options: ServerConfig, tokenizer: Tokenizer | None = None) -> ParserChoice:
+    """By the options' names; a wrong one is a ConfigError. Without a tokenizer only the names are checked."""
+    reasoning = config.structured_outputs_config
+    return ParserChoice.of(
+        tokenizer,
+        tool=options.tool_call_parser,
+        reasoning=reasoning.reasoning_parser,
+        tool_plugin=options.tool_parser_plugin,
+        reasoning_plugin=reasoning.reasoning_parser_plugin,
+    )

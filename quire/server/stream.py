@@ -8,11 +8,12 @@ Must not know: dialects.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 from quire.llm.online import Flow
 from quire.schema.outputs import RequestOutput
-from quire.server.errors import ClientGoneError, refusal_of
+from quire.server.errors import ClientGoneError, Refusal, refusal_of
 from quire.server.route import Call
 
 DONE = b"data: [DONE]\n\n"
@@ -34,15 +35,22 @@ class Answer(Protocol):
         """Events after the last result."""
 
 
-async def send_events(call: Call, flow: Flow, answer: Answer) -> None:
-    """The whole response. The caller closes the flow: leaving early, by an error or a client that went, ends it."""
+def _last_event(told: Refusal) -> bytes:
+    return told.event + DONE
+
+
+async def send_events(
+    call: Call, flow: Flow, answer: Answer, *, done: bytes = DONE, failed: Callable[[Refusal], bytes] = _last_event
+) -> None:
+    """The whole response. The caller closes the flow: leaving early, by an error or a client that went, ends it.
+    `done` and `failed` are how the dialect ends a stream, well or not."""
     call.watch(flow)
     silence = call.state.options.sse_keep_alive_interval
     send = call.send
     try:
         results = await (_next_or_comment(call, flow, silence) if silence else flow.next())
         if not call.started:
-            await _start(call)
+            await start_events(call)
         while True:
             data = answer.chunk(results)
             if flow.finished:
@@ -50,13 +58,13 @@ async def send_events(call: Call, flow: Flow, answer: Answer) -> None:
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             results = await (_next_or_comment(call, flow, silence) if silence else flow.next())
-        data += answer.end() + DONE
+        data += answer.end() + done
     except ClientGoneError:
         return
     except Exception as error:
         if not call.started:
             raise
-        data = refusal_of(error).event + DONE
+        data = failed(refusal_of(error))
     await send({"type": "http.response.body", "body": data})
 
 
@@ -73,7 +81,16 @@ async def fold(call: Call, flow: Flow) -> dict[str, RequestOutput]:
     return whole
 
 
-async def _start(call: Call) -> None:
+async def drain(call: Call, flow: Flow, answer: Answer) -> None:
+    """Let an answer take in all results without sending any: it is whole then."""
+    call.watch(flow)
+    while not flow.finished:
+        answer.chunk(await flow.next())
+    answer.end()
+
+
+async def start_events(call: Call) -> None:
+    """The status and headers of a stream."""
     call.started = True
     await call.send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
 
@@ -84,5 +101,5 @@ async def _next_or_comment(call: Call, flow: Flow, silence: float) -> list[Reque
             return await asyncio.wait_for(flow.next(), silence)
         except TimeoutError:
             if not call.started:
-                await _start(call)
+                await start_events(call)
             await call.send({"type": "http.response.body", "body": _ALIVE, "more_body": True})

@@ -15,6 +15,7 @@ from quire.base import registry
 from quire.base.clock import Laps
 from quire.base.log import logger
 from quire.loader.load import make_model, reload_weights, update_config
+from quire.ops.cpu.forms import register
 from quire.schema.errors import ConfigError, NotBuiltError
 from quire.worker.threads import num_threads
 from quire.worker.worker import Parts, Worker
@@ -49,7 +50,9 @@ def build_worker(config: EngineConfig, laps: Laps | None = None, early: Early | 
             device = set_up_gpu(laps)
     elif device.type != "cpu":
         raise NotBuiltError(f"device {str(device)!r} is not built; this version runs on cpu and cuda", param="device")
-    set_threads()
+    threads = set_threads()
+    if device.type == "cpu":
+        register(threads)
     return worker_class(config.parallel_config.worker_extension_cls)(config, device, PARTS, laps, early)
 
 
@@ -101,8 +104,9 @@ def worker_class(extension: str) -> type[Worker]:
     return type(f"WorkerWith{added.__name__}", (Worker, added), {})
 
 
-def set_threads() -> None:
+def set_threads() -> int:
     threads = num_threads()
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
     _log.info("CPU threads: %d", threads)
+    return threads

@@ -1,4 +1,4 @@
-"""A GPU engine's start: kernels compiled by other processes and kept, memory shared out as asked, lacks told clearly."""
+"""A GPU engine's start: kernels compiled by other processes and kept, memory shared out as asked, clear refusals."""
 
 from __future__ import annotations
 

@@ -140,5 +140,6 @@ def test_prompt_logprobs_agree(oracle):
             assert token in entries and 3 <= len(entries) <= 4
             for token_id, entry in entries.items():
                 worst = max(worst, abs(entry.logprob - want[at, token_id].item()))
-            assert entries[token].rank == int((want[at] > want[at, token]).sum()) + 1
+            better = [int((want[at] > want[at, token] + slack).sum()) + 1 for slack in (1e-3, -1e-3)]
+            assert better[0] <= entries[token].rank <= better[1]  # deep down, neighbours lie closer than rounding
     assert worst < 1e-3

@@ -11,6 +11,7 @@ from quire.attention.cpu import TILE, Bands, CpuAttention
 from quire.attention.select import select_backend
 from quire.layers.batch import GroupStep, NoAttention
 from quire.ops.attention import alibi_slopes, padded_attention, paged_attention, visible
+from quire.ops.cpu.native import kernels
 from quire.schema.errors import ConfigError, NotBuiltError
 from quire.schema.kv import KVGroup, KVKind, KVSpec
 
@@ -103,13 +104,15 @@ class Rows:
             kv_heads=self.kv_heads, v_size=self.value if self.latent else 0, **self.options(rule),
         )  # fmt: skip
 
+    native = False  # whether the compiled kernels attend
+
     def backend(self, rule, *, spare=0, kv_dtype="float32"):
         """The CPU backend: a cache with NaN where nothing is written, filled up to this step, then one run."""
         kind = KVKind.WINDOW if rule.get("window") else KVKind.CHUNK if rule.get("chunk") else KVKind.FULL
         spec = KVSpec(layer="x", kind=kind, block_size=self.block_size, num_kv_heads=self.kv_heads,
                       head_size=self.size, v_head_size=0 if self.latent else self.value, dtype=kv_dtype,
                       window=rule.get("window") or rule.get("chunk") or 0)  # fmt: skip
-        backend = CpuAttention()
+        backend = CpuAttention(native=self.native)
         memory = torch.full((self.num_blocks, spec.page_bytes + spare * self.block_size), 0xFF, dtype=torch.uint8)
         cache = backend.make_cache(spec, self.num_blocks, memory)
         self.filled(cache.rows, whole=False)
@@ -125,6 +128,14 @@ class Rows:
         plan = backend.plan(step, group)
         args = (self.q, self.of_step(self.k), self.of_step(self.v), cache)
         return plan.run(*args, v_size=self.value if self.latent else 0, **options), plan, cache
+
+
+@pytest.fixture(params=["torch", "compiled"])
+def both(request, monkeypatch):
+    """For tests of what comes out, whichever way."""
+    if request.param == "compiled" and kernels() is None:
+        pytest.skip("no compiled kernels")
+    monkeypatch.setattr(Rows, "native", request.param == "compiled")
 
 
 @pytest.mark.parametrize("rule", RULES, ids=IDS)
@@ -160,7 +171,7 @@ MIXES = {
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("rule", RULES, ids=IDS)
-def test_cpu_backend_equals_the_reference(mix, rule):
+def test_cpu_backend_equals_the_reference(mix, rule, both):
     for seed, (heads, kv_heads, block_size) in enumerate([(4, 2, 4), (6, 6, 1), (4, 1, 16)]):
         rows = Rows(MIXES[mix], heads=heads, kv_heads=kv_heads, size=16, value=16, block_size=block_size, seed=seed)
         found, _, _ = rows.backend(rule)
@@ -168,14 +179,14 @@ def test_cpu_backend_equals_the_reference(mix, rule):
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_latent_values_are_a_slice_of_the_keys(mix):
+def test_latent_values_are_a_slice_of_the_keys(mix, both):
     rows = Rows(MIXES[mix], heads=6, kv_heads=1, size=20, value=12, block_size=4, latent=True)
     found, _, cache = rows.backend({})
     assert cache.rows.shape[1] == 20 and found.shape[-1] == 12
     torch.testing.assert_close(found, rows.reference({}), rtol=1e-4, atol=1e-5)
 
 
-def test_values_of_another_size():
+def test_values_of_another_size(both):
     rows = Rows(MIXES["everything"], heads=4, kv_heads=2, size=16, value=8, block_size=4)
     torch.testing.assert_close(rows.backend({})[0], rows.reference({}), rtol=1e-4, atol=1e-5)
 
@@ -189,14 +200,14 @@ def test_long_chunks_are_cut_into_tiles(rule):
     torch.testing.assert_close(found, rows.reference(rule), rtol=1e-4, atol=1e-5)
 
 
-def test_pages_larger_than_a_layer_needs():
+def test_pages_larger_than_a_layer_needs(both):
     rows = Rows(MIXES["everything"], heads=4, kv_heads=2, size=16, value=16, block_size=4)
     torch.testing.assert_close(rows.backend({}, spare=64)[0], rows.reference({}), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mix", ["everything", "decodes", "fresh prompts"])
-def test_half_precision(dtype, mix):
+def test_half_precision(dtype, mix, both):
     """bfloat16 queries and cache, or a bfloat16 cache under float32 queries: the error stays that of rounding."""
     rows = Rows(MIXES[mix], heads=4, kv_heads=2, size=16, value=16, block_size=4, dtype=dtype)
     found, _, _ = rows.backend({}, kv_dtype="bfloat16")

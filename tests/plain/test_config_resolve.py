@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import quire.config.resolve as resolve_module
+from quire.base import native
 from quire.config import AsyncEngineArgs, EngineArgs, EngineConfig, UsageContext, decode, encode, replace
 from quire.schema.errors import CheckpointError, ConfigError, ModelNotFoundError, NotBuiltError
 
@@ -167,10 +168,33 @@ def test_dtype(folder: Path, saved: dict[str, Any], asked: str, expected: str) -
     assert config.model_config.dtype == expected == config.cache_config.cache_dtype
 
 
-@pytest.mark.parametrize("native, expected", [(True, "bfloat16"), (False, "float32")])
-def test_dtype_of_gguf_follows_the_cpu(monkeypatch: pytest.MonkeyPatch, native: bool, expected: str) -> None:
-    monkeypatch.setattr(resolve_module, "cpu_multiplies_bfloat16", lambda: native)
-    assert resolve(None).model_config.dtype == expected
+@pytest.mark.parametrize("has_units, expected", [(True, "bfloat16"), (False, "float32")])
+def test_dtype_of_gguf_follows_the_cpu(monkeypatch: pytest.MonkeyPatch, has_units: bool, expected: str) -> None:
+    monkeypatch.setattr(resolve_module, "cpu_multiplies_bfloat16", lambda: has_units)
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
+    about = resolve(None).model_config
+    assert (about.dtype, about.weight_form) == (expected, "plain")
+
+
+def test_gguf_blocks_stay_as_they_are_where_kernels_multiply_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: Path("libquire_cpu.so"))
+
+    def decided(**options: Any) -> tuple[str, str]:
+        about = resolve(None, **options).model_config
+        return about.dtype, about.weight_form
+
+    assert decided() == ("float32", "stored")
+    assert decided(dtype="float32") == ("float32", "plain")
+    assert decided(dtype="bfloat16", quantization="gguf") == ("bfloat16", "stored")
+
+
+def test_quantization_at_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: Path("libquire_cpu.so"))
+    assert resolve(folder, quantization="int8_wo").model_config.weight_form == "int8"
+    assert resolve(folder, quantization="INT4_WO").model_config.weight_form == "int4"
+    monkeypatch.setattr(native, "library", lambda: None)
+    with pytest.raises(ConfigError, match="int8_wo' needs the compiled CPU kernels"):
+        resolve(folder, quantization="int8_wo")
 
 
 def test_quantized_checkpoints(folder: Path) -> None:

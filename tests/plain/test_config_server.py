@@ -98,7 +98,7 @@ def test_what_cannot_be_is_refused(asked, words):
         server_config(**asked)
 
 
-@pytest.mark.parametrize("name", ["headless", "grpc", "enable_auto_tool_choice"])
+@pytest.mark.parametrize("name", ["headless", "grpc", "enable_scale_out"])
 def test_what_is_not_built_is_refused_by_name(name):
     with pytest.raises(NotBuiltError, match=name):
         server_config(**{name: True})

@@ -8,7 +8,7 @@ from quire.config import EngineArgs
 from quire.engine.inputs import InputProcessor, Options, default_params
 from quire.schema.errors import InputError, NotBuiltError
 from quire.schema.messages import EngineReady
-from quire.schema.params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
+from quire.schema.params import RepetitionDetectionParams, SamplingParams
 from quire.text.tokenizer import load_tokenizer
 from tests.fake_engine import EOS, FURTHER_EOS, VOCAB, ids_of, write_model
 
@@ -131,7 +131,6 @@ def test_refusals_name_value_and_limit(inputs, prompt, params, words):
     [
         ({"prompt": "a", "multi_modal_data": {"image": 1}}, {}, {}),
         ({"prompt_embeds": [[1.0]]}, {}, {}),
-        ("a", {"structured_outputs": StructuredOutputsParams(regex="a")}, {}),
         ("a", {"thinking_token_budget": 3}, {}),
         ("a", {}, {"lora_request": object()}),
     ],

@@ -39,7 +39,9 @@ def test_the_depth_is_exact(seed: int) -> None:
     assert is_deeper(raw, depth - 1)
 
 
-@pytest.mark.parametrize("raw", [b"[" * 1_000_000, b'"[' * 500_000, b"[{" * 400_000, b"]" * 1_000_000, b'"\\' * 300_000])
+@pytest.mark.parametrize(
+    "raw", [b"[" * 1_000_000, b'"[' * 500_000, b"[{" * 400_000, b"]" * 1_000_000, b'"\\' * 300_000]
+)
 def test_no_json_is_no_trouble(raw: bytes) -> None:
     is_deeper(raw, 128)
 

@@ -17,7 +17,8 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def smol() -> Iterator[Live]:
-    """The embedded model, with everything a request may switch on."""
+    """The embedded model, with everything a request may switch on; in float32, whose answers no batch changes."""
     options = {"trust_request_chat_template": True, "enable_prompt_tokens_details": True}
-    with live(engine={"max_model_len": 512, "served_model_name": "smol", "max_num_seqs": 16}, **options) as server:
+    engine = {"max_model_len": 512, "served_model_name": "smol", "max_num_seqs": 16, "dtype": "float32"}
+    with live(engine=engine, **options) as server:
         yield server

@@ -16,7 +16,9 @@ import pytest
 from quire.engine.inputs import Asked
 from quire.schema.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.schema.params import SamplingParams
+from quire.schema.prompt import Prompt
 from quire.server.openai.chat import ChatAnswer
+from quire.server.openai.chat_open import OpenedChat, PreparedChat
 from quire.server.openai.chat_protocol import ChatRequest
 from quire.server.openai.completions import CompletionAnswer
 from quire.server.openai.params import Opened
@@ -61,7 +63,8 @@ def completion(fake: Live, **body: Any) -> CompletionAnswer:
 
 
 def chat(fake: Live, **body: Any) -> ChatAnswer:
-    return ChatAnswer(fake.state, ChatRequest(messages=HI, **body), opened(), "chatcmpl-b93a7cbb2516bcaf", "assistant")
+    prepared = PreparedChat(ChatRequest(messages=HI, **body), Prompt(text="The"), SamplingParams(), None, True)
+    return ChatAnswer(OpenedChat(fake.state, prepared, opened()), "chatcmpl-b93a7cbb2516bcaf")
 
 
 def stream(answer: Any, **kwargs: Any) -> bytes:

@@ -46,7 +46,9 @@ def test_a_logging_file_decides_everything(tmp_path):
 
 def test_the_embedded_model_and_a_profile_of_it(tmp_path):
     about = json.dumps({"profiler": "torch", "torch_profiler_dir": str(tmp_path), "torch_profiler_with_stack": False})
-    with hosted(None, "--profiler-config", about, "--api-server-count", "2", fake=False) as server:
+    with hosted(
+        None, "--dtype", "float32", "--profiler-config", about, "--api-server-count", "2", fake=False
+    ) as server:
         assert server.wait_for_line(r"Quire .*: SmolLM2-135M-Instruct .*float32 on cpu, context 8192")
         body = completion("The capital of France is", 4)
         texts = {server.post("/v1/completions", body).json()["choices"][0]["text"] for _ in range(6)}

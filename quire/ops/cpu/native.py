@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -73,17 +74,24 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "qc_gated": (None, (c_int, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int)),
     "qc_attend": (None, (POINTER(AttentionWork),)),
+    "qc_run_block": (None, (c_void_p, POINTER(AttentionWork), *[c_void_p] * 6)),
     "qc_argmax": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int)),
 }
 
 
-@cache
 def kernels() -> ctypes.CDLL | None:
     """The library with an instruction set chosen, or None; then `why_not` says why."""
     path = native.library()
-    if path is None:
+    return None if path is None else _loaded(path)
+
+
+@cache
+def _loaded(path: Path) -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as wrong:  # built for another kind of machine, or half copied
+        _log.warning("The compiled CPU kernels cannot be loaded (%s): `pip install` Quire again", wrong)
         return None
-    library = ctypes.CDLL(str(path))
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

@@ -11,17 +11,15 @@ from typing import Any
 
 from quire.schema.errors import InputError
 from quire.schema.outputs import CompletionOutput, RequestOutput
-from quire.schema.prompt import Prompt
-from quire.server.openai.chat_prompt import render_prompt
+from quire.server.openai.chat_delta import wire_delta, wire_message
+from quire.server.openai.chat_open import OpenedChat, open_chat, prepare_chat
 from quire.server.openai.chat_protocol import ChatRequest
 from quire.server.openai.envelope import Envelope, encode
-from quire.server.openai.limits import check_chat, check_request
 from quire.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from quire.server.openai.params import Opened, most_tokens, open_requests, sampling_params
 from quire.server.route import Call
-from quire.server.state import ServerState
 from quire.server.stream import fold, send_events
-from quire.text.parse.base import OutputParser
+from quire.text.parse.base import Delta, OutputParser
+from quire.text.parse.base import fold as fold_deltas
 
 _PLAIN_END = b'},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
 
@@ -33,50 +31,27 @@ async def create_chat_completion(call: Call, request: ChatRequest) -> None:
     """
     state = call.state
     state.served.check(request.model)
-    check_request(request, state.options, 1)
-    check_chat(request, state.options)
-    opens = request.add_generation_prompt
-    opens = not request.continue_final_message if opens is None else opens
+    prepared = await prepare_chat(state, request)
     public_id = f"chatcmpl-{call.request_id(request.request_id)}"
-    name = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
-    asked = request.max_completion_tokens if name == "max_completion_tokens" else request.max_tokens
-    most = most_tokens(state, asked, None, name=name)
-    logprobs = {"logprobs": request.top_logprobs or 0} if request.logprobs else {}
-    params = sampling_params(request, state, max_tokens=most, **logprobs)
-    hidden = request.tool_choice == "none" and state.options.exclude_tools_when_tool_choice_none
-    text = await render_prompt(
-        state,
-        request.messages,
-        tools=None if hidden else request.tools,
-        documents=request.documents,
-        add_generation_prompt=opens,
-        continue_final_message=bool(request.continue_final_message),
-        chat_template=request.chat_template,
-        chat_template_kwargs=request.chat_template_kwargs,
-        reasoning_effort=request.reasoning_effort,
-    )
-    opened = await open_requests(
-        call, request, public_id, [Prompt(text=text, cache_salt=request.cache_salt)], params,
-        add_special_tokens=bool(request.add_special_tokens), most=asked,
-    )  # fmt: skip
-    role = state.options.response_role if opens else request.messages[-1]["role"]
-    with opened.flow:
-        answer = ChatAnswer(state, request, opened, public_id, role)
+    opened = await open_chat(call, prepared, public_id)
+    with opened.opened.flow as flow:
+        answer = ChatAnswer(opened, public_id)
         if request.stream:
-            await send_events(call, opened.flow, answer)
+            await send_events(call, flow, answer)
         else:
-            await call.reply(answer.whole(await fold(call, opened.flow)))
+            await call.reply(answer.whole(await fold(call, flow)))
 
 
 class _Choice:
     """One growing answer."""
 
-    __slots__ = ("begun", "head", "index", "num_tokens", "parser")
+    __slots__ = ("begun", "called", "head", "index", "num_tokens", "parser", "start")
 
     def __init__(self, index: int, head: bytes, parser: OutputParser) -> None:
         self.index = index
-        self.head = head + b'{"index":%d,"delta":{"content":' % index
-        self.begun = False
+        self.start = head + b'{"index":%d,"delta":' % index
+        self.head = self.start + b'{"content":'
+        self.begun = self.called = False  # called: there was a tool call
         self.num_tokens = 0
         self.parser = parser
 
@@ -84,16 +59,18 @@ class _Choice:
 class ChatAnswer:
     """One call's results as OpenAI's chat completions."""
 
-    def __init__(self, state: ServerState, request: ChatRequest, opened: Opened, public_id: str, role: str) -> None:
-        self._request = request
-        self._role = role
-        self._asked = opened.asked[0]
-        self._envelope = Envelope(state, request, opened, public_id, "chat.completion.chunk")
-        self._public_id, self._state, self._opened = public_id, state, opened
+    def __init__(self, chat: OpenedChat, public_id: str) -> None:
+        self._request = request = chat.prepared.request
+        self._role = chat.role
+        self._forced = bool(chat.prepared.tools.forced)  # one function was named: its call is the answer
+        self._asked = chat.opened.asked[0]
+        self._state = state = chat.state
+        self._public_id, self._opened = public_id, chat.opened
+        self._envelope = Envelope(state, request, chat.opened, public_id, "chat.completion.chunk")
         as_ids = request.return_tokens_as_token_ids
         as_ids = state.options.return_tokens_as_token_ids if as_ids is None else as_ids
         self._names = TokenNames(state.engine.tokenizer, as_ids=as_ids)
-        self._choices = [_Choice(i, self._envelope.head, state.parser()) for i in range(request.n or 1)]
+        self._choices = [_Choice(i, self._envelope.head, chat.new_parser()) for i in range(request.n or 1)]
         self._echo = self._last_message() if request.echo else ""
         self._is_plain = not request.logprobs and not request.return_token_ids and not self._envelope.continuous
 
@@ -140,16 +117,17 @@ class ChatAnswer:
         ended = output.finish_reason is not None
         deltas = choice.parser.feed(output.text, output.token_ids, final=ended)
         if self._is_plain and not ended:
-            return b"".join([choice.head + encode(delta.content) + _PLAIN_END for delta in deltas])
+            return b"".join([_plain(choice, delta) for delta in deltas])
         if not deltas and not ended and not output.token_ids:
             return b""
-        texts = [delta.content for delta in deltas] or [""]
-        events = [choice.head + encode(text) + _PLAIN_END for text in texts[:-1]]
+        # an end stands with content or with nothing: clients do not look for calls beside it
+        alone = not deltas or (ended and not deltas[-1].content)
+        events = [_plain(choice, delta) for delta in (deltas if alone else deltas[:-1])]
         fields: dict[str, Any] = {
             "index": choice.index,
-            "delta": {"content": texts[-1]},
+            "delta": {"content": ""} if alone else _wire(choice, deltas[-1]),
             "logprobs": self._logprobs(output),
-            "finish_reason": output.finish_reason,
+            "finish_reason": self._finish_reason(choice, output),
         }
         if ended:
             fields["stop_reason"] = output.stop_reason
@@ -185,27 +163,25 @@ class ChatAnswer:
         choice = self._choices[output.index]
         choice.num_tokens += len(output.token_ids)
         deltas = choice.parser.feed(output.text, output.token_ids, final=True)
-        message: dict[str, Any] = {
-            "role": self._role,
-            "content": self._echo + "".join(delta.content for delta in deltas),
-            "refusal": None,
-            "annotations": None,
-            "audio": None,
-            "function_call": None,
-            "tool_calls": [],
-            "reasoning": None,
-        }
+        answer = fold_deltas(deltas)
+        choice.called = bool(answer.calls)
+        message = wire_message(self._role, self._echo, answer)
         return {
             "index": output.index,
             "message": message,
             "logprobs": self._logprobs(output),
-            "finish_reason": output.finish_reason,
+            "finish_reason": self._finish_reason(choice, output),
             "stop_reason": output.stop_reason,
             "token_ids": output.token_ids if self._request.return_token_ids else None,
             "routed_experts": None,
         }
 
     # ---- both --------------------------------------------------------------------------------------------------
+
+    def _finish_reason(self, choice: _Choice, output: CompletionOutput) -> str | None:
+        """An answer that stopped after a call it chose to make stopped for that."""
+        chosen = choice.called and not self._forced and output.finish_reason == "stop"
+        return "tool_calls" if chosen else output.finish_reason
 
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
         if not self._request.logprobs:
@@ -225,3 +201,16 @@ class ChatAnswer:
         if not all(isinstance(text, str) for text in texts):
             raise InputError("echo: the last message has parts that are no text", param="echo")
         return "\n".join(str(text) for text in texts)
+
+
+def _wire(choice: _Choice, delta: Delta) -> dict[str, Any]:
+    if delta.call is not None:
+        choice.called = True
+    return wire_delta(delta)
+
+
+def _plain(choice: _Choice, delta: Delta) -> bytes:
+    """A chunk that holds nothing but its delta."""
+    if delta.content:
+        return choice.head + encode(delta.content) + _PLAIN_END
+    return choice.start + encode(_wire(choice, delta))[:-1] + _PLAIN_END

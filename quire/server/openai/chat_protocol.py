@@ -71,13 +71,15 @@ class ChatRequest(GenerateRequest):
     top_logprobs: int | None = None
     """So many most likely tokens per position; needs logprobs."""
     tools: list[Tool] | None = None
-    """Shown to the template; calls are not parsed in this version."""
+    """Shown to the template; their calls are found with --enable-auto-tool-choice and --tool-call-parser."""
     tool_choice: str | dict[str, Any] | None = None
-    """Only `none` is in this version."""
+    """`none`, `auto`, `required`, or {"type": "function", "function": {"name": ...}}."""
     parallel_tool_calls: bool | None = None
+    """False keeps the first call of an answer only."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """A variable of the chat template."""
     include_reasoning: bool | None = None
+    """False leaves the model's thinking out of the answer."""
     echo: bool | None = False
     """Put the last message before the answer, if it has the answer's role."""
     add_generation_prompt: bool | None = None
@@ -107,6 +109,17 @@ class ChatLogprobs(BaseModel):
     content: list[ChatLogprob] | None = None
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class ChatToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
     role: str
     content: str | None = None
@@ -114,8 +127,10 @@ class ChatMessage(BaseModel):
     annotations: list[Any] | None = None
     audio: dict[str, Any] | None = None
     function_call: dict[str, Any] | None = None
-    tool_calls: list[Any] = []
+    tool_calls: list[ChatToolCall] = []
     reasoning: str | None = None
+    reasoning_content: str | None = None
+    """The same by its older name; only where there is any."""
 
 
 class ChatChoice(BaseModel):
@@ -145,9 +160,26 @@ class ChatResponse(BaseModel):
     metrics: dict[str, Any] | None = None
 
 
+class FunctionDelta(BaseModel):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(BaseModel):
+    """The first of a call holds its id and name, later ones more of its arguments."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta | None = None
+
+
 class ChatDelta(BaseModel):
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(BaseModel):

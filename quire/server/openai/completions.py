@@ -8,11 +8,12 @@ Must not know: engines, sockets.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.engine.inputs import Asked
 from quire.schema.errors import InputError
 from quire.schema.outputs import CompletionOutput, RequestOutput
+from quire.schema.params import SamplingParams
 from quire.schema.prompt import Prompt, check_ids
 from quire.server.openai.envelope import Envelope, encode
 from quire.server.openai.limits import check_request
@@ -34,9 +35,32 @@ async def create_completion(call: Call, request: CompletionRequest) -> None:
     """
     state = call.state
     state.served.check(request.model)
+    ready = prepare_completion(state, request)
+    public_id = f"cmpl-{call.request_id(request.request_id)}"
+    opened = await open_requests(
+        call, request, public_id, ready.prompts, ready.params, add_special_tokens=ready.special, most=ready.most
+    )
+    with opened.flow:
+        answer = CompletionAnswer(state, request, opened, public_id, only_echo=ready.only_echo)
+        if request.stream:
+            await send_events(call, opened.flow, answer)
+        else:
+            await call.reply(answer.whole(await fold(call, opened.flow)))
+
+
+class PreparedCompletion(NamedTuple):
+    """What would be sent to the engine."""
+
+    prompts: list[Prompt]
+    params: SamplingParams
+    most: int | None  # the max_tokens the client asked for
+    special: bool  # special tokens are added
+    only_echo: bool
+
+
+def prepare_completion(state: ServerState, request: CompletionRequest) -> PreparedCompletion:
     prompts = read_prompts(request)
     check_request(request, state.options, len(prompts))
-    public_id = f"cmpl-{call.request_id(request.request_id)}"
     only_echo = bool(request.echo) and request.max_tokens == 0
     asked = None if only_echo else request.max_tokens
     most = 1 if only_echo else most_tokens(state, asked, DEFAULT_MAX_TOKENS)
@@ -46,14 +70,7 @@ async def create_completion(call: Call, request: CompletionRequest) -> None:
         if request.echo and request.prompt_logprobs is None:
             further["prompt_logprobs"] = request.logprobs
     params = sampling_params(request, state, max_tokens=most, **further)
-    special = request.add_special_tokens is not False
-    opened = await open_requests(call, request, public_id, prompts, params, add_special_tokens=special, most=asked)
-    with opened.flow:
-        answer = CompletionAnswer(state, request, opened, public_id, only_echo=only_echo)
-        if request.stream:
-            await send_events(call, opened.flow, answer)
-        else:
-            await call.reply(answer.whole(await fold(call, opened.flow)))
+    return PreparedCompletion(prompts, params, asked, request.add_special_tokens is not False, only_echo)
 
 
 def read_prompts(request: CompletionRequest) -> list[Prompt]:

@@ -16,6 +16,7 @@ from quire.schema.errors import InputError, NotBuiltError
 from quire.server.body import check_finite
 from quire.server.openai.chat_protocol import ChatRequest
 from quire.server.openai.protocol import GenerateRequest
+from quire.server.openai.structured import GUIDED, GUIDED_WHITESPACE
 
 log = logger(__name__)
 _MOST_LOGPROB_IDS = 1024
@@ -23,13 +24,12 @@ _WARNED_FIELDS = 100  # so many unknown names are reported; a client may send an
 _warned: set[str] = set()
 # Refused whenever they ask for something. Names that clients of older servers send are here too.
 _UNBUILT = (
-    "suffix", "prompt_embeds", "use_beam_search", "watermarking", "structured_outputs", "thinking_token_budget",
+    "suffix", "prompt_embeds", "use_beam_search", "watermarking", "thinking_token_budget",
     "kv_transfer_params", "ec_transfer_params", "routed_experts_prompt_start", "return_token_offsets",
     "return_mm_kwargs", "media_io_kwargs", "mm_processor_kwargs",
 )  # fmt: skip
 _UNBUILT_EXTRA = (
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object", "guided_decoding_backend",
-    "guided_whitespace_pattern", "structural_tag", "functions", "function_call", "prompt_cache_breakpoint", "audio",
+    "guided_decoding_backend", "functions", "function_call", "prompt_cache_breakpoint", "audio",
     "web_search_options", "prediction", "early_stopping", "logits_processors",
 )  # fmt: skip
 _HINTS = {
@@ -37,6 +37,8 @@ _HINTS = {
     "the prompt",
     "use_beam_search": "use_beam_search is not in this version of Quire's server; LLM.beam_search has it",
     "kv_transfer_params": "kv_transfer_params: KV transfer between engines is not in this version of Quire",
+    "guided_decoding_backend": "guided_decoding_backend: the backend is chosen when the server starts "
+    "(--structured-outputs-config.backend)",
     "functions": "functions is not in this version of Quire; give tools, which the chat template is shown",
 }
 
@@ -73,14 +75,6 @@ def check_request(request: GenerateRequest, options: ServerConfig, num_prompts: 
 
 def check_chat(request: ChatRequest, options: ServerConfig) -> None:
     _check_most("messages", len(request.messages), options.max_messages, "max-messages", "messages")
-    choice = request.tool_choice
-    if choice is not None and choice != "none":
-        shown = choice if isinstance(choice, str) else "a named function"
-        raise NotBuiltError(
-            f"tool_choice is {shown!r:.100}: tool calls are not parsed in this version of Quire; with 'none' (or no "
-            "tool_choice) the tools are shown to the model",
-            param="tool_choice",
-        )
     check_template_trust(request.chat_template, request.chat_template_kwargs, options)
     if request.top_logprobs and not request.logprobs:
         raise InputError(f"top_logprobs is {request.top_logprobs}, but logprobs is not true", param="top_logprobs")
@@ -106,11 +100,6 @@ def _check_unbuilt(request: GenerateRequest) -> None:
     for name in _UNBUILT:
         if name in fields and getattr(request, name):
             raise NotBuiltError(_HINTS.get(name) or f"{name} is not in this version of Quire", param=name)
-    form = request.response_format
-    if form is not None and form.type != "text":
-        raise NotBuiltError(
-            f"response_format is {form.type!r:.100}; this version of Quire writes 'text' only", param="response_format"
-        )
     if request.length_penalty is not None and request.length_penalty != 1.0:
         raise NotBuiltError(
             "length_penalty is for beam search, which this server does not have", param="length_penalty"
@@ -126,6 +115,8 @@ def _check_extra(extra: dict[str, Any], n: int | None) -> None:
     if best_of is not None and best_of != (n or 1):
         raise InputError(f"best_of is {best_of!r:.100}; it can only be n ({n or 1}): use n", param="best_of")
     for name in extra:
+        if name in GUIDED or name == GUIDED_WHITESPACE:
+            continue
         if extra[name] is not None and name not in _warned and len(_warned) < _WARNED_FIELDS:
             _warned.add(name)
             once(log, logging.WARNING, "Requests have the field %s, which is unknown here and has no effect",

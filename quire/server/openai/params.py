@@ -6,7 +6,8 @@ max_tokens may be, and opening all prompts of a call as one Flow. Must not know:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from quire.schema.errors import InputError
 from quire.schema.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from quire.schema.prompt import Prompt
 from quire.server.openai.protocol import GenerateRequest
+from quire.server.openai.structured import constraint_of
 from quire.server.route import Call
 from quire.server.state import ServerState
 
@@ -25,6 +27,8 @@ _SAME = (
     "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens", "allowed_token_ids", "bad_words",
     "prompt_logprobs", "logprob_token_ids",
 )  # fmt: skip
+# Too large to keep, or changed on the way to the engine: params with one of these belong to one request.
+_OWN = ("logit_bias", "allowed_token_ids", "bad_words", "logprob_token_ids", "vllm_xargs", "repetition_detection")
 _FROM_MODEL = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 
 
@@ -51,14 +55,32 @@ def sampling_params(
     fields = request.model_fields_set
     for name in _SAME:
         if name in fields and (value := getattr(request, name)) is not None:
-            given[name] = value
+            given[name] = tuple(value) if isinstance(value, list) else value
     given.update(further)
+    given["max_tokens"] = max_tokens
+    given["output_kind"] = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    constraint = constraint_of(request)
+    plain = all(value is None or isinstance(value, int) for value in further.values())
+    if plain and constraint is None and fields.isdisjoint(_OWN):
+        return _same_again(tuple(given.items()))
+    if constraint is not None:
+        given["structured_outputs"] = constraint
     if request.vllm_xargs is not None:
         given["extra_args"] = dict(request.vllm_xargs)
     if request.repetition_detection is not None:
         given["repetition_detection"] = RepetitionDetectionParams(**request.repetition_detection.model_dump())
-    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-    return SamplingParams(max_tokens=max_tokens, output_kind=kind, skip_clone=True, **given)
+    return _made(given)
+
+
+@functools.lru_cache(maxsize=256)
+def _same_again(given: tuple[tuple[str, Any], ...]) -> SamplingParams:
+    """A program sends the same parameters with every request; they are checked once and never changed."""
+    return _made(dict(given))
+
+
+def _made(given: Mapping[str, Any]) -> SamplingParams:
+    plain: dict[str, Any] = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+    return SamplingParams(skip_clone=True, **plain)
 
 
 def most_tokens(state: ServerState, asked: int | None, default: int | None, *, name: str = "max_tokens") -> int | None:
@@ -81,6 +103,18 @@ async def open_requests(
     *, add_special_tokens: bool, most: int | None,
 ) -> Opened:  # fmt: skip
     """Check and tokenize every prompt, then submit them all. `most`: a max_tokens the client itself asked for."""
+    asked = await prepare_requests(
+        call, request, public_id, prompts, params, add_special_tokens=add_special_tokens, most=most
+    )
+    flow = call.state.engine.open(asked)
+    return Opened(flow, tuple(asked), {one.request_id: index for index, one in enumerate(asked)})
+
+
+async def prepare_requests(
+    call: Call, request: GenerateRequest, public_id: str, prompts: Sequence[Prompt], params: SamplingParams,
+    *, add_special_tokens: bool, most: int | None,
+) -> list[Asked]:  # fmt: skip
+    """Check and tokenize every prompt; nothing runs yet."""
     state, engine = call.state, call.state.engine
     tokenizing: dict[str, Any] = {} if add_special_tokens else {"add_special_tokens": False}
     if request.truncation_side is not None:
@@ -100,8 +134,7 @@ async def open_requests(
         one = await engine.prepare(own if len(prompts) == 1 else f"{own}-{index}", prompt, params, options)
         _check_room(one, most, state.served.max_model_len)
         asked.append(one)
-    flow = engine.open(asked)
-    return Opened(flow, tuple(asked), {one.request_id: index for index, one in enumerate(asked)})
+    return asked
 
 
 def _check_room(asked: Asked, most: int | None, max_model_len: int) -> None:

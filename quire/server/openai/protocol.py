@@ -25,7 +25,7 @@ class StreamOptions(BaseModel):
 
 class ResponseFormat(BaseModel):
     model_config = ConfigDict(extra="allow")
-    type: str = Field(description="Only `text` is in this version.")
+    type: str = Field(description="text, json_object, json_schema (with `json_schema`) or structural_tag.")
 
 
 class RepetitionDetection(BaseModel):
@@ -91,12 +91,15 @@ class GenerateRequest(BaseModel):
     session_id: str | None = None
     """Taken and not used: there is one engine."""
 
+    response_format: ResponseFormat | None = None
+    """What the answer must look like."""
+    structured_outputs: dict[str, Any] | None = None
+    """One of json, regex, choice, grammar, json_object, structural_tag, and options."""
+
     # In the documented API and not in this version: refused by name (limits.py).
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     watermarking: bool | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None

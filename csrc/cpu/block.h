@@ -1,0 +1,49 @@
+// A whole block of a decoder in one call: norm, fused product, attention, product back, norm, gated mlp. The same
+// kernels one after another; what is saved is the caller's time between them.
+#pragma once
+#include <vector>
+
+#include "attention.h"
+#include "dense.h"
+#include "packed.h"
+#include "rows.h"
+
+namespace quire {
+namespace QC_ISA {
+
+template <int Dtype>
+void multiply(const qc_matrix& matrix, const void* x, void* out, int64_t m) {
+  const typename Numbers<Dtype>::Type* from = static_cast<const typename Numbers<Dtype>::Type*>(x);
+  if (matrix.segments)
+    linear_packed<Dtype>(from, matrix.width, m, matrix.width, matrix.segments, matrix.num_segments, matrix.bias, out, matrix.rows);
+  else
+    linear<Dtype>(from, matrix.width, matrix.weight, matrix.weight_stride, matrix.bias, out, matrix.rows, m, matrix.rows, matrix.width);
+}
+
+template <int Dtype>
+void run_block(const qc_block& b, const qc_attention& step, const void* x, const void* delta, const void* cos,
+               const void* sin, void* stream, void* out) {
+  typedef typename Numbers<Dtype>::Type T;
+  static thread_local std::vector<T> memory;
+  const int64_t m = step.tokens, width = b.qkv.width, ffn = b.down.width, inner = b.o.width;
+  const int64_t most = b.qkv.rows > b.up.rows ? b.qkv.rows : b.up.rows;
+  memory.resize(size_t(m * (width + most + (inner > ffn ? inner : ffn) + width)));
+  T *normed = memory.data(), *wide = normed + m * width, *middle = wide + m * most, *back = middle + m * (inner > ffn ? inner : ffn);
+
+  rms_norm<Dtype>(x, width, delta, b.norm_weight[0], stream, normed, m, width, b.eps[0], b.offset[0], b.wide[0]);
+  multiply<Dtype>(b.qkv, normed, wide, m);
+  qc_attention w = b.attention;
+  w.qkv = wide, w.qkv_stride = b.qkv.rows, w.out = middle, w.cos = cos, w.sin = sin;
+  w.slots = step.slots, w.tables = step.tables, w.query_starts = step.query_starts, w.contexts = step.contexts;
+  w.tokens = m, w.rows = step.rows, w.table_stride = step.table_stride, w.block_size = step.block_size;
+  w.window = step.window, w.chunk = step.chunk;
+  attend_over<Dtype>(w);
+  multiply<Dtype>(b.o, middle, back, m);
+  rms_norm<Dtype>(delta ? stream : x, width, back, b.norm_weight[1], stream, normed, m, width, b.eps[1], b.offset[1], b.wide[1]);
+  multiply<Dtype>(b.up, normed, wide, m);
+  gated_by<Dtype>(b.act, wide, b.up.rows, middle, m, ffn);
+  multiply<Dtype>(b.down, middle, out, m);
+}
+
+}  // namespace QC_ISA
+}  // namespace quire

@@ -1,0 +1,18 @@
+// One table of functions per instruction set: the ABI's work, compiled once for each.
+#pragma once
+#include "quire_cpu.h"
+
+namespace quire {
+
+struct Kernels {
+  const char* name;
+  void (*linear_packed)(const void*, int64_t, int64_t, int64_t, const qc_segment*, int64_t, const void*, void*, int64_t, int);
+  void (*linear)(const void*, int64_t, const void*, int64_t, const void*, void*, int64_t, int64_t, int64_t, int64_t, int);
+  void (*rms_norm)(const void*, int64_t, const void*, const void*, void*, void*, int64_t, int64_t, float, float, int, int);
+  void (*gated)(int, const void*, int64_t, void*, int64_t, int64_t, int);
+  void (*attend)(const qc_attention*);
+  void (*run_block)(const qc_block*, const qc_attention*, const void*, const void*, const void*, const void*, void*, void*);
+  void (*argmax)(const void*, int64_t, int64_t, int64_t, int64_t*, int);
+};
+
+}  // namespace quire

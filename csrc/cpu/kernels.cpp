@@ -1,0 +1,76 @@
+// Compiled once per instruction set, with QC_ISA its name and the compiler's flags for it.
+#include "attention.h"
+#include "block.h"
+#include "dense.h"
+#include "isa.h"
+#include "packed.h"
+#include "rows.h"
+
+#define QC_JOIN(a, b) a##b
+#define QC_TABLE(isa) QC_JOIN(kernels_, isa)
+
+// Calls `function<dtype>` for a dtype known at run time.
+#define QC_BY_DTYPE(dtype, function, ...)                       \
+  switch (dtype) {                                              \
+    case QC_F32: return function<QC_F32>(__VA_ARGS__);          \
+    case QC_BF16: return function<QC_BF16>(__VA_ARGS__);        \
+    case QC_F16: return function<QC_F16>(__VA_ARGS__);          \
+  }
+
+namespace quire {
+namespace QC_ISA {
+namespace {
+
+template <int Dtype>
+void packed_of(const void* x, int64_t x_stride, int64_t m, int64_t k, const qc_segment* segments, int64_t num,
+               const void* bias, void* out, int64_t out_stride) {
+  linear_packed<Dtype>(static_cast<const typename Numbers<Dtype>::Type*>(x), x_stride, m, k, segments, num, bias, out, out_stride);
+}
+
+template <int Dtype>
+void dense_of(const void* x, int64_t x_stride, const void* weight, int64_t weight_stride, const void* bias, void* out,
+              int64_t out_stride, int64_t m, int64_t n, int64_t k) {
+  linear<Dtype>(static_cast<const typename Numbers<Dtype>::Type*>(x), x_stride, weight, weight_stride, bias, out, out_stride, m, n, k);
+}
+
+void do_packed(const void* x, int64_t x_stride, int64_t m, int64_t k, const qc_segment* segments, int64_t num,
+               const void* bias, void* out, int64_t out_stride, int dtype) {
+  QC_BY_DTYPE(dtype, packed_of, x, x_stride, m, k, segments, num, bias, out, out_stride)
+}
+
+void do_linear(const void* x, int64_t x_stride, const void* weight, int64_t weight_stride, const void* bias, void* out,
+               int64_t out_stride, int64_t m, int64_t n, int64_t k, int dtype) {
+  QC_BY_DTYPE(dtype, dense_of, x, x_stride, weight, weight_stride, bias, out, out_stride, m, n, k)
+}
+
+void do_norm(const void* x, int64_t x_stride, const void* delta, const void* weight, void* sum, void* out, int64_t rows,
+             int64_t width, float eps, float offset, int wide, int dtype) {
+  QC_BY_DTYPE(dtype, rms_norm, x, x_stride, delta, weight, sum, out, rows, width, eps, offset, wide)
+}
+
+void do_gated(int act, const void* x, int64_t x_stride, void* out, int64_t rows, int64_t width, int dtype) {
+  QC_BY_DTYPE(dtype, gated_by, act, x, x_stride, out, rows, width)
+}
+
+void do_attend(const qc_attention* work) { QC_BY_DTYPE(work->dtype, attend_over, *work) }
+
+void do_block(const qc_block* block, const qc_attention* step, const void* x, const void* delta, const void* cos,
+              const void* sin, void* stream, void* out) {
+  QC_BY_DTYPE(block->dtype, run_block, *block, *step, x, delta, cos, sin, stream, out)
+}
+
+void do_argmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, int64_t* index, int dtype) {
+  QC_BY_DTYPE(dtype, argmax, x, x_stride, rows, width, index)
+}
+
+#define QC_TEXT2(x) #x
+#define QC_TEXT(x) QC_TEXT2(x)
+
+}  // namespace
+}  // namespace QC_ISA
+
+extern const Kernels QC_TABLE(QC_ISA);
+const Kernels QC_TABLE(QC_ISA) = {QC_TEXT(QC_ISA),    QC_ISA::do_packed, QC_ISA::do_linear, QC_ISA::do_norm,
+                                  QC_ISA::do_gated, QC_ISA::do_attend, QC_ISA::do_block,  QC_ISA::do_argmax};
+
+}  // namespace quire

@@ -1,0 +1,100 @@
+// The C ABI of Quire's CPU kernels: plain pointers, sizes and strides. Nothing here knows Python or torch.
+//
+// Strides are in elements. Numbers of dtype QC_F32, QC_BF16 or QC_F16. Every result of a row depends on that row alone,
+// bit for bit, however many rows a call has and however many threads share it.
+#pragma once
+#include <stdint.h>
+
+#define QC_ABI 1
+#define QC_API extern "C" __attribute__((visibility("default")))
+
+enum qc_dtype { QC_F32 = 0, QC_BF16 = 1, QC_F16 = 2 };
+
+// How packed numbers are stored; see blocks.h.
+enum qc_kind { QC_Q4M = 0, QC_Q4Z = 1, QC_Q5M = 2, QC_Q5Z = 3, QC_Q6Z = 4, QC_Q8Z = 5, QC_KINDS = 6 };
+
+enum qc_act { QC_SILU = 0, QC_GELU_TANH = 1, QC_RELU = 2, QC_RELU2 = 3, QC_QUICK_GELU = 4, QC_ACTS = 5 };
+
+// Some rows of a fused matrix, all packed alike.
+struct qc_segment {
+  int64_t kind;
+  int64_t rows;
+  const void* data;
+};
+
+// One layer's attention in one step, from the fused product on.
+struct qc_attention {
+  void* qkv;  // [tokens, (heads + 2 kv_heads) * size]; queries and keys are normed and rotated in place
+  void* out;  // [tokens, heads * size], contiguous
+  void* cache;  // [slots, cache_stride]: keys of all kv heads, then values
+  const void* q_weight;  // [size], or [heads, size] with norm_each; null: no norm
+  const void* k_weight;
+  const void* cos;  // [tokens, turned]; null: no rotation
+  const void* sin;
+  const float* sinks;  // [heads] or null
+  const float* alibi;  // [heads] or null
+  const int64_t* slots;  // [tokens]; below 0: keys and values of this token go nowhere
+  const int32_t* tables;  // [rows, table_stride] blocks; below 0: gone
+  const int32_t* query_starts;  // [rows + 1]
+  const int32_t* contexts;  // [rows] tokens once the step is done
+  int64_t tokens, rows, qkv_stride, cache_stride, table_stride, block_size;
+  int32_t dtype, cache_dtype, turn_dtype;
+  int32_t heads, kv_heads, size, turned;
+  int32_t window, chunk;  // 0: none
+  int32_t pairs, norm_each, norm_wide;
+  float eps, offset, scale, softcap;
+};
+
+// A matrix [rows, width]: packed segments, or (segments null) plain numbers. bias may be null.
+struct qc_matrix {
+  const qc_segment* segments;
+  const void* weight;
+  const void* bias;
+  int64_t num_segments, rows, width, weight_stride;
+};
+
+// A block of a decoder: x + attention(norm(x)), then the same with a gated mlp. Of `attention`, what belongs to a step
+// (tensors of tokens, tables, window) is not read here but from the step.
+struct qc_block {
+  qc_attention attention;
+  qc_matrix qkv, o, up, down;
+  const void* norm_weight[2];  // before attention, before the mlp
+  float eps[2], offset[2];
+  int32_t wide[2];
+  int32_t act, dtype;
+};
+
+QC_API int qc_abi(void);
+QC_API int qc_num_isas(void);
+QC_API const char* qc_isa_name(int index);  // from the plainest to the best; null: no such index
+QC_API int qc_isa_usable(int index);  // whether this machine runs it
+QC_API int qc_use_isa(const char* name);  // null: the best; 0: done, -1: not there or not usable
+QC_API const char* qc_isa(void);
+QC_API void qc_set_threads(int threads);
+QC_API int qc_threads(void);
+
+// Packing. Width is a multiple of 32 (of 256 for types whose blocks have 256).
+QC_API int qc_kind_of(int gguf_type);  // -1: no kernel multiplies this type
+QC_API int64_t qc_packed_bytes(int kind, int64_t rows, int64_t width);
+QC_API int qc_pack(int gguf_type, const void* stored, int64_t rows, int64_t width, void* packed);
+QC_API int qc_pack_float(int kind, const void* from, int dtype, int64_t rows, int64_t width, void* packed);
+QC_API void qc_unpack_rows(int kind, const void* packed, int64_t width, const int64_t* index, int64_t count, void* out,
+                           int dtype);
+
+// out [m, n] = x [m, k] times the segments' rows, plus bias [n] (or null); n is the sum of the segments' rows.
+QC_API void qc_linear_packed(const void* x, int64_t x_stride, int64_t m, int64_t k, const qc_segment* segments,
+                             int64_t num_segments, const void* bias, void* out, int64_t out_stride, int dtype);
+// out [m, n] = x [m, k] weight' [n, k] + bias, all of one dtype, summed in float32.
+QC_API void qc_linear(const void* x, int64_t x_stride, const void* weight, int64_t weight_stride, const void* bias,
+                      void* out, int64_t out_stride, int64_t m, int64_t n, int64_t k, int dtype);
+// sum = x + delta (delta null: x, and sum may be null); out = norm(sum) weight. wide: multiply before rounding.
+QC_API void qc_rms_norm(const void* x, int64_t x_stride, const void* delta, const void* weight, void* sum, void* out,
+                        int64_t rows, int64_t width, float eps, float offset, int wide, int dtype);
+QC_API void qc_gated(int act, const void* x, int64_t x_stride, void* out, int64_t rows, int64_t width, int dtype);
+QC_API void qc_attend(const qc_attention* work);
+// In: the stream x and what the block before adds to it (delta, or null), [step->tokens, width] each. Out: the stream
+// after attention, and what the mlp adds to it.
+QC_API void qc_run_block(const qc_block* block, const qc_attention* step, const void* x, const void* delta,
+                         const void* cos, const void* sin, void* stream, void* out);
+// Index of the largest of each row, the lowest among equals; NaN counts as largest.
+QC_API void qc_argmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, int64_t* index, int dtype);

@@ -1,0 +1,203 @@
+// The small layer under the kernels, once per instruction set: QC_ISA_neon, _dotprod, _avx2, _avx512.
+//
+// vf is a vector of kLanes floats, vi of as many 32-bit integers, vb of four times as many bytes. Arithmetic operators
+// work on all of them (compilers' vector extensions); what has no operator is a function here. `Quads` are 16 bytes of
+// one row's quantized numbers; dot<Q>(sums, bytes, quads) adds to each lane the product of its 4 bytes and quad Q.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#else
+#include <immintrin.h>
+#endif
+
+#include "blocks.h"
+
+namespace quire {
+namespace QC_ISA {
+
+#if defined(__aarch64__)
+
+constexpr int kLanes = 4, kTileRows = 8, kDotRows = 4, kDotColumns = 4;
+typedef float32x4_t vf;
+typedef int32x4_t vi;
+typedef uint8x16_t vb;
+
+inline vf load(const float* at) { return vld1q_f32(at); }
+inline void store(float* at, vf v) { vst1q_f32(at, v); }
+inline vf fill(float v) { return vdupq_n_f32(v); }
+inline vi fill_int(int v) { return vdupq_n_s32(v); }
+inline vf fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }  // a * b + c
+inline vf larger(vf a, vf b) { return vmaxq_f32(a, b); }
+inline vf load_half(const uint16_t* at) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
+inline vf load_bfloat(const uint16_t* at) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(at), 16)); }
+inline float sum(vf v) { return vaddvq_f32(v); }
+inline float largest(vf v) { return vmaxvq_f32(v); }
+inline vf sums(vf a, vf b, vf c, vf d) { return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)); }
+#define QC_HAS_SUMS 1
+
+inline vb load_bytes(const uint8_t* at) { return vld1q_u8(at); }
+typedef int8x16_t Quads;
+inline Quads load_quads(const int8_t* at) { return vld1q_s8(at); }
+
+template <int Q, int Bits>
+inline vi dot(vi sums, vb bytes, Quads quads) {
+#if defined(__ARM_FEATURE_DOTPROD)
+  return vdotq_laneq_s32(sums, vreinterpretq_s8_u8(bytes), quads, Q);
+#else
+  int8x16_t mine = vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(quads), Q));
+  int8x16_t w = vreinterpretq_s8_u8(bytes);
+  int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(mine)), high = vmull_high_s8(w, mine);
+  return vaddq_s32(sums, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
+#endif
+}
+constexpr int kSignedZero = 0;  // what dot() adds to signed bytes: nothing here
+inline vb signed_bytes(vb v) { return v; }
+
+#elif defined(__AVX512F__)
+
+constexpr int kLanes = 16, kTileRows = 8, kDotRows = 4, kDotColumns = 4;
+typedef __m512 vf;
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint8_t vb __attribute__((vector_size(64)));
+
+inline vf load(const float* at) { return _mm512_loadu_ps(at); }
+inline void store(float* at, vf v) { _mm512_storeu_ps(at, v); }
+inline vf fill(float v) { return _mm512_set1_ps(v); }
+inline vi fill_int(int v) { return (vi)_mm512_set1_epi32(v); }
+inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+inline vf larger(vf a, vf b) { return _mm512_max_ps(a, b); }
+inline vf load_half(const uint16_t* at) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at)); }
+inline vf load_bfloat(const uint16_t* at) {
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+inline float sum(vf v) { return _mm512_reduce_add_ps(v); }
+inline float largest(vf v) { return _mm512_reduce_max_ps(v); }
+
+inline vb load_bytes(const uint8_t* at) { return (vb)_mm512_loadu_si512(at); }
+typedef const int8_t* Quads;
+inline Quads load_quads(const int8_t* at) { return at; }
+
+template <int Q, int Bits>
+inline vi dot(vi sums, vb bytes, Quads quads) {
+  int32_t quad;
+  memcpy(&quad, quads + 4 * Q, 4);
+  return (vi)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)bytes, _mm512_set1_epi32(quad));
+}
+constexpr int kSignedZero = 128;  // signed bytes are multiplied as unsigned ones, 128 larger
+inline vb signed_bytes(vb v) { return v ^ (uint8_t)128; }
+
+#else  // AVX2
+
+constexpr int kLanes = 8, kTileRows = 4, kDotRows = 2, kDotColumns = 4;
+typedef __m256 vf;
+typedef int32_t vi __attribute__((vector_size(32)));
+typedef uint8_t vb __attribute__((vector_size(32)));
+
+inline vf load(const float* at) { return _mm256_loadu_ps(at); }
+inline void store(float* at, vf v) { _mm256_storeu_ps(at, v); }
+inline vf fill(float v) { return _mm256_set1_ps(v); }
+inline vi fill_int(int v) { return (vi)_mm256_set1_epi32(v); }
+inline vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+inline vf larger(vf a, vf b) { return _mm256_max_ps(a, b); }
+inline vf load_half(const uint16_t* at) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at)); }
+inline vf load_bfloat(const uint16_t* at) {
+  __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+inline float sum(vf v) {
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+inline float largest(vf v) {
+  __m128 half = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+}
+
+inline vb load_bytes(const uint8_t* at) { return (vb)_mm256_loadu_si256((const __m256i*)at); }
+typedef const int8_t* Quads;
+inline Quads load_quads(const int8_t* at) { return at; }
+
+// Pairs are summed in 16 bits: 127 * 63 * 2 fits for up to 6 bits; signed bytes give their sign to the other side.
+template <int Q, int Bits>
+inline vi dot(vi sums, vb bytes, Quads quads) {
+  int32_t quad;
+  memcpy(&quad, quads + 4 * Q, 4);
+  __m256i mine = _mm256_set1_epi32(quad), w = (__m256i)bytes;
+  if (Bits == 8) mine = _mm256_sign_epi8(mine, w), w = _mm256_abs_epi8(w);
+  __m256i pairs = _mm256_maddubs_epi16(w, mine);
+  return sums + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+constexpr int kSignedZero = 0;
+inline vb signed_bytes(vb v) { return v; }
+
+#endif
+
+#ifndef QC_HAS_SUMS
+inline void store_sums(float* at, vf a, vf b, vf c, vf d) { at[0] = sum(a), at[1] = sum(b), at[2] = sum(c), at[3] = sum(d); }
+#else
+inline void store_sums(float* at, vf a, vf b, vf c, vf d) { store(at, sums(a, b, c, d)); }
+#endif
+inline float sum_alone(vf v) {  // as store_sums adds
+#ifdef QC_HAS_SUMS
+  float four[4];
+  store(four, sums(v, v, v, v));
+  return four[0];
+#else
+  return sum(v);
+#endif
+}
+
+// Numbers of a dtype, read and written as floats.
+template <int Dtype>
+struct Numbers {
+  typedef uint16_t Type;
+  static vf read(const Type* at) { return Dtype == QC_BF16 ? load_bfloat(at) : load_half(at); }
+  static float one(const Type* at) { return Dtype == QC_BF16 ? bfloat_to_float(*at) : half_to_float(*at); }
+  static void put_one(Type* at, float v) { *at = Dtype == QC_BF16 ? float_to_bfloat(v) : float_to_half(v); }
+  static void write(Type* at, vf v) {
+    float numbers[kLanes];
+    store(numbers, v);
+    for (int i = 0; i < kLanes; ++i) put_one(at + i, numbers[i]);
+  }
+  static float rounded(float v) { return Dtype == QC_BF16 ? bfloat_to_float(float_to_bfloat(v)) : half_to_float(float_to_half(v)); }
+};
+template <>
+struct Numbers<QC_F32> {
+  typedef float Type;
+  static vf read(const float* at) { return load(at); }
+  static float one(const float* at) { return *at; }
+  static void put_one(float* at, float v) { *at = v; }
+  static void write(float* at, vf v) { store(at, v); }
+  static float rounded(float v) { return v; }
+};
+
+// exp with an error below 2 units in the last place; 0 below -87.3, and for -inf.
+inline vf exp_of(vf x) {
+  const vf magic = fill(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  vf least = fill(-87.3f), most = fill(88.3f);
+  vi under = (vi)(x < least);
+  x = larger(x, least);
+  x = -larger(-x, -most);
+  vf shifted = fma(x, fill(1.44269504f), magic);
+  vf whole = shifted - magic;
+  vf rest = fma(whole, fill(-0.693359375f), x);
+  rest = fma(whole, fill(2.12194440e-4f), rest);
+  vf y = fill(1.9875691500e-4f);
+  y = fma(y, rest, fill(1.3981999507e-3f));
+  y = fma(y, rest, fill(8.3334519073e-3f));
+  y = fma(y, rest, fill(4.1665795894e-2f));
+  y = fma(y, rest, fill(1.6666665459e-1f));
+  y = fma(y, rest, fill(5.0000001201e-1f));
+  y = fma(y, rest * rest, rest) + fill(1.0f);
+  vi power = (vi)shifted << 23;  // the low bits of `shifted` are the whole number
+  return (vf)(((vi)y + power) & ~under);
+}
+
+}  // namespace QC_ISA
+}  // namespace quire

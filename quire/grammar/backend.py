@@ -1,0 +1,74 @@
+"""What a grammar backend must do, and what it is given: five methods, and the tokens of the vocabulary as bytes.
+
+    child process:   compile(spec) ──▶ bytes                   may take long, may be killed
+    engine:          load(spec, bytes) ──▶ compiled, start(compiled) ──▶ Matcher, fill(matchers, rows, places)
+A backend's package is imported when it is made, never before. Must not know: requests, steps, processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from quire.base.registry import Registry
+from quire.schema.grammar import GrammarSpec
+
+Rows = np.ndarray[tuple[int, int], np.dtype[np.int32]]  # [rows, words]; a bit set: that token may follow
+
+BACKENDS = Registry(
+    "grammar backend",
+    {
+        "xgrammar": "quire.grammar.backends.xgrammar:XGrammar",
+        "guidance": "quire.grammar.backends.guidance:Guidance",
+    },
+    group="quire.grammar_backends",
+)
+PACKAGES = {"xgrammar": ("xgrammar", "xgrammar"), "guidance": ("llguidance", "guidance")}  # package, extra
+
+
+class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
+    """`tokens[i]`: the bytes token i adds to a text; empty for special tokens, which no grammar may ask for."""
+
+    tokens: list[bytes]
+    size: int  # of the model's logits, padding included
+    ends: tuple[int, ...]  # end-of-text first, then the model's further ends
+
+    @property
+    def words(self) -> int:
+        return (self.size + 31) // 32
+
+
+class Matcher(Protocol):
+    """One request's place in its grammar."""
+
+    def accept(self, token_id: int) -> bool: ...
+
+    def rollback(self, count: int) -> None: ...
+
+    def can_end(self) -> bool: ...
+
+    def fault(self) -> str | None:
+        """Why it can go no further, if so."""
+
+
+class Backend(Protocol):
+    def compile(self, spec: GrammarSpec) -> bytes:
+        """All the slow work. ValueError: this grammar cannot be served, and why."""
+
+    def load(self, spec: GrammarSpec, compiled: bytes) -> Any: ...
+
+    def start(self, loaded: Any) -> Matcher: ...
+
+    def fill(self, matchers: Sequence[Any], rows: Rows, places: Sequence[int]) -> None:
+        """rows[places[i]] becomes what may follow matchers[i]. End tokens are the caller's business."""
+
+    def cost(self, loaded: Any) -> int:
+        """Bytes it keeps, for the cache."""
+
+
+def make_backend(name: str, vocabulary: Vocabulary) -> Backend:
+    backend: Backend = BACKENDS.get(name)(vocabulary)
+    return backend

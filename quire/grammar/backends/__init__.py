@@ -1,0 +1,1 @@
+"""The grammar packages that Quire can use, one file each."""

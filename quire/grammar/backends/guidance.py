@@ -1,0 +1,146 @@
+"""llguidance: reads JSON schema to the letter, regex, Lark, GBNF and tags; bounded by its own limits at every step.
+
+Its compiled form cannot travel, but is made in a millisecond: the child tries it out, the engine makes it again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from quire.base.registry import load
+from quire.grammar.backend import Rows, Vocabulary
+from quire.schema.grammar import GrammarKind, GrammarSpec
+
+WHITESPACE = r"[ \n\r\t]{1,20}"  # bounded: no endless blanks
+_LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000,
+           "max_lexer_states": 50_000, "max_grammar_size": 500_000, "max_items_in_row": 20_000,
+           "verbose_errors": False}  # fmt: skip
+_MANY = 8
+
+
+class Guidance:
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        package = "llguidance"
+        self._matcher = load(f"{package}:LLMatcher")
+        self._limits = load(f"{package}:LLParserLimits")(**_LIMITS)
+        self._from_gbnf, self._tags = f"{package}.gbnf_to_lark:gbnf_to_lark", load(f"{package}:StructTag")
+        wrapper = load(f"{package}:TokenizerWrapper")(_Tokens(vocabulary))
+        self._tokens = load(f"{package}:LLTokenizer")(wrapper, n_vocab=vocabulary.size)
+        self._make_executor = load(f"{package}:LLExecutor")
+
+    def compile(self, spec: GrammarSpec) -> bytes:
+        grammar = self._grammar(spec)
+        matcher = self._matcher(self._tokens, grammar, log_level=0, limits=self._limits)
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise ValueError(_plain(matcher.get_error()))
+        return grammar.encode()
+
+    def _grammar(self, spec: GrammarSpec) -> str:
+        make = self._matcher
+        if spec.kind is GrammarKind.JSON:
+            pattern = WHITESPACE if spec.whitespace is None else spec.whitespace
+            options = {"whitespace_flexible": False} if spec.compact else {"whitespace_pattern": pattern}
+            return str(make.grammar_from_json_schema(spec.text, overrides=options))
+        if spec.kind is GrammarKind.REGEX:
+            return str(make.grammar_from_regex(spec.text))
+        if spec.kind is GrammarKind.CHOICE:
+            return str(make.grammar_from_regex("|".join(map(_literal, json.loads(spec.text)))))
+        if spec.kind is GrammarKind.EBNF:
+            return str(make.grammar_from_lark(self._lark_of(spec.text)))
+        if spec.kind is GrammarKind.LARK:
+            return str(make.grammar_from_lark(spec.text))
+        return self._structural_tag(json.loads(spec.text))
+
+    def _lark_of(self, gbnf: str) -> str:
+        try:
+            return str(load(self._from_gbnf)(gbnf))
+        except Exception as wrong:  # its own class, which is no ValueError
+            raise ValueError(f"not a GBNF grammar: {wrong}") from None
+
+    def _structural_tag(self, given: dict[str, Any]) -> str:
+        if "structures" not in given:
+            raise ValueError("guidance reads structural tags in the form {structures, triggers} only")
+        tags = []
+        for one in given["structures"]:
+            trigger = next((t for t in given["triggers"] if one["begin"].startswith(t)), None)
+            if trigger is None:
+                raise ValueError(f"no trigger begins the tag {one['begin']!r:.80}")
+            tags.append(
+                self._tags(trigger=trigger, begin=one["begin"], grammar=one.get("schema") or {}, end=one["end"])
+            )
+        return str(self._tags.to_grammar(tags, assume_special=False))
+
+    def load(self, spec: GrammarSpec, compiled: bytes) -> Any:
+        made = self._matcher(self._tokens, compiled.decode(), log_level=0, limits=self._limits)
+        if made.is_error():
+            raise ValueError(_plain(made.get_error()))
+        return made
+
+    def start(self, loaded: Any) -> GuidanceMatcher:
+        return GuidanceMatcher(loaded.deep_copy())
+
+    def fill(self, matchers: Sequence[GuidanceMatcher], rows: Rows, places: Sequence[int]) -> None:
+        size = rows.shape[1] * rows.itemsize
+        if len(matchers) < _MANY:
+            for matcher, place in zip(matchers, places, strict=True):
+                matcher.inner.unsafe_compute_mask_ptr(rows.ctypes.data + place * size, size)
+        else:
+            pairs = [(matcher.inner, place) for matcher, place in zip(matchers, places, strict=True)]
+            self._executor.unsafe_compute_mask_ptr(pairs, rows.ctypes.data, size, rows.shape[0])
+
+    @cached_property
+    def _executor(self) -> Any:
+        return self._make_executor()
+
+    def cost(self, loaded: Any) -> int:
+        return 1 << 20  # it does not tell
+
+
+class GuidanceMatcher:
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def accept(self, token_id: int) -> bool:
+        return bool(self.inner.consume_token(token_id))
+
+    def rollback(self, count: int) -> None:
+        self.inner.rollback(count)
+
+    def can_end(self) -> bool:
+        return bool(self.inner.is_accepting())
+
+    def fault(self) -> str | None:
+        return _plain(self.inner.get_error()) if self.inner.is_error() else None
+
+
+class _Tokens:
+    """The vocabulary as llguidance asks for it. Text is cut greedily: only forced text would need the true cut."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = vocabulary.tokens + [b""] * (vocabulary.size - len(vocabulary.tokens))
+        self.eos_token_id = vocabulary.ends[0] if vocabulary.ends else 0
+        self.bos_token_id = None
+        self.special_token_ids = [i for i, token in enumerate(self.tokens) if not token]
+        self._single = {token: i for i, token in enumerate(self.tokens) if len(token) == 1}
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        data = text.encode() if isinstance(text, str) else text
+        return [self._single[data[i : i + 1]] for i in range(len(data)) if data[i : i + 1] in self._single]
+
+
+def _literal(word: str) -> str:
+    """One lexeme for all words: thousands of them are a row too long for its parser."""
+    return re.sub(r"[][\\.^$*+?{}|()/]", r"\\\g<0>", word)
+
+
+def _plain(message: str) -> str:
+    if message.startswith("NoExtension"):
+        return "nothing this model can say follows it"
+    return message.split("\n<", 1)[0].strip()[:500] or "no reason was given"

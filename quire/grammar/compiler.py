@@ -1,0 +1,267 @@
+"""Compiler: specs to compiled grammars, off the step's path, in children that are killed when they take too long.
+
+    submit(spec) ──▶ a worker thread ──▶ its child: backend.compile ──▶ the thread: backend.load ──▶ Compiled
+Compiled grammars are kept, the latest used, up to a number of bytes; refusals are kept too, so that a hostile grammar
+costs its time once. Threads and children start with the first spec. Must not know: requests, steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import queue
+import select
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from quire.base.clock import now
+from quire.base.log import logger
+from quire.grammar.backend import Backend, Vocabulary, make_backend
+from quire.grammar.child import LENGTH_BYTES, Answer, Job, JobBoot
+from quire.schema.errors import InputError, QuireError
+from quire.schema.grammar import GrammarSpec
+
+log = logger(__name__)
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from quire.grammar.child import main; main()"
+_START_SECONDS = 120.0  # for imports and the vocabulary, on a busy machine
+_PARAM = "structured_outputs"
+_ENOUGH = 4096  # refusals and grammars remembered
+
+
+@dataclass(frozen=True)
+class Limits:
+    seconds: float = 10.0
+    memory_bytes: int = 1 << 30  # that a child may grow by
+    compiled_bytes: int = 1 << 26  # of one compiled grammar
+    cache_bytes: int = 1 << 29  # of all that are kept
+    num_workers: int = 2
+
+
+@dataclass(frozen=True)
+class Compiled:
+    backend: Backend
+    name: str
+    loaded: Any
+
+
+Outcome = Compiled | QuireError
+
+
+class _TimeoutError(Exception):
+    pass
+
+
+class Compiler:
+    def __init__(self, vocabulary: Callable[[], Vocabulary], limits: Limits, done: Callable[[], None]) -> None:
+        """`done` is called from a worker thread whenever something is ready to be fetched."""
+        self._make_vocabulary = vocabulary
+        self.limits = limits
+        self._done = done
+        self._jobs: queue.SimpleQueue[GrammarSpec | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[GrammarSpec, tuple[Outcome, int]] = OrderedDict()
+        self._bytes = 0
+        self._under_way: set[GrammarSpec] = set()
+        self._vocabulary: Vocabulary | None = None
+        self._backends: dict[str, Backend] = {}
+        self._making = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._children: list[_Child] = []
+        self.num_compiled = 0
+
+    def submit(self, spec: GrammarSpec) -> None:
+        """Start it, unless it is there or under way already."""
+        with self._lock:
+            if spec in self._kept or spec in self._under_way:
+                return
+            self._under_way.add(spec)
+            if len(self._threads) < min(self.limits.num_workers, len(self._under_way)):
+                name = f"grammar {len(self._threads)}"
+                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        self._jobs.put(spec)
+
+    def fetch(self, spec: GrammarSpec) -> Outcome | None:
+        """What came of it; None while it is under way."""
+        with self._lock:
+            entry = self._kept.get(spec)
+            if entry is None:
+                return None
+            self._kept.move_to_end(spec)
+            return entry[0]
+
+    def vocabulary(self) -> Vocabulary:
+        with self._making:
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary()
+            return self._vocabulary
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._jobs.put(None)
+        with self._lock:
+            children = list(self._children)
+        for child in children:
+            child.kill()
+
+    def _run(self) -> None:
+        child: _Child | None = None
+        while (spec := self._jobs.get()) is not None:
+            outcome: Outcome
+            began = now()
+            try:
+                child = child or self._new_child()
+                outcome = self._compile(child, spec)
+            except QuireError as refused:
+                outcome = refused
+            except Exception as broken:
+                log.exception("A grammar could not be compiled")
+                outcome = QuireError(f"the grammar could not be compiled: {type(broken).__name__}: {broken}")
+            log.debug("A %s grammar took %.3f s to compile", spec.kind, now() - began)
+            self._keep(spec, outcome)
+            self._done()
+        if child is not None:
+            child.kill()
+
+    def _new_child(self) -> _Child:
+        child = _Child(JobBoot(vocabulary=self.vocabulary(), memory_bytes=self.limits.memory_bytes))
+        with self._lock:
+            self._children.append(child)
+        return child
+
+    def _compile(self, child: _Child, spec: GrammarSpec) -> Compiled:
+        """With the first backend that manages."""
+        refusals: list[InputError] = []
+        for name in spec.backends:
+            try:
+                return self._compile_with(name, child, spec)
+            except InputError as refused:
+                refusals.append(refused)
+                log.info("Grammar backend %s: %.200s", name, refused)
+            except QuireError as failed:
+                if not refusals:
+                    raise
+                log.warning("Grammar backend %s: %.200s", name, failed)
+        raise refusals[0]
+
+    def _compile_with(self, name: str, child: _Child, spec: GrammarSpec) -> Compiled:
+        made = child.ask(Job(backend=name), _START_SECONDS)
+        if made.failed or made.refused:
+            raise QuireError(f"the grammar backend {name!r} does not start: {made.failed or made.refused}")
+        limits = self.limits
+        try:
+            answer = child.ask(Job(backend=name, spec=spec), limits.seconds)
+        except _TimeoutError:
+            raise InputError(
+                f"the {spec.kind} constraint is too complex: compiling it takes over {limits.seconds:g} seconds",
+                param=_PARAM,
+            ) from None
+        except EOFError:
+            raise InputError(
+                f"the {spec.kind} constraint is too complex: compiling it ended its process (the limit is "
+                f"{limits.memory_bytes >> 20} MiB of memory)",
+                param=_PARAM,
+            ) from None
+        if answer.refused is not None:
+            raise InputError(f"the {spec.kind} constraint cannot be used: {answer.refused}", param=_PARAM)
+        if answer.failed is not None:
+            raise QuireError(f"the {spec.kind} constraint could not be compiled: {answer.failed}")
+        if len(answer.compiled) > limits.compiled_bytes:
+            raise InputError(
+                f"the {spec.kind} constraint is too complex: compiled it has {len(answer.compiled)} bytes, and the "
+                f"limit is {limits.compiled_bytes}",
+                param=_PARAM,
+            )
+        backend = self._backend(name)
+        try:
+            return Compiled(backend, name, backend.load(spec, answer.compiled))
+        except ValueError as wrong:
+            raise InputError(f"the {spec.kind} constraint cannot be used: {wrong}", param=_PARAM) from None
+
+    def _backend(self, name: str) -> Backend:
+        vocabulary = self.vocabulary()
+        with self._making:
+            if name not in self._backends:
+                began = now()
+                self._backends[name] = make_backend(name, vocabulary)
+                log.info("Grammar backend %s ready in %.1f s", name, now() - began)
+            return self._backends[name]
+
+    def _keep(self, spec: GrammarSpec, outcome: Outcome) -> None:
+        cost = len(spec.text) + (outcome.backend.cost(outcome.loaded) if isinstance(outcome, Compiled) else 1000)
+        with self._lock:
+            self._under_way.discard(spec)
+            if isinstance(outcome, Compiled):
+                self.num_compiled += 1
+            self._kept[spec] = outcome, cost
+            self._bytes += cost
+            while len(self._kept) > 1 and (self._bytes > self.limits.cache_bytes or len(self._kept) > _ENOUGH):
+                _, (_, freed) = self._kept.popitem(last=False)
+                self._bytes -= freed
+
+
+class _Child:
+    """A compiling process, started when it is asked something and is not there."""
+
+    def __init__(self, boot: JobBoot) -> None:
+        self._boot = boot
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, job: Job, seconds: float) -> Answer:
+        """EOFError: it died over it. _TimeoutError: it was killed."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._process = self._open()
+        _write(process, job)
+        end = now() + seconds
+        try:
+            size = int.from_bytes(_read(process, LENGTH_BYTES, end), "little")
+            return msgspec.msgpack.decode(_read(process, size, end), type=Answer)
+        except (_TimeoutError, EOFError):
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _open(self) -> subprocess.Popen[bytes]:
+        path = msgspec.json.encode(sys.path).decode()
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _START, path],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        _write(process, self._boot)
+        return process
+
+
+def _read(process: subprocess.Popen[bytes], count: int, end: float) -> bytes:
+    pipe, parts = process.stdout, []
+    assert isinstance(pipe, io.BufferedReader)
+    while count:
+        if not select.select([pipe], [], [], max(0.0, end - now()))[0]:
+            raise _TimeoutError
+        piece = pipe.read1(min(count, 1 << 20))
+        if not piece:
+            raise EOFError
+        parts.append(piece)
+        count -= len(piece)
+    return b"".join(parts)
+
+
+def _write(process: subprocess.Popen[bytes], message: JobBoot | Job) -> None:
+    payload = msgspec.msgpack.encode(message)
+    pipe = process.stdin
+    assert pipe is not None
+    with contextlib.suppress(BrokenPipeError):  # it died; reading the answer says so
+        pipe.write(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
+        pipe.flush()

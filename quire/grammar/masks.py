@@ -1,0 +1,218 @@
+"""Masks: every constrained request's place in its grammar, and the rows of bits a step needs.
+
+    add(request) · poll() until compiled · [mask(plan) between forward and sample · advance(outputs) at commit] · drop
+A place moves only by tokens that were committed, so a preempted request keeps its own, and a token thrown away never
+counts. End tokens are decided here: they may follow where the grammar may end and the request may stop. A request that
+may not stop, and after which nothing but an end could follow, is ended by the loop.
+Must not know: logits, the queue, text.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.base.clock import now
+from quire.base.log import logger
+from quire.grammar.backend import Backend, Matcher, Rows, Vocabulary
+from quire.grammar.compiler import Compiled, Compiler, Limits
+from quire.grammar.thought import Stage, Thought
+from quire.schema.errors import QuireError
+from quire.schema.grammar import GrammarSpec
+from quire.schema.messages import EngineOutput, EngineRequest
+from quire.schema.step import Mask, StepPlan
+
+log = logger(__name__)
+MOST_SECONDS = 2.0  # for the masks of one request in one step; a grammar that takes longer slows everyone down
+
+_SLOW = f"the grammar is too complex: one mask took over {MOST_SECONDS:g} seconds"
+
+
+@dataclass
+class Lost:
+    """A request that its grammar ends. error None: the grammar is complete, and nothing more may follow."""
+
+    request_id: str
+    error: str | None = None
+
+
+@dataclass
+class _Place:
+    given: EngineRequest
+    spec: GrammarSpec
+    matcher: Matcher | None = None  # None: still compiling
+    backend: Backend | None = None
+    ends: tuple[int, ...] = ()
+    num_outputs: int = 0
+    wrong: str | None = None
+    thought: Thought | None = None  # what may come before the answer
+
+
+Watch = Callable[[EngineRequest], Thought | None]
+
+
+class Masks:
+    def __init__(
+        self, vocabulary: Callable[[], Vocabulary], *, limits: Limits | None = None, watch: Watch | None = None
+    ) -> None:
+        """`watch`: whether a request's answer may begin with a thought."""
+        self._news = threading.Event()
+        self.compiler = Compiler(vocabulary, limits or Limits(), self._news.set)
+        self._watch = watch
+        self._places: dict[str, _Place] = {}
+        self._pending: dict[str, GrammarSpec] = {}
+
+    @property
+    def compiling(self) -> bool:
+        return bool(self._pending)
+
+    def add(self, request: EngineRequest) -> bool:
+        """True: it may run at once. False: once `poll` has named it. QuireError: it is known to be refused."""
+        spec = request.grammar
+        assert spec is not None
+        place = _Place(request, spec)
+        outcome = self.compiler.fetch(spec)
+        if isinstance(outcome, QuireError):
+            raise outcome
+        self._places[request.request_id] = place
+        if outcome is not None:
+            self._start(place, outcome)
+            return True
+        self._pending[request.request_id] = spec
+        self.compiler.submit(spec)
+        return False
+
+    def poll(self) -> list[tuple[str, QuireError | None]]:
+        """Requests whose grammar is ready, or refused, since the last call."""
+        if not self._news.is_set():
+            return []
+        self._news.clear()
+        found: list[tuple[str, QuireError | None]] = []
+        for request_id, spec in list(self._pending.items()):
+            outcome = self.compiler.fetch(spec)
+            if outcome is None:
+                self.compiler.submit(spec)  # made, and pushed out of the cache before anybody came for it
+                continue
+            del self._pending[request_id]
+            if isinstance(outcome, QuireError):
+                self._places.pop(request_id, None)
+                found.append((request_id, outcome))
+            else:
+                self._start(self._places[request_id], outcome)
+                found.append((request_id, None))
+        return found
+
+    def wait(self, seconds: float) -> None:
+        """Until something may have been compiled."""
+        self._news.wait(seconds)
+
+    def drop(self, request_id: str) -> None:
+        self._places.pop(request_id, None)
+        self._pending.pop(request_id, None)
+
+    def close(self) -> None:
+        self.compiler.close()
+
+    # ---- a step ------------------------------------------------------------------------------------------------
+
+    def mask(self, plan: StepPlan) -> tuple[Mask | None, list[Lost]]:
+        """Rows for the grants that sample under a grammar, and the requests that can go no further."""
+        if not self._places:
+            return None, []
+        wanted, lost = [], []
+        for index, grant in enumerate(plan.grants):
+            if grant.samples and (place := self._places.get(grant.request_id)) is not None:
+                if place.wrong is not None:
+                    lost.append(Lost(grant.request_id, place.wrong))
+                elif place.matcher is not None and (place.thought is None or place.thought.stage is not Stage.INSIDE):
+                    wanted.append((index, place))
+        if not wanted:
+            return None, lost
+        rows: Rows = np.zeros((len(wanted), self.compiler.vocabulary().words), np.int32)
+        lost += self._fill([place for _, place in wanted], rows)
+        gone = {one.request_id for one in lost}
+        kept = [i for i, (_, place) in enumerate(wanted) if place.given.request_id not in gone]
+        if not kept:
+            return None, lost
+        if len(kept) < len(wanted):
+            rows = rows[kept]
+        places = tuple(wanted[i][0] for i in kept)
+        return Mask(index=places, rows=rows.tobytes(), words=rows.shape[1]), lost
+
+    def advance(self, outputs: Iterable[EngineOutput]) -> None:
+        """Take in what was committed."""
+        if not self._places:
+            return
+        for output in outputs:
+            if output.new_token_ids and (place := self._places.get(output.request_id)) is not None:
+                _accept(place, output.new_token_ids)
+
+    def _start(self, place: _Place, compiled: Compiled) -> None:
+        place.backend, place.matcher = compiled.backend, compiled.backend.start(compiled.loaded)
+        vocabulary, given = self.compiler.vocabulary(), place.given
+        silent = [i for i in given.stop_token_ids if i < len(vocabulary.tokens) and not vocabulary.tokens[i]]
+        place.ends = tuple({*vocabulary.ends, *silent})
+        place.thought = self._watch(given) if self._watch is not None else None
+
+    def _fill(self, places: list[_Place], rows: Rows) -> list[Lost]:
+        by_backend: dict[int, list[int]] = {}
+        for i, place in enumerate(places):
+            by_backend.setdefault(id(place.backend), []).append(i)
+        lost: list[Lost] = []
+        for own in by_backend.values():
+            began = now()
+            backend = places[own[0]].backend
+            assert backend is not None
+            backend.fill([places[i].matcher for i in own], rows, own)
+            if now() - began > MOST_SECONDS * len(own):
+                lost += [Lost(places[i].given.request_id, _SLOW) for i in own]
+        for i, place in enumerate(places):
+            assert place.matcher is not None
+            if (fault := place.matcher.fault()) is not None:
+                lost.append(Lost(place.given.request_id, f"the grammar is too complex to go on: {fault}"))
+            elif (ended := _set_ends(place, rows[i])) is not None:
+                lost.append(ended)
+        return lost
+
+
+def _accept(place: _Place, token_ids: Sequence[int]) -> None:
+    place.num_outputs += len(token_ids)
+    matcher, thought = place.matcher, place.thought
+    assert matcher is not None
+    for token_id in token_ids:
+        if thought is not None and thought.feed(token_id):
+            continue
+        if token_id in place.ends:
+            return
+        if not matcher.accept(token_id):
+            fault = matcher.fault()
+            place.wrong = f"token {token_id} does not follow the grammar" + (f": {fault}" if fault else "")
+            return
+
+
+def _set_ends(place: _Place, row: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Lost | None:
+    """A thought may open; end tokens may follow if the grammar may end here and the request may stop."""
+    given, matcher = place.given, place.matcher
+    assert matcher is not None
+    bits = row.view(np.uint32)
+    thought = place.thought
+    if thought is not None and (opener := thought.opener()) is not None:
+        if thought.stage is Stage.OPENING:
+            bits[:] = 0
+        bits[opener >> 5] |= np.uint32(1 << (opener & 31))
+        if thought.stage is Stage.OPENING:
+            return None
+    may_end = matcher.can_end()
+    may_stop = not given.params.ignore_eos and place.num_outputs >= given.params.min_tokens
+    for token_id in place.ends:
+        bit = np.uint32(1 << (token_id & 31))
+        if may_end and may_stop:
+            bits[token_id >> 5] |= bit
+        else:
+            bits[token_id >> 5] &= ~bit
+    if may_end and not may_stop and not bits.any():
+        return Lost(given.request_id)
+    return None

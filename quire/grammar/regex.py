@@ -1,0 +1,124 @@
+"""A regular expression read for what a backend would take otherwise than Python's `re.fullmatch` does.
+
+Not a parser: it steps over escapes and character classes and looks at what stands outside and inside them. What no
+backend has (look-around, back references, word boundaries) is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from quire.schema.errors import InputError
+
+MOST_CHARS = 1 << 16
+MOST_NESTING = 100
+MOST_REPEAT = 100_000  # the product of nested {n,m}
+_PARAM = "structured_outputs"
+_ESCAPES = {
+    "b": "a word boundary (\\b)", "B": "a word boundary (\\B)", "A": "\\A", "Z": "\\Z", "z": "\\z", "G": "\\G",
+}  # fmt: skip
+_PIECE = re.compile(
+    r"\\(?:[pP]\{[^}]*\}|.)|\(\?(?:<[=!]|[=!:>]|P?<\w+>|P=\w+\)|[a-zA-Z-]+[:)]|.?)|\{\d*,?\d*\}|.", re.S
+)
+
+
+@dataclass
+class Regex:
+    """`for_xgrammar`: the same expression with `.` spelt out, because there it would match a newline too."""
+
+    for_xgrammar: str
+    not_xgrammar: list[str] = field(default_factory=list)
+
+
+def read_regex(source: str) -> Regex:
+    if len(source) > MOST_CHARS:
+        raise _refuse(f"the regex has {len(source)} characters; the limit is {MOST_CHARS}", value=len(source))
+    reader = _Reader(source)
+    for found in _PIECE.finditer(source):
+        reader.take(found.group(), found.start())
+    if reader.depth or reader.in_class:
+        raise _refuse(f"the regex is not closed: {'[' if reader.in_class else '('} has no end")
+    return Regex("".join(reader.out), reader.reasons)
+
+
+class _Reader:
+    def __init__(self, source: str) -> None:
+        self.last = len(source) - 1
+        self.out: list[str] = []
+        self.reasons: list[str] = []
+        self.in_class = False
+        self.class_start = 0
+        self.depth = 0
+        self.closed = 1  # repeats inside the group or atom that just ended
+        self.inner: list[int] = [1]  # the most repeats met so far, per open group
+
+    def take(self, piece: str, at: int) -> None:
+        if piece[0] == "\\" and len(piece) > 1:
+            self._escape(piece)
+        elif self.in_class:
+            if piece[0] == "]" and at > self.class_start:
+                self.in_class, self.closed = False, 1
+        elif piece[0] == "[":
+            self.in_class, self.class_start = True, at + 1
+        elif piece[0] == "(":
+            self._open(piece)
+        elif piece[0] == ")":
+            self._close()
+        elif piece[0] == "{" and len(piece) > 2:
+            self._repeat(piece)
+        elif piece not in "*+?":
+            self.closed = 1
+            if piece in "^$" and at not in (0, self.last):
+                self.reasons.append(f"'{piece}' inside the expression")
+        if piece == "." and not self.in_class:
+            piece = "[^\\n]"
+        self.out.append(piece)
+
+    def _escape(self, piece: str) -> None:
+        letter = piece[1]
+        if not self.in_class and letter in _ESCAPES:
+            raise _refuse(f"the regex has {_ESCAPES[letter]}, which no grammar backend supports", value=piece)
+        if not self.in_class and letter.isdigit() and letter != "0":
+            raise _refuse(f"the regex has a back reference ({piece}), which no grammar is able to follow", value=piece)
+        if letter in "pPNQ" or (letter in "WDS" and self.in_class):
+            self.reasons.append(f"'{piece}'")
+        self.closed = 1
+
+    def _open(self, piece: str) -> None:
+        self.depth += 1
+        if self.depth > MOST_NESTING:
+            raise _refuse(f"the regex nests groups deeper than {MOST_NESTING}", value=self.depth)
+        self.inner.append(1)
+        if piece.startswith(("(?=", "(?!", "(?<=", "(?<!")):
+            raise _refuse(f"the regex has look-around ('{piece}'), which no grammar backend supports", value=piece)
+        if piece.startswith("(?P="):
+            raise _refuse(
+                f"the regex has a back reference ('{piece}'), which no grammar is able to follow", value=piece
+            )
+        if piece not in ("(", "(?:"):
+            self.reasons.append(f"'{piece}'")
+            if piece.endswith(")"):  # (?i): flags alone open no group
+                self.depth -= 1
+                self.inner.pop()
+
+    def _close(self) -> None:
+        self.depth -= 1
+        if self.depth < 0:
+            raise _refuse("the regex has ')' without '('")
+        self.closed = self.inner.pop()
+        self.inner[-1] = max(self.inner[-1], self.closed)
+
+    def _repeat(self, piece: str) -> None:
+        most = max((int(n) for n in piece[1:-1].split(",") if n), default=1)
+        repeats = self.closed * max(most, 1)
+        if repeats > MOST_REPEAT:
+            raise _refuse(f"the regex repeats something {repeats} times; the limit is {MOST_REPEAT}", value=repeats)
+        self.closed = repeats
+        self.inner[-1] = max(self.inner[-1], repeats)
+        if repeats > 1000:
+            self.reasons.append(f"{repeats} repeats")
+
+
+def _refuse(message: str, *, value: object = None) -> InputError:
+    return InputError(message, param=_PARAM, value=value)

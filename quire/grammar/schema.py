@@ -1,0 +1,205 @@
+"""A JSON schema read for what it needs: keywords, sizes, and what a backend would not hold to the letter.
+
+In: a parsed schema. Out: Needs, or an InputError that names the keyword and where it stands. Nothing is compiled here.
+A keyword that neither backend enforces is refused, because an answer that ignores it would not be valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.grammar.regex import read_regex
+from quire.schema.errors import InputError
+
+MOST_DEPTH = 64
+MOST_NODES = 20_000
+MANY_OPTIONAL = 24  # optional properties of one object from which xgrammar's compile time grows with their square
+MANY_VALUES = 1000
+MANY_LETTERS = 128  # bounded strings longer than this take xgrammar seconds
+_PARAM = "structured_outputs"
+
+_NOTES = frozenset((
+    "$schema", "$id", "$comment", "$anchor", "$vocabulary", "title", "description", "default", "example", "examples",
+    "deprecated", "readOnly", "writeOnly", "discriminator", "contentEncoding", "contentMediaType", "strict", "nullable",
+))  # fmt: skip
+_ONE = ("items", "additionalProperties", "additionalItems")
+_MANY = ("anyOf", "oneOf", "allOf", "prefixItems")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_VALUES = frozenset((
+    "type", "enum", "const", "$ref", "required", "minLength", "maxLength", "pattern", "format", "minimum", "maximum",
+    "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minItems", "maxItems", "minProperties", "maxProperties",
+))  # fmt: skip
+_KNOWN = _VALUES | {*_ONE, *_MANY, *_NAMED}
+# Constrain nothing unless a keyword of another group is there too; the standard says so.
+_HARMLESS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
+_REFUSED = frozenset((
+    "not", "if", "dependentRequired", "dependentSchemas", "dependencies", "uniqueItems", "contains", "contentSchema",
+    "unevaluatedItems", "unevaluatedProperties", "propertyNames", "$dynamicRef", "$recursiveRef", "$dynamicAnchor",
+    "$recursiveAnchor",
+))  # fmt: skip
+# What xgrammar leaves out or takes otherwise than the standard says.
+_NOT_XGRAMMAR = (
+    "pattern", "patternProperties", "format", "multipleOf", "oneOf", "allOf", "additionalItems", "minProperties",
+    "maxProperties",
+)  # fmt: skip
+_TYPES = {
+    "string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None), "object": dict,
+    "array": list,
+}  # fmt: skip
+_ALONE = ("$ref", "anyOf", "enum", "const")  # beside these xgrammar reads no other constraint
+
+
+@dataclass
+class Needs:
+    """`not_xgrammar`: reasons, in the order found, why xgrammar would not do."""
+
+    not_xgrammar: list[str] = field(default_factory=list)
+
+    def note(self, reason: str) -> None:
+        if reason not in self.not_xgrammar:
+            self.not_xgrammar.append(reason)
+
+
+def read_schema(schema: object) -> Needs:
+    """Walk the whole schema once, without recursion."""
+    needs, num_nodes = Needs(), 0
+    waiting: list[tuple[object, str, int]] = [(schema, "", 0)]
+    while waiting:
+        node, path, depth = waiting.pop()
+        num_nodes += 1
+        if depth > MOST_DEPTH:
+            raise _refuse(f"the schema is nested deeper than {MOST_DEPTH} levels", value=depth)
+        if num_nodes > MOST_NODES:
+            raise _refuse(f"the schema has more than {MOST_NODES} parts", value=num_nodes)
+        if isinstance(node, bool):
+            if node is False and not path.endswith(("/additionalProperties", "/items", "/additionalItems")):
+                needs.note("a schema that is false")
+            continue
+        if not isinstance(node, Mapping):
+            raise _refuse(f"{_at(path)} is {node!r:.80}; a schema is an object, true or false", value=node)
+        _read_node(node, path, needs)
+        waiting.extend((child, place, depth + 1) for child, place in _children(node, path))
+    return needs
+
+
+def _children(node: Mapping[str, Any], path: str) -> Iterator[tuple[object, str]]:
+    for name in _ONE:
+        if name in node:
+            value = node[name]
+            if isinstance(value, list):  # `items` as a list, from before prefixItems
+                yield from ((child, f"{path}/{name}/{i}") for i, child in enumerate(value))
+            else:
+                yield value, f"{path}/{name}"
+    for name in _MANY:
+        if name in node:
+            if not isinstance(node[name], list) or not node[name]:
+                raise _refuse(f"{name} at {_at(path)} must be a list of schemas that is not empty")
+            yield from ((child, f"{path}/{name}/{i}") for i, child in enumerate(node[name]))
+    for name in _NAMED:
+        if name in node:
+            if not isinstance(node[name], Mapping):
+                raise _refuse(f"{name} at {_at(path)} must map names to schemas")
+            yield from ((child, f"{path}/{name}/{key}") for key, child in node[name].items())
+
+
+def _read_node(node: Mapping[str, Any], path: str, needs: Needs) -> None:
+    for name in node:
+        if name in _REFUSED and not (name == "uniqueItems" and node[name] is False):
+            raise _refuse(
+                f"the JSON schema keyword '{name}' at {_at(path)} is not supported: no grammar backend enforces it",
+                value=name,
+            )
+        if name not in _KNOWN and name not in _NOTES and name not in _HARMLESS and name != "uniqueItems":
+            needs.note(f"the unknown keyword '{name}'")
+        if name in _NOT_XGRAMMAR:
+            needs.note(f"'{name}'")
+    if "pattern" in node:
+        _read_pattern(node["pattern"], path)
+    _read_alone(node, needs)
+    _read_type(node, path, needs)
+    _read_object(node, path, needs)
+    values = node.get("enum")
+    if values is not None and (not isinstance(values, list) or not values):
+        raise _refuse(f"enum at {_at(path)} must be a list that is not empty")
+    if isinstance(values, list) and len(values) > MANY_VALUES:
+        needs.note(f"an enum of {len(values)} values")
+    if isinstance(node.get("items"), list):
+        needs.note("'items' as a list")
+
+
+def _read_pattern(pattern: object, path: str) -> None:
+    if not isinstance(pattern, str):
+        raise _refuse(f"pattern at {_at(path)} must be a string")
+    try:
+        read_regex(pattern)
+    except InputError as wrong:
+        raise _refuse(f"pattern at {_at(path)}: {wrong}", value=wrong.value) from None
+
+
+def _read_alone(node: Mapping[str, Any], needs: Needs) -> None:
+    single = [name for name in _ALONE if name in node]
+    if not single:
+        return
+    others = [name for name in node if name in _KNOWN and name not in (single[0], "$defs", "definitions")]
+    if others == ["type"] and single[0] in ("enum", "const") and _all_of_type(node):
+        return
+    if others:
+        needs.note(f"'{single[0]}' beside '{others[0]}'")
+
+
+def _all_of_type(node: Mapping[str, Any]) -> bool:
+    kinds = node["type"] if isinstance(node["type"], list) else [node["type"]]
+    values = node["enum"] if "enum" in node else [node["const"]]
+    return isinstance(values, list) and all(any(_is_of(value, kind) for kind in kinds) for value in values)
+
+
+def _is_of(value: object, kind: object) -> bool:
+    wanted = _TYPES.get(kind) if isinstance(kind, str) else None
+    if wanted is None or (isinstance(value, bool) and kind != "boolean"):
+        return False
+    return isinstance(value, wanted)  # type: ignore[arg-type]
+
+
+def _read_type(node: Mapping[str, Any], path: str, needs: Needs) -> None:
+    given = node.get("type")
+    kinds = given if isinstance(given, list) else [] if given is None else [given]
+    if given is not None and not kinds:
+        raise _refuse(f"type at {_at(path)} is an empty list")
+    for kind in kinds:
+        if not isinstance(kind, str) or kind not in _TYPES:
+            raise _refuse(
+                f"type at {_at(path)} is {kind!r:.80}; it must be one of {', '.join(_TYPES)}", value=str(kind)[:80]
+            )
+    if given is None and any(name in node for name in _VALUES - {"$ref", "enum", "const", "required"}):
+        needs.note("a constraint without a 'type'")
+    bounds = [n for n in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum") if n in node]
+    if bounds and (kinds != ["integer"] or any(isinstance(node[n], bool | float) for n in bounds)):
+        needs.note(f"'{bounds[0]}' of a number")
+    if len(kinds) > 1 and any(name in node for name in _KNOWN - {"type", "$defs", "definitions"}):
+        needs.note("a constraint beside several types")
+    longest = max((n for n in (node.get("maxLength"), node.get("minLength")) if isinstance(n, int)), default=0)
+    if longest > MANY_LETTERS:
+        needs.note(f"a string length of {longest}")
+    if isinstance(most := node.get("maxItems"), int) and most > MANY_VALUES:
+        needs.note(f"a maxItems of {most}")
+
+
+def _read_object(node: Mapping[str, Any], path: str, needs: Needs) -> None:
+    required, properties = node.get("required", ()), node.get("properties")
+    if not isinstance(required, list | tuple) or not all(isinstance(name, str) for name in required):
+        raise _refuse(f"required at {_at(path)} must be a list of names")
+    named = set(properties) if isinstance(properties, Mapping) else set()
+    if set(required) - named:
+        needs.note("a required property that is not declared")
+    if len(named - set(required)) > MANY_OPTIONAL:
+        needs.note(f"{len(named - set(required))} optional properties")
+
+
+def _at(path: str) -> str:
+    return f"'#{path}'" if len(path) <= 200 else f"'#{path[:200]}…'"
+
+
+def _refuse(message: str, *, value: object = None) -> InputError:
+    return InputError(message, param=_PARAM, value=value)

@@ -1,0 +1,220 @@
+"""The compiled forms of ops on CPU, and `register`, which attaches them.
+
+Each form takes what its op takes. Where the tensors are not what the kernels know (another dtype, odd strides) it does
+what the op did before. Must not know: modules, models, configuration.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from quire.base import env
+from quire.base.log import logger
+from quire.ops.act import gated_of
+from quire.ops.cpu.native import DTYPES, KINDS, Segment, kernels, usable, why_not
+from quire.ops.linear import linear, linear_cpu, linear_cpu_fixed
+from quire.ops.norm import add_rms_norm, add_rms_norm_wide, rms_norm, rms_norm_wide
+from quire.ops.op import cpu_dtypes
+from quire.ops.packed import Matrix, Packed, kind_of, pack, pack_numbers, packed_linear, packed_rows
+
+_log = logger(__name__)
+_NAMES = {number: name for name, number in KINDS.items()}
+ACTS = {"silu": 0, "gelu_tanh": 1, "relu": 2, "relu2": 3, "quick_gelu": 4}
+FEW_ROWS = 8  # products of 16-bit numbers with more rows are left to torch where the CPU has units for them
+
+
+def register(threads: int = 1) -> bool:
+    """Attach the forms, once per process; False where there are no kernels."""
+    library = kernels()
+    if library is None:
+        _log.warning("compiled CPU kernels are not used, so everything runs in torch, slower: %s", why_not())
+        return False
+    library.qc_set_threads(threads)
+    _log.info("CPU kernels: %s (of %s), %d threads", library.qc_isa().decode(), ", ".join(usable(library)), threads)
+    _attach()
+    return True
+
+
+def _are_on() -> bool:
+    return kernels() is not None
+
+
+@cache
+def _attach() -> None:
+    library = kernels()
+    assert library is not None
+    _register_packed(library)
+    _register_rows(library)
+    _register_linear(library)
+
+
+def _register_packed(library: ctypes.CDLL) -> None:
+    multiply, read_rows = library.qc_linear_packed, library.qc_unpack_rows
+
+    @kind_of.form("cpu", _are_on)
+    def kind(type_id: int) -> str | None:
+        return _NAMES.get(library.qc_kind_of(type_id))
+
+    @pack.form("cpu", _are_on)
+    def pack_native(raw: Tensor, type_id: int, rows: int, width: int) -> Packed:
+        number = library.qc_kind_of(type_id)
+        out = _packed(library, number, rows, width)
+        raw = raw.contiguous()
+        if library.qc_pack(type_id, raw.data_ptr(), rows, width, out.data.data_ptr()) < 0:
+            raise ValueError(f"blocks of GGUF type {type_id} with rows of {width} cannot be packed")
+        return out
+
+    @pack_numbers.form("cpu", _are_on)
+    def pack_numbers_native(numbers: Tensor, kind: str) -> Packed:
+        numbers = (numbers if numbers.dtype in DTYPES else numbers.float()).contiguous()
+        out = _packed(library, KINDS[kind], *numbers.shape)
+        rows, width = numbers.shape
+        if library.qc_pack_float(
+            KINDS[kind], numbers.data_ptr(), DTYPES[numbers.dtype], rows, width, out.data.data_ptr()
+        ):
+            raise ValueError(f"rows of {width} cannot be packed as {kind}")
+        return out
+
+    @packed_linear.form("cpu", _are_on)
+    def packed_linear_native(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
+        if matrix.handle is None:
+            segments = (Segment * len(matrix.parts))(
+                *(Segment(KINDS[part.kind], part.rows, part.data.data_ptr()) for part in matrix.parts)
+            )
+            matrix.handle = (ctypes.addressof(segments), len(segments), matrix.rows, matrix.parts[0].width, segments)
+        segments_at, count, rows, width, _ = matrix.handle
+        flat = x if x.dim() == 2 else x.reshape(-1, width)
+        if flat.stride(1) != 1 or x.dtype not in DTYPES:
+            flat = flat.contiguous() if x.dtype in DTYPES else flat.float().contiguous()
+        out = torch.empty((flat.shape[0], rows), dtype=flat.dtype)
+        multiply(
+            flat.data_ptr(), flat.stride(0), flat.shape[0], width, segments_at, count,
+            None if bias is None else bias.data_ptr(), out.data_ptr(), rows, DTYPES[flat.dtype],
+        )  # fmt: skip
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], rows)
+
+    @packed_rows.form("cpu", _are_on)
+    def packed_rows_native(index: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
+        wanted = index.long().contiguous()
+        out = torch.empty((*index.shape, packed.width), dtype=dtype)
+        read_rows(
+            KINDS[packed.kind], packed.data.data_ptr(), packed.width, wanted.data_ptr(), wanted.numel(),
+            out.data_ptr(), DTYPES[dtype],
+        )  # fmt: skip
+        return out
+
+
+def _packed(library: ctypes.CDLL, kind: int, rows: int, width: int) -> Packed:
+    size = library.qc_packed_bytes(kind, rows, width)
+    if size < 0:
+        raise ValueError(f"rows of {width} cannot be packed: wanted a multiple of 32")
+    return Packed(torch.empty(size, dtype=torch.uint8), _NAMES[kind], rows, width)
+
+
+def _register_rows(library: ctypes.CDLL) -> None:
+    norm, gate = library.qc_rms_norm, library.qc_gated
+
+    # Never by strides, which may follow the number of rows: a row's bits must not.
+    def fits(x: Tensor, weight: Tensor) -> bool:
+        return x.dtype in DTYPES and x.dtype is weight.dtype and weight.dim() == 1
+
+    def normed(x: Tensor, weight: Tensor, eps: float, offset: float, wide: bool) -> Tensor:
+        x = x.contiguous()
+        out, width = torch.empty_like(x), x.shape[-1]
+        norm(
+            x.data_ptr(), width, None, weight.data_ptr(), None, out.data_ptr(), x.numel() // width, width, eps, offset,
+            wide, DTYPES[x.dtype],
+        )  # fmt: skip
+        return out
+
+    def joined(
+        x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float, wide: bool
+    ) -> tuple[Tensor, Tensor]:
+        x, delta = x.contiguous(), delta.contiguous()
+        total, out, width = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
+        norm(
+            x.data_ptr(), width, delta.data_ptr(), weight.data_ptr(), total.data_ptr(), out.data_ptr(),
+            x.numel() // width, width, eps, offset, wide, DTYPES[x.dtype],
+        )  # fmt: skip
+        return out, total
+
+    plain, plain_wide = rms_norm.on("cpu"), rms_norm_wide.on("cpu")
+    plain_add, plain_add_wide = add_rms_norm.on("cpu"), add_rms_norm_wide.on("cpu")
+
+    @rms_norm.form("cpu", _are_on)
+    def rms_norm_native(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return normed(x, weight, eps, 0.0, False) if fits(x, weight) else plain(x, weight, eps)
+
+    @rms_norm_wide.form("cpu", _are_on)
+    def rms_norm_wide_native(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        return normed(x, weight, eps, offset, True) if fits(x, weight) else plain_wide(x, weight, eps, offset)
+
+    @add_rms_norm.form("cpu", _are_on)
+    def add_rms_norm_native(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if fits(x, weight) and delta.dtype is x.dtype and delta.shape == x.shape:
+            return joined(x, delta, weight, eps, 0.0, False)
+        return plain_add(x, delta, weight, eps)
+
+    @add_rms_norm_wide.form("cpu", _are_on)
+    def add_rms_norm_wide_native(
+        x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        if fits(x, weight) and delta.dtype is x.dtype and delta.shape == x.shape:
+            return joined(x, delta, weight, eps, offset, True)
+        return plain_add_wide(x, delta, weight, eps, offset)
+
+    def gated(name: str, number: int, before: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            if x.dim() != 2 or x.dtype not in DTYPES:
+                return before(x)
+            if x.stride(1) != 1:
+                x = x.contiguous()
+            rows, width = x.shape[0], x.shape[1] // 2
+            out = torch.empty((rows, width), dtype=x.dtype)
+            gate(number, x.data_ptr(), x.stride(0), out.data_ptr(), rows, width, DTYPES[x.dtype])
+            return out
+
+        run.__name__ = f"{name}_gated_native"
+        return run
+
+    for name, number in ACTS.items():
+        op = gated_of(name)
+        op.form("cpu", _are_on)(gated(name, number, op.on("cpu")))
+
+
+def _register_linear(library: ctypes.CDLL) -> None:
+    """Products of 16-bit numbers: torch widens whole matrices where the CPU has no units for them."""
+    linear.form("cpu", _are_on)(_linear_form(library, linear_cpu, cpu_dtypes()))
+    linear.form("cpu", lambda: _are_on() and env.BATCH_INVARIANT.get())(
+        _linear_form(library, linear_cpu_fixed, frozenset())
+    )
+
+
+def _linear_form(library: ctypes.CDLL, before: Callable[..., Tensor], torch_does: frozenset[torch.dtype]) -> Callable:
+    """torch_does: dtypes in which products of many rows are left to torch (whose sums follow the number of rows)."""
+    multiply = library.qc_linear
+
+    def linear_native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        dtype, width = x.dtype, x.shape[-1]
+        if dtype is torch.float32 or dtype not in DTYPES or weight.dtype is not dtype or weight.stride(1) != 1:
+            return before(x, weight, bias)
+        flat = x if x.dim() == 2 else x.reshape(-1, width)
+        rows = flat.shape[0]
+        if rows > FEW_ROWS and dtype in torch_does:
+            return before(x, weight, bias)
+        if flat.stride(1) != 1:
+            flat = flat.contiguous()
+        out = torch.empty((rows, weight.shape[0]), dtype=dtype)
+        multiply(
+            flat.data_ptr(), flat.stride(0), weight.data_ptr(), weight.stride(0),
+            None if bias is None else bias.data_ptr(), out.data_ptr(), weight.shape[0], rows, weight.shape[0], width,
+            DTYPES[dtype],
+        )  # fmt: skip
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
+
+    return linear_native

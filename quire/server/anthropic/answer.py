@@ -1,0 +1,144 @@
+"""MessageAnswer: one call's results as Anthropic's messages, streamed or whole.
+
+In: results of the engine, through the answer's parser. Out: events (message_start, blocks, message_delta,
+message_stop), or after the last result the whole message. Both are made of the same Parts. Must not know: engines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from quire.schema.outputs import RequestOutput
+from quire.server.openai.chat_open import OpenedChat
+from quire.server.openai.envelope import encode
+from quire.server.parts import Change, Kind, Part, Parts, Step
+
+_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+_STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+
+
+class MessageAnswer:
+    def __init__(self, chat: OpenedChat, public_id: str) -> None:
+        self._id = public_id
+        self._model = chat.state.served.name
+        self._num_prompt_tokens = chat.opened.num_prompt_tokens
+        self._num_tokens = 0
+        self._parser = chat.new_parser()
+        self._parts = Parts()
+        self._begun = False
+        self._reason: str | None = None
+        self._sequence: str | None = None
+
+    def chunk(self, results: list[RequestOutput]) -> bytes:
+        events: list[bytes] = []
+        if not self._begun:
+            self._begun = True
+            events += [_event({"type": "message_start", "message": self._message([])}), _PING]
+        for result in results:
+            for output in result.outputs:
+                self._num_tokens += len(output.token_ids)
+                ended = output.finish_reason is not None
+                deltas = self._parser.feed(output.text, output.token_ids, final=ended)
+                for step in self._parts.feed(deltas):
+                    events.append(_block_event(step))
+                if ended:
+                    self._ended(output.finish_reason, output.stop_reason)
+        return b"".join(events)
+
+    def end(self) -> bytes:
+        events = [_block_event(step) for step in self._parts.end()]
+        delta = {"stop_reason": self._reason, "stop_sequence": self._sequence}
+        events.append(_event({"type": "message_delta", "delta": delta, "usage": self._usage()}))
+        return b"".join([*events, _STOP])
+
+    def whole(self) -> bytes:
+        """After the last result."""
+        return encode(self._message([_block(part) for part in self._parts.all]))
+
+    def _ended(self, finish_reason: str | None, stop_reason: int | str | None) -> None:
+        if finish_reason == "length":
+            self._reason = "max_tokens"
+        elif isinstance(stop_reason, str) and finish_reason == "stop":
+            self._reason, self._sequence = "stop_sequence", stop_reason
+        elif any(part.kind is Kind.CALL for part in self._parts.all):
+            self._reason = "tool_use"
+        else:
+            self._reason = "end_turn"
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "content": content,
+            "model": self._model,
+            "stop_reason": self._reason,
+            "stop_sequence": self._sequence,
+            "usage": self._usage(),
+        }
+
+    def _usage(self) -> dict[str, int]:
+        return {"input_tokens": self._num_prompt_tokens, "output_tokens": self._num_tokens}
+
+
+def _event(fields: dict[str, Any]) -> bytes:
+    name: str = fields["type"]
+    return b"event: " + name.encode() + b"\ndata: " + encode(fields) + b"\n\n"
+
+
+def _block_event(step: Step) -> bytes:
+    part = step.part
+    if step.change is Change.GREW:
+        delta = {"type": "content_block_delta", "index": part.index, "delta": _delta(part.kind, step.text)}
+        return _event(delta)
+    if step.change is Change.OPENED:
+        return _event({"type": "content_block_start", "index": part.index, "content_block": _opening(part)})
+    events = b""
+    if part.kind is Kind.THOUGHT:
+        delta = {"type": "signature_delta", "signature": _signature(part)}
+        events = _event({"type": "content_block_delta", "index": part.index, "delta": delta})
+    return events + _event({"type": "content_block_stop", "index": part.index})
+
+
+def _delta(kind: Kind, text: str) -> dict[str, str]:
+    if kind is Kind.TEXT:
+        return {"type": "text_delta", "text": text}
+    if kind is Kind.THOUGHT:
+        return {"type": "thinking_delta", "thinking": text}
+    return {"type": "input_json_delta", "partial_json": text}
+
+
+def _opening(part: Part) -> dict[str, Any]:
+    """A block before anything is in it."""
+    if part.kind is Kind.TEXT:
+        return {"type": "text", "text": ""}
+    if part.kind is Kind.THOUGHT:
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
+
+
+def _block(part: Part) -> dict[str, Any]:
+    found = _opening(part)
+    if part.kind is Kind.TEXT:
+        found["text"] = part.text
+    elif part.kind is Kind.THOUGHT:
+        found |= {"thinking": part.text, "signature": _signature(part)}
+    else:
+        found["input"] = _arguments(part.text)
+    return found
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """A model may write what is no JSON, or be cut off; its words are then kept under a name of ours."""
+    try:
+        found = json.loads(text) if text.strip() else {}
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"raw_arguments": text}
+
+
+def _signature(part: Part) -> str:
+    """Clients send it back with the thought and want one; nothing is checked with it."""
+    return hashlib.sha256(part.text.encode("utf-8", "replace")).hexdigest()

@@ -1,0 +1,110 @@
+"""Errors as Anthropic's clients read them: {"type": "error", "error": {"type", "message"}}.
+
+`AnthropicErrors` is a layer outside all others: whoever refused a request to this dialect's routes (keys, size, the
+route itself), the client gets Anthropic's form and status. Must not know: who refused, or why.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.server.anthropic.protocol import AnthropicErrorResponse
+from quire.server.errors import ERROR_RESPONSES, Refusal
+from quire.server.middleware import route_path
+
+PATH = "/v1/messages"
+_OVERLOADED = 529
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    _OVERLOADED: "overloaded_error",
+}
+# What the routes of this dialect may answer besides 200, for the OpenAPI page.
+ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": AnthropicErrorResponse, "description": told["description"]}
+    for status, told in ERROR_RESPONSES.items()
+}
+ANTHROPIC_ERRORS[_OVERLOADED] = {
+    "model": AnthropicErrorResponse,
+    "description": "Overloaded or shutting down; Retry-After says when to try again.",
+}
+
+
+def type_of(status: int) -> str:
+    return _TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
+
+
+def status_of(status: int, *, retry_after: bool) -> int:
+    """529 is Anthropic's way to say: try again later."""
+    return _OVERLOADED if status == 503 and retry_after else status
+
+
+def error_event(told: Refusal) -> bytes:
+    """The last event of a stream that failed."""
+    status = status_of(told.status, retry_after=any(name == "Retry-After" for name, _ in told.headers))
+    return b"event: error\ndata: " + _body(status, told.message, None) + b"\n\n"
+
+
+def _body(status: int, message: str, request_id: str | None) -> bytes:
+    found: dict[str, Any] = {"type": "error", "error": {"type": type_of(status), "message": message}}
+    if request_id is not None:
+        found["request_id"] = request_id
+    return msgspec.json.encode(found)
+
+
+class AnthropicErrors:
+    """Rewrites refusals under /v1/messages, and names every answer there in the header that its clients read."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] != "OPTIONS":
+            path = route_path(scope)
+            if path == PATH or path.startswith(PATH + "/"):
+                send = _Rewriter(send)
+        await self.app(scope, receive, send)
+
+
+class _Rewriter:
+    """Holds the status of a refusal back until its words are there. They come in one message."""
+
+    __slots__ = ("_held", "_send")
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._held: Message | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = message.setdefault("headers", [])
+            found = dict(headers)
+            if b"x-request-id" in found:
+                headers.append((b"request-id", found[b"x-request-id"]))
+            if message["status"] >= 400 and found.get(b"content-type") == b"application/json":
+                self._held = message
+                return
+        elif self._held is not None:
+            start, self._held = self._held, None
+            message = {**message, "body": _rewrite(start, message.get("body", b""))}
+            await self._send(start)
+        await self._send(message)
+
+
+def _rewrite(start: Message, body: bytes) -> bytes:
+    """The new body; the status and the length in `start` are set to fit."""
+    found = dict(start["headers"])
+    start["status"] = status_of(start["status"], retry_after=b"retry-after" in found)
+    told = msgspec.json.decode(body)["error"]
+    request_id = found.get(b"request-id")
+    body = _body(start["status"], told["message"], None if request_id is None else request_id.decode("latin-1"))
+    kept = [(name, value) for name, value in start["headers"] if name != b"content-length"]
+    start["headers"] = [*kept, (b"content-length", b"%d" % len(body))]
+    return body

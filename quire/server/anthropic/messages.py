@@ -1,0 +1,84 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API.
+
+In: its requests. Out: its messages or their events. Inside it is a chat like any other (openai/chat_open.py): this
+dialect only reads and writes it in its own words. Must not know: engines, sockets, templates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from quire.server.anthropic.answer import MessageAnswer
+from quire.server.anthropic.errors import ANTHROPIC_ERRORS, PATH, AnthropicErrors, error_event
+from quire.server.anthropic.prompt import NAMES, chat_request, template_variables
+from quire.server.anthropic.protocol import (
+    AnthropicCountTokensRequest,
+    AnthropicCountTokensResponse,
+    AnthropicEvent,
+    AnthropicMessagesRequest,
+    AnthropicMessagesResponse,
+)
+from quire.server.openai.chat_open import PreparedChat, check_reasoning, open_chat, prepare_chat
+from quire.server.openai.envelope import encode
+from quire.server.renamed import renamed
+from quire.server.route import App, Call, add_route
+from quire.server.state import ServerState
+from quire.server.stream import drain, send_events
+
+_TAG = "anthropic"
+_LONG_TEXT = 4096  # characters; tokenizing less is quicker than going to another thread
+
+
+def add_routes(app: App) -> None:
+    add_route(
+        app, PATH, create_message, AnthropicMessagesRequest, answer=AnthropicMessagesResponse, streams=AnthropicEvent,
+        tag=_TAG, errors=ANTHROPIC_ERRORS, ends_with_done=False,
+    )  # fmt: skip
+    add_route(
+        app, f"{PATH}/count_tokens", count_message_tokens, AnthropicCountTokensRequest,
+        answer=AnthropicCountTokensResponse, tag=_TAG, errors=ANTHROPIC_ERRORS,
+    )  # fmt: skip
+
+
+def install(app: App) -> None:
+    """After all other layers: this one is outside them."""
+    app.add_middleware(AnthropicErrors)
+
+
+async def create_message(call: Call, request: AnthropicMessagesRequest) -> None:
+    """Answer a conversation, as Anthropic's API does.
+
+    Streams with `stream: true`.
+    """
+    state = call.state
+    state.served.check(request.model)
+    prepared = await _prepare(state, request)
+    public_id = f"msg_{call.request_id(None)}"
+    chat = await open_chat(call, prepared, public_id)
+    with chat.opened.flow as flow:
+        answer = MessageAnswer(chat, public_id)
+        if request.stream:
+            await send_events(call, flow, answer, done=b"", failed=error_event)
+        else:
+            await drain(call, flow, answer)
+            await call.reply(answer.whole())
+
+
+async def count_message_tokens(call: Call, request: AnthropicCountTokensRequest) -> None:
+    """How many tokens the prompt of such a message has."""
+    state = call.state
+    state.served.check(request.model)
+    text = (await _prepare(state, request)).prompt.text or ""
+    tokenizer = state.tokenizer
+    if len(text) < _LONG_TEXT:
+        ids = tokenizer.encode(text, False)
+    else:
+        ids = await asyncio.get_running_loop().run_in_executor(state.renderers, tokenizer.encode, text, False)
+    await call.reply(encode({"input_tokens": len(ids)}))
+
+
+async def _prepare(state: ServerState, request: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> PreparedChat:
+    if request.thinking is not None and request.thinking.type == "enabled":
+        check_reasoning(state, "thinking")
+    with renamed(NAMES):
+        return await prepare_chat(state, chat_request(request), template_variables(request))

@@ -1,0 +1,208 @@
+"""POST /inference/v1/generate: token ids in, token ids out, without a word of text.
+
+In: ids and sampling parameters under SamplingParams' own names, as /v1/…/render gives them. Out: ids, streamed or not.
+What is not said has SamplingParams' default: the model's generation config has no say here. Must not know: engines.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field
+
+from quire.schema.errors import InputError
+from quire.schema.outputs import CompletionOutput, RequestOutput
+from quire.schema.params import RequestOutputKind, SamplingParams
+from quire.schema.prompt import Prompt, check_ids
+from quire.server.openai.chat_protocol import ChatLogprobs
+from quire.server.openai.envelope import encode
+from quire.server.openai.limits import check_request
+from quire.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from quire.server.openai.params import Opened, most_tokens, open_requests
+from quire.server.openai.protocol import INT64, CompletionRequest, PromptLogprobs, StreamOptions, Tokens, Usage
+from quire.server.route import App, Call, add_route
+from quire.server.state import ServerState
+from quire.server.stream import drain, send_events
+
+PATH = "/inference/v1/generate"
+# Parameters that say how results are handed over: the server's own business.
+_OURS = ("output_kind", "skip_clone", "detokenize", "flat_logprobs", "bad_words_token_ids")
+NAMES = tuple(name for name in SamplingParams.__struct_fields__ if name not in _OURS)
+_OTHER_NAMES = {"extra_args": "vllm_xargs"}  # of a parameter, where a request calls it otherwise
+
+
+class TokensRequest(BaseModel):
+    """What an engine is asked: ids and parameters."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    token_ids: Tokens = Field(examples=[[504, 5061, 314]])
+    sampling_params: dict[str, Any] = Field({}, examples=[{"max_tokens": 5, "temperature": 0.0}])
+    """Fields of SamplingParams."""
+    request_id: str | None = None
+    model: str | None = None
+    """One of the served names; absent, the server's model."""
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    priority: int | None = Field(None, ge=-INT64 - 1, le=INT64)
+    features: dict[str, Any] | None = None
+    """Media; null in this version."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """Refused in this version."""
+
+
+class TokensChoice(BaseModel):
+    index: int
+    token_ids: Tokens
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class TokensChunk(BaseModel):
+    request_id: str
+    choices: list[TokensChoice]
+    usage: Usage | None = None
+
+
+class TokensResponse(BaseModel):
+    request_id: str
+    choices: list[TokensChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+def add_routes(app: App) -> None:
+    add_route(
+        app, PATH, generate_tokens, TokensRequest, answer=TokensResponse, streams=TokensChunk, tag="tokens"
+    )  # fmt: skip
+
+
+async def generate_tokens(call: Call, request: TokensRequest) -> None:
+    """Continue token ids.
+
+    Streams with `stream: true`.
+    """
+    state = call.state
+    state.served.check(request.model)
+    if request.features:
+        raise InputError("features: media are not in this version of Quire", param="features")
+    asked = _as_completion(request)
+    check_request(asked, state.options, 1)
+    params = _params(request)
+    most_tokens(state, params.max_tokens, None)
+    public_id = call.request_id(request.request_id)
+    prompt = Prompt(token_ids=check_ids(request.token_ids), cache_salt=request.cache_salt)
+    opened = await open_requests(
+        call, asked, public_id, [prompt], params, add_special_tokens=False, most=asked.max_tokens
+    )
+    with opened.flow as flow:
+        answer = TokensAnswer(state, request, params, opened, public_id)
+        if request.stream:
+            await send_events(call, flow, answer)
+        else:
+            await drain(call, flow, answer)
+            await call.reply(answer.whole())
+
+
+def _as_completion(request: TokensRequest) -> CompletionRequest:
+    """The same as a completion request, for the limits that hold for all requests."""
+    wrong = [name for name in request.sampling_params if name not in NAMES]
+    if wrong:
+        raise InputError(
+            f"sampling_params has {wrong[0]!r:.100}; known are {', '.join(NAMES)}", param="sampling_params"
+        )
+    given = {_OTHER_NAMES.get(name, name): value for name, value in request.sampling_params.items()}
+    given = {name: value for name, value in given.items() if name in CompletionRequest.model_fields}
+    for name in ("stream", "stream_options", "cache_salt", "priority", "request_id", "kv_transfer_params"):
+        given[name] = getattr(request, name)
+    return CompletionRequest(prompt=request.token_ids, **{n: v for n, v in given.items() if v is not None})
+
+
+def _params(request: TokensRequest) -> SamplingParams:
+    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    given = {name: value for name, value in request.sampling_params.items() if value is not None}
+    try:
+        params = msgspec.convert({**given, "detokenize": bool(given.get("stop"))}, SamplingParams, strict=False)
+    except msgspec.ValidationError as wrong:
+        raise InputError(f"sampling_params: {wrong}", param="sampling_params") from None
+    params.output_kind, params.skip_clone = kind, True
+    return params
+
+
+class TokensAnswer:
+    """One call's results as ids. Its state after the last result is the whole answer."""
+
+    def __init__(
+        self, state: ServerState, request: TokensRequest, params: SamplingParams, opened: Opened, public_id: str
+    ) -> None:
+        self._id = public_id
+        self._most = params.logprobs
+        self._names = TokenNames(state.engine.tokenizer, as_ids=state.options.return_tokens_as_token_ids)
+        self._num_prompt_tokens = opened.num_prompt_tokens
+        self._with_usage = bool(request.stream_options and request.stream_options.include_usage)
+        self._choices: dict[int, dict[str, Any]] = {}
+        self._prompt_logprobs: list[Any] | None = None
+
+    def chunk(self, results: list[RequestOutput]) -> bytes:
+        events = []
+        for result in results:
+            if result.prompt_logprobs is not None:
+                self._prompt_logprobs = prompt_logprobs(result.prompt_logprobs)
+            for output in result.outputs:
+                news = self._choice(output)
+                self._join(news)
+                events.append(_event({"request_id": self._id, "choices": [news]}))
+        return b"".join(events)
+
+    def end(self) -> bytes:
+        if not self._with_usage:
+            return b""
+        return _event({"request_id": self._id, "choices": [], "usage": self._usage()})
+
+    def whole(self) -> bytes:
+        """After the last result."""
+        return encode(
+            {
+                "request_id": self._id,
+                "choices": [self._choices[index] for index in sorted(self._choices)],
+                "usage": self._usage(),
+                "prompt_logprobs": self._prompt_logprobs,
+                "kv_transfer_params": None,
+            }
+        )
+
+    def _choice(self, output: CompletionOutput) -> dict[str, Any]:
+        logprobs = None
+        if self._most is not None:
+            logprobs = chat_logprobs(self._names, output.token_ids, output.logprobs or (), self._most)
+        return {
+            "index": output.index,
+            "token_ids": list(output.token_ids),
+            "logprobs": logprobs,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+
+    def _join(self, news: dict[str, Any]) -> None:
+        earlier = self._choices.get(news["index"])
+        if earlier is None:
+            self._choices[news["index"]] = news
+            return
+        logprobs = earlier["logprobs"]
+        if logprobs is not None:
+            logprobs = {"content": logprobs["content"] + news["logprobs"]["content"]}
+        ids = earlier["token_ids"] + news["token_ids"]
+        self._choices[news["index"]] = {**news, "token_ids": ids, "logprobs": logprobs}
+
+    def _usage(self) -> dict[str, int]:
+        num_tokens = sum(len(choice["token_ids"]) for choice in self._choices.values())
+        prompt = self._num_prompt_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": num_tokens, "total_tokens": prompt + num_tokens}
+
+
+def _event(fields: dict[str, Any]) -> bytes:
+    return b"data: " + encode(fields) + b"\n\n"

@@ -1,0 +1,129 @@
+"""From a chat request to requests of the engine: checked, rendered, opened. Every dialect with messages comes through.
+
+In: a ChatRequest (other dialects make one of their own). Out: PreparedChat, which is what would be sent, and
+OpenedChat, which runs and knows the parser of its answers. Must not know: how answers are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace
+
+from quire.schema.errors import InputError, NotBuiltError
+from quire.schema.params import SamplingParams, StructuredOutputsParams
+from quire.schema.prompt import Prompt
+from quire.server.openai.chat_prompt import render_prompt
+from quire.server.openai.chat_protocol import ChatRequest
+from quire.server.openai.limits import check_chat, check_request
+from quire.server.openai.params import Opened, most_tokens, open_requests, sampling_params
+from quire.server.openai.tool_choice import NO_TOOLS, ToolUse, read_tool_use
+from quire.server.route import Call
+from quire.server.state import ServerState
+from quire.text.parse.base import OutputParser
+from quire.text.parse.choose import Ask
+from quire.text.parse.reasoning import ReasoningFormat
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """What would be sent to the engine."""
+
+    request: ChatRequest
+    prompt: Prompt
+    params: SamplingParams
+    most: int | None  # the max_tokens the client asked for
+    opens: bool  # a new message begins; else the last one goes on
+    tools: ToolUse = NO_TOOLS
+
+
+@dataclass(frozen=True)
+class OpenedChat:
+    state: ServerState
+    prepared: PreparedChat
+    opened: Opened
+
+    @property
+    def role(self) -> str:
+        request = self.prepared.request
+        return self.state.options.response_role if self.prepared.opens else str(request.messages[-1]["role"])
+
+    def new_parser(self) -> OutputParser:
+        """One for each answer."""
+        prepared, request = self.prepared, self.prepared.request
+        ask = Ask(
+            prompt=prepared.prompt.text,
+            continues=bool(request.continue_final_message),
+            tools=prepared.tools.tools,
+            forced=prepared.tools.forced,
+            parallel=prepared.tools.parallel,
+            include_reasoning=request.include_reasoning is not False,
+            request=request,
+        )
+        return self.state.parsers.parser(ask)
+
+
+def check_reasoning(state: ServerState, param: str) -> None:
+    """For dialects in which thought must be asked for."""
+    if state.parsers.reasoning is None:
+        raise InputError(f"{param}: this server has no reasoning parser (--reasoning-parser)", param=param)
+
+
+async def prepare_chat(
+    state: ServerState, request: ChatRequest, variables: Mapping[str, Any] | None = None
+) -> PreparedChat:
+    """`variables` of the template are the dialect's own; those of the request go before them."""
+    check_request(request, state.options, 1)
+    check_chat(request, state.options)
+    tools = read_tool_use(request, state.options)
+    if tools.tools:
+        request = state.parsers.adjusted(request)
+    opens = request.add_generation_prompt
+    opens = not request.continue_final_message if opens is None else opens
+    name = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
+    asked = request.max_completion_tokens if name == "max_completion_tokens" else request.max_tokens
+    most = most_tokens(state, asked, None, name=name)
+    further: dict[str, Any] = {"logprobs": request.top_logprobs or 0} if request.logprobs else {}
+    if request.skip_special_tokens is None and state.keeps_special[bool(tools.tools)]:
+        further["skip_special_tokens"] = False
+    params = sampling_params(request, state, max_tokens=most, **further)
+    if tools.schema is not None:
+        params = replace(params, structured_outputs=StructuredOutputsParams(json=tools.schema))
+    hidden = request.tool_choice == "none" and state.options.exclude_tools_when_tool_choice_none
+    text = await render_prompt(
+        state,
+        request.messages,
+        tools=None if hidden else request.tools,
+        documents=request.documents,
+        add_generation_prompt=opens,
+        continue_final_message=bool(request.continue_final_message),
+        chat_template=request.chat_template,
+        chat_template_kwargs={**(variables or {}), **(request.chat_template_kwargs or {})},
+        reasoning_effort=request.reasoning_effort,
+    )
+    if tools.schema is not None:
+        _check_no_thought(state, text, bool(request.continue_final_message))
+    return PreparedChat(request, Prompt(text=text, cache_salt=request.cache_salt), params, asked, opens, tools)
+
+
+def _check_no_thought(state: ServerState, prompt: str, continues: bool) -> None:
+    """A grammar holds from the first token on, and that one would be a thought's."""
+    reasoning = state.parsers.reasoning
+    if isinstance(reasoning, ReasoningFormat) and reasoning.begins_inside(prompt, continues=continues):
+        raise NotBuiltError(
+            "tool_choice 'required' or a named function cannot follow a thought in this version of Quire, and this "
+            "prompt opens one; switch thinking off in the chat template, or use 'auto'",
+            param="tool_choice",
+        )
+
+
+async def open_chat(call: Call, prepared: PreparedChat, public_id: str) -> OpenedChat:
+    """It runs from now on; close its flow."""
+    request = prepared.request
+    opened = await open_requests(
+        call, request, public_id, [prepared.prompt], prepared.params,
+        add_special_tokens=bool(request.add_special_tokens), most=prepared.most,
+    )  # fmt: skip
+    return OpenedChat(call.state, prepared, opened)

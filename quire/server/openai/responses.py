@@ -1,0 +1,218 @@
+"""/v1/responses: create (streamed, whole or in the background), retrieve, cancel, delete.
+
+In: a ResponsesRequest. Out: a response or its events. Inside it is a chat like any other (chat_open.py). Answers are
+kept only where the server was told to (QUIRE_ENABLE_RESPONSES_API_STORE). Must not know: engines, templates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Response
+from starlette.responses import StreamingResponse
+
+from quire.base.log import logger
+from quire.schema.errors import DeadlineError, InputError, OverloadedError
+from quire.server.errors import ERROR_RESPONSES, refusal_of
+from quire.server.openai.chat_open import open_chat, prepare_chat
+from quire.server.openai.responses_answer import ResponseAnswer
+from quire.server.openai.responses_input import LOGPROBS, NAMES, Messages, chat_request, read_input
+from quire.server.openai.responses_protocol import DeletedResponse, ResponsesEvent, ResponsesRequest, ResponsesResponse
+from quire.server.openai.responses_store import NoSuchResponseError, Record, ResponseStore
+from quire.server.renamed import renamed
+from quire.server.route import App, Call, add_route
+from quire.server.state import ServerState
+from quire.server.stream import drain, send_events
+
+log = logger(__name__)
+PATH = "/v1/responses"
+_TAG = "responses"
+_OFF = "this server keeps no responses; start it with QUIRE_ENABLE_RESPONSES_API_STORE=1"
+_EVENTS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_ERRORS: dict[int | str, dict[str, Any]] = {status: ERROR_RESPONSES[status] for status in (400, 401, 404, 500)}
+
+
+class CancelledResponseError(Exception):
+    """Its client asked to end it."""
+
+
+def add_routes(app: App, state: ServerState) -> None:
+    routes = Responses(state, ResponseStore.of_environment())
+    add_route(
+        app, PATH, routes.create_response, ResponsesRequest, answer=ResponsesResponse, streams=ResponsesEvent,
+        tag=_TAG, ends_with_done=False,
+    )  # fmt: skip
+    router = APIRouter(tags=[_TAG])
+    one = PATH + "/{response_id}"
+    told: dict[int | str, dict[str, Any]] = {200: {"model": ResponsesResponse}, **_ERRORS}
+    router.add_api_route(one, routes.retrieve_response, methods=["GET"], operation_id="retrieve_response",
+                         response_model=None, responses=told)  # fmt: skip
+    router.add_api_route(one, routes.delete_response, methods=["DELETE"], operation_id="delete_response",
+                         responses=_ERRORS)  # fmt: skip
+    router.add_api_route(f"{one}/cancel", routes.cancel_response, methods=["POST"], operation_id="cancel_response",
+                         response_model=None, responses=told)  # fmt: skip
+    app.include_router(router)
+
+
+class Responses:
+    """The routes, and the store they share."""
+
+    def __init__(self, state: ServerState, store: ResponseStore | None) -> None:
+        self._state, self._store = state, store
+
+    # ---- create ------------------------------------------------------------------------------------------------
+
+    async def create_response(self, call: Call, request: ResponsesRequest) -> None:
+        """Answer an input.
+
+        Streams with `stream: true`; with `background: true` it answers at once and goes on by itself.
+        """
+        self._state.served.check(request.model)
+        given = self._conversation(request)
+        public_id = self._new_id(call, request)
+        first: Messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
+        in_pieces = bool(request.stream or request.background or LOGPROBS in (request.include or ()))
+        with renamed(NAMES):
+            prepared = await prepare_chat(self._state, chat_request(request, first + given, in_pieces=in_pieces))
+            chat = await open_chat(call, prepared, public_id)
+        flow = chat.opened.flow
+        answer = ResponseAnswer(chat, request, public_id)
+        if request.background:
+            record = self._begin(Record(answer, given, flow=flow, with_events=bool(request.stream)), answer)
+            await self._reply_from(call, record)
+            return
+        with flow:
+            if self._store is not None and request.store is not False:
+                answer.keep = lambda: self._keep(Record(answer, given))
+            if request.stream:
+                await send_events(call, flow, answer, done=b"", failed=answer.failed)
+            else:
+                await drain(call, flow, answer)
+                await call.reply(answer.whole())
+
+    def _conversation(self, request: ResponsesRequest) -> Messages:
+        """All messages but the instructions. Whether the store can do what is asked is checked here too."""
+        if request.background and self._store is None:
+            raise InputError(f"background: {_OFF}", param="background")
+        if request.background and request.store is False:
+            raise InputError("background needs store: true, for the response to be retrieved", param="background")
+        given = read_input(request)
+        if request.previous_response_id is None:
+            return given
+        if self._store is None:
+            raise InputError(f"previous_response_id: {_OFF}", param="previous_response_id")
+        record = self._store.get(request.previous_response_id, "previous_response_id")
+        if not record.ended:
+            raise InputError(
+                f"previous_response_id: the response {record.id!r:.100} is still being made",
+                param="previous_response_id",
+            )
+        return record.messages() + given
+
+    def _new_id(self, call: Call, request: ResponsesRequest) -> str:
+        """Not to be guessed, unless the client names it."""
+        named = request.request_id is not None or call.header(b"x-request-id") is not None
+        own = call.request_id(request.request_id).removeprefix("resp_") if named else secrets.token_hex(16)
+        if self._store is not None and f"resp_{own}" in self._store:
+            raise InputError(f"request_id: there is already a response with the id resp_{own}", param="request_id")
+        return f"resp_{own}"
+
+    def _keep(self, record: Record) -> None:
+        """Where there is no room, the client has its answer all the same."""
+        assert self._store is not None
+        try:
+            self._store.put(record)
+        except OverloadedError as full:
+            log.warning("A response is not kept: %s", full)
+            return
+        self._store.grow(record, record.end())
+
+    # ---- in the background -------------------------------------------------------------------------------------
+
+    def _begin(self, record: Record, answer: ResponseAnswer) -> Record:
+        assert self._store is not None and record.flow is not None
+        try:
+            self._store.put(record)
+        except BaseException:
+            record.flow.close()
+            raise
+        record.task = asyncio.get_running_loop().create_task(self._make(record, answer))
+        return record
+
+    async def _make(self, record: Record, answer: ResponseAnswer) -> None:
+        """Until it is whole. It counts as a request in flight, so that a server that ends waits for it."""
+        state, store, flow = self._state, self._store, record.flow
+        assert store is not None and flow is not None
+        deadline = None
+        if (seconds := state.options.request_timeout) is not None:
+            error = DeadlineError(f"the response was not finished after {seconds:g} s, the time it was given")
+            deadline = asyncio.get_running_loop().call_later(seconds, flow.fail, error)
+        state.load.count += 1
+        try:
+            with flow:
+                while not flow.finished:
+                    store.grow(record, record.add(answer.events(await flow.next())))
+                store.grow(record, record.add(answer.last_events()))
+        except CancelledResponseError:
+            store.grow(record, record.add(answer.cancelled_events()))
+        except Exception as error:  # its client is told when it asks
+            store.grow(record, record.add([*answer.first_events(), *answer.failed_events(refusal_of(error))]))
+        finally:
+            state.load.count -= 1
+            if deadline is not None:
+                deadline.cancel()
+            store.grow(record, record.end())
+
+    async def _reply_from(self, call: Call, record: Record) -> None:
+        if record.events is None:
+            await call.reply(record.body)
+            return
+        call.started = True
+        await _stream(record.follow(0))(call.scope, call.receive, call.send)
+
+    # ---- retrieve, cancel, delete ------------------------------------------------------------------------------
+
+    async def retrieve_response(
+        self, response_id: str, stream: bool = False, starting_after: Annotated[int | None, Query(ge=0)] = None
+    ) -> Response:
+        """A response that was stored. With `stream`, the events of one that was made in the background as a stream."""
+        record = self._record(response_id)
+        if not stream:
+            return Response(record.body, media_type="application/json")
+        if record.events is None:
+            raise InputError(
+                f"stream: the events of {response_id!r:.100} were not kept; create it with background and stream",
+                param="stream",
+            )
+        return _stream(record.follow(0 if starting_after is None else starting_after + 1))
+
+    async def cancel_response(self, response_id: str) -> Response:
+        """End a response that is made in the background."""
+        record = self._record(response_id)
+        if not record.background:
+            raise InputError(f"{response_id!r:.100} is not made in the background", param="response_id")
+        if record.flow is not None and record.task is not None:
+            record.flow.fail(CancelledResponseError())
+            await asyncio.wait([record.task])
+        return Response(record.body, media_type="application/json")
+
+    async def delete_response(self, response_id: str) -> DeletedResponse:
+        """Forget a response; one that is being made is ended first."""
+        record = self._record(response_id)
+        if record.background:
+            await self.cancel_response(response_id)
+        if self._store is not None and response_id in self._store:
+            self._store.remove(response_id)
+        return DeletedResponse(id=response_id)
+
+    def _record(self, response_id: str) -> Record:
+        if self._store is None:
+            raise NoSuchResponseError(f"response {response_id!r:.100}: {_OFF}", param="response_id")
+        return self._store.get(response_id)
+
+
+def _stream(events: AsyncIterator[bytes]) -> StreamingResponse:
+    return StreamingResponse(events, headers=_EVENTS, media_type="text/event-stream")

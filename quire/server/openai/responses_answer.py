@@ -1,0 +1,275 @@
+"""ResponseAnswer: one call's results as an answer of /v1/responses, in events or whole.
+
+In: results of the engine, through the answer's parser. Out: events with their numbers, and at any time the response as
+it stands. Items are made of Parts: reasoning, messages and function calls, in the order in which they came.
+Must not know: engines, sockets, stores.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from quire.schema.outputs import CompletionOutput, RequestOutput
+from quire.server.errors import Refusal
+from quire.server.openai.chat_open import OpenedChat
+from quire.server.openai.envelope import encode
+from quire.server.openai.logprobs import TokenNames, chat_logprobs
+from quire.server.openai.responses_input import assistant_message
+from quire.server.openai.responses_protocol import ResponsesRequest
+from quire.server.parts import Change, Kind, Part, Parts, Step
+from quire.text.parse.base import Delta
+
+_PREFIXES = {Kind.TEXT: "msg_", Kind.THOUGHT: "rs_", Kind.CALL: "fc_"}
+
+
+class ResponseAnswer:
+    def __init__(self, chat: OpenedChat, request: ResponsesRequest, public_id: str) -> None:
+        self.id = public_id
+        self.status = "queued"
+        self._chat, self._request = chat, request
+        self._created = int(time.time())
+        self._parser = chat.new_parser()
+        self._parts = Parts()
+        self._items: list[_Item] = []
+        self._names = TokenNames(chat.state.engine.tokenizer, as_ids=chat.state.options.return_tokens_as_token_ids)
+        self._logprobs: list[Any] = []  # of tokens whose text is not out yet
+        self._num_tokens = self._num_cached = self._number = 0
+        self._final = "completed"  # the status it will have
+        self._reason: str | None = None  # why it is not complete
+        self._error: dict[str, Any] | None = None
+        self.keep: Callable[[], None] | None = None  # called when it is whole, before its client hears of that
+
+    # ---- events ------------------------------------------------------------------------------------------------
+
+    def chunk(self, results: list[RequestOutput]) -> bytes:
+        return b"".join(self.events(results))
+
+    def end(self) -> bytes:
+        return b"".join(self.last_events())
+
+    def failed(self, told: Refusal) -> bytes:
+        return b"".join(self.failed_events(told))
+
+    def events(self, results: list[RequestOutput]) -> list[bytes]:
+        """What is new."""
+        found = list(self.first_events())
+        for result in results:
+            self._num_cached = result.num_cached_tokens or self._num_cached
+            for output in result.outputs:
+                for step in self._parts.feed(self._deltas(output)):
+                    found += self._step(step)
+        return found
+
+    def first_events(self) -> Iterator[bytes]:
+        if self._number == 0:
+            if self._request.background:
+                yield self._event("response.queued", response=self.response())
+            yield self._event("response.created", response=self.response())
+        if self.status == "queued":
+            self.status = "in_progress"
+            yield self._event("response.in_progress", response=self.response())
+
+    def last_events(self) -> list[bytes]:
+        """After the last result."""
+        found = []
+        for step in self._parts.begin() if not self._parts.all else ():
+            found += self._step(step)
+        self.status = self._final
+        for step in self._parts.end():
+            found += self._step(step)
+        name = "response.completed" if self.status == "completed" else "response.incomplete"
+        found.append(self._event(name, response=self.response()))
+        if self.keep is not None:
+            self.keep()
+        return found
+
+    def failed_events(self, told: Refusal) -> list[bytes]:
+        """It could not go on."""
+        self._cut_off("failed")
+        code = "rate_limit_exceeded" if told.status in (429, 503) else "server_error"
+        self._error = {"code": code, "message": told.message}
+        error = self._event("error", code=code, message=told.message, param=told.param)
+        return [error, self._event("response.failed", response=self.response())]
+
+    def cancelled_events(self) -> list[bytes]:
+        """Whoever asked for it does not want it any more."""
+        self._cut_off("cancelled")
+        return [self._event("response.cancelled", response=self.response())]
+
+    def _cut_off(self, status: str) -> None:
+        self.status = status
+        for item in self._items:
+            item.status = "completed" if item.status == "completed" else "incomplete"
+
+    def _event(self, kind: str, /, **fields: Any) -> bytes:
+        body = encode({"type": kind, "sequence_number": self._number, **fields})
+        self._number += 1
+        return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
+
+    def _deltas(self, output: CompletionOutput) -> list[Delta]:
+        self._num_tokens += len(output.token_ids)
+        ended = output.finish_reason is not None
+        if output.finish_reason == "length":
+            self._final, self._reason = "incomplete", "max_output_tokens"
+        elif output.finish_reason == "abort":
+            self._final = "cancelled"
+        if output.logprobs is not None:
+            most = self._chat.prepared.request.top_logprobs or 0
+            self._logprobs += chat_logprobs(self._names, output.token_ids, output.logprobs, most)["content"]
+        return list(self._parser.feed(output.text, output.token_ids, final=ended))
+
+    def _step(self, step: Step) -> list[bytes]:
+        if step.change is Change.OPENED:
+            item = _Item(step.part, self._chat.prepared.request.logprobs is True)
+            self._items.append(item)
+            place = {"output_index": step.part.index}
+            added = self._event("response.output_item.added", **place, item=item.shown("in_progress"))
+            return [added, *(self._event(name, **fields) for name, fields in item.opening())]
+        item = self._items[step.part.index]
+        if step.change is Change.GREW:
+            news: list[Any] = []
+            if self._logprobs:
+                news, self._logprobs = self._logprobs, []
+            name, fields = item.grown(step.text, news)
+            return [self._event(name, **fields)]
+        item.status = "completed" if self.status in ("in_progress", "completed") else "incomplete"
+        closing = [self._event(name, **fields) for name, fields in item.closing()]
+        shown = {"output_index": step.part.index, "item": item.shown()}
+        return [*closing, self._event("response.output_item.done", **shown)]
+
+    # ---- whole -------------------------------------------------------------------------------------------------
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The answer as the next request's template is to see it."""
+        texts = [part.text for part in self._parts.all if part.kind is Kind.TEXT]
+        thoughts = [part.text for part in self._parts.all if part.kind is Kind.THOUGHT]
+        calls = [
+            {"id": part.call_id, "type": "function", "function": {"name": part.name, "arguments": part.text}}
+            for part in self._parts.all
+            if part.kind is Kind.CALL
+        ]
+        return [assistant_message(texts, thoughts, calls)]
+
+    def whole(self) -> bytes:
+        return encode(self.response())
+
+    def response(self) -> dict[str, Any]:
+        """As it stands."""
+        request, params = self._request, self._chat.prepared.params
+        ended = self.status not in ("queued", "in_progress")
+        tools = request.tools or []
+        return {
+            "id": self.id,
+            "created_at": self._created,
+            "error": self._error,
+            "incomplete_details": None if self._reason is None else {"reason": self._reason},
+            "instructions": request.instructions,
+            "metadata": request.metadata,
+            "model": self._chat.state.served.name,
+            "object": "response",
+            "output": [item.shown() for item in self._items],
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "temperature": params.temperature,
+            "tool_choice": (request.tool_choice or "auto") if tools else "none",
+            "tools": tools,
+            "top_p": params.top_p,
+            "background": bool(request.background),
+            "max_output_tokens": request.max_output_tokens,
+            "max_tool_calls": request.max_tool_calls,
+            "previous_response_id": request.previous_response_id,
+            "prompt": None,
+            "reasoning": None if request.reasoning is None else request.reasoning.model_dump(exclude_none=True),
+            "service_tier": request.service_tier or "auto",
+            "status": self.status,
+            "text": None if request.text is None else request.text.model_dump(exclude_none=True),
+            "top_logprobs": request.top_logprobs,
+            "truncation": request.truncation or "disabled",
+            "usage": self._usage() if ended else None,
+            "user": request.user,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "kv_transfer_params": None,
+            "ec_transfer_params": None,
+            "input_messages": None,
+            "output_messages": None,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        prompt = self._chat.opened.num_prompt_tokens
+        thought = "".join(part.text for part in self._parts.all if part.kind is Kind.THOUGHT)
+        tokenizer = self._chat.state.engine.tokenizer
+        num_thought = len(tokenizer.encode(thought, False)) if thought and tokenizer is not None else 0
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": self._num_cached},
+            "output_tokens": self._num_tokens,
+            "output_tokens_details": {"reasoning_tokens": min(num_thought, self._num_tokens)},
+            "total_tokens": prompt + self._num_tokens,
+        }
+
+
+class _Item:
+    """One item of the output. Its events come without their numbers."""
+
+    __slots__ = ("_logprobs", "_part", "id", "status")
+
+    def __init__(self, part: Part, with_logprobs: bool) -> None:
+        self.id = _PREFIXES[part.kind] + secrets.token_hex(12)
+        self.status = "in_progress"
+        self._part = part
+        self._logprobs: list[Any] | None = [] if with_logprobs else None
+
+    def opening(self) -> list[tuple[str, dict[str, Any]]]:
+        if self._part.kind is Kind.CALL:
+            return []
+        name = "response.content_part.added" if self._part.kind is Kind.TEXT else "response.reasoning_part.added"
+        return [(name, self._place({"content_index": 0, "part": self._content("")}))]
+
+    def grown(self, text: str, logprobs: list[Any]) -> tuple[str, dict[str, Any]]:
+        if self._part.kind is Kind.CALL:
+            return "response.function_call_arguments.delta", self._place({"delta": text})
+        fields: dict[str, Any] = {"content_index": 0, "delta": text}
+        if self._part.kind is Kind.THOUGHT:
+            return "response.reasoning_text.delta", self._place(fields)
+        if self._logprobs is not None:
+            self._logprobs += logprobs
+        return "response.output_text.delta", self._place({**fields, "logprobs": logprobs})
+
+    def closing(self) -> list[tuple[str, dict[str, Any]]]:
+        part = self._part
+        if part.kind is Kind.CALL:
+            done = {"name": part.name, "arguments": part.text}
+            return [("response.function_call_arguments.done", self._place(done))]
+        fields: dict[str, Any] = {"content_index": 0, "text": part.text}
+        whole = self._place({"content_index": 0, "part": self._content(part.text)})
+        if part.kind is Kind.THOUGHT:
+            return [("response.reasoning_text.done", self._place(fields)), ("response.reasoning_part.done", whole)]
+        fields["logprobs"] = self._logprobs or []
+        return [("response.output_text.done", self._place(fields)), ("response.content_part.done", whole)]
+
+    def shown(self, status: str | None = None) -> dict[str, Any]:
+        """`status` in_progress: as it opens, with nothing in it."""
+        part, opens = self._part, status is not None
+        found: dict[str, Any] = {"id": self.id}
+        if part.kind is Kind.TEXT:
+            content = [] if opens else [self._content(part.text)]
+            found |= {"content": content, "role": "assistant", "type": "message", "phase": None}
+        elif part.kind is Kind.THOUGHT:
+            content = [] if opens else [self._content(part.text)]
+            found |= {"summary": [], "type": "reasoning", "content": content, "encrypted_content": None}
+        else:
+            arguments = "" if opens else part.text
+            found |= {"call_id": part.call_id, "name": part.name, "arguments": arguments, "type": "function_call"}
+        return {**found, "status": status or self.status}
+
+    def _content(self, text: str) -> dict[str, Any]:
+        if self._part.kind is Kind.THOUGHT:
+            return {"type": "reasoning_text", "text": text}
+        logprobs = self._logprobs if text else ([] if self._logprobs is not None else None)
+        return {"annotations": [], "text": text, "type": "output_text", "logprobs": logprobs}
+
+    def _place(self, fields: dict[str, Any]) -> dict[str, Any]:
+        return {"item_id": self.id, "output_index": self._part.index, **fields}

@@ -1,0 +1,227 @@
+"""From a request of /v1/responses to a chat request. Each refusal names the field by its place.
+
+In: a ResponsesRequest, and the messages of the answer it goes on after. Out: a ChatRequest. Reasoning, the assistant's
+text and its calls that follow each other are one message. Must not know: templates, answers, stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.schema.errors import InputError, NotBuiltError
+from quire.server.openai.chat_protocol import ChatRequest
+from quire.server.openai.responses_protocol import InputItem, ResponsesRequest
+
+LOGPROBS = "message.output_text.logprobs"
+Messages = list[dict[str, Any]]
+_SAME = (
+    "temperature", "top_p", "top_k", "min_p", "logit_bias", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
+    "skip_special_tokens", "priority", "cache_salt", "vllm_xargs", "chat_template_kwargs", "structured_outputs",
+    "watermarking", "media_io_kwargs", "mm_processor_kwargs", "return_mm_kwargs", "kv_transfer_params",
+    "ec_transfer_params", "user", "session_id", "parallel_tool_calls", "include_reasoning",
+)  # fmt: skip
+_UNBUILT = ("prompt", "conversation", "previous_input_messages", "enable_response_messages")
+_TEXTS = ("input_text", "output_text", "text")
+# How the fields of a chat request are called here, for refusals.
+NAMES = {
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "truncate_prompt_tokens": "truncation",
+}
+
+
+def chat_request(request: ResponsesRequest, messages: Messages, *, in_pieces: bool) -> ChatRequest:
+    """`messages`: all of them. `in_pieces`: results are wanted while they grow."""
+    _check(request)
+    extra = request.model_extra or {}
+    for name in extra:
+        if name in ChatRequest.model_fields and extra[name] is not None:
+            raise InputError(f"{name} is no field of /v1/responses", param=name)
+    given: dict[str, Any] = {**extra, "model": request.model, "messages": messages, "stream": in_pieces}
+    for name in _SAME:
+        if name in request.model_fields_set:
+            given[name] = getattr(request, name)
+    given["max_tokens"] = request.max_output_tokens
+    if request.include is not None and LOGPROBS in request.include:
+        given |= {"logprobs": True, "top_logprobs": request.top_logprobs}
+    elif request.top_logprobs:
+        raise InputError(
+            f"top_logprobs is {request.top_logprobs}, but include does not have {LOGPROBS}", param="top_logprobs"
+        )
+    if request.truncation == "auto":
+        given["truncate_prompt_tokens"] = -1
+    if request.reasoning is not None:
+        given["reasoning_effort"] = request.reasoning.effort
+    given |= _tools(request)
+    if request.text is not None and request.text.format is not None:
+        given["response_format"] = _format(request.text.format)
+    return ChatRequest(**{name: value for name, value in given.items() if value is not None})
+
+
+def read_input(request: ResponsesRequest) -> Messages:
+    """What the request itself adds to the conversation."""
+    if isinstance(request.input, str):
+        return [{"role": "user", "content": request.input}]
+    if not request.input:
+        raise InputError("input is empty; give a text or at least one item", param="input")
+    reader = _Reader()
+    for number, item in enumerate(request.input):
+        reader.add(item, f"input[{number}]")
+    return reader.done()
+
+
+class _Reader:
+    """Puts items together to messages."""
+
+    def __init__(self) -> None:
+        self._found: Messages = []
+        self._turn: dict[str, Any] = {}  # of the assistant, as far as it has come
+
+    def done(self) -> Messages:
+        self._flush()
+        return self._found
+
+    def add(self, item: InputItem, where: str) -> None:
+        kind = item.get("type") or ("message" if "role" in item else None)
+        if kind == "message":
+            self._message(item, where)
+        elif kind == "function_call":
+            function = {"name": _word(item, "name", where), "arguments": _word(item, "arguments", where)}
+            call = {"id": _word(item, "call_id", where), "type": "function", "function": function}
+            self._turn.setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            self._flush()
+            output = _texts(item.get("output"), f"{where}.output")
+            self._found.append({"role": "tool", "tool_call_id": _word(item, "call_id", where), "content": output})
+        elif kind == "reasoning":
+            self._reasoning(item, where)
+        else:
+            raise NotBuiltError(
+                f"{where}.type is {kind!r:.100}: items may be message, function_call, function_call_output and "
+                "reasoning in this version of Quire",
+                param=f"{where}.type",
+            )
+
+    def _message(self, item: InputItem, where: str) -> None:
+        role, text = _word(item, "role", where), _texts(item.get("content"), f"{where}.content")
+        if role != "assistant":
+            self._flush()
+            self._found.append({"role": role, "content": text})
+            return
+        if "content" in self._turn or "tool_calls" in self._turn:
+            self._flush()
+        self._turn["content"] = text
+
+    def _reasoning(self, item: InputItem, where: str) -> None:
+        if item.get("encrypted_content"):
+            raise NotBuiltError(
+                f"{where}.encrypted_content: encrypted reasoning cannot be read here; send its content",
+                param=f"{where}.encrypted_content",
+            )
+        if "content" in self._turn or "tool_calls" in self._turn:
+            self._flush()
+        parts = item.get("content") or item.get("summary") or []
+        texts = (
+            [part.get("text") for part in parts if isinstance(part, Mapping)] if not isinstance(parts, str) else [parts]
+        )
+        self._turn["reasoning"] = self._turn.get("reasoning", "") + "".join(map(str, filter(None, texts)))
+
+    def _flush(self) -> None:
+        if self._turn:
+            self._found.append({"role": "assistant", "content": None, **self._turn})
+            self._turn = {}
+
+
+def _texts(given: Any, place: str) -> str:
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise InputError(f"{place} must be a string or a list of parts, got {given!r:.100}", param=place)
+    texts = []
+    for number, part in enumerate(given):
+        where = f"{place}[{number}]"
+        kind = part.get("type")
+        if kind not in (*_TEXTS, "refusal"):
+            raise NotBuiltError(
+                f"{where}.type is {kind!r:.100}: this version of Quire takes text only", param=f"{where}.type"
+            )
+        texts.append(_word(part, "refusal" if kind == "refusal" else "text", where))
+    return "\n".join(texts)
+
+
+def _word(item: Mapping[str, Any], name: str, where: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise InputError(f"{where}.{name} must be a string, got {value!r:.100}", param=f"{where}.{name}")
+    return value
+
+
+def _check(request: ResponsesRequest) -> None:
+    for name in _UNBUILT:
+        if getattr(request, name):
+            raise NotBuiltError(f"{name} is not in this version of Quire", param=name)
+    if (request.stream_options or {}).get("include_obfuscation"):
+        raise NotBuiltError(
+            "stream_options.include_obfuscation is not in this version of Quire", param="stream_options"
+        )
+    if request.text is not None and request.text.verbosity not in (None, "medium"):
+        raise NotBuiltError(
+            f"text.verbosity is {request.text.verbosity!r}; only 'medium' is in this version of Quire",
+            param="text.verbosity",
+        )
+
+
+def _tools(request: ResponsesRequest) -> dict[str, Any]:
+    """Flat tools in the nested form of a chat."""
+    tools = []
+    for number, tool in enumerate(request.tools or ()):
+        place = f"tools[{number}]"
+        if tool.get("type") != "function":
+            raise NotBuiltError(
+                f"{place}.type is {tool.get('type')!r:.100}: only functions of the client are in this version of Quire",
+                param=f"{place}.type",
+            )
+        function: dict[str, Any] = {"name": _word(tool, "name", place)}
+        for name in ("description", "parameters", "strict"):
+            if tool.get(name) is not None:
+                function[name] = tool[name]
+        tools.append({"type": "function", "function": function})
+    choice = request.tool_choice
+    if not tools:
+        if choice not in (None, "auto", "none"):
+            raise InputError(f"tool_choice is {choice!r:.100}, but there are no tools", param="tool_choice")
+        return {}
+    return {"tools": tools, "tool_choice": _choice(choice)}
+
+
+def _choice(choice: str | Mapping[str, Any] | None) -> Any:
+    if not isinstance(choice, Mapping) or choice.get("type") == "allowed_tools":
+        return choice
+    if choice.get("type") != "function":
+        raise NotBuiltError(
+            f"tool_choice.type is {choice.get('type')!r:.100}: function and allowed_tools are in this version of Quire",
+            param="tool_choice.type",
+        )
+    return {"type": "function", "function": {"name": _word(choice, "name", "tool_choice")}}
+
+
+def _format(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A text format in the form of a chat's response_format."""
+    kind = _word(given, "type", "text.format")
+    if kind != "json_schema":
+        return {"type": kind}
+    inner = {name: given[name] for name in ("name", "description", "schema", "strict") if given.get(name) is not None}
+    return {"type": kind, "json_schema": inner}
+
+
+def assistant_message(texts: Sequence[str], thoughts: Sequence[str], calls: Messages) -> dict[str, Any]:
+    """An answer as the next request's template is to see it."""
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) or (None if calls else "")}
+    if thoughts:
+        message["reasoning"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message

@@ -1,0 +1,153 @@
+"""ResponseStore: the answers of /v1/responses that are kept, bounded in number and in bytes.
+
+In: records, each an answer that is whole or one that is being made in the background. Out: the same by id, the oldest
+whole ones gone when there is no room. One per API process, touched by its event loop only. Must not know: HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.base import env
+from quire.base.log import logger
+from quire.schema.errors import InputError, OverloadedError
+
+if TYPE_CHECKING:
+    from quire.llm.online import Flow
+    from quire.server.openai.responses_answer import ResponseAnswer
+
+log = logger(__name__)
+
+
+class NoSuchResponseError(InputError):
+    """An id that is not, or no longer, kept."""
+
+    status = 404
+
+
+class Record:
+    """One answer. While it is made, `answer` knows how far it has come; then its JSON is all that is left of it."""
+
+    def __init__(self, answer: ResponseAnswer, given: list[dict[str, Any]], *, flow: Flow | None = None,
+                 with_events: bool = False) -> None:  # fmt: skip
+        """`given`: the messages it answers. `flow`: it is made in the background."""
+        self.id = answer.id
+        self.flow = flow
+        self.background = flow is not None
+        self.events: list[bytes] | None = [] if with_events else None
+        self.task: asyncio.Task[None] | None = None
+        self.num_bytes = 0
+        self._answer: ResponseAnswer | None = answer
+        self._given = given
+        self._body = self._messages = b""
+        self._changed = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        return self._answer is None
+
+    @property
+    def body(self) -> bytes:
+        return self._body if self._answer is None else self._answer.whole()
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation up to and with this answer."""
+        found: list[dict[str, Any]] = msgspec.json.decode(self._messages)
+        return found
+
+    def add(self, events: list[bytes]) -> int:
+        """More events; the bytes they take."""
+        if self.events is None:
+            return 0
+        self.events += events
+        self._tell()
+        return sum(map(len, events))
+
+    def end(self) -> int:
+        """It is whole; the bytes it takes."""
+        assert self._answer is not None
+        self._body = self._answer.whole()
+        self._messages = msgspec.json.encode([*self._given, *self._answer.messages()])
+        self._answer, self._given, self.flow = None, [], None
+        self._tell()
+        return len(self._body) + len(self._messages)
+
+    async def follow(self, first: int) -> AsyncIterator[bytes]:
+        """Its events from number `first` on, until there are no more."""
+        assert self.events is not None
+        while True:
+            while first < len(self.events):
+                yield self.events[first]
+                first += 1
+            if self.ended:
+                return
+            await self._changed.wait()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class ResponseStore:
+    def __init__(self, max_count: int, max_bytes: int) -> None:
+        self.max_count, self.max_bytes = max_count, max_bytes
+        self.num_bytes = 0
+        self._records: OrderedDict[str, Record] = OrderedDict()  # the one not used for longest first
+
+    @classmethod
+    def of_environment(cls) -> ResponseStore | None:
+        if not env.ENABLE_RESPONSES_API_STORE.get():
+            return None
+        return cls(env.RESPONSES_STORE_COUNT.get(), env.RESPONSES_STORE_BYTES.get())
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __contains__(self, response_id: str) -> bool:
+        return response_id in self._records
+
+    def get(self, response_id: str, param: str = "response_id") -> Record:
+        if (found := self._records.get(response_id)) is None:
+            raise NoSuchResponseError(
+                f"Response with id {response_id!r:.100} not found: it was not stored, or is no longer", param=param
+            )
+        self._records.move_to_end(response_id)
+        return found
+
+    def put(self, record: Record) -> None:
+        """Room is made by dropping old ones; refused where all that are kept are still being made."""
+        while len(self._records) >= self.max_count:
+            if not self._drop_one():
+                raise OverloadedError(
+                    f"{len(self._records)} responses are being made in the background; the limit is {self.max_count} "
+                    "(QUIRE_RESPONSES_STORE_COUNT)",
+                    limit="QUIRE_RESPONSES_STORE_COUNT",
+                )
+        self._records[record.id] = record
+
+    def grow(self, record: Record, num_bytes: int) -> None:
+        """A kept record takes more. One that is too large for the store itself goes too, once it has ended."""
+        if record.id not in self._records:
+            return
+        record.num_bytes += num_bytes
+        self.num_bytes += num_bytes
+        if record.num_bytes > self.max_bytes and record.ended:
+            log.warning("A response of %d bytes is not kept; the store holds %d", record.num_bytes, self.max_bytes)
+            self.remove(record.id)
+        while self.num_bytes > self.max_bytes and self._drop_one(but=record.id):
+            pass
+
+    def remove(self, response_id: str) -> None:
+        self.num_bytes -= self._records.pop(response_id).num_bytes
+
+    def _drop_one(self, but: str | None = None) -> bool:
+        for response_id, record in self._records.items():
+            if record.ended and response_id != but:
+                self.remove(response_id)
+                return True
+        return False

@@ -1,0 +1,162 @@
+"""The documented plug-in interfaces: Quire's parsers through them, and a user's own classes in Quire."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.entrypoints.openai.protocol import ChatCompletionRequest
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
+
+from quire.text.parse.base import fold
+from quire.text.parse.choose import Ask, ParserChoice
+from quire.text.parse.registry import REASONING_PARSERS, TOOL_PARSERS
+from tests.plain.parse_corpus import RENDER, SCENES, TOOLS
+
+PLUGIN = """
+import json
+from vllm.entrypoints.openai.protocol import (
+    DeltaFunctionCall, DeltaMessage, DeltaToolCall, ExtractedToolCallInformation, FunctionCall, ToolCall)
+from vllm.reasoning import ReasoningParser, ReasoningParserManager
+from vllm.tool_parsers import ToolParser, ToolParserManager
+
+@ToolParserManager.register_module(["test_arrow"])
+class Arrow(ToolParser):
+    def adjust_request(self, request):
+        request.skip_special_tokens = False
+        return request
+
+    def extract_tool_calls(self, model_output, request):
+        before, mark, call = model_output.partition("=>")
+        if not mark:
+            return ExtractedToolCallInformation(tools_called=False, tool_calls=[], content=model_output)
+        name, _, arguments = call.partition(" ")
+        made = ToolCall(function=FunctionCall(name=name, arguments=arguments))
+        return ExtractedToolCallInformation(tools_called=True, tool_calls=[made], content=before or None)
+
+    def extract_tool_calls_streaming(self, previous_text, current_text, delta_text, previous_token_ids,
+                                     current_token_ids, delta_token_ids, request):
+        if "=>" not in current_text:
+            return DeltaMessage(content=delta_text) if "=" not in delta_text else None
+        call = current_text.partition("=>")[2]
+        name, space, arguments = call.partition(" ")
+        if not space:
+            return None
+        if self.current_tool_id < 0:
+            self.current_tool_id = 0
+            function = DeltaFunctionCall(name=name, arguments=arguments)
+            return DeltaMessage(tool_calls=[DeltaToolCall(index=0, type="function", id="a", function=function)])
+        return DeltaMessage(tool_calls=[DeltaToolCall(index=0, function=DeltaFunctionCall(arguments=delta_text))])
+
+@ReasoningParserManager.register_module("test_dashes")
+class Dashes(ReasoningParser):
+    def is_reasoning_end(self, input_ids):
+        return ord("-") in input_ids
+    def extract_content_ids(self, input_ids):
+        return []
+    def extract_reasoning(self, model_output, request=None):
+        thought, mark, content = model_output.partition("-")
+        return (thought, content) if mark else (thought, None)
+    def extract_reasoning_streaming(self, previous_text, current_text, delta_text, *ids):
+        if "-" in delta_text:
+            thought, _, content = delta_text.partition("-")
+            return DeltaMessage(reasoning=thought or None, content=content or None)
+        return DeltaMessage(reasoning=delta_text)
+"""
+
+
+class Tokenizer:
+    skipped_ids = frozenset({1})
+
+    def id_to_token(self, token_id: int) -> str:
+        return "<|tool_call_begin|>"
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"<think>": 10, "</think>": 11}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [{"<think>": 10, "</think>": 11}.get(text, 0)]
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Iterator[str]:
+    file = tmp_path / "arrow.py"
+    file.write_text(PLUGIN)
+    yield str(file)
+    TOOL_PARSERS._paths.pop("test_arrow", None)
+    REASONING_PARSERS._paths.pop("test_dashes", None)
+
+
+def request() -> Any:
+    return ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], tools=TOOLS)
+
+
+@pytest.mark.parametrize("name", sorted(RENDER))
+def test_tool_parsers_by_name(name: str) -> None:
+    parser = ToolParserManager.get_tool_parser(name)(Tokenizer())
+    calls = SCENES["types"]
+    text = RENDER[name](calls)
+    found = parser.extract_tool_calls(text, request())
+    assert found.tools_called
+    assert [(c.function.name, json.loads(c.function.arguments)) for c in found.tool_calls] == calls
+    names, arguments, before = [], "", ""
+    for letter in text + " ":  # a stream has no end here, so the last tag needs something after it
+        said = parser.extract_tool_calls_streaming(before, before + letter, letter, [], [], [], request())
+        before += letter
+        for part in said.tool_calls if said else ():
+            names += [part.function.name] if part.function.name else []
+            arguments += part.function.arguments or ""
+    assert names == [calls[0][0]]
+    assert json.loads(arguments) == calls[0][1]
+    assert not parser.extract_tool_calls("plain", request()).tools_called
+
+
+def test_special_tokens_are_asked_for() -> None:
+    adjusted = ToolParserManager.get_tool_parser("kimi_k2")(Tokenizer()).adjust_request(request())
+    assert adjusted.skip_special_tokens is False
+    assert (
+        ToolParserManager.get_tool_parser("hermes")(Tokenizer()).adjust_request(request()).skip_special_tokens is None
+    )
+
+
+def test_reasoning_parsers_by_name() -> None:
+    parser = ReasoningParserManager.get_reasoning_parser("qwen3")(Tokenizer())
+    assert parser.extract_reasoning("<think>a</think>b", request()) == ("a", "b")
+    assert parser.extract_reasoning("a</think>b", request()) == ("a", "b")
+    assert parser.extract_reasoning("b", request()) == (None, "b")
+    assert parser.is_reasoning_end([10, 5, 11]) and not parser.is_reasoning_end([10, 5])
+    assert parser.extract_content_ids([10, 5, 11, 7]) == [7]
+    found = parser.extract_reasoning_streaming("", "<think>a", "<think>a", [], [], [])
+    assert found.reasoning == found.reasoning_content == "a"
+    assert "deepseek_r1" in ReasoningParserManager.list_registered()
+    with pytest.raises(KeyError, match="nobody"):
+        ReasoningParserManager.get_reasoning_parser("nobody")
+
+
+def test_a_users_classes_in_our_parser(plugin: str) -> None:
+    choice = ParserChoice.of(
+        SimpleNamespace(), tool="test_arrow", tool_plugin=plugin, reasoning="test_dashes"  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert choice.adjusted(request()).skip_special_tokens is False
+    text = 'so-look =>get_weather {"city": "Paris"}'
+    for pieces in ([text], list(text)):
+        parser = choice.parser(Ask(tools=TOOLS, request=request()))
+        deltas: list[Any] = []
+        for number, piece in enumerate(pieces):
+            ids = [ord(letter) for letter in piece]
+            deltas += parser.feed(piece, ids, final=number == len(pieces) - 1)
+        found = fold(deltas)
+        assert (found.reasoning, found.content.strip()) == ("so", "look")
+        assert [(call.name, call.arguments) for call in found.calls] == [("get_weather", '{"city": "Paris"}')]
+
+
+def test_a_users_tools_beside_our_reasoning(plugin: str) -> None:
+    choice = ParserChoice.of(None, tool="test_arrow", tool_plugin=plugin, reasoning="qwen3")
+    parser = choice.parser(Ask(tools=TOOLS, request=request()))
+    found = fold(parser.feed("<think>hm</think>=>now {}", (), final=True))
+    assert (found.reasoning, found.calls[0].name, found.calls[0].arguments) == ("hm", "now", "{}")

@@ -1,0 +1,211 @@
+"""The compiled CPU kernels against their references, on every instruction set that this machine runs.
+
+Products with packed weights round their input to 8 bits; the reference for them is the same rounding in torch, so that
+what is left is the order of sums. Every result of a row must not depend on the rows beside it, bit for bit.
+"""
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quire.loader.gguf_types import dequantize, tensor_type
+from quire.ops import packed
+from quire.ops.act import gated_of
+from quire.ops.cpu import forms
+from quire.ops.cpu.native import DTYPES, KINDS, Segment, kernels, usable
+from quire.ops.norm import rms_norm, rms_norm_wide
+
+library = kernels()
+pytestmark = pytest.mark.skipif(library is None, reason="no compiled kernels")
+ISAS = usable(library) if library is not None else ["none"]
+GGUF = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
+HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2],
+          "Q6_K": [208]}  # fmt: skip
+DTYPE_NAMES = ["float32", "bfloat16", "float16"]
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    assert library.qc_use_isa(request.param.encode()) == 0
+    yield request.param
+    assert library.qc_use_isa(None) == 0
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request):
+    before = library.qc_threads()
+    library.qc_set_threads(request.param)
+    yield request.param
+    library.qc_set_threads(before)
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def stored(name, rows, width, seed=0):
+    """Random blocks whose scales are sane numbers, and what they mean."""
+    kind, rng = tensor_type(GGUF[name]), np.random.default_rng(seed)
+    raw = rng.integers(0, 256, (rows, width // kind.elements, kind.num_bytes), dtype=np.uint8)
+    for at in HALVES[name]:
+        scale = rng.uniform(0.001, 0.01, raw.shape[:2]).astype(np.float16)
+        raw[..., at : at + 2] = scale[..., None].view(np.uint8)
+    flat = torch.from_numpy(raw.reshape(-1).copy())
+    return flat, dequantize(flat, GGUF[name], (rows, width), torch.float32)
+
+
+def pack(name, rows, width, seed=0):
+    flat, numbers = stored(name, rows, width, seed)
+    kind = library.qc_kind_of(GGUF[name])
+    data = torch.empty(library.qc_packed_bytes(kind, rows, width), dtype=torch.uint8)
+    assert library.qc_pack(GGUF[name], flat.data_ptr(), rows, width, data.data_ptr()) == 0
+    names = {number: kind_name for kind_name, number in KINDS.items()}
+    return packed.Packed(data, names[kind], rows, width), numbers
+
+
+def multiply(x, parts, bias=None):
+    segments = (Segment * len(parts))(*(Segment(KINDS[p.kind], p.rows, p.data.data_ptr()) for p in parts))
+    rows = sum(p.rows for p in parts)
+    out = torch.full((x.shape[0], rows), float("nan"), dtype=x.dtype)
+    library.qc_linear_packed(
+        x.data_ptr(), x.stride(0), x.shape[0], x.shape[1], ctypes.addressof(segments), len(parts),
+        None if bias is None else bias.data_ptr(), out.data_ptr(), rows, DTYPES[x.dtype],
+    )  # fmt: skip
+    return out
+
+
+def rounded(x):
+    """As the kernels round a row: 32 numbers share a scale, the largest becomes 127."""
+    blocks = x.float().unflatten(-1, (-1, 32))
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    whole = torch.where(scale > 0, blocks * (127 / blocks.abs().amax(-1, keepdim=True)), 0).round()
+    return (whole * scale).flatten(-2)
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_packing_keeps_the_numbers(name):
+    matrix, numbers = pack(name, 37, 512)
+    assert matrix.data.numel() == FORM_BYTES[matrix.kind] * 3 * 16
+    exact = not name.endswith("_K")  # those multiply two scales, and the product is rounded to float16
+    bound = 0 if exact else 1e-3 * float(numbers.abs().max())
+    torch.testing.assert_close(packed.unpack(matrix), numbers, rtol=0, atol=bound)
+    index, found = torch.tensor([0, 36, 15, 16]), torch.empty(4, 512)
+    library.qc_unpack_rows(
+        KINDS[matrix.kind], matrix.data.data_ptr(), 512, index.data_ptr(), 4, found.data_ptr(), DTYPES[torch.float32]
+    )
+    assert torch.equal(found, packed.unpack(matrix)[index])
+
+
+FORM_BYTES = {name: form.num_bytes for name, form in packed.FORMS.items()}
+
+
+@pytest.mark.parametrize("name", GGUF)
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+def test_packed_products(isa, threads, name, dtype):
+    matrix, _ = pack(name, 53, 512)
+    other, _ = pack("Q8_0", 16, 512, seed=1)
+    weight = torch.cat((packed.unpack(matrix), packed.unpack(other)))
+    for m in (1, 2, 3, 9, 33):
+        x = draw(m, 512, seed=m, dtype=getattr(torch, dtype))
+        bias = draw(69, seed=2, dtype=x.dtype)
+        wanted = F.linear(rounded(x), weight) + bias.float()
+        found = multiply(x, [matrix, other], bias)
+        if dtype == "float32":
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
+        else:  # short numbers often lie halfway between two steps, where one more rounding in between decides
+            assert (found.float() - wanted).norm() < 5e-3 * wanted.norm()
+        for row in range(0, m, 4):
+            assert torch.equal(multiply(x[row : row + 1], [matrix, other], bias)[0], found[row])
+            assert torch.equal(multiply(x[row : row + 2], [matrix, other], bias)[0], found[row])
+
+
+@pytest.mark.parametrize(("kind", "error"), [("Q8Z", 0.008), ("Q4M", 0.12)])
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+def test_numbers_rounded_to_blocks(kind, error, dtype):
+    given = draw(40, 96, dtype=getattr(torch, dtype))
+    data = torch.empty(library.qc_packed_bytes(KINDS[kind], 40, 96), dtype=torch.uint8)
+    assert library.qc_pack_float(KINDS[kind], given.data_ptr(), DTYPES[given.dtype], 40, 96, data.data_ptr()) == 0
+    found = packed.unpack(packed.Packed(data, kind, 40, 96))
+    assert (found - given.float()).norm() < error * given.float().norm()
+    steps = given.float().unflatten(1, (3, 32))
+    span = steps.abs().amax(-1) / 127 if kind == "Q8Z" else (steps.amax(-1) - steps.amin(-1)) / 15
+    assert ((found - given.float()).abs().unflatten(1, (3, 32)).amax(-1) <= 0.52 * span + 0.01 * span).all()
+
+
+def test_zeros_and_wrong_sizes():
+    matrix, _ = pack("Q4_1", 16, 64)
+    assert torch.equal(multiply(torch.zeros(2, 64), [matrix]), torch.zeros(2, 16))
+    assert library.qc_packed_bytes(0, 16, 40) == -1
+    assert library.qc_pack(12, matrix.data.data_ptr(), 16, 64, matrix.data.data_ptr()) == -1  # 64 is no multiple of 256
+    assert library.qc_pack(10, matrix.data.data_ptr(), 16, 256, matrix.data.data_ptr()) == -1  # Q2_K has no kernel
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("n", "k"), [(1, 7), (19, 64), (70, 129)])
+def test_plain_products(isa, threads, dtype, n, k):
+    weight, bias = draw(n, k, seed=1, dtype=getattr(torch, dtype)), draw(n, seed=2, dtype=getattr(torch, dtype))
+    for m in (1, 3, 8, 37):
+        x = draw(m, k, seed=m, dtype=weight.dtype)
+        found = torch.empty(m, n, dtype=weight.dtype)
+
+        def run(x, out, weight=weight, bias=bias):
+            library.qc_linear(
+                x.data_ptr(), k, weight.data_ptr(), k, bias.data_ptr(), out.data_ptr(), n, len(x), n, k, DTYPES[x.dtype]
+            )
+            return out
+
+        run(x, found)
+        torch.testing.assert_close(found, F.linear(x.float(), weight.float(), bias.float()).to(x.dtype), rtol=1e-2,
+                                   atol=1e-2)  # fmt: skip
+        assert torch.equal(run(x[-1:].contiguous(), torch.empty(1, n, dtype=x.dtype))[0], found[-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 71), (40, 576)])
+@pytest.mark.parametrize(("offset", "wide"), [(0.0, False), (0.0, True), (1.0, True)])
+def test_norms(isa, threads, dtype, rows, width, offset, wide):
+    x, delta, weight = (draw(*shape, seed=i, dtype=getattr(torch, dtype))
+                        for i, shape in enumerate([(rows, width), (rows, width), (width,)]))  # fmt: skip
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    library.qc_rms_norm(
+        x.data_ptr(), width, delta.data_ptr(), weight.data_ptr(), total.data_ptr(), out.data_ptr(), rows, width, 1e-5,
+        offset, wide, DTYPES[x.dtype],
+    )  # fmt: skip
+    assert torch.equal(total, x + delta)
+    wanted = rms_norm_wide(total, weight, 1e-5, offset) if wide else rms_norm(total, weight, 1e-5)
+    close = dict(rtol=1e-5, atol=1e-5) if dtype == "float32" else dict(rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(out, wanted, **close)
+    library.qc_rms_norm(total.data_ptr(), width, None, weight.data_ptr(), None, x.data_ptr(), rows, width, 1e-5, offset,
+                        wide, DTYPES[x.dtype])  # fmt: skip
+    assert torch.equal(x, out)
+
+
+@pytest.mark.parametrize("name", forms.ACTS)
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+def test_gated_activations(isa, name, dtype):
+    x = (draw(7, 2 * 45) * 6).to(getattr(torch, dtype))
+    x[0, :6] = torch.tensor([-200.0, 200.0, 0.0, -88.0, -1e-4, 30.0])
+    out = torch.empty(7, 45, dtype=x.dtype)
+    library.qc_gated(forms.ACTS[name], x.data_ptr(), 90, out.data_ptr(), 7, 45, DTYPES[x.dtype])
+    close = dict(rtol=2e-5, atol=2e-6) if dtype == "float32" else dict(rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(out, gated_of(name)(x), **close)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+def test_argmax(isa, dtype):
+    x = draw(5, 1003).to(getattr(torch, dtype))
+    x[1, 7] = x[1, 900] = 50  # the first of equals
+    x[2, 1002] = 60
+    x[3, 400] = float("nan")
+    x[4] = float("-inf")
+    found = torch.empty(5, dtype=torch.int64)
+    library.qc_argmax(x.data_ptr(), 1003, 5, 1003, found.data_ptr(), DTYPES[x.dtype])
+    assert found.tolist() == [int(x[0].argmax()), 7, 1002, 400, 0]
+
+
+def test_an_unknown_instruction_set_is_refused():
+    assert library.qc_use_isa(b"abacus") == -1
+    assert library.qc_isa().decode() == ISAS[-1]

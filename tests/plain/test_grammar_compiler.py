@@ -1,0 +1,149 @@
+"""grammar/compiler.py and child.py: real child processes over a vocabulary of bytes, and what hostile input does."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from quire.grammar.backend import Vocabulary
+from quire.grammar.compiler import Compiled, Compiler, Limits
+from quire.schema.errors import InputError, QuireError
+from quire.schema.grammar import GrammarKind, GrammarSpec
+
+pytest.importorskip("llguidance")
+EOS = 256
+VOCABULARY = Vocabulary(tokens=[bytes([i]) for i in range(256)] + [b""], size=300, ends=(EOS,))
+PATIENCE = 120.0
+
+
+class Bench:
+    def __init__(self, **limits: float) -> None:
+        self.news = threading.Event()
+        self.compiler = Compiler(lambda: VOCABULARY, Limits(**limits), self.news.set)  # type: ignore[arg-type]
+
+    def outcome(self, spec: GrammarSpec) -> Compiled | QuireError:
+        self.compiler.submit(spec)
+        end = time.monotonic() + PATIENCE
+        while (found := self.compiler.fetch(spec)) is None:
+            assert time.monotonic() < end, "it never came back"
+            self.news.wait(1.0)
+            self.news.clear()
+        return found
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    made = Bench(seconds=2.0)
+    yield made
+    made.compiler.close()
+
+
+def guidance(kind: GrammarKind, text: str, **more: bool) -> GrammarSpec:
+    return GrammarSpec(kind=kind, text=text, backends=("guidance",), **more)
+
+
+def xgrammar(kind: GrammarKind, text: str) -> GrammarSpec:
+    return GrammarSpec(kind=kind, text=text, backends=("xgrammar",))
+
+
+def allowed(found: Compiled | QuireError, said: str) -> set[str]:
+    """What may follow `said`."""
+    assert isinstance(found, Compiled), found
+    matcher = found.backend.start(found.loaded)
+    assert all(matcher.accept(byte) for byte in said.encode())
+    rows = np.zeros((1, VOCABULARY.words), np.int32)
+    found.backend.fill([matcher], rows, [0])
+    bits = np.unpackbits(rows.view(np.uint8), bitorder="little")
+    assert not bits[257:300].any(), "ids without a token are never allowed"
+    return {chr(i) for i in np.flatnonzero(bits[:256])} | ({"end"} if matcher.can_end() else set())
+
+
+def test_what_may_follow(bench: Bench) -> None:
+    found = bench.outcome(guidance(GrammarKind.CHOICE, json.dumps(["red", "rest"])))
+    assert allowed(found, "") == {"r"} and allowed(found, "re") == {"d", "s"} and allowed(found, "red") == {"end"}
+    found = bench.outcome(guidance(GrammarKind.REGEX, "[0-9]{1,2}"))
+    assert allowed(found, "1") == set("0123456789") | {"end"} and allowed(found, "12") == {"end"}
+
+
+def test_rollback(bench: Bench) -> None:
+    found = bench.outcome(guidance(GrammarKind.REGEX, "abc"))
+    assert isinstance(found, Compiled)
+    matcher = found.backend.start(found.loaded)
+    assert matcher.accept(ord("a")) and matcher.accept(ord("b"))
+    matcher.rollback(1)
+    assert matcher.accept(ord("b")) and matcher.accept(ord("c")) and matcher.can_end()
+
+
+def test_whitespace_is_bounded_and_compact_json_has_none(bench: Bench) -> None:
+    schema = json.dumps({"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]})
+    loose = bench.outcome(guidance(GrammarKind.JSON, schema))
+    assert " " in allowed(loose, "{" + " " * 19) and " " not in allowed(loose, "{" + " " * 20)
+    assert allowed(bench.outcome(guidance(GrammarKind.JSON, schema, compact=True)), "{") == {'"'}
+
+
+def test_refusals_are_told_and_remembered(bench: Bench) -> None:
+    spec = guidance(GrammarKind.LARK, "start: missing")
+    refused = bench.outcome(spec)
+    assert isinstance(refused, InputError) and "missing" in str(refused)
+    assert bench.outcome(spec) is refused
+
+
+def test_a_compile_that_takes_too_long_is_killed_and_others_go_on(bench: Bench) -> None:
+    pytest.importorskip("xgrammar")
+    properties = {f"p{i}": {"type": "integer"} for i in range(2000)}
+    hostile = xgrammar(GrammarKind.JSON, json.dumps({"type": "object", "properties": properties}))
+    began = time.monotonic()
+    bench.compiler.submit(hostile)
+    assert "end" in allowed(bench.outcome(guidance(GrammarKind.REGEX, "x*")), "")
+    refused = bench.outcome(hostile)
+    assert isinstance(refused, InputError) and "too complex" in str(refused)
+    assert time.monotonic() - began < PATIENCE / 2
+    assert bench.outcome(guidance(GrammarKind.REGEX, "y*")) is not None
+
+
+def test_a_child_that_crashes_costs_one_request(bench: Bench) -> None:
+    pytest.importorskip("xgrammar")
+    deep = "(" * 200_000 + "a" + ")" * 200_000
+    refused = bench.outcome(xgrammar(GrammarKind.EBNF, f"root ::= {deep}"))
+    assert isinstance(refused, InputError)
+    assert "end" in allowed(bench.outcome(guidance(GrammarKind.REGEX, "z*")), "")
+
+
+def test_memory_is_limited() -> None:
+    pytest.importorskip("xgrammar")
+    small = Bench(seconds=60.0, memory_bytes=64 << 20)
+    properties = {f"p{i}": {"type": "integer"} for i in range(300)}  # takes nearly a gigabyte
+    try:
+        refused = small.outcome(xgrammar(GrammarKind.JSON, json.dumps({"type": "object", "properties": properties})))
+    finally:
+        small.compiler.close()
+    assert isinstance(refused, InputError) and "MiB" in str(refused)
+
+
+def test_a_backend_that_gives_up_is_followed_by_the_next(bench: Bench) -> None:
+    pytest.importorskip("xgrammar")
+    properties = {f"p{i}": {"type": "integer"} for i in range(1000)}
+    text = json.dumps({"type": "object", "properties": properties})
+    found = bench.outcome(GrammarSpec(kind=GrammarKind.JSON, text=text, backends=("xgrammar", "guidance")))
+    assert isinstance(found, Compiled) and found.name == "guidance"
+
+
+def test_the_cache_is_bounded() -> None:
+    tiny = Bench(cache_bytes=3 << 20)
+    specs = [guidance(GrammarKind.REGEX, letter) for letter in "abcdef"]
+    try:
+        for spec in specs:
+            tiny.outcome(spec)
+        assert [tiny.compiler.fetch(spec) is not None for spec in specs] == [False] * 4 + [True] * 2
+    finally:
+        tiny.compiler.close()
+
+
+def test_a_package_that_does_not_start_is_no_fault_of_the_grammar(bench: Bench) -> None:
+    found = bench.outcome(GrammarSpec(kind=GrammarKind.REGEX, text="q", backends=("nobody",)))
+    assert isinstance(found, QuireError) and not isinstance(found, InputError) and "nobody" in str(found)

@@ -1,0 +1,193 @@
+"""Masks, the gate and the loop together, over a worker that obeys masks: order, look-ahead, preemption, ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.engine.loop import EngineLoop
+from quire.grammar.backend import Vocabulary
+from quire.grammar.masks import Masks
+from quire.grammar.thought import Thought
+from quire.sched.kv_layout import place
+from quire.sched.scheduler import Scheduler
+from quire.sched.settings import SchedulerSettings
+from quire.schema.grammar import GrammarKind, GrammarSpec
+from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
+from quire.schema.params import SamplingParams
+from quire.schema.step import Mask
+from tests.fake_engine import EOS, FURTHER_EOS, VOCAB, FakeExecutor, ids_of
+
+pytest.importorskip("llguidance")
+TURNS = 200_000
+
+
+class Obedient(FakeExecutor):
+    """Says what the prompt says if it may, else the lowest token it may."""
+
+    def sample(self, mask: Mask | None) -> Any:
+        done = super().sample(mask)
+        assert self.plan is not None
+        if mask is None:
+            return done
+        rows = np.frombuffer(mask.rows, np.uint8).reshape(len(mask.index), mask.words * 4)
+        sampled = done.result().sampled
+        for row, index in zip(np.unpackbits(rows, axis=1, bitorder="little"), mask.index, strict=True):
+            grant = self.plan.grants[index]
+            assert grant.samples
+            own = sampled[index][0]
+            assert row.any(), "a mask that allows nothing"
+            token = own if row[own] else int(np.flatnonzero(row)[0])
+            sampled[index][0] = self.worker.rows[grant.request_id][1][-1] = token
+        return done
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return Vocabulary(tokens=[b""] * 4 + [bytes([i]) for i in range(256)], size=VOCAB, ends=(EOS, FURTHER_EOS))
+
+
+@pytest.fixture
+def made(vocabulary: Vocabulary) -> Iterator[list[Masks]]:
+    opened: list[Masks] = []
+    yield opened
+    for masks in opened:
+        masks.close()
+
+
+def make_loop(
+    made: list[Masks], vocabulary: Vocabulary, ahead: int = 0, num_blocks: int = 64, **more: Any
+) -> EngineLoop:
+    fake = Obedient(SimpleNamespace(cache_config=SimpleNamespace(block_size=4), additional_config={}))
+    layout = place(fake.load().specs, 0, num_blocks=num_blocks, max_model_len=100, max_num_seqs=8)
+    settings = SchedulerSettings(max_model_len=100, max_num_batched_tokens=16, max_num_seqs=8, look_ahead=ahead)
+    made.append(Masks(lambda: vocabulary, **more))
+    return EngineLoop(fake, Scheduler(settings, layout), ahead=ahead, masks=made[-1])
+
+
+def request(name: str, regex: str | None, prompt: str = "abcde", max_tokens: int = 12, **params: Any) -> EngineRequest:
+    spec = None if regex is None else GrammarSpec(kind=GrammarKind.REGEX, text=regex, backends=("guidance",))
+    return EngineRequest(
+        request_id=name, prompt_token_ids=tuple(ids_of(prompt)), params=SamplingParams(max_tokens=max_tokens, **params),
+        seed=0, max_tokens=max_tokens, eos_token_id=EOS, stop_token_ids=(FURTHER_EOS,), grammar=spec,
+    )  # fmt: skip
+
+
+def run(loop: EngineLoop) -> dict[str, tuple[str, EngineOutput]]:
+    """Text and last output of every request."""
+    tokens: dict[str, list[int]] = {}
+    last: dict[str, EngineOutput] = {}
+    for _ in range(TURNS):
+        for output in loop.step():
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                last[output.request_id] = output
+        if loop.is_drained():
+            assert not loop.masks._places and not loop.masks._pending  # type: ignore[union-attr]
+            assert not loop.scheduler.planner.compiling.held
+            return {n: (bytes(t - 4 for t in tokens[n] if t >= 4).decode(), out) for n, out in last.items()}
+    raise AssertionError(f"still busy after {TURNS} turns")
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("num_blocks", [64, 26])  # the second preempts
+def test_every_text_follows_its_own_grammar(
+    made: list[Masks], vocabulary: Vocabulary, ahead: int, num_blocks: int
+) -> None:
+    loop = make_loop(made, vocabulary, ahead, num_blocks)
+    for i in range(6):
+        loop.submit(request(f"digits{i}", f"{i}[0-9]{{4}}x", max_tokens=30))
+        loop.submit(request(f"free{i}", None, max_tokens=7))
+    found = run(loop)
+    for i in range(6):
+        text, last = found[f"digits{i}"]
+        assert text == f"{i}0000x" and last.finish_reason is FinishReason.STOP
+        text, last = found[f"free{i}"]
+        assert text == "abcdeab" and last.finish_reason is FinishReason.LENGTH
+
+
+def test_a_compiling_request_is_overtaken(made: list[Masks], vocabulary: Vocabulary) -> None:
+    loop = make_loop(made, vocabulary)
+    for i in range(100):  # more than the scheduler turns away in one step
+        loop.submit(request(f"waits{i}", f"w{i}"))
+    loop.submit(request("free", None, max_tokens=3))
+    said: list[str] = []
+    for _ in range(TURNS):
+        said += [o.request_id for o in loop.step() if o.finish_reason is not None]
+        if loop.is_drained():
+            break
+    assert said[0] == "free"
+    assert sorted(said[1:]) == sorted(f"waits{i}" for i in range(100))
+
+
+def test_a_refused_grammar_ends_its_request_alone(made: list[Masks], vocabulary: Vocabulary) -> None:
+    loop = make_loop(made, vocabulary)
+    loop.submit(request("bad", "a(?=b)"))
+    loop.submit(request("good", "[a-c]{3}"))
+    found = run(loop)
+    assert found["good"][0] == "abc"
+    bad = found["bad"][1]
+    assert (
+        bad.finish_reason is FinishReason.ERROR and bad.error_kind == "InputError" and "look-around" in str(bad.error)
+    )
+    loop.submit(request("again", "a(?=b)"))  # known by now
+    assert run(loop)["again"][1].error == bad.error
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_ends(made: list[Masks], vocabulary: Vocabulary, ahead: int) -> None:
+    loop = make_loop(made, vocabulary, ahead)
+    early = {"extra_args": {"eos_at": 2}}  # the worker would end at its second token
+    loop.submit(request("held", "[a-e]{5}", **early))
+    loop.submit(request("free to", "[a-e]{1,9}", **early))
+    loop.submit(request("ignores", "[a-e]{4}", ignore_eos=True))
+    loop.submit(request("least", "[a-e]{2}", min_tokens=9))
+    loop.submit(request("long", "[a-e]*", max_tokens=8))
+    found = run(loop)
+    assert {name: (text, out.finish_reason.value) for name, (text, out) in found.items()} == {
+        "held": ("aacde", "stop"), "free to": ("a", "stop"), "ignores": ("abcd", "stop"), "least": ("ab", "stop"),
+        "long": ("abcdeabc", "length"),
+    }  # fmt: skip
+
+
+def test_abort_while_compiling(made: list[Masks], vocabulary: Vocabulary) -> None:
+    loop = make_loop(made, vocabulary)
+    loop.submit(request("gone", "[a-z]{2}"))
+    loop.abort(["gone"])
+    loop.submit(request("kept", "[x-z]{2}"))
+    found = run(loop)
+    assert found["kept"][0] == "xx" and found["gone"][1].finish_reason is FinishReason.ABORT
+
+
+def test_a_vocabulary_that_cannot_be_had_fails_the_request_not_the_engine(made: list[Masks]) -> None:
+    def broken() -> Vocabulary:
+        raise OSError("no such tokenizer")
+
+    loop = make_loop(made, broken)  # type: ignore[arg-type]
+    made[-1].compiler._make_vocabulary = broken
+    loop.submit(request("a", "[a-z]"))
+    loop.submit(request("b", None, max_tokens=2))
+    tokens = [o for _ in range(TURNS) if not loop.is_drained() for o in loop.step()]
+    ended = {o.request_id: o for o in tokens if o.finish_reason is not None}
+    assert "no such tokenizer" in str(ended["a"].error) and ended["b"].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("start", "inside", "text"),
+    [
+        ("", True, "abcd00"),  # open from the start, ends with "cd"
+        ("ab", False, "abcd00"),  # opens with "ab"
+        ("ax", False, "axcd00"),  # once begun, the tag is completed
+        ("x", False, "00"),  # may open, and does not
+    ],
+)
+def test_a_grammar_does_not_apply_to_a_thought(
+    made: list[Masks], vocabulary: Vocabulary, start: str, inside: bool, text: str
+) -> None:
+    loop = make_loop(made, vocabulary, watch=lambda given: Thought(ids_of(start), ids_of("cd"), inside=inside))
+    loop.submit(request("thinks", "[0-9]{2}"))
+    assert run(loop)["thinks"][0] == text
