@@ -45,14 +45,13 @@ struct Dense {
   T* out;
   int64_t weight_stride, out_stride, m, n, k;
 
-  template <int R, int C>
-  void piece(int64_t row, int64_t column) const {
+  // b: rows of the weight, as stored or widened.
+  template <int R, int C, int From>
+  void piece(int64_t row, int64_t column, const typename Numbers<From>::Type* const (&b)[C]) const {
     const float* a[R];
-    const T* b[C];
     float found[R][C];
     for (int r = 0; r < R; ++r) a[r] = x + (row + r) * k;
-    for (int c = 0; c < C; ++c) b[c] = weight + (column + c) * weight_stride;
-    dots<Dtype, R, C>(a, b, k, found);
+    dots<From, R, C>(a, b, k, found);
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < C; ++c) {
         const float value = bias ? found[r][c] + N::one(bias + column + c) : found[r][c];
@@ -60,14 +59,33 @@ struct Dense {
       }
   }
 
-  template <int C>
-  void columns(int64_t column, int64_t from, int64_t to) const {
+  template <int C, int From>
+  void rows_of(int64_t column, int64_t from, int64_t to, const typename Numbers<From>::Type* const (&b)[C]) const {
     int64_t row = from;
-    for (; row + kDotRows <= to; row += kDotRows) piece<kDotRows, C>(row, column);
-    for (; row < to; ++row) piece<1, C>(row, column);
+    for (; row + kDotRows <= to; row += kDotRows) piece<kDotRows, C, From>(row, column, b);
+    for (; row < to; ++row) piece<1, C, From>(row, column, b);
   }
 
-  // Rows [from, to) times columns [first, last): the rows should fit a core's first cache.
+  // For many rows the weight is widened once; the products are the same.
+  template <int C>
+  void columns(int64_t column, int64_t from, int64_t to) const {
+    const T* b[C];
+    for (int c = 0; c < C; ++c) b[c] = weight + (column + c) * weight_stride;
+    if (Dtype == QC_F32 || to - from < 2 * kDotRows) return rows_of<C, Dtype>(column, from, to, b);
+    static thread_local std::vector<float> memory;
+    memory.resize(size_t(C * k));
+    const float* wide[C];
+    for (int c = 0; c < C; ++c) {
+      float* to_row = memory.data() + c * k;
+      int64_t i = 0;
+      for (; i + kLanes <= k; i += kLanes) store(to_row + i, N::read(b[c] + i));
+      for (; i < k; ++i) to_row[i] = N::one(b[c] + i);
+      wide[c] = to_row;
+    }
+    rows_of<C, QC_F32>(column, from, to, wide);
+  }
+
+  // Rows [from, to) times columns [first, last): the rows should fit a core's second cache.
   void part(int64_t first, int64_t last, int64_t from, int64_t to) const {
     int64_t column = first;
     for (; column + kDotColumns <= last; column += kDotColumns) columns<kDotColumns>(column, from, to);
@@ -91,8 +109,8 @@ void linear(const typename Numbers<Dtype>::Type* x, int64_t x_stride, const void
   else each(int(m), widen);
   Dense<Dtype> job = {rows, static_cast<const T*>(weight), static_cast<const T*>(bias), static_cast<T*>(out),
                       weight_stride, out_stride, m, n, k};
-  int64_t tall = (1 << 13) / k / kDotRows * kDotRows;  // rows whose floats fill half of a first cache
-  tall = tall < kDotRows ? kDotRows : tall;
+  int64_t tall = (1 << 16) / k / kDotRows * kDotRows;  // rows whose floats fill some of a second cache
+  tall = tall < 2 * kDotRows ? 2 * kDotRows : tall;
   const int64_t floors = (m + tall - 1) / tall;
   int64_t wide_parts = 4 * threads();
   if (wide_parts > (n + 15) / 16) wide_parts = (n + 15) / 16;

@@ -22,12 +22,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quire.base.log import logger
 from quire.base.registry import load
 from quire.loader.gguf_file import GGUFWeights
 from quire.loader.safetensors_file import SafetensorsFile
 from quire.quant.scheme import StoredRows
 from quire.schema.errors import CheckpointError, NotBuiltError
 
+_log = logger(__name__)
+_Q8_0 = 8  # a type that is kept wherever blocks are
 FORMATS = ("auto", "safetensors", "pt", "gguf")
 _UNREADABLE = (  # what unpickling damaged or forbidden content ends in
     load("pickle:UnpicklingError"), RuntimeError, EOFError, ValueError, LookupError, TypeError,
@@ -190,6 +193,9 @@ def _read_gguf(
     path: str, dtype: torch.dtype, device: torch.device | str, keeps: Callable[[int], bool]
 ) -> Iterator[Piece]:
     weights = GGUFWeights(path)
+    if keeps(_Q8_0) and (decoded := weights.decoded(keeps)):
+        what = ", ".join(f"{count} of {name}" for name, count in decoded.items())
+        _log.info("Decoded while loading, because nothing multiplies them as they are stored: %s", what)
     for recipe in weights.recipes:
         weights.expect(recipe)
         yield Piece(weights.num_bytes(recipe), partial(weights.read, recipe, dtype, device, keeps))

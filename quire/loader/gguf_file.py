@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from quire.base.gguf import GGUFError, GGUFFile, shared
 from quire.loader.gguf_names import Recipe, recipes
-from quire.loader.gguf_types import dequantize, num_bytes
+from quire.loader.gguf_types import dequantize, num_bytes, tensor_type
 from quire.loader.raw import as_bytes, cut
 from quire.quant.scheme import StoredRows
 from quire.schema.errors import CheckpointError
@@ -78,9 +79,8 @@ class GGUFWeights:
         keeps: Callable[[int], bool] = lambda type_id: False,  # whose blocks are wanted as they are
     ) -> Iterator[tuple[str, Tensor | StoredRows]]:
         """What the recipe makes; its pages are given back once all of it was taken."""
-        info = self._where[recipe.sources[0]].tensors[recipe.sources[0]]
         try:
-            if recipe.by_rows and len(info.shape) == 2 and keeps(info.type_id):
+            if self._stays(recipe, keeps):
                 yield from self._stored(recipe, dtype)
             else:
                 yield from recipe.make(*(self._value(name, dtype, device) for name in recipe.sources))
@@ -91,6 +91,19 @@ class GGUFWeights:
         for name in recipe.sources:
             file = self._where[name]
             file.file.forget(file.tensors[name].offset, self._sizes[name])
+
+    def decoded(self, keeps: Callable[[int], bool]) -> dict[str, int]:
+        """Types of blocks -> how many tensors of them `read` decodes although some blocks are kept."""
+        found: Counter[str] = Counter()
+        for recipe in self.recipes:
+            if not self._stays(recipe, keeps):
+                kinds = [tensor_type(self._where[name].tensors[name].type_id) for name in recipe.sources]
+                found.update(kind.name for kind in kinds if kind.plain is None)
+        return dict(found)
+
+    def _stays(self, recipe: Recipe, keeps: Callable[[int], bool]) -> bool:
+        info = self._where[recipe.sources[0]].tensors[recipe.sources[0]]
+        return recipe.by_rows and len(info.shape) == 2 and keeps(info.type_id)
 
     def _stored(self, recipe: Recipe, dtype: torch.dtype) -> Iterator[tuple[str, StoredRows]]:
         """A recipe of one tensor, worked on its rows of bytes."""

@@ -23,7 +23,6 @@ from quire.ops.act import PLAIN
 from quire.ops.cpu.block import BlockCall, BlockParts, NativeStep, Weights
 from quire.ops.cpu.forms import ACTS, FEW_ROWS
 from quire.ops.few import NormRule
-from quire.ops.op import cpu_dtypes
 from quire.quant.scheme import Storage
 
 
@@ -32,7 +31,7 @@ class Whole:
         self, attn: Attention, mlp: Mlp, rules: tuple[NormRule, NormRule], act: int, dtype: torch.dtype
     ) -> None:
         self.attn, self.mlp, self.rules, self.act, self.dtype = attn, mlp, rules, act, dtype
-        self.few = dtype in cpu_dtypes() and not env.BATCH_INVARIANT.get()  # plain products of many rows are torch's
+        self.few = not env.BATCH_INVARIANT.get()  # plain products of many rows are left to torch
         self._linears = (attn.qkv, attn.o, mlp.up, mlp.down)
         self._seen: tuple[Any, ...] = ()
         self._call: BlockCall | None = None

@@ -298,9 +298,9 @@ def test_selection_says_what_is_built_and_why_not():
         select_backend("cpu", [spec], "triton_attn")
     with pytest.raises(ConfigError, match="CPU_ATTN runs on cpu, not on cuda"):
         select_backend("cuda:0", [spec], "CPU_ATTN")
-    state = KVSpec(layer="s", kind=KVKind.STATE, block_size=4)
-    with pytest.raises(ConfigError, match=r"'s'.*kind 'state'"):
-        select_backend("cpu", [spec, state])
+    cross = KVSpec(layer="s", kind=KVKind.CROSS, block_size=4)
+    with pytest.raises(ConfigError, match=r"'s'.*kind 'cross'"):
+        select_backend("cpu", [spec, cross])
 
 
 def test_wrong_memory_is_refused():

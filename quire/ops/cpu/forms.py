@@ -19,13 +19,12 @@ from quire.ops.act import gated_of
 from quire.ops.cpu.native import DTYPES, KINDS, Segment, kernels, usable, why_not
 from quire.ops.linear import linear, linear_cpu, linear_cpu_fixed
 from quire.ops.norm import add_rms_norm, add_rms_norm_wide, rms_norm, rms_norm_wide
-from quire.ops.op import cpu_dtypes
 from quire.ops.packed import Matrix, Packed, kind_of, pack, pack_numbers, packed_linear, packed_rows
 
 _log = logger(__name__)
 _NAMES = {number: name for name, number in KINDS.items()}
 ACTS = {"silu": 0, "gelu_tanh": 1, "relu": 2, "relu2": 3, "quick_gelu": 4}
-FEW_ROWS = 8  # products of 16-bit numbers with more rows are left to torch where the CPU has units for them
+FEW_ROWS = 8  # products of plain 16-bit numbers with more rows are left to torch, which is faster there
 
 
 def register(threads: int = 1) -> bool:
@@ -189,14 +188,14 @@ def _register_rows(library: ctypes.CDLL) -> None:
 
 def _register_linear(library: ctypes.CDLL) -> None:
     """Products of 16-bit numbers: torch widens whole matrices where the CPU has no units for them."""
-    linear.form("cpu", _are_on)(_linear_form(library, linear_cpu, cpu_dtypes()))
+    linear.form("cpu", _are_on)(_linear_form(library, linear_cpu, FEW_ROWS))
     linear.form("cpu", lambda: _are_on() and env.BATCH_INVARIANT.get())(
-        _linear_form(library, linear_cpu_fixed, frozenset())
+        _linear_form(library, linear_cpu_fixed, 1 << 62)
     )
 
 
-def _linear_form(library: ctypes.CDLL, before: Callable[..., Tensor], torch_does: frozenset[torch.dtype]) -> Callable:
-    """torch_does: dtypes in which products of many rows are left to torch (whose sums follow the number of rows)."""
+def _linear_form(library: ctypes.CDLL, before: Callable[..., Tensor], most: int) -> Callable:
+    """Products of more than `most` rows are left to torch, whose sums follow the number of rows."""
     multiply = library.qc_linear
 
     def linear_native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -205,7 +204,7 @@ def _linear_form(library: ctypes.CDLL, before: Callable[..., Tensor], torch_does
             return before(x, weight, bias)
         flat = x if x.dim() == 2 else x.reshape(-1, width)
         rows = flat.shape[0]
-        if rows > FEW_ROWS and dtype in torch_does:
+        if rows > most:
             return before(x, weight, bias)
         if flat.stride(1) != 1:
             flat = flat.contiguous()
