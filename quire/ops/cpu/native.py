@@ -19,6 +19,7 @@ from quire.base.log import logger
 
 _log = logger(__name__)
 ABI = 1
+UNPROVEN = frozenset({"avx512"})  # compiles, but its tests have not run on such a machine: only when asked for by name
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 KINDS = {"Q4M": 0, "Q4Z": 1, "Q5M": 2, "Q5Z": 3, "Q6Z": 4, "Q8Z": 5}
 
@@ -99,10 +100,11 @@ def _loaded(path: Path) -> ctypes.CDLL | None:
         _log.warning("%s has interface %d, but %d is wanted: `pip install` Quire again", path, found, ABI)
         return None
     asked = env.CPU_KERNELS.get()
-    if library.qc_use_isa(None if asked == "auto" else asked.encode()) < 0:
-        if asked != "auto":
-            raise env.VariableError(f"QUIRE_CPU_KERNELS={asked}: this machine can run {usable(library)}")
-        return None
+    if asked == "auto":
+        proven = [name for name in usable(library) if name not in UNPROVEN]
+        return library if proven and library.qc_use_isa(proven[-1].encode()) >= 0 else None
+    if library.qc_use_isa(asked.encode()) < 0:
+        raise env.VariableError(f"QUIRE_CPU_KERNELS={asked}: this machine can run {usable(library)}")
     return library
 
 
