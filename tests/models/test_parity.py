@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quire.base import env
 from quire.layers.attention import KVLayer
 from quire.layers.moe import Moe
 from quire.models.build import build_model
@@ -48,6 +49,17 @@ class Case:
         model = Decoder(dataclasses.replace(self.model.arch, **over), self.model.storage, max_model_len=512)
         model.load_weights(self.tensors.items())
         return model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torch_only():
+    """Declarations are compared here. The compiled CPU forms, which another test of this process may have attached,
+    round otherwise (some of these tiny models enlarge that a thousandfold) and have tests of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUIRE_CPU_KERNELS", "off")
+        env.forget_all()
+        yield
+    env.forget_all()
 
 
 @pytest.fixture(scope="module", params=ARCHS)
