@@ -139,7 +139,7 @@ CPU_NUM_THREADS = Variable(
 )
 CPU_KERNELS = Variable(
     "CPU_KERNELS", "auto", str.lower,
-    "Compiled CPU kernels: auto takes the best proven instruction set this machine has, off none of them, a name that one.",
+    "Compiled CPU kernels: auto takes the best proven instruction set, off none of them, a name that one.",
     choices=("auto", "off", "neon", "dotprod", "avx2", "avx512"),
 )  # fmt: skip
 OMP_NUM_THREADS = Variable(
