@@ -209,16 +209,15 @@ def test_look_ahead_and_a_process_of_its_own_change_nothing(llm: LLM, monkeypatc
 
 
 def test_thinking_is_free_and_the_answer_is_bound() -> None:
-    config = {"reasoning_parser": "deepseek_r1"}
+    config: dict[str, Any] = {"reasoning_parser": "deepseek_r1"}
     with LLM(max_model_len=512, num_gpu_blocks_override=100, structured_outputs_config=config) as thinker:
-        eos = thinker.get_tokenizer().encode("</think>", add_special_tokens=False)
         asked = SamplingParams(temperature=0, max_tokens=60, structured_outputs=Constraint(choice=["red", "green"]))
         prompts = ["Say a color.\n<think>", "Say a color.\n<think>blue</think>"]
         free, bound = (r.outputs[0] for r in thinker.generate(prompts, asked, use_tqdm=False))
         assert bound.text in ("red", "green")
-        if list(free.token_ids[-len(eos) :]) != eos and "</think>" not in free.text:
-            assert len(free.token_ids) == 60 or free.finish_reason == "stop"
-            assert free.text not in ("red", "green")
-    config["enable_in_reasoning"] = True  # type: ignore[assignment]
+        thought, closed, answer = free.text.partition("</think>")
+        assert thought and not thought.startswith(("red", "green"))  # as the bound run below would have to
+        assert not closed or "red".startswith(answer) or "green".startswith(answer) or answer in ("red", "green")
+    config["enable_in_reasoning"] = True
     with LLM(max_model_len=512, num_gpu_blocks_override=100, structured_outputs_config=config) as thinker:
         assert thinker.generate(prompts[0], asked, use_tqdm=False)[0].outputs[0].text in ("red", "green")
