@@ -19,6 +19,7 @@ from quire.ops.triton import act, few, moe, moe_many, norm, rope, sample
 
 EXACT = {"rtol": 2e-5, "atol": 2e-5}
 LIMITS = {torch.float16: (2e-3, 8e-3), torch.bfloat16: (1e-2, 4e-2)}  # of the norm; of the worst, by the largest
+AVERAGED = 64  # entries: the norm of fewer may be one or two of them, and several roundings of these add up
 DUST = 5e-6
 
 
@@ -43,7 +44,8 @@ def close(found, wanted, dtype):
         return
     found, wanted = found.float(), wanted.float()
     whole, worst = LIMITS[dtype]
-    assert (found - wanted).norm() / wanted.norm() < whole
+    if found.numel() >= AVERAGED:
+        assert (found - wanted).norm() / wanted.norm() < whole
     assert (found - wanted).abs().max() <= worst * wanted.abs().max()
 
 

@@ -167,7 +167,7 @@ def show_prefill(bench: Bench) -> None:
         MODELS, [((2048,), 0), ((8192,), 0), ((2048,) * 4, 0), ((512,) * 16, 0), ((64,), 8000), ((2048,), 6144)]
     ):
         a, work = bench.prefill(Tuned(), model, lens, before=before)
-        b, _ = bench.prefill(Tuned(library=Library(least=64, seen=0)), model, lens, before=before)
+        b, _ = bench.prefill(Tuned(library=Library(least=64, worth=0)), model, lens, before=before)
         c, _ = bench.prefill(Tuned(fixed=True), model, lens, before=before)
         name = f"{len(lens)}x{lens[0]}" + (f"+{before}" if before else "")
         rates = [f"{t:8.1f} {work / t / 1e6:7.0f}" for t in (a, b)]

@@ -167,7 +167,7 @@ def show_libraries() -> None:
         for count, length in ((8, 2048), (4, 2048), (16, 1024), (32, 512), (64, 256), (1, 8000), (2, 8000), (1, 1000)):
             qkv = torch.randn(count * length, heads + 2 * kv_heads, size, device=DEVICE, dtype=torch.bfloat16)
             q, k, v = qkv[:, :heads].contiguous(), qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
-            call = partial(dense_attention, q, k, v, Dense(0, count, length), size**-0.5)
+            call = partial(dense_attention, q, k, v, Dense(0, count, length, length), size**-0.5)
             torch.cuda.synchronize()
             began = time.perf_counter()
             call()

@@ -1,10 +1,11 @@
 """Fresh prompts through the attention of cuDNN, as dense batches.
 
 A prompt whose context is the chunk itself needs no cache, so the library's dense attention can take it. In: a step's
-entries. Out: the runs of adjacent prompts of one length that go there, and their attention. cuDNN prepares a plan of
-its own for every shape, which takes tens of milliseconds. Full steps of PREPARED lengths have theirs from the start;
-any other shape gets one only after SEEN steps with it, so lengths that come once never pay. Must not know: caches,
-blocks, rows.
+entries. Out: the runs of adjacent prompts that go there, and their attention. cuDNN prepares a plan of its own for
+every shape, which takes tens of milliseconds, so shapes must return: a prompt is computed as if it had the next of
+SHAPES_PER_OCTAVE lengths, which causality allows (what lies behind its end is read but changes nothing before it). A
+few shapes have their plan from the start; any other gets one once the work it would have saved pays for it, so lengths
+that come once never pay. Must not know: caches, blocks, rows.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from torch import Tensor
 from quire.base.log import logger
 
 LEAST_TOKENS = 1024  # of a prompt: shorter ones are no faster there
-PREPARED = (2048, 4096, 8192)  # tokens of a prompt: full steps of such prompts are ready at the start
-SEEN = 16  # steps with the same shape before it is worth a plan, which about as many more pay for
+PREPARED_RUN = 2048  # tokens of a prompt: a full step of such prompts is ready at the start
+PREPARED = (4096, 8192)  # tokens: so is one prompt of these
+SHAPES_PER_OCTAVE = 16  # lengths from one power of two to the next: a prompt is padded by 3% on average
+WORTH = 16 * 8 * 2048**2  # rows times squared lengths seen, before a shape gets its plan; about as many more pay for it
 SHAPES = 4096  # remembered
 _log = logger(__name__)
 
@@ -32,20 +35,33 @@ class Dense(NamedTuple):
     start: int  # first token
     rows: int
     length: int
+    padded: int  # length of the shape they are computed in; more than `length` for one row only
+
+    @property
+    def tokens(self) -> slice:
+        return slice(self.start, self.start + self.rows * self.length)
+
+
+def shape_of(length: int) -> int:
+    """The next length that has a shape of its own."""
+    step = max(1, (1 << (length - 1).bit_length()) // 2 // SHAPES_PER_OCTAVE)
+    return -(-length // step) * step
 
 
 class Library:
     """Which shapes have come often enough, and whether the library can be used at all."""
 
-    def __init__(self, *, least: int = LEAST_TOKENS, seen: int = SEEN) -> None:
-        self.least, self.seen = least, seen
-        self._counts: Counter[tuple[int, int]] = Counter()
+    def __init__(self, *, least: int = LEAST_TOKENS, worth: int = WORTH) -> None:
+        self.least, self.worth = least, worth
+        self._seen: Counter[tuple[int, int]] = Counter()  # work of (rows, length) so far
         self._usable: dict[torch.device, bool] = {}
 
     def choose(self, entries: np.ndarray, fresh: np.ndarray, device: torch.device) -> tuple[list[Dense], np.ndarray]:
         """entries [R, 4]: row | first token | tokens | context. (runs, which entries they hold [R] bool)."""
         taken = np.zeros(len(entries), np.bool_)
         places = np.flatnonzero(fresh & (entries[:, 2] >= self.least))
+        if not len(places) or not self.usable(device):
+            return [], taken
         runs: list[list[int]] = []
         for place in places.tolist():
             start, length = entries[place, 1:3].tolist()
@@ -53,33 +69,46 @@ class Library:
                 runs[-1].append(place)
             else:
                 runs.append([place])
+        if len(self._seen) > SHAPES:
+            self._seen.clear()
         chosen = []
-        if len(self._counts) > SHAPES:
-            self._counts.clear()
         for run in runs:
-            start, length = entries[run[0], 1:3].tolist()
-            self._counts[len(run), length] += 1
-            if self._counts[len(run), length] > self.seen and self.usable(device):
-                taken[run] = True
-                chosen.append(Dense(start, len(run), length))
+            found = self._shapes(*entries[run[0], 1:3].tolist(), len(run))
+            taken[run] = bool(found)
+            chosen += found
         return chosen, taken
 
+    def _shapes(self, start: int, length: int, rows: int) -> list[Dense]:
+        """For `rows` prompts of one length: all in one, each padded, or none of them."""
+        padded = shape_of(length)
+        if self._ready(rows, length):
+            return [Dense(start, rows, length, length)]
+        if self._ready(1, padded):
+            return [Dense(start + i * length, 1, length, padded) for i in range(rows)]
+        self._seen[rows, length] += rows * length**2
+        if (rows, length) != (1, padded):
+            self._seen[1, padded] += rows * padded**2
+        return []
+
+    def _ready(self, rows: int, length: int) -> bool:
+        return self._seen[rows, length] >= self.worth
+
     def prepare(self, heads: int, qkv: Tensor, longest: int) -> None:
-        """Plans for full steps of the size and form of qkv, [T, Hq + 2 Hkv, D]; its contents do not matter."""
+        """Plans for the shapes that are ready at the start, in the form of qkv, [T, Hq + 2 Hkv, D]; its contents do
+        not matter."""
         if not self.usable(qkv.device):
             return
         kv_heads = (qkv.shape[1] - heads) // 2
         q, k, v = torch.zeros_like(qkv[:, :heads].contiguous()), qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
-        for length in PREPARED:
-            run = Dense(0, len(qkv) // length, length)
-            if run.rows and length <= longest:
+        for rows, length in ((len(qkv) // PREPARED_RUN, PREPARED_RUN), *((1, length) for length in PREPARED)):
+            if 0 < rows * length <= len(qkv) and length <= longest:
                 try:
-                    dense_attention(q, k, v, run, qkv.shape[2] ** -0.5)
+                    dense_attention(q, k, v, Dense(0, rows, length, length), qkv.shape[2] ** -0.5)
                 except RuntimeError as wrong:
                     _log.warning("cuDNN attention cannot be used for heads of size %d: %s", qkv.shape[2], wrong)
                     self._usable[qkv.device] = False
                     return
-                self._counts[run.rows, length] = self.seen
+                self._seen[rows, length] = self.worth
 
     def usable(self, device: torch.device) -> bool:
         """Asked once per device, by a small problem. A CPU has its own kernels behind the same door."""
@@ -93,7 +122,7 @@ def _works(device: torch.device) -> bool:
         return False
     q = torch.zeros((64, 2, 64), dtype=torch.bfloat16, device=device)
     try:
-        dense_attention(q, q[:, :1], q[:, :1], Dense(0, 1, 64), 1.0)
+        dense_attention(q, q[:, :1], q[:, :1], Dense(0, 1, 64, 64), 1.0)
     except RuntimeError as wrong:
         _log.warning("cuDNN attention cannot be used for prompts: %s", wrong)
         return False
@@ -102,12 +131,31 @@ def _works(device: torch.device) -> bool:
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, run: Dense, scale: float) -> Tensor:
     """Causal attention of each prompt of a run, [rows * length, Hq, D]. q [T, Hq, D], k and v [T, Hkv, D]."""
-    tokens = slice(run.start, run.start + run.rows * run.length)
-    shape = (run.rows, run.length)
-    q, k, v = (t[tokens].unflatten(0, shape).transpose(1, 2) for t in (q, k, v))  # [B, H, L, D]
+    shape = (run.rows, run.padded)
+    q, k, v = (_padded(t, run, is_query=t is q).unflatten(0, shape).transpose(1, 2) for t in (q, k, v))
     if q.is_cuda:
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
         found = cudnn(q, k, v, None, False, 0.0, True, False, scale=scale)[0]
     else:
         found = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    return found.transpose(1, 2).flatten(0, 1)
+    return found.transpose(1, 2).flatten(0, 1)[: run.rows * run.length]
+
+
+def _padded(x: Tensor, run: Dense, *, is_query: bool) -> Tensor:
+    """The run's tokens and what follows them; at the end of the step, a copy with zeros behind it.
+
+    The copy has the strides of x, because a plan is one for shapes and strides. Zeros, because a NaN behind the end
+    would get through a weight of zero. A query's result stays its own, so for queries whatever the memory holds will
+    do, where it goes on far enough (`prepare_qkv` leaves room).
+    """
+    last = run.start + run.rows * run.padded
+    if last <= len(x):
+        return x[run.start : last]
+    shape, row = (run.padded, *x.shape[1:]), x.stride(0)
+    offset = x.storage_offset() + run.start * row
+    if is_query and (offset + run.padded * row) * x.element_size() <= x.untyped_storage().nbytes():
+        return x.as_strided(shape, x.stride(), offset)
+    held = x.new_empty(run.padded * row).as_strided(shape, x.stride())
+    held[: run.length] = x[run.tokens]
+    held[run.length :] = 0
+    return held

@@ -359,7 +359,7 @@ class TritonPlan:
             )
         for run in runs:
             assert k is not None and v is not None
-            out[run.start : run.start + run.rows * run.length] = dense_attention(q, k, v, run, rule.scale)
+            out[run.tokens] = dense_attention(q, k, v, run, rule.scale)
         return out
 
     def _works(self, call: Call) -> list[Work]:

@@ -154,6 +154,36 @@ class PartialPrefills(Gate):
             self.take(request, 0)
 
 
+class NoSlivers(Gate):
+    """A prompt that fits one step whole is not begun with the last sliver of a step that is full of prompts.
+
+    It would end one step later either way, but cut in two: its second part then reads the first from the cache, which
+    costs more than the sliver gains. Nobody overtakes it. Steps that are full of decodes do not count, so it never
+    waits for them.
+    """
+
+    SLIVER = 16  # a budget holds so many
+    FULL = 2  # the share of a budget, as its inverse, that prompts must have taken
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.prompts = 0  # tokens of prompts in this step
+
+    def open(self, num_running: int) -> None:
+        self.prompts = 0
+
+    def admit(self, request: Request, count: int) -> int:
+        missing = request.end - request.planned
+        if request.running or count >= missing or missing > self.budget:
+            return count
+        sliver = count * self.SLIVER < self.budget and self.prompts * self.FULL >= self.budget
+        return CLOSED if sliver else count
+
+    def take(self, request: Request, count: int) -> None:
+        if count > 1:
+            self.prompts += count
+
+
 def make_gates(settings: SchedulerSettings) -> list[Gate]:
     """In the order they are asked: those that judge the final count come last."""
     gates: list[Gate] = [Sequences(settings.max_num_seqs)]
@@ -162,6 +192,7 @@ def make_gates(settings: SchedulerSettings) -> list[Gate]:
     gates.append(TokenBudget(settings.max_num_batched_tokens))
     if not settings.chunked_prefill:
         gates.append(WholePrompts())
+    gates.append(NoSlivers(settings.max_num_batched_tokens))
     gates.append(
         PartialPrefills(
             settings.max_partial_prefills, settings.max_long_partial_prefills, settings.long_prefill_threshold

@@ -102,6 +102,8 @@ def check_ids(given: object) -> tuple[int, ...]:
         given = tolist()
         if not isinstance(given, list):
             raise InputError("token ids must be a flat list of integers, got a scalar", param="prompt")
+    if set(map(type, given)) <= {int}:  # nearly always, and prompts are long
+        return tuple(given)
     ids = []
     for item in given:
         if isinstance(item, bool) or not hasattr(item, "__index__"):

@@ -126,7 +126,7 @@ def test_library_attention_for_fresh_prompts(size):
 
     for lens in ([(600, 600), (600, 600), (40, 40), (1, 1), (1000, 1), (300, 300)], [(512, 512)] * 3):
         case = Case(lens, heads=8, kv_heads=2, size=size, dtype=torch.bfloat16, device="cuda")
-        attention = backend(library=Library(least=256, seen=0))
+        attention = backend(library=Library(least=256, worth=0))
         assert attention.library.usable(torch.device("cuda"))
         close(case.run(attention)[0], case.reference(), torch.bfloat16)
 
@@ -218,7 +218,7 @@ def test_from_the_fused_product_on(with_library):
 
     register()
     case = Case([(12, 5), (1500, 1), (600, 600)], heads=16, kv_heads=8, size=128, dtype=torch.bfloat16, device="cuda")
-    attention, tokens = backend(library=Library(least=256, seen=0) if with_library else None), 606
+    attention, tokens = backend(library=Library(least=256, worth=0) if with_library else None), 606
     qkv = torch.cat(case.inputs(), 1).flatten(1)
     weight, angle = torch.rand(128, device="cuda").bfloat16(), torch.rand(tokens, 1, 64, device="cuda")
     cos, sin = (torch.cat(pair, -1).bfloat16() for pair in ((angle.cos(), angle.cos()), (-angle.sin(), angle.sin())))

@@ -13,7 +13,7 @@ pytest.importorskip("tests.interpreted")
 
 import quire.attention.library as library_room
 import quire.attention.triton as attention
-from quire.attention.library import Dense, Library
+from quire.attention.library import Dense, Library, shape_of
 from quire.attention.triton import TileSet, TritonAttention, parts_wanted, write_kv
 from quire.ops.qkv import QkvPrep, prepare_qkv
 from quire.ops.triton import attention_plan
@@ -252,7 +252,7 @@ def test_keys_may_already_be_written():
     close(plan.run(q, None, None, cache, **case.options()), case.reference())
 
 
-@pytest.mark.parametrize("library", [None, Library(least=256, seen=0)], ids=["kernels", "library"])
+@pytest.mark.parametrize("library", [None, Library(least=256, worth=0)], ids=["kernels", "library"])
 def test_from_the_fused_product_on(library):
     """As preparing and running one after the other do it."""
     case = Case([(12, 5), (150, 1), (300, 300)], heads=4, kv_heads=2, size=16, dtype=torch.float16)
@@ -275,11 +275,11 @@ def test_library_attention_for_fresh_prompts():
     """Adjacent prompts of one length in one run; short ones, continued ones and windows stay with the kernels."""
     lens = [(300, 300), (300, 300), (40, 40), (280, 280), (500, 300)]
     case = Case(lens, heads=4, kv_heads=2, size=16, dtype=torch.float16)
-    backend = TritonAttention(fixed=False, library=Library(least=256, seen=0))
+    backend = TritonAttention(fixed=False, library=Library(least=256, worth=0))
     plan = backend.plan(case.step(), case.group())
     found = plan.run(*case.inputs(), case.cache(backend), **case.options())
     (call,) = plan._made
-    assert plan.lists.prompts(call) == [Dense(0, 2, 300), Dense(640, 1, 280)]
+    assert plan.lists.prompts(call) == [Dense(0, 2, 300, 300), Dense(640, 1, 280, 280)]
     close(found, case.reference(), torch.float16)
     whole = Case([(256, 256)] * 2, heads=4, kv_heads=2, size=16, dtype=torch.float16)
     plan = backend.plan(whole.step(), whole.group())
@@ -290,27 +290,52 @@ def test_library_attention_for_fresh_prompts():
 
 
 def test_a_shape_goes_to_the_library_once_it_has_returned():
-    library = Library(least=4, seen=2)
+    library = Library(least=4, worth=2 * 2 * 8**2)
     entries = np.array([[0, 0, 8, 8], [1, 8, 8, 8], [2, 16, 3, 3]], np.int32)
     fresh = entries[:, 2] == entries[:, 3]
     found = [library.choose(entries, fresh, torch.device("cpu"))[0] for _ in range(3)]
-    assert found == [[], [], [Dense(0, 2, 8)]]
-    assert library.choose(entries[:1], fresh[:1], torch.device("cpu"))[0] == []  # another shape
+    assert found == [[], [], [Dense(0, 2, 8, 8)]]
+    longer = np.array([[0, 0, 9, 9]], np.int32)
+    assert library.choose(longer, np.ones(1, np.bool_), torch.device("cpu"))[0] == []  # another shape
 
 
-def test_full_steps_of_some_lengths_are_prepared(monkeypatch):
-    monkeypatch.setattr(library_room, "PREPARED", (8, 16, 64))
+@pytest.mark.parametrize("length", [33, 65, 100, 127, 128, 1000, 1025, 8000, 8192, 8193, 100_000])
+def test_a_shape_is_little_longer_than_the_prompt(length):
+    shape = shape_of(length)
+    assert length <= shape <= length * (1 + 1 / 16)
+    assert shape_of(shape) == shape
+
+
+def test_prompts_are_padded_to_a_shape_that_is_ready():
+    """In the middle of a step by what follows, at its end by zeros."""
+    case = Case([(280, 280), (295, 295), (300, 300)], heads=4, kv_heads=2, size=16, dtype=torch.float16)
+    library = Library(least=256, worth=1)
+    backend = TritonAttention(fixed=False, library=library)
+    library._seen[1, 304] = 1
+    found = backend.plan(case.step(), case.group())
+    out = found.run(*case.inputs(), case.cache(backend), **case.options())
+    assert found.lists.runs == [Dense(280, 1, 295, 304), Dense(575, 1, 300, 304)]
+    close(out, case.reference(), torch.float16)
+
+
+def test_some_shapes_are_prepared(monkeypatch):
+    monkeypatch.setattr(library_room, "PREPARED_RUN", 8)
+    monkeypatch.setattr(library_room, "PREPARED", (16, 64))
     case = Case([(32, 32)], heads=4, kv_heads=2, size=16, dtype=torch.float16)
-    library = Library(least=4, seen=5)
+    library = Library(least=4, worth=1 << 40)
     backend = TritonAttention(fixed=False, library=library)
     plan, cache = backend.plan(case.step(), case.group()), case.cache(backend)
     prep = QkvPrep(4, 2, None, None, 1e-5, 0.0, False, None, None, False)
     plan.run_fused(torch.cat(case.inputs(), 1).flatten(1), prep, cache, scale=0.25)
     backend.prepare(32, 40)
-    entries = np.array([[row, 16 * row, 16, 16] for row in range(2)], np.int32)
-    everything = np.ones(2, np.bool_)
-    assert library.choose(entries, everything, torch.device("cpu"))[0] == [Dense(0, 2, 16)]
-    assert library.choose(entries[:1], everything[:1], torch.device("cpu"))[0] == []
+
+    def choose(length: int, rows: int) -> list[Dense]:
+        entries = np.array([[row, length * row, length, length] for row in range(rows)], np.int32)
+        return library.choose(entries, np.ones(rows, np.bool_), torch.device("cpu"))[0]
+
+    assert choose(8, 4) == [Dense(0, 4, 8, 8)]
+    assert choose(16, 2) == [Dense(0, 1, 16, 16), Dense(16, 1, 16, 16)]
+    assert choose(8, 3) == choose(12, 1) == choose(64, 1) == []
 
 
 def test_writing_skips_negative_slots():

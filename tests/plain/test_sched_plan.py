@@ -65,6 +65,27 @@ def test_chunks_carry_on_where_they_stopped() -> None:
     assert [len(blocks) for g in grants for blocks in g.new_blocks] == [2, 1, 1]  # 12 tokens fill 3 blocks of 4
 
 
+def test_a_prompt_is_not_begun_with_a_sliver_of_a_step_full_of_prompts() -> None:
+    bench = Bench(max_num_batched_tokens=64, max_model_len=400)
+    bench.add(request("a", 61), request("b", 40), request("c", 2))
+    assert counts(bench.step()) == {"a": 61}  # 3 tokens of b would be left; nobody overtakes it
+    assert counts(bench.step()) == {"a": 1, "b": 40, "c": 2}
+    bench = Bench(max_num_batched_tokens=64, max_model_len=400)
+    bench.add(request("a", 60), request("b", 40))
+    assert counts(bench.step()) == {"a": 60, "b": 4}  # no sliver
+    bench = Bench(max_num_batched_tokens=64, max_model_len=400)
+    bench.add(request("a", 61), request("b", 65))
+    assert counts(bench.step()) == {"a": 61, "b": 3}  # is cut anyway
+
+
+def test_decodes_that_fill_a_step_do_not_keep_a_prompt_waiting() -> None:
+    bench = Bench(200, max_num_batched_tokens=64, max_num_seqs=80)
+    bench.add(*(request(f"d{i}", 1) for i in range(62)))
+    bench.step()
+    bench.add(request("late", 40))
+    assert counts(bench.step())["late"] == 2
+
+
 def test_without_chunking_a_prompt_waits_for_a_step_of_its_own_and_is_not_overtaken() -> None:
     bench = Bench(max_model_len=20, max_num_batched_tokens=20, chunked_prefill=False)
     bench.add(request("a", 4), request("long", 18), request("short", 2))

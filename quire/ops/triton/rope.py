@@ -101,7 +101,8 @@ def prepare_qkv(
 ) -> Tensor:  # fmt: skip
     tokens, total = qkv.shape[0], prep.heads + 2 * prep.kv_heads
     size, half = qkv.shape[1] // total, 0 if prep.cos is None else prep.cos.shape[-1] // 2
-    q = torch.empty((tokens, prep.heads, size), dtype=qkv.dtype, device=qkv.device)
+    behind = tokens // 16 + 1 if keep else 0  # room for library.py to read a little past the last prompt
+    q = torch.empty((tokens + behind, prep.heads, size), dtype=qkv.dtype, device=qkv.device)[:tokens]
     if not tokens:
         return q
     entries, warps = tile or next((t for t in _TILES if total * size % t[0] == 0), _TILES[1])
