@@ -105,9 +105,11 @@ def running(kind: str) -> Iterator[tuple[int, int]]:
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "QUIRE_TARGET_DEVICE": "cpu", "QUIRE_LOGGING_LEVEL": "WARNING",
+        "PYTHONPATH": str(ROOT), "QUIRE_TARGET_DEVICE": "cpu", "QUIRE_LOGGING_LEVEL": "WARNING",
         "QUIRE_CPU_KVCACHE_SPACE": "1",
     }  # fmt: skip
+    if kind == "scripted":
+        environment["OMP_NUM_THREADS"] = "1"  # nothing to compute: the cores are the server's and the clients'
     child = subprocess.Popen([sys.executable, __file__, "--serve", kind, "--port", str(port)], env=environment)
     try:
         end = time.monotonic() + 120
@@ -182,11 +184,13 @@ async def requests(port: int, path: str, body: dict[str, Any], number: int, conc
 
 def measure(kind: str, args: argparse.Namespace) -> None:
     tokens, number, at_once = args.tokens, args.requests, args.streams
-    if kind == "model":  # it computes, so a tenth of the work takes as long
-        tokens, number, at_once = max(2, tokens // 8), max(32, number // 8), min(32, at_once)
-    with running(kind) as (port, pid):
+    if kind in ("model", "other"):  # it computes, so a tenth of the work takes as long
+        tokens, number, at_once = max(2, tokens // 8), max(32, number // 8), min(args.model_streams, at_once)
+    named = {"model": args.other_model} if kind == "other" else {}
+    given = contextlib.nullcontext((args.other[0], args.other[1])) if kind == "other" else running(kind)
+    with given as (port, pid):
         for path, base in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
-            body = base | {"max_tokens": tokens, "stream": True}
+            body = base | named | {"max_tokens": tokens, "stream": True}
             asyncio.run(streams(port, path, body, 32))  # unmeasured: everything imported and warm
             cpu, began = cpu_seconds(pid), time.perf_counter()
             pace = args.pace if kind == "scripted" else 0.0
@@ -196,7 +200,7 @@ def measure(kind: str, args: argparse.Namespace) -> None:
             rate, share = total / wall, cpu / total * 1e6
             print(f"{kind:<10}{path:<24}{at_once:>5} streams{rate:>10.0f} tokens/s{share:>9.1f} us API processor "
                   f"time per token{wall / total * 1e6:>9.1f} us wall{events:>9} events")  # fmt: skip
-        body = TEXT | {"max_tokens": 1, "temperature": 0}
+        body = TEXT | named | {"max_tokens": 1, "temperature": 0}
         asyncio.run(requests(port, "/v1/completions", body, 200, args.concurrency))
         cpu, began = cpu_seconds(pid), time.perf_counter()
         asyncio.run(requests(port, "/v1/completions", body, number, args.concurrency))
@@ -212,8 +216,11 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--pace", type=float, default=0.04, help="seconds per step of the scripted worker")
-    parser.add_argument("--kinds", nargs="+", default=["floor", "scripted"], choices=["floor", "scripted", "model"])
+    parser.add_argument("--kinds", nargs="*", default=["floor", "scripted"], choices=["floor", "scripted", "model"])
     parser.add_argument("--model", action="store_true", help="the embedded model too")
+    parser.add_argument("--model-streams", type=int, default=32, help="streams at once where a model computes")
+    parser.add_argument("--other", type=int, nargs=2, metavar=("PORT", "PID"), help="another engine's server, running")
+    parser.add_argument("--other-model", default="smollm2", help="its name for the model")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -221,7 +228,7 @@ def main() -> None:
         serve(args.serve, args.port)
         return
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
-    for kind in [*args.kinds, *(["model"] if args.model else [])]:
+    for kind in [*args.kinds, *(["model"] if args.model else []), *(["other"] if args.other else [])]:
         measure(kind, args)
 
 
