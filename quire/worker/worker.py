@@ -46,7 +46,10 @@ def _nothing_watched() -> None:
     pass
 
 
-def _nothing_recorded(run: Callable[[], None]) -> list[dict[str, Any]]:
+Job = dict[str, Any]  # for a process that compiles kernels
+
+
+def _nothing_recorded(run: Callable[[], None], tell: Callable[[Job], None] | None) -> list[Job]:
     return []
 
 
@@ -58,7 +61,8 @@ class Parts:
     reload_weights: Callable[[Model, EngineConfig], Any]
     update_config: Callable[[EngineConfig, Mapping[str, Any]], EngineConfig]
     select_backend: Callable[[str, Sequence[KVSpec], str | None], AttentionBackend]
-    record: Callable[[Callable[[], None]], list[dict[str, Any]]] = _nothing_recorded  # kernels a dry run would launch
+    # kernels that a dry run would launch
+    record: Callable[[Callable[[], None], Callable[[Job], None] | None], list[Job]] = _nothing_recorded
     watch: Callable[[], None] = _nothing_watched  # called once the start is over
 
 
@@ -115,13 +119,14 @@ class Worker:
         )
 
     def _compile(self, early: Early) -> None:
-        """A dry run says which kernels are wanted; other processes compile them, all at once."""
+        """A dry run says which kernels are wanted; other processes compile them meanwhile, all at once."""
+        tell = None if early.compilers is None else early.compilers.begin
         with self._trial() as trial:
             jobs = self._parts.record(
-                partial(trial.all, self.config.scheduler_config.max_num_batched_tokens, self._graph_sizes())
+                partial(trial.all, self.config.scheduler_config.max_num_batched_tokens, self._graph_sizes()), tell
             )
+        self._laps.mark("dry run")
         if early.compilers is not None:
-            early.compilers.submit(jobs)
             seconds = early.compilers.wait()
             early.compilers.close()
             early.compilers = None

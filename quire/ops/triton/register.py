@@ -161,10 +161,11 @@ def launchers() -> list[launch.Launcher]:
     return launch.install([attention, attention_cache, attention_plan, *modules], launch.current_stream())
 
 
-def record(run: Callable[[], None]) -> list[dict[str, Any]]:
-    """What `run` would launch, as jobs for compile_child.py. Nothing is launched, so what it computes is nonsense."""
-    note = warm.Recorder(launch.arch())
+def record(run: Callable[[], None], tell: Callable[[dict[str, Any]], None] | None = None) -> list[dict[str, Any]]:
+    """What `run` would launch, as jobs for compile_child.py; `tell` hears of each as soon as it is known. Nothing is
+    launched, so what it computes is nonsense."""
+    note = warm.Recorder(launch.arch(), tell)
     with launch.recorded(launchers(), note):
         run()
-    # The longest first: what is left at the end should be short.
+    # The longest first: what is left at the end of a later start should be short.
     return sorted(note.jobs.values(), key=lambda job: -len(job["constant_keys"]))

@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -82,8 +82,9 @@ class Manifest:
 class Recorder:
     """Triton calls it with each kernel that it has not loaded yet. True: leave it for later."""
 
-    def __init__(self, arch: int) -> None:
-        self._arch = arch
+    def __init__(self, arch: int, tell: Callable[[Job], None] | None = None) -> None:
+        """`tell` hears of each new job at once."""
+        self._arch, self._tell = arch, tell
         self.jobs: dict[str, Job] = {}
 
     def __call__(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
@@ -91,7 +92,10 @@ class Recorder:
         if text not in self.jobs:
             known = json.loads(text)
             wanted = ("signature", "constant_keys", "constant_vals", "attrs_keys", "attrs_vals", "options")
-            self.jobs[text] = {"module": fn.module, "name": fn.name, "arch": self._arch} | {k: known[k] for k in wanted}
+            job = {"module": fn.module, "name": fn.name, "arch": self._arch} | {k: known[k] for k in wanted}
+            self.jobs[text] = job
+            if self._tell is not None:
+                self._tell(job)
         return True
 
 
@@ -124,11 +128,14 @@ class Compilers:
         self._running: dict[str, Future[float | None]] = {}
 
     def submit(self, jobs: Iterable[Job]) -> None:
-        """Begin with these; one that was asked for before is not done again."""
         for job in jobs:
-            name = json.dumps(job, sort_keys=True)
-            if name not in self._running:
-                self._running[name] = self._threads.submit(self._compile, job)
+            self.begin(job)
+
+    def begin(self, job: Job) -> None:
+        """Unless it was asked for before."""
+        name = json.dumps(job, sort_keys=True)
+        if name not in self._running:
+            self._running[name] = self._threads.submit(self._compile, job)
 
     def wait(self) -> list[float]:
         """Until all that was submitted is done; the seconds of each that could be."""
