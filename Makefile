@@ -8,7 +8,7 @@ JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format lint types contract reference bench sizes clean
+.PHONY: help setup demo test check kernels format lint types contract reference bench sizes clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -32,6 +32,12 @@ test: lint types contract  ## all checks and all tests
 
 check: lint types contract  ## format, lint, types, import contract, plain tests
 	$(PYTEST) tests/plain
+
+# The interpreter needs no GPU. It is no part of `test`: it takes a quarter of an hour and triton is a large package.
+kernels: setup  ## Triton kernels on the CPU, interpreted, and the dry run that lists them
+	test -d $(VENV)/kernels || $(BIN)/python -m pip install -q --no-deps --target $(VENV)/kernels 'triton>=3.6,<3.7'
+	PYTHONPATH=$(VENV)/kernels TRITON_INTERPRET=1 QUIRE_EARLY_LAUNCH=0 $(PYTEST) tests/ops tests/engine/test_worker_interpreted.py -k triton\ or\ interpreted
+	PYTHONPATH=$(VENV)/kernels $(PYTEST) tests/engine/test_worker_dry_run.py tests/ops/test_triton_launch.py
 
 format: setup  ## write the format
 	$(BIN)/ruff format .
