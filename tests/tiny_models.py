@@ -44,6 +44,10 @@ _GROUPED = dict(
 )  # fmt: skip
 _DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=8)
 _MAMBA2 = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=2)
+_BART = dict(
+    d_model=64, decoder_layers=3, decoder_attention_heads=4, decoder_ffn_dim=96, encoder_layers=3,
+    encoder_attention_heads=4, encoder_ffn_dim=96, max_position_embeddings=512,
+)  # fmt: skip
 _GRANITE = dict(attention_multiplier=0.2, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0)
 
 ARCHS: dict[str, dict[str, Any]] = {
@@ -123,6 +127,21 @@ ARCHS: dict[str, dict[str, Any]] = {
         num_experts=4, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=0,
         mamba_d_state=8,
     ),
+    "Zamba2ForCausalLM": dict(
+        num_hidden_layers=3, num_key_value_heads=4, head_dim=None, mamba_d_state=8, n_mamba_heads=8, mamba_ngroups=2,
+        use_shared_attention_adapter=True, adapter_rank=2, use_mem_rope=True, chunk_size=16,
+        layers_block_type=["hybrid", "linear_attention", "hybrid"],
+    ),
+    "KimiLinearForCausalLM": dict(
+        num_key_value_heads=4, head_dim=None, kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, linear_head_dim=16, linear_num_heads=4,
+        n_group=2, topk_group=1, layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_hidden_layers=3,
+    ),
+    "MiniMaxForCausalLM": dict(
+        num_local_experts=4, full_attn_alpha_factor=1.5, full_attn_beta_factor=0.8, linear_attn_alpha_factor=1.2,
+        linear_attn_beta_factor=0.7, mlp_alpha_factor=0.9, mlp_beta_factor=1.3, block_size=16,
+    ),
     "Lfm2ForCausalLM": dict(
         layer_types=["conv", "full_attention", "conv", "full_attention"], block_multiple_of=16, head_dim=None
     ),
@@ -130,6 +149,82 @@ ARCHS: dict[str, dict[str, Any]] = {
         layer_types=["conv", "full_attention", "conv", "full_attention"], num_dense_layers=1, num_experts=4,
         num_experts_per_tok=2, moe_intermediate_size=32, head_dim=None,
     ),
+    "MinistralForCausalLM": dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"] * 2),
+    "CwmForCausalLM": dict(sliding_window=5),
+    "Ernie4_5ForCausalLM": dict(use_bias=True),
+    "ApertusForCausalLM": {},
+    "BitNetForCausalLM": dict(head_dim=None),
+    "Jais2ForCausalLM": {},
+    "NanoChatForCausalLM": dict(head_dim=None),
+    "HunYuanDenseV1ForCausalLM": {},
+    "HyperCLOVAXForCausalLM": dict(_GRANITE, head_dim=None),
+    "GraniteSWAForCausalLM": dict(_GRANITE, sliding_window=5, layer_rope_theta=[100.0, 0, 100.0, 1000.0]),
+    "VaultGemmaForCausalLM": dict(sliding_window=5, query_pre_attn_scalar=24),
+    "YoutuForCausalLM": _MLA,
+    "MiniCPM3ForCausalLM": dict(_MLA, dim_model_base=32),
+    "Ernie4_5_MoeForCausalLM": dict(
+        moe_num_experts=8, moe_k=2, moe_intermediate_size=32, moe_layer_start_index=1, moe_num_shared_experts=2
+    ),
+    "HunYuanMoEV1ForCausalLM": dict(num_experts=4, moe_topk=2),
+    "HYV3ForCausalLM": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32),
+    "ExaoneMoeForCausalLM": dict(
+        sliding_window=5, sliding_window_pattern=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
+        n_group=2, topk_group=1,
+    ),
+    "FlexOlmoForCausalLM": dict(num_experts=4, num_experts_per_tok=2),
+    "Kolibri1ForCausalLM": dict(
+        sliding_window=5, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, num_hidden_layers=5,
+        shared_expert_intermediate_size=48,
+    ),
+    "MellumForCausalLM": dict(
+        sliding_window=5, layer_types=["sliding_attention", "full_attention"] * 2, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    ),
+    "MiniMaxM2ForCausalLM": dict(num_local_experts=4, num_experts_per_tok=2, rotary_dim=8),
+    "SolarOpenForCausalLM": dict(_GROUPED, first_k_dense_replace=None),
+    "Glm4MoeLiteForCausalLM": dict(_MLA, **(_GROUPED | dict(first_k_dense_replace=None))),
+    "AXK1ForCausalLM": dict(_MLA, **_GROUPED),
+    "DeepseekV32ForCausalLM": dict(_MLA, **_GROUPED, index_head_dim=16, index_n_heads=2),
+    "GlmMoeDsaForCausalLM": dict(_MLA, **_GROUPED, index_head_dim=16, index_n_heads=2),
+    "AfmoeForCausalLM": dict(
+        sliding_window=5, global_attn_every_n_layers=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
+        mup_enabled=True,
+    ),
+    "FlintForCausalLM": dict(
+        sliding_window=5, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, mlp_only_layers=[0],
+        shared_expert_intermediate_size=48,
+    ),
+    "PhimoeForCausalLM": dict(num_local_experts=4, head_dim=None),
+    "GraniteMoeSharedForCausalLM": dict(
+        _GRANITE, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=48
+    ),
+    "GraniteMoeSWAForCausalLM": dict(
+        _GRANITE, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=48, sliding_window=5
+    ),
+    "Cohere2MoeForCausalLM": dict(sliding_window=5, num_experts=4, num_experts_per_tok=2),
+    "Llama4ForCausalLM": dict(
+        num_local_experts=4, intermediate_size_mlp=96, intermediate_size=48, interleave_moe_layer_step=2,
+        attention_chunk_size=8, floor_scale=4,
+    ),
+    "AriaTextForCausalLM": dict(moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1),
+    "GPTBigCodeForCausalLM": dict(_GPT2, n_inner=96),
+    "GPTNeoForCausalLM": dict(
+        hidden_size=64, num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]], window_size=5,
+        max_position_embeddings=512, intermediate_size=96,
+    ),
+    "CodeGenForCausalLM": dict(_GPT2, n_ctx=512, rotary_dim=8),
+    "MptForCausalLM": dict(d_model=64, n_layers=3, n_heads=4, max_seq_len=512),
+    "OpenAIGPTLMHeadModel": _GPT2,
+    "PersimmonForCausalLM": {},
+    "XGLMForCausalLM": dict(d_model=64, ffn_dim=96, num_layers=3, attention_heads=4, max_position_embeddings=512),
+    "BioGptForCausalLM": {},
+    "BartForCausalLM": _BART,
+    "PLBartForCausalLM": _BART,
+    "MvpForCausalLM": _BART,
+    "MBartForCausalLM": _BART,
+    "PegasusForCausalLM": _BART,
+    "BlenderbotForCausalLM": _BART,
+    "MarianForCausalLM": _BART,
 }  # fmt: skip
 
 _ONLY = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
@@ -147,7 +242,14 @@ _LEAVE_OUT: dict[str, tuple[str, ...]] = {  # keys of SMALL that a family spells
     "FalconMambaForCausalLM": _NO_ATTENTION,
     "NemotronHForCausalLM": ("num_hidden_layers",),
     "JambaForCausalLM": ("head_dim",),
-}
+    "PersimmonForCausalLM": ("head_dim", "num_key_value_heads"),
+    "BioGptForCausalLM": ("head_dim", "num_key_value_heads"),
+    **dict.fromkeys(
+        ("GPTBigCodeForCausalLM", "GPTNeoForCausalLM", "CodeGenForCausalLM", "MptForCausalLM", "OpenAIGPTLMHeadModel",
+         "XGLMForCausalLM", *(name for name, keys in ARCHS.items() if keys is _BART)),
+        tuple(k for k in SMALL if k not in _ONLY),
+    ),
+}  # fmt: skip
 
 
 def tiny_config(arch_name: str, **overrides: Any) -> Any:

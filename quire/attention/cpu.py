@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.attention.cpu_native import NativePlan, serves
+from quire.attention.cpu_native import MAX_SIZE, NativePlan, serves
 from quire.base import env
 from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
-from quire.ops.attention import padded_attention, write_cache
+from quire.ops.attention import by_distance, padded_attention, write_cache
 from quire.ops.cpu.native import kernels
 from quire.schema.errors import ConfigError
 from quire.schema.kv import DTYPE_BYTES, KVGroup, KVKind, KVSpec
@@ -39,7 +39,7 @@ BAND_KEYS = 1 << 13  # keys before a tile up to which its mask is a slice of a s
 
 
 class CpuCache:
-    """`rows[slot]` is one token: keys of all kv heads, then values (none for latent attention)."""
+    """`rows[slot]` is one token: keys of all kv heads, then values (none for latent attention), then int8's scales."""
 
     def __init__(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> None:
         self.spec = spec
@@ -50,7 +50,7 @@ class CpuCache:
                 f"KV memory {tuple(memory.shape)} does not hold {num_blocks} blocks of {spec.block_size} tokens"
             )
         values = spec.head_size if spec.v_head_size < 0 else spec.v_head_size
-        width, stride = spec.num_kv_heads * (spec.head_size + values), pages.shape[1] // spec.block_size
+        width, stride = spec.token_bytes // DTYPE_BYTES[spec.dtype], pages.shape[1] // spec.block_size
         self.rows = pages.as_strided((num_blocks * spec.block_size, width), (stride, 1), pages.storage_offset())
         self.heads, self.key_size, self.value_size = spec.num_kv_heads, spec.head_size, values
 
@@ -64,6 +64,10 @@ class CpuCache:
         if not self.value_size:
             return k, k
         return k, rows[..., keys:].unflatten(-1, (self.heads, self.value_size)).transpose(1, 2)
+
+    def write(self, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
+        """k [T, Hkv, D] and v [T, Hkv, Dv] to slots [T]."""
+        _write(self.rows, slots, k, v)
 
 
 @dataclass
@@ -283,7 +287,8 @@ class CpuPlan:
             hidden = (place[None] >= pack.lengths[:, None])[:, None, None]  # [B, 1, 1, L]
             bias = torch.zeros(hidden.shape)
             if alibi is not None:
-                bias = -alibi.view(kv_heads, per, 1) * (pack.lengths[:, None] - 1 - place)[:, None, None]
+                gap = pack.lengths[:, None] - 1 - place
+                bias = by_distance(alibi, gap).transpose(0, 1).unflatten(1, (kv_heads, per))
             pack.masks[key] = bias.masked_fill(hidden, float("-inf")).expand(-1, -1, per, -1)
         return pack.masks[key]
 
@@ -300,7 +305,7 @@ class CpuPlan:
             before = tile.last - tile.first - queries
             mask = self.bands.get(queries, before, self.window)
             if call.alibi is not None:
-                mask = mask - call.alibi[:, None, None] * _distances(queries, before).clamp_(min=0)
+                mask = mask + by_distance(call.alibi, _distances(queries, before).clamp_(min=0))
             here = slice(max(tile.start, 0), min(tile.stop, q.shape[2]))
             part = q[:, :, here]
             if part.shape[2] < queries:
@@ -364,7 +369,9 @@ class CpuAttention:
     def supports(self, spec: KVSpec) -> str | None:
         if spec.kind not in (KVKind.FULL, KVKind.WINDOW, KVKind.CHUNK):
             return f"no CPU attention for KV of kind {spec.kind.value!r}"
-        if spec.dtype not in ("float32", "bfloat16", "float16"):
+        if spec.dtype == "int8" and (self._library is None or not serves(spec)):
+            return f"an int8 cache needs the compiled kernels, and heads of one size up to {MAX_SIZE}"
+        if spec.dtype not in ("float32", "bfloat16", "float16", "int8"):
             return f"no CPU attention over a {spec.dtype} cache"
         if DTYPE_BYTES[spec.dtype] * spec.num_kv_heads * spec.head_size <= 0:
             return f"{spec.num_kv_heads} kv heads of size {spec.head_size}"

@@ -2,7 +2,8 @@
 
 In: a step's shape, as tensors that live as long as the plan. The kernel reads block tables itself, so that planning is
 a few addresses; its results do not depend on how rows are batched or cut, so that batch-invariant mode is the same
-code. What it cannot do (latent attention, heads wider than 256) goes the torch way, through the plan it was given.
+code. What it cannot do (latent attention, heads wider than 256, learned distances) goes the torch way, through the plan
+it was given.
 Must not know: models, requests.
 """
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
 from quire.ops.cpu.block import NativeStep
-from quire.ops.cpu.native import DTYPES, AttentionWork
+from quire.ops.cpu.native import CACHE_DTYPES, DTYPES, AttentionWork
 from quire.ops.qkv import QkvPrep
 from quire.schema.errors import ConfigError
 from quire.schema.kv import KVGroup, KVKind, KVSpec
@@ -60,7 +61,7 @@ class NativePlan(NativeStep):
         alibi: Tensor | None = None,
     ) -> Tensor:
         rows: Tensor = cache.rows  # type: ignore[union-attr]
-        if qkv.dtype not in DTYPES or rows.dtype not in DTYPES:
+        if qkv.dtype not in DTYPES or rows.dtype not in CACHE_DTYPES:
             raise ConfigError(f"CPU attention over {rows.dtype} with activations of {qkv.dtype} is not built")
         if qkv.stride(1) != 1:
             qkv = qkv.contiguous()
@@ -69,7 +70,7 @@ class NativePlan(NativeStep):
         out = torch.empty((qkv.shape[0], heads, size), dtype=qkv.dtype)
         work.qkv, work.qkv_stride, work.dtype = qkv.data_ptr(), qkv.stride(0), DTYPES[qkv.dtype]
         work.out, work.heads, work.kv_heads, work.size = out.data_ptr(), heads, kv_heads, size
-        work.cache, work.cache_stride, work.cache_dtype = rows.data_ptr(), rows.stride(0), DTYPES[rows.dtype]
+        work.cache, work.cache_stride, work.cache_dtype = rows.data_ptr(), rows.stride(0), CACHE_DTYPES[rows.dtype]
         held = self._prepare(work, prep, qkv.dtype)
         sinks = sinks if sinks is None or sinks.dtype is torch.float32 else sinks.float()
         alibi = alibi if alibi is None or alibi.dtype is torch.float32 else alibi.float()
@@ -117,7 +118,8 @@ class NativePlan(NativeStep):
         sinks: Tensor | None = None,
         alibi: Tensor | None = None,
     ) -> Tensor:
-        if v is None or cache is None or not serves(cache.spec):
+        learned = alibi is not None and alibi.dim() == 2  # scores by distance: the kernel knows slopes only
+        if v is None or cache is None or learned or not serves(cache.spec):
             if self._other is None:
                 self._other = self._make_other()
             return self._other.run(

@@ -73,7 +73,8 @@ class Library:
             self._seen.clear()
         chosen = []
         for run in runs:
-            found = self._shapes(*entries[run[0], 1:3].tolist(), len(run))
+            start, length = entries[run[0], 1:3].tolist()
+            found = self._shapes(start, length, len(run))
             taken[run] = bool(found)
             chosen += found
         return chosen, taken

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.attention.backend import BACKENDS, AttentionBackend
+from quire.attention.cross import WithCross
 from quire.attention.state import WithStates
 from quire.schema.errors import ConfigError, NotBuiltError
 from quire.schema.kv import KVKind, KVSpec
@@ -34,6 +35,8 @@ def select_backend(device: str, specs: Sequence[KVSpec], name: str | None = None
     backend: AttentionBackend = BACKENDS.get(wanted)()
     if any(spec.kind is KVKind.STATE for spec in specs):
         backend = WithStates(backend)
+    if any(spec.kind is KVKind.CROSS for spec in specs):
+        backend = WithCross(backend)
     for spec in specs:
         reason = backend.supports(spec)
         if reason is not None:

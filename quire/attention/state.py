@@ -20,7 +20,6 @@ from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
 from quire.layers.ssm import StateCache, StatePlan
 from quire.ops.copy import upload
 from quire.ops.ssm import FRESH, KEPT, StateWork, state_places
-from quire.schema.errors import NotBuiltError
 from quire.schema.kv import KVGroup, KVKind, KVSpec
 
 
@@ -29,11 +28,7 @@ class WithStates:
 
     def __init__(self, attention: AttentionBackend) -> None:
         self.attention, self.name = attention, attention.name
-        if env.BATCH_INVARIANT.get() and attention.name == "CPU_ATTN":
-            raise NotBuiltError(
-                "batch-invariant mode (QUIRE_BATCH_INVARIANT) on CPU is not built for layers with states, whose "
-                "chunks begin where a step begins; unset it, or use a GPU"
-            )
+        self._single = env.BATCH_INVARIANT.get() and attention.name == "CPU_ATTN"
 
     def supports(self, spec: KVSpec) -> str | None:
         return None if spec.kind is KVKind.STATE else self.attention.supports(spec)
@@ -51,7 +46,7 @@ class WithStates:
             return self.attention.plan(step, group)
         if step.is_decode and step.contexts is not None:
             return StatePlan(decode_work(step, group.block_size))
-        return StatePlan(mixed_work(step, group.block_size))
+        return StatePlan(mixed_work(step, group.block_size, single=self._single))
 
 
 def decode_work(step: GroupStep, size: int) -> StateWork:
@@ -62,19 +57,25 @@ def decode_work(step: GroupStep, size: int) -> StateWork:
     return StateWork(None, load, store, pieces, np.empty((0, 3), np.int32))
 
 
-def mixed_work(step: GroupStep, size: int) -> StateWork:
-    """Rows of one token, and longer ones cut where their blocks end."""
+def mixed_work(step: GroupStep, size: int, *, single: bool = False) -> StateWork:
+    """Rows of one token, and longer ones cut where their blocks end. `single`: all of them cut into single tokens, each
+    from the stored state of the one before, so that nothing depends on where a step begins or who is in it."""
     counts, contexts = np.asarray(step.query_lens, np.int64), np.asarray(step.context_lens, np.int64)
     ends = np.cumsum(counts)
-    rows = np.flatnonzero(counts == 1)
+    rows = np.flatnonzero((counts == 1) & (not single))
     decodes = np.stack((ends[rows] - 1, rows, contexts[rows] - 1, contexts[rows] - 1), 1)  # token, row, start, last
     cuts, spans = [], []
-    for row in np.flatnonzero(counts > 1).tolist():
+    for row in np.flatnonzero(counts > (0 if single else 1)).tolist():
         first = int(contexts[row] - counts[row])
         token = int(ends[row] - counts[row]) - first  # of position 0
-        edges = [first, *range((first // size + 1) * size, int(contexts[row]), size), int(contexts[row])]
+        inner = (
+            range(first + 1, int(contexts[row]))
+            if single
+            else range((first // size + 1) * size, int(contexts[row]), size)
+        )
+        edges = [first, *inner, int(contexts[row])]
         for start, end in pairwise(edges):
-            kept = int(start > first)
+            kept = int(start > first and not single)
             cuts.append((token + end - 1, row, -1 if kept else start, end - 1))
             spans.append((token + start, token + end, kept))
     places = np.concatenate((decodes, np.array(cuts, np.int64).reshape(-1, 4)))

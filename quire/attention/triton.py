@@ -41,7 +41,7 @@ from quire.ops.triton.attention import (
 )
 from quire.ops.triton.attention_cache import write_pages
 from quire.ops.triton.attention_plan import LEAST_ROWS, PROBE, Sharing, plan_decodes
-from quire.schema.errors import ConfigError
+from quire.schema.errors import ConfigError, NotBuiltError
 from quire.schema.kv import KVGroup, KVKind, KVSpec
 
 LEAST_KEYS = 256  # worth a part of their own
@@ -67,6 +67,17 @@ class TritonCache:
         if value:
             strides = (stride, value, page * value, 1)
             self.values = pages.as_strided((num_blocks, page, heads, value), strides, at + heads * page * size)
+
+    def read(self, slots: Tensor, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Tokens at slots [batch * L] -> keys and values [batch, Hkv, L, size]; for models that attend themselves."""
+        blocks, places = slots // self.spec.block_size, slots % self.spec.block_size
+        k = self.keys[blocks, places].unflatten(0, (batch, -1)).transpose(1, 2).to(dtype)
+        if self.values is None:
+            return k, k
+        return k, self.values[blocks, places].unflatten(0, (batch, -1)).transpose(1, 2).to(dtype)
+
+    def write(self, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
+        write_kv(k, v, self, slots)
 
 
 def write_kv(k: Tensor, v: Tensor | None, cache: TritonCache, slots: Tensor) -> None:
@@ -340,6 +351,8 @@ class TritonPlan:
         if k is not None:
             write_kv(k, v, cache, self.slots)
         q = _dense(q)
+        if alibi is not None and alibi.dim() == 2:
+            raise NotBuiltError("attention with learned distances (T5) is not built for GPUs; use a CPU")
         plain = k is not None and v is not None and not softcap and sinks is None and alibi is None
         call = Call.of(self.backend, q, q.shape[1], cache, v_size, plain=plain)
         return self._attend(call, q, k, v, cache, Rule(scale, softcap, sinks, alibi))

@@ -6,7 +6,7 @@ It knows its KV group's index and its cache only from `bind`; how keys are store
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +38,13 @@ class AttentionKind:
     o_bias: bool = False
     qk_norm: str = ""  # head (one weight for all heads) | each (one per head) | full (over all heads at once)
     qk_norm_kind: NormKind = RMS
+    qk_norm_late: bool = False  # queries and keys are normalised once rotated
     qkv_clip: float = 0.0
     gated: bool = False  # the output is multiplied by sigmoid(gate), one gate per entry; q_proj is [gate | q]
-    grow: tuple[float, int] = (0.0, 1)  # (beta, length): queries grow by 1 + beta * log(1 + floor(position / length))
+    gate_name: str = ""  # the gate is a product of this name instead
+    out_norm: str = ""  # name of a norm over all heads before the product back
+    grow: tuple[float, int, int] = (0.0, 1, 0)  # (beta, length, shift): queries grow by
+    # 1 + beta * log(1 + floor((position + shift) / length))
 
 
 class KVLayer(nn.Module):
@@ -74,6 +78,8 @@ class Attention(KVLayer):
         self.prefix, self.kind, self.rope = prefix, kind, rope
         size, heads, kv_heads = kind.head_dim, kind.heads, kind.kv_heads
         parts = {"q_proj": heads * size * (1 + kind.gated), "k_proj": kv_heads * size, "v_proj": kv_heads * size}
+        if kind.gate_name:
+            parts = {kind.gate_name: heads * size} | parts | {"q_proj": heads * size}
         self.qkv = Linear(prefix, width, parts, storage, bias=kind.qkv_bias, fused="qkv_proj")
         self.o = Linear(prefix, heads * size, {"o_proj": width}, storage, bias=kind.o_bias)
         self.q_norm = self._norm("q_norm", heads, storage)
@@ -81,7 +87,9 @@ class Attention(KVLayer):
         plain_norms = not kind.qk_norm or (
             kind.qk_norm != "full" and kind.qk_norm_kind.kind == "rms" and not kind.qk_norm_kind.bias
         )
-        self.fusable = plain_norms and not kind.qkv_clip and not kind.grow[0]  # see `prep`
+        self.fusable = plain_norms and not (kind.qkv_clip or kind.grow[0] or kind.qk_norm_late)  # see `prep`
+        norm = replace(kind.qk_norm_kind, bias=False)
+        self.out_norm = Norm(prefix + kind.out_norm, (heads * size,), norm, storage) if kind.out_norm else None
         self.sinks = storage.parameter(heads) if kind.sinks else None
         self.alibi = alibi_slopes(heads).to(storage.device) * kind.alibi if kind.alibi else None
 
@@ -109,13 +117,16 @@ class Attention(KVLayer):
         else:
             q, k, v = self._project(qkv, turn)
             if kind.grow[0]:
-                beta, length = kind.grow
-                q = q * (1 + beta * torch.log(1 + torch.floor(batch.positions / length)))[:, None, None].to(q.dtype)
+                beta, length, shift = kind.grow
+                steps = torch.floor((batch.positions + shift) / length)
+                q = q * (1 + beta * torch.log(1 + steps))[:, None, None].to(q.dtype)
             out = plan.run(
                 q, k, v, self.cache, scale=kind.scale, softcap=kind.softcap, sinks=self.sinks, alibi=self.alibi
             )
         out = out.reshape(tokens, -1)
-        return out if gate is None else out * torch.sigmoid(gate)
+        if gate is not None:
+            out = out * torch.sigmoid(gate)
+        return out if self.out_norm is None else self.out_norm(out)
 
     def prep(self, turn: Turn | None) -> QkvPrep:
         """What happens between the fused product and attending, as data for a plan that does it in one pass."""
@@ -145,11 +156,11 @@ class Attention(KVLayer):
         if kind.qkv_clip:
             q, k, v = (t.clamp(-kind.qkv_clip, kind.qkv_clip) for t in (q, k, v))
         q, k, v = (t.view(tokens, -1, kind.head_dim) for t in (q, k, v))
-        if kind.qk_norm != "full":
+        if kind.qk_norm != "full" and not kind.qk_norm_late:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None and turn is not None:
             q, k = self.rope.turn(q, turn), self.rope.turn(k, turn)
-        return q, k, v
+        return (self.q_norm(q), self.k_norm(k), v) if kind.qk_norm_late else (q, k, v)
 
     def slots(self) -> Iterator[Slot]:
         if self.sinks is not None:

@@ -62,7 +62,7 @@ class AttentionPlan(Protocol):
         v_size: int = 0,  # only with v=None
         softcap: float = 0.0,
         sinks: Tensor | None = None,  # [Hq]
-        alibi: Tensor | None = None,  # [Hq] slopes
+        alibi: Tensor | None = None,  # [Hq] slopes, or [Hq, G] learned: see ops/attention.by_distance
     ) -> Tensor:  # [T, Hq, Dv]
         """Write this step's k and v to their slots, then attend causally over each row's context."""
         ...
@@ -98,6 +98,9 @@ class Batch:
     plans: list[AttentionPlan]  # index = KV group
     logit_index: Tensor  # [S] int64, in [0, T)
     num_tokens: int
+    steps: Sequence[GroupStep] = ()  # what the plans were made from, for models that cannot use them
+    embedded: Tensor | None = None  # [T, width] the tokens' embeddings, for models whose layers read them again
+    encoded: Tensor | None = None  # [S, width] encoder outputs of rows that begin in this step, in the order of rows
 
 
 class NoAttention:

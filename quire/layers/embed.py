@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -34,6 +35,22 @@ class Embedding(nn.Module):
 
     def finish(self) -> None:
         self.scheme.finish(self)
+
+
+class SinePositions(nn.Module):
+    """Positions as sines and cosines of falling frequencies; nothing of it lies in a checkpoint."""
+
+    def __init__(self, rows: int, width: int, storage: Storage, *, offset: int = 0, apart: bool = True) -> None:
+        super().__init__()
+        self.offset = offset
+        half = width // 2
+        steps = torch.arange(half, dtype=torch.float32)
+        rates = torch.exp(steps * -(math.log(10000) / (half - 1))) if apart else 10000 ** (-2 * steps / width)
+        angles = torch.arange(rows, dtype=torch.float32)[:, None] * rates
+        self.table = torch.cat((angles.sin(), angles.cos()), 1).to(device=storage.device, dtype=storage.dtype)
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.table[index + self.offset]
 
 
 class Head(nn.Module):

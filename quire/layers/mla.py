@@ -37,7 +37,7 @@ class MlaKind:
 
 
 class LatentAttention(KVLayer):
-    def __init__(self, prefix: str, width: int, kind: MlaKind, rope: Rope, storage: Storage) -> None:
+    def __init__(self, prefix: str, width: int, kind: MlaKind, rope: Rope | None, storage: Storage) -> None:
         super().__init__(f"{prefix}attn", 0, 0)
         self.kind, self.rope = kind, rope
         norm, q_size = NormKind(eps=kind.eps), kind.heads * (kind.nope + kind.rope)
@@ -55,14 +55,17 @@ class LatentAttention(KVLayer):
     def sizes(self) -> tuple[int, int, int]:
         return 1, self.kind.kv_rank + self.kind.rope, 0
 
-    def forward(self, x: Tensor, batch: Batch, turn: Turn) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
         kind, tokens = self.kind, x.shape[0]
         compressed = x if self.q_a is None or self.q_norm is None else self.q_norm(self.q_a(x))
         q_nope, q_rope = self.q(compressed).view(tokens, kind.heads, -1).split([kind.nope, kind.rope], -1)
         latent, k_rope = self.kv_a(x).split([kind.kv_rank, kind.rope], -1)
         carry = self.kv_b.weight.view(kind.heads, kind.nope + kind.value, kind.kv_rank)  # [H, nope + value, rank]
-        q = torch.cat((self._heads_matmul(q_nope, carry[:, : kind.nope]), self.rope.turn(q_rope, turn)), -1)
-        k = torch.cat((self.kv_norm(latent)[:, None], self.rope.turn(k_rope[:, None], turn)), -1)  # [T, 1, rank + rope]
+        k_rope = k_rope[:, None]
+        if self.rope is not None and turn is not None:
+            q_rope, k_rope = self.rope.turn(q_rope, turn), self.rope.turn(k_rope, turn)
+        q = torch.cat((self._heads_matmul(q_nope, carry[:, : kind.nope]), q_rope), -1)
+        k = torch.cat((self.kv_norm(latent)[:, None], k_rope), -1)  # [T, 1, rank + rope]
         out = batch.plans[self.group].run(q, k, None, self.cache, scale=kind.scale, v_size=kind.kv_rank)
         out = self._heads_matmul(out, carry[:, kind.nope :].transpose(1, 2))
         return self.o(out.reshape(tokens, -1))

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor, nn
 
 from quire.layers.linear import Linear
-from quire.ops.act import gated_on, plain_on
+from quire.layers.norm import Norm, NormKind
+from quire.ops.act import gated_on, plain_on, xielu
 from quire.ops.few import NormRule, linear_add, norm_linear
-from quire.quant.scheme import Storage
+from quire.quant.scheme import Slot, Storage
 
 
 class Mlp(nn.Module):
     def __init__(
-        self, prefix: str, width: int, ffn: int, storage: Storage, *, act: str, gated: bool = True, bias: bool = False
-    ) -> None:
+        self, prefix: str, width: int, ffn: int, storage: Storage, *, act: str, gated: bool = True, bias: bool = False,
+        down_bias: bool | None = None,  # None: as bias
+    ) -> None:  # fmt: skip
         super().__init__()
         if gated:
             parts = {"gate_proj": ffn, "up_proj": ffn}
             self.up = Linear(prefix, width, parts, storage, bias=bias, fused="gate_up_proj")
         else:
             self.up = Linear(prefix, width, {"up_proj": ffn}, storage, bias=bias)
-        self.down = Linear(prefix, ffn, {"down_proj": width}, storage, bias=bias)
+        self.down = Linear(prefix, ffn, {"down_proj": width}, storage, bias=bias if down_bias is None else down_bias)
         self._act = (gated_on if gated else plain_on)(act, storage.device)
         self._norm_linear, self._linear_add = norm_linear.on(storage.device), linear_add.on(storage.device)
         self.joins = self.up.is_plain and self.down.is_plain  # whether `join` can be called
@@ -32,3 +37,34 @@ class Mlp(nn.Module):
         """x + mlp(norm(x)), for a few rows: see ops/few.py."""
         h = self._norm_linear(x, norm, self.up.weight, self.up.bias, self._act)
         return self._linear_add(h, self.down.weight, self.down.bias, x)
+
+
+class NormedMlp(Mlp):
+    """A norm between the activation and the product down."""
+
+    def __init__(self, prefix: str, width: int, ffn: int, storage: Storage, *, act: str, norm: str, kind: NormKind,
+                 gated: bool = True, bias: bool = False) -> None:  # fmt: skip
+        super().__init__(prefix, width, ffn, storage, act=act, gated=gated, bias=bias)
+        self.norm = Norm(prefix + norm, (ffn,), kind, storage)
+        self.joins = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self._act(self.up(x))))
+
+
+class XieluMlp(Mlp):
+    """No gate; an activation whose two slopes are learned, layer by layer: see ops/act.py."""
+
+    def __init__(self, prefix: str, width: int, ffn: int, storage: Storage, *, bias: bool = False) -> None:
+        super().__init__(prefix, width, ffn, storage, act="relu2", gated=False, bias=bias)
+        self.prefix = prefix
+        self.alphas = storage.parameter(2, dtype=torch.float32)
+        self._xielu = xielu.on(storage.device)
+        self.joins = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self._xielu(self.up(x), self.alphas))
+
+    def slots(self) -> Iterator[Slot]:
+        for row, name in enumerate(("alpha_p", "alpha_n")):
+            yield Slot(f"{self.prefix}act_fn.{name}", self.alphas.data[row : row + 1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from quire.ops.few import NormRule
@@ -34,10 +35,12 @@ class Norm(nn.Module):
     def __init__(self, name: str, shape: tuple[int, ...], kind: NormKind, storage: Storage) -> None:
         super().__init__()
         self.name, self.kind = name, kind
-        self.weight = storage.parameter(*shape) if kind.weight else None
+        self.weight: Tensor | None = storage.parameter(*shape) if kind.weight else None
+        if not kind.weight and kind.kind == "rms":  # no parameter: ops want a weight, checkpoints have none
+            self.weight = torch.ones(shape, dtype=storage.dtype, device=storage.device)
         self.bias = storage.parameter(*shape) if kind.bias else None
         self._function = self._choose(storage)
-        fused = kind.kind == "rms" and kind.weight and len(shape) == 1
+        fused = kind.kind == "rms" and len(shape) == 1
         self._add = self._choose_add(storage) if fused else None
 
     def _choose(self, storage: Storage) -> Callable[[Tensor], Tensor]:
@@ -47,7 +50,7 @@ class Norm(nn.Module):
             layer = layer_norm.on(storage.device)
             return lambda x: layer(x, weight, bias, eps, offset)
         if weight is None or bias is not None:
-            raise ConfigError(f"an RMS norm has a weight and no bias, but {self.name} is asked for as {kind}")
+            raise ConfigError(f"an RMS norm has no bias, but {self.name} is asked for as {kind}")
         if kind.plus_one or kind.wide:
             wide = rms_norm_wide.on(storage.device)
             return lambda x: wide(x, weight, eps, offset)

@@ -20,6 +20,7 @@ class RopeKind:
     dim: int = 0  # entries of a head that are rotated
     pairs: bool = False  # rotate neighbours instead of halves
     wide: bool = False  # rotate in float32 whatever the model's dtype
+    back: bool = False  # turns the other way round
     scaling: Mapping[str, Any] | None = None  # rope_type and its numbers, as configs write them
 
 
@@ -36,7 +37,7 @@ class Rope(nn.Module):
         self.kind = kind
         self.dtype = torch.float32 if kind.wide else dtype
         inv_freq, self.gain = frequencies(kind.theta, kind.dim, kind.scaling, length)
-        self.inv_freq = inv_freq.to(device)  # no buffer: it is no part of a checkpoint
+        self.inv_freq = (-inv_freq if kind.back else inv_freq).to(device)  # no buffer: it is no part of a checkpoint
         self._tables, self._rotate = rope_tables.on(device), rotate.on(device)
 
     def forward(self, positions: Tensor) -> Turn:

@@ -27,11 +27,11 @@ from quire.base.registry import load
 from quire.loader.gguf_file import GGUFWeights
 from quire.loader.safetensors_file import SafetensorsFile
 from quire.quant.scheme import StoredRows
-from quire.schema.errors import CheckpointError, NotBuiltError
+from quire.schema.errors import CheckpointError, NotBuiltError, some
 
 _log = logger(__name__)
 _Q8_0 = 8  # a type that is kept wherever blocks are
-FORMATS = ("auto", "safetensors", "pt", "gguf")
+FORMATS = ("auto", "safetensors", "pt", "gguf", "mistral")
 _UNREADABLE = (  # what unpickling damaged or forbidden content ends in
     load("pickle:UnpicklingError"), RuntimeError, EOFError, ValueError, LookupError, TypeError,
     AttributeError, struct.error,
@@ -75,11 +75,10 @@ def find_weights(path: str, load_format: str = "auto", ignore: Sequence[str] = (
         return WeightFiles("gguf", (path,), {})
     if not os.path.isdir(path):
         raise CheckpointError(f"{path} is neither a folder nor a file")
-    names = sorted(
-        entry.name
-        for entry in os.scandir(path)
-        if entry.is_file() and not any(fnmatch(entry.name, p) for p in (*ignore, *_NOT_WEIGHTS))
-    )
+    there = sorted(entry.name for entry in os.scandir(path) if entry.is_file())
+    if load_format == "mistral":
+        return _consolidated(path, there)
+    names = [name for name in there if not any(fnmatch(name, p) for p in (*ignore, *_NOT_WEIGHTS))]
     for kind, endings in (("safetensors", (".safetensors",)), ("pt", (".bin", ".pt")), ("gguf", (".gguf",))):
         if load_format not in ("auto", kind):
             continue
@@ -110,6 +109,20 @@ def read_weights(
             yield from _read_torch(path, map_location, found.owners)
         else:
             yield from _read_safetensors(path, strategy == "eager", found.owners)
+
+
+def _consolidated(folder: str, there: list[str]) -> WeightFiles:
+    """Mistral's own files: one, or those that its index lists."""
+    names = [name for name in there if fnmatch(name, "consolidated*.safetensors")]
+    if "consolidated.safetensors" in names:
+        return WeightFiles("safetensors", (os.path.join(folder, "consolidated.safetensors"),), {})
+    if "consolidated.safetensors.index.json" in there:
+        names, owners = _read_index(folder, "consolidated.safetensors.index.json", set(names))
+        return WeightFiles("safetensors", tuple(os.path.join(folder, name) for name in names), owners)
+    if not names:
+        raise CheckpointError(f"{folder} holds no consolidated*.safetensors; it holds: {some(there) or 'nothing'}")
+    _check_shards(folder, names)
+    return WeightFiles("safetensors", tuple(os.path.join(folder, name) for name in names), {})
 
 
 def _choose(folder: str, names: list[str], ending: str) -> tuple[list[str], dict[str, str]]:
@@ -168,16 +181,10 @@ def _nothing_found(folder: str, load_format: str) -> str:
     looked = wanted.get(load_format, "*.safetensors, *.bin, *.pt or *.gguf")
     there = sorted(os.listdir(folder))
     if any(name.startswith("consolidated") for name in there):
-        return f"{folder} holds weights in Mistral's own form only (consolidated*); a Hugging Face form is needed"
+        return f"{folder} holds weights in Mistral's own form only (consolidated*): load_format='mistral' reads them"
     return (
         f"{folder} holds no {looked} with weights (load_format {load_format!r}); it holds: {some(there) or 'nothing'}"
     )
-
-
-def some(names: Sequence[str], limit: int = 8) -> str:
-    """The first few names, and how many more there are."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
 
 
 def _read_safetensors(path: str, eager: bool, owners: Mapping[str, str]) -> Iterator[Piece]:

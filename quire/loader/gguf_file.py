@@ -103,17 +103,18 @@ class GGUFWeights:
 
     def _stays(self, recipe: Recipe, keeps: Callable[[int], bool]) -> bool:
         info = self._where[recipe.sources[0]].tensors[recipe.sources[0]]
-        return recipe.by_rows and len(info.shape) == 2 and keeps(info.type_id)
+        return recipe.by_rows and len(info.shape) >= 2 and keeps(info.type_id)
 
     def _stored(self, recipe: Recipe, dtype: torch.dtype) -> Iterator[tuple[str, StoredRows]]:
         """A recipe of one tensor, worked on its rows of bytes."""
         (name,) = recipe.sources
-        info, (rows, width) = self._where[name].tensors[name], self._where[name].tensors[name].shape
+        info = self._where[name].tensors[name]
+        *rows, width = info.shape  # of a matrix, or of experts one after another
 
         def decode(raw: Tensor) -> Tensor:
             return dequantize(raw.reshape(-1), info.type_id, (raw.shape[0], width), dtype, name)
 
-        for made, raw in recipe.make(self._raw(name).view(rows, -1)):
+        for made, raw in recipe.make(self._raw(name).view(*rows, -1)):
             yield made, StoredRows(raw, info.type_id, width, decode)
 
     def _size(self, name: str) -> int:

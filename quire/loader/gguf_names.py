@@ -163,7 +163,7 @@ def experts(part: str, name: Callable[[str, int], str]) -> Rule:
         for e, t in enumerate(stacked):
             yield f"{here.prefix}{name(part, e)}", t
 
-    return lambda here: Recipe((here.source,), lambda t: make(here, t))
+    return lambda here: Recipe((here.source,), lambda t: make(here, t), by_rows=True)
 
 
 def joined(first: str, second: str, join: Callable[[Place, Tensor, Tensor], tuple[str, Tensor]]) -> dict[str, Rule]:

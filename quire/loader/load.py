@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,9 +26,13 @@ from quire.base.log import logger
 from quire.base.registry import load
 from quire.config.engine import EngineConfig, replace
 from quire.config.memory import LoadConfig
-from quire.loader.files import Piece, find_weights, read_weights, some
+from quire.loader.by_layer import check_complete
+from quire.loader.files import Piece, WeightFiles, find_weights, read_weights
+from quire.loader.mistral_names import renamed
+from quire.loader.sharded import ShardedTable, find_sharded, pattern_of
 from quire.loader.to_device import Sender
 from quire.models.build import Model, build_model
+from quire.models.choose import choose_way
 from quire.ops.packed import kind_of
 from quire.quant.arena import Arena
 from quire.quant.packed import Schemes
@@ -39,6 +43,21 @@ _log = logger(__name__)
 DUMMY_STD = 0.02
 _Q8_0 = 8  # a GGUF type that every build of the kernels packs
 _DUMMY_VALUES = 1_048_573  # a prime, so that rows of a matrix do not repeat
+
+
+@runtime_checkable
+class ReadsFolder(Protocol):
+    """A model whose classes read their own checkpoints."""
+
+    def read_folder(self, folder: str, safetensors: bool) -> None: ...
+
+
+class TakesTensors(Protocol):
+    """A weight table, as loading uses it."""
+
+    def load(self, name: str, given: Any) -> bool: ...
+
+    def missing(self) -> list[str]: ...
 
 
 class Loaded(NamedTuple):
@@ -63,6 +82,19 @@ def make_model(config: EngineConfig, device: torch.device | str) -> Model:
     """Without its weights: what the parameters hold is undefined."""
     about = config.model_config
     dtype = getattr(torch, about.dtype)
+    way = choose_way(about.hf_config, about.model_impl, about.model_class_overrides)
+    if way.is_foreign:
+        if about.weight_form not in ("plain", "stored"):
+            raise ConfigError(
+                f"quantization={about.quantization!r} is built for declared architectures only, not for transformers' "
+                "own code",
+                param="quantization",
+            )
+        foreign: Model = load("quire.models.foreign:build_fallback")(
+            about.hf_config, about.path, dtype=dtype, device=torch.device(device), max_model_len=about.max_model_len,
+            trust=about.trust_remote_code, given=way.given,
+        )  # fmt: skip
+        return foreign
     return build_model(
         about.hf_config,
         dtype=dtype,
@@ -96,7 +128,10 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
     if how.load_format == "dummy":
         fill_dummy(model, about.seed)
         return 0
-    found = find_weights(about.path, how.load_format, how.ignore_patterns)
+    sharded = how.load_format == "sharded_state"
+    if isinstance(model, ReadsFolder) and not sharded:
+        return _read_folder(model, config)
+    found = weight_files(config)
     first = next(iter(model.named_parameters()))[1]
     pieces = read_weights(
         found,
@@ -106,7 +141,9 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
         map_location=how.pt_load_map_location,
         keeps=_keeps if about.weight_form == "stored" else lambda type_id: False,
     )
-    table = model.table()
+    if how.load_format == "mistral":
+        pieces = renamed(pieces, about.hf_config)
+    table: TakesTensors = ShardedTable(model) if sharded else model.table()
     sender = Sender(first.device)
 
     def take(name: str, tensor: Tensor | StoredRows) -> bool:
@@ -120,6 +157,28 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
             raise CheckpointError(named, param=wrong.param, value=wrong.value) from None
     check_complete(about.path, table.missing(), unexpected)
     model.finish_weights()
+    _log.info("Loaded %s (%s) in %.2f s", about.path, size_text(found.num_bytes), now() - began)
+    return found.num_bytes
+
+
+def weight_files(config: EngineConfig) -> WeightFiles:
+    about, how = config.model_config, config.load_config
+    if how.load_format == "sharded_state":
+        return find_sharded(about.path, config.parallel_config.rank, pattern_of(how.model_loader_extra_config))
+    return find_weights(about.path, how.load_format, how.ignore_patterns)
+
+
+def _read_folder(model: ReadsFolder, config: EngineConfig) -> int:
+    """By the model's own classes, which choose among the files by themselves."""
+    about, form, began = config.model_config, config.load_config.load_format, now()
+    if form not in ("auto", "safetensors", "pt"):
+        raise ConfigError(
+            f"load_format {form!r} is built for declared architectures only; transformers' own code reads auto, "
+            "safetensors and pt",
+            param="load_format",
+        )
+    found = find_weights(about.path, form, config.load_config.ignore_patterns)  # one clear error where there are none
+    model.read_folder(about.path, found.kind == "safetensors")
     _log.info("Loaded %s (%s) in %.2f s", about.path, size_text(found.num_bytes), now() - began)
     return found.num_bytes
 
@@ -164,17 +223,6 @@ def one_thread_per_operation() -> Iterator[int]:
         yield threads
     finally:
         torch.set_num_threads(threads)
-
-
-def check_complete(path: str, missing: list[str], unexpected: list[str]) -> None:
-    """CheckpointError if a checkpoint has too few or too many tensors for its architecture."""
-    problems = []
-    if missing:
-        problems.append(f"{len(missing)} tensors are missing ({some(missing)})")
-    if unexpected:
-        problems.append(f"{len(unexpected)} have no place in it ({some(unexpected)})")
-    if problems:
-        raise CheckpointError(f"{path} does not fit its architecture: " + "; ".join(problems))
 
 
 @torch.no_grad()

@@ -10,9 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quire.layers.kda import KdaKind
+from quire.layers.lightning import LightningKind
 from quire.layers.moe import MoeKind
 from quire.layers.norm import RMS, NormKind
 from quire.layers.rope import RopeKind
+from quire.layers.shared import SharedKind
 from quire.layers.ssm import DeltaKind, Mamba2Kind, MambaKind, ShortConvKind
 
 
@@ -27,6 +30,10 @@ class Layer:
     order: str = ""  # where this layer's norms sit; '': as in the others
     moe: bool = False  # experts in place of the dense mlp
     attn_scale: float = 0.0  # 0: the model's
+    qk_norm: bool = True  # False: not in this layer, where the others have one
+    grow: bool = True  # False: queries of this layer do not grow
+    fade: float = 1.0  # factor on the rates at which a lightning layer's state fades
+    joins: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)  # order kept: factors of stream and attention, of stream and mlp
 
 
 @dataclass(frozen=True)
@@ -52,13 +59,15 @@ class Arch:
     max_positions: int
     # norms
     norm: NormKind = RMS
-    order: str = "pre"  # pre | post | sandwich | parallel | after (post-norm on the sum) | single (mixer or mlp alone)
+    order: str = "pre"  # a key of decoder.NORMS
     one_norm: bool = False  # parallel: attention and mlp read the same norm
     embed_norm: bool = False
     final_norm: bool = True
     # attention
     qk_norm: str = ""  # head | each | full
     qk_norm_bias: bool = False
+    qk_norm_late: bool = False  # after the rotation
+    qk_norm_weight: bool = True
     qkv_bias: bool = False
     o_bias: bool = False
     qkv_clip: float = 0.0
@@ -66,14 +75,19 @@ class Arch:
     attn_softcap: float = 0.0
     sinks: bool = False
     alibi: float = 0.0  # factor on the slopes; 0: no alibi
-    grow: tuple[float, int] = (0.0, 1)  # queries grow with position: (beta, length)
+    grow: tuple[float, int, int] = (0.0, 1, 0)  # queries grow with position: (beta, length, shift)
     mla: Mla | None = None
+    cross: int = -1  # tokens of an encoder's output that orders with cross attention read at most; 0: any number
     attn_gate: bool = False  # the output of attention is gated, head by head; q_proj holds queries and gates
-    state: Mamba2Kind | MambaKind | DeltaKind | ShortConvKind | None = None  # what layers with a state compute
+    gate_name: str = ""  # attn_gate: the gate is a product of this name instead
+    inner_norms: tuple[str, str] = ("", "")  # names of norms before the products back: of attention, of the mlp
+    shared: SharedKind | None = None  # a block that layers of order shared use together
+    state: Mamba2Kind | MambaKind | DeltaKind | ShortConvKind | LightningKind | KdaKind | None = None  # of such layers
     # mlp
     act: str = "silu"
     gated: bool = True
     mlp_bias: bool = False
+    down_bias: bool | None = None  # of the product down; None: as mlp_bias
     moe: MoeKind | None = None
     # ends
     embed_scale: float = 1.0
@@ -81,6 +95,7 @@ class Arch:
     residual_scale: float = 1.0
     positions: int = 0  # rows of a learned position table
     position_offset: int = 0
+    position_kind: str = ""  # '' learned | sines
     tie: bool = False
     head_bias: bool = False
     logit_scale: float = 1.0
@@ -89,10 +104,10 @@ class Arch:
     names: tuple[tuple[str, str], ...] = ()  # (pattern, canonical), applied in order
     ignore: tuple[str, ...] = ()  # patterns of tensors a checkpoint may hold that are not ours
     state_layout: str = ""  # '' | per_key_head: rows of the fused projections of a delta net lie key head by key head
-    qkv_layout: str = ""  # rows of a fused qkv: '' q, k, v | per_head (q k v)* | per_group (q.. k v)*
+    qkv_layout: str = ""  # rows of a fused qkv: '' q, k, v | per_head (q k v)* | per_group (q.. k v)* | qvk_in_four
     transposed: bool = False  # matrices of the layers are stored [in, out]
     fold: tuple[tuple[str, float], ...] = ()  # (pattern of canonical names, factor): scales that are part of a matrix
-    expert_layout: str = ""  # '' | transposed_interleaved: [E, in, out] with gate and up in turn
+    expert_layout: str = ""  # '' | transposed: [E, in, out] | transposed_interleaved: the same with gate and up in turn
 
 
 def each(arch: Arch, change: Callable[[int, Layer], dict[str, Any]], **over: Any) -> Arch:

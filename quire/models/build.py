@@ -29,6 +29,7 @@ class Model(Protocol):
     """What the worker and the loader ask of a model."""
 
     arch: Arch
+    captures: bool  # whether a decode step may be captured in a graph
 
     def table(self) -> WeightTable: ...
 
@@ -85,8 +86,8 @@ def architecture_name(hf_config: Mapping[str, Any]) -> str:
     near = [hit for name in names for hit in difflib.get_close_matches(name, ZOO.names(), n=3, cutoff=0.5)]
     hint = f" Nearest: {', '.join(dict.fromkeys(near))}." if near else ""
     raise ConfigError(
-        f"architecture {', '.join(map(repr, names))} is not declared.{hint} Models without a declaration will run "
-        "through transformers' own code in a later version.",
+        f"architecture {', '.join(map(repr, names))} is not declared.{hint} model_impl='transformers' (or 'auto') runs "
+        "models without a declaration through transformers' own code.",
         param="architectures",
         value=list(names),
     )

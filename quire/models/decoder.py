@@ -17,13 +17,17 @@ from torch import Tensor, nn
 
 from quire.layers.attention import Attention, AttentionKind, KVLayer
 from quire.layers.batch import Batch, LayerCache
-from quire.layers.embed import Embedding, Head
+from quire.layers.cross import CrossAttention
+from quire.layers.embed import Embedding, Head, SinePositions
+from quire.layers.kda import Kda, KdaKind
+from quire.layers.lightning import Lightning, LightningKind
 from quire.layers.linear import Linear
 from quire.layers.mla import LatentAttention, MlaKind
-from quire.layers.mlp import Mlp
+from quire.layers.mlp import Mlp, NormedMlp, XieluMlp
 from quire.layers.moe import Moe
 from quire.layers.norm import NoNorm, Norm
 from quire.layers.rope import Rope, Turn
+from quire.layers.shared import SharedUse
 from quire.layers.ssm import DeltaKind, DeltaNet, Mamba, Mamba2, Mamba2Kind, MambaKind, ShortConv, ShortConvKind
 from quire.layers.table import WeightTable
 from quire.models.arch import Arch, Layer
@@ -44,6 +48,10 @@ NORMS = {
     ),
     "after": ("", "input_layernorm", "", "post_attention_layernorm"),
     "single": ("input_layernorm", "", "", ""),
+    "kept": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "cross_pre": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "cross_after": ("", "input_layernorm", "", "post_attention_layernorm"),
+    "pre_post": ("input_layernorm", "", "post_attention_layernorm", "post_feedforward_layernorm"),
 }  # fmt: skip
 COMMON_NAMES = ((r"^(layers\.\d+|embed_tokens|norm)\.", r"model.\1."),)  # checkpoints saved without their head
 
@@ -131,6 +139,50 @@ class AfterBlock(Block):
         return self.after_mlp(x + self.mlp(x)), None
 
 
+class KeptBlock(Block):
+    """A norm's output is what the stream goes on with: h = norm(x); x = a h + b sublayer(h)."""
+
+    def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
+        super().__init__(arch, index, rope, storage)
+        self.joins = arch.layers[index].joins
+
+    def forward(self, x: Tensor, delta: Tensor | None, batch: Batch, turn: Turn | None) -> tuple[Tensor, Tensor | None]:
+        stream, attn, other, mlp = self.joins
+        h, _ = self.before_attn.add(x, delta)
+        h, _ = self.before_mlp.add(h * stream, self.attn(h, batch, turn) * attn)
+        return h * other, self.mlp(h) * mlp
+
+
+class CrossBlock(Block):
+    """Attention over the text so far, attention over an encoder's output, mlp; each behind a norm."""
+
+    def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
+        super().__init__(arch, index, rope, storage)
+        kind = AttentionKind(
+            heads=arch.heads, kv_heads=arch.kv_heads, head_dim=arch.head_dim, softcap=arch.attn_softcap,
+            scale=arch.attn_scale or arch.head_dim**-0.5, qkv_bias=arch.qkv_bias, o_bias=arch.o_bias,
+        )  # fmt: skip
+        prefix = f"model.layers.{index}.cross_"
+        self.cross = CrossAttention(f"{prefix}attn.", arch.width, kind, max(arch.cross, 0), storage)
+        self.cross_norm = Norm(f"{prefix}layernorm", (arch.width,), arch.norm, storage)
+
+    def forward(self, x: Tensor, delta: Tensor | None, batch: Batch, turn: Turn | None) -> tuple[Tensor, Tensor | None]:
+        h, x = self.before_attn.add(x, delta)
+        h, x = self.cross_norm.add(x, self.attn(h, batch, turn))
+        h, x = self.before_mlp.add(x, self.cross(h, batch))
+        return x, self.mlp(h)
+
+
+class CrossAfterBlock(CrossBlock):
+    """The same, each norm taking the sum."""
+
+    def forward(self, x: Tensor, delta: Tensor | None, batch: Batch, turn: Turn | None) -> tuple[Tensor, Tensor | None]:
+        assert self.after_attn is not None and self.after_mlp is not None
+        x = self.after_attn(x + self.attn(x, batch, turn))
+        x = self.cross_norm(x + self.cross(x, batch))
+        return self.after_mlp(x + self.mlp(x)), None
+
+
 class SingleBlock(nn.Module):
     """One norm and one sublayer: a mixer or an mlp."""
 
@@ -150,9 +202,24 @@ class SingleBlock(nn.Module):
         return x, self.mlp(h)
 
 
+class SharedBlock(SingleBlock):
+    """A mixer behind a norm, whose input a shared block adds to."""
+
+    def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
+        super().__init__(arch, index, rope, storage)
+        assert arch.shared is not None
+        self.use = SharedUse(index, arch.width, arch.shared, arch.norm, rope, storage)
+
+    def forward(self, x: Tensor, delta: Tensor | None, batch: Batch, turn: Turn | None) -> tuple[Tensor, Tensor | None]:
+        x = x if delta is None else x + delta
+        assert self.attn is not None
+        return x, self.attn(self.norm(x + self.use(x, batch, turn)), batch, turn)
+
+
 BLOCKS = {
-    "pre": Block, "post": Block, "sandwich": Block, "parallel": ParallelBlock, "after": AfterBlock,
-    "single": SingleBlock,
+    "pre": Block, "post": Block, "sandwich": Block, "pre_post": Block, "parallel": ParallelBlock, "after": AfterBlock,
+    "single": SingleBlock, "kept": KeptBlock, "shared": SharedBlock,
+    "cross_pre": CrossBlock, "cross_after": CrossAfterBlock,
 }  # fmt: skip
 
 
@@ -161,10 +228,10 @@ def _mixer(arch: Arch, layer: Layer, prefix: str, rope: Rope | None, storage: St
     if layer.mixer == "attention":
         return _attention(arch, layer, f"{prefix}self_attn.", rope, storage)
     if layer.mixer == "state":
-        return _state(arch, f"{prefix}mixer.", storage)
+        return _state(arch, layer, f"{prefix}mixer.", storage)
     if layer.mixer == "both":
         own = _attention(arch, layer, f"{prefix}self_attn.", rope, storage)
-        return BothMixers(own, _state(arch, f"{prefix}mixer.", storage))
+        return BothMixers(own, _state(arch, layer, f"{prefix}mixer.", storage))
     raise ConfigError(f"no layer mixes tokens by {layer.mixer!r}")
 
 
@@ -179,7 +246,7 @@ class BothMixers(nn.Module):
         return self.state(x, batch, turn) + self.attn(x, batch, turn)
 
 
-def _state(arch: Arch, prefix: str, storage: Storage) -> KVLayer:
+def _state(arch: Arch, layer: Layer, prefix: str, storage: Storage) -> KVLayer:
     match kind := arch.state:
         case Mamba2Kind():
             return Mamba2(prefix, arch.width, kind, storage)
@@ -189,6 +256,10 @@ def _state(arch: Arch, prefix: str, storage: Storage) -> KVLayer:
             return DeltaNet(prefix, arch.width, kind, storage)
         case ShortConvKind():
             return ShortConv(prefix, arch.width, kind, storage)
+        case LightningKind():
+            return Lightning(prefix, arch.width, kind, layer.fade, storage)
+        case KdaKind():
+            return Kda(prefix, arch.width, kind, storage)
     raise ConfigError("a layer keeps a state, but the architecture does not say which")
 
 
@@ -196,8 +267,6 @@ def _attention(arch: Arch, layer: Layer, prefix: str, rope: Rope | None, storage
     scale = layer.attn_scale or arch.attn_scale or arch.head_dim**-0.5
     if arch.mla is not None:
         m = arch.mla
-        if rope is None:
-            raise ConfigError("latent attention needs rotary positions")
         latent = MlaKind(
             heads=arch.heads, kv_rank=m.kv_rank, nope=m.nope, rope=m.rope, value=m.value, scale=scale,
             q_rank=m.q_rank, bias=arch.qkv_bias,
@@ -206,8 +275,10 @@ def _attention(arch: Arch, layer: Layer, prefix: str, rope: Rope | None, storage
     kind = AttentionKind(
         heads=arch.heads, kv_heads=arch.kv_heads, head_dim=arch.head_dim, scale=scale, window=layer.window,
         chunk=layer.chunk, softcap=arch.attn_softcap, sinks=arch.sinks, alibi=arch.alibi, qkv_bias=arch.qkv_bias,
-        o_bias=arch.o_bias, qk_norm=arch.qk_norm, qkv_clip=arch.qkv_clip, grow=arch.grow, gated=arch.attn_gate,
-        qk_norm_kind=replace(arch.norm, bias=arch.qk_norm_bias),
+        o_bias=arch.o_bias, qk_norm=arch.qk_norm if layer.qk_norm else "", qkv_clip=arch.qkv_clip, gated=arch.attn_gate,
+        qk_norm_kind=replace(arch.norm, bias=arch.qk_norm_bias, weight=arch.qk_norm_weight and arch.norm.weight),
+        grow=arch.grow if layer.grow else (0.0, 1, 0), qk_norm_late=arch.qk_norm_late and layer.qk_norm,
+        gate_name=arch.gate_name, out_norm=arch.inner_norms[0],
     )  # fmt: skip
     return Attention(prefix, arch.width, kind, rope, storage)
 
@@ -215,20 +286,30 @@ def _attention(arch: Arch, layer: Layer, prefix: str, rope: Rope | None, storage
 def _mlp(arch: Arch, layer: Layer, prefix: str, storage: Storage) -> Mlp | Moe:
     if layer.moe and arch.moe is not None:
         return Moe(prefix, arch.width, arch.moe, storage, act=arch.act)
-    return Mlp(prefix, arch.width, arch.ffn, storage, act=arch.act, gated=arch.gated, bias=arch.mlp_bias)
+    if arch.act == "xielu":
+        return XieluMlp(prefix, arch.width, arch.ffn, storage, bias=arch.mlp_bias)
+    more: dict = dict(act=arch.act, gated=arch.gated, bias=arch.mlp_bias)
+    if arch.inner_norms[1]:
+        return NormedMlp(prefix, arch.width, arch.ffn, storage, norm=arch.inner_norms[1], kind=arch.norm, **more)
+    return Mlp(prefix, arch.width, arch.ffn, storage, down_bias=arch.down_bias, **more)
+
+
+def _positions(arch: Arch, storage: Storage) -> nn.Module:
+    if arch.position_kind == "sines":
+        return SinePositions(arch.positions, arch.width, storage, offset=arch.position_offset)
+    return Embedding("model.embed_positions", arch.positions, arch.width, storage, offset=arch.position_offset)
 
 
 class Decoder(nn.Module):
+    captures = True  # its forward never waits for the device: a decode step may be captured in a graph
+
     def __init__(self, arch: Arch, storage: Storage, *, max_model_len: int) -> None:
         super().__init__()
         self.arch, self.storage = arch, storage
+        self.captures = not isinstance(arch.state, KdaKind)  # its scan waits for the device
         width, inner = arch.width, arch.embed_width or arch.width
         self.embed = Embedding("model.embed_tokens", arch.vocab, inner, storage, scale=arch.embed_scale)
-        self.positions = (
-            Embedding("model.embed_positions", arch.positions, width, storage, offset=arch.position_offset)
-            if arch.positions
-            else None
-        )
+        self.positions = _positions(arch, storage) if arch.positions else None
         self.project_in = Linear("model.", inner, {"project_in": width}, storage) if arch.embed_width else None
         self.project_out = Linear("model.", width, {"project_out": inner}, storage) if arch.embed_width else None
         self.embed_norm = Norm("model.embed_norm", (width,), arch.norm, storage) if arch.embed_norm else None
@@ -243,6 +324,9 @@ class Decoder(nn.Module):
         for i, (layer, which) in enumerate(zip(arch.layers, self.rope_of, strict=True)):
             own = replace(arch, order=layer.order or arch.order)
             self.layers.append(BLOCKS[own.order](own, i, None if which is None else ropes[which], storage))
+        uses = [layer.use for layer in self.layers if isinstance(layer, SharedBlock)]
+        for use in uses:
+            use.link(uses)
         self.norm = Norm("model.norm", (width,), arch.norm, storage) if arch.final_norm else NoNorm()
         tied = self.embed if arch.tie else None
         self.head = Head("lm_head", arch.vocab, inner, storage, bias=arch.head_bias, tied=tied)
@@ -257,6 +341,8 @@ class Decoder(nn.Module):
             x = x + self.positions(batch.positions)
         if self.embed_norm is not None:
             x = self.embed_norm(x)
+        if self.arch.shared is not None:
+            batch = replace(batch, embedded=x)
         delta: Tensor | None = None
         for layer, which in zip(self.layers, self.rope_of, strict=True):
             x, delta = layer(x, delta, batch, None if which is None else turns[which])

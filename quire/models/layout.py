@@ -21,15 +21,17 @@ def arrange_for(arch: Arch) -> Arrange:
         if arch.transposed and _MATRIX.search(name):
             tensor = tensor.t()
         if arch.qkv_layout and ".qkv_proj." in name:
-            tensor = _per_head(tensor, arch) if arch.qkv_layout == "per_head" else _per_group(tensor, arch)
-        if arch.attn_gate and ".self_attn.q_proj." in name:
+            tensor = _QKV[arch.qkv_layout](tensor, arch)
+        if arch.attn_gate and not arch.gate_name and ".self_attn.q_proj." in name:
             tensor = _gates_first(tensor, arch)
         if arch.state_layout and isinstance(arch.state, DeltaKind) and ".mixer.in_proj_" in name:
             tensor = _per_key_head(name, tensor, arch.state)
+        if name.endswith("e_score_correction_bias"):
+            tensor = tensor.flatten()  # some store one row of them
         if arch.fold:
             tensor = _folded(name, tensor, arch)
         if arch.expert_layout and ".experts." in name:
-            tensor = _transposed_interleaved(name, tensor)
+            tensor = _transposed_experts(name, tensor, arch.expert_layout)
         return tensor
 
     return arrange
@@ -50,6 +52,17 @@ def _per_group(tensor: Tensor, arch: Arch) -> Tensor:
         return tensor
     split = tensor.unflatten(0, (arch.kv_heads, per + 2, arch.head_dim))
     return torch.cat([split[:, :per].flatten(0, 2), split[:, per].flatten(0, 1), split[:, per + 1].flatten(0, 1)])
+
+
+def _in_four(tensor: Tensor, arch: Arch) -> Tensor:
+    """Rows (q.. v.. k..) of the first quarter of the heads, of the second, ... -> all q, all k, all v."""
+    if tensor.shape[0] != 3 * arch.heads * arch.head_dim or arch.heads % 4:
+        return tensor
+    split = tensor.unflatten(0, (4, 3, -1))
+    return torch.cat([split[:, i].flatten(0, 1) for i in (0, 2, 1)])
+
+
+_QKV = {"per_head": _per_head, "per_group": _per_group, "qvk_in_four": _in_four}
 
 
 def _gates_first(tensor: Tensor, arch: Arch) -> Tensor:
@@ -89,10 +102,10 @@ def _per_key_head(name: str, tensor: Tensor, kind: DeltaKind) -> Tensor:
     return torch.cat([part.flatten(0, 1) for part in parts])
 
 
-def _transposed_interleaved(name: str, tensor: Tensor) -> Tensor:
-    """[E, in, out] -> [E, out, in]; columns gate, up, gate, up, ... -> gate rows, then up rows."""
+def _transposed_experts(name: str, tensor: Tensor, layout: str) -> Tensor:
+    """[E, in, out] -> [E, out, in]; interleaved: columns gate, up, gate, up, ... -> gate rows, then up rows."""
     if tensor.ndim == 3:
         tensor = tensor.transpose(1, 2)
-    if ".gate_up_proj" in name:
+    if ".gate_up_proj" in name and layout == "transposed_interleaved":
         tensor = torch.cat((tensor[:, ::2], tensor[:, 1::2]), 1)
     return tensor

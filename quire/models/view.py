@@ -55,8 +55,9 @@ class View:
 def read(c: View, *, kinds: Sequence[str] | None = None, ropes: Callable[[View, str], Mapping] | None = None,
          **over: Any) -> Arch:  # fmt: skip
     """The common reading of a config. `kinds`: layer types where the config has none; `over`: what differs."""
-    width, heads = c.get("hidden_size", "n_embd", "n_embed", "d_model"), c.get("num_attention_heads", "n_head")
-    count = c.get("num_hidden_layers", "n_layer")
+    width = c.get("hidden_size", "n_embd", "n_embed", "d_model")
+    heads = c.get("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads")
+    count = c.get("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
     if not width or not heads or not count:
         raise ConfigError("config.json gives no hidden_size, num_attention_heads or num_hidden_layers")
     head_dim = over.pop("head_dim", None) or c.maybe("head_dim") or width // heads
@@ -74,8 +75,8 @@ def read(c: View, *, kinds: Sequence[str] | None = None, ropes: Callable[[View, 
     arch = Arch(
         vocab=c.vocab_size, width=width, heads=heads, kv_heads=c.maybe("num_key_value_heads") or heads,
         head_dim=head_dim, layers=layers,
-        ffn=c.get("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", default=4 * width),
-        max_positions=c.get("max_position_embeddings", "n_positions", "seq_length", default=2048),
+        ffn=c.get("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "decoder_ffn_dim", default=4 * width),
+        max_positions=c.get("max_position_embeddings", "n_positions", "seq_length", "max_seq_len", default=2048),
         norm=NormKind(eps=eps), act=c.get("hidden_act", "hidden_activation", "activation_function", default="silu"),
         qkv_bias=bias, o_bias=bias, mlp_bias=bool(c.get("mlp_bias", default=False)),
         tie=bool(c.get("tie_word_embeddings", default=False)),

@@ -41,6 +41,8 @@ class Whole:
         attn, mlp, norms = block.attn, block.mlp, (block.before_attn, block.before_mlp)
         if storage.device.type != "cpu" or arch.order != "pre" or block.scale != 1.0 or not arch.gated:
             return None
+        if any(arch.inner_norms):
+            return None
         if not isinstance(attn, Attention) or not isinstance(mlp, Mlp) or attn.kind.gated or not attn.fusable:
             return None
         rules = tuple(norm.rule() for norm in norms if isinstance(norm, Norm))

@@ -80,8 +80,17 @@ def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
+@op
+def xielu(x: Tensor, alphas: Tensor) -> Tensor:
+    """Quadratic above zero, exponential below, with learned slopes; alphas [2] as stored: before their softplus."""
+    positive, negative = F.softplus(alphas).to(x.dtype).unbind()
+    beta = 0.5
+    below = (torch.expm1(x.clamp(max=-1e-6)) - x) * (beta + negative) + beta * x
+    return torch.where(x > 0, positive * x * x + beta * x, below)
+
+
 def known(name: str) -> bool:
-    return name in PLAIN
+    return name in PLAIN or name == "xielu"
 
 
 def plain_on(name: str, device: torch.device | str) -> Callable[[Tensor], Tensor]:

@@ -99,6 +99,14 @@ def alibi_slopes(heads: int) -> Tensor:
     return torch.tensor(slopes)
 
 
+def by_distance(alibi: Tensor, gap: Tensor) -> Tensor:
+    """What is added to scores, [Hq, *gap]: minus slope times distance, or learned numbers [Hq, G] of the distances
+    0, 1, .. G - 1, the last of them for all that are longer. gap: position of the query minus that of the key."""
+    if alibi.dim() == 1:
+        return -alibi.view(-1, *[1] * gap.dim()) * gap
+    return alibi[:, gap.clamp(0, alibi.shape[1] - 1)]
+
+
 def visible(queries: Tensor, keys: Tensor, *, window: int = 0, chunk: int = 0) -> Tensor:
     """[M, L] bool: may a query at this position read a key at that position."""
     gap = queries[:, None] - keys[None]
@@ -133,7 +141,7 @@ def paged_attention(
     chunk: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,  # [Hq]
-    alibi: Tensor | None = None,  # [Hq]
+    alibi: Tensor | None = None,  # [Hq] or [Hq, G]: see by_distance
 ) -> Tensor:  # [T, Hq, Dv]
     """Causal attention of each row's queries over its whole context, row by row: slow, and the oracle."""
     out, start, size = [], 0, q.shape[-1]
@@ -151,7 +159,7 @@ def paged_attention(
         v = k[..., :v_size] if v_size else kv[:, kv_heads * size :].view(len(keys), kv_heads, -1)
         mask = torch.zeros(seen.shape, device=q.device).masked_fill_(~seen, float("-inf"))
         if alibi is not None:
-            mask = mask - alibi[:, None, None] * (queries[:, None] - keys[None])
+            mask = mask + by_distance(alibi, queries[:, None] - keys[None])
         row_out = padded_attention.reference(
             q[start : start + count].transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], mask,
             scale=scale, softcap=softcap, sinks=None if sinks is None else sinks[:, None],
@@ -159,3 +167,44 @@ def paged_attention(
         out.append(row_out[0].transpose(0, 1))
         start += count
     return torch.cat(out)
+
+
+@op
+def ragged_attention(
+    q: Tensor,  # [T, Hq, D], rows one after another
+    k: Tensor,  # [S, Hkv, D]
+    v: Tensor,  # [S, Hkv, Dv]
+    query_lens: Sequence[int],
+    key_lens: Sequence[int],
+    *,
+    scale: float,
+    window: int = 0,  # keys this far away or further, on either side, are not seen; 0: all are
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,  # [Hq]
+    near: Tensor | None = None,  # [Hq, 2 G + 1]: added to scores by distance, key minus query from -G to G and beyond
+) -> Tensor:  # [T, Hq, Dv]
+    """Every query of a row over every key of that row, in both directions."""
+    out = torch.empty((q.shape[0], q.shape[1], v.shape[-1]), dtype=q.dtype, device=q.device)
+    attend, begin, first = padded_attention.on(q.device), 0, 0
+    for count, keys in zip(query_lens, key_lens, strict=True):
+        end, last = begin + count, first + keys
+        if not count:
+            first = last
+            continue
+        mask = None
+        if window or near is not None:
+            places = [torch.arange(n, device=q.device) for n in (keys, count)]
+            gap = places[0][None] - places[1][:, None]
+            mask = torch.zeros(gap.shape, device=q.device)
+            if near is not None:
+                reach = near.shape[1] // 2
+                mask = near.float()[:, gap.clamp(-reach, reach) + reach]
+            if window:
+                mask = mask.masked_fill(gap.abs() >= window, float("-inf"))
+        rows, seen, values = (t.transpose(0, 1)[None] for t in (q[begin:end], k[first:last], v[first:last]))
+        found = attend(
+            rows, seen, values, mask, scale=scale, softcap=softcap, sinks=None if sinks is None else sinks[:, None],
+        )  # fmt: skip
+        out[begin:end] = found[0].transpose(0, 1)
+        begin, first = end, last
+    return out

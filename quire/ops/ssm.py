@@ -27,6 +27,7 @@ from quire.ops.op import op
 
 FRESH, KEPT = -1, -2  # loads: the state is zero; the state is what the piece before left
 CHUNK = 64  # tokens whose pairwise products are made at once
+CHANNEL_CHUNK = 16  # the same where a pair has a number per channel
 
 
 @dataclass(frozen=True)
@@ -129,20 +130,6 @@ def ssd_scan(
     """Mamba 2: state = exp(dt A) state + dt x B; y = C state + D x, with A = -exp(a_log). [T, H, P]."""
     step = F.softplus(dt.float() + dt_bias.float()).clamp(*dt_limit)
     return _linear_scan(x, step, step * -a_log.float().exp(), b, c, d, states, work)
-
-
-@op
-def decay_scan(
-    x: Tensor,  # [T, H, P]
-    b: Tensor,  # [T, H, N]
-    c: Tensor,  # [T, H, N]
-    decay: Tensor,  # [H]: logarithm of what a step leaves of the state
-    states: Tensor,  # [num_blocks, H, P, N]
-    work: StateWork,
-) -> Tensor:
-    """Linear attention with a constant decay per head: state = e^decay state + x b; y = c state. [T, H, P]."""
-    ones = torch.ones(x.shape[:2], dtype=torch.float32, device=x.device)
-    return _linear_scan(x, ones, ones * decay.float(), b, c, None, states, work)
 
 
 def _linear_scan(
@@ -257,6 +244,50 @@ def delta_scan(
             out[span] = y.to(v.dtype)
         box.append(state)
     return out
+
+
+@op
+def channel_delta_scan(
+    q: Tensor,  # [T, H, K]
+    k: Tensor,  # [T, H, K]
+    v: Tensor,  # [T, H, V]
+    log_decay: Tensor,  # [T, H, K] float32: of every entry of a key
+    beta: Tensor,  # [T, H] float32
+    states: Tensor,  # [num_blocks, H, K, V]
+    work: StateWork,
+) -> Tensor:
+    """The delta rule with a decay per channel. Queries and keys of length one. [T, H, V]."""
+    out, q, k = torch.empty_like(v), _unit(q) * q.shape[-1] ** -0.5, _unit(k)
+    if len(work.load):
+        own = slice(None) if work.tokens is None else work.tokens
+        state = _take(states, work.load) * log_decay[own].exp()[..., None]
+        change = (v[own].float() - torch.einsum("dhkv,dhk->dhv", state, k[own])) * beta[own][..., None]
+        state = state + k[own][..., None] * change[:, :, None]
+        out[own] = torch.einsum("dhkv,dhk->dhv", state, q[own]).to(v.dtype)
+        _put(states, work.store, state)
+    for begin, end, state, box in _runs(work, states):
+        for at in range(begin, end, CHANNEL_CHUNK):
+            span = slice(at, min(at + CHANNEL_CHUNK, end))
+            y, state = _channel_chunk(q[span], k[span], v[span], log_decay[span], beta[span], state)
+            out[span] = y.to(v.dtype)
+        box.append(state)
+    return out
+
+
+def _channel_chunk(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As _delta_chunk; what is left of a token after another differs by channel, so all pairs are made of them."""
+    qs, ks, total = (t.transpose(0, 1) for t in (q, k, log_decay.cumsum(0)))  # [H, L, K]
+    weight, grown = beta.t()[..., None], total.exp()
+    pairs = (total[:, :, None] - total[:, None]).clamp(max=0).exp() * ks[:, None]  # [H, L, L, K]; right where j <= i
+    system = ((ks * weight)[:, :, None] * pairs).sum(-1)
+    known = v.float().transpose(0, 1) * weight - (ks * weight * grown) @ state
+    change = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)  # [H, L, V]
+    y = (qs * grown) @ state + (qs[:, :, None] * pairs).sum(-1).tril() @ change
+    rest = (total[:, -1:] - total).exp()
+    state = state * grown[:, -1, :, None] + (ks * rest).transpose(1, 2) @ change
+    return y.transpose(0, 1), state
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from quire.models.build import architecture_name, build_model, read_arch
 from quire.models.zoo import ALIASES, ZOO
 from quire.schema.errors import ConfigError
 from quire.schema.kv import KVKind
+from tests.hub_configs import MORE
 from tests.tiny_models import ARCHS, tiny_config
 
 LLAMA = dict(
@@ -226,6 +227,23 @@ OLD = {
     "lfm2-8b-a1b": dict(architectures=["Lfm2MoeForCausalLM"], hidden_size=2048, num_hidden_layers=4,
         layer_types=["conv", "conv", "full_attention", "conv"], num_experts=32, num_experts_per_tok=4,
         moe_intermediate_size=1792, num_dense_layers=2, use_expert_bias=True, rope_theta=1000000.0, vocab_size=65536),
+    "zamba2-1.2b": dict(architectures=["Zamba2ForCausalLM"], hidden_size=2048, num_hidden_layers=6, n_mamba_heads=64,
+        layers_block_type=["mamba", "mamba", "hybrid", "mamba", "mamba", "hybrid"], mamba_d_state=64, num_mem_blocks=1,
+        use_mem_rope=True, use_shared_attention_adapter=True, adapter_rank=128, vocab_size=32000, rope_theta=10000,
+        num_attention_heads=32, num_key_value_heads=32, intermediate_size=8192, hidden_act="gelu"),
+    "kimi-linear-48b-a3b": dict(architectures=["KimiLinearForCausalLM"], hidden_size=2304, num_hidden_layers=5,
+        linear_attn_config=dict(full_attn_layers=[4], kda_layers=[1, 2, 3, 5], head_dim=128, num_heads=32,
+            short_conv_kernel_size=4), first_k_dense_replace=1, kv_lora_rank=512, num_experts=256,
+        num_experts_per_token=8, moe_intermediate_size=1024, moe_renormalize=True, num_expert_group=1, topk_group=1,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, routed_scaling_factor=2.446, num_shared_experts=1,
+        num_attention_heads=32, num_key_value_heads=32, model_max_length=1048576, vocab_size=163840, head_dim=72),
+    "minimax-text-01": dict(architectures=["MiniMaxForCausalLM"], hidden_size=6144, num_hidden_layers=8, head_dim=128,
+        layer_types=["linear_attention"] * 7 + ["full_attention"], intermediate_size=9216, num_local_experts=32,
+        num_experts_per_tok=2, rms_norm_eps=1e-5, rope_theta=10000000, vocab_size=200064, num_attention_heads=64,
+        full_attn_alpha_factor=3.5565588200778455, full_attn_beta_factor=1.0, mlp_alpha_factor=3.5565588200778455,
+        linear_attn_alpha_factor=3.5565588200778455, linear_attn_beta_factor=1.0, mlp_beta_factor=1.0,
+        partial_rotary_factor=0.5),
+    **MORE,
 }  # fmt: skip
 
 

@@ -36,6 +36,9 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "jamba": ("JambaForCausalLM",),
         "lfm2": ("Lfm2ForCausalLM",),
         "lfm2_moe": ("Lfm2MoeForCausalLM",),
+        "minimax": ("MiniMaxForCausalLM",),
+        "zamba2": ("Zamba2ForCausalLM",),
+        "kimi_linear": ("KimiLinearForCausalLM",),
     },
     "gemma": {"gemma": ("GemmaForCausalLM",), "gemma2": ("Gemma2ForCausalLM",), "gemma3": ("Gemma3ForCausalLM",)},
     "phi": {"phi": ("PhiForCausalLM",), "phi3": ("Phi3ForCausalLM",)},
@@ -61,6 +64,61 @@ _FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "deepseek_v3": ("DeepseekV3ForCausalLM",),
         "dots1": ("Dots1ForCausalLM",),
     },
+    "dense": {
+        "ministral": ("MinistralForCausalLM",),
+        "cwm": ("CwmForCausalLM",),
+        "ernie4_5": ("Ernie4_5ForCausalLM",),
+        "apertus": ("ApertusForCausalLM",),
+        "bitnet": ("BitNetForCausalLM",),
+        "jais2": ("Jais2ForCausalLM",),
+        "nanochat": ("NanoChatForCausalLM",),
+        "hunyuan": ("HunYuanDenseV1ForCausalLM",),
+        "hyperclovax": ("HyperCLOVAXForCausalLM",),
+        "granite_swa": ("GraniteSWAForCausalLM",),
+        "vaultgemma": ("VaultGemmaForCausalLM",),
+        "youtu": ("YoutuForCausalLM",),
+        "minicpm3": ("MiniCPM3ForCausalLM",),
+    },
+    "mixtures": {
+        "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM",),
+        "hunyuan_moe": ("HunYuanMoEV1ForCausalLM",),
+        "hy_v3": ("HYV3ForCausalLM",),
+        "exaone_moe": ("ExaoneMoeForCausalLM",),
+        "flex_olmo": ("FlexOlmoForCausalLM",),
+        "kolibri1": ("Kolibri1ForCausalLM",),
+        "mellum": ("MellumForCausalLM",),
+        "minimax_m2": ("MiniMaxM2ForCausalLM",),
+        "solar_open": ("SolarOpenForCausalLM",),
+        "glm4_moe_lite": ("Glm4MoeLiteForCausalLM",),
+        "axk1": ("AXK1ForCausalLM",),
+        "indexed": ("DeepseekV32ForCausalLM",),
+        "indexed_glm": ("GlmMoeDsaForCausalLM",),
+        "afmoe": ("AfmoeForCausalLM",),
+        "flint": ("FlintForCausalLM",),
+        "phimoe": ("PhimoeForCausalLM", "PhiMoEForCausalLM"),
+        "granite_moe_shared": ("GraniteMoeSharedForCausalLM",),
+        "granite_moe_swa": ("GraniteMoeSWAForCausalLM",),
+        "cohere2_moe": ("Cohere2MoeForCausalLM",),
+        "llama4": ("Llama4ForCausalLM",),
+        "aria_text": ("AriaTextForCausalLM",),
+    },
+    "classic": {
+        "gpt_bigcode": ("GPTBigCodeForCausalLM",),
+        "gpt_neo": ("GPTNeoForCausalLM",),
+        "codegen": ("CodeGenForCausalLM",),
+        "mpt": ("MptForCausalLM", "MPTForCausalLM"),
+        "openai_gpt": ("OpenAIGPTLMHeadModel",),
+        "persimmon": ("PersimmonForCausalLM",),
+        "xglm": ("XGLMForCausalLM",),
+        "biogpt": ("BioGptForCausalLM",),
+        "bart": ("BartForCausalLM",),
+        "plbart": ("PLBartForCausalLM",),
+        "mvp": ("MvpForCausalLM",),
+        "mbart": ("MBartForCausalLM",),
+        "pegasus": ("PegasusForCausalLM",),
+        "blenderbot": ("BlenderbotForCausalLM",),
+        "marian": ("MarianForCausalLM",),
+    },
     "more": {
         "falcon": ("FalconForCausalLM", "RWForCausalLM"),
         "starcoder2": ("Starcoder2ForCausalLM",),
@@ -78,5 +136,39 @@ ZOO = Registry(
         for file, table in _FILES.items()
         for function, names in table.items()
         for name in names
+    },
+)
+
+# Models that read a whole text at once. What a checkpoint was trained for (its head) does not change the layers.
+_HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+_ENCODERS = {
+    "bert": ("Bert", "Electra", "Ernie"),
+    "roberta": ("Roberta", "XLMRoberta", "Camembert"),
+    "mpnet": ("MPNet",),
+    "distilbert": ("DistilBert",),
+    "nomic_bert": ("NomicBert",),
+    "jina_v3": ("JinaEmbeddingsV3",),
+    "gte": ("Gte", "New"),
+    "modernbert": ("ModernBert",),
+    "eurobert": ("EuroBert",),
+}
+ENCODERS = Registry(
+    "encoder",
+    {
+        stem + head: f"quire.models.zoo.encoders:{function}"
+        for function, stems in _ENCODERS.items()
+        for stem in stems
+        for head in _HEADS
+    },
+)
+
+# Models of two halves: an encoder and a decoder that attends over its output.
+SEQ2SEQ = Registry(
+    "encoder-decoder",
+    {
+        "T5ForConditionalGeneration": "quire.models.zoo.seq2seq:t5",
+        "MT5ForConditionalGeneration": "quire.models.zoo.seq2seq:mt5",
+        "BartForConditionalGeneration": "quire.models.zoo.seq2seq:bart",
+        "MBartForConditionalGeneration": "quire.models.zoo.seq2seq:mbart",
     },
 )

@@ -15,29 +15,36 @@ _NAMES = ((r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),)
 
 def _mixture(c: View, arch: Arch, **over: Any) -> Arch:
     """The first layers dense, then routed and shared experts; layers beyond the last are draft heads, not ours."""
-    experts, dense, step = c.get("n_routed_experts"), c.first_k_dense_replace, c.get("moe_layer_freq", default=1)
+    experts, step = c.get("n_routed_experts", "num_experts"), c.get("moe_layer_freq", default=1)
     if not experts or not c.get("num_experts_per_tok"):
         return arch
     moe = MoeKind(
-        experts, c.num_experts_per_tok, c.moe_intermediate_size, scale=c.routed_scaling_factor, router_wide=True,
-        shared_ffn=c.moe_intermediate_size * (c.get("n_shared_experts") or 0), **over,
+        experts, c.num_experts_per_tok, c.moe_intermediate_size, router_wide=True, **over,
+        scale=c.get("routed_scaling_factor", "router_scaling_factor", default=1.0),
+        shared_ffn=c.moe_intermediate_size * (c.get("n_shared_experts", "num_shared_experts") or 0),
     )  # fmt: skip
     drafts = c.get("num_nextn_predict_layers", default=0)
     ignore = tuple(rf"^model\.layers\.{len(arch.layers) + i}\." for i in range(drafts))
-    arch = replace(arch, moe=moe, names=_NAMES, ignore=ignore)
+    arch = replace(arch, moe=moe, names=(*arch.names, *_NAMES), ignore=(*arch.ignore, *ignore))
+    if kinds := c.get("mlp_layer_types"):
+        return each(arch, lambda i, layer: {"moe": kinds[i] == "sparse"})
+    dense = c.get("first_k_dense_replace", default=0)
     return each(arch, lambda i, layer: {"moe": i >= dense and i % step == 0})
 
 
-def grouped_experts(c: View, arch: Arch) -> Arch:
+def grouped_experts(c: View, arch: Arch, renorm: bool | None = None) -> Arch:
     """Sigmoid scores, a stored bias on the choice, groups ranked by their best two."""
+    renorm = c.norm_topk_prob if renorm is None else renorm
     return _mixture(
         c, arch, score="sigmoid", select_bias=True, groups=c.get("n_group", default=1),
-        top_groups=c.get("topk_group", default=1), group_score="top2sum", renorm=c.norm_topk_prob,
+        top_groups=c.get("topk_group", default=1), group_score="top2sum", renorm=renorm,
     )  # fmt: skip
 
 
-def _latent(c: View, *, pairs: bool, wide: bool) -> Arch:
-    mla = Mla(c.kv_lora_rank, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim, c.maybe("q_lora_rank") or 0)
+def latent(c: View, *, pairs: bool, wide: bool, value: int = 0) -> Arch:
+    """`value`: where the config does not say how wide values are."""
+    value = value or c.v_head_dim
+    mla = Mla(c.kv_lora_rank, c.qk_nope_head_dim, c.qk_rope_head_dim, value, c.maybe("q_lora_rank") or 0)
     arch = read(c, mla=mla, head_dim=mla.rope)
     scale, rope = (mla.nope + mla.rope) ** -0.5, arch.layers[0].rope
     if rope is not None and rope.scaling and rope.scaling.get("mscale_all_dim"):
@@ -52,11 +59,11 @@ def deepseek_v2(c: View) -> Arch:
         groups = dict(groups=c.get("n_group", default=1), top_groups=c.get("topk_group", default=1))
     elif c.topk_method != "greedy":
         c.refuse("topk_method", "known are greedy and group_limited_greedy")
-    return _mixture(c, _latent(c, pairs=True, wide=True), renorm=False, **groups)
+    return _mixture(c, latent(c, pairs=True, wide=True), renorm=False, **groups)
 
 
 def deepseek_v3(c: View) -> Arch:
-    return grouped_experts(c, _latent(c, pairs=c.rope_interleave, wide=False))
+    return grouped_experts(c, latent(c, pairs=c.rope_interleave, wide=False))
 
 
 def dots1(c: View) -> Arch:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.models.zoo.defaults_more import MORE
+
 _GPT_OSS_ROPE = dict(
     rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096
 )
@@ -328,5 +330,26 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True, conv_bias=False, conv_L_cache=3, num_dense_layers=2, num_experts_per_tok=4,
         num_experts=32, use_expert_bias=True, routed_scaling_factor=1.0, norm_topk_prob=True, rope_theta=1000000.0,
     ),
+    "MiniMaxForCausalLM": dict(
+        vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, hidden_act="silu", max_position_embeddings=131072, rms_norm_eps=1e-05,
+        tie_word_embeddings=False, num_experts_per_tok=2, num_local_experts=8, rope_theta=1000000.0,
+    ),
+    "Zamba2ForCausalLM": dict(
+        vocab_size=32000, max_position_embeddings=4096, hidden_size=2560, num_hidden_layers=54, mamba_d_state=64,
+        mamba_d_conv=4, mamba_expand=2, mamba_ngroups=1, time_step_min=0.001, n_mamba_heads=8, add_bias_linear=False,
+        hidden_act="gelu", num_attention_heads=32, num_mem_blocks=1, use_shared_attention_adapter=False,
+        adapter_rank=128, use_mem_rope=False, rms_norm_eps=1e-05, use_long_context=False, tie_word_embeddings=True,
+        layers_block_type=["hybrid" if i in (6, 12, 18, 24, 30, 36, 42, 47, 51) else "linear_attention"
+                           for i in range(54)],
+    ),
+    "KimiLinearForCausalLM": dict(
+        vocab_size=163840, hidden_size=2304, intermediate_size=9216, moe_intermediate_size=1024, num_hidden_layers=27,
+        num_attention_heads=32, num_key_value_heads=32, num_shared_experts=1, routed_scaling_factor=2.446,
+        kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=128, qk_nope_head_dim=128, num_expert_group=1, topk_group=1,
+        num_experts_per_token=8, moe_renormalize=True, hidden_act="silu", model_max_length=1048576, rms_norm_eps=1e-05,
+        tie_word_embeddings=False, num_experts=256, linear_head_dim=128, linear_num_heads=32, linear_conv_kernel_dim=4,
+    ),
+    **MORE,
 }
 # fmt: on

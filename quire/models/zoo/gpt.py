@@ -10,20 +10,20 @@ from quire.layers.rope import RopeKind
 from quire.models.arch import Arch, each
 from quire.models.view import View, every, read
 
-_BIASES = dict(qkv_bias=True, o_bias=True, mlp_bias=True)
+BIASES = dict(qkv_bias=True, o_bias=True, mlp_bias=True)
 
 
-def _classic(c: View, **over: Any) -> Arch:
-    """Layer norms with bias, no gate."""
+def classic(c: View, *, norm_eps: float = 0.0, **over: Any) -> Arch:
+    """Layer norms with bias, no gate. `norm_eps`: where the code says it, not the config."""
     arch = read(c, gated=False, **over)
-    return replace(arch, norm=replace(arch.norm, kind="layer", bias=True))
+    return replace(arch, norm=replace(arch.norm, kind="layer", bias=True, eps=norm_eps or arch.norm.eps))
 
 
-def _no_rope(arch: Arch) -> Arch:
+def no_rope(arch: Arch) -> Arch:
     return each(arch, lambda i, layer: {"rope": None})
 
 
-_GPT2_NAMES = (
+GPT2_NAMES = (
     (r"^(?:transformer\.)?h\.", "model.layers."),
     (r"^(?:transformer\.)?wte\.", "model.embed_tokens."),
     (r"^(?:transformer\.)?wpe\.", "model.embed_positions."),
@@ -39,14 +39,14 @@ _GPT2_NAMES = (
 
 def gpt2(c: View) -> Arch:
     positions = c.get("n_positions", "max_position_embeddings")
-    arch = _no_rope(_classic(c, positions=positions, transposed=True, names=_GPT2_NAMES, **_BIASES))
+    arch = no_rope(classic(c, positions=positions, transposed=True, names=GPT2_NAMES, **BIASES))
     scale = arch.head_dim**-0.5 if c.scale_attn_weights else 1.0
     if c.scale_attn_by_inverse_layer_idx:
         return each(arch, lambda i, layer: {"attn_scale": scale / (i + 1)})
     return replace(arch, attn_scale=scale)
 
 
-_GPTJ_NAMES = (
+GPTJ_NAMES = (
     (r"^transformer\.h\.", "model.layers."),
     (r"^transformer\.wte\.", "model.embed_tokens."),
     (r"^transformer\.ln_f\.", "model.norm."),
@@ -59,12 +59,12 @@ _GPTJ_NAMES = (
 
 
 def gptj(c: View) -> Arch:
-    arch = _classic(c, order="parallel", one_norm=True, mlp_bias=True, head_bias=True, names=_GPTJ_NAMES)
+    arch = classic(c, order="parallel", one_norm=True, mlp_bias=True, head_bias=True, names=GPTJ_NAMES)
     rope = RopeKind(dim=c.maybe("rotary_dim") or arch.head_dim, pairs=True)
     return each(arch, lambda i, layer: {"rope": rope})
 
 
-_NEOX_NAMES = (
+NEOX_NAMES = (
     (r"^gpt_neox\.embed_in\.", "model.embed_tokens."),
     (r"^gpt_neox\.final_layer_norm\.", "model.norm."),
     (r"^gpt_neox\.layers\.", "model.layers."),
@@ -79,8 +79,8 @@ _NEOX_NAMES = (
 def gpt_neox(c: View) -> Arch:
     bias = c.attention_bias
     order = "parallel" if c.use_parallel_residual else "pre"
-    return _classic(
-        c, order=order, qkv_bias=bias, o_bias=bias, mlp_bias=True, qkv_layout="per_head", names=_NEOX_NAMES
+    return classic(
+        c, order=order, qkv_bias=bias, o_bias=bias, mlp_bias=True, qkv_layout="per_head", names=NEOX_NAMES
     )  # fmt: skip
 
 
@@ -98,13 +98,13 @@ _OPT_NAMES = (
 def opt(c: View) -> Arch:
     before, bias = c.do_layer_norm_before, c.enable_bias
     width = c.get("word_embed_proj_dim") or c.hidden_size
-    arch = _classic(
+    arch = classic(
         c, order="pre" if before else "after", positions=c.max_position_embeddings + 2, position_offset=2,
         embed_width=0 if width == c.hidden_size else width, qkv_bias=bias, o_bias=bias, mlp_bias=bias,
         final_norm=bool(before) and not c.get("_remove_final_layer_norm", default=False), names=_OPT_NAMES,
     )  # fmt: skip
     affine = c.layer_norm_elementwise_affine
-    return _no_rope(replace(arch, norm=replace(arch.norm, eps=1e-5, weight=affine, bias=affine)))
+    return no_rope(replace(arch, norm=replace(arch.norm, eps=1e-5, weight=affine, bias=affine)))
 
 
 _BLOOM_NAMES = (
@@ -122,10 +122,10 @@ _BLOOM_NAMES = (
 def bloom(c: View) -> Arch:
     if c.apply_residual_connection_post_layernorm:
         c.refuse("apply_residual_connection_post_layernorm", "no released model adds the residual after the norm")
-    return _no_rope(
-        _classic(
+    return no_rope(
+        classic(
             c, act="bloom_gelu", alibi=1.0, embed_norm=True, qkv_layout="per_head", names=_BLOOM_NAMES,
-            ffn=c.get("n_inner", default=4 * c.get("hidden_size", "n_embed")), **_BIASES,
+            ffn=c.get("n_inner", default=4 * c.get("hidden_size", "n_embed")), **BIASES,
         )
     )  # fmt: skip
 

@@ -12,11 +12,13 @@ from quire.models.view import View, read
 def granite(c: View, **over: Any) -> Arch:
     return read(
         c,
-        attn_scale=c.attention_multiplier,
-        embed_scale=c.embedding_multiplier,
-        residual_scale=c.residual_multiplier,
-        logit_scale=1 / c.logits_scaling,
-        **over,
+        **{
+            "attn_scale": c.maybe("attention_multiplier"),
+            "embed_scale": c.embedding_multiplier,
+            "residual_scale": c.residual_multiplier,
+            "logit_scale": 1 / c.logits_scaling,
+            **over,
+        },
     )
 
 

@@ -6,12 +6,16 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from quire.layers.kda import KdaKind
+from quire.layers.lightning import LightningKind
 from quire.layers.moe import MoeKind
 from quire.layers.norm import NormKind
+from quire.layers.shared import SharedKind
 from quire.layers.ssm import NO_LIMIT, DeltaKind, Mamba2Kind, MambaKind, ShortConvKind
-from quire.models.arch import Arch, Layer, each
-from quire.models.view import FULL, View, read
+from quire.models.arch import Arch, Layer, Mla, each
+from quire.models.view import FULL, View, read, rope_kind
 from quire.models.zoo.granite import granite
+from quire.models.zoo.llama import mixtral
 
 STATE = "linear_attention"
 _ATTENDS = (FULL, "attention")
@@ -116,6 +120,50 @@ def olmo_hybrid(c: View) -> Arch:
     if (c.get("rope_parameters") or {}).get("rope_theta", 0) is None:  # how such a config says that nothing turns
         arch = _no_rope(arch)
     return _mixers(each(arch, lambda i, layer: {"order": "post" if kinds[i] in _ATTENDS else "pre"}), kinds)
+
+
+_KIMI_NAMES = (
+    (r"\.mixer\.forget_gate\.", ".mixer."),
+    (r"\.mixer\.([qkv])_proj\.", r".mixer.in_proj_\1."),
+    (r"\.mixer\.([qkv])_conv1d\.", r".mixer.conv1d_\1."),
+    (r"\.mixer\.o_proj\.", ".mixer.out_proj."),
+    (r"\.mixer\.o_norm\.", ".mixer.norm."),
+    (r"\.block_sparse_moe\.", ".mlp."),
+    (r"(\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
+    (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj."),
+    (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
+    (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),
+)
+
+
+def kimi_linear(c: View) -> Arch:
+    """Most layers forget channel by channel; the others attend over latents, and nothing turns."""
+    count, linear = c.num_hidden_layers, c.get("linear_attn_config", default={})
+    kinds = c.get("layer_types")
+    if kinds is None:
+        full = [i - 1 for i in linear.get("full_attn_layers", [i + 1 for i in range(4, count, 4)])]
+        kinds = [FULL if i in full else STATE for i in range(count)]
+    dense = c.get("first_k_dense_replace", default=1)
+    sparse = c.get("mlp_layer_types", default=["dense" if i < dense else "sparse" for i in range(count)])
+    kind = KdaKind(
+        linear.get("num_heads") or c.linear_num_heads, linear.get("head_dim") or c.linear_head_dim,
+        conv=linear.get("short_conv_kernel_size") or c.linear_conv_kernel_dim, act=c.hidden_act, eps=c.rms_norm_eps,
+    )  # fmt: skip
+    mla = Mla(c.kv_lora_rank, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim, c.maybe("q_lora_rank") or 0)
+    moe = MoeKind(
+        c.get("num_experts", "num_local_experts"), c.get("num_experts_per_token", "num_experts_per_tok"),
+        c.moe_intermediate_size, score="sigmoid", select_bias=True, groups=c.get("num_expert_group", "n_group"),
+        top_groups=c.topk_group, group_score="top2sum", renorm=c.get("moe_renormalize", "norm_topk_prob"),
+        router_wide=True, scale=c.routed_scaling_factor,
+        shared_ffn=c.moe_intermediate_size * c.get("num_shared_experts", "n_shared_experts"),
+    )  # fmt: skip
+    states = "|".join(str(i) for i, one in enumerate(kinds) if one == STATE) or "none"
+    arch = read(
+        c, kinds=kinds, mla=mla, head_dim=mla.rope, attn_scale=(mla.nope + mla.rope) ** -0.5, state=kind, moe=moe,
+        max_positions=c.get("model_max_length", "max_position_embeddings"),
+        names=((rf"\.layers\.({states})\.self_attn\.", r".layers.\1.mixer."), *_KIMI_NAMES),
+    )  # fmt: skip
+    return _mixers(each(_no_rope(arch), lambda i, layer: {"moe": sparse[i] == "sparse"}), kinds)
 
 
 # --- Mamba 2 ---------------------------------------------------------------------------------------------------------
@@ -244,6 +292,40 @@ def nemotron_h(c: View) -> Arch:
     )  # fmt: skip
 
 
+def zamba2(c: View) -> Arch:
+    """Mamba 2 throughout; some layers first ask one of a few transformer blocks that they share."""
+    kinds, width, heads = c.layers_block_type, c.hidden_size, c.num_attention_heads
+    users = tuple(i for i, kind in enumerate(kinds) if kind == "hybrid")
+    size, blocks = 2 * width // heads, c.num_mem_blocks
+    shared = SharedKind(
+        heads, c.maybe("num_key_value_heads") or heads, size, c.get("intermediate_size") or 4 * width,
+        (size / 2) ** -0.5, users, blocks, act=c.hidden_act, bias=c.add_bias_linear, rank=c.adapter_rank,
+        attn_adapters=c.use_shared_attention_adapter,
+    )  # fmt: skip
+    state = Mamba2Kind(
+        c.n_mamba_heads, int(c.mamba_expand * width) // c.n_mamba_heads, c.mamba_d_state, groups=c.mamba_ngroups,
+        conv=c.mamba_d_conv, bias=c.add_bias_linear, out_bias=c.add_bias_linear, norm_groups=c.mamba_ngroups,
+        dt_limit=(c.time_step_min, float("inf")),
+    )  # fmt: skip
+    names = [(r"\.mamba_decoder\.", "."), (r"\.mamba\.", ".mixer."), (r"^model\.final_layernorm\.", "model.norm.")]
+    for turn, user in enumerate(users):
+        names.append((rf"^model\.layers\.{user}\.shared_transformer\.", f"model.shared.{turn % blocks}."))
+    for turn, user in enumerate(users):
+        for place, part in enumerate(("narrow", "widen")):
+            here, there = r"^model\.shared\.\d+\.\w+\.", rf"model.layers.{user}.adapter."
+            names.append((rf"{here}linear_([qkv])_adapter_list\.{turn}\.{place}\.", rf"{there}\1_{part}."))
+            names.append((rf"{here}gate_up_proj_adapter_list\.{turn}\.{place}\.", rf"{there}mlp_{part}."))
+    names += [(r"\.feed_forward\.", ".mlp."), (r"\.pre_ff_layernorm\.", ".post_attention_layernorm.")]
+    rope = rope_kind(c, c.get("rope_parameters") or {}, size) if c.use_mem_rope else None
+    layers = [Layer(mixer="state", order="shared", rope=rope) if i in users else Layer(mixer="state")
+              for i in range(len(kinds))]  # fmt: skip
+    return Arch(
+        vocab=c.vocab_size, width=width, heads=heads, kv_heads=shared.kv_heads, head_dim=size, ffn=shared.ffn,
+        layers=tuple(layers), max_positions=16384 if c.use_long_context else c.max_position_embeddings, order="single",
+        norm=NormKind(eps=c.rms_norm_eps), state=state, shared=shared, tie=c.tie_word_embeddings, names=tuple(names),
+    )  # fmt: skip
+
+
 # --- Mamba 1 ---------------------------------------------------------------------------------------------------------
 
 
@@ -273,6 +355,34 @@ def jamba(c: View) -> Arch:
     arch = _no_rope(read(c, kinds=kinds, state=kind, moe=moe, names=names))
     sparse, period, offset = c.num_experts > 1, c.expert_layer_period, c.expert_layer_offset
     return _mixers(each(arch, lambda i, layer: {"moe": sparse and i % period == offset}), kinds)
+
+
+# --- lightning attention ---------------------------------------------------------------------------------------------
+
+
+def minimax(c: View) -> Arch:
+    """Experts throughout; most layers hold a fading state. What a norm gives is what the stream goes on with."""
+    count, heads = c.num_hidden_layers, c.num_attention_heads
+    kinds = c.get("layer_types", default=[STATE if i % 2 else FULL for i in range(count)])
+    arch = mixtral(c, kinds=kinds)
+    linear = "|".join(str(i) for i, kind in enumerate(kinds) if kind == STATE) or "none"
+    names = (*arch.names, (rf"\.layers\.({linear})\.self_attn\.", r".layers.\1.mixer."))
+    factors = {
+        kind: tuple(
+            float(c.get(f"{part}_{name}_factor", default=1)) for part in (own, "mlp") for name in ("alpha", "beta")
+        )
+        for kind, own in ((FULL, "full_attn"), (STATE, "linear_attn"))
+    }
+    arch = each(
+        arch,
+        lambda i, layer: {
+            "joins": factors[kinds[i]], "fade": 1 - i / (count - 1 + 1e-5) + 1e-5,
+            "rope": layer.rope if kinds[i] == FULL else None,
+        },
+        order="kept", names=names, qkv_layout="per_head", state=LightningKind(heads, arch.head_dim, c.hidden_act),
+        ignore=(r"\.(slope_rate|query_decay|key_decay|diagonal_decay)$",),
+    )  # fmt: skip
+    return _mixers(arch, kinds)
 
 
 # --- short convolutions ----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from quire.layers.moe import MoeKind
 from quire.models.arch import Arch, each, with_rope, with_window
@@ -21,7 +22,7 @@ def ministral3(c: View) -> Arch:
     arch = with_window(read(c), c.maybe("sliding_window"))
     scaling = (arch.layers[0].rope and arch.layers[0].rope.scaling) or {}
     beta = scaling.get("llama_4_scaling_beta") or 0.0
-    return replace(arch, grow=(beta, scaling.get("original_max_position_embeddings", 1)))
+    return replace(arch, grow=(beta, scaling.get("original_max_position_embeddings", 1), 0))
 
 
 def seed_oss(c: View) -> Arch:
@@ -45,7 +46,7 @@ def helium(c: View) -> Arch:
     return replace(arch, norm=replace(arch.norm, wide=True))
 
 
-def mixtral(c: View) -> Arch:
+def mixtral(c: View, **over: Any) -> Arch:
     moe = MoeKind(c.get("num_local_experts", "num_experts"), c.num_experts_per_tok, c.intermediate_size)
     names = (
         (r"\.block_sparse_moe\.", ".mlp."),
@@ -53,5 +54,5 @@ def mixtral(c: View) -> Arch:
         (r"(\.experts\.\d+)\.w3\.", r"\1.up_proj."),
         (r"(\.experts\.\d+)\.w2\.", r"\1.down_proj."),
     )
-    arch = with_window(read(c, qkv_bias=False, o_bias=False, moe=moe, names=names), c.maybe("sliding_window"))
+    arch = with_window(read(c, qkv_bias=False, o_bias=False, moe=moe, names=names, **over), c.maybe("sliding_window"))
     return each(arch, lambda i, layer: {"moe": True})

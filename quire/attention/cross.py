@@ -1,0 +1,86 @@
+"""Cross attention beside self attention: plans for KV groups of kind CROSS, and the backend that joins the two.
+
+In: one step of one such group, where GroupStep speaks of two texts: `query_lens` are the row's own tokens of this step,
+`context_lens` the tokens of its encoder's output (whole from the row's first step on), `slots` where the keys and
+values of the outputs that come with this step go. Out: a plan that writes those and lets every query read all of its
+row's. Plain torch on any device: reading a context is one gather. Must not know: models, requests.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.attention.backend import AttentionBackend
+from quire.attention.cpu import CpuCache
+from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
+from quire.ops.attention import ragged_attention, write_cache
+from quire.ops.copy import upload
+from quire.schema.errors import ConfigError
+from quire.schema.kv import KVGroup, KVKind, KVSpec
+
+
+class CrossPlan:
+    run_fused = None
+
+    def __init__(self, step: GroupStep, block_size: int) -> None:
+        self.query_lens, self.key_lens, self.slots = step.query_lens, step.context_lens, step.slots
+        counts = np.asarray(step.context_lens, np.int64)
+        rows = np.repeat(np.arange(len(counts)), counts)
+        places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        tables = step.block_tables
+        index = upload(np.stack((rows, places // block_size, places % block_size)), tables.device)
+        own = index[0] if step.row_index is None else step.row_index[index[0]].long()
+        self.read = tables[own, index[1]].long() * block_size + index[2]  # a slot for every key of every row
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        cache: LayerCache | None,
+        *,
+        scale: float,
+        v_size: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        alibi: Tensor | None = None,
+    ) -> Tensor:
+        """k and v [S, Hkv, D]: of the encoder's outputs that come with this step; S may be 0."""
+        if not isinstance(cache, CpuCache) or v is None or alibi is not None:
+            raise ConfigError("cross attention takes keys and values, a cache of its own, and no distances")
+        if len(k):
+            write_cache.on(q.device)(cache.rows, self.slots, k, v)
+        keys, values = cache.read(self.read, 1, q.dtype)
+        return ragged_attention.on(q.device)(
+            q, keys[0].transpose(0, 1), values[0].transpose(0, 1), self.query_lens, self.key_lens,
+            scale=scale, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+
+
+class WithCross:
+    """An attention backend, and cross attention for the groups that ask for it."""
+
+    def __init__(self, attention: AttentionBackend) -> None:
+        self.attention, self.name = attention, attention.name
+
+    def supports(self, spec: KVSpec) -> str | None:
+        if spec.kind is not KVKind.CROSS:
+            return self.attention.supports(spec)
+        if spec.num_kv_heads * spec.head_size <= 0 or not hasattr(torch, spec.dtype):
+            return f"cross attention over {spec.num_kv_heads} kv heads of size {spec.head_size} in {spec.dtype}"
+        return None
+
+    def make_cache(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> LayerCache:
+        if spec.kind is KVKind.CROSS:
+            return CpuCache(spec, num_blocks, memory)
+        return self.attention.make_cache(spec, num_blocks, memory)
+
+    def prepare(self, tokens: int, longest: int) -> None:
+        self.attention.prepare(tokens, longest)
+
+    def plan(self, step: GroupStep, group: KVGroup) -> AttentionPlan:
+        if group.kind is KVKind.CROSS:
+            return CrossPlan(step, group.block_size)
+        return self.attention.plan(step, group)

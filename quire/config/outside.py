@@ -1,0 +1,38 @@
+"""ModelRegistry: architectures from outside the package, by the name that a checkpoint's config.json gives them.
+
+In: a name, and a class or function, or the import path of one. Out: names that a configuration can carry to another
+process (local.py). What such a thing must be is docs/plugins.md. Must not know: torch, or how a model is built.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.config.local import name_of
+from quire.schema.errors import ConfigError
+
+_registered: dict[str, str] = {}
+
+
+class ModelRegistry:
+    """Class methods only, as programs written for vLLM call them."""
+
+    @classmethod
+    def register_model(cls, model_arch: str, model_cls: Any) -> None:
+        """`model_cls`: a class or declaration, or 'module:Name', which is imported only when it is needed."""
+        if not isinstance(model_arch, str) or not model_arch:
+            raise ConfigError(f"model_arch must be the name of an architecture, got {model_arch!r}", param="model_arch")
+        if isinstance(model_cls, str) and (model_cls.count(":") != 1 or not all(model_cls.split(":"))):
+            raise ConfigError(
+                f"model_cls is {model_cls!r}; write a path as 'package.module:ClassName'", param="model_cls"
+            )
+        _registered[model_arch] = name_of(model_cls)
+
+    @classmethod
+    def get_supported_archs(cls) -> set[str]:
+        """Names registered from outside; those that ship with Quire are in docs/models.md."""
+        return set(_registered)
+
+
+def registered(overrides: Mapping[str, str]) -> dict[str, str]:
+    """Architecture -> name of its class: what was registered in this process, under what an option says."""
+    return {**_registered, **overrides}

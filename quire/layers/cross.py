@@ -1,0 +1,44 @@
+"""Attention over an encoder's output: keys and values come from another text, once per request, and are kept.
+
+A row's first step brings the encoder's hidden states (Batch.encoded); their keys and values go to the row's blocks of
+a KV group of kind CROSS, and every later step reads them there. Must not know: who encoded, blocks, rows.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quire.layers.attention import AttentionKind, KVLayer
+from quire.layers.batch import Batch
+from quire.layers.linear import Linear
+from quire.quant.scheme import Storage
+from quire.schema.kv import KVKind, KVSpec
+
+
+class CrossAttention(KVLayer):
+    """`longest`: tokens an encoder's output has at most; 0: no such limit."""
+
+    def __init__(self, prefix: str, width: int, kind: AttentionKind, longest: int, storage: Storage) -> None:
+        super().__init__(f"{prefix}attn", 0, 0)
+        self.kind, self.longest = kind, longest
+        size, heads, kv_heads = kind.head_dim, kind.heads, kind.kv_heads
+        parts = {"k_proj": kv_heads * size, "v_proj": kv_heads * size}
+        self.q = Linear(prefix, width, {"q_proj": heads * size}, storage, bias=kind.qkv_bias)
+        self.kv = Linear(prefix, width, parts, storage, bias=kind.qkv_bias, fused="kv_proj")
+        self.o = Linear(prefix, heads * size, {"o_proj": width}, storage, bias=kind.o_bias)
+
+    def kv_spec(self, block_size: int, kv_dtype: str) -> KVSpec:
+        return KVSpec(
+            layer=self.layer, kind=KVKind.CROSS, block_size=block_size, num_kv_heads=self.kind.kv_heads,
+            head_size=self.kind.head_dim, dtype=kv_dtype, window=self.longest,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        kind, tokens = self.kind, x.shape[0]
+        given = x[:0] if batch.encoded is None else batch.encoded
+        kv = self.kv(given).view(given.shape[0], 2 * kind.kv_heads, kind.head_dim)
+        out = batch.plans[self.group].run(
+            self.q(x).view(tokens, kind.heads, kind.head_dim), kv[:, : kind.kv_heads], kv[:, kind.kv_heads :],
+            self.cache, scale=kind.scale, softcap=kind.softcap,
+        )  # fmt: skip
+        return self.o(out.reshape(tokens, -1))

@@ -1,0 +1,67 @@
+"""Delta attention with a decay per channel: a gated delta net whose state forgets every key entry at its own rate.
+
+A layer with a state like those of layers/ssm.py. Forgetting and the gate on the output come from products of low rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.layers.batch import Batch
+from quire.layers.linear import Linear
+from quire.layers.rope import Turn
+from quire.layers.ssm import Conv, StateLayer
+from quire.ops.ssm import causal_conv, channel_delta_scan
+from quire.quant.scheme import Slot, Storage
+
+
+@dataclass(frozen=True)
+class KdaKind:
+    heads: int
+    head_dim: int  # of keys and of values
+    conv: int = 4
+    act: str = "silu"
+    eps: float = 1e-5
+
+
+class Kda(StateLayer):
+    def __init__(self, prefix: str, width: int, kind: KdaKind, storage: Storage) -> None:
+        heads, size = kind.heads, kind.head_dim
+        inner = heads * size
+        super().__init__(f"{prefix}state", (heads, size, size), (3 * inner, kind.conv - 1), storage)
+        self.prefix, self.kind, self.inner = prefix, kind, inner
+        self.up = Linear(prefix, width, {f"in_proj_{part}": inner for part in "qkv"}, storage, fused="in_proj_qkv")
+        self.low = Linear(prefix, width, {"f_a_proj": size, "g_a_proj": size, "b_proj": heads}, storage)
+        self.forget = Linear(prefix, size, {"f_b_proj": inner}, storage)
+        self.gate = Linear(prefix, size, {"g_b_proj": inner}, storage)
+        self.down = Linear(prefix, inner, {"out_proj": width}, storage)
+        conv = self._conv = Conv(f"{prefix}conv1d", 3 * inner, kind.conv, False, storage)
+        self.conv_weight = conv.weight
+        self.a_log, self.dt_bias = (storage.parameter(n, dtype=torch.float32) for n in (heads, inner))
+        self.norm_weight = storage.parameter(size)
+        self._convolve, self._scan = causal_conv.on(storage.device), channel_delta_scan.on(storage.device)
+
+    def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
+        kind, tokens = self.kind, x.shape[0]
+        shape = (tokens, kind.heads, kind.head_dim)
+        work, (states, windows) = self.step(x, batch)
+        qkv = self._convolve(self.up(x), self.conv_weight, None, windows, work, kind.act)
+        q, k, v = (part.reshape(shape) for part in qkv.chunk(3, -1))
+        forget, gate, beta = self.low(x).split((kind.head_dim, kind.head_dim, kind.heads), -1)
+        rate = F.softplus(self.forget(forget).float() + self.dt_bias).view(shape)
+        decay = -self.a_log.exp()[:, None] * rate
+        y = self._scan(q, k, v, decay, beta.float().sigmoid(), states, work).float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + kind.eps) * self.norm_weight.float()
+        y = y * self.gate(gate).float().view(shape).sigmoid()
+        return self.down(y.to(x.dtype).reshape(tokens, self.inner))
+
+    def slots(self) -> Iterator[Slot]:
+        yield from self._conv.slots(dict.fromkeys("qkv", self.inner))
+        yield Slot(f"{self.prefix}A_log", self.a_log.data.view(1, 1, -1, 1))
+        for name, target in (("dt_bias", self.dt_bias), ("norm.weight", self.norm_weight)):
+            yield Slot(self.prefix + name, target.data)

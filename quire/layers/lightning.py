@@ -1,0 +1,59 @@
+"""Lightning attention: linear attention whose state fades at a constant rate per head, normalised and gated.
+
+A layer with a state like those of layers/ssm.py, without a convolution. Later heads and later layers fade more slowly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.layers.batch import Batch
+from quire.layers.linear import Linear
+from quire.layers.norm import Norm, NormKind
+from quire.layers.rope import Turn
+from quire.layers.ssm import StateLayer
+from quire.ops.act import plain_on
+from quire.ops.ssm import ssd_scan
+from quire.quant.scheme import Slot, Storage
+
+ONE = (1.0, 1.0)  # the least and the largest step of a scan: Mamba 2's arithmetic with a constant decay
+
+
+@dataclass(frozen=True)
+class LightningKind:
+    heads: int
+    head_dim: int
+    act: str = "silu"
+    eps: float = 1e-6
+
+
+class Lightning(StateLayer):
+    def __init__(self, prefix: str, width: int, kind: LightningKind, fade: float, storage: Storage) -> None:
+        heads, size = kind.heads, kind.head_dim
+        super().__init__(f"{prefix}state", (heads, size, size), (0,), storage)  # no window of inputs
+        self.kind = kind
+        parts = {"q_proj": heads * size, "k_proj": heads * size, "v_proj": heads * size}
+        self.up = Linear(prefix, width, parts, storage, fused="qkv_proj")
+        self.gate = Linear(prefix, width, {"output_gate": heads * size}, storage)
+        self.down = Linear(prefix, heads * size, {"out_proj": width}, storage)
+        self.norm = Norm(f"{prefix}norm", (heads * size,), NormKind(eps=kind.eps), storage)
+        rates = torch.tensor([2.0 ** (-8.0 * (head + 1) / heads) for head in range(heads)])
+        self.log_rates = (fade * rates).log().to(storage.device)  # no buffer: it is no part of a checkpoint
+        self.no_bias = torch.zeros(heads, device=storage.device)
+        self._act, self._scan = plain_on(kind.act, storage.device), ssd_scan.on(storage.device)
+
+    def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
+        kind, tokens = self.kind, x.shape[0]
+        work, (states, _) = self.step(x, batch)
+        q, k, v = self._act(self.up(x)).view(tokens, 3, kind.heads, kind.head_dim).unbind(1)
+        steps = self.no_bias.expand(tokens, -1)  # each of them one, whatever is given: see ONE
+        y = self._scan(v, steps, k, q, self.log_rates, None, self.no_bias, ONE, states, work)
+        return self.down(self.norm(y.reshape(tokens, -1)) * torch.sigmoid(self.gate(x)))
+
+    def slots(self) -> Iterator[Slot]:
+        """All of it lies in its parts."""
+        return iter(())

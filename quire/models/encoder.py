@@ -1,0 +1,175 @@
+"""Models that read a whole text at once: the decoder's blocks, attending in both directions, without a cache.
+
+In: Texts. Out: hidden states [T, width], text after text. Weights arrive through the same table as a decoder's.
+What becomes of hidden states (a mean, a first token, a class) is the business of whoever calls. It must not know
+which model it is: only fields of EncoderArch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.layers.attention import Attention
+from quire.layers.batch import Batch
+from quire.layers.embed import Embedding, Head
+from quire.layers.linear import Linear
+from quire.layers.norm import NoNorm, Norm
+from quire.layers.packed import Texts, WithinPlan
+from quire.layers.relative import RelativeKind, RelativeScores
+from quire.layers.rope import Rope
+from quire.layers.table import WeightTable
+from quire.models.arch import Arch
+from quire.models.decoder import BLOCKS
+from quire.models.layout import arrange_for
+from quire.models.view import View
+from quire.models.zoo import ENCODERS
+from quire.quant.scheme import Storage
+from quire.schema.errors import CheckpointError, ConfigError, InputError
+
+
+@dataclass(frozen=True)
+class EncoderArch:
+    """What an encoder has beside its layers. In `core`, a layer's window counts to either side."""
+
+    core: Arch
+    types: int = 0  # rows of a table of token types
+    first_norm: bool = True  # False: the first layer reads the embeddings as they are
+    relative: RelativeKind | None = None  # scores by distance, shared by all layers
+    inner_bias: bool = False  # the projection of a narrower token table has a bias
+    up_first: bool = False  # in a fused matrix the rows of up come before those of the gate
+
+
+class Encoder(nn.Module):
+    def __init__(self, arch: EncoderArch, storage: Storage, *, max_model_len: int) -> None:
+        super().__init__()
+        self.arch, self.storage, core = arch, storage, arch.core
+        width, inner = core.width, core.embed_width or core.width
+        self.embed = Embedding("model.embed_tokens", core.vocab, inner, storage, scale=core.embed_scale)
+        self.positions = (
+            Embedding("model.embed_positions", core.positions, inner, storage, offset=core.position_offset)
+            if core.positions
+            else None
+        )
+        self.types = Embedding("model.embed_types", arch.types, inner, storage) if arch.types else None
+        self.embed_norm = Norm("model.embed_norm", (inner,), core.norm, storage) if core.embed_norm else None
+        self.project_in = (
+            Linear("model.", inner, {"project_in": width}, storage, bias=arch.inner_bias) if core.embed_width else None
+        )
+        kinds: list = []  # distinct rotary kinds, in order of first use
+        for layer in core.layers:
+            if layer.rope is not None and layer.rope not in kinds:
+                kinds.append(layer.rope)
+        ropes = [Rope(kind, max_model_len, storage.dtype, storage.device) for kind in kinds]
+        self.ropes = nn.ModuleList(ropes)
+        self.rope_of = [None if layer.rope is None else kinds.index(layer.rope) for layer in core.layers]
+        self.windows = list(dict.fromkeys(layer.window for layer in core.layers))
+        self.layers = nn.ModuleList()
+        for i, (layer, which) in enumerate(zip(core.layers, self.rope_of, strict=True)):
+            block = BLOCKS[core.order](core, i, None if which is None else ropes[which], storage)
+            if isinstance(block.attn, Attention):
+                block.attn.group = self.windows.index(layer.window)
+            if i == 0 and not arch.first_norm:
+                block.before_attn = NoNorm()
+            self.layers.append(block)
+        self.norm = Norm("model.norm", (width,), core.norm, storage) if core.final_norm else NoNorm()
+        self.relative = (
+            RelativeScores("model.relative", core.heads, arch.relative, storage, both_ways=True)
+            if arch.relative
+            else None
+        )
+
+    @torch.no_grad()
+    def forward(self, texts: Texts) -> Tensor:
+        """Hidden states [T, width]."""
+        if (longest := max(texts.lens)) > self.arch.core.max_positions:
+            raise InputError(
+                f"a text of {longest} tokens is longer than the model reads ({self.arch.core.max_positions})",
+                value=longest,
+            )
+        positions = texts.positions()
+        batch = Batch(
+            token_ids=texts.token_ids, positions=positions, logit_index=positions[:0], num_tokens=len(positions),
+            plans=[WithinPlan(texts.lens, window) for window in self.windows],
+        )  # fmt: skip
+        turns, x, delta = [rope(positions) for rope in self.ropes], self._embedded(texts, positions), None
+        for layer, which in zip(self.layers, self.rope_of, strict=True):
+            x, delta = layer(x, delta, batch, None if which is None else turns[which])
+        return self.norm.add(x, delta)[0]
+
+    def _embedded(self, texts: Texts, positions: Tensor) -> Tensor:
+        x = self.embed(texts.token_ids)
+        if self.types is not None:
+            x = x + self.types(torch.zeros_like(texts.token_ids) if texts.type_ids is None else texts.type_ids)
+        elif texts.type_ids is not None and bool(texts.type_ids.any()):
+            raise InputError("this model knows no token types, but some are not 0")
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)
+        return x if self.project_in is None else self.project_in(x)
+
+    def table(self) -> WeightTable:
+        core, arrange = self.arch.core, arrange_for(self.arch.core)
+
+        def arranged(name: str, tensor: Tensor) -> Tensor:
+            if self.arch.up_first and ".mlp.gate_up_proj." in name:
+                tensor = torch.cat(tensor.chunk(2)[::-1])
+            return arrange(name, tensor)
+
+        return WeightTable.of(self, names=core.names, ignore=core.ignore, arrange=arranged)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Fill parameters from (checkpoint name, tensor) pairs, all or some; returns the names that were taken."""
+        table, taken = self.table(), set()
+        for name, tensor in weights:
+            if not table.load(name, tensor):
+                raise CheckpointError(f"the model has no place for tensor {name!r}", param=name)
+            taken.add(name)
+        self.finish_weights()
+        return taken
+
+    @torch.no_grad()
+    def finish_weights(self) -> None:
+        """To be called once parameters are filled through the table."""
+        scores = None if self.relative is None else self.relative()
+        for module in self.modules():
+            if isinstance(module, Linear | Embedding | Head):
+                module.finish()
+            elif isinstance(module, Attention) and scores is not None:
+                module.alibi = scores
+
+
+def encoder_arch(hf_config: Mapping[str, Any]) -> EncoderArch | None:
+    """The declaration of the first encoder named in config["architectures"]; None: there is none."""
+    for name in hf_config.get("architectures") or []:
+        if name in ENCODERS:
+            arch: EncoderArch = ENCODERS.get(name)(View(hf_config, {}, name))
+            return arch
+    return None
+
+
+def build_encoder(
+    hf_config: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    max_model_len: int | None = None,
+    storage: Storage | None = None,
+) -> Encoder:
+    """As models/build.build_model, for a model that reads a whole text at once."""
+    arch = encoder_arch(hf_config)
+    if arch is None:
+        raise ConfigError(
+            f"no encoder is declared under {hf_config.get('architectures')}; declared: {', '.join(ENCODERS.names())}",
+            param="architectures",
+        )
+    if any(layer.mixer != "attention" for layer in arch.core.layers):
+        raise ConfigError("an encoder's layers attend; states run in one direction only")
+    core = replace(arch.core, alibi=0.0)
+    storage = storage or Storage.plain(dtype, device)
+    return Encoder(replace(arch, core=core), storage, max_model_len=max_model_len or core.max_positions)

@@ -1,0 +1,161 @@
+"""Models of two halves: an encoder reads one text at once, a decoder writes another and attends over both.
+
+In: Texts for `encode`; for `forward` a Batch whose plans hold a group of kind CROSS, and in Batch.encoded the encoder's
+outputs of the rows that begin. Out: hidden states and logits, as from any decoder. The halves are models/encoder.py and
+models/decoder.py; this joins their token table and their weight tables, and knows no model by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.layers.attention import Attention
+from quire.layers.batch import Batch, LayerCache
+from quire.layers.embed import Head
+from quire.layers.packed import Texts
+from quire.layers.relative import RelativeKind, RelativeScores
+from quire.layers.table import WeightTable, slots_of
+from quire.models.arch import Arch
+from quire.models.decoder import Decoder
+from quire.models.encoder import Encoder, EncoderArch
+from quire.models.view import View
+from quire.models.zoo import SEQ2SEQ
+from quire.quant.scheme import Slot, Storage, StoredRows
+from quire.schema.errors import CheckpointError, ConfigError
+from quire.schema.kv import KVSpec
+
+
+@dataclass(frozen=True)
+class Seq2SeqArch:
+    """Both halves. Names of tensors lead to `encoder.` and `model.` (the decoder); those of the halves are not read."""
+
+    encoder: EncoderArch
+    decoder: Arch
+    start: int  # the token a decoder begins with
+    relative: RelativeKind | None = None  # scores by distance in the decoder's own attention, shared by its layers
+    names: tuple[tuple[str, str], ...] = ()
+    ignore: tuple[str, ...] = ()
+
+
+class SharedTable(WeightTable):
+    """A head that shares the token table gets one of its own if the checkpoint turns out to hold one."""
+
+    model: Seq2Seq
+
+    def load(self, name: str, given: Tensor | StoredRows) -> bool:
+        if self.canonical(name) == "lm_head.weight" and self.model.decoder.head.tied:
+            self.model.untie()
+            self._slots |= {slot.name: slot for slot in self.model.decoder.head.slots() if slot.name not in self._slots}
+        return super().load(name, given)
+
+
+class Seq2Seq(nn.Module):
+    captures = False
+
+    def __init__(self, arch: Seq2SeqArch, storage: Storage, *, max_model_len: int) -> None:
+        super().__init__()
+        self.arch, self.storage = arch, storage
+        self.decoder = Decoder(arch.decoder, storage, max_model_len=max_model_len)
+        self.encoder = Encoder(arch.encoder, storage, max_model_len=max_model_len)
+        self.encoder.embed = self.decoder.embed
+        self.relative = (
+            RelativeScores("model.relative", arch.decoder.heads, arch.relative, storage, both_ways=False)
+            if arch.relative
+            else None
+        )
+
+    def encode(self, texts: Texts) -> Tensor:
+        """[S, width], text after text: what Batch.encoded takes when these rows begin."""
+        return self.encoder(texts)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.decoder(batch)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden)
+
+    def narrow_logits(self, hidden: Tensor) -> Tensor:
+        return self.decoder.narrow_logits(hidden)
+
+    def kv_specs(self, block_size: int, kv_dtype: str) -> list[KVSpec]:
+        return self.decoder.kv_specs(block_size, kv_dtype)
+
+    def bind_kv(self, caches: Mapping[str, LayerCache], groups: Mapping[str, int]) -> None:
+        self.decoder.bind_kv(caches, groups)
+
+    def untie(self) -> None:
+        """A head of its own; its bias, if there is one, stays."""
+        arch, old = self.arch.decoder, self.decoder.head
+        head = Head("lm_head", arch.vocab, arch.embed_width or arch.width, self.storage, bias=old.bias is not None)
+        if head.bias is not None and old.bias is not None:
+            head.bias = old.bias
+        self.decoder.head = head
+
+    def table(self) -> WeightTable:
+        table = SharedTable(self._slots(), names=self.arch.names, ignore=self.arch.ignore, arrange=_flat_bias)
+        table.model = self
+        return table
+
+    def _slots(self) -> Iterator[Slot]:
+        yield from slots_of(self.decoder)
+        if self.relative is not None:
+            yield from self.relative.slots()
+        shared = {slot.name for slot in slots_of(self.encoder.embed)}
+        for slot in slots_of(self.encoder):
+            if slot.name not in shared:
+                yield Slot(_encoder_name(slot.name), slot.target, tuple(map(_encoder_name, slot.fills)))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Fill parameters from (checkpoint name, tensor) pairs, all or some; returns the names that were taken."""
+        table, taken = self.table(), set()
+        for name, tensor in weights:
+            if not table.load(name, tensor):
+                raise CheckpointError(f"the model has no place for tensor {name!r}", param=name)
+            taken.add(name)
+        self.finish_weights()
+        return taken
+
+    @torch.no_grad()
+    def finish_weights(self) -> None:
+        self.encoder.finish_weights()
+        self.decoder.finish_weights()
+        if self.relative is not None:
+            scores = self.relative()
+            for module in self.decoder.modules():
+                if isinstance(module, Attention):
+                    module.alibi, module.fusable = scores, False
+
+
+def _encoder_name(name: str) -> str:
+    return "encoder." + name.removeprefix("model.")
+
+
+def _flat_bias(name: str, tensor: Tensor) -> Tensor:
+    """Some store the head's bias as one row."""
+    return tensor.view(-1) if name == "lm_head.bias" else tensor
+
+
+def build_seq2seq(
+    hf_config: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    max_model_len: int | None = None,
+    storage: Storage | None = None,
+) -> Seq2Seq:
+    """As models/build.build_model, for a model of two halves."""
+    name = next((name for name in hf_config.get("architectures") or [] if name in SEQ2SEQ), None)
+    if name is None:
+        raise ConfigError(
+            f"no encoder-decoder is declared under {hf_config.get('architectures')}; "
+            f"declared: {', '.join(SEQ2SEQ.names())}",
+            param="architectures",
+        )
+    arch: Seq2SeqArch = SEQ2SEQ.get(name)(View(hf_config, {}, name))
+    storage = storage or Storage.plain(dtype, device)
+    return Seq2Seq(arch, storage, max_model_len=max_model_len or arch.decoder.max_positions)

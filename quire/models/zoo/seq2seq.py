@@ -1,0 +1,105 @@
+"""Models of two halves: T5 and BART, and their many-language forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.layers.norm import NormKind
+from quire.layers.relative import RelativeKind
+from quire.models.arch import Arch, Layer
+from quire.models.encoder import EncoderArch
+from quire.models.seq2seq import Seq2SeqArch
+from quire.models.view import View
+
+_ENDLESS = 1 << 20  # scores by distance know no longest text
+
+_T5 = (
+    (r"^shared\.", "model.embed_tokens."),
+    (r"^decoder\.block\.", "model.layers."),
+    (r"^encoder\.block\.", "encoder.layers."),
+    (r"^decoder\.final_layer_norm\.", "model.norm."),
+    (r"^encoder\.final_layer_norm\.", "encoder.norm."),
+    (r"^(model|encoder)\.layers\.0\.layer\.0\.SelfAttention\.relative_attention_bias\.", r"\1.relative."),
+    (r"\.layer\.0\.SelfAttention\.([qkvo])\.", r".self_attn.\1_proj."),
+    (r"\.layer\.1\.EncDecAttention\.([qkvo])\.", r".cross_attn.\1_proj."),
+    (r"\.layer\.0\.layer_norm\.", ".input_layernorm."),
+    (r"^(model\.layers\.\d+)\.layer\.1\.layer_norm\.", r"\1.cross_layernorm."),
+    (r"\.layer\.[12]\.layer_norm\.", ".post_attention_layernorm."),
+    (r"\.layer\.[12]\.DenseReluDense\.wi_0\.", ".mlp.gate_proj."),
+    (r"\.layer\.[12]\.DenseReluDense\.(wi|wi_1)\.", ".mlp.up_proj."),
+    (r"\.layer\.[12]\.DenseReluDense\.wo\.", ".mlp.down_proj."),
+)
+
+
+def t5(c: View, *, usual: str = "relu", scales: bool = True) -> Seq2SeqArch:
+    kind = c.get("feed_forward_proj", default=usual)
+    act = {"gated-gelu": "gelu_new"}.get(kind, kind.removeprefix("gated-"))
+    scaled = scales and c.get("scale_decoder_outputs", "tie_word_embeddings", default=True)
+    count, heads = c.num_layers, c.num_heads
+    common: dict[str, Any] = dict(
+        vocab=c.vocab_size, width=c.d_model, heads=heads, kv_heads=heads, head_dim=c.d_kv, ffn=c.d_ff, attn_scale=1.0,
+        max_positions=_ENDLESS, norm=NormKind(eps=c.get("layer_norm_epsilon", default=1e-6)), act=act,
+        gated=kind.startswith("gated-"),
+    )  # fmt: skip
+    relative = RelativeKind(
+        c.get("relative_attention_num_buckets", default=32), c.get("relative_attention_max_distance", default=128)
+    )
+    decoder = Arch(
+        layers=(Layer(),) * c.get("num_decoder_layers", default=count), order="cross_pre", cross=0,
+        tie=bool(c.get("tie_word_embeddings", default=True)), logit_scale=c.d_model**-0.5 if scaled else 1.0, **common,
+    )  # fmt: skip
+    return Seq2SeqArch(
+        EncoderArch(Arch(layers=(Layer(),) * count, **common), relative=relative), decoder,
+        start=c.get("decoder_start_token_id", "pad_token_id", default=0), relative=relative, names=_T5,
+        ignore=(r"^(encoder|decoder)\.embed_tokens\.", r"EncDecAttention\.relative_attention_bias\."),
+    )  # fmt: skip
+
+
+def mt5(c: View) -> Seq2SeqArch:
+    """The newer T5: logits are never scaled."""
+    return t5(c, usual="gated-gelu", scales=False)
+
+
+_BART = (
+    (r"^model\.shared\.", "model.embed_tokens."),
+    (r"^(model\.)?encoder\.", "encoder."),
+    (r"^(model\.)?decoder\.", "model."),
+    (r"^final_logits_bias$", "lm_head.bias"),
+    (r"\.out_proj\.", ".o_proj."),
+    (r"\.encoder_attn\.", ".cross_attn."),
+    (r"\.encoder_attn_layer_norm\.", ".cross_layernorm."),
+    (r"\.self_attn_layer_norm\.", ".input_layernorm."),
+    (r"\.final_layer_norm\.", ".post_attention_layernorm."),
+    (r"\.fc1\.", ".mlp.up_proj."),
+    (r"\.fc2\.", ".mlp.down_proj."),
+    (r"\.layernorm_embedding\.", ".embed_norm."),
+    (r"^(model|encoder)\.layer_norm\.", r"\1.norm."),
+)
+
+
+def _half(c: View, side: str, *, order: str, final: bool, **over: Any) -> Arch:
+    heads, width = c.get(f"{side}_attention_heads"), c.d_model
+    return Arch(
+        vocab=c.vocab_size, width=width, heads=heads, kv_heads=heads, head_dim=width // heads,
+        ffn=c.get(f"{side}_ffn_dim"), layers=(Layer(),) * c.get(f"{side}_layers"), order=order,
+        max_positions=c.max_position_embeddings, norm=NormKind("layer", 1e-5, bias=True), embed_norm=True,
+        final_norm=final, qkv_bias=True, o_bias=True, mlp_bias=True, gated=False,
+        act=c.get("activation_function", default="gelu"), positions=c.max_position_embeddings + 2, position_offset=2,
+        embed_scale=width**0.5 if c.get("scale_embedding", default=False) else 1.0, **over,
+    )  # fmt: skip
+
+
+def bart(c: View, *, order: str = "after", final: bool = False) -> Seq2SeqArch:
+    decoder = _half(
+        c, "decoder", order=f"cross_{order}", final=final, cross=c.max_position_embeddings, head_bias=True,
+        tie=bool(c.get("tie_word_embeddings", default=True)),
+    )  # fmt: skip
+    return Seq2SeqArch(
+        EncoderArch(_half(c, "encoder", order=order, final=final)), decoder,
+        start=c.get("decoder_start_token_id", "eos_token_id", default=2), names=_BART,
+        ignore=(r"^encoder\.embed_tokens\.", r"\.version$"),
+    )  # fmt: skip
+
+
+def mbart(c: View) -> Seq2SeqArch:
+    return bart(c, order="pre", final=True)

@@ -1,0 +1,137 @@
+"""Configs of the newer families as they lie on hubs (fewer layers, keys that are absent there left out)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_L: dict[str, Any] = dict(
+    hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_hidden_layers=4, num_key_value_heads=8,
+    vocab_size=32000, rms_norm_eps=1e-5, torch_dtype="bfloat16", max_position_embeddings=8192, hidden_act="silu",
+    rope_theta=1000000.0,
+)  # fmt: skip
+_MLA = dict(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+            num_key_value_heads=32)  # fmt: skip
+_GROUPED = dict(n_routed_experts=64, n_shared_experts=1, num_experts_per_tok=4, moe_intermediate_size=1536, n_group=1,
+                topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.8, first_k_dense_replace=1)  # fmt: skip
+_LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+               original_max_position_embeddings=8192)  # fmt: skip
+_GRANITE = dict(attention_multiplier=0.0078125, embedding_multiplier=12.0, residual_multiplier=0.22,
+                logits_scaling=16.0, tie_word_embeddings=True)  # fmt: skip
+_BART = dict(d_model=1024, decoder_layers=4, encoder_layers=4, decoder_attention_heads=16, encoder_attention_heads=16,
+             decoder_ffn_dim=4096, encoder_ffn_dim=4096, max_position_embeddings=1024, activation_function="gelu",
+             vocab_size=50265)  # fmt: skip
+
+
+def _hub(name: str, *parts: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"architectures": [name]}
+    for part in parts:
+        found |= part
+    return found | keys
+
+
+MORE: dict[str, dict[str, Any]] = {
+    "ministral": _hub("MinistralForCausalLM", _L, sliding_window=4096, layer_types=["sliding_attention"] * 4),
+    "cwm": _hub("CwmForCausalLM", _L, head_dim=128, sliding_window=8192, rope_scaling=_LLAMA3),
+    "ernie-4.5-0.3b": _hub("Ernie4_5ForCausalLM", _L, use_bias=False, head_dim=128, rope_theta=500000,
+                           tie_word_embeddings=True),
+    "apertus-8b": _hub("ApertusForCausalLM", _L, hidden_act="xielu", post_norm=False, qk_norm=True, mlp_bias=False,
+                       attention_bias=False, rope_scaling=_LLAMA3, rope_theta=12000000),
+    "bitnet-2b": _hub("BitNetForCausalLM", _L, hidden_act="relu2", rope_theta=500000.0, tie_word_embeddings=True),
+    "jais-2": _hub("Jais2ForCausalLM", _L, hidden_act="relu2", layer_norm_eps=1e-5, attention_bias=True,
+                   mlp_bias=True),
+    "nanochat": _hub("NanoChatForCausalLM", _L, hidden_act="relu2", final_logit_softcapping=15.0),
+    "hunyuan-7b": _hub("HunYuanDenseV1ForCausalLM", _L, head_dim=128, attention_bias=False,
+                       rope_scaling=dict(type="dynamic", factor=1.0)),
+    "hyperclovax-think": _hub("HyperCLOVAXForCausalLM", _L, _GRANITE, head_dim=128, use_post_norm=True,
+                              attention_bias=False),
+    "hyperclovax, no multiplier": _hub("HyperCLOVAXForCausalLM", _L, use_post_norm=False),
+    "granite with windows": _hub("GraniteSWAForCausalLM", _L, _GRANITE, sliding_window=128, num_hidden_layers=8),
+    "vaultgemma-1b": _hub("VaultGemmaForCausalLM", _L, hidden_activation="gelu_pytorch_tanh", head_dim=256,
+                          query_pre_attn_scalar=256, sliding_window=512, attn_logit_softcapping=None,
+                          final_logit_softcapping=None),
+    "youtu-2b": _hub("YoutuForCausalLM", _L, _MLA, rope_interleave=True, rope_scaling=None),
+    "minicpm3-4b": _hub("MiniCPM3ForCausalLM", _L, {k: v for k, v in _MLA.items() if k != "v_head_dim"},
+                        scale_emb=12, dim_model_base=256, scale_depth=1.4, rope_theta=10000.0),
+    "ernie-4.5-21b-a3b": _hub("Ernie4_5_MoeForCausalLM", _L, use_bias=False, moe_num_experts=64, moe_k=6,
+                              moe_intermediate_size=1536, moe_layer_start_index=1, moe_layer_end_index=3,
+                              moe_layer_interval=1, moe_num_shared_experts=2, moe_use_aux_free=True),
+    "hunyuan-a13b": _hub("HunYuanMoEV1ForCausalLM", _L, num_experts=64, moe_topk=[8, 8, 8, 8], head_dim=128,
+                         attention_bias=False, mlp_bias=False),
+    "hy3": _hub("HYV3ForCausalLM", _L, head_dim=128, num_experts=192, num_experts_per_tok=8, num_shared_experts=1,
+                moe_intermediate_size=1536, router_scaling_factor=2.826),
+    "k-exaone": _hub("ExaoneMoeForCausalLM", _L, sliding_window=128, sliding_window_pattern="LLLG", num_experts=128,
+                     layer_types=["sliding_attention"] * 3 + ["full_attention"],
+                     num_experts_per_tok=8, num_shared_experts=1, moe_intermediate_size=2048, head_dim=128,
+                     first_k_dense_replace=1, scoring_func="sigmoid"),
+    "flexolmo": _hub("FlexOlmoForCausalLM", _L, num_experts=7, num_experts_per_tok=5, rope_theta=500000,
+                     norm_topk_prob=False),
+    "kolibri": _hub("Kolibri1ForCausalLM", _L, head_dim=128, sliding_window=513, num_experts=384,
+                    num_experts_per_tok=6, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+                    num_hidden_layers=5),
+    "mellum-2": _hub("MellumForCausalLM", {k: v for k, v in _L.items() if k != "rope_theta"}, head_dim=128,
+                     num_experts=64, moe_intermediate_size=896, norm_topk_prob=True,
+                     layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=1024),
+    "minimax-m2": _hub("MiniMaxM2ForCausalLM", _L, head_dim=128, num_local_experts=256, num_experts_per_tok=8,
+                       rotary_dim=64, rope_theta=5000000, scoring_func="sigmoid", use_qk_norm=True,
+                       use_routing_bias=True, qk_norm_type="per_layer"),
+    "solar-open": _hub("SolarOpenForCausalLM", {k: v for k, v in _L.items() if k != "intermediate_size"}, _GROUPED,
+                       head_dim=128),
+    "glm-4.7-flash": _hub("Glm4MoeLiteForCausalLM", _L, _MLA, _GROUPED, num_nextn_predict_layers=1,
+                          topk_method="noaux_tc", partial_rotary_factor=1.0),
+    "ax-k1": _hub("AXK1ForCausalLM", _L, _MLA, _GROUPED, first_k_dense_replace=2, moe_layer_freq=1),
+    "deepseek-v3.2": _hub("DeepseekV32ForCausalLM", _L, _MLA, _GROUPED, index_head_dim=128, index_n_heads=64,
+                          index_topk=2048, first_k_dense_replace=3, num_nextn_predict_layers=1, rope_scaling=dict(
+                              type="yarn", factor=40, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0,
+                              original_max_position_embeddings=4096)),
+    "glm-5": _hub("GlmMoeDsaForCausalLM", _L, _MLA, _GROUPED, index_head_dim=128, index_n_heads=32, index_topk=2048,
+                  first_k_dense_replace=3),
+    "trinity": _hub("AfmoeForCausalLM", _L, head_dim=128, sliding_window=2048, global_attn_every_n_layers=4,
+                    num_experts=128, num_experts_per_tok=8, num_shared_experts=1, num_dense_layers=2,
+                    moe_intermediate_size=1024, route_scale=2.826, mup_enabled=True, score_func="sigmoid"),
+    "flint": _hub("FlintForCausalLM", _L, head_dim=128, num_experts=256, num_experts_per_tok=6, num_hidden_layers=8,
+                  moe_intermediate_size=512, shared_expert_intermediate_size=1024, sliding_window=513),
+    "phi-3.5-moe": _hub("PhimoeForCausalLM", _L, num_local_experts=16, num_experts_per_tok=2, attention_bias=True,
+                        lm_head_bias=True, sliding_window=131072, router_jitter_noise=0.01, hidden_size=3072,
+                        num_attention_heads=32, original_max_position_embeddings=4096, max_position_embeddings=131072,
+                        rope_scaling=dict(type="longrope", short_factor=[1.0] * 48, long_factor=[2.0] * 48,
+                                          short_mscale=1.243163121016122, long_mscale=1.243163121016122,
+                                          original_max_position_embeddings=4096)),
+    "granite-3 with a shared expert": _hub("GraniteMoeSharedForCausalLM", _L, _GRANITE, num_local_experts=32,
+                                           num_experts_per_tok=8, shared_intermediate_size=1024),
+    "granite-moe with windows": _hub("GraniteMoeSWAForCausalLM", _L, _GRANITE, num_local_experts=32,
+                                     num_experts_per_tok=8, sliding_window=128, num_hidden_layers=8),
+    "command-a with experts": _hub("Cohere2MoeForCausalLM", _L, layer_norm_eps=1e-5, logit_scale=0.25, num_experts=8,
+                                   num_experts_per_tok=2, sliding_window=4096, num_hidden_layers=8),
+    "llama-4 text": _hub("Llama4ForCausalLM", _L, head_dim=128, intermediate_size_mlp=16384, num_local_experts=16,
+                         num_experts_per_tok=1, interleave_moe_layer_step=1, attention_chunk_size=8192,
+                         use_qk_norm=True, attn_temperature_tuning=True, num_hidden_layers=8, no_rope_layers=[],
+                         rope_scaling=_LLAMA3),
+    "aria text": _hub("AriaTextForCausalLM", _L, moe_num_experts=64, moe_topk=6, moe_num_shared_experts=2),
+    "santacoder": _hub("GPTBigCodeForCausalLM", n_embd=2048, n_head=16, n_layer=4, n_positions=2048, n_inner=8192,
+                       vocab_size=49280, multi_query=True, activation_function="gelu_pytorch_tanh"),
+    "gpt-neo-125m": _hub("GPTNeoForCausalLM", hidden_size=768, num_layers=4, num_heads=12, window_size=256,
+                         attention_types=[[["global", "local"], 2]], vocab_size=50257, max_position_embeddings=2048,
+                         attention_layers=["global", "local", "global", "local"], intermediate_size=None),
+    "codegen-350m": _hub("CodeGenForCausalLM", n_embd=1024, n_head=16, n_layer=4, n_positions=2048, n_ctx=2048,
+                         rotary_dim=32, vocab_size=51200, tie_word_embeddings=False),
+    "mpt-7b": _hub("MptForCausalLM", d_model=4096, n_heads=32, n_layers=4, max_seq_len=2048, vocab_size=50432,
+                   expansion_ratio=4, attn_config=dict(alibi=True, clip_qkv=None, qk_ln=False, softmax_scale=None)),
+    "mpt-30b": _hub("MptForCausalLM", d_model=4096, n_heads=64, n_layers=4, attn_config=dict(
+        alibi=True, clip_qkv=8.0, softmax_scale=0.1)),
+    "gpt-1": _hub("OpenAIGPTLMHeadModel", n_embd=768, n_head=12, n_layer=4, n_positions=512, n_ctx=512, afn="gelu",
+                  vocab_size=40478, layer_norm_epsilon=1e-5),
+    "persimmon-8b": _hub("PersimmonForCausalLM", hidden_size=4096, num_attention_heads=64, num_hidden_layers=4,
+                         intermediate_size=16384, hidden_act="relu2", layer_norm_eps=1e-5, qk_layernorm=True,
+                         partial_rotary_factor=0.5, rope_theta=25000.0, vocab_size=262144),
+    "xglm-564m": _hub("XGLMForCausalLM", d_model=1024, ffn_dim=4096, num_layers=4, attention_heads=16,
+                      activation_function="gelu", scale_embedding=True, max_position_embeddings=2048),
+    "biogpt": _hub("BioGptForCausalLM", hidden_size=1024, num_hidden_layers=4, num_attention_heads=16,
+                   intermediate_size=4096, scale_embedding=True, vocab_size=42384),
+    "bart-large": _hub("BartForCausalLM", _BART, scale_embedding=False),
+    "plbart-base": _hub("PLBartForCausalLM", _BART),
+    "mvp": _hub("MvpForCausalLM", _BART),
+    "mbart-large-50": _hub("MBartForCausalLM", _BART, scale_embedding=True, activation_function="relu"),
+    "pegasus-xsum": _hub("PegasusForCausalLM", _BART, scale_embedding=True, activation_function="relu"),
+    "blenderbot-400m": _hub("BlenderbotForCausalLM", _BART, scale_embedding=True, max_position_embeddings=128),
+    "opus-mt": _hub("MarianForCausalLM", _BART, scale_embedding=True, activation_function="swish"),
+}  # fmt: skip
