@@ -12,11 +12,11 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Sequence
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from quire.base.registry import load
-from vllm.table import MISSING, names
+from vllm.table import COMMANDS, MISSING, names
 
 __version__ = "0.13.0+quire"  # the documented interface; quire.__version__ is the engine's own
 __version_tuple__ = (0, 13, 0, "quire")
@@ -58,6 +58,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if reason := _why_missing(fullname):
             raise ModuleNotFoundError(f"Quire has no {fullname}: {reason}", name=fullname)
         return None
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """What `python -m` runs."""
+        if (words := COMMANDS.get(fullname)) is None:
+            return None
+        run = f"sys.argv[0] = 'vllm'; sys.exit(main([*{words!r}, *sys.argv[1:]]))"
+        source = f"import sys; from quire.cli.main import main; {run}"
+        return compile(source, f"<{fullname}>", "exec")
 
     def exec_module(self, module: ModuleType) -> None:
         known = _NAMES.get(module.__name__, {})

@@ -108,8 +108,11 @@ class ReasoningParser:
     def extract_content_ids(self, input_ids: list[int]) -> list[int]:
         raise NotImplementedError("extract_content_ids")
 
+    def is_reasoning_end_streaming(self, input_ids: Sequence[int], delta_ids: Sequence[int]) -> bool:
+        return self.is_reasoning_end(input_ids)
+
     def extract_reasoning(self, model_output: str, request: Any = None) -> tuple[str | None, str | None]:
-        raise NotImplementedError("extract_reasoning")
+        return self.extract_reasoning_content(model_output, request)
 
     def extract_reasoning_streaming(
         self,
@@ -120,7 +123,20 @@ class ReasoningParser:
         current_token_ids: Sequence[int],
         delta_token_ids: Sequence[int],
     ) -> DeltaMessage | None:
-        raise NotImplementedError("extract_reasoning_streaming")
+        texts = (previous_text, current_text, delta_text)
+        return self.extract_reasoning_content_streaming(*texts, previous_token_ids, current_token_ids, delta_token_ids)
+
+    # the names these two had before; classes that still have them work
+
+    def extract_reasoning_content(self, model_output: str, request: Any = None) -> tuple[str | None, str | None]:
+        if type(self).extract_reasoning is ReasoningParser.extract_reasoning:
+            raise NotImplementedError("extract_reasoning")
+        return self.extract_reasoning(model_output, request)
+
+    def extract_reasoning_content_streaming(self, *args: Any) -> DeltaMessage | None:
+        if type(self).extract_reasoning_streaming is ReasoningParser.extract_reasoning_streaming:
+            raise NotImplementedError("extract_reasoning_streaming")
+        return self.extract_reasoning_streaming(*args)
 
 
 class QuireTools(ToolParser):
@@ -182,8 +198,6 @@ class QuireReasoning(ReasoningParser):
         found = fold(self._new(inside).feed(model_output, (), final=True))
         return found.reasoning or None, found.content or None
 
-    extract_reasoning_content = extract_reasoning
-
     def extract_reasoning_streaming(
         self,
         previous_text: str,
@@ -199,6 +213,31 @@ class QuireReasoning(ReasoningParser):
 
     def _new(self, inside: bool) -> OutputParser:
         return ParserChoice(None, self.FORMAT).parser(Ask(prompt=self.FORMAT.start[0] if inside else None))
+
+
+class BaseThinkingReasoningParser(QuireReasoning):
+    """For a user's family that differs in its two tags only: `start_token` and `end_token`. Until the end comes, all is
+    thought."""
+
+    @property
+    def start_token(self) -> str:
+        raise NotImplementedError("start_token")
+
+    @property
+    def end_token(self) -> str:
+        raise NotImplementedError("end_token")
+
+    @property
+    def FORMAT(self) -> ReasoningFormat:  # type: ignore[override]  # noqa: N802
+        return ReasoningFormat((self.start_token,), (self.end_token,), inside=True)
+
+    @property
+    def start_token_id(self) -> int | None:
+        return self.vocab.get(self.start_token)
+
+    @property
+    def end_token_id(self) -> int | None:
+        return self.vocab.get(self.end_token)
 
 
 def _parser(form: ToolFormat, request: Any) -> OutputParser:

@@ -80,3 +80,16 @@ def read_variable(name: str) -> Any:
     if variable is None or name not in variable.spellings:
         raise AttributeError(f"Quire reads no environment variable {name!r}")
     return variable.get()
+
+
+def make_arg_parser(parser: Any) -> Any:
+    """The options of `serve`, in the caller's own parser."""
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="A folder, a .gguf file, or a hub id.")
+    load("quire.config.flags:add_flags")(parser, load("quire.config.server:flats")())
+    load("quire.config:EngineArgs").add_cli_args(parser)
+    return parser
+
+
+def validate_parsed_serve_args(args: Any) -> None:
+    """What can be wrong before a model is loaded, is found here."""
+    load("quire.cli.serve:options_of")(args)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import enum
+import os
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from quire.engine.loop import EngineLoop
 
 APPLY_TO_MODEL = "quire.executor.base:apply_to_model"
+SAVE_SHARDED = "quire.worker.saving:save_sharded_state"
 START_PROFILE, STOP_PROFILE = "quire.worker.profile:start", "quire.worker.profile:stop"
 
 
@@ -85,6 +87,12 @@ def _stop_profile(loop: EngineLoop) -> list[Any]:
     return loop.executor.call(STOP_PROFILE, [], {}, None)
 
 
+def _save_sharded_state(
+    loop: EngineLoop, path: str | os.PathLike[str], pattern: str | None = None, max_size: int | None = None
+) -> list[Any]:
+    return loop.executor.call(SAVE_SHARDED, [os.fspath(path), pattern, max_size], {}, None)
+
+
 def _abort_requests(loop: EngineLoop, patterns: list[str] | None = None) -> int:
     """Of ids as callers know them, which the engine's own names continue after the last #; None: all."""
     wanted = None if patterns is None else re.compile("|".join(f"(?:{one})" for one in patterns) or r"(?!)")
@@ -125,7 +133,7 @@ VERBS: dict[str, Verb] = {
     "remove_lora": Verb(Place.WORKERS, _refuse("LoRA"), "Drop an adapter."),
     "list_loras": Verb(Place.WORKERS, _refuse("LoRA"), "Ids of loaded adapters."),
     "pin_lora": Verb(Place.WORKERS, _refuse("LoRA"), "Keep an adapter loaded."),
-    "save_sharded_state": Verb(Place.WORKERS, _refuse("saving a sharded checkpoint"), "Write weights per rank."),
+    "save_sharded_state": Verb(Place.WORKERS, _save_sharded_state, "Write weights per rank; the files' names."),
     "scale_elastic_ep": Verb(Place.ENGINE, _refuse("elastic expert parallelism"), "Change the number of ranks."),
 }
 

@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,13 @@ from quire.schema.prompt import Prompt
 if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.schema.grammar import GrammarSpec
+    from quire.text.parse.choose import ParserChoice
     from quire.text.tokenizer import Tokenizer
 
 _SEEDS = 1 << 64
 _MOST_ANSWERS = 16384
 LOAD_PROCESSORS, CHECK_PARAMS = "quire.sampling.processors:load_classes", "quire.sampling.processors:check_params"
-MAKE_SPEC = "quire.grammar.request:make_spec"
+MAKE_SPEC, PARSER_CHOICE = "quire.grammar.request:make_spec", "quire.text.parse.choose:ParserChoice.of"
 PROCESSOR_GROUPS = ("quire.logits_processors", "vllm.logits_processors")
 _TOKENIZING = ("add_special_tokens", "truncate_prompt_tokens", "truncation", "max_length", "truncation_side")
 
@@ -60,6 +62,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None  # drawn beforehand with `draw_seed`, so that order of arrival decides it
     any_logprobs: bool = False  # asked by Quire itself (beam search): max_logprobs does not apply
     stream_interval: int | None = None
+    continues: bool = False  # the prompt ends within an answer, which is gone on with
     private: bool = False  # nobody else holds the params, and they have not changed since they were checked
 
 
@@ -70,6 +73,7 @@ class InputProcessor:
         self.vocab_size = ready.vocab_size
         self._model = config.model_config
         self._structured = config.structured_outputs_config
+        self._thinks = config.thinks
         self._by_priority = config.scheduler_config.policy == "priority"
         self._num_ranks = config.parallel_config.data_parallel_size
         self._mark = (
@@ -131,6 +135,7 @@ class InputProcessor:
                 parent_id=None if params.n == 1 else request_id,
                 trace_headers=dict(options.trace_headers or {}),
                 grammar=grammar,
+                continues=options.continues,
             )
             for index in range(params.n)
         )
@@ -234,12 +239,29 @@ class InputProcessor:
             if params.stop:
                 raise InputError("stop strings need a tokenizer, and skip_tokenizer_init=True", param="stop")
             params.detokenize = False
+        if params.thinking_token_budget is not None and self._no_budget is not None:
+            raise InputError(self._no_budget, param="thinking_token_budget", value=params.thinking_token_budget)
         if params.bad_words:
             params.bad_words_token_ids = self._bad_word_ids(params.bad_words)
         for word_ids in params.bad_words_token_ids or ():
             self._check_ids("bad_words", word_ids, param="bad_words")
         if self._processors:
             registry.load(CHECK_PARAMS)(self._processors, params)
+
+    @cached_property
+    def _no_budget(self) -> str | None:
+        """Why a thought cannot be ended here, if so."""
+        options, needs = self._structured, "thinking_token_budget needs to know where a thought ends, and"
+        if not self._thinks:
+            return f"{needs} no reasoning parser is set: start with reasoning_parser (--reasoning-parser NAME)"
+        if self.tokenizer is None:
+            return f"{needs} there is no tokenizer (skip_tokenizer_init=True)"
+        chosen: ParserChoice = registry.load(PARSER_CHOICE)(
+            self.tokenizer, reasoning=options.reasoning_parser, reasoning_plugin=options.reasoning_parser_plugin
+        )
+        if options.reasoning_parser and chosen.reasoning_tokens() is None:
+            return f"{needs} the reasoning parser {options.reasoning_parser!r} does not tell"
+        return None
 
     def _grammar(self, params: SamplingParams) -> GrammarSpec | None:
         given = params.structured_outputs
@@ -310,7 +332,6 @@ def _refuse_unbuilt(prompt: Prompt, params: SamplingParams, options: Options) ->
         "multi_modal_data": prompt.media,
         "multi_modal_uuids": prompt.media_uuids,
         "mm_processor_kwargs": prompt.media_options,
-        "thinking_token_budget": params.thinking_token_budget,
         "lora_request": options.lora_request,
     }
     for name, value in unbuilt.items():

@@ -92,13 +92,13 @@ class EngineLoop:
         except QuireError as refused:
             self._news.append(failed_output(request.request_id, refused))
         else:
-            if request.grammar is not None:
+            if request.grammar is not None or request.params.thinking_token_budget is not None:
                 self._constrain(request)
 
     def _constrain(self, request: EngineRequest) -> None:
         """It waits in the queue until its grammar is compiled."""
         if self.masks is None:
-            raise RuntimeError(f"request {request.request_id!r} has a grammar, and this loop was made without masks")
+            raise RuntimeError(f"request {request.request_id!r} is constrained, and this loop was made without masks")
         try:
             if not self.masks.add(request):
                 self.scheduler.hold(request.request_id)

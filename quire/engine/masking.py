@@ -1,37 +1,46 @@
 """What the grammar room needs from an engine: the vocabulary as bytes, and where a model's thoughts begin and end.
 
 In: a resolved EngineConfig. Out: Masks. The tokenizer is loaded in a compiling thread when the first constrained
-request comes, never on the step's path.
+request comes, never on the step's path; where thoughts are watched, in a thread of its own as the engine starts.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
+import contextlib
+import threading
+from dataclasses import replace
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from quire.base import registry
 from quire.grammar.backend import Vocabulary
 from quire.grammar.compiler import Limits
 from quire.grammar.masks import Masks
-from quire.grammar.thought import Thought
+from quire.grammar.thought import Marks, Thought
 from quire.schema.errors import ConfigError
 from quire.schema.messages import EngineRequest
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.text.parse.choose import ParserChoice
+    from quire.text.parse.reasoning import ReasoningFormat
     from quire.text.tokenizer import Tokenizer
 
 LOAD_TOKENIZER, PARSER_CHOICE = "quire.text.tokenizer:load_tokenizer", "quire.text.parse.choose:ParserChoice.of"
+_FORMAT = "quire.text.parse.reasoning:ReasoningFormat"
 _TAIL = 64  # tokens at a prompt's end that tell whether a thought is open
+_CONTINUED = 1 << 14  # the same for a prompt that ends within an answer
+_KNOWN = 1 << 16  # tokens whose text is remembered
 
 
 def make_masks(config: EngineConfig, vocab_size: int) -> Masks:
     options = config.structured_outputs_config
     limits = Limits(seconds=options.compile_timeout, num_workers=options.compile_workers)
     words = _Words(config, vocab_size)
-    thinks = bool(options.reasoning_parser) and not options.enable_in_reasoning
-    return Masks(words.vocabulary, limits=limits, watch=words.thought if thinks else None)
+    thinks = config.thinks
+    if thinks:
+        threading.Thread(target=words.get_ready, name="thoughts", daemon=True).start()
+    return Masks(words.vocabulary, limits=limits, watch=words.thought if thinks else None, vocab_size=vocab_size)
 
 
 class _Words:
@@ -40,6 +49,22 @@ class _Words:
     def __init__(self, config: EngineConfig, vocab_size: int) -> None:
         self._config = config
         self._vocab_size = vocab_size
+        self._lock = threading.RLock()
+        self.text_of = lru_cache(maxsize=_KNOWN)(self._text_of)
+
+    def get_ready(self) -> None:
+        """A tokenizer that cannot be had is the first request's to tell."""
+        with contextlib.suppress(Exception):
+            self.tokenizer()
+            self.marks()
+
+    def tokenizer(self) -> Tokenizer:
+        with self._lock:
+            return self._tokenizer
+
+    def marks(self) -> tuple[ReasoningFormat, Marks] | None:
+        with self._lock:
+            return self._marks
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -54,15 +79,35 @@ class _Words:
         return loaded
 
     @cached_property
-    def _parsers(self) -> ParserChoice:
-        options = self._config.structured_outputs_config
+    def _marks(self) -> tuple[ReasoningFormat, Marks] | None:
+        """None: thoughts of this family have no end that could be told."""
+        options, said = self._config.structured_outputs_config, self._config.reasoning_config
+        tokenizer = self._tokenizer
         chosen: ParserChoice = registry.load(PARSER_CHOICE)(
-            self._tokenizer, reasoning=options.reasoning_parser, reasoning_plugin=options.reasoning_parser_plugin
+            tokenizer, reasoning=options.reasoning_parser, reasoning_plugin=options.reasoning_parser_plugin
         )
-        return chosen
+        if chosen.reasoning is None and said is not None:
+            form = registry.load(_FORMAT)((said.reasoning_start_str,), (said.reasoning_end_str,))
+            chosen = replace(chosen, reasoning=form)
+        form, tags = chosen.reasoning_format(), chosen.reasoning_tokens()
+        if form is None or tags is None:
+            return None
+        forced, ends = tags.forced, tags.ends
+        if said is not None and said.reasoning_end_str:
+            forced = tuple(tokenizer.encode(said.reasoning_end_str, add_special_tokens=False))
+            ends = (*ends, said.reasoning_end_str.strip())
+        starts = tuple(tag.encode() for tag in tags.starts)
+        return form, Marks(
+            starts, tuple(tag.encode() for tag in ends), tags.start, forced, self.text_of, tags.first, tags.may_stop
+        )
+
+    def _text_of(self, token_id: int) -> bytes:
+        tokenizer = self._tokenizer
+        special = tokenizer.id_to_token(token_id) if token_id in tokenizer.skipped_ids else None
+        return tokenizer.token_bytes(token_id) if special is None else special.encode()
 
     def vocabulary(self) -> Vocabulary:
-        tokenizer, size = self._tokenizer, self._vocab_size
+        tokenizer, size = self.tokenizer(), self._vocab_size
         silent = tokenizer.skipped_ids
         own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         ends = tuple(i for i in dict.fromkeys((*own, *self._config.model_config.eos_token_ids)) if 0 <= i < size)
@@ -73,11 +118,17 @@ class _Words:
         return Vocabulary(tokens=tokens, size=size, ends=ends)
 
     def thought(self, request: EngineRequest) -> Thought | None:
-        """None: there is none, or it is over where the prompt ends."""
-        marks, tags = self._parsers.reasoning, self._parsers.reasoning_tokens()
-        if tags is None:
+        """None: there is none, it is over where the prompt ends, or nothing asks about it."""
+        bound = request.grammar is not None and not self._config.structured_outputs_config.enable_in_reasoning
+        budget = request.params.thinking_token_budget
+        found = self.marks() if bound or budget is not None else None
+        if found is None:
             return None
-        prompt = self._tokenizer.decode(request.prompt_token_ids[-_TAIL:]).rstrip()
-        if prompt.endswith(tuple(tag.strip() for tag in marks.end)):
+        form, marks = found
+        tail = request.prompt_token_ids[-(_CONTINUED if request.continues else _TAIL) :]
+        prompt = self.tokenizer().decode(tail).rstrip()
+        inside = form.harmony or form.begins_inside(prompt, continues=request.continues)
+        closed = prompt.endswith(tuple(tag.strip() for tag in form.end)) if form.end else prompt.endswith("<|message|>")
+        if not inside and (closed or request.continues):
             return None
-        return Thought(tags.start, tags.end, inside=marks.begins_inside(prompt))
+        return Thought(marks, inside=inside, bound=bound, budget=budget)

@@ -23,10 +23,17 @@ BACKENDS = Registry(
     {
         "xgrammar": "quire.grammar.backends.xgrammar:XGrammar",
         "guidance": "quire.grammar.backends.guidance:Guidance",
+        "outlines": "quire.grammar.backends.outlines:Outlines",
+        "lm-format-enforcer": "quire.grammar.backends.lm_format_enforcer:LMFormatEnforcer",
     },
     group="quire.grammar_backends",
 )
-PACKAGES = {"xgrammar": ("xgrammar", "xgrammar"), "guidance": ("llguidance", "guidance")}  # package, extra
+PACKAGES = {  # package, extra
+    "xgrammar": ("xgrammar", "xgrammar"),
+    "guidance": ("llguidance", "guidance"),
+    "outlines": ("outlines_core", "outlines"),
+    "lm-format-enforcer": ("lmformatenforcer", "lm-format-enforcer"),
+}
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):

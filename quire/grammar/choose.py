@@ -1,34 +1,46 @@
 """Which backends may compile a constraint, in which order, and why.
 
-The one asked for (or, with `auto`, xgrammar) goes first if it does what the constraint needs; the other follows, unless
-disable_fallback. Whoever would not hold the constraint to the letter is left out, with the reason in the log.
+The one asked for (or, with `auto`, xgrammar) goes first if it does what the constraint needs; the others follow in a
+fixed order, unless disable_fallback. Whoever would not hold the constraint to the letter is left out, with the reason
+in the log.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Sequence
 from functools import lru_cache
 
 from quire.base.log import logger
 from quire.config.extras import StructuredOutputsConfig
 from quire.grammar.backend import BACKENDS, PACKAGES
+from quire.grammar.schema import Needs
 from quire.schema.errors import InputError, MissingExtraError
 from quire.schema.grammar import GrammarKind, GrammarSpec
 
 log = logger(__name__)
-XGRAMMAR, GUIDANCE = "xgrammar", "guidance"
+XGRAMMAR, GUIDANCE, OUTLINES, ENFORCER = "xgrammar", "guidance", "outlines", "lm-format-enforcer"
+ORDER = (XGRAMMAR, GUIDANCE, OUTLINES, ENFORCER)  # fast and general first
 _LOGGED = 256
 _told: dict[tuple[str, str], None] = {}
+_PLAIN = frozenset((
+    "type", "properties", "required", "additionalProperties", "enum", "const", "items", "minItems", "maxItems",
+    "minLength", "maxLength", "anyOf", "a value that is not plain ASCII text",
+))  # fmt: skip
+# Of a JSON schema, what they hold to the letter.
+_KNOWN = {
+    OUTLINES: _PLAIN | {"pattern", "several types"},
+    ENFORCER: _PLAIN - {"minLength", "maxLength", "anyOf", "const", "a value that is not plain ASCII text"},
+}
+_TEXT_ONLY = (GrammarKind.JSON, GrammarKind.REGEX, GrammarKind.CHOICE)
 
 
 def candidates(config: StructuredOutputsConfig) -> list[str]:
     """Those installed, the preferred one first."""
     asked = config.backend
-    order = [asked] if asked not in ("auto",) else [XGRAMMAR]
+    order = [asked] if asked != "auto" else [XGRAMMAR]
     if not config.disable_fallback:
-        order += [name for name in (XGRAMMAR, GUIDANCE) if name not in order]
+        order += [name for name in ORDER if name not in order]
     present = [name for name in order if _is_installed(name)]
     if not present or (asked != "auto" and asked not in present):
         missing, extra = PACKAGES[order[0]]
@@ -36,42 +48,61 @@ def candidates(config: StructuredOutputsConfig) -> list[str]:
     return present
 
 
-def choose(spec: GrammarSpec, not_xgrammar: Sequence[str], config: StructuredOutputsConfig) -> tuple[str, ...]:
-    """The backends to try, in order. `not_xgrammar`: what the reading of the constraint found."""
+def choose(spec: GrammarSpec, needs: Needs, config: StructuredOutputsConfig) -> tuple[str, ...]:
+    """The backends to try, in order. `needs`: what the reading of the constraint found."""
     present, fit = candidates(config), []
     for name in present:
-        reason = _unfit(name, spec, not_xgrammar)
+        reason = _unfit(name, spec, needs)
         if reason is None:
             fit.append(name)
-        else:
+        elif not fit:
             _tell(name, f"{name} does not do {reason}")
     if not fit:
-        reason = _unfit(present[0], spec, not_xgrammar)
-        hint = "" if len(present) > 1 else _hint(present[0], config)
+        reason = _unfit(present[0], spec, needs)
         raise InputError(
-            f"the structured output backend {present[0]!r} does not support {reason}{hint}", param="structured_outputs"
+            f"the structured output backend {present[0]!r} does not support {reason}{_hint(spec, needs, config)}",
+            param="structured_outputs",
         )
-    return tuple(fit)
+    # a constraint that is too much for the first two is not given to one after the other: each may take its time
+    first = [name for name in fit if name in ORDER[:2] or name not in ORDER or name == config.backend]
+    return tuple(first or fit)
 
 
-def _unfit(name: str, spec: GrammarSpec, not_xgrammar: Sequence[str]) -> str | None:
+def _unfit(name: str, spec: GrammarSpec, needs: Needs) -> str | None:
     if name == XGRAMMAR:
-        if not_xgrammar:
-            return not_xgrammar[0]
+        if needs.not_xgrammar:
+            return needs.not_xgrammar[0]
         if spec.kind is GrammarKind.LARK:
             return "Lark grammars"
         if spec.whitespace is not None:
             return "'whitespace_pattern'"
-    elif name == GUIDANCE and spec.kind is GrammarKind.STRUCTURAL_TAG and '"structures"' not in spec.text:
-        return "structural tags of this form"
+    elif name == GUIDANCE:
+        if spec.kind is GrammarKind.STRUCTURAL_TAG and '"structures"' not in spec.text:
+            return "structural tags of this form"
+    elif name in _KNOWN:
+        if spec.kind not in _TEXT_ONLY:
+            return f"{spec.kind} constraints"
+        if spec.kind is GrammarKind.JSON:
+            return _unfit_json(name, spec, needs)
+        if spec.kind is GrammarKind.REGEX and needs.not_xgrammar:
+            return needs.not_xgrammar[0]
     return None
 
 
-def _hint(name: str, config: StructuredOutputsConfig) -> str:
-    if config.disable_fallback:
-        return f"; {GUIDANCE if name == XGRAMMAR else XGRAMMAR} might, but disable_fallback is set"
-    other = GUIDANCE if name == XGRAMMAR else XGRAMMAR
-    return f'; {other} might: run  pip install "quire[{PACKAGES[other][1]}]"'
+def _unfit_json(name: str, spec: GrammarSpec, needs: Needs) -> str | None:
+    if name == ENFORCER and (spec.compact or spec.whitespace is not None):
+        return "a choice of white space"
+    beyond = needs.beyond(_KNOWN[name])
+    return None if beyond is None else beyond if " " in beyond else f"'{beyond}'"
+
+
+def _hint(spec: GrammarSpec, needs: Needs, config: StructuredOutputsConfig) -> str:
+    able = next((name for name in ORDER if _unfit(name, spec, needs) is None), None)
+    if able is None:
+        return ""
+    if _is_installed(able):
+        return f"; {able} might, but disable_fallback is set"
+    return f'; {able} might: run  pip install "quire[{PACKAGES[able][1]}]"'
 
 
 def _tell(name: str, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Masks: every constrained request's place in its grammar, and the rows of bits a step needs.
+"""Masks: every constrained request's place in its grammar and its thought, and the rows of bits a step needs.
 
     add(request) · poll() until compiled · [mask(plan) between forward and sample · advance(outputs) at commit] · drop
 A place moves only by tokens that were committed, so a preempted request keeps its own, and a token thrown away never
@@ -26,6 +26,7 @@ from quire.schema.messages import EngineOutput, EngineRequest
 from quire.schema.step import Mask, StepPlan
 
 log = logger(__name__)
+Row = np.ndarray[tuple[int], np.dtype[np.int32]]
 MOST_SECONDS = 2.0  # for the masks of one request in one step; a grammar that takes longer slows everyone down
 
 _SLOW = f"the grammar is too complex: one mask took over {MOST_SECONDS:g} seconds"
@@ -42,13 +43,26 @@ class Lost:
 @dataclass
 class _Place:
     given: EngineRequest
-    spec: GrammarSpec
-    matcher: Matcher | None = None  # None: still compiling
+    matcher: Matcher | None = None  # None: still compiling, or there is no grammar
     backend: Backend | None = None
     ends: tuple[int, ...] = ()
     num_outputs: int = 0
     wrong: str | None = None
     thought: Thought | None = None  # what may come before the answer
+    agrees: bool = True  # the next token of a thought's start tag could be the answer's too
+    num_agreed: int = 0  # tokens of the start tag that the matcher has taken
+
+    def binds(self) -> bool:
+        """Whether the next token is not free."""
+        thought = self.thought
+        return self.matcher is not None or (thought is not None and thought.forced() is not None)
+
+    def waits(self) -> bool:
+        """Whether the grammar does not apply to the next token."""
+        thought = self.thought
+        if self.matcher is None or thought is None:
+            return self.matcher is None
+        return thought.stage is Stage.INSIDE or (thought.stage is Stage.OPENING and not self.agrees)
 
 
 Watch = Callable[[EngineRequest], Thought | None]
@@ -56,12 +70,19 @@ Watch = Callable[[EngineRequest], Thought | None]
 
 class Masks:
     def __init__(
-        self, vocabulary: Callable[[], Vocabulary], *, limits: Limits | None = None, watch: Watch | None = None
+        self,
+        vocabulary: Callable[[], Vocabulary],
+        *,
+        limits: Limits | None = None,
+        watch: Watch | None = None,
+        vocab_size: int | None = None,
     ) -> None:
-        """`watch`: whether a request's answer may begin with a thought."""
+        """`watch`: whether a request's answer may begin with a thought. `vocab_size`: the vocabulary's, to be known
+        without making it."""
         self._news = threading.Event()
         self.compiler = Compiler(vocabulary, limits or Limits(), self._news.set)
         self._watch = watch
+        self._vocab_size = vocab_size
         self._places: dict[str, _Place] = {}
         self._pending: dict[str, GrammarSpec] = {}
 
@@ -71,9 +92,12 @@ class Masks:
 
     def add(self, request: EngineRequest) -> bool:
         """True: it may run at once. False: once `poll` has named it. QuireError: it is known to be refused."""
-        spec = request.grammar
-        assert spec is not None
-        place = _Place(request, spec)
+        spec, place = request.grammar, _Place(request)
+        if spec is None:  # a budget for its thought, and nothing else
+            place.thought = self._watch(request) if self._watch is not None else None
+            if place.thought is not None:
+                self._places[request.request_id] = place
+            return True
         outcome = self.compiler.fetch(spec)
         if isinstance(outcome, QuireError):
             raise outcome
@@ -127,11 +151,12 @@ class Masks:
             if grant.samples and (place := self._places.get(grant.request_id)) is not None:
                 if place.wrong is not None:
                     lost.append(Lost(grant.request_id, place.wrong))
-                elif place.matcher is not None and (place.thought is None or place.thought.stage is not Stage.INSIDE):
+                elif place.binds():
                     wanted.append((index, place))
         if not wanted:
             return None, lost
-        rows: Rows = np.zeros((len(wanted), self.compiler.vocabulary().words), np.int32)
+        size = self.compiler.vocabulary().size if self._vocab_size is None else self._vocab_size
+        rows: Rows = np.zeros((len(wanted), (size + 31) // 32), np.int32)
         lost += self._fill([place for _, place in wanted], rows)
         gone = {one.request_id for one in lost}
         kept = [i for i, (_, place) in enumerate(wanted) if place.given.request_id not in gone]
@@ -149,6 +174,8 @@ class Masks:
         for output in outputs:
             if output.new_token_ids and (place := self._places.get(output.request_id)) is not None:
                 _accept(place, output.new_token_ids)
+                if place.matcher is None and place.thought is not None and place.thought.stage is Stage.OVER:
+                    del self._places[output.request_id]
 
     def _start(self, place: _Place, compiled: Compiled) -> None:
         place.backend, place.matcher = compiled.backend, compiled.backend.start(compiled.loaded)
@@ -159,8 +186,13 @@ class Masks:
 
     def _fill(self, places: list[_Place], rows: Rows) -> list[Lost]:
         by_backend: dict[int, list[int]] = {}
+        bound = []
         for i, place in enumerate(places):
-            by_backend.setdefault(id(place.backend), []).append(i)
+            if place.waits():
+                _fill_thought(place, rows[i], self.compiler.vocabulary().ends if place.matcher is not None else ())
+            else:
+                by_backend.setdefault(id(place.backend), []).append(i)
+                bound.append(i)
         lost: list[Lost] = []
         for own in by_backend.values():
             began = now()
@@ -169,7 +201,8 @@ class Masks:
             backend.fill([places[i].matcher for i in own], rows, own)
             if now() - began > MOST_SECONDS * len(own):
                 lost += [Lost(places[i].given.request_id, _SLOW) for i in own]
-        for i, place in enumerate(places):
+        for i in bound:
+            place = places[i]
             assert place.matcher is not None
             if (fault := place.matcher.fault()) is not None:
                 lost.append(Lost(place.given.request_id, f"the grammar is too complex to go on: {fault}"))
@@ -181,11 +214,13 @@ class Masks:
 def _accept(place: _Place, token_ids: Sequence[int]) -> None:
     place.num_outputs += len(token_ids)
     matcher, thought = place.matcher, place.thought
-    assert matcher is not None
     for token_id in token_ids:
+        if thought is not None and matcher is not None and token_id == thought.opener():
+            _open(place, matcher, thought, token_id)
+            continue
         if thought is not None and thought.feed(token_id):
             continue
-        if token_id in place.ends:
+        if matcher is None or token_id in place.ends:
             return
         if not matcher.accept(token_id):
             fault = matcher.fault()
@@ -193,18 +228,44 @@ def _accept(place: _Place, token_ids: Sequence[int]) -> None:
             return
 
 
-def _set_ends(place: _Place, row: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Lost | None:
+def _open(place: _Place, matcher: Matcher, thought: Thought, token_id: int) -> None:
+    """A token of the start tag. As long as it could be the answer's too, the grammar goes along, and back if it was a
+    thought after all."""
+    if place.agrees and matcher.accept(token_id):
+        place.num_agreed += 1
+    else:
+        place.agrees = False
+    thought.feed(token_id)
+    if place.num_agreed and (thought.stage is Stage.INSIDE or not place.agrees):
+        matcher.rollback(place.num_agreed)
+        place.num_agreed = 0
+
+
+def _fill_thought(place: _Place, row: Row, ends: Sequence[int]) -> None:
+    """Everything may follow, or the one token that must; no end of the text where a grammar waits."""
+    thought = place.thought
+    assert thought is not None
+    bits = row.view(np.uint32)
+    forced = thought.forced()
+    if (forced := thought.opener() if forced is None else forced) is not None:
+        bits[:] = 0
+        bits[forced >> 5] = np.uint32(1 << (forced & 31))
+        return
+    bits[:] = np.uint32(0xFFFFFFFF)
+    for token_id in () if thought.marks.may_stop else ends:
+        bits[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
+
+
+def _set_ends(place: _Place, row: Row) -> Lost | None:
     """A thought may open; end tokens may follow if the grammar may end here and the request may stop."""
     given, matcher = place.given, place.matcher
     assert matcher is not None
     bits = row.view(np.uint32)
     thought = place.thought
     if thought is not None and (opener := thought.opener()) is not None:
-        if thought.stage is Stage.OPENING:
-            bits[:] = 0
-        bits[opener >> 5] |= np.uint32(1 << (opener & 31))
-        if thought.stage is Stage.OPENING:
-            return None
+        bit = np.uint32(1 << (opener & 31))
+        place.agrees = bool(bits[opener >> 5] & bit)
+        bits[opener >> 5] |= bit
     may_end = matcher.can_end()
     may_stop = not given.params.ignore_eos and place.num_outputs >= given.params.min_tokens
     for token_id in place.ends:

@@ -7,13 +7,12 @@ was given. Must not know: tokens, how anything is compiled.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from quire.config.extras import StructuredOutputsConfig
 from quire.grammar import choose
 from quire.grammar.regex import read_regex
-from quire.grammar.schema import MANY_VALUES, read_schema
+from quire.grammar.schema import MANY_VALUES, Needs, read_schema
 from quire.schema.errors import InputError
 from quire.schema.grammar import GrammarKind, GrammarSpec
 from quire.schema.params import StructuredOutputsParams
@@ -31,7 +30,7 @@ def make_spec(given: StructuredOutputsParams, config: StructuredOutputsConfig) -
         if compact:
             raise _refuse("whitespace_pattern and disable_any_whitespace cannot both be given")
         read_regex(given.whitespace_pattern)
-    kind, text, reasons = _read(given, config)
+    kind, text, needs = _read(given, config)
     if len(text) > config.max_grammar_bytes:
         raise _too_long(kind, len(text), config)
     spec = GrammarSpec(kind=kind, text=text, compact=compact, whitespace=given.whitespace_pattern)
@@ -40,33 +39,33 @@ def make_spec(given: StructuredOutputsParams, config: StructuredOutputsConfig) -
         text=text,
         compact=compact and kind is GrammarKind.JSON,
         whitespace=given.whitespace_pattern,
-        backends=choose.choose(spec, reasons, config),
+        backends=choose.choose(spec, needs, config),
     )
 
 
-def _read(given: StructuredOutputsParams, config: StructuredOutputsConfig) -> tuple[GrammarKind, str, Sequence[str]]:
-    """Kind, text, and what xgrammar would not do."""
+def _read(given: StructuredOutputsParams, config: StructuredOutputsConfig) -> tuple[GrammarKind, str, Needs]:
+    """Kind, text, and what it needs of a backend."""
     if given.json is not None:
         closed = given.disable_additional_properties or config.disable_additional_properties
         return _json(given.json, config, closed=closed)
     if given.json_object is not None:
         if given.json_object is not True:
             raise _refuse(f"json_object is {given.json_object!r}; leave it out or give true")
-        return GrammarKind.JSON, json.dumps(_ANY_OBJECT), ()
+        return GrammarKind.JSON, json.dumps(_ANY_OBJECT), read_schema(_ANY_OBJECT)
     if given.regex is not None:
         if not isinstance(given.regex, str):
             raise _refuse(f"regex must be a string, got {type(given.regex).__name__}")
-        return GrammarKind.REGEX, given.regex, read_regex(given.regex).not_xgrammar
+        return GrammarKind.REGEX, given.regex, Needs(read_regex(given.regex).not_xgrammar)
     if given.choice is not None:
         return _choice(given.choice)
     if given.grammar is not None:
         if not isinstance(given.grammar, str) or not given.grammar.strip():
             raise _refuse("grammar must be a string that is not empty")
-        return (GrammarKind.EBNF if "::=" in given.grammar else GrammarKind.LARK), given.grammar, ()
+        return (GrammarKind.EBNF if "::=" in given.grammar else GrammarKind.LARK), given.grammar, Needs()
     return _tag(given.structural_tag, config)
 
 
-def _json(schema: object, config: StructuredOutputsConfig, *, closed: bool) -> tuple[GrammarKind, str, Sequence[str]]:
+def _json(schema: object, config: StructuredOutputsConfig, *, closed: bool) -> tuple[GrammarKind, str, Needs]:
     if isinstance(schema, str):
         if len(schema) > config.max_grammar_bytes:
             raise _too_long(GrammarKind.JSON, len(schema), config)
@@ -78,12 +77,13 @@ def _json(schema: object, config: StructuredOutputsConfig, *, closed: bool) -> t
         raise _refuse("the schema is false, so no answer could be valid")
     if schema is True or schema == {}:
         schema = _ANY_OBJECT  # any value would do; a bare number has no natural end
+        needs = read_schema(schema)
     if closed:
         schema = _close(schema)
-    return GrammarKind.JSON, _dump(schema), needs.not_xgrammar
+    return GrammarKind.JSON, _dump(schema), needs
 
 
-def _choice(words: object) -> tuple[GrammarKind, str, Sequence[str]]:
+def _choice(words: object) -> tuple[GrammarKind, str, Needs]:
     if not isinstance(words, list | tuple) or not words or not all(isinstance(word, str) for word in words):
         raise _refuse("choice must be a list of strings that is not empty")
     if len(words) > MOST_CHOICES:
@@ -92,10 +92,10 @@ def _choice(words: object) -> tuple[GrammarKind, str, Sequence[str]]:
     reasons = [f"a choice of {len(kept)}"] if len(kept) > MANY_VALUES else []
     if any(not word or any(ord(letter) < 32 for letter in word) for word in kept):
         reasons.append("a choice with control characters, or an empty one")
-    return GrammarKind.CHOICE, _dump(kept), reasons
+    return GrammarKind.CHOICE, _dump(kept), Needs(reasons)
 
 
-def _tag(given: object, config: StructuredOutputsConfig) -> tuple[GrammarKind, str, Sequence[str]]:
+def _tag(given: object, config: StructuredOutputsConfig) -> tuple[GrammarKind, str, Needs]:
     """Either {structures, triggers}, or {"type": "structural_tag", "format": ...}."""
     if isinstance(given, str) and len(given) > config.max_grammar_bytes:
         raise _too_long(GrammarKind.STRUCTURAL_TAG, len(given), config)
@@ -105,7 +105,7 @@ def _tag(given: object, config: StructuredOutputsConfig) -> tuple[GrammarKind, s
     if "structures" not in parsed:
         if "format" not in parsed:
             raise _refuse("structural_tag needs 'format', or 'structures' and 'triggers'")
-        return GrammarKind.STRUCTURAL_TAG, _dump({"type": "structural_tag", "format": parsed["format"]}), ()
+        return GrammarKind.STRUCTURAL_TAG, _dump({"type": "structural_tag", "format": parsed["format"]}), Needs()
     structures, triggers = parsed["structures"], parsed.get("triggers")
     if not isinstance(structures, list) or not structures or not isinstance(triggers, list) or not triggers:
         raise _refuse("structural_tag needs a list of 'structures' and a list of 'triggers'")
@@ -116,8 +116,10 @@ def _tag(given: object, config: StructuredOutputsConfig) -> tuple[GrammarKind, s
         if not any(isinstance(t, str) and t and one["begin"].startswith(t) for t in triggers):
             raise _refuse(f"no trigger begins the structural tag {one['begin']!r:.80}")
         reasons += read_schema(one.get("schema") or {}).not_xgrammar
-    kept = {"structures": structures, "triggers": triggers}
-    return GrammarKind.STRUCTURAL_TAG, _dump({"type": "structural_tag", **kept}), reasons
+    kept: dict[str, Any] = {"structures": structures, "triggers": triggers}
+    if parsed.get("stop_after_first") is True:  # one of them, and the text ends; guidance has no word for it
+        kept["stop_after_first"] = True
+    return GrammarKind.STRUCTURAL_TAG, _dump({"type": "structural_tag", **kept}), Needs(reasons)
 
 
 def _close(schema: Any) -> Any:

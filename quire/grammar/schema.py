@@ -6,7 +6,7 @@ A keyword that neither backend enforces is refused, because an answer that ignor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ MOST_DEPTH = 64
 MOST_NODES = 20_000
 MANY_OPTIONAL = 24  # optional properties of one object from which xgrammar's compile time grows with their square
 MANY_VALUES = 1000
-MANY_LETTERS = 128  # bounded strings longer than this take xgrammar seconds
 _PARAM = "structured_outputs"
 
 _NOTES = frozenset((
@@ -53,13 +52,19 @@ _ALONE = ("$ref", "anyOf", "enum", "const")  # beside these xgrammar reads no ot
 
 @dataclass
 class Needs:
-    """`not_xgrammar`: reasons, in the order found, why xgrammar would not do."""
+    """What a constraint needs of a backend. `not_xgrammar`: reasons, in the order found, why xgrammar would not do.
+    `keywords`: those of a schema, and words for what stands in an unusual form."""
 
     not_xgrammar: list[str] = field(default_factory=list)
+    keywords: dict[str, None] = field(default_factory=dict)
 
     def note(self, reason: str) -> None:
         if reason not in self.not_xgrammar:
             self.not_xgrammar.append(reason)
+
+    def beyond(self, known: Collection[str]) -> str | None:
+        """The first keyword or form that is not among these."""
+        return next((name for name in self.keywords if name not in known), None)
 
 
 def read_schema(schema: object) -> Needs:
@@ -76,6 +81,8 @@ def read_schema(schema: object) -> Needs:
         if isinstance(node, bool):
             if node is False and not path.endswith(("/additionalProperties", "/items", "/additionalItems")):
                 needs.note("a schema that is false")
+            if not path.endswith("/additionalProperties"):
+                needs.keywords["a schema that is true or false"] = None
             continue
         if not isinstance(node, Mapping):
             raise _refuse(f"{_at(path)} is {node!r:.80}; a schema is an object, true or false", value=node)
@@ -115,6 +122,9 @@ def _read_node(node: Mapping[str, Any], path: str, needs: Needs) -> None:
             needs.note(f"the unknown keyword '{name}'")
         if name in _NOT_XGRAMMAR:
             needs.note(f"'{name}'")
+        if name not in _NOTES:
+            needs.keywords[name] = None
+    _read_forms(node, needs)
     if "pattern" in node:
         _read_pattern(node["pattern"], path)
     _read_alone(node, needs)
@@ -127,6 +137,42 @@ def _read_node(node: Mapping[str, Any], path: str, needs: Needs) -> None:
         needs.note(f"an enum of {len(values)} values")
     if isinstance(node.get("items"), list):
         needs.note("'items' as a list")
+
+
+def _read_forms(node: Mapping[str, Any], needs: Needs) -> None:
+    """What the simpler backends cannot do although they know the keyword."""
+    found = needs.keywords
+    own = [name for name in node if name in _KNOWN and name not in ("$defs", "definitions")]
+    kind = node.get("type")
+    if isinstance(kind, list):
+        found["several types"] = None
+    if not own:
+        found["a schema that takes anything"] = None
+    if own == ["type"] and kind in ("object", "array"):
+        found[f"an {kind} of anything"] = None
+    if any(name in node for name in _ALONE) and len(own) > 1 and own not in (["type", "enum"], ["enum", "type"]):
+        found["a constraint beside another"] = None
+    if "type" not in node and not any(name in node for name in _ALONE):
+        found["a constraint without a 'type'"] = None
+    if kind == "array" and "items" not in node:
+        found["an array of anything"] = None
+    if "pattern" in node and ("minLength" in node or "maxLength" in node):
+        found["'pattern' beside a length"] = None
+    values = node["enum"] if isinstance(node.get("enum"), list) else [node["const"]] if "const" in node else []
+    for value in values:
+        if not isinstance(value, str) or not value.isascii() or any(c in '\\"/' or ord(c) < 32 for c in value):
+            found["a value that is not plain ASCII text"] = None
+        if not isinstance(value, str | int | float | bool | None):
+            found["a value that is a list or an object"] = None
+    if "properties" in node and isinstance(node["properties"], Mapping):
+        if set(node.get("required") or ()) - set(node["properties"]):
+            found["a required property that is not declared"] = None
+        if any(not name.isascii() or any(c in '\\"/' or ord(c) < 32 for c in name) for name in node["properties"]):
+            found["a property whose name is not plain ASCII text"] = None
+    elif kind == "object":
+        found["an object of anything"] = None
+    if isinstance(node.get("additionalProperties"), Mapping):
+        found["'additionalProperties' with a schema"] = None
 
 
 def _read_pattern(pattern: object, path: str) -> None:
@@ -179,9 +225,8 @@ def _read_type(node: Mapping[str, Any], path: str, needs: Needs) -> None:
         needs.note(f"'{bounds[0]}' of a number")
     if len(kinds) > 1 and any(name in node for name in _KNOWN - {"type", "$defs", "definitions"}):
         needs.note("a constraint beside several types")
-    longest = max((n for n in (node.get("maxLength"), node.get("minLength")) if isinstance(n, int)), default=0)
-    if longest > MANY_LETTERS:
-        needs.note(f"a string length of {longest}")
+    if node.get("maxLength") is not None or node.get("minLength"):
+        needs.note("a string's length")  # it then lets control characters into the string, and takes seconds
     if isinstance(most := node.get("maxItems"), int) and most > MANY_VALUES:
         needs.note(f"a maxItems of {most}")
 

@@ -1,50 +1,117 @@
-"""A thought before the answer, in tokens: a grammar does not apply inside it.
+"""A thought before the answer, token by token: a grammar waits for its end, and a budget may force that end.
 
-    may open ──start tag──▶ opening ──its last token──▶ inside ──end tag──▶ over
-         └── anything the grammar allows ──▶ over
-Must not know: which model marks its thoughts how.
+    may open ──start tag──▶ opening ──its last token──▶ inside ──end tag, or the budget's──▶ over
+         └── anything else ──────┴──▶ over
+Tags are found in the bytes that tokens add, because a tag that is no token of its own may be cut in any way; what is
+forced is said in tokens. A thought moves only by tokens that were committed. Must not know: which model marks its
+thoughts how, grammars.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
 
 class Stage(enum.Enum):
     MAY_OPEN = enum.auto()  # a thought or the answer may come
-    OPENING = enum.auto()  # the start tag has begun and must be completed
+    OPENING = enum.auto()  # the start tag has begun
     INSIDE = enum.auto()
     OVER = enum.auto()
 
 
+_BEFORE = (Stage.MAY_OPEN, Stage.OPENING)
+
+
+@dataclass(frozen=True)
+class Marks:
+    """A family's tags. `starts`, `ends`: every form, as bytes. `start`, `end`: tokens of the one that is said by force.
+    `first`: said instead of `end` where nothing was thought yet. `may_stop`: a text may end inside a thought, even one
+    that a grammar waits for."""
+
+    starts: tuple[bytes, ...]
+    ends: tuple[bytes, ...]
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    text_of: Callable[[int], bytes]
+    first: tuple[int, ...] = ()
+    may_stop: bool = False
+
+
 class Thought:
-    """One request's. `inside`: it is open when the answer begins."""
+    """One request's. `inside`: it is open when the answer begins. `bound`: a grammar waits for its end. `budget`:
+    tokens after which the end is forced."""
 
-    __slots__ = ("_end", "_seen", "_start", "stage")
+    __slots__ = ("_closer", "_longest", "_seen", "_tail", "bound", "budget", "count", "marks", "stage")
 
-    def __init__(self, start: Sequence[int], end: Sequence[int], *, inside: bool) -> None:
-        self._start, self._end = tuple(start), tuple(end)
-        self._seen: list[int] = []
-        self.stage = Stage.INSIDE if inside or not start else Stage.MAY_OPEN
+    def __init__(self, marks: Marks, *, inside: bool, bound: bool, budget: int | None = None) -> None:
+        self.marks, self.bound, self.budget = marks, bound, budget
+        self.stage = Stage.INSIDE if inside or not marks.starts else Stage.MAY_OPEN
+        self.count = 0  # tokens of the thought so far
+        self._closer = marks.end
+        self._longest = max(len(tag) for tag in marks.ends)
+        self._seen: list[int] = []  # the last tokens
+        self._tail = b""  # the last bytes
 
     def opener(self) -> int | None:
-        """The token of the start tag that may come next (MAY_OPEN) or must (OPENING)."""
-        return self._start[len(self._seen)] if self.stage in (Stage.MAY_OPEN, Stage.OPENING) else None
+        """The start tag's next token, where a grammar waits to see whether a thought opens."""
+        return self.marks.start[len(self._seen)] if self.bound and self.stage in _BEFORE else None
+
+    def forced(self) -> int | None:
+        """The one token that must come next, because the budget is spent."""
+        if self.stage is not Stage.INSIDE or self.budget is None or self.count < self.budget:
+            return None
+        if self.count == 0 and self.marks.first:
+            self._closer = self.marks.first
+        return self._closer[self._said()]
 
     def feed(self, token_id: int) -> bool:
         """Whether this token belongs to the thought."""
         if self.stage is Stage.OVER:
             return False
-        if self.stage is Stage.MAY_OPEN and token_id != self._start[0]:
+        if self.stage is Stage.INSIDE:
+            self._think(token_id)
+        elif self.bound:
+            return self._open_by_token(token_id)
+        else:
+            self._open_by_text(self.marks.text_of(token_id))
+        return True
+
+    def _think(self, token_id: int) -> None:
+        wanted = self.forced()
+        done = 0 if wanted is None else self._said() + 1
+        self.count += 1
+        self._seen = [*self._seen, token_id][-len(self._closer) :]
+        self._tail += self.marks.text_of(token_id)
+        if wanted == token_id and done < len(self._closer):
+            return  # the end that is forced is said to its own end, whatever other tag is part of it
+        if done == len(self._closer) or any(tag in self._tail for tag in self.marks.ends):
+            self.stage = Stage.OVER
+        self._tail = self._tail[-self._longest :]
+
+    def _said(self) -> int:
+        """How much of the end the last tokens are."""
+        closer = self._closer
+        for size in range(min(len(closer) - 1, len(self._seen)), 0, -1):
+            if tuple(self._seen[-size:]) == closer[:size]:
+                return size
+        return 0
+
+    def _open_by_token(self, token_id: int) -> bool:
+        if token_id != self.marks.start[len(self._seen)]:
             self.stage = Stage.OVER
             return False
         self._seen.append(token_id)
-        if self.stage is Stage.INSIDE:
-            if tuple(self._seen[-len(self._end) :]) == self._end:
-                self.stage = Stage.OVER
-        else:
-            self.stage = Stage.INSIDE if len(self._seen) == len(self._start) else Stage.OPENING
-            if self.stage is Stage.INSIDE:
-                self._seen.clear()
+        opened = len(self._seen) == len(self.marks.start)
+        self.stage = Stage.INSIDE if opened else Stage.OPENING
+        if opened:
+            self._seen = []
         return True
+
+    def _open_by_text(self, text: bytes) -> None:
+        self._tail = lead = (self._tail + text).lstrip()
+        if tag := next((tag for tag in self.marks.starts if lead.startswith(tag)), None):
+            self.stage, self._tail = Stage.INSIDE, lead[len(tag) :]
+        elif not any(tag.startswith(lead) for tag in self.marks.starts):
+            self.stage = Stage.OVER

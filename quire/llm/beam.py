@@ -14,9 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.llm.beam_form import BeamForm
 from quire.schema.errors import NotBuiltError
 from quire.schema.outputs import LogprobsOnePosition
 from quire.schema.params import BeamSearchParams
+
+_MOST_NAMED = 1000  # tokens whose log probabilities are asked for by name
 
 
 @dataclass
@@ -51,6 +54,7 @@ class BeamSearchInstance:
     beams: list[BeamSearchSequence] = field(default_factory=list)
     completed: list[BeamSearchSequence] = field(default_factory=list)
     rounds: int = 0
+    form: BeamForm | None = None  # what every beam is held to
 
     def __post_init__(self) -> None:
         if self.params.temperature not in (0.0, 1.0):
@@ -65,6 +69,25 @@ class BeamSearchInstance:
     def num_logprobs(self) -> int:
         return 2 * self.params.beam_width
 
+    def ask(self, beam: BeamSearchSequence, vocab_size: int) -> tuple[int, list[int]]:
+        """How many of the likeliest tokens after this beam to ask for, and which besides."""
+        if self.form is None:
+            return min(self.num_logprobs, vocab_size), []
+        allowed = self.form.allowed(beam.tokens[len(self.prompt_tokens) :])
+        ids: list[int] = allowed.nonzero()[0].tolist()
+        if len(ids) <= _MOST_NAMED:
+            return 1, ids
+        return vocab_size, []  # too many to be named: all of them
+
+    def _held(self, beam: BeamSearchSequence, position: LogprobsOnePosition) -> LogprobsOnePosition:
+        """What follows a beam and may."""
+        if self.form is None:
+            return position
+        allowed = self.form.allowed(beam.tokens[len(self.prompt_tokens) :])
+        kept = [(token_id, entry) for token_id, entry in position.items() if allowed[token_id]]
+        kept.sort(key=lambda pair: -pair[1].logprob)
+        return dict(kept[: self.num_logprobs])
+
     @property
     def done(self) -> bool:
         return not self.beams or self.rounds >= self.max_tokens or self._settled()
@@ -73,6 +96,7 @@ class BeamSearchInstance:
         """Take in what may follow each live beam, in their order."""
         self.rounds += 1
         width = self.params.beam_width
+        followed = [self._held(beam, position) for beam, position in zip(self.beams, followed, strict=True)]
         extensions = [
             (beam.cum_logprob + entry.logprob, order, token_id, position)
             for order, (beam, position) in enumerate(zip(self.beams, followed, strict=True))

@@ -18,6 +18,7 @@ import msgspec
 from quire.base import registry
 from quire.engine.inputs import Asked, Options
 from quire.llm.beam import BeamSearchInstance, BeamSearchOutput
+from quire.llm.beam_form import BeamForm
 from quire.llm.progress import Progress
 from quire.llm.prompts import list_conversations, list_prompts, pair, render
 from quire.llm.stepper import LLMEngine
@@ -83,7 +84,17 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers in the order of the prompts. Parameters: one for all, one for each, or the model's defaults."""
-        prompts = _join_legacy(prompts, prompt_token_ids)
+        options = Options(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        return self._answer(_join_legacy(prompts, prompt_token_ids), sampling_params, use_tqdm, priority, options)
+
+    def _answer(
+        self,
+        prompts: list[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: Tqdm,
+        priority: Sequence[int] | int | None,
+        options: Options,
+    ) -> list[RequestOutput]:
         params = pair(
             self.get_default_sampling_params() if sampling_params is None else sampling_params,
             len(prompts),
@@ -93,11 +104,7 @@ class LLM:
         priorities = pair(0 if priority is None else priority, len(prompts), int, "priority")
         final = {id(p): msgspec.structs.replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in params}
         asked = [
-            self._prepare(
-                prompt,
-                final[id(one)],
-                Options(priority=urgency, lora_request=lora_request, tokenization_kwargs=tokenization_kwargs),
-            )
+            self._prepare(prompt, final[id(one)], msgspec.structs.replace(options, priority=urgency))
             for prompt, one, urgency in zip(prompts, params, priorities, strict=True)
         ]
         return self._run(asked, use_tqdm)
@@ -127,7 +134,8 @@ class LLM:
             chat_template_kwargs=chat_template_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
         )
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        options = Options(lora_request=lora_request, continues=continue_final_message)
+        return self._answer(list_prompts(prompts), sampling_params, use_tqdm, None, options)
 
     def preprocess_chat(
         self,
@@ -174,7 +182,11 @@ class LLM:
         if (mode := self.model_config.logprobs_mode).endswith("logits"):
             raise InputError(f"beam search ranks by log probabilities, and logprobs_mode is {mode!r}", param="params")
         options = Options(lora_request=lora_request, any_logprobs=True)
-        searches = [self._search(prompt, params, options) for prompt in list_prompts(prompts)]
+        form = None
+        if params.structured_outputs is not None:
+            config, size = self.llm_engine.vllm_config, self.input_processor.vocab_size
+            form = BeamForm(params.structured_outputs, config, size)
+        searches = [self._search(prompt, params, options, form) for prompt in list_prompts(prompts)]
         progress = Progress.make(use_tqdm, total=len(searches), words="Beam search")
         size = concurrency_limit or max(1, len(searches))
         with progress:
@@ -182,7 +194,9 @@ class LLM:
                 self._run_searches(searches[first : first + size], options, progress)
         return [self._finish_search(search) for search in searches]
 
-    def _search(self, prompt: Any, params: BeamSearchParams, options: Options) -> BeamSearchInstance:
+    def _search(
+        self, prompt: Any, params: BeamSearchParams, options: Options, form: BeamForm | None
+    ) -> BeamSearchInstance:
         asked = self._prepare(prompt, SamplingParams(max_tokens=params.max_tokens), options)
         request = asked.requests[0]
         ends = {request.eos_token_id, *request.stop_token_ids} - {None}
@@ -192,6 +206,7 @@ class LLM:
             request.max_tokens,
             frozenset(end for end in ends if end is not None),
             request.cache_salt,
+            form=form,
         )
 
     def _run_searches(self, searches: list[BeamSearchInstance], options: Options, progress: Progress) -> None:
@@ -200,15 +215,18 @@ class LLM:
         while live:
             asked = []
             for search in live:
-                params = SamplingParams(
-                    temperature=0.0,
-                    max_tokens=1,
-                    logprobs=min(search.num_logprobs, self.input_processor.vocab_size),
-                    detokenize=False,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )
                 salt = {} if search.cache_salt is None else {"cache_salt": search.cache_salt}
-                asked += [self._prepare({"prompt_token_ids": b.tokens} | salt, params, options) for b in search.beams]
+                for beam in search.beams:
+                    count, named = search.ask(beam, self.input_processor.vocab_size)
+                    params = SamplingParams(
+                        temperature=0.0,
+                        max_tokens=1,
+                        logprobs=count,
+                        logprob_token_ids=named or None,
+                        detokenize=False,
+                        output_kind=RequestOutputKind.FINAL_ONLY,
+                    )
+                    asked.append(self._prepare({"prompt_token_ids": beam.tokens} | salt, params, options))
             results = iter(self._run(asked, False))
             for search in live:
                 search.advance([_followed(next(results)) for _ in list(search.beams)])

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 log = logger(__name__)
 RUN, TLS_SETTINGS = "quire.server.host:run", "quire.server.tls:settings"
 CHOOSE_PARSERS = "quire.server.state:choose_parsers"
+TOOL_SERVER = "quire.server.tool_server:ToolServer"
 SUPERVISE = "quire.server.supervisor:supervise"
 
 
@@ -51,6 +52,8 @@ def serve(options: ServerConfig, config: EngineConfig, laps: Laps, begun: Begun 
             load(TLS_SETTINGS)(options)  # wrong files are named now
         if options.tool_call_parser or config.structured_outputs_config.reasoning_parser:
             load(CHOOSE_PARSERS)(config, options)  # and so are wrong parsers
+        if options.tool_server:
+            load(TOOL_SERVER).of(options.tool_server)
         with listener(options) as (opened, url):
             say_start(config)
             if options.api_server_count > 1:

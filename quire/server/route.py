@@ -19,10 +19,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.base.log import logger
-from quire.llm.online import Flow
 from quire.schema.errors import DeadlineError, InputError
 from quire.server.body import read_body
 from quire.server.errors import ERROR_RESPONSES, ClientGoneError, refusal_of
+from quire.server.flow import Results
 from quire.server.middleware import route_path
 from quire.server.state import ServerState
 
@@ -92,7 +92,7 @@ class Call:
                 found[key.decode()] = value.decode("latin-1")
         return found or None
 
-    def watch(self, flow: Flow) -> None:
+    def watch(self, flow: Results) -> None:
         """From now on, a client that goes takes its requests with it, and so does time that is up."""
         loop = asyncio.get_running_loop()
         self._listening = loop.create_task(self._listen(flow))
@@ -113,7 +113,7 @@ class Call:
             raise InputError(f"X-Request-Timeout must be seconds above 0, got {given[:40]!r}", param="timeout")
         return seconds if limit is None else min(seconds, limit)
 
-    async def _listen(self, flow: Flow) -> None:
+    async def _listen(self, flow: Results) -> None:
         while (await self.receive())["type"] != "http.disconnect":
             pass
         flow.fail(ClientGoneError())

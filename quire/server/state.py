@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from quire.schema.errors import InputError
 from quire.server.served import ServedNames
+from quire.server.tool_server import ToolServer
 from quire.text.chat import choose_template
 from quire.text.parse.choose import ParserChoice
+from quire.text.parse.writer import CallForm
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ class ServerState:
     default_sampling: dict[str, Any]
     chat_template: str | None  # the server's own, as text; None: the model's
     parsers: ParserChoice = field(default_factory=ParserChoice)
+    tool_server: ToolServer | None = None
     load: Load = field(default_factory=Load)
     started_at: float = field(default_factory=time.time)
     prefix: str = field(default_factory=lambda: secrets.token_hex(4))  # with a serial: a request id of its own
@@ -66,6 +69,7 @@ class ServerState:
             default_sampling=dict(config.model_config.default_sampling),
             chat_template=template,
             parsers=choose_parsers(config, options, engine.tokenizer),
+            tool_server=ToolServer.of(options.tool_server),
         )
 
     @property
@@ -79,6 +83,11 @@ class ServerState:
     def keeps_special(self) -> tuple[bool, bool]:
         """Whether special tokens must stay in an answer's text: without tools, with them."""
         return self.parsers.keeps_special_tokens(with_tools=False), self.parsers.keeps_special_tokens(with_tools=True)
+
+    @cached_property
+    def call_form(self) -> CallForm | None:
+        """How the model writes a call, where a grammar can hold it to a schema."""
+        return self.parsers.call_form()
 
     def close(self) -> None:
         self.renderers.shutdown(wait=False, cancel_futures=True)

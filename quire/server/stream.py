@@ -11,9 +11,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from quire.llm.online import Flow
 from quire.schema.outputs import RequestOutput
 from quire.server.errors import ClientGoneError, Refusal, refusal_of
+from quire.server.flow import Results
 from quire.server.route import Call
 
 DONE = b"data: [DONE]\n\n"
@@ -40,7 +40,7 @@ def _last_event(told: Refusal) -> bytes:
 
 
 async def send_events(
-    call: Call, flow: Flow, answer: Answer, *, done: bytes = DONE, failed: Callable[[Refusal], bytes] = _last_event
+    call: Call, flow: Results, answer: Answer, *, done: bytes = DONE, failed: Callable[[Refusal], bytes] = _last_event
 ) -> None:
     """The whole response. The caller closes the flow: leaving early, by an error or a client that went, ends it.
     `done` and `failed` are how the dialect ends a stream, well or not."""
@@ -68,7 +68,7 @@ async def send_events(
     await send({"type": "http.response.body", "body": data})
 
 
-async def fold(call: Call, flow: Flow) -> dict[str, RequestOutput]:
+async def fold(call: Call, flow: Results) -> dict[str, RequestOutput]:
     """All results of a call, each whole, by request id."""
     call.watch(flow)
     whole: dict[str, RequestOutput] = {}
@@ -81,7 +81,7 @@ async def fold(call: Call, flow: Flow) -> dict[str, RequestOutput]:
     return whole
 
 
-async def drain(call: Call, flow: Flow, answer: Answer) -> None:
+async def drain(call: Call, flow: Results, answer: Answer) -> None:
     """Let an answer take in all results without sending any: it is whole then."""
     call.watch(flow)
     while not flow.finished:
@@ -95,7 +95,7 @@ async def start_events(call: Call) -> None:
     await call.send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
 
 
-async def _next_or_comment(call: Call, flow: Flow, silence: float) -> list[RequestOutput]:
+async def _next_or_comment(call: Call, flow: Results, silence: float) -> list[RequestOutput]:
     while True:
         try:
             return await asyncio.wait_for(flow.next(), silence)

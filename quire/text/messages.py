@@ -89,6 +89,9 @@ def _checked(message: Any, number: int) -> dict[str, Any]:
     for one, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
         if clean.get(one) is not None and clean.get(other) is None:
             clean[other] = clean[one]
+    # a third name, of gpt-oss' template, which wants either words or a thought before calls
+    if clean.get("reasoning") is not None and not (content and clean.get("tool_calls")):
+        clean.setdefault("thinking", clean["reasoning"])
     return clean
 
 

@@ -160,3 +160,107 @@ def test_a_users_tools_beside_our_reasoning(plugin: str) -> None:
     parser = choice.parser(Ask(tools=TOOLS, request=request()))
     found = fold(parser.feed("<think>hm</think>=>now {}", (), final=True))
     assert (found.reasoning, found.calls[0].name, found.calls[0].arguments) == ("hm", "now", "{}")
+
+
+SERVED = """
+import json
+from vllm.entrypoints.openai.protocol import (
+    ChatCompletionRequest, DeltaFunctionCall, DeltaMessage, DeltaToolCall, ExtractedToolCallInformation, FunctionCall,
+    ToolCall)
+from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
+from vllm.tool_parsers.abstract_tool_parser import ToolParser
+from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
+
+@ToolParserManager.register_module("test_first_tool")
+class FirstTool(ToolParser):
+    '''@{"city": ...} calls the request's first tool.'''
+
+    def __init__(self, tokenizer, tools=None):
+        super().__init__(tokenizer, tools)
+        assert tokenizer.get_vocab() and self.vocab
+
+    def extract_tool_calls(self, model_output, request: ChatCompletionRequest):
+        before, mark, arguments = model_output.partition("@")
+        if not mark:
+            return ExtractedToolCallInformation(tools_called=False, tool_calls=[], content=model_output)
+        function = request.tools[0].function
+        assert function.parameters["type"] == "object" and function.description is None
+        made = ToolCall(function=FunctionCall(name=function.name, arguments=arguments))
+        return ExtractedToolCallInformation(tools_called=True, tool_calls=[made], content=before)
+
+    def extract_tool_calls_streaming(self, previous_text, current_text, delta_text, previous_token_ids,
+                                     current_token_ids, delta_token_ids, request):
+        before, mark, after = delta_text.partition("@")
+        if "@" in previous_text:
+            before, after = "", delta_text
+        elif not mark:
+            return DeltaMessage(content=delta_text)
+        call = DeltaFunctionCall(arguments=after)
+        if self.current_tool_id < 0:
+            self.current_tool_id, call.name = 0, request.tools[0].function.name
+        return DeltaMessage(content=before or None, tool_calls=[DeltaToolCall(index=0, function=call)])
+
+@ToolParserManager.register_module("test_own_hermes")
+class OwnHermes(Hermes2ProToolParser):
+    def extract_tool_calls(self, model_output, request):
+        return super().extract_tool_calls(model_output.replace("CALL", "tool_call"), request)
+
+@ReasoningParserManager.register_module("test_braces")
+class Braces(BaseThinkingReasoningParser):
+    start_token, end_token = "{{", "}}"
+"""
+
+
+def test_a_users_classes_in_our_server(tmp_path: Path) -> None:
+    from tests.server.live import events as chunks
+    from tests.server.live import live_fake
+
+    file = tmp_path / "served.py"
+    file.write_text(SERVED)
+    try:
+        with live_fake(
+            tmp_path / "model", chat_template="{{ messages[-1].content }}<end>", enable_auto_tool_choice=True,
+            tool_call_parser="test_first_tool", tool_parser_plugin=str(file),
+            engine={"reasoning_parser": "test_braces", "reasoning_parser_plugin": str(file),
+                    "generation_config": "vllm"},
+        ) as server:  # fmt: skip
+            body = {"messages": [{"role": "user", "content": 'hm}}Look.@{"city": "Paris"}'}], "tools": TOOLS,
+                    "max_tokens": 60}  # fmt: skip
+            message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+            assert (message["reasoning"], message["content"]) == ("hm", "Look.")
+            (call,) = message["tool_calls"]
+            assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+            parts = chunks(server.post("/v1/chat/completions", {**body, "stream": True}).text)
+            deltas = [part["choices"][0]["delta"] for part in parts]
+            assert "".join(delta.get("reasoning") or "" for delta in deltas) == "hm"
+            assert "".join(delta.get("content") or "" for delta in deltas) == "Look."
+            calls = [part["function"] for delta in deltas for part in delta.get("tool_calls") or ()]
+            assert calls[0]["name"] == "get_weather"
+            assert "".join(part["arguments"] for part in calls) == '{"city": "Paris"}'
+        own = ToolParserManager.get_tool_parser("test_own_hermes")(Tokenizer())
+        found = own.extract_tool_calls('<CALL>{"name": "now", "arguments": {}}</CALL>', request())
+        assert [call.function.name for call in found.tool_calls] == ["now"]
+    finally:
+        for name in ("test_first_tool", "test_own_hermes"):
+            TOOL_PARSERS._paths.pop(name, None)
+        REASONING_PARSERS._paths.pop("test_braces", None)
+
+
+def test_older_names_of_a_reasoning_class() -> None:
+    from vllm.entrypoints.openai.protocol import DeltaMessage
+    from vllm.reasoning import ReasoningParser
+
+    class Old(ReasoningParser):
+        def extract_reasoning_content(self, model_output: str, request: Any = None) -> tuple[str | None, str | None]:
+            return model_output[:1], model_output[1:]
+
+        def extract_reasoning_content_streaming(self, *args: Any) -> DeltaMessage:
+            return DeltaMessage(reasoning=args[2])
+
+    parser = Old(Tokenizer())
+    assert parser.extract_reasoning("ab") == ("a", "b")
+    assert parser.extract_reasoning_streaming("", "a", "a", [], [], []).reasoning == "a"  # type: ignore[union-attr]
+    with pytest.raises(NotImplementedError):
+        ReasoningParser(Tokenizer()).extract_reasoning("ab")

@@ -72,6 +72,22 @@ def test_basic_chat_on_the_embedded_model(tmp_path: Path) -> None:
     assert quoted(other, "Prompt")[0].startswith("system: You are a helpful assistant\nuser: Hello\n")
 
 
+def test_structured_outputs_on_the_embedded_model() -> None:
+    printed = run("structured_outputs")
+    said = dict(re.findall(r"^(\w+): (.*)$", printed, re.MULTILINE))
+    assert said["Choice"] in ("Positive", "Negative")
+    assert re.fullmatch(r"\w+(@(\w+(\.(c(om?)?)?)?)?)?", said["Regex"])  # or a beginning, where max_tokens came first
+    assert said["JSON"].startswith('{"brand"')
+    assert re.fullmatch(r"SELECT col_[12]  from table_[12]  where col_[12] = [12] ", said["Grammar"])
+
+
+def test_chat_with_tools_on_the_embedded_model() -> None:
+    printed = run("chat_with_tools")
+    assert "Tag: True\nCalled: True\n" in printed
+    assert re.search(r"^Result: It is 25 degrees in (Dallas|Austin), TX.$", printed, re.MULTILINE)
+    assert quoted(printed, "Answer")[0]
+
+
 def test_automatic_prefix_caching(model: str) -> None:
     printed = run("automatic_prefix_caching", model)
     (first, total), (second, _) = [(int(a), int(b)) for a, b in re.findall(r"Cached: (\d+) of (\d+)", printed)]

@@ -78,6 +78,42 @@ def test_import_vllm_is_light() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
+def test_modules_that_are_started() -> None:
+    for module, word in (("vllm.entrypoints.openai.api_server", "serve"), ("vllm.entrypoints.openai.run_batch", "-i")):
+        done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True)
+        assert done.returncode == 0 and word in done.stdout, done.stderr
+
+
+def test_interfaces_that_programs_call() -> None:
+    import argparse
+
+    from vllm.engine.protocol import EngineClient
+    from vllm.entrypoints.chat_utils import load_chat_template
+    from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.logits_process import NoBadWordsLogitsProcessor
+    from vllm.tasks import GENERATION_TASKS, POOLING_TASKS
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    assert issubclass(AsyncLLM, EngineClient) and not issubclass(dict, EngineClient)
+    assert "generate" in GENERATION_TASKS and "embed" in POOLING_TASKS
+    assert load_chat_template("{{ messages }}") == "{{ messages }}"
+    with pytest.raises(ValueError, match="nowhere"):
+        load_chat_template("nowhere.jinja")
+    forbid = NoBadWordsLogitsProcessor([[1, 2], [3]])
+    numpy = pytest.importorskip("numpy")
+    assert list(forbid([0, 1], numpy.zeros(5))) == [0, 0, -float("inf"), -float("inf"), 0]
+    assert list(forbid([1, 0], numpy.zeros(5))) == [0, 0, 0, -float("inf"), 0]
+    with pytest.raises(ValueError, match="0 to 2"):
+        forbid([], numpy.zeros(3))
+    parser: argparse.ArgumentParser = make_arg_parser(FlexibleArgumentParser())
+    args = parser.parse_args(["--port", "1234", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"])
+    assert args.port == 1234
+    validate_parsed_serve_args(args)
+    with pytest.raises(ValueError, match="tool_call_parser"):
+        validate_parsed_serve_args(parser.parse_args(["--enable-auto-tool-choice"]))
+
+
 def test_the_command_is_quires() -> None:
     done = subprocess.run([Path(sys.executable).parent / "vllm"], capture_output=True, text=True)
     assert done.returncode == 0 and "collect-env" in done.stdout

@@ -104,6 +104,23 @@ def dsml(calls: list[Call], block: str) -> str:
     return "\n".join([f"<｜DSML｜{block}>", *inner, f"</｜DSML｜{block}>"])
 
 
+def dsml_spaced(calls: list[Call]) -> str:
+    return dsml(calls, "calls").replace("｜DSML｜", "｜DSML｜ ")
+
+
+def dots(calls: list[Call]) -> str:
+    inner = xml(calls, '<invoke name="%s">', "</invoke>", '<parameter name="%s">', "</parameter>", True)
+    return f"<dots_function_call>\n{inner}\n</dots_function_call>"
+
+
+def solar(calls: list[Call]) -> str:
+    found = []
+    for name, given in calls:
+        pairs = [f"<|tool_arg:start|>{k}<|tool_arg:value|>{text_value(v)}<|tool_arg:end|>\n" for k, v in given.items()]
+        found.append(f"<|tool_call:start|>{name}\n{''.join(pairs)}<|tool_call:end|>")
+    return "\n".join(found)
+
+
 def glm(calls: list[Call], gap: str) -> str:
     found = []
     for name, given in calls:
@@ -203,6 +220,8 @@ RENDER: dict[str, Render] = {
     "deepseek_v31": deepseek_v31,
     "deepseek_v32": lambda calls: dsml(calls, "function_calls"),
     "deepseek_v4": lambda calls: dsml(calls, "tool_calls"),
+    "deepseek_v41": dsml_spaced,
+    "dots": dots,
     "ernie45": hermes,
     "functiongemma": lambda calls: gemma(calls, "<start_function_call>", "<end_function_call>", "<escape>"),
     "gemma4": lambda calls: gemma(calls, "<|tool_call>", "<tool_call|>", '<|"|>'),
@@ -238,6 +257,7 @@ RENDER: dict[str, Render] = {
     "qwen3_coder": qwen3,
     "qwen3_xml": qwen3,
     "seed_oss": seed_oss,
+    "solar_open2": solar,
     "step3": step3,
     "step3p5": qwen3,
     "xlam": lambda calls: f"[{joined(calls)}]",
@@ -437,5 +457,126 @@ LITERAL: dict[str, list[Case]] = {
     ],
     "cohere_command3": [
         Case("response tags", "<|START_RESPONSE|>Hi<|END_RESPONSE|>", [], "Hi"),
+    ],
+}  # fmt: skip
+
+# One or two more of each family that has none above, as its documentation or template shows them.
+LITERAL |= {
+    "apertus": [
+        Case("pretty", '<|tools_prefix|>[{"get_weather": {"city": "Paris"}}, {"now": {}}]<|tools_suffix|>',
+             [PARIS, ("now", {})]),
+        Case("no list", "<|tools_prefix|>get_weather<|tools_suffix|>", [],
+             "<|tools_prefix|>get_weather<|tools_suffix|>"),
+    ],
+    "cohere_command4": [
+        Case("plan first", "I will look it up.\n<|START_ACTION|>[\n    {\"tool_call_id\": \"0\", \"tool_name\": "
+             "\"get_weather\", \"parameters\": {\"city\": \"Paris\"}}\n]<|END_ACTION|>", [PARIS],
+             "I will look it up.\n"),
+    ],
+    "deepseek_v3": [
+        Case("a line break before the block",
+             "Let me check.\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+             '{\n  "city": "Paris"\n}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>', [PARIS], "Let me check.\n"),
+        Case("no fence", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+             '{"city": "Paris"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>', [PARIS]),
+    ],
+    "deepseek_v31": [
+        Case("two in a row", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris"}'
+             "<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+             [PARIS, ("now", {})]),
+        Case("only the block's tags", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>", [],
+             "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>"),
+    ],
+    "deepseek_v4": [
+        Case("a string that looks like a number", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n'
+             '<｜DSML｜parameter name="city" string="true">10</｜DSML｜parameter>\n'
+             '<｜DSML｜parameter name="tags" string="false">["a", "b"]</｜DSML｜parameter>\n'
+             "</｜DSML｜invoke>\n</｜DSML｜tool_calls>", [("get_weather", {"city": "10", "tags": ["a", "b"]})]),
+    ],
+    "deepseek_v41": [
+        Case("V4's tags", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" '
+             'string="true">Paris</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>', [PARIS]),
+        Case("mixed outer tags",
+             'So.\n\n<｜DSML｜ tool_calls>\n<｜DSML｜ invoke name="get_weather">\n<｜DSML｜ parameter '
+             'name="city" string="true">Paris</｜DSML｜ parameter>\n<｜DSML｜ parameter name="days" string="false">3'
+             "</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n</｜DSML｜ calls>",
+             [("get_weather", {"city": "Paris", "days": 3})], "So.\n\n"),
+        Case("the mark alone", "<｜DSML｜ calls", [], "<｜DSML｜ calls"),
+    ],
+    "dots": [
+        Case("indentation is the value's",
+             '<dots_function_call>\n<invoke name="get_weather">\n<parameter name="code">\n'
+             "    if a:\n        b\n\n</parameter>\n</invoke>\n</dots_function_call>",
+             [("get_weather", {"code": "    if a:\n        b\n"})]),
+        Case("text that looks like a list",
+             '<dots_function_call>\n<invoke name="get_weather">\n<parameter name="city">\n'
+             '["a"]\n</parameter>\n</invoke>\n</dots_function_call>', [("get_weather", {"city": '["a"]'})]),
+        Case("the wrapper alone", "<dots_function_call>\n</dots_function_call>", [],
+             "<dots_function_call>\n</dots_function_call>"),
+    ],
+    "solar_open2": [
+        Case("no line breaks",
+             "<|tool_call:start|>get_weather<|tool_arg:start|>city<|tool_arg:value|>Paris<|tool_arg:end|>"
+             "<|tool_arg:start|>days<|tool_arg:value|>3<|tool_arg:end|><|tool_call:end|>",
+             [("get_weather", {"city": "Paris", "days": 3})]),
+        Case("a value with line breaks",
+             "<|tool_call:start|>get_weather\n<|tool_arg:start|>code<|tool_arg:value|>\n a\n"
+             "<|tool_arg:end|>\n<|tool_call:end|>", [("get_weather", {"code": "\n a\n"})]),
+        Case("no call", "<|tool_call:start|>not a name<|tool_call:end|>", [],
+             "<|tool_call:start|>not a name<|tool_call:end|>"),
+    ],
+    "gemma4": [
+        Case("two, and text", 'Ok.<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|><|tool_call>call:now{}'
+             "<tool_call|>", [PARIS, ("now", {})], "Ok."),
+        Case("no call", "<|tool_call>hello<tool_call|>", [], "<|tool_call>hello<tool_call|>"),
+    ],
+    "granite-20b-fc": [
+        Case("two", '<function_call> {"name": "get_weather", "arguments": {"city": "Paris"}} <function_call> '
+             '{"name": "now", "arguments": {}}', [PARIS, ("now", {})]),
+    ],
+    "granite4": [
+        Case("one line", '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>', [PARIS]),
+    ],
+    "internlm": [
+        Case("text first", "I check.<|action_start|><|plugin|>\n"
+             '{"name": "get_weather", "parameters": {"city": "Paris"}}<|action_end|>\n', [PARIS], "I check."),
+    ],
+    "jamba": [
+        Case("one line", '<tool_calls>[{"name": "get_weather", "arguments": {"city": "Paris"}}]</tool_calls>', [PARIS]),
+        Case("an empty list", "<tool_calls>[]</tool_calls>", [], "<tool_calls>[]</tool_calls>"),
+    ],
+    "lfm2": [
+        Case("text after", '<|tool_call_start|>[get_weather(city="Paris")]<|tool_call_end|>Checking.', [PARIS],
+             "Checking."),
+    ],
+    "longcat": [
+        Case("two", '<longcat_tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</longcat_tool_call>\n'
+             '<longcat_tool_call>{"name": "now", "arguments": {}}</longcat_tool_call>', [PARIS, ("now", {})]),
+    ],
+    "minimax": [
+        Case("one line each", '<tool_calls>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n'
+             '{"name": "now", "arguments": {}}\n</tool_calls>', [PARIS, ("now", {})]),
+    ],
+    "minimax_m2": [
+        Case("a value of several lines", '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="code">a\nb'
+             "</parameter>\n</invoke>\n</minimax:tool_call>", [("get_weather", {"code": "a\nb"})]),
+        Case("no call", "<minimax:tool_call>\n</minimax:tool_call>", [], "<minimax:tool_call>\n</minimax:tool_call>"),
+    ],
+    "olmo3": [
+        Case("JSON's words", "<function_calls>\nget_weather(city=\"Paris\", metric=true, note=null)\nnow()\n"
+             "</function_calls>", [("get_weather", {"city": "Paris", "metric": True, "note": None}), ("now", {})]),
+    ],
+    "seed_oss": [
+        Case("budget marks are text", "<seed:cot_budget_reflect>10 left</seed:cot_budget_reflect>", [],
+             "<seed:cot_budget_reflect>10 left</seed:cot_budget_reflect>"),
+        Case("two functions",
+             "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n</function>\n"
+             "</seed:tool_call>\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+             [PARIS, ("now", {})]),
+    ],
+    "step3": [
+        Case("no marks around",
+             '<steptml:toolcall><steptml:invoke name="get_weather"><steptml:parameter name="city">Paris'
+             "</steptml:parameter></steptml:invoke></steptml:toolcall>", [PARIS]),
     ],
 }  # fmt: skip

@@ -107,6 +107,7 @@ REFUSED = [
     ([1, VOCAB], {}, [str(VOCAB), str(VOCAB - 1)]),
     ([-1], {}, ["-1"]),
     (17, {}, ["int"]),
+    ("a", {"thinking_token_budget": 3}, ["no reasoning parser", "--reasoning-parser"]),
     ("a", {"logprobs": 21}, ["logprobs", "21", "20"]),
     ("a", {"logprobs": -1}, ["-1", "20"]),
     ("a", {"prompt_logprobs": 50}, ["prompt_logprobs", "50", "20"]),
@@ -131,7 +132,6 @@ def test_refusals_name_value_and_limit(inputs, prompt, params, words):
     [
         ({"prompt": "a", "multi_modal_data": {"image": 1}}, {}, {}),
         ({"prompt_embeds": [[1.0]]}, {}, {}),
-        ("a", {"thinking_token_budget": 3}, {}),
         ("a", {}, {"lora_request": object()}),
     ],
 )

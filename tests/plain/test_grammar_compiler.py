@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from quire.grammar.backend import Vocabulary
+from quire.grammar.backend import PACKAGES, Vocabulary
 from quire.grammar.compiler import Compiled, Compiler, Limits
 from quire.schema.errors import InputError, QuireError
 from quire.schema.grammar import GrammarKind, GrammarSpec
@@ -104,6 +104,21 @@ def test_a_compile_that_takes_too_long_is_killed_and_others_go_on(bench: Bench) 
     assert isinstance(refused, InputError) and "too complex" in str(refused)
     assert time.monotonic() - began < PATIENCE / 2
     assert bench.outcome(guidance(GrammarKind.REGEX, "y*")) is not None
+
+
+@pytest.mark.parametrize("name", ["xgrammar", "guidance", "outlines", "lm-format-enforcer"])
+def test_an_exponential_regex_is_served_or_refused_within_its_limits(bench: Bench, name: str) -> None:
+    """As a table of states it has 2^24 of them. Those that make no table serve it."""
+    pytest.importorskip(PACKAGES[name][0])
+    spec = GrammarSpec(kind=GrammarKind.REGEX, text="[ab]*a[ab]{24}", backends=(name,))
+    began = time.monotonic()
+    found = bench.outcome(spec)
+    assert time.monotonic() - began < PATIENCE / 2
+    if isinstance(found, InputError):
+        assert "regex constraint" in str(found)
+    else:
+        assert allowed(found, "ba") == {"a", "b"}
+    assert (name in ("outlines", "lm-format-enforcer")) == isinstance(found, InputError)
 
 
 def test_a_child_that_crashes_costs_one_request(bench: Bench) -> None:

@@ -12,7 +12,7 @@ import pytest
 from quire.engine.loop import EngineLoop
 from quire.grammar.backend import Vocabulary
 from quire.grammar.masks import Masks
-from quire.grammar.thought import Thought
+from quire.grammar.thought import Marks, Stage, Thought
 from quire.sched.kv_layout import place
 from quire.sched.scheduler import Scheduler
 from quire.sched.settings import SchedulerSettings
@@ -188,6 +188,81 @@ def test_a_vocabulary_that_cannot_be_had_fails_the_request_not_the_engine(made: 
 def test_a_grammar_does_not_apply_to_a_thought(
     made: list[Masks], vocabulary: Vocabulary, start: str, inside: bool, text: str
 ) -> None:
-    loop = make_loop(made, vocabulary, watch=lambda given: Thought(ids_of(start), ids_of("cd"), inside=inside))
+    marks = make_marks(vocabulary, start)
+    loop = make_loop(made, vocabulary, watch=lambda given: Thought(marks, inside=inside, bound=True))
     loop.submit(request("thinks", "[0-9]{2}"))
     assert run(loop)["thinks"][0] == text
+
+
+@pytest.mark.parametrize(("regex", "text"), [("(a0|[0-9])1", "abcd01"), ("a[b-e]cc", "abcc"), ("a[c-e]", "abcdac")])
+def test_a_start_tag_that_could_be_the_answer_too(
+    made: list[Masks], vocabulary: Vocabulary, regex: str, text: str
+) -> None:
+    marks = make_marks(vocabulary, "abx" if regex == "a[b-e]cc" else "ab")
+    loop = make_loop(made, vocabulary, watch=lambda given: Thought(marks, inside=False, bound=True))
+    loop.submit(request("thinks", regex))
+    assert run(loop)["thinks"][0] == text
+
+
+def make_marks(vocabulary: Vocabulary, start: str, end: str = "cd", said: str = "") -> Marks:
+    starts, tokens = (start.encode(),) if start else (), vocabulary.tokens
+    return Marks(starts, (end.encode(),), tuple(ids_of(start)), tuple(ids_of(said or end)), tokens.__getitem__)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("num_blocks", [64, 26])  # the second preempts
+@pytest.mark.parametrize(
+    ("budget", "text"),
+    [
+        (0, "xy00"),  # closed at once
+        (2, "abxy00"),
+        (3, "abcxy00"),  # "c" begins a tag, and what is forced is another
+        (4, "abcd00"),  # it closed itself
+        (None, "abcd00"),
+    ],
+)
+def test_a_budget_closes_a_thought(
+    made: list[Masks], vocabulary: Vocabulary, ahead: int, num_blocks: int, budget: int | None, text: str
+) -> None:
+    marks = make_marks(vocabulary, "", said="xy")
+    loop = make_loop(
+        made, vocabulary, ahead, num_blocks,
+        watch=lambda given: Thought(
+            marks, inside=True, bound=given.grammar is not None, budget=given.params.thinking_token_budget
+        ),
+    )  # fmt: skip
+    for i in range(5):
+        loop.submit(request(f"bound{i}", "[0-9]{2}", thinking_token_budget=budget))
+        loop.submit(request(f"free{i}", None, thinking_token_budget=budget, max_tokens=9))
+    found = run(loop)
+    free = text[:-2]
+    for i in range(5):
+        assert found[f"bound{i}"][0] == text
+        assert found[f"free{i}"][0][: len(free)] == free and len(found[f"free{i}"][0]) == 9
+
+
+def test_no_end_of_text_inside_a_thought_that_a_grammar_waits_for(made: list[Masks], vocabulary: Vocabulary) -> None:
+    marks = make_marks(vocabulary, "")
+    loop = make_loop(made, vocabulary, watch=lambda given: Thought(marks, inside=True, bound=True))
+    loop.submit(request("thinks", "[0-9]{2}", extra_args={"eos_at": 2}))
+    text, last = run(loop)["thinks"]
+    assert text.endswith("cd00") and last.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stage"),
+    [
+        ([b"<think>", b"a", b"</think>"], Stage.OVER),
+        ([b" \n", b"<th", b"ink>a</thi", b"nk>\n", b"x"], Stage.OVER),  # tags cut anyhow, within other tokens
+        ([b"<think>", b"</think"], Stage.INSIDE),
+        ([b"<thin"], Stage.MAY_OPEN),
+        ([b"<thing>"], Stage.OVER),
+        ([b"Well, <think>"], Stage.OVER),
+    ],
+)
+def test_tags_are_found_however_they_are_cut(pieces: list[bytes], stage: Stage) -> None:
+    marks = Marks((b"<think>",), (b"</think>",), (1,), (2,), pieces.__getitem__)
+    thought = Thought(marks, inside=False, bound=False, budget=100)
+    for i in range(len(pieces)):
+        thought.feed(i)
+    assert thought.stage is stage

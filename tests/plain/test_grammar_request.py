@@ -14,7 +14,7 @@ from quire.grammar import choose
 from quire.grammar.regex import read_regex
 from quire.grammar.request import make_spec
 from quire.grammar.schema import MOST_DEPTH, read_schema
-from quire.schema.errors import ConfigError, InputError, MissingExtraError, NotBuiltError
+from quire.schema.errors import ConfigError, InputError, MissingExtraError
 from quire.schema.grammar import GrammarKind, GrammarSpec
 from quire.schema.params import SamplingParams, StructuredOutputsParams
 
@@ -36,7 +36,7 @@ def spec_of(config: StructuredOutputsConfig = AUTO, **given: Any) -> GrammarSpec
         ({"json": {"type": "number", "minimum": 1.5}}, GrammarKind.JSON, "guidance"),
         ({"json": {"type": "integer", "minimum": 1}}, GrammarKind.JSON, "xgrammar"),
         ({"json": {"minLength": 1}}, GrammarKind.JSON, "guidance"),
-        ({"json": {"type": "string", "maxLength": 100}}, GrammarKind.JSON, "xgrammar"),
+        ({"json": {"type": "string", "maxLength": 100}}, GrammarKind.JSON, "guidance"),
         ({"json": {"type": "string", "maxLength": 1000}}, GrammarKind.JSON, "guidance"),
         ({"regex": "(a?){500}a{500}b{900}"}, GrammarKind.REGEX, "xgrammar"),
         ({"json": {"type": "string", "enum": ["a"]}}, GrammarKind.JSON, "xgrammar"),
@@ -197,8 +197,27 @@ def test_options_that_need_a_backend(given: dict[str, Any], words: str) -> None:
     StructuredOutputsConfig(**{**given, "backend": "guidance"})
 
 
-def test_backends_that_are_not_there_are_refused_by_name() -> None:
-    from quire.config import EngineArgs
+def test_every_backend_can_be_named_and_falls_back() -> None:
+    for name in ("outlines", "lm-format-enforcer"):
+        pytest.importorskip(choose.PACKAGES[name][0])
+        config = StructuredOutputsConfig(backend=name)
+        assert spec_of(config, choice=["a"]).backends[0] == name
+        assert name not in spec_of(config, json={"type": "integer", "minimum": 3}).backends
+        with pytest.raises(InputError, match=f"'{name}' does not support 'minimum'; xgrammar might, but"):
+            spec_of(
+                StructuredOutputsConfig(backend=name, disable_fallback=True), json={"type": "integer", "minimum": 3}
+            )
 
-    with pytest.raises(NotBuiltError, match="outlines"):
-        EngineArgs(structured_outputs_config={"backend": "outlines"}).create_engine_config()
+
+@pytest.mark.parametrize("name", ["outlines", "lm-format-enforcer"])
+def test_the_extras_that_are_missing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(choose, "_is_installed", lambda one: one == "guidance")
+    with pytest.raises(MissingExtraError, match=rf'pip install "quire\[{name}\]"'):
+        spec_of(StructuredOutputsConfig(backend=name), choice=["a"])
+
+
+def test_the_reason_for_another_backend_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    choose._told.clear()
+    with caplog.at_level("INFO", logger="quire.grammar.choose"):
+        assert spec_of(json={"type": "integer", "multipleOf": 7}).backends == ("guidance",)
+    assert "xgrammar does not do 'multipleOf'" in caplog.text

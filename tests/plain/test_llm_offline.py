@@ -239,7 +239,7 @@ def test_attributes_the_documentation_names(inside):
     assert inside.collective_rpc(lambda worker, n: worker.num_rows() + n, args=(2,)) == [2]
     assert engine.engine_core.reset_prefix_cache() is True
     with pytest.raises(NotBuiltError):
-        engine.engine_core.save_sharded_state(path="x", pattern=None, max_size=1)
+        engine.engine_core.sleep()
     with pytest.raises(AttributeError, match="no verb"):
         engine.engine_core.no_such_thing  # noqa: B018
     assert inside.default_sampling_params["max_tokens"] == 33

@@ -10,7 +10,7 @@ import pytest
 from quire.schema.errors import ConfigError
 from quire.text.parse.base import Folded, fold
 from quire.text.parse.choose import Ask, ParserChoice
-from quire.text.parse.reasoning import ReasoningTokens, ReasoningWatch, is_reasoning_end
+from quire.text.parse.reasoning import ReasoningTokens, is_reasoning_end
 from quire.text.parse.registry import (
     REASONING_PARSERS,
     TOOL_PARSERS,
@@ -29,6 +29,7 @@ TAGS = {
     "hunyuan_a13b": ("<think>\n", "\n</think>\n<answer>\n"),
     "mistral": ("[THINK]", "[/THINK]"),
     "seed_oss": ("<seed:think>", "</seed:think>"),
+    "solar_open2": ("<|think:start|>", "<|think:end|>"),
 }
 HARMONY = {"gptoss", "openai_gptoss"}
 PLAIN = {"identity", "minimax_m2_append_think"}
@@ -191,31 +192,6 @@ def test_special_tokens_stay_only_where_a_tag_is_one() -> None:
 
 
 # ---- tokens --------------------------------------------------------------------------------------------------------
-
-
-def test_watch_finds_the_end_and_can_be_rewound() -> None:
-    watch = ReasoningWatch(ReasoningTokens((1,), (8, 9)), inside=True)
-    watch.feed([5, 8])
-    assert not watch.ended
-    watch.feed([9])
-    assert watch.ended
-    assert watch.count == 3
-    watch.feed([4, 4])
-    watch.rewind(3)
-    assert not watch.ended
-    watch.feed([9])
-    assert watch.ended
-
-
-def test_budget_forces_the_end() -> None:
-    watch = ReasoningWatch(ReasoningTokens((1,), (8, 9)), inside=True, budget=2)
-    said = []
-    for _ in range(5):
-        token = watch.forced()
-        said.append(token)
-        watch.feed([5 if token is None else token])
-    assert said == [None, None, 8, 9, None]
-    assert watch.ended
 
 
 def test_is_reasoning_end() -> None:

@@ -67,7 +67,7 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("structured_outputs", {"structured_outputs": {"choice": []}}, ["choice"]),
     ("guided_decoding_backend", {"guided_decoding_backend": "outlines"}, ["structured-outputs-config.backend"]),
     ("kv_transfer_params", {"kv_transfer_params": {"a": 1}}, ["KV transfer"]),
-    ("thinking_token_budget", {"thinking_token_budget": 5}, ["not in this version"]),
+    ("thinking_token_budget", {"thinking_token_budget": 5}, ["--reasoning-parser"]),
     ("watermarking", {"watermarking": True}, ["not in this version"]),
     ("vllm_xargs", {"vllm_xargs": {"a": {"b": 1}}}, ["vllm_xargs"]),
     ("request_id", {"request_id": "a\nb"}, ["printable"]),

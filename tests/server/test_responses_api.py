@@ -212,6 +212,24 @@ def test_retrieve_and_delete(client: openai.OpenAI) -> None:
         client.responses.create(model="smol", input="Hi", previous_response_id=dropped.id)
 
 
+def test_input_items(client: openai.OpenAI) -> None:
+    given: Any = [{"role": "user", "content": f"Say {number}"} for number in range(4)]
+    made = client.responses.create(model="smol", input=given, max_output_tokens=1)
+    page = client.responses.input_items.list(made.id, limit=3, order="asc")
+    assert [item.content[0].text for item in page.data] == ["Say 0", "Say 1", "Say 2"]  # type: ignore[union-attr]
+    assert len({item.id for item in page.data}) == 3 and page.has_more
+    assert [item.content[0].text for item in page] == [f"Say {n}" for n in range(4)]  # type: ignore[union-attr]
+    latest = client.responses.input_items.list(made.id, limit=1)
+    assert latest.data[0].content[0].text == "Say 3"  # type: ignore[union-attr]
+    assert client.responses.input_items.list(made.id, after=latest.data[0].id).data[0].id == page.data[2].id
+    with pytest.raises(openai.BadRequestError, match="nobody"):
+        client.responses.input_items.list(made.id, after="nobody")
+    plain = client.responses.create(model="smol", input="Hi", max_output_tokens=1)
+    assert client.responses.input_items.list(plain.id).data[0].content[0].text == "Hi"  # type: ignore[union-attr]
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_items.list("resp_nobody")
+
+
 def test_the_oldest_go(client: openai.OpenAI) -> None:
     ids = [client.responses.create(model="smol", input="Hi", max_output_tokens=1).id for _ in range(9)]
     with pytest.raises(openai.NotFoundError):
@@ -261,7 +279,7 @@ def test_a_background_stream_outlives_its_reader(client: openai.OpenAI, server: 
          "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-        ({"input": [{"type": "mcp_call", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "name": "a"}]}, "input[0].arguments"),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content"),
         ({"input": []}, "input"),

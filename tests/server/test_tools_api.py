@@ -176,10 +176,42 @@ def test_wrong_choices_are_refused(server: Live) -> None:
     assert error_of(server.post(PATH, body("x", tool_choice="required", tools=[])))["param"] == "tools"
 
 
-def test_a_call_that_must_be_cannot_follow_an_open_thought(server: Live) -> None:
-    error = error_of(server.post(PATH, body("hm <think>", tool_choice="required")))
-    assert error["param"] == "tool_choice"
-    assert "thought" in error["message"]
+def strict(**parameters: Any) -> list[dict[str, Any]]:
+    schema = {"type": "object", "properties": parameters, "required": list(parameters), "additionalProperties": False}
+    return [{"type": "function", "function": {"name": "get_weather", "strict": True, "parameters": schema}}, TOOLS[1]]
+
+
+def test_strict_tools_are_held_to_their_schemas(server: Live) -> None:
+    """The scripted model ignores masks, so what a grammar forbids ends the request with an error."""
+    pytest.importorskip("xgrammar")
+    call = '<tool_call>\n{"name": "get_weather", "arguments": %s}\n</tool_call>'
+    now = '<tool_call>\n{"name": "now", "arguments": {"any": [1]}}\n</tool_call>'
+    city = {"city": {"enum": ["Rome", "Bern"]}}
+    right = "I look.\n" + call % '{"city": "Rome"}' + "\n" + now
+    found = ask(server, right, tools=strict(**city))
+    names = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in found["message"]["tool_calls"]]
+    assert names == [("get_weather", {"city": "Rome"}), ("now", {"any": [1]})]
+    assert ask(server, "No call <at all>.", tools=strict(**city))["message"]["content"] == "No call <at all>."
+    for wrong in (call % '{"city": "Oslo"}', call % "{}", now.replace("now", "never")):
+        refused = server.post(PATH, body(wrong, tools=strict(**city)))
+        assert refused.status_code == 500 and "grammar" in refused.text, (wrong, refused.text)
+        loose = [{**tool, "function": {**tool["function"], "strict": False}} for tool in strict(**city)]
+        assert ask(server, wrong, tools=loose)["finish_reason"] == "tool_calls"
+
+
+def test_a_strict_call_alone_ends_the_answer(server: Live) -> None:
+    pytest.importorskip("xgrammar")
+    one = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    tools = strict(city={"enum": ["Rome"]})
+    found = ask(server, one, tools=tools, parallel_tool_calls=False)
+    assert [c["function"]["name"] for c in found["message"]["tool_calls"]] == ["now"]
+    assert server.post(PATH, body(one + one, tools=tools, parallel_tool_calls=False)).status_code == 500
+    assert len(ask(server, one + one, tools=tools)["message"]["tool_calls"]) == 2
+
+
+def test_a_strict_schema_that_nobody_can_hold_is_refused(server: Live) -> None:
+    tools = strict(tags={"type": "array", "uniqueItems": True})
+    assert "uniqueItems" in error_of(server.post(PATH, body("x", tools=tools)))["message"]
 
 
 def test_auto_needs_its_options(fake: Live) -> None:

@@ -20,6 +20,7 @@ _LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_ma
            "max_lexer_states": 50_000, "max_grammar_size": 500_000, "max_items_in_row": 20_000,
            "verbose_errors": False}  # fmt: skip
 _MANY = 8
+_LONGEST = 32  # bytes of a token that is tried where text is cut
 
 
 class Guidance:
@@ -121,18 +122,27 @@ class GuidanceMatcher:
 
 
 class _Tokens:
-    """The vocabulary as llguidance asks for it. Text is cut greedily: only forced text would need the true cut."""
+    """The vocabulary as llguidance asks for it. Text that a grammar forces is cut as it is here, the longest token
+    first: about as a tokenizer would, and in as few steps."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.tokens = vocabulary.tokens + [b""] * (vocabulary.size - len(vocabulary.tokens))
         self.eos_token_id = vocabulary.ends[0] if vocabulary.ends else 0
         self.bos_token_id = None
         self.special_token_ids = [i for i, token in enumerate(self.tokens) if not token]
-        self._single = {token: i for i, token in enumerate(self.tokens) if len(token) == 1}
+        self._known = {token: i for i, token in reversed(list(enumerate(self.tokens))) if token}
+        self._longest = min(max(map(len, self._known), default=1), _LONGEST)
 
     def __call__(self, text: bytes | str) -> list[int]:
         data = text.encode() if isinstance(text, str) else text
-        return [self._single[data[i : i + 1]] for i in range(len(data)) if data[i : i + 1] in self._single]
+        found: list[int] = []
+        at = 0
+        while at < len(data):
+            size = next((n for n in range(self._longest, 0, -1) if data[at : at + n] in self._known), 0)
+            if size:
+                found.append(self._known[data[at : at + size]])
+            at += size or 1
+        return found
 
 
 def _literal(word: str) -> str:

@@ -103,7 +103,8 @@ def _tag(given: dict[str, Any]) -> str:
              "content": {"type": "json_schema", "json_schema": one.get("schema") or {}}}
             for one in given["structures"]
         ]  # fmt: skip
-        form = {"type": "triggered_tags", "triggers": given["triggers"], "tags": tags}
+        form = {"type": "triggered_tags", "triggers": given["triggers"], "tags": tags,
+                "stop_after_first": given.get("stop_after_first", False)}  # fmt: skip
         given = {"type": "structural_tag", "format": form}
     return json.dumps(given)
 

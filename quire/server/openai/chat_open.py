@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from quire.schema.errors import InputError, NotBuiltError
+from quire.schema.errors import InputError
 from quire.schema.params import SamplingParams, StructuredOutputsParams
 from quire.schema.prompt import Prompt
 from quire.server.openai.chat_prompt import render_prompt
@@ -24,6 +24,7 @@ from quire.server.route import Call
 from quire.server.state import ServerState
 from quire.text.parse.base import OutputParser
 from quire.text.parse.choose import Ask
+from quire.text.parse.forced import strict_tag
 from quire.text.parse.reasoning import ReasoningFormat
 
 
@@ -89,8 +90,8 @@ async def prepare_chat(
     if request.skip_special_tokens is None and state.keeps_special[bool(tools.tools)]:
         further["skip_special_tokens"] = False
     params = sampling_params(request, state, max_tokens=most, **further)
-    if tools.schema is not None:
-        params = replace(params, structured_outputs=StructuredOutputsParams(json=tools.schema))
+    if (held := _held_to(state, tools, params)) is not None:
+        params = replace(params, structured_outputs=held)
     hidden = request.tool_choice == "none" and state.options.exclude_tools_when_tool_choice_none
     text = await render_prompt(
         state,
@@ -103,18 +104,28 @@ async def prepare_chat(
         chat_template_kwargs={**(variables or {}), **(request.chat_template_kwargs or {})},
         reasoning_effort=request.reasoning_effort,
     )
-    if tools.schema is not None:
+    if tools.schema is not None and state.config.structured_outputs_config.enable_in_reasoning:
         _check_no_thought(state, text, bool(request.continue_final_message))
     return PreparedChat(request, Prompt(text=text, cache_salt=request.cache_salt), params, asked, opens, tools)
 
 
+def _held_to(state: ServerState, tools: ToolUse, params: SamplingParams) -> StructuredOutputsParams | None:
+    """What calls ask of the answer."""
+    if tools.schema is not None:
+        return StructuredOutputsParams(json=tools.schema)
+    if not tools.tools or params.structured_outputs is not None:  # a form of the whole answer leaves no room for calls
+        return None
+    tag = strict_tag(tools.tools, state.call_form, parallel=tools.parallel)
+    return None if tag is None else StructuredOutputsParams(structural_tag=tag)
+
+
 def _check_no_thought(state: ServerState, prompt: str, continues: bool) -> None:
-    """A grammar holds from the first token on, and that one would be a thought's."""
+    """The grammar holds from the first token on, and that one would be a thought's."""
     reasoning = state.parsers.reasoning
     if isinstance(reasoning, ReasoningFormat) and reasoning.begins_inside(prompt, continues=continues):
-        raise NotBuiltError(
-            "tool_choice 'required' or a named function cannot follow a thought in this version of Quire, and this "
-            "prompt opens one; switch thinking off in the chat template, or use 'auto'",
+        raise InputError(
+            "tool_choice 'required' or a named function leaves no room for the thought that this prompt opens, because "
+            "the server was started with enable_in_reasoning; switch thinking off in the chat template, or use 'auto'",
             param="tool_choice",
         )
 
@@ -125,5 +136,6 @@ async def open_chat(call: Call, prepared: PreparedChat, public_id: str) -> Opene
     opened = await open_requests(
         call, request, public_id, [prepared.prompt], prepared.params,
         add_special_tokens=bool(request.add_special_tokens), most=prepared.most,
+        continues=bool(request.continue_final_message),
     )  # fmt: skip
     return OpenedChat(call.state, prepared, opened)

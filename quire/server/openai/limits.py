@@ -24,7 +24,7 @@ _WARNED_FIELDS = 100  # so many unknown names are reported; a client may send an
 _warned: set[str] = set()
 # Refused whenever they ask for something. Names that clients of older servers send are here too.
 _UNBUILT = (
-    "suffix", "prompt_embeds", "use_beam_search", "watermarking", "thinking_token_budget",
+    "suffix", "prompt_embeds", "use_beam_search", "watermarking",
     "kv_transfer_params", "ec_transfer_params", "routed_experts_prompt_start", "return_token_offsets",
     "return_mm_kwargs", "media_io_kwargs", "mm_processor_kwargs",
 )  # fmt: skip

@@ -25,7 +25,7 @@ _SAME = (
     "n", "frequency_penalty", "presence_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
     "seed", "logit_bias", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
     "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens", "allowed_token_ids", "bad_words",
-    "prompt_logprobs", "logprob_token_ids",
+    "prompt_logprobs", "logprob_token_ids", "thinking_token_budget",
 )  # fmt: skip
 # Too large to keep, or changed on the way to the engine: params with one of these belong to one request.
 _OWN = ("logit_bias", "allowed_token_ids", "bad_words", "logprob_token_ids", "vllm_xargs", "repetition_detection")
@@ -100,19 +100,20 @@ def most_tokens(state: ServerState, asked: int | None, default: int | None, *, n
 
 async def open_requests(
     call: Call, request: GenerateRequest, public_id: str, prompts: Sequence[Prompt], params: SamplingParams,
-    *, add_special_tokens: bool, most: int | None,
+    *, add_special_tokens: bool, most: int | None, continues: bool = False,
 ) -> Opened:  # fmt: skip
     """Check and tokenize every prompt, then submit them all. `most`: a max_tokens the client itself asked for."""
     asked = await prepare_requests(
-        call, request, public_id, prompts, params, add_special_tokens=add_special_tokens, most=most
-    )
+        call, request, public_id, prompts, params, add_special_tokens=add_special_tokens, most=most,
+        continues=continues,
+    )  # fmt: skip
     flow = call.state.engine.open(asked)
     return Opened(flow, tuple(asked), {one.request_id: index for index, one in enumerate(asked)})
 
 
 async def prepare_requests(
     call: Call, request: GenerateRequest, public_id: str, prompts: Sequence[Prompt], params: SamplingParams,
-    *, add_special_tokens: bool, most: int | None,
+    *, add_special_tokens: bool, most: int | None, continues: bool = False,
 ) -> list[Asked]:  # fmt: skip
     """Check and tokenize every prompt; nothing runs yet."""
     state, engine = call.state, call.state.engine
@@ -129,6 +130,7 @@ async def prepare_requests(
             trace_headers=trace,
             seed=engine.front.inputs.draw_seed(),
             stream_interval=request.stream_interval,
+            continues=continues,
             private=True,
         )
         one = await engine.prepare(own if len(prompts) == 1 else f"{own}-{index}", prompt, params, options)

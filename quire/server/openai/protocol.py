@@ -95,12 +95,13 @@ class GenerateRequest(BaseModel):
     """What the answer must look like."""
     structured_outputs: dict[str, Any] | None = None
     """One of json, regex, choice, grammar, json_object, structural_tag, and options."""
+    thinking_token_budget: Annotated[int, Field(ge=0, le=INT64)] | None = None
+    """Tokens after which a thought is closed; needs --reasoning-parser."""
 
     # In the documented API and not in this version: refused by name (limits.py).
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     watermarking: bool | None = None
-    thinking_token_budget: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
     routed_experts_prompt_start: int | None = None

@@ -1,4 +1,4 @@
-"""/v1/responses: create (streamed, whole or in the background), retrieve, cancel, delete.
+"""/v1/responses: create (streamed, whole or in the background), retrieve, input items, cancel, delete.
 
 In: a ResponsesRequest. Out: a response or its events. Inside it is a chat like any other (chat_open.py). Answers are
 kept only where the server was told to (QUIRE_ENABLE_RESPONSES_API_STORE). Must not know: engines, templates.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Response
 from starlette.responses import StreamingResponse
@@ -17,10 +17,17 @@ from starlette.responses import StreamingResponse
 from quire.base.log import logger
 from quire.schema.errors import DeadlineError, InputError, OverloadedError
 from quire.server.errors import ERROR_RESPONSES, refusal_of
-from quire.server.openai.chat_open import open_chat, prepare_chat
+from quire.server.openai.chat_open import OpenedChat, open_chat, prepare_chat
 from quire.server.openai.responses_answer import ResponseAnswer
-from quire.server.openai.responses_input import LOGPROBS, NAMES, Messages, chat_request, read_input
-from quire.server.openai.responses_protocol import DeletedResponse, ResponsesEvent, ResponsesRequest, ResponsesResponse
+from quire.server.openai.responses_input import LOGPROBS, NAMES, Messages, chat_request, input_items, read_input
+from quire.server.openai.responses_protocol import (
+    DeletedResponse,
+    ResponseItemList,
+    ResponsesEvent,
+    ResponsesRequest,
+    ResponsesResponse,
+)
+from quire.server.openai.responses_rounds import MOST_ROUNDS, Rounds, ServerTools, server_tools, shown
 from quire.server.openai.responses_store import NoSuchResponseError, Record, ResponseStore
 from quire.server.renamed import renamed
 from quire.server.route import App, Call, add_route
@@ -52,6 +59,8 @@ def add_routes(app: App, state: ServerState) -> None:
                          response_model=None, responses=told)  # fmt: skip
     router.add_api_route(one, routes.delete_response, methods=["DELETE"], operation_id="delete_response",
                          responses=_ERRORS)  # fmt: skip
+    router.add_api_route(f"{one}/input_items", routes.list_input_items, methods=["GET"],
+                         operation_id="list_response_input_items", responses=_ERRORS)  # fmt: skip
     router.add_api_route(f"{one}/cancel", routes.cancel_response, methods=["POST"], operation_id="cancel_response",
                          response_model=None, responses=told)  # fmt: skip
     app.include_router(router)
@@ -74,24 +83,51 @@ class Responses:
         given = self._conversation(request)
         public_id = self._new_id(call, request)
         first: Messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
-        in_pieces = bool(request.stream or request.background or LOGPROBS in (request.include or ()))
-        with renamed(NAMES):
-            prepared = await prepare_chat(self._state, chat_request(request, first + given, in_pieces=in_pieces))
-            chat = await open_chat(call, prepared, public_id)
-        flow = chat.opened.flow
-        answer = ResponseAnswer(chat, request, public_id)
+        tools = await server_tools(request, self._state.tool_server)
+        chat = await self._open(call, request, first + given, public_id, tools)
+        answer = ResponseAnswer(chat, request, public_id, tools)
+        flow = self._rounds(call, chat, answer, request, first + given, tools) if tools else chat.opened.flow
         if request.background:
-            record = self._begin(Record(answer, given, flow=flow, with_events=bool(request.stream)), answer)
+            items = input_items(request)
+            record = Record(answer, given, items=items, flow=flow, with_events=bool(request.stream))
+            self._begin(record, answer)
             await self._reply_from(call, record)
             return
         with flow:
             if self._store is not None and request.store is not False:
-                answer.keep = lambda: self._keep(Record(answer, given))
+                answer.keep = lambda: self._keep(Record(answer, given, items=input_items(request)))
             if request.stream:
                 await send_events(call, flow, answer, done=b"", failed=answer.failed)
             else:
                 await drain(call, flow, answer)
                 await call.reply(answer.whole())
+
+    async def _open(
+        self, call: Call, request: ResponsesRequest, messages: Messages, public_id: str, tools: ServerTools
+    ) -> OpenedChat:
+        in_pieces = bool(request.stream or request.background or LOGPROBS in (request.include or ()))
+        own = [shown(tool) for tool in tools.values()]
+        with renamed(NAMES):
+            asked = chat_request(request, messages, in_pieces=in_pieces, own=own)
+            return await open_chat(call, await prepare_chat(self._state, asked), public_id)
+
+    def _rounds(
+        self, call: Call, chat: OpenedChat, answer: ResponseAnswer, request: ResponsesRequest, messages: Messages,
+        tools: ServerTools,
+    ) -> Rounds:  # fmt: skip
+        """Later requests have the results so far, may call again as long as the bounds allow, and need not."""
+        server = self._state.tool_server
+        assert server is not None
+        most = request.max_tool_calls
+
+        async def open_next(rounds: int) -> OpenedChat:
+            over = rounds >= MOST_ROUNDS or (most is not None and answer.num_calls() >= most)
+            may = self._state.options.enable_auto_tool_choice and not over
+            changes = {"tool_choice": "auto" if may else "none", "max_output_tokens": answer.num_left()}
+            later = request.model_copy(update=changes)
+            return await self._open(call, later, messages + answer.messages(), answer.id, tools)
+
+        return Rounds(chat, answer, tools, server, open_next)
 
     def _conversation(self, request: ResponsesRequest) -> Messages:
         """All messages but the instructions. Whether the store can do what is asked is checked here too."""
@@ -132,7 +168,7 @@ class Responses:
 
     # ---- in the background -------------------------------------------------------------------------------------
 
-    def _begin(self, record: Record, answer: ResponseAnswer) -> Record:
+    def _begin(self, record: Record, answer: ResponseAnswer) -> None:
         assert self._store is not None and record.flow is not None
         try:
             self._store.put(record)
@@ -140,7 +176,6 @@ class Responses:
             record.flow.close()
             raise
         record.task = asyncio.get_running_loop().create_task(self._make(record, answer))
-        return record
 
     async def _make(self, record: Record, answer: ResponseAnswer) -> None:
         """Until it is whole. It counts as a request in flight, so that a server that ends waits for it."""
@@ -188,6 +223,26 @@ class Responses:
                 param="stream",
             )
         return _stream(record.follow(0 if starting_after is None else starting_after + 1))
+
+    async def list_input_items(
+        self,
+        response_id: str,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> ResponseItemList:
+        """What the request of a stored response gave as its input, the last item first unless asked otherwise."""
+        items = self._record(response_id).items()
+        if order == "desc":
+            items.reverse()
+        if after is not None:
+            places = [number for number, item in enumerate(items) if item["id"] == after]
+            if not places:
+                raise InputError(f"after: {response_id!r:.100} has no input item {after!r:.100}", param="after")
+            items = items[places[0] + 1 :]
+        shown = items[:limit]
+        first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+        return ResponseItemList(data=shown, first_id=first, last_id=last, has_more=len(items) > limit)
 
     async def cancel_response(self, response_id: str) -> Response:
         """End a response that is made in the background."""

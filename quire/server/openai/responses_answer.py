@@ -19,15 +19,26 @@ from quire.server.openai.envelope import encode
 from quire.server.openai.logprobs import TokenNames, chat_logprobs
 from quire.server.openai.responses_input import assistant_message
 from quire.server.openai.responses_protocol import ResponsesRequest
+from quire.server.openai.responses_rounds import ServerTools
 from quire.server.parts import Change, Kind, Part, Parts, Step
+from quire.server.tool_server import ToolResult
 from quire.text.parse.base import Delta
 
+_NO_RESULT: ToolResult | None = None
 _PREFIXES = {Kind.TEXT: "msg_", Kind.THOUGHT: "rs_", Kind.CALL: "fc_"}
 
 
 class ResponseAnswer:
-    def __init__(self, chat: OpenedChat, request: ResponsesRequest, public_id: str) -> None:
+    """`tools`: those that the server runs; calls of them get a result before the answer goes on (Rounds)."""
+
+    def __init__(
+        self, chat: OpenedChat, request: ResponsesRequest, public_id: str, tools: ServerTools | None = None
+    ) -> None:
         self.id = public_id
+        self._tools = tools or {}
+        self._pending: list[bytes] = []  # events of tools that are not out yet
+        self._first = 0  # the part with which this round began
+        self._num_prompt = chat.opened.num_prompt_tokens
         self.status = "queued"
         self._chat, self._request = chat, request
         self._created = int(time.time())
@@ -61,6 +72,11 @@ class ResponseAnswer:
             for output in result.outputs:
                 for step in self._parts.feed(self._deltas(output)):
                     found += self._step(step)
+                if self._tools and output.finish_reason == "stop":
+                    for step in self._parts.end():  # a call is run when it is whole
+                        found += self._step(step)
+        found += self._pending
+        self._pending = []
         return found
 
     def first_events(self) -> Iterator[bytes]:
@@ -74,7 +90,7 @@ class ResponseAnswer:
 
     def last_events(self) -> list[bytes]:
         """After the last result."""
-        found = []
+        found, self._pending = self._pending, []
         for step in self._parts.begin() if not self._parts.all else ():
             found += self._step(step)
         self.status = self._final
@@ -123,7 +139,9 @@ class ResponseAnswer:
 
     def _step(self, step: Step) -> list[bytes]:
         if step.change is Change.OPENED:
-            item = _Item(step.part, self._chat.prepared.request.logprobs is True)
+            own = self._tools.get(step.part.name) if step.part.kind is Kind.CALL else None
+            label = None if own is None else own.server
+            item = _Item(step.part, self._chat.prepared.request.logprobs is True, label)
             self._items.append(item)
             place = {"output_index": step.part.index}
             added = self._event("response.output_item.added", **place, item=item.shown("in_progress"))
@@ -135,23 +153,72 @@ class ResponseAnswer:
                 news, self._logprobs = self._logprobs, []
             name, fields = item.grown(step.text, news)
             return [self._event(name, **fields)]
-        item.status = "completed" if self.status in ("in_progress", "completed") else "incomplete"
+        whole = self.status in ("in_progress", "completed")
+        item.status = "completed" if whole else "incomplete"
         closing = [self._event(name, **fields) for name, fields in item.closing()]
+        if item.label is not None and whole:
+            item.status = "calling"
+            return closing
         shown = {"output_index": step.part.index, "item": item.shown()}
         return [*closing, self._event("response.output_item.done", **shown)]
+
+    # ---- tools that the server runs (Rounds) -------------------------------------------------------------------
+
+    def waiting(self) -> list[Part]:
+        return [part for part, item in zip(self._parts.all, self._items, strict=True) if item.status == "calling"]
+
+    def goes_on(self) -> bool:
+        if not self._tools or self._final != "completed":
+            return False
+        calls = [part for part in self._parts.all[self._first :] if part.kind is Kind.CALL]
+        return bool(calls) and all(part.name in self._tools for part in calls)
+
+    def num_calls(self) -> int:
+        """Calls that were run."""
+        return sum(item.label is not None for item in self._items)
+
+    def num_left(self) -> int | None:
+        """Tokens that the rest of the answer may have."""
+        most = self._request.max_output_tokens
+        return None if most is None else most - self._num_tokens
+
+    def settle(self, part: Part, result: ToolResult) -> None:
+        """A call has its result."""
+        item = self._items[part.index]
+        item.result, item.status = result, "failed" if result.failed else "completed"
+        if (left := self.num_left()) is not None and left <= 0:  # no room for another round
+            self._final, self._reason = "incomplete", "max_output_tokens"
+        place = {"item_id": item.id, "output_index": part.index}
+        self._pending += [
+            self._event(f"response.mcp_call.{item.status}", **place),
+            self._event("response.output_item.done", output_index=part.index, item=item.shown()),
+        ]
+
+    def next_round(self, chat: OpenedChat) -> None:
+        """The model goes on, as another request."""
+        self._chat, self._parser = chat, chat.new_parser()
+        self._first = len(self._parts.all)
+        self._num_prompt += chat.opened.num_prompt_tokens
 
     # ---- whole -------------------------------------------------------------------------------------------------
 
     def messages(self) -> list[dict[str, Any]]:
-        """The answer as the next request's template is to see it."""
-        texts = [part.text for part in self._parts.all if part.kind is Kind.TEXT]
-        thoughts = [part.text for part in self._parts.all if part.kind is Kind.THOUGHT]
-        calls = [
-            {"id": part.call_id, "type": "function", "function": {"name": part.name, "arguments": part.text}}
-            for part in self._parts.all
-            if part.kind is Kind.CALL
-        ]
-        return [assistant_message(texts, thoughts, calls)]
+        """The answer as the next request's template is to see it: the assistant's words and calls, and in between the
+        results of calls that were run here."""
+        found: list[dict[str, Any]] = []
+        turn: list[Part] = []
+        for part, item in zip(self._parts.all, self._items, strict=True):
+            turn.append(part)
+            following = self._items[part.index + 1 : part.index + 2]
+            if item.result is not None and not (following and following[0].result is not None):
+                found.append(_assistant(turn))
+                for one in turn:
+                    if (result := self._items[one.index].result) is not None:
+                        found.append({"role": "tool", "tool_call_id": one.call_id, "content": result.text})
+                turn = []
+        if turn or not found:
+            found.append(_assistant(turn))
+        return found
 
     def whole(self) -> bytes:
         return encode(self.response())
@@ -198,7 +265,7 @@ class ResponseAnswer:
         }
 
     def _usage(self) -> dict[str, Any]:
-        prompt = self._chat.opened.num_prompt_tokens
+        prompt = self._num_prompt
         thought = "".join(part.text for part in self._parts.all if part.kind is Kind.THOUGHT)
         tokenizer = self._chat.state.engine.tokenizer
         num_thought = len(tokenizer.encode(thought, False)) if thought and tokenizer is not None else 0
@@ -211,26 +278,42 @@ class ResponseAnswer:
         }
 
 
+def _assistant(parts: list[Part]) -> dict[str, Any]:
+    texts = [part.text for part in parts if part.kind is Kind.TEXT]
+    thoughts = [part.text for part in parts if part.kind is Kind.THOUGHT]
+    calls = [
+        {"id": part.call_id, "type": "function", "function": {"name": part.name, "arguments": part.text}}
+        for part in parts
+        if part.kind is Kind.CALL
+    ]
+    return assistant_message(texts, thoughts, calls)
+
+
 class _Item:
-    """One item of the output. Its events come without their numbers."""
+    """One item of the output. Its events come without their numbers. `label`: the tool server that runs this call."""
 
-    __slots__ = ("_logprobs", "_part", "id", "status")
+    __slots__ = ("_logprobs", "_part", "id", "label", "result", "status")
 
-    def __init__(self, part: Part, with_logprobs: bool) -> None:
-        self.id = _PREFIXES[part.kind] + secrets.token_hex(12)
+    def __init__(self, part: Part, with_logprobs: bool, label: str | None = None) -> None:
+        self.id = (_PREFIXES[part.kind] if label is None else "mcp_") + secrets.token_hex(12)
         self.status = "in_progress"
+        self.label, self.result = label, _NO_RESULT
         self._part = part
         self._logprobs: list[Any] | None = [] if with_logprobs else None
 
+    @property
+    def _call(self) -> str:
+        return "function_call" if self.label is None else "mcp_call"
+
     def opening(self) -> list[tuple[str, dict[str, Any]]]:
         if self._part.kind is Kind.CALL:
-            return []
+            return [] if self.label is None else [("response.mcp_call.in_progress", self._place({}))]
         name = "response.content_part.added" if self._part.kind is Kind.TEXT else "response.reasoning_part.added"
         return [(name, self._place({"content_index": 0, "part": self._content("")}))]
 
     def grown(self, text: str, logprobs: list[Any]) -> tuple[str, dict[str, Any]]:
         if self._part.kind is Kind.CALL:
-            return "response.function_call_arguments.delta", self._place({"delta": text})
+            return f"response.{self._call}_arguments.delta", self._place({"delta": text})
         fields: dict[str, Any] = {"content_index": 0, "delta": text}
         if self._part.kind is Kind.THOUGHT:
             return "response.reasoning_text.delta", self._place(fields)
@@ -242,7 +325,7 @@ class _Item:
         part = self._part
         if part.kind is Kind.CALL:
             done = {"name": part.name, "arguments": part.text}
-            return [("response.function_call_arguments.done", self._place(done))]
+            return [(f"response.{self._call}_arguments.done", self._place(done))]
         fields: dict[str, Any] = {"content_index": 0, "text": part.text}
         whole = self._place({"content_index": 0, "part": self._content(part.text)})
         if part.kind is Kind.THOUGHT:
@@ -261,9 +344,21 @@ class _Item:
             content = [] if opens else [self._content(part.text)]
             found |= {"summary": [], "type": "reasoning", "content": content, "encrypted_content": None}
         else:
-            arguments = "" if opens else part.text
-            found |= {"call_id": part.call_id, "name": part.name, "arguments": arguments, "type": "function_call"}
+            found |= {"name": part.name, "arguments": "" if opens else part.text, "type": self._call}
+            found |= {"call_id": part.call_id} if self.label is None else self._of_server()
         return {**found, "status": status or self.status}
+
+    def _of_server(self) -> dict[str, Any]:
+        result = self.result
+        text = None if result is None else result.text
+        failed = result is not None and result.failed
+        error = {"type": "mcp_tool_execution_error", "content": [{"type": "text", "text": text}]}
+        return {
+            "server_label": self.label,
+            "output": None if failed else text,
+            "error": error if failed else None,
+            "approval_request_id": None,
+        }
 
     def _content(self, text: str) -> dict[str, Any]:
         if self._part.kind is Kind.THOUGHT:

@@ -6,6 +6,8 @@ text and its calls that follow each other are one message. Must not know: templa
 
 from __future__ import annotations
 
+import json
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +25,9 @@ _SAME = (
     "ec_transfer_params", "user", "session_id", "parallel_tool_calls", "include_reasoning",
 )  # fmt: skip
 _UNBUILT = ("prompt", "conversation", "previous_input_messages", "enable_response_messages")
+# Tools that a tool server may run (responses_rounds.py).
+OWN_TOOLS = ("mcp", "web_search_preview", "web_search", "code_interpreter", "container")
+_PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
 _TEXTS = ("input_text", "output_text", "text")
 # How the fields of a chat request are called here, for refusals.
 NAMES = {
@@ -33,8 +38,10 @@ NAMES = {
 }
 
 
-def chat_request(request: ResponsesRequest, messages: Messages, *, in_pieces: bool) -> ChatRequest:
-    """`messages`: all of them. `in_pieces`: results are wanted while they grow."""
+def chat_request(
+    request: ResponsesRequest, messages: Messages, *, in_pieces: bool, own: Messages | None = None
+) -> ChatRequest:
+    """`messages`: all of them. `in_pieces`: results are wanted while they grow. `own`: tools that the server runs."""
     _check(request)
     extra = request.model_extra or {}
     for name in extra:
@@ -55,7 +62,7 @@ def chat_request(request: ResponsesRequest, messages: Messages, *, in_pieces: bo
         given["truncate_prompt_tokens"] = -1
     if request.reasoning is not None:
         given["reasoning_effort"] = request.reasoning.effort
-    given |= _tools(request)
+    given |= _tools(request, own or [])
     if request.text is not None and request.text.format is not None:
         given["response_format"] = _format(request.text.format)
     return ChatRequest(**{name: value for name, value in given.items() if value is not None})
@@ -71,6 +78,22 @@ def read_input(request: ResponsesRequest) -> Messages:
     for number, item in enumerate(request.input):
         reader.add(item, f"input[{number}]")
     return reader.done()
+
+
+def input_items(request: ResponsesRequest) -> Messages:
+    """The input as items, each with its type and an id."""
+    given: Sequence[Mapping[str, Any]] = (
+        [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
+    )
+    found = []
+    for item in given:
+        kind = item.get("type") or "message"
+        one = {"id": _PREFIXES.get(kind, "item_") + secrets.token_hex(12), **item, "type": kind}
+        if kind == "message" and isinstance(item.get("content"), str):
+            said = "output_text" if item.get("role") == "assistant" else "input_text"
+            one["content"] = [{"type": said, "text": item["content"]}]
+        found.append(one)
+    return found
 
 
 class _Reader:
@@ -96,12 +119,14 @@ class _Reader:
             self._flush()
             output = _texts(item.get("output"), f"{where}.output")
             self._found.append({"role": "tool", "tool_call_id": _word(item, "call_id", where), "content": output})
+        elif kind == "mcp_call":
+            self._server_call(item, where)
         elif kind == "reasoning":
             self._reasoning(item, where)
-        else:
+        elif kind != "mcp_list_tools":
             raise NotBuiltError(
-                f"{where}.type is {kind!r:.100}: items may be message, function_call, function_call_output and "
-                "reasoning in this version of Quire",
+                f"{where}.type is {kind!r:.100}: items may be message, function_call, function_call_output, mcp_call "
+                "and reasoning in this version of Quire",
                 param=f"{where}.type",
             )
 
@@ -114,6 +139,17 @@ class _Reader:
         if "content" in self._turn or "tool_calls" in self._turn:
             self._flush()
         self._turn["content"] = text
+
+    def _server_call(self, item: InputItem, where: str) -> None:
+        """A call that a server ran, with its result in the same item."""
+        given: Mapping[str, Any] = item
+        call_id = _word(given, "id", where)
+        function = {"name": _word(given, "name", where), "arguments": _word(given, "arguments", where)}
+        self._turn.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+        self._flush()
+        said = given.get("output") if given.get("output") is not None else given.get("error")
+        text = said if isinstance(said, str) else json.dumps(said)
+        self._found.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
     def _reasoning(self, item: InputItem, where: str) -> None:
         if item.get("encrypted_content"):
@@ -174,11 +210,13 @@ def _check(request: ResponsesRequest) -> None:
         )
 
 
-def _tools(request: ResponsesRequest) -> dict[str, Any]:
-    """Flat tools in the nested form of a chat."""
-    tools = []
+def _tools(request: ResponsesRequest, own: Messages) -> dict[str, Any]:
+    """Flat tools in the nested form of a chat, and those that the server runs."""
+    tools = list(own)
     for number, tool in enumerate(request.tools or ()):
         place = f"tools[{number}]"
+        if own and tool.get("type") in OWN_TOOLS:
+            continue
         if tool.get("type") != "function":
             raise NotBuiltError(
                 f"{place}.type is {tool.get('type')!r:.100}: only functions of the client are in this version of Quire",
@@ -190,6 +228,8 @@ def _tools(request: ResponsesRequest) -> dict[str, Any]:
                 function[name] = tool[name]
         tools.append({"type": "function", "function": function})
     choice = request.tool_choice
+    if own and choice is None:
+        choice = "auto"  # what the server runs, it must find
     if not tools:
         if choice not in (None, "auto", "none"):
             raise InputError(f"tool_choice is {choice!r:.100}, but there are no tools", param="tool_choice")

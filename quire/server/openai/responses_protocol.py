@@ -23,7 +23,7 @@ Status = Literal["completed", "failed", "in_progress", "cancelled", "queued", "i
 
 
 class InputItem(TypedDict, total=False):
-    """A message (with `role`), a function_call, a function_call_output or a reasoning item."""
+    """A message (with `role`), a function_call, a function_call_output, an mcp_call or a reasoning item."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     type: str | None
@@ -38,7 +38,7 @@ class InputItem(TypedDict, total=False):
 
 
 class ResponseTool(TypedDict, total=False):
-    """{"type": "function", "name", "description", "parameters", "strict"}."""
+    """{"type": "function", "name", "description", "parameters", "strict"}, or {"type": "mcp", "server_label"}."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     type: str
@@ -76,7 +76,7 @@ class ResponsesRequest(BaseModel):
     """`message.output_text.logprobs` has an effect. Reasoning always comes in the clear."""
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None
-    """Of the server's own tools; there are none."""
+    """Of the server's own tools (--tool-server), in all; then the model must answer without."""
     metadata: dict[str, str] | None = None
     parallel_tool_calls: bool | None = True
     previous_response_id: str | None = None
@@ -141,8 +141,8 @@ class ResponsesRequest(BaseModel):
 class OutputItem(BaseModel):
     model_config = _OPEN
     id: str
-    type: Literal["message", "reasoning", "function_call"]
-    status: Literal["in_progress", "completed", "incomplete"]
+    type: Literal["message", "reasoning", "function_call", "mcp_call"]
+    status: Literal["in_progress", "completed", "incomplete", "calling", "failed"]
 
 
 class ResponsesResponse(BaseModel):
@@ -181,3 +181,11 @@ class DeletedResponse(BaseModel):
     id: str
     object: Literal["response"] = "response"
     deleted: bool = True
+
+
+class ResponseItemList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -18,7 +18,7 @@ from quire.base.log import logger
 from quire.schema.errors import InputError, OverloadedError
 
 if TYPE_CHECKING:
-    from quire.llm.online import Flow
+    from quire.server.flow import Results
     from quire.server.openai.responses_answer import ResponseAnswer
 
 log = logger(__name__)
@@ -33,9 +33,9 @@ class NoSuchResponseError(InputError):
 class Record:
     """One answer. While it is made, `answer` knows how far it has come; then its JSON is all that is left of it."""
 
-    def __init__(self, answer: ResponseAnswer, given: list[dict[str, Any]], *, flow: Flow | None = None,
-                 with_events: bool = False) -> None:  # fmt: skip
-        """`given`: the messages it answers. `flow`: it is made in the background."""
+    def __init__(self, answer: ResponseAnswer, given: list[dict[str, Any]], *, flow: Results | None = None,
+                 items: list[dict[str, Any]] | None = None, with_events: bool = False) -> None:  # fmt: skip
+        """`given`: the messages it answers. `items`: its request's own input. `flow`: it is made in the background."""
         self.id = answer.id
         self.flow = flow
         self.background = flow is not None
@@ -45,6 +45,7 @@ class Record:
         self._answer: ResponseAnswer | None = answer
         self._given = given
         self._body = self._messages = b""
+        self._items = msgspec.json.encode(items or [])
         self._changed = asyncio.Event()
 
     @property
@@ -58,6 +59,11 @@ class Record:
     def messages(self) -> list[dict[str, Any]]:
         """The conversation up to and with this answer."""
         found: list[dict[str, Any]] = msgspec.json.decode(self._messages)
+        return found
+
+    def items(self) -> list[dict[str, Any]]:
+        """The input of its request, as items with ids."""
+        found: list[dict[str, Any]] = msgspec.json.decode(self._items)
         return found
 
     def add(self, events: list[bytes]) -> int:
@@ -75,7 +81,7 @@ class Record:
         self._messages = msgspec.json.encode([*self._given, *self._answer.messages()])
         self._answer, self._given, self.flow = None, [], None
         self._tell()
-        return len(self._body) + len(self._messages)
+        return len(self._body) + len(self._messages) + len(self._items)
 
     async def follow(self, first: int) -> AsyncIterator[bytes]:
         """Its events from number `first` on, until there are no more."""

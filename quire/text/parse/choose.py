@@ -8,7 +8,7 @@ vLLM's classes are adapted (plugin.py). Must not know: dialects, HTTP.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quire.base.registry import load
@@ -18,7 +18,7 @@ from quire.text.parse.reasoning import ReasoningFormat, ReasoningTokens
 from quire.text.parse.registry import find_reasoning_parser, find_tool_parser, load_plugin
 from quire.text.parse.tags import Source, Steps
 from quire.text.parse.typed import tool_schemas
-from quire.text.parse.writer import FormatParser, ToolFormat, Writer, read_text
+from quire.text.parse.writer import CallForm, FormatParser, ToolFormat, Writer, read_text
 
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
@@ -70,6 +70,9 @@ class ParserChoice:
 
     def parser(self, ask: Ask) -> OutputParser:
         """For one answer."""
+        if ask.tools and ask.forced is not None and self._is_harmony():  # a forced call is in the last channel
+            plain = ParserChoice(reasoning=self.reasoning).parser(replace(ask, tools=(), forced=None))
+            return load("quire.text.parse.plugin:Chained")(plain, ParserChoice().parser(ask))  # type: ignore[no-any-return]
         tool = (self.tool if ask.forced is None else forced_format(ask.forced)) if ask.tools else None
         if tool is None and self.reasoning is None:
             return PlainParser()
@@ -78,6 +81,9 @@ class ParserChoice:
         else:
             found = load("quire.text.parse.plugin:adapt")(tool, self.reasoning, self.tokenizer, ask)
         return found if ask.include_reasoning or self.reasoning is None else ThoughtlessParser(found)
+
+    def _is_harmony(self) -> bool:
+        return isinstance(self.reasoning, ReasoningFormat) and self.reasoning.harmony
 
     def keeps_special_tokens(self, *, with_tools: bool) -> bool:
         """Whether special tokens must stay in the text, because a tag is one of them."""
@@ -95,12 +101,37 @@ class ParserChoice:
             return request
         return self.tool(self.tokenizer).adjust_request(request)
 
-    def reasoning_tokens(self) -> ReasoningTokens | None:
-        """The tags of thought as token ids, for a grammar that waits for its end and for thinking budgets."""
-        reasoning, tokenizer = self.reasoning, self.tokenizer
-        if not isinstance(reasoning, ReasoningFormat) or tokenizer is None or not reasoning.end:
+    def call_form(self) -> CallForm | None:
+        """How a call is written word for word, where a grammar could say so: its tags must be text, since a grammar
+        says no special tokens."""
+        form = self.tool.form if isinstance(self.tool, ToolFormat) else None
+        if form is None or self.tokenizer is None:
             return None
-        return ReasoningTokens(_ids(tokenizer, reasoning.start[0]), _ids(tokenizer, reasoning.end[0]))
+        special = [mark for mark in _special_texts(self.tokenizer) if mark]
+        return None if any(mark in text for text in (form.begin, form.end) for mark in special) else form
+
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """The tags of thought, a plug-in's too if it names them."""
+        if self.reasoning is None or isinstance(self.reasoning, ReasoningFormat):
+            return self.reasoning
+        found: ReasoningFormat = load("quire.text.parse.plugin:tags_of")(self.reasoning, self.tokenizer)
+        return found
+
+    def reasoning_tokens(self) -> ReasoningTokens | None:
+        """The same as token ids, for a grammar that waits for a thought's end and for thinking budgets. None: a thought
+        of this family has no end that could be told."""
+        reasoning, tokenizer = self.reasoning_format(), self.tokenizer
+        if tokenizer is None or reasoning is None:
+            return None
+        if reasoning.harmony:
+            final = load(f"{_HARMONY}:FINAL")
+            end, forced = _ids(tokenizer, final), _ids(tokenizer, load(f"{_HARMONY}:TO_FINAL"))
+            return ReasoningTokens((), end, ends=(final,), forced=forced, first=end, may_stop=True)
+        if not reasoning.end:
+            return None
+        start, end = _ids(tokenizer, reasoning.start[0]), _ids(tokenizer, reasoning.end[0])
+        starts, ends = (tuple(tag.strip() for tag in tags) for tags in (reasoning.start, reasoning.end))
+        return ReasoningTokens(start, end, starts, ends, forced=end)
 
 
 class ThoughtlessParser:

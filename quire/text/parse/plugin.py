@@ -8,7 +8,9 @@ format of ours: then the thought is taken off first, by whichever it is. Must no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.text.parse.base import CallDelta, Delta, OutputParser, PlainParser
@@ -19,6 +21,7 @@ from quire.text.parse.writer import ToolFormat, random_id
 
 def adapt(tool: Any, reasoning: Any, tokenizer: Any, ask: Ask) -> OutputParser:
     """One parser of both, where at least one is a plug-in class."""
+    ask = dataclasses.replace(ask, request=_shown(ask.request))
     inner: OutputParser = PlainParser()
     if isinstance(tool, ToolFormat):
         inner = ParserChoice(tool).parser(ask)
@@ -30,6 +33,47 @@ def adapt(tool: Any, reasoning: Any, tokenizer: Any, ask: Ask) -> OutputParser:
         bare = Ask(prompt=ask.prompt, continues=ask.continues)
         return Chained(ParserChoice(reasoning=reasoning).parser(bare), inner)
     return Chained(PluginReasoning(reasoning(tokenizer), ask), inner)
+
+
+def tags_of(reasoning: Any, tokenizer: Any) -> ReasoningFormat:
+    """What a class says of its tags, as most do by `start_token` and `end_token`. Until the end comes, all is thought,
+    as in vLLM."""
+    try:
+        parser = reasoning(tokenizer)
+        start, end = parser.start_token, parser.end_token
+    except (AttributeError, NotImplementedError):
+        return ReasoningFormat()
+    return ReasoningFormat((start,), (end,), inside=True) if start and end else ReasoningFormat()
+
+
+class Named(dict[str, Any]):
+    """A tool of a request, or its function, whose entries are attributes too: so plug-ins read them."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        if name in ("description", "parameters", "strict"):
+            return None
+        raise AttributeError(name)
+
+    def model_dump(self, **how: Any) -> dict[str, Any]:
+        return dict(self)
+
+
+def _shown(request: Any) -> Any:
+    """The request with its tools as plug-ins want them; the request itself stays as it is."""
+    try:
+        tools = request.tools
+    except AttributeError:
+        return request
+    if not tools or not all(isinstance(tool, dict) for tool in tools):
+        return request
+    shown = copy.copy(request)
+    shown.tools = [
+        Named({key: Named(value) if isinstance(value, Mapping) else value for key, value in tool.items()})
+        for tool in tools
+    ]
+    return shown
 
 
 class Chained:

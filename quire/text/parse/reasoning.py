@@ -70,56 +70,17 @@ class ReasoningFormat:
 
 @dataclass(frozen=True)
 class ReasoningTokens:
-    """The same tags as token ids. The end's is what a thinking budget forces."""
+    """The same tags for what follows an answer token by token. `start` and `end`: token ids of the usual tags.
+    `forced`: what a thinking budget says to end a thought, `first` where nothing was thought yet. `starts`, `ends`: the
+    tags' texts, in every form. `may_stop`: an answer may end within its thought, because calls are made there."""
 
     start: tuple[int, ...]
     end: tuple[int, ...]
-
-
-class ReasoningWatch:
-    """One request's thought, token by token, for what must wait for its end (a grammar) or may end it (a budget).
-
-    Steps may be taken back (`rewind`), as after drafts that were refused.
-    """
-
-    __slots__ = ("_ended_at", "_ids", "_tokens", "budget")
-
-    def __init__(self, tokens: ReasoningTokens, *, inside: bool, budget: int | None = None) -> None:
-        self._tokens = tokens
-        self._ids: list[int] = []
-        self._ended_at: int | None = None if inside or tokens.start else 0
-        self.budget = budget
-
-    @property
-    def ended(self) -> bool:
-        return self._ended_at is not None
-
-    @property
-    def count(self) -> int:
-        """Tokens of the thought so far, its end tag included."""
-        return len(self._ids) if self._ended_at is None else self._ended_at
-
-    def feed(self, token_ids: Sequence[int]) -> None:
-        end = list(self._tokens.end)
-        for token_id in token_ids:
-            self._ids.append(token_id)
-            if self._ended_at is None and token_id == end[-1] and self._ids[-len(end) :] == end:
-                self._ended_at = len(self._ids)
-
-    def rewind(self, count: int) -> None:
-        """The last so many tokens were not said."""
-        if count:
-            del self._ids[-count:]
-        if self._ended_at is not None and self._ended_at > len(self._ids):
-            self._ended_at = None
-
-    def forced(self) -> int | None:
-        """The token that must come next because the budget is spent."""
-        if self.budget is None or self._ended_at is not None or len(self._ids) < self.budget:
-            return None
-        said, end = self._ids[self.budget :], self._tokens.end
-        done = len(said) if tuple(said) == end[: len(said)] else 0
-        return end[done] if done < len(end) else None
+    starts: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+    forced: tuple[int, ...] = ()
+    first: tuple[int, ...] = ()
+    may_stop: bool = False
 
 
 def is_reasoning_end(tokens: ReasoningTokens, token_ids: Sequence[int]) -> bool:

@@ -21,6 +21,7 @@ COHERE_COMMAND4 = _COHERE
 DEEPSEEK_R1 = _INSIDE  # R1 itself, QwQ and the distilled models: the template may or may not open the thought
 DEEPSEEK_V3 = _THINK  # V3.1: the template ends with <think> or </think>
 DEEPSEEK_V4 = _THINK
+DEEPSEEK_V41 = _THINK
 ERNIE45 = ReasoningFormat(_START, _END, inside=True, hidden=("\n<response>\n", "<response>\n", "\n</response>"))
 GEMMA4 = ReasoningFormat(("<|channel>thought\n", "<|channel>"), ("<channel|>",))
 GLM45 = _THINK
@@ -44,5 +45,6 @@ OLMO3 = _INSIDE
 OPENAI_GPTOSS = GPTOSS
 QWEN3 = _THINK
 SEED_OSS = ReasoningFormat(("<seed:think>",), ("</seed:think>",))
+SOLAR_OPEN2 = ReasoningFormat(("<|think:start|>",), ("<|think:end|>",))
 STEP3 = _INSIDE
 STEP3P5 = _INSIDE

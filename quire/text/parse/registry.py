@@ -25,6 +25,8 @@ TOOL_PARSERS = Registry(
         "deepseek_v31": f"{_HERE}.deepseek:FORMAT_V31",
         "deepseek_v32": f"{_HERE}.deepseek:FORMAT_V32",
         "deepseek_v4": f"{_HERE}.deepseek:FORMAT_V4",
+        "deepseek_v41": f"{_HERE}.deepseek:FORMAT_V41",
+        "dots": f"{_HERE}.dots:FORMAT",
         "ernie45": f"{_HERE}.ernie45:FORMAT",
         "functiongemma": f"{_HERE}.gemma:FUNCTION_GEMMA",
         "gemma4": f"{_HERE}.gemma:GEMMA_4",
@@ -54,6 +56,7 @@ TOOL_PARSERS = Registry(
         "qwen3_coder": f"{_HERE}.qwen3:FORMAT",
         "qwen3_xml": f"{_HERE}.qwen3:FORMAT",
         "seed_oss": f"{_HERE}.seed_oss:FORMAT",
+        "solar_open2": f"{_HERE}.solar_open2:FORMAT",
         "step3": f"{_HERE}.step3:FORMAT",
         "step3p5": f"{_HERE}.step3:FORMAT_3P5",
         "xlam": f"{_HERE}.xlam:FORMAT",
@@ -66,10 +69,10 @@ REASONING_PARSERS = Registry(
     {
         name: f"{_TABLE}:{name.upper()}"
         for name in (
-            "apertus", "cohere_command3", "cohere_command4", "deepseek_r1", "deepseek_v3", "deepseek_v4", "ernie45",
-            "gemma4", "glm45", "gptoss", "granite", "holo2", "hunyuan_a13b", "identity", "kimi_k2", "minimax_m2",
-            "minimax_m2_append_think", "mistral", "nemotron_v3", "olmo3", "openai_gptoss", "qwen3", "seed_oss",
-            "step3", "step3p5",
+            "apertus", "cohere_command3", "cohere_command4", "deepseek_r1", "deepseek_v3", "deepseek_v4",
+            "deepseek_v41", "ernie45", "gemma4", "glm45", "gptoss", "granite", "holo2", "hunyuan_a13b", "identity",
+            "kimi_k2", "minimax_m2", "minimax_m2_append_think", "mistral", "nemotron_v3", "olmo3", "openai_gptoss",
+            "qwen3", "seed_oss", "solar_open2", "step3", "step3p5",
         )
     },
     group="quire.reasoning_parsers",

@@ -103,17 +103,28 @@ Read = Callable[[Source, Writer], Steps[None]]
 
 
 @dataclass(frozen=True)
+class CallForm:
+    """One call word for word, for calls that are held to a schema: `begin` with the function's name in place of {name},
+    the arguments as JSON, `end`. `trigger`: how every begin begins; text that has it is a call."""
+
+    trigger: str
+    begin: str
+    end: str
+
+
+@dataclass(frozen=True)
 class ToolFormat:
     """How a family of models writes its calls. `read` reads a whole answer.
 
     `tags`: where one of them is a special token of the tokenizer, special tokens must stay in the text.
-    `hidden`: tags around the text that are no part of it.
+    `hidden`: tags around the text that are no part of it. `form`: one call, where its arguments are JSON in one piece.
     """
 
     read: Read
     tags: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
     new_id: NewId = random_id
+    form: CallForm | None = None
 
 
 class FormatParser:

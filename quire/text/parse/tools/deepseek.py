@@ -1,4 +1,4 @@
-"""deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4: DeepSeek V3, R1, V3.1, V3.2, V4.
+"""deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4, deepseek_v41: DeepSeek V3, R1, V3.1, V3.2, V4, V4.1.
 
 The bars are U+FF5C, the low lines U+2581. V3 and R1-0528, with the arguments in a fence:
 
@@ -20,13 +20,14 @@ V3.2, where a parameter says whether it is a string or JSON:
     </｜DSML｜function_calls>
 
 V3.2 sometimes leaves ｜DSML｜ out of every tag. V4 has <｜DSML｜tool_calls> for the outer tag.
+V4.1 has <｜DSML｜ calls>, and a blank after ｜DSML｜ in every tag; it may fall back to V4's tags.
 """
 
 from quire.text.parse.json_calls import read_body
 from quire.text.parse.json_text import raw_value, skip_space
 from quire.text.parse.marked_calls import MarkedCalls
 from quire.text.parse.tags import Source, Steps, Tags
-from quire.text.parse.writer import LONGEST_NAME, ToolFormat, Writer
+from quire.text.parse.writer import LONGEST_NAME, CallForm, ToolFormat, Writer
 from quire.text.parse.xml_calls import XmlCalls
 
 _OPEN, _CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -66,11 +67,10 @@ class FencedCalls(MarkedCalls):
             yield from source.until(self._ends, out.arguments)
 
 
-def _markup(block: str) -> XmlCalls:
-    marks = ("｜DSML｜", "")
+def _markup(*blocks: str, marks: tuple[str, ...] = ("｜DSML｜", "")) -> XmlCalls:
     return XmlCalls(
-        opens=tuple(f"<{mark}{block}>" for mark in marks),
-        closes=tuple(f"</{mark}{block}>" for mark in marks),
+        opens=tuple(f"<{mark}{block}>" for mark in marks for block in blocks),
+        closes=tuple(f"</{mark}{block}>" for mark in marks for block in blocks),
         call=tuple(f'<{mark}invoke name="' for mark in marks),
         call_close=tuple(f"</{mark}invoke>" for mark in marks),
         parameter=tuple(f'<{mark}parameter name="' for mark in marks),
@@ -80,6 +80,11 @@ def _markup(block: str) -> XmlCalls:
 
 
 FORMAT_V3 = ToolFormat(FencedCalls((_OPEN,), _CALL, _SEPARATOR, _END, (_CLOSE,)), _TAGS)
-FORMAT_V31 = ToolFormat(MarkedCalls((_OPEN,), _CALL, _SEPARATOR, _END, (_CLOSE,)), _TAGS)
+FORMAT_V31 = ToolFormat(
+    MarkedCalls((_OPEN,), _CALL, _SEPARATOR, _END, (_CLOSE,)),
+    _TAGS,
+    form=CallForm(_CALL, f"{_CALL}{{name}}{_SEPARATOR}", _END),
+)
 FORMAT_V32 = ToolFormat(_markup("function_calls"), ("｜DSML｜",))
 FORMAT_V4 = ToolFormat(_markup("tool_calls"), ("｜DSML｜",))
+FORMAT_V41 = ToolFormat(_markup("calls", "tool_calls", marks=("｜DSML｜ ", "｜DSML｜")), ("｜DSML｜",))

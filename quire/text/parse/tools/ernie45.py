@@ -8,7 +8,9 @@ Text that is no call stands between <response> and </response>.
 """
 
 from quire.text.parse.json_calls import JsonBlocks
-from quire.text.parse.tools.hermes import TAGS
+from quire.text.parse.tools.hermes import FORM, TAGS
 from quire.text.parse.writer import ToolFormat
 
-FORMAT = ToolFormat(JsonBlocks(TAGS[:1], TAGS[1:]), TAGS, hidden=("<response>\n", "\n</response>", "</response>"))
+FORMAT = ToolFormat(
+    JsonBlocks(TAGS[:1], TAGS[1:]), TAGS, hidden=("<response>\n", "\n</response>", "</response>"), form=FORM
+)

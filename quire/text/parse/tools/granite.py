@@ -7,11 +7,11 @@
 """
 
 from quire.text.parse.json_calls import JsonBlocks
-from quire.text.parse.tools.hermes import TAGS
+from quire.text.parse.tools.hermes import FORM, TAGS
 from quire.text.parse.writer import ToolFormat
 
 _LISTS = ("<|tool_call|>", "<tool_call>")
 _SINGLE = ("<function_call>",)
 FORMAT = ToolFormat(JsonBlocks(_LISTS, ("</tool_call>",)), _LISTS)
 FORMAT_20B = ToolFormat(JsonBlocks(_SINGLE, ("</function_call>",)), _SINGLE)
-FORMAT_4 = ToolFormat(JsonBlocks(TAGS[:1], TAGS[1:]), TAGS)
+FORMAT_4 = ToolFormat(JsonBlocks(TAGS[:1], TAGS[1:]), TAGS, form=FORM)

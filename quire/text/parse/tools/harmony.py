@@ -25,6 +25,8 @@ _OPEN_ENDS = (_START, _CHANNEL)
 _CALL_ENDS = Tags(*_CLOSES)
 _RECIPIENT = re.compile(r"\bto=([^\s<]{1,256})")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w{1,32})")
+FINAL = f"{_CHANNEL}final{_MESSAGE}"  # the answer follows
+TO_FINAL = f"<|end|>{_START}assistant{FINAL}"
 TAGS = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_CLOSES)
 
 

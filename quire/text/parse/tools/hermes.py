@@ -8,7 +8,8 @@ One block per call; blocks follow each other. The keys come in either order.
 """
 
 from quire.text.parse.json_calls import JsonBlocks
-from quire.text.parse.writer import ToolFormat
+from quire.text.parse.writer import CallForm, ToolFormat
 
 TAGS = ("<tool_call>", "</tool_call>")
-FORMAT = ToolFormat(JsonBlocks(TAGS[:1], TAGS[1:]), TAGS)
+FORM = CallForm("<tool_call>", '<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>")
+FORMAT = ToolFormat(JsonBlocks(TAGS[:1], TAGS[1:]), TAGS, form=FORM)

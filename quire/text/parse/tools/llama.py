@@ -10,9 +10,10 @@ Pythonic (Llama 4): [get_weather(city="Paris"), now()], with <|python_start|> an
 
 from quire.text.parse.json_calls import JsonBlocks, Keys
 from quire.text.parse.python_calls import PythonCalls
-from quire.text.parse.writer import ToolFormat
+from quire.text.parse.writer import CallForm, ToolFormat
 
 _OPEN, _START, _END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 _KEYS = Keys(name=("name", "function"), arguments=("parameters", "arguments"), strict=True)
-FORMAT = ToolFormat(JsonBlocks((_OPEN, _START), (_END,), keys=_KEYS, bare="{["), (_OPEN, _START, _END))
+_FORM = CallForm('{"name": "', '{"name": "{name}", "parameters": ', "}")
+FORMAT = ToolFormat(JsonBlocks((_OPEN, _START), (_END,), keys=_KEYS, bare="{["), (_OPEN, _START, _END), form=_FORM)
 PYTHONIC = ToolFormat(PythonCalls((_START,), (_END,), bare=True), (_START, _END))

@@ -6,7 +6,8 @@
 """
 
 from quire.text.parse.json_calls import JsonBlocks
-from quire.text.parse.writer import ToolFormat
+from quire.text.parse.writer import CallForm, ToolFormat
 
 _TAGS = ("<longcat_tool_call>", "</longcat_tool_call>")
-FORMAT = ToolFormat(JsonBlocks(_TAGS[:1], _TAGS[1:]), _TAGS)
+_FORM = CallForm(_TAGS[0], _TAGS[0] + '\n{"name": "{name}", "arguments": ', "}\n" + _TAGS[1])
+FORMAT = ToolFormat(JsonBlocks(_TAGS[:1], _TAGS[1:]), _TAGS, form=_FORM)

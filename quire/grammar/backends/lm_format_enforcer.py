@@ -1,0 +1,240 @@
+"""lm-format-enforcer: regular expressions as Python writes them, and plain JSON schemas, followed letter by letter.
+
+Its parsers say which letters may follow; here they are walked along a tree of the vocabulary. That is Python for every
+token: the slowest of the backends by far, for those who have to have its behaviour. A regular expression is turned into
+a table in the child, because that may take long. A walk is bounded; what goes over is the request's fault alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from quire.base.registry import load
+from quire.grammar.backend import Rows, Vocabulary
+from quire.grammar.backends.outlines import bare_regex, literal
+from quire.schema.grammar import GrammarKind, GrammarSpec
+
+PACKAGE = "lmformatenforcer"
+MOST_VISITS = 1_000_000  # of the tree, for one mask
+_REST = "\0rest"  # in the table: every letter that it does not name
+_BYTES = 1 << 20  # what a parser may keep; it does not tell
+
+
+class _Table(msgspec.Struct):
+    """A finite state machine. `letters`: letter to column; `moves`: state to column to state."""
+
+    letters: dict[str, int]
+    moves: dict[int, dict[int, int]]
+    finals: list[int]
+    initial: int
+
+
+class LMFormatEnforcer:
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        tokens = [(i, _text(word)) for i, word in enumerate(vocabulary.tokens)]
+        regular = [(i, text, True) for i, text in tokens if text]
+        data = load(f"{PACKAGE}:TokenEnforcerTokenizerData")(
+            regular, _join, list(vocabulary.ends), False, vocabulary.size
+        )
+        self.tree, self._letters = data.tokenizer_tree, data.tokenizer_alphabet
+        self.texts = dict(tokens)
+        self._config = load(f"{PACKAGE}:CharacterLevelParserConfig")
+
+    def compile(self, spec: GrammarSpec) -> bytes:
+        if spec.kind is GrammarKind.JSON:
+            self._json(spec)
+            return spec.text.encode()
+        if spec.kind is GrammarKind.REGEX:
+            source = bare_regex(spec.text)
+        elif spec.kind is GrammarKind.CHOICE:
+            source = "|".join(map(literal, json.loads(spec.text)))
+        else:
+            raise ValueError(f"lm-format-enforcer does not read {spec.kind} grammars")
+        return msgspec.msgpack.encode(_table(source))
+
+    def load(self, spec: GrammarSpec, compiled: bytes) -> Any:
+        if spec.kind is not GrammarKind.JSON:
+            table = msgspec.msgpack.decode(compiled, type=_Table, strict=False)
+            return _InMachine(_Machine(table, self._letters), table.initial), {}
+        parser = self._json(spec)
+        parser.config = self._config(alphabet=self._letters)
+        return parser, {}
+
+    def _json(self, spec: GrammarSpec) -> Any:
+        try:
+            return load(f"{PACKAGE}:JsonSchemaParser")(json.loads(spec.text))
+        except Exception as wrong:  # of its own making, and pydantic's
+            raise ValueError(f"lm-format-enforcer cannot read the schema: {wrong!s:.200}") from None
+
+    def start(self, loaded: Any) -> EnforcerMatcher:
+        parser, known = loaded
+        return EnforcerMatcher(self, parser, known)
+
+    def fill(self, matchers: Sequence[EnforcerMatcher], rows: Rows, places: Sequence[int]) -> None:
+        for matcher, place in zip(matchers, places, strict=True):
+            rows[place] = matcher.row(rows.shape[1])
+
+    def cost(self, loaded: Any) -> int:
+        return _BYTES
+
+
+class EnforcerMatcher:
+    __slots__ = ("_known", "_owner", "_past", "_wrong")
+
+    def __init__(self, owner: LMFormatEnforcer, parser: Any, known: dict[Hashable, Any]) -> None:
+        self._owner, self._known = owner, known
+        self._past = [parser]  # parsers are never changed, so going back is easy
+        self._wrong: str | None = None
+
+    def accept(self, token_id: int) -> bool:
+        parser = self._past[-1]
+        text = self._owner.texts.get(token_id) or ""
+        try:
+            for letter in text:
+                if letter not in parser.get_allowed_characters():
+                    return False
+                parser = parser.add_character(letter)
+        except Exception as wrong:
+            self._wrong = f"lm-format-enforcer: {type(wrong).__name__}: {wrong!s:.200}"
+            return False
+        self._past.append(parser)
+        return bool(text)
+
+    def rollback(self, count: int) -> None:
+        if count:
+            del self._past[-count:]
+
+    def can_end(self) -> bool:
+        return bool(self._past[-1].can_end())
+
+    def fault(self) -> str | None:
+        return self._wrong
+
+    def row(self, words: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """What may follow, as bits."""
+        parser = self._past[-1]
+        key = parser.cache_key()
+        if key is not None and key in self._known:
+            return self._known[key]  # type: ignore[no-any-return]
+        bits = np.zeros(words * 32, bool)
+        try:
+            bits[self._allowed(parser)] = True
+        except Exception as wrong:
+            self._wrong = f"lm-format-enforcer: {type(wrong).__name__}: {wrong!s:.200}"
+        row = np.packbits(bits, bitorder="little").view(np.int32)
+        if key is not None:
+            self._known[key] = row
+        return row
+
+    def _allowed(self, parser: Any) -> list[int]:
+        tree = self._owner.tree
+        found: list[int] = []
+        shortcut = parser.shortcut_key()
+        waiting = [(parser, tree.root)]
+        if isinstance(shortcut, tuple) and shortcut[0] == "json_freetext":  # inside a string: known by length
+            _, length, least, most = shortcut
+            known = tree.json_freetext_tokens
+            least, most = max(0, least - length), most - length
+            found += known.lookup_allowed_tokens(
+                min(known.max_token_len, least), min(known.max_token_len, most)
+            ).allowed_tokens
+            node = tree.root.children.get('"')
+            closes = node is not None and '"' in parser.get_allowed_characters()
+            waiting = [(parser.add_character('"'), node)] if closes else []
+        visits = 0
+        while waiting:
+            parser, node = waiting.pop()
+            visits += 1
+            if visits > MOST_VISITS:
+                raise RuntimeError(f"more than {MOST_VISITS} ways to go on")
+            found += node.tokens
+            for letter in node.children.keys() & set(parser.get_allowed_characters()):
+                waiting.append((parser.add_character(letter), node.children[letter]))
+        return found
+
+
+def _table(source: str) -> _Table:
+    """interegular's machine in plain data, without the states that lead nowhere."""
+    rest = load("interegular.fsm:anything_else")
+    try:
+        machine = load("interegular:parse_pattern")(source).to_fsm()
+    except Exception as wrong:  # Unsupported, InvalidSyntax and their kin
+        raise ValueError(f"lm-format-enforcer cannot read the expression: {wrong!s:.200}") from None
+    letters = {_REST if symbol is rest else str(symbol): column for symbol, column in machine.alphabet.items()}
+    before: dict[int, set[int]] = {}
+    for state, row in machine.map.items():
+        for after in row.values():
+            before.setdefault(after, set()).add(state)
+    live, waiting = set(machine.finals), list(machine.finals)
+    while waiting:
+        more = before.get(waiting.pop(), set()) - live
+        live |= more
+        waiting += more
+    moves = {
+        state: {c: to for c, to in row.items() if to in live} for state, row in machine.map.items() if state in live
+    }
+    return _Table(letters, moves, sorted(machine.finals), machine.initial)
+
+
+class _Machine:
+    """A table, and for every state the letters that may follow."""
+
+    def __init__(self, table: _Table, letters: str) -> None:
+        self.table, self.finals = table, frozenset(table.finals)
+        named = table.letters
+        self._columns: dict[int, list[str]] = {}
+        for letter in {*letters, *(name for name in named if name != _REST)}:
+            if (column := named.get(letter, named.get(_REST))) is not None:
+                self._columns.setdefault(column, []).append(letter)
+        self._known: dict[int, frozenset[str]] = {}
+
+    def letters(self, state: int) -> frozenset[str]:
+        if state not in self._known:
+            columns = self.table.moves.get(state, {})
+            self._known[state] = frozenset(letter for c in columns for letter in self._columns.get(c, ()))
+        return self._known[state]
+
+    def move(self, state: int, letter: str) -> int:
+        named = self.table.letters
+        return self.table.moves[state][named[letter] if letter in named else named[_REST]]
+
+
+class _InMachine:
+    """A place in a machine, with the methods of lm-format-enforcer's parsers."""
+
+    __slots__ = ("_machine", "_state")
+
+    def __init__(self, machine: _Machine, state: int) -> None:
+        self._machine, self._state = machine, state
+
+    def get_allowed_characters(self) -> frozenset[str]:
+        return self._machine.letters(self._state)
+
+    def add_character(self, letter: str) -> _InMachine:
+        return _InMachine(self._machine, self._machine.move(self._state, letter))
+
+    def can_end(self) -> bool:
+        return self._state in self._machine.finals
+
+    def cache_key(self) -> Hashable:
+        return self._state
+
+    def shortcut_key(self) -> Hashable:
+        return None
+
+
+def _text(word: bytes) -> str:
+    """Half a letter is no text: such tokens are never said."""
+    try:
+        return word.decode()
+    except UnicodeDecodeError:
+        return ""
+
+
+def _join(token_ids: Sequence[int]) -> str:
+    raise RuntimeError("every token stands for itself")

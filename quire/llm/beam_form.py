@@ -1,0 +1,67 @@
+"""Beam search held to a form: which tokens may follow each beam. The search asks, the engine only ranks.
+
+In: a constraint and the tokens of beams. Out: for each beam the tokens that may follow it. The grammar is compiled as
+for any request, in a process that may be killed, and followed here: an extension that it forbids is never ranked.
+Must not know: engines, how beams are scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quire.base import registry
+from quire.schema.errors import QuireError
+from quire.schema.params import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.grammar.backend import Matcher
+    from quire.grammar.masks import Masks
+
+MAKE_MASKS, MAKE_SPEC = "quire.engine.masking:make_masks", "quire.grammar.request:make_spec"
+_WAIT = 0.05  # seconds between looks at a grammar that compiles
+Allowed = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
+class BeamForm:
+    """One constraint."""
+
+    def __init__(self, given: StructuredOutputsParams, config: EngineConfig, vocab_size: int) -> None:
+        self._size = vocab_size
+        self._masks: Masks = registry.load(MAKE_MASKS)(config, vocab_size)
+        try:
+            self._compiled = self._compile(registry.load(MAKE_SPEC)(given, config.structured_outputs_config))
+        finally:
+            self._masks.close()
+        self._ends = list(self._masks.compiler.vocabulary().ends)
+
+    def _compile(self, spec: Any) -> Any:
+        compiler = self._masks.compiler
+        compiler.submit(spec)
+        while (found := compiler.fetch(spec)) is None:
+            self._masks.wait(_WAIT)
+        if isinstance(found, QuireError):
+            raise found
+        return found
+
+    def allowed(self, said: Sequence[int]) -> Allowed:
+        """One entry per token: whether it may follow."""
+        matcher = self._matcher(said)
+        rows = np.zeros((1, (self._size + 31) // 32), np.int32)
+        self._compiled.backend.fill([matcher], rows, [0])
+        if (fault := matcher.fault()) is not None:
+            raise QuireError(f"the grammar is too complex to go on: {fault}")
+        bits: Allowed = np.unpackbits(rows.view(np.uint8)[0], bitorder="little")[: self._size].astype(bool)
+        bits[self._ends] = matcher.can_end()
+        return bits
+
+    def _matcher(self, said: Sequence[int]) -> Matcher:
+        """Walked from the start: several beams may go on from one."""
+        matcher: Matcher = self._compiled.backend.start(self._compiled.loaded)
+        for token_id in said:
+            if not matcher.accept(token_id):
+                raise QuireError(f"token {token_id} does not follow the grammar")
+        return matcher

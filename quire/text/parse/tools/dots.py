@@ -1,0 +1,29 @@
+"""dots: Rednote dots3.
+
+    <dots_function_call>
+    <invoke name="get_weather">
+    <parameter name="city">
+    Paris
+    </parameter>
+    </invoke>
+    </dots_function_call>
+
+Several calls may stand in one block. One line break on either side of a value is no part of it; values by the types of
+the tool's schema.
+"""
+
+from quire.text.parse.writer import ToolFormat
+from quire.text.parse.xml_calls import XmlCalls
+
+_TAGS = ("<dots_function_call>", "</dots_function_call>")
+FORMAT = ToolFormat(
+    XmlCalls(
+        opens=_TAGS[:1],
+        closes=_TAGS[1:],
+        call=('<invoke name="',),
+        call_close=("</invoke>",),
+        parameter=('<parameter name="',),
+        parameter_close=("</parameter>",),
+    ),
+    _TAGS,
+)

@@ -1,0 +1,134 @@
+"""Every installed grammar backend over one corpus: random walks along its masks end in texts that the judge accepts."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from quire.config.extras import StructuredOutputsConfig
+from quire.grammar.backend import BACKENDS, PACKAGES, Backend, Matcher, Vocabulary, make_backend
+from quire.grammar.request import make_spec
+from quire.schema.errors import InputError
+from quire.schema.grammar import GrammarSpec
+from quire.schema.params import StructuredOutputsParams as Constraint
+from tests.engine.schema_corpus import GRAMMARS, REGEXES, SCHEMAS, random_schema
+
+EOS = 128
+WORDS = [b'{"', b'":', b'", "', b'"}', b"tr", b"ue", b"alse", b"null", b"12", b" ", b"  ", b"},", b"]}", b"name", b"ab"]
+WORDS += [letter.encode() for letter in "éèêüключ"]  # whole letters: what \w means beyond them is each backend's own
+VOCABULARY = Vocabulary(tokens=[bytes([i]) for i in range(128)] + [b""] + WORDS, size=300, ends=(EOS,))
+CLOSERS = [i for i, word in enumerate(VOCABULARY.tokens) if word[-1:] in (b'"', b"}", b"]", b")")]
+CHOICES = [["red", "green"], ["yes"], ["a", "ab", "abc"], ["a.b", "c|d", "(e)"], ["é", "ü"]]
+LEAST = {"xgrammar": 20, "guidance": 45, "outlines": 20, "lm-format-enforcer": 12}  # schemas it takes of those below
+MOST_TOKENS = 400
+
+
+@pytest.fixture(params=sorted(PACKAGES))
+def name(request: pytest.FixtureRequest) -> str:
+    pytest.importorskip(PACKAGES[request.param][0])
+    return str(request.param)
+
+
+@lru_cache(maxsize=8)
+def made(name: str) -> Backend:
+    return make_backend(name, VOCABULARY)
+
+
+def spec_of(name: str, **given: Any) -> GrammarSpec | None:
+    """None: this backend is not given it."""
+    try:
+        return make_spec(Constraint(**given), StructuredOutputsConfig(backend=name, disable_fallback=True))
+    except InputError:
+        return None
+
+
+def walk(backend: Backend, matcher: Matcher, dice: random.Random) -> str | None:
+    """A text along the masks; None: it did not come to an end."""
+    rows, said = np.zeros((1, VOCABULARY.words), np.int32), b""
+    for step in range(MOST_TOKENS):
+        rows[:] = 0
+        backend.fill([matcher], rows, [0])
+        assert matcher.fault() is None, matcher.fault()
+        found = np.flatnonzero(np.unpackbits(rows.view(np.uint8)[0], bitorder="little")[: len(VOCABULARY.tokens)])
+        may = [int(token) for token in found if token != EOS]
+        if matcher.can_end() and (not may or dice.random() < 0.5):
+            return said.decode()
+        assert may, f"nothing may follow {said!r}"
+        closers = [token for token in CLOSERS if token in may] if step > 12 else []
+        token = dice.choice(closers or may)
+        assert matcher.accept(token), (said, token)
+        said += VOCABULARY.tokens[token]
+    return None
+
+
+def judge(name: str, constraints: list[dict[str, Any]], accepts: Callable[[str, int], bool]) -> int:
+    """How many of them this backend takes; all texts of those are right."""
+    backend, dice, taken, ended = made(name), random.Random(5), 0, 0
+    for i, given in enumerate(constraints):
+        if (spec := spec_of(name, **given)) is None:
+            continue
+        try:
+            compiled = backend.compile(spec)
+        except ValueError:  # then the next backend is asked
+            continue
+        taken += 1
+        loaded = backend.load(spec, compiled)
+        for _ in range(2):
+            text = walk(backend, backend.start(loaded), dice)
+            ended += text is not None
+            assert text is None or accepts(text, i), (name, given, text)
+    assert ended >= taken, f"{ended} of {2 * taken} walks came to an end"
+    return taken
+
+
+def test_json(name: str) -> None:
+    dice = random.Random(3)
+    plain = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}, "b": {"type": "boolean"}},
+             "required": ["a"], "additionalProperties": False}  # fmt: skip
+    nested = {"type": "array", "items": plain, "minItems": 1, "maxItems": 2}
+    more = [{"type": "object", "properties": {"p": part, "q": {"type": "integer"}}, "required": ["p", "q"]}
+            for part in (plain, nested, {"type": "null"}, {"type": "string", "enum": ["x", "y"]}, {"type": "boolean"},
+                         {"type": "array", "items": {"type": "boolean"}, "maxItems": 3})]  # fmt: skip
+    schemas = [plain, nested, *more, *SCHEMAS, *(random_schema(dice) for _ in range(30))]
+
+    def accepts(text: str, i: int) -> bool:
+        return bool(jsonschema.Draft202012Validator(schemas[i]).is_valid(json.loads(text)))
+
+    assert judge(name, [{"json": schema} for schema in schemas], accepts) >= LEAST[name]
+    compact = judge(name, [{"json": s, "disable_any_whitespace": True} for s in more],
+                    lambda text, i: " " not in re.sub('"[^"]*"', "", text) and accepts(text, i + 2))  # fmt: skip
+    assert compact or name == "lm-format-enforcer"
+
+
+def test_regexes(name: str) -> None:
+    taken = judge(name, [{"regex": one} for one in REGEXES], lambda text, i: bool(re.fullmatch(REGEXES[i], text)))
+    assert taken >= 20
+
+
+def test_choices_and_grammars(name: str) -> None:
+    assert judge(name, [{"choice": one} for one in CHOICES], lambda text, i: text in CHOICES[i]) >= 4
+    answers = list(GRAMMARS.values())
+    taken = judge(name, [{"grammar": one} for one in GRAMMARS], lambda text, i: text in answers[i])
+    assert taken == {"xgrammar": 2, "guidance": 4}.get(name, 0)
+
+
+def test_going_back(name: str) -> None:
+    backend, spec = made(name), spec_of(name, regex="ab[0-9]c")
+    assert spec is not None
+    matcher = backend.start(backend.load(spec, backend.compile(spec)))
+    assert all(matcher.accept(token) for token in b"ab7c") and matcher.can_end()
+    matcher.rollback(2)
+    assert not matcher.can_end() and matcher.accept(ord("1")) and matcher.accept(ord("c")) and matcher.can_end()
+    assert not matcher.accept(ord("x"))
+
+
+def test_the_names_are_those_of_the_option() -> None:
+    assert set(PACKAGES) <= set(BACKENDS.names())
