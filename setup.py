@@ -22,9 +22,16 @@ SOURCES = "csrc/cpu"
 FLAGS = ["-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-pthread"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"]
+BF16 = ["-mavx512bf16"]
+AMX = ["-mamx-tile", "-mamx-int8", "-mamx-bf16"]
 ISAS = {
     "aarch64": {"neon": ["-march=armv8-a"], "dotprod": ["-march=armv8.2-a+dotprod"]},
-    "x86_64": {"avx2": AVX2, "avx512": AVX2 + AVX512},
+    "x86_64": {
+        "avx2": AVX2,
+        "avx512": AVX2 + AVX512,
+        "avx512bf16": AVX2 + AVX512 + BF16,
+        "amx": AVX2 + AVX512 + BF16 + AMX,
+    },
 }
 NAMES = {"arm64": "aarch64", "amd64": "x86_64"}
 NAME = "quire.ops.cpu.libquire_cpu"

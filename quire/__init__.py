@@ -33,19 +33,17 @@ _NAMES = {
     "TextPrompt": "quire.schema.prompt:TextPrompt",
     "TokensPrompt": "quire.schema.prompt:TokensPrompt",
     "PromptType": "quire.schema.prompt:PromptType",
+    "ModelRegistry": "quire.config.outside:ModelRegistry",
 }
-_LATER = {"ModelRegistry": "quire.models.registry:ModelRegistry"}  # not in this version
 
 __all__ = ["__version__", *_NAMES]
 __version__ = "0.1.0"  # pyproject.toml reads it here, so that a copy that was never installed knows it too
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        found = _import(_NAMES[name])
-    else:
-        why = "is not in this version of Quire" if name in _LATER else "does not exist"
-        raise AttributeError(f"quire.{name} {why}")
+    if name not in _NAMES:
+        raise AttributeError(f"quire.{name} does not exist")
+    found = _import(_NAMES[name])
     globals()[name] = found
     return found
 

@@ -12,7 +12,9 @@ from quire.ops import ssm
 from quire.ops.ssm import StateWork
 
 
-def make_work(rows: list[tuple[int, int]], block_size: int, device: str, seed: int = 0) -> tuple[StateWork, int]:
+def make_work(
+    rows: list[tuple[int, int]], block_size: int, device: str, seed: int = 0, *, single: bool = False
+) -> tuple[StateWork, int]:
     """(work of rows (start, count) over scrambled blocks, number of blocks)."""
     generator = torch.Generator().manual_seed(seed)
     width = max(-(-(start + count) // block_size) for start, count in rows)
@@ -23,7 +25,7 @@ def make_work(rows: list[tuple[int, int]], block_size: int, device: str, seed: i
     contexts = [start + count for start, count in rows]
     tables = blocks.int().to(device)
     none = torch.empty(0, dtype=torch.int64, device=device)
-    return mixed_work(GroupStep(tables, starts.to(device), contexts, counts, none), block_size), num
+    return mixed_work(GroupStep(tables, starts.to(device), contexts, counts, none), block_size, single=single), num
 
 
 ROWS = [[(0, 70), (5, 1), (3, 40), (0, 1), (64, 1), (10, 90)], [(7, 1), (0, 1), (31, 1)], [(0, 3), (2, 2), (1, 67)]]

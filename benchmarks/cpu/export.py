@@ -1,9 +1,9 @@
-"""The embedded model as a folder of bf16 safetensors, for engines that do not read GGUF.
+"""A GGUF file (the embedded model if none is named) as a folder of safetensors, for engines that do not read GGUF.
 
-    python benchmarks/cpu/export.py FOLDER
+    python benchmarks/cpu/export.py FOLDER [FILE] [--dtype float32]
 
-Weights are what the GGUF's blocks decode to, rounded to bf16. The tokenizer is Quire's own, built from the file's
-metadata: transformers' way from GGUF loses the digit rule of this one.
+Weights are what the GGUF's blocks decode to, rounded to bf16 unless asked otherwise. The tokenizer is Quire's own,
+built from the file's metadata: transformers' way from GGUF loses the digit rule of this one.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from quire.text.tokenizer import load_tokenizer
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    folder: Path = parser.parse_args().folder
-    file = Path(locate(None).path)
+    parser.add_argument("file", nargs="?")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    asked = parser.parse_args()
+    folder, file, dtype = asked.folder, Path(locate(asked.file).path), getattr(torch, asked.dtype)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
-    for piece in read_weights(find_weights(str(file)), dtype=torch.bfloat16):
-        tensors |= {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in piece.read()}
+    for piece in read_weights(find_weights(str(file)), dtype=dtype):
+        tensors |= {name: tensor.to(dtype).contiguous() for name, tensor in piece.read()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = config_of(open_gguf(str(file))) | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    config = config_of(open_gguf(str(file))) | {"dtype": asked.dtype, "torch_dtype": asked.dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     tokenizer = load_tokenizer(str(file))
     tokenizer.pipeline.save(str(folder / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""One engine in one process: the workloads of peers.py, timed, as one line of JSON. peers.py runs it, in any environment.
+"""One engine in one process: the workloads of peers.py, timed, as one line of JSON. peers.py runs it anywhere.
 
 Needs nothing but the engine it is told to import (quire, vllm or llama_cpp) and numpy. A workload is
 [name, requests, prompt tokens, output tokens]; prompts are fixed ids, decoding is greedy and never ends early.

@@ -2,10 +2,12 @@
 // cache, then one pass over the keys with a running maximum.
 //
 // A piece of work is a few queries of one row and the query heads of one kv head. Keys are read 32 at a time, cut at
-// multiples of 32 positions, so that a query's result is the same in whichever chunk or batch it is computed.
+// multiples of 32 positions, and a context is summed up in spans of kSpan keys that are joined in order, so that a
+// query's result is the same in whichever chunk or batch it is computed, and by however many threads.
 #pragma once
 #include <math.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "dense.h"
@@ -14,7 +16,7 @@
 namespace quire {
 namespace QC_ISA {
 
-constexpr int kKeys = 32, kMaxSize = 256, kMaxRows = 16;
+constexpr int kKeys = 32, kMaxSize = 256, kMaxRows = 16, kSpan = 1024;
 
 template <int Dtype, int Turn>
 void turn_head(typename Numbers<Dtype>::Type* head, const void* cos, const void* sin, int turned, bool pairs) {
@@ -44,6 +46,39 @@ void copy_numbers(const typename Numbers<From>::Type* from, typename Numbers<To>
   for (; i < count; ++i) Numbers<To>::put_one(to + i, Numbers<From>::one(from + i));
 }
 
+// How a cache is stored, and the dtype its numbers are computed with.
+template <int Cache>
+struct Stored {
+  typedef typename Numbers<Cache>::Type Type;
+  static constexpr int kRead = Cache;
+};
+template <>
+struct Stored<QC_I8> {
+  typedef int8_t Type;
+  static constexpr int kRead = QC_F32;
+};
+
+// Heads rounded to bytes, the largest becomes 127; behind all of them a scale for each.
+template <int Dtype>
+void write_bytes(const typename Numbers<Dtype>::Type* from, int8_t* to, int heads, int size) {
+  int8_t* scales = to + int64_t(heads) * size;
+  for (int h = 0; h < heads; ++h, from += size, to += size) {
+    float head[kMaxSize + kLanes] = {};
+    copy_numbers<Dtype, QC_F32>(from, head, size);
+    vf most = fill(0);
+    for (int d = 0; d < size; d += kLanes) most = larger(most, larger(load(head + d), -load(head + d)));
+    const float top = largest(most), scale = top / 127, inverse = top > 0 ? 127 / top : 0;
+    for (int d = 0; d < size; ++d) to[d] = int8_t(int(rintf(head[d] * inverse)));
+    memcpy(scales + 4 * h, &scale, 4);
+  }
+}
+
+inline void read_bytes(const int8_t* from, const int8_t* scale_at, int size, float* to) {
+  float scale;
+  memcpy(&scale, scale_at, 4);
+  for (int d = 0; d < size; ++d) to[d] = scale * float(from[d]);
+}
+
 // One token: norm and turn its query and key heads in place, write keys and values to the cache.
 template <int Dtype, int Cache>
 void prepare_token(const qc_attention& w, int64_t token) {
@@ -65,8 +100,10 @@ void prepare_token(const qc_attention& w, int64_t token) {
                               static_cast<const T*>(w.sin) + token * w.turned, w.turned, w.pairs);
   }
   if (w.slots[token] < 0) return;
-  typename Numbers<Cache>::Type* to = static_cast<typename Numbers<Cache>::Type*>(w.cache) + w.slots[token] * w.cache_stride;
-  copy_numbers<Dtype, Cache>(row + int64_t(w.heads) * w.size, to, int64_t(2) * w.kv_heads * w.size);
+  typename Stored<Cache>::Type* to = static_cast<typename Stored<Cache>::Type*>(w.cache) + w.slots[token] * w.cache_stride;
+  const T* from = row + int64_t(w.heads) * w.size;
+  if constexpr (Cache == QC_I8) write_bytes<Dtype>(from, to, 2 * w.kv_heads, w.size);
+  else copy_numbers<Dtype, Cache>(from, to, int64_t(2) * w.kv_heads * w.size);
 }
 
 struct Piece {
@@ -186,38 +223,74 @@ inline int64_t first_key(const qc_attention& w, int64_t query) {
   return first;
 }
 
+struct Widened {
+  float keys[kKeys][kMaxSize], values[kKeys][kMaxSize];
+};
+
+// Where 32 keys from `base` on lie, and their values, for the kv head of a piece.
+template <int Cache>
+void find_keys(const qc_attention& w, const Piece& piece, int64_t base, int from, int to,
+               const typename Numbers<Stored<Cache>::kRead>::Type* (&keys)[kKeys],
+               const typename Numbers<Stored<Cache>::kRead>::Type* (&values)[kKeys]) {
+  typedef typename Stored<Cache>::Type C;
+  const int kv_head = piece.head / (w.heads / w.kv_heads), size = w.size;
+  const int32_t* table = w.tables + piece.row * w.table_stride;
+  int64_t block = (base + from) / w.block_size, offset = (base + from) % w.block_size;
+  for (int k = from; k < to; ++k) {
+    const C* row = static_cast<const C*>(w.cache) + (int64_t(table[block]) * w.block_size + offset) * w.cache_stride;
+    const C *key = row + int64_t(kv_head) * size, *value = row + int64_t(w.kv_heads + kv_head) * size;
+    if constexpr (Cache == QC_I8) {
+      static thread_local Widened wide;
+      const C* scales = row + int64_t(2) * w.kv_heads * size;
+      read_bytes(key, scales + 4 * kv_head, size, wide.keys[k]);
+      read_bytes(value, scales + 4 * (w.kv_heads + kv_head), size, wide.values[k]);
+      keys[k] = wide.keys[k], values[k] = wide.values[k];
+    } else {
+      keys[k] = key, values[k] = value;
+    }
+    if (++offset == w.block_size) offset = 0, ++block;
+  }
+}
+
+// Keys [first, last) for all queries of a piece, into an empty state.
 template <int Dtype, int Cache>
-void attend_piece(const qc_attention& w, const Piece& piece, State& state) {
+void attend_span(const qc_attention& w, const Piece& piece, int64_t first, int64_t last, State& state) {
   typedef typename Numbers<Dtype>::Type T;
-  typedef typename Numbers<Cache>::Type C;
+  constexpr int Read = Stored<Cache>::kRead;
   const int64_t token = w.query_starts[piece.row] + piece.first;
-  const int64_t start = w.contexts[piece.row] - (w.query_starts[piece.row + 1] - token);
-  const int rows = piece.count * piece.heads, size = w.size, per = w.heads / w.kv_heads;
+  const int rows = piece.count * piece.heads, size = w.size;
   for (int r = 0; r < rows; ++r) {
     const T* q = static_cast<const T*>(w.qkv) + (token + r / piece.heads) * w.qkv_stride;
     copy_numbers<Dtype, QC_F32>(q + int64_t(piece.head + r % piece.heads) * size, state.q[r], size);
     for (int d = 0; d < size; ++d) state.out[r][d] = 0, state.q[r][d] *= w.scale;
     state.most[r] = -INFINITY, state.total[r] = 0;
   }
-  const int64_t first = first_key(w, start), last = start + piece.count;
-  const int32_t* table = w.tables + piece.row * w.table_stride;
-  const C* cache = static_cast<const C*>(w.cache) + int64_t(piece.head / per) * size;
   for (int64_t base = first / kKeys * kKeys; base < last; base += kKeys) {
     const int from = first > base ? int(first - base) : 0, to = last - base < kKeys ? int(last - base) : kKeys;
-    const C *keys[kKeys], *values[kKeys];
-    for (int k = from; k < to; ++k) {
-      const int64_t at = base + k;
-      keys[k] = cache + (int64_t(table[at / w.block_size]) * w.block_size + at % w.block_size) * w.cache_stride;
-      values[k] = keys[k] + int64_t(w.kv_heads) * size;
-    }
-    score<Cache>(w, piece, base, from, to, keys, state);
+    const typename Numbers<Read>::Type *keys[kKeys], *values[kKeys];
+    find_keys<Cache>(w, piece, base, from, to, keys, values);
+    score<Read>(w, piece, base, from, to, keys, state);
     for (int r = 0; r < rows; ++r) soften(size, state, r);
     int r = 0;
-    for (; r + 4 <= rows; r += 4) weigh<Cache, 4>(values, from, to, size, r, state);
-    if (r + 3 == rows) weigh<Cache, 3>(values, from, to, size, r, state), r += 3;
-    for (; r < rows; ++r) weigh<Cache, 1>(values, from, to, size, r, state);
+    for (; r + 4 <= rows; r += 4) weigh<Read, 4>(values, from, to, size, r, state);
+    if (r + 3 == rows) weigh<Read, 3>(values, from, to, size, r, state), r += 3;
+    for (; r < rows; ++r) weigh<Read, 1>(values, from, to, size, r, state);
   }
-  for (int r = 0; r < rows; ++r) {
+}
+
+// Adds one more span to what was summed up before it.
+inline void join(float& most, float& total, float* out, float more_most, float more_total, const float* more, int size) {
+  const float top = fmaxf(most, more_most);
+  if (top == -INFINITY) return;
+  const float old = expf(most - top), fresh = expf(more_most - top);
+  total = total * old + more_total * fresh, most = top;
+  for (int d = 0; d < size; ++d) out[d] = out[d] * old + more[d] * fresh;
+}
+
+template <int Dtype>
+void write_piece(const qc_attention& w, const Piece& piece, const State& state) {
+  const int64_t token = w.query_starts[piece.row] + piece.first;
+  for (int r = 0; r < piece.count * piece.heads; ++r) {
     const int head = piece.head + r % piece.heads;
     float total = state.total[r], shrink = 1;
     if (w.sinks) {
@@ -226,8 +299,81 @@ void attend_piece(const qc_attention& w, const Piece& piece, State& state) {
       total = total * shrink + expf(w.sinks[head] - top);
     }
     const float by = total > 0 ? shrink / total : 0;
-    T* out = static_cast<T*>(w.out) + ((token + r / piece.heads) * w.heads + head) * int64_t(size);
-    for (int d = 0; d < size; ++d) Numbers<Dtype>::put_one(out + d, state.out[r][d] * by);
+    typename Numbers<Dtype>::Type* out = static_cast<typename Numbers<Dtype>::Type*>(w.out) +
+                                         ((token + r / piece.heads) * w.heads + head) * int64_t(w.size);
+    for (int d = 0; d < w.size; ++d) Numbers<Dtype>::put_one(out + d, state.out[r][d] * by);
+  }
+}
+
+// Keys that some query of the piece sees.
+struct Reach {
+  int64_t first, last;
+  Reach(const qc_attention& w, const Piece& piece) {
+    const int64_t start = w.contexts[piece.row] - (w.query_starts[piece.row + 1] - w.query_starts[piece.row]) + piece.first;
+    first = first_key(w, start), last = start + piece.count;
+  }
+  int64_t spans() const { return (last + kSpan - 1) / kSpan - first / kSpan; }
+  int64_t begin(int64_t span) const { return span ? (first / kSpan + span) * kSpan : first; }
+  int64_t end(int64_t span) const { return std::min(last, (first / kSpan + span + 1) * kSpan); }
+};
+
+template <int Dtype, int Cache>
+void attend_piece(const qc_attention& w, const Piece& piece, State& state) {
+  const Reach reach(w, piece);
+  attend_span<Dtype, Cache>(w, piece, reach.begin(0), reach.end(0), state);
+  if (reach.spans() > 1) {
+    static thread_local State more;
+    for (int64_t span = 1; span < reach.spans(); ++span) {
+      attend_span<Dtype, Cache>(w, piece, reach.begin(span), reach.end(span), more);
+      for (int r = 0; r < piece.count * piece.heads; ++r)
+        join(state.most[r], state.total[r], state.out[r], more.most[r], more.total[r], more.out[r], w.size);
+    }
+  }
+  write_piece<Dtype>(w, piece, state);
+}
+
+// The same with every span a piece of work of its own: for a few rows with long contexts.
+template <int Dtype, int Cache>
+void attend_by_spans(const qc_attention& w, const std::vector<Piece>& pieces) {
+  struct Part {
+    int32_t piece;
+    int64_t span;
+  };
+  static thread_local std::vector<Part> parts;
+  static thread_local std::vector<float> memory;  // of every part and row: most, total, out
+  parts.clear();
+  for (size_t i = 0; i < pieces.size(); ++i)
+    for (int64_t span = 0; span < Reach(w, pieces[i]).spans(); ++span) parts.push_back({int32_t(i), span});
+  const int64_t entry = w.size + 2, room = entry * kMaxRows;
+  memory.resize(parts.size() * size_t(room));
+  const Part* all = parts.data();
+  float* kept = memory.data();
+  auto work = [&, all, kept](int item) {
+    static thread_local State state;
+    const Piece& piece = pieces[size_t(all[item].piece)];
+    const Reach reach(w, piece);
+    attend_span<Dtype, Cache>(w, piece, reach.begin(all[item].span), reach.end(all[item].span), state);
+    for (int r = 0; r < piece.count * piece.heads; ++r) {
+      float* to = kept + item * room + r * entry;
+      to[0] = state.most[r], to[1] = state.total[r];
+      memcpy(to + 2, state.out[r], size_t(w.size) * 4);
+    }
+  };
+  each(int(parts.size()), work);
+  static thread_local State state;
+  for (size_t i = 0; i < parts.size();) {
+    const Piece& piece = pieces[size_t(parts[i].piece)];
+    for (size_t begin = i; i < parts.size() && parts[i].piece == parts[begin].piece; ++i)
+      for (int r = 0; r < piece.count * piece.heads; ++r) {
+        const float* from = kept + int64_t(i) * room + r * entry;
+        if (i > begin) {
+          join(state.most[r], state.total[r], state.out[r], from[0], from[1], from + 2, w.size);
+        } else {
+          state.most[r] = from[0], state.total[r] = from[1];
+          memcpy(state.out[r], from + 2, size_t(w.size) * 4);
+        }
+      }
+    write_piece<Dtype>(w, piece, state);
   }
 }
 
@@ -257,6 +403,9 @@ void attend(const qc_attention& w) {
   static thread_local std::vector<Piece> pieces;
   cut(w, pieces);
   const Piece* all = pieces.data();
+  bool is_long = false;
+  for (int64_t row = 0; row < w.rows; ++row) is_long |= w.contexts[row] > 2 * kSpan;
+  if (is_long && threads() > 1 && pieces.size() < size_t(8 * threads())) return attend_by_spans<Dtype, Cache>(w, pieces);
   auto work = [&, all](int item) {
     static thread_local State state;
     attend_piece<Dtype, Cache>(w, all[item], state);
@@ -270,6 +419,7 @@ void attend_over(const qc_attention& w) {
     case QC_F32: return attend<Dtype, QC_F32>(w);
     case QC_BF16: return attend<Dtype, QC_BF16>(w);
     case QC_F16: return attend<Dtype, QC_F16>(w);
+    case QC_I8: return attend<Dtype, QC_I8>(w);
   }
 }
 

@@ -25,16 +25,25 @@ __attribute__((noinline)) void dots(const float* const (&a)[R], const typename N
       for (int c = 0; c < C; ++c) sums[r][c] = fma(left, right[c], sums[r][c]);
     }
   }
-  for (int r = 0; r < R; ++r) {
+  // Unrolled by hand: sums that a loop indexes would be stored in every turn of the loop above.
+  unroll(std::make_integer_sequence<int, R>(), [&](auto r) {
     if constexpr (C % 4 == 0) {
-      for (int c = 0; c < C; c += 4) store_sums(out[r] + c, sums[r][c], sums[r][c + 1], sums[r][c + 2], sums[r][c + 3]);
+      unroll(std::make_integer_sequence<int, C / 4>(), [&](auto four) {
+        constexpr int c = 4 * four;
+        store_sums(out[r] + c, sums[r][c], sums[r][c + 1], sums[r][c + 2], sums[r][c + 3]);
+      });
     } else {
-      for (int c = 0; c < C; ++c) out[r][c] = sum_alone(sums[r][c]);
+      unroll(std::make_integer_sequence<int, C>(), [&](auto c) { out[r][c] = sum_alone(sums[r][c]); });
     }
     for (int64_t t = i; t < size; ++t)
       for (int c = 0; c < C; ++c) out[r][c] += a[r][t] * N::one(b[c] + t);
-  }
+  });
 }
+
+// Products are summed in parts of kDepth inputs, so that a few columns of one part, widened, stay in the first cache while
+// many rows pass. The same parts for one row.
+constexpr int64_t kDepth = 512;
+constexpr int kColumns = 16;
 
 template <int Dtype>
 struct Dense {
@@ -45,71 +54,108 @@ struct Dense {
   T* out;
   int64_t weight_stride, out_stride, m, n, k;
 
-  // b: rows of the weight, as stored or widened.
+  // Adds rows [row, to), at most R of them, times columns [first, first + C) over inputs [depth, depth + size) to `sums`.
+  // b: columns of the weight from input `depth` on, as stored or widened.
   template <int R, int C, int From>
-  void piece(int64_t row, int64_t column, const typename Numbers<From>::Type* const (&b)[C]) const {
+  void piece(int64_t row, int64_t to, int first, int64_t depth, int64_t size,
+             const typename Numbers<From>::Type* const (&b)[C], float* sums) const {
     const float* a[R];
     float found[R][C];
-    for (int r = 0; r < R; ++r) a[r] = x + (row + r) * k;
-    dots<From, R, C>(a, b, k, found);
-    for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r) a[r] = x + (row + r < to ? row + r : to - 1) * k + depth;
+    dots<From, R, C>(a, b, size, found);
+    for (int r = 0; r < R && row + r < to; ++r)
       for (int c = 0; c < C; ++c) {
-        const float value = bias ? found[r][c] + N::one(bias + column + c) : found[r][c];
-        N::put_one(out + (row + r) * out_stride + column + c, value);
+        float& here = sums[r * kColumns + first + c];
+        here = depth ? here + found[r][c] : found[r][c];
       }
   }
 
-  template <int C, int From>
-  void rows_of(int64_t column, int64_t from, int64_t to, const typename Numbers<From>::Type* const (&b)[C]) const {
-    int64_t row = from;
-    for (; row + kDotRows <= to; row += kDotRows) piece<kDotRows, C, From>(row, column, b);
-    for (; row < to; ++row) piece<1, C, From>(row, column, b);
+  // b: `count` columns, one after another at `stride`.
+  template <int From>
+  void rows_of(int64_t from, int64_t to, int count, int64_t depth, int64_t size, const typename Numbers<From>::Type* b,
+               int64_t stride, float* sums) const {
+    for (int64_t row = from; row < to; sums += kDotRows * kColumns, row += kDotRows)
+      for (int c = 0; c < count;) {
+        const typename Numbers<From>::Type* columns[kDotColumns] = {};
+        if (c + kDotColumns <= count) {
+          for (int i = 0; i < kDotColumns; ++i) columns[i] = b + (c + i) * stride;
+          if (to - row > 1) piece<kDotRows, kDotColumns, From>(row, to, c, depth, size, columns, sums);
+          else piece<1, kDotColumns, From>(row, to, c, depth, size, columns, sums);
+          c += kDotColumns;
+        } else {
+          const typename Numbers<From>::Type* one[1] = {b + c * stride};
+          if (to - row > 1) piece<kDotRows, 1, From>(row, to, c, depth, size, one, sums);
+          else piece<1, 1, From>(row, to, c, depth, size, one, sums);
+          ++c;
+        }
+      }
   }
 
-  // For many rows the weight is widened once; the products are the same.
-  template <int C>
-  void columns(int64_t column, int64_t from, int64_t to) const {
-    const T* b[C];
-    for (int c = 0; c < C; ++c) b[c] = weight + (column + c) * weight_stride;
-    if (Dtype == QC_F32 || to - from < 2 * kDotRows) return rows_of<C, Dtype>(column, from, to, b);
-    static thread_local std::vector<float> memory;
-    memory.resize(size_t(C * k));
-    const float* wide[C];
-    for (int c = 0; c < C; ++c) {
-      float* to_row = memory.data() + c * k;
-      int64_t i = 0;
-      for (; i + kLanes <= k; i += kLanes) store(to_row + i, N::read(b[c] + i));
-      for (; i < k; ++i) to_row[i] = N::one(b[c] + i);
-      wide[c] = to_row;
+  void write(int64_t column, int count, int64_t from, int64_t to, const float* sums) const {
+    for (int64_t row = from; row < to; ++row, sums += kColumns) {
+      T* at = out + row * out_stride + column;
+      int c = 0;
+      for (; c + kLanes <= count; c += kLanes)
+        N::write(at + c, bias ? load(sums + c) + N::read(bias + column + c) : load(sums + c));
+      for (; c < count; ++c) N::put_one(at + c, bias ? sums[c] + N::one(bias + column + c) : sums[c]);
     }
-    rows_of<C, QC_F32>(column, from, to, wide);
   }
 
   // Rows [from, to) times columns [first, last): the rows should fit a core's second cache.
   void part(int64_t first, int64_t last, int64_t from, int64_t to) const {
-    int64_t column = first;
-    for (; column + kDotColumns <= last; column += kDotColumns) columns<kDotColumns>(column, from, to);
-    for (; column < last; ++column) columns<1>(column, from, to);
+    static thread_local std::vector<float> memory;
+    memory.resize(size_t(kColumns * (kDepth + to - from)));
+    float *wide = memory.data(), *sums = wide + kColumns * kDepth;
+    for (int64_t column = first; column < last; column += kColumns) {
+      const int count = int(last - column < kColumns ? last - column : kColumns);
+      for (int64_t depth = 0; depth == 0 || depth < k; depth += kDepth) {
+        const int64_t size = k - depth < kDepth ? k - depth : kDepth;
+        const T* b = weight + column * weight_stride + depth;
+        if (Dtype == QC_F32 || to - from < 2 * kDotRows) {
+          rows_of<Dtype>(from, to, count, depth, size, b, weight_stride, sums);
+          continue;
+        }
+        for (int c = 0; c < count; ++c) widen(b + c * weight_stride, size, wide + c * kDepth);
+        rows_of<QC_F32>(from, to, count, depth, size, wide, kDepth, sums);
+      }
+      write(column, count, from, to, sums);
+    }
+  }
+
+  static void widen(const T* from, int64_t size, float* to) {
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) store(to + i, N::read(from + i));
+    for (; i < size; ++i) to[i] = N::one(from + i);
   }
 };
+
+#if QC_TILES
+#define QC_LINEAR_BFLOATS linear_by_tiles  // amx.h
+#elif defined(__AVX512BF16__) || defined(QC_EMULATE_BF16)
+#define QC_LINEAR_BFLOATS linear_by_pairs  // bfloats.h
+#endif
+#ifdef QC_LINEAR_BFLOATS
+void QC_LINEAR_BFLOATS(const uint16_t* x, int64_t x_stride, const void* weight, int64_t weight_stride, const void* bias,
+                       void* out, int64_t out_stride, int64_t m, int64_t n, int64_t k);
+#endif
 
 template <int Dtype>
 void linear(const typename Numbers<Dtype>::Type* x, int64_t x_stride, const void* weight, int64_t weight_stride,
             const void* bias, void* out, int64_t out_stride, int64_t m, int64_t n, int64_t k) {
   typedef typename Numbers<Dtype>::Type T;
+#ifdef QC_LINEAR_BFLOATS
+  if constexpr (Dtype == QC_BF16)
+    return QC_LINEAR_BFLOATS(x, x_stride, weight, weight_stride, bias, out, out_stride, m, n, k);
+#endif
   static thread_local std::vector<float> wide;
   wide.resize(size_t(m * k));
   float* rows = wide.data();
-  auto widen = [=](int row) {
-    int64_t i = 0;
-    for (; i + kLanes <= k; i += kLanes) store(rows + row * k + i, Numbers<Dtype>::read(x + row * x_stride + i));
-    for (; i < k; ++i) rows[row * k + i] = Numbers<Dtype>::one(x + row * x_stride + i);
-  };
+  auto widen = [=](int row) { Dense<Dtype>::widen(x + row * x_stride, k, rows + row * k); };
   if (m < 8) for (int row = 0; row < m; ++row) widen(row);
   else each(int(m), widen);
   Dense<Dtype> job = {rows, static_cast<const T*>(weight), static_cast<const T*>(bias), static_cast<T*>(out),
                       weight_stride, out_stride, m, n, k};
-  int64_t tall = (1 << 16) / k / kDotRows * kDotRows;  // rows whose floats fill some of a second cache
+  int64_t tall = (1 << 17) / k / kDotRows * kDotRows;  // rows whose floats fill some of a second cache
   tall = tall < 2 * kDotRows ? 2 * kDotRows : tall;
   const int64_t floors = (m + tall - 1) / tall;
   int64_t wide_parts = 4 * threads();

@@ -13,6 +13,11 @@ struct Kernels {
   void (*attend)(const qc_attention*);
   void (*run_block)(const qc_block*, const qc_attention*, const void*, const void*, const void*, const void*, void*, void*);
   void (*argmax)(const void*, int64_t, int64_t, int64_t, int64_t*, int);
+  void (*draw)(const qc_draw*);
+  void (*run_moe)(const qc_moe*);
+  void (*log_softmax)(const void*, int64_t, int64_t, int64_t, float*, int);
+  void (*top)(const float*, int64_t, int64_t, const int64_t*, int64_t, float*, int64_t*, int64_t*);
+  void (*allow)(float*, int64_t, int64_t, const int64_t*, int64_t, const uint32_t*, int64_t);
 };
 
 }  // namespace quire

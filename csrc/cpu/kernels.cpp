@@ -1,10 +1,14 @@
 // Compiled once per instruction set, with QC_ISA its name and the compiler's flags for it.
+#include "amx.h"
 #include "attention.h"
+#include "bfloats.h"
 #include "block.h"
 #include "dense.h"
 #include "isa.h"
+#include "moe.h"
 #include "packed.h"
 #include "rows.h"
+#include "sample.h"
 
 #define QC_JOIN(a, b) a##b
 #define QC_TABLE(isa) QC_JOIN(kernels_, isa)
@@ -63,6 +67,14 @@ void do_argmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, int
   QC_BY_DTYPE(dtype, argmax, x, x_stride, rows, width, index)
 }
 
+void do_moe(const qc_moe* work) { QC_BY_DTYPE(work->dtype, run_moe, *work) }
+
+void do_draw(const qc_draw* work) { QC_BY_DTYPE(work->dtype, draw, *work) }
+
+void do_log_softmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, float* out, int dtype) {
+  QC_BY_DTYPE(dtype, log_softmax, x, x_stride, rows, width, out)
+}
+
 #define QC_TEXT2(x) #x
 #define QC_TEXT(x) QC_TEXT2(x)
 
@@ -71,6 +83,7 @@ void do_argmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, int
 
 extern const Kernels QC_TABLE(QC_ISA);
 const Kernels QC_TABLE(QC_ISA) = {QC_TEXT(QC_ISA),    QC_ISA::do_packed, QC_ISA::do_linear, QC_ISA::do_norm,
-                                  QC_ISA::do_gated, QC_ISA::do_attend, QC_ISA::do_block,  QC_ISA::do_argmax};
+                                  QC_ISA::do_gated, QC_ISA::do_attend, QC_ISA::do_block,  QC_ISA::do_argmax,
+                                  QC_ISA::do_draw,   QC_ISA::do_moe,   QC_ISA::do_log_softmax, QC_ISA::top_of, QC_ISA::allow};
 
 }  // namespace quire

@@ -9,6 +9,12 @@
 #if defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
+#elif defined(__x86_64__)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 namespace quire {
@@ -23,13 +29,30 @@ static bool has_dotprod() {
 #endif
 }
 #elif defined(__x86_64__)
-extern const Kernels kernels_avx2, kernels_avx512;
+extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512bf16, kernels_amx;
 static bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 static bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+}
+static bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+// The processor has tiles, and the system lets this process use them: asked once, before the first tile instruction.
+static bool has_amx() {
+#if defined(__linux__)
+  static const bool found = [] {
+    unsigned a, b, c, d;
+    if (!has_avx512bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    constexpr unsigned tile = 1u << 24, bytes = 1u << 25, bfloats = 1u << 22, all = tile | bytes | bfloats;
+    constexpr int kAsk = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return (d & all) == all && syscall(SYS_arch_prctl, kAsk, kTileData) == 0;
+  }();
+  return found;
+#else
+  return false;
+#endif
 }
 #endif
 
@@ -44,7 +67,7 @@ static const Isa kIsas[] = {
 #if defined(__aarch64__)
     {&kernels_neon, always}, {&kernels_dotprod, has_dotprod},
 #elif defined(__x86_64__)
-    {&kernels_avx2, has_avx2}, {&kernels_avx512, has_avx512},
+    {&kernels_avx2, has_avx2}, {&kernels_avx512, has_avx512}, {&kernels_avx512bf16, has_avx512bf16}, {&kernels_amx, has_amx},
 #endif
 };
 constexpr int kNumIsas = int(sizeof kIsas / sizeof kIsas[0]);
@@ -110,3 +133,21 @@ QC_API void qc_run_block(const qc_block* block, const qc_attention* step, const 
 QC_API void qc_argmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, int64_t* index, int dtype) {
   active.load()->argmax(x, x_stride, rows, width, index, dtype);
 }
+
+QC_API void qc_draw_tokens(const qc_draw* work) { active.load()->draw(work); }
+
+QC_API void qc_log_softmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, float* out, int dtype) {
+  active.load()->log_softmax(x, x_stride, rows, width, out, dtype);
+}
+
+QC_API void qc_top(const float* x, int64_t rows, int64_t width, const int64_t* chosen, int64_t k, float* values,
+                   int64_t* ids, int64_t* ranks) {
+  active.load()->top(x, rows, width, chosen, k, values, ids, ranks);
+}
+
+QC_API void qc_allow(float* x, int64_t x_stride, int64_t width, const int64_t* rows, int64_t count, const uint32_t* bits,
+                     int64_t num_words) {
+  active.load()->allow(x, x_stride, width, rows, count, bits, num_words);
+}
+
+QC_API void qc_run_moe(const qc_moe* work) { active.load()->run_moe(work); }

@@ -8,7 +8,7 @@
 #define QC_ABI 1
 #define QC_API extern "C" __attribute__((visibility("default")))
 
-enum qc_dtype { QC_F32 = 0, QC_BF16 = 1, QC_F16 = 2 };
+enum qc_dtype { QC_F32 = 0, QC_BF16 = 1, QC_F16 = 2, QC_I8 = 3 };  // QC_I8: caches only
 
 // How packed numbers are stored; see blocks.h.
 enum qc_kind { QC_Q4M = 0, QC_Q4Z = 1, QC_Q5M = 2, QC_Q5Z = 3, QC_Q6Z = 4, QC_Q8Z = 5, QC_KINDS = 6 };
@@ -26,7 +26,7 @@ struct qc_segment {
 struct qc_attention {
   void* qkv;  // [tokens, (heads + 2 kv_heads) * size]; queries and keys are normed and rotated in place
   void* out;  // [tokens, heads * size], contiguous
-  void* cache;  // [slots, cache_stride]: keys of all kv heads, then values
+  void* cache;  // [slots, cache_stride]: keys of all kv heads, then values; QC_I8: then a float for each of them
   const void* q_weight;  // [size], or [heads, size] with norm_each; null: no norm
   const void* k_weight;
   const void* cos;  // [tokens, turned]; null: no rotation
@@ -64,6 +64,33 @@ struct qc_block {
   int32_t act, dtype;
 };
 
+// Experts of one layer and the tokens that go through some of them. Matrices of all experts have the same sizes.
+struct qc_moe {
+  const qc_matrix *up, *down;  // [experts]: gate rows and up rows; the way back
+  const void* x;  // [tokens, up.width]
+  const float* weights;  // [tokens, top_k]
+  const int64_t* index;  // [tokens, top_k]
+  const void* stream;  // [tokens, down.rows] or null: what the sum is added to
+  void* out;  // [tokens, down.rows]
+  int64_t tokens, experts, top_k;
+  int32_t act, dtype;  // act below 0: the clamped swiglu of alpha and limit
+  float alpha, limit;
+};
+
+// Rows of logits, and for each how its token is chosen.
+struct qc_draw {
+  const void* logits;  // [rows, stride]
+  const float* temperature;  // 0: the best token, and nothing below counts
+  const float* floors;  // below 0: tokens so much below the best are dropped (the logarithm of min-p); -inf: none
+  const float* top_p;  // 1: all
+  const int64_t* top_k;  // 0: all
+  const int64_t *seeds, *positions;
+  int64_t* tokens;
+  float* scores;  // what the token had in the end
+  int64_t stride, rows, width;
+  int32_t dtype;
+};
+
 QC_API int qc_abi(void);
 QC_API int qc_num_isas(void);
 QC_API const char* qc_isa_name(int index);  // from the plainest to the best; null: no such index
@@ -98,3 +125,13 @@ QC_API void qc_run_block(const qc_block* block, const qc_attention* step, const 
                          const void* cos, const void* sin, void* stream, void* out);
 // Index of the largest of each row, the lowest among equals; NaN counts as largest.
 QC_API void qc_argmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, int64_t* index, int dtype);
+QC_API void qc_draw_tokens(const qc_draw* work);
+// out [rows, width] float32.
+QC_API void qc_log_softmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, float* out, int dtype);
+// values, ids [rows, 1 + k]: the chosen entry, then the k largest; ranks from 1. x is contiguous.
+QC_API void qc_top(const float* x, int64_t rows, int64_t width, const int64_t* chosen, int64_t k, float* values,
+                   int64_t* ids, int64_t* ranks);
+// Numbers of `rows` whose bit is 0, or that have none, become -inf. bits [count, num_words], lowest bit first.
+QC_API void qc_allow(float* x, int64_t x_stride, int64_t width, const int64_t* rows, int64_t count, const uint32_t* bits,
+                     int64_t num_words);
+QC_API void qc_run_moe(const qc_moe* work);

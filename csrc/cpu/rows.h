@@ -120,32 +120,37 @@ void gated_by(int act, const void* x, int64_t x_stride, void* out, int64_t rows,
   }
 }
 
+// Index of the largest, the lowest among equals; NaN counts as largest.
+template <int Dtype>
+int64_t best_of(const typename Numbers<Dtype>::Type* from, int64_t width) {
+  typedef Numbers<Dtype> N;
+  vf most = fill(-INFINITY);
+  vi odd = fill_int(0);
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) {
+    vf v = N::read(from + i);
+    odd |= (vi)(v != v);
+    most = larger(most, v);
+  }
+  float top = largest(most);
+  bool nan = false;
+  for (int j = 0; j < kLanes; ++j) nan |= odd[j] != 0;
+  for (; i < width; ++i) {
+    const float v = N::one(from + i);
+    nan |= v != v;
+    top = v > top ? v : top;
+  }
+  for (i = 0; i < width; ++i) {
+    const float v = N::one(from + i);
+    if (nan ? v != v : v == top) break;
+  }
+  return i;
+}
+
 template <int Dtype>
 void argmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, int64_t* index) {
-  typedef Numbers<Dtype> N;
   auto work = [=](int64_t row) {
-    const typename N::Type* from = static_cast<const typename N::Type*>(x) + row * x_stride;
-    vf most = fill(-INFINITY);
-    vi odd = fill_int(0);
-    int64_t i = 0;
-    for (; i + kLanes <= width; i += kLanes) {
-      vf v = N::read(from + i);
-      odd |= (vi)(v != v);
-      most = larger(most, v);
-    }
-    float top = largest(most);
-    bool nan = false;
-    for (int j = 0; j < kLanes; ++j) nan |= odd[j] != 0;
-    for (; i < width; ++i) {
-      const float v = N::one(from + i);
-      nan |= v != v;
-      top = v > top ? v : top;
-    }
-    for (i = 0; i < width; ++i) {
-      const float v = N::one(from + i);
-      if (nan ? v != v : v == top) break;
-    }
-    index[row] = i;
+    index[row] = best_of<Dtype>(static_cast<const typename Numbers<Dtype>::Type*>(x) + row * x_stride, width);
   };
   each_row(rows, width, work);
 }

@@ -1,11 +1,14 @@
-// The small layer under the kernels, once per instruction set: QC_ISA_neon, _dotprod, _avx2, _avx512.
+// The small layer under the kernels, once per instruction set. AVX-512 serves avx512, avx512bf16 and amx.
 //
+// `Four` are neighbouring floats, of which times<I> and fma_one<I> take one for all lanes.
 // vf is a vector of kLanes floats, vi of as many 32-bit integers, vb of four times as many bytes. Arithmetic operators
 // work on all of them (compilers' vector extensions); what has no operator is a function here. `Quads` are 16 bytes of
 // one row's quantized numbers; dot<Q>(sums, bytes, quads) adds to each lane the product of its 4 bytes and quad Q.
 #pragma once
 #include <stdint.h>
 #include <string.h>
+
+#include <utility>
 
 #if defined(__aarch64__)
 #include <arm_neon.h>
@@ -15,12 +18,18 @@
 
 #include "blocks.h"
 
+#if defined(__AMX_INT8__) || defined(QC_EMULATE_AMX)
+#define QC_TILES 1
+#else
+#define QC_TILES 0
+#endif
+
 namespace quire {
 namespace QC_ISA {
 
 #if defined(__aarch64__)
 
-constexpr int kLanes = 4, kTileRows = 8, kDotRows = 4, kDotColumns = 4;
+constexpr int kLanes = 4, kTall = 8, kDotRows = 4, kDotColumns = 4;
 typedef float32x4_t vf;
 typedef int32x4_t vi;
 typedef uint8x16_t vb;
@@ -55,10 +64,34 @@ inline vi dot(vi sums, vb bytes, Quads quads) {
 }
 constexpr int kSignedZero = 0;  // what dot() adds to signed bytes: nothing here
 inline vb signed_bytes(vb v) { return v; }
+constexpr bool kSignedDot = true;  // dot() takes bytes as signed numbers
+
+// A constant through a load, which costs no time of the units that multiply.
+inline vi fixed(const int32_t* at) {
+  vi v;
+  asm volatile("ldr %q0, %1" : "=w"(v) : "m"(*reinterpret_cast<const int32_t(*)[4]>(at)));
+  return v;
+}
+typedef float32x4_t Four;
+inline Four load_four(const float* at) { return vld1q_f32(at); }
+template <int I>
+inline vf times(vf a, Four b) { return vmulq_laneq_f32(a, b, I); }
+template <int I>
+inline vf fma_one(vf a, Four b, vf c) { return vfmaq_laneq_f32(c, a, b, I); }
+
+// 32 whole numbers as bytes, and their sums by halves.
+inline void narrow(int8_t* to, const vi (&v)[8], int32_t (&sums)[2]) {
+  for (int h = 0; h < 2; ++h) {
+    int16x8_t low = vcombine_s16(vmovn_s32(v[4 * h]), vmovn_s32(v[4 * h + 1]));
+    int16x8_t high = vcombine_s16(vmovn_s32(v[4 * h + 2]), vmovn_s32(v[4 * h + 3]));
+    vst1q_s8(to + 16 * h, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
+    sums[h] = vaddvq_s32(vaddq_s32(vaddq_s32(v[4 * h], v[4 * h + 1]), vaddq_s32(v[4 * h + 2], v[4 * h + 3])));
+  }
+}
 
 #elif defined(__AVX512F__)
 
-constexpr int kLanes = 16, kTileRows = 8, kDotRows = 4, kDotColumns = 4;
+constexpr int kLanes = 16, kTall = 8, kDotRows = 4, kDotColumns = 4;
 typedef __m512 vf;
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint8_t vb __attribute__((vector_size(64)));
@@ -73,6 +106,11 @@ inline vf load_half(const uint16_t* at) { return _mm512_cvtph_ps(_mm256_loadu_si
 inline vf load_bfloat(const uint16_t* at) {
   __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at));
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+inline __m256i to_bfloats(vf v) {  // as float_to_bfloat
+  vi bits = (vi)v, up = bits + 0x7fff + ((bits >> 16) & 1);
+  __m512i chosen = _mm512_mask_mov_epi32((__m512i)up, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), (__m512i)(bits | 0x400000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(chosen, 16));
 }
 inline float sum(vf v) { return _mm512_reduce_add_ps(v); }
 inline float largest(vf v) { return _mm512_reduce_max_ps(v); }
@@ -92,7 +130,7 @@ inline vb signed_bytes(vb v) { return v ^ (uint8_t)128; }
 
 #else  // AVX2
 
-constexpr int kLanes = 8, kTileRows = 4, kDotRows = 2, kDotColumns = 4;
+constexpr int kLanes = 8, kTall = 4, kDotRows = 2, kDotColumns = 4;
 typedef __m256 vf;
 typedef int32_t vi __attribute__((vector_size(32)));
 typedef uint8_t vb __attribute__((vector_size(32)));
@@ -138,6 +176,34 @@ inline vb signed_bytes(vb v) { return v; }
 
 #endif
 
+constexpr int kTileRows = QC_TILES ? 16 : kTall;  // quantized rows that lie together; kTall: rows multiplied at once
+
+#if !defined(__aarch64__)
+constexpr bool kSignedDot = false;
+inline vi fixed(const int32_t* at) { return fill_int(*at); }
+typedef const float* Four;  // four neighbouring floats
+inline Four load_four(const float* at) { return at; }
+template <int I>
+inline vf times(vf a, Four b) { return a * fill(b[I]); }
+template <int I>
+inline vf fma_one(vf a, Four b, vf c) { return fma(a, fill(b[I]), c); }
+#if defined(__AVX512F__)
+inline void narrow(int8_t* to, const vi (&v)[2], int32_t (&sums)[2]) {
+  for (int h = 0; h < 2; ++h) {
+    _mm_storeu_si128((__m128i*)(to + 16 * h), _mm512_cvtepi32_epi8((__m512i)v[h]));
+    sums[h] = _mm512_reduce_add_epi32((__m512i)v[h]);
+  }
+}
+#else
+inline void narrow(int8_t* to, const vi (&v)[kBlock / kLanes], int32_t (&sums)[2]) {
+  int32_t whole[kBlock];
+  memcpy(whole, v, sizeof whole);
+  sums[0] = sums[1] = 0;
+  for (int i = 0; i < kBlock; ++i) to[i] = int8_t(whole[i]), sums[i / 16] += whole[i];
+}
+#endif
+#endif
+
 #ifndef QC_HAS_SUMS
 inline void store_sums(float* at, vf a, vf b, vf c, vf d) { at[0] = sum(a), at[1] = sum(b), at[2] = sum(c), at[3] = sum(d); }
 #else
@@ -153,6 +219,12 @@ inline float sum_alone(vf v) {  // as store_sums adds
 #endif
 }
 
+// body(integral_constant 0), body(integral_constant 1) ...
+template <class F, int... I>
+inline void unroll(std::integer_sequence<int, I...>, F&& body) {
+  (body(std::integral_constant<int, I>()), ...);
+}
+
 // Numbers of a dtype, read and written as floats.
 template <int Dtype>
 struct Numbers {
@@ -161,9 +233,13 @@ struct Numbers {
   static float one(const Type* at) { return Dtype == QC_BF16 ? bfloat_to_float(*at) : half_to_float(*at); }
   static void put_one(Type* at, float v) { *at = Dtype == QC_BF16 ? float_to_bfloat(v) : float_to_half(v); }
   static void write(Type* at, vf v) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)at, Dtype == QC_BF16 ? to_bfloats(v) : _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#else
     float numbers[kLanes];
     store(numbers, v);
     for (int i = 0; i < kLanes; ++i) put_one(at + i, numbers[i]);
+#endif
   }
   static float rounded(float v) { return Dtype == QC_BF16 ? bfloat_to_float(float_to_bfloat(v)) : half_to_float(float_to_half(v)); }
 };

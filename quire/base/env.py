@@ -139,8 +139,8 @@ CPU_NUM_THREADS = Variable(
 )
 CPU_KERNELS = Variable(
     "CPU_KERNELS", "auto", str.lower,
-    "Compiled CPU kernels: auto takes the best proven instruction set, off none of them, a name that one.",
-    choices=("auto", "off", "neon", "dotprod", "avx2", "avx512"),
+    "Compiled CPU kernels: auto takes the best instruction set, off none of them, a name that one.",
+    choices=("auto", "off", "neon", "dotprod", "avx2", "avx512", "avx512bf16", "amx"),
 )  # fmt: skip
 OMP_NUM_THREADS = Variable(
     "OMP_NUM_THREADS",

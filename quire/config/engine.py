@@ -84,7 +84,7 @@ class EngineConfig(Group):
     aux_output_config: dict[str, Any] | None = option(None, "Further outputs of a step.", LATER)
     watermark_config: dict[str, Any] | None = option(None, "Marks in generated text.", LATER)
     profiler_config: ProfilerConfig = option(ProfilerConfig, "Profiling, as a mapping.", asked=None)
-    reasoning_config: ReasoningConfig | None = option(None, "Where thinking begins and ends.", LATER)
+    reasoning_config: ReasoningConfig | None = option(None, "Where thinking begins and ends, as a mapping.")
     weight_transfer_config: WeightTransferConfig | None = option(None, "New weights while running.", LATER)
     additional_config: dict[str, Any] = option({}, "Anything a plug-in wants to find here; carried, never read.")
     optimization_level: int = option(
@@ -114,6 +114,11 @@ class EngineConfig(Group):
     @property
     def num_speculative_tokens(self) -> int:
         return (self.speculative_config and self.speculative_config.num_speculative_tokens) or 0
+
+    @property
+    def thinks(self) -> bool:
+        """Whether it is known where a thought of this model ends."""
+        return bool(self.structured_outputs_config.reasoning_parser) or self.reasoning_config is not None
 
     @property
     def max_concurrent_batches(self) -> int:

@@ -87,9 +87,8 @@ class StructuredOutputsConfig(Group):
     """Output that must follow a grammar, and where thinking ends."""
 
     backend: Literal["auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer"] = option(
-        "auto", "Which grammar engine; auto takes the one that does what a constraint needs.", LATER, flat=False,
-        ready=("auto", "xgrammar", "guidance"),
-    )  # fmt: skip
+        "auto", "Which grammar engine; auto takes the one that does what a constraint needs.", flat=False
+    )
     disable_fallback: bool = option(False, "Refuse what that engine does not do, and try no other.", flat=False)
     disable_any_whitespace: bool = option(
         False, "JSON without whitespace; names the backend too (xgrammar, guidance).", flat=False
@@ -122,9 +121,11 @@ class StructuredOutputsConfig(Group):
 class ReasoningConfig(Group):
     """Where thinking begins and ends."""
 
-    reasoning_parser: str = option("", "Parser that knows the marks.", flat=False)
-    reasoning_start_str: str = option("", "Text that opens it.", flat=False)
-    reasoning_end_str: str = option("", "Text that closes it.", flat=False)
+    reasoning_parser: str = option("", "Parser that knows the marks; the same as --reasoning-parser.", flat=False)
+    reasoning_start_str: str = option("", "Text that opens it, where there is no parser.", flat=False)
+    reasoning_end_str: str = option(
+        "", "Text that closes it; with a parser, what a budget that is spent says to close it.", flat=False
+    )
 
 
 @group

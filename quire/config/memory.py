@@ -28,8 +28,11 @@ class CacheConfig(Group):
     )
     cache_dtype: str = option(
         "auto",
-        "Precision of cached keys and values; auto is the model's.",
+        "Precision of cached keys and values; auto is the model's. On CPU also another 16-bit type, or bytes with a "
+        "scale for each token and head.",
         LATER,
+        ready=("auto", "bfloat16", "float16", "int8_per_token_head"),
+        why="auto, bfloat16, float16 and int8_per_token_head (the last on CPU) are built",
         name="kv_cache_dtype",
         choices=(
             "auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla",
@@ -88,13 +91,14 @@ class LoadConfig(Group):
 
     load_format: str = option(
         "auto",
-        "Form of the weight files; auto takes safetensors, then .bin and .pt, and gguf for a .gguf file.",
+        "Form of the weight files; auto takes safetensors, then .bin and .pt, and gguf for a .gguf file. mistral is "
+        "consolidated*.safetensors, sharded_state what save_sharded_state wrote.",
         LATER,
         choices=(
             "auto", "pt", "safetensors", "gguf", "dummy", "npcache", "mistral", "bitsandbytes", "sharded_state",
             "tensorizer", "runai_streamer", "runai_streamer_sharded", "instanttensor", "modelexpress",
         ),
-        ready=("safetensors", "pt", "gguf", "dummy"),
+        ready=("safetensors", "pt", "gguf", "dummy", "mistral", "sharded_state"),
         take=lower,
     )  # fmt: skip
     download_dir: str | None = option(None, "Folder for downloads; unset is the hub's own cache.")
@@ -103,7 +107,9 @@ class LoadConfig(Group):
     )
     safetensors_prefetch_num_threads: int = option(8, "Threads that prefetch.", LATER, low=1)
     safetensors_prefetch_block_size: int = option(16777216, "Bytes per prefetch.", LATER, low=1)
-    model_loader_extra_config: dict[str, Any] = option({}, "Options of a particular loader.", LATER)
+    model_loader_extra_config: dict[str, Any] = option(
+        {}, "Options of a particular loader: with sharded_state, pattern is the form of the files' names."
+    )
     device: str | None = option(None, "Where weights are put first.", LATER, flat=False)
     ignore_patterns: tuple[str, ...] = option(
         ("original/**/*",),

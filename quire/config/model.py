@@ -27,6 +27,20 @@ def lower(given: Any) -> Any:
     return given.lower() if isinstance(given, str) else given
 
 
+def quantization_name(given: Any) -> Any:
+    """int8_weight_only, int8wo, INT8-WO: rounding at load has several spellings."""
+    name = lower(given)
+    plain = name.replace("-", "_").removeprefix("torchao_") if isinstance(name, str) else name
+    return _ROUNDED.get(plain, name)
+
+
+_ROUNDED = {
+    spelling: f"int{bits}_wo"
+    for bits in (8, 4)
+    for spelling in (f"int{bits}_wo", f"int{bits}wo", f"int{bits}_weight_only", f"int{bits}weightonly")
+}
+
+
 def first_name(given: Any) -> Any:
     """The name that is reported is the first of the list."""
     if isinstance(given, list | tuple):
@@ -178,7 +192,7 @@ class ModelConfig(Group):
     quantization: str | None = option(
         None, "How weights are stored; unset is what the checkpoint says. On CPU int8_wo and int4_wo round an "
         "unquantized checkpoint to blocks of 8 or 4 bits while loading.", LATER, flags=("-q",),
-        ready=("gguf", "int8_wo", "int4_wo"), take=lower,
+        ready=("gguf", "int8_wo", "int4_wo"), take=quantization_name,
         why="only unquantized and GGUF checkpoints can be loaded",
     )  # fmt: skip
     quantization_config: dict[str, Any] | None = option(None, "Quantization at load time, per kind of layer.", LATER)
@@ -206,7 +220,9 @@ class ModelConfig(Group):
         take=first_name,
     )
     config_format: str = option(
-        "auto", "Form of the model's configuration file.", LATER, choices=("auto", "hf", "mistral"), ready=("hf",)
+        "auto",
+        "Form of the model's configuration file: hf is config.json, mistral is params.json, auto the first there.",
+        choices=("auto", "hf", "mistral"),
     )
     hf_token: bool | str | None = option(None, "Token for the model hub; True is the stored login.")
     hf_overrides: dict[str, Any] = option(
@@ -226,12 +242,16 @@ class ModelConfig(Group):
     return_sampling_mask: bool = option(False, "Report which tokens sampling could choose.", LATER)
     model_impl: str = option(
         "auto",
-        "Whose model code runs: ours (vllm) or transformers'.",
+        "Whose model code runs: quire (a declaration; vllm means the same), transformers, or auto: the first if there "
+        "is one, else the second.",
         LATER,
-        choices=("auto", "vllm", "transformers", "terratorch"),
-        ready=("vllm",),
+        choices=("auto", "quire", "vllm", "transformers", "terratorch"),
+        ready=("quire", "vllm", "transformers"),
+        take=lambda given: {"vllm": "quire"}.get(lower(given), lower(given)),
     )
-    model_class_overrides: dict[str, str] = option({}, "Other classes for named architectures.", LATER)
+    model_class_overrides: dict[str, str] = option(
+        {}, "Classes for named architectures, as import paths; goes over ModelRegistry and our declarations."
+    )
     override_attention_dtype: str | None = option(None, "Precision of attention alone.", LATER)
     logits_processors: tuple[str, ...] = option(
         (),

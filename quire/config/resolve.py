@@ -16,13 +16,16 @@ from typing import Any
 from quire.base import env, native
 from quire.base.gguf import GGUFError, shared
 from quire.base.log import logger
+from quire.base.plugins import call_plugins
 from quire.base.registry import load
-from quire.config import table
+from quire.config import mistral_config, table
 from quire.config.device import find_gpu
 from quire.config.engine import EngineConfig, replace
 from quire.config.facts import read_facts
 from quire.config.graphs import choose_graphs
+from quire.config.mistral_config import CONFIG_FILE
 from quire.config.observing import check_traces
+from quire.config.outside import registered
 from quire.config.sampling import choose_sampling
 from quire.config.source import locate, read_json, stored_dtype
 from quire.schema.errors import CheckpointError, ConfigError, ModelNotFoundError, NotBuiltError
@@ -41,6 +44,7 @@ _UNKNOWN_LENGTH = 2048  # tokens, for a model that does not say
 
 def resolve(args: Any, usage_context: Any = None) -> EngineConfig:
     """Run every step in order."""
+    call_plugins()
     asked = dict(vars(args))
     usage = str(usage_context) if usage_context is not None else ""
     config = replace(table.assemble(asked), usage_context=usage.rpartition(".")[2])
@@ -112,7 +116,11 @@ def read_model(asked: Asked, config: EngineConfig) -> EngineConfig:
             f"{facts.architectures[0]} is an encoder-decoder model, which this version of Quire cannot run yet",
             param="model",
         )
-    return replace(config, model_config=replace(config.model_config, hf_config=raw, facts=facts))
+    classes = registered(config.model_config.model_class_overrides)
+    ours = {name: classes[name] for name in facts.architectures if name in classes}
+    return replace(
+        config, model_config=replace(config.model_config, hf_config=raw, facts=facts, model_class_overrides=ours)
+    )
 
 
 def _raw_config(config: EngineConfig) -> dict[str, Any]:
@@ -126,12 +134,23 @@ def _raw_config(config: EngineConfig) -> dict[str, Any]:
             locate(place, model.revision, files.download_dir, model.hf_token, weights=False).path, "config.json"
         )
     if not model.path.endswith(".gguf"):
+        if is_mistral(config):
+            return mistral_config.config_of(read_json(model.path, CONFIG_FILE), model.path)
         return read_json(model.path, "config.json")
     try:
         found: dict[str, Any] = load("quire.config.gguf_config:config_of")(shared(model.path))
     except GGUFError as wrong:
         raise CheckpointError(str(wrong)) from None
     return found
+
+
+def is_mistral(config: EngineConfig) -> bool:
+    """Whether a folder is read in Mistral's own form: as asked, else if it holds no other."""
+    model = config.model_config
+    if model.config_format != "auto":
+        return bool(model.config_format == "mistral")
+    there = [os.path.exists(os.path.join(model.path, name)) for name in ("config.json", CONFIG_FILE)]
+    return there == [False, True]
 
 
 def apply_overrides(raw: dict[str, Any], patch: Any) -> dict[str, Any]:
@@ -198,13 +217,27 @@ def choose_storage(asked: Asked, config: EngineConfig) -> EngineConfig:
             param="quantization",
             value=stored,
         )
-    form = "gguf" if is_gguf and files.load_format == "auto" else files.load_format
+    form = files.load_format
+    if form == "auto" and (is_gguf or is_mistral(config)):
+        form = "gguf" if is_gguf else "mistral"
+    check_loader(files.load_format, files.model_loader_extra_config)
     if is_gguf != (form == "gguf") and form != "dummy":
         raise ConfigError(
             f"load_format={form!r} does not fit {model.path}: it is {'a' if is_gguf else 'no'} GGUF file",
             param="load_format",
         )
     return replace(config, **{"model_config.quantization": stored or None, "load_config.load_format": form})
+
+
+def check_loader(load_format: str, extra: Mapping[str, Any]) -> None:
+    """model_loader_extra_config is refused where nobody would read it."""
+    known = ("pattern",) if load_format == "sharded_state" else ()
+    if unknown := [str(key) for key in extra if key not in known]:
+        raise NotBuiltError(
+            f"model_loader_extra_config: {', '.join(unknown)} means nothing to load_format={load_format!r}"
+            + (f", which takes {', '.join(known)}" if known else ""),
+            param="model_loader_extra_config",
+        )
 
 
 def _choose_online(config: EngineConfig, stored: str) -> EngineConfig:
@@ -462,8 +495,18 @@ def choose_scheduling(asked: Asked, config: EngineConfig) -> EngineConfig:
 
 def choose_cache(asked: Asked, config: EngineConfig) -> EngineConfig:
     """The KV cache's precision, and what it copies from the model."""
-    facts = config.model_config.facts
-    cache_dtype = config.model_config.dtype if config.cache_config.cache_dtype == "auto" else None
+    facts, asked_dtype = config.model_config.facts, config.cache_config.cache_dtype
+    cache_dtype = config.model_config.dtype if asked_dtype == "auto" else None
+    if config.device_config.device != "cpu" and asked_dtype not in ("auto", config.model_config.dtype):
+        raise NotBuiltError(
+            f"kv_cache_dtype={asked_dtype!r} is built for device=cpu only in this version; a GPU keeps keys and values "
+            f"as the model computes them ({config.model_config.dtype})",
+            param="kv_cache_dtype",
+        )
+    if asked_dtype == "int8_per_token_head" and native.library() is None:
+        raise ConfigError(
+            f"kv_cache_dtype={asked_dtype!r} needs the compiled CPU kernels: {native.why_not()}", param="kv_cache_dtype"
+        )
     changes: dict[str, Any] = {
         "sliding_window": facts.sliding_window if facts.all_windowed else None,
         "user_specified_block_size": asked.get("block_size") is not None,
@@ -488,12 +531,39 @@ def finish(asked: Asked, config: EngineConfig) -> EngineConfig:
     )
 
 
+def choose_thinking(asked: Asked, config: EngineConfig) -> EngineConfig:
+    """The reasoning parser has two places; one is as good as the other."""
+    said, own = config.reasoning_config, config.structured_outputs_config.reasoning_parser
+    if said is not None and not (said.reasoning_parser or own or (said.reasoning_start_str and said.reasoning_end_str)):
+        raise ConfigError(
+            "reasoning_config needs reasoning_parser, or both reasoning_start_str and reasoning_end_str",
+            param="reasoning_config",
+        )
+    if said is None or not said.reasoning_parser or said.reasoning_parser == own:
+        return config
+    if own:
+        raise ConfigError(
+            f"reasoning_parser is {own!r}, and reasoning_config.reasoning_parser is {said.reasoning_parser!r}",
+            param="reasoning_config",
+        )
+    return replace(config, **{"structured_outputs_config.reasoning_parser": said.reasoning_parser})
+
+
+def choose_harmony(asked: Asked, config: EngineConfig) -> EngineConfig:
+    """gpt-oss answers in channels, whatever was asked; `identity` leaves its text as it is."""
+    if config.model_config.facts.model_type != "gpt_oss" or config.structured_outputs_config.reasoning_parser:
+        return config
+    return replace(config, **{"structured_outputs_config.reasoning_parser": "openai_gptoss"})
+
+
 STEPS: tuple[Step, ...] = (
     refuse,
+    choose_thinking,
     choose_device,
     find_model,
     find_tokenizer,
     read_model,
+    choose_harmony,
     choose_storage,
     choose_dtype,
     choose_length,

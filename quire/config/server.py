@@ -13,7 +13,6 @@ from quire.config.table import Flat, refuse_unbuilt
 from quire.schema.errors import ConfigError
 
 GROUP = "Frontend"  # the heading in --help, as vLLM calls it
-_TOOLS = "no tool runs in the server in this version"
 _REPLICAS = "one engine serves in this version"
 _MEDIA = "this version takes text only"
 
@@ -133,7 +132,9 @@ class ServerConfig(Group):
     exclude_tools_when_tool_choice_none: bool = option(False, "tool_choice none hides tools from the template.")
     tool_call_parser: str | None = option(None, "How the model writes tool calls: a family's name.")
     tool_parser_plugin: str = option("", "Python file that registers further tool parsers.")
-    tool_server: str | None = option(None, "Where built-in tools run.", LATER, why=_TOOLS)
+    tool_server: str | None = option(
+        None, "Where tools of /v1/responses run: MCP servers, host:port with commas between, or demo."
+    )
     tool_strict_level: Literal["auto", "function", "parameter"] = option("auto", "How strict tools are.", LATER)
     trust_request_mm_kwargs: bool = option(False, "Media options from requests.", LATER, why=_MEDIA)
     lora_modules: tuple[str, ...] | None = option(None, "Adapters to serve.", LATER)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.ops.linear import linear
 from quire.ops.op import op
+from quire.ops.packed import Matrix, packed_linear
 
 
 @op
@@ -16,7 +19,7 @@ def route(
     logits: Tensor,  # [T, E] float32
     top_k: int,
     *,
-    score: str = "softmax",  # softmax | sigmoid | topk_softmax (softmax over the chosen only)
+    score: str = "softmax",  # softmax | sigmoid | topk_softmax | topk_sigmoid (over the chosen only) | mixer
     renorm: bool = True,
     scale: float = 1.0,
     bias: Tensor | None = None,  # [E] float32: moves the choice, not the weights
@@ -28,6 +31,12 @@ def route(
     if score == "topk_softmax":
         top, index = logits.topk(top_k, -1)
         return top.softmax(-1), index
+    if score == "topk_sigmoid":
+        index = (logits if bias is None else logits + bias).topk(top_k, -1)[1]
+        weights = logits.gather(1, index).sigmoid()
+        return (weights / weights.sum(-1, keepdim=True) if renorm else weights) * scale, index
+    if score == "mixer":
+        return _mixer(logits, top_k, scale)
     scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
     choice = scores if bias is None else scores + bias
     if groups > 1:
@@ -40,6 +49,18 @@ def route(
     if renorm:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * scale, index
+
+
+def _mixer(logits: Tensor, top_k: int, margin: float) -> tuple[Tensor, Tensor]:
+    """One expert after another: each is weighed by a softmax over those that come near it and were not taken yet."""
+    weights, chosen, left = [], [], logits
+    for _ in range(top_k):
+        best, index = left.max(-1, keepdim=True)
+        far = (best - logits) / logits.abs().clamp(min=best) > margin
+        weights.append(left.masked_fill(far, float("-inf")).softmax(-1).gather(1, index))
+        chosen.append(index)
+        left = left.scatter(1, index, float("-inf"))
+    return torch.cat(weights, 1), torch.cat(chosen, 1)
 
 
 @op
@@ -70,6 +91,44 @@ def run_experts(
         rows = tokens[start : start + count]
         h = act(matmul(x[rows], w1[expert], None if b1 is None else b1[expert]))
         h = matmul(h, w2[expert], None if b2 is None else b2[expert]) * scales[start : start + count]
+        out.index_add_(0, rows, h.to(out.dtype))
+        start += count
+    return out if stream is None else stream + out
+
+
+@dataclass
+class Mixture:
+    """Experts one by one, each matrix packed or plain. `handle` belongs to the form that multiplies."""
+
+    up: tuple[Matrix | Tensor, ...]  # gate rows, then up rows
+    down: tuple[Matrix | Tensor, ...]
+    up_bias: tuple[Tensor | None, ...]
+    down_bias: tuple[Tensor | None, ...]
+    act: Callable[[Tensor], Tensor]  # [n, rows of up] -> [n, ffn]
+    rule: tuple[str, float, float] | None = None  # what `act` is, where it is gated and has a name; alpha, limit
+    handle: Any = None
+
+
+@op
+def run_mixture(x: Tensor, weights: Tensor, index: Tensor, experts: Mixture, stream: Tensor | None = None) -> Tensor:
+    """As `run_experts`, over experts that are matrices of their own."""
+    products = linear.on(x.device), packed_linear.on(x.device)
+
+    def multiply(rows: Tensor, matrix: Matrix | Tensor, bias: Tensor | None) -> Tensor:
+        if isinstance(matrix, Tensor):
+            return products[0](rows, matrix, bias)
+        return products[1](rows, matrix, bias)
+
+    flat = index.flatten()
+    order = flat.argsort(stable=True)
+    tokens, scales = order.div(index.shape[1], rounding_mode="floor"), weights.flatten()[order, None]
+    out, start = torch.zeros_like(x), 0
+    for expert, count in enumerate(torch.bincount(flat, minlength=len(experts.up)).tolist()):
+        if not count:
+            continue
+        rows = tokens[start : start + count]
+        h = experts.act(multiply(x[rows], experts.up[expert], experts.up_bias[expert]))
+        h = multiply(h, experts.down[expert], experts.down_bias[expert]) * scales[start : start + count]
         out.index_add_(0, rows, h.to(out.dtype))
         start += count
     return out if stream is None else stream + out

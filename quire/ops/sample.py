@@ -41,6 +41,12 @@ def bias_(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
     logits[rows, ids] += values
 
 
+@op
+def allow_words_(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """`allow_only_` with bits: int32 [len(rows), words], lowest bit first. Ids past the words are not allowed."""
+    allow_only_(logits, rows, unpack_mask(words, logits.shape[1]))
+
+
 def unpack_mask(words: Tensor, vocab_size: int) -> Tensor:
     """int32 [n, words] bit masks, lowest bit first -> bool [n, V]. Ids past the mask are not allowed."""
     if words.device.type == "cpu":
@@ -214,6 +220,40 @@ def sample_(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 @op
+def draw(
+    logits: Tensor,  # [n, V], any float dtype; left alone
+    seeds: Tensor,  # [n] int64
+    positions: Tensor,  # [n] int64
+    temperature: Tensor,  # [n] float32; 0: the best token, no draw
+    min_p: Tensor,  # [n] float32; 0: all
+    top_k: Tensor,  # [n] int64; 0: all
+    top_p: Tensor,  # [n] float32; 1: all
+) -> tuple[Tensor, Tensor]:
+    """(token [n], what it had in the end [n]): each row after its own temperature, min_p, top_k and top_p."""
+    logits = logits.float()
+    chosen = greedy(logits)
+    scores = logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
+    rows = (temperature > 0).nonzero().squeeze(1)
+    if not rows.numel():
+        return chosen, scores
+    part = logits[rows]
+    scale_(part, temperature[rows])
+    min_p_(part, min_p[rows])
+    vocab_size = logits.shape[1]
+    k = top_k[rows]
+    k = torch.where((k > 0) & (k < vocab_size), k, vocab_size)
+    top_k_(part, k, vocab_size)
+    cut = (top_p[rows] < 1).nonzero().squeeze(1)
+    if cut.numel():
+        narrowed = part[cut]
+        top_p_(narrowed, top_p[rows][cut])
+        part[cut] = narrowed
+    own = sample_(part, seeds[rows], positions[rows])
+    chosen[rows], scores[rows] = own, part.gather(1, own.unsqueeze(1)).squeeze(1)
+    return chosen, scores
+
+
+@op
 def sample_rows(
     logits: Tensor,  # [n, V], any float dtype; left alone
     row_index: Tensor,  # [n] int: which entry of the columns below is whose
@@ -289,6 +329,7 @@ def _at_least(logits: Tensor, least: Tensor) -> Tensor:
 # --- log probabilities
 
 
+@op
 def log_probs(logits: Tensor) -> Tensor:
     return torch.log_softmax(logits, -1)
 
@@ -296,6 +337,15 @@ def log_probs(logits: Tensor) -> Tensor:
 def rank_of(values: Tensor, chosen: Tensor) -> Tensor:
     """[n] int64, from 1: one more than the number of strictly greater values in the row."""
     return (values > values.gather(1, chosen.unsqueeze(1))).sum(-1) + 1
+
+
+@op
+def chosen_and_top(values: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids [n, 1 + k], values [n, 1 + k], rank of the chosen [n]): the chosen token, then the k largest."""
+    top, top_ids = top_values(values, k)
+    first = chosen.unsqueeze(1)
+    found = torch.cat((values.gather(1, first), top), 1)
+    return torch.cat((first, top_ids), 1), found, rank_of(values, chosen)
 
 
 def top_values(values: Tensor, k: int) -> tuple[Tensor, Tensor]:

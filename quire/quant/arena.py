@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ class Arena:
         if self._map is None or self._used + size > self._size:
             self._size = max(MAP_BYTES, -(-size // MAP_BYTES) * MAP_BYTES)
             self._map = mmap.mmap(-1, self._size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+                with suppress(OSError):  # only a hint: a kernel without huge pages refuses it
+                    self._map.madvise(mmap.MADV_HUGEPAGE)
             self._used = 0
         offset = self._used
         self._used += -(-size // ALIGN) * ALIGN

@@ -114,3 +114,12 @@ class Schemes:
 
     def __call__(self, name: str) -> Plain | PackedScheme:
         return self._plain if name.rpartition(".")[2] in PLAIN_NAMES else self._packed
+
+
+def num_numbers(model: Any) -> int:
+    """How many numbers a model's parameters stand for: a packed matrix counts those it holds; tied ones count once."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    held = [part for module in modules for part in vars(module).get("parts_of", {}).values()]
+    packed = {part.data.data_ptr(): part.rows * part.width for part in held if isinstance(part, Packed)}
+    own = {id(p): p for _, p in model.named_parameters()}.values()
+    return sum(packed.get(p.data_ptr(), p.numel()) for p in own)

@@ -46,18 +46,16 @@ class Picked:
 
 def pick(values: Tensor, chosen: Tensor, k: int, ids: Tensor | None = None) -> Picked:
     """values [m, V] (log probabilities or logits), chosen [m]."""
-    top, top_ids = sample.top_values(values, k)
-    chosen = chosen.unsqueeze(1)
-    parts, part_ids = [values.gather(1, chosen), top], [chosen, top_ids]
+    found_ids, found, ranks = sample.chosen_and_top.on(values.device)(values, chosen, k)
     if ids is not None:
-        parts.append(values[:, ids])
-        part_ids.append(ids.expand(values.shape[0], -1))
-    return Picked(torch.cat(part_ids, 1), torch.cat(parts, 1), sample.rank_of(values, chosen.squeeze(1)))
+        found = torch.cat((found, values[:, ids]), 1)
+        found_ids = torch.cat((found_ids, ids.expand(values.shape[0], -1)), 1)
+    return Picked(found_ids, found, ranks)
 
 
 def values_of(logits: Tensor, mode: str) -> Tensor:
     """What a mode reports of these logits. A copy, or a new tensor: the logits may change afterwards."""
-    return logits.clone() if mode.endswith("logits") else sample.log_probs(logits)
+    return logits.clone() if mode.endswith("logits") else sample.log_probs.on(logits.device)(logits)
 
 
 def join(pieces: list[LogprobRows]) -> LogprobRows:

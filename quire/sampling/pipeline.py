@@ -34,18 +34,19 @@ class StepRows(NamedTuple):
     positions: np.ndarray  # [S] int64: where in its row each new token will stand
     places: Tensor  # [S] int64: the same, on the device
     num_rows: int  # of the whole batch
-    mask: tuple[Tensor, Tensor] | None = None  # grammar: places [m], allowed bool [m, V]
+    mask: tuple[Tensor, Tensor] | None = None  # grammar: places [m], allowed int32 [m, words], a bit per id
 
 
 class Pipeline:
     def __init__(self, custom: CustomSteps, tokens: Tensor) -> None:
         self.custom = custom
         self._tokens = tokens  # [max_rows, width] int32: the rows' tokens, kept by the worker
+        self._allow = sample.allow_words_.on(tokens.device)
 
     def adjust(self, logits: Tensor, rows: Selection, step: StepRows) -> Tensor:
         """The steps that may change which token is best. Changes `logits`, and may return another tensor."""
         if step.mask is not None:
-            sample.allow_only_(logits, *step.mask)
+            self._allow(logits, *step.mask)
         if rows.allowed is not None:
             sample.allow_only_(logits, *rows.allowed)
         if rows.words is not None:

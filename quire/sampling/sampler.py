@@ -22,7 +22,7 @@ from quire.sampling.pipeline import Pipeline, StepRows
 from quire.sampling.plain import PlainChoice
 from quire.sampling.processors import BatchUpdate, MoveDirectionality
 from quire.sampling.rows import SamplingRows
-from quire.sampling.selection import Selection
+from quire.sampling.selection import Selection, columns_of
 from quire.schema.errors import ConfigError, InputError
 from quire.schema.step import NewRow
 
@@ -52,6 +52,8 @@ class Sampler:
         self.custom = CustomSteps(config, tokens.device)
         self._pipeline = Pipeline(self.custom, tokens)
         self.plain = PlainChoice(self.rows, tokens)
+        choose = sample.draw.on(tokens.device)
+        self._choose = None if choose is sample.draw.reference or self.custom else choose  # one call for all rows
         self._tokens = tokens
         self._outputs: list[list[int]] = [[] for _ in range(tokens.shape[0] if self.custom else 0)]
         self._unseen: tuple[list[int], Tensor] | None = None  # rows and tokens not yet in the output lists
@@ -98,19 +100,35 @@ class Sampler:
         raw = self.mode.startswith("raw")
         seen = [values_of(logits[ask.where], self.mode) for ask in chosen.asks] if raw else []
         logits = self._pipeline.adjust(logits, chosen, step)
-        if chosen.num_random == 0:
+        if self._choose is not None:
+            if chosen.columns is None:
+                chosen.columns = columns_of(self.rows, rows)
+            token_ids, scores = self._choose(logits, chosen.columns[0], step.places, *chosen.columns[1])
+            if chosen.asks and not raw:
+                processed = self._narrowed(logits, chosen, step)
+                seen = [values_of(processed[ask.where], self.mode) for ask in chosen.asks]
+        elif chosen.num_random == 0:
             seen = seen if raw else [values_of(logits[ask.where], self.mode) for ask in chosen.asks]
             token_ids = sample.greedy(logits)
             scores = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
         else:
-            token_ids, scores, processed = self._draw(logits, chosen, step, not raw and bool(chosen.asks))
-            if processed is not None:
-                seen = [values_of(processed[ask.where], self.mode) for ask in chosen.asks]
+            token_ids, scores, kept = self._draw(logits, chosen, step, not raw and bool(chosen.asks))
+            if kept is not None:
+                seen = [values_of(kept[ask.where], self.mode) for ask in chosen.asks]
         self._tokens[chosen.row_index, step.places] = token_ids.to(self._tokens.dtype)
         picked = [(a, pick(v, token_ids[a.where], a.k, a.ids)) for a, v in zip(chosen.asks, seen, strict=True)]
         if self.custom:
             self._unseen = rows.tolist(), token_ids
         return Sampled(token_ids, scores, picked, self.custom.take_failures())
+
+    def _narrowed(self, logits: Tensor, chosen: Selection, step: StepRows) -> Tensor:
+        """What tokens were chosen from."""
+        if chosen.num_random == 0:
+            return logits
+        if chosen.random is None:
+            return self._pipeline.narrow(logits, chosen, step)
+        logits[chosen.random] = self._pipeline.narrow(logits[chosen.random], chosen, step)
+        return logits
 
     def _draw(
         self, logits: Tensor, chosen: Selection, step: StepRows, keep: bool

@@ -56,6 +56,15 @@ class Penalties(NamedTuple):
     repetition: Tensor
 
 
+class Columns(NamedTuple):
+    """How each row of the step chooses, neutral where it does not ask for a part: see `draw` in ops/sample.py."""
+
+    temperature: Tensor  # [S] each; 0: greedy
+    min_p: Tensor
+    top_k: Tensor
+    top_p: Tensor
+
+
 @dataclass
 class Selection:
     """Parameters of the rows that sample in one step, in the step's order. A part nobody needs is None."""
@@ -66,6 +75,7 @@ class Selection:
     random: Tensor | None = None  # [R] places of the rows that draw; None: all or none do
     temperature: Tensor | None = None  # [R]
     seeds: Tensor | None = None  # [R]
+    columns: tuple[Tensor, Columns] | None = None  # of all rows, where one call chooses for all of them
     min_p: Filter | None = None
     top_k: Filter | None = None
     top_p: Filter | None = None
@@ -76,6 +86,16 @@ class Selection:
     bias: Pairs | None = None
     penalties: Penalties | None = None
     asks: list[Ask] = field(default_factory=list)
+
+
+def columns_of(store: SamplingRows, rows: np.ndarray) -> tuple[Tensor, Columns]:
+    """(seeds, the rest) of all rows of a step."""
+    flags = store.flags[rows]
+    parts = (
+        (RANDOM, store.temperature, 0), (MIN_P, store.min_p, 0), (TOP_K, store.top_k, 0), (TOP_P, store.top_p, 1)
+    )  # fmt: skip
+    found = (np.where(flags & part, column[rows], column.dtype.type(other)) for part, column, other in parts)
+    return upload(store.seed[rows], store.device), Columns(*(upload(column, store.device) for column in found))
 
 
 def gather(store: SamplingRows, rows: np.ndarray) -> Selection:

@@ -6,6 +6,14 @@ an error is rendered in a dialect. `status` is only a number the server room rea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+
+def some(names: Sequence[str], limit: int = 8) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
 
 class QuireError(Exception):
     """Anything Quire raises on purpose."""

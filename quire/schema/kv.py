@@ -44,6 +44,13 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
     state_dtypes: tuple[str, ...] = ()
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of one token, where tokens are kept: keys, values, and with int8 a float32 scale for each head."""
+        values = self.head_size if self.v_head_size < 0 else self.v_head_size
+        scales = 4 * (1 + (values > 0)) if self.dtype == "int8" else 0
+        return self.num_kv_heads * ((self.head_size + values) * DTYPE_BYTES[self.dtype] + scales)
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one block of this layer."""
         if self.kind is KVKind.STATE:
@@ -54,8 +61,7 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
                     size *= n
                 total += size
             return total
-        values = self.head_size if self.v_head_size < 0 else self.v_head_size
-        return self.block_size * self.num_kv_heads * (self.head_size + values) * DTYPE_BYTES[self.dtype]
+        return self.block_size * self.token_bytes
 
 
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):

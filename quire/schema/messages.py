@@ -40,6 +40,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     media_keys: tuple[tuple[int, int, str], ...] = ()  # (first position, length, content hash) of each media item
     trace_headers: dict[str, str] = {}
     grammar: GrammarSpec | None = None  # params.structured_outputs, checked
+    continues: bool = False  # the prompt ends within an answer, which is gone on with
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):

@@ -259,8 +259,14 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, dict=True, kw_only=Tr
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | None = None  # what every beam is held to
 
     def __post_init__(self) -> None:
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise InputError(
+                f"structured_outputs must be StructuredOutputsParams, got {type(self.structured_outputs).__name__}",
+                param="structured_outputs",
+            )
         _check_int("beam_width", self.beam_width, 1)
         _check_int("max_tokens", self.max_tokens, 1)
         _check_float("temperature", self.temperature, 0.0, math.inf)

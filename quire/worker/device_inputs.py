@@ -61,6 +61,7 @@ class DeviceInputs:
         is_decode = len(positions) == len(shape.rows)
         lens, counts = contexts.tolist(), shape.counts.tolist()
         plans: list[AttentionPlan] = []
+        steps: list[GroupStep] = []
         for table, mirror, slots in zip(self.rows.tables, self.mirror.tables, buffers.slots, strict=True):
             step = GroupStep(
                 block_tables=mirror, query_starts=views[4], context_lens=lens, query_lens=counts, slots=slots,
@@ -68,7 +69,8 @@ class DeviceInputs:
                 host_rows=shape.rows,
             )  # fmt: skip
             plans.append(backend.plan(step, table.group))
-        batch = Batch(buffers.token_ids, buffers.positions, plans, logit_index=views[5], num_tokens=len(positions))
+            steps.append(step)
+        batch = Batch(buffers.token_ids, buffers.positions, plans, views[5], len(positions), steps)
         return DeviceStep(batch, views[6], views[7])
 
     def send_decode(self, shape: StepShape, bucket: int) -> None:

@@ -43,6 +43,7 @@ def build(shape: StepShape, rows: Rows, backend: AttentionBackend) -> Batch:
     starts = torch.from_numpy(np.concatenate(((0,), shape.ends)).astype(np.int32)).to(device)
     contexts = shape.starts + shape.counts
     plans: list[AttentionPlan] = []
+    steps: list[GroupStep] = []
     for table in rows.tables:
         step = GroupStep(
             block_tables=_tables(table, shape, int(contexts.max()), device),
@@ -52,12 +53,14 @@ def build(shape: StepShape, rows: Rows, backend: AttentionBackend) -> Batch:
             slots=_slots(table, token_rows, positions, device),
         )
         plans.append(backend.plan(step, table.group))
+        steps.append(step)
     return Batch(
         token_ids=token_ids,
         positions=where,
         plans=plans,
         logit_index=torch.from_numpy(shape.ends[shape.samples] - 1).to(device),
         num_tokens=len(positions),
+        steps=steps,
     )
 
 

@@ -6,7 +6,7 @@ In: a resolved EngineConfig. Out: a Worker, not loaded yet. An executor comes he
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,11 +14,12 @@ from quire.attention.select import select_backend
 from quire.base import registry
 from quire.base.clock import Laps
 from quire.base.log import logger
+from quire.base.plugins import call_plugins
 from quire.loader.load import make_model, reload_weights, update_config
 from quire.ops.cpu.forms import register
 from quire.schema.errors import ConfigError, NotBuiltError
 from quire.worker.threads import num_threads
-from quire.worker.worker import Parts, Worker
+from quire.worker.worker import Job, Parts, Worker
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -29,9 +30,9 @@ KERNELS, RECORD = "quire.ops.triton.register:register", "quire.ops.triton.regist
 WATCH, UNWATCH = "quire.ops.triton.launch:watch", "quire.ops.triton.launch:unwatch"
 
 
-def record(run: Callable[[], None]) -> list[dict[str, Any]]:
+def record(run: Callable[[], None], tell: Callable[[Job], None] | None) -> list[Job]:
     """The kernels that this would launch, as jobs for a compiler; none is launched."""
-    jobs: list[dict[str, Any]] = registry.load(RECORD)(run)
+    jobs: list[Job] = registry.load(RECORD)(run, tell)
     return jobs
 
 
@@ -44,6 +45,7 @@ PARTS = Parts(make_model, reload_weights, update_config, select_backend, record,
 
 
 def build_worker(config: EngineConfig, laps: Laps | None = None, early: Early | None = None) -> Worker:
+    call_plugins()
     device, laps = torch.device(config.device_config.device), laps or Laps()
     if device.type == "cuda":
         with laps.inside("device"):

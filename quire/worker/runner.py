@@ -21,7 +21,6 @@ from torch import Tensor
 from quire.attention.backend import AttentionBackend
 from quire.base.clock import now
 from quire.ops.copy import download, upload
-from quire.ops.sample import unpack_mask
 from quire.sampling.logprobs import Ask, Picked, join, pick, values_of
 from quire.sampling.plain import FILTERS
 from quire.sampling.sampler import Sampler
@@ -254,7 +253,7 @@ def _mask_of(mask: Mask, sample_grants: list[int], logits: Tensor) -> tuple[Tens
     words = torch.frombuffer(bytearray(mask.rows), dtype=torch.int32).view(len(mask.index), mask.words)
     chosen = upload(words[[i for i, _ in used]].numpy(), logits.device)
     places = upload(np.array([place for _, place in used], np.int64), logits.device)
-    return places, unpack_mask(chosen, logits.shape[1])
+    return places, chosen
 
 
 def _why(score: float) -> str:

@@ -20,6 +20,7 @@ from quire.attention.backend import AttentionBackend
 from quire.base.clock import Laps, now
 from quire.base.log import logger
 from quire.config.kernels import CUDAGraphMode
+from quire.quant.packed import num_numbers
 from quire.sampling.sampler import Sampler
 from quire.schema.kv import KVLayout, KVSpec, ModelInfo
 from quire.schema.params import SamplingParams
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from quire.worker.early import Early
 
 _log = logger(__name__)
+KV_DTYPES = {"int8_per_token_head": "int8"}  # option -> what a KVSpec says
 
 
 def _nothing_watched() -> None:
@@ -104,6 +106,7 @@ class Worker:
             self._laps.mark("weights")
             model_config, cache_config = self.config.model_config, self.config.cache_config
             kv_dtype = model_config.dtype if cache_config.cache_dtype == "auto" else cache_config.cache_dtype
+            kv_dtype = KV_DTYPES.get(kv_dtype, kv_dtype)
             self._specs = settle_states(model.kv_specs(cache_config.block_size, kv_dtype), cache_config)
             if self._early is not None and not self._early.manifest.current:
                 self._compile(self._early)
@@ -113,7 +116,7 @@ class Worker:
             specs=self._specs,
             vocab_size=model.arch.vocab,
             max_positions=model_config.facts.max_positions,
-            num_parameters=sum(p.numel() for p in weights),
+            num_parameters=num_numbers(model),
             weight_bytes=sum(p.numel() * p.element_size() for p in weights),
             load_seconds=now() - began,
         )
@@ -192,7 +195,7 @@ class Worker:
 
     def _graph_sizes(self) -> tuple[int, ...]:
         """Buckets of decode graphs: none on CPU; none larger than what holds every row."""
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or not self.get_model().captures:
             return ()
         compilation = self.config.compilation_config
         mode = CUDAGraphMode[compilation.cudagraph_mode or "NONE"]

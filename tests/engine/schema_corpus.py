@@ -69,6 +69,34 @@ GRAMMARS = {
 }
 
 
+MORE_REGEXES = [
+    r"[01]{8}", r"v\d+\.\d+\.\d+", r"(?:mon|tues|wednes)day", r"[A-F0-9]{2}(:[A-F0-9]{2}){2}", r"<b>[a-z ]{1,12}</b>",
+    r"\(\d{3}\) \d{3}", r"(yes|no)(, (yes|no)){2}", r"[a-z]+_[a-z]+", r"\d{1,2}:[0-5]\d (AM|PM)", r"([a-z])([0-9])\.",
+    r"\+\d{2} \d{4}", r"[a-zA-Z]{2}\d{2}[a-zA-Z]{2}", r"(red|blue) (car|bus)", r"=+>", r"\{\}|\[\]", r"[ab]{2}|[cd]{3}",
+    r"a?b?c?d", r"https?://[a-z]{2,8}\.(com|org)/", r"\w{3}\s\w{3}", r"[^\s\d]{4}",
+]  # fmt: skip
+
+# The judge of each is a regular expression for the same language, or for one that holds it.
+MORE_GRAMMARS = {
+    "root ::= digit digit\ndigit ::= [0-9]": r"[0-9]{2}",
+    'root ::= "[" item ("," item){0,2} "]"\nitem ::= "a" | "b"': r"\[[ab](,[ab]){0,2}\]",
+    'root ::= "(" root ")" | "x"': r"\(*x\)*",
+    'root ::= term op term\nterm ::= [1-9]\nop ::= "+" | "-" | "*"': r"[1-9][-+*][1-9]",
+    'root ::= "SELECT " col " FROM " tab\ncol ::= "a" | "b"\ntab ::= "t" | "u"': r"SELECT [ab] FROM [tu]",
+    'root ::= word (" " word)? "."\nword ::= [a-z]{2,5}': r"[a-z]{2,5}( [a-z]{2,5})?\.",
+    'root ::= "<" name ">" "</" "a>"\nname ::= "a"': r"<a></a>",
+    'root ::= ("ab" | "cd"){2}': r"(ab|cd){2}",
+    'root ::= "é" [àü]': r"é[àü]",
+    "root ::= [^a-z]{3}": r"[^a-z]{3}",
+    "start: NAME\nNAME: /[A-Z][a-z]{2,6}/": r"[A-Z][a-z]{2,6}",
+    'start: "(" start ")" | "y"': r"\(*y\)*",
+    'start: pair ("," pair)?\npair: KEY "=" VALUE\nKEY: /[a-c]/\nVALUE: /[0-9]{1,2}/': r"[a-c]=\d\d?(,[a-c]=\d\d?)?",
+    'start: A~2\nA: "ha"': r"haha",
+    'start: "if " COND " then " WORD\nCOND: "p" | "q"\nWORD: /[a-z]{1,4}/': r"if [pq] then [a-z]{1,4}",
+    'start: (X | Y)+ "."\nX: "x"\nY: "y"': r"[xy]+\.",
+}
+
+
 def random_schema(dice: random.Random, depth: int = 3) -> dict[str, Any]:
     """A schema whose values are short, so that an answer ends within few tokens."""
     kinds = ["boolean", "null", "integer", "enum", "string", "number"] + ["object", "array", "any"] * (depth > 0) * 2

@@ -19,6 +19,7 @@ COMMON = {"dtype": "float32", "max_model_len": 112, "disable_log_stats": False, 
 FEW = {
     "Qwen3NextForCausalLM": 34, "BambaForCausalLM": 30, "FalconH1ForCausalLM": 30, "NemotronHForCausalLM": 34,
     "JambaForCausalLM": 30, "Lfm2ForCausalLM": 34, "Mamba2ForCausalLM": 14,
+    "OlmoHybridForCausalLM": 34, "MiniMaxForCausalLM": 26,
 }  # fmt: skip
 STEADY = "Mamba2ForCausalLM"  # nothing of it grows with a request, so whoever is admitted stays
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

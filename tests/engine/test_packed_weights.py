@@ -103,7 +103,14 @@ def test_rounded_at_load(tmp_path, arch, name, error):
         for more in ({}, {"quantization": name})
     ]
     index, hidden = torch.arange(8), torch.randn(5, models[0].arch.width)
-    for plain, packed in zip(models[0].modules(), models[1].modules(), strict=True):
+    rounded = dict(models[1].named_modules())
+    for name, plain in models[0].named_modules():
+        packed = rounded.get(name)
+        if type(plain).__name__ == "Moe":
+            assert packed.experts.up[0].scheme.name == "packed" and packed.experts.up[0].matrix is not None
+            x = torch.randn(9, plain.router.in_size)
+            wanted, found = plain(x), packed(x)
+            assert (found - wanted).norm() <= 2 * error * wanted.norm(), plain
         if type(plain).__name__ != "Linear":
             continue
         x = torch.randn(3, plain.in_size)

@@ -15,7 +15,7 @@ from quire import LLM, SamplingParams
 from quire.schema.errors import InputError
 from quire.schema.outputs import CompletionOutput
 from quire.schema.params import StructuredOutputsParams as Constraint
-from tests.engine.schema_corpus import GRAMMARS, REGEXES, SCHEMAS, random_schema
+from tests.engine.schema_corpus import GRAMMARS, MORE_GRAMMARS, REGEXES, SCHEMAS, random_schema
 
 PROMPT = "Answer with one example, as short as possible:"
 
@@ -69,6 +69,9 @@ def test_choices_and_grammars(llm: LLM) -> None:
         assert answer.text in words and answer.finish_reason == "stop"
     for answer, words in zip(ask(llm, [{"grammar": one} for one in GRAMMARS]), GRAMMARS.values(), strict=True):
         assert answer.text in words and answer.finish_reason == "stop"
+    answers = ask(llm, [{"grammar": one} for one in MORE_GRAMMARS], max_tokens=40)
+    for answer, regex in zip(answers, MORE_GRAMMARS.values(), strict=True):
+        assert answer.finish_reason == "length" or re.fullmatch(regex, answer.text), (regex, answer.text)
 
 
 def test_json_object_and_structural_tag(llm: LLM) -> None:
@@ -208,16 +211,42 @@ def test_look_ahead_and_a_process_of_its_own_change_nothing(llm: LLM, monkeypatc
         env.forget_all()
 
 
-def test_thinking_is_free_and_the_answer_is_bound() -> None:
-    config: dict[str, Any] = {"reasoning_parser": "deepseek_r1"}
-    with LLM(max_model_len=512, num_gpu_blocks_override=100, structured_outputs_config=config) as thinker:
-        asked = SamplingParams(temperature=0, max_tokens=60, structured_outputs=Constraint(choice=["red", "green"]))
-        prompts = ["Say a color.\n<think>", "Say a color.\n<think>blue</think>"]
-        free, bound = (r.outputs[0] for r in thinker.generate(prompts, asked, use_tqdm=False))
-        assert bound.text in ("red", "green")
-        thought, closed, answer = free.text.partition("</think>")
-        assert thought and not thought.startswith(("red", "green"))  # as the bound run below would have to
-        assert not closed or "red".startswith(answer) or "green".startswith(answer) or answer in ("red", "green")
-    config["enable_in_reasoning"] = True
-    with LLM(max_model_len=512, num_gpu_blocks_override=100, structured_outputs_config=config) as thinker:
-        assert thinker.generate(prompts[0], asked, use_tqdm=False)[0].outputs[0].text in ("red", "green")
+def test_forced_text_is_said_in_whole_tokens(llm: LLM) -> None:
+    """One token per letter would be a step per letter, in a form the model has never seen."""
+    text = "a constant of some length"
+    (answer,) = ask(llm, [{"regex": f"(?i:x)?{text}"}])  # a regex for guidance
+    assert answer.text.endswith(text) and len(answer.token_ids) <= 12, answer
+
+
+@pytest.mark.parametrize("backend", ["outlines", "lm-format-enforcer"])
+def test_further_backends_on_the_model(backend: str) -> None:
+    from quire.grammar.backend import PACKAGES
+
+    pytest.importorskip(PACKAGES[backend][0])
+    config = {"backend": backend, "disable_fallback": True}
+    schema = {"type": "object", "properties": {"kind": {"type": "string", "enum": ["cat", "dog"]},
+              "old": {"type": "boolean"}}, "required": ["kind", "old"], "additionalProperties": False}  # fmt: skip
+    with LLM(max_model_len=256, num_gpu_blocks_override=60, structured_outputs_config=config) as made:
+        answers = ask(made, [{"json": schema}, {"regex": r"[a-c]{3}-\d{2}"}, {"choice": ["red", "green"]}])
+        validates(answers[0].text, schema)
+        assert re.fullmatch(r"[a-c]{3}-\d{2}", answers[1].text) and answers[2].text in ("red", "green")
+        with pytest.raises(InputError, match=backend):
+            ask(made, [{"json": {"type": "string", "format": "date"}}])
+
+
+def test_beams_are_held_to_a_form(llm: LLM) -> None:
+    from quire import BeamSearchParams
+
+    words = ["red", "green", "blue", "black"]
+    held = {"beam_width": 3, "max_tokens": 12, "structured_outputs": Constraint(choice=words)}
+    (found,) = llm.beam_search([PROMPT], BeamSearchParams(**held))
+    said = [sequence.text.removeprefix(PROMPT) for sequence in found.sequences if sequence.text is not None]
+    assert len(said) == 3 and set(said) <= set(words), said
+    assert len({tuple(sequence.tokens) for sequence in found.sequences}) == 3
+    (free,) = llm.beam_search(
+        [PROMPT], BeamSearchParams(beam_width=3, max_tokens=4, structured_outputs=Constraint(regex="[a-z ]{3,40}"))
+    )
+    for sequence in free.sequences:
+        assert sequence.text is not None and re.fullmatch("[a-z ]*", sequence.text.removeprefix(PROMPT))
+    with pytest.raises(InputError, match="ebnf"):
+        llm.beam_search([PROMPT], BeamSearchParams(**{**held, "structured_outputs": Constraint(grammar="root ::= (")}))

@@ -22,6 +22,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
 from quire import LLM, SamplingParams
 from quire.attention.triton import TritonAttention
 from quire.base import env
+from quire.layers.moe import Moe
 from quire.ops import op as op_module
 from quire.ops.triton import launch, register, warm
 from quire.worker import worker as module
@@ -59,6 +60,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     plain_make, plain_take = module.Worker._make_runner, ModelRunner._take
 
     def make_runner(self: module.Worker, layout: Any) -> ModelRunner:
+        for layer in self.get_model().modules():
+            if isinstance(layer, Moe):
+                layer._one_by_one = False  # a CPU's way
         backend = TritonAttention()
         backend._sms[torch.device("cpu")] = 132
         parts, self._parts = self._parts, dataclasses.replace(self._parts, select_backend=lambda *_: backend)

@@ -81,6 +81,7 @@ class FakeModel:
     """Two layers in two KV groups: one sees everything, one the last `window` tokens."""
 
     window = 5
+    captures = True
 
     def __init__(self, vocab: int = 40, *, seed: int = 0, scale: float = 2.0) -> None:
         self.arch = SimpleNamespace(vocab=vocab)

@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from quire.base import native as installed
 from quire.loader.gguf_types import dequantize, tensor_type
 from quire.ops import packed
 from quire.ops.act import gated_of
-from quire.ops.cpu import forms
+from quire.ops.cpu import forms, native
 from quire.ops.cpu.native import DTYPES, KINDS, Segment, kernels, usable
 from quire.ops.norm import rms_norm, rms_norm_wide
 
@@ -123,6 +124,29 @@ def test_packed_products(isa, threads, name, dtype):
             assert torch.equal(multiply(x[row : row + 2], [matrix, other], bias)[0], found[row])
 
 
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_1", "Q6_K", "Q8_0"])
+def test_every_number_of_rows_gives_the_same_bits(isa, threads, name):
+    """Tiles of 8, 4, 2 and 1 rows, panels as packed and opened, rows beyond one floor of the second cache."""
+    matrix, _ = pack(name, 21, 512)
+    x = draw(600, 512, seed=3)
+    alone = torch.cat([multiply(x[row : row + 1], [matrix]) for row in range(40)])
+    for m in (*range(1, 41), 600):
+        assert torch.equal(multiply(x[:m], [matrix])[:40], alone[:m]), m
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "Q8_0"])
+def test_rows_that_are_not_numbers_stay_alone(isa, name):
+    matrix, _ = pack(name, 20, 256)
+    x = draw(35, 256)
+    wanted = multiply(x, [matrix])
+    odd = x.clone()
+    odd[3, 17], odd[9, 250] = float("nan"), float("inf")
+    found = multiply(odd, [matrix])
+    others = [row for row in range(35) if row not in (3, 9)]
+    assert torch.equal(found[others], wanted[others])
+    assert not found[[3, 9]].isfinite().any()
+
+
 @pytest.mark.parametrize(("kind", "error"), [("Q8Z", 0.008), ("Q4M", 0.12)])
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
 def test_numbers_rounded_to_blocks(kind, error, dtype):
@@ -145,7 +169,7 @@ def test_zeros_and_wrong_sizes():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("n", "k"), [(1, 7), (19, 64), (70, 129)])
+@pytest.mark.parametrize(("n", "k"), [(1, 7), (19, 64), (70, 129), (18, 1100)])
 def test_plain_products(isa, threads, dtype, n, k):
     weight, bias = draw(n, k, seed=1, dtype=getattr(torch, dtype)), draw(n, seed=2, dtype=getattr(torch, dtype))
     for m in (1, 3, 8, 37):
@@ -211,3 +235,17 @@ def test_an_unknown_instruction_set_is_refused():
     before = library.qc_isa().decode()
     assert library.qc_use_isa(b"abacus") == -1
     assert library.qc_isa().decode() == before
+
+
+def test_the_best_proven_instruction_set_is_taken(monkeypatch):
+    before, every = library.qc_isa(), usable(library)
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "auto")
+    path, load = installed.library(), native._loaded.__wrapped__
+    try:
+        assert load(path).qc_isa().decode() == [name for name in every if name not in native.BY_NAME][-1]
+        monkeypatch.setattr(native, "BY_NAME", frozenset(every[1:]))
+        assert load(path).qc_isa().decode() == every[0]
+        monkeypatch.setattr(native, "BY_NAME", frozenset(every))
+        assert load(path) is None
+    finally:
+        assert library.qc_use_isa(before) == 0

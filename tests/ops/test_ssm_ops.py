@@ -117,7 +117,42 @@ def test_constant_decay():
         state = state * decay.double().exp()[:, None, None] + x[token].double()[..., None] * b[token].double()[:, None]
         return state, (state * c[token].double()[:, None]).sum(-1)
 
-    check(ssm.decay_scan, (x, b, c, decay), states, work, recurrence(states, work, x.shape, step))
+    nothing = torch.zeros(3)
+    args = (x, nothing.expand(total, -1), b, c, (-decay).log(), None, nothing, (1.0, 1.0))
+    check(ssm.ssd_scan, args, states, work, recurrence(states, work, x.shape, step))
+
+
+@pytest.mark.parametrize("rows", cases.ROWS, ids=range(3))
+def test_delta_with_a_decay_per_channel(rows):
+    draw, (work, num) = cases.Draw(0, "cpu"), cases.make_work(rows, 16, "cpu")
+    total = sum(count for _, count in rows)
+    q, k, v = draw(total, 3, 6), draw(total, 3, 6), draw(total, 3, 5)
+    decay, beta, states = -draw(total, 3, 6).abs(), draw(total, 3).sigmoid(), draw(num, 3, 6, 5)
+    qs, ks = (t.double() / (t.double().pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
+
+    def step(state, token):
+        state = state * decay[token].double().exp()[..., None]
+        change = (v[token].double() - (state * ks[token][..., None]).sum(1)) * beta[token].double()[:, None]
+        state = state + ks[token][..., None] * change[:, None]
+        return state, (state * qs[token][..., None]).sum(1) / 6**0.5
+
+    args = (q, k, v, decay, beta)
+    check(ssm.channel_delta_scan, args, states, work, recurrence(states, work, v.shape, step), tolerance=1e-4)
+
+
+def test_single_tokens_give_what_pieces_give():
+    """Batch-invariant mode cuts every row into tokens, each from the stored state of the one before."""
+    rows, size = cases.ROWS[0], 16
+    work, _num = cases.make_work(rows, size, "cpu")
+    single, _ = cases.make_work(rows, size, "cpu", single=True)
+    total = sum(count for _, count in rows)
+    assert len(single.load) == 0 and len(single.pieces) == total
+    assert (single.pieces[:, 1] - single.pieces[:, 0] == 1).all()
+    args, states, _ = cases.delta_case(rows, size, "cpu", torch.float32, keys=6, values=5)
+    one, other = states.clone(), states.clone()
+    want = ssm.delta_scan.reference(*args, one, work)
+    cases.close(ssm.delta_scan.reference(*args, other, single), want, 1e-4)
+    cases.close(other[cases.written(work)], one[cases.written(work)], 1e-4)
 
 
 @pytest.mark.parametrize("first", [False, True])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.ops.cpu.native import DTYPES, KINDS, AttentionWork, Segment, kernels
+from quire.ops.cpu.native import CACHE_DTYPES, DTYPES, KINDS, AttentionWork, Segment, kernels
 from quire.ops.few import NormRule
 from quire.ops.packed import Matrix
 from quire.ops.qkv import QkvPrep
@@ -61,6 +61,19 @@ class BlockParts(NamedTuple):
     act: int
 
 
+def matrix_work(given: Weights, held: list[Any]) -> MatrixWork:
+    """Addresses of one matrix; what they point into is added to `held`."""
+    bias = None if given.bias is None else given.bias.data_ptr()
+    matrix = given.matrix
+    if isinstance(matrix, Tensor):
+        return MatrixWork(None, matrix.data_ptr(), bias, 0, *matrix.shape, matrix.stride(0))
+    segments = (Segment * len(matrix.parts))(
+        *(Segment(KINDS[part.kind], part.rows, part.data.data_ptr()) for part in matrix.parts)
+    )
+    held.append(segments)
+    return MatrixWork(ctypes.addressof(segments), None, bias, len(segments), matrix.rows, matrix.parts[0].width, 0)
+
+
 class BlockCall:
     def __init__(self, parts: BlockParts, dtype: torch.dtype) -> None:
         library = kernels()
@@ -70,7 +83,7 @@ class BlockCall:
         work = self._work = BlockWork()
         self._at = ctypes.byref(work)
         for name, weights in zip(("qkv", "o", "up", "down"), parts.products, strict=True):
-            setattr(work, name, self._matrix(weights))
+            setattr(work, name, matrix_work(weights, self._held))
         for i, norm in enumerate(parts.norms):
             assert norm.weight is not None
             work.norm_weight[i], work.eps[i], work.offset[i] = norm.weight.data_ptr(), norm.eps, norm.offset
@@ -78,22 +91,11 @@ class BlockCall:
         work.act, work.dtype = parts.act, DTYPES[dtype]
         self._attention(work.attention, parts, dtype)
 
-    def _matrix(self, given: Weights) -> MatrixWork:
-        bias = None if given.bias is None else given.bias.data_ptr()
-        matrix = given.matrix
-        if isinstance(matrix, Tensor):
-            return MatrixWork(None, matrix.data_ptr(), bias, 0, *matrix.shape, matrix.stride(0))
-        segments = (Segment * len(matrix.parts))(
-            *(Segment(KINDS[part.kind], part.rows, part.data.data_ptr()) for part in matrix.parts)
-        )
-        self._held.append(segments)
-        return MatrixWork(ctypes.addressof(segments), None, bias, len(segments), matrix.rows, matrix.parts[0].width, 0)
-
     def _attention(self, work: AttentionWork, parts: BlockParts, dtype: torch.dtype) -> None:
         prep, cache = parts.prep, parts.cache
         work.heads, work.kv_heads, work.dtype = prep.heads, prep.kv_heads, DTYPES[dtype]
         work.size = self._work.qkv.rows // (prep.heads + 2 * prep.kv_heads)
-        work.cache, work.cache_stride, work.cache_dtype = cache.data_ptr(), cache.stride(0), DTYPES[cache.dtype]
+        work.cache, work.cache_stride, work.cache_dtype = cache.data_ptr(), cache.stride(0), CACHE_DTYPES[cache.dtype]
         work.scale, work.softcap, work.pairs = parts.scale, parts.softcap, prep.pairs
         if prep.q_weight is not None and prep.k_weight is not None:
             work.q_weight, work.k_weight = prep.q_weight.data_ptr(), prep.k_weight.data_ptr()

@@ -16,6 +16,7 @@ from torch import Tensor
 from quire.base import env
 from quire.base.log import logger
 from quire.ops.act import gated_of
+from quire.ops.cpu import moe_forms, sample_forms
 from quire.ops.cpu.native import DTYPES, KINDS, Segment, kernels, usable, why_not
 from quire.ops.linear import linear, linear_cpu, linear_cpu_fixed
 from quire.ops.norm import add_rms_norm, add_rms_norm_wide, rms_norm, rms_norm_wide
@@ -50,6 +51,8 @@ def _attach() -> None:
     _register_packed(library)
     _register_rows(library)
     _register_linear(library)
+    sample_forms.register(library, _are_on)
+    moe_forms.register(library, _are_on, ACTS, FEW_ROWS)
 
 
 def _register_packed(library: ctypes.CDLL) -> None:

@@ -19,8 +19,9 @@ from quire.base.log import logger
 
 _log = logger(__name__)
 ABI = 1
-UNPROVEN = frozenset({"avx512"})  # compiles, but its tests have not run on such a machine: only when asked for by name
+BY_NAME = frozenset({"avx512bf16"})  # never taken unasked: slower than avx512 where it was measured
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+CACHE_DTYPES = {**DTYPES, torch.int8: 3}  # int8: with a scale for each token and head
 KINDS = {"Q4M": 0, "Q4Z": 1, "Q5M": 2, "Q5Z": 3, "Q6Z": 4, "Q8Z": 5}
 
 
@@ -44,6 +45,18 @@ class AttentionWork(Structure):
             "norm_each", "norm_wide",
         )),
         *((name, c_float) for name in ("eps", "offset", "scale", "softcap")),
+    ]  # fmt: skip
+
+
+class DrawWork(Structure):
+    """Rows of logits, and for each how its token is chosen."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in (
+            "logits", "temperature", "floors", "top_p", "top_k", "seeds", "positions", "tokens", "scores",
+        )),
+        *((name, c_int64) for name in ("stride", "rows", "width")),
+        ("dtype", c_int32),
     ]  # fmt: skip
 
 
@@ -77,6 +90,11 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "qc_attend": (None, (POINTER(AttentionWork),)),
     "qc_run_block": (None, (c_void_p, POINTER(AttentionWork), *[c_void_p] * 6)),
     "qc_argmax": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int)),
+    "qc_run_moe": (None, (c_void_p,)),
+    "qc_draw_tokens": (None, (POINTER(DrawWork),)),
+    "qc_log_softmax": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int)),
+    "qc_top": (None, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)),
+    "qc_allow": (None, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64)),
 }
 
 
@@ -93,16 +111,16 @@ def _loaded(path: Path) -> ctypes.CDLL | None:
     except OSError as wrong:  # built for another kind of machine, or half copied
         _log.warning("The compiled CPU kernels cannot be loaded (%s): `pip install` Quire again", wrong)
         return None
+    if not all(hasattr(library, name) for name in _FUNCTIONS) or library.qc_abi() != ABI:
+        _log.warning("%s does not belong to this version of Quire: `pip install` it again", path)
+        return None
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    if (found := library.qc_abi()) != ABI:
-        _log.warning("%s has interface %d, but %d is wanted: `pip install` Quire again", path, found, ABI)
-        return None
     asked = env.CPU_KERNELS.get()
     if asked == "auto":
-        proven = [name for name in usable(library) if name not in UNPROVEN]
-        return library if proven and library.qc_use_isa(proven[-1].encode()) >= 0 else None
+        better = [name for name in usable(library) if name not in BY_NAME]
+        return library if better and library.qc_use_isa(better[-1].encode()) >= 0 else None
     if library.qc_use_isa(asked.encode()) < 0:
         raise env.VariableError(f"QUIRE_CPU_KERNELS={asked}: this machine can run {usable(library)}")
     return library

@@ -80,7 +80,8 @@ def _add_rms_norm_wide(
 
 
 def _route(logits: Tensor, top_k: int, *, early: bool = False, **rule: Any) -> tuple[Tensor, Tensor]:
-    if rule.get("groups", 1) > 1 or logits.shape[1] > _MOST_EXPERTS:
+    rare = rule.get("score") in ("topk_sigmoid", "mixer")
+    if rare or rule.get("groups", 1) > 1 or logits.shape[1] > _MOST_EXPERTS:
         return moe_ops.route.reference(logits, top_k, **rule)
     kept = {name: value for name, value in rule.items() if name in ("score", "renorm", "scale", "bias")}
     return moe.route(logits, top_k, **kept, early=early)

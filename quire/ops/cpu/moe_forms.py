@@ -1,0 +1,86 @@
+"""The compiled form of a mixture of experts: see csrc/cpu/moe.h.
+
+Taken for experts that are all packed, or plain numbers of 16 bits while rows are few (more are left to torch, as other
+plain products are). Must not know: routers, modules, models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.base import env
+from quire.ops.cpu.block import MatrixWork, Weights, matrix_work
+from quire.ops.cpu.native import DTYPES
+from quire.ops.moe import Mixture, run_mixture
+from quire.ops.packed import Matrix
+
+CLAMPED = -1
+
+
+class MoeWork(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("up", "down", "x", "weights", "index", "stream", "out")),
+        *((name, c_int64) for name in ("tokens", "experts", "top_k")),
+        ("act", c_int32), ("dtype", c_int32), ("alpha", c_float), ("limit", c_float),
+    ]  # fmt: skip
+
+
+class Handle(NamedTuple):
+    work: MoeWork
+    plain: bool
+    width: int  # of the result
+    held: list[Any]  # what addresses point into
+
+
+def register(library: ctypes.CDLL, are_on: Callable[[], bool], acts: dict[str, int], few_rows: int) -> None:
+    """`few_rows`: more rows of plain numbers are left to torch, but in batch-invariant mode."""
+
+    @run_mixture.form("cpu", are_on)
+    def run_mixture_native(
+        x: Tensor, weights: Tensor, index: Tensor, experts: Mixture, stream: Tensor | None = None
+    ) -> Tensor:
+        if experts.handle is None:
+            experts.handle = _handle(experts, acts, x.dtype) or False
+        handle: Handle | bool = experts.handle
+        if isinstance(handle, bool) or handle.work.dtype != DTYPES.get(x.dtype):
+            return run_mixture.reference(x, weights, index, experts, stream)
+        if handle.plain and x.shape[0] > few_rows and not env.BATCH_INVARIANT.get():
+            return run_mixture.reference(x, weights, index, experts, stream)
+        work = handle.work
+        x, weights, index = x.contiguous(), weights.float().contiguous(), index.long().contiguous()
+        stream = None if stream is None else stream.contiguous()
+        out = torch.empty((x.shape[0], handle.width), dtype=x.dtype)
+        work.x, work.weights, work.index = x.data_ptr(), weights.data_ptr(), index.data_ptr()
+        work.stream, work.out = None if stream is None else stream.data_ptr(), out.data_ptr()
+        work.tokens, work.top_k = index.shape
+        library.qc_run_moe(ctypes.byref(work))
+        return out
+
+
+def _handle(experts: Mixture, acts: dict[str, int], dtype: torch.dtype) -> Handle | None:
+    """None: the kernels cannot run these."""
+    if experts.rule is None or dtype not in DTYPES:
+        return None
+    name, alpha, limit = experts.rule
+    act = CLAMPED if name == "clamped" else acts.get(name)
+    matrices = (*experts.up, *experts.down)
+    plain = any(isinstance(matrix, Tensor) for matrix in matrices)
+    if act is None or (plain and (dtype is torch.float32 or any(isinstance(matrix, Matrix) for matrix in matrices))):
+        return None
+    held: list[Any] = []
+    arrays = [
+        (MatrixWork * len(own))(*(matrix_work(Weights(m, b), held) for m, b in zip(own, biases, strict=True)))
+        for own, biases in ((experts.up, experts.up_bias), (experts.down, experts.down_bias))
+    ]
+    held += arrays
+    last = experts.down[0]
+    width = last.shape[0] if isinstance(last, Tensor) else last.rows
+    work = MoeWork(up=ctypes.addressof(arrays[0]), down=ctypes.addressof(arrays[1]), experts=len(experts.up))
+    work.act, work.dtype, work.alpha, work.limit = act, DTYPES[dtype], alpha, limit
+    return Handle(work, plain, width, held)

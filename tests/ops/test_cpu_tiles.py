@@ -1,0 +1,127 @@
+"""Products by tile registers and by pairs of bfloat16 (csrc/cpu/amx.h, bfloats.h) on any machine.
+
+Only the instructions are emulated, everything around them is real. On a machine that has them, test_cpu_native.py runs
+the instruction sets `amx` and `avx512bf16` themselves.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from ctypes import c_int, c_int64, c_void_p
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quire.ops import packed
+from quire.ops.cpu.native import DTYPES, KINDS, Segment, kernels
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILER = os.environ.get("CXX", "c++").split()
+native = kernels()
+pytestmark = [
+    pytest.mark.skipif(native is None, reason="no compiled kernels"),
+    pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason="no compiler"),
+    pytest.mark.skipif(not (ROOT / "csrc").is_dir(), reason="no sources beside the tests"),
+]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    out = tmp_path_factory.mktemp("tiles") / "libtiles.so"
+    source = ROOT / "csrc" / "cpu"
+    by_machine = ["-mavx2", "-mfma", "-mf16c"] if os.uname().machine == "x86_64" else []
+    flags = ["-O1", "-std=c++20", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-math-errno"]
+    names = ["-DQC_ISA=emulated", "-DQC_EMULATE_AMX", "-DQC_EMULATE_BF16", "-DQC_SECOND_CACHE=4096", f"-I{source}"]
+    files = [str(Path(__file__).with_name("tiles.cpp")), str(source / "pool.cpp")]
+    subprocess.run([*COMPILER, *flags, *by_machine, *names, *files, "-o", str(out)], check=True)
+    found = ctypes.CDLL(str(out))
+    found.tiles_packed.argtypes = native.qc_linear_packed.argtypes
+    plain = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 4)
+    found.tiles_plain.argtypes = found.pairs_plain.argtypes = plain
+    found.tiles_threads.argtypes = (c_int,)
+    return found
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def random_panels(kind, rows, width, seed):
+    """Any bytes are numbers of a kind; only the scales must be sane. Rows beyond the last are zero."""
+    form, gen = packed.FORMS[kind], torch.Generator().manual_seed(seed)
+    blocks = -(-rows // 16) * (width // 32)
+    data = torch.randint(0, 256, (blocks, form.num_bytes), generator=gen, dtype=torch.uint8)
+    halves = 64 if kind in ("Q4M", "Q5M", "Q6Z") else 32
+    scales = torch.rand(blocks, halves // 2, generator=gen) * 0.01 + 0.001
+    data[:, :halves] = scales.half().view(torch.uint8)
+    return packed.Packed(data.flatten(), kind, rows, width)
+
+
+def multiply(library, x, parts, bias=None):
+    segments = (Segment * len(parts))(*(Segment(KINDS[p.kind], p.rows, p.data.data_ptr()) for p in parts))
+    rows = sum(p.rows for p in parts)
+    out = torch.full((x.shape[0], rows), float("nan"), dtype=x.dtype)
+    library.tiles_packed(
+        x.data_ptr(), x.stride(0), x.shape[0], x.shape[1], ctypes.addressof(segments), len(parts),
+        None if bias is None else bias.data_ptr(), out.data_ptr(), rows, DTYPES[x.dtype],
+    )  # fmt: skip
+    return out
+
+
+def rounded(x):
+    blocks = x.float().unflatten(-1, (-1, 32))
+    most = blocks.abs().amax(-1, keepdim=True)
+    return ((blocks * (127 / most)).round() * (most / 127)).flatten(-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [32, 96, 256])
+def test_packed_products(library, kind, width):
+    parts = [random_panels(kind, 37, width, 1), random_panels("Q8Z", 16, width, 2)]
+    weight = torch.cat([packed.unpack(part) for part in parts])
+    bias = draw(53, seed=3)
+    library.tiles_threads(1 if width == 96 else 2)
+    for m in (6, 8, 9, 16, 23, 70):
+        x = draw(m, width, seed=m)
+        found = multiply(library, x, parts, bias)
+        torch.testing.assert_close(found, F.linear(rounded(x), weight, bias), rtol=1e-4, atol=1e-3)
+        for row in {0, 7 % m, m - 1}:  # one row goes without tiles
+            assert torch.equal(multiply(library, x[row : row + 1], parts, bias)[0], found[row])
+        assert torch.equal(multiply(library, x[-5:], parts, bias), found[-5:])
+
+
+def test_packed_products_of_short_numbers(library):
+    parts = [random_panels("Q4M", 37, 64, 1)]
+    x, bias = draw(20, 64, dtype=torch.bfloat16), draw(37, seed=3, dtype=torch.bfloat16)
+    found = multiply(library, x, parts, bias)
+    wanted = F.linear(rounded(x), packed.unpack(parts[0]), bias.float())
+    assert (found.float() - wanted).norm() < 5e-3 * wanted.norm()
+    assert torch.equal(multiply(library, x[3:4], parts, bias)[0], found[3])
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 7), (64, 64), (70, 129), (200, 96), (16, 32), (33, 320)])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("by", ["tiles_plain", "pairs_plain"])
+def test_plain_products(library, n, k, biased, by):
+    weight = draw(n, k + 5, seed=1, dtype=torch.bfloat16)[:, :k]
+    bias = draw(n, seed=2, dtype=torch.bfloat16) if biased else None
+
+    def run(x):
+        out = torch.full((len(x), n), float("nan"), dtype=x.dtype)
+        getattr(library, by)(
+            x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(0), None if bias is None else bias.data_ptr(),
+            out.data_ptr(), n, len(x), n, k,
+        )  # fmt: skip
+        return out
+
+    library.tiles_threads(2 if biased else 1)
+    for m in (1, 2, 15, 16, 17, 33, 100):
+        x = draw(m, k + 3, seed=m, dtype=torch.bfloat16)[:, 2 : 2 + k]
+        found = run(x)
+        wanted = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+        torch.testing.assert_close(found.float(), wanted, rtol=1e-2, atol=1e-2)
+        for row in {0, m // 2, m - 1}:
+            assert torch.equal(run(x[row : row + 1])[0], found[row])

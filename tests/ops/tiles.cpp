@@ -1,0 +1,24 @@
+// Products by tile registers and by pairs of bfloat16 with the instructions emulated, as a library: see test_cpu_tiles.py.
+#include "amx.h"
+#include "bfloats.h"
+
+using namespace quire;
+using namespace quire::QC_ISA;
+
+QC_API void tiles_packed(const void* x, int64_t x_stride, int64_t m, int64_t k, const qc_segment* segments, int64_t num,
+                         const void* bias, void* out, int64_t out_stride, int dtype) {
+  if (dtype == QC_BF16) linear_packed<QC_BF16>(static_cast<const uint16_t*>(x), x_stride, m, k, segments, num, bias, out, out_stride);
+  else linear_packed<QC_F32>(static_cast<const float*>(x), x_stride, m, k, segments, num, bias, out, out_stride);
+}
+
+QC_API void tiles_plain(const void* x, int64_t x_stride, const void* weight, int64_t weight_stride, const void* bias,
+                        void* out, int64_t out_stride, int64_t m, int64_t n, int64_t k) {
+  linear<QC_BF16>(static_cast<const uint16_t*>(x), x_stride, weight, weight_stride, bias, out, out_stride, m, n, k);
+}
+
+QC_API void pairs_plain(const void* x, int64_t x_stride, const void* weight, int64_t weight_stride, const void* bias,
+                        void* out, int64_t out_stride, int64_t m, int64_t n, int64_t k) {
+  linear_by_pairs(static_cast<const uint16_t*>(x), x_stride, weight, weight_stride, bias, out, out_stride, m, n, k);
+}
+
+QC_API void tiles_threads(int count) { set_threads(count); }
