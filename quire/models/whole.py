@@ -21,7 +21,7 @@ from quire.layers.rope import Turn
 from quire.models.arch import Arch
 from quire.ops.act import PLAIN
 from quire.ops.cpu.block import BlockCall, BlockParts, NativeStep, Weights
-from quire.ops.cpu.forms import ACTS, FEW_ROWS
+from quire.ops.cpu.forms import ACTS, few_rows
 from quire.ops.few import NormRule
 from quire.quant.scheme import Storage
 
@@ -32,6 +32,7 @@ class Whole:
     ) -> None:
         self.attn, self.mlp, self.rules, self.act, self.dtype = attn, mlp, rules, act, dtype
         self.few = not env.BATCH_INVARIANT.get()  # plain products of many rows are left to torch
+        self.few_rows = few_rows()
         self._linears = (attn.qkv, attn.o, mlp.up, mlp.down)
         self._seen: tuple[Any, ...] = ()
         self._call: BlockCall | None = None
@@ -63,7 +64,7 @@ class Whole:
             self._call, self._seen = self._made(seen[1:]), seen
         if self._call is None or (delta is not None and not delta.is_contiguous()) or not x.is_contiguous():
             return None
-        if self.few and x.shape[0] > FEW_ROWS and any(linear.is_plain for linear in self._linears):
+        if self.few and x.shape[0] > self.few_rows and any(linear.is_plain for linear in self._linears):
             return None
         if self.attn.rope is None or turn is None:
             return self._call(x, delta, step, None, None)

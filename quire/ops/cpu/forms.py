@@ -25,7 +25,8 @@ from quire.ops.packed import Matrix, Packed, kind_of, pack, pack_numbers, packed
 _log = logger(__name__)
 _NAMES = {number: name for name, number in KINDS.items()}
 ACTS = {"silu": 0, "gelu_tanh": 1, "relu": 2, "relu2": 3, "quick_gelu": 4}
-FEW_ROWS = 8  # products of plain 16-bit numbers with more rows are left to torch, which is faster there
+FEW_ROWS = 32  # products of plain 16-bit numbers with more rows are left to torch, which is faster there,
+TILED = "amx"  # but for these instructions
 
 
 def register(threads: int = 1) -> bool:
@@ -40,6 +41,12 @@ def register(threads: int = 1) -> bool:
     return True
 
 
+def few_rows() -> int:
+    """As many rows of plain 16-bit numbers as are multiplied by compiled kernels at once."""
+    library = kernels()
+    return 1 << 62 if library is not None and library.qc_isa().decode() == TILED else FEW_ROWS
+
+
 def _are_on() -> bool:
     return kernels() is not None
 
@@ -52,7 +59,7 @@ def _attach() -> None:
     _register_rows(library)
     _register_linear(library)
     sample_forms.register(library, _are_on)
-    moe_forms.register(library, _are_on, ACTS, FEW_ROWS)
+    moe_forms.register(library, _are_on, ACTS, few_rows())
 
 
 def _register_packed(library: ctypes.CDLL) -> None:
@@ -191,7 +198,7 @@ def _register_rows(library: ctypes.CDLL) -> None:
 
 def _register_linear(library: ctypes.CDLL) -> None:
     """Products of 16-bit numbers: torch widens whole matrices where the CPU has no units for them."""
-    linear.form("cpu", _are_on)(_linear_form(library, linear_cpu, FEW_ROWS))
+    linear.form("cpu", _are_on)(_linear_form(library, linear_cpu, few_rows()))
     linear.form("cpu", lambda: _are_on() and env.BATCH_INVARIANT.get())(
         _linear_form(library, linear_cpu_fixed, 1 << 62)
     )
