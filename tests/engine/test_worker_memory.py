@@ -172,15 +172,17 @@ def test_a_start_without_kernels_compiles_and_keeps_the_list(
     ran: list[str] = []
     jobs = [{"name": "k"}]
     compilers = SimpleNamespace(
-        submit=lambda given: ran.append(f"submit {given}"), wait=lambda: ran.append("wait") or [0.5],
+        begin=lambda job: ran.append(f"begin {job}"), wait=lambda: ran.append("wait") or [0.5],
         close=lambda: ran.append("close"),
     )  # fmt: skip
     manifest = SimpleNamespace(current=False, write=lambda given: ran.append(f"write {given}"))
     worker = make_worker(BlindBackend())
-    worker._parts = Parts(**{**vars(worker._parts), "record": lambda run: run() or jobs})
+    worker._parts = Parts(
+        **{**vars(worker._parts), "record": lambda run, tell: run() or [tell(job) or job for job in jobs]}
+    )
     worker._early = SimpleNamespace(manifest=manifest, compilers=compilers)
     worker.load()
-    assert ran == [f"submit {jobs}", "wait", "close", f"write {jobs}"]
+    assert ran == [f"begin {jobs[0]}", "wait", "close", f"write {jobs}"]
     assert worker._early.compilers is None
     manifest.current = True
     worker.load()

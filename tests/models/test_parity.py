@@ -54,8 +54,9 @@ class Case:
 @pytest.fixture(scope="module", autouse=True)
 def _torch_only():
     """Declarations are compared here. The compiled CPU forms, which another test of this process may have attached,
-    round otherwise (some of these tiny models enlarge that a thousandfold) and have tests of their own."""
-    with pytest.MonkeyPatch.context() as patch:
+    round otherwise (some of these tiny models enlarge that a thousandfold) and have tests of their own; a worker in
+    batch-invariant mode switches oneDNN off for its process, which rounds otherwise too."""
+    with pytest.MonkeyPatch.context() as patch, torch.backends.mkldnn.flags(enabled=True):
         patch.setenv("QUIRE_CPU_KERNELS", "off")
         env.forget_all()
         yield

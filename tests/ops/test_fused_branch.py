@@ -59,7 +59,7 @@ def test_both_branches_agree(rope, qk_norm, norm):
 def test_what_the_op_cannot_express_is_not_fused():
     for kind in (
         AttentionKind(4, 2, 8, 1.0, qk_norm="full"), AttentionKind(4, 2, 8, 1.0, qkv_clip=1.0),
-        AttentionKind(4, 2, 8, 1.0, grow=(0.1, 16)),
+        AttentionKind(4, 2, 8, 1.0, grow=(0.1, 16, 0)),
         AttentionKind(4, 2, 8, 1.0, qk_norm="head", qk_norm_kind=NormKind(kind="layer")),
     ):  # fmt: skip
         layer, plan = layer_of(kind, None), Seen(True)
