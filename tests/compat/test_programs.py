@@ -157,7 +157,7 @@ def test_logits_processor_with_its_own_init(model: str) -> None:
 def test_llm_engine_example(model: str) -> None:
     printed = run("llm_engine_example", "--model", model)
     outputs = [part for part in printed.split("-" * 50) if "RequestOutput(" in part]
-    by_id = {re.search(r"request_id='?(\d+)", part).group(1): part for part in outputs}  # type: ignore[union-attr]
+    by_id = {re.search(r"request_id='?(\d+)", part).group(1): part for part in outputs}
     assert sorted(by_id) == ["0", "1", "2"]
     assert "Logprob(" in by_id["0"] and "prompt_logprobs=[None" in by_id["0"]
     assert by_id["1"].count("CompletionOutput(") == 1

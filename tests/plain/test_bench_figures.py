@@ -64,7 +64,7 @@ def test_a_ramp_gets_faster(strategy: str) -> None:
 )  # fmt: skip
 def test_impossible_paces_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(InputError):
-        Pace(**wrong)  # type: ignore[arg-type]
+        Pace(**wrong)
 
 
 @pytest.mark.parametrize("share", [0, 10, 25, 50, 75, 90, 99, 99.9, 100])
@@ -163,7 +163,7 @@ def test_the_table_has_the_lines_other_tools_print() -> None:
 )
 def test_wrong_wishes_are_refused(parse: object, text: str) -> None:
     with pytest.raises(InputError, match=text.split(",")[-1].split(":")[0].split("=")[0]):
-        parse(text)  # type: ignore[operator]
+        parse(text)
 
 
 def test_results_are_saved_short_long_and_one_after_another(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def interrupting(step: Any, times: int = 1) -> Any:
             hits.pop()
             for _ in range(times):
                 os.kill(os.getpid(), signal.SIGINT)
-        return step(self)  # type: ignore[no-any-return]
+        return step(self)
 
     return wrapped
 

@@ -131,7 +131,7 @@ def test_no_server_is_one_clear_error() -> None:
 
 
 def test_something_else_at_the_url(server: ScriptedServer) -> None:
-    server.script.models = "nonsense"  # type: ignore[assignment]
+    server.script.models = "nonsense"
     with pytest.raises(remote.ServerError, match="does not answer as an OpenAI server does"):
         client.chat(["--url", f"{server.url}/v1", "-q", "x"], "quire chat")
 

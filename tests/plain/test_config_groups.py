@@ -74,7 +74,7 @@ def test_keywords_are_unique() -> None:
     for name, flat in table().items():
         owner = EngineConfig
         for part in flat.path[:-1]:
-            owner = group_of(next(f.type for f in dataclasses.fields(owner) if f.name == part))  # type: ignore[assignment]
+            owner = group_of(next(f.type for f in dataclasses.fields(owner) if f.name == part))
         declared = declarations(owner)[flat.path[-1]]
         assert (declared.option.name or flat.path[-1]) == name
     flags = [flag for flat in table().values() for flag in flat.declared.option.flags]
@@ -121,7 +121,7 @@ def test_a_name_declared_twice_is_caught(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_wrong_values_are_named(kind: type[Group], key: str, value: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         if key == "cache_config":
-            CacheConfig(**value)  # type: ignore[arg-type]
+            CacheConfig(**value)
         else:
             kind(**{key: value})
 
@@ -159,7 +159,7 @@ def test_cuda_graph_modes_are_pairs() -> None:
 def test_groups_are_frozen() -> None:
     config = CacheConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.block_size = 32  # type: ignore[misc]
+        config.block_size = 32
     with pytest.raises(dataclasses.FrozenInstanceError):
         del config.block_size
     with pytest.raises(TypeError):

@@ -181,7 +181,7 @@ def test_an_encrypted_address_may_not_lead_to_a_plain_one() -> None:
             return "http://host/x"
 
     with pytest.raises(FetchError, match="not encrypted"):
-        fetch._next(parse("https://host/"), Answer())  # type: ignore[arg-type]
+        fetch._next(parse("https://host/"), Answer())
 
 
 def test_a_file_goes(url: str) -> None:

@@ -24,7 +24,7 @@ PATIENCE = 120.0
 class Bench:
     def __init__(self, **limits: float) -> None:
         self.news = threading.Event()
-        self.compiler = Compiler(lambda: VOCABULARY, Limits(**limits), self.news.set)  # type: ignore[arg-type]
+        self.compiler = Compiler(lambda: VOCABULARY, Limits(**limits), self.news.set)
 
     def outcome(self, spec: GrammarSpec) -> Compiled | QuireError:
         self.compiler.submit(spec)

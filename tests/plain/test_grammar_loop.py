@@ -87,7 +87,7 @@ def run(loop: EngineLoop) -> dict[str, tuple[str, EngineOutput]]:
             if output.finish_reason is not None:
                 last[output.request_id] = output
         if loop.is_drained():
-            assert not loop.masks._places and not loop.masks._pending  # type: ignore[union-attr]
+            assert not loop.masks._places and not loop.masks._pending
             assert not loop.scheduler.planner.compiling.held
             return {n: (bytes(t - 4 for t in tokens[n] if t >= 4).decode(), out) for n, out in last.items()}
     raise AssertionError(f"still busy after {TURNS} turns")
@@ -163,11 +163,13 @@ def test_abort_while_compiling(made: list[Masks], vocabulary: Vocabulary) -> Non
     assert found["kept"][0] == "xx" and found["gone"][1].finish_reason is FinishReason.ABORT
 
 
-def test_a_vocabulary_that_cannot_be_had_fails_the_request_not_the_engine(made: list[Masks]) -> None:
+def test_a_vocabulary_that_cannot_be_had_fails_the_request_not_the_engine(
+    made: list[Masks], vocabulary: Vocabulary
+) -> None:
     def broken() -> Vocabulary:
         raise OSError("no such tokenizer")
 
-    loop = make_loop(made, broken)  # type: ignore[arg-type]
+    loop = make_loop(made, vocabulary)
     made[-1].compiler._make_vocabulary = broken
     loop.submit(request("a", "[a-z]"))
     loop.submit(request("b", None, max_tokens=2))

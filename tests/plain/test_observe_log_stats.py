@@ -31,7 +31,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def busy(prompt: int, generated: int, **given: object) -> StepStats:
     values = dict(step=0, running=2, waiting=1, preempted=0, kv_usage=0.125)
-    return StepStats(prompt_tokens=prompt, generated_tokens=generated, **(values | given))  # type: ignore[arg-type]
+    return StepStats(prompt_tokens=prompt, generated_tokens=generated, **(values | given))
 
 
 def test_a_line_has_the_rates_of_its_interval(lines: list[str]) -> None:

@@ -14,7 +14,7 @@ from quire.schema.stats import CacheStats, RequestTimes, StepStats
 
 def make_step(number: int = 0, **given: object) -> StepStats:
     values = dict(step=number, running=0, waiting=0, prompt_tokens=0, generated_tokens=0, preempted=0, kv_usage=0.0)
-    return StepStats(**(values | given))  # type: ignore[arg-type]
+    return StepStats(**(values | given))
 
 
 def find(metrics: Metrics, name: str, **labels: str) -> Metric:
@@ -45,7 +45,7 @@ def finish(metrics: Metrics, times: RequestTimes, **given: object) -> None:
         params=SamplingParams(max_tokens=7),
         num_cached_tokens=4,
     )
-    metrics.request_finished(times, **(values | given))  # type: ignore[arg-type]
+    metrics.request_finished(times, **(values | given))
 
 
 def test_every_declared_metric_is_in_the_snapshot_with_its_labels() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 
@@ -40,7 +41,7 @@ INSIDE = ["deepseek_r1", "ernie45", "holo2", "kimi_k2", "minimax_m2", "nemotron_
 
 def parse(name: str, text: str, *, tool: str | None = None, every: int = 0, **asked: object) -> Folded:
     choice = ParserChoice(find_tool_parser(tool) if tool else None, find_reasoning_parser(name))
-    parser = choice.parser(Ask(tools=TOOLS if tool else (), **asked))  # type: ignore[arg-type]
+    parser = choice.parser(Ask(tools=TOOLS if tool else (), **asked))
     step = every or max(1, len(text))
     pieces = [text[at : at + step] for at in range(0, len(text), step)] or [""]
     return fold(delta for n, piece in enumerate(pieces) for delta in parser.feed(piece, (), final=n == len(pieces) - 1))
@@ -211,8 +212,8 @@ def test_an_unknown_name_lists_the_known() -> None:
         find_reasoning_parser("nobody")
 
 
-def test_a_plugin_file(tmp_path: object) -> None:
-    file = tmp_path / "mine.py"  # type: ignore[operator]
+def test_a_plugin_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
     file.write_text(
         "from quire.text.parse.json_calls import JsonBlocks\n"
         "from quire.text.parse.registry import TOOL_PARSERS\n"

@@ -98,7 +98,7 @@ def test_option_files_are_ones_the_server_takes(tmp_path: Path) -> None:
 
 def test_the_unit_runs_the_server() -> None:
     unit = configparser.ConfigParser(strict=False, interpolation=None)
-    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.optionxform = str
     unit.read_string((DEPLOY / "quire.service").read_text())
     service = unit["Service"]
     program, command, *arguments = shlex.split(service["ExecStart"])
@@ -127,7 +127,7 @@ def test_kubernetes_probes_ask_health_and_leave_time_to_stop() -> None:
 @pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.cuda"])
 def test_images_start_the_server_as_nobody_special(name: str) -> None:
     text = (DEPLOY / name).read_text()
-    program, command, *arguments = json.loads(re.search(r"^ENTRYPOINT (\[.*\])$", text, re.MULTILINE).group(1))  # type: ignore[union-attr]
+    program, command, *arguments = json.loads(re.search(r"^ENTRYPOINT (\[.*\])$", text, re.MULTILINE).group(1))
     assert (program, command) == ("quire", "serve")
     assert parsed(*arguments).port == 8000
     assert re.search(r"^USER quire$", text, re.MULTILINE) and "/health" in text

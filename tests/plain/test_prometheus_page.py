@@ -38,7 +38,7 @@ histogram request_num_preemptions request_prefill_kv_computed_tokens
 
 
 def samples(text: str, parse: object = parse_text) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    families = parse(text)  # type: ignore[operator]
+    families = parse(text)
     return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
 
 

@@ -16,7 +16,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "be
 
 
 def name_of(requirement: str) -> str:
-    return re.match(r"[\w.-]+", requirement).group().lower().replace("_", "-")  # type: ignore[union-attr]
+    return re.match(r"[\w.-]+", requirement).group().lower().replace("_", "-")
 
 
 def test_each_core_dependency_is_justified_once() -> None:

@@ -343,7 +343,7 @@ def test_wrong_options_are_one_clear_error() -> None:
     with pytest.raises(InputError, match="content_format is one of auto, string, openai, got 'html'"):
         render_chat(tokenizer_with(CHATML), hi, content_format="html")
     with pytest.raises(InputError, match="tools must be a list of dicts"):
-        render_chat(tokenizer_with(CHATML), hi, tools=["x"])  # type: ignore[list-item]
+        render_chat(tokenizer_with(CHATML), hi, tools=["x"])
     with pytest.raises(InputError, match=r"not valid Jinja, line 2: .*endfor"):
         render_chat(tokenizer_with("\n{% for x in y %}"), hi)
     with pytest.raises(InputError, match="failed: no such role"):

@@ -102,11 +102,11 @@ def test_published_templates(path: Path) -> None:
             )[0][0]  # fmt: skip
         except Exception:
             continue
-        assert render_chat(ours, messages, tools=tools, add_generation_prompt=generation) == expected  # type: ignore[arg-type]
+        assert render_chat(ours, messages, tools=tools, add_generation_prompt=generation) == expected
         rendered += 1
     if not rendered:
         with pytest.raises(InputError):
-            render_chat(ours, _conversation(rng)[0])  # type: ignore[arg-type]
+            render_chat(ours, _conversation(rng)[0])
 
 
 class _Nameless:
@@ -133,7 +133,7 @@ def _conversation(rng: random.Random) -> tuple[list[dict[str, Any]], list[dict[s
         messages.append({"role": "user", "content": rng.choice(["Hi", " padded ", "línea\n🦙", "{{ x }}"])})
         if with_tools:
             call = {"id": f"abcdefgh{number}", "type": "function"}
-            call["function"] = {"name": "get", "arguments": {"city": "Zürich"}}  # type: ignore[assignment]
+            call["function"] = {"name": "get", "arguments": {"city": "Zürich"}}
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
             messages.append({"role": "tool", "tool_call_id": call["id"], "name": "get", "content": '{"t": 2}'})
         messages.append({"role": "assistant", "content": rng.choice(["Sure. ", "<think>h</think>\n\nok"])})

@@ -72,7 +72,7 @@ def test_streamed_is_whole(client: anthropic.Anthropic) -> None:
     with client.messages.stream(**given) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
-    assert text == whole.content[0].text  # type: ignore[union-attr]
+    assert text == whole.content[0].text
     told = final.to_dict()
     assert told.pop("stop_details") is None  # the client's own
     assert told | {"id": ""} == whole.to_dict() | {"id": ""}
@@ -105,7 +105,7 @@ def test_stop_sequences_and_prefill(client: anthropic.Anthropic) -> None:
     told: Any = [{"role": "user", "content": "Count to ten."}, {"role": "assistant", "content": "1, 2, 3, 4,"}]
     found = client.messages.create(model="smol", messages=told, max_tokens=30, stop_sequences=["7"], extra_body=GREEDY)
     assert found.stop_reason == "stop_sequence" and found.stop_sequence == "7"
-    assert found.content[0].text.strip() == "5, 6,"  # type: ignore[union-attr]
+    assert found.content[0].text.strip() == "5, 6,"
 
 
 def test_count_tokens_is_what_a_message_uses(client: anthropic.Anthropic) -> None:

@@ -106,7 +106,7 @@ def test_whole(client: openai.OpenAI) -> None:
     cut = client.responses.create(model="smol", input=ASKED, max_output_tokens=2, temperature=0)
     assert cut.status == "incomplete" and cut.incomplete_details is not None
     assert cut.incomplete_details.reason == "max_output_tokens" and cut.usage is not None
-    assert cut.usage.output_tokens == 2 and cut.output[0].status == "incomplete"  # type: ignore[union-attr]
+    assert cut.usage.output_tokens == 2 and cut.output[0].status == "incomplete"
 
 
 def test_streamed_is_whole(client: openai.OpenAI) -> None:
@@ -121,7 +121,7 @@ def test_streamed_is_whole(client: openai.OpenAI) -> None:
     assert kinds[-1] in ("response.completed", "response.incomplete")
     assert [part.sequence_number for part in parts] == list(range(len(parts)))
     text = "".join(part.delta for part in parts if part.type == "response.output_text.delta")
-    assert text == whole.output_text and plain(parts[-1].response) == plain(whole)  # type: ignore[union-attr]
+    assert text == whole.output_text and plain(parts[-1].response) == plain(whole)
     with client.responses.stream(model="smol", input="Say hi", max_output_tokens=200, temperature=0) as stream:
         helped = stream.get_final_response()
     assert helped.output_text == client.responses.create(model="smol", input="Say hi", temperature=0).output_text
@@ -146,7 +146,7 @@ def test_logprobs(client: openai.OpenAI) -> None:
     given: Any = {"model": "smol", "input": ASKED, "max_output_tokens": 5, "temperature": 0, "top_logprobs": 2,
                   "include": ["message.output_text.logprobs"]}  # fmt: skip
     whole = client.responses.create(**given)
-    logprobs = whole.output[0].content[0].logprobs  # type: ignore[union-attr]
+    logprobs = whole.output[0].content[0].logprobs
     assert len(logprobs) == 5 and all(len(entry.top_logprobs) == 2 for entry in logprobs)
     parts = [
         part for part in client.responses.create(**given, stream=True) if part.type == "response.output_text.delta"
@@ -192,7 +192,7 @@ def test_a_conversation(client: openai.OpenAI, server: Live) -> None:
     assert same.output_text == second.output_text
     parts = list(client.responses.create(model="smol", input="Hi", stream=True, max_output_tokens=2))
     client.responses.create(model="smol", input="More", max_output_tokens=1,
-                            previous_response_id=parts[0].response.id)  # type: ignore[union-attr]  # fmt: skip
+                            previous_response_id=parts[0].response.id)  # fmt: skip
 
 
 def test_retrieve_and_delete(client: openai.OpenAI) -> None:
@@ -216,16 +216,16 @@ def test_input_items(client: openai.OpenAI) -> None:
     given: Any = [{"role": "user", "content": f"Say {number}"} for number in range(4)]
     made = client.responses.create(model="smol", input=given, max_output_tokens=1)
     page = client.responses.input_items.list(made.id, limit=3, order="asc")
-    assert [item.content[0].text for item in page.data] == ["Say 0", "Say 1", "Say 2"]  # type: ignore[union-attr]
+    assert [item.content[0].text for item in page.data] == ["Say 0", "Say 1", "Say 2"]
     assert len({item.id for item in page.data}) == 3 and page.has_more
-    assert [item.content[0].text for item in page] == [f"Say {n}" for n in range(4)]  # type: ignore[union-attr]
+    assert [item.content[0].text for item in page] == [f"Say {n}" for n in range(4)]
     latest = client.responses.input_items.list(made.id, limit=1)
-    assert latest.data[0].content[0].text == "Say 3"  # type: ignore[union-attr]
+    assert latest.data[0].content[0].text == "Say 3"
     assert client.responses.input_items.list(made.id, after=latest.data[0].id).data[0].id == page.data[2].id
     with pytest.raises(openai.BadRequestError, match="nobody"):
         client.responses.input_items.list(made.id, after="nobody")
     plain = client.responses.create(model="smol", input="Hi", max_output_tokens=1)
-    assert client.responses.input_items.list(plain.id).data[0].content[0].text == "Hi"  # type: ignore[union-attr]
+    assert client.responses.input_items.list(plain.id).data[0].content[0].text == "Hi"
     with pytest.raises(openai.NotFoundError):
         client.responses.input_items.list("resp_nobody")
 
@@ -265,7 +265,7 @@ def test_a_background_stream_outlives_its_reader(client: openai.OpenAI, server: 
     again = list(client.responses.retrieve(first.response.id, stream=True, starting_after=0))
     assert again[0].type == "response.created" and again[0].sequence_number == 1
     text = "".join(part.delta for part in again if part.type == "response.output_text.delta")
-    assert text and again[-1].response.output_text == text  # type: ignore[union-attr]
+    assert text and again[-1].response.output_text == text
     assert client.responses.retrieve(first.response.id).output_text == text
 
 

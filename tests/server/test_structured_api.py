@@ -79,7 +79,7 @@ def test_parse_with_a_pydantic_model_and_a_stream(smol: Live) -> None:
         messages=MESSAGES,
         response_format=Person,
         temperature=0,
-        max_tokens=60,  # type: ignore[arg-type]
+        max_tokens=60,
     )
     found = parsed.choices[0].message.parsed
     assert isinstance(found, Person)
@@ -88,7 +88,7 @@ def test_parse_with_a_pydantic_model_and_a_stream(smol: Live) -> None:
         messages=MESSAGES,
         response_format=Person,
         temperature=0,
-        max_tokens=60,  # type: ignore[arg-type]
+        max_tokens=60,
     ) as stream:
         assert stream.get_final_completion().choices[0].message.parsed == found
 

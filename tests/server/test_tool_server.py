@@ -177,7 +177,7 @@ def test_a_conversation_goes_on(server: Live) -> None:
     later = ask(server, "Thanks", previous_response_id=first["id"])
     assert text_of(later) == "Thanks"
     assert later["usage"]["input_tokens"] > 0
-    echoed = ask(server, [*first["output"], {"role": "user", "content": "And now?"}])  # type: ignore[arg-type]
+    echoed = ask(server, [*first["output"], {"role": "user", "content": "And now?"}])
     assert text_of(echoed) == "And now?"
 
 

@@ -150,21 +150,21 @@ def test_openai_client_runs_a_tool_loop(server: Live) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     messages: list[Any] = [{"role": "user", "content": CALL}]
     xargs = {"vllm_xargs": {"eos_at": len(CALL.encode()) + 1}}
-    first = client.chat.completions.create(model="fake", messages=messages, tools=TOOLS, extra_body=xargs)  # type: ignore[call-overload]
+    first = client.chat.completions.create(model="fake", messages=messages, tools=TOOLS, extra_body=xargs)
     call = first.choices[0].message.tool_calls[0]
     assert first.choices[0].finish_reason == "tool_calls"
     city = json.loads(call.function.arguments)["city"]
     messages += [first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "raining"}]
     said = f"It is raining in {city}"
     xargs = {"vllm_xargs": {"eos_at": len(said.encode()) + 1}}
-    second = client.chat.completions.create(model="fake", messages=messages, tools=TOOLS, extra_body=xargs)  # type: ignore[call-overload]
+    second = client.chat.completions.create(model="fake", messages=messages, tools=TOOLS, extra_body=xargs)
     assert second.choices[0].message.content == said
     with client.chat.completions.stream(
-        model="fake", messages=[{"role": "user", "content": CALL}], tools=TOOLS,  # type: ignore[arg-type]
+        model="fake", messages=[{"role": "user", "content": CALL}], tools=TOOLS,
         extra_body={"vllm_xargs": {"eos_at": len(CALL.encode()) + 1}},
     ) as flow:  # fmt: skip
         final = flow.get_final_completion()
-    assert json.loads(final.choices[0].message.tool_calls[0].function.arguments) == {"city": "Zürich"}  # type: ignore[index]
+    assert json.loads(final.choices[0].message.tool_calls[0].function.arguments) == {"city": "Zürich"}
 
 
 def test_wrong_choices_are_refused(server: Live) -> None:
