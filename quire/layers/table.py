@@ -65,6 +65,15 @@ class WeightTable:
         """Known to be in checkpoints and of no use: need not even be read."""
         return self._ignore.search(self.canonical(name)) is not None or self._ignore.search(name) is not None
 
+    def load_all(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """(checkpoint name, tensor) pairs, all or some of a model's; the names that were taken."""
+        taken = set()
+        for name, tensor in weights:
+            if not self.load(name, tensor):
+                raise CheckpointError(f"the model has no place for tensor {name!r}", param=name)
+            taken.add(name)
+        return taken
+
     def load(self, name: str, given: Tensor | StoredRows) -> bool:
         """Put one checkpoint tensor in its place. False: no such place (an unexpected name)."""
         canonical = self.canonical(name)

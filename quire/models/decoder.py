@@ -35,7 +35,7 @@ from quire.models.layout import arrange_for
 from quire.models.whole import Whole
 from quire.ops.few import NormRule, few_rows, linear_add, norm_linear
 from quire.quant.scheme import Storage
-from quire.schema.errors import CheckpointError, ConfigError
+from quire.schema.errors import ConfigError
 from quire.schema.kv import KVSpec
 
 # Where the norms of a block sit: before attention, after it, before the mlp, after it ('' = none).
@@ -371,11 +371,7 @@ class Decoder(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Fill parameters from (checkpoint name, tensor) pairs, all or some; returns the names that were taken."""
-        table, taken = self.table(), set()
-        for name, tensor in weights:
-            if not table.load(name, tensor):
-                raise CheckpointError(f"the model has no place for tensor {name!r}", param=name)
-            taken.add(name)
+        taken = self.table().load_all(weights)
         self.finish_weights()
         return taken
 

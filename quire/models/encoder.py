@@ -29,7 +29,7 @@ from quire.models.layout import arrange_for
 from quire.models.view import View
 from quire.models.zoo import ENCODERS
 from quire.quant.scheme import Storage
-from quire.schema.errors import CheckpointError, ConfigError, InputError
+from quire.schema.errors import ConfigError, InputError
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,7 @@ class Encoder(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Fill parameters from (checkpoint name, tensor) pairs, all or some; returns the names that were taken."""
-        table, taken = self.table(), set()
-        for name, tensor in weights:
-            if not table.load(name, tensor):
-                raise CheckpointError(f"the model has no place for tensor {name!r}", param=name)
-            taken.add(name)
+        taken = self.table().load_all(weights)
         self.finish_weights()
         return taken
 

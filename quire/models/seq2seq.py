@@ -26,7 +26,7 @@ from quire.models.encoder import Encoder, EncoderArch
 from quire.models.view import View
 from quire.models.zoo import SEQ2SEQ
 from quire.quant.scheme import Slot, Storage, StoredRows
-from quire.schema.errors import CheckpointError, ConfigError
+from quire.schema.errors import ConfigError
 from quire.schema.kv import KVSpec
 
 
@@ -112,11 +112,7 @@ class Seq2Seq(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Fill parameters from (checkpoint name, tensor) pairs, all or some; returns the names that were taken."""
-        table, taken = self.table(), set()
-        for name, tensor in weights:
-            if not table.load(name, tensor):
-                raise CheckpointError(f"the model has no place for tensor {name!r}", param=name)
-            taken.add(name)
+        taken = self.table().load_all(weights)
         self.finish_weights()
         return taken
 
