@@ -17,7 +17,7 @@ from quire.worker.runner import ModelRunner
 
 TOKENS = (2, 4, 16, 64, 256, 1024, 4096)  # beside the largest step: some kernels go by the number of tokens
 DECODES = (4, 24, 96)  # rows that decode in a step: attention goes by it
-REPEATED, REPEATS = 1024, 10  # tokens of a prompt, and how often it comes: a shape that returns may go another way
+ALONE = 1024  # tokens of a prompt that has a step for itself
 CONTEXT = 600  # tokens before them: enough to look for a prefix that they share
 
 
@@ -71,8 +71,7 @@ class Trial:
         """One of each kind that may take kernels of its own."""
         for count in (1, *(count for count in TOKENS if count < largest), largest):
             self.step(count, max(1, count // 16))
-        for _ in range(REPEATS):
-            self.step(min(REPEATED, largest), 1)
+        self.step(min(ALONE, largest), 1)
         for agree in (True, False):  # rows that begin with the same blocks may be served together
             self._pretend(agree)
             for num_decodes in (d for d in DECODES if d < largest):
