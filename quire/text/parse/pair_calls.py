@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from quire.text.parse.json_text import quoted, skip_space
 from quire.text.parse.tags import Source, Steps, Tags
 from quire.text.parse.typed import Types, parameter_types
-from quire.text.parse.writer import LONGEST_NAME, Writer
+from quire.text.parse.writer import LONGEST_NAME, Writer, each_call
 from quire.text.parse.xml_calls import read_value
 
 _NAME = re.compile(r"[\w.:/\-]+")
@@ -52,13 +52,7 @@ class PairCalls:
         return tuple(tag for tag in found if tag)
 
     def __call__(self, source: Source, out: Writer) -> Steps[None]:
-        while True:
-            tag = yield from source.until(self._starts if out.index < 0 else self._later, out.content)
-            if not tag:
-                return
-            if tag == self.open:
-                source.record(tag)
-                yield from self._one(source, out)
+        yield from each_call(source, out, (self._starts, self._later), self.open, self._one)
 
     def _one(self, source: Source, out: Writer) -> Steps[None]:
         header, tag = yield from source.text_until(self._header_ends, keep=(self.open, self.close))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.text.parse.base import CallDelta, Delta
-from quire.text.parse.tags import ANYTHING, Source, Steps
+from quire.text.parse.tags import ANYTHING, Source, Steps, Tags
 
 LONGEST_NAME = 256  # characters of a function's or a parameter's name; what is longer is no name
 NewId = Callable[[str, int], str]
@@ -148,3 +148,11 @@ def _whole(read: Read, source: Source, out: Writer) -> Steps[None]:
 def read_text(source: Source, out: Writer) -> Steps[None]:
     """All that is left is content."""
     yield from source.span(ANYTHING, out.content)
+
+
+def each_call(source: Source, out: Writer, tags: tuple[Tags, Tags], opens: str, read: Read) -> Steps[None]:
+    """Text up to each tag, and a call where one `opens`. `tags`: those before the first call, those after it."""
+    while tag := (yield from source.until(tags[out.index >= 0], out.content)):
+        if tag == opens:
+            source.record(tag)
+            yield from read(source, out)

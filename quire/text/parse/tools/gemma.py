@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from quire.text.parse.json_text import inside_quotes, quoted, skip_space
 from quire.text.parse.python_values import DEEPEST, scalar
 from quire.text.parse.tags import Emit, Source, Steps, Tags
-from quire.text.parse.writer import LONGEST_NAME, ToolFormat, Writer
+from quire.text.parse.writer import LONGEST_NAME, ToolFormat, Writer, each_call
 
 _NAME = re.compile(r"[\w.\-]*")
 _KEY = re.compile(r"[^:{}\[\],<]*")
@@ -37,13 +37,7 @@ class BareCalls:
             object.__setattr__(self, name, made)
 
     def __call__(self, source: Source, out: Writer) -> Steps[None]:
-        while True:
-            tag = yield from source.until(self._starts if out.index < 0 else self._later, out.content)
-            if not tag:
-                return
-            if tag == self.open:
-                source.record(tag)
-                yield from self._one(source, out)
+        yield from each_call(source, out, (self._starts, self._later), self.open, self._one)
 
     def _one(self, source: Source, out: Writer) -> Steps[None]:
         yield from skip_space(source)
