@@ -163,7 +163,7 @@ def _add_request_flags(parser: argparse.ArgumentParser) -> None:
         add(f"--{name.replace('_', '-')}", type=kind, default=None, help="unset leaves it to the server")
     add("--ignore-eos", action="store_true", help="always generate the asked length")
     add("--logprobs", type=int, default=None, help="log probabilities per token")
-    add("--use-beam-search", action="store_true", help="ask for beam search")
+    add("--use-beam-search", action="store_true", help="ask for beam search, which is not streamed: with --no-stream")
     add("--no-stream", action="store_true", help="whole answers: TTFT is then the whole time")
     add("--extra-body", type=json_mapping, default={}, metavar="JSON", help="further fields of every request")
     add("--chat-template-kwargs", type=json_mapping, default=None, metavar="JSON", help="for the chat template")

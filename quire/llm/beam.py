@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quire.llm.beam_form import BeamForm
-from quire.schema.errors import NotBuiltError
-from quire.schema.outputs import LogprobsOnePosition
-from quire.schema.params import BeamSearchParams
+from quire.llm.beam_form import Allowed, BeamForm
+from quire.schema.errors import InputError, NotBuiltError
+from quire.schema.outputs import LogprobsOnePosition, RequestOutput
+from quire.schema.params import BeamSearchParams, RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from quire.engine.inputs import Asked
 
 _MOST_NAMED = 1000  # tokens whose log probabilities are asked for by name
 
@@ -55,6 +58,8 @@ class BeamSearchInstance:
     completed: list[BeamSearchSequence] = field(default_factory=list)
     rounds: int = 0
     form: BeamForm | None = None  # what every beam is held to
+    num_shown: int = 0  # of the likeliest tokens at each position, so many are to be seen in the result
+    _allowed: list[Allowed] = field(default_factory=list)  # after each live beam, where there is a form
 
     def __post_init__(self) -> None:
         if self.params.temperature not in (0.0, 1.0):
@@ -65,28 +70,46 @@ class BeamSearchInstance:
             )
         self.beams = self.beams or [BeamSearchSequence(list(self.prompt_tokens), [])]
 
+    @classmethod
+    def of(cls, asked: Asked, params: BeamSearchParams, form: BeamForm | None = None) -> BeamSearchInstance:
+        """The search of a prompt that was checked as any request's."""
+        request = asked.requests[0]
+        ends = frozenset(i for i in (request.eos_token_id, *request.stop_token_ids) if i is not None)
+        return cls(list(asked.token_ids), params, request.max_tokens, ends, request.cache_salt, form=form)
+
     @property
     def num_logprobs(self) -> int:
         return 2 * self.params.beam_width
 
-    def ask(self, beam: BeamSearchSequence, vocab_size: int) -> tuple[int, list[int]]:
-        """How many of the likeliest tokens after this beam to ask for, and which besides."""
+    def questions(self, vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
+        """One request per live beam: its tokens, and what to ask for, so that the answers tell what may follow."""
         if self.form is None:
-            return min(self.num_logprobs, vocab_size), []
-        allowed = self.form.allowed(beam.tokens[len(self.prompt_tokens) :])
-        ids: list[int] = allowed.nonzero()[0].tolist()
-        if len(ids) <= _MOST_NAMED:
-            return 1, ids
-        return vocab_size, []  # too many to be named: all of them
+            most = min(max(self.num_logprobs, self.num_shown), vocab_size)
+            return [(beam.tokens, _one_token(most, [])) for beam in self.beams]
+        self._allowed = [self.form.allowed(beam.tokens[len(self.prompt_tokens) :]) for beam in self.beams]
+        asked = []
+        for beam, allowed in zip(self.beams, self._allowed, strict=True):
+            named: list[int] = allowed.nonzero()[0].tolist()
+            most = max(1, self.num_shown)
+            if len(named) > _MOST_NAMED:  # enough of the likeliest then, even if all that is forbidden is among them
+                most = max(most, self.num_logprobs + vocab_size - len(named))
+                named = []
+            asked.append((beam.tokens, _one_token(min(most, vocab_size), named)))
+        return asked
 
-    def _held(self, beam: BeamSearchSequence, position: LogprobsOnePosition) -> LogprobsOnePosition:
+    def _held(self, order: int, position: LogprobsOnePosition) -> LogprobsOnePosition:
         """What follows a beam and may."""
         if self.form is None:
             return position
-        allowed = self.form.allowed(beam.tokens[len(self.prompt_tokens) :])
-        kept = [(token_id, entry) for token_id, entry in position.items() if allowed[token_id]]
+        kept = [(token_id, entry) for token_id, entry in position.items() if self._allowed[order][token_id]]
         kept.sort(key=lambda pair: -pair[1].logprob)
         return dict(kept[: self.num_logprobs])
+
+    def _seen(self, position: LogprobsOnePosition, held: LogprobsOnePosition) -> LogprobsOnePosition:
+        """What a result shows of a position: also what is likely and forbidden, as far as it was asked for."""
+        if self.form is None or not self.num_shown:
+            return held
+        return {i: e for i, e in position.items() if i in held or (e.rank is not None and e.rank <= self.num_shown)}
 
     @property
     def done(self) -> bool:
@@ -96,12 +119,11 @@ class BeamSearchInstance:
         """Take in what may follow each live beam, in their order."""
         self.rounds += 1
         width = self.params.beam_width
-        followed = [self._held(beam, position) for beam, position in zip(self.beams, followed, strict=True)]
-        extensions = [
-            (beam.cum_logprob + entry.logprob, order, token_id, position)
-            for order, (beam, position) in enumerate(zip(self.beams, followed, strict=True))
-            for token_id, entry in position.items()
-        ]
+        extensions = []
+        for order, (beam, position) in enumerate(zip(self.beams, followed, strict=True)):
+            held = self._held(order, position)
+            seen = self._seen(position, held)
+            extensions += [(beam.cum_logprob + e.logprob, order, token_id, seen) for token_id, e in held.items()]
         extensions.sort(key=lambda e: -e[0])
         live: list[BeamSearchSequence] = []
         for place, (total, order, token_id, position) in enumerate(extensions[: 2 * width]):
@@ -120,10 +142,10 @@ class BeamSearchInstance:
         self.beams = live
         self.completed = self._best(self.completed)
 
-    def output(self) -> BeamSearchOutput:
+    def output(self, cut_off: str = "length") -> BeamSearchOutput:
         """The best of those that ended and those that were cut off."""
         for beam in self.beams:
-            beam.finish_reason = "length"
+            beam.finish_reason = cut_off
         return BeamSearchOutput(self._best([*self.completed, *self.beams]))
 
     def score(self, beam: BeamSearchSequence) -> float:
@@ -140,3 +162,29 @@ class BeamSearchInstance:
         longest = self.max_tokens if self.params.length_penalty > 0.0 else self.rounds
         best_possible = max(beam.cum_logprob for beam in self.beams) / longest**self.params.length_penalty
         return bool(best_possible <= min(self.score(beam) for beam in self.completed))
+
+
+def check_ranks(logprobs_mode: str) -> None:
+    if logprobs_mode.endswith("logits"):
+        raise InputError(
+            f"beam search ranks by log probabilities, and logprobs_mode is {logprobs_mode!r}", param="logprobs_mode"
+        )
+
+
+def followed(result: RequestOutput) -> LogprobsOnePosition:
+    """What may follow a beam: the log probabilities of the one token that was generated."""
+    logprobs = result.outputs[0].logprobs
+    assert logprobs is not None
+    return logprobs[0]
+
+
+def _one_token(most: int, named: list[int]) -> SamplingParams:
+    """`most` likeliest, and those named besides."""
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        logprobs=most,
+        logprob_token_ids=named or None,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

@@ -7,8 +7,10 @@ Must not know: engines, how beams are scored.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,34 +20,47 @@ from quire.schema.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
-    from quire.grammar.backend import Matcher
+    from quire.grammar.backend import Matcher, Vocabulary
+    from quire.grammar.compiler import Compiled
     from quire.grammar.masks import Masks
 
 MAKE_MASKS, MAKE_SPEC = "quire.engine.masking:make_masks", "quire.grammar.request:make_spec"
-_WAIT = 0.05  # seconds between looks at a grammar that compiles
+_WAIT = 0.01  # seconds between looks at a grammar that compiles
 Allowed = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
+class BeamForms:
+    """The forms of one engine's searches, compiled when the first is asked for. From any thread."""
+
+    def __init__(self, config: EngineConfig, vocab_size: int) -> None:
+        self._config, self._size = config, vocab_size
+        self._lock = threading.Lock()
+        self._masks: Masks | None = None
+
+    def make(self, given: StructuredOutputsParams) -> BeamForm:
+        """Waits until it is compiled."""
+        spec = registry.load(MAKE_SPEC)(given, self._config.structured_outputs_config)
+        with self._lock:
+            self._masks = self._masks or registry.load(MAKE_MASKS)(self._config, self._size)
+            compiler = self._masks.compiler
+        compiler.submit(spec)
+        while (found := compiler.fetch(spec)) is None:
+            time.sleep(_WAIT)
+        if isinstance(found, QuireError):
+            raise found
+        return BeamForm(found, compiler.vocabulary())
+
+    def close(self) -> None:
+        if self._masks is not None:
+            self._masks.close()
 
 
 class BeamForm:
     """One constraint."""
 
-    def __init__(self, given: StructuredOutputsParams, config: EngineConfig, vocab_size: int) -> None:
-        self._size = vocab_size
-        self._masks: Masks = registry.load(MAKE_MASKS)(config, vocab_size)
-        try:
-            self._compiled = self._compile(registry.load(MAKE_SPEC)(given, config.structured_outputs_config))
-        finally:
-            self._masks.close()
-        self._ends = list(self._masks.compiler.vocabulary().ends)
-
-    def _compile(self, spec: Any) -> Any:
-        compiler = self._masks.compiler
-        compiler.submit(spec)
-        while (found := compiler.fetch(spec)) is None:
-            self._masks.wait(_WAIT)
-        if isinstance(found, QuireError):
-            raise found
-        return found
+    def __init__(self, compiled: Compiled, vocabulary: Vocabulary) -> None:
+        self._compiled = compiled
+        self._size, self._ends = vocabulary.size, list(vocabulary.ends)
 
     def allowed(self, said: Sequence[int]) -> Allowed:
         """One entry per token: whether it may follow."""

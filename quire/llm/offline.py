@@ -17,15 +17,15 @@ import msgspec
 
 from quire.base import registry
 from quire.engine.inputs import Asked, Options
-from quire.llm.beam import BeamSearchInstance, BeamSearchOutput
-from quire.llm.beam_form import BeamForm
+from quire.llm.beam import BeamSearchInstance, BeamSearchOutput, check_ranks, followed
+from quire.llm.beam_form import BeamForm, BeamForms
 from quire.llm.progress import Progress
 from quire.llm.prompts import list_conversations, list_prompts, pair, render
 from quire.llm.stepper import LLMEngine
 from quire.llm.verbs import verb
 from quire.observe.reader import Metric
 from quire.schema.errors import InputError, NotBuiltError
-from quire.schema.outputs import LogprobsOnePosition, RequestOutput
+from quire.schema.outputs import RequestOutput
 from quire.schema.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.schema.prompt import TokensPrompt
 
@@ -179,13 +179,15 @@ class LLM:
             raise InputError(f"params must be BeamSearchParams, got {type(params).__name__}", param="params")
         if concurrency_limit is not None and concurrency_limit < 1:
             raise InputError(f"concurrency_limit must be at least 1, got {concurrency_limit}")
-        if (mode := self.model_config.logprobs_mode).endswith("logits"):
-            raise InputError(f"beam search ranks by log probabilities, and logprobs_mode is {mode!r}", param="params")
+        check_ranks(self.model_config.logprobs_mode)
         options = Options(lora_request=lora_request, any_logprobs=True)
         form = None
         if params.structured_outputs is not None:
-            config, size = self.llm_engine.vllm_config, self.input_processor.vocab_size
-            form = BeamForm(params.structured_outputs, config, size)
+            forms = BeamForms(self.llm_engine.vllm_config, self.input_processor.vocab_size)
+            try:
+                form = forms.make(params.structured_outputs)
+            finally:
+                forms.close()
         searches = [self._search(prompt, params, options, form) for prompt in list_prompts(prompts)]
         progress = Progress.make(use_tqdm, total=len(searches), words="Beam search")
         size = concurrency_limit or max(1, len(searches))
@@ -198,16 +200,7 @@ class LLM:
         self, prompt: Any, params: BeamSearchParams, options: Options, form: BeamForm | None
     ) -> BeamSearchInstance:
         asked = self._prepare(prompt, SamplingParams(max_tokens=params.max_tokens), options)
-        request = asked.requests[0]
-        ends = {request.eos_token_id, *request.stop_token_ids} - {None}
-        return BeamSearchInstance(
-            list(asked.token_ids),
-            params,
-            request.max_tokens,
-            frozenset(end for end in ends if end is not None),
-            request.cache_salt,
-            form=form,
-        )
+        return BeamSearchInstance.of(asked, params, form)
 
     def _run_searches(self, searches: list[BeamSearchInstance], options: Options, progress: Progress) -> None:
         """Each round extends every live beam of every search by one request of one token."""
@@ -216,20 +209,11 @@ class LLM:
             asked = []
             for search in live:
                 salt = {} if search.cache_salt is None else {"cache_salt": search.cache_salt}
-                for beam in search.beams:
-                    count, named = search.ask(beam, self.input_processor.vocab_size)
-                    params = SamplingParams(
-                        temperature=0.0,
-                        max_tokens=1,
-                        logprobs=count,
-                        logprob_token_ids=named or None,
-                        detokenize=False,
-                        output_kind=RequestOutputKind.FINAL_ONLY,
-                    )
-                    asked.append(self._prepare({"prompt_token_ids": beam.tokens} | salt, params, options))
+                for tokens, params in search.questions(self.input_processor.vocab_size):
+                    asked.append(self._prepare({"prompt_token_ids": tokens} | salt, params, options))
             results = iter(self._run(asked, False))
             for search in live:
-                search.advance([_followed(next(results)) for _ in list(search.beams)])
+                search.advance([followed(next(results)) for _ in list(search.beams)])
                 if search.done:
                     progress.advance()
             live = [search for search in live if not search.done]
@@ -320,10 +304,3 @@ def _join_legacy(prompts: Any, prompt_token_ids: Any) -> list[Any]:
     if len(texts) != len(ids):
         raise InputError(f"{len(texts)} prompts and {len(ids)} prompt_token_ids were given", param="prompt_token_ids")
     return [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in zip(texts, ids, strict=True)]
-
-
-def _followed(result: RequestOutput) -> LogprobsOnePosition:
-    """What may follow a beam: the log probabilities of the one token that was generated."""
-    logprobs = result.outputs[0].logprobs
-    assert logprobs is not None
-    return logprobs[0]

@@ -9,15 +9,18 @@ Must not know: HTTP.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from quire.base import registry
 from quire.base.clock import now
 from quire.base.log import logger
 from quire.engine.inputs import Asked, Options
@@ -28,15 +31,18 @@ from quire.llm.verbs import async_verb
 from quire.schema.errors import EngineDeadError, InputError, NotBuiltError
 from quire.schema.messages import Outputs
 from quire.schema.outputs import RequestOutput
-from quire.schema.params import RequestOutputKind, SamplingParams
+from quire.schema.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.schema.prompt import Prompt
 
 if TYPE_CHECKING:
     from quire.config import EngineArgs, EngineConfig
     from quire.engine.client import EngineClient
+    from quire.llm.beam_flow import BeamFlow
+    from quire.llm.beam_form import BeamForms
     from quire.text.tokenizer import Tokenizer
 
 log = logger(__name__)
+BEAM_FLOW, BEAM_FORMS = "quire.llm.beam_flow:BeamFlow", "quire.llm.beam_form:BeamForms"  # numpy comes with them
 _LONG_TEXT = 4096  # characters; tokenizing less is quicker than going to another thread
 
 
@@ -227,7 +233,9 @@ class AsyncLLM:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._stopped = False
         self.front.client.stream(self._streams)
-        self._finalizer = weakref.finalize(self, _close, self.front, self._pool)
+        self._searches: weakref.WeakSet[BeamFlow] = weakref.WeakSet()
+        self._made_later = contextlib.ExitStack()  # what the first request that needs it makes, to be closed
+        self._finalizer = weakref.finalize(self, _close, self.front, self._pool, self._made_later)
 
     @classmethod
     def from_engine_args(
@@ -271,13 +279,35 @@ class AsyncLLM:
                 for result in await flow.next():
                     yield result
 
-    def open(self, asked: Sequence[Asked]) -> Flow:
+    def open(self, asked: Sequence[Asked], *, logged: bool = True) -> Flow:
         """Submit prepared requests and listen to all of them at once. Their ids must be new and their kinds alike."""
         self._check_alive()
+        log = self._log_asked(asked) if logged else None
+        return self._streams.open(asked, asyncio.get_running_loop(), log)
+
+    def _log_asked(self, asked: Sequence[Asked]) -> RequestLog | None:
         if self._log is not None:
             for one in asked:
                 self._log.asked(one)
-        return self._streams.open(asked, asyncio.get_running_loop(), self._log)
+        return self._log
+
+    def open_beams(self, asked: Sequence[Asked], params: BeamSearchParams, options: Options) -> BeamFlow:
+        """Search for the best answers to prepared requests instead of running them as they are."""
+        self._check_alive()
+        make: type[BeamFlow] = registry.load(BEAM_FLOW)
+        flow = make(self, self._beam_forms, asked, params, options, self._log_asked(asked))
+        self._searches.add(flow)
+        return flow
+
+    async def abort_searches(self, wanted: Callable[[str], object]) -> int:
+        """End the beam searches whose ids are wanted: between two rounds the engine knows nothing of them."""
+        return sum([await flow.abort(wanted) for flow in list(self._searches)])
+
+    @cached_property
+    def _beam_forms(self) -> BeamForms:
+        forms: BeamForms = registry.load(BEAM_FORMS)(self.vllm_config, self.front.inputs.vocab_size)
+        self._made_later.callback(forms.close)
+        return forms
 
     async def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams, options: Options) -> Asked:
         """Check and tokenize; nothing runs yet. A long text is tokenized in another thread."""
@@ -411,6 +441,7 @@ def _with_text(prompt: object, text: str | None) -> Prompt:
     return read if text is None or read.text is not None else msgspec.structs.replace(read, text=text)
 
 
-def _close(front: Front, pool: ThreadPoolExecutor) -> None:
+def _close(front: Front, pool: ThreadPoolExecutor, made_later: contextlib.ExitStack) -> None:
     front.close()
+    made_later.close()
     pool.shutdown(wait=False, cancel_futures=True)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 _TAG = "admin"
 _LONGEST_CALL_S = 3600.0
-# how openai/params.py continues a client's id
-_OWN_NAME = r"(?:(?:chat)?cmpl-|resp_|msg_)?{}(?:-[0-9a-f]{{9,}}(?:-\d+)?)?"
+# how openai/params.py continues a client's id, and a beam search that
+_OWN_NAME = r"(?:(?:chat)?cmpl-|resp_|msg_)?{}(?:-[0-9a-f]{{9,}}(?:-\d+){{0,2}})?"
 
 
 class Version(BaseModel):
@@ -214,9 +214,11 @@ async def is_paused(request: Request) -> dict[str, bool]:
 @development.post("/abort_requests")
 async def abort_requests(request: Request, body: Annotated[AbortRequest | None, Body()] = None) -> dict[str, int]:
     """End requests by their ids, whichever process answers them; their answers say finish_reason abort."""
-    ids = None if body is None else body.request_ids
+    ids, engine = None if body is None else body.request_ids, _state(request).engine
     patterns = None if ids is None else [_OWN_NAME.format(re.escape(one)) for one in ids]
-    return {"aborted": int(await _state(request).engine.call("abort_requests", patterns))}
+    wanted = re.compile(".*" if patterns is None else "|".join(patterns) or r"(?!)", re.DOTALL)
+    searches = await engine.abort_searches(wanted.fullmatch)
+    return {"aborted": searches + int(await engine.call("abort_requests", patterns))}
 
 
 @development.post("/sleep")

@@ -13,6 +13,7 @@ import msgspec
 from pydantic import RootModel
 
 from quire.engine.inputs import Asked
+from quire.schema.errors import InputError
 from quire.schema.params import SamplingParams
 from quire.server.generate import NAMES, TokensRequest
 from quire.server.openai.chat_open import prepare_chat
@@ -67,6 +68,8 @@ async def render_completion(call: Call, request: CompletionRequest) -> None:
 
 
 def _rendered(asked: Sequence[Asked], request: GenerateRequest, public_id: str, model: str) -> list[dict[str, Any]]:
+    if request.use_beam_search:
+        raise InputError("use_beam_search: a search is many requests, and has no form of one", param="use_beam_search")
     streaming = None if request.stream_options is None else request.stream_options.model_dump()
     return [
         {

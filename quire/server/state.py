@@ -19,7 +19,6 @@ from quire.server.served import ServedNames
 from quire.server.tool_server import ToolServer
 from quire.text.chat import choose_template
 from quire.text.parse.choose import ParserChoice
-from quire.text.parse.writer import CallForm
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -83,11 +82,6 @@ class ServerState:
     def keeps_special(self) -> tuple[bool, bool]:
         """Whether special tokens must stay in an answer's text: without tools, with them."""
         return self.parsers.keeps_special_tokens(with_tools=False), self.parsers.keeps_special_tokens(with_tools=True)
-
-    @cached_property
-    def call_form(self) -> CallForm | None:
-        """How the model writes a call, where a grammar can hold it to a schema."""
-        return self.parsers.call_form()
 
     def close(self) -> None:
         self.renderers.shutdown(wait=False, cancel_futures=True)

@@ -51,7 +51,8 @@ def render_chat(
             param="continue_final_message",
         )
     if tokenizer.render_own_chat is not None and chat_template is None:
-        return tokenizer.render_own_chat(messages, tools, continue_final_message, dict(template_kwargs or {}))
+        further = dict(template_kwargs or {})
+        return tokenizer.render_own_chat(messages, tools, add_generation_prompt, continue_final_message, further)
     source = choose_template(tokenizer, chat_template, with_tools=bool(tools))
     facts: TemplateFacts = load("quire.text.template_facts:read_facts")(source)
     as_parts = _wants_parts(content_format, facts)

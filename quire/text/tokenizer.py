@@ -26,11 +26,12 @@ MODES = Registry(
         "mistral": "quire.text.forms.mistral:load_mistral",
     },
 )
+_HARMONY_TAGS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>", "<|return|>", "<|end|>")
 NOT_BUILT_MODES = ("cohere", "deepseek_v32", "deepseek_v4", "inkling", "kimi_audio", "kimi_k3", "terratorch")
 
 
-# (messages, tools, continue_final_message, options) -> the prompt
-OwnChat = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None, bool, dict[str, Any]], str]
+# (messages, tools, add_generation_prompt, continue_final_message, options) -> the prompt
+OwnChat = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None, bool, bool, dict[str, Any]], str]
 
 
 class Encoding(dict[str, Any]):
@@ -48,6 +49,7 @@ class Tokenizer(abc.ABC):
 
     is_fast = False
     pieces: Pieces | None = None  # bytes of each token, where the form has them
+    response_template: Any = None  # how its answers are read, in transformers' words
     render_own_chat: OwnChat | None = None  # a way from messages to a prompt that is no template
 
     def __init__(
@@ -248,6 +250,8 @@ def load_tokenizer(
         path = _fetch(source, revision, download_dir)
     tokenizer: Tokenizer = form(path, trust_remote_code=trust_remote_code)
     tokenizer.name_or_path = source
+    if tokenizer.render_own_chat is None and all(tokenizer.token_to_id(tag) is not None for tag in _HARMONY_TAGS):
+        tokenizer.render_own_chat = load("quire.text.harmony:render_harmony")
     return tokenizer
 
 

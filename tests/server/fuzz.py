@@ -32,9 +32,9 @@ from tests.server.live import Live, live_fake
 
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
 ALWAYS_REFUSED = (
-    "suffix", "prompt_embeds", "use_beam_search", "watermarking", "thinking_token_budget",
+    "suffix", "prompt_embeds", "watermarking", "thinking_token_budget",
     "kv_transfer_params", "ec_transfer_params", "routed_experts_prompt_start", "return_token_offsets",
-    "return_mm_kwargs", "media_io_kwargs", "mm_processor_kwargs", "length_penalty", "tool_choice",
+    "return_mm_kwargs", "media_io_kwargs", "mm_processor_kwargs", "tool_choice",
     "chat_template", "chat_template_kwargs", "priority", "stream_interval", "logprob_token_ids", "allowed_token_ids",
     "truncate_prompt_tokens", "min_tokens",
 )  # fmt: skip
@@ -42,6 +42,7 @@ OFTEN_REFUSED = (
     "n", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "stop", "stop_token_ids",
     "logit_bias", "bad_words", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "seed", "cache_salt", "request_id", "stream_options", "structured_outputs", "response_format",
+    "use_beam_search", "length_penalty",
 )  # fmt: skip
 
 

@@ -166,6 +166,11 @@ def test_held_to_a_form(client: openai.OpenAI) -> None:
         model="smol", input="Describe Paris.", text_format=City, max_output_tokens=100, temperature=0
     )
     assert isinstance(parsed.output_parsed, City)
+    with client.responses.stream(
+        model="smol", input="Describe Paris.", text_format=City, max_output_tokens=100, temperature=0
+    ) as stream:
+        done = [event for event in stream if event.type == "response.output_text.done"]
+    assert [event.parsed for event in done] == [parsed.output_parsed]
     choice: Any = {"type": "function", "name": "get_weather"}
     tool = {**TOOL, "parameters": {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}},
                                    "required": ["city"], "additionalProperties": False}}  # fmt: skip
@@ -261,9 +266,9 @@ def test_a_background_stream_outlives_its_reader(client: openai.OpenAI, server: 
     )
     first = next(iter(made))
     made.close()
-    assert first.type == "response.queued"
+    assert first.type == "response.created" and first.response.status == "queued"
     again = list(client.responses.retrieve(first.response.id, stream=True, starting_after=0))
-    assert again[0].type == "response.created" and again[0].sequence_number == 1
+    assert again[0].type == "response.queued" and again[0].sequence_number == 1
     text = "".join(part.delta for part in again if part.type == "response.output_text.delta")
     assert text and again[-1].response.output_text == text
     assert client.responses.retrieve(first.response.id).output_text == text

@@ -141,3 +141,12 @@ def test_the_server_outlives_a_grammar_that_compiles_forever(smol: Live) -> None
                               "structured_outputs": {"grammar": f"root ::= r0\n{rules}\nr12 ::= [a-z]"}})  # fmt: skip
     assert answer.status_code in (200, 400), answer.text
     assert text_of(smol, TEXT, structured_outputs={"choice": ["still here"]}) == "still here"
+
+
+def test_a_refusal_names_the_clients_field(smol: Live) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "strin"}}}
+    chat = {"model": "smol", "messages": MESSAGES, "max_tokens": 5}
+    for body, param in (({"guided_regex": "(("}, "guided_regex"), ({"response_format": form}, "response_format")):
+        assert smol.post(CHAT, {**chat, **body}).json()["error"]["param"] == param
+    text = {"format": {"type": "json_schema", "name": "a", "schema": {"type": "strin"}}}
+    assert smol.post("/v1/responses", {"input": "x", "text": text}).json()["error"]["param"] == "text.format"

@@ -162,7 +162,7 @@ def test_a_tool_that_fails(server: Live, call: str, words: str) -> None:
     found = ask(server, call, MCP, max_output_tokens=None)
     item = found["output"][0]
     assert item["status"] == "failed" and item["output"] is None
-    assert item["error"]["type"] == "mcp_tool_execution_error" and words in item["error"]["content"][0]["text"]
+    assert words in item["error"]
     assert text_of(found).startswith("It is ") and found["status"] == "completed"
 
 

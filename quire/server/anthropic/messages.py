@@ -54,7 +54,8 @@ async def create_message(call: Call, request: AnthropicMessagesRequest) -> None:
     state.served.check(request.model)
     prepared = await _prepare(state, request)
     public_id = f"msg_{call.request_id(None)}"
-    chat = await open_chat(call, prepared, public_id)
+    with renamed(NAMES):
+        chat = await open_chat(call, prepared, public_id)
     with chat.opened.flow as flow:
         answer = MessageAnswer(chat, public_id)
         if request.stream:

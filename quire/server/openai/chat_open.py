@@ -24,7 +24,6 @@ from quire.server.route import Call
 from quire.server.state import ServerState
 from quire.text.parse.base import OutputParser
 from quire.text.parse.choose import Ask
-from quire.text.parse.forced import strict_tag
 from quire.text.parse.reasoning import ReasoningFormat
 
 
@@ -115,7 +114,7 @@ def _held_to(state: ServerState, tools: ToolUse, params: SamplingParams) -> Stru
         return StructuredOutputsParams(json=tools.schema)
     if not tools.tools or params.structured_outputs is not None:  # a form of the whole answer leaves no room for calls
         return None
-    tag = strict_tag(tools.tools, state.call_form, parallel=tools.parallel)
+    tag = state.parsers.strict_tag(tools.tools, parallel=tools.parallel)
     return None if tag is None else StructuredOutputsParams(structural_tag=tag)
 
 

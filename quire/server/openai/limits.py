@@ -14,6 +14,7 @@ from quire.base.log import logger, once
 from quire.config.server import ServerConfig
 from quire.schema.errors import InputError, NotBuiltError
 from quire.server.body import check_finite
+from quire.server.openai.beams import beam_width, check_beams
 from quire.server.openai.chat_protocol import ChatRequest
 from quire.server.openai.protocol import GenerateRequest
 from quire.server.openai.structured import GUIDED, GUIDED_WHITESPACE
@@ -24,7 +25,7 @@ _WARNED_FIELDS = 100  # so many unknown names are reported; a client may send an
 _warned: set[str] = set()
 # Refused whenever they ask for something. Names that clients of older servers send are here too.
 _UNBUILT = (
-    "suffix", "prompt_embeds", "use_beam_search", "watermarking",
+    "suffix", "prompt_embeds", "watermarking",
     "kv_transfer_params", "ec_transfer_params", "routed_experts_prompt_start", "return_token_offsets",
     "return_mm_kwargs", "media_io_kwargs", "mm_processor_kwargs",
 )  # fmt: skip
@@ -35,7 +36,6 @@ _UNBUILT_EXTRA = (
 _HINTS = {
     "suffix": "suffix (fill in the middle) is not in this version of Quire; put the model's own fill-in tokens into "
     "the prompt",
-    "use_beam_search": "use_beam_search is not in this version of Quire's server; LLM.beam_search has it",
     "kv_transfer_params": "kv_transfer_params: KV transfer between engines is not in this version of Quire",
     "guided_decoding_backend": "guided_decoding_backend: the backend is chosen when the server starts "
     "(--structured-outputs-config.backend)",
@@ -47,11 +47,17 @@ def check_request(request: GenerateRequest, options: ServerConfig, num_prompts: 
     """Everything but the prompt itself."""
     _check_unbuilt(request)
     if request.model_extra:
-        _check_extra(request.model_extra, request.n)
+        _check_extra(request.model_extra)
+    check_beams(request)
+    width = beam_width(request)
+    if width != (request.n or 1):
+        if not request.use_beam_search:
+            raise InputError(f"best_of is {width}; it can only be n ({request.n or 1}): use n", param="best_of")
+        _check_most("best_of", width, options.max_num_choices, "max-num-choices")
     if request.n is not None:
         _check_most("n", request.n, options.max_num_choices, "max-num-choices")
     _check_most("prompt", num_prompts, options.max_prompts_per_request, "max-prompts-per-request", "prompts")
-    many = num_prompts * max(request.n or 1, 1)
+    many = num_prompts * max(width, 1)
     _check_most("n", many, options.max_sequences_per_request, "max-sequences-per-request", "answers (prompts times n)")
     if request.stop:
         _check_stops([request.stop] if isinstance(request.stop, str) else request.stop, options)
@@ -100,22 +106,15 @@ def _check_unbuilt(request: GenerateRequest) -> None:
     for name in _UNBUILT:
         if name in fields and getattr(request, name):
             raise NotBuiltError(_HINTS.get(name) or f"{name} is not in this version of Quire", param=name)
-    if request.length_penalty is not None and request.length_penalty != 1.0:
-        raise NotBuiltError(
-            "length_penalty is for beam search, which this server does not have", param="length_penalty"
-        )
 
 
-def _check_extra(extra: dict[str, Any], n: int | None) -> None:
+def _check_extra(extra: dict[str, Any]) -> None:
     """Unknown fields are let through, as every server of this API does, and reported once."""
     for name in _UNBUILT_EXTRA:
         if extra.get(name):
             raise NotBuiltError(_HINTS.get(name) or f"{name} is not in this version of Quire", param=name)
-    best_of = extra.get("best_of")
-    if best_of is not None and best_of != (n or 1):
-        raise InputError(f"best_of is {best_of!r:.100}; it can only be n ({n or 1}): use n", param="best_of")
     for name in extra:
-        if name in GUIDED or name == GUIDED_WHITESPACE:
+        if name in GUIDED or name in (GUIDED_WHITESPACE, "best_of"):
             continue
         if extra[name] is not None and name not in _warned and len(_warned) < _WARNED_FIELDS:
             _warned.add(name)

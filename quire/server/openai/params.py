@@ -9,17 +9,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.engine.inputs import Asked, Options
 from quire.llm.online import Flow
 from quire.schema.errors import InputError
 from quire.schema.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from quire.schema.prompt import Prompt
+from quire.server.openai.beams import open_beams
 from quire.server.openai.protocol import GenerateRequest
-from quire.server.openai.structured import constraint_of
+from quire.server.openai.structured import constraint_of, form_name
+from quire.server.renamed import renamed
 from quire.server.route import Call
 from quire.server.state import ServerState
+
+if TYPE_CHECKING:
+    from quire.llm.beam_flow import BeamFlow
 
 _SAME = (
     "n", "frequency_penalty", "presence_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
@@ -36,7 +41,7 @@ _FROM_MODEL = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 class Opened:
     """The requests of one call: one per prompt, in order."""
 
-    flow: Flow
+    flow: Flow | BeamFlow
     asked: tuple[Asked, ...]
     indices: dict[str, int]  # engine's request id -> which prompt
 
@@ -103,11 +108,16 @@ async def open_requests(
     *, add_special_tokens: bool, most: int | None, continues: bool = False,
 ) -> Opened:  # fmt: skip
     """Check and tokenize every prompt, then submit them all. `most`: a max_tokens the client itself asked for."""
-    asked = await prepare_requests(
-        call, request, public_id, prompts, params, add_special_tokens=add_special_tokens, most=most,
-        continues=continues,
-    )  # fmt: skip
-    flow = call.state.engine.open(asked)
+    with renamed({} if params.structured_outputs is None else {"structured_outputs": form_name(request)}):
+        asked = await prepare_requests(
+            call, request, public_id, prompts, params, add_special_tokens=add_special_tokens, most=most,
+            continues=continues,
+        )  # fmt: skip
+    if request.use_beam_search:
+        options = Options(priority=request.priority or 0, trace_headers=call.trace_headers())
+        flow: Flow | BeamFlow = open_beams(call.state, request, asked, options)
+    else:
+        flow = call.state.engine.open(asked)
     return Opened(flow, tuple(asked), {one.request_id: index for index, one in enumerate(asked)})
 
 

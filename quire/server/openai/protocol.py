@@ -98,9 +98,12 @@ class GenerateRequest(BaseModel):
     thinking_token_budget: Annotated[int, Field(ge=0, le=INT64)] | None = None
     """Tokens after which a thought is closed; needs --reasoning-parser."""
 
-    # In the documented API and not in this version: refused by name (limits.py).
     use_beam_search: bool | None = None
+    """The n likeliest answers of a beam search that is n (or best_of) wide; not streamed."""
     length_penalty: float | None = None
+    """Of a beam search: a larger one favours longer answers; 1."""
+
+    # In the documented API and not in this version: refused by name (limits.py).
     watermarking: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None

@@ -175,6 +175,7 @@ class Responses:
         except BaseException:
             record.flow.close()
             raise
+        self._store.grow(record, record.add(answer.queued_events()))
         record.task = asyncio.get_running_loop().create_task(self._make(record, answer))
 
     async def _make(self, record: Record, answer: ResponseAnswer) -> None:

@@ -79,13 +79,15 @@ class ResponseAnswer:
         self._pending = []
         return found
 
+    def queued_events(self) -> list[bytes]:
+        """Of one that is made in the background: it is there, and waits."""
+        return [self._event(f"response.{name}", response=self.response()) for name in ("created", "queued")]
+
     def first_events(self) -> Iterator[bytes]:
-        if self._number == 0:
-            if self._request.background:
-                yield self._event("response.queued", response=self.response())
-            yield self._event("response.created", response=self.response())
         if self.status == "queued":
             self.status = "in_progress"
+            if self._number == 0:
+                yield self._event("response.created", response=self.response())
             yield self._event("response.in_progress", response=self.response())
 
     def last_events(self) -> list[bytes]:
@@ -271,7 +273,7 @@ class ResponseAnswer:
         num_thought = len(tokenizer.encode(thought, False)) if thought and tokenizer is not None else 0
         return {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": self._num_cached},
+            "input_tokens_details": {"cached_tokens": self._num_cached, "cache_write_tokens": 0},
             "output_tokens": self._num_tokens,
             "output_tokens_details": {"reasoning_tokens": min(num_thought, self._num_tokens)},
             "total_tokens": prompt + self._num_tokens,
@@ -352,11 +354,10 @@ class _Item:
         result = self.result
         text = None if result is None else result.text
         failed = result is not None and result.failed
-        error = {"type": "mcp_tool_execution_error", "content": [{"type": "text", "text": text}]}
         return {
             "server_label": self.label,
             "output": None if failed else text,
-            "error": error if failed else None,
+            "error": text if failed else None,
             "approval_request_id": None,
         }
 

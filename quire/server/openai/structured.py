@@ -46,6 +46,16 @@ def constraint_of(request: GenerateRequest) -> StructuredOutputsParams | None:
         raise InputError(str(wrong), param=name) from None
 
 
+def form_name(request: GenerateRequest) -> str:
+    """The field in which the client said it, for refusals."""
+    if request.response_format is not None and request.response_format.type != "text":
+        return "response_format"
+    if request.structured_outputs:
+        return "structured_outputs"
+    extra = request.model_extra or {}
+    return next((name for name in GUIDED if extra.get(name)), "tools")
+
+
 def _of_format(form: ResponseFormat) -> dict[str, Any]:
     further = form.model_extra or {}
     if form.type == "json_object":

@@ -111,13 +111,15 @@ def finish(source: str, pipeline: Pipeline, sidecar: Sidecar) -> FastTokenizer:
             eos=sidecar.special.get("eos_token") if sidecar.config.get("add_eos_token") else None,
         )
     special = {name: token for name, token in sidecar.special.items() if pipeline.token_to_id(token) is not None}
-    return FastTokenizer(
+    made = FastTokenizer(
         source,
         pipeline,
         special=special,
         chat_template=sidecar.chat_template,
         max_length=sidecar.max_length,
     )
+    made.response_template = sidecar.config.get("response_template")
+    return made
 
 
 def add_tokens(pipeline: Pipeline, sidecar: Sidecar) -> Pipeline:

@@ -62,6 +62,7 @@ class MistralTokenizer(FastTokenizer):
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
         continue_final_message: bool,
         options: dict[str, Any],
     ) -> str:

@@ -9,21 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from quire.base.registry import load
+from quire.schema.errors import InputError
 from quire.text.parse.base import Delta, OutputParser, PlainParser
 from quire.text.parse.forced import forced_format
 from quire.text.parse.reasoning import ReasoningFormat, ReasoningTokens
-from quire.text.parse.registry import find_reasoning_parser, find_tool_parser, load_plugin
+from quire.text.parse.registry import TOOL_PARSERS, find_reasoning_parser, find_tool_parser, load_plugin
 from quire.text.parse.tags import Source, Steps
 from quire.text.parse.typed import tool_schemas
-from quire.text.parse.writer import CallForm, FormatParser, ToolFormat, Writer, read_text
+from quire.text.parse.writer import FormatParser, ToolFormat, Writer, read_text
 
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 _HARMONY = "quire.text.parse.tools.harmony"
+_FROM_TOKENIZER = "quire.text.parse.tools.hf:FromTokenizer"
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,10 @@ class ParserChoice:
             load_plugin(tool_plugin, "tool_parser_plugin")
         if reasoning_plugin:
             load_plugin(reasoning_plugin, "reasoning_parser_plugin")
-        return cls(
-            find_tool_parser(tool) if tool else None, find_reasoning_parser(reasoning) if reasoning else None, tokenizer
-        )
+        found = find_tool_parser(tool) if tool else None
+        if isinstance(found, load(_FROM_TOKENIZER)) and tokenizer is not None:
+            found = found(tokenizer)
+        return cls(found, find_reasoning_parser(reasoning) if reasoning else None, tokenizer)
 
     def parser(self, ask: Ask) -> OutputParser:
         """For one answer."""
@@ -92,8 +96,7 @@ class ParserChoice:
         tags = [*self.tool.tags] if with_tools and isinstance(self.tool, ToolFormat) else []
         if isinstance(self.reasoning, ReasoningFormat):
             tags += load(f"{_HARMONY}:TAGS") if self.reasoning.harmony else self.reasoning.tags
-        special = _special_texts(self.tokenizer)
-        return any(mark in tag or tag in mark for tag in tags for mark in special if mark)
+        return any(mark in tag or tag in mark for tag in tags for mark in self._special.values() if mark)
 
     def adjusted(self, request: Any) -> Any:
         """The request as a plug-in's adjust_request wants it; ours want nothing."""
@@ -101,14 +104,27 @@ class ParserChoice:
             return request
         return self.tool(self.tokenizer).adjust_request(request)
 
-    def call_form(self) -> CallForm | None:
-        """How a call is written word for word, where a grammar could say so: its tags must be text, since a grammar
-        says no special tokens."""
-        form = self.tool.form if isinstance(self.tool, ToolFormat) else None
-        if form is None or self.tokenizer is None:
+    def strict_tag(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> dict[str, Any] | None:
+        """What holds calls to the schemas of the tools that are strict; None: none is."""
+        if not any(tool["function"].get("strict") is True for tool in tools):
             return None
-        special = [mark for mark in _special_texts(self.tokenizer) if mark]
-        return None if any(mark in text for text in (form.begin, form.end) for mark in special) else form
+        forms = self.tool.forms if isinstance(self.tool, ToolFormat) else ()
+        if not forms:
+            able = (name for name in TOOL_PARSERS.names() if isinstance(TOOL_PARSERS.get(name), ToolFormat))
+            raise InputError(
+                "a strict tool needs a parser whose calls can be held to a schema, with tool_choice 'auto': "
+                f"{', '.join(sorted(name for name in able if TOOL_PARSERS.get(name).forms))}; the server's is none of "
+                "them. Leave 'strict' out, or set tool_choice to 'required'",
+                param="tools",
+            )
+        special = {text: token_id for token_id, text in self._special.items() if text}
+        made: dict[str, Any] = load("quire.text.parse.strict:strict_tag")(tools, forms, special, parallel=parallel)
+        return made
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        tokenizer = self.tokenizer
+        return {} if tokenizer is None else {i: tokenizer.id_to_token(i) or "" for i in tokenizer.skipped_ids}
 
     def reasoning_format(self) -> ReasoningFormat | None:
         """The tags of thought, a plug-in's too if it names them."""
@@ -161,7 +177,8 @@ def _compose(tool: ToolFormat | None, reasoning: ReasoningFormat | None, ask: As
             yield from read_text(source, out)
             return
         source.hide((*tool.hidden, *(reasoning.hidden if reasoning is not None else ())))
-        yield from tool.read(source, out)
+        begun = ask.prompt if reasoning is None else None  # a thought that it opened is read by now
+        yield from (tool.read if tool.after is None or not begun else tool.after(begun))(source, out)
 
     writer = (
         Writer(keep_space=True)
@@ -169,10 +186,6 @@ def _compose(tool: ToolFormat | None, reasoning: ReasoningFormat | None, ask: As
         else Writer(tool_schemas(ask.tools), new_id=tool.new_id, first_only=not ask.parallel)
     )
     return FormatParser(read, writer)
-
-
-def _special_texts(tokenizer: Tokenizer) -> list[str]:
-    return [tokenizer.id_to_token(token_id) or "" for token_id in tokenizer.skipped_ids]
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

@@ -1,5 +1,4 @@
-"""Calls that a request insists on: the JSON schema an answer must follow, and the format that reads it back. And calls
-that it only allows, but whose arguments it holds to a schema (`strict`): the structural tag for them.
+"""Calls that a request insists on: the JSON schema an answer must follow, and the format that reads it back.
 
 `forced` is "" for some call to any of the tools (tool_choice "required": a list of {"name", "parameters"}), or the name
 of the one function whose arguments the whole answer is. In: the tools of a request. Must not know: grammars.
@@ -14,7 +13,7 @@ from quire.schema.errors import InputError
 from quire.text.parse.json_calls import JsonBlocks
 from quire.text.parse.json_text import skip_space
 from quire.text.parse.tags import ANYTHING, Source, Steps
-from quire.text.parse.writer import CallForm, ToolFormat, Writer
+from quire.text.parse.writer import ToolFormat, Writer
 
 _DEFINITIONS = ("$defs", "definitions")
 _LIST = ToolFormat(JsonBlocks((), bare="[{"))
@@ -36,23 +35,6 @@ def forced_schema(tools: Sequence[Mapping[str, Any]], forced: str, *, parallel: 
     if not parallel:
         schema["maxItems"] = 1
     return {**schema, **shared}
-
-
-def strict_tag(tools: Sequence[Mapping[str, Any]], form: CallForm | None, *, parallel: bool) -> dict[str, Any] | None:
-    """Free text in which every call is one of the tools', with arguments of its schema if it is strict. None: no tool
-    asks for it, or this format's calls cannot be told so."""
-    functions = [tool["function"] for tool in tools]
-    if form is None or not any(function.get("strict") is True for function in functions):
-        return None
-    structures = [
-        {
-            "begin": form.begin.replace("{name}", function["name"]),
-            "schema": (function.get("parameters") if function.get("strict") is True else None) or {"type": "object"},
-            "end": form.end,
-        }
-        for function in functions
-    ]
-    return {"structures": structures, "triggers": [form.trigger], "stop_after_first": not parallel}
 
 
 def _call_schema(function: Mapping[str, Any], shared: dict[str, dict[str, Any]]) -> dict[str, Any]:

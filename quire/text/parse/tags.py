@@ -108,6 +108,10 @@ class Source:
         record, self._record = self._record, None
         return "".join(record or ())
 
+    def rest(self) -> tuple[str, bool]:
+        """All that has arrived, and whether that is the end."""
+        return self._take(len(self._text)), self._final
+
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def _take(self, end: int) -> str:

@@ -7,6 +7,7 @@ JSON is read as JSON, Python's literals by python_values.py; what fits no type s
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from quire.text.parse.python_values import literal_as_json
 Types = frozenset[str]
 TEXT: Types = frozenset({"string"})
 ANY: Types = frozenset()  # nothing is known
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _MOST = 128  # schemas looked at for one parameter: references may go in circles
 _KINDS: dict[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null",
@@ -49,6 +51,8 @@ def is_text(types: Types) -> bool:
 def as_json(text: str, types: Types) -> str:
     """The value as JSON. With no types known, what reads as JSON is JSON."""
     bare = text.strip()
+    if "number" in types and _NUMBER.fullmatch(bare):
+        return bare  # however large
     read = read_json(bare)
     if read is not None:
         value, written = read

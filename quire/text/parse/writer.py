@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.text.parse.base import CallDelta, Delta
+from quire.text.parse.call_form import CallForm
 from quire.text.parse.tags import ANYTHING, Source, Steps, Tags
 
 LONGEST_NAME = 256  # characters of a function's or a parameter's name; what is longer is no name
@@ -103,28 +104,19 @@ Read = Callable[[Source, Writer], Steps[None]]
 
 
 @dataclass(frozen=True)
-class CallForm:
-    """One call word for word, for calls that are held to a schema: `begin` with the function's name in place of {name},
-    the arguments as JSON, `end`. `trigger`: how every begin begins; text that has it is a call."""
-
-    trigger: str
-    begin: str
-    end: str
-
-
-@dataclass(frozen=True)
 class ToolFormat:
     """How a family of models writes its calls. `read` reads a whole answer.
 
     `tags`: where one of them is a special token of the tokenizer, special tokens must stay in the text.
-    `hidden`: tags around the text that are no part of it. `form`: one call, where its arguments are JSON in one piece.
+    `hidden`: tags around the text that are no part of it. `forms`: its calls word for word, where they can be told so.
     """
 
     read: Read
     tags: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
     new_id: NewId = random_id
-    form: CallForm | None = None
+    forms: tuple[CallForm, ...] = ()
+    after: Callable[[str], Read] | None = None  # instead of `read`, where the prompt is known and matters
 
 
 class FormatParser:

@@ -7,6 +7,7 @@ An object per call, whose one key is the function.
 
 import re
 
+from quire.text.parse.call_form import CallForm
 from quire.text.parse.json_calls import read_arguments, read_broken
 from quire.text.parse.json_text import skip_space, string_value
 from quire.text.parse.tags import Source, Steps, Tags
@@ -53,4 +54,5 @@ def _calls(source: Source, out: Writer) -> Steps[None]:
         yield from source.accept(_CLOSE)
 
 
-FORMAT = ToolFormat(read, (_OPEN, _CLOSE))
+_FORM = CallForm('{"{name}": ', "}", triggers=(_OPEN,), open="[", between=", ", end="]" + _CLOSE)
+FORMAT = ToolFormat(read, (_OPEN, _CLOSE), forms=(_FORM,))

@@ -23,11 +23,12 @@ V3.2 sometimes leaves ｜DSML｜ out of every tag. V4 has <｜DSML｜tool_calls>
 V4.1 has <｜DSML｜ calls>, and a blank after ｜DSML｜ in every tag; it may fall back to V4's tags.
 """
 
+from quire.text.parse.call_form import CallForm, TaggedValues
 from quire.text.parse.json_calls import read_body
 from quire.text.parse.json_text import raw_value, skip_space
 from quire.text.parse.marked_calls import MarkedCalls
 from quire.text.parse.tags import Source, Steps, Tags
-from quire.text.parse.writer import LONGEST_NAME, CallForm, ToolFormat, Writer
+from quire.text.parse.writer import LONGEST_NAME, ToolFormat, Writer
 from quire.text.parse.xml_calls import XmlCalls
 
 _OPEN, _CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -79,12 +80,39 @@ def _markup(*blocks: str, marks: tuple[str, ...] = ("｜DSML｜", "")) -> XmlCal
     )
 
 
-FORMAT_V3 = ToolFormat(FencedCalls((_OPEN,), _CALL, _SEPARATOR, _END, (_CLOSE,)), _TAGS)
+def _marked_form(call: str, close: str, between: str) -> CallForm:
+    return CallForm(call, close, triggers=(_OPEN,), between=between, end=_CLOSE, others=(_CALL,))
+
+
+def _markup_form(block: str, mark: str = "｜DSML｜") -> CallForm:
+    marks = (mark, "" if mark == "｜DSML｜" else "｜DSML｜")  # the parser takes the other one too
+    ends = [f"{tag}{each}{name}" for each in marks for tag, name in (("</", "parameter>"), ("\n</", "invoke>"))]
+    ends += [f'\n<{each}parameter name="' for each in marks]
+    return CallForm(
+        f'<{mark}invoke name="{{name}}">\n',
+        f"</{mark}invoke>\n",
+        TaggedValues(f'<{mark}parameter name="{{name}}" string="{{text}}">', f"</{mark}parameter>\n", tuple(ends)),
+        triggers=(f"<{mark}{block}>",),
+        open="\n",
+        between="",
+        end=f"</{mark}{block}>",
+        others=(f"<{marks[1]}{block}>", f"<{marks[1]}tool_calls>", *(f'<{each}invoke name="' for each in marks)),
+    )
+
+
+FORMAT_V3 = ToolFormat(
+    FencedCalls((_OPEN,), _CALL, _SEPARATOR, _END, (_CLOSE,)),
+    _TAGS,
+    forms=(_marked_form(f"{_CALL}function{_SEPARATOR}{{name}}\n```json\n", f"\n```{_END}", "\n"),),
+)
 FORMAT_V31 = ToolFormat(
     MarkedCalls((_OPEN,), _CALL, _SEPARATOR, _END, (_CLOSE,)),
     _TAGS,
-    form=CallForm(_CALL, f"{_CALL}{{name}}{_SEPARATOR}", _END),
+    forms=(_marked_form(f"{_CALL}{{name}}{_SEPARATOR}", _END, ""),),
 )
-FORMAT_V32 = ToolFormat(_markup("function_calls"), ("｜DSML｜",))
-FORMAT_V4 = ToolFormat(_markup("tool_calls"), ("｜DSML｜",))
-FORMAT_V41 = ToolFormat(_markup("calls", "tool_calls", marks=("｜DSML｜ ", "｜DSML｜")), ("｜DSML｜",))
+_MARK = ("｜DSML｜",)
+FORMAT_V32 = ToolFormat(_markup("function_calls"), _MARK, forms=(_markup_form("function_calls"),))
+FORMAT_V4 = ToolFormat(_markup("tool_calls"), _MARK, forms=(_markup_form("tool_calls"),))
+FORMAT_V41 = ToolFormat(
+    _markup("calls", "tool_calls", marks=("｜DSML｜ ", "｜DSML｜")), _MARK, forms=(_markup_form("calls", "｜DSML｜ "),)
+)

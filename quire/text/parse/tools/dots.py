@@ -12,6 +12,7 @@ Several calls may stand in one block. One line break on either side of a value i
 the tool's schema.
 """
 
+from quire.text.parse.call_form import CallForm, TaggedValues
 from quire.text.parse.writer import ToolFormat
 from quire.text.parse.xml_calls import XmlCalls
 
@@ -26,4 +27,16 @@ FORMAT = ToolFormat(
         parameter_close=("</parameter>",),
     ),
     _TAGS,
+    forms=(
+        CallForm(
+            '<invoke name="{name}">\n',
+            "</invoke>\n",
+            TaggedValues('<parameter name="{name}">\n', "\n</parameter>\n", ('\n<parameter name="', "\n</invoke>")),
+            triggers=_TAGS[:1],
+            open="\n",
+            between="",
+            end=_TAGS[1],
+            others=('<invoke name="',),
+        ),
+    ),
 )

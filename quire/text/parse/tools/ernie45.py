@@ -12,5 +12,5 @@ from quire.text.parse.tools.hermes import FORM, TAGS
 from quire.text.parse.writer import ToolFormat
 
 FORMAT = ToolFormat(
-    JsonBlocks(TAGS[:1], TAGS[1:]), TAGS, hidden=("<response>\n", "\n</response>", "</response>"), form=FORM
+    JsonBlocks(TAGS[:1], TAGS[1:]), TAGS, hidden=("<response>\n", "\n</response>", "</response>"), forms=(FORM,)
 )

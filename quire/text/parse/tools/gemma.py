@@ -9,6 +9,7 @@ Keys stand bare, strings between two marks, objects and lists in their brackets.
 import re
 from dataclasses import dataclass, field
 
+from quire.text.parse.call_form import BareValues, CallForm
 from quire.text.parse.json_text import inside_quotes, quoted, skip_space
 from quire.text.parse.python_values import DEEPEST, scalar
 from quire.text.parse.tags import Emit, Source, Steps, Tags
@@ -111,5 +112,12 @@ class BareCalls:
 
 _CALL = ("<start_function_call>", "<end_function_call>", "<escape>")
 _CALL_4 = ("<|tool_call>", "<tool_call|>", '<|"|>')
-FUNCTION_GEMMA = ToolFormat(BareCalls(*_CALL), _CALL)
-GEMMA_4 = ToolFormat(BareCalls(*_CALL_4), _CALL_4)
+
+
+def _format(tags: tuple[str, str, str]) -> ToolFormat:
+    form = CallForm("call:{name}", tags[1], BareValues(tags[2]), triggers=tags[:1])
+    return ToolFormat(BareCalls(*tags), tags, forms=(form,))
+
+
+FUNCTION_GEMMA = _format(_CALL)
+GEMMA_4 = _format(_CALL_4)

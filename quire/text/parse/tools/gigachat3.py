@@ -9,6 +9,7 @@
 The separators of 3.0 are special tokens with their newlines; without them `function call{...}` is left.
 """
 
+from quire.text.parse.call_form import CallForm, json_call
 from quire.text.parse.json_calls import JsonBlocks
 from quire.text.parse.writer import ToolFormat
 
@@ -21,4 +22,5 @@ _OPENS = (
     "<|function call|>",
 )
 _SPECIAL = ("<|message_sep|>\n\n", "<|role_sep|>\n", "<|message_sep|>", "<|role_sep|>", *_OPENS[4:])
-FORMAT = ToolFormat(JsonBlocks(_OPENS), _SPECIAL)
+_FORM = CallForm(json_call(), "}", triggers=(*_OPENS[4:], _OPENS[0]), others=("function call{", "function call["))
+FORMAT = ToolFormat(JsonBlocks(_OPENS), _SPECIAL, forms=(_FORM,))

@@ -11,6 +11,7 @@ channel. Messages of one kind are joined by a line break.
 
 import re
 
+from quire.text.parse.call_form import CallForm
 from quire.text.parse.json_calls import read_body
 from quire.text.parse.json_text import skip_space
 from quire.text.parse.tags import Emit, Source, Steps, Tags
@@ -78,5 +79,12 @@ def _joined(emit: Emit, kind: str, said: set[str]) -> Emit:
     return write
 
 
-FORMAT = ToolFormat(Harmony(), TAGS)
+_FORM = CallForm(  # the mark that ends a call ends the answer
+    f"{{name}} {_CONSTRAIN}json{_MESSAGE}",
+    triggers=(f"{_CHANNEL}commentary to=functions.",),
+    others=(f"{_START}assistant to=", f"{_CHANNEL}analysis to=", f"{_CHANNEL}final to="),
+    alone=True,
+    in_thought=True,
+)
+FORMAT = ToolFormat(Harmony(), TAGS, forms=(_FORM,))
 TEXT_ONLY = ToolFormat(Harmony(calls=False), TAGS)

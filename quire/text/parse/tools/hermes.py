@@ -7,9 +7,10 @@
 One block per call; blocks follow each other. The keys come in either order.
 """
 
+from quire.text.parse.call_form import CallForm, json_call
 from quire.text.parse.json_calls import JsonBlocks
-from quire.text.parse.writer import CallForm, ToolFormat
+from quire.text.parse.writer import ToolFormat
 
 TAGS = ("<tool_call>", "</tool_call>")
-FORM = CallForm("<tool_call>", '<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>")
-FORMAT = ToolFormat(JsonBlocks(TAGS[:1], TAGS[1:]), TAGS, form=FORM)
+FORM = CallForm("\n" + json_call(), "}\n</tool_call>", triggers=TAGS[:1])
+FORMAT = ToolFormat(JsonBlocks(TAGS[:1], TAGS[1:]), TAGS, forms=(FORM,))

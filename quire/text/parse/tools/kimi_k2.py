@@ -8,6 +8,7 @@ without the line break. `functions.get_weather:0` is the call's id, which the mo
 
 import re
 
+from quire.text.parse.call_form import CallForm
 from quire.text.parse.marked_calls import MarkedCalls, Named
 from quire.text.parse.writer import ToolFormat
 
@@ -31,4 +32,14 @@ FORMAT = ToolFormat(
     MarkedCalls(_OPENS, _CALL, _SEPARATOR, _END, _CLOSES, name=_name),
     (*_OPENS, *_CLOSES, _CALL, _SEPARATOR, _END),
     new_id=_new_id,
+    forms=(
+        CallForm(
+            f"{_CALL}functions.{{name}}:{{number}}{_SEPARATOR}",
+            _END,
+            triggers=_OPENS[:1],
+            between="",
+            end=_CLOSES[0],
+            others=(_CALL, _OPENS[1]),
+        ),
+    ),
 )

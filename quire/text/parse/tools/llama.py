@@ -8,12 +8,21 @@ calls are separated by semicolons. An answer that is some other JSON object is c
 Pythonic (Llama 4): [get_weather(city="Paris"), now()], with <|python_start|> and <|python_end|> around it or not.
 """
 
+from quire.text.parse.call_form import CallForm, PythonValues, json_call
 from quire.text.parse.json_calls import JsonBlocks, Keys
 from quire.text.parse.python_calls import PythonCalls
-from quire.text.parse.writer import CallForm, ToolFormat
+from quire.text.parse.writer import ToolFormat
 
 _OPEN, _START, _END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 _KEYS = Keys(name=("name", "function"), arguments=("parameters", "arguments"), strict=True)
-_FORM = CallForm('{"name": "', '{"name": "{name}", "parameters": ', "}")
-FORMAT = ToolFormat(JsonBlocks((_OPEN, _START), (_END,), keys=_KEYS, bare="{["), (_OPEN, _START, _END), form=_FORM)
-PYTHONIC = ToolFormat(PythonCalls((_START,), (_END,), bare=True), (_START, _END))
+_CALL = json_call(arguments="parameters")
+_FORM = CallForm(_CALL, "}", triggers=(_OPEN,), between="; ", bare="{[", alone=True)
+_FORM_4 = CallForm(_CALL, "}", triggers=(_START,), between="; ", end=_END, alone=True)
+_PYTHON = CallForm(
+    "{name}(", ")", PythonValues(), triggers=(_START,), open="[", between=", ", end="]" + _END, bare="[", bare_end="]",
+    alone=True,
+)  # fmt: skip
+FORMAT = ToolFormat(
+    JsonBlocks((_OPEN, _START), (_END,), keys=_KEYS, bare="{["), (_OPEN, _START, _END), forms=(_FORM, _FORM_4)
+)
+PYTHONIC = ToolFormat(PythonCalls((_START,), (_END,), bare=True), (_START, _END), forms=(_PYTHON,))

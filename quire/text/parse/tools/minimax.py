@@ -16,13 +16,25 @@ M2, values by the types of the tool's schema:
     </minimax:tool_call>
 """
 
+from quire.text.parse.call_form import CallForm, TaggedValues, json_call
 from quire.text.parse.json_calls import JsonBlocks
 from quire.text.parse.tools.jamba import TAGS
 from quire.text.parse.writer import ToolFormat
 from quire.text.parse.xml_calls import XmlCalls
 
 _OPEN, _CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
-FORMAT = ToolFormat(JsonBlocks(TAGS[:1], TAGS[1:]), TAGS)
+_FORM = CallForm(json_call(), "}\n", triggers=TAGS[:1], open="\n", between="", end=TAGS[1])
+FORMAT = ToolFormat(JsonBlocks(TAGS[:1], TAGS[1:]), TAGS, forms=(_FORM,))
+_FORM_M2 = CallForm(
+    '<invoke name="{name}">\n',
+    "</invoke>\n",
+    TaggedValues('<parameter name="{name}">', "</parameter>\n", ("\n<parameter name=", "\n</invoke>")),
+    triggers=(_OPEN,),
+    open="\n",
+    between="",
+    end=_CLOSE,
+    others=("<invoke name=",),
+)
 FORMAT_M2 = ToolFormat(
     XmlCalls(
         opens=(_OPEN,),
@@ -33,4 +45,5 @@ FORMAT_M2 = ToolFormat(
         parameter_close=("</parameter>",),
     ),
     (_OPEN, _CLOSE),
+    forms=(_FORM_M2,),
 )

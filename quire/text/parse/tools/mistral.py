@@ -11,6 +11,7 @@ import re
 import secrets
 import string
 
+from quire.text.parse.call_form import CallForm, json_call
 from quire.text.parse.json_calls import read_broken, read_calls
 from quire.text.parse.json_text import raw_value, skip_space
 from quire.text.parse.tags import Source, Steps, Tags
@@ -54,4 +55,6 @@ def _named(source: Source, out: Writer) -> Steps[None]:
         yield from read_broken(source, out, _STARTS)
 
 
-FORMAT = ToolFormat(read, (_OPEN, _ARGS, _ID), new_id=new_id)
+_LIST = CallForm(json_call(), "}", triggers=(_OPEN,), open=" [", between=", ", end="]")
+_MARKED = CallForm("{name}" + _ARGS, triggers=(_OPEN,))
+FORMAT = ToolFormat(read, (_OPEN, _ARGS, _ID), new_id=new_id, forms=(_LIST, _MARKED))

@@ -5,7 +5,9 @@
 The list is the whole answer. Only keyword arguments with literal values are calls.
 """
 
+from quire.text.parse.call_form import CallForm, PythonValues
 from quire.text.parse.python_calls import PythonCalls
 from quire.text.parse.writer import ToolFormat
 
-FORMAT = ToolFormat(PythonCalls(bare=True))
+_FORM = CallForm("{name}(", ")", PythonValues(), open="[", between=", ", bare="[", bare_end="]", alone=True)
+FORMAT = ToolFormat(PythonCalls(bare=True), forms=(_FORM,))

@@ -11,6 +11,7 @@
 Values by the types of the tool's schema. The outer tags and the parameter's closing tag may be missing.
 """
 
+from quire.text.parse.call_form import CallForm, TaggedValues
 from quire.text.parse.writer import ToolFormat
 from quire.text.parse.xml_calls import XmlCalls
 
@@ -25,4 +26,13 @@ FORMAT = ToolFormat(
         parameter_close=("</parameter>",),
     ),
     _TAGS,
+    forms=(
+        CallForm(
+            "\n<function={name}>\n",
+            "</function>\n" + _TAGS[1],
+            TaggedValues("<parameter={name}>\n", "\n</parameter>\n", ("\n<parameter=", "\n</function>")),
+            triggers=_TAGS[:1],
+            others=("<function=",),
+        ),
+    ),
 )

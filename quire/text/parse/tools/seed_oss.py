@@ -7,6 +7,7 @@
 </seed:tool_call>
 """
 
+from quire.text.parse.call_form import CallForm, TaggedValues
 from quire.text.parse.writer import ToolFormat
 from quire.text.parse.xml_calls import XmlCalls
 
@@ -21,4 +22,13 @@ FORMAT = ToolFormat(
         parameter_close=("</parameter>",),
     ),
     _TAGS,
+    forms=(
+        CallForm(
+            "\n<function={name}>\n",
+            "</function>\n" + _TAGS[1],
+            TaggedValues("<parameter={name}>", "</parameter>\n", ("\n<parameter=", "\n</function>")),
+            triggers=_TAGS[:1],
+            others=("<function=",),
+        ),
+    ),
 )

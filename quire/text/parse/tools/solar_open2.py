@@ -7,6 +7,7 @@
 One block per call; values by the types of the tool's schema.
 """
 
+from quire.text.parse.call_form import CallForm, TaggedValues
 from quire.text.parse.pair_calls import PairCalls
 from quire.text.parse.typed import TEXT
 from quire.text.parse.writer import ToolFormat
@@ -14,4 +15,10 @@ from quire.text.parse.writer import ToolFormat
 _CALLS = PairCalls(
     "<|tool_call:start|>", "<|tool_call:end|>", "<|tool_arg:start|>", "<|tool_arg:value|>", "", "<|tool_arg:end|>", TEXT
 )
-FORMAT = ToolFormat(_CALLS, _CALLS.tags)
+_FORM = CallForm(
+    "{name}\n",
+    "<|tool_call:end|>",
+    TaggedValues("<|tool_arg:start|>{name}<|tool_arg:value|>", "<|tool_arg:end|>\n"),
+    triggers=("<|tool_call:start|>",),
+)
+FORMAT = ToolFormat(_CALLS, _CALLS.tags, forms=(_FORM,))

@@ -11,6 +11,7 @@ Step-3 (the bars are U+FF5C):
 Step-3.5 writes as Qwen3-Coder does.
 """
 
+from quire.text.parse.call_form import CallForm, TaggedValues
 from quire.text.parse.tools import qwen3
 from quire.text.parse.writer import ToolFormat
 from quire.text.parse.xml_calls import XmlCalls
@@ -28,5 +29,21 @@ FORMAT = ToolFormat(
         around=(f"{_CALL}function{_SEPARATOR}", _CALL, _END),
     ),
     (_OPEN, _CLOSE, _CALL, _SEPARATOR, _END),
+    forms=(
+        CallForm(
+            f'{_CALL}function{_SEPARATOR}<steptml:invoke name="{{name}}">\n',
+            f"</steptml:invoke>{_END}\n",
+            TaggedValues(
+                '<steptml:parameter name="{name}">',
+                "</steptml:parameter>\n",
+                ('\n<steptml:parameter name="', "\n</steptml:invoke>"),
+            ),
+            triggers=(_OPEN,),
+            open="\n",
+            between="",
+            end=_CLOSE,
+            others=("<steptml:toolcall>", '<steptml:invoke name="'),
+        ),
+    ),
 )
 FORMAT_3P5 = qwen3.FORMAT
