@@ -16,6 +16,7 @@ from quire.text.parse.base import Delta, OutputParser, fold
 from quire.text.parse.choose import Ask, ParserChoice
 from quire.text.parse.reasoning import ReasoningFormat, is_reasoning_end
 from quire.text.parse.registry import REASONING_PARSERS, TOOL_PARSERS, load_plugin
+from quire.text.parse.tools.hf import FromTokenizer
 from quire.text.parse.writer import ToolFormat, random_id
 
 Parser = TypeVar("Parser", bound="type[Any]")
@@ -142,8 +143,13 @@ class ReasoningParser:
 class QuireTools(ToolParser):
     """One of Quire's formats as a documented class."""
 
-    FORMAT: ClassVar[ToolFormat]
+    FORMAT: ToolFormat | FromTokenizer
     _parser: OutputParser | None = None
+
+    def __init__(self, tokenizer: Any, tools: Any = None) -> None:
+        super().__init__(tokenizer, tools)
+        if isinstance(self.FORMAT, FromTokenizer):
+            self.FORMAT = self.FORMAT(tokenizer)
 
     def adjust_request(self, request: Any) -> Any:
         if ParserChoice(self.FORMAT, None, self.model_tokenizer).keeps_special_tokens(with_tools=True):
@@ -168,7 +174,21 @@ class QuireTools(ToolParser):
     ) -> DeltaMessage | None:
         if self._parser is None or not previous_text:
             self._parser = _parser(self.FORMAT, request)
-        return _message(self._parser.feed(delta_text, delta_token_ids, final=False))
+            self.current_tool_id, self.prev_tool_call_arr, self.streamed_args_for_tool = -1, [], []
+        message = _message(self._parser.feed(delta_text, delta_token_ids, final=False))
+        for part in message.tool_calls if message is not None else ():
+            self._note(part)
+        return message
+
+    def _note(self, part: DeltaToolCall) -> None:
+        """What documented classes remember of the calls so far."""
+        function = part.function or DeltaFunctionCall()
+        if function.name is not None:
+            self.current_tool_id, self.current_tool_name_sent = part.index, True
+            self.prev_tool_call_arr.append({"name": function.name, "arguments": ""})
+            self.streamed_args_for_tool.append("")
+        self.prev_tool_call_arr[-1]["arguments"] += function.arguments or ""
+        self.streamed_args_for_tool[-1] += function.arguments or ""
 
 
 class QuireReasoning(ReasoningParser):
@@ -240,7 +260,7 @@ class BaseThinkingReasoningParser(QuireReasoning):
         return self.vocab.get(self.end_token)
 
 
-def _parser(form: ToolFormat, request: Any) -> OutputParser:
+def _parser(form: Any, request: Any) -> OutputParser:
     tools = [tool if isinstance(tool, dict) else tool.model_dump() for tool in (request.tools or ())] if request else []
     return ParserChoice(form).parser(Ask(tools=tools or [{}]))
 

@@ -115,11 +115,13 @@ class _Words:
             raise ConfigError("structured output needs an end-of-text token, and this model names none")
         count = min(tokenizer.vocab_size, size)
         tokens = [b"" if i in silent or i in ends else tokenizer.token_bytes(i) for i in range(count)]
-        return Vocabulary(tokens=tokens, size=size, ends=ends)
+        special = {i: (tokenizer.id_to_token(i) or "").encode() for i in silent if i < count and i not in ends}
+        return Vocabulary(tokens=tokens, size=size, ends=ends, special=special)
 
     def thought(self, request: EngineRequest) -> Thought | None:
         """None: there is none, it is over where the prompt ends, or nothing asks about it."""
-        bound = request.grammar is not None and not self._config.structured_outputs_config.enable_in_reasoning
+        waits = request.grammar is not None and not request.grammar.in_thought
+        bound = waits and not self._config.structured_outputs_config.enable_in_reasoning
         budget = request.params.thinking_token_budget
         found = self.marks() if bound or budget is not None else None
         if found is None:

@@ -18,6 +18,8 @@ from quire.schema.grammar import GrammarSpec
 
 Rows = np.ndarray[tuple[int, int], np.dtype[np.int32]]  # [rows, words]; a bit set: that token may follow
 
+MOST_ROLLBACK = 64
+
 BACKENDS = Registry(
     "grammar backend",
     {
@@ -37,11 +39,13 @@ PACKAGES = {  # package, extra
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
-    """`tokens[i]`: the bytes token i adds to a text; empty for special tokens, which no grammar may ask for."""
+    """`tokens[i]`: the bytes token i adds to a text; empty for special tokens, which only a tag may ask for, by id.
+    `special`: what they are called."""
 
     tokens: list[bytes]
     size: int  # of the model's logits, padding included
     ends: tuple[int, ...]  # end-of-text first, then the model's further ends
+    special: dict[int, bytes] = {}
 
     @property
     def words(self) -> int:
@@ -49,11 +53,13 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Matcher(Protocol):
-    """One request's place in its grammar."""
+    """One request's place in its grammar. Tokens that were only drafted are accepted too, and taken back."""
 
-    def accept(self, token_id: int) -> bool: ...
+    def accept(self, token_id: int) -> bool:
+        """False: it does not follow, and the place is what it was."""
 
-    def rollback(self, count: int) -> None: ...
+    def rollback(self, count: int) -> None:
+        """Back over the last tokens that were accepted, MOST_ROLLBACK at the most."""
 
     def can_end(self) -> bool: ...
 

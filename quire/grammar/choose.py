@@ -14,7 +14,8 @@ from functools import lru_cache
 from quire.base.log import logger
 from quire.config.extras import StructuredOutputsConfig
 from quire.grammar.backend import BACKENDS, PACKAGES
-from quire.grammar.schema import Needs
+from quire.grammar.backends.tag_lark import PARTS
+from quire.grammar.schema import Needs, tag_part
 from quire.schema.errors import InputError, MissingExtraError
 from quire.schema.grammar import GrammarKind, GrammarSpec
 
@@ -32,6 +33,7 @@ _KNOWN = {
     OUTLINES: _PLAIN | {"pattern", "several types"},
     ENFORCER: _PLAIN - {"minLength", "maxLength", "anyOf", "const", "a value that is not plain ASCII text"},
 }
+_TAG_PARTS = frozenset(tag_part(name) for name in PARTS)
 _TEXT_ONLY = (GrammarKind.JSON, GrammarKind.REGEX, GrammarKind.CHOICE)
 
 
@@ -77,8 +79,8 @@ def _unfit(name: str, spec: GrammarSpec, needs: Needs) -> str | None:
         if spec.whitespace is not None:
             return "'whitespace_pattern'"
     elif name == GUIDANCE:
-        if spec.kind is GrammarKind.STRUCTURAL_TAG and '"structures"' not in spec.text:
-            return "structural tags of this form"
+        if spec.kind is GrammarKind.STRUCTURAL_TAG:
+            return needs.beyond(_TAG_PARTS)
     elif name in _KNOWN:
         if spec.kind not in _TEXT_ONLY:
             return f"{spec.kind} constraints"

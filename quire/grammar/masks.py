@@ -27,9 +27,11 @@ from quire.schema.step import Mask, StepPlan
 
 log = logger(__name__)
 Row = np.ndarray[tuple[int], np.dtype[np.int32]]
-MOST_SECONDS = 2.0  # for the masks of one request in one step; a grammar that takes longer slows everyone down
+# For all the masks of one request, and more for each token it has said: a slower grammar would slow everyone down.
+MOST_SECONDS, MORE_SECONDS = 2.0, 0.05
+_QUICK = 0.02  # seconds for one mask, over which whoever needs them is looked for
 
-_SLOW = f"the grammar is too complex: one mask took over {MOST_SECONDS:g} seconds"
+_SLOW = f"the grammar is too complex: its masks took over {MOST_SECONDS:g} seconds, and {MORE_SECONDS:g} for each token"
 
 
 @dataclass
@@ -51,6 +53,10 @@ class _Place:
     thought: Thought | None = None  # what may come before the answer
     agrees: bool = True  # the next token of a thought's start tag could be the answer's too
     num_agreed: int = 0  # tokens of the start tag that the matcher has taken
+    seconds: float = 0.0  # that its grammar took
+
+    def is_slow(self) -> bool:
+        return self.seconds > MOST_SECONDS + MORE_SECONDS * self.num_outputs
 
     def binds(self) -> bool:
         """Whether the next token is not free."""
@@ -83,6 +89,7 @@ class Masks:
         self.compiler = Compiler(vocabulary, limits or Limits(), self._news.set)
         self._watch = watch
         self._vocab_size = vocab_size
+        self._alone = False  # each mask is timed alone
         self._places: dict[str, _Place] = {}
         self._pending: dict[str, GrammarSpec] = {}
 
@@ -173,7 +180,9 @@ class Masks:
             return
         for output in outputs:
             if output.new_token_ids and (place := self._places.get(output.request_id)) is not None:
+                began = now()
                 _accept(place, output.new_token_ids)
+                place.seconds += now() - began
                 if place.matcher is None and place.thought is not None and place.thought.stage is Stage.OVER:
                     del self._places[output.request_id]
 
@@ -193,22 +202,38 @@ class Masks:
             else:
                 by_backend.setdefault(id(place.backend), []).append(i)
                 bound.append(i)
-        lost: list[Lost] = []
         for own in by_backend.values():
-            began = now()
-            backend = places[own[0]].backend
-            assert backend is not None
-            backend.fill([places[i].matcher for i in own], rows, own)
-            if now() - began > MOST_SECONDS * len(own):
-                lost += [Lost(places[i].given.request_id, _SLOW) for i in own]
+            self._fill_with(places, own, rows)
+        lost: list[Lost] = []
         for i in bound:
             place = places[i]
             assert place.matcher is not None
-            if (fault := place.matcher.fault()) is not None:
+            if place.is_slow():
+                lost.append(Lost(place.given.request_id, _SLOW))
+            elif (fault := place.matcher.fault()) is not None:
                 lost.append(Lost(place.given.request_id, f"the grammar is too complex to go on: {fault}"))
             elif (ended := _set_ends(place, rows[i])) is not None:
                 lost.append(ended)
         return lost
+
+    def _fill_with(self, places: list[_Place], own: list[int], rows: Rows) -> None:
+        """The rows of one backend: all at once, and once that took long each alone, until it no longer does."""
+        backend = places[own[0]].backend
+        assert backend is not None
+        began = now()
+        if not self._alone:
+            backend.fill([places[i].matcher for i in own], rows, own)
+            spent = now() - began
+            self._alone = spent > _QUICK * len(own)
+            places[own[0]].seconds += spent if len(own) == 1 else 0.0
+            return
+        slowest = 0.0
+        for i in own:
+            backend.fill([places[i].matcher], rows, [i])
+            spent, began = now() - began, now()
+            places[i].seconds += spent
+            slowest = max(slowest, spent)
+        self._alone = slowest > _QUICK
 
 
 def _accept(place: _Place, token_ids: Sequence[int]) -> None:
@@ -260,20 +285,19 @@ def _set_ends(place: _Place, row: Row) -> Lost | None:
     """A thought may open; end tokens may follow if the grammar may end here and the request may stop."""
     given, matcher = place.given, place.matcher
     assert matcher is not None
-    bits = row.view(np.uint32)
+    words = row.data.cast("B").cast("I")  # plain integers: numpy's cost more than the grammar here
     thought = place.thought
     if thought is not None and (opener := thought.opener()) is not None:
-        bit = np.uint32(1 << (opener & 31))
-        place.agrees = bool(bits[opener >> 5] & bit)
-        bits[opener >> 5] |= bit
+        bit = 1 << (opener & 31)
+        place.agrees = bool(words[opener >> 5] & bit)
+        words[opener >> 5] |= bit
     may_end = matcher.can_end()
     may_stop = not given.params.ignore_eos and place.num_outputs >= given.params.min_tokens
     for token_id in place.ends:
-        bit = np.uint32(1 << (token_id & 31))
         if may_end and may_stop:
-            bits[token_id >> 5] |= bit
+            words[token_id >> 5] |= 1 << (token_id & 31)
         else:
-            bits[token_id >> 5] &= ~bit
-    if may_end and not may_stop and not bits.any():
+            words[token_id >> 5] &= ~(1 << (token_id & 31)) & 0xFFFFFFFF
+    if may_end and not may_stop and not row.any():
         return Lost(given.request_id)
     return None

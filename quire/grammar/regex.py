@@ -21,13 +21,23 @@ _ESCAPES = {
 _PIECE = re.compile(
     r"\\(?:[pP]\{[^}]*\}|.)|\(\?(?:<[=!]|[=!:>]|P?<\w+>|P=\w+\)|[a-zA-Z-]+[:)]|.?)|\{\d*,?\d*\}|.", re.S
 )
+# What a class means both to Python's `re` and to guidance (which has two meanings of its own, one for JSON schemas);
+# within [^...], what it means to any of them.
+_COMMON = {
+    (r"\w", False): r"[\p{L}\p{Nd}_]", (r"\w", True): r"\p{L}\p{N}_",
+    (r"\W", False): r"[^\p{L}\p{N}_]", (r"\W", True): r"[^\p{L}\p{Nd}_]",
+    (r"\d", True): r"\p{Nd}", (r"\D", False): r"[^\p{Nd}]",
+    (r"\s", True): r"\s\x1c-\x1f", (r"\S", False): r"[^\s\x1c-\x1f]",
+}  # fmt: skip
 
 
 @dataclass
 class Regex:
-    """`for_xgrammar`: the same expression with `.` spelt out, because there it would match a newline too."""
+    """`for_xgrammar`: the same expression with `.` spelt out, because there it would match a newline too.
+    `for_guidance`: with \\w and \\s as the letters that Python and Unicode both count among them."""
 
     for_xgrammar: str
+    for_guidance: str
     not_xgrammar: list[str] = field(default_factory=list)
 
 
@@ -39,13 +49,14 @@ def read_regex(source: str) -> Regex:
         reader.take(found.group(), found.start())
     if reader.depth or reader.in_class:
         raise _refuse(f"the regex is not closed: {'[' if reader.in_class else '('} has no end")
-    return Regex("".join(reader.out), reader.reasons)
+    return Regex("".join(reader.out), "".join(reader.common), reader.reasons)
 
 
 class _Reader:
     def __init__(self, source: str) -> None:
-        self.last = len(source) - 1
+        self.source, self.last, self.negated = source, len(source) - 1, False
         self.out: list[str] = []
+        self.common: list[str] = []
         self.reasons: list[str] = []
         self.in_class = False
         self.class_start = 0
@@ -54,6 +65,7 @@ class _Reader:
         self.inner: list[int] = [1]  # the most repeats met so far, per open group
 
     def take(self, piece: str, at: int) -> None:
+        self.common.append(_COMMON.get((piece, self.in_class and self.negated), piece))
         if piece[0] == "\\" and len(piece) > 1:
             self._escape(piece)
         elif self.in_class:
@@ -61,6 +73,7 @@ class _Reader:
                 self.in_class, self.closed = False, 1
         elif piece[0] == "[":
             self.in_class, self.class_start = True, at + 1
+            self.negated = self.source.startswith("[^", at)
         elif piece[0] == "(":
             self._open(piece)
         elif piece[0] == ")":
@@ -81,8 +94,10 @@ class _Reader:
             raise _refuse(f"the regex has {_ESCAPES[letter]}, which no grammar backend supports", value=piece)
         if not self.in_class and letter.isdigit() and letter != "0":
             raise _refuse(f"the regex has a back reference ({piece}), which no grammar is able to follow", value=piece)
-        if letter in "pPNQ" or (letter in "WDS" and self.in_class):
+        if letter in "pPNQWDS":  # its classes are ASCII's, so what is outside of one is not what Python means
             self.reasons.append(f"'{piece}'")
+        elif letter in "wds" and self.in_class and self.negated:
+            self.reasons.append(f"'{piece}' in [^...]")
         self.closed = 1
 
     def _open(self, piece: str) -> None:

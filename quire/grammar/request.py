@@ -9,15 +9,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from msgspec.structs import replace
+
 from quire.config.extras import StructuredOutputsConfig
 from quire.grammar import choose
 from quire.grammar.regex import read_regex
-from quire.grammar.schema import MANY_VALUES, Needs, read_schema
+from quire.grammar.schema import MANY_VALUES, Needs, read_schema, tag_part
 from quire.schema.errors import InputError
 from quire.schema.grammar import GrammarKind, GrammarSpec
 from quire.schema.params import StructuredOutputsParams
 
 MOST_CHOICES = 20_000
+MOST_PARTS = 100_000  # of a structural tag
 _PARAM = "structured_outputs"
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
@@ -33,14 +36,14 @@ def make_spec(given: StructuredOutputsParams, config: StructuredOutputsConfig) -
     kind, text, needs = _read(given, config)
     if len(text) > config.max_grammar_bytes:
         raise _too_long(kind, len(text), config)
-    spec = GrammarSpec(kind=kind, text=text, compact=compact, whitespace=given.whitespace_pattern)
-    return GrammarSpec(
+    spec = GrammarSpec(
         kind=kind,
         text=text,
         compact=compact and kind is GrammarKind.JSON,
         whitespace=given.whitespace_pattern,
-        backends=choose.choose(spec, needs, config),
+        in_thought=isinstance(given.structural_tag, dict) and given.structural_tag.get("in_reasoning") is True,
     )
+    return replace(spec, backends=choose.choose(spec, needs, config))
 
 
 def _read(given: StructuredOutputsParams, config: StructuredOutputsConfig) -> tuple[GrammarKind, str, Needs]:
@@ -72,6 +75,10 @@ def _json(schema: object, config: StructuredOutputsConfig, *, closed: bool) -> t
         schema = _parse(schema, "json")
     elif not isinstance(schema, dict | bool):
         raise _refuse(f"json must be a JSON schema (a mapping, or its text), got {type(schema).__name__}")
+    try:
+        schema = _whole_numbers(schema)
+    except RecursionError:
+        raise _refuse("the schema is nested too deeply to be read") from None
     needs = read_schema(schema)
     if schema is False:
         raise _refuse("the schema is false, so no answer could be valid")
@@ -81,6 +88,15 @@ def _json(schema: object, config: StructuredOutputsConfig, *, closed: bool) -> t
     if closed:
         schema = _close(schema)
     return GrammarKind.JSON, _dump(schema), needs
+
+
+def _whole_numbers(schema: Any) -> Any:
+    """1.0 as 1: to JSON schema they are the same, and backends want counts and bounds without a point."""
+    if isinstance(schema, list):
+        return [_whole_numbers(part) for part in schema]
+    if isinstance(schema, dict):
+        return {key: _whole_numbers(part) for key, part in schema.items()}
+    return int(schema) if isinstance(schema, float) and schema.is_integer() and abs(schema) < 1 << 53 else schema
 
 
 def _choice(words: object) -> tuple[GrammarKind, str, Needs]:
@@ -105,7 +121,8 @@ def _tag(given: object, config: StructuredOutputsConfig) -> tuple[GrammarKind, s
     if "structures" not in parsed:
         if "format" not in parsed:
             raise _refuse("structural_tag needs 'format', or 'structures' and 'triggers'")
-        return GrammarKind.STRUCTURAL_TAG, _dump({"type": "structural_tag", "format": parsed["format"]}), Needs()
+        needs = _read_parts(parsed["format"])
+        return GrammarKind.STRUCTURAL_TAG, _dump({"type": "structural_tag", "format": parsed["format"]}), needs
     structures, triggers = parsed["structures"], parsed.get("triggers")
     if not isinstance(structures, list) or not structures or not isinstance(triggers, list) or not triggers:
         raise _refuse("structural_tag needs a list of 'structures' and a list of 'triggers'")
@@ -120,6 +137,32 @@ def _tag(given: object, config: StructuredOutputsConfig) -> tuple[GrammarKind, s
     if parsed.get("stop_after_first") is True:  # one of them, and the text ends; guidance has no word for it
         kept["stop_after_first"] = True
     return GrammarKind.STRUCTURAL_TAG, _dump({"type": "structural_tag", **kept}), Needs(reasons)
+
+
+def _read_parts(form: object) -> Needs:
+    """What the parts of a structural tag need, without recursion. What a part may be, the backend says."""
+    needs, waiting, num_parts = Needs(), [form], 0
+    while waiting:
+        part = waiting.pop()
+        num_parts += 1
+        if num_parts > MOST_PARTS:
+            raise _refuse(f"the structural tag has more than {MOST_PARTS} parts", value=num_parts)
+        if isinstance(part, list):
+            waiting += part
+        if not isinstance(part, dict):
+            continue
+        kind = part.get("type")
+        if kind is not None:
+            needs.keywords[tag_part(kind)] = None
+        if "json_schema" in part:
+            found = read_schema(part["json_schema"])
+            needs.not_xgrammar += found.not_xgrammar
+            if part.get("style", "json") != "json":
+                needs.keywords["'style' of a structural tag"] = None
+        if kind == "regex" and isinstance(part.get("pattern"), str):
+            needs.not_xgrammar += read_regex(part["pattern"]).not_xgrammar
+        waiting += [value for key, value in part.items() if key != "json_schema" and isinstance(value, list | dict)]
+    return needs
 
 
 def _close(schema: Any) -> Any:

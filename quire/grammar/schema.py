@@ -67,6 +67,11 @@ class Needs:
         return next((name for name in self.keywords if name not in known), None)
 
 
+def tag_part(name: object) -> str:
+    """The word for a part of a structural tag."""
+    return f"the part {name!r:.40} of a structural tag"
+
+
 def read_schema(schema: object) -> Needs:
     """Walk the whole schema once, without recursion."""
     needs, num_nodes = Needs(), 0

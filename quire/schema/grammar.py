@@ -24,4 +24,5 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     compact: bool = False  # JSON without any whitespace
     whitespace: str | None = None  # a regular expression for the whitespace between JSON tokens
+    in_thought: bool = False  # it does not wait for the end of a thought
     backends: tuple[str, ...] = ()  # in the order they are tried

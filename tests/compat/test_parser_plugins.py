@@ -72,6 +72,7 @@ class Dashes(ReasoningParser):
 
 class Tokenizer:
     skipped_ids = frozenset({1})
+    response_template: Any = None
 
     def id_to_token(self, token_id: int) -> str:
         return "<|tool_call_begin|>"
@@ -113,7 +114,23 @@ def test_tool_parsers_by_name(name: str) -> None:
             arguments += part.function.arguments or ""
     assert names == [calls[0][0]]
     assert json.loads(arguments) == calls[0][1]
+    assert parser.current_tool_id == 0 and parser.streamed_args_for_tool == [arguments]
+    assert parser.prev_tool_call_arr == [{"name": names[0], "arguments": arguments}]
     assert not parser.extract_tool_calls("plain", request()).tools_called
+
+
+def test_the_tokenizers_own_parser() -> None:
+    template = {
+        "start_anchor": "<a>",
+        "fields": {"tool_calls": {"open": "<call>", "close": "</call>", "content": "json",
+                                  "transform": {"type": "function", "function": "{content}"}}, "content": {}},
+    }  # fmt: skip
+    tokenizer = Tokenizer()
+    tokenizer.response_template = template
+    found = ToolParserManager.get_tool_parser("hf")(tokenizer).extract_tool_calls(
+        'So. <call>{"name": "now", "arguments": {}}</call>', request()
+    )
+    assert [call.function.name for call in found.tool_calls] == ["now"] and found.content == "So."
 
 
 def test_special_tokens_are_asked_for() -> None:

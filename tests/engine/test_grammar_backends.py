@@ -113,6 +113,26 @@ def test_regexes(name: str) -> None:
     assert taken >= 20
 
 
+def test_classes_of_letters_are_pythons(name: str) -> None:
+    """Letters that Unicode, ASCII and Python's re do not agree about."""
+    letters = [chr(code) for code in (*range(33, 127), 0x1C, 0xB2, 0xBD, 0xE9, 0x301, 0x660, 0x200D, 0x2167, 0x4E00)]
+    vocabulary = Vocabulary(tokens=[*(letter.encode() for letter in letters), b""], size=200, ends=(len(letters),))
+    backend = make_backend(name, vocabulary)
+    for source in (r"\w", r"[\w.-]", r"[^\w\s]", r"\W", r"\S", r"\d", r"[^\d]", r"[^\W\d]"):
+        for given in ({"regex": source}, {"json": {"type": "string", "pattern": f"^{source}$"}}):
+            if (spec := spec_of(name, **given)) is None or name in ("outlines", "lm-format-enforcer"):
+                continue
+            matcher, rows = (
+                backend.start(backend.load(spec, backend.compile(spec))),
+                np.zeros((1, vocabulary.words), np.int32),
+            )
+            assert "json" not in given or matcher.accept(letters.index('"'))
+            backend.fill([matcher], rows, [0])
+            bits = np.unpackbits(rows.view(np.uint8)[0], bitorder="little")
+            said = [letter for letter, bit in zip(letters, bits, strict=False) if bit and letter not in '"\\']
+            assert said and all(re.fullmatch(source, letter) for letter in said), (given, said)
+
+
 def test_choices_and_grammars(name: str) -> None:
     assert judge(name, [{"choice": one} for one in CHOICES], lambda text, i: text in CHOICES[i]) >= 4
     answers = list(GRAMMARS.values())
@@ -128,6 +148,49 @@ def test_going_back(name: str) -> None:
     matcher.rollback(2)
     assert not matcher.can_end() and matcher.accept(ord("1")) and matcher.accept(ord("c")) and matcher.can_end()
     assert not matcher.accept(ord("x"))
+
+
+GOING = [{"regex": r"(ab|[0-9]{2,4}|é+)*c"}, {"choice": ["abc", "abd", "xyz"]}, {"json": {
+    "type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "array", "items": {"type": "boolean"}}},
+    "required": ["a", "b"], "additionalProperties": False}}]  # fmt: skip
+
+
+def test_any_way_there_and_back(name: str) -> None:
+    """Accepted, refused and taken back in any order: the mask is that of a matcher that was told what is left."""
+    backend, dice, compared = made(name), random.Random(11), 0
+
+    def mask(matcher: Matcher) -> bytes:
+        rows = np.zeros((1, VOCABULARY.words), np.int32)
+        backend.fill([matcher], rows, [0])
+        return rows.tobytes()
+
+    for given in GOING:
+        spec = spec_of(name, **given)
+        assert spec is not None, (name, given)
+        loaded = backend.load(spec, backend.compile(spec))
+        for _ in range(6):
+            matcher, said = backend.start(loaded), list[int]()
+            for _ in range(40):
+                bits = np.unpackbits(np.frombuffer(mask(matcher), np.uint8), bitorder="little")
+                may = [int(i) for i in np.flatnonzero(bits[: len(VOCABULARY.tokens)]) if i != EOS]
+                roll = dice.random()
+                if said and (roll < 0.3 or not may):
+                    count = dice.randint(1, min(len(said), 8))
+                    matcher.rollback(count)
+                    del said[-count:]
+                elif roll < 0.4:
+                    never = next(i for i in range(128) if i not in may)
+                    assert not matcher.accept(never)
+                else:
+                    for token in dice.sample(may, 1):
+                        assert matcher.accept(token)
+                        said.append(token)
+                fresh = backend.start(loaded)
+                assert all(fresh.accept(token) for token in said)
+                assert mask(matcher) == mask(fresh) and matcher.can_end() == fresh.can_end(), (given, said)
+                assert matcher.fault() is None
+                compared += 1
+    assert compared > 500
 
 
 def test_the_names_are_those_of_the_option() -> None:

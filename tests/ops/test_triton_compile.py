@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quire.ops.triton import act, few, moe, moe_few, moe_many, norm, rope
+from quire.ops.triton import act, few, mask, moe, moe_few, moe_many, norm, rope
 
 HALF, WHOLE, WIDE = "*bf16", "*i32", "*fp32"
 
@@ -182,3 +182,12 @@ def test_rows(early):
         "NORM": True, "WIDE": False, "PAIRS": False, "KEEP": False, "EARLY": early,
     }  # fmt: skip
     compiled(rope._prepare_kernel, kinds, constants, warps=2, early=early)
+
+
+@pytest.mark.parametrize("kind", [WIDE, HALF])
+def test_allowed_words(kind):
+    kinds = {
+        "logits": kind, "rows": "*i64", "words": WHOLE, "num_words": "i32", "vocab": "i32", "logits_stride": "i32",
+        "words_stride": "i32",
+    }  # fmt: skip
+    compiled(mask._allow_kernel, kinds, {"BLOCK": mask._BLOCK})

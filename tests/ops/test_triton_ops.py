@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 pytest.importorskip("tests.interpreted")
 
 from quire.ops import sample as sample_ops
-from quire.ops.triton import few, moe, moe_many, sample
+from quire.ops.triton import few, mask, moe, moe_many, sample
 from tests import fused_cases as cases
 
 triton = pytest.importorskip("triton")
@@ -126,3 +126,17 @@ def test_experts(tokens, dtype):
 def test_grouped_products_of_many_tokens(resident, flat):
     first, second = (moe_many.ManyConfig(16, bn, 16, 4, 2, 8, resident, flat) for bn in (16, 32))
     cases.check_many("cpu", torch.float16, 23, 3, 2, 32, 48, first, second, bias=True)
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 1000, 2500])
+def test_allowed_words(vocab):
+    """Rows in any order, masks that are shorter or longer than the vocabulary, a part of wider logits."""
+    draw = cases.Draw(vocab, "cpu")
+    for num_words in (1, (vocab + 31) // 32, (vocab + 95) // 32):
+        words = draw.whole(-(2**31), 2**31, 3 * num_words).to(torch.int32).reshape(3, num_words)
+        rows = torch.tensor([4, 0, 2])
+        found = torch.randn(5, vocab + 7, generator=torch.Generator().manual_seed(1))
+        wanted = found.clone()
+        mask.allow_words_cuda_(found[:, :vocab], rows, words)
+        sample_ops.allow_words_.reference(wanted[:, :vocab], rows, words)
+        assert torch.equal(found, wanted)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,50 @@ def test_thought_and_answer(name: str) -> None:
         for every in (0, 1, 2, 3, 7):
             found = parse(name, text, every=every)
             assert (found.reasoning, found.content) == ("I wonder < why.", "Because.")
+
+
+def corpus(name: str) -> list[str]:
+    """Answers as the family writes them: a thought and an answer, one of them alone, broken off, with marks inside."""
+    start, end = tags(name)
+    call = RENDER["openai" if name in HARMONY else "hermes"](SCENES["parallel"])
+    if name in HARMONY:
+        start, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"
+    return [
+        f"{start}The user asks.\n\nSo 2 < 3.{end}\n\nIt is **3**.",
+        f"\n{start}Züri, 東京 🌧?{end}Ja – é.",
+        f"{start}{end}Straight away.",
+        "No thought at all, and <b>marks</b>.",
+        f"{start}It breaks off{end[: len(end) // 2]}",
+        f"No beginning.{end}The answer.",
+        f"{start}One {start} in another {end} and {end} again.",
+        f"{start}Look it up.{end}\n{call}",
+        f"{start}Maybe {call}?{end}No.",
+        f"{start[:-1]} {end[:-1]} {end[1:]}",
+    ]
+
+
+@pytest.mark.parametrize("name", sorted({find_reasoning_parser(name): name for name in NAMES}.values()))
+def test_any_cut_gives_the_same(name: str) -> None:
+    tool = "openai" if name in HARMONY else "hermes"
+    for number, text in enumerate(corpus(name)):
+        chance = random.Random(number)
+        want = shown(parse(name, text, tool=tool))
+        cuts = [sorted(chance.sample(range(len(text) + 1), min(len(text), 5))) for _ in range(200)]
+        ways = [[text[a:b] for a, b in pairwise([0, *cut, len(text)])] for cut in cuts]
+        for pieces in (list(text), re.findall(r"<[^<>\s]{1,40}>|\w{1,6}|\s+|[^\w\s]", text), *ways):
+            assert shown(parse_pieces(name, pieces, tool)) == want, pieces
+        said = want[0] + want[1] + json.dumps(want[2], ensure_ascii=False)
+        for word in ("user", "Züri", "Straight", "marks", "breaks", "beginning", "another", "Look", "Maybe"):
+            assert word not in text or word in said, (text, want)
+
+
+def parse_pieces(name: str, pieces: list[str], tool: str) -> Folded:
+    parser = ParserChoice(find_tool_parser(tool), find_reasoning_parser(name)).parser(Ask(tools=TOOLS))
+    return fold(d for n, piece in enumerate(pieces) for d in parser.feed(piece, (), final=n == len(pieces) - 1))
+
+
+def shown(found: Folded) -> tuple[str, str, list[tuple[str, str]]]:
+    return found.content, found.reasoning, [(call.name, call.arguments) for call in found.calls]
 
 
 @pytest.mark.parametrize("name", TAGGED)

@@ -16,6 +16,7 @@ from quire.text.parse.base import Delta, Folded, fold
 from quire.text.parse.choose import Ask, ParserChoice
 from quire.text.parse.registry import TOOL_PARSERS, find_tool_parser
 from tests.plain.parse_corpus import BARE, LITERAL, RENDER, SCENES, SINGLE, TOOLS, Case
+from tests.plain.parse_corpus_more import MORE
 
 NAMES = sorted(RENDER)
 WORD = re.compile(r"[A-Za-z]{4,}")
@@ -69,11 +70,22 @@ def cases(name: str) -> list[Case]:
                           "Plain [text] with <b>marks</b>, {braces} and (1 < 2)."))  # fmt: skip
     found.append(Case("nothing", ""))
     found.append(Case("white space", " \n", [], " \n"))
-    return found + LITERAL.get(name, [])
+    return found + LITERAL.get(name, []) + MORE.get(name, [])
+
+
+NAMED = """
+apertus cohere_command3 cohere_command4 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 deepseek_v41 dots ernie45
+functiongemma gemma4 gigachat3 glm45 glm47 granite granite-20b-fc granite4 hermes hf hunyuan_a13b internlm jamba kimi_k2
+lfm2 llama3_json llama4_json llama4_pythonic longcat minimax minimax_m2 mistral olmo3 openai phi4_mini_json pythonic
+qwen3_coder qwen3_xml seed_oss solar_open2 step3 step3p5 xlam
+"""
 
 
 def test_every_parser_has_a_corpus() -> None:
-    assert sorted(TOOL_PARSERS.names()) == NAMES
+    """hf reads what a tokenizer says: tests/engine/test_parse_hf.py."""
+    assert set(NAMED.split()) <= set(TOOL_PARSERS.names())
+    assert sorted(set(TOOL_PARSERS.names()) - {"hf"}) == NAMES
+    assert all(len(cases(name)) >= 12 for name in NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -91,10 +103,12 @@ def test_means_what_it_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_cut_gives_the_same(name: str) -> None:
-    often = {"parallel", "nested", "escapes, text before", "unicode", *(case.title for case in LITERAL.get(name, ()))}
-    for number, case in enumerate(cases(name)):
+    """Whole, by character, by token and at 200 random places, also what breaks off or is damaged."""
+    text = RENDER[name](SCENES["types"])
+    broken = [text[: len(text) // 2], text[:-4], text.replace('"', "", 1), text.replace(">", "", 1), text[5:]]
+    for number, case in enumerate([*cases(name), *(Case("broken", one) for one in broken)]):
         want = shown(parse(name, [case.text]))
-        count = 200 if case.title in often else 20
+        count = 10 if case.title.endswith(", text before") else 200
         for pieces in (list(case.text) or [""], tokens(case.text), *random_cuts(case.text, count, number)):
             assert shown(parse(name, pieces)) == want, (case.title, pieces)
 

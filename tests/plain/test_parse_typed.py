@@ -56,7 +56,7 @@ def test_references_in_circles_take_no_time() -> None:
         ("{'a': (1, None)}", {"object"}, {"a": [1, None]}),
         ("{broken", {"object"}, "{broken"),
         ("[1, 2", {"array"}, "[1, 2"),
-        ("1e999", {"number"}, "1e999"),
+        ("1e999", {"number"}, float("inf")),
         ("NaN", {"number"}, "NaN"),
         ("9" * 5000, {"integer"}, "9" * 5000),
         ("[" * 100_000, {"array"}, "[" * 100_000),

@@ -13,6 +13,8 @@ from typing import Any
 
 from quire.base.registry import load
 from quire.grammar.backend import Rows, Vocabulary
+from quire.grammar.backends.tag_lark import tag_as_lark
+from quire.grammar.regex import read_regex
 from quire.schema.grammar import GrammarKind, GrammarSpec
 
 WHITESPACE = r"[ \n\r\t]{1,20}"  # bounded: no endless blanks
@@ -27,6 +29,7 @@ class Guidance:
     def __init__(self, vocabulary: Vocabulary) -> None:
         package = "llguidance"
         self._matcher = load(f"{package}:LLMatcher")
+        self._special = {name.decode(): token_id for token_id, name in vocabulary.special.items() if name}
         self._limits = load(f"{package}:LLParserLimits")(**_LIMITS)
         self._from_gbnf, self._tags = f"{package}.gbnf_to_lark:gbnf_to_lark", load(f"{package}:StructTag")
         wrapper = load(f"{package}:TokenizerWrapper")(_Tokens(vocabulary))
@@ -46,9 +49,9 @@ class Guidance:
         if spec.kind is GrammarKind.JSON:
             pattern = WHITESPACE if spec.whitespace is None else spec.whitespace
             options = {"whitespace_flexible": False} if spec.compact else {"whitespace_pattern": pattern}
-            return str(make.grammar_from_json_schema(spec.text, overrides=options))
+            return str(make.grammar_from_json_schema(_common(spec.text), overrides=options))
         if spec.kind is GrammarKind.REGEX:
-            return str(make.grammar_from_regex(spec.text))
+            return str(make.grammar_from_regex(read_regex(spec.text).for_guidance))
         if spec.kind is GrammarKind.CHOICE:
             return str(make.grammar_from_regex("|".join(map(_literal, json.loads(spec.text)))))
         if spec.kind is GrammarKind.EBNF:
@@ -65,7 +68,7 @@ class Guidance:
 
     def _structural_tag(self, given: dict[str, Any]) -> str:
         if "structures" not in given:
-            raise ValueError("guidance reads structural tags in the form {structures, triggers} only")
+            return str(self._matcher.grammar_from_lark(tag_as_lark(given["format"], self._special, WHITESPACE)))
         tags = []
         for one in given["structures"]:
             trigger = next((t for t in given["triggers"] if one["begin"].startswith(t)), None)
@@ -109,7 +112,7 @@ class GuidanceMatcher:
         self.inner = inner
 
     def accept(self, token_id: int) -> bool:
-        return bool(self.inner.consume_token(token_id))
+        return int(self.inner.try_consume_tokens([token_id])) == 1
 
     def rollback(self, count: int) -> None:
         self.inner.rollback(count)
@@ -126,11 +129,13 @@ class _Tokens:
     first: about as a tokenizer would, and in as few steps."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self.tokens = vocabulary.tokens + [b""] * (vocabulary.size - len(vocabulary.tokens))
+        texts = vocabulary.tokens + [b""] * (vocabulary.size - len(vocabulary.tokens))
+        # no two special tokens may be alike, or a mask that has one of them has all
+        self.tokens = [text or vocabulary.special.get(i) or b"<%d>" % i for i, text in enumerate(texts)]
         self.eos_token_id = vocabulary.ends[0] if vocabulary.ends else 0
         self.bos_token_id = None
-        self.special_token_ids = [i for i, token in enumerate(self.tokens) if not token]
-        self._known = {token: i for i, token in reversed(list(enumerate(self.tokens))) if token}
+        self.special_token_ids = [i for i, text in enumerate(texts) if not text]
+        self._known = {text: i for i, text in reversed(list(enumerate(texts))) if text}
         self._longest = min(max(map(len, self._known), default=1), _LONGEST)
 
     def __call__(self, text: bytes | str) -> list[int]:
@@ -143,6 +148,26 @@ class _Tokens:
                 found.append(self._known[data[at : at + size]])
             at += size or 1
         return found
+
+
+def _common(schema: str) -> str:
+    """With the classes of its patterns as Python has them too."""
+    if '"pattern' not in schema or "\\\\" not in schema:
+        return schema
+    return json.dumps(_patterns(json.loads(schema)), ensure_ascii=False)
+
+
+def _patterns(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_patterns(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: part if key in ("enum", "const", "default") else _patterns(part) for key, part in schema.items()}
+    if isinstance(pattern := made.get("pattern"), str):
+        made["pattern"] = read_regex(pattern).for_guidance
+    if isinstance(named := made.get("patternProperties"), dict):
+        made["patternProperties"] = {read_regex(key).for_guidance: part for key, part in named.items()}
+    return made
 
 
 def _literal(word: str) -> str:

@@ -102,7 +102,8 @@ class EnforcerMatcher:
         except Exception as wrong:
             self._wrong = f"lm-format-enforcer: {type(wrong).__name__}: {wrong!s:.200}"
             return False
-        self._past.append(parser)
+        if text:
+            self._past.append(parser)
         return bool(text)
 
     def rollback(self, count: int) -> None:

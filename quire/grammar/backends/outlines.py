@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.base.registry import load
-from quire.grammar.backend import Rows, Vocabulary
+from quire.grammar.backend import MOST_ROLLBACK, Rows, Vocabulary
 from quire.schema.grammar import GrammarKind, GrammarSpec
 
 WHITESPACE = r"[ \n\r\t]{0,20}"
 _DEPTH = 3  # recursion that is unrolled; recursive schemas are not given to it
-_MOST_ROLLBACK = 64
 _STATE_BYTES = 1 << 20  # a table is about as large as its binary form; at least this
 
 
@@ -52,7 +51,7 @@ class Outlines:
 
     def start(self, loaded: Any) -> OutlinesMatcher:
         index, _ = loaded
-        return OutlinesMatcher(index, self._guide(index, _MOST_ROLLBACK))
+        return OutlinesMatcher(index, self._guide(index, MOST_ROLLBACK))
 
     def fill(self, matchers: Sequence[OutlinesMatcher], rows: Rows, places: Sequence[int]) -> None:
         words = rows.shape[1]

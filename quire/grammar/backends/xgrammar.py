@@ -14,6 +14,9 @@ from quire.schema.grammar import GrammarKind, GrammarSpec
 
 MOST_WHITESPACE = 20  # in a row, between JSON tokens: enough for indentation, and no endless blanks
 _MANY = 8  # rows from which several threads fill them
+# Begins the bytes of every special token: no text has this byte, so that only tags can ask for the token, by its id or,
+# in free text, by its name.
+_NO_TEXT = b"\xff"
 
 
 class XGrammar:
@@ -22,6 +25,8 @@ class XGrammar:
         self._compiled = load(f"{package}:CompiledGrammar")
         self._matcher = load(f"{package}:GrammarMatcher")
         tokens = vocabulary.tokens + [b""] * (vocabulary.size - len(vocabulary.tokens))
+        for token_id, name in vocabulary.special.items():
+            tokens[token_id] = _NO_TEXT + name
         self._tokens = load(f"{package}:TokenizerInfo")(
             tokens, load(f"{package}:VocabType").RAW, vocab_size=vocabulary.size, stop_token_ids=list(vocabulary.ends)
         )
@@ -96,7 +101,7 @@ class XGrammarMatcher:
 
 
 def _tag(given: dict[str, Any]) -> str:
-    """{structures, triggers}, the older form, written in the newer one."""
+    """{structures, triggers}, the older form, written in the newer one. Blanks between JSON tokens are bounded."""
     if "structures" in given:
         tags = [
             {"begin": one["begin"], "end": one["end"],
@@ -106,6 +111,17 @@ def _tag(given: dict[str, Any]) -> str:
         form = {"type": "triggered_tags", "triggers": given["triggers"], "tags": tags,
                 "stop_after_first": given.get("stop_after_first", False)}  # fmt: skip
         given = {"type": "structural_tag", "format": form}
+    waiting: list[Any] = [given["format"]]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += part
+        elif isinstance(part, dict):
+            if "json_schema" in part:
+                part.setdefault("max_whitespace_cnt", MOST_WHITESPACE)
+            elif part.get("type") == "regex":
+                part["pattern"] = read_regex(part["pattern"]).for_xgrammar
+            waiting += [value for key, value in part.items() if key != "json_schema"]
     return json.dumps(given)
 
 

@@ -32,6 +32,7 @@ from quire.ops.triton import (
     few,
     fixed_linear,
     launch,
+    mask,
     moe,
     norm,
     rope,
@@ -150,6 +151,7 @@ def register() -> None:
     _register_fixed(codes, early)
     sample_ops.sample_rows.form("cuda")(sample.sample_rows)
     rows.register()
+    mask.register()
     _register_states()
     if torch.cuda.is_available():
         launchers()

@@ -1,0 +1,68 @@
+"""A grammar whose masks take long is ended, and only it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from quire.grammar import masks as masks_module
+from quire.grammar.backend import Rows, Vocabulary
+from quire.grammar.masks import MOST_SECONDS, Masks, _Place
+from quire.schema.messages import EngineOutput, EngineRequest
+from quire.schema.params import SamplingParams
+from quire.schema.step import Grant, StepPlan
+
+
+class Matcher:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def accept(self, token_id: int) -> bool:
+        return True
+
+    def rollback(self, count: int) -> None: ...
+
+    def can_end(self) -> bool:
+        return False
+
+    def fault(self) -> str | None:
+        return None
+
+
+class Backend:
+    """Its matchers say how long they take."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def fill(self, matchers: Sequence[Matcher], rows: Rows, places: Sequence[int]) -> None:
+        for matcher, place in zip(matchers, places, strict=True):
+            self.now += matcher.seconds
+            rows[place] = -1
+
+
+@pytest.mark.parametrize("count", [1, 12])
+@pytest.mark.parametrize("seconds", [0.3, 5.0])
+def test_only_the_slow_one_ends(monkeypatch: pytest.MonkeyPatch, count: int, seconds: float) -> None:
+    backend: Any = Backend()
+    monkeypatch.setattr(masks_module, "now", lambda: backend.now)
+    masks = Masks(lambda: Vocabulary(tokens=[b"a"] * 64, size=64, ends=(3,)), vocab_size=64)
+    for number in range(count):
+        given = EngineRequest(
+            request_id=str(number), prompt_token_ids=[1], params=SamplingParams(), seed=0, max_tokens=999
+        )
+        matcher: Any = Matcher(seconds if number == 0 else 0.001)
+        masks._places[str(number)] = _Place(given, matcher, backend)
+    plan = StepPlan(step=0, grants=tuple(Grant(str(number), 0, 1, True, 0) for number in range(count)))
+    for turn in range(400):
+        mask, lost = masks.mask(plan)
+        if lost:
+            assert [one.request_id for one in lost] == ["0"] and "too complex" in str(lost[0].error)
+            assert turn <= 12 and backend.now < 2 * seconds + MOST_SECONDS + 1.5
+            masks.drop("0")
+            plan = StepPlan(step=0, grants=plan.grants[1:])
+        masks.advance([EngineOutput(request_id=grant.request_id, new_token_ids=[5]) for grant in plan.grants])
+        assert mask is not None or count == 1
+    assert len(masks._places) == count - 1
