@@ -13,6 +13,7 @@ os.environ.setdefault("QUIRE_TARGET_DEVICE", "cpu")  # tests/device name their d
 os.environ.setdefault("QUIRE_CPU_NUM_THREADS", "1")
 os.environ.setdefault("QUIRE_AUDIT", "1")
 os.environ.setdefault("QUIRE_CPU_KVCACHE_SPACE", "0.5")
+os.environ.setdefault("QUIRE_CPU_PACKED_CACHE", "0")  # nothing of the user's cache is read or written
 
 import pytest
 

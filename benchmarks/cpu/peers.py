@@ -49,7 +49,7 @@ def engines(asked: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any], d
             found[f"vllm {dtype}"] = (asked.vllm, {"engine": "vllm", "options": options}, settings)
     if asked.llama:
         for name, path in gguf.items():
-            options = {"model": path, "threads": os.cpu_count(), "max_num_seqs": 256}
+            options = {"model": path, "threads": len(os.sched_getaffinity(0)), "max_num_seqs": 256}
             found[f"llama.cpp {name}"] = (asked.llama, {"engine": "llama_cpp", "options": options}, {})
     return {name: entry for name, entry in found.items() if not asked.only or name in asked.only}
 

@@ -1,5 +1,5 @@
-// A whole block of a decoder in one call: norm, fused product, attention, product back, norm, gated mlp. The same
-// kernels one after another; what is saved is the caller's time between them.
+// Whole blocks of a decoder in one call: norm, fused product, attention, product back, norm, gated mlp. The same kernels
+// one after another; what is saved is the caller's time between them.
 #pragma once
 #include <vector>
 
@@ -21,8 +21,8 @@ void multiply(const qc_matrix& matrix, const void* x, void* out, int64_t m) {
 }
 
 template <int Dtype>
-void run_block(const qc_block& b, const qc_attention& step, const void* x, const void* delta, const void* cos,
-               const void* sin, void* stream, void* out) {
+void run_block(const qc_block& b, const qc_turn& turn, const void* x, const void* delta, void* stream, void* out) {
+  const qc_attention& step = *turn.step;
   typedef typename Numbers<Dtype>::Type T;
   static thread_local std::vector<T> memory;
   const int64_t m = step.tokens, width = b.qkv.width, ffn = b.down.width, inner = b.o.width;
@@ -33,7 +33,8 @@ void run_block(const qc_block& b, const qc_attention& step, const void* x, const
   rms_norm<Dtype>(x, width, delta, b.norm_weight[0], stream, normed, m, width, b.eps[0], b.offset[0], b.wide[0]);
   multiply<Dtype>(b.qkv, normed, wide, m);
   qc_attention w = b.attention;
-  w.qkv = wide, w.qkv_stride = b.qkv.rows, w.out = middle, w.cos = cos, w.sin = sin;
+  w.qkv = wide, w.qkv_stride = b.qkv.rows, w.out = middle;
+  w.cos = turn.cos, w.sin = turn.sin, w.turned = turn.turned, w.turn_dtype = turn.dtype;
   w.slots = step.slots, w.tables = step.tables, w.query_starts = step.query_starts, w.contexts = step.contexts;
   w.tokens = m, w.rows = step.rows, w.table_stride = step.table_stride, w.block_size = step.block_size;
   w.window = step.window, w.chunk = step.chunk;
@@ -43,6 +44,15 @@ void run_block(const qc_block& b, const qc_attention& step, const void* x, const
   multiply<Dtype>(b.up, normed, wide, m);
   gated_by<Dtype>(b.act, wide, b.up.rows, middle, m, ffn);
   multiply<Dtype>(b.down, middle, out, m);
+}
+
+template <int Dtype>
+void run_blocks(const qc_block* const* blocks, const int32_t* which, int64_t count, const qc_turn* turns, const void* x,
+                const void* delta, void* stream, void* out) {
+  for (int64_t i = 0; i < count; ++i) {
+    run_block<Dtype>(*blocks[i], turns[which[i]], x, delta, stream, out);
+    x = stream, delta = out;  // both are read before they are written again
+  }
 }
 
 }  // namespace QC_ISA

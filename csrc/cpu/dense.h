@@ -8,117 +8,155 @@
 namespace quire {
 namespace QC_ISA {
 
-// out[r][c] = a[r] . b[c] over `size` numbers: one chain of sums per pair, the same whatever R and C are.
-template <int Dtype, int R, int C>
-__attribute__((noinline)) void dots(const float* const (&a)[R], const typename Numbers<Dtype>::Type* const (&b)[C], int64_t size,
-                 float (&out)[R][C]) {
-  typedef Numbers<Dtype> N;
-  vf sums[R][C];
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) sums[r][c] = fill(0);
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) {
-    vf right[C];
-    for (int c = 0; c < C; ++c) right[c] = N::read(b[c] + i);
-    for (int r = 0; r < R; ++r) {
-      vf left = load(a[r] + i);
-      for (int c = 0; c < C; ++c) sums[r][c] = fma(left, right[c], sums[r][c]);
-    }
+// out[r][c], `stride` apart, = the sum of sums[r][c] over its lanes, added to what is there or not.
+template <int R>
+inline void put_sums(const vf (&sums)[R][4], float* out, int64_t stride, bool add) {
+  QC_UNROLL for (int r = 0; r < R; ++r) {
+    Sums found = sum_each(sums[r][0], sums[r][1], sums[r][2], sums[r][3]), before = {};
+    if (add) memcpy(&before, out + r * stride, sizeof before);
+    found += before;
+    memcpy(out + r * stride, &found, sizeof found);
   }
-  // Unrolled by hand: sums that a loop indexes would be stored in every turn of the loop above.
-  unroll(std::make_integer_sequence<int, R>(), [&](auto r) {
-    if constexpr (C % 4 == 0) {
-      unroll(std::make_integer_sequence<int, C / 4>(), [&](auto four) {
-        constexpr int c = 4 * four;
-        store_sums(out[r] + c, sums[r][c], sums[r][c + 1], sums[r][c + 2], sums[r][c + 3]);
-      });
-    } else {
-      unroll(std::make_integer_sequence<int, C>(), [&](auto c) { out[r][c] = sum_alone(sums[r][c]); });
-    }
-    for (int64_t t = i; t < size; ++t)
-      for (int c = 0; c < C; ++c) out[r][c] += a[r][t] * N::one(b[c] + t);
-  });
 }
 
-// Products are summed in parts of kDepth inputs, so that a few columns of one part, widened, stay in the first cache while
-// many rows pass. The same parts for one row.
-constexpr int64_t kDepth = 512;
-constexpr int kColumns = 16;
+// R rows a times 4 rows b of `size` numbers. Each pair has a vector of sums, which begins with the rest of an odd size
+// and is summed up at the end: the same whatever R is, and the same for rows that lie together (dots_together).
+template <int Dtype, int R>
+__attribute__((noinline)) void dots(const float* const (&a)[R], const typename Numbers<Dtype>::Type* const (&b)[4], int64_t size,
+                                    float* out, int64_t stride, bool add) {
+  typedef Numbers<Dtype> N;
+  vf sums[R][4];
+  int64_t i = size % kLanes;
+  QC_UNROLL for (int r = 0; r < R; ++r)
+    QC_UNROLL for (int c = 0; c < 4; ++c) sums[r][c] = i ? Numbers<QC_F32>::some(a[r], i) * N::some(b[c], i) : fill(0);
+  for (; i < size; i += kLanes) {
+    vf left[R];
+    QC_UNROLL for (int r = 0; r < R; ++r) left[r] = load(a[r] + i);
+    QC_UNROLL for (int c = 0; c < 4; ++c) {
+      vf right = N::read(b[c] + i);
+      QC_UNROLL for (int r = 0; r < R; ++r) sums[r][c] = fma(left[r], right, sums[r][c]);
+    }
+  }
+  put_sums(sums, out, stride, add);
+}
+
+// Rows widened and put together, vector by vector.
+template <int Dtype, int R>
+void put_together(const typename Numbers<Dtype>::Type* const (&rows)[R], int64_t size, float* to) {
+  typedef Numbers<Dtype> N;
+  int64_t i = size % kLanes;
+  if (i) {
+    for (int r = 0; r < R; ++r) store(to + r * kLanes, N::some(rows[r], i));
+    to += R * kLanes;
+  }
+  for (; i < size; i += kLanes, to += R * kLanes)
+    QC_UNROLL for (int r = 0; r < R; ++r) store(to + r * kLanes, N::read(rows[r] + i));
+}
+
+inline int64_t whole_vectors(int64_t size) { return (size + kLanes - 1) / kLanes; }
+
+// dots() of kDotRows rows a and 4 rows b that were put together.
+__attribute__((noinline)) inline void dots_together(const float* a, const float* b, int64_t vectors, float* out, int64_t stride,
+                                                    bool add) {
+  constexpr int R = kDotRows;
+  vf sums[R][4];
+  QC_UNROLL for (int r = 0; r < R; ++r)
+    QC_UNROLL for (int c = 0; c < 4; ++c) sums[r][c] = fill(0);
+  for (; vectors > 0; --vectors, a += R * kLanes, b += 4 * kLanes) {
+    vf left[R];
+    __builtin_prefetch(a + 256);  // rows of the next tile, from the second cache
+    QC_UNROLL for (int r = 0; r < R; ++r) left[r] = load(a + r * kLanes);
+    QC_UNROLL for (int c = 0; c < 4; ++c) {
+      vf right = load(b + c * kLanes);
+      QC_UNROLL for (int r = 0; r < R; ++r) sums[r][c] = fma(left[r], right, sums[r][c]);
+    }
+  }
+  put_sums(sums, out, stride, add);
+}
+
+// Products are summed in parts of at most kDepth inputs, all but the last of one size that follows from k alone. For many
+// rows, kNear columns of a part are put together to stay in the first cache while the rows pass.
+constexpr int64_t kDepth = 320, kColumns = 128;
+constexpr int kNear = 8, kFewRows = 8;
+
+inline int64_t depth_of(int64_t k) {
+  const int64_t parts = k > kDepth ? (k + kDepth - 1) / kDepth : 1;
+  return (k / parts + 16) / 16 * 16;  // never 0
+}
 
 template <int Dtype>
 struct Dense {
   typedef Numbers<Dtype> N;
   typedef typename N::Type T;
-  const float* x;  // [m, k]
+  const float* x;  // parts one after another, each [m, size], or tiles of kDotRows rows put together
   const T *weight, *bias;
   T* out;
-  int64_t weight_stride, out_stride, m, n, k;
+  int64_t weight_stride, out_stride, m, n, k, depth;
 
-  // Adds rows [row, to), at most R of them, times columns [first, first + C) over inputs [depth, depth + size) to `sums`.
-  // b: columns of the weight from input `depth` on, as stored or widened.
-  template <int R, int C, int From>
-  void piece(int64_t row, int64_t to, int first, int64_t depth, int64_t size,
-             const typename Numbers<From>::Type* const (&b)[C], float* sums) const {
-    const float* a[R];
-    float found[R][C];
-    for (int r = 0; r < R; ++r) a[r] = x + (row + r < to ? row + r : to - 1) * k + depth;
-    dots<From, R, C>(a, b, size, found);
-    for (int r = 0; r < R && row + r < to; ++r)
-      for (int c = 0; c < C; ++c) {
-        float& here = sums[r * kColumns + first + c];
-        here = depth ? here + found[r][c] : found[r][c];
+  // Sums [rows, kColumns] of rows [from, to) times `count` columns grow by inputs [at, at + size).
+  void few(int64_t from, int64_t to, int64_t column, int64_t count, int64_t at, int64_t size, float* sums) const {
+    for (int64_t c = 0; c < count; c += 4) {
+      const T* b[4];
+      for (int i = 0; i < 4; ++i) b[i] = weight + (column + (c + i < count ? c + i : count - 1)) * weight_stride + at;
+      float* to_sums = sums + c;
+      for (int64_t row = from; row < to; to_sums += kDotRows * kColumns, row += kDotRows) {
+        const float* a[kDotRows];
+        for (int r = 0; r < kDotRows; ++r) a[r] = x + at * m + (row + r < to ? row + r : to - 1) * size;
+        if (to - row > 2) dots<Dtype, kDotRows>(a, b, size, to_sums, kColumns, at > 0);
+        else if (to - row == 2) dots<Dtype, 2>({a[0], a[1]}, b, size, to_sums, kColumns, at > 0);
+        else dots<Dtype, 1>({a[0]}, b, size, to_sums, kColumns, at > 0);
       }
+    }
   }
 
-  // b: `count` columns, one after another at `stride`.
-  template <int From>
-  void rows_of(int64_t from, int64_t to, int count, int64_t depth, int64_t size, const typename Numbers<From>::Type* b,
-               int64_t stride, float* sums) const {
-    for (int64_t row = from; row < to; sums += kDotRows * kColumns, row += kDotRows)
-      for (int c = 0; c < count;) {
-        const typename Numbers<From>::Type* columns[kDotColumns] = {};
-        if (c + kDotColumns <= count) {
-          for (int i = 0; i < kDotColumns; ++i) columns[i] = b + (c + i) * stride;
-          if (to - row > 1) piece<kDotRows, kDotColumns, From>(row, to, c, depth, size, columns, sums);
-          else piece<1, kDotColumns, From>(row, to, c, depth, size, columns, sums);
-          c += kDotColumns;
-        } else {
-          const typename Numbers<From>::Type* one[1] = {b + c * stride};
-          if (to - row > 1) piece<kDotRows, 1, From>(row, to, c, depth, size, one, sums);
-          else piece<1, 1, From>(row, to, c, depth, size, one, sums);
-          ++c;
-        }
+  void many(int64_t from, int64_t to, int64_t column, int64_t count, int64_t at, int64_t size, float* near, float* sums) const {
+    const int64_t vectors = whole_vectors(size), wide = vectors * kLanes, rows = (m + kDotRows - 1) / kDotRows * kDotRows;
+    for (int64_t c = 0; c < count; c += kNear) {
+      const int some = int(count - c < kNear ? count - c : kNear);
+      for (int i = 0; i < some; i += 4) {
+        const T* b[4];
+        for (int j = 0; j < 4; ++j) b[j] = weight + (column + c + (i + j < some ? i + j : some - 1)) * weight_stride + at;
+        put_together<Dtype, 4>(b, size, near + i * wide);
       }
+      for (int64_t row = from; row < to; row += kDotRows)
+        for (int i = 0; i < some; i += 4)
+          dots_together(x + at * rows + row * wide, near + i * wide, vectors, sums + (row - from) * kColumns + c + i, kColumns,
+                        at > 0);
+    }
   }
 
-  void write(int64_t column, int count, int64_t from, int64_t to, const float* sums) const {
+  void write(int64_t column, int64_t count, int64_t from, int64_t to, const float* sums) const {
     for (int64_t row = from; row < to; ++row, sums += kColumns) {
       T* at = out + row * out_stride + column;
-      int c = 0;
+      int64_t c = 0;
       for (; c + kLanes <= count; c += kLanes)
         N::write(at + c, bias ? load(sums + c) + N::read(bias + column + c) : load(sums + c));
       for (; c < count; ++c) N::put_one(at + c, bias ? sums[c] + N::one(bias + column + c) : sums[c]);
     }
   }
 
-  // Rows [from, to) times columns [first, last): the rows should fit a core's second cache.
+  // Rows [from, to), the first a multiple of kDotRows, times columns [first, last), at most kColumns.
   void part(int64_t first, int64_t last, int64_t from, int64_t to) const {
     static thread_local std::vector<float> memory;
-    memory.resize(size_t(kColumns * (kDepth + to - from)));
-    float *wide = memory.data(), *sums = wide + kColumns * kDepth;
-    for (int64_t column = first; column < last; column += kColumns) {
-      const int count = int(last - column < kColumns ? last - column : kColumns);
-      for (int64_t depth = 0; depth == 0 || depth < k; depth += kDepth) {
-        const int64_t size = k - depth < kDepth ? k - depth : kDepth;
-        const T* b = weight + column * weight_stride + depth;
-        if (Dtype == QC_F32 || to - from < 2 * kDotRows) {
-          rows_of<Dtype>(from, to, count, depth, size, b, weight_stride, sums);
-          continue;
-        }
-        for (int c = 0; c < count; ++c) widen(b + c * weight_stride, size, wide + c * kDepth);
-        rows_of<QC_F32>(from, to, count, depth, size, wide, kDepth, sums);
-      }
-      write(column, count, from, to, sums);
+    memory.resize(size_t(kNear * (depth + kLanes) + kColumns * (to - from + kDotRows)));
+    float *near = memory.data(), *sums = near + kNear * (depth + kLanes);
+    for (int64_t at = 0; at == 0 || at < k; at += depth) {
+      const int64_t size = k - at < depth ? k - at : depth;
+      if (m < kFewRows) few(from, to, first, last - first, at, size, sums);
+      else many(from, to, first, last - first, at, size, near, sums);
+    }
+    write(first, last - first, from, to, sums);
+  }
+
+  // Puts rows [row, row + kDotRows), as far as there are any, where `x` will be read.
+  void bring(const T* from, int64_t stride, int64_t row, float* to) const {
+    const int64_t rows = (m + kDotRows - 1) / kDotRows * kDotRows;
+    for (int64_t at = 0; at < k; at += depth) {
+      const int64_t size = k - at < depth ? k - at : depth;
+      const T* all[kDotRows];
+      for (int r = 0; r < kDotRows; ++r) all[r] = from + (row + r < m ? row + r : m - 1) * stride + at;
+      if (m >= kFewRows) put_together<Dtype, kDotRows>(all, size, to + at * rows + row * (whole_vectors(size) * kLanes));
+      else for (int r = 0; r < kDotRows && row + r < m; ++r) widen(all[r], size, to + at * m + (row + r) * size);
     }
   }
 
@@ -147,26 +185,23 @@ void linear(const typename Numbers<Dtype>::Type* x, int64_t x_stride, const void
   if constexpr (Dtype == QC_BF16)
     return QC_LINEAR_BFLOATS(x, x_stride, weight, weight_stride, bias, out, out_stride, m, n, k);
 #endif
-  static thread_local std::vector<float> wide;
-  wide.resize(size_t(m * k));
-  float* rows = wide.data();
-  auto widen = [=](int row) { Dense<Dtype>::widen(x + row * x_stride, k, rows + row * k); };
-  if (m < 8) for (int row = 0; row < m; ++row) widen(row);
-  else each(int(m), widen);
-  Dense<Dtype> job = {rows, static_cast<const T*>(weight), static_cast<const T*>(bias), static_cast<T*>(out),
-                      weight_stride, out_stride, m, n, k};
-  int64_t tall = (1 << 17) / k / kDotRows * kDotRows;  // rows whose floats fill some of a second cache
-  tall = tall < 2 * kDotRows ? 2 * kDotRows : tall;
+  static thread_local std::vector<float> memory;
+  const int64_t tiles = (m + kDotRows - 1) / kDotRows;
+  memory.resize(size_t(tiles * kDotRows * (k + kLanes)));
+  const Dense<Dtype> job = {memory.data(), static_cast<const T*>(weight), static_cast<const T*>(bias), static_cast<T*>(out),
+                            weight_stride, out_stride, m, n, k, depth_of(k)};
+  auto bring = [&, to = memory.data()](int tile) { job.bring(x, x_stride, int64_t(tile) * kDotRows, to); };
+  if (m < kFewRows) for (int tile = 0; tile < tiles; ++tile) bring(tile);
+  else each(int(tiles), bring);
+  int64_t tall = (1 << 17) / job.depth / kDotRows * kDotRows;  // rows of which a part fills some of a second cache
   const int64_t floors = (m + tall - 1) / tall;
-  int64_t wide_parts = 4 * threads();
-  if (wide_parts > (n + 15) / 16) wide_parts = (n + 15) / 16;
-  const int64_t width = ((n + wide_parts - 1) / wide_parts + 15) / 16 * 16;
-  wide_parts = (n + width - 1) / width;
+  int64_t width = (n / (4 * threads()) + 16) / 16 * 16;
+  if (width > kColumns) width = kColumns;
   auto work = [&](int item) {
-    const int64_t floor = item % floors, part = item / floors, last = (part + 1) * width, to = (floor + 1) * tall;
-    job.part(part * width, last < n ? last : n, floor * tall, to < m ? to : m);
+    const int64_t from = item % floors * tall, to = from + tall, first = item / floors * width, last = first + width;
+    job.part(first, last < n ? last : n, from, to < m ? to : m);
   };
-  each(int(wide_parts * floors), work);
+  each(int((n + width - 1) / width * floors), work);
 }
 
 }  // namespace QC_ISA

@@ -1,11 +1,13 @@
 // Compiled once per instruction set, with QC_ISA its name and the compiler's flags for it.
 #include "amx.h"
 #include "attention.h"
+#include "attention_tiles.h"
 #include "bfloats.h"
 #include "block.h"
 #include "dense.h"
 #include "isa.h"
 #include "moe.h"
+#include "opened.h"
 #include "packed.h"
 #include "rows.h"
 #include "sample.h"
@@ -58,9 +60,9 @@ void do_gated(int act, const void* x, int64_t x_stride, void* out, int64_t rows,
 
 void do_attend(const qc_attention* work) { QC_BY_DTYPE(work->dtype, attend_over, *work) }
 
-void do_block(const qc_block* block, const qc_attention* step, const void* x, const void* delta, const void* cos,
-              const void* sin, void* stream, void* out) {
-  QC_BY_DTYPE(block->dtype, run_block, *block, *step, x, delta, cos, sin, stream, out)
+void do_blocks(const qc_block* const* blocks, const int32_t* which, int64_t count, const qc_turn* turns, const void* x,
+               const void* delta, void* stream, void* out) {
+  QC_BY_DTYPE(blocks[0]->dtype, run_blocks, blocks, which, count, turns, x, delta, stream, out)
 }
 
 void do_argmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, int64_t* index, int dtype) {
@@ -83,7 +85,7 @@ void do_log_softmax(const void* x, int64_t x_stride, int64_t rows, int64_t width
 
 extern const Kernels QC_TABLE(QC_ISA);
 const Kernels QC_TABLE(QC_ISA) = {QC_TEXT(QC_ISA),    QC_ISA::do_packed, QC_ISA::do_linear, QC_ISA::do_norm,
-                                  QC_ISA::do_gated, QC_ISA::do_attend, QC_ISA::do_block,  QC_ISA::do_argmax,
+                                  QC_ISA::do_gated, QC_ISA::do_attend, QC_ISA::do_blocks, QC_ISA::do_argmax,
                                   QC_ISA::do_draw,   QC_ISA::do_moe,   QC_ISA::do_log_softmax, QC_ISA::top_of, QC_ISA::allow};
 
 }  // namespace quire

@@ -100,8 +100,35 @@ QC_API const char* qc_isa(void) {
   return used ? used->name : nullptr;
 }
 
+// Eight sums side by side, so that no multiplication waits for the one before; each step is invertible.
+QC_API uint64_t qc_checksum(const void* from, int64_t bytes) {
+  constexpr uint64_t kPrime = 0x9e3779b97f4a7c15u;
+  constexpr int kSums = 8;
+  uint64_t sums[kSums], total = uint64_t(bytes);
+  for (int i = 0; i < kSums; ++i) sums[i] = uint64_t(i) * kPrime;
+  const char* at = static_cast<const char*>(from);
+  for (; bytes >= 8 * kSums; bytes -= 8 * kSums, at += 8 * kSums)
+    for (int i = 0; i < kSums; ++i) {
+      uint64_t word;
+      memcpy(&word, at + 8 * i, 8);
+      sums[i] = (sums[i] ^ word) * kPrime;
+      sums[i] ^= sums[i] >> 29;
+    }
+  for (int i = 0; bytes > 0; ++i, bytes -= 8, at += 8) {
+    uint64_t word = 0;
+    memcpy(&word, at, size_t(bytes < 8 ? bytes : 8));
+    sums[i] = (sums[i] ^ word) * kPrime;
+  }
+  for (uint64_t sum : sums) {
+    total = (total ^ sum) * kPrime;
+    total ^= total >> 32;
+  }
+  return total;
+}
+
 QC_API void qc_set_threads(int count) { set_threads(count); }
 QC_API int qc_threads(void) { return threads(); }
+QC_API void qc_set_same_bits(int wanted) { set_same_bits(wanted != 0); }
 
 // Whoever calls these has chosen an instruction set before.
 QC_API void qc_linear_packed(const void* x, int64_t x_stride, int64_t m, int64_t k, const qc_segment* segments,
@@ -125,9 +152,9 @@ QC_API void qc_gated(int act, const void* x, int64_t x_stride, void* out, int64_
 
 QC_API void qc_attend(const qc_attention* work) { active.load()->attend(work); }
 
-QC_API void qc_run_block(const qc_block* block, const qc_attention* step, const void* x, const void* delta,
-                         const void* cos, const void* sin, void* stream, void* out) {
-  active.load()->run_block(block, step, x, delta, cos, sin, stream, out);
+QC_API void qc_run_blocks(const qc_block* const* blocks, const int32_t* which, int64_t count, const qc_turn* turns,
+                          const void* x, const void* delta, void* stream, void* out) {
+  active.load()->run_blocks(blocks, which, count, turns, x, delta, stream, out);
 }
 
 QC_API void qc_argmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, int64_t* index, int dtype) {

@@ -268,12 +268,21 @@ inline void some_panels(const Product& job, int64_t from, int64_t to, int64_t ro
 #if QC_TILES
 template <int Dtype>
 void packed_by_tiles(const Product& job, int64_t panels);  // amx.h
+template <int Dtype>
+void packed_by_opening(const typename Numbers<Dtype>::Type* x, int64_t x_stride, const Product& job, int64_t panels);  // opened.h
 constexpr int64_t kFewestTiled = 6;  // rows from which on tiles are faster; the bits are the same
+constexpr int64_t kFewestOpened = 24;  // rows from which on it pays to open panels, where bits may be others
 #endif
 
 template <int Dtype>
 void linear_packed(const typename Numbers<Dtype>::Type* x, int64_t x_stride, int64_t m, int64_t k,
                    const qc_segment* segments, int64_t num_segments, const void* bias, void* out, int64_t out_stride) {
+  int64_t panels = 0;
+  for (int64_t i = 0; i < num_segments; ++i) panels += (segments[i].rows + kPanel - 1) / kPanel;
+  Product job = {{nullptr, nullptr, nullptr, nullptr, k}, segments, num_segments, m, out_stride, bias, out, write_columns<Dtype>};
+#if QC_TILES
+  if (m >= kFewestOpened && !same_bits()) return packed_by_opening<Dtype>(x, x_stride, job, panels);
+#endif
   static thread_local std::vector<uint8_t> memory;
   const int64_t floats = (m + kTileRows - 1) / kTileRows * kTileRows * (k / kBlock) + 16;  // a tile may read a few more
   memory.resize(size_t(floats * (16 + kBlock) + 64));
@@ -290,9 +299,7 @@ void linear_packed(const typename Numbers<Dtype>::Type* x, int64_t x_stride, int
     auto some = [&](int item) { for (int64_t r = item * 4; r < m && r < item * 4 + 4; ++r) quantize(r); };
     each(int((m + 3) / 4), some);
   }
-  Product job = {{q, scale, total, count, k}, segments, num_segments, m, out_stride, bias, out, write_columns<Dtype>};
-  int64_t panels = 0;
-  for (int64_t i = 0; i < num_segments; ++i) panels += (segments[i].rows + kPanel - 1) / kPanel;
+  job.x = {q, scale, total, count, k};
 #if QC_TILES
   if (m >= kFewestTiled) return packed_by_tiles<Dtype>(job, panels);
 #endif

@@ -64,6 +64,13 @@ struct qc_block {
   int32_t act, dtype;
 };
 
+// What the blocks of one KV group and one rotation share in a step; cos and sin [tokens, turned], null: no rotation.
+struct qc_turn {
+  const qc_attention* step;
+  const void *cos, *sin;
+  int32_t turned, dtype;
+};
+
 // Experts of one layer and the tokens that go through some of them. Matrices of all experts have the same sizes.
 struct qc_moe {
   const qc_matrix *up, *down;  // [experts]: gate rows and up rows; the way back
@@ -97,8 +104,10 @@ QC_API const char* qc_isa_name(int index);  // from the plainest to the best; nu
 QC_API int qc_isa_usable(int index);  // whether this machine runs it
 QC_API int qc_use_isa(const char* name);  // null: the best; 0: done, -1: not there or not usable
 QC_API const char* qc_isa(void);
+QC_API uint64_t qc_checksum(const void* from, int64_t bytes);  // any change of one 8-byte word changes it
 QC_API void qc_set_threads(int threads);
 QC_API int qc_threads(void);
+QC_API void qc_set_same_bits(int wanted);  // 0: products may take a faster way for many rows than for few
 
 // Packing. Width is a multiple of 32 (of 256 for types whose blocks have 256).
 QC_API int qc_kind_of(int gguf_type);  // -1: no kernel multiplies this type
@@ -119,10 +128,11 @@ QC_API void qc_rms_norm(const void* x, int64_t x_stride, const void* delta, cons
                         int64_t rows, int64_t width, float eps, float offset, int wide, int dtype);
 QC_API void qc_gated(int act, const void* x, int64_t x_stride, void* out, int64_t rows, int64_t width, int dtype);
 QC_API void qc_attend(const qc_attention* work);
-// In: the stream x and what the block before adds to it (delta, or null), [step->tokens, width] each. Out: the stream
-// after attention, and what the mlp adds to it.
-QC_API void qc_run_block(const qc_block* block, const qc_attention* step, const void* x, const void* delta,
-                         const void* cos, const void* sin, void* stream, void* out);
+// Blocks one after another, all of one dtype and width; block i takes its part of the step from turns[which[i]]. In: the
+// stream x and what the layer before adds to it (delta, or null), [tokens, width] each. Out: the stream after the last
+// attention, and what the last mlp adds to it.
+QC_API void qc_run_blocks(const qc_block* const* blocks, const int32_t* which, int64_t count, const qc_turn* turns,
+                          const void* x, const void* delta, void* stream, void* out);
 // Index of the largest of each row, the lowest among equals; NaN counts as largest.
 QC_API void qc_argmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, int64_t* index, int dtype);
 QC_API void qc_draw_tokens(const qc_draw* work);

@@ -1,6 +1,7 @@
 // The small layer under the kernels, once per instruction set. AVX-512 serves avx512, avx512bf16 and amx.
 //
-// `Four` are neighbouring floats, of which times<I> and fma_one<I> take one for all lanes.
+// `Four` are neighbouring floats, of which times<I> and fma_one<I> take one for all lanes. `Sums` are the sums of four
+// vectors, each over its lanes.
 // vf is a vector of kLanes floats, vi of as many 32-bit integers, vb of four times as many bytes. Arithmetic operators
 // work on all of them (compilers' vector extensions); what has no operator is a function here. `Quads` are 16 bytes of
 // one row's quantized numbers; dot<Q>(sums, bytes, quads) adds to each lane the product of its 4 bytes and quad Q.
@@ -24,12 +25,17 @@
 #define QC_TILES 0
 #endif
 
+// Before loops over arrays of vectors: what the compiler does not unroll, it keeps in memory.
+#define QC_UNROLL _Pragma("GCC unroll 16")
+
 namespace quire {
 namespace QC_ISA {
 
+typedef float Sums __attribute__((vector_size(16)));
+
 #if defined(__aarch64__)
 
-constexpr int kLanes = 4, kTall = 8, kDotRows = 4, kDotColumns = 4;
+constexpr int kLanes = 4, kTall = 8, kDotRows = 4, kTileOfRows = 8;
 typedef float32x4_t vf;
 typedef int32x4_t vi;
 typedef uint8x16_t vb;
@@ -44,8 +50,12 @@ inline vf load_half(const uint16_t* at) { return vcvt_f32_f16(vreinterpret_f16_u
 inline vf load_bfloat(const uint16_t* at) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(at), 16)); }
 inline float sum(vf v) { return vaddvq_f32(v); }
 inline float largest(vf v) { return vmaxvq_f32(v); }
-inline vf sums(vf a, vf b, vf c, vf d) { return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)); }
-#define QC_HAS_SUMS 1
+inline Sums sum_each(vf a, vf b, vf c, vf d) { return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)); }
+inline uint16x4_t to_halves(vf v) { return vreinterpret_u16_f16(vcvt_f16_f32(v)); }
+inline uint16x4_t to_bfloats(vf v) {  // as float_to_bfloat
+  vi bits = (vi)v, up = bits + 0x7fff + ((bits >> 16) & 1), odd = (vi)(v != v);
+  return vshrn_n_u32((uint32x4_t)((up & ~odd) | ((bits | 0x400000) & odd)), 16);
+}
 
 inline vb load_bytes(const uint8_t* at) { return vld1q_u8(at); }
 typedef int8x16_t Quads;
@@ -91,7 +101,7 @@ inline void narrow(int8_t* to, const vi (&v)[8], int32_t (&sums)[2]) {
 
 #elif defined(__AVX512F__)
 
-constexpr int kLanes = 16, kTall = 8, kDotRows = 4, kDotColumns = 4;
+constexpr int kLanes = 16, kTall = 8, kDotRows = 4, kTileOfRows = 8;
 typedef __m512 vf;
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint8_t vb __attribute__((vector_size(64)));
@@ -112,7 +122,14 @@ inline __m256i to_bfloats(vf v) {  // as float_to_bfloat
   __m512i chosen = _mm512_mask_mov_epi32((__m512i)up, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), (__m512i)(bits | 0x400000));
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(chosen, 16));
 }
+inline __m256i to_halves(vf v) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
 inline float sum(vf v) { return _mm512_reduce_add_ps(v); }
+inline Sums sum_each(vf a, vf b, vf c, vf d) {
+  vf ab = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b), cd = _mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d);
+  vf all = (vf)_mm512_unpacklo_pd((__m512d)ab, (__m512d)cd) + (vf)_mm512_unpackhi_pd((__m512d)ab, (__m512d)cd);
+  __m256 half = _mm512_castps512_ps256(all) + _mm512_extractf32x8_ps(all, 1);
+  return (Sums)(_mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1));
+}
 inline float largest(vf v) { return _mm512_reduce_max_ps(v); }
 
 inline vb load_bytes(const uint8_t* at) { return (vb)_mm512_loadu_si512(at); }
@@ -130,7 +147,7 @@ inline vb signed_bytes(vb v) { return v ^ (uint8_t)128; }
 
 #else  // AVX2
 
-constexpr int kLanes = 8, kTall = 4, kDotRows = 2, kDotColumns = 4;
+constexpr int kLanes = 8, kTall = 4, kDotRows = 2, kTileOfRows = 4;
 typedef __m256 vf;
 typedef int32_t vi __attribute__((vector_size(32)));
 typedef uint8_t vb __attribute__((vector_size(32)));
@@ -145,6 +162,16 @@ inline vf load_half(const uint16_t* at) { return _mm256_cvtph_ps(_mm_loadu_si128
 inline vf load_bfloat(const uint16_t* at) {
   __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at));
   return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+inline __m128i to_halves(vf v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+inline __m128i to_bfloats(vf v) {  // as float_to_bfloat
+  vi bits = (vi)v, up = bits + 0x7fff + ((bits >> 16) & 1), odd = (vi)(v != v);
+  __m256i chosen = _mm256_srli_epi32((__m256i)((up & ~odd) | ((bits | 0x400000) & odd)), 16);
+  return _mm_packus_epi32(_mm256_castsi256_si128(chosen), _mm256_extracti128_si256(chosen, 1));
+}
+inline Sums sum_each(vf a, vf b, vf c, vf d) {
+  vf all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+  return (Sums)(_mm256_castps256_ps128(all) + _mm256_extractf128_ps(all, 1));
 }
 inline float sum(vf v) {
   __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
@@ -204,21 +231,6 @@ inline void narrow(int8_t* to, const vi (&v)[kBlock / kLanes], int32_t (&sums)[2
 #endif
 #endif
 
-#ifndef QC_HAS_SUMS
-inline void store_sums(float* at, vf a, vf b, vf c, vf d) { at[0] = sum(a), at[1] = sum(b), at[2] = sum(c), at[3] = sum(d); }
-#else
-inline void store_sums(float* at, vf a, vf b, vf c, vf d) { store(at, sums(a, b, c, d)); }
-#endif
-inline float sum_alone(vf v) {  // as store_sums adds
-#ifdef QC_HAS_SUMS
-  float four[4];
-  store(four, sums(v, v, v, v));
-  return four[0];
-#else
-  return sum(v);
-#endif
-}
-
 // body(integral_constant 0), body(integral_constant 1) ...
 template <class F, int... I>
 inline void unroll(std::integer_sequence<int, I...>, F&& body) {
@@ -233,13 +245,13 @@ struct Numbers {
   static float one(const Type* at) { return Dtype == QC_BF16 ? bfloat_to_float(*at) : half_to_float(*at); }
   static void put_one(Type* at, float v) { *at = Dtype == QC_BF16 ? float_to_bfloat(v) : float_to_half(v); }
   static void write(Type* at, vf v) {
-#if defined(__AVX512F__)
-    _mm256_storeu_si256((__m256i*)at, Dtype == QC_BF16 ? to_bfloats(v) : _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
-#else
-    float numbers[kLanes];
-    store(numbers, v);
-    for (int i = 0; i < kLanes; ++i) put_one(at + i, numbers[i]);
-#endif
+    auto numbers = Dtype == QC_BF16 ? to_bfloats(v) : to_halves(v);
+    memcpy(at, &numbers, sizeof numbers);
+  }
+  static vf some(const Type* at, int64_t count) {  // and zeros
+    Type numbers[kLanes] = {};
+    memcpy(numbers, at, size_t(count) * sizeof(Type));
+    return read(numbers);
   }
   static float rounded(float v) { return Dtype == QC_BF16 ? bfloat_to_float(float_to_bfloat(v)) : half_to_float(float_to_half(v)); }
 };
@@ -250,6 +262,11 @@ struct Numbers<QC_F32> {
   static float one(const float* at) { return *at; }
   static void put_one(float* at, float v) { *at = v; }
   static void write(float* at, vf v) { store(at, v); }
+  static vf some(const float* at, int64_t count) {
+    float numbers[kLanes] = {};
+    memcpy(numbers, at, size_t(count) * sizeof(float));
+    return load(numbers);
+  }
   static float rounded(float v) { return v; }
 };
 
@@ -273,6 +290,20 @@ inline vf exp_of(vf x) {
   y = fma(y, rest * rest, rest) + fill(1.0f);
   vi power = (vi)shifted << 23;  // the low bits of `shifted` are the whole number
   return (vf)(((vi)y + power) & ~under);
+}
+
+// 2^x of numbers that are not above 0, with an error below 2 units in the last place; 0 below -126, and for -inf.
+inline vf power_of_two(vf x) {
+  const vf magic = fill(12582912.0f);
+  vi under = (vi)(x < fill(-126));
+  x = larger(x, fill(-126));
+  vf shifted = x + magic, rest = x - (shifted - magic);
+  vf y = fma(fill(1.326472731e-3f), rest, fill(9.671512991e-3f));
+  y = fma(y, rest, fill(5.550733581e-2f));
+  y = fma(y, rest, fill(2.402224243e-1f));
+  y = fma(y, rest, fill(6.931470037e-1f));
+  y = fma(y, rest, fill(1));
+  return (vf)(((vi)y + ((vi)shifted << 23)) & ~under);
 }
 
 }  // namespace QC_ISA

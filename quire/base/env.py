@@ -72,6 +72,13 @@ def child_environment(changes: dict[str, str]) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
+def let_idle_threads_sleep() -> None:
+    """Threads of OpenMP, which torch starts, would spin for milliseconds after each of its parallel operations, on the
+    cores that the compiled kernels compute on. Heard only before torch is imported; what a user has set stays."""
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
 def _flag(text: str) -> bool:
     low = text.strip().lower()
     if low in ("1", "true", "yes", "on"):
@@ -137,6 +144,18 @@ CPU_KVCACHE_SPACE = Variable(
 CPU_NUM_THREADS = Variable(
     "CPU_NUM_THREADS", None, _optional_int, "Threads of the CPU worker; unset uses what the machine allows."
 )
+CPU_OMP_THREADS_BIND = Variable(
+    "CPU_OMP_THREADS_BIND", "auto", lambda text: text.strip().lower(),
+    "Processors that the CPU worker's threads are kept on, as 0-3,8; auto and nobind leave that to the system.",
+)  # fmt: skip
+CPU_NUM_OF_RESERVED_CPU = Variable(
+    "CPU_NUM_OF_RESERVED_CPU", 0, int,
+    "Cores left to other work when the number of threads of the CPU worker is not given.",
+)  # fmt: skip
+CPU_PACKED_CACHE = Variable(
+    "CPU_PACKED_CACHE", True, _flag,
+    "0: weights packed for the CPU kernels are neither kept in `packed` under CACHE_ROOT nor read from there.",
+)  # fmt: skip
 CPU_KERNELS = Variable(
     "CPU_KERNELS", "auto", str.lower,
     "Compiled CPU kernels: auto takes the best instruction set, off none of them, a name that one.",

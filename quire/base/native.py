@@ -6,6 +6,7 @@ what the kernels do.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 from quire.base import env
@@ -16,8 +17,12 @@ LIBRARY, NOTE = "libquire_cpu.so", "not_built.txt"
 
 def library() -> Path | None:
     """None: not built, or switched off by QUIRE_CPU_KERNELS=off."""
-    path = FOLDER / LIBRARY
-    return path if env.CPU_KERNELS.get() != "off" and path.is_file() else None
+    return _found(FOLDER / LIBRARY) if env.CPU_KERNELS.get() != "off" else None
+
+
+@cache  # asked some hundred times while a model is built
+def _found(path: Path) -> Path | None:
+    return path if path.is_file() else None
 
 
 def why_not() -> str:

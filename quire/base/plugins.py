@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from quire.base import env
 from quire.base.log import logger
-from quire.base.registry import load
+from quire.base.registry import entry_points
 
 GROUPS = ("quire.general_plugins", "vllm.general_plugins")
 _log = logger(__name__)
@@ -24,7 +24,6 @@ def call_plugins() -> None:
     chosen = env.PLUGINS.get()
     if chosen == ():
         return
-    entry_points = load("importlib.metadata:entry_points")
     for found in (entry for group in GROUPS for entry in entry_points(group=group)):
         if found.value in _called or (chosen is not None and found.name not in chosen):
             continue

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import IO
 
-from quire.base import registry
+from quire.base import env, registry
 
 _ENTER = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -151,6 +151,7 @@ def enter(target: str, litter: str | None, early: str) -> None:
     os.dup2(null, 0)
     os.close(null)
     if early:
+        env.let_idle_threads_sleep()
         threading.Thread(target=_import, args=(early,), name="early import", daemon=True).start()
     boot = _read(life, int.from_bytes(_read(life, _LENGTH_BYTES), "little"))
     threading.Thread(target=_leave_with_parent, args=(life, litter), name="watch parent", daemon=True).start()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 
@@ -25,6 +26,18 @@ def load(path: str) -> Any:
         except AttributeError:
             raise ImportError(f"module {module!r} has no {part!r} (wanted {path!r})") from None
     return found
+
+
+def entry_points(group: str) -> Iterable[Any]:
+    """Those that installed packages declare under a name."""
+    found: Iterable[Any] = _installed().select(group=group)
+    return found
+
+
+@cache
+def _installed() -> Any:
+    """All packages are looked through: 40 ms, so once per process, and only where somebody asks."""
+    return load("importlib.metadata:entry_points")()
 
 
 def path_of(thing: Any) -> str:
@@ -72,6 +85,5 @@ class Registry:
     def _scan(self) -> None:
         if self._group is None:
             return
-        entry_points = load("importlib.metadata:entry_points")  # 40 ms that most runs never need
         for found in entry_points(group=self._group):
             self._paths.setdefault(found.name, found.value)

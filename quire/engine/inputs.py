@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -341,7 +340,7 @@ def _refuse_unbuilt(prompt: Prompt, params: SamplingParams, options: Options) ->
 
 def _processors(names: Sequence[str]) -> list[Any]:
     """Custom LogitsProcessor classes, for their validate_params; the tensor side is only loaded if there are some."""
-    if not names and not any(entry_points(group=group) for group in PROCESSOR_GROUPS):
+    if not names and not any(registry.entry_points(group=group) for group in PROCESSOR_GROUPS):
         return []
     found: list[Any] = registry.load(LOAD_PROCESSORS)(names)
     return found

@@ -2,8 +2,8 @@
 
 In: EngineConfig and a device. Out: a Model. The model is built empty in its final dtype and device, then tensors are
 streamed from the files straight into their parameters through the weight table: one copy, nothing held twice.
-(Parameters are not made to share a mapped file's pages: most are joined from several tensors, and pages that the
-system may drop and read again at any time have no place under a running model.)
+(Parameters do not share a checkpoint's pages: most are joined from several tensors. What was packed on the way is kept
+in a file of its own, whose pages they do share: packed_cache.py.)
 Must not know: architectures, and what a worker does with the model.
 """
 
@@ -29,6 +29,7 @@ from quire.config.memory import LoadConfig
 from quire.loader.by_layer import check_complete
 from quire.loader.files import Piece, WeightFiles, find_weights, read_weights
 from quire.loader.mistral_names import renamed
+from quire.loader.packed_cache import kept_for
 from quire.loader.sharded import ShardedTable, find_sharded, pattern_of
 from quire.loader.to_device import Sender
 from quire.models.build import Model, build_model
@@ -132,6 +133,10 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
     if isinstance(model, ReadsFolder) and not sharded:
         return _read_folder(model, config)
     found = weight_files(config)
+    kept = None if sharded else kept_for(model, config, found)
+    if kept is not None and kept.restore():
+        model.finish_weights()
+        return found.num_bytes
     first = next(iter(model.named_parameters()))[1]
     pieces = read_weights(
         found,
@@ -158,6 +163,8 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
     check_complete(about.path, table.missing(), unexpected)
     model.finish_weights()
     _log.info("Loaded %s (%s) in %.2f s", about.path, size_text(found.num_bytes), now() - began)
+    if kept is not None:
+        kept.keep()
     return found.num_bytes
 
 

@@ -32,7 +32,7 @@ from quire.layers.ssm import DeltaKind, DeltaNet, Mamba, Mamba2, Mamba2Kind, Mam
 from quire.layers.table import WeightTable
 from quire.models.arch import Arch, Layer
 from quire.models.layout import arrange_for
-from quire.models.whole import Whole
+from quire.models.whole import Stretch, Whole
 from quire.ops.few import NormRule, few_rows, linear_add, norm_linear
 from quire.quant.scheme import Storage
 from quire.schema.errors import ConfigError
@@ -74,8 +74,6 @@ class Block(nn.Module):
     def forward(self, x: Tensor, delta: Tensor | None, batch: Batch, turn: Turn | None) -> tuple[Tensor, Tensor | None]:
         if self.few is not None and delta is None and x.shape[0] <= self.few.rows:
             return self.few(x, batch, turn), None
-        if self.whole is not None and (done := self.whole(x, delta, batch, turn)) is not None:
-            return done
         h, x = self.before_attn.add(x, delta)
         h = self.attn(h, batch, turn)
         if self.after_attn is not None:
@@ -327,6 +325,8 @@ class Decoder(nn.Module):
         uses = [layer.use for layer in self.layers if isinstance(layer, SharedBlock)]
         for use in uses:
             use.link(uses)
+        wholes = [layer.whole if type(layer) is Block else None for layer in self.layers]
+        self._stretches = Stretch.cut(self.layers, self.rope_of, wholes)
         self.norm = Norm("model.norm", (width,), arch.norm, storage) if arch.final_norm else NoNorm()
         tied = self.embed if arch.tie else None
         self.head = Head("lm_head", arch.vocab, inner, storage, bias=arch.head_bias, tied=tied)
@@ -344,8 +344,8 @@ class Decoder(nn.Module):
         if self.arch.shared is not None:
             batch = replace(batch, embedded=x)
         delta: Tensor | None = None
-        for layer, which in zip(self.layers, self.rope_of, strict=True):
-            x, delta = layer(x, delta, batch, None if which is None else turns[which])
+        for stretch in self._stretches:
+            x, delta = stretch(x, delta, batch, turns)
         x, _ = self.norm.add(x, delta)
         return x if self.project_out is None else self.project_out(x)
 

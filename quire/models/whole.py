@@ -1,46 +1,48 @@
-"""Whole: a decoder block as one compiled call on CPU, where the block has the common form and kernels are there.
+"""Decoder blocks of the common form as one compiled call on CPU, as many of them as follow each other.
 
-Common: norm, attention over the paged cache, norm, gated mlp, each joined to the stream as it is. A block asks `of`
-once; the addresses are taken when a step first runs, and again when weights or cache were replaced.
+Common: norm, attention over the paged cache, norm, gated mlp, each joined to the stream as it is. A block asks
+`Whole.of` once. A `Stretch` takes the addresses when a step first runs, and again when weights or cache were replaced.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from quire.base import env
 from quire.layers.attention import Attention
 from quire.layers.batch import Batch
-from quire.layers.linear import Linear
 from quire.layers.mlp import Mlp
 from quire.layers.norm import Norm
 from quire.layers.rope import Turn
 from quire.models.arch import Arch
 from quire.ops.act import PLAIN
-from quire.ops.cpu.block import BlockCall, BlockParts, NativeStep, Weights
-from quire.ops.cpu.forms import ACTS, few_rows
+from quire.ops.cpu.block import BlockParts, BlocksCall, NativeStep, StepTurn, Weights
+from quire.ops.cpu.forms import ACTS, ALL_ROWS, few_rows
+from quire.ops.cpu.native import kernels
 from quire.ops.few import NormRule
 from quire.quant.scheme import Storage
 
 
 class Whole:
+    """What a block of the common form is made of."""
+
     def __init__(
         self, attn: Attention, mlp: Mlp, rules: tuple[NormRule, NormRule], act: int, dtype: torch.dtype
     ) -> None:
         self.attn, self.mlp, self.rules, self.act, self.dtype = attn, mlp, rules, act, dtype
-        self.few = not env.BATCH_INVARIANT.get()  # plain products of many rows are left to torch
-        self.few_rows = few_rows()
-        self._linears = (attn.qkv, attn.o, mlp.up, mlp.down)
-        self._seen: tuple[Any, ...] = ()
-        self._call: BlockCall | None = None
+        self.linears = (attn.qkv, attn.o, mlp.up, mlp.down)
 
     @classmethod
     def of(cls, block: Any, arch: Arch, storage: Storage) -> Whole | None:
         attn, mlp, norms = block.attn, block.mlp, (block.before_attn, block.before_mlp)
-        if storage.device.type != "cpu" or arch.order != "pre" or block.scale != 1.0 or not arch.gated:
+        if storage.device.type != "cpu" or kernels() is None:
+            return None
+        if arch.order != "pre" or block.scale != 1.0 or not arch.gated:
             return None
         if any(arch.inner_norms):
             return None
@@ -52,41 +54,86 @@ class Whole:
             return None
         return cls(attn, mlp, (rules[0], rules[1]), act, storage.dtype)
 
-    def __call__(
-        self, x: Tensor, delta: Tensor | None, batch: Batch, turn: Turn | None
-    ) -> tuple[Tensor, Tensor] | None:
-        """None: not this step."""
-        step = batch.plans[self.attn.group]
-        if not isinstance(step, NativeStep):
-            return None
-        seen = (self.attn.cache, *(_stored(linear) for linear in self._linears))
-        if len(seen) != len(self._seen) or any(a is not b for a, b in zip(seen, self._seen, strict=True)):
-            self._call, self._seen = self._made(seen[1:]), seen
-        if self._call is None or (delta is not None and not delta.is_contiguous()) or not x.is_contiguous():
-            return None
-        if self.few and x.shape[0] > self.few_rows and any(linear.is_plain for linear in self._linears):
-            return None
-        if self.attn.rope is None or turn is None:
-            return self._call(x, delta, step, None, None)
-        if turn.cos.dtype is not self.dtype and turn.cos.dtype is not torch.float32:
-            return None
-        return self._call(x, delta, step, turn.cos, turn.sin)
+    def places(self) -> list[tuple[dict[str, Any], str]]:
+        """Where the objects stand that are replaced when cache or numbers are."""
+        found: list[tuple[dict[str, Any], str]] = [(vars(self.attn), "cache")]
+        for linear in self.linears:
+            found.append((linear._parameters, "weight") if linear.is_plain else (vars(linear), "matrix"))
+        return found
 
-    def _made(self, stored: tuple[Any, ...]) -> BlockCall | None:
-        """None where some product is neither packed nor plain numbers that the kernels multiply."""
-        plain = [matrix for matrix in stored if isinstance(matrix, Tensor)]
-        if any(matrix is None for matrix in stored) or (plain and self.dtype is torch.float32):
+    def parts(self) -> BlockParts | None:
+        """None where there is no cache, or some product is neither packed nor plain numbers."""
+        attn, (cache, *stored) = self.attn, [place[name] for place, name in self.places()]
+        if cache is None or any(matrix is None for matrix in stored):
             return None
-        attn = self.attn
-        weights = tuple(Weights(matrix, linear.bias) for matrix, linear in zip(stored, self._linears, strict=True))
-        cache: Any = attn.cache
-        parts = BlockParts(
-            weights, self.rules, attn.prep(None), cache.rows, attn.kind.scale, attn.kind.softcap, attn.sinks,  # type: ignore[arg-type]
+        qkv, o, up, down = (Weights(matrix, linear.bias) for matrix, linear in zip(stored, self.linears, strict=True))
+        return BlockParts(
+            (qkv, o, up, down), self.rules, attn.prep(None), cache.rows, attn.kind.scale, attn.kind.softcap, attn.sinks,
             attn.alibi, self.act,
         )  # fmt: skip
-        return BlockCall(parts, self.dtype)
 
 
-def _stored(linear: Linear) -> Any:
-    """The object that is replaced when the numbers are."""
-    return linear.weight if linear.is_plain else linear.matrix
+class Stretch:
+    """Layers that follow each other. Where all are whole, a step whose attention is compiled runs them in one call."""
+
+    def __init__(self, layers: Sequence[nn.Module], ropes: Sequence[int | None], wholes: list[Whole]) -> None:
+        """`ropes[i]` is the rotation of layer i among those of a step; None: it has none. `wholes`: all or none."""
+        self._layers, self._ropes, self._wholes = layers, ropes, wholes
+        self._places = [place for whole in self._wholes for place in whole.places()]
+        self._hooks = [hooks for layer in layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
+        plain = any(linear.is_plain for whole in self._wholes for linear in whole.linears)
+        self._most = few_rows(self._wholes[0].dtype) if plain else ALL_ROWS
+        self._seen: list[Any] = []
+        self._turns: list[tuple[int, int | None]] = []  # group and rotation
+        self._call: BlocksCall | None = None
+
+    @classmethod
+    def cut(
+        cls, layers: Iterable[nn.Module], ropes: Sequence[int | None], wholes: Sequence[Whole | None]
+    ) -> list[Stretch]:
+        """All of a decoder's layers, parted where whole blocks begin and end."""
+        found = []
+        for _, run in groupby(zip(layers, ropes, wholes, strict=True), key=lambda entry: entry[2] is None):
+            here, turned, made = zip(*run, strict=True)
+            found.append(cls(here, turned, [whole for whole in made if whole is not None]))
+        return found
+
+    def __call__(
+        self, x: Tensor, delta: Tensor | None, batch: Batch, turns: Sequence[Turn]
+    ) -> tuple[Tensor, Tensor | None]:
+        if self._wholes and (done := self._at_once(x, delta, batch, turns)) is not None:
+            return done
+        for layer, rope in zip(self._layers, self._ropes, strict=True):
+            x, delta = layer(x, delta, batch, None if rope is None else turns[rope])
+        return x, delta
+
+    def _at_once(
+        self, x: Tensor, delta: Tensor | None, batch: Batch, turns: Sequence[Turn]
+    ) -> tuple[Tensor, Tensor] | None:
+        """None: not this step."""
+        if x.shape[0] > self._most or any(self._hooks):
+            return None
+        if not (self._seen and all(map(is_, self._seen, [place[name] for place, name in self._places]))):
+            self._make()
+        if self._call is None or not x.is_contiguous() or (delta is not None and not delta.is_contiguous()):
+            return None
+        work: list[StepTurn] = []
+        for group, rope in self._turns:
+            step, turn = batch.plans[group], None if rope is None else turns[rope]
+            if not isinstance(step, NativeStep):
+                return None
+            if turn is not None and turn.cos.dtype is not self._wholes[0].dtype and turn.cos.dtype is not torch.float32:
+                return None
+            work.append(StepTurn(step, turn and turn.cos, turn and turn.sin))
+        return self._call(x, delta, work)
+
+    def _make(self) -> None:
+        self._seen = [place[name] for place, name in self._places]
+        parts = [made for whole in self._wholes if (made := whole.parts()) is not None]
+        kinds = [
+            (whole.attn.group, rope if whole.attn.rope is not None else None)
+            for whole, rope in zip(self._wholes, self._ropes, strict=True)
+        ]
+        self._turns = list(dict.fromkeys(kinds))
+        which = [self._turns.index(kind) for kind in kinds]
+        self._call = BlocksCall(parts, which, self._wholes[0].dtype) if len(parts) == len(self._wholes) else None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.op import op
@@ -107,7 +108,36 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """cos and signed sin, each [T, 1, dim], for positions [T]; computed in float32."""
     angle = positions[:, None].float() * inv_freq
-    cos, sin = angle.cos() * gain, angle.sin() * gain
+    return _laid_out(angle.cos() * gain, angle.sin() * gain, pairs, dtype)
+
+
+_LANES, _SERIAL = 16, 2048  # numbers in torch's widest vector; numbers that it leaves to one thread
+
+
+@rope_tables.form("cpu")
+def rope_tables_cpu(
+    positions: Tensor, inv_freq: Tensor, gain: float, pairs: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """A position's bits are always the same. torch takes numbers in vectors, and the largest of a vector decides how
+    all of it is computed; so rows begin with a vector, and there are fewer than torch would share among threads."""
+    half = len(inv_freq)
+    if half % _LANES:
+        inv_freq = F.pad(inv_freq, (0, -half % _LANES))
+    angle, rows = positions[:, None].float() * inv_freq, max(1, _SERIAL // len(inv_freq))
+    if len(angle) <= rows:
+        cos, sin = angle.cos(), angle.sin()
+    else:
+        parts = angle.split(rows)
+        cos, sin = torch.cat([part.cos() for part in parts]), torch.cat([part.sin() for part in parts])
+    if half % _LANES:
+        cos, sin = cos[:, :half], sin[:, :half]
+    if gain != 1.0:
+        cos, sin = cos * gain, sin * gain
+    return _laid_out(cos, sin, pairs, dtype)
+
+
+def _laid_out(cos: Tensor, sin: Tensor, pairs: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """From [T, dim / 2] to what `rotate` takes."""
     if pairs:
         cos, sin = cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
     else:

@@ -35,11 +35,16 @@ class Arena:
     def _take(self, size: int) -> tuple[mmap.mmap, int]:
         if self._map is None or self._used + size > self._size:
             self._size = max(MAP_BYTES, -(-size // MAP_BYTES) * MAP_BYTES)
-            self._map = mmap.mmap(-1, self._size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-                with suppress(OSError):  # only a hint: a kernel without huge pages refuses it
-                    self._map.madvise(mmap.MADV_HUGEPAGE)
-            self._used = 0
+            self._map, self._used = new_map(self._size), 0
         offset = self._used
         self._used += -(-size // ALIGN) * ALIGN
         return self._map, offset
+
+
+def new_map(size: int) -> mmap.mmap:
+    """Zeros that take memory once they are written, in huge pages where the system has some."""
+    made = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+        with suppress(OSError):  # only a hint: a kernel without huge pages refuses it
+            made.madvise(mmap.MADV_HUGEPAGE)
+    return made

@@ -21,6 +21,7 @@ from quire.quant.scheme import Plain, StoredRows, TakesBlocks, new_parameter
 
 Part = Packed | Tensor
 PLAIN_NAMES = ("kv_b_proj", "gate", "shared_expert_gate")  # last names of matrices whose numbers layers read themselves
+OUTER_NAMES = ("embed_tokens", "lm_head")  # 8 bits where others are rounded to 4, which they bear worst
 
 
 class PackedScheme:
@@ -53,8 +54,11 @@ class PackedScheme:
                 yield "", "bias", bias.data
 
     def keep(self, layer: Any, part: str, given: Tensor | StoredRows) -> None:
-        """One part arrived, perhaps while another thread brings the next. The whole replaces parts, and they it."""
-        kept = self._kept(given)
+        """One part arrived, perhaps while another thread brings the next."""
+        self.put(layer, part, self._kept(given))
+
+    def put(self, layer: Any, part: str, kept: Part) -> None:
+        """A part as it is to be stored. The whole replaces parts, and they it."""
         for name in () if layer.order == ("",) else ("",) if part else layer.order:
             layer.parts_of.pop(name, None)
         layer.parts_of[part], layer.matrix = kept, None
@@ -111,9 +115,11 @@ class Schemes:
 
     def __init__(self, dtype: torch.dtype, arena: Arena, kind: str | None) -> None:
         self._plain, self._packed = Plain(dtype, arena), PackedScheme(dtype, arena, kind)
+        self._outer = PackedScheme(dtype, arena, "Q8Z") if kind == "Q4M" else self._packed
 
     def __call__(self, name: str) -> Plain | PackedScheme:
-        return self._plain if name.rpartition(".")[2] in PLAIN_NAMES else self._packed
+        last = name.rpartition(".")[2]
+        return self._plain if last in PLAIN_NAMES else self._outer if last in OUTER_NAMES else self._packed
 
 
 def num_numbers(model: Any) -> int:

@@ -14,10 +14,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.base.log import logger
+from quire.base.registry import entry_points
 from quire.config.local import describe, thing_of
 from quire.schema.errors import ConfigError, InputError
 from quire.schema.params import SamplingParams

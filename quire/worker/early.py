@@ -33,6 +33,8 @@ def build_worker(config: EngineConfig) -> Any:
     laps = Laps()
     with laps.inside("device"):
         early = Early(config) if config.device_config.device == "cuda" else None
+        if early is None:
+            env.let_idle_threads_sleep()
         with no_collections():
             build = registry.load(BUILD)
         laps.mark("import")

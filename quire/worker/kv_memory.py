@@ -6,7 +6,6 @@ anonymous map, so a laptop that never fills its cache never pays for it. Must no
 
 from __future__ import annotations
 
-import mmap
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
 from quire.layers.batch import LayerCache
+from quire.quant.arena import new_map
 from quire.schema.errors import ConfigError
 from quire.schema.kv import KVLayout
 from quire.worker.gpu_memory import does_not_fit
@@ -43,7 +43,7 @@ def allocate(num_blocks: int, page_bytes: int, device: torch.device) -> Tensor:
             raise does_not_fit(device, f"a KV cache of {num_blocks} blocks", wrong) from None
     size = num_blocks * page_bytes
     try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = new_map(size)
     except (OSError, OverflowError, ValueError) as wrong:
         raise ConfigError(
             f"cannot allocate {size / 2**30:.2f} GiB for the KV cache ({num_blocks} blocks of {page_bytes} bytes): "

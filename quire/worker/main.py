@@ -18,7 +18,7 @@ from quire.base.plugins import call_plugins
 from quire.loader.load import make_model, reload_weights, update_config
 from quire.ops.cpu.forms import register
 from quire.schema.errors import ConfigError, NotBuiltError
-from quire.worker.threads import num_threads
+from quire.worker.threads import bind, num_threads
 from quire.worker.worker import Job, Parts, Worker
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ def worker_class(extension: str) -> type[Worker]:
 
 
 def set_threads() -> int:
+    bind()  # before any thread is started, and before processors are counted
     threads = num_threads()
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)

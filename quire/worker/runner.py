@@ -181,7 +181,8 @@ class ModelRunner:
         if flight.pending is not None and mask is not None and mask.index:
             raise RuntimeError("a mask came for a step none of whose requests asked for structured outputs")
         pending = flight.pending or Pending(flight.plan, flight.sample_grants)
-        if flight.hidden is not None:
+        asked = self.sampler.rows.prompt_logprobs[: self.rows.num_rows]
+        if flight.hidden is not None and any(k is not None for k in asked):
             pending.prompt = self._prompt_logprobs(flight.shape, flight.hidden)
         if flight.sample_grants and flight.pending is None:
             self._sample_all(flight, mask, pending)

@@ -1,13 +1,15 @@
-"""How many threads the CPU worker's arithmetic uses: what was asked, else what the machine really lets us have.
+"""How many threads the CPU worker's arithmetic uses, and where: what was asked, else what the machine lets us have.
 
-In: QUIRE_CPU_NUM_THREADS, OMP_NUM_THREADS, the processors this process may use, its control group's share of them. Out:
-a number. One thread per core: two on one core share its arithmetic units and only wait for each other.
+In: QUIRE_CPU_NUM_THREADS, OMP_NUM_THREADS, QUIRE_CPU_OMP_THREADS_BIND, QUIRE_CPU_NUM_OF_RESERVED_CPU, the processors
+this process may use, its control group's share of them. Out: a number, and the processors that threads started from
+here on are kept on. One thread per core: two on one core share its arithmetic units and only wait for each other.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 
 from quire.base import env
@@ -21,9 +23,44 @@ def num_threads(root: Path = Path("/")) -> int:
         if asked < 1:
             raise ConfigError(f"QUIRE_CPU_NUM_THREADS is {asked}; it must be at least 1")
         return asked
-    cores = _cores(root)
+    cores, reserved = _cores(root), env.CPU_NUM_OF_RESERVED_CPU.get()
+    if not 0 <= reserved < cores:
+        raise ConfigError(
+            f"QUIRE_CPU_NUM_OF_RESERVED_CPU is {reserved}; it must be from 0 to {cores - 1}: there are {cores} cores, "
+            "and the worker needs one"
+        )
     quotas = [quota for folder in group_folders(root, "cpu") if (quota := _quota(folder)) is not None]
-    return max(1, min([cores, *(math.ceil(quota) for quota in quotas)]))
+    return max(1, min([cores - reserved, *(math.ceil(quota) for quota in quotas)]))
+
+
+def bind() -> None:
+    """Keep this thread, and those it starts from now on, on the processors that were asked for."""
+    asked = env.CPU_OMP_THREADS_BIND.get()
+    if asked not in ("auto", "nobind"):
+        os.sched_setaffinity(0, processors_of(asked, _allowed()))
+
+
+def processors_of(text: str, allowed: set[int]) -> set[int]:
+    """0-3,8 -> {0, 1, 2, 3, 8}"""
+    name = f"QUIRE_CPU_OMP_THREADS_BIND is {text!r}"
+    if "|" in text:
+        raise ConfigError(f"{name}: lists parted by | are for several workers, and this version runs one")
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ConfigError(f"{name}; it must be auto, nobind, or processors as in 0-3,8")
+        found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    if missing := sorted(found - allowed):
+        raise ConfigError(f"{name}; of these, this process may not run on {missing}, but on {sorted(allowed)}")
+    return found
+
+
+def _allowed() -> set[int]:
+    try:
+        return set(os.sched_getaffinity(0))
+    except AttributeError:
+        raise ConfigError("QUIRE_CPU_OMP_THREADS_BIND works on Linux only; set it to auto") from None
 
 
 def _cores(root: Path) -> int:

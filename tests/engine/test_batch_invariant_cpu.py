@@ -11,6 +11,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.base import env
+from quire.ops.cpu.native import kernels
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny_models import VOCAB, make_tiny
@@ -74,10 +75,21 @@ def test_bits_do_not_depend_on_the_batch(
         assert bits_of(tmp_path, [prompts[i]], dtype=dtype) == [wanted[i]]
 
 
-def test_without_the_mode_they_do(tmp_path: Path) -> None:
+def test_without_the_mode_they_do_in_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: if this ever fails, the test above proves nothing."""
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
     env.forget_all()
     make_tiny("Qwen3ForCausalLM", tmp_path)
     prompts = prompts_of(4)
     wanted = bits_of(tmp_path, prompts, dtype="float32")
     assert any(bits_of(tmp_path, prompts, dtype="float32", **options) != wanted for options in RUNS.values())
+
+
+@pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
+def test_without_the_mode_compiled_float32_products_have_the_same_bits(tmp_path: Path) -> None:
+    env.forget_all()
+    make_tiny("Qwen3ForCausalLM", tmp_path)
+    prompts = prompts_of(4)
+    wanted = bits_of(tmp_path, prompts, dtype="float32")
+    for name, options in RUNS.items():
+        assert bits_of(tmp_path, prompts, dtype="float32", **options) == wanted, name

@@ -62,9 +62,7 @@ def test_text_is_as_likely_as_decoded(packed_llm):
     finally:
         exact.close()
     assert 5 < wanted < 40
-    assert perplexity(packed_llm) == pytest.approx(
-        wanted, rel=0.03
-    )  # 150 tokens; benchmarks/cpu/perplexity.py has more
+    assert perplexity(packed_llm) == pytest.approx(wanted, rel=0.03)  # 150 tokens; benchmarks/cpu/quality.py has more
 
 
 def test_bits_do_not_depend_on_the_batch(packed_llm):

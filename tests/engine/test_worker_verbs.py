@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import threading
 import types
 import weakref
 from types import SimpleNamespace
@@ -267,3 +268,47 @@ def test_threads_by_cores_and_quota(no_threads, monkeypatch, tmp_path):
     assert threads.num_threads(tmp_path) == 2
     write(tmp_path, {"sys/fs/cgroup/cpu.max": "5000 100000\n"})
     assert threads.num_threads(tmp_path) == 1
+
+
+def test_cores_left_to_others(no_threads, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "7")
+    assert threads.num_threads(tmp_path) == 1
+    for wrong in ("8", "-1"):
+        monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", wrong)
+        env.forget_all()
+        with pytest.raises(ConfigError, match=f"RESERVED_CPU is {wrong}; it must be from 0 to 7"):
+            threads.num_threads(tmp_path)
+
+
+def test_processors_of_a_list() -> None:
+    allowed = set(range(8))
+    assert threads.processors_of("0-2,5, 7", allowed) == {0, 1, 2, 5, 7}
+    for text, said in (
+        ("3-1", "as in 0-3,8"),
+        ("all", "as in 0-3,8"),
+        ("", "as in 0-3,8"),
+        ("0-3|4-7", "this version runs one"),
+        ("6-9", r"may not run on \[8, 9\]"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            threads.processors_of(text, allowed)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="not Linux")
+def test_threads_are_kept_where_asked(monkeypatch) -> None:
+    before = os.sched_getaffinity(0)
+    last = max(before)
+    try:
+        for text, wanted in (("nobind", before), (str(last), {last})):
+            monkeypatch.setenv("QUIRE_CPU_OMP_THREADS_BIND", text)
+            env.forget_all()
+            threads.bind()
+            assert os.sched_getaffinity(0) == wanted
+        seen = []
+        child = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
+        child.start()
+        child.join()
+        assert seen == [{last}]
+    finally:
+        os.sched_setaffinity(0, before)

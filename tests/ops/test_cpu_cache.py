@@ -99,6 +99,18 @@ def test_a_cache_of_bytes(dtype, window):
     assert torch.equal(parts, whole)
 
 
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (5, 5), (7, 1), (32, 2)])
+def test_few_and_many_queries_give_the_same_bits(threads, kv_dtype, heads, kv_heads):
+    """Many queries read keys and values widened, in tiles of rows; few read them where they lie."""
+    length, sizes = 150, dict(heads=heads, kv_heads=kv_heads, kv_dtype=kv_dtype)
+    whole = Sequence(length, **sizes).step(0, length)
+    for count, cuts in ((1, [0, 1, 2, 4, 7, 60, 64, 65, 149, 150]), (3, [0, 13, 128, 150])):
+        threads(count)
+        again = Sequence(length, **sizes)
+        assert torch.equal(torch.cat([again.step(a, b) for a, b in pairwise(cuts)]), whole)
+
+
 def test_zeros_in_a_cache_of_bytes():
     row = Sequence(20, kv_dtype="int8")
     row.k.zero_(), row.v.zero_()

@@ -168,24 +168,39 @@ def test_zeros_and_wrong_sizes():
     assert library.qc_pack(10, matrix.data.data_ptr(), 16, 256, matrix.data.data_ptr()) == -1  # Q2_K has no kernel
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("n", "k"), [(1, 7), (19, 64), (70, 129), (18, 1100)])
+def multiply_plain(x, weight, bias):
+    out = torch.full((len(x), len(weight)), float("nan"), dtype=x.dtype)
+    library.qc_linear(
+        x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(0), None if bias is None else bias.data_ptr(),
+        out.data_ptr(), len(weight), len(x), len(weight), x.shape[1], DTYPES[x.dtype],
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+@pytest.mark.parametrize(("n", "k"), [(1, 7), (19, 64), (70, 129), (150, 640), (18, 1300)])
 def test_plain_products(isa, threads, dtype, n, k):
-    weight, bias = draw(n, k, seed=1, dtype=getattr(torch, dtype)), draw(n, seed=2, dtype=getattr(torch, dtype))
-    for m in (1, 3, 8, 37):
-        x = draw(m, k, seed=m, dtype=weight.dtype)
-        found = torch.empty(m, n, dtype=weight.dtype)
+    weight = draw(n, k + 3, seed=1, dtype=getattr(torch, dtype))[:, :k]
+    bias = draw(n, seed=2, dtype=weight.dtype)
+    close = dict(rtol=1e-4, atol=2e-4) if dtype == "float32" else dict(rtol=1e-2, atol=1e-2)
+    for m in (1, 2, 3, 7, 8, 37):
+        x = draw(m, k + 5, seed=m, dtype=weight.dtype)[:, 2 : k + 2]
+        for added in (None, bias):
+            found = multiply_plain(x, weight, added)
+            wanted = F.linear(x.float(), weight.float(), None if added is None else added.float())
+            torch.testing.assert_close(found, wanted.to(x.dtype), **close)
 
-        def run(x, out, weight=weight, bias=bias):
-            library.qc_linear(
-                x.data_ptr(), k, weight.data_ptr(), k, bias.data_ptr(), out.data_ptr(), n, len(x), n, k, DTYPES[x.dtype]
-            )
-            return out
 
-        run(x, found)
-        torch.testing.assert_close(found, F.linear(x.float(), weight.float(), bias.float()).to(x.dtype), rtol=1e-2,
-                                   atol=1e-2)  # fmt: skip
-        assert torch.equal(run(x[-1:].contiguous(), torch.empty(1, n, dtype=x.dtype))[0], found[-1])
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+@pytest.mark.parametrize("k", [71, 576, 1300])
+def test_every_number_of_plain_rows_gives_the_same_bits(isa, threads, dtype, k):
+    """Rows as stored and put together, tiles that are not full, rows beyond one floor of the second cache."""
+    weight = draw(21, k, seed=1, dtype=getattr(torch, dtype))
+    x = draw(700, k, seed=3, dtype=weight.dtype)
+    alone = torch.cat([multiply_plain(x[row : row + 1], weight, None) for row in range(20)])
+    for m in (*range(1, 21), 33, 700):
+        assert torch.equal(multiply_plain(x[:m], weight, None)[:20], alone[:m]), m
+    assert torch.equal(multiply_plain(x[680:], weight, None), multiply_plain(x, weight, None)[680:])
 
 
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)

@@ -1,4 +1,4 @@
-"""Products by tile registers and by pairs of bfloat16 (csrc/cpu/amx.h, bfloats.h) on any machine.
+"""Tile registers and pairs of bfloat16 (csrc/cpu/amx.h, opened.h, attention_tiles.h, bfloats.h) on any machine.
 
 Only the instructions are emulated, everything around them is real. On a machine that has them, test_cpu_native.py runs
 the instruction sets `amx` and `avx512bf16` themselves.
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.ops import packed
-from quire.ops.cpu.native import DTYPES, KINDS, Segment, kernels
+from quire.ops.cpu.native import CACHE_DTYPES, DTYPES, KINDS, AttentionWork, Segment, kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = os.environ.get("CXX", "c++").split()
@@ -41,7 +41,7 @@ def library(tmp_path_factory):
     found.tiles_packed.argtypes = native.qc_linear_packed.argtypes
     plain = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 4)
     found.tiles_plain.argtypes = found.pairs_plain.argtypes = plain
-    found.tiles_threads.argtypes = (c_int,)
+    found.tiles_threads.argtypes = found.tiles_same_bits.argtypes = (c_int,)
     return found
 
 
@@ -102,6 +102,33 @@ def test_packed_products_of_short_numbers(library):
     assert torch.equal(multiply(library, x[3:4], parts, bias)[0], found[3])
 
 
+@pytest.fixture
+def any_bits(library):
+    library.tiles_same_bits(0)
+    yield
+    library.tiles_same_bits(1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [32, 96, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opened_products(library, any_bits, kind, width, dtype):
+    parts = [random_panels(kind, 69, width, 1), random_panels("Q8Z", 16, width, 2), random_panels(kind, 5, width, 3)]
+    weight = torch.cat([packed.unpack(part) for part in parts]).bfloat16().float()
+    bias = draw(90, seed=3, dtype=dtype)
+    library.tiles_threads(1 if width == 96 else 2)
+    for m in (24, 32, 33, 49, 64, 150):
+        x = draw(m, width, seed=m, dtype=dtype)
+        wanted = F.linear(x.bfloat16().float(), weight, bias.float())
+        close = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+        torch.testing.assert_close(multiply(library, x, parts, bias).float(), wanted, **close)
+    few = draw(23, width, seed=9)  # too few to open panels for
+    torch.testing.assert_close(
+        multiply(library, few, parts), F.linear(rounded(few), torch.cat([packed.unpack(part) for part in parts])),
+        rtol=1e-4, atol=1e-3,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(("n", "k"), [(1, 7), (64, 64), (70, 129), (200, 96), (16, 32), (33, 320)])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("by", ["tiles_plain", "pairs_plain"])
@@ -125,3 +152,69 @@ def test_plain_products(library, n, k, biased, by):
         torch.testing.assert_close(found.float(), wanted, rtol=1e-2, atol=1e-2)
         for row in {0, m // 2, m - 1}:
             assert torch.equal(run(x[row : row + 1])[0], found[row])
+
+
+class Attended:
+    """Rows of a step over a paged cache of bfloat16: [(context, queries), ...]; keys and values all drawn before."""
+
+    HEADS, KV_HEADS = 6, 2
+
+    def __init__(self, rows, size, dtype, block=16):
+        self.rows, self.size, self.block = rows, size, block
+        tokens = sum(queries for _, queries in rows)
+        blocks = [-(-context // block) for context, _ in rows]
+        order = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(5)).int()
+        self.tables = torch.zeros(len(rows), max(blocks), dtype=torch.int32)
+        for i, part in enumerate(order.split(blocks)):
+            self.tables[i, : len(part)] = part
+        self.cache = draw(sum(blocks) * block, 2 * self.KV_HEADS * size, seed=6, dtype=torch.bfloat16)
+        self.qkv = draw(tokens, (self.HEADS + 2 * self.KV_HEADS) * size, seed=7, dtype=dtype)
+        self.slots = torch.full((tokens,), -1)  # nothing new is written
+        self.starts = torch.tensor([0, *(queries for _, queries in rows)]).cumsum(0).int()
+        self.contexts = torch.tensor([context for context, _ in rows], dtype=torch.int32)
+
+    def run(self, library, **options):
+        out = torch.full((len(self.qkv), self.HEADS * self.size), float("nan"), dtype=self.qkv.dtype)
+        held = {"qkv": self.qkv, "out": out, "cache": self.cache, "slots": self.slots, "tables": self.tables,
+                "query_starts": self.starts, "contexts": self.contexts}  # fmt: skip
+        work = AttentionWork(**{name: tensor.data_ptr() for name, tensor in held.items()})
+        work.tokens, work.rows, work.qkv_stride = len(self.qkv), len(self.rows), self.qkv.stride(0)
+        work.cache_stride, work.table_stride = self.cache.stride(0), self.tables.stride(0)
+        work.block_size, work.scale = self.block, self.size**-0.5
+        work.dtype, work.cache_dtype = DTYPES[self.qkv.dtype], CACHE_DTYPES[torch.bfloat16]
+        work.heads, work.kv_heads, work.size = self.HEADS, self.KV_HEADS, self.size
+        for name, value in options.items():
+            setattr(work, name, value)
+        library.tiles_attend(ctypes.byref(work))
+        return out
+
+    def wanted(self, window=0, softcap=0.0):
+        found = []
+        for i, (context, queries) in enumerate(self.rows):
+            at = torch.arange(context)
+            slots = self.tables[i].long()[at // self.block] * self.block + at % self.block
+            keys, values = self.cache[slots].float().view(context, 2, self.KV_HEADS, self.size).unbind(1)
+            q = self.qkv[self.starts[i] : self.starts[i + 1], : self.HEADS * self.size].float()
+            q = q.view(queries, self.KV_HEADS, -1, self.size)
+            scores = torch.einsum("qgrd,kgd->grqk", q, keys) * self.size**-0.5
+            if softcap:
+                scores = torch.tanh(scores / softcap) * softcap
+            gap = (context - queries + torch.arange(queries))[:, None] - at
+            hidden = (gap < 0) | (gap >= window) if window else gap < 0
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            found.append(torch.einsum("grqk,kgd->qgrd", weights, values).reshape(queries, -1))
+        return torch.cat(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"window": 50}, {"softcap": 3.0}])
+@pytest.mark.parametrize(("size", "block"), [(64, 16), (96, 8)])
+def test_attention(library, any_bits, dtype, options, size, block):
+    step = Attended([(150, 150), (70, 1), (1100, 40), (200, 3), (33, 16)], size, dtype, block)
+    library.tiles_threads(2)
+    found, wanted = step.run(library, **options).float(), step.wanted(**options)
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+    library.tiles_same_bits(1)
+    exact = step.run(library, **options).float()
+    torch.testing.assert_close(exact, wanted, **({} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}))
+    assert dtype == torch.bfloat16 or not torch.equal(found, exact)  # they went different ways

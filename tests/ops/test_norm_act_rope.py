@@ -167,6 +167,24 @@ def test_rotation_keeps_length_and_depends_on_distance(pairs):
     assert abs((at(q, 9) * at(k, 5)).sum() - near) > 1e-3
 
 
+@pytest.mark.parametrize("dim", [64, 20, 10])
+def test_tables_of_a_position_do_not_depend_on_others(dim):
+    inv, _ = rope.frequencies(10000.0, dim, None, 0)
+    positions, tables = torch.arange(700, 1760), rope.rope_tables.on("cpu")
+    alone = [tables(position[None], inv, 1.5, False, torch.float32) for position in positions]
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            together = tables(positions, inv, 1.5, False, torch.float32)
+            for found, wanted in zip(together, zip(*alone, strict=True), strict=True):
+                assert torch.equal(found, torch.cat(wanted))
+    finally:
+        torch.set_num_threads(before)
+    for found, wanted in zip(together, rope.rope_tables(positions, inv, 1.5, False, torch.float32), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
 def test_op_prefers_the_last_form_that_fits():
     @op
     def double(x):

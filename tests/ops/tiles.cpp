@@ -1,6 +1,8 @@
-// Products by tile registers and by pairs of bfloat16 with the instructions emulated, as a library: see test_cpu_tiles.py.
+// Products and attention by tile registers, and products by pairs of bfloat16, with the instructions emulated, as a library: see test_cpu_tiles.py.
 #include "amx.h"
+#include "attention_tiles.h"
 #include "bfloats.h"
+#include "opened.h"
 
 using namespace quire;
 using namespace quire::QC_ISA;
@@ -21,4 +23,10 @@ QC_API void pairs_plain(const void* x, int64_t x_stride, const void* weight, int
   linear_by_pairs(static_cast<const uint16_t*>(x), x_stride, weight, weight_stride, bias, out, out_stride, m, n, k);
 }
 
+QC_API void tiles_attend(const qc_attention* work) {
+  if (work->dtype == QC_BF16) attend_over<QC_BF16>(*work);
+  else attend_over<QC_F32>(*work);
+}
+
 QC_API void tiles_threads(int count) { set_threads(count); }
+QC_API void tiles_same_bits(int wanted) { set_same_bits(wanted != 0); }

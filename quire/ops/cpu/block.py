@@ -1,12 +1,13 @@
-"""A whole decoder block as one compiled call, for blocks of the common form: see csrc/cpu/block.h.
+"""Whole decoder blocks as one compiled call, for blocks of the common form: see csrc/cpu/block.h.
 
-`NativeStep` is what a step's attention plan has to offer; `BlockCall` holds the addresses of one block's weights and
-cache. It keeps the tensors alive. Must not know: modules, architectures.
+`NativeStep` is what a step's attention plan has to offer; `BlocksCall` holds the addresses of the blocks' weights and
+caches. It keeps the tensors alive. Must not know: modules, architectures.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 from typing import Any, NamedTuple
 
@@ -38,6 +39,10 @@ class BlockWork(Structure):
         ("norm_weight", c_void_p * 2), ("eps", c_float * 2), ("offset", c_float * 2), ("wide", c_int32 * 2),
         ("act", c_int32), ("dtype", c_int32),
     ]  # fmt: skip
+
+
+class TurnWork(Structure):
+    _fields_ = [("step", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("turned", c_int32), ("dtype", c_int32)]
 
 
 class Weights(NamedTuple):
@@ -74,48 +79,61 @@ def matrix_work(given: Weights, held: list[Any]) -> MatrixWork:
     return MatrixWork(ctypes.addressof(segments), None, bias, len(segments), matrix.rows, matrix.parts[0].width, 0)
 
 
-class BlockCall:
-    def __init__(self, parts: BlockParts, dtype: torch.dtype) -> None:
+class StepTurn(NamedTuple):
+    """What blocks of one KV group and one rotation share in a step."""
+
+    step: NativeStep
+    cos: Tensor | None
+    sin: Tensor | None
+
+
+class BlocksCall:
+    def __init__(self, blocks: Sequence[BlockParts], which: Sequence[int], dtype: torch.dtype) -> None:
+        """`which[i]`: the turn that block i takes, among those of a call."""
         library = kernels()
         assert library is not None
-        self._run = library.qc_run_block
-        self._held: list[Any] = [parts]  # what addresses point into
-        work = self._work = BlockWork()
-        self._at = ctypes.byref(work)
-        for name, weights in zip(("qkv", "o", "up", "down"), parts.products, strict=True):
-            setattr(work, name, matrix_work(weights, self._held))
-        for i, norm in enumerate(parts.norms):
-            assert norm.weight is not None
-            work.norm_weight[i], work.eps[i], work.offset[i] = norm.weight.data_ptr(), norm.eps, norm.offset
-            work.wide[i] = norm.wide or norm.offset != 0
-        work.act, work.dtype = parts.act, DTYPES[dtype]
-        self._attention(work.attention, parts, dtype)
+        self._run, self._count = library.qc_run_blocks, len(blocks)
+        self._held: list[Any] = list(blocks)  # what addresses point into
+        self._works = [_block_work(parts, dtype, self._held) for parts in blocks]
+        self._blocks = (c_void_p * len(blocks))(*map(ctypes.addressof, self._works))
+        self._which = (c_int32 * len(blocks))(*which)
+        self._turns = (TurnWork * (max(which) + 1))()
 
-    def _attention(self, work: AttentionWork, parts: BlockParts, dtype: torch.dtype) -> None:
-        prep, cache = parts.prep, parts.cache
-        work.heads, work.kv_heads, work.dtype = prep.heads, prep.kv_heads, DTYPES[dtype]
-        work.size = self._work.qkv.rows // (prep.heads + 2 * prep.kv_heads)
-        work.cache, work.cache_stride, work.cache_dtype = cache.data_ptr(), cache.stride(0), CACHE_DTYPES[cache.dtype]
-        work.scale, work.softcap, work.pairs = parts.scale, parts.softcap, prep.pairs
-        if prep.q_weight is not None and prep.k_weight is not None:
-            work.q_weight, work.k_weight = prep.q_weight.data_ptr(), prep.k_weight.data_ptr()
-            work.eps, work.offset, work.norm_each = prep.eps, prep.offset, prep.q_weight.dim() == 2
-            work.norm_wide = prep.wide or prep.offset != 0
-        for name, given in (("sinks", parts.sinks), ("alibi", parts.alibi)):
-            if given is not None:
-                self._held.append(given.float().contiguous())
-                setattr(work, name, self._held[-1].data_ptr())
-
-    def __call__(
-        self, x: Tensor, delta: Tensor | None, step: NativeStep, cos: Tensor | None, sin: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """(stream after attention, what the mlp adds)."""
-        stream, out, turn = torch.empty_like(x), torch.empty_like(x), self._work.attention
-        if cos is not None:
-            turn.turned, turn.turn_dtype = cos.shape[-1], DTYPES[cos.dtype]
+    def __call__(self, x: Tensor, delta: Tensor | None, turns: Sequence[StepTurn]) -> tuple[Tensor, Tensor]:
+        """(stream after the last attention, what the last mlp adds)."""
+        stream, out = torch.empty_like(x), torch.empty_like(x)
+        for work, (step, cos, sin) in zip(self._turns, turns, strict=True):
+            work.step = ctypes.addressof(step.work)
+            work.cos, work.sin = (None, None) if cos is None or sin is None else (cos.data_ptr(), sin.data_ptr())
+            work.turned, work.dtype = (0, 0) if cos is None else (cos.shape[-1], DTYPES[cos.dtype])
         self._run(
-            self._at, ctypes.byref(step.work), x.data_ptr(), None if delta is None else delta.data_ptr(),
-            None if cos is None else cos.data_ptr(), None if sin is None else sin.data_ptr(), stream.data_ptr(),
-            out.data_ptr(),
+            self._blocks, self._which, self._count, self._turns, x.data_ptr(),
+            None if delta is None else delta.data_ptr(), stream.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return stream, out
+
+
+def _block_work(parts: BlockParts, dtype: torch.dtype, held: list[Any]) -> BlockWork:
+    work = BlockWork()
+    for name, weights in zip(("qkv", "o", "up", "down"), parts.products, strict=True):
+        setattr(work, name, matrix_work(weights, held))
+    for i, norm in enumerate(parts.norms):
+        assert norm.weight is not None
+        work.norm_weight[i], work.eps[i], work.offset[i] = norm.weight.data_ptr(), norm.eps, norm.offset
+        work.wide[i] = norm.wide or norm.offset != 0
+    work.act, work.dtype = parts.act, DTYPES[dtype]
+    attention, prep, cache = work.attention, parts.prep, parts.cache
+    attention.heads, attention.kv_heads, attention.dtype = prep.heads, prep.kv_heads, DTYPES[dtype]
+    attention.size = work.qkv.rows // (prep.heads + 2 * prep.kv_heads)
+    attention.cache, attention.cache_stride = cache.data_ptr(), cache.stride(0)
+    attention.cache_dtype = CACHE_DTYPES[cache.dtype]
+    attention.scale, attention.softcap, attention.pairs = parts.scale, parts.softcap, prep.pairs
+    if prep.q_weight is not None and prep.k_weight is not None:
+        attention.q_weight, attention.k_weight = prep.q_weight.data_ptr(), prep.k_weight.data_ptr()
+        attention.eps, attention.offset, attention.norm_each = prep.eps, prep.offset, prep.q_weight.dim() == 2
+        attention.norm_wide = prep.wide or prep.offset != 0
+    for name, given in (("sinks", parts.sinks), ("alibi", parts.alibi)):
+        if given is not None:
+            held.append(given.float().contiguous())
+            setattr(attention, name, held[-1].data_ptr())
+    return work

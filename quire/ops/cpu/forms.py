@@ -20,13 +20,17 @@ from quire.ops.cpu import moe_forms, sample_forms
 from quire.ops.cpu.native import DTYPES, KINDS, Segment, kernels, usable, why_not
 from quire.ops.linear import linear, linear_cpu, linear_cpu_fixed
 from quire.ops.norm import add_rms_norm, add_rms_norm_wide, rms_norm, rms_norm_wide
+from quire.ops.op import cpu_dtypes
 from quire.ops.packed import Matrix, Packed, kind_of, pack, pack_numbers, packed_linear, packed_rows
 
 _log = logger(__name__)
 _NAMES = {number: name for name, number in KINDS.items()}
 ACTS = {"silu": 0, "gelu_tanh": 1, "relu": 2, "relu2": 3, "quick_gelu": 4}
-FEW_ROWS = 32  # products of plain 16-bit numbers with more rows are left to torch, which is faster there,
-TILED = "amx"  # but for these instructions
+FEW_ROWS = (
+    32  # plain products of more rows are left to torch where it has units for the dtype and the kernels have none
+)
+TILED = {"amx": torch.bfloat16}  # units that the kernels use
+ALL_ROWS = 1 << 62
 
 
 def register(threads: int = 1) -> bool:
@@ -36,15 +40,18 @@ def register(threads: int = 1) -> bool:
         _log.warning("compiled CPU kernels are not used, so everything runs in torch, slower: %s", why_not())
         return False
     library.qc_set_threads(threads)
+    library.qc_set_same_bits(env.BATCH_INVARIANT.get())
     _log.info("CPU kernels: %s (of %s), %d threads", library.qc_isa().decode(), ", ".join(usable(library)), threads)
     _attach()
     return True
 
 
-def few_rows() -> int:
-    """As many rows of plain 16-bit numbers as are multiplied by compiled kernels at once."""
+def few_rows(dtype: torch.dtype) -> int:
+    """As many rows of plain numbers as are multiplied by compiled kernels at once."""
     library = kernels()
-    return 1 << 62 if library is not None and library.qc_isa().decode() == TILED else FEW_ROWS
+    if library is None or dtype is torch.float32 or TILED.get(library.qc_isa().decode()) is dtype:
+        return ALL_ROWS
+    return FEW_ROWS if dtype in cpu_dtypes() and not env.BATCH_INVARIANT.get() else ALL_ROWS
 
 
 def _are_on() -> bool:
@@ -59,7 +66,7 @@ def _attach() -> None:
     _register_rows(library)
     _register_linear(library)
     sample_forms.register(library, _are_on)
-    moe_forms.register(library, _are_on, ACTS, few_rows())
+    moe_forms.register(library, _are_on, ACTS, few_rows)
 
 
 def _register_packed(library: ctypes.CDLL) -> None:
@@ -197,24 +204,21 @@ def _register_rows(library: ctypes.CDLL) -> None:
 
 
 def _register_linear(library: ctypes.CDLL) -> None:
-    """Products of 16-bit numbers: torch widens whole matrices where the CPU has no units for them."""
-    linear.form("cpu", _are_on)(_linear_form(library, linear_cpu, few_rows()))
+    linear.form("cpu", _are_on)(_linear_form(library, linear_cpu, {dtype: few_rows(dtype) for dtype in DTYPES}))
     linear.form("cpu", lambda: _are_on() and env.BATCH_INVARIANT.get())(
-        _linear_form(library, linear_cpu_fixed, 1 << 62)
+        _linear_form(library, linear_cpu_fixed, dict.fromkeys(DTYPES, ALL_ROWS))
     )
 
 
-def _linear_form(library: ctypes.CDLL, before: Callable[..., Tensor], most: int) -> Callable:
-    """Products of more than `most` rows are left to torch, whose sums follow the number of rows."""
+def _linear_form(library: ctypes.CDLL, before: Callable[..., Tensor], most: dict[torch.dtype, int]) -> Callable:
+    """Products of more rows than `most` are left to torch, whose sums follow the number of rows."""
     multiply = library.qc_linear
 
     def linear_native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         dtype, width = x.dtype, x.shape[-1]
-        if dtype is torch.float32 or dtype not in DTYPES or weight.dtype is not dtype or weight.stride(1) != 1:
-            return before(x, weight, bias)
         flat = x if x.dim() == 2 else x.reshape(-1, width)
         rows = flat.shape[0]
-        if rows > most:
+        if rows > most.get(dtype, -1) or weight.dtype is not dtype or weight.stride(1) != 1:
             return before(x, weight, bias)
         if flat.stride(1) != 1:
             flat = flat.contiguous()

@@ -1,7 +1,7 @@
 """The compiled form of a mixture of experts: see csrc/cpu/moe.h.
 
-Taken for experts that are all packed, or plain numbers of 16 bits while rows are few (more are left to torch, as other
-plain products are). Must not know: routers, modules, models.
+Taken for experts that are all packed, or all plain numbers, of as many rows as other plain products take (`few_rows`).
+Must not know: routers, modules, models.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.base import env
 from quire.ops.cpu.block import MatrixWork, Weights, matrix_work
 from quire.ops.cpu.native import DTYPES
 from quire.ops.moe import Mixture, run_mixture
@@ -38,8 +37,10 @@ class Handle(NamedTuple):
     held: list[Any]  # what addresses point into
 
 
-def register(library: ctypes.CDLL, are_on: Callable[[], bool], acts: dict[str, int], few_rows: int) -> None:
-    """`few_rows`: more rows of plain numbers are left to torch, but in batch-invariant mode."""
+def register(
+    library: ctypes.CDLL, are_on: Callable[[], bool], acts: dict[str, int], few_rows: Callable[[torch.dtype], int]
+) -> None:
+    """`few_rows`: more rows of plain numbers of a dtype are left to torch."""
 
     @run_mixture.form("cpu", are_on)
     def run_mixture_native(
@@ -50,7 +51,7 @@ def register(library: ctypes.CDLL, are_on: Callable[[], bool], acts: dict[str, i
         handle: Handle | bool = experts.handle
         if isinstance(handle, bool) or handle.work.dtype != DTYPES.get(x.dtype):
             return run_mixture.reference(x, weights, index, experts, stream)
-        if handle.plain and x.shape[0] > few_rows and not env.BATCH_INVARIANT.get():
+        if handle.plain and x.shape[0] > few_rows(x.dtype):
             return run_mixture.reference(x, weights, index, experts, stream)
         work = handle.work
         x, weights, index = x.contiguous(), weights.float().contiguous(), index.long().contiguous()
@@ -71,7 +72,7 @@ def _handle(experts: Mixture, acts: dict[str, int], dtype: torch.dtype) -> Handl
     act = CLAMPED if name == "clamped" else acts.get(name)
     matrices = (*experts.up, *experts.down)
     plain = any(isinstance(matrix, Tensor) for matrix in matrices)
-    if act is None or (plain and (dtype is torch.float32 or any(isinstance(matrix, Matrix) for matrix in matrices))):
+    if act is None or (plain and any(isinstance(matrix, Matrix) for matrix in matrices)):
         return None
     held: list[Any] = []
     arrays = [

@@ -8,11 +8,12 @@ see csrc/cpu/quire_cpu.h for what they take. Must not know: modules, models, con
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from quire.base import env, native
 from quire.base.log import logger
@@ -67,8 +68,10 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "qc_isa_usable": (c_int, (c_int,)),
     "qc_use_isa": (c_int, (c_char_p,)),
     "qc_isa": (c_char_p, ()),
+    "qc_checksum": (c_uint64, (c_void_p, c_int64)),
     "qc_set_threads": (None, (c_int,)),
     "qc_threads": (c_int, ()),
+    "qc_set_same_bits": (None, (c_int,)),
     "qc_kind_of": (c_int, (c_int,)),
     "qc_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),
     "qc_pack": (c_int, (c_int, c_void_p, c_int64, c_int64, c_void_p)),
@@ -88,7 +91,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "qc_gated": (None, (c_int, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int)),
     "qc_attend": (None, (POINTER(AttentionWork),)),
-    "qc_run_block": (None, (c_void_p, POINTER(AttentionWork), *[c_void_p] * 6)),
+    "qc_run_blocks": (None, (c_void_p, c_void_p, c_int64, *[c_void_p] * 5)),
     "qc_argmax": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int)),
     "qc_run_moe": (None, (c_void_p,)),
     "qc_draw_tokens": (None, (POINTER(DrawWork),)),
@@ -134,3 +137,11 @@ def usable(library: ctypes.CDLL) -> list[str]:
 
 def why_not() -> str:
     return "this machine has none of the instruction sets they are built for" if native.library() else native.why_not()
+
+
+def checksum(data: Tensor) -> int:
+    """Of uint8 without gaps. Any change of one 8-byte word changes it. Only where there are kernels."""
+    library = kernels()
+    assert library is not None and data.dtype is torch.uint8 and data.is_contiguous()
+    found: int = library.qc_checksum(data.data_ptr(), data.numel())
+    return found

@@ -1,0 +1,167 @@
+// Packed weights times many rows with tile registers: panels are opened to bfloat16, and rows are rounded to it.
+//
+// Bytes of a block have a scale of their own, so that their products (amx.h) must leave the tiles after every 32 inputs;
+// numbers stay in them to the end. That is faster from a few tiles of rows on, and no less exact than rows rounded to
+// bytes, but its bits are others: it is left alone where a result may not depend on how many rows there are.
+#pragma once
+#include "amx.h"
+
+#if QC_TILES
+namespace quire {
+namespace QC_ISA {
+
+typedef int32_t Whole __attribute__((vector_size(64)));
+
+inline Floats sixteen_halves(const uint8_t* from) {
+  Floats to;
+  float each_one[kPanel];
+  for (int i = 0; i < kPanel; i += kLanes) store(each_one + i, load_half(reinterpret_cast<const uint16_t*>(from) + i));
+  memcpy(&to, each_one, sizeof to);
+  return to;
+}
+
+// A panel as tiles of 16 pairs of inputs x 16 columns, one for each block.
+template <int Kind>
+void open_panel(const uint8_t* panel, int64_t blocks, char* to) {
+  constexpr Form form = kForms[Kind];
+  alignas(64) uint8_t bytes[8 * kChunk];
+  for (int64_t b = 0; b < blocks; ++b, panel += form.bytes()) {
+    unpack_panel<Kind>(panel, 1, bytes);
+    const Floats first = sixteen_halves(panel);
+    const Floats second = form.added || form.halves ? sixteen_halves(panel + 2 * kPanel) : first;
+    for (int quad = 0; quad < 8; ++quad, to += 2 * kChunk) {
+      const Words all = load_words(bytes + quad * kChunk);
+      const Floats scale = form.halves && quad >= 4 ? second : first;
+      Floats value[4];
+      for (int i = 0; i < 4; ++i) {
+        value[i] = __builtin_convertvector((Whole)(all << (24 - 8 * i)) >> 24, Floats) * scale;
+        if (form.added) value[i] += second;
+      }
+      store_words(to, join_bfloats(value[0], value[1])), store_words(to + kChunk, join_bfloats(value[2], value[3]));
+    }
+  }
+}
+
+inline void open_panel_of_kind(int64_t kind, const uint8_t* panel, int64_t blocks, char* to) {
+  switch (kind) {
+    case QC_Q4M: return open_panel<QC_Q4M>(panel, blocks, to);
+    case QC_Q4Z: return open_panel<QC_Q4Z>(panel, blocks, to);
+    case QC_Q5M: return open_panel<QC_Q5M>(panel, blocks, to);
+    case QC_Q5Z: return open_panel<QC_Q5Z>(panel, blocks, to);
+    case QC_Q6Z: return open_panel<QC_Q6Z>(panel, blocks, to);
+    case QC_Q8Z: return open_panel<QC_Q8Z>(panel, blocks, to);
+  }
+}
+
+struct OpenProduct {
+  const Product& job;
+  WriteTile write;
+  const char* x;  // [tiles of 16 rows, blocks, 16, 32] bfloat16
+  int64_t blocks;
+
+  static constexpr int64_t kTileBytes = 1024;
+
+  static TileShapes shapes() {  // 0..3: sums; 4, 5: rows; 6, 7: panels
+    TileShapes all;
+    for (int i = 0; i < 8; ++i) all.set(i, 16, 64);
+    return all;
+  }
+
+  // A tiles of rows times B panels that lie one after the other; found [A][B][16 rows][16 columns].
+  template <int A, int B>
+  void multiply(const char* a, const char* b, float* found) const {
+    const int64_t next = blocks * kTileBytes;
+    tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+    for (int64_t i = 0; i < blocks; ++i, a += kTileBytes, b += kTileBytes) {
+      tile_load<4>(a, 64), tile_load<6>(b, 64);
+      tile_dot_bfloats<0, 4, 6>();
+      if constexpr (B == 2) tile_load<7>(b + next, 64), tile_dot_bfloats<1, 4, 7>();
+      if constexpr (A == 2) {
+        tile_load<5>(a + next, 64);
+        tile_dot_bfloats<B, 5, 6>();
+        if constexpr (B == 2) tile_dot_bfloats<3, 5, 7>();
+      }
+    }
+    tile_store<0>(found, 64);
+    if constexpr (A * B > 1) tile_store<1>(found + 256, 64);
+    if constexpr (A * B > 2) tile_store<2>(found + 512, 64), tile_store<3>(found + 768, 64);
+  }
+
+  // `many` (1 or 2) open panels for rows [from, to); count: columns that they have together.
+  void panels(const char* open, int many, int64_t column, int64_t count, int64_t from, int64_t to) const {
+    alignas(64) float found[4 * 256];
+    for (int64_t row = from; row < to; row += 32) {
+      const int tall = to - row > 16 ? 2 : 1;
+      const char* a = x + row / 16 * blocks * kTileBytes;
+      if (tall == 2 && many == 2) multiply<2, 2>(a, open, found);
+      else if (tall == 2) multiply<2, 1>(a, open, found);
+      else if (many == 2) multiply<1, 2>(a, open, found);
+      else multiply<1, 1>(a, open, found);
+      for (int i = 0; i < tall; ++i)
+        for (int p = 0; p < many; ++p) {
+          const int64_t first = row + 16 * i, rows = to - first < 16 ? to - first : 16, left = count - p * kPanel;
+          write(job, first, rows, column + p * kPanel, left < kPanel ? left : kPanel, found + (i * many + p) * 256);
+        }
+    }
+  }
+
+  // Panels [from, to) of all segments, counted through, for rows [row, end).
+  void part(int64_t from, int64_t to, int64_t row, int64_t end) const {
+    static thread_local std::vector<char> memory;
+    char* open = aligned(memory, 2 * blocks * kTileBytes);
+    Tiles tiles(shapes());
+    int64_t column = 0, before = 0;
+    for (int64_t i = 0; i < job.num_segments; ++i) {
+      const qc_segment& segment = job.segments[i];
+      const int64_t num = (segment.rows + kPanel - 1) / kPanel, bytes = blocks * kForms[segment.kind].bytes();
+      const int64_t last = to - before < num ? to - before : num;
+      for (int64_t p = from > before ? from - before : 0; p < last; p += 2) {
+        const int many = last - p > 1 ? 2 : 1;
+        for (int m = 0; m < many; ++m)
+          open_panel_of_kind(segment.kind, static_cast<const uint8_t*>(segment.data) + (p + m) * bytes, blocks,
+                             open + m * blocks * kTileBytes);
+        panels(open, many, column + p * kPanel, segment.rows - p * kPanel, row, end);
+      }
+      column += segment.rows, before += num;
+    }
+  }
+};
+
+// One tile of 16 rows, block by block; rows that are not there are zero.
+template <int Dtype>
+void round_tile(const typename Numbers<Dtype>::Type* x, int64_t x_stride, int64_t rows, int64_t k, uint16_t* to) {
+  for (int64_t b = 0; b < k; b += kBlock)
+    for (int64_t r = 0; r < 16; ++r, to += kBlock) {
+      if (r >= rows) memset(to, 0, 2 * kBlock);
+      else
+        for (int i = 0; i < kBlock; i += kLanes)
+          Numbers<QC_BF16>::write(to + i, Numbers<Dtype>::read(x + r * x_stride + b + i));
+    }
+}
+
+template <int Dtype>
+void packed_by_opening(const typename Numbers<Dtype>::Type* x, int64_t x_stride, const Product& job, int64_t panels) {
+  static thread_local std::vector<char> memory;
+  const int64_t k = job.x.k, blocks = k / kBlock, tiles = (job.m + 15) / 16, bytes = blocks * OpenProduct::kTileBytes;
+  char* rounded = aligned(memory, tiles * bytes);
+  auto round = [&](int tile) {
+    const int64_t row = int64_t(tile) * 16;
+    round_tile<Dtype>(x + row * x_stride, x_stride, job.m - row, k, reinterpret_cast<uint16_t*>(rounded + tile * bytes));
+  };
+  each(int(tiles), round);
+  const OpenProduct open = {job, write_tile<Dtype>, rounded, blocks};
+  int64_t tall = kSecondCache / (2 * k) / 32 * 32;
+  tall = tall < 64 ? 64 : tall;
+  const int64_t floors = (job.m + tall - 1) / tall, pairs = (panels + 1) / 2;
+  const int64_t wanted = (4 * threads() + floors - 1) / floors, parts = wanted < pairs ? wanted : pairs;
+  auto work = [&](int item) {
+    const int64_t row = item % floors * tall, end = row + tall < job.m ? row + tall : job.m, part = item / floors;
+    const int64_t last = pairs * (part + 1) / parts * 2;
+    open.part(pairs * part / parts * 2, last < panels ? last : panels, row, end);
+  };
+  each(int(floors * parts), work);
+}
+
+}  // namespace QC_ISA
+}  // namespace quire
+#endif

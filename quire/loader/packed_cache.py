@@ -1,0 +1,264 @@
+"""Packed weights on disk: what a load made of a checkpoint, mapped by the next one instead of being made again.
+
+One file per checkpoint and stored form, in `packed` under QUIRE_CACHE_ROOT. It is used only if its key is that of this
+start: the checkpoint's files (path, size, times, inode, and bytes sampled from all over them), what is read from them
+(configuration, dtype, form), and the code that decides what is stored (kernels, instruction set, Quire's sources). A
+file that is stale, cut short or damaged (every byte is summed up) is made again. Files are replaced, never written to,
+so that processes that map one keep what they have; all that map it share its pages. Must not know: architectures.
+
+    magic | length of the header | its checksum | header (JSON) | parameters, each at a multiple of 64 bytes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import struct
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from quire import __version__
+from quire.base import env, native
+from quire.base.clock import now
+from quire.base.log import logger
+from quire.base.mapped import MappedFile
+from quire.config.engine import EngineConfig
+from quire.loader.files import WeightFiles
+from quire.loader.gguf_file import pieces_of
+from quire.loader.raw import as_bytes
+from quire.ops.cpu.native import checksum, kernels
+from quire.ops.packed import FORMS, Packed
+from quire.quant.packed import PackedScheme
+
+_log = logger(__name__)
+MAGIC, FORMAT = b"QUIREPCK", 1
+LEAST_BYTES = 16 << 20  # of packed numbers: less is packed in no time
+_HEAD = struct.Struct("<8sQQ")
+_ALIGN = 64
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_CODE = ("layers", "loader", "models", "ops", "quant")  # rooms that decide what is stored
+_ABANDONED_S = 3600.0  # a file that nobody finished writing
+
+
+@dataclass
+class Entry:
+    """One parameter, or one part of a packed matrix."""
+
+    module: str
+    name: str
+    is_part: bool
+    form: str  # how it is packed, or the dtype of plain numbers
+    shape: tuple[int, ...]
+    start: int = 0  # from the first byte after the header
+    num_bytes: int = 0
+    sum: int = 0
+
+
+def kept_for(model: object, config: EngineConfig, found: WeightFiles) -> PackedCache | None:
+    """None where nothing is packed, or the cache is off."""
+    about = config.model_config
+    if not env.CPU_PACKED_CACHE.get() or kernels() is None or not isinstance(model, nn.Module):
+        return None
+    if not any("parts_of" in vars(module) for module in model.modules()):
+        return None
+    read = {"config": about.hf_config, "dtype": about.dtype, "form": about.weight_form,
+            "format": config.load_config.load_format}  # fmt: skip
+    name = _digest(os.path.abspath(about.path), about.dtype, about.weight_form)
+    paths = [piece for path in found.paths for piece in (pieces_of(path) if found.kind == "gguf" else (path,))]
+    key = _digest(FORMAT, __version__, _code(), json.dumps(read, sort_keys=True, default=str), *map(_identity, paths))
+    folder = Path(os.path.expanduser(env.CACHE_ROOT.get())) / "packed"
+    return PackedCache(model, folder / f"{name}.bin", key)
+
+
+class PackedCache:
+    def __init__(self, model: nn.Module, path: Path, key: str) -> None:
+        self._model, self.path, self.key = model, path, key
+
+    def restore(self) -> bool:
+        """Give the new model its parameters. False: there is no usable file, and all must be loaded."""
+        began = now()
+        try:
+            file = MappedFile(str(self.path))
+        except (OSError, ValueError):  # absent, or empty
+            return False
+        try:
+            at, entries = self._header(file)
+            whole = as_bytes(file.map)
+            if not _sound(entries, whole[at:]):
+                raise ValueError("its contents are damaged")
+            _place(self._model, entries, whole[at:])
+        except (ValueError, LookupError, TypeError, AttributeError) as wrong:
+            _log.info("The packed weights in %s are not used, and made again: %s", self.path, wrong)
+            return False
+        _log.info("Packed weights mapped from %s in %.2f s", self.path, now() - began)
+        return True
+
+    def _header(self, file: MappedFile) -> tuple[int, list[Entry]]:
+        if file.size < _HEAD.size:
+            raise ValueError("it is cut short")
+        magic, length, total = _HEAD.unpack_from(file.map)
+        if magic != MAGIC or _HEAD.size + length > file.size:
+            raise ValueError("it is no such file, or cut short")
+        text = bytes(file.view(_HEAD.size, length))
+        if checksum(as_bytes(bytearray(text))) != total:
+            raise ValueError("its header is damaged")
+        header = json.loads(text)
+        if header["key"] != self.key:
+            raise ValueError("the checkpoint, the options or Quire changed since")
+        if header["size"] != file.size:
+            raise ValueError(f"it has {file.size} bytes of {header['size']}")
+        return _aligned(_HEAD.size + length), [Entry(**entry) for entry in header["entries"]]
+
+    def keep(self) -> None:
+        """Whole or not at all; where it cannot be written, the next start packs again and nothing else happens."""
+        began, size = now(), 0
+        entries, tensors = map(list, zip(*_parameters(self._model), strict=True))
+        for entry, tensor in zip(entries, tensors, strict=True):
+            entry.start, entry.num_bytes, entry.sum = size, tensor.numel(), checksum(tensor)
+            size = _aligned(size + tensor.numel())
+        if sum(entry.num_bytes for entry in entries if entry.is_part) < LEAST_BYTES:
+            return
+        beside = self.path.with_suffix(f".{uuid.uuid4().hex}.tmp")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+            if shutil.disk_usage(self.path.parent).free < 2 * size:
+                raise OSError(f"less than twice its {size / 1e6:.0f} MB are free there")
+            self._write(beside, entries, tensors, size)
+            beside.replace(self.path)
+        except OSError as wrong:
+            with suppress(OSError):
+                beside.unlink()
+            _log.info("Packed weights are not kept in %s: %s", self.path.parent, wrong)
+            return
+        _log.info("Packed weights kept in %s (%.0f MB, %.2f s)", self.path, size / 1e6, now() - began)
+
+    def _write(self, path: Path, entries: list[Entry], tensors: list[Tensor], size: int) -> None:
+        text, at = b"", 0
+        while True:  # the header says how large the file is, and is itself a part of it
+            header = {"key": self.key, "size": at + size, "entries": [asdict(entry) for entry in entries]}
+            text = json.dumps(header).encode()
+            if _aligned(_HEAD.size + len(text)) == at:
+                break
+            at = _aligned(_HEAD.size + len(text))
+        with path.open("xb") as file:
+            file.write(_HEAD.pack(MAGIC, len(text), checksum(as_bytes(bytearray(text)))) + text)
+            for entry, tensor in zip(entries, tensors, strict=True):
+                file.seek(at + entry.start)
+                file.write(tensor.numpy().data)
+            file.truncate(at + size)
+
+    def _sweep(self) -> None:
+        """Remove what processes that died while writing left behind."""
+        for path in self.path.parent.glob("*.tmp"):
+            with suppress(OSError):
+                if path.stat().st_mtime < time.time() - _ABANDONED_S:
+                    path.unlink()
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[Entry, Tensor]]:
+    """Every parameter, as bytes."""
+    seen = set()
+    for where, module in model.named_modules():
+        for part, kept in vars(module).get("parts_of", {}).items():
+            numbers = kept.data if isinstance(kept, Packed) else kept
+            shape = (kept.rows, kept.width) if isinstance(kept, Packed) else tuple(kept.shape)
+            seen.add(numbers.data_ptr())
+            yield (
+                Entry(where, part, True, kept.kind if isinstance(kept, Packed) else _name(kept), shape),
+                _bytes(numbers),
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.data_ptr() not in seen:
+            where, _, leaf = name.rpartition(".")
+            yield Entry(where, leaf, False, _name(parameter), tuple(parameter.shape)), _bytes(parameter.data)
+
+
+def _place(model: nn.Module, entries: list[Entry], data: Tensor) -> None:
+    modules = dict(model.named_modules())
+    plain = {name for name, _ in model.named_parameters()}
+    parts: dict[str, tuple[str, ...]] = {name: () for name, module in modules.items() if "parts_of" in vars(module)}
+    for entry in entries:
+        if entry.is_part:
+            parts[entry.module] += (entry.name,)
+    if not all(parts.values()):
+        raise ValueError("it holds other matrices than the model has")
+    if plain != {f"{e.module}.{e.name}".lstrip(".") for e in entries if not e.is_part}:
+        raise ValueError("it holds other parameters than the model has")
+    for name, order in parts.items():
+        cast(Any, modules[name]).order = order
+    for entry in entries:
+        module, raw = modules[entry.module], data[entry.start : entry.start + entry.num_bytes]
+        if entry.form in FORMS:
+            kept: Packed | Tensor = Packed(raw, entry.form, *entry.shape)
+        else:
+            kept = raw.view(getattr(torch, entry.form)).view(entry.shape)
+        if not entry.is_part:
+            module.get_parameter(entry.name).data.copy_(cast(Tensor, kept))
+        else:
+            scheme = cast(PackedScheme, cast(Any, module).scheme)
+            scheme.put(module, entry.name, kept if isinstance(kept, Packed) else kept.clone())
+
+
+def _sound(entries: list[Entry], data: Tensor) -> bool:
+    """Whether every byte is as it was written. Each thread takes its share at once: most entries are small."""
+    threads = torch.get_num_threads()
+
+    def share_is_sound(first: int) -> bool:
+        return all(e.sum == checksum(data[e.start : e.start + e.num_bytes]) for e in entries[first::threads])
+
+    with ThreadPoolExecutor(threads) as pool:
+        return all(pool.map(share_is_sound, range(threads)))
+
+
+def _name(numbers: Tensor) -> str:
+    return str(numbers.dtype).removeprefix("torch.")
+
+
+def _bytes(numbers: Tensor) -> Tensor:
+    return numbers.contiguous().view(-1).view(torch.uint8)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _digest(*what: object) -> str:
+    return hashlib.sha256("\0".join(map(str, what)).encode()).hexdigest()[:32]
+
+
+def _identity(path: str) -> str:
+    """Changes whenever the file's bytes do: by the system's record of it, and by bytes from all over it."""
+    about = os.stat(path)
+    found = hashlib.sha256(f"{os.path.abspath(path)} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}".encode())
+    found.update(str((about.st_dev, about.st_ino)).encode())
+    with open(path, "rb") as file:
+        for i in range(_SAMPLES):
+            file.seek(max(0, about.st_size - _SAMPLE_BYTES) * i // (_SAMPLES - 1))  # the first and the last are ends
+            found.update(file.read(_SAMPLE_BYTES))
+    return found.hexdigest()
+
+
+@cache
+def _code() -> str:
+    """Changes whenever the kernels or the sources that decide what is stored do."""
+    library, chosen = native.library(), kernels()
+    assert library is not None and chosen is not None
+    found = hashlib.sha256(library.read_bytes())
+    found.update(chosen.qc_isa())
+    for room in _CODE:
+        for path in sorted((Path(__file__).parents[1] / room).rglob("*.py")):
+            found.update(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
+    return found.hexdigest()

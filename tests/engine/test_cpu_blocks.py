@@ -1,0 +1,60 @@
+"""Blocks that follow each other in one compiled call: the same bits as one by one, and each where it belongs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.ops.cpu.block import BlocksCall
+from quire.ops.cpu.native import kernels
+from tests.tiny_models import make_tiny
+
+pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+PROMPTS = [{"prompt_token_ids": [7, 9, 30, 4, 11, 80, 21, 6, 45]}, {"prompt_token_ids": [5, 6]}]
+
+
+def answers(llm: LLM) -> list[Any]:
+    found = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    return [[sorted((t, e.logprob) for t, e in entry.items()) for entry in one.outputs[0].logprobs] for one in found]
+
+
+# one rotation; full and window groups in turn; a dense layer before mixtures; two rotations and none
+@pytest.mark.parametrize(
+    ("arch", "stretches"),
+    [
+        ("LlamaForCausalLM", [4]),
+        ("MinistralForCausalLM", [4]),
+        ("Dots1ForCausalLM", [1, 0]),
+        ("SmolLM3ForCausalLM", [4]),
+    ],
+)
+def test_one_call_or_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, stretches: list[int]
+) -> None:
+    layers = {} if arch in ("Dots1ForCausalLM", "MinistralForCausalLM") else {"num_hidden_layers": 4}
+    make_tiny(arch, tmp_path, **layers)
+    sizes: list[int] = []
+    run = BlocksCall.__call__
+    monkeypatch.setattr(BlocksCall, "__call__", lambda self, *given: sizes.append(self._count) or run(self, *given))
+    llm = LLM(
+        str(tmp_path), quantization="int8_wo", max_model_len=64, kv_cache_memory_bytes=8 << 20, device="cpu",
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    try:
+        model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+        assert [len(stretch._wholes) for stretch in model._stretches] == stretches
+        at_once = answers(llm)
+        assert sizes and set(sizes) == {count for count in stretches if count}
+        sizes.clear()
+        seen: list[int] = []
+        hook = model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+        assert answers(llm) == at_once and seen and not sizes  # whoever watches a layer sees it
+        hook.remove()
+        model.finish_weights()  # new objects: addresses are taken again
+        assert answers(llm) == at_once and sizes
+    finally:
+        llm.close()
