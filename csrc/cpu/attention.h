@@ -67,9 +67,9 @@ void write_bytes(const typename Numbers<Dtype>::Type* from, int8_t* to, int head
   for (int h = 0; h < heads; ++h, from += size, to += size) {
     float head[kMaxSize + kLanes] = {};
     copy_numbers<Dtype, QC_F32>(from, head, size);
-    vf most = fill(0);
-    for (int d = 0; d < size; d += kLanes) most = larger(most, larger(load(head + d), -load(head + d)));
-    const float top = largest(most), scale = top / 127, inverse = top > 0 ? 127 / top : 0;
+    vi most = fill_int(0);
+    for (int d = 0; d < size; d += kLanes) most = larger_size(most, load(head + d));
+    const float top = largest_size(most), scale = top / 127, inverse = top > 0 ? 127 / top : 0;
     for (int d = 0; d < size; ++d) to[d] = int8_t(int(rintf(head[d] * inverse)));
     memcpy(scales + 4 * h, &scale, 4);
   }

@@ -31,12 +31,13 @@ void quantize_row(const typename Numbers<Dtype>::Type* x, int64_t k, int64_t row
                   int32_t* count) {
   const int64_t first = row / kTileRows * (k / kBlock) * kTileRows + row % kTileRows;
   for (int64_t b = 0; b < k / kBlock; ++b) {
-    vf v[kBlock / kLanes], most = fill(0);
+    vf v[kBlock / kLanes];
+    vi most = fill_int(0);
     for (int i = 0; i < kBlock / kLanes; ++i) {
       v[i] = Numbers<Dtype>::read(x + b * kBlock + i * kLanes);
-      most = larger(most, larger(v[i], -v[i]));
+      most = larger_size(most, v[i]);
     }
-    const float top = largest(most), step = top / 127, inverse = top > 0 ? 127 / top : 0;
+    const float top = largest_size(most), step = top / 127, inverse = top > 0 ? 127 / top : 0;
     const int64_t at = first + b * kTileRows;
     vi whole[kBlock / kLanes];
     for (int i = 0; i < kBlock / kLanes; ++i)

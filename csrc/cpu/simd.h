@@ -46,6 +46,8 @@ inline vf fill(float v) { return vdupq_n_f32(v); }
 inline vi fill_int(int v) { return vdupq_n_s32(v); }
 inline vf fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }  // a * b + c
 inline vf larger(vf a, vf b) { return vmaxq_f32(a, b); }
+inline vi larger_whole(vi a, vi b) { return vmaxq_s32(a, b); }
+inline int32_t largest_whole(vi v) { return vmaxvq_s32(v); }
 inline vf load_half(const uint16_t* at) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
 inline vf load_bfloat(const uint16_t* at) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(at), 16)); }
 inline float sum(vf v) { return vaddvq_f32(v); }
@@ -112,6 +114,8 @@ inline vf fill(float v) { return _mm512_set1_ps(v); }
 inline vi fill_int(int v) { return (vi)_mm512_set1_epi32(v); }
 inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 inline vf larger(vf a, vf b) { return _mm512_max_ps(a, b); }
+inline vi larger_whole(vi a, vi b) { return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+inline int32_t largest_whole(vi v) { return _mm512_reduce_max_epi32((__m512i)v); }
 inline vf load_half(const uint16_t* at) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at)); }
 inline vf load_bfloat(const uint16_t* at) {
   __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at));
@@ -158,6 +162,12 @@ inline vf fill(float v) { return _mm256_set1_ps(v); }
 inline vi fill_int(int v) { return (vi)_mm256_set1_epi32(v); }
 inline vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 inline vf larger(vf a, vf b) { return _mm256_max_ps(a, b); }
+inline vi larger_whole(vi a, vi b) { return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b); }
+inline int32_t largest_whole(vi v) {
+  __m128i half = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+  half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(half, _mm_shuffle_epi32(half, 0xb1)));
+}
 inline vf load_half(const uint16_t* at) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at)); }
 inline vf load_bfloat(const uint16_t* at) {
   __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at));
@@ -237,6 +247,15 @@ inline void unroll(std::integer_sequence<int, I...>, F&& body) {
   (body(std::integral_constant<int, I>()), ...);
 }
 
+// The largest size (absolute value) of numbers, step by step, as bits: what is not a number is larger than all others.
+inline vi larger_size(vi most, vf v) { return larger_whole(most, (vi)v & fill_int(0x7fffffff)); }
+inline float largest_size(vi most) {
+  const int32_t bits = largest_whole(most);
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
 // Numbers of a dtype, read and written as floats.
 template <int Dtype>
 struct Numbers {
@@ -275,8 +294,8 @@ inline vf exp_of(vf x) {
   const vf magic = fill(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
   vf least = fill(-87.3f), most = fill(88.3f);
   vi under = (vi)(x < least);
-  x = larger(x, least);
-  x = -larger(-x, -most);
+  x = larger(least, x);  // in this order one that is not a number stays so on every machine
+  x = -larger(-most, -x);
   vf shifted = fma(x, fill(1.44269504f), magic);
   vf whole = shifted - magic;
   vf rest = fma(whole, fill(-0.693359375f), x);
@@ -296,7 +315,7 @@ inline vf exp_of(vf x) {
 inline vf power_of_two(vf x) {
   const vf magic = fill(12582912.0f);
   vi under = (vi)(x < fill(-126));
-  x = larger(x, fill(-126));
+  x = larger(fill(-126), x);
   vf shifted = x + magic, rest = x - (shifted - magic);
   vf y = fma(fill(1.326472731e-3f), rest, fill(9.671512991e-3f));
   y = fma(y, rest, fill(5.550733581e-2f));

@@ -7,21 +7,12 @@ import torch
 
 from quire.attention.cpu import CpuAttention
 from quire.layers.batch import GroupStep
-from quire.ops.cpu.native import kernels, usable
+from quire.ops.cpu.native import kernels
 from quire.schema.kv import KVGroup, KVKind, KVSpec
 
 library = kernels()
-pytestmark = pytest.mark.skipif(library is None, reason="no compiled kernels")
-ISAS = usable(library) if library is not None else ["none"]
+pytestmark = [pytest.mark.skipif(library is None, reason="no compiled kernels"), pytest.mark.usefixtures("isa")]
 BLOCK, SIZE = 16, 32
-
-
-@pytest.fixture(params=ISAS, autouse=True)
-def isa(request):
-    before = library.qc_isa()
-    assert library.qc_use_isa(request.param.encode()) == 0
-    yield request.param
-    assert library.qc_use_isa(before) == 0
 
 
 @pytest.fixture

@@ -6,24 +6,13 @@ import pytest
 import torch
 
 from quire.ops.act import clamped_swiglu, gated_of
-from quire.ops.cpu.forms import register
-from quire.ops.cpu.native import kernels, usable
+from quire.ops.cpu.native import kernels
 from quire.ops.moe import Mixture, run_experts, run_mixture
 from quire.ops.packed import Matrix, pack_numbers
 
 library = kernels()
-pytestmark = pytest.mark.skipif(library is None, reason="no compiled kernels")
-ISAS = usable(library) if library is not None else ["none"]
+pytestmark = [pytest.mark.skipif(library is None, reason="no compiled kernels"), pytest.mark.usefixtures("isa")]
 EXPERTS, WIDTH, FFN = 6, 64, 96
-
-
-@pytest.fixture(params=ISAS, autouse=True)
-def isa(request):
-    register()
-    before = library.qc_isa()
-    assert library.qc_use_isa(request.param.encode()) == 0
-    yield request.param
-    assert library.qc_use_isa(before) == 0
 
 
 def draw(*shape, seed, dtype=torch.float32):

@@ -21,19 +21,10 @@ from quire.ops.norm import rms_norm, rms_norm_wide
 
 library = kernels()
 pytestmark = pytest.mark.skipif(library is None, reason="no compiled kernels")
-ISAS = usable(library) if library is not None else ["none"]
 GGUF = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
 HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2],
           "Q6_K": [208]}  # fmt: skip
 DTYPE_NAMES = ["float32", "bfloat16", "float16"]
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    before = library.qc_isa()  # not simply the best: that may be one that is taken only when asked for
-    assert library.qc_use_isa(request.param.encode()) == 0
-    yield request.param
-    assert library.qc_use_isa(before) == 0
 
 
 @pytest.fixture(params=[1, 3])

@@ -4,21 +4,10 @@ import pytest
 import torch
 
 from quire.ops import sample
-from quire.ops.cpu.forms import register
-from quire.ops.cpu.native import kernels, usable
+from quire.ops.cpu.native import kernels
 
 library = kernels()
-pytestmark = pytest.mark.skipif(library is None, reason="no compiled kernels")
-ISAS = usable(library) if library is not None else ["none"]
-
-
-@pytest.fixture(params=ISAS, autouse=True)
-def isa(request):
-    register()
-    before = library.qc_isa()
-    assert library.qc_use_isa(request.param.encode()) == 0
-    yield request.param
-    assert library.qc_use_isa(before) == 0
+pytestmark = [pytest.mark.skipif(library is None, reason="no compiled kernels"), pytest.mark.usefixtures("isa")]
 
 
 def draw_logits(rows, width, seed, spread=2.5):

@@ -1,0 +1,22 @@
+"""The instruction sets of the compiled CPU kernels, one after another."""
+
+import pytest
+
+from quire.base import env
+from quire.ops.cpu.forms import register
+from quire.ops.cpu.native import kernels, usable
+
+library = kernels()
+
+
+@pytest.fixture(params=usable(library) if library is not None else ["none"])
+def isa(request):
+    if library is None:
+        pytest.skip("no compiled kernels")
+    register()
+    before = library.qc_isa()  # not simply the best: that may be one that is taken only when asked for
+    assert library.qc_use_isa(request.param.encode()) == 0
+    library.qc_set_same_bits(1)  # a row is compared with the same row alone
+    yield request.param
+    library.qc_set_same_bits(env.BATCH_INVARIANT.get())
+    assert library.qc_use_isa(before) == 0
