@@ -37,7 +37,7 @@ PARAMETERS: dict[str, Any] = {
 CHAT_TOOL: Any = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
 
 
-class Person(pydantic.BaseModel):
+class Person(pydantic.BaseModel, extra="forbid"):  # or the model may add fields until it has no tokens left
     name: Annotated[str, pydantic.Field(max_length=12)]
     mood: Literal["glad", "sad"]
 
