@@ -65,19 +65,6 @@ def test_text_is_as_likely_as_decoded(packed_llm):
     assert perplexity(packed_llm) == pytest.approx(wanted, rel=0.03)  # 150 tokens; benchmarks/cpu/quality.py has more
 
 
-def test_bits_do_not_depend_on_the_batch(packed_llm):
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
-    prompts = ["The sky is", "Once upon a time there was a king who", "1, 2, 3,", TEXT[:300], "A", "To be or"]
-
-    def bits(found):
-        return [[entry[t].logprob for t, entry in zip(o.outputs[0].token_ids, o.outputs[0].logprobs, strict=True)]
-                for o in found]  # fmt: skip
-
-    together = bits(packed_llm.generate(prompts, params, use_tqdm=False))
-    alone = [bits(packed_llm.generate([prompt], params, use_tqdm=False))[0] for prompt in prompts]
-    assert alone == together
-
-
 def test_a_dtype_and_gguf_together_keep_the_blocks():
     def form(**options):
         return EngineArgs(device="cpu", **options).create_engine_config().model_config.weight_form
