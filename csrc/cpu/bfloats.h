@@ -3,7 +3,7 @@
 //
 // 16 rows of the weight are turned, some inputs at a time, so that one vector holds a pair of inputs of 16 columns, and
 // serve all rows of the input before the next come. A result is one chain of sums over pairs in their order, whatever
-// stands beside it. Without the instruction (QC_EMULATE_BF16) a plain loop does its work, for tests.
+// stands beside it.
 #pragma once
 #include "dense.h"
 #include "turn.h"
@@ -13,20 +13,6 @@ namespace quire {
 namespace QC_ISA {
 
 constexpr int kPairColumns = 32, kTurnedBlocks = 8;  // columns at a time; blocks of 32 inputs that are turned at a time
-
-#if defined(QC_EMULATE_BF16)
-inline Floats add_pairs(Floats sum, Words weight, uint32_t pair) {
-  for (int i = 0; i < 16; ++i) {
-    sum[i] += bfloat_to_float(uint16_t(weight[i])) * bfloat_to_float(uint16_t(pair));
-    sum[i] += bfloat_to_float(uint16_t(weight[i] >> 16)) * bfloat_to_float(uint16_t(pair >> 16));
-  }
-  return sum;
-}
-#else
-inline Floats add_pairs(Floats sum, Words weight, uint32_t pair) {
-  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weight, (__m512bh)_mm512_set1_epi32(int(pair)));
-}
-#endif
 
 struct BfloatPairs {
   const uint16_t* x;  // [m, x_stride], inputs up to a multiple of 32 with zeros

@@ -9,6 +9,7 @@
 #include "moe.h"
 #include "opened.h"
 #include "packed.h"
+#include "panels.h"
 #include "rows.h"
 #include "sample.h"
 

@@ -1,4 +1,5 @@
-// Packed weights times many rows with tile registers: panels are opened to bfloat16, and rows are rounded to it.
+// Packed weights times many rows with tile registers: panels are opened to bfloat16 (those of B16 are so), and rows are
+// rounded to it.
 //
 // Bytes of a block have a scale of their own, so that their products (amx.h) must leave the tiles after every 32 inputs;
 // numbers stay in them to the end. That is faster from a few tiles of rows on, and no less exact than rows rounded to
@@ -53,9 +54,21 @@ inline void open_panel_of_kind(int64_t kind, const uint8_t* panel, int64_t block
   }
 }
 
+// Memory that is read next, brought nearer a few lines at a time while something else is computed.
+struct Soon {
+  const char* at;
+  int64_t lines;  // for each block of a product
+
+  void bring() {
+    for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(at + 64 * i, 0, 2);
+    at += 64 * lines;
+  }
+};
+
+template <int Dtype>
 struct OpenProduct {
+  typedef Numbers<Dtype> N;
   const Product& job;
-  WriteTile write;
   const char* x;  // [tiles of 16 rows, blocks, 16, 32] bfloat16
   int64_t blocks;
 
@@ -67,9 +80,9 @@ struct OpenProduct {
     return all;
   }
 
-  // A tiles of rows times B panels that lie one after the other; found [A][B][16 rows][16 columns].
+  // A tiles of rows times B panels that lie one after the other; found [A * 16 rows][B * 16 columns].
   template <int A, int B>
-  void multiply(const char* a, const char* b, float* found) const {
+  void multiply(const char* a, const char* b, Soon& soon, float* found) const {
     const int64_t next = blocks * kTileBytes;
     tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
     for (int64_t i = 0; i < blocks; ++i, a += kTileBytes, b += kTileBytes) {
@@ -81,49 +94,67 @@ struct OpenProduct {
         tile_dot_bfloats<B, 5, 6>();
         if constexpr (B == 2) tile_dot_bfloats<3, 5, 7>();
       }
+      soon.bring();
     }
-    tile_store<0>(found, 64);
-    if constexpr (A * B > 1) tile_store<1>(found + 256, 64);
-    if constexpr (A * B > 2) tile_store<2>(found + 512, 64), tile_store<3>(found + 768, 64);
+    tile_store<0>(found, 64 * B);
+    if constexpr (B == 2) tile_store<1>(found + 16, 128);
+    if constexpr (A == 2) tile_store<B>(found + 256 * B, 64 * B);
+    if constexpr (A == 2 && B == 2) tile_store<3>(found + 528, 128);
+  }
+
+  // found [rows, width] to the result; count: how many of `width` columns there are.
+  void write(const float* found, int64_t width, int64_t row, int64_t rows, int64_t column, int64_t count) const {
+    for (int64_t r = 0; r < rows; ++r, found += width) {
+      if (count == width && !job.bias) {
+        typename N::Type* to = static_cast<typename N::Type*>(job.out) + (row + r) * job.out_stride + column;
+        for (int64_t i = 0; i < width; i += kLanes) N::write(to + i, load(found + i));
+      } else {
+        write_columns<Dtype>(job, row + r, column, count, found);
+      }
+    }
   }
 
   // `many` (1 or 2) open panels for rows [from, to); count: columns that they have together.
-  void panels(const char* open, int many, int64_t column, int64_t count, int64_t from, int64_t to) const {
+  void panels(const char* open, int many, int64_t column, int64_t count, int64_t from, int64_t to, Soon soon) const {
     alignas(64) float found[4 * 256];
     for (int64_t row = from; row < to; row += 32) {
       const int tall = to - row > 16 ? 2 : 1;
       const char* a = x + row / 16 * blocks * kTileBytes;
-      if (tall == 2 && many == 2) multiply<2, 2>(a, open, found);
-      else if (tall == 2) multiply<2, 1>(a, open, found);
-      else if (many == 2) multiply<1, 2>(a, open, found);
-      else multiply<1, 1>(a, open, found);
-      for (int i = 0; i < tall; ++i)
-        for (int p = 0; p < many; ++p) {
-          const int64_t first = row + 16 * i, rows = to - first < 16 ? to - first : 16, left = count - p * kPanel;
-          write(job, first, rows, column + p * kPanel, left < kPanel ? left : kPanel, found + (i * many + p) * 256);
-        }
+      if (tall == 2 && many == 2) multiply<2, 2>(a, open, soon, found);
+      else if (tall == 2) multiply<2, 1>(a, open, soon, found);
+      else if (many == 2) multiply<1, 2>(a, open, soon, found);
+      else multiply<1, 1>(a, open, soon, found);
+      write(found, many * kPanel, row, to - row < 16 * tall ? to - row : 16 * tall, column, count < many * kPanel ? count : many * kPanel);
     }
   }
 
   // Panels [from, to) of all segments, counted through, for rows [row, end).
   void part(int64_t from, int64_t to, int64_t row, int64_t end) const {
     static thread_local std::vector<char> memory;
-    char* open = aligned(memory, 2 * blocks * kTileBytes);
+    const int64_t passes = (end - row + 31) / 32;
     Tiles tiles(shapes());
     int64_t column = 0, before = 0;
     for (int64_t i = 0; i < job.num_segments; ++i) {
       const qc_segment& segment = job.segments[i];
       const int64_t num = (segment.rows + kPanel - 1) / kPanel, bytes = blocks * kForms[segment.kind].bytes();
       const int64_t last = to - before < num ? to - before : num;
+      const int64_t lines = (2 * bytes / 64 + passes * blocks - 1) / (passes * blocks);
       for (int64_t p = from > before ? from - before : 0; p < last; p += 2) {
         const int many = last - p > 1 ? 2 : 1;
-        for (int m = 0; m < many; ++m)
-          open_panel_of_kind(segment.kind, static_cast<const uint8_t*>(segment.data) + (p + m) * bytes, blocks,
-                             open + m * blocks * kTileBytes);
-        panels(open, many, column + p * kPanel, segment.rows - p * kPanel, row, end);
+        const char *stored = static_cast<const char*>(segment.data) + p * bytes, *open = stored;
+        if (segment.kind != QC_B16) open = opened(segment.kind, stored, bytes, many, memory);
+        const Soon soon = {stored + 2 * bytes, p + 2 < last ? lines : 0};
+        panels(open, many, column + p * kPanel, segment.rows - p * kPanel, row, end, soon);
       }
       column += segment.rows, before += num;
     }
+  }
+
+  const char* opened(int64_t kind, const char* stored, int64_t bytes, int many, std::vector<char>& memory) const {
+    char* open = aligned(memory, 2 * blocks * kTileBytes);
+    for (int m = 0; m < many; ++m)
+      open_panel_of_kind(kind, reinterpret_cast<const uint8_t*>(stored) + m * bytes, blocks, open + m * blocks * kTileBytes);
+    return open;
   }
 };
 
@@ -133,6 +164,7 @@ void round_tile(const typename Numbers<Dtype>::Type* x, int64_t x_stride, int64_
   for (int64_t b = 0; b < k; b += kBlock)
     for (int64_t r = 0; r < 16; ++r, to += kBlock) {
       if (r >= rows) memset(to, 0, 2 * kBlock);
+      else if (Dtype == QC_BF16) memcpy(to, x + r * x_stride + b, 2 * kBlock);
       else
         for (int i = 0; i < kBlock; i += kLanes)
           Numbers<QC_BF16>::write(to + i, Numbers<Dtype>::read(x + r * x_stride + b + i));
@@ -142,14 +174,15 @@ void round_tile(const typename Numbers<Dtype>::Type* x, int64_t x_stride, int64_
 template <int Dtype>
 void packed_by_opening(const typename Numbers<Dtype>::Type* x, int64_t x_stride, const Product& job, int64_t panels) {
   static thread_local std::vector<char> memory;
-  const int64_t k = job.x.k, blocks = k / kBlock, tiles = (job.m + 15) / 16, bytes = blocks * OpenProduct::kTileBytes;
+  const int64_t k = job.x.k, blocks = k / kBlock, tiles = (job.m + 15) / 16, bytes = blocks * OpenProduct<Dtype>::kTileBytes;
   char* rounded = aligned(memory, tiles * bytes);
   auto round = [&](int tile) {
     const int64_t row = int64_t(tile) * 16;
     round_tile<Dtype>(x + row * x_stride, x_stride, job.m - row, k, reinterpret_cast<uint16_t*>(rounded + tile * bytes));
   };
-  each(int(tiles), round);
-  const OpenProduct open = {job, write_tile<Dtype>, rounded, blocks};
+  if (tiles <= 2) for (int tile = 0; tile < tiles; ++tile) round(tile);
+  else each(int(tiles), round);
+  const OpenProduct<Dtype> open = {job, rounded, blocks};
   int64_t tall = kSecondCache / (2 * k) / 32 * 32;
   tall = tall < 64 ? 64 : tall;
   const int64_t floors = (job.m + tall - 1) / tall, pairs = (panels + 1) / 2;

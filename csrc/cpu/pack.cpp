@@ -1,7 +1,10 @@
 // From the blocks of GGUF files, or from plain numbers, to packed matrices, and back to numbers. Runs at load.
 #include <math.h>
 
+#include <vector>
+
 #include "blocks.h"
+#include "pool.h"
 
 namespace quire {
 namespace {
@@ -206,8 +209,39 @@ QC_API int qc_pack_float(int kind, const void* from, int dtype, int64_t rows, in
   return 0;
 }
 
+// Number i of row r of a panel's 16 rows lies in chunk i / 2.
+static int64_t in_panel(int64_t row, int64_t i) { return i / 2 * 2 * kPanel + 2 * row + i % 2; }
+
+static void unpack_bfloats(const uint16_t* all, int64_t width, const int64_t* index, int64_t count, void* out, int dtype) {
+  for (int64_t n = 0; n < count; ++n)
+    for (int64_t i = 0; i < width; ++i) {
+      const int64_t at = n * width + i;
+      const uint16_t bits = all[index[n] / kPanel * kPanel * width + in_panel(index[n] % kPanel, i)];
+      if (dtype == QC_F32) static_cast<float*>(out)[at] = bfloat_to_float(bits);
+      else static_cast<uint16_t*>(out)[at] = dtype == QC_BF16 ? bits : float_to_half(bfloat_to_float(bits));
+    }
+}
+
+QC_API int qc_lay_panels(void* weight, int64_t rows, int64_t width, int back) {
+  if (rows % kPanel || width % kBlock) return -1;
+  uint16_t* all = static_cast<uint16_t*>(weight);
+  auto lay = [=](int panel) {
+    static thread_local std::vector<uint16_t> before;
+    uint16_t* here = all + panel * kPanel * width;
+    before.assign(here, here + kPanel * width);
+    for (int64_t row = 0; row < kPanel; ++row)
+      for (int64_t i = 0; i < width; i += 2) {
+        const int64_t plain = row * width + i, laid = in_panel(row, i);
+        memcpy(here + (back ? plain : laid), before.data() + (back ? laid : plain), 4);
+      }
+  };
+  each(int(rows / kPanel), lay);
+  return 0;
+}
+
 QC_API void qc_unpack_rows(int kind, const void* packed, int64_t width, const int64_t* index, int64_t count, void* out,
                            int dtype) {
+  if (kind == QC_B16) return unpack_bfloats(static_cast<const uint16_t*>(packed), width, index, count, out, dtype);
   const Form form = kForms[kind];
   const int64_t blocks = width / kBlock;
   Column column;

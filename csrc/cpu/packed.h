@@ -138,6 +138,8 @@ inline void tile(const uint8_t* block, int first, const Quantized& x, int64_t ro
   for (int r = 0; r < R; ++r)
     for (int s = 0; s < S; ++s) result[r][s] = fill(0);
   for (int64_t at = start; at < start + blocks * kTileRows; at += kTileRows, block += P::bytes) {
+    if constexpr (R < 4 && !P::open && kAheadBytes > 0)  // memory is what one row waits for
+      for (int line = 0; line < P::bytes; line += 64) __builtin_prefetch(block + kAheadBytes + line);
     vi sums[kSums][R][S];
     for (int h = 0; h < kSums; ++h)
       for (int r = 0; r < R; ++r) {
@@ -276,11 +278,16 @@ constexpr int64_t kFewestOpened = 24;  // rows from which on it pays to open pan
 #endif
 
 template <int Dtype>
+void linear_in_panels(const typename Numbers<Dtype>::Type* x, int64_t x_stride, const Product& job, int64_t panels);  // panels.h
+
+// Segments of B16 have none of another kind beside them.
+template <int Dtype>
 void linear_packed(const typename Numbers<Dtype>::Type* x, int64_t x_stride, int64_t m, int64_t k,
                    const qc_segment* segments, int64_t num_segments, const void* bias, void* out, int64_t out_stride) {
   int64_t panels = 0;
   for (int64_t i = 0; i < num_segments; ++i) panels += (segments[i].rows + kPanel - 1) / kPanel;
   Product job = {{nullptr, nullptr, nullptr, nullptr, k}, segments, num_segments, m, out_stride, bias, out, write_columns<Dtype>};
+  if (segments[0].kind == QC_B16) return linear_in_panels<Dtype>(x, x_stride, job, panels);
 #if QC_TILES
   if (m >= kFewestOpened && !same_bits()) return packed_by_opening<Dtype>(x, x_stride, job, panels);
 #endif

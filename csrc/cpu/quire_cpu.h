@@ -11,7 +11,7 @@
 enum qc_dtype { QC_F32 = 0, QC_BF16 = 1, QC_F16 = 2, QC_I8 = 3 };  // QC_I8: caches only
 
 // How packed numbers are stored; see blocks.h.
-enum qc_kind { QC_Q4M = 0, QC_Q4Z = 1, QC_Q5M = 2, QC_Q5Z = 3, QC_Q6Z = 4, QC_Q8Z = 5, QC_KINDS = 6 };
+enum qc_kind { QC_Q4M = 0, QC_Q4Z = 1, QC_Q5M = 2, QC_Q5Z = 3, QC_Q6Z = 4, QC_Q8Z = 5, QC_B16 = 6, QC_KINDS = 7 };
 
 enum qc_act { QC_SILU = 0, QC_GELU_TANH = 1, QC_RELU = 2, QC_RELU2 = 3, QC_QUICK_GELU = 4, QC_ACTS = 5 };
 
@@ -114,6 +114,8 @@ QC_API int qc_kind_of(int gguf_type);  // -1: no kernel multiplies this type
 QC_API int64_t qc_packed_bytes(int kind, int64_t rows, int64_t width);
 QC_API int qc_pack(int gguf_type, const void* stored, int64_t rows, int64_t width, void* packed);
 QC_API int qc_pack_float(int kind, const void* from, int dtype, int64_t rows, int64_t width, void* packed);
+// A plain matrix of 16-bit numbers becomes one of kind B16 where it lies, or (back) a plain one again; rows come in 16s.
+QC_API int qc_lay_panels(void* weight, int64_t rows, int64_t width, int back);
 QC_API void qc_unpack_rows(int kind, const void* packed, int64_t width, const int64_t* index, int64_t count, void* out,
                            int dtype);
 

@@ -213,6 +213,11 @@ inline vb signed_bytes(vb v) { return v; }
 
 #endif
 
+#if defined(__aarch64__)
+constexpr int kAheadBytes = 0;
+#else
+constexpr int kAheadBytes = 4096;  // of weights, asked for before they are read: a core asks for too little by itself
+#endif
 constexpr int kTileRows = QC_TILES ? 16 : kTall;  // quantized rows that lie together; kTall: rows multiplied at once
 
 #if !defined(__aarch64__)

@@ -85,5 +85,25 @@ inline void turn_8_to(const Words (&rows)[8], char* to, int64_t stride, int coun
   }
 }
 
+// The instruction that multiplies pairs of bfloat16 (AVX512-BF16). With QC_EMULATE_BF16 a plain loop does its work, for tests.
+#if defined(__AVX512BF16__) || defined(QC_EMULATE_BF16)
+#define QC_PAIRS 1
+#if defined(QC_EMULATE_BF16)
+inline Floats add_pairs(Floats sum, Words weight, uint32_t pair) {
+  for (int i = 0; i < 16; ++i) {
+    sum[i] += bfloat_to_float(uint16_t(weight[i])) * bfloat_to_float(uint16_t(pair));
+    sum[i] += bfloat_to_float(uint16_t(weight[i] >> 16)) * bfloat_to_float(uint16_t(pair >> 16));
+  }
+  return sum;
+}
+#else
+inline Floats add_pairs(Floats sum, Words weight, uint32_t pair) {
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weight, (__m512bh)_mm512_set1_epi32(int(pair)));
+}
+#endif
+#else
+#define QC_PAIRS 0
+#endif
+
 }  // namespace QC_ISA
 }  // namespace quire

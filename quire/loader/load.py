@@ -34,9 +34,10 @@ from quire.loader.sharded import ShardedTable, find_sharded, pattern_of
 from quire.loader.to_device import Sender
 from quire.models.build import Model, build_model
 from quire.models.choose import choose_way
-from quire.ops.packed import kind_of
+from quire.ops.packed import kind_of, likes_panels
 from quire.quant.arena import Arena
 from quire.quant.packed import Schemes
+from quire.quant.panels import PanelSchemes, lay_back
 from quire.quant.scheme import Storage, StoredRows
 from quire.schema.errors import CheckpointError, ConfigError
 
@@ -106,10 +107,13 @@ def make_model(config: EngineConfig, device: torch.device | str) -> Model:
 
 
 def storage_for(config: EngineConfig, device: torch.device) -> Storage:
-    """Packed where the configuration asks for it and kernels are there; else plain."""
+    """Packed where the configuration asks for it and kernels are there; else plain, in panels where those like them."""
     form, dtype = config.model_config.weight_form, getattr(torch, config.model_config.dtype)
     if form == "plain" or config.load_config.load_format == "dummy" or device.type != "cpu":
-        return Storage.plain(dtype, device)
+        if not likes_panels.on(device)(dtype):
+            return Storage.plain(dtype, device)
+        arena = Arena(device)
+        return Storage(dtype, arena, PanelSchemes(dtype, arena))
     if kind_of.on(device)(_Q8_0) is None:  # no kernels
         if form != "stored":
             raise ConfigError(
@@ -126,6 +130,7 @@ def storage_for(config: EngineConfig, device: torch.device) -> Storage:
 def reload_weights(model: Model, config: EngineConfig) -> int:
     """Fill the model again, in place, as the configuration says now; returns the bytes read from files."""
     how, about, began = config.load_config, config.model_config, now()
+    lay_back(model)
     if how.load_format == "dummy":
         fill_dummy(model, about.seed)
         return 0

@@ -20,7 +20,7 @@ PANEL, BLOCK = 16, 32
 
 
 class Form(NamedTuple):
-    """How a kind stores a number: value = scale * (q - zero), or scale * q + added."""
+    """How a kind stores a number: value = scale * (q - zero), or scale * q + added; 16 bits are the number itself."""
 
     bits: int
     zero: int = 0
@@ -30,6 +30,8 @@ class Form(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Of 16 columns times 32 inputs."""
+        if self.bits == 16:
+            return 1024
         return (
             32 * (1 + (self.added or self.halves))
             + {4: 0, 5: 64, 6: 128, 8: 0}[self.bits]
@@ -39,7 +41,7 @@ class Form(NamedTuple):
 
 FORMS = {
     "Q4M": Form(4, added=True), "Q4Z": Form(4, 8), "Q5M": Form(5, added=True), "Q5Z": Form(5, 16),
-    "Q6Z": Form(6, 32, halves=True), "Q8Z": Form(8),
+    "Q6Z": Form(6, 32, halves=True), "Q8Z": Form(8), "B16": Form(16),
 }  # fmt: skip
 
 
@@ -69,6 +71,9 @@ def unpack(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
     """[rows, width] numbers."""
     form = FORMS[packed.kind]
     panels, blocks = -(-packed.rows // PANEL), packed.width // BLOCK
+    if form.bits == 16:
+        pairs = packed.data.view(torch.bfloat16).view(panels, packed.width // 2, PANEL, 2)
+        return pairs.transpose(1, 2).reshape(panels * PANEL, packed.width)[: packed.rows].to(dtype)
     raw = packed.data.view(panels, blocks, -1)
     scales = raw[..., :32].contiguous().view(torch.float16).float()  # [P, B, 16]
     at = 64 if form.added or form.halves else 32
@@ -103,7 +108,8 @@ def _quads(raw: Tensor, form: Form) -> Tensor:
 
 @op
 def packed_linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
-    """x @ matrix.T + bias. Compiled forms round x to 8 bits, 32 numbers at a time, before they multiply."""
+    """x @ matrix.T + bias. Compiled forms round x to 8 bits, 32 numbers at a time, before they multiply; but for B16,
+    which is never beside another kind."""
     weight = torch.cat([unpack.reference(part) for part in matrix.parts])
     return F.linear(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
 
@@ -124,6 +130,21 @@ def pack(raw: Tensor, type_id: int, rows: int, width: int) -> Packed:
 def pack_numbers(numbers: Tensor, kind: str) -> Packed:
     """Plain numbers [rows, width], rounded to the nearest that Q8Z or Q4M can hold."""
     raise NotImplementedError("packing is compiled code only")
+
+
+@op
+def likes_panels(dtype: torch.dtype) -> bool:
+    """Whether plain numbers of this dtype are multiplied faster once they lie in panels."""
+    return False
+
+
+@op
+def lay_panels(weight: Tensor, back: bool = False) -> None:
+    """A plain matrix [rows, width], rows a multiple of 16 and width of 32, becomes one of kind B16 where it lies: its
+    bytes are the `data` of a Packed then. With `back` it becomes a plain one again."""
+    rows, width = weight.shape
+    shape = (rows // PANEL, width // 2, PANEL, 2) if back else (rows // PANEL, PANEL, width // 2, 2)
+    weight.copy_(weight.view(shape).transpose(1, 2).reshape(rows, width))
 
 
 @op

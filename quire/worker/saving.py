@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING
 
 from quire.loader.sharded import save
+from quire.quant.panels import lay_back
 from quire.schema.errors import NotBuiltError
 
 if TYPE_CHECKING:
@@ -24,4 +25,10 @@ def save_sharded_state(
         raise NotBuiltError(
             f"saving weights that are held in {form} blocks is not built; load with dtype=float32 or bfloat16 first"
         )
-    return save(worker.get_model(), os.fspath(path), worker.rank, pattern, max_size)
+    model = worker.get_model()
+    were_laid = lay_back(model)
+    try:
+        return save(model, os.fspath(path), worker.rank, pattern, max_size)
+    finally:
+        if were_laid:
+            model.finish_weights()

@@ -3,6 +3,7 @@
 #include "attention_tiles.h"
 #include "bfloats.h"
 #include "opened.h"
+#include "panels.h"
 
 using namespace quire;
 using namespace quire::QC_ISA;

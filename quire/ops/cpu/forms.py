@@ -21,7 +21,17 @@ from quire.ops.cpu.native import DTYPES, KINDS, Segment, kernels, usable, why_no
 from quire.ops.linear import linear, linear_cpu, linear_cpu_fixed
 from quire.ops.norm import add_rms_norm, add_rms_norm_wide, rms_norm, rms_norm_wide
 from quire.ops.op import cpu_dtypes
-from quire.ops.packed import Matrix, Packed, kind_of, pack, pack_numbers, packed_linear, packed_rows
+from quire.ops.packed import (
+    Matrix,
+    Packed,
+    kind_of,
+    lay_panels,
+    likes_panels,
+    pack,
+    pack_numbers,
+    packed_linear,
+    packed_rows,
+)
 
 _log = logger(__name__)
 _NAMES = {number: name for name, number in KINDS.items()}
@@ -30,6 +40,7 @@ FEW_ROWS = (
     32  # plain products of more rows are left to torch where it has units for the dtype and the kernels have none
 )
 TILED = {"amx": torch.bfloat16}  # units that the kernels use
+PAIRED = ("amx", "avx512bf16")  # sets with instructions for pairs of bfloat16
 ALL_ROWS = 1 << 62
 
 
@@ -113,6 +124,15 @@ def _register_packed(library: ctypes.CDLL) -> None:
             None if bias is None else bias.data_ptr(), out.data_ptr(), rows, DTYPES[flat.dtype],
         )  # fmt: skip
         return out if x.dim() == 2 else out.view(*x.shape[:-1], rows)
+
+    @likes_panels.form("cpu", _are_on)
+    def likes_panels_native(dtype: torch.dtype) -> bool:
+        return dtype is torch.bfloat16 and library.qc_isa().decode() in PAIRED
+
+    @lay_panels.form("cpu", _are_on)
+    def lay_panels_native(weight: Tensor, back: bool = False) -> None:
+        if not weight.is_contiguous() or library.qc_lay_panels(weight.data_ptr(), *weight.shape, back) < 0:
+            raise ValueError(f"a matrix of {tuple(weight.shape)} does not fit panels of 16 rows by 32 numbers")
 
     @packed_rows.form("cpu", _are_on)
     def packed_rows_native(index: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:

@@ -23,7 +23,7 @@ ABI = 1
 BY_NAME = frozenset({"avx512bf16"})  # never taken unasked: slower than avx512 where it was measured
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CACHE_DTYPES = {**DTYPES, torch.int8: 3}  # int8: with a scale for each token and head
-KINDS = {"Q4M": 0, "Q4Z": 1, "Q5M": 2, "Q5Z": 3, "Q6Z": 4, "Q8Z": 5}
+KINDS = {"Q4M": 0, "Q4Z": 1, "Q5M": 2, "Q5Z": 3, "Q6Z": 4, "Q8Z": 5, "B16": 6}
 
 
 class Segment(Structure):
@@ -76,6 +76,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "qc_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),
     "qc_pack": (c_int, (c_int, c_void_p, c_int64, c_int64, c_void_p)),
     "qc_pack_float": (c_int, (c_int, c_void_p, c_int, c_int64, c_int64, c_void_p)),
+    "qc_lay_panels": (c_int, (c_void_p, c_int64, c_int64, c_int)),
     "qc_unpack_rows": (None, (c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int)),
     "qc_linear_packed": (
         None,

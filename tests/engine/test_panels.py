@@ -1,0 +1,123 @@
+"""A model whose bfloat16 matrices lie in panels: same answers, and weights that can be changed, saved and read again.
+
+Here every machine is told that its kernels like panels; which ones do is their business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.config import EngineArgs
+from quire.loader.load import load_model, reload_weights
+from quire.loader.sharded import weights_of
+from quire.ops.cpu.native import kernels
+from quire.ops.packed import likes_panels
+from quire.quant.panels import PanelScheme, lay_back
+from quire.schema.params import SamplingParams
+from tests.cut_model import cut_folder, cut_gguf, open_cut, tokens
+
+pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("cut")
+    return cut_folder(made / "plain", cut_gguf(made / "cut.gguf"))
+
+
+@pytest.fixture
+def panels() -> Iterator[None]:
+    likes_panels.form("cpu")(lambda dtype: dtype is torch.bfloat16)
+    yield
+    likes_panels.forms.pop()
+
+
+def answers(model: Path, **options: Any) -> list[list[float]]:
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=0, detokenize=False)
+    llm = open_cut(model, dtype="bfloat16", **options)
+    try:
+        outputs = llm.generate([{"prompt_token_ids": tokens(n, 7 * n)} for n in (1, 20, 90)], params, use_tqdm=False)
+    finally:
+        llm.close()
+    return [
+        [entry[token].logprob for token, entry in zip(o.prompt_token_ids[1:], o.prompt_logprobs[1:], strict=True)]
+        for o in outputs
+    ]
+
+
+def config_of(folder: Path) -> Any:
+    return EngineArgs(model=str(folder), dtype="bfloat16", skip_tokenizer_init=True).create_engine_config()
+
+
+def laid(model: Any) -> list[torch.nn.Module]:
+    found = [m for m in model.modules() if isinstance(getattr(m, "scheme", None), PanelScheme) and "matrix" in vars(m)]
+    return [module for module in found if vars(module)["matrix"] is not None]
+
+
+def test_answers(folder: Path, panels: None) -> None:
+    with_panels = answers(folder)
+    likes_panels.form("cpu")(lambda dtype: False)
+    try:
+        plain = answers(folder)
+    finally:
+        likes_panels.forms.pop()
+    for one, other in zip(with_panels, plain, strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=0, atol=0.08)
+
+
+def test_every_matrix_is_laid_and_comes_back(folder: Path, panels: None) -> None:
+    config = config_of(folder)
+    model: Any = load_model(config, "cpu")
+    assert len(laid(model)) == 3 * 4 + 1  # qkv, o, up and down of each layer; the head is the embedding
+    before = {name: tensor.clone() for name, tensor in weights_of(model).items()}
+    assert lay_back(model) and not laid(model)
+    plain = {name: tensor.clone() for name, tensor in weights_of(model).items()}
+    assert any(not torch.equal(plain[name], before[name]) for name in plain)
+    index = torch.tensor([3, 4000])
+    rows = model.embed(index)
+    model.finish_weights()
+    assert torch.equal(model.embed(index), rows)
+    model.finish_weights()  # once more changes nothing
+    reload_weights(model, config)
+    again = weights_of(model)
+    assert all(torch.equal(again[name], tensor) for name, tensor in before.items())
+
+
+def test_some_weights_are_replaced(folder: Path, panels: None) -> None:
+    model: Any = load_model(config_of(folder), "cpu")
+    lay_back(model)
+    wanted = {name: tensor.clone() for name, tensor in weights_of(model).items()}
+    model.finish_weights()
+    fresh = torch.randn(192, 576).bfloat16()
+    model.load_weights([("model.layers.1.self_attn.k_proj.weight", fresh)])
+    assert len(laid(model)) == 13
+    lay_back(model)
+    found = weights_of(model)
+    changed = [name for name in wanted if not torch.equal(wanted[name], found[name])]
+    assert len(changed) == 1 and torch.equal(found[changed[0]][576 : 576 + 192], fresh)
+
+
+def answer(llm: Any) -> list[int]:
+    params = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
+    return list(llm.generate([{"prompt_token_ids": tokens(9, 1)}], params, use_tqdm=False)[0].outputs[0].token_ids)
+
+
+def test_a_sharded_state_holds_plain_rows(folder: Path, panels: None, tmp_path: Path) -> None:
+    llm = open_cut(folder, dtype="bfloat16")
+    wanted = answer(llm)
+    llm.llm_engine.engine_core.save_sharded_state(path=str(tmp_path), pattern=None, max_size=None)
+    assert answer(llm) == wanted
+    llm.close()
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    likes_panels.form("cpu")(lambda dtype: False)  # read where nothing is laid
+    try:
+        plain = open_cut(tmp_path, dtype="bfloat16", load_format="sharded_state")
+        assert answer(plain) == wanted
+        plain.close()
+    finally:
+        likes_panels.forms.pop()

@@ -1,0 +1,87 @@
+"""Plain bfloat16 matrices in panels: the order of their numbers, products and rows, on every instruction set here."""
+
+import ctypes
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quire.ops import packed
+from quire.ops.cpu.native import DTYPES, KINDS, Segment, kernels
+
+library = kernels()
+pytestmark = pytest.mark.skipif(library is None, reason="no compiled kernels")
+
+
+def draw(*shape, seed=0, dtype=torch.bfloat16):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def laid(weight):
+    mine = weight.clone()
+    packed.lay_panels.on("cpu")(mine)
+    return packed.Packed(mine.view(-1).view(torch.uint8), "B16", *weight.shape)
+
+
+def multiply(x, parts, bias=None):
+    segments = (Segment * len(parts))(*(Segment(KINDS[p.kind], p.rows, p.data.data_ptr()) for p in parts))
+    out = torch.full((x.shape[0], sum(p.rows for p in parts)), float("nan"), dtype=x.dtype)
+    library.qc_linear_packed(
+        x.data_ptr(), x.stride(0), x.shape[0], x.shape[1], ctypes.addressof(segments), len(parts),
+        None if bias is None else bias.data_ptr(), out.data_ptr(), out.shape[1], DTYPES[x.dtype],
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize("shape", [(16, 32), (48, 96), (160, 576)])
+def test_order(isa, shape):
+    weight = draw(*shape)
+    here, there = weight.clone(), weight.clone()
+    packed.lay_panels.on("cpu")(here)
+    packed.lay_panels.reference(there)
+    assert torch.equal(here, there) and not torch.equal(here, weight)
+    assert here.view(-1)[:4].tolist() == [weight[0, 0], weight[0, 1], weight[1, 0], weight[1, 1]]
+    assert torch.equal(packed.unpack(laid(weight)), weight.float())
+    packed.lay_panels.on("cpu")(here, True)
+    packed.lay_panels.reference(there, True)
+    assert torch.equal(here, weight) and torch.equal(there, weight)
+
+
+@pytest.mark.parametrize("shape", [(24, 32), (16, 48)])
+def test_shapes_that_do_not_fit(isa, shape):
+    weight = draw(*shape)
+    with pytest.raises(ValueError, match=str(shape[0])):
+        packed.lay_panels.on("cpu")(weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [32, 576])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_products(isa, threads, width, dtype):
+    library.qc_set_threads(threads)
+    weight = draw(112, width, seed=1)
+    parts = [laid(weight[:64]), laid(weight[64:80]), laid(weight[80:])]
+    for m in (1, 2, 3, 7, 8, 15, 70):
+        x = draw(m, width + 8, seed=m, dtype=dtype)[:, :width]
+        for bias in (None, draw(112, seed=5, dtype=dtype)):
+            found = multiply(x, parts, bias)
+            wanted = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+            limit = 1e-5 if dtype is torch.float32 else 0.01
+            torch.testing.assert_close(found.double(), wanted, rtol=limit, atol=limit * wanted.abs().max().item())
+            for row in {0, m // 2, m - 1}:
+                assert torch.equal(multiply(x[row : row + 1], parts, bias)[0], found[row])
+    library.qc_set_threads(1)
+
+
+def test_a_bad_row_stays_alone(isa):
+    weight, x = draw(64, 96, seed=1), draw(9, 96, seed=2)
+    x[4, 5] = float("nan")
+    found, without = multiply(x, [laid(weight)]), multiply(x[[0, 1, 2, 3, 5, 6, 7, 8]], [laid(weight)])
+    assert found[4].isnan().all()
+    assert torch.equal(found[[0, 1, 2, 3, 5, 6, 7, 8]], without)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows(isa, dtype):
+    weight, index = draw(96, 64, seed=3), torch.tensor([[0, 95, 17], [16, 17, 31]])
+    assert torch.equal(packed.packed_rows.on("cpu")(index, laid(weight), dtype), weight[index].to(dtype))
