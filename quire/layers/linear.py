@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor, nn
 
 from quire.ops.packed import Matrix
-from quire.quant.scheme import Slot, Storage
+from quire.quant.scheme import Plain, Slot, Storage
 
 
 class Linear(nn.Module):
-    weight: nn.Parameter  # plain schemes only
+    weight: nn.Parameter  # plain schemes and panels only
     bias: nn.Parameter | None
-    matrix: Matrix | None  # packed schemes only; None while some part is plain
+    matrix: Matrix | None  # packed schemes and panels only; None while some part is plain
 
     def __init__(
         self,
@@ -42,6 +42,11 @@ class Linear(nn.Module):
     def is_plain(self) -> bool:
         """Whether ops may read `weight` and `bias` as they are."""
         return self.scheme.name == "plain"
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether a checkpoint fills rows of `weight`, however they lie later."""
+        return isinstance(self.scheme, Plain)
 
     def slots(self) -> Iterator[Slot]:
         for part, leaf, target in self.scheme.slots(self, self.parts):

@@ -294,7 +294,7 @@ class DeltaNet(StateLayer):
     def slots(self) -> Iterator[Slot]:
         parts = {"q": self.keys, "k": self.keys, "v": self.values}
         yield from self._conv.slots(parts)
-        if self.up.is_plain:
+        if self.up.has_rows:
             three = tuple(f"{self.prefix}in_proj_{part}.weight" for part in "qkv")
             yield Slot(f"{self.prefix}in_proj_qkv.weight", self.up.weight.data[: 2 * self.keys + self.values], three)
         for name, target in (("A_log", self.a_log), ("dt_bias", self.dt_bias), ("norm.weight", self.norm_weight)):
