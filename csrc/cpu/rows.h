@@ -38,11 +38,9 @@ void norm_row(const typename Numbers<Dtype>::Type* x, const typename Numbers<Dty
   float total = sum(squares);
   for (; i < width; ++i) total += N::one(x + i) * N::one(x + i);
   const float inverse = 1 / sqrtf(total / float(width) + eps);
-  if (Dtype == QC_F32) {
-    for (i = 0; i + kLanes <= width; i += kLanes)
-      N::write(out + i, N::read(x + i) * fill(inverse) * (N::read(weight + i) + fill(offset)));
-  } else {
-    i = 0;
+  for (i = 0; i + kLanes <= width; i += kLanes) {
+    const vf scaled = N::read(x + i) * fill(inverse), by = N::read(weight + i) + fill(offset);
+    N::write(out + i, (wide ? scaled : N::all_rounded(scaled)) * by);
   }
   for (; i < width; ++i) {
     const float scaled = N::one(x + i) * inverse, by = N::one(weight + i) + offset;
@@ -90,18 +88,11 @@ void gated(const void* x, int64_t x_stride, void* out, int64_t rows, int64_t wid
   auto work = [=](int64_t row) {
     const T *gate = static_cast<const T*>(x) + row * x_stride, *up = gate + width;
     T* to = static_cast<T*>(out) + row * width;
-    float acted[kLanes];
-    int64_t i = 0;
-    for (; i + kLanes <= width; i += kLanes) {
-      vf v = act_of<Act>(N::read(gate + i));
-      if (Dtype != QC_F32) {  // rounded before it is multiplied, as one activation after the other would be
-        store(acted, v);
-        for (int j = 0; j < kLanes; ++j) acted[j] = N::rounded(acted[j]);
-        v = load(acted);
-      }
-      N::write(to + i, v * N::read(up + i));
-    }
+    int64_t i = 0;  // rounded before it is multiplied, as one activation after the other would be
+    for (; i + kLanes <= width; i += kLanes)
+      N::write(to + i, N::all_rounded(act_of<Act>(N::read(gate + i))) * N::read(up + i));
     for (; i < width; ++i) {
+      float acted[kLanes];
       store(acted, act_of<Act>(fill(N::one(gate + i))));
       N::put_one(to + i, N::rounded(acted[0]) * N::one(up + i));
     }

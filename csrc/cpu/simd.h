@@ -278,6 +278,11 @@ struct Numbers {
     return read(numbers);
   }
   static float rounded(float v) { return Dtype == QC_BF16 ? bfloat_to_float(float_to_bfloat(v)) : half_to_float(float_to_half(v)); }
+  static vf all_rounded(vf v) {
+    Type numbers[kLanes];
+    write(numbers, v);
+    return read(numbers);
+  }
 };
 template <>
 struct Numbers<QC_F32> {
@@ -292,6 +297,7 @@ struct Numbers<QC_F32> {
     return load(numbers);
   }
   static float rounded(float v) { return v; }
+  static vf all_rounded(vf v) { return v; }
 };
 
 // exp with an error below 2 units in the last place; 0 below -87.3, and for -inf.
