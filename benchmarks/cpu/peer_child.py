@@ -1,11 +1,13 @@
-"""One engine in one process: the workloads of peers.py, timed, as one line of JSON. peers.py runs it anywhere.
+"""One engine in one process, which times the workloads that peers.py asks for. peers.py runs it anywhere.
 
-Needs nothing but the engine it is told to import (quire, vllm or llama_cpp) and numpy. A workload is
-[name, requests, prompt tokens, output tokens]; prompts are fixed ids, decoding is greedy and never ends early.
+Needs nothing but the engine it is told to import (quire, vllm or llama_cpp) and numpy. Once the engine is up, a line
+"RESULT {...}" says how long that took. Every line {"work": [name, requests, prompt tokens, output tokens]} on stdin is
+answered by another one. Prompts are fixed ids, decoding is greedy and never ends early.
 """
 
 import importlib
 import json
+import os
 import sys
 import time
 
@@ -19,8 +21,12 @@ class Package:
 
     def __init__(self, name, options):
         package = importlib.import_module(name)
+        self.version = package.__version__
         self._params = package.SamplingParams
         self._llm = package.LLM(**options)
+
+    def prepare(self, prompts, new):
+        pass
 
     def run(self, prompts, new):
         params = self._params(temperature=0, max_tokens=new, min_tokens=new, ignore_eos=True, detokenize=False)
@@ -29,14 +35,15 @@ class Package:
 
 
 class LlamaCpp:
-    """Its C functions through llama-cpp-python: all requests as sequences of one context."""
+    """Its C functions through llama-cpp-python: all requests as sequences of one context, made for them."""
 
     UBATCH = 512
 
     def __init__(self, options):
         llama_cpp = importlib.import_module("llama_cpp")
         self._c, self._np = llama_cpp, importlib.import_module("numpy")
-        self._threads, self._most = options["threads"], options["max_num_seqs"]
+        self.version, self._threads = llama_cpp.__version__, options["threads"]
+        self._shared = not options.get("own_caches")
         llama_cpp.llama_backend_init()
         quiet = llama_cpp.llama_log_callback(lambda *_: None)
         self._quiet = quiet
@@ -44,17 +51,21 @@ class LlamaCpp:
         self._model = llama_cpp.llama_model_load_from_file(
             options["model"].encode(), llama_cpp.llama_model_default_params()
         )
+        if not self._model:
+            raise RuntimeError(f"llama.cpp does not load {options['model']}")
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
 
-    def run(self, prompts, new):
-        c = self._c
-        params = c.llama_context_default_params()
-        params.n_ctx = len(prompts) * (max(map(len, prompts)) + new + 8)
+    def prepare(self, prompts, new):
+        c, params = self._c, self._c.llama_context_default_params()
+        each = max(map(len, prompts)) + new + 8
+        params.n_ctx = len(prompts) * (each if self._shared else -(-each // 256) * 256)  # it pads each cache to 256
         params.n_batch, params.n_ubatch, params.n_seq_max = 2048, self.UBATCH, len(prompts)
         params.n_threads = params.n_threads_batch = self._threads
-        params.kv_unified = True
-        context = c.llama_init_from_model(self._model, params)
-        batch = c.llama_batch_init(2048, 0, 1)
+        params.kv_unified = self._shared
+        self._context, self._batch = c.llama_init_from_model(self._model, params), c.llama_batch_init(2048, 0, 1)
+
+    def run(self, prompts, new):
+        context, batch = self._context, self._batch
         outputs = [[] for _ in prompts]
         work = [(s, i, token, i == len(p) - 1) for s, p in enumerate(prompts) for i, token in enumerate(p)]
         while work:
@@ -65,8 +76,8 @@ class LlamaCpp:
             now = [(s, len(p) + step - 1, outputs[s][-1], True) for s, p in enumerate(prompts)]
             for s, token in self._decode(context, batch, now):
                 outputs[s].append(token)
-        c.llama_batch_free(batch)
-        c.llama_free(context)
+        self._c.llama_batch_free(batch)
+        self._c.llama_free(context)
         return outputs
 
     def _decode(self, context, batch, entries):
@@ -82,22 +93,36 @@ class LlamaCpp:
                 yield sequence, int(self._np.ctypeslib.as_array(logits, (self._vocab,)).argmax())
 
 
+def timed(engine, count, length, new):
+    prompts = prompts_of(count, length)
+    engine.prepare(prompts, new)
+    start = time.perf_counter()
+    outputs = engine.run(prompts, new)
+    seconds = time.perf_counter() - start
+    assert all(len(out) == new for out in outputs), "an answer ended early"
+    return {"seconds": seconds, "tokens_per_s": count * new / seconds, "answer": outputs[0][:16]}
+
+
 def main():
     began = time.perf_counter()
     asked = json.loads(sys.argv[1])
+    if asked["cpus"]:
+        os.sched_setaffinity(0, asked["cpus"])  # before the import: engines count their threads there
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an engine and its processes print goes to stderr and cannot cut an answer in two
+
+    def answer(found):
+        print("RESULT " + json.dumps(found), file=answers, flush=True)
+
     name = asked["engine"]
     engine = LlamaCpp(asked["options"]) if name == "llama_cpp" else Package(name, asked["options"])
-    first = engine.run(prompts_of(1, 5), 1)
-    found = {"start": time.perf_counter() - began, "first": first, "works": {}}
-    engine.run(prompts_of(2, 64), 8)
-    for work, count, length, new in asked["works"]:
-        prompts = prompts_of(count, length)
-        start = time.perf_counter()
-        outputs = engine.run(prompts, new)
-        seconds = time.perf_counter() - start
-        assert all(len(out) == new for out in outputs), "an answer ended early"
-        found["works"][work] = {"seconds": seconds, "tokens_per_s": count * new / seconds, "answer": outputs[0][:16]}
-    print("RESULT " + json.dumps(found), flush=True)
+    first = timed(engine, 1, 5, 1)["answer"]
+    start = time.perf_counter() - began
+    timed(engine, 2, 64, 8)
+    answer({"start": start, "first": first, "version": engine.version})
+    for line in sys.stdin:
+        _, count, length, new = json.loads(line)["work"]
+        answer(timed(engine, count, length, new))
 
 
 if __name__ == "__main__":
