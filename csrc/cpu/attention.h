@@ -1,7 +1,8 @@
-// Attention over the paged cache, for any mix of prompt chunks and decodes: heads normed, turned and written to the
-// cache, then one pass over the keys with a running maximum.
+// Attention over the paged cache, for any mix of prompt chunks and decodes: what is new is written to the cache (see
+// prepare.h), then one pass over the keys with a running maximum.
 //
-// A piece of work is some queries of one row and the query heads of one kv head. Keys are read kKeys at a time, cut at
+// A piece is some queries of one row and the query heads of one kv head (of several, where tiles take a few queries: see
+// attention_tiles.h); work is shared by pieces, or by runs of short ones. Keys are read kKeys at a time, cut at
 // multiples of kKeys positions, and a context is summed up in spans of kSpan keys that are joined in order, so that a
 // query's result is the same in whichever chunk or batch it is computed, and by however many threads.
 #pragma once
@@ -11,107 +12,26 @@
 #include <vector>
 
 #include "dense.h"
-#include "rows.h"
+#include "prepare.h"
 
 namespace quire {
 namespace QC_ISA {
 
-constexpr int kKeys = 64, kMaxSize = 256, kMaxRows = 96, kSpan = 1024;
+constexpr int kKeys = 64, kMaxRows = 96, kSpan = 1024;
+constexpr int kFewQueries = 16;  // columns of a tile: so many queries it takes
 constexpr int kRun = 4 * kLanes;  // scores at a time
 constexpr float kLog2e = 1.44269504f;  // scores are powers of two, not of e
-
-template <int Dtype, int Turn>
-void turn_head(typename Numbers<Dtype>::Type* head, const void* cos, const void* sin, int turned, bool pairs) {
-  typedef Numbers<Dtype> N;
-  typedef Numbers<Turn> C;
-  const typename C::Type *c = static_cast<const typename C::Type*>(cos), *s = static_cast<const typename C::Type*>(sin);
-  const int half = turned / 2;
-  int i = 0;
-  if (!pairs)
-    for (; i + kLanes <= half; i += kLanes) {
-      vf first = N::read(head + i), second = N::read(head + half + i);
-      N::write(head + i, fma(first, C::read(c + i), second * C::read(s + i)));
-      N::write(head + half + i, fma(second, C::read(c + half + i), first * C::read(s + half + i)));
-    }
-  for (; i < half; ++i) {
-    const int a = pairs ? 2 * i : i, b = pairs ? 2 * i + 1 : half + i;
-    const float first = N::one(head + a), second = N::one(head + b);
-    N::put_one(head + a, fmaf(first, C::one(c + a), second * C::one(s + a)));
-    N::put_one(head + b, fmaf(second, C::one(c + b), first * C::one(s + b)));
-  }
-}
-
-template <int From, int To>
-void copy_numbers(const typename Numbers<From>::Type* from, typename Numbers<To>::Type* to, int64_t count) {
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) Numbers<To>::write(to + i, Numbers<From>::read(from + i));
-  for (; i < count; ++i) Numbers<To>::put_one(to + i, Numbers<From>::one(from + i));
-}
-
-// How a cache is stored, and the dtype its numbers are computed with.
-template <int Cache>
-struct Stored {
-  typedef typename Numbers<Cache>::Type Type;
-  static constexpr int kRead = Cache;
-};
-template <>
-struct Stored<QC_I8> {
-  typedef int8_t Type;
-  static constexpr int kRead = QC_F32;
-};
-
-// Heads rounded to bytes, the largest becomes 127; behind all of them a scale for each.
-template <int Dtype>
-void write_bytes(const typename Numbers<Dtype>::Type* from, int8_t* to, int heads, int size) {
-  int8_t* scales = to + int64_t(heads) * size;
-  for (int h = 0; h < heads; ++h, from += size, to += size) {
-    float head[kMaxSize + kLanes] = {};
-    copy_numbers<Dtype, QC_F32>(from, head, size);
-    vi most = fill_int(0);
-    for (int d = 0; d < size; d += kLanes) most = larger_size(most, load(head + d));
-    const float top = largest_size(most), scale = top / 127, inverse = top > 0 ? 127 / top : 0;
-    for (int d = 0; d < size; ++d) to[d] = int8_t(int(rintf(head[d] * inverse)));
-    memcpy(scales + 4 * h, &scale, 4);
-  }
-}
-
-inline void read_bytes(const int8_t* from, const int8_t* scale_at, int size, float* to) {
-  float scale;
-  memcpy(&scale, scale_at, 4);
-  for (int d = 0; d < size; ++d) to[d] = scale * float(from[d]);
-}
-
-// One token: norm and turn its query and key heads in place, write keys and values to the cache.
-template <int Dtype, int Cache>
-void prepare_token(const qc_attention& w, int64_t token) {
-  typedef typename Numbers<Dtype>::Type T;
-  T* row = static_cast<T*>(w.qkv) + token * w.qkv_stride;
-  for (int h = 0; h < w.heads + w.kv_heads; ++h) {
-    const bool is_key = h >= w.heads;
-    const T* weight = static_cast<const T*>(is_key ? w.k_weight : w.q_weight);
-    T* head = row + int64_t(h) * w.size;
-    if (weight) {
-      if (w.norm_each) weight += int64_t(is_key ? h - w.heads : h) * w.size;
-      norm_row<Dtype>(head, weight, head, w.size, w.eps, w.offset, w.norm_wide);
-    }
-    if (w.cos && w.turn_dtype == QC_F32)
-      turn_head<Dtype, QC_F32>(head, static_cast<const float*>(w.cos) + token * w.turned,
-                               static_cast<const float*>(w.sin) + token * w.turned, w.turned, w.pairs);
-    else if (w.cos)
-      turn_head<Dtype, Dtype>(head, static_cast<const T*>(w.cos) + token * w.turned,
-                              static_cast<const T*>(w.sin) + token * w.turned, w.turned, w.pairs);
-  }
-  if (w.slots[token] < 0) return;
-  typename Stored<Cache>::Type* to = static_cast<typename Stored<Cache>::Type*>(w.cache) + w.slots[token] * w.cache_stride;
-  const T* from = row + int64_t(w.heads) * w.size;
-  if constexpr (Cache == QC_I8) write_bytes<Dtype>(from, to, 2 * w.kv_heads, w.size);
-  else copy_numbers<Dtype, Cache>(from, to, int64_t(2) * w.kv_heads * w.size);
-}
 
 struct Piece {
   int32_t row, first, count, head, heads;  // queries [first, first + count) of the row; query heads from `head` on
   int rows() const { return count * heads; }
 };
+
+// Whether tiles do the work for a cache, of any number of queries.
+template <int Cache>
+bool by_tiles(const qc_attention& w) {
+  return QC_TILES && Cache == QC_BF16 && w.size % 32 == 0 && !same_bits();
+}
 
 // Queries of one piece, side by side: row = query * heads + head. With many of them, those of a tile of products lie
 // together (see dense.h), and rows are filled up to whole tiles.
@@ -122,6 +42,8 @@ struct State {
   int64_t width, start;  // start: position of the first query
   int rows, heads;
   bool many;
+  const Piece* next = nullptr;  // what will be read after this, from a key on, as far as that is known
+  int64_t next_key = 0;
 
   // How many keys of a block from `base` on come no later than the query of a row, up to `most`.
   int seen(int64_t base, int row, int most) const {
@@ -135,7 +57,8 @@ struct State {
     many = piece.rows() >= kFewRows;
     rows = many ? (piece.rows() + whole - 1) / whole * whole : piece.rows();
     width = whole_vectors(w.size) * kLanes;
-    memory_.resize(size_t(rows * (2 * width + kKeys) + 2 * kKeys * width));
+    const size_t room = size_t(rows * (2 * width + kKeys) + 2 * kKeys * width);
+    if (memory_.size() < room) memory_.resize(room);
     q = memory_.data(), out = q + rows * width, keys = out + rows * width, values = keys + kKeys * width;
     scores = values + kKeys * width;
   }
@@ -246,6 +169,8 @@ inline int64_t first_key(const qc_attention& w, int64_t query) {
 // What is done to scores of keys [from, to), and of others in the same run: capped, shifted, hidden.
 inline void shape(const qc_attention& w, const Piece& piece, int64_t base, int from, int to, State& state) {
   const int begin = from / kRun * kRun, end = (to + kRun - 1) / kRun * kRun;
+  const bool all_seen = base + to <= state.start + 1 && first_key(w, state.start + piece.count - 1) <= base + from;
+  if (all_seen && begin == from && end == to && !(w.softcap > 0) && !w.alibi) return;
   for (int r = 0; r < piece.rows(); ++r) {
     float* scores = state.scores + r * kKeys;
     const int64_t at = state.start + r / piece.heads;
@@ -370,7 +295,7 @@ void attend_span(const qc_attention& w, const Piece& piece, int64_t first, int64
   constexpr int Read = Stored<Cache>::kRead;
 #if QC_TILES
   if constexpr (Cache == QC_BF16)
-    if (piece.rows() >= kFewRows && w.size % 32 == 0 && !same_bits()) return attend_span_by_tiles<Dtype>(w, piece, first, last, state);
+    if (by_tiles<Cache>(w)) return attend_span_by_tiles<Dtype>(w, piece, first, last, state);
 #endif
   state.resize(w, piece);
   bring_queries<Dtype>(w, piece, state);
@@ -425,13 +350,20 @@ struct Reach {
   int64_t end(int64_t span) const { return std::min(last, (first / kSpan + span + 1) * kSpan); }
 };
 
+// next: the piece that this thread will take up after this one, as far as that is known.
 template <int Dtype, int Cache>
-void attend_piece(const qc_attention& w, const Piece& piece, State& state) {
+void attend_piece(const qc_attention& w, const Piece& piece, const Piece* next, State& state) {
   const Reach reach(w, piece);
+  auto look_ahead = [&](int64_t span, State& from) {
+    from.next = span + 1 < reach.spans() ? &piece : next;
+    if (from.next) from.next_key = span + 1 < reach.spans() ? reach.begin(span + 1) : Reach(w, *next).first;
+  };
+  look_ahead(0, state);
   attend_span<Dtype, Cache>(w, piece, reach.begin(0), reach.end(0), state);
   if (reach.spans() > 1) {
     static thread_local State more;
     for (int64_t span = 1; span < reach.spans(); ++span) {
+      look_ahead(span, more);
       attend_span<Dtype, Cache>(w, piece, reach.begin(span), reach.end(span), more);
       for (int r = 0; r < piece.rows(); ++r)
         join(state.most[r], state.total[r], state.out + r * state.width, more.most[r], more.total[r],
@@ -461,6 +393,7 @@ void attend_by_spans(const qc_attention& w, const std::vector<Piece>& pieces) {
     static thread_local State state;
     const Piece& piece = pieces[size_t(all[item].piece)];
     const Reach reach(w, piece);
+    state.next = nullptr;
     attend_span<Dtype, Cache>(w, piece, reach.begin(all[item].span), reach.end(all[item].span), state);
     for (int r = 0; r < piece.rows(); ++r) {
       float* to = kept + item * room + r * entry;
@@ -487,18 +420,43 @@ void attend_by_spans(const qc_attention& w, const std::vector<Piece>& pieces) {
   }
 }
 
-inline void cut(const qc_attention& w, std::vector<Piece>& pieces) {
+// Rows whose spans are worth a piece of work each.
+inline bool has_long_row(const qc_attention& w) {
+  for (int64_t row = 0; row < w.rows; ++row)
+    if (w.contexts[row] > 2 * kSpan) return true;
+  return false;
+}
+
+// How many kv heads of a row with so many queries tiles take together, of which each has `rows` queries: as many as there
+// are columns for, and as near memory has room for, but fewer where that would leave threads without work.
+inline int heads_together(const qc_attention& w, int rows) {
+  int64_t together = std::min<int64_t>(w.kv_heads, std::max(1, std::min(kFewQueries / rows, 1024 / w.size)));
+  int64_t work = 0;
+  const bool spans = has_long_row(w);
+  for (int64_t row = 0; row < w.rows; ++row) work += spans ? (w.contexts[row] + kSpan - 1) / kSpan : 1;
+  while (together > 1 && work * ((w.kv_heads + together - 1) / together) < 4 * threads()) together = (together + 1) / 2;
+  return int(together);
+}
+
+inline void cut(const qc_attention& w, std::vector<Piece>& pieces, bool tiles) {
   const int per = w.heads / w.kv_heads;
   int queries = per >= kMaxRows ? 1 : kMaxRows / per;
-  while (queries * per > 2 * kFewRows && w.tokens * w.kv_heads < 4 * threads() * queries) queries /= 2;
+  while (queries > 1 && queries * per > 2 * kFewRows && w.tokens * w.kv_heads < 4 * threads() * queries) queries /= 2;
   for (int fewer = queries; fewer > queries / 2; --fewer)
     if (fewer * per % kTileOfRows == 0) {  // no row is left over
       queries = fewer;
       break;
     }
   pieces.clear();
+  int32_t before = -1, together = 1;  // kv heads for rows with so many queries
   for (int32_t row = 0; row < w.rows; ++row) {
     const int32_t count = w.query_starts[row + 1] - w.query_starts[row];
+    if (tiles && count > 0 && count * per <= kFewQueries) {
+      if (count != before) before = count, together = heads_together(w, count * per);
+      for (int kv = 0; kv < w.kv_heads; kv += together)
+        pieces.push_back({row, 0, count, kv * per, std::min(together, w.kv_heads - kv) * per});
+      continue;
+    }
     for (int32_t first = count > 0 ? (count - 1) / queries * queries : -1; first >= 0; first -= queries)  // longest first
       for (int head = 0; head < w.heads; head += per)
         for (int part = 0; part < per; part += kMaxRows)
@@ -507,21 +465,46 @@ inline void cut(const qc_attention& w, std::vector<Piece>& pieces) {
   }
 }
 
+// Where runs of pieces begin that one thread takes one after another, and the end: pieces of a few queries by about as
+// many keys as make eight runs for each thread, so that what comes next is known; others alone.
+inline void cut_runs(const qc_attention& w, const std::vector<Piece>& pieces, bool tiles, std::vector<int>& runs) {
+  auto keys = [&](const Piece& piece) {
+    const Reach reach(w, piece);
+    return reach.last - reach.first;
+  };
+  auto few = [&](const Piece& piece) { return tiles && piece.rows() <= kFewQueries; };
+  int64_t all = 0, here = 0;
+  for (const Piece& piece : pieces) all += few(piece) ? keys(piece) : 0;
+  runs.clear();
+  bool open = false;
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    if (!open || !few(pieces[i])) runs.push_back(int(i)), here = 0;
+    here += keys(pieces[i]);
+    open = few(pieces[i]) && here < all / (8 * threads());
+  }
+  runs.push_back(int(pieces.size()));
+}
+
 template <int Dtype, int Cache>
 void attend(const qc_attention& w) {
   auto prepare = [&](int64_t token) { prepare_token<Dtype, Cache>(w, token); };
   each_row(w.tokens, int64_t(w.heads + 2 * w.kv_heads) * w.size, prepare);
   static thread_local std::vector<Piece> pieces;
-  cut(w, pieces);
+  static thread_local std::vector<int> runs;
+  cut(w, pieces, by_tiles<Cache>(w));
+  if (has_long_row(w) && threads() > 1 && pieces.size() < size_t(8 * threads())) return attend_by_spans<Dtype, Cache>(w, pieces);
+  cut_runs(w, pieces, by_tiles<Cache>(w), runs);
   const Piece* all = pieces.data();
-  bool is_long = false;
-  for (int64_t row = 0; row < w.rows; ++row) is_long |= w.contexts[row] > 2 * kSpan;
-  if (is_long && threads() > 1 && pieces.size() < size_t(8 * threads())) return attend_by_spans<Dtype, Cache>(w, pieces);
-  auto work = [&, all](int item) {
+  const int *begin = runs.data(), items = int(runs.size()) - 1;
+  auto work = [&, all, begin, items](int item) {
     static thread_local State state;
-    attend_piece<Dtype, Cache>(w, all[item], state);
+    const int after = item + threads() < items ? begin[item + threads()] : -1;  // others take the runs between
+    for (int i = begin[item]; i < begin[item + 1]; ++i) {
+      const int next = i + 1 < begin[item + 1] ? i + 1 : after;
+      attend_piece<Dtype, Cache>(w, all[i], next < 0 ? nullptr : all + next, state);
+    }
   };
-  each(int(pieces.size()), work);
+  each(items, work);
 }
 
 template <int Dtype>

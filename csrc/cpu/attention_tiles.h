@@ -1,8 +1,17 @@
-// Attention of many queries over a cache of bfloat16 with tile registers: a block of keys and its values are laid out as
-// tiles once, and serve all queries of a piece. Scores and sums are floats; queries and weights are rounded to bfloat16.
+// Attention over a cache of bfloat16 with tile registers. Scores and sums are floats; queries and weights are rounded to
+// bfloat16.
 //
-// Bits are others than those of a few queries (attention.h), so this is left alone where they must not depend on how
-// many there are.
+// 16 keys are a tile as they lie in the cache, and queries are turned once, 16 of them to a group: their scores come out
+// with keys down and queries across, so that maxima, weights and totals need no sums across a vector. Where a piece is
+// one group (a decode), it may hold queries of several kv heads side by side: those of another kv head are zero in a
+// tile of queries, and one tile of scores collects them all.
+//
+// Values of one group are tiles as they lie, too, of which a word holds two neighbouring numbers of one key. A weight
+// stands for itself in two rows, once beside a zero and once behind one: the first row sums up the even numbers, the
+// second the odd ones. Many groups share values whose keys were paired, and need one row for a query.
+//
+// Bits are others than those of attention.h, so this is left alone where they must not depend on how many queries or rows
+// there are.
 #pragma once
 #include "amx.h"
 #include "attention.h"
@@ -11,8 +20,9 @@
 namespace quire {
 namespace QC_ISA {
 
-static_assert(kKeys == 64 && kMaxRows % 16 == 0);
+static_assert(kKeys == 64 && kMaxRows % 16 == 0 && kFewQueries == 16);
 typedef uint16_t Shorts __attribute__((vector_size(64)));
+typedef int32_t Whole __attribute__((vector_size(64)));
 
 // Two rows of 32 numbers to pairs: of the first 16, or of the last 16.
 inline Words pairs_of(Words a, Words b, bool last) {
@@ -28,15 +38,116 @@ inline Words pairs_of(Words a, Words b, bool last) {
 #endif
 }
 
+inline Floats load_floats(const float* at) { return (Floats)load_words(at); }
+inline void store_floats(float* at, Floats v) { store_words(at, (Words)v); }
+
+inline Floats larger_of(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+// 2^x of numbers that are not above 0, with an error below 2^-18 of it, which is far below that of a weight's rounding; 0
+// below -126, and for -inf.
+inline Floats weight_of(Floats x) {
+  const Floats magic = Floats{} + 12582912.0f;
+  const Floats shifted = x + magic, rest = x - (shifted - magic);
+  Floats y = rest * 9.570101653e-3f + 5.591786210e-2f;
+  y = y * rest + 2.402474485e-1f;
+  y = y * rest + 6.931218145e-1f;
+  y = y * rest + 9.999992614e-1f;
+#if defined(__AVX512F__)
+  const __mmask16 kept = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126), _CMP_NLT_UQ);
+  return (Floats)_mm512_maskz_add_epi32(kept, (__m512i)y, _mm512_slli_epi32((__m512i)shifted, 23));
+#else
+  return (Floats)(((Words)y + ((Words)shifted << 23)) & ~(Words)(x < -126.0f));
+#endif
+}
+
+inline Floats exp_of_floats(Floats x) {
+  float all[16];
+  store_floats(all, x);
+  for (int i = 0; i < 16; i += kLanes) store(all + i, exp_of(load(all + i)));
+  return load_floats(all);
+}
+
+// Whose keys a piece reads.
+struct KvHeads {
+  int first, count;
+  KvHeads(const qc_attention& w, const Piece& piece) {
+    const int per = w.heads / w.kv_heads;
+    first = piece.head / per, count = (piece.heads + per - 1) / per;
+  }
+};
+
+// Keys and values that are read next, brought into the second cache a few lines at a time.
+class Ahead {
+ public:
+  // Keys [from, to) of a piece's row, at most kKeys of them.
+  void find(const qc_attention& w, const Piece& piece, int64_t from, int64_t to) {
+    const KvHeads kv(w, piece);
+    const int64_t row = 2 * w.cache_stride, head = 2 * w.size, bytes = kv.count * head;
+    const bool whole = kv.count == w.kv_heads && row == 2 * bytes;
+    const int32_t* table = w.tables + piece.row * w.table_stride;
+    runs_ = next_ = 0, by_four_ = (whole ? row : bytes) % 256 == 0;
+    int64_t block = from / w.block_size, offset = from % w.block_size;
+    for (int64_t many; from < to; from += many, ++block, offset = 0) {
+      many = std::min(to - from, w.block_size - offset);
+      const char* at = static_cast<const char*>(w.cache) + (int64_t(table[block]) * w.block_size + offset) * row;
+      if (whole) add(at, many * row);
+      for (int64_t i = 0; i < many && !whole; ++i, at += row)
+        add(at + kv.first * head, bytes), add(at + (w.kv_heads + kv.first) * head, bytes);
+    }
+    take();
+  }
+  void nothing() { runs_ = next_ = 0, take(); }
+
+  QC_INLINE void some(int lines) {
+    if (by_four_) {
+      for (; lines > 0 && at_ < end_; lines -= 4) bring<4>();
+    } else {
+      for (; lines > 0 && at_ < end_; lines -= 2) bring<2>();
+    }
+  }
+  void rest() {
+    while (at_ < end_) some(64);
+  }
+
+ private:
+  void add(const char* at, int64_t bytes) { begin_[runs_] = at, ends_[runs_++] = at + bytes; }
+  void take() {
+    if (next_ < runs_) at_ = begin_[next_], end_ = ends_[next_++];
+    else at_ = end_ = nullptr;
+  }
+  template <int Lines>
+  QC_INLINE void bring() {
+    QC_UNROLL for (int i = 0; i < Lines; ++i) __builtin_prefetch(at_ + 64 * i, 0, 2);
+    at_ += 64 * Lines;
+    if (at_ >= end_) take();
+  }
+
+  const char *begin_[2 * kKeys], *ends_[2 * kKeys], *at_ = nullptr, *end_ = nullptr;
+  int runs_ = 0, next_ = 0;
+  bool by_four_ = false;
+};
+
 class TiledSpan {
  public:
   TiledSpan(const qc_attention& w, const Piece& piece, State& state)
-      : w_(w), piece_(piece), state_(state), deep_(w.size / 32), wide_(w.size / 16), tall_(state.rows / 16) {
+      : w_(w), piece_(piece), state_(state), kv_(w, piece), deep_(w.size / 32), wide_(w.size / 16),
+        groups_((piece.rows() + 15) / 16), scale_(w.softcap > 0 ? w.scale : w.scale * kLog2e) {
     static thread_local std::vector<char> memory;
-    const int64_t tiles = tall_ * deep_ + kKeys / 16 * deep_ + kKeys / 32 * wide_ + kKeys / 32;
-    queries_ = aligned(memory, tiles * 1024 + 2 * kKeys * w.size);
-    keys_ = queries_ + tall_ * deep_ * 1024, values_ = keys_ + kKeys / 16 * deep_ * 1024;
-    weights_ = values_ + kKeys / 32 * wide_ * 1024, gathered_ = weights_ + kKeys / 32 * 1024;
+    const int64_t row = 2 * kv_.count * w.size;
+    each_ = piece.rows() / kv_.count, parts_ = kv_.count > 1 ? kv_.count : (each_ + 7) / 8;
+    const int64_t bytes = 1024 * (groups_ * kv_.count * deep_ + parts_ * (4 + deep_) + 6) + 2 * kKeys * row;
+    char* at = aligned(memory, std::max(bytes, int64_t(memory.size()) - 64));  // never less, or more would be cleared again
+    auto take = [&](int64_t bytes) { return (at += bytes) - bytes; };
+    queries_ = take(groups_ * kv_.count * deep_ * 1024);
+    scores_ = reinterpret_cast<float*>(take(4096)), joined_ = take(1024), turned_ = take(1024);
+    weights_ = take(parts_ * 4096), sums_ = take(parts_ * deep_ * 1024);
+    keys_ = take(kKeys * row), values_ = take(kKeys * row);
   }
 
   static TileShapes shapes() {
@@ -45,103 +156,302 @@ class TiledSpan {
     return all;
   }
 
-  // Tiles of 16 queries x 32 numbers, one after another.
+  // Queries sorted by kv head, query, head: one after another they are columns of the groups.
   template <int Dtype>
   void bring_queries() {
     typedef typename Numbers<Dtype>::Type T;
     const T* first = static_cast<const T*>(w_.qkv) + (w_.query_starts[piece_.row] + piece_.first) * w_.qkv_stride;
-    memset(queries_, 0, size_t(tall_ * deep_ * 1024));
-    for (int r = 0; r < piece_.rows(); ++r) {
-      const T* from = first + r / piece_.heads * w_.qkv_stride + int64_t(piece_.head + r % piece_.heads) * w_.size;
-      for (int64_t d = 0; d < deep_; ++d)
-        copy_numbers<Dtype, QC_BF16>(from + 32 * d, reinterpret_cast<uint16_t*>(queries_ + (r / 16 * deep_ + d) * 1024 + r % 16 * 64), 32);
+    const int heads = piece_.heads / kv_.count;
+    alignas(64) uint16_t some[16][kMaxSize];
+    int column = 0;
+    for (int kv = 0; kv < kv_.count; ++kv)
+      for (int query = 0; query < piece_.count; ++query)
+        for (int h = kv * heads; h < (kv + 1) * heads; ++h) {
+          const int group = column / 16, c = column % 16;
+          copy_numbers<Dtype, QC_BF16>(first + query * w_.qkv_stride + int64_t(piece_.head + h) * w_.size, some[c], w_.size);
+          query_[group][c] = query, slope_[group][c] = w_.alibi ? kLog2e * w_.alibi[piece_.head + h] : 0;
+          const int row = query * piece_.heads + h;
+          if (groups_ == 1) place_[c] = kv_.count > 1 ? Place{row, kv, c - kv * each_} : Place{row, c / 8, c % 8};
+          if (++column % 16 == 0) turn_queries(some, group);
+        }
+    for (int c = column % 16; c && c < 16; ++c) {
+      memset(some[c], 0, size_t(2 * w_.size)), query_[column / 16][c] = 0, slope_[column / 16][c] = 0;
+      if (c == 15) turn_queries(some, column / 16);
     }
-    std::fill(state_.out, state_.out + state_.rows * state_.width, 0.0f);
-    std::fill(state_.most, state_.most + piece_.rows(), -INFINITY);
-    std::fill(state_.total, state_.total + piece_.rows(), 0.0f);
+    if (groups_ > 1) std::fill(state_.out, state_.out + state_.rows * state_.width, 0.0f);
   }
 
-  // Keys [from, to) of the block from `base` on; what is not among them is zero.
-  void bring_keys(int64_t base, int from, int to) {
-    const int kv_head = piece_.head / (w_.heads / w_.kv_heads);
+  // Keys [from, to) of the block from `base` on, and what is wanted after them. Keys outside are zero where they are
+  // copied; their scores are hidden in any case, but values must be zero, since numbers that are none stay so times 0.
+  void bring_keys(int64_t base, int from, int to, int64_t last) {
+    base_ = base, from_ = from, to_ = to, begin_ = from / 16, end_ = (to + 15) / 16;
+    if (base + kKeys < last) ahead_.find(w_, piece_, base + kKeys, std::min(last, base + 2 * kKeys));
+    else find_next();
     const int32_t* table = w_.tables + piece_.row * w_.table_stride;
-    const uint16_t* cache = static_cast<const uint16_t*>(w_.cache) + int64_t(kv_head) * w_.size;
-    const int64_t to_value = int64_t(w_.kv_heads) * w_.size;
-    auto token = [&](int k) { return int64_t(table[(base + k) / w_.block_size]) * w_.block_size + (base + k) % w_.block_size; };
-    const char* row[kKeys];
-    for (int k = 0; k < kKeys; ++k)
-      row[k] = k < from || k >= to ? nullptr : reinterpret_cast<const char*>(cache + token(k) * w_.cache_stride);
-    for (int k = 0; k < kKeys; k += 16) {
-      if (k + 16 <= from || k >= to) continue;
-      const char* first = row[k];
-      int64_t stride = 2 * w_.cache_stride;
-      if (k < from || k + 16 > to || w_.block_size % 16) {
-        first = gathered_, stride = 2 * w_.size;
-        for (int i = 0; i < 16; ++i) {
-          if (row[k + i]) memcpy(gathered_ + i * stride, row[k + i], size_t(stride));
-          else memset(gathered_ + i * stride, 0, size_t(stride));
-        }
+    const char* cache = static_cast<const char*>(w_.cache) + int64_t(2) * kv_.first * w_.size;
+    const int64_t stride = 2 * w_.cache_stride, width = 2 * kv_.count * w_.size, to_value = int64_t(2) * w_.kv_heads * w_.size;
+    const bool as_they_lie = w_.block_size % 16 == 0 && groups_ == 1;
+    int64_t block = (base + 16 * begin_) / w_.block_size, offset = (base + 16 * begin_) % w_.block_size;
+    for (int t = begin_; t < end_; ++t) {
+      const char *first = cache + (int64_t(table[block]) * w_.block_size + offset) * stride, *row[16];
+      const bool whole = 16 * t >= from && 16 * t + 16 <= to;
+      key_tiles_[t] = {first, stride}, value_tiles_[t] = {first + to_value, stride};
+      if (as_they_lie && whole) {
+        if ((offset += 16) == w_.block_size) offset = 0, ++block;
+        continue;
       }
-      for (int64_t d = 0; d < deep_; ++d) turn_16(first + 64 * d, stride, keys_ + (k / 16 * deep_ + d) * 1024);
+      for (int k = 16 * t; k < 16 * t + 16; ++k) {
+        row[k % 16] = inside(k) ? cache + (int64_t(table[block]) * w_.block_size + offset) * stride : nullptr;
+        if (++offset == w_.block_size) offset = 0, ++block;
+      }
+      char *keys = keys_ + 16 * t * width, *values = values_ + 16 * t * width;
+      if (!as_they_lie) copy(row, 0, keys, width), key_tiles_[t] = {keys, width};
+      if (groups_ > 1) pair_values(row, to_value, t);
+      else copy(row, to_value, values, width), value_tiles_[t] = {values, width};
     }
-    for (int k = 0; k < kKeys; k += 2)
-      for (int64_t d = 0; d < deep_; ++d) {
-        auto value = [&](int at) { return row[at] ? load_words(row[at] + 2 * to_value + 64 * d) : Words{}; };
-        const Words a = value(k), b = value(k + 1);
-        char* at = values_ + (k / 32 * wide_ + 2 * d) * 1024 + k % 32 / 2 * 64;
-        store_words(at, pairs_of(a, b, false)), store_words(at + 1024, pairs_of(a, b, true));
-      }
+    const char* none[16] = {};  // the other half of a tile of pairs
+    if (groups_ > 1 && begin_ % 2) pair_values(none, 0, begin_ - 1);
+    if (groups_ > 1 && end_ % 2) pair_values(none, 0, end_);
   }
 
-  void score(float scale) {
-    for (int64_t tile = 0; tile < tall_; ++tile) {
-      float* to = state_.scores + tile * 16 * kKeys;
-      tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
-      for (int64_t d = 0; d < deep_; ++d) {
-        const char* key = keys_ + d * 1024;
-        tile_load<4>(queries_ + (tile * deep_ + d) * 1024, 64);
-        tile_load<5>(key, 64), tile_dot_bfloats<0, 4, 5>();
-        tile_load<6>(key + deep_ * 1024, 64), tile_dot_bfloats<1, 4, 6>();
-        tile_load<7>(key + 2 * deep_ * 1024, 64), tile_dot_bfloats<2, 4, 7>();
-        tile_load<5>(key + 3 * deep_ * 1024, 64), tile_dot_bfloats<3, 4, 5>();
-      }
-      tile_store<0>(to, 4 * kKeys), tile_store<1>(to + 16, 4 * kKeys);
-      tile_store<2>(to + 32, 4 * kKeys), tile_store<3>(to + 48, 4 * kKeys);
-      for (int i = 0; i < 16 * kKeys; i += kLanes) store(to + i, load(to + i) * fill(scale));
+  void attend_block() {
+    for (int64_t group = 0; group < groups_; ++group) {
+      if (groups_ > 1 && base_ > state_.start + query_[group][columns(group) - 1]) continue;  // all keys come later
+      score(group);
+      soften(group);
+      if (groups_ > 1) weigh_pairs(group);
+      else weigh();
     }
+    ahead_.rest();
+    fresh_ = false;
   }
 
-  // Keys [from, to) have weights, and others of the same run, which are 0.
-  void weigh(int from, int to) {
-    const int begin = from / kRun * kRun, end = (to + kRun - 1) / kRun * kRun;
-    for (int64_t tile = 0; tile < tall_; ++tile) {
-      memset(weights_, 0, kKeys / 32 * 1024);
-      for (int64_t r = 0; r < 16 && tile * 16 + r < piece_.rows(); ++r)
-        for (int k = begin; k < end; k += kLanes)
-          Numbers<QC_BF16>::write(reinterpret_cast<uint16_t*>(weights_ + k / 32 * 1024 + r * 64) + k % 32,
-                                  load(state_.scores + (tile * 16 + r) * kKeys + k));
-      for (int64_t d = 0; d < wide_; d += 2) {
-        float* out = state_.out + tile * 16 * state_.width + 16 * d;
-        tile_load<0>(out, 4 * state_.width), tile_load<1>(out + 16, 4 * state_.width);
-        for (int64_t half = 0; half < kKeys / 32; ++half) {
-          const char* value = values_ + (half * wide_ + d) * 1024;
-          tile_load<4>(weights_ + half * 1024, 64);
-          tile_load<6>(value, 64), tile_dot_bfloats<0, 4, 6>();
-          tile_load<7>(value + 1024, 64), tile_dot_bfloats<1, 4, 7>();
-        }
-        tile_store<0>(out, 4 * state_.width), tile_store<1>(out + 16, 4 * state_.width);
+  void finish() {
+    for (int c = 0; c < piece_.rows(); ++c) {
+      const int row = groups_ > 1 ? c : place_[c].row;
+      state_.most[row] = most_[c / 16][c % 16], state_.total[row] = total_[c / 16][c % 16];
+      for (int64_t d = 0; d < deep_ && groups_ == 1; ++d) {
+        const float* from = sums_of(c, d);
+        float* to = state_.out + row * state_.width + 32 * d;
+        for (int i = 0; i < 16; ++i) to[2 * i] = from[i], to[2 * i + 1] = from[16 + i];
       }
     }
   }
 
  private:
+  struct Lying {
+    const char* at;
+    int64_t stride;
+  };
+  struct Place {  // of a column: its row of the piece; which tile of weights and sums, and which pair of lines there
+    int row, part, line;
+  };
+
+  int columns(int64_t group) const { return int(std::min<int64_t>(16, piece_.rows() - 16 * group)); }
+  float* sums_of(int column, int64_t d) const {
+    return reinterpret_cast<float*>(sums_ + (place_[column].part * deep_ + d) * 1024) + 32 * place_[column].line;
+  }
+
+  void find_next() {
+    if (!state_.next) return ahead_.nothing();
+    const Reach reach(w_, *state_.next);
+    ahead_.find(w_, *state_.next, state_.next_key, std::min(reach.last, state_.next_key / kKeys * kKeys + kKeys));
+  }
+
+  // Tiles of 16 pairs of numbers x 16 queries, for each kv head those of its own.
+  void turn_queries(const uint16_t (&some)[16][kMaxSize], int64_t group) {
+    most_[group] = Floats{} - INFINITY, total_[group] = Floats{};
+    for (int64_t d = 0; d < deep_; ++d) {
+      char* to = queries_ + (group * kv_.count * deep_ + d) * 1024;
+      turn_16(some[0] + 32 * d, sizeof some[0], to);
+      for (int kv = kv_.count - 1; kv >= 0 && kv_.count > 1; --kv) {
+        const Whole lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const Words mine = (Words)((lane >= kv * each_) & (lane < (kv + 1) * each_));
+        for (int i = 0; i < 16; ++i) store_words(to + kv * deep_ * 1024 + 64 * i, load_words(to + 64 * i) & mine);
+      }
+    }
+  }
+
+  bool inside(int key) const { return key >= from_ && key < to_; }
+
+  void copy(const char* const (&row)[16], int64_t offset, char* to, int64_t width) const {
+    for (int i = 0; i < 16; ++i, to += width) {
+      if (row[i]) memcpy(to, row[i] + offset, size_t(width));
+      else memset(to, 0, size_t(width));
+    }
+  }
+
+  // Values of 16 keys as 8 lines of tiles of pairs of keys: [32 keys][16 numbers].
+  void pair_values(const char* const (&row)[16], int64_t offset, int t) const {
+    for (int i = 0; i < 16; i += 2)
+      for (int64_t d = 0; d < deep_; ++d) {
+        auto value = [&](int k) { return row[k] ? load_words(row[k] + offset + 64 * d) : Words{}; };
+        const Words a = value(i), b = value(i + 1);
+        char* at = values_ + (t / 2 * wide_ + 2 * d) * 1024 + (t % 2 * 8 + i / 2) * 64;
+        store_words(at, pairs_of(a, b, false)), store_words(at + 1024, pairs_of(a, b, true));
+      }
+  }
+
+  // Scores [keys][queries] of a group; those of keys outside are -inf, up to whole pairs of tiles.
+  void score(int64_t group) {
+    const char* query = queries_ + group * kv_.count * deep_ * 1024;
+    const int lines = groups_ > 1 ? 4 : 12;
+    tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+    for (int64_t d = 0; d < kv_.count * deep_; ++d, query += 1024) {
+      tile_load<5>(query, 64);
+      constant_times<4>([&](auto t) QC_INLINE {
+        if (t < begin_ || t >= end_) return;
+        tile_load<t % 2 ? 6 : 4>(key_tiles_[t].at + 64 * d, key_tiles_[t].stride);
+        tile_dot_bfloats<t, t % 2 ? 6 : 4, 5>();
+        ahead_.some(lines);
+      });
+    }
+    tile_store<0>(scores_, 64), tile_store<1>(scores_ + 256, 64);
+    tile_store<2>(scores_ + 512, 64), tile_store<3>(scores_ + 768, 64);
+    for (int k = begin_ / 2 * 32; k < from_; ++k) store_floats(scores_ + 16 * k, Floats{} - INFINITY);
+    for (int k = to_; k < (end_ + 1) / 2 * 32; ++k) store_floats(scores_ + 16 * k, Floats{} - INFINITY);
+  }
+
+  // Scores scaled, capped, shifted, hidden; false: there is nothing to do but to scale them, which is left to others.
+  bool shape(int64_t group) {
+    const int64_t earliest = state_.start + (groups_ > 1 ? query_[group][0] : 0);
+    const int64_t latest = state_.start + (groups_ > 1 ? query_[group][columns(group) - 1] : piece_.count - 1);
+    const bool all_seen = base_ + to_ <= earliest + 1 && first_key(w_, latest) <= base_ + from_;
+    if (all_seen && !(w_.softcap > 0) && !w_.alibi && scale_ > 0) return false;
+    const Whole seen = query_[group] + int32_t(state_.start + 1 - base_);
+    Whole first = Whole{};
+    for (int c = 0; c < 16 && (w_.window || w_.chunk); ++c)
+      first[c] = int32_t(first_key(w_, state_.start + query_[group][c]) - base_);
+    const Floats cap = Floats{} + w_.softcap * kLog2e, none = Floats{} - INFINITY;
+    for (int k = from_; k < to_; ++k) {
+      Floats v = load_floats(scores_ + 16 * k) * scale_;
+      if (w_.softcap > 0) v = cap - (cap + cap) / (exp_of_floats(v * (2 / w_.softcap)) + 1.0f);  // cap * tanh(score / cap)
+      if (w_.alibi) v -= slope_[group] * __builtin_convertvector(seen - (k + 1), Floats);
+      store_floats(scores_ + 16 * k, (seen > k) & (first <= k) ? v : none);
+    }
+    return true;
+  }
+
+  // Scores become weights; what was summed so far shrinks where a larger score came.
+  void soften(int64_t group) {
+    const Floats by = Floats{} + (shape(group) ? 1.0f : scale_);
+    const int first = begin_ / 2, last = (end_ + 1) / 2;
+    Floats found[4];
+    QC_UNROLL for (int i = 0; i < 4; ++i) found[i] = load_floats(scores_ + 512 * first + 16 * i);
+    for (const float* at = scores_ + 512 * first + 64; at < scores_ + 512 * last; at += 64)
+      QC_UNROLL for (int i = 0; i < 4; ++i) found[i] = larger_of(found[i], load_floats(at + 16 * i));
+    const Floats old = most_[group];
+    const Floats most = larger_of(old, larger_of(larger_of(found[0], found[1]), larger_of(found[2], found[3])) * by);
+    const Floats top = most == -INFINITY ? Floats{} : most;  // nothing seen yet: all weights 0
+    if (memcmp(&old, &most, sizeof old)) {
+      const Floats shrink = weight_of(old - top);
+      most_[group] = most, total_[group] *= shrink;
+      if (!fresh_) shrink_sums(group, shrink);
+    }
+    for (int half = first; half < last; ++half) {
+      if (groups_ == 1) ahead_.some(int(kv_.count * deep_) * 16);
+      total_[group] += groups_ > 1 ? weights<true>(half, by, top) : weights<false>(half, by, top);
+      if (groups_ > 1) turn_16(joined_, 64, weights_ + half * 1024);
+      else turn_16(joined_, 64, turned_), spread(half);
+    }
+  }
+
+  void shrink_sums(int64_t group, Floats shrink) {
+    for (int c = 0; c < columns(group); ++c) {
+      float* many = state_.out + (16 * group + c) * state_.width;
+      for (int64_t d = 0; d < deep_; ++d) {
+        float* at = groups_ > 1 ? many + 32 * d : sums_of(c, d);
+        store_floats(at, load_floats(at) * shrink[c]), store_floats(at + 16, load_floats(at + 16) * shrink[c]);
+      }
+    }
+  }
+
+  // Weights of 32 keys, joined by two: neighbours, or the same of two tiles of 16. Their sums.
+  template <bool Neighbours>
+  Floats weights(int half, Floats by, Floats top) const {
+    const float* at = scores_ + 512 * half;
+    Floats first = Floats{}, second = Floats{};
+    for (int i = 0; i < 16; ++i, at += Neighbours ? 32 : 16) {
+      const Floats a = weight_of(load_floats(at) * by - top), b = weight_of(load_floats(at + (Neighbours ? 16 : 256)) * by - top);
+      first += a, second += b;
+      store_words(joined_ + 64 * i, join_bfloats(a, b));
+    }
+    return first + second;
+  }
+
+  // Turned weights of two tiles of keys to two lines for each query.
+  void spread(int half) const {
+    for (int c = 0; c < piece_.rows(); ++c) {
+      const Words both = load_words(turned_ + 64 * c);
+      char* to = weights_ + (4 * place_[c].part + 2 * half) * 1024 + 128 * place_[c].line;
+      store_words(to, both & 0xffff), store_words(to + 64, both << 16);
+      store_words(to + 1024, both >> 16), store_words(to + 1088, both & 0xffff0000u);
+    }
+  }
+
+  // Sums of all parts and numbers, four tiles at a time.
+  void weigh() {
+    for (int64_t first = 0, part = 0, d = 0; first < parts_ * deep_; first += 4) {
+      const int many = int(std::min<int64_t>(4, parts_ * deep_ - first));
+      const char* weight[4];
+      int64_t offset[4];
+      for (int i = 0; i < many; ++i) {
+        weight[i] = weights_ + part * 4096, offset[i] = 64 * d + (kv_.count > 1 ? 2 * part * w_.size : 0);
+        if (++d == deep_) d = 0, ++part;
+      }
+      char* sums = sums_ + first * 1024;
+      constant_times<4>([&](auto i) QC_INLINE {
+        if (fresh_ || i >= many) tile_zero<i>();
+        else tile_load<i>(sums + i * 1024, 64);
+      });
+      for (int t = begin_; t < end_; ++t)
+        constant_times<4>([&](auto i) QC_INLINE {
+          if (i >= many) return;
+          if (i == 0 || weight[i] != weight[i ? i - 1 : 0]) tile_load<6>(weight[i] + t * 1024, 64);
+          tile_load<i % 2 ? 7 : 5>(value_tiles_[t].at + offset[i], value_tiles_[t].stride);
+          tile_dot_bfloats<i, 6, i % 2 ? 7 : 5>();
+          ahead_.some(12);
+        });
+      constant_times<4>([&](auto i) QC_INLINE {
+        if (i < many) tile_store<i>(sums + i * 1024, 64);
+      });
+    }
+  }
+
+  void weigh_pairs(int64_t group) {
+    for (int64_t d = 0; d < wide_; d += 2) {
+      float* out = state_.out + group * 16 * state_.width + 16 * d;
+      tile_load<0>(out, 4 * state_.width), tile_load<1>(out + 16, 4 * state_.width);
+      for (int half = begin_ / 2; half < (end_ + 1) / 2; ++half) {
+        const char* value = values_ + (half * wide_ + d) * 1024;
+        tile_load<4>(weights_ + half * 1024, 64);
+        tile_load<6>(value, 64), tile_dot_bfloats<0, 4, 6>();
+        tile_load<7>(value + 1024, 64), tile_dot_bfloats<1, 4, 7>();
+      }
+      tile_store<0>(out, 4 * state_.width), tile_store<1>(out + 16, 4 * state_.width);
+    }
+  }
+
   const qc_attention& w_;
   const Piece& piece_;
   State& state_;
-  const int64_t deep_, wide_, tall_;  // tiles of a head, as a factor and as a result; tiles of queries
-  char *queries_, *keys_, *values_, *weights_, *gathered_;
+  const KvHeads kv_;
+  const int64_t deep_, wide_, groups_;  // tiles of a head, as a factor and as a result; groups of queries
+  const float scale_;
+  int each_;  // queries of a kv head
+  int64_t parts_, base_;  // tiles of weights that one group has for the same keys
+  int from_, to_, begin_, end_;  // keys of the block, tiles of keys
+  bool fresh_ = true;  // nothing summed up yet
+  char *queries_, *joined_, *turned_, *weights_, *sums_, *keys_, *values_;
+  float* scores_;
+  Lying key_tiles_[4], value_tiles_[4];
+  Place place_[kFewQueries];  // where there is one group
+  Floats most_[kMaxRows / 16], total_[kMaxRows / 16], slope_[kMaxRows / 16];
+  Whole query_[kMaxRows / 16];  // number of each column's query in the piece
+  Ahead ahead_;
 };
 
+// Keys [first, last) for all queries of a piece, into an empty state.
 template <int Dtype>
 void attend_span_by_tiles(const qc_attention& w, const Piece& piece, int64_t first, int64_t last, State& state) {
   state.resize(w, piece, 16);
@@ -150,12 +460,10 @@ void attend_span_by_tiles(const qc_attention& w, const Piece& piece, int64_t fir
   Tiles tiles(TiledSpan::shapes());
   for (int64_t base = first / kKeys * kKeys; base < last; base += kKeys) {
     const int from = first > base ? int(first - base) : 0, to = last - base < kKeys ? int(last - base) : kKeys;
-    span.bring_keys(base, from, to);
-    span.score(w.softcap > 0 ? w.scale : w.scale * kLog2e);
-    shape(w, piece, base, from, to, state);
-    soften(from, to, piece.rows(), state);
-    span.weigh(from, to);
+    span.bring_keys(base, from, to, last);
+    span.attend_block();
   }
+  span.finish();
 }
 
 }  // namespace QC_ISA

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from ctypes import c_int, c_int64, c_void_p
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from quire.ops import packed
 from quire.ops.cpu.native import CACHE_DTYPES, DTYPES, KINDS, AttentionWork, Segment, kernels
 
 ROOT = Path(__file__).resolve().parents[2]
+BLOCKS = [kind for kind in KINDS if kind != "B16"]  # kinds with scales
 COMPILER = os.environ.get("CXX", "c++").split()
 native = kernels()
 pytestmark = [
@@ -77,7 +79,7 @@ def rounded(x):
     return ((blocks * (127 / most)).round() * (most / 127)).flatten(-2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize("width", [32, 96, 256])
 def test_packed_products(library, kind, width):
     parts = [random_panels(kind, 37, width, 1), random_panels("Q8Z", 16, width, 2)]
@@ -109,7 +111,31 @@ def any_bits(library):
     library.tiles_same_bits(1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def laid(rows, width, seed):
+    weight = draw(rows, width, seed=seed, dtype=torch.bfloat16)
+    packed.lay_panels(weight)
+    return packed.Packed(weight.view(-1).view(torch.uint8), "B16", rows, width)
+
+
+@pytest.mark.parametrize("width", [32, 96, 256])
+@pytest.mark.parametrize("same", [0, 1])
+def test_products_of_panels(library, any_bits, width, same):
+    library.tiles_same_bits(same)
+    parts = [laid(80, width, 1), laid(16, width, 2), laid(48, width, 3)]
+    weight = torch.cat([packed.unpack(part) for part in parts])
+    library.tiles_threads(1 if width == 96 else 2)
+    for m in (1, 2, 3, 5, 6, 7, 16, 17, 33, 64, 70, 150):
+        x = draw(m, width + 32, seed=m, dtype=torch.bfloat16)[:, :width]
+        for bias in (None, draw(144, seed=3, dtype=torch.bfloat16)):
+            found = multiply(library, x, parts, bias)
+            wanted = F.linear(x.float(), weight, None if bias is None else bias.float())
+            assert (found.float() - wanted).abs().max() < 0.01 * wanted.abs().max()
+            torch.testing.assert_close(found.float(), wanted, rtol=0.01, atol=0.02)
+            for row in {0, m // 2, m - 1} if same else ():
+                assert torch.equal(multiply(library, x[row : row + 1], parts, bias)[0], found[row])
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize("width", [32, 96, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opened_products(library, any_bits, kind, width, dtype):
@@ -157,51 +183,66 @@ def test_plain_products(library, n, k, biased, by):
 class Attended:
     """Rows of a step over a paged cache of bfloat16: [(context, queries), ...]; keys and values all drawn before."""
 
-    HEADS, KV_HEADS = 6, 2
-
-    def __init__(self, rows, size, dtype, block=16):
+    def __init__(self, rows, size, dtype, block=16, heads=(6, 2)):
         self.rows, self.size, self.block = rows, size, block
+        self.heads, self.kv_heads = heads
         tokens = sum(queries for _, queries in rows)
         blocks = [-(-context // block) for context, _ in rows]
         order = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(5)).int()
         self.tables = torch.zeros(len(rows), max(blocks), dtype=torch.int32)
-        for i, part in enumerate(order.split(blocks)):
+        self.cache = torch.full((sum(blocks) * block, 2 * self.kv_heads * size), float("nan"), dtype=torch.bfloat16)
+        for i, part in enumerate(order.split(blocks)):  # behind a row's last token there may be anything
             self.tables[i, : len(part)] = part
-        self.cache = draw(sum(blocks) * block, 2 * self.KV_HEADS * size, seed=6, dtype=torch.bfloat16)
-        self.qkv = draw(tokens, (self.HEADS + 2 * self.KV_HEADS) * size, seed=7, dtype=dtype)
+            slots = self.slots_of(i)
+            self.cache[slots] = draw(len(slots), self.cache.shape[1], seed=60 + i, dtype=torch.bfloat16)
+        self.qkv = draw(tokens, (self.heads + 2 * self.kv_heads) * size, seed=7, dtype=dtype)
         self.slots = torch.full((tokens,), -1)  # nothing new is written
         self.starts = torch.tensor([0, *(queries for _, queries in rows)]).cumsum(0).int()
         self.contexts = torch.tensor([context for context, _ in rows], dtype=torch.int32)
 
+    def slots_of(self, row):
+        at = torch.arange(self.rows[row][0])
+        return self.tables[row].long()[at // self.block] * self.block + at % self.block
+
     def run(self, library, **options):
-        out = torch.full((len(self.qkv), self.HEADS * self.size), float("nan"), dtype=self.qkv.dtype)
+        out = torch.full((len(self.qkv), self.heads * self.size), float("nan"), dtype=self.qkv.dtype)
         held = {"qkv": self.qkv, "out": out, "cache": self.cache, "slots": self.slots, "tables": self.tables,
                 "query_starts": self.starts, "contexts": self.contexts}  # fmt: skip
+        held |= {name: value for name, value in options.items() if isinstance(value, torch.Tensor)}
         work = AttentionWork(**{name: tensor.data_ptr() for name, tensor in held.items()})
         work.tokens, work.rows, work.qkv_stride = len(self.qkv), len(self.rows), self.qkv.stride(0)
         work.cache_stride, work.table_stride = self.cache.stride(0), self.tables.stride(0)
         work.block_size, work.scale = self.block, self.size**-0.5
         work.dtype, work.cache_dtype = DTYPES[self.qkv.dtype], CACHE_DTYPES[torch.bfloat16]
-        work.heads, work.kv_heads, work.size = self.HEADS, self.KV_HEADS, self.size
+        work.heads, work.kv_heads, work.size = self.heads, self.kv_heads, self.size
         for name, value in options.items():
-            setattr(work, name, value)
+            if not isinstance(value, torch.Tensor):
+                setattr(work, name, value)
         library.tiles_attend(ctypes.byref(work))
         return out
 
-    def wanted(self, window=0, softcap=0.0):
+    def wanted(self, window=0, chunk=0, softcap=0.0, sinks=None, alibi=None):
         found = []
         for i, (context, queries) in enumerate(self.rows):
             at = torch.arange(context)
-            slots = self.tables[i].long()[at // self.block] * self.block + at % self.block
-            keys, values = self.cache[slots].float().view(context, 2, self.KV_HEADS, self.size).unbind(1)
-            q = self.qkv[self.starts[i] : self.starts[i + 1], : self.HEADS * self.size].float()
-            q = q.view(queries, self.KV_HEADS, -1, self.size)
-            scores = torch.einsum("qgrd,kgd->grqk", q, keys) * self.size**-0.5
+            keys, values = self.cache[self.slots_of(i)].float().view(context, 2, self.kv_heads, self.size).unbind(1)
+            q = self.qkv[self.starts[i] : self.starts[i + 1], : self.heads * self.size].float()
+            q = q.view(queries, self.kv_heads, -1, self.size)
+            scores = torch.einsum("qgrd,kgd->grqk", q, keys).flatten(0, 1) * self.size**-0.5
             if softcap:
                 scores = torch.tanh(scores / softcap) * softcap
-            gap = (context - queries + torch.arange(queries))[:, None] - at
-            hidden = (gap < 0) | (gap >= window) if window else gap < 0
-            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            position = (context - queries + torch.arange(queries))[:, None]
+            if alibi is not None:
+                scores = scores - alibi[:, None, None] * (position - at)
+            hidden = at > position
+            if window:
+                hidden |= position - at >= window
+            if chunk:
+                hidden |= at < position // chunk * chunk
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[:, None, None].expand(-1, queries, 1)], -1)
+            weights = scores.softmax(-1)[..., :context].unflatten(0, (self.kv_heads, -1))
             found.append(torch.einsum("grqk,kgd->qgrd", weights, values).reshape(queries, -1))
         return torch.cat(found)
 
@@ -218,3 +259,90 @@ def test_attention(library, any_bits, dtype, options, size, block):
     exact = step.run(library, **options).float()
     torch.testing.assert_close(exact, wanted, **({} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}))
     assert dtype == torch.bfloat16 or not torch.equal(found, exact)  # they went different ways
+
+
+def check_rounded(found, wanted, dtype):
+    """Scores err by 2^-9 of each product of a rounded query, weights and (bfloat16) results by 2^-9 of themselves."""
+    assert found.isfinite().all()
+    error = (found.float() - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
+    assert error.max() < (6e-3 if dtype != torch.bfloat16 else 8e-3), error.max()
+
+
+DECODE = [(1, 1), (192, 1), (15, 1), (16, 1), (64, 1), (65, 1), (130, 1), (33, 1), (81, 1), (200, 1)]
+
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize("heads", [(9, 3), (32, 8), (8, 8), (16, 1), (71, 1), (64, 8), (12, 12), (20, 2)])
+@pytest.mark.parametrize(
+    ("size", "block", "dtype"),
+    [(64, 16, F32), (64, 16, BF16), (32, 8, F16), (96, 32, F32), (128, 64, BF16), (256, 16, F32)],
+)
+def test_decode_attention(library, any_bits, heads, size, block, dtype):
+    rows = DECODE if size * heads[0] <= 2048 else DECODE[3:6]  # emulation takes its time
+    step = Attended(rows, size, dtype, block, heads)
+    library.tiles_threads(1 + size // 32 % 2)
+    found = step.run(library)
+    check_rounded(found, step.wanted(), dtype)
+    alone = Attended(rows[:1], size, dtype, block, heads)
+    alone.cache, alone.tables = step.cache, step.tables  # one row is cut by kv heads, which changes no bits
+    assert torch.equal(alone.run(library), found[:1])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_attention(library, any_bits, seed):
+    """Prompts, parts of prompts, decodes of a few tokens in any order."""
+    random = Random(seed)
+    kv_heads = random.choice([1, 2, 3, 5])
+    heads = kv_heads * random.choice([1, 2, 3, 4, 7, 9])
+    contexts = [random.randint(1, random.choice([20, 200, 1200])) for _ in range(random.randint(1, 12))]
+    rows = [(context, min(context, random.choice([1, 1, 2, 3, 5, 40]))) for context in contexts]
+    options = random.choice([{}, {"window": random.randint(1, 300)}, {"chunk": random.randint(1, 300)}])
+    step = Attended(rows, random.choice([32, 64, 96]), F32, random.choice([8, 16, 24, 32]), (heads, kv_heads))
+    library.tiles_threads(random.randint(1, 3))
+    check_rounded(step.run(library, **options), step.wanted(**options), F32)
+
+
+LANES = torch.arange(9) / 9
+SHAPED = [{"window": 40}, {"chunk": 48}, {"softcap": 2.0}, {"sinks": LANES - 0.2}, {"alibi": LANES / 4},
+          {"window": 70, "softcap": 3.0, "sinks": LANES, "alibi": LANES / 9}]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", SHAPED, ids=lambda options: "-".join(options))
+@pytest.mark.parametrize("queries", [1, 2, 4])
+@pytest.mark.parametrize("block", [8, 16, 64])
+def test_shaped_decode_attention(library, any_bits, options, queries, block):
+    rows = [(context, min(queries, context)) for context, _ in DECODE] + [(1100, queries), (40, 30)]
+    step = Attended(rows, 64, torch.float32, block, (9, 3))
+    wanted = step.wanted(**options)
+    for row, (context, count) in enumerate(rows):  # blocks before the window are gone
+        first = max(context - count - options.get("window", context) + 1, 0)
+        first = max(first, (context - count) // options["chunk"] * options["chunk"]) if "chunk" in options else first
+        step.tables[row, : first // block] = -(2**30)
+    library.tiles_threads(2)
+    check_rounded(step.run(library, **options), wanted, torch.float32)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"window": 1500}])
+@pytest.mark.parametrize(
+    "rows", [[(2500, 1)], [(3000, 2), (40, 1)], [(1500, 1)] * 3 + [(1025, 1), (1024, 1), (2048, 3)]]
+)
+def test_long_decode_attention(library, any_bits, threads, options, rows):
+    step = Attended(rows, 64, torch.float32, 16, (9, 3))
+    library.tiles_threads(threads)
+    check_rounded(step.run(library, **options), step.wanted(**options), torch.float32)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 40])
+def test_bad_numbers_stay_in_their_row(library, any_bits, queries):
+    rows = [(100, queries), (90, queries), (110, queries), (64, queries)]
+    step = Attended(rows, 64, torch.float32, 16, (9, 3))
+    library.tiles_threads(1)
+    good = step.run(library).unflatten(0, (4, queries))
+    step.cache[step.slots_of(1)[20], 3 * 64 + 5] = float("nan")  # a value
+    step.cache[step.slots_of(2)[70], 7] = float("inf")  # a key
+    bad = step.run(library).unflatten(0, (4, queries))
+    assert torch.equal(bad[[0, 3]], good[[0, 3]])
+    assert bad[1, -1].isnan().any() and bad[2, -1].isnan().any()

@@ -26,6 +26,7 @@ QC_API void pairs_plain(const void* x, int64_t x_stride, const void* weight, int
 
 QC_API void tiles_attend(const qc_attention* work) {
   if (work->dtype == QC_BF16) attend_over<QC_BF16>(*work);
+  else if (work->dtype == QC_F16) attend_over<QC_F16>(*work);
   else attend_over<QC_F32>(*work);
 }
 
