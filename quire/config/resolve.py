@@ -496,7 +496,7 @@ def choose_scheduling(asked: Asked, config: EngineConfig) -> EngineConfig:
 def choose_cache(asked: Asked, config: EngineConfig) -> EngineConfig:
     """The KV cache's precision, and what it copies from the model."""
     facts, asked_dtype = config.model_config.facts, config.cache_config.cache_dtype
-    cache_dtype = config.model_config.dtype if asked_dtype == "auto" else None
+    cache_dtype = _cache_dtype(config) if asked_dtype == "auto" else None
     if config.device_config.device != "cpu" and asked_dtype not in ("auto", config.model_config.dtype):
         raise NotBuiltError(
             f"kv_cache_dtype={asked_dtype!r} is built for device=cpu only in this version; a GPU keeps keys and values "
@@ -517,6 +517,14 @@ def choose_cache(asked: Asked, config: EngineConfig) -> EngineConfig:
     if cache_dtype is not None:
         changes["cache_dtype"] = cache_dtype
     return replace(config, cache_config=replace(config.cache_config, **changes))
+
+
+def _cache_dtype(config: EngineConfig) -> str:
+    """The model's; but 16 bits beside blocks of a few bits, whose float32 activations have no more to say."""
+    model = config.model_config
+    if model.weight_form != "stored" or model.dtype != "float32":
+        return model.dtype
+    return "bfloat16" if cpu_multiplies_bfloat16() else "float16"
 
 
 def finish(asked: Asked, config: EngineConfig) -> EngineConfig:
