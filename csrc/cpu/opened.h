@@ -105,12 +105,10 @@ struct OpenProduct {
   // found [rows, width] to the result; count: how many of `width` columns there are.
   void write(const float* found, int64_t width, int64_t row, int64_t rows, int64_t column, int64_t count) const {
     for (int64_t r = 0; r < rows; ++r, found += width) {
-      if (count == width && !job.bias) {
-        typename N::Type* to = static_cast<typename N::Type*>(job.out) + (row + r) * job.out_stride + column;
-        for (int64_t i = 0; i < width; i += kLanes) N::write(to + i, load(found + i));
-      } else {
-        write_columns<Dtype>(job, row + r, column, count, found);
-      }
+      typename N::Type* to = static_cast<typename N::Type*>(job.out) + (row + r) * job.out_stride + column;
+      if (count < width || job.bias) write_columns<Dtype>(job, row + r, column, count, found);
+      else if (Dtype == QC_BF16 && width == 2 * kPanel) store_words(to, side_by_side((Floats)load_words(found), (Floats)load_words(found + kPanel)));
+      else for (int64_t i = 0; i < width; i += kLanes) N::write(to + i, load(found + i));
     }
   }
 

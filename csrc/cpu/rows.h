@@ -68,14 +68,15 @@ void rms_norm(const void* x, int64_t x_stride, const void* delta, const void* we
   each_row(rows, width, work);
 }
 
-template <int Act>
+// Exact: what is rounded to 16 bits afterwards bears a quotient whose last bit may be wrong.
+template <int Act, bool Exact>
 inline vf act_of(vf x) {
-  const vf one = fill(1);
-  if (Act == QC_SILU) return x / (one + exp_of(-x));
-  if (Act == QC_QUICK_GELU) return x / (one + exp_of(x * fill(-1.702f)));
+  auto part = [](vf of, vf power) { return Exact ? of / (fill(1) + power) : quotient(of, fill(1) + power); };
+  if (Act == QC_SILU) return part(x, exp_of(-x));
+  if (Act == QC_QUICK_GELU) return part(x, exp_of(x * fill(-1.702f)));
   if (Act == QC_GELU_TANH) {  // x * sigmoid(2 u), which is x / 2 * (1 + tanh(u))
     vf u = x * fma(x * x, fill(0.044715f * 0.7978845608f), fill(0.7978845608f));
-    return x / (one + exp_of(u * fill(-2)));
+    return part(x, exp_of(u * fill(-2)));
   }
   vf above = larger(x, fill(0));
   return Act == QC_RELU ? above : above * above;
@@ -90,10 +91,10 @@ void gated(const void* x, int64_t x_stride, void* out, int64_t rows, int64_t wid
     T* to = static_cast<T*>(out) + row * width;
     int64_t i = 0;  // rounded before it is multiplied, as one activation after the other would be
     for (; i + kLanes <= width; i += kLanes)
-      N::write(to + i, N::all_rounded(act_of<Act>(N::read(gate + i))) * N::read(up + i));
+      N::write(to + i, N::all_rounded(act_of<Act, Dtype == QC_F32>(N::read(gate + i))) * N::read(up + i));
     for (; i < width; ++i) {
       float acted[kLanes];
-      store(acted, act_of<Act>(fill(N::one(gate + i))));
+      store(acted, act_of<Act, Dtype == QC_F32>(fill(N::one(gate + i))));
       N::put_one(to + i, N::rounded(acted[0]) * N::one(up + i));
     }
   };
@@ -131,7 +132,15 @@ int64_t best_of(const typename Numbers<Dtype>::Type* from, int64_t width) {
     nan |= v != v;
     top = v > top ? v : top;
   }
-  for (i = 0; i < width; ++i) {
+  for (i = 0; i + 16 * kLanes <= width; i += 16 * kLanes) {  // by many first, because most are not it
+    vi hit = fill_int(0);
+    for (int j = 0; j < 16; ++j) {
+      vf v = N::read(from + i + j * kLanes);
+      hit |= nan ? (vi)(v != v) : (vi)(v == fill(top));
+    }
+    if (largest_whole(hit & fill_int(1))) break;
+  }
+  for (; i < width; ++i) {
     const float v = N::one(from + i);
     if (nan ? v != v : v == top) break;
   }

@@ -54,6 +54,17 @@ inline void turn_16(const void* from, int64_t stride, void* to) {
   }
 }
 
+// 32 floats rounded to bfloat16. Where that is an instruction, numbers too small to be normal become zero.
+inline Words side_by_side(Floats a, Floats b) {
+#if defined(__AVX512BF16__)
+  return (Words)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+#else
+  uint16_t to[32];
+  for (int i = 0; i < 16; ++i) to[i] = float_to_bfloat(a[i]), to[16 + i] = float_to_bfloat(b[i]);
+  return load_words(to);
+#endif
+}
+
 // Two rows of floats, rounded to bfloat16 and put side by side in words: `a` in the low halves.
 inline Words join_bfloats(Floats a, Floats b) {
 #if defined(__AVX512BF16__)

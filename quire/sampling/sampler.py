@@ -86,9 +86,13 @@ class Sampler:
         """What `plain` must do for these rows; None: they need the whole pipeline."""
         return None if self.custom else self.plain.needs_of(rows)
 
+    def takes_any_dtype(self, rows: np.ndarray) -> bool:
+        """Whether logits of these rows may come as the model made them, because nothing but the choice reads them."""
+        return self._choose is not None and self.plain_needs(rows) is not None
+
     def __call__(
         self,
-        logits: Tensor,  # [S, V] float32; changed
+        logits: Tensor,  # [S, V] float32, or what takes_any_dtype allows; changed
         rows: np.ndarray,  # [S] int64: batch rows, rising
         positions: np.ndarray,  # [S] int64: where in its row each new token will stand
         *,

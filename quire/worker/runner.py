@@ -201,8 +201,9 @@ class ModelRunner:
         logits = flight.logits
         if logits is None:
             assert flight.hidden is not None and flight.logit_index is not None
-            logits = self.model.logits(self._sampled(flight.hidden, flight.logit_index))
-        logits = logits.float()
+            logits = self.model.narrow_logits(self._sampled(flight.hidden, flight.logit_index))
+        if mask is not None or not self.sampler.takes_any_dtype(flight.sample_rows):
+            logits = logits.float()
         sampled = self.sampler(
             logits,
             flight.sample_rows,
