@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "block_tiles.h"
 #include "dense.h"
 #include "packed.h"
 #include "rows.h"
@@ -20,9 +21,18 @@ void multiply(const qc_matrix& matrix, const void* x, void* out, int64_t m) {
     linear<Dtype>(from, matrix.width, matrix.weight, matrix.weight_stride, matrix.bias, out, matrix.rows, m, matrix.rows, matrix.width);
 }
 
-template <int Dtype>
+// MayTile: a test wants to compare.
+template <int Dtype, bool MayTile = true>
 void run_block(const qc_block& b, const qc_turn& turn, const void* x, const void* delta, void* stream, void* out) {
   const qc_attention& step = *turn.step;
+  qc_attention w = b.attention;
+  w.cos = turn.cos, w.sin = turn.sin, w.turned = turn.turned, w.turn_dtype = turn.dtype;
+  w.slots = step.slots, w.tables = step.tables, w.query_starts = step.query_starts, w.contexts = step.contexts;
+  w.tokens = step.tokens, w.rows = step.rows, w.table_stride = step.table_stride, w.block_size = step.block_size;
+  w.window = step.window, w.chunk = step.chunk;
+#if QC_TILES
+  if (MayTile && goes_by_tiles<Dtype>(b, step.tokens)) return run_block_by_tiles<Dtype>(b, w, x, delta, stream, out);
+#endif
   typedef typename Numbers<Dtype>::Type T;
   static thread_local std::vector<T> memory;
   const int64_t m = step.tokens, width = b.qkv.width, ffn = b.down.width, inner = b.o.width;
@@ -32,12 +42,7 @@ void run_block(const qc_block& b, const qc_turn& turn, const void* x, const void
 
   rms_norm<Dtype>(x, width, delta, b.norm_weight[0], stream, normed, m, width, b.eps[0], b.offset[0], b.wide[0]);
   multiply<Dtype>(b.qkv, normed, wide, m);
-  qc_attention w = b.attention;
   w.qkv = wide, w.qkv_stride = b.qkv.rows, w.out = middle;
-  w.cos = turn.cos, w.sin = turn.sin, w.turned = turn.turned, w.turn_dtype = turn.dtype;
-  w.slots = step.slots, w.tables = step.tables, w.query_starts = step.query_starts, w.contexts = step.contexts;
-  w.tokens = m, w.rows = step.rows, w.table_stride = step.table_stride, w.block_size = step.block_size;
-  w.window = step.window, w.chunk = step.chunk;
   attend_over<Dtype>(w);
   multiply<Dtype>(b.o, middle, back, m);
   rms_norm<Dtype>(delta ? stream : x, width, back, b.norm_weight[1], stream, normed, m, width, b.eps[1], b.offset[1], b.wide[1]);

@@ -54,14 +54,54 @@ inline void open_panel_of_kind(int64_t kind, const uint8_t* panel, int64_t block
   }
 }
 
-// Memory that is read next, brought nearer a few lines at a time while something else is computed.
+// Memory that is read next, in one place or two, brought nearer a few lines at a time while something else is computed.
 struct Soon {
-  const char* at;
-  int64_t lines;  // for each block of a product
+  const char *at, *other;  // other: null where there is none
+  int64_t lines;  // of each, for each block of a product
 
   void bring() {
     for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(at + 64 * i, 0, 2);
     at += 64 * lines;
+    if (!other) return;
+    for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(other + 64 * i, 0, 2);
+    other += 64 * lines;
+  }
+};
+
+// Rows of bfloat16 as tiles: [tiles of 16 rows, blocks, 16, 32].
+struct TiledRows {
+  char* data;
+  int64_t blocks;
+
+  char* tile(int64_t row) const { return data + row / 16 * blocks * 1024; }
+  char* line(int64_t row, int64_t block) const { return tile(row) + block * 1024 + row % 16 * 64; }
+
+  // `memory` is made large enough for `rows` of k numbers.
+  static TiledRows in(std::vector<char>& memory, int64_t rows, int64_t k) {
+    return {aligned(memory, (rows + 15) / 16 * (k / kBlock) * 1024), k / kBlock};
+  }
+
+  template <int Dtype>
+  void put(int64_t row, const typename Numbers<Dtype>::Type* from) const {
+    for (int64_t b = 0; b < blocks; ++b, from += kBlock) {
+      uint16_t* to = reinterpret_cast<uint16_t*>(line(row, b));
+      if (Dtype == QC_BF16) memcpy(to, from, 2 * kBlock);
+      else for (int i = 0; i < kBlock; i += kLanes) Numbers<QC_BF16>::write(to + i, Numbers<Dtype>::read(from + i));
+    }
+  }
+
+  // Rows that fill up the last tile are zero.
+  template <int Dtype>
+  void put_all(const typename Numbers<Dtype>::Type* x, int64_t x_stride, int64_t rows) const {
+    auto some = [&](int tile) {
+      for (int64_t row = tile * 16; row < tile * 16 + 16; ++row) {
+        if (row < rows) put<Dtype>(row, x + row * x_stride);
+        else for (int64_t b = 0; b < blocks; ++b) memset(line(row, b), 0, 64);
+      }
+    };
+    const int tiles = int((rows + 15) / 16);
+    if (tiles <= 2) for (int tile = 0; tile < tiles; ++tile) some(tile);
+    else each(tiles, some);
   }
 };
 
@@ -69,7 +109,7 @@ template <int Dtype>
 struct OpenProduct {
   typedef Numbers<Dtype> N;
   const Product& job;
-  const char* x;  // [tiles of 16 rows, blocks, 16, 32] bfloat16
+  const TiledRows x;
   int64_t blocks;
 
   static constexpr int64_t kTileBytes = 1024;
@@ -80,15 +120,15 @@ struct OpenProduct {
     return all;
   }
 
-  // A tiles of rows times B panels that lie one after the other; found [A * 16 rows][B * 16 columns].
+  // A tiles of rows times B panels, of which the second is `apart` bytes behind; found [A * 16 rows][B * 16 columns].
   template <int A, int B>
-  void multiply(const char* a, const char* b, Soon& soon, float* found) const {
+  void multiply(const char* a, const char* b, int64_t apart, Soon& soon, float* found) const {
     const int64_t next = blocks * kTileBytes;
     tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
     for (int64_t i = 0; i < blocks; ++i, a += kTileBytes, b += kTileBytes) {
       tile_load<4>(a, 64), tile_load<6>(b, 64);
       tile_dot_bfloats<0, 4, 6>();
-      if constexpr (B == 2) tile_load<7>(b + next, 64), tile_dot_bfloats<1, 4, 7>();
+      if constexpr (B == 2) tile_load<7>(b + apart, 64), tile_dot_bfloats<1, 4, 7>();
       if constexpr (A == 2) {
         tile_load<5>(a + next, 64);
         tile_dot_bfloats<B, 5, 6>();
@@ -107,7 +147,8 @@ struct OpenProduct {
     for (int64_t r = 0; r < rows; ++r, found += width) {
       typename N::Type* to = static_cast<typename N::Type*>(job.out) + (row + r) * job.out_stride + column;
       if (count < width || job.bias) write_columns<Dtype>(job, row + r, column, count, found);
-      else if (Dtype == QC_BF16 && width == 2 * kPanel) store_words(to, side_by_side((Floats)load_words(found), (Floats)load_words(found + kPanel)));
+      else if (Dtype == QC_BF16 && width == 2 * kPanel)
+        store_words(to, side_by_side((Floats)load_words(found), (Floats)load_words(found + kPanel)));
       else for (int64_t i = 0; i < width; i += kLanes) N::write(to + i, load(found + i));
     }
   }
@@ -117,12 +158,13 @@ struct OpenProduct {
     alignas(64) float found[4 * 256];
     for (int64_t row = from; row < to; row += 32) {
       const int tall = to - row > 16 ? 2 : 1;
-      const char* a = x + row / 16 * blocks * kTileBytes;
-      if (tall == 2 && many == 2) multiply<2, 2>(a, open, soon, found);
-      else if (tall == 2) multiply<2, 1>(a, open, soon, found);
-      else if (many == 2) multiply<1, 2>(a, open, soon, found);
-      else multiply<1, 1>(a, open, soon, found);
-      write(found, many * kPanel, row, to - row < 16 * tall ? to - row : 16 * tall, column, count < many * kPanel ? count : many * kPanel);
+      const char* a = x.tile(row);
+      const int64_t apart = blocks * kTileBytes, rows = to - row < 16 * tall ? to - row : 16 * tall;
+      if (tall == 2 && many == 2) multiply<2, 2>(a, open, apart, soon, found);
+      else if (tall == 2) multiply<2, 1>(a, open, apart, soon, found);
+      else if (many == 2) multiply<1, 2>(a, open, apart, soon, found);
+      else multiply<1, 1>(a, open, apart, soon, found);
+      write(found, many * kPanel, row, rows, column, count < many * kPanel ? count : many * kPanel);
     }
   }
 
@@ -141,7 +183,7 @@ struct OpenProduct {
         const int many = last - p > 1 ? 2 : 1;
         const char *stored = static_cast<const char*>(segment.data) + p * bytes, *open = stored;
         if (segment.kind != QC_B16) open = opened(segment.kind, stored, bytes, many, memory);
-        const Soon soon = {stored + 2 * bytes, p + 2 < last ? lines : 0};
+        const Soon soon = {stored + 2 * bytes, nullptr, p + 2 < last ? lines : 0};
         panels(open, many, column + p * kPanel, segment.rows - p * kPanel, row, end, soon);
       }
       column += segment.rows, before += num;
@@ -156,41 +198,33 @@ struct OpenProduct {
   }
 };
 
-// One tile of 16 rows, block by block; rows that are not there are zero.
+// work(first, last, row, end): panels [first, last), in pairs, for rows [row, end), so many that they stay near.
+template <class F>
+void share_panels(int64_t m, int64_t k, int64_t panels, F& work) {
+  int64_t tall = kSecondCache / (2 * k) / 32 * 32;
+  tall = tall < 64 ? 64 : tall;
+  const int64_t floors = (m + tall - 1) / tall, pairs = (panels + 1) / 2;
+  const int64_t wanted = (4 * threads() + floors - 1) / floors, parts = wanted < pairs ? wanted : pairs;
+  auto some = [&](int item) {
+    const int64_t row = item % floors * tall, part = item / floors, last = pairs * (part + 1) / parts * 2;
+    work(pairs * part / parts * 2, last < panels ? last : panels, row, row + tall < m ? row + tall : m);
+  };
+  each(int(floors * parts), some);
+}
+
 template <int Dtype>
-void round_tile(const typename Numbers<Dtype>::Type* x, int64_t x_stride, int64_t rows, int64_t k, uint16_t* to) {
-  for (int64_t b = 0; b < k; b += kBlock)
-    for (int64_t r = 0; r < 16; ++r, to += kBlock) {
-      if (r >= rows) memset(to, 0, 2 * kBlock);
-      else if (Dtype == QC_BF16) memcpy(to, x + r * x_stride + b, 2 * kBlock);
-      else
-        for (int i = 0; i < kBlock; i += kLanes)
-          Numbers<QC_BF16>::write(to + i, Numbers<Dtype>::read(x + r * x_stride + b + i));
-    }
+void product_of_tiles(const TiledRows& x, const Product& job, int64_t panels) {
+  const OpenProduct<Dtype> open = {job, x, x.blocks};
+  auto work = [&](int64_t first, int64_t last, int64_t row, int64_t end) { open.part(first, last, row, end); };
+  share_panels(job.m, job.x.k, panels, work);
 }
 
 template <int Dtype>
 void packed_by_opening(const typename Numbers<Dtype>::Type* x, int64_t x_stride, const Product& job, int64_t panels) {
   static thread_local std::vector<char> memory;
-  const int64_t k = job.x.k, blocks = k / kBlock, tiles = (job.m + 15) / 16, bytes = blocks * OpenProduct<Dtype>::kTileBytes;
-  char* rounded = aligned(memory, tiles * bytes);
-  auto round = [&](int tile) {
-    const int64_t row = int64_t(tile) * 16;
-    round_tile<Dtype>(x + row * x_stride, x_stride, job.m - row, k, reinterpret_cast<uint16_t*>(rounded + tile * bytes));
-  };
-  if (tiles <= 2) for (int tile = 0; tile < tiles; ++tile) round(tile);
-  else each(int(tiles), round);
-  const OpenProduct<Dtype> open = {job, rounded, blocks};
-  int64_t tall = kSecondCache / (2 * k) / 32 * 32;
-  tall = tall < 64 ? 64 : tall;
-  const int64_t floors = (job.m + tall - 1) / tall, pairs = (panels + 1) / 2;
-  const int64_t wanted = (4 * threads() + floors - 1) / floors, parts = wanted < pairs ? wanted : pairs;
-  auto work = [&](int item) {
-    const int64_t row = item % floors * tall, end = row + tall < job.m ? row + tall : job.m, part = item / floors;
-    const int64_t last = pairs * (part + 1) / parts * 2;
-    open.part(pairs * part / parts * 2, last < panels ? last : panels, row, end);
-  };
-  each(int(floors * parts), work);
+  const TiledRows tiled = TiledRows::in(memory, job.m, job.x.k);
+  tiled.put_all<Dtype>(x, x_stride, job.m);
+  product_of_tiles<Dtype>(tiled, job, panels);
 }
 
 }  // namespace QC_ISA

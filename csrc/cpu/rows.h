@@ -48,21 +48,24 @@ void norm_row(const typename Numbers<Dtype>::Type* x, const typename Numbers<Dty
   }
 }
 
+// sum = x + more; returns sum.
+template <int Dtype>
+const typename Numbers<Dtype>::Type* add_row(const typename Numbers<Dtype>::Type* x, const typename Numbers<Dtype>::Type* more,
+                                             typename Numbers<Dtype>::Type* sum, int64_t width) {
+  typedef Numbers<Dtype> N;
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) N::write(sum + i, N::read(x + i) + N::read(more + i));
+  for (; i < width; ++i) N::put_one(sum + i, N::one(x + i) + N::one(more + i));
+  return sum;
+}
+
 template <int Dtype>
 void rms_norm(const void* x, int64_t x_stride, const void* delta, const void* weight, void* sum, void* out, int64_t rows,
               int64_t width, float eps, float offset, int wide) {
-  typedef Numbers<Dtype> N;
-  typedef typename N::Type T;
+  typedef typename Numbers<Dtype>::Type T;
   auto work = [=](int64_t row) {
     const T* from = static_cast<const T*>(x) + row * x_stride;
-    if (delta) {
-      T* joined = static_cast<T*>(sum) + row * width;
-      const T* more = static_cast<const T*>(delta) + row * width;
-      int64_t i = 0;
-      for (; i + kLanes <= width; i += kLanes) N::write(joined + i, N::read(from + i) + N::read(more + i));
-      for (; i < width; ++i) N::put_one(joined + i, N::one(from + i) + N::one(more + i));
-      from = joined;
-    }
+    if (delta) from = add_row<Dtype>(from, static_cast<const T*>(delta) + row * width, static_cast<T*>(sum) + row * width, width);
     norm_row<Dtype>(from, static_cast<const T*>(weight), static_cast<T*>(out) + row * width, width, eps, offset, wide);
   };
   each_row(rows, width, work);

@@ -2,6 +2,7 @@
 #include "amx.h"
 #include "attention_tiles.h"
 #include "bfloats.h"
+#include "block.h"
 #include "opened.h"
 #include "panels.h"
 
@@ -28,6 +29,16 @@ QC_API void tiles_attend(const qc_attention* work) {
   if (work->dtype == QC_BF16) attend_over<QC_BF16>(*work);
   else if (work->dtype == QC_F16) attend_over<QC_F16>(*work);
   else attend_over<QC_F32>(*work);
+}
+
+QC_API void tiles_block(const qc_block* block, const qc_turn* turn, const void* x, const void* delta, void* stream, void* out, int tiles) {
+  if (block->dtype == QC_BF16 && tiles) run_block<QC_BF16>(*block, *turn, x, delta, stream, out);
+  else if (block->dtype == QC_BF16) run_block<QC_BF16, false>(*block, *turn, x, delta, stream, out);
+  else if (tiles) run_block<QC_F32>(*block, *turn, x, delta, stream, out);
+  else run_block<QC_F32, false>(*block, *turn, x, delta, stream, out);
+}
+QC_API int tiles_in_use(const qc_block* block, int64_t m) {
+  return block->dtype == QC_BF16 ? goes_by_tiles<QC_BF16>(*block, m) : goes_by_tiles<QC_F32>(*block, m);
 }
 
 QC_API void tiles_threads(int count) { set_threads(count); }
