@@ -46,7 +46,10 @@ struct GatedProduct {
   // Panels [from, to) of the result for rows [row, end).
   void part(int64_t from, int64_t to, int64_t row, int64_t end) const {
     static thread_local std::vector<char> gates, ups;
-    alignas(64) float found[4 * 256];
+    Waiting waiting;
+    auto writer = [this](const float* found, int, int64_t row, int64_t rows, int64_t column, int64_t) {
+      write(found, row, rows, column);
+    };
     Tiles tiles(OpenProduct<Dtype>::shapes());
     const int64_t blocks = product.blocks, passes = (end - row + 31) / 32, half = matrix.rows / 2;
     for (int64_t p = from; p < to; ++p) {
@@ -57,11 +60,13 @@ struct GatedProduct {
       Soon soon = {gate.data + gate.bytes, up.data + up.bytes, lines};
       for (int64_t r = row; r < end; r += 32) {
         const int tall = end - r > 16 ? 2 : 1;
+        float* found = waiting.room();
         if (tall == 2) product.template multiply<2, 2>(product.x.tile(r), first, second - first, soon, found);
         else product.template multiply<1, 2>(product.x.tile(r), first, second - first, soon, found);
-        write(found, r, end - r < 16 * tall ? end - r : 16 * tall, p * kPanel);
+        waiting.swap(2, r, end - r < 16 * tall ? end - r : 16 * tall, p * kPanel, kPanel, writer);
       }
     }
+    waiting.flush(writer);
   }
 };
 

@@ -105,6 +105,28 @@ struct TiledRows {
   }
 };
 
+// Sums that left the tiles are written while the next ones are computed: read at once, they would not be in memory yet.
+struct Waiting {
+  alignas(64) float found[2][4 * 256];
+  int now = 0, many = 0;  // panels of those that wait; 0: none do
+  int64_t row, rows, column, count;
+
+  float* room() { return found[now]; }
+
+  // What room() holds waits; write(found, ...) of what waited before.
+  template <class F>
+  void swap(int panels, int64_t at, int64_t num, int64_t first, int64_t columns, F&& write) {
+    flush(write);
+    many = panels, row = at, rows = num, column = first, count = columns, now = 1 - now;
+  }
+
+  template <class F>
+  void flush(F&& write) {
+    if (many) write(found[1 - now], many, row, rows, column, count);
+    many = 0;
+  }
+};
+
 template <int Dtype>
 struct OpenProduct {
   typedef Numbers<Dtype> N;
@@ -142,8 +164,9 @@ struct OpenProduct {
     if constexpr (A == 2 && B == 2) tile_store<3>(found + 528, 128);
   }
 
-  // found [rows, width] to the result; count: how many of `width` columns there are.
-  void write(const float* found, int64_t width, int64_t row, int64_t rows, int64_t column, int64_t count) const {
+  // found [rows, width of `many` panels] to the result; count: how many of these columns there are.
+  void write(const float* found, int many, int64_t row, int64_t rows, int64_t column, int64_t count) const {
+    const int64_t width = many * kPanel;
     for (int64_t r = 0; r < rows; ++r, found += width) {
       typename N::Type* to = static_cast<typename N::Type*>(job.out) + (row + r) * job.out_stride + column;
       if (count < width || job.bias) write_columns<Dtype>(job, row + r, column, count, found);
@@ -154,23 +177,32 @@ struct OpenProduct {
   }
 
   // `many` (1 or 2) open panels for rows [from, to); count: columns that they have together.
-  void panels(const char* open, int many, int64_t column, int64_t count, int64_t from, int64_t to, Soon soon) const {
-    alignas(64) float found[4 * 256];
+  void panels(const char* open, int many, int64_t column, int64_t count, int64_t from, int64_t to, Soon soon,
+              Waiting& waiting) const {
+    count = count < many * kPanel ? count : many * kPanel;
     for (int64_t row = from; row < to; row += 32) {
       const int tall = to - row > 16 ? 2 : 1;
       const char* a = x.tile(row);
-      const int64_t apart = blocks * kTileBytes, rows = to - row < 16 * tall ? to - row : 16 * tall;
+      const int64_t apart = blocks * kTileBytes;
+      float* found = waiting.room();
       if (tall == 2 && many == 2) multiply<2, 2>(a, open, apart, soon, found);
       else if (tall == 2) multiply<2, 1>(a, open, apart, soon, found);
       else if (many == 2) multiply<1, 2>(a, open, apart, soon, found);
       else multiply<1, 1>(a, open, apart, soon, found);
-      write(found, many * kPanel, row, rows, column, count < many * kPanel ? count : many * kPanel);
+      waiting.swap(many, row, to - row < 16 * tall ? to - row : 16 * tall, column, count, writer());
     }
+  }
+
+  auto writer() const {
+    return [this](const float* found, int many, int64_t row, int64_t rows, int64_t column, int64_t count) {
+      write(found, many, row, rows, column, count);
+    };
   }
 
   // Panels [from, to) of all segments, counted through, for rows [row, end).
   void part(int64_t from, int64_t to, int64_t row, int64_t end) const {
     static thread_local std::vector<char> memory;
+    Waiting waiting;
     const int64_t passes = (end - row + 31) / 32;
     Tiles tiles(shapes());
     int64_t column = 0, before = 0;
@@ -184,10 +216,11 @@ struct OpenProduct {
         const char *stored = static_cast<const char*>(segment.data) + p * bytes, *open = stored;
         if (segment.kind != QC_B16) open = opened(segment.kind, stored, bytes, many, memory);
         const Soon soon = {stored + 2 * bytes, nullptr, p + 2 < last ? lines : 0};
-        panels(open, many, column + p * kPanel, segment.rows - p * kPanel, row, end, soon);
+        panels(open, many, column + p * kPanel, segment.rows - p * kPanel, row, end, soon, waiting);
       }
       column += segment.rows, before += num;
     }
+    waiting.flush(writer());
   }
 
   const char* opened(int64_t kind, const char* stored, int64_t bytes, int many, std::vector<char>& memory) const {
@@ -204,6 +237,7 @@ void share_panels(int64_t m, int64_t k, int64_t panels, F& work) {
   int64_t tall = kSecondCache / (2 * k) / 32 * 32;
   tall = tall < 64 ? 64 : tall;
   const int64_t floors = (m + tall - 1) / tall, pairs = (panels + 1) / 2;
+  tall = ((m + floors - 1) / floors + 31) / 32 * 32;  // all of one size, so that none is too small for its panels
   const int64_t wanted = (4 * threads() + floors - 1) / floors, parts = wanted < pairs ? wanted : pairs;
   auto some = [&](int item) {
     const int64_t row = item % floors * tall, part = item / floors, last = pairs * (part + 1) / parts * 2;

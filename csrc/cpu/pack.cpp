@@ -213,13 +213,19 @@ QC_API int qc_pack_float(int kind, const void* from, int dtype, int64_t rows, in
 static int64_t in_panel(int64_t row, int64_t i) { return i / 2 * 2 * kPanel + 2 * row + i % 2; }
 
 static void unpack_bfloats(const uint16_t* all, int64_t width, const int64_t* index, int64_t count, void* out, int dtype) {
-  for (int64_t n = 0; n < count; ++n)
-    for (int64_t i = 0; i < width; ++i) {
+  auto one = [=](int n) {
+    const uint16_t* from = all + index[n] / kPanel * kPanel * width + in_panel(index[n] % kPanel, 0);
+    for (int64_t i = 0; i < width; i += 2, from += 2 * kPanel) {
       const int64_t at = n * width + i;
-      const uint16_t bits = all[index[n] / kPanel * kPanel * width + in_panel(index[n] % kPanel, i)];
-      if (dtype == QC_F32) static_cast<float*>(out)[at] = bfloat_to_float(bits);
-      else static_cast<uint16_t*>(out)[at] = dtype == QC_BF16 ? bits : float_to_half(bfloat_to_float(bits));
+      if (dtype == QC_BF16) memcpy(static_cast<uint16_t*>(out) + at, from, 4);
+      else for (int j = 0; j < 2; ++j) {
+        const float value = bfloat_to_float(from[j]);
+        if (dtype == QC_F32) static_cast<float*>(out)[at + j] = value;
+        else static_cast<uint16_t*>(out)[at + j] = float_to_half(value);
+      }
     }
+  };
+  each(int(count), one);
 }
 
 QC_API int qc_lay_panels(void* weight, int64_t rows, int64_t width, int back) {

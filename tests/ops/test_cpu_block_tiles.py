@@ -26,8 +26,9 @@ class Case:
             segments = (Segment * len(parts))(*(Segment(KINDS[p.kind], p.rows, p.data.data_ptr()) for p in parts))
             added = draw(sum(rows), seed=90 + i, dtype=dtype) if bias and name != "up" else None
             self.held += [parts, segments, added]
-            setattr(work, name, MatrixWork(ctypes.addressof(segments), None, None if added is None else added.data_ptr(),
-                                           len(parts), sum(rows), INNER[name], 0))  # fmt: skip
+            at = None if added is None else added.data_ptr()
+            matrix = MatrixWork(ctypes.addressof(segments), None, at, len(parts), sum(rows), INNER[name], 0)
+            setattr(work, name, matrix)
         for i in range(2):
             weight = (draw(WIDTH, seed=80 + i) * 0.1 + 1).to(dtype)
             self.held.append(weight)
@@ -48,9 +49,15 @@ class Case:
         """Two rows of prompts."""
         first = self.m // 3
         tables = torch.arange(2 * 32, dtype=torch.int32).view(2, 32)
-        places = torch.cat([tables[i].repeat_interleave(16)[:n] * 16 + torch.arange(n) % 16 for i, n in enumerate((first, self.m - first))])  # fmt: skip
-        kept = {"slots": places.long(), "tables": tables, "query_starts": torch.tensor([0, first, self.m], dtype=torch.int32),
-                "contexts": torch.tensor([first, self.m - first], dtype=torch.int32)}  # fmt: skip
+        lengths = (first, self.m - first)
+        places = [
+            row.repeat_interleave(16)[:n] * 16 + torch.arange(n) % 16 for row, n in zip(tables, lengths, strict=True)
+        ]
+        kept = {
+            "slots": torch.cat(places).long(), "tables": tables,
+            "query_starts": torch.tensor([0, first, self.m], dtype=torch.int32),
+            "contexts": torch.tensor(lengths, dtype=torch.int32),
+        }  # fmt: skip
         step = AttentionWork(**{name: tensor.data_ptr() for name, tensor in kept.items()})
         step.tokens, step.rows, step.table_stride, step.block_size = self.m, 2, 32, 16
         angles = torch.arange(self.m)[:, None] * torch.linspace(0.01, 1, SIZE // 2)[None]
@@ -58,11 +65,11 @@ class Case:
         self.held += [kept, step, cos, sin]
         return TurnWork(ctypes.addressof(step), cos.data_ptr(), sin.data_ptr(), SIZE, DTYPES[self.dtype])
 
-    def run(self, library, tiles, with_delta):
+    def run(self, blocks, tiles, with_delta):
         x, delta = draw(self.m, WIDTH, seed=1, dtype=self.dtype), draw(self.m, WIDTH, seed=2, dtype=self.dtype)
         stream, out = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
         self.cache.zero_()
-        library.tiles_block(
+        blocks.tiles_block(
             ctypes.addressof(self.work), ctypes.addressof(self.turn), x.data_ptr(),
             delta.data_ptr() if with_delta else None, stream.data_ptr(), out.data_ptr(), tiles,
         )  # fmt: skip
