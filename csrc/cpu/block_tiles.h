@@ -33,7 +33,7 @@ struct GatedProduct {
   }
 
   // found [rows, gate 16 | up 16].
-  void write(const float* found, int64_t row, int64_t rows, int64_t column) const {
+  QC_INLINE void write(const float* found, int64_t row, int64_t rows, int64_t column) const {
     for (int64_t r = 0; r < rows; ++r, found += 2 * kPanel) {
       uint16_t* to = reinterpret_cast<uint16_t*>(out.line(row + r, column / kBlock)) + column % kBlock;
       for (int i = 0; i < kPanel; i += kLanes) {
@@ -47,7 +47,7 @@ struct GatedProduct {
   void part(int64_t from, int64_t to, int64_t row, int64_t end) const {
     static thread_local std::vector<char> gates, ups;
     Waiting waiting;
-    auto writer = [this](const float* found, int, int64_t row, int64_t rows, int64_t column, int64_t) {
+    auto writer = [this](const float* found, int, int64_t row, int64_t rows, int64_t column, int64_t) QC_INLINE {
       write(found, row, rows, column);
     };
     Tiles tiles(OpenProduct<Dtype>::shapes());
@@ -60,13 +60,12 @@ struct GatedProduct {
       Soon soon = {gate.data + gate.bytes, up.data + up.bytes, lines};
       for (int64_t r = row; r < end; r += 32) {
         const int tall = end - r > 16 ? 2 : 1;
-        float* found = waiting.room();
-        if (tall == 2) product.template multiply<2, 2>(product.x.tile(r), first, second - first, soon, found);
-        else product.template multiply<1, 2>(product.x.tile(r), first, second - first, soon, found);
-        waiting.swap(2, r, end - r < 16 * tall ? end - r : 16 * tall, p * kPanel, kPanel, writer);
+        if (tall == 2) product.template multiply<2, 2>(product.x.tile(r), first, second - first, soon, waiting, writer);
+        else product.template multiply<1, 2>(product.x.tile(r), first, second - first, soon, waiting, writer);
+        waiting.put(2, r, end - r < 16 * tall ? end - r : 16 * tall, p * kPanel, kPanel);
       }
     }
-    waiting.flush(writer);
+    waiting.some(waiting.rows, writer);
   }
 };
 

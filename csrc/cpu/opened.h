@@ -105,26 +105,29 @@ struct TiledRows {
   }
 };
 
-// Sums that left the tiles are written while the next ones are computed: read at once, they would not be in memory yet.
+// Sums that left the tiles, and are written a few rows at a time while the next ones are computed: vectors are at work then
+// beside the tiles.
 struct Waiting {
   alignas(64) float found[2][4 * 256];
-  int now = 0, many = 0;  // panels of those that wait; 0: none do
-  int64_t row, rows, column, count;
+  int now = 0, many = 0;  // many: panels of those that wait
+  int64_t row, rows = 0, column, count;  // rows from `row` on are left
 
   float* room() { return found[now]; }
 
-  // What room() holds waits; write(found, ...) of what waited before.
-  template <class F>
-  void swap(int panels, int64_t at, int64_t num, int64_t first, int64_t columns, F&& write) {
-    flush(write);
-    many = panels, row = at, rows = num, column = first, count = columns, now = 1 - now;
+  // What room() holds waits from here on; nothing does before.
+  void put(int panels, int64_t at, int64_t num, int64_t first, int64_t columns) {
+    many = panels, row = at, rows = num, column = first, count = columns, now = 1 - now, next_ = found[1 - now];
   }
 
   template <class F>
-  void flush(F&& write) {
-    if (many) write(found[1 - now], many, row, rows, column, count);
-    many = 0;
+  QC_INLINE void some(int64_t most, const F& write) {
+    const int64_t num = most < rows ? most : rows;
+    write(next_, many, row, num, column, count);
+    next_ += num * many * kPanel, row += num, rows -= num;
   }
+
+ private:
+  const float* next_;
 };
 
 template <int Dtype>
@@ -142,10 +145,12 @@ struct OpenProduct {
     return all;
   }
 
-  // A tiles of rows times B panels, of which the second is `apart` bytes behind; found [A * 16 rows][B * 16 columns].
-  template <int A, int B>
-  void multiply(const char* a, const char* b, int64_t apart, Soon& soon, float* found) const {
-    const int64_t next = blocks * kTileBytes;
+  // A tiles of rows times B panels, of which the second is `apart` bytes behind, to [A * 16 rows][B * 16 columns] of the
+  // room; what waits is written meanwhile.
+  template <int A, int B, class F>
+  void multiply(const char* a, const char* b, int64_t apart, Soon& soon, Waiting& waiting, const F& write) const {
+    const int64_t next = blocks * kTileBytes, share = (waiting.rows + blocks - 1) / blocks;
+    float* found = waiting.room();
     tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
     for (int64_t i = 0; i < blocks; ++i, a += kTileBytes, b += kTileBytes) {
       tile_load<4>(a, 64), tile_load<6>(b, 64);
@@ -157,6 +162,7 @@ struct OpenProduct {
         if constexpr (B == 2) tile_dot_bfloats<3, 5, 7>();
       }
       soon.bring();
+      waiting.some(share, write);
     }
     tile_store<0>(found, 64 * B);
     if constexpr (B == 2) tile_store<1>(found + 16, 128);
@@ -165,7 +171,7 @@ struct OpenProduct {
   }
 
   // found [rows, width of `many` panels] to the result; count: how many of these columns there are.
-  void write(const float* found, int many, int64_t row, int64_t rows, int64_t column, int64_t count) const {
+  QC_INLINE void write(const float* found, int many, int64_t row, int64_t rows, int64_t column, int64_t count) const {
     const int64_t width = many * kPanel;
     for (int64_t r = 0; r < rows; ++r, found += width) {
       typename N::Type* to = static_cast<typename N::Type*>(job.out) + (row + r) * job.out_stride + column;
@@ -184,17 +190,16 @@ struct OpenProduct {
       const int tall = to - row > 16 ? 2 : 1;
       const char* a = x.tile(row);
       const int64_t apart = blocks * kTileBytes;
-      float* found = waiting.room();
-      if (tall == 2 && many == 2) multiply<2, 2>(a, open, apart, soon, found);
-      else if (tall == 2) multiply<2, 1>(a, open, apart, soon, found);
-      else if (many == 2) multiply<1, 2>(a, open, apart, soon, found);
-      else multiply<1, 1>(a, open, apart, soon, found);
-      waiting.swap(many, row, to - row < 16 * tall ? to - row : 16 * tall, column, count, writer());
+      if (tall == 2 && many == 2) multiply<2, 2>(a, open, apart, soon, waiting, writer());
+      else if (tall == 2) multiply<2, 1>(a, open, apart, soon, waiting, writer());
+      else if (many == 2) multiply<1, 2>(a, open, apart, soon, waiting, writer());
+      else multiply<1, 1>(a, open, apart, soon, waiting, writer());
+      waiting.put(many, row, to - row < 16 * tall ? to - row : 16 * tall, column, count);
     }
   }
 
   auto writer() const {
-    return [this](const float* found, int many, int64_t row, int64_t rows, int64_t column, int64_t count) {
+    return [this](const float* found, int many, int64_t row, int64_t rows, int64_t column, int64_t count) QC_INLINE {
       write(found, many, row, rows, column, count);
     };
   }
@@ -220,7 +225,7 @@ struct OpenProduct {
       }
       column += segment.rows, before += num;
     }
-    waiting.flush(writer());
+    waiting.some(waiting.rows, writer());
   }
 
   const char* opened(int64_t kind, const char* stored, int64_t bytes, int many, std::vector<char>& memory) const {

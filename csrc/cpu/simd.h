@@ -285,6 +285,10 @@ struct Numbers {
   }
   static float rounded(float v) { return Dtype == QC_BF16 ? bfloat_to_float(float_to_bfloat(v)) : half_to_float(float_to_half(v)); }
   static vf all_rounded(vf v) {
+    if constexpr (Dtype == QC_BF16) {  // as float_to_bfloat
+      vi bits = (vi)v, odd = (vi)(v != v), up = bits + 0x7fff + ((bits >> 16) & 1);
+      return (vf)(((up & ~odd) | ((bits | 0x400000) & odd)) & int32_t(0xffff0000));
+    }
     Type numbers[kLanes];
     write(numbers, v);
     return read(numbers);
