@@ -37,8 +37,9 @@ QC_INLINE inline void constant_times(F&& body) {
 #endif
 constexpr int64_t kSecondCache = QC_SECOND_CACHE;  // bytes of input that a core works on at a time
 
+// `memory` grows where it must: what shrinks would be cleared when it grows again.
 inline char* aligned(std::vector<char>& memory, int64_t bytes) {
-  memory.resize(size_t(bytes + 64));
+  if (memory.size() < size_t(bytes + 64)) memory.resize(size_t(bytes + 64));
   return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
 }
 

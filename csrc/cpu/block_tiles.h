@@ -38,7 +38,7 @@ struct GatedProduct {
       uint16_t* to = reinterpret_cast<uint16_t*>(out.line(row + r, column / kBlock)) + column % kBlock;
       for (int i = 0; i < kPanel; i += kLanes) {
         const vf gate = N::all_rounded(load(found + i)), up = N::all_rounded(load(found + kPanel + i));
-        Numbers<QC_BF16>::write(to + i, N::all_rounded(act_of<Act, Dtype == QC_F32>(gate)) * up);
+        Numbers<QC_BF16>::write(to + i, N::all_rounded(N::all_rounded(act_of<Act, Dtype == QC_F32>(gate)) * up));
       }
     }
   }
@@ -135,7 +135,8 @@ void run_block_by_tiles(const qc_block& b, qc_attention& attention, const void* 
   static thread_local std::vector<T> memory;
   static thread_local std::vector<char> of_rows, of_gate;
   const int64_t m = attention.tokens, width = b.qkv.width, inner = b.o.width, wider = width > inner ? width : inner;
-  memory.resize(size_t(m * (b.qkv.rows + inner + width)));
+  const size_t room = size_t(m * (b.qkv.rows + inner + width));
+  if (memory.size() < room) memory.resize(room);
   T *qkv = memory.data(), *attended = qkv + m * b.qkv.rows, *back = attended + m * inner;
   char* both = TiledRows::in(of_rows, m, wider).data;  // one after the other is there
   const TiledRows rows = {both, width / kBlock}, heads = {both, inner / kBlock}, gated = TiledRows::in(of_gate, m, b.down.width);

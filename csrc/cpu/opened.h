@@ -110,7 +110,7 @@ struct TiledRows {
 struct Waiting {
   alignas(64) float found[2][4 * 256];
   int now = 0, many = 0;  // many: panels of those that wait
-  int64_t row, rows = 0, column, count;  // rows from `row` on are left
+  int64_t row = 0, rows = 0, column = 0, count = 0;  // rows from `row` on are left
 
   float* room() { return found[now]; }
 
@@ -127,7 +127,7 @@ struct Waiting {
   }
 
  private:
-  const float* next_;
+  const float* next_ = nullptr;
 };
 
 template <int Dtype>
@@ -229,7 +229,7 @@ struct OpenProduct {
   }
 
   const char* opened(int64_t kind, const char* stored, int64_t bytes, int many, std::vector<char>& memory) const {
-    char* open = aligned(memory, 2 * blocks * kTileBytes);
+    char* open = aligned(memory, many * blocks * kTileBytes);
     for (int m = 0; m < many; ++m)
       open_panel_of_kind(kind, reinterpret_cast<const uint8_t*>(stored) + m * bytes, blocks, open + m * blocks * kTileBytes);
     return open;
@@ -239,6 +239,7 @@ struct OpenProduct {
 // work(first, last, row, end): panels [first, last), in pairs, for rows [row, end), so many that they stay near.
 template <class F>
 void share_panels(int64_t m, int64_t k, int64_t panels, F& work) {
+  if (m <= 0) return;
   int64_t tall = kSecondCache / (2 * k) / 32 * 32;
   tall = tall < 64 ? 64 : tall;
   const int64_t floors = (m + tall - 1) / tall, pairs = (panels + 1) / 2;

@@ -28,8 +28,8 @@ class CacheConfig(Group):
     )
     cache_dtype: str = option(
         "auto",
-        "Precision of cached keys and values; auto is the model's, or 16 bits where blocks of a GGUF file are multiplied "
-        "as stored. On CPU also another 16-bit type, or bytes with a scale for each token and head.",
+        "Precision of cached keys and values; auto is the model's, or 16 bits where blocks of a GGUF file are "
+        "multiplied as stored. On CPU also another 16-bit type, or bytes with a scale for each token and head.",
         LATER,
         ready=("auto", "bfloat16", "float16", "int8_per_token_head"),
         why="auto, bfloat16, float16 and int8_per_token_head (the last on CPU) are built",

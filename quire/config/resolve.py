@@ -312,14 +312,18 @@ def _gpu_dtype(config: EngineConfig) -> str:
     return dtype
 
 
-@cache
 def cpu_multiplies_bfloat16() -> bool:
     """True if this CPU has instructions for bfloat16 products."""
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(cpu_flags())
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """What this CPU can do, in Linux's words; nothing elsewhere."""
     if platform.system() != "Linux":
-        return False
+        return frozenset()
     with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-        flags = next((line for line in file if line.startswith(("flags", "Features"))), "")
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags.split())
+        return frozenset(next((line for line in file if line.startswith(("flags", "Features"))), "").split())
 
 
 def choose_length(asked: Asked, config: EngineConfig) -> EngineConfig:
@@ -522,9 +526,10 @@ def choose_cache(asked: Asked, config: EngineConfig) -> EngineConfig:
 def _cache_dtype(config: EngineConfig) -> str:
     """The model's; but 16 bits beside blocks of a few bits, whose float32 activations have no more to say."""
     model = config.model_config
-    if model.weight_form != "stored" or model.dtype != "float32":
+    if model.weight_form != "stored" or model.dtype != "float32" or native.library() is None:
         return model.dtype
-    return "bfloat16" if cpu_multiplies_bfloat16() else "float16"
+    by_tiles = "amx_bf16" in cpu_flags() and env.CPU_KERNELS.get() in ("auto", "amx")
+    return "bfloat16" if by_tiles else "float16"  # attention by tiles knows bfloat16 alone
 
 
 def finish(asked: Asked, config: EngineConfig) -> EngineConfig:

@@ -14,7 +14,7 @@ from quire.quant.scheme import Slot, Storage
 class Embedding(nn.Module):
     """A table of vectors. `offset` is added to the index: some tables keep their first rows for other uses."""
 
-    weight: nn.Parameter  # plain schemes only
+    weight: nn.Parameter  # plain schemes and panels only
 
     def __init__(
         self, name: str, rows: int, width: int, storage: Storage, *, scale: float = 1.0, offset: int = 0
@@ -56,7 +56,7 @@ class SinePositions(nn.Module):
 class Head(nn.Module):
     """Hidden states to logits; shares the embedding's table when `tied` is given."""
 
-    weight: nn.Parameter  # plain schemes only
+    weight: nn.Parameter  # plain schemes and panels only
     bias: nn.Parameter | None
 
     def __init__(

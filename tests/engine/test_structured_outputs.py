@@ -43,6 +43,7 @@ def test_every_finished_answer_is_valid_json(llm: LLM, temperature: float) -> No
     ended = [(a, s) for a, s in zip(answers, SCHEMAS, strict=True) if a.finish_reason == "stop"]
     for answer, schema in ended:
         validates(answer.text, schema)
+    # the others ran out of tokens: small models repeat themselves inside open texts and numbers
     assert len(ended) >= len(SCHEMAS) * 0.75, [a.text for a in answers if a.finish_reason != "stop"]
 
 

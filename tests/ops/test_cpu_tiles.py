@@ -124,14 +124,13 @@ def test_products_of_panels(library, any_bits, width, same):
     parts = [laid(80, width, 1), laid(16, width, 2), laid(48, width, 3)]
     weight = torch.cat([packed.unpack(part) for part in parts])
     library.tiles_threads(1 if width == 96 else 2)
-    for m in (1, 2, 3, 5, 6, 7, 16, 17, 33, 64, 70, 150):
+    for m in (0, 1, 2, 3, 5, 6, 7, 16, 17, 33, 64, 70, 150):
         x = draw(m, width + 32, seed=m, dtype=torch.bfloat16)[:, :width]
         for bias in (None, draw(144, seed=3, dtype=torch.bfloat16)):
             found = multiply(library, x, parts, bias)
             wanted = F.linear(x.float(), weight, None if bias is None else bias.float())
-            assert (found.float() - wanted).abs().max() < 0.01 * wanted.abs().max()
             torch.testing.assert_close(found.float(), wanted, rtol=0.01, atol=0.02)
-            for row in {0, m // 2, m - 1} if same else ():
+            for row in {0, m // 2, m - 1} if same and m else ():
                 assert torch.equal(multiply(library, x[row : row + 1], parts, bias)[0], found[row])
 
 
