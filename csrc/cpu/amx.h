@@ -200,7 +200,7 @@ inline void tiled_panels(const Product& job, WriteTile write, int64_t from, int6
   int64_t column = 0, before = 0;
   for (int64_t i = 0; i < job.num_segments; ++i) {
     const qc_segment& segment = job.segments[i];
-    const int64_t panels = (segment.rows + kPanel - 1) / kPanel, bytes = job.x.k / kBlock * kForms[segment.kind].bytes();
+    const int64_t panels = panels_of(segment), bytes = job.x.k / kBlock * kForms[segment.kind].bytes();
     if (before >= to || before + panels <= from) {
       column += segment.rows, before += panels;
       continue;

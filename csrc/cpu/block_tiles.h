@@ -73,7 +73,7 @@ template <int Dtype, int Act>
 void gated_product(const qc_matrix& matrix, const TiledRows& x, int64_t m, const TiledRows& out) {
   const Product job = {{nullptr, nullptr, nullptr, nullptr, matrix.width}, matrix.segments, matrix.num_segments, m, 0, nullptr,
                        nullptr, nullptr};
-  const GatedProduct<Dtype, Act> gated = {matrix, {job, x, x.blocks}, out};
+  const GatedProduct<Dtype, Act> gated = {matrix, {job, x}, out};
   auto work = [&](int64_t first, int64_t last, int64_t row, int64_t end) { gated.part(first, last, row, end); };
   share_panels(m, matrix.width, matrix.rows / 2 / kPanel, work);
 }
@@ -91,11 +91,9 @@ void gated_product_by(int act, const qc_matrix& matrix, const TiledRows& x, int6
 
 template <int Dtype>
 void product_of_tiles(const qc_matrix& matrix, const TiledRows& x, void* out, int64_t m) {
-  int64_t panels = 0;
-  for (int64_t i = 0; i < matrix.num_segments; ++i) panels += (matrix.segments[i].rows + kPanel - 1) / kPanel;
   const Product job = {{nullptr, nullptr, nullptr, nullptr, matrix.width}, matrix.segments, matrix.num_segments, m, matrix.rows,
                        matrix.bias, out, write_columns<Dtype>};
-  product_of_tiles<Dtype>(x, job, panels);
+  product_of_tiles<Dtype>(x, job, count_panels(matrix.segments, matrix.num_segments));
 }
 
 // As rms_norm() of rows.h, but the result becomes tiles.

@@ -135,7 +135,7 @@ struct OpenProduct {
   typedef Numbers<Dtype> N;
   const Product& job;
   const TiledRows x;
-  int64_t blocks;
+  const int64_t blocks = x.blocks;
 
   static constexpr int64_t kTileBytes = 1024;
 
@@ -213,7 +213,7 @@ struct OpenProduct {
     int64_t column = 0, before = 0;
     for (int64_t i = 0; i < job.num_segments; ++i) {
       const qc_segment& segment = job.segments[i];
-      const int64_t num = (segment.rows + kPanel - 1) / kPanel, bytes = blocks * kForms[segment.kind].bytes();
+      const int64_t num = panels_of(segment), bytes = blocks * kForms[segment.kind].bytes();
       const int64_t last = to - before < num ? to - before : num;
       const int64_t lines = (2 * bytes / 64 + passes * blocks - 1) / (passes * blocks);
       for (int64_t p = from > before ? from - before : 0; p < last; p += 2) {
@@ -254,7 +254,7 @@ void share_panels(int64_t m, int64_t k, int64_t panels, F& work) {
 
 template <int Dtype>
 void product_of_tiles(const TiledRows& x, const Product& job, int64_t panels) {
-  const OpenProduct<Dtype> open = {job, x, x.blocks};
+  const OpenProduct<Dtype> open = {job, x};
   auto work = [&](int64_t first, int64_t last, int64_t row, int64_t end) { open.part(first, last, row, end); };
   share_panels(job.m, job.x.k, panels, work);
 }

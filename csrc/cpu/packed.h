@@ -254,16 +254,23 @@ inline void panel_of_kind(int64_t kind, const Product& job, const uint8_t* panel
   }
 }
 
-// Panels [from, to) of all segments, counted through, times rows [row, last).
-inline void some_panels(const Product& job, int64_t from, int64_t to, int64_t row, int64_t last) {
+inline int64_t panels_of(const qc_segment& segment) { return (segment.rows + kPanel - 1) / kPanel; }
+
+inline int64_t count_panels(const qc_segment* segments, int64_t num_segments) {
+  int64_t panels = 0;
+  for (int64_t i = 0; i < num_segments; ++i) panels += panels_of(segments[i]);
+  return panels;
+}
+
+// body(kind, panel, column, count) for panels [from, to) of all segments, counted through; count: columns from there on.
+template <class F>
+void over_panels(const Product& job, int64_t from, int64_t to, const F& body) {
   int64_t column = 0, before = 0;
   for (int64_t i = 0; i < job.num_segments; ++i) {
     const qc_segment& segment = job.segments[i];
-    const int64_t panels = (segment.rows + kPanel - 1) / kPanel;
-    const int64_t bytes = job.x.k / kBlock * kForms[segment.kind].bytes();
+    const int64_t panels = panels_of(segment), bytes = job.x.k / kBlock * kForms[segment.kind].bytes();
     for (int64_t p = from > before ? from - before : 0; p < panels && before + p < to; ++p)
-      panel_of_kind(segment.kind, job, static_cast<const uint8_t*>(segment.data) + p * bytes, row, last,
-                    column + p * kPanel, segment.rows - p * kPanel);
+      body(segment.kind, static_cast<const uint8_t*>(segment.data) + p * bytes, column + p * kPanel, segment.rows - p * kPanel);
     column += segment.rows, before += panels;
   }
 }
@@ -284,8 +291,7 @@ void linear_in_panels(const typename Numbers<Dtype>::Type* x, int64_t x_stride, 
 template <int Dtype>
 void linear_packed(const typename Numbers<Dtype>::Type* x, int64_t x_stride, int64_t m, int64_t k,
                    const qc_segment* segments, int64_t num_segments, const void* bias, void* out, int64_t out_stride) {
-  int64_t panels = 0;
-  for (int64_t i = 0; i < num_segments; ++i) panels += (segments[i].rows + kPanel - 1) / kPanel;
+  const int64_t panels = count_panels(segments, num_segments);
   Product job = {{nullptr, nullptr, nullptr, nullptr, k}, segments, num_segments, m, out_stride, bias, out, write_columns<Dtype>};
   if (segments[0].kind == QC_B16) return linear_in_panels<Dtype>(x, x_stride, job, panels);
 #if QC_TILES
@@ -317,7 +323,10 @@ void linear_packed(const typename Numbers<Dtype>::Type* x, int64_t x_stride, int
   const int64_t floors = (m + tall - 1) / tall;
   auto work = [&](int item) {
     const int64_t part = item % parts, floor = item / parts, last = (floor + 1) * tall;
-    some_panels(job, panels * part / parts, panels * (part + 1) / parts, floor * tall, last < m ? last : m);
+    over_panels(job, panels * part / parts, panels * (part + 1) / parts,
+                [&](int64_t kind, const uint8_t* panel, int64_t column, int64_t count) {
+                  panel_of_kind(kind, job, panel, floor * tall, last < m ? last : m, column, count);
+                });
   };
   each(int(parts * floors), work);
 }

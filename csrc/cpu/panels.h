@@ -67,24 +67,16 @@ void linear_in_panels(const typename Numbers<Dtype>::Type* x, int64_t x_stride, 
 #if QC_TILES
   if (Dtype == QC_BF16 && (job.m >= kFewestTiled || same_bits())) return packed_by_opening<Dtype>(x, x_stride, job, panels);
 #endif
-  const int64_t k = job.x.k, bytes = k / kBlock * kForms[QC_B16].bytes();
-  int64_t tall = kRowBytes / k / 8 * 8;
+  int64_t tall = kRowBytes / job.x.k / 8 * 8;
   if (tall < 64) tall = 64;
   const int64_t floors = (job.m + tall - 1) / tall, parts = panels < 4 * threads() ? panels : 4 * threads();
   auto work = [&](int item) {
     const int64_t part = item % parts, row = item / parts * tall, last = row + tall < job.m ? row + tall : job.m;
-    const int64_t from = panels * part / parts, to = panels * (part + 1) / parts;
-    int64_t column = 0, before = 0;
-    for (int64_t i = 0; i < job.num_segments; ++i) {
-      const qc_segment& segment = job.segments[i];
-      const int64_t num = (segment.rows + kPanel - 1) / kPanel;
-      for (int64_t p = from > before ? from - before : 0; p < num && before + p < to; ++p) {
-        const int64_t left = segment.rows - p * kPanel;
-        panel_for_rows<Dtype>(x, x_stride, job, static_cast<const char*>(segment.data) + p * bytes, column + p * kPanel,
-                              left < kPanel ? left : kPanel, row, last);
-      }
-      column += segment.rows, before += num;
-    }
+    over_panels(job, panels * part / parts, panels * (part + 1) / parts,
+                [&](int64_t, const uint8_t* panel, int64_t column, int64_t count) {
+                  panel_for_rows<Dtype>(x, x_stride, job, reinterpret_cast<const char*>(panel), column,
+                                        count < kPanel ? count : kPanel, row, last);
+                });
   };
   each(int(floors * parts), work);
 }
