@@ -1,7 +1,6 @@
 """A whole block by tile registers (csrc/cpu/block_tiles.h) against the same kernels one after another, emulated."""
 
 import ctypes
-from ctypes import c_int, c_int64, c_void_p
 
 import pytest
 import torch
@@ -9,7 +8,9 @@ import torch
 from quire.ops import packed
 from quire.ops.cpu.block import BlockWork, MatrixWork, TurnWork
 from quire.ops.cpu.native import DTYPES, KINDS, AttentionWork, Segment
-from tests.ops.test_cpu_tiles import draw, laid, library, pytestmark, random_panels  # noqa: F401
+from tests.emulated_tiles import CANNOT_BUILD, build, draw, laid, random_panels
+
+pytestmark = CANNOT_BUILD
 
 HEADS, KV_HEADS, SIZE, WIDTH, FFN = 6, 2, 32, 96, 160
 ROWS = {"qkv": (HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE), "o": (WIDTH,), "up": (FFN, FFN), "down": (WIDTH,)}
@@ -76,10 +77,13 @@ class Case:
         return stream, out, self.cache.clone()
 
 
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("tiles"))
+
+
 @pytest.fixture
-def blocks(library):  # noqa: F811
-    library.tiles_block.argtypes = (*[c_void_p] * 6, c_int)
-    library.tiles_in_use.argtypes = (c_void_p, c_int64)
+def blocks(library):
     library.tiles_threads(2)
     yield library
     library.tiles_same_bits(1)
