@@ -4,6 +4,7 @@ In memory a page is [kv heads, tokens, entries] of keys, then the same of values
 (ops/triton/attention.py), made at the first layer that runs and shared by those of the same shape:
 
     host lists    eager: rows of few queries ──▶ "few", small tiles; all others ──▶ "many", large tiles
+    refilled      captured steps of any mix: the same two lists in fixed room, written by the host before each replay
     device list   captured decodes, and those of an eager step where they are many: cut into parts by a kernel from the
                   contexts of the moment; where many begin with the same blocks, "shared": read once for all of them
     fixed         no parts, nothing shared, keys in steps of one length: a query's arithmetic never depends on its
@@ -47,6 +48,8 @@ from quire.schema.kv import KVGroup, KVKind, KVSpec
 LEAST_KEYS = 256  # worth a part of their own
 SHARE_ROWS = 16  # decodes in a step from which on a shared prefix is looked for
 CROWD = 64  # decodes in a step that fill the device without being cut
+MIXED_ROWS = 320  # rows of few queries that the lists of a captured mixed step have room for
+MIXED_PROMPTS = 64  # and prompt chunks
 
 
 class TritonCache:
@@ -156,71 +159,15 @@ def choose_tiles(dtype: torch.dtype, dk: int, dv: int, *, latent: bool, group: i
     )  # fmt: skip
 
 
-class HostLists:
-    """Work lists of one eager step, made with numpy and sent in one copy."""
+class Cutter(NamedTuple):
+    """How queries are cut into tiles, and the keys of a tile into parts."""
 
-    def __init__(self, step: GroupStep, tables: Tensor, shape: Shape, backend: TritonAttention) -> None:
-        self.tables, self.shape, self.device, self.backend = tables, shape, tables.device, backend
-        self.sms, self.fixed = backend.sms(tables.device), backend.fixed
-        self.host_tables, self.host_rows = step.host_tables, step.host_rows
-        counts = np.asarray(step.query_lens, np.int32)
-        contexts = np.asarray(step.context_lens, np.int32)
-        rows = np.arange(len(counts), dtype=np.int32)
-        self.starts = np.cumsum(counts, dtype=np.int32) - counts
-        self.entries = np.stack((rows, self.starts, counts, contexts), 1)  # [R, 4]
-        window = shape.window or shape.chunk
-        plain = (contexts <= window) if window else np.ones(len(counts), np.bool_)
-        self.runs: list[Dense] = []
-        if backend.library is not None:
-            self.runs, self.taken = backend.library.choose(self.entries, plain & (counts == contexts), self.device)
+    shape: Shape
+    sms: int
+    fixed: bool
 
-        self.keeps = backend.library is not None and int(counts.sum()) >= backend.library.least
-
-    def prompts(self, call: Call) -> list[Dense]:
-        """What goes to the library."""
-        return self.runs if call.library else []
-
-    def make(self, call: Call) -> list[Work]:
-        flats = self.entries[:, 2] * call.group
-        left = flats > 0
-        if self.prompts(call):
-            left &= ~self.taken
-        few = left & ((flats <= call.tiles.few.block_m) | (self.entries[:, 2] == 1))
-        ones = left & (self.entries[:, 2] == 1)
-        if self.fixed or not self._may_share(ones):
-            ones[:] = False
-        parts = [(few & ~ones, call.tiles.few), (left & ~few, call.tiles.many)]
-        lists = [self._list(self.entries[which], call, tiles) for which, tiles in parts if which.any()]
-        decodes = self.entries[ones].T  # row | start | count | context
-        if not lists and not ones.any():
-            return []
-        sent = upload(
-            np.concatenate([*(decodes[i] for i in (0, 3, 1)), *(part[0].ravel() for part in lists)]), self.device
-        )
-        count = decodes.shape[1]
-        out, at = [], 3 * count
-        if count:
-            rows, contexts, starts = sent[: 3 * count].view(3, count)
-            out.append(decode_work(self.tables, rows, contexts, starts, call, self.shape, self.backend))
-        for items, partials, held, tiles in lists:
-            made = sent[at : at + items.size].view(-1, FIELDS.value)
-            shared = self.backend.no_prefix(call, self.shape, self.device)
-            out.append(Work(made, partials, held, tiles, not self.fixed, shared))
-            at += items.size
-        return out
-
-    def _may_share(self, ones: np.ndarray) -> bool:
-        """Whether it is worth a look on the device: enough decodes, and as far as the host knows some that agree."""
-        if ones.sum() < SHARE_ROWS or self.shape.window or self.shape.chunk:
-            return False
-        if self.host_tables is None or self.host_rows is None:
-            return True
-        long = ones & (self.entries[:, 3] > PROBE)
-        blocks = np.sort(self.host_tables[self.host_rows[long], PROBE // self.shape.page - 1])
-        return len(blocks) >= LEAST_ROWS and bool((blocks[LEAST_ROWS - 1 :] == blocks[: 1 - LEAST_ROWS]).any())
-
-    def _list(self, entries: np.ndarray, call: Call, tiles: Tiles) -> tuple[np.ndarray, int, int, Tiles]:
-        """(items, partials, flats held, tiles) of these entries, longest work first."""
+    def items(self, entries: np.ndarray, call: Call, tiles: Tiles) -> tuple[np.ndarray, int, int, Tiles]:
+        """(items, partials, flats held, tiles) of entries [R, 4] (row, start, count, context), longest work first."""
         is_few = tiles is call.tiles.few
         cuts = _cdiv(entries[:, 2] * call.group, tiles.block_m)  # tiles per row
         entry = np.repeat(entries, cuts, 0)  # [tiles, 4]
@@ -242,13 +189,166 @@ class HostLists:
         held = min(tiles.block_m, int(entries[:, 2].max()) * call.group)
         return items[order], int(kept.sum()), held, tiles
 
+    def most_items(self, num_tiles: int, call: Call) -> int:
+        """No list of so many tiles is longer."""
+        return num_tiles + parts_wanted(self.sms + 1, call.kv_heads, self.sms)
+
     def _key_tiles(self, entry: np.ndarray, flat: np.ndarray, group: int, tiles: Tiles) -> np.ndarray:
-        """How many tiles of keys each tile of queries reads; as _attend_kernel counts them."""
+        """How many tiles of keys each tile of queries reads; as _attend_kernel counts them. None of padding."""
         before, count = entry[:, 3] - entry[:, 2], entry[:, 2]
         low = before + flat // group
         high = before + np.minimum((flat + tiles.block_m - 1) // group, count - 1)
         first = first_key(low, self.shape)
-        return _cdiv(high + 1, tiles.block_n) - first // tiles.block_n
+        return np.where(entry[:, 3] > 0, _cdiv(high + 1, tiles.block_n) - first // tiles.block_n, 0)
+
+
+def entries_of(step: GroupStep, rows: np.ndarray) -> np.ndarray:
+    """[R, 4]: row | first token | tokens | context."""
+    counts = np.asarray(step.query_lens, np.int32)
+    starts = np.cumsum(counts, dtype=np.int32) - counts
+    return np.stack((rows.astype(np.int32), starts, counts, np.asarray(step.context_lens, np.int32)), 1)
+
+
+def few_of(entries: np.ndarray, call: Call) -> np.ndarray:
+    """Which entries go into small tiles."""
+    return (entries[:, 2] * call.group <= call.tiles.few.block_m) | (entries[:, 2] == 1)
+
+
+def may_share(ones: np.ndarray, entries: np.ndarray, step: GroupStep, shape: Shape) -> bool:
+    """Whether to look for a shared prefix on the device: enough decodes, and as far as the host knows some agree."""
+    if ones.sum() < SHARE_ROWS or shape.window or shape.chunk:
+        return False
+    if step.host_tables is None or step.host_rows is None:
+        return True
+    column = PROBE // shape.page - 1
+    if column >= step.host_tables.shape[1]:  # no row can be that long
+        return False
+    long = ones & (entries[:, 3] > PROBE)
+    blocks = np.sort(step.host_tables[step.host_rows[long], column])
+    return len(blocks) >= LEAST_ROWS and bool((blocks[LEAST_ROWS - 1 :] == blocks[: 1 - LEAST_ROWS]).any())
+
+
+class HostLists:
+    """Work lists of one eager step, made with numpy and sent in one copy."""
+
+    def __init__(self, step: GroupStep, tables: Tensor, shape: Shape, backend: TritonAttention) -> None:
+        self.tables, self.shape, self.device, self.backend = tables, shape, tables.device, backend
+        self.step, self.cutter, self.fixed = step, backend.cutter(shape, tables.device), backend.fixed
+        self.entries = entries_of(step, np.arange(len(step.query_lens)))
+        counts, contexts = self.entries[:, 2], self.entries[:, 3]
+        window = shape.window or shape.chunk
+        plain = (contexts <= window) if window else np.ones(len(counts), np.bool_)
+        self.runs: list[Dense] = []
+        if backend.library is not None:
+            self.runs, self.taken = backend.library.choose(self.entries, plain & (counts == contexts), self.device)
+
+        self.keeps = backend.library is not None and int(counts.sum()) >= backend.library.least
+
+    def prompts(self, call: Call) -> list[Dense]:
+        """What goes to the library."""
+        return self.runs if call.library else []
+
+    def make(self, call: Call) -> list[Work]:
+        left = self.entries[:, 2] > 0
+        if self.prompts(call):
+            left &= ~self.taken
+        few = left & few_of(self.entries, call)
+        ones = left & (self.entries[:, 2] == 1)
+        if self.fixed or not may_share(ones, self.entries, self.step, self.shape):
+            ones[:] = False
+        parts = [(few & ~ones, call.tiles.few), (left & ~few, call.tiles.many)]
+        lists = [self.cutter.items(self.entries[which], call, tiles) for which, tiles in parts if which.any()]
+        decodes = self.entries[ones].T  # row | start | count | context
+        if not lists and not ones.any():
+            return []
+        sent = upload(
+            np.concatenate([*(decodes[i] for i in (0, 3, 1)), *(part[0].ravel() for part in lists)]), self.device
+        )
+        count = decodes.shape[1]
+        out, at = [], 3 * count
+        if count:
+            rows, contexts, starts = sent[: 3 * count].view(3, count)
+            out.append(decode_work(self.tables, rows, contexts, starts, call, self.shape, self.backend))
+        for items, partials, held, tiles in lists:
+            made = sent[at : at + items.size].view(-1, FIELDS.value)
+            shared = self.backend.no_prefix(call, self.shape, self.device)
+            out.append(Work(made, partials, held, tiles, not self.fixed, shared))
+            at += items.size
+        return out
+
+
+class Room(NamedTuple):
+    """Where the items of captured mixed steps lie: those of few queries, then those of prompt chunks."""
+
+    items: Tensor  # [n, FIELDS] int32
+    num_few: int
+    num_many: int
+
+
+class RefilledLists:
+    """The work lists of a captured step of any mix: fixed room, which the host writes before every replay.
+
+    All captured sizes of a KV group share the room, so it is made by the first step that runs, outside of any capture.
+    """
+
+    keeps = False
+
+    def __init__(self, step: GroupStep, tables: Tensor, shape: Shape, backend: TritonAttention, group: KVGroup) -> None:
+        self.tables, self.shape, self.backend, self.group = tables, shape, backend, group
+        self.tokens, self.cutter = len(step.slots), backend.cutter(shape, tables.device)
+
+    def prompts(self, call: Call) -> list[Dense]:
+        return []
+
+    def make(self, call: Call) -> list[Work]:
+        rooms = self.backend.rooms.setdefault(self.group, {})
+        few, many = self._sizes(call)
+        if call not in rooms:
+            items = torch.zeros((few + many, FIELDS.value), dtype=torch.int32, device=self.tables.device)
+            rooms[call] = Room(items, few, many)
+        room = rooms[call]
+        if few > room.num_few or many > room.num_many:
+            raise RuntimeError("the largest mixed step has to run before smaller ones are captured")
+        shared = self.backend.no_prefix(call, self.shape, self.tables.device)
+        splittable = not self.cutter.fixed
+        lists = ((room.items[:few], call.tiles.few), (room.items[room.num_few : room.num_few + many], call.tiles.many))
+        return [
+            Work(items, len(items) if splittable else 0, tiles.block_m, tiles, splittable, shared)
+            for items, tiles in lists
+        ]
+
+    def refill(self, step: GroupStep) -> bool:
+        """Write this step's lists; False, and nothing is written, where it does not fit."""
+        assert step.host_rows is not None
+        entries = entries_of(step, step.host_rows)
+        if may_share(entries[:, 2] == 1, entries, step, self.shape):
+            return False  # reading a common prefix once is worth more than a graph
+        used = int(entries[:, 2].sum())
+        if used < self.tokens:  # context 0: zeros for the tokens of nobody
+            padding = np.array([[0, used, self.tokens - used, 0]], np.int32)
+            entries = np.concatenate((entries, padding))
+        sent = []
+        for call, room in self.backend.rooms.get(self.group, {}).items():
+            few, (num_few, num_many) = few_of(entries, call), self._sizes(call)
+            whole = np.zeros((len(room.items), FIELDS.value), np.int32)
+            for which, tiles, start, most in (
+                (few, call.tiles.few, 0, num_few), (~few, call.tiles.many, room.num_few, num_many)
+            ):  # fmt: skip
+                if which.any():
+                    items = self.cutter.items(entries[which], call, tiles)[0]
+                    if len(items) > most:
+                        return False
+                    whole[start : start + len(items)] = items
+            sent.append((room, whole))
+        for room, whole in sent:
+            room.items.copy_(upload(whole, room.items.device), non_blocking=True)
+        return True
+
+    def _sizes(self, call: Call) -> tuple[int, int]:
+        """Room for items of few queries, and of prompt chunks."""
+        few = min(MIXED_ROWS, self.tokens) * _cdiv(call.group, call.tiles.few.block_m)
+        many = min(MIXED_PROMPTS, self.tokens) + _cdiv(self.tokens * call.group, call.tiles.many.block_m)
+        return self.cutter.most_items(few, call), self.cutter.most_items(many, call)
 
 
 class DeviceLists:
@@ -302,10 +402,21 @@ class TritonPlan:
         if not step.is_static and step.row_index is not None:
             # entries are numbered by their place in the step; their rows of the table are known to the device only
             self.tables = self.tables.index_select(0, step.row_index)
-        self.lists = (DeviceLists if step.is_static else HostLists)(step, self.tables, self.shape, backend)
+        self.lists: HostLists | DeviceLists | RefilledLists
+        if not step.is_static:
+            self.lists = HostLists(step, self.tables, self.shape, backend)
+        elif step.is_decode:
+            self.lists = DeviceLists(step, self.tables, self.shape, backend)
+        else:
+            self.lists = RefilledLists(step, self.tables, self.shape, backend, group)
         self._made: dict[Call, list[Work]] = {}
         self._captured = False
         self._prepare = prepare_qkv.on(step.slots.device)
+
+    def refill(self, step: GroupStep) -> bool:
+        """Of a captured mixed step: let the next replay serve this one; False where its lists do not fit."""
+        assert isinstance(self.lists, RefilledLists)
+        return self.lists.refill(step)
 
     def run_fused(
         self,
@@ -400,6 +511,7 @@ class TritonAttention:
         self.forms: set[tuple[int, int, int, torch.dtype, torch.device]] = (
             set()
         )  # of fused products: heads, kv heads, size
+        self.rooms: dict[KVGroup, dict[Call, Room]] = {}  # of captured mixed steps
         self._sms: dict[torch.device, int] = {}
         self._nothing: dict[torch.device, Tensor] = {}
         self._tiles: dict[tuple[torch.dtype, int, int, bool, int], TileSet] = {}
@@ -426,6 +538,9 @@ class TritonAttention:
             if self.library is not None:
                 qkv = torch.zeros((tokens, heads + 2 * kv_heads, size), dtype=dtype, device=device)
                 self.library.prepare(heads, qkv, longest)
+
+    def cutter(self, shape: Shape, device: torch.device) -> Cutter:
+        return Cutter(shape, self.sms(device), self.fixed)
 
     def sms(self, device: torch.device) -> int:
         """Multiprocessors to fill."""

@@ -1,7 +1,8 @@
-"""Which decode steps replay a CUDA graph, and of which sizes: two steps of resolve.py.
+"""Which steps replay a CUDA graph, and decode steps of which sizes: two steps of resolve.py.
 
-In: what was asked of cudagraph_mode, capture sizes, enforce_eager and the optimization level. Out: final values. This
-version captures steps in which every request computes one token; steps with prompt chunks run without a graph.
+In: what was asked of cudagraph_mode, capture sizes, enforce_eager and the optimization level. Out: final values. FULL
+captures steps with prompts too, FULL_DECODE_ONLY steps in which every request computes one token. No model is compiled,
+so there are no pieces to capture: what asks for them gets whole steps.
 """
 
 from collections.abc import Mapping
@@ -39,13 +40,13 @@ def _mode(config: EngineConfig) -> str:
         log.info("cudagraph_mode: NONE (enforce_eager)")
         return "NONE"
     if given is None:
-        return "FULL_DECODE_ONLY" if config.optimization_level > 0 else "NONE"
+        return "FULL" if config.optimization_level > 0 else "NONE"
     if given == "PIECEWISE":
-        log.warning("cudagraph_mode: NONE (PIECEWISE needs a compiled model; decode steps run without graphs)")
+        log.warning("cudagraph_mode: NONE (PIECEWISE needs a compiled model; FULL captures whole steps)")
         return "NONE"
-    if given in ("FULL", "FULL_AND_PIECEWISE"):
-        log.info("cudagraph_mode: FULL_DECODE_ONLY (%s: steps with prompt chunks run without graphs)", given)
-        return "FULL_DECODE_ONLY"
+    if given == "FULL_AND_PIECEWISE":
+        log.info("cudagraph_mode: FULL (%s: steps with prompts are captured whole)", given)
+        return "FULL"
     return given
 
 

@@ -168,7 +168,7 @@ class CompilationConfig(Group):
     inductor_compile_config: dict[str, Any] = option({}, "Options of the compiler.", LATER, flat=False)
     inductor_passes: dict[str, str] = option({}, "Further passes.", LATER, flat=False)
     cudagraph_mode: str | None = option(
-        None, "Which batches replay a graph; unset is FULL_DECODE_ONLY on a GPU. Batches with prompts never do.",
+        None, "Which steps replay a graph; unset is FULL on a GPU: decodes, and steps with prompts up to 2048 tokens.",
         flat=False, choices=tuple(CUDAGraphMode.__members__), take=graph_mode_name,
     )  # fmt: skip
     cudagraph_num_of_warmups: int = option(0, "Runs before a capture.", LATER, flat=False, low=0)

@@ -409,6 +409,9 @@ def batch_defaults(world_size: int, device: str = "cpu") -> tuple[dict[str, int]
     return tokens, requests
 
 
+LATENCY_GOAL_MS = 12.0  # of a server: about two steps of decodes with a large model
+
+
 def choose_batch(asked: Asked, config: EngineConfig) -> EngineConfig:
     """How much a step holds: by usage, then so that the two limits and the context length fit each other."""
     scheduler, length = config.scheduler_config, config.model_config.max_model_len
@@ -424,7 +427,16 @@ def choose_batch(asked: Asked, config: EngineConfig) -> EngineConfig:
     if asked.get("max_num_seqs") is None:
         requests = min(requests, tokens)
     log.debug("a step holds at most %d tokens of %d requests", tokens, requests)
-    return replace(config, scheduler_config=replace(scheduler, max_num_batched_tokens=tokens, max_num_seqs=requests))
+    goal = scheduler.inter_token_latency_goal_ms
+    if asked.get("inter_token_latency_goal_ms") is None:
+        is_gpu_server = config.usage_context == "OPENAI_API_SERVER" and config.device_config.device == "cuda"
+        goal = LATENCY_GOAL_MS if is_gpu_server else 0.0
+    return replace(
+        config,
+        scheduler_config=replace(
+            scheduler, max_num_batched_tokens=tokens, max_num_seqs=requests, inter_token_latency_goal_ms=goal
+        ),
+    )
 
 
 def choose_queue(asked: Asked, config: EngineConfig) -> EngineConfig:

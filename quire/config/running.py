@@ -30,6 +30,14 @@ class SchedulerConfig(Group):
         128, "Most requests in one step; unset is 256 for LLM and 128 for a server, on a large GPU 1024.", asked=None,
         low=1,
     )  # fmt: skip
+    inter_token_latency_goal_ms: float = option(
+        0.0,
+        "Milliseconds that a decoding request should wait for a token at most while prompts are computed beside it: "
+        "bounds the prompt tokens of a step, though not below 512 and not while many prompts wait. 0 is no goal; unset "
+        "is 12 for a server on a GPU, else 0.",
+        asked=None,
+        low=0,
+    )
     max_num_scheduled_tokens: int | None = option(None, "Tokens the scheduler itself may grant.", LATER, low=0)
     max_num_active_seqs: int | None = option(None, "Requests that may hold KV.", LATER, low=1)
     max_num_queued_reqs: int | None = option(

@@ -1,7 +1,8 @@
 """EngineLoop: the one loop. Drain what came in, plan, start the step, commit the previous one, sample, hand out.
 
 In: EngineRequest, Abort, ControlCall. Out: EngineOutput, ControlReply, StepStats. `ahead` is how many steps may be
-under way while the next is planned: 0 is synchronous, 1 is asynchronous scheduling.
+under way while the next is planned: 0 is synchronous, 1 is asynchronous scheduling. A step is planned no earlier than
+the device will want it, so that a request which comes meanwhile is still in it.
 One thread runs it. Must not know: sockets, text, tensors, or why the scheduler granted what it granted.
 """
 
@@ -60,6 +61,8 @@ class EngineLoop:
         self.paused = False
         self.pulse = pulse or Pulse()
         self._flying: deque[tuple[StepPlan, PendingResult]] = deque()
+        self._began = 0.0  # when the device began the oldest step under way, as far as can be told
+        self._leads = Lead(), Lead()  # of decodes, and of steps with prompts
         self._live: set[str] = set()  # requests whose end has not been said
         self._held: dict[str, EngineRequest] = {}  # came in while paused
         self._news: list[EngineOutput] = []
@@ -161,6 +164,10 @@ class EngineLoop:
             if self.charge is not None:
                 self.charge.began(plan)
             self.executor.forward(plan)  # returns at once where the device works by itself
+            launched = now()
+            self._leads[plan.total_tokens > len(plan.grants)].learn(launched - began)
+            if not self._flying:
+                self._began = launched
         self.settle(self.ahead - 1 if plan.grants else 0)  # commit old steps while it does
         if plan.grants:
             self._flying.append((plan, self.executor.sample(self._mask(plan))))
@@ -177,6 +184,8 @@ class EngineLoop:
             plan, pending = self._flying.popleft()
             result = pending.result()
             began = now()
+            self.scheduler.pace.learn(plan.total_tokens, began - self._began)
+            self._began = began
             if self.charge is not None:
                 self.charge.ended(plan, result.forward_seconds)
             outputs = self.scheduler.commit(plan, result)
@@ -276,7 +285,7 @@ class EngineLoop:
 
     def run(self, inbox: queue.SimpleQueue[ToEngine], emit: Callable[[FromEngine], None]) -> None:
         """Serve a queue until Stop: in an engine process, or in a thread."""
-        while self._drain(inbox, emit):
+        while self._drain(inbox, emit) and self._linger(inbox, emit):
             outputs = self.step()
             stats = self.take_stats()
             if outputs or stats is not None:
@@ -292,15 +301,54 @@ class EngineLoop:
             if block:  # it was idle until now: the time of rest is no delay
                 self.pulse.beat(busy=True, paused=self.paused)
                 block = False
-            if isinstance(message, Stop):
+            if not self._take(message, emit):
                 return False
-            if isinstance(message, EngineRequest):
-                self.submit(message)
-            elif isinstance(message, Abort):
-                self.abort(message.request_ids)
-            elif isinstance(message, ControlCall) and (reply := self.call(message)) is not None:
-                emit(reply)
         return True
+
+    def _linger(self, inbox: queue.SimpleQueue[ToEngine], emit: Callable[[FromEngine], None]) -> bool:
+        """Take what comes in until the device is about to want its next step. False: asked to stop."""
+        while self._flying:
+            tokens = self._flying[0][0].total_tokens
+            lead = self._leads[self.scheduler.num_waiting > 0]
+            left = self._began + self.scheduler.pace.expect(tokens) - lead.seconds() - now()
+            if left <= 0:
+                break
+            try:
+                message = inbox.get(timeout=left)
+            except queue.Empty:
+                break
+            if not self._take(message, emit):
+                return False
+        return True
+
+    def _take(self, message: ToEngine, emit: Callable[[FromEngine], None]) -> bool:
+        """Handle what came in; False: asked to stop."""
+        if isinstance(message, Stop):
+            return False
+        if isinstance(message, EngineRequest):
+            self.submit(message)
+        elif isinstance(message, Abort):
+            self.abort(message.request_ids)
+        elif isinstance(message, ControlCall) and (reply := self.call(message)) is not None:
+            emit(reply)
+        return True
+
+
+class Lead:
+    """How long before its start a step must be planned: by what planning and launching took lately."""
+
+    KEPT = 32  # steps
+    FACTOR = 1.5
+    LEAST = 0.0005  # seconds: what waking up may cost
+
+    def __init__(self) -> None:
+        self._taken: deque[float] = deque(maxlen=self.KEPT)
+
+    def learn(self, seconds: float) -> None:
+        self._taken.append(seconds)
+
+    def seconds(self) -> float:
+        return self.LEAST + self.FACTOR * max(self._taken, default=0.0)
 
 
 def failed_output(request_id: str, refused: QuireError) -> EngineOutput:

@@ -68,12 +68,21 @@ class AttentionPlan(Protocol):
         ...
 
 
+class RefilledPlan(AttentionPlan, Protocol):
+    """A plan captured in a graph that serves steps of any mix."""
+
+    def refill(self, step: GroupStep) -> bool:
+        """Let the next replay serve this step. False, and nothing is changed: it does not fit the captured one."""
+        ...
+
+
 class GroupStep(NamedTuple):
     """What a backend must know of one step to plan one KV group. Rows with query_lens 0 are allowed.
 
     The first five fields are enough on CPU. A worker whose rows live on a device fills all of them: `block_tables` is
     then the whole table of the device and `row_index` says which of its rows each entry uses. With `is_static` the plan
-    is captured in a graph and replayed for other steps: see worker/graphs.py for what is fixed and what changes.
+    is captured in a graph and replayed for other steps: see worker/graphs.py and worker/mixed_graphs.py for what is
+    fixed and what changes.
     """
 
     block_tables: Tensor  # [R, max_blocks] int32; -1 where a block was freed or is absent. With row_index: [rows, W]

@@ -7,6 +7,9 @@ Must not know: blocks, the queue, other gates. New constraints are new classes h
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from quire.sched.pace import Pace
 from quire.sched.request import Request
 from quire.sched.settings import SchedulerSettings
 
@@ -15,10 +18,17 @@ CLOSED = -1
 NO_LIMIT = 1 << 60
 
 
+class Load(NamedTuple):
+    """What there is to do when a step begins."""
+
+    running: int  # requests
+    waiting_tokens: int  # of prompts that have not begun
+
+
 class Gate:
     """A constraint that lets everything pass; each kind overrides what it needs."""
 
-    def open(self, num_running: int) -> None:
+    def open(self, load: Load) -> None:
         """A new step begins."""
 
     def closed(self) -> bool:
@@ -53,8 +63,8 @@ class Sequences(Gate):
         self.most = most
         self.left = most
 
-    def open(self, num_running: int) -> None:
-        self.left = self.most - num_running
+    def open(self, load: Load) -> None:
+        self.left = self.most - load.running
 
     def closed(self) -> bool:
         return self.left <= 0
@@ -94,7 +104,7 @@ class TokenBudget(Gate):
         self.most = most
         self.left = most
 
-    def open(self, num_running: int) -> None:
+    def open(self, load: Load) -> None:
         self.left = self.most
 
     def closed(self) -> bool:
@@ -111,6 +121,50 @@ class TokenBudget(Gate):
 
     def take_singles(self, number: int) -> None:
         self.left -= number
+
+
+class LatencyGoal(Gate):
+    """inter_token_latency_goal_ms: tokens of prompts in a step that others decode in, so that these do not wait long.
+
+    The number follows the time that steps take (pace.py). While so much waits that prompts would be late themselves, or
+    nobody decodes, it does not bind.
+    """
+
+    LEAST = 512  # tokens: fewer cost nearly as much, because all weights are read for them
+    DEEP = 8  # waiting tokens, in what a step may hold, from which on the queue comes first
+    SLIVER = 4  # a prompt is not begun with less than this part of a step, as its inverse
+
+    def __init__(self, goal: float, pace: Pace) -> None:
+        """`goal` in seconds."""
+        self.goal, self.pace = goal, pace
+        self.most = self.left = NO_LIMIT
+        self.decodes = 0
+
+    def open(self, load: Load) -> None:
+        within = self.pace.tokens_within(self.goal)
+        self.most = NO_LIMIT if within is None else max(self.LEAST, within)
+        if load.waiting_tokens > self.DEEP * self.most:
+            self.most = NO_LIMIT
+        self.left, self.decodes = self.most, 0
+
+    def closed(self) -> bool:
+        return bool(self.decodes) and self.left <= 0
+
+    def admit(self, request: Request, count: int) -> int:
+        if count == 1 or not self.decodes or count <= self.left:
+            return count
+        if request.running:
+            return self.left if self.left > 0 else SKIP
+        return self.left if self.left * self.SLIVER >= self.most else CLOSED
+
+    def take(self, request: Request, count: int) -> None:
+        if count == 1:
+            self.decodes += 1
+        else:
+            self.left -= count
+
+    def take_singles(self, number: int) -> None:
+        self.decodes += number
 
 
 class WholePrompts(Gate):
@@ -132,7 +186,7 @@ class PartialPrefills(Gate):
         self.threshold = threshold or NO_LIMIT
         self.partial = self.long = 0
 
-    def open(self, num_running: int) -> None:
+    def open(self, load: Load) -> None:
         self.partial = self.long = 0
 
     def admit(self, request: Request, count: int) -> int:
@@ -169,7 +223,7 @@ class NoSlivers(Gate):
         self.budget = budget
         self.prompts = 0  # tokens of prompts in this step
 
-    def open(self, num_running: int) -> None:
+    def open(self, load: Load) -> None:
         self.prompts = 0
 
     def admit(self, request: Request, count: int) -> int:
@@ -184,12 +238,14 @@ class NoSlivers(Gate):
             self.prompts += count
 
 
-def make_gates(settings: SchedulerSettings) -> list[Gate]:
+def make_gates(settings: SchedulerSettings, pace: Pace) -> list[Gate]:
     """In the order they are asked: those that judge the final count come last."""
     gates: list[Gate] = [Sequences(settings.max_num_seqs)]
     if settings.long_prefill_threshold:
         gates.append(ChunkLimit(settings.long_prefill_threshold))
     gates.append(TokenBudget(settings.max_num_batched_tokens))
+    if settings.latency_goal and settings.chunked_prefill:
+        gates.append(LatencyGoal(settings.latency_goal, pace))
     if not settings.chunked_prefill:
         gates.append(WholePrompts())
     gates.append(NoSlivers(settings.max_num_batched_tokens))

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.sched.gates import CLOSED, SKIP, Compiling, make_gates
+from quire.sched.gates import CLOSED, SKIP, Compiling, Load, make_gates
 from quire.sched.kv_cache import Hit, KVCache, Tables
 from quire.sched.order import Queue
+from quire.sched.pace import Pace
 from quire.sched.request import Request
 from quire.sched.settings import SchedulerSettings
 from quire.sched.tally import Tally
@@ -36,19 +37,21 @@ class OpenPlan:
 
 
 class Planner:
-    def __init__(self, settings: SchedulerSettings, kv: KVCache, tally: Tally, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, settings: SchedulerSettings, kv: KVCache, tally: Tally, clock: Callable[[], float], pace: Pace
+    ) -> None:
         self.kv, self.tally, self.clock = kv, tally, clock
         self.compiling = Compiling()
-        self.gates = [self.compiling, *make_gates(settings)]
+        self.gates = [self.compiling, *make_gates(settings, pace)]
         self.waiting, self.running = Queue(), Queue()
         self.left: list[str] = []  # rows the next plan tells the worker to free
         self.reserves = settings.reserve_full_prompt
         self.watermark = int(settings.watermark * kv.pool.num_blocks)
 
     def fill(self) -> OpenPlan:
-        plan = OpenPlan()
+        plan, load = OpenPlan(), Load(len(self.running), self.waiting.num_tokens)
         for gate in self.gates:
-            gate.open(len(self.running))
+            gate.open(load)
         reserved = self._grant_running(plan)
         if self.waiting.items and reserved is not None:
             self._admit_waiting(plan, reserved)

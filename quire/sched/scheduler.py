@@ -19,6 +19,7 @@ from quire.sched import audit, stop
 from quire.sched.events import Event
 from quire.sched.kv_cache import KVCache
 from quire.sched.order import POLICIES
+from quire.sched.pace import Pace
 from quire.sched.planner import Planner
 from quire.sched.request import Request
 from quire.sched.settings import SchedulerSettings
@@ -60,9 +61,9 @@ class Scheduler:
             events=config.events,
             max_chunk=config.max_num_batched_tokens,
         )
-        self.tally = Tally()
+        self.tally, self.pace = Tally(), Pace()
         self.clock = clock
-        self.planner = Planner(config, self.kv, self.tally, clock)
+        self.planner = Planner(config, self.kv, self.tally, clock, self.pace)
         self.requests: dict[str, Request] = {}
         self.flights: deque[tuple[int, list[Request]]] = deque()  # plans out: step, requests parallel to its grants
         self.step = 0

@@ -28,6 +28,7 @@ class SchedulerSettings:
     long_prefill_threshold: int = 0  # tokens of one prompt per step; 0: no limit
     max_partial_prefills: int = 1
     max_long_partial_prefills: int = 1
+    latency_goal: float = 0.0  # seconds a decode may wait beside prompts; 0: any
     reserve_full_prompt: bool = True
     watermark: float = 0.0
     max_num_queued: int | None = None  # requests that may wait; None: any number
@@ -66,6 +67,7 @@ class SchedulerSettings:
             long_prefill_threshold=asked.long_prefill_token_threshold if asked.enable_chunked_prefill else 0,
             max_partial_prefills=asked.max_num_partial_prefills,
             max_long_partial_prefills=asked.max_long_partial_prefills,
+            latency_goal=asked.inter_token_latency_goal_ms / 1000,
             reserve_full_prompt=asked.scheduler_reserve_full_isl,
             watermark=asked.watermark,
             max_num_queued=asked.max_num_queued_reqs or None,

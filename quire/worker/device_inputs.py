@@ -4,6 +4,7 @@ In: the shape of a step (whose tokens, from where). Out: device tensors, made by
 kernels; nothing is read back. The CPU worker has its own, simpler way (inputs.build).
 
     sent, decode step of a bucket of B:  row [B] | position [B] | changes of the block tables
+    sent, captured step of T tokens:     row [T] | position [T] | what samples: token, row, position | changes
     sent, any other step:                row, contexts, query starts | row and position of each token |
                                          what samples: token, row, position | changes of the block tables
 """
@@ -28,10 +29,17 @@ CHANGES = 1 << 14  # table entries that travel with a step; more go by a copy of
 _WORDS_PER_CHANGE = 3
 
 
+class Sampled(NamedTuple):
+    """What samples in a step, [S] int32 each."""
+
+    tokens: Tensor  # their place in the step
+    rows: Tensor
+    positions: Tensor  # where their new token will stand
+
+
 class DeviceStep(NamedTuple):
     batch: Batch
-    sample_rows: Tensor  # [S] int32
-    sample_positions: Tensor  # [S] int32: where their new token will stand
+    sampled: Sampled
 
 
 class DeviceInputs:
@@ -71,19 +79,33 @@ class DeviceInputs:
             plans.append(backend.plan(step, table.group))
             steps.append(step)
         batch = Batch(buffers.token_ids, buffers.positions, plans, views[5], len(positions), steps)
-        return DeviceStep(batch, views[6], views[7])
+        return DeviceStep(batch, Sampled(*views[5:]))
 
     def send_decode(self, shape: StepShape, bucket: int) -> None:
         """Fill the static inputs of a decode graph; rows past the step's own are padding."""
         self._check_blocks(shape.rows, shape.starts)
-        count, packed = len(shape.rows), np.zeros((2, bucket), np.int32)
-        packed[0, count:] = self.scrap
-        packed[0, :count] = shape.rows
-        packed[1, :count] = shape.starts
-        self._send([packed[0], packed[1]])
+        self._send([*self._padded(shape.rows, shape.starts, bucket)])
 
-    def decode_inputs(self, bucket: int) -> tuple[Tensor, Tensor]:
-        """Where `send_decode` puts rows and positions: int32 [B] each, at fixed addresses."""
+    def send_mixed(self, shape: StepShape, bucket: int) -> Sampled:
+        """Fill the static inputs of a graph of any mix; tokens past the step's own are padding."""
+        token_rows, positions = places_of(shape)
+        self._check_blocks(token_rows, positions)
+        samples = np.flatnonzero(shape.samples)
+        contexts = shape.starts[samples] + shape.counts[samples]
+        sampled = (shape.ends[samples] - 1, shape.rows[samples], contexts)
+        sent = [*self._padded(token_rows, positions, bucket), *(part.astype(np.int32) for part in sampled)]
+        return Sampled(*self._send(sent)[2:])
+
+    def _padded(self, rows: np.ndarray, positions: np.ndarray, bucket: int) -> np.ndarray:
+        """[2, bucket] int32: these rows and positions, then padding."""
+        count, packed = len(rows), np.zeros((2, bucket), np.int32)
+        packed[0, count:] = self.scrap
+        packed[0, :count] = rows
+        packed[1, :count] = positions
+        return packed
+
+    def static_inputs(self, bucket: int) -> tuple[Tensor, Tensor]:
+        """Where `send_decode` and `send_mixed` put rows and positions: int32 [B] each, at fixed addresses."""
         words, second = self.staging.device_words, align(bucket)
         return words[:bucket], words[second : second + bucket]
 

@@ -21,13 +21,15 @@ by then). They read nothing back and copy nothing from the host; what they launc
 tensors hold; lengths come from `contexts`; a table is never read past a row's context; no key is written where slots is
 -1; and padding (context 0) gives finite numbers. `context_lens` is [longest context] * B, for sizing grids and splits.
 Memory allocated in plan or run belongs to the graphs' common pool: the next bucket's graph reuses it.
+Steps that hold prompts have graphs of their own (mixed_graphs.py).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,13 +39,14 @@ from quire.base.clock import now
 from quire.base.log import logger
 from quire.layers.batch import Batch, GroupStep
 from quire.sampling.plain import PlainChoice
+from quire.worker.capture import Capturer, borrow
 from quire.worker.device_inputs import DeviceInputs
 from quire.worker.inputs import StepShape
 
 if TYPE_CHECKING:
     from quire.models.build import Model
 
-START_SECONDS = 1.5  # what capturing may take at start; the buckets that are left are captured while running
+START_SECONDS = 1.5  # what capturing of all graphs may take at start; buckets left out are captured while running
 LATE_AFTER = 64  # steps that wanted a bucket before it is worth the time of capturing it
 _log = logger(__name__)
 
@@ -65,18 +68,17 @@ class DecodeGraphs:
         backend: AttentionBackend,
         inputs: DeviceInputs,
         plain: PlainChoice,
+        capturer: Capturer,
         *,
         max_context: int,
     ) -> None:
         """`sizes`: the buckets, rising."""
-        self.sizes = list(sizes)
+        self.sizes, self._capturer = list(sizes), capturer
         self._model, self._backend, self._inputs, self._plain = model, backend, inputs, plain
         self._max_context = max_context
         device, largest = inputs.device, self.sizes[-1]
         self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self._results = torch.zeros(2 * largest, dtype=torch.int32, device=device)
-        self._pool: Any = None
-        self._stream: torch.cuda.Stream | None = None  # capturing needs a stream of its own
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Replayed]] = {}
         self._wanted: dict[int, int] = {}  # bucket that is not captured -> how often it was wanted
 
@@ -135,7 +137,7 @@ class DecodeGraphs:
 
     def run_uncaptured(self, bucket: int) -> None:
         """A step of nothing but padding, as it would be captured."""
-        rows, positions = self._inputs.decode_inputs(bucket)
+        rows, positions = self._inputs.static_inputs(bucket)
         rows.fill_(self._inputs.scrap)
         positions.zero_()
         self._step(bucket)
@@ -143,29 +145,15 @@ class DecodeGraphs:
     def _capture(self, bucket: int, *, try_first: bool = True) -> None:
         """`try_first`: run the step once before, so that kernels are loaded and libraries set up. Sizes between two
         that were run find everything there."""
-        if self._stream is None:
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._inputs.device)
-        current = torch.cuda.current_stream(self._inputs.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            if try_first:
-                self.run_uncaptured(bucket)
-            graph = torch.cuda.CUDAGraph()
-            # A kernel that is loaded in the middle of a capture would end a strict one.
-            mode = "thread_local" if try_first else "relaxed"
-            graph.capture_begin(pool=self._pool, capture_error_mode=mode)
-            try:
-                replayed = self._step(bucket)
-            finally:
-                graph.capture_end()
-        current.wait_stream(self._stream)
+        first = partial(self.run_uncaptured, bucket) if try_first else None
+        graph, replayed = self._capturer.capture(partial(self._step, bucket), first)
         # The logits' memory goes back to the pool, so that all buckets share it; a borrowed view stays.
         self._captured[bucket] = graph, replayed._replace(logits=borrow(replayed.logits))
 
     def _step(self, bucket: int) -> Replayed:
         """Everything a graph holds."""
         inputs = self._inputs
-        rows, positions = inputs.decode_inputs(bucket)
+        rows, positions = inputs.static_inputs(bucket)
         buffers = inputs.gather(rows, positions)
         plans = []
         for table, mirror, slots in zip(inputs.rows.tables, inputs.mirror.tables, buffers.slots, strict=True):
@@ -188,20 +176,3 @@ def useful_sizes(sizes: Sequence[int], max_rows: int) -> tuple[int, ...]:
     rising = sorted(set(sizes))
     enough = next((i for i, size in enumerate(rising) if size >= max_rows), len(rising))
     return tuple(rising[: enough + 1])
-
-
-class _Borrowed:
-    """Memory by its address, in the form torch reads (the CUDA array interface)."""
-
-    def __init__(self, tensor: Tensor, typestr: str) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": tuple(tensor.shape), "typestr": typestr, "data": (tensor.data_ptr(), False),
-            "strides": None, "version": 3,
-        }  # fmt: skip
-
-
-def borrow(tensor: Tensor) -> Tensor:
-    """A view of the same memory that does not keep it: whoever replays the graph knows that it is there."""
-    assert tensor.is_contiguous()
-    stand_in = {4: "<i4", 2: "<i2"}[tensor.element_size()]  # the interface knows no bfloat16
-    return torch.as_tensor(_Borrowed(tensor, stand_in), device=tensor.device).view(tensor.dtype)

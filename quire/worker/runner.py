@@ -25,9 +25,10 @@ from quire.sampling.logprobs import Ask, Picked, join, pick, values_of
 from quire.sampling.plain import FILTERS
 from quire.sampling.sampler import Sampler
 from quire.schema.step import LogprobRows, Mask, StepPlan, StepResult
-from quire.worker.device_inputs import DeviceInputs, DeviceStep
+from quire.worker.device_inputs import DeviceInputs, Sampled
 from quire.worker.graphs import DecodeGraphs
 from quire.worker.inputs import StepShape, build, sampled_of, shape_of
+from quire.worker.mixed_graphs import MixedGraphs
 from quire.worker.rows import Rows
 
 if TYPE_CHECKING:
@@ -112,9 +113,10 @@ class ModelRunner:
         *,
         inputs: DeviceInputs | None = None,  # None: a CPU worker
         graphs: DecodeGraphs | None = None,
+        mixed: MixedGraphs | None = None,
     ) -> None:
         self.model, self.rows, self.sampler, self.backend = model, rows, sampler, backend
-        self.inputs, self.graphs = inputs, graphs
+        self.inputs, self.graphs, self.mixed = inputs, graphs, mixed
         self._flight: _Flight | None = None
         self._lost: dict[str, str] = {}  # live requests that already failed, and why
 
@@ -153,19 +155,27 @@ class ModelRunner:
             flight.logits = replayed.logits[: len(shape.rows)]
             if need is not None:
                 flight.pending = self._take(flight, replayed.result)
+        elif self.mixed is not None and (step := self.mixed.send(shape)) is not None:
+            self._choose(flight, self.mixed.replay(step.bucket), step.sampled, need)
         else:
-            self._run(flight, inputs.build(shape, self.backend), need)
+            self._run(flight, inputs, need)
         return flight
 
     @torch.inference_mode()
-    def _run(self, flight: _Flight, step: DeviceStep, need: int | None) -> None:
+    def _run(self, flight: _Flight, inputs: DeviceInputs, need: int | None) -> None:
         """A step without a graph."""
-        flight.hidden, flight.logit_index = self.model.forward(step.batch), step.batch.logit_index
+        step = inputs.build(flight.shape, self.backend)
+        self._choose(flight, self.model.forward(step.batch), step.sampled, need)
+
+    @torch.inference_mode()
+    def _choose(self, flight: _Flight, hidden: Tensor, sampled: Sampled, need: int | None) -> None:
+        """Tokens by the plain choice, where that is all their rows need."""
+        flight.hidden, flight.logit_index = hidden, sampled.tokens
         if need is not None and flight.sample_grants:
-            logits = self.model.narrow_logits(self._sampled(flight.hidden, flight.logit_index))
+            logits = self.model.narrow_logits(self._sampled(hidden, sampled.tokens))
             out = torch.empty((2, len(flight.sample_grants)), dtype=torch.int32, device=logits.device)
             filters = bool(need & FILTERS)
-            self.sampler.plain(logits, step.sample_rows, step.sample_positions, out, filters=filters)
+            self.sampler.plain(logits, sampled.rows, sampled.positions, out, filters=filters)
             flight.pending = self._take(flight, out)
 
     def _take(self, flight: _Flight, result: Tensor) -> Pending:

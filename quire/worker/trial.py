@@ -67,6 +67,16 @@ class Trial:
         with torch.inference_mode():
             self._runner.graphs.run_uncaptured(bucket)
 
+    @property
+    def mixed_sizes(self) -> Sequence[int]:
+        """Buckets of graphs for steps with prompts."""
+        return () if self._runner.mixed is None else self._runner.mixed.sizes
+
+    def mixed_graph(self, bucket: int) -> None:
+        """What a graph of a step with prompts holds."""
+        assert self._runner.mixed is not None
+        self._runner.mixed.run_uncaptured(bucket)
+
     def all(self, largest: int, buckets: Sequence[int]) -> None:
         """One of each kind that may take kernels of its own."""
         for count in (1, *(count for count in TOKENS if count < largest), largest):
@@ -80,6 +90,9 @@ class Trial:
         for bucket in buckets:
             if bucket & (bucket - 1) == 0 or bucket == buckets[-1]:
                 self.decode(bucket)
+        for bucket in reversed(self.mixed_sizes):  # the largest first: it makes the room of all
+            if bucket & (bucket - 1) == 0 or bucket == self.mixed_sizes[-1]:
+                self.mixed_graph(bucket)
 
     @torch.inference_mode()
     def _run(self, starts: np.ndarray, counts: np.ndarray, filters: bool) -> None:
@@ -90,7 +103,7 @@ class Trial:
         logits = runner.model.narrow_logits(hidden.index_select(0, step.batch.logit_index))
         runner.sampler.plain.refresh()
         out = torch.empty((2, len(rows)), dtype=torch.int32, device=logits.device)
-        runner.sampler.plain(logits, step.sample_rows, step.sample_positions, out, filters=filters)
+        runner.sampler.plain(logits, step.sampled.rows, step.sampled.positions, out, filters=filters)
 
     def _pretend(self, agree: bool) -> None:
         """As far as the host knows, all rows have the same blocks, or each its own. On the device there is only one."""

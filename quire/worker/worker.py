@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quire.attention.backend import AttentionBackend
+from quire.base import env
 from quire.base.clock import Laps, now
 from quire.base.log import logger
 from quire.config.kernels import CUDAGraphMode
@@ -25,11 +26,13 @@ from quire.sampling.sampler import Sampler
 from quire.schema.kv import KVLayout, KVSpec, ModelInfo
 from quire.schema.params import SamplingParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan
+from quire.worker.capture import Capturer
 from quire.worker.device_inputs import DeviceInputs
 from quire.worker.gpu_memory import PER_GRAPH, does_not_fit, kv_bytes_on_gpu, measure, peak
-from quire.worker.graphs import DecodeGraphs, useful_sizes
+from quire.worker.graphs import START_SECONDS, DecodeGraphs, useful_sizes
 from quire.worker.kv_memory import bind_kv
 from quire.worker.memory import kv_bytes
+from quire.worker.mixed_graphs import MixedGraphs, mixed_sizes
 from quire.worker.rows import Rows
 from quire.worker.runner import ModelRunner, Pending
 from quire.worker.state_specs import settle_states
@@ -162,11 +165,14 @@ class Worker:
             largest = peak(self.device, partial(trial.step, step.max_num_batched_tokens, step.max_num_seqs))
             self._laps.mark("largest step")
             graphs = peak(self.device, partial(trial.decode, sizes[-1])) if sizes else 0
-            self._laps.mark("decode step")
+            mixed = trial.mixed_sizes
+            if mixed:
+                graphs = max(graphs, peak(self.device, partial(trial.mixed_graph, mixed[-1])))
+            self._laps.mark("captured steps")
         budget = measure(
             self.device,
             step=largest,
-            graphs=graphs + PER_GRAPH * len(sizes),
+            graphs=graphs + PER_GRAPH * (len(sizes) + len(mixed)),
             static=8 * (step.max_num_seqs + 1) * (length + 1),  # tokens of all rows, and their tables
             share=self.config.cache_config.gpu_memory_utilization,
         )
@@ -188,9 +194,12 @@ class Worker:
         if self.device.type != "cpu":
             sizes = self._graph_sizes()
             most = max(self.config.scheduler_config.max_num_batched_tokens, *sizes, 1)
-            inputs = runner.inputs = DeviceInputs(rows, most)
+            inputs, capturer = DeviceInputs(rows, most), Capturer(self.device)
+            runner.inputs = inputs
             if sizes:
-                runner.graphs = DecodeGraphs(sizes, model, backend, inputs, sampler.plain, max_context=length)
+                runner.graphs = DecodeGraphs(sizes, model, backend, inputs, sampler.plain, capturer, max_context=length)
+            if mixed := self._mixed_sizes(layout):
+                runner.mixed = MixedGraphs(mixed, model, backend, inputs, capturer)
         return runner
 
     def _graph_sizes(self) -> tuple[int, ...]:
@@ -202,6 +211,13 @@ class Worker:
         if mode.decode_mode() is not CUDAGraphMode.FULL:
             return ()
         return useful_sizes(compilation.cudagraph_capture_sizes or (), self.config.scheduler_config.max_num_seqs)
+
+    def _mixed_sizes(self, layout: KVLayout) -> tuple[int, ...]:
+        """Buckets of graphs for steps with prompts; none in batch-invariant mode, where only decodes are captured."""
+        mode = CUDAGraphMode[self.config.compilation_config.cudagraph_mode or "NONE"]
+        if not self._graph_sizes() or mode.mixed_mode() is not CUDAGraphMode.FULL or env.BATCH_INVARIANT.get():
+            return ()
+        return mixed_sizes(layout.groups, self.config.scheduler_config.max_num_batched_tokens)
 
     def warm_up(self) -> None:
         """A tiny prompt and a decode, so that the first request does not pay for what only a first step pays; then the
@@ -218,9 +234,13 @@ class Worker:
             self.forward(StepPlan(step=0, grants=(Grant("warm-up", 0, count, True, 0),), joined=(row,)))
             self.sample(None).result()
             self._laps.mark("first step")
+            began = now()
+            if self.model_runner.mixed is not None:
+                self.model_runner.mixed.capture()
+                self._laps.mark("prompt graphs")
             if self.model_runner.graphs is not None:
-                self.model_runner.graphs.capture()
-                self._laps.mark("graphs")
+                self.model_runner.graphs.capture(START_SECONDS - (now() - began))
+                self._laps.mark("decode graphs")
             if not on_cpu:
                 self.forward(StepPlan(step=0, grants=(Grant("warm-up", count, 1, True, 0),)))
                 self.sample(None).result()

@@ -144,8 +144,11 @@ def test_graphs_are_captured_and_used(tmp_path: Path) -> None:
     used: list[int] = []
     plain = runner.graphs.replay
     runner.graphs.replay = lambda bucket: used.append(bucket) or plain(bucket)
+    prompts, plain_mixed = [], runner.mixed.replay
+    runner.mixed.replay = lambda bucket: prompts.append(bucket) or plain_mixed(bucket)
     llm.generate([[5, 6, 7]] * 6, greedy(8), use_tqdm=False)
     assert used and set(used) == {8}
+    assert prompts == [32]  # 18 tokens
     llm.close()
 
 

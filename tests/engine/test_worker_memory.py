@@ -11,6 +11,7 @@ import torch
 from quire.schema.errors import ConfigError
 from quire.schema.kv import KVKind, KVSpec
 from quire.worker import gpu_memory, kv_memory
+from quire.worker.capture import Capturer
 from quire.worker.device_inputs import DeviceInputs
 from quire.worker.gpu_memory import MARGIN, PER_GRAPH
 from quire.worker.graphs import DecodeGraphs
@@ -48,7 +49,13 @@ class GpuWorker(Worker):
         runner = super()._make_runner(layout)
         runner.inputs = DeviceInputs(runner.rows, 64)
         runner.graphs = DecodeGraphs(
-            BUCKETS, runner.model, runner.backend, runner.inputs, runner.sampler.plain, max_context=64
+            BUCKETS,
+            runner.model,
+            runner.backend,
+            runner.inputs,
+            runner.sampler.plain,
+            Capturer(torch.device("cpu")),
+            max_context=64,
         )
         return runner
 
@@ -88,7 +95,7 @@ def test_what_is_left_is_the_kv_cache(device: SimpleNamespace) -> None:
     largest, decode = backend.steps[0], backend.steps[-1]
     assert sum(largest[0]) == 64 and len(largest[0]) == 8 and not largest[1]  # the token budget, by all rows
     assert decode == ([1] * 8, True)
-    assert [lap[0] for lap in worker.start_laps()] == ["build", "weights", "prepare", "largest step", "decode step"]
+    assert [lap[0] for lap in worker.start_laps()] == ["build", "weights", "prepare", "largest step", "captured steps"]
 
 
 def test_nothing_left_says_where_it_went(device: SimpleNamespace) -> None:

@@ -13,10 +13,12 @@ from quire.schema.errors import ConfigError
 from quire.schema.kv import KVGroup, KVKind
 from quire.schema.params import SamplingParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan
+from quire.worker.capture import Capturer
 from quire.worker.device_inputs import CHANGES, DeviceInputs
 from quire.worker.gpu_memory import MARGIN, Budget, kv_bytes_on_gpu
 from quire.worker.graphs import LATE_AFTER, DecodeGraphs, useful_sizes
 from quire.worker.inputs import shape_of
+from quire.worker.mixed_graphs import SIZES, MixedGraphs, _Captured, mixed_sizes
 from quire.worker.rows import Mirror, Rows
 from quire.worker.staging import DEPTH, Staging
 from tests.engine.test_worker_steps import alone, make_requests
@@ -100,9 +102,9 @@ def test_decode_inputs_and_their_padding(bucket):
     rows, inputs = grown(3)
     grants = tuple(Grant(f"r{i}", 4 - i, 1, True, 0) for i in (2, 0, 1))
     inputs.send_decode(shape_of(grants, rows), bucket)
-    buffers = inputs.gather(*inputs.decode_inputs(bucket))
+    buffers = inputs.gather(*inputs.static_inputs(bucket))
     pad = bucket - 3
-    assert inputs.decode_inputs(bucket)[0].tolist() == [0, 1, 2] + [8] * pad
+    assert inputs.static_inputs(bucket)[0].tolist() == [0, 1, 2] + [8] * pad
     assert buffers.token_ids.tolist() == [4, 13, 22] + [0] * pad
     assert buffers.positions.tolist() == [4, 3, 2] + [0] * pad
     assert buffers.contexts.tolist() == [5, 4, 3] + [0] * pad
@@ -122,7 +124,7 @@ def test_more_changes_than_travel_with_a_step():
     rows.apply(StepPlan(step=1, grants=(grant,), joined=(row,)))
     inputs.send_decode(shape_of((grant,), rows), 2)
     assert inputs.mirror.tables[0][0, : len(blocks)].tolist() == list(blocks)
-    assert inputs.gather(*inputs.decode_inputs(2)).token_ids.tolist() == [3, 0]
+    assert inputs.gather(*inputs.static_inputs(2)).token_ids.tolist() == [3, 0]
 
 
 def test_a_freed_block_gives_no_slot():
@@ -150,9 +152,34 @@ class StaticPlan(FakePlan):
         return torch.cat((out, torch.zeros(len(given.slots) - len(real), dtype=out.dtype)))
 
 
+class RefilledFake(FakePlan):
+    """A captured plan of any mix: what it was refilled with, and padding behind it."""
+
+    most = 5  # rows that its lists have room for
+
+    def refill(self, step):
+        if len(step.query_lens) > self.most:
+            return False
+        self.given = step
+        return True
+
+    def run(self, tokens, positions, cache):
+        given, real = self.given, int(sum(self.given.query_lens))
+        assert (self.step.slots[real:] == -1).all() and (self.step.slots[:real] >= 0).all()
+        starts = torch.tensor(np.concatenate(((0,), np.cumsum(given.query_lens))))
+        step = given._replace(
+            slots=self.step.slots[:real], query_starts=starts, row_index=torch.from_numpy(given.host_rows),
+            context_lens=given.context_lens.tolist(), query_lens=given.query_lens.tolist(),
+        )  # fmt: skip
+        out = FakePlan(step, self.group).run(tokens[:real], positions[:real], cache)
+        return torch.cat((out, torch.zeros(len(tokens) - real, dtype=out.dtype)))
+
+
 class StaticBackend(FakeBackend):
     def plan(self, step, group):
-        return (StaticPlan if step.is_static else FakePlan)(step, group)
+        if not step.is_static:
+            return FakePlan(step, group)
+        return (StaticPlan if step.is_decode else RefilledFake)(step, group)
 
 
 class UncapturedGraphs(DecodeGraphs):
@@ -162,7 +189,7 @@ class UncapturedGraphs(DecodeGraphs):
         pass
 
     def prepare(self, bucket):
-        rows, positions = self._inputs.decode_inputs(bucket)
+        rows, positions = self._inputs.static_inputs(bucket)
         rows.fill_(self._inputs.scrap)  # as a capture leaves them
         positions.zero_()
         return bucket
@@ -173,10 +200,66 @@ class UncapturedGraphs(DecodeGraphs):
         return replayed._replace(result=replayed.result.clone())  # a device's results are copied to the host at once
 
 
+class UncapturedMixed(MixedGraphs):
+    """Runs the step a graph would hold."""
+
+    used = 0
+
+    def capture(self):
+        for size in self.sizes:
+            self._captured[size] = _Captured(None, self._plans(size), None)
+        self._ready = list(self.sizes)
+
+    def replay(self, bucket):
+        self.used += 1
+        return self._run(bucket, self._captured[bucket].plans)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_captured_mixed_step_gives_every_request_its_text(seed, ahead, plain):
+    """Through graphs of three sizes; steps of more tokens or more rows than they hold run without one."""
+    rng = random.Random(300 * seed + ahead)
+    model = FakeModel()
+    runner = make_runner(model, staged=True)
+    runner.backend = StaticBackend()
+    runner.mixed = UncapturedMixed((3, 8, 14), model, runner.backend, runner.inputs, Capturer(CPU))
+    runner.mixed.capture()
+    built = 0
+
+    def build(*args):
+        nonlocal built
+        built += 1
+        return plain_build(*args)
+
+    plain_build, runner.inputs.build = runner.inputs.build, build
+    asked = make_requests(rng, 20, plain=plain)
+    Driver(runner, rng, ahead=ahead).run(asked, preempt=0.02)
+    assert runner.mixed.used > 5 and built
+    for request in asked:
+        assert request.failed is None and request.outputs == alone(model, request), request
+
+
+def test_sizes_of_mixed_graphs():
+    assert mixed_sizes(GROUPS, 100) == (16, 32, 64, 96)
+    assert mixed_sizes(GROUPS, 1 << 20) == SIZES
+    state = KVGroup(kind=KVKind.STATE, block_size=4, window=0, layers=("c",))
+    assert mixed_sizes([*GROUPS, state], 100) == ()
+
+
 def test_a_bucket_left_out_is_captured_once_it_is_worth_it(monkeypatch):
     model = FakeModel()
     runner = make_runner(model, staged=True)
-    graphs = DecodeGraphs((1, 2, 4, 6), model, StaticBackend(), runner.inputs, runner.sampler.plain, max_context=64)
+    graphs = DecodeGraphs(
+        (1, 2, 4, 6),
+        model,
+        StaticBackend(),
+        runner.inputs,
+        runner.sampler.plain,
+        Capturer(torch.device("cpu")),
+        max_context=64,
+    )
     captured = graphs._captured
     monkeypatch.setattr(graphs, "_capture", lambda bucket: captured.update({bucket: None}))
     captured.update({1: None, 4: None})
@@ -195,7 +278,13 @@ def test_the_captured_step_gives_every_request_its_text(seed, ahead, plain):
     runner = make_runner(model, staged=True)
     runner.backend = StaticBackend()
     runner.graphs = UncapturedGraphs(
-        (1, 2, 4, 6), model, runner.backend, runner.inputs, runner.sampler.plain, max_context=64
+        (1, 2, 4, 6),
+        model,
+        runner.backend,
+        runner.inputs,
+        runner.sampler.plain,
+        Capturer(torch.device("cpu")),
+        max_context=64,
     )
     asked = make_requests(rng, 10, plain=plain)
     asked += [Asked(f"d{i}", [i, 2], SamplingParams(temperature=1.0, max_tokens=None), i, 12) for i in range(4)]

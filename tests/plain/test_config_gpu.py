@@ -90,14 +90,15 @@ def test_looking_ahead_is_the_default_on_a_gpu(folder: Path) -> None:
 @pytest.mark.parametrize(
     "kwargs, mode",
     [
-        ({}, "FULL_DECODE_ONLY"),
+        ({}, "FULL"),
         ({"optimization_level": 0}, "NONE"),
-        ({"optimization_level": 3}, "FULL_DECODE_ONLY"),
+        ({"optimization_level": 3}, "FULL"),
         ({"enforce_eager": True}, "NONE"),
         ({"enforce_eager": True, "compilation_config": {"cudagraph_mode": "FULL"}}, "NONE"),
         ({"compilation_config": {"cudagraph_mode": "none"}}, "NONE"),
         ({"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, "NONE"),
-        ({"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}, "FULL_DECODE_ONLY"),
+        ({"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}, "FULL"),
+        ({"compilation_config": {"cudagraph_mode": "FULL"}}, "FULL"),
         ({"optimization_level": 0, "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}, "FULL_DECODE_ONLY"),
         ({"device": "cpu"}, "NONE"),
         ({"device": "cpu", "compilation_config": {"cudagraph_mode": "FULL"}}, "NONE"),

@@ -335,7 +335,7 @@ def test_from_config_reads_every_option() -> None:
             max_num_batched_tokens=100, max_num_seqs=3, policy="priority", enable_chunked_prefill=True,
             long_prefill_token_threshold=9, max_num_partial_prefills=2, max_long_partial_prefills=1,
             scheduler_reserve_full_isl=False, watermark=0.25, max_num_queued_reqs=11,
-            max_num_queued_tokens=12,
+            max_num_queued_tokens=12, inter_token_latency_goal_ms=25.0,
         ),
         cache_config=Names(enable_prefix_caching=False, prefix_caching_hash_algo="sha256_cbor"),
         kv_events_config=Names(enable_kv_cache_events=True),
@@ -344,5 +344,5 @@ def test_from_config_reads_every_option() -> None:
         max_model_len=50, max_num_batched_tokens=100, max_num_seqs=3, policy="priority", look_ahead=1,
         chunked_prefill=True, long_prefill_threshold=9, max_partial_prefills=2, max_long_partial_prefills=1,
         reserve_full_prompt=False, watermark=0.25, max_num_queued=11, max_num_queued_tokens=12, prefix_caching=False,
-        hash_algorithm="sha256_cbor", events=True,
+        hash_algorithm="sha256_cbor", events=True, latency_goal=0.025,
     )  # fmt: skip
