@@ -72,6 +72,7 @@ class MixedGraphs:
         self._captured: dict[int, _Captured] = {}
         self._ready: list[int] = []  # buckets captured, rising
 
+    @torch.inference_mode()
     def send(self, shape: StepShape) -> MixedStep | None:
         """Fill a graph's inputs with this step; None where no graph fits it."""
         at = bisect_left(self._ready, int(shape.ends[-1]))
