@@ -99,8 +99,8 @@ class MixedGraphs:
         largest, smallest = self.sizes[-1], self.sizes[0]
         for size in reversed(self.sizes):
             plans = self._plans(size)
-            run = partial(self._run, size, plans)
-            graph, hidden = self._capturer.capture(run, run if size in (largest, smallest) else None)
+            first = partial(self._run_padding, size, plans) if size in (largest, smallest) else None
+            graph, hidden = self._capturer.capture(partial(self._run, size, plans), first)
             self._captured[size] = _Captured(graph, plans, borrow(hidden))
             del hidden  # back to the pool, for the next size
         self._ready = list(self.sizes)
@@ -111,13 +111,16 @@ class MixedGraphs:
             len(self.sizes), largest, now() - began, taken / 2**30,
         )  # fmt: skip
 
+    @torch.inference_mode()
     def run_uncaptured(self, bucket: int) -> None:
         """A step of nothing but padding, as it would be captured."""
+        self._run_padding(bucket, self._plans(bucket))
+
+    def _run_padding(self, bucket: int, plans: Sequence[RefilledPlan]) -> None:
         rows, positions = self._inputs.static_inputs(bucket)
         rows.fill_(self._inputs.scrap)
         positions.zero_()
-        with torch.inference_mode():
-            self._run(bucket, self._plans(bucket))
+        self._run(bucket, plans)
 
     def _plans(self, bucket: int) -> list[RefilledPlan]:
         inputs = self._inputs
