@@ -1,21 +1,30 @@
 """Which of transformers' causal language models Quire runs, and how: native, fallback, or not, with the reason.
 
     python benchmarks/coverage.py [--only TYPE ...] [--jobs 2] [--resume] [--write] [--impl auto|transformers]
+                                  [--device cpu|cuda] [--json FILE] [--markdown FILE] [--from FILE]
 
 Walks MODEL_FOR_CAUSAL_LM_MAPPING_NAMES. For each model type a tiny random checkpoint is made from the type's own config
-class with small numbers in it; transformers generates from it greedily on CPU, and Quire from the saved files. Equal
-tokens count. Types that transformers itself cannot build or generate with are listed and not counted. Each type runs
-in a child process of its own with a time limit, so that no crash ends the walk. --write makes docs/models.md.
+class with small numbers in it; transformers generates from it greedily on CPU, and Quire from the saved files, on CPU
+or on a GPU. Equal tokens count. Types that transformers itself cannot build or generate with are listed and not
+counted. Each type runs in a child process of its own with a time limit, so that no crash ends the walk: a type whose
+process dies is a row with the signal and the line it died at.
+
+--write makes docs/models.md: its first part from a walk on CPU, the part about GPUs from a walk on one; the other part
+stays. A walk on a machine without this folder leaves its rows in --json FILE, and `--from FILE --write` makes the page
+of them elsewhere. On a GPU children share Triton's cache and each compiles only what it launches.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
 import os
 import random
+import re
 import resource
+import signal
 import sys
 import tempfile
 import time
@@ -26,6 +35,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("QUIRE_COMPILE_PROCESSES", "0")  # --jobs keeps the cores busy, and most of the list is not used
 
 import torch
 import transformers
@@ -38,6 +48,8 @@ from quire.models.zoo import ZOO
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB, NUM_NEW = 320, 12
 STATUSES = ("native", "fallback", "differs", "fails", "not counted")
+GPU_PART = "## On a GPU"
+Row = dict[str, Any]
 
 # What a number of a config is called -> how small it may be. Keys a config class does not have are left out.
 WIDTH = 64
@@ -163,10 +175,18 @@ def by_forward(model: Any, prompt: list[int]) -> list[int]:
     return ids[len(prompt) :]
 
 
-def by_quire(folder: str, prompt: list[int], impl: str) -> list[int]:
+def margin(model: Any, ids: list[int]) -> float:
+    """How far apart the two best logits after these tokens are: a small number means that rounding decides."""
+    with torch.no_grad():
+        best = model(torch.tensor([ids]), use_cache=False).logits[0, -1].topk(2).values
+    return float(best[0] - best[1])
+
+
+def by_quire(folder: str, prompt: list[int], impl: str, device: str) -> list[int]:
     llm = LLM(
-        folder, dtype="float32", skip_tokenizer_init=True, max_model_len=128, block_size=4, num_gpu_blocks_override=400,
-        max_num_batched_tokens=16, model_impl=impl, generation_config="vllm",
+        folder, device=device, dtype="float32", skip_tokenizer_init=True, max_model_len=128, block_size=4,
+        num_gpu_blocks_override=400, max_num_batched_tokens=16, max_num_seqs=4, model_impl=impl,
+        generation_config="vllm", kv_cache_memory_bytes=1 << 28,  # what is free is not measured: others run beside
     )  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True, detokenize=False)
     (done,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
@@ -181,10 +201,9 @@ def said(error: BaseException) -> str:
     return text[:160] + ("..." if len(text) > 160 else "")
 
 
-def examine(model_type: str, impl: str) -> dict[str, Any]:
-    names = TYPES[model_type]
-    name = names if isinstance(names, str) else names[0]
-    found: dict[str, Any] = {"type": model_type, "architecture": name}
+def examine(model_type: str, impl: str, device: str) -> Row:
+    name = _name(model_type)
+    found: Row = {"type": model_type, "architecture": name}
     rng = random.Random(3)
     prompt = [rng.randrange(4, VOCAB) for _ in range(21)]
     try:
@@ -198,7 +217,7 @@ def examine(model_type: str, impl: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             model.save_pretrained(folder)
-            got = by_quire(folder, prompt, "auto" if native else "transformers")
+            got = by_quire(folder, prompt, "auto" if native else "transformers", device)
         except Exception as error:
             return found | {"status": "fails", "reason": said(error), "at": where(error)}
     status = "native" if native else "fallback"
@@ -206,7 +225,9 @@ def examine(model_type: str, impl: str) -> dict[str, Any]:
         return found | {"status": status, "reason": "as its forward pass; transformers' generate differs from that"}
     if got != want:
         same = next(i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b)
-        return found | {"status": "differs", "reason": f"{'native' if native else 'fallback'}: {same} tokens agree"}
+        apart = margin(model, prompt + want[:same])
+        reason = f"{status}: {same} tokens agree; the next is best by {apart:.2g}"
+        return found | {"status": "differs", "reason": reason}
     return found | {"status": status, "reason": ""}
 
 
@@ -215,17 +236,19 @@ def where(error: BaseException) -> str:
     return f"{Path(last.filename).name}:{last.lineno}"
 
 
-def child(model_type: str, impl: str, report: Any) -> None:
+def child(model_type: str, args: argparse.Namespace, report: Any, notes: str) -> None:
+    """`notes`: a file for what the process says, and for the stack if it dies."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-        os.dup2(nowhere.fileno(), 2)
+    with open(notes, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    faulthandler.enable(2)
     torch.set_num_threads(1)
     started = time.monotonic()
     try:
-        found = examine(model_type, impl)
+        found = examine(model_type, args.impl, args.device)
     except BaseException as error:
         found = {"type": model_type, "architecture": "?", "status": "fails", "reason": said(error)}
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -235,39 +258,74 @@ def child(model_type: str, impl: str, report: Any) -> None:
     os._exit(0)
 
 
-def walk(types: list[str], args: argparse.Namespace, state: Path) -> dict[str, dict[str, Any]]:
+def end_of(process: Any, notes: Path) -> Row:
+    """The row of a type whose process died: by what, and where in Python it was."""
+    process.join()
+    code = process.exitcode
+    what = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+    text = notes.read_text(errors="replace")
+    stack = text[text.rfind("Current thread") :] if "Current thread" in text else ""
+    lines = [f"{Path(file).name}:{line} {name}" for file, line, name in
+             re.findall(r'File "(.+?)", line (\d+) in (\S+)', stack)]  # fmt: skip
+    return {"status": "fails", "reason": f"the process died: {what}", "at": " < ".join(lines[:4]), "stack": lines}
+
+
+class Walk:
     """Each type in a child made by fork: libraries are imported once."""
-    context = multiprocessing.get_context("fork")
-    waiting, running, done = list(types), {}, {}
-    while waiting or running:
-        while waiting and len(running) < args.jobs:
-            model_type = waiting.pop(0)
-            reads, writes = context.Pipe(duplex=False)
-            process = context.Process(target=child, args=(model_type, args.impl, writes), daemon=True)
-            process.start()
-            writes.close()
-            running[model_type] = (process, reads, time.monotonic())
-        for model_type, (process, reads, started) in list(running.items()):
-            found = None
-            late = time.monotonic() - started > args.limit_s
-            if reads.poll(0.02):
-                try:
-                    found = reads.recv()
-                except EOFError:
-                    found = {"status": "fails", "reason": f"the process ended with {process.exitcode}"}
-            elif late:
-                process.kill()
-                found = {"status": "fails", "reason": f"no end after {args.limit_s} s"}
-            if found is None:
-                continue
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self._args, self._folder = args, folder
+        self._context = multiprocessing.get_context("fork")
+        self._running: dict[str, tuple[Any, Any, float]] = {}
+
+    def run(self, types: list[str], state: Path) -> dict[str, Row]:
+        waiting, done = list(types), {}
+        while waiting or self._running:
+            while waiting and len(self._running) < self._args.jobs:
+                self._start(waiting.pop(0))
+            for model_type in list(self._running):
+                found = self._look(model_type)
+                if found is None:
+                    continue
+                del self._running[model_type]
+                found = {"type": model_type, "architecture": _name(model_type)} | found
+                done[model_type] = found
+                with state.open("a") as file:
+                    file.write(json.dumps(found) + "\n")
+                show(found)
+        return done
+
+    def _start(self, model_type: str) -> None:
+        reads, writes = self._context.Pipe(duplex=False)
+        given = model_type, self._args, writes, str(self._notes(model_type))
+        process = self._context.Process(target=child, args=given, daemon=True)
+        process.start()
+        writes.close()
+        self._running[model_type] = (process, reads, time.monotonic())
+
+    def _notes(self, model_type: str) -> Path:
+        return self._folder / f"{model_type}.txt"
+
+    def _look(self, model_type: str) -> Row | None:
+        """None: not at its end yet."""
+        process, reads, started = self._running[model_type]
+        if reads.poll(0.02):
+            try:
+                found: Row = reads.recv()
+                process.join()
+                return found
+            except EOFError:
+                return end_of(process, self._notes(model_type))
+        if time.monotonic() - started > self._args.limit_s:
+            process.kill()
             process.join()
-            del running[model_type]
-            found = {"type": model_type, "architecture": str(TYPES[model_type])} | found
-            done[model_type] = found
-            with state.open("a") as file:
-                file.write(json.dumps(found) + "\n")
-            show(found)
-    return done
+            return {"status": "fails", "reason": f"no end after {self._args.limit_s:.0f} s"}
+        return None
+
+
+def _name(model_type: str) -> str:
+    names = TYPES[model_type]
+    return names if isinstance(names, str) else names[0]
 
 
 def show(found: dict[str, Any]) -> None:
@@ -278,24 +336,33 @@ def show(found: dict[str, Any]) -> None:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def summary(found: dict[str, dict[str, Any]]) -> list[str]:
+def about(device: str) -> dict[str, str]:
+    """What a walk ran on. Children use the GPU; this process only asks for its name, at the end."""
+    on = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    return {"device": device, "name": on, "transformers": transformers.__version__, "torch": torch.__version__}
+
+
+def summary(found: dict[str, Row], version: str = transformers.__version__) -> list[str]:
     counts = {status: sum(row["status"] == status for row in found.values()) for status in STATUSES}
     counted = sum(counts.values()) - counts["not counted"]
     agree = counts["native"] + counts["fallback"]
     share = f" ({agree / counted:.0%})" if counted else ""
     return [
-        f"{len(found)} model types; transformers {transformers.__version__} builds and generates with {counted}.",
+        f"{len(found)} model types; transformers {version} builds and generates with {counted}.",
         f"Of these Quire gives the same greedy tokens for {agree}{share}: {counts['native']} native, "
         f"{counts['fallback']} through the fallback. {counts['differs']} differ, {counts['fails']} fail.",
     ]
 
 
-def page(found: dict[str, dict[str, Any]]) -> str:
-    rows = sorted(found.values(), key=lambda row: (STATUSES.index(row["status"]), row["type"]))
-    table = ["| model type | architecture | Quire | remark |", "|---|---|---|---|"]
-    for row in rows:
+def table(found: dict[str, Row]) -> list[str]:
+    lines = ["| model type | architecture | Quire | remark |", "|---|---|---|---|"]
+    for row in sorted(found.values(), key=lambda row: (STATUSES.index(row["status"]), row["type"])):
         reason = row["reason"].replace("|", "\\|")
-        table.append(f"| {row['type']} | {row['architecture']} | {row['status']} | {reason} |")
+        lines.append(f"| {row['type']} | {row['architecture']} | {row['status']} | {reason} |")
+    return lines
+
+
+def first_part(found: dict[str, Row]) -> str:
     head = [
         "# Models", "",
         "Written by `python benchmarks/coverage.py --write`; do not edit. Every causal language model type that",
@@ -304,7 +371,25 @@ def page(found: dict[str, dict[str, Any]]) -> str:
         "are those of transformers. `not counted`: transformers itself does not build or generate with such a model.",
         "How a family is declared: [adding-a-model.md](adding-a-model.md).", "",
     ]  # fmt: skip
-    return "\n".join([*head, *summary(found), "", *table, ""])
+    return "\n".join([*head, *summary(found), "", *table(found), ""])
+
+
+def gpu_part(found: dict[str, Row], ran: dict[str, str]) -> str:
+    head = [
+        GPU_PART, "",
+        f"The same walk with Quire on one {ran['name']} in float32 (torch {ran['torch']}), against transformers on the",
+        "CPU of that machine: `python benchmarks/coverage.py --device cuda --jobs 14 --write`.", "",
+    ]  # fmt: skip
+    return "\n".join([*head, *summary(found, ran["transformers"]), "", *table(found), ""])
+
+
+def write_page(found: dict[str, Row], ran: dict[str, str], path: Path) -> None:
+    """Only the part that this walk is about."""
+    before, mark, behind = path.read_text().partition(GPU_PART) if path.exists() else ("", "", "")
+    if ran["device"] == "cuda":
+        path.write_text(f"{before.rstrip()}\n\n{gpu_part(found, ran)}".lstrip())
+    else:
+        path.write_text(first_part(found) + (f"\n{mark}{behind}" if mark else ""))
 
 
 def main() -> None:
@@ -313,24 +398,42 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="children at a time")
     parser.add_argument("--limit-s", type=float, default=90, help="seconds one type may take")
     parser.add_argument("--impl", choices=("auto", "transformers"), default="auto", help="transformers: no native code")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where Quire runs")
     parser.add_argument("--resume", action="store_true", help="keep what an earlier walk found, do the rest")
     parser.add_argument("--state", type=Path, default=Path(tempfile.gettempdir()) / "quire_coverage.jsonl")
+    parser.add_argument("--json", type=Path, help="write all rows there")
+    parser.add_argument("--markdown", type=Path, help="write summary and table there")
+    parser.add_argument("--from", type=Path, dest="kept", help="no walk: the rows that --json wrote")
     parser.add_argument("--write", action="store_true", help="write docs/models.md (whole walks only)")
     args = parser.parse_args()
+    if args.kept is not None:
+        kept = json.loads(args.kept.read_text())
+        found, ran, whole = kept["types"], kept["about"], kept["whole"]
+    else:
+        found = walked(args)
+        ran, whole = about(args.device), len(found) == len(TYPES)
+    print(*summary(found, ran["transformers"]), sep="\n")
+    if args.json is not None:
+        args.json.write_text(json.dumps({"about": ran, "whole": whole, "types": found}, indent=1) + "\n")
+    if args.markdown is not None:
+        args.markdown.write_text("\n".join([*summary(found, ran["transformers"]), "", *table(found), ""]))
+    if args.write and not whole:
+        sys.exit(f"docs/models.md is written for whole walks: {len(found)} of {len(TYPES)} types are known")
+    if args.write:
+        write_page(found, ran, ROOT / "docs" / "models.md")
+
+
+def walked(args: argparse.Namespace) -> dict[str, Row]:
     if unknown := set(args.only or ()) - set(TYPES):
         sys.exit(f"transformers {transformers.__version__} lists no {', '.join(sorted(unknown))}")
-    known: dict[str, dict[str, Any]] = {}
+    known: dict[str, Row] = {}
     if args.resume and args.state.exists():
         known = {row["type"]: row for row in map(json.loads, args.state.read_text().splitlines())}
     elif not args.only:
         args.state.unlink(missing_ok=True)
     types = args.only or [name for name in TYPES if name not in known]
-    found = known | walk(types, args, args.state)
-    print(*summary(found), sep="\n")
-    if args.write and len(found) == len(TYPES):
-        (ROOT / "docs" / "models.md").write_text(page(found))
-    elif args.write:
-        sys.exit(f"docs/models.md is written for whole walks: {len(found)} of {len(TYPES)} types are known")
+    with tempfile.TemporaryDirectory() as folder:
+        return known | Walk(args, Path(folder)).run(types, args.state)
 
 
 if __name__ == "__main__":

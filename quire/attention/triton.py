@@ -41,12 +41,13 @@ from quire.ops.triton.attention import (
     workspace_sizes,
 )
 from quire.ops.triton.attention_cache import write_pages
-from quire.ops.triton.attention_plan import LEAST_ROWS, PROBE, Sharing, plan_decodes
+from quire.ops.triton.attention_plan import LEAST_ROWS, PROBE, Sharing, plan_decodes, probe_column
 from quire.schema.errors import ConfigError, NotBuiltError
 from quire.schema.kv import KVGroup, KVKind, KVSpec
 
 LEAST_KEYS = 256  # worth a part of their own
 SHARE_ROWS = 16  # decodes in a step from which on a shared prefix is looked for
+MOST_ENTRIES, MOST_LATENT = 512, 1024  # of a head: with values of its own; with values that are a slice of the keys
 CROWD = 64  # decodes in a step that fill the device without being cut
 MIXED_ROWS = 320  # rows of few queries that the lists of a captured mixed step have room for
 MIXED_PROMPTS = 64  # and prompt chunks
@@ -220,10 +221,10 @@ def may_share(ones: np.ndarray, entries: np.ndarray, step: GroupStep, shape: Sha
         return False
     if step.host_tables is None or step.host_rows is None:
         return True
-    column = PROBE // shape.page - 1
-    if column >= step.host_tables.shape[1]:  # no row can be that long
-        return False
-    long = ones & (entries[:, 3] > PROBE)
+    column = probe_column(shape.page, PROBE)
+    if column >= step.host_tables.shape[1]:
+        return False  # no row can be long enough
+    long = ones & (entries[:, 3] > (column + 1) * shape.page)
     blocks = np.sort(step.host_tables[step.host_rows[long], column])
     return len(blocks) >= LEAST_ROWS and bool((blocks[LEAST_ROWS - 1 :] == blocks[: 1 - LEAST_ROWS]).any())
 
@@ -523,8 +524,8 @@ class TritonAttention:
             return f"no Triton attention over a {spec.dtype} cache"
         if spec.num_kv_heads <= 0 or spec.head_size <= 0:
             return f"{spec.num_kv_heads} kv heads of size {spec.head_size}"
-        if spec.head_size > (256 if spec.v_head_size else 1024):
-            return f"heads of size {spec.head_size}"
+        if max(spec.head_size, spec.v_head_size) > (MOST_ENTRIES if spec.v_head_size else MOST_LATENT):
+            return f"heads of size {max(spec.head_size, spec.v_head_size)}"
         return None
 
     def make_cache(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> LayerCache:

@@ -124,10 +124,10 @@ class TokenBudget(Gate):
 
 
 class LatencyGoal(Gate):
-    """inter_token_latency_goal_ms: tokens of prompts in a step that others decode in, so that these do not wait long.
+    """inter_token_latency_goal_ms: tokens of a step in which some requests decode, so that these do not wait long.
 
-    The number follows the time that steps take (pace.py). While so much waits that prompts would be late themselves, or
-    nobody decodes, it does not bind.
+    The number follows the time that steps take (pace.py). Prompts are cut to what decodes leave of it, half of it at
+    least. While so much waits that prompts would be late themselves, or nobody decodes, it does not bind.
     """
 
     LEAST = 512  # tokens: fewer cost nearly as much, because all weights are read for them
@@ -137,34 +137,39 @@ class LatencyGoal(Gate):
     def __init__(self, goal: float, pace: Pace) -> None:
         """`goal` in seconds."""
         self.goal, self.pace = goal, pace
-        self.most = self.left = NO_LIMIT
-        self.decodes = 0
+        self.most = NO_LIMIT
+        self.prompts = self.decodes = 0  # tokens of this step
 
     def open(self, load: Load) -> None:
         within = self.pace.tokens_within(self.goal)
         self.most = NO_LIMIT if within is None else max(self.LEAST, within)
         if load.waiting_tokens > self.DEEP * self.most:
             self.most = NO_LIMIT
-        self.left, self.decodes = self.most, 0
+        self.prompts = self.decodes = 0
 
     def closed(self) -> bool:
-        return bool(self.decodes) and self.left <= 0
+        return bool(self.decodes) and self._left() <= 0
 
     def admit(self, request: Request, count: int) -> int:
-        if count == 1 or not self.decodes or count <= self.left:
+        left = self._left()
+        if count == 1 or not self.decodes or count <= left:
             return count
         if request.running:
-            return self.left if self.left > 0 else SKIP
-        return self.left if self.left * self.SLIVER >= self.most else CLOSED
+            return left if left > 0 else SKIP
+        return left if left * self.SLIVER >= self.most else CLOSED
 
     def take(self, request: Request, count: int) -> None:
         if count == 1:
             self.decodes += 1
         else:
-            self.left -= count
+            self.prompts += count
 
     def take_singles(self, number: int) -> None:
         self.decodes += number
+
+    def _left(self) -> int:
+        """For prompts."""
+        return max(self.most - self.decodes, self.most // 2) - self.prompts
 
 
 class WholePrompts(Gate):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from quire.ops.sample import allow_words_
 from quire.schema.kv import KVGroup, KVKind, KVLayout, KVSpec
 from quire.worker.inputs import StepShape
 from quire.worker.runner import ModelRunner
@@ -39,6 +40,14 @@ def scratch_layout(specs: Sequence[KVSpec]) -> KVLayout:
     )
 
 
+@torch.inference_mode()
+def allow_nothing(vocab_size: int, device: torch.device) -> None:
+    """What a grammar's mask launches, for one row. The rest of the sampling pipeline has no kernels of ours."""
+    words = torch.zeros((1, -(-vocab_size // 32)), dtype=torch.int32, device=device)
+    row = torch.zeros(1, dtype=torch.int64, device=device)
+    allow_words_.on(device)(torch.zeros((1, vocab_size), dtype=torch.float32, device=device), row, words)
+
+
 class Trial:
     def __init__(self, runner: ModelRunner, max_len: int) -> None:
         assert runner.inputs is not None
@@ -57,6 +66,7 @@ class Trial:
     def mixed(self, chunk: int, num_decodes: int, context: int) -> None:
         """A chunk of a prompt under way (0: none) beside rows that decode, each after `context` tokens."""
         num_decodes = min(num_decodes, self._runner.rows.max_rows - 1)
+        chunk = min(chunk, self._max_len)
         counts = np.array([*([chunk] if chunk else []), *[1] * num_decodes], np.int64)
         starts = np.minimum(np.full(len(counts), context), self._max_len - counts)
         self._run(starts, counts, filters=False)
@@ -79,6 +89,7 @@ class Trial:
 
     def all(self, largest: int, buckets: Sequence[int]) -> None:
         """One of each kind that may take kernels of its own."""
+        allow_nothing(self._runner.sampler.rows.vocab_size, self._inputs.device)
         for count in (1, *(count for count in TOKENS if count < largest), largest):
             self.step(count, max(1, count // 16))
         self.step(min(ALONE, largest), 1)

@@ -36,7 +36,7 @@ from quire.worker.mixed_graphs import MixedGraphs, mixed_sizes
 from quire.worker.rows import Rows
 from quire.worker.runner import ModelRunner, Pending
 from quire.worker.state_specs import settle_states
-from quire.worker.trial import Trial, scratch_layout
+from quire.worker.trial import Trial, allow_nothing, scratch_layout
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -245,6 +245,7 @@ class Worker:
                 self.forward(StepPlan(step=0, grants=(Grant("warm-up", count, 1, True, 0),)))
                 self.sample(None).result()
                 self._laps.mark("first decode")
+                allow_nothing(self.get_model().arch.vocab, self.device)
                 limits = self.config.scheduler_config.max_num_batched_tokens, self.config.model_config.max_model_len
                 self.model_runner.backend.prepare(*limits)
                 self._laps.mark("library")

@@ -35,7 +35,7 @@ def test_any_mix_under_any_rule(rule, dtype):
     close(case.run(backend(), mirror=True)[0], case.reference(), dtype)
 
 
-@pytest.mark.parametrize("size", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("size", [64, 80, 96, 112, 128, 192, 256, 320, 512])
 @pytest.mark.parametrize("group", [1, 2, 5, 8, 16, 24])
 def test_sizes_and_groups(size, group):
     rng = random.Random(size * group)
@@ -48,6 +48,14 @@ def test_sizes_and_groups(size, group):
     found, _ = decodes.run(backend(), static=16)
     close(found[:7], decodes.reference(), dtype)
     assert not found[7:].any()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=RULE_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_large_heads(rule, dtype, fixed):
+    case = Case(MIX, heads=8, kv_heads=2, size=512, rule=rule, dtype=dtype, device="cuda")
+    close(case.run(backend(fixed=fixed))[0], case.reference(), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -95,7 +103,7 @@ def test_a_graph_serves_any_contexts(rule, fixed):
         assert not out[len(lens) :].any()
 
 
-@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("size", [64, 128, 256, 512])
 def test_fixed_results_depend_on_nothing_else(size):
     """The same query, alone or in company, in any chunking, eager or captured: the same bits."""
     case = Case(
@@ -171,7 +179,7 @@ class TestSharedPrefix:
         assert info[:2] == [1472, len(self.SHARING)] and info[4] > 1
 
     @pytest.mark.parametrize(
-        ("heads", "kv_heads", "size", "value"), [(16, 8, 64, 0), (8, 1, 256, 0), (16, 1, 576, -512)]
+        ("heads", "kv_heads", "size", "value"), [(16, 8, 64, 0), (8, 1, 256, 0), (8, 2, 512, 0), (16, 1, 576, -512)]
     )
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
     def test_sizes(self, heads, kv_heads, size, value, dtype):

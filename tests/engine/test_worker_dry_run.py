@@ -25,6 +25,8 @@ from quire.base import env
 from quire.layers.moe import Moe
 from quire.ops import op as op_module
 from quire.ops.triton import launch, register, warm
+from quire.sampling.sampler import Sampler
+from quire.schema.step import Mask
 from quire.worker import worker as module
 from quire.worker.device_inputs import DeviceInputs
 from quire.worker.runner import ModelRunner
@@ -86,8 +88,26 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     env.forget_all()
 
 
+@pytest.fixture
+def masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step that is not sampled plainly comes with a grammar's mask: the tiny models have no tokenizer for one."""
+    plain, plain_call = ModelRunner._sample_all, Sampler.__call__
+
+    def call(self: Sampler, logits: torch.Tensor, *args: Any, **named: Any) -> Any:
+        return plain_call(self, logits.zero_(), *args, **named)  # nothing was launched, so they are any numbers or none
+
+    def sample_all(self: ModelRunner, flight: Any, mask: Mask | None, pending: Any) -> None:
+        words = -(-self.sampler.rows.vocab_size // 32)
+        index = tuple(flight.sample_grants)
+        plain(self, flight, Mask(index=index, rows=b"\xff" * (4 * words * len(index)), words=words), pending)
+
+    monkeypatch.setattr(Sampler, "__call__", call)
+    monkeypatch.setattr(ModelRunner, "_sample_all", sample_all)
+
+
 def serve(llm: LLM, rng: random.Random) -> None:
-    """Short and long prompts, chunks, many decodes, a shared prefix, filters."""
+    """Short and long prompts, chunks, many decodes, a shared prefix, filters; and all that the sampler does beside the
+    plain choice, under masks."""
 
     def ids(count: int) -> list[int]:
         return [rng.randrange(4, VOCAB) for _ in range(count)]
@@ -103,13 +123,20 @@ def serve(llm: LLM, rng: random.Random) -> None:
     run([[*shared, *ids(rng.randint(3, 60))] for _ in range(70)], 5, temperature=1.0, top_k=20)
     run([ids(480), ids(3), ids(480), ids(40)], 4, temperature=0.0)
     run([ids(10) for _ in range(128)], 3, temperature=0.0)
+    more: list[dict[str, Any]] = [
+        {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2}, {"min_p": 0.1},
+        {"logit_bias": {7: 2.0}}, {"logprobs": 3}, {"prompt_logprobs": 2}, {"allowed_token_ids": [4, 5, 6]},
+        {"min_tokens": 2, "stop_token_ids": [9]},
+    ]  # fmt: skip
+    for sampling in more:
+        run([ids(rng.randint(1, 90)) for _ in range(rng.choice((1, 2, 40)))], 3, temperature=0.7, **sampling)
 
 
 @pytest.mark.parametrize(
     "arch", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "DeepseekV3ForCausalLM"]
 )
 def test_serving_wants_no_kernel_that_was_not_listed(
-    arch: str, as_on_a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arch: str, as_on_a_gpu: None, masks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_tiny(arch, tmp_path)
     listed, wanted = warm.Recorder(90), warm.Recorder(90)
@@ -132,7 +159,30 @@ def test_serving_wants_no_kernel_that_was_not_listed(
         llm = LLM(str(tmp_path), **OPTIONS)
         serve(llm, random.Random(3))
         llm.close()
-    assert len(wanted.jobs) > 15
+    assert len(wanted.jobs) > 15 and any(job["name"] == "_allow_kernel" for job in wanted.jobs.values())
     known = list(listed.jobs.values())
     missing = [job for job in wanted.jobs.values() if job not in known]
     assert not missing, [(job["name"], job["signature"], job["constant_vals"], job["attrs_keys"]) for job in missing]
+
+
+@pytest.mark.parametrize("max_model_len", [33, 128])
+def test_contexts_shorter_than_what_rows_may_share(
+    max_model_len: int, as_on_a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial steps and a step of many decodes: no table is read past its last column."""
+    make_tiny("Qwen3ForCausalLM", tmp_path)
+    plain_load = module.Worker.load
+
+    def load(self: module.Worker) -> Any:
+        info = plain_load(self)
+        with self._trial() as trial, launch.recorded(register.launchers(), warm.Recorder(90)):
+            trial.all(self.config.scheduler_config.max_num_batched_tokens, SIZES)
+        return info
+
+    monkeypatch.setattr(module.Worker, "load", load)
+    with launch.recorded(register.launchers(), warm.Recorder(90)):
+        llm = LLM(str(tmp_path), **OPTIONS | {"max_model_len": max_model_len, "block_size": 4})
+        params = SamplingParams(ignore_eos=True, max_tokens=3, detokenize=False, temperature=0.0)
+        found = llm.generate([{"prompt_token_ids": [5] * 20}] * 64, params, use_tqdm=False)
+        llm.close()
+    assert [len(out.outputs[0].token_ids) for out in found] == [3] * 64

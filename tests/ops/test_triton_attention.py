@@ -16,7 +16,7 @@ import quire.attention.triton as attention
 from quire.attention.library import Dense, Library, shape_of
 from quire.attention.triton import TileSet, TritonAttention, parts_wanted, write_kv
 from quire.ops.qkv import QkvPrep, prepare_qkv
-from quire.ops.triton import attention_plan
+from quire.ops.triton import attention_plan, rope
 from quire.ops.triton.attention import Tiles
 from quire.schema.errors import ConfigError
 from tests.attention_case import RULE_NAMES, RULES, Case
@@ -75,6 +75,45 @@ def test_shapes(heads, kv_heads, size, page):
     close(case.run(TritonAttention(fixed=False))[0], case.reference())
     decodes = Case([(n, 1) for n in (150, 7)], heads=heads, kv_heads=kv_heads, size=size, block_size=page, seed=size)
     close(decodes.run(TritonAttention(fixed=False), static=2)[0], decodes.reference())
+
+
+@pytest.mark.parametrize("size", [320, 512])
+@pytest.mark.parametrize("rule", [{}, {"window": 40}, {"softcap": 3.0}], ids=["plain", "window", "softcap"])
+def test_large_heads(size, rule):
+    """Whole steps and captured decodes, with fewer kv heads than heads, in both kinds of arithmetic."""
+    lens = [(12, 5), (90, 1), (9, 9), (70, 31)]
+    for dtype in (torch.float32, torch.float16):
+        case = Case(lens, heads=4, kv_heads=2, size=size, rule=rule, dtype=dtype, seed=size)
+        assert TritonAttention(fixed=False).supports(case.spec()) is None
+        close(case.run(TritonAttention(fixed=False))[0], case.reference(), dtype)
+    decodes = Case([(n, 1) for n in (90, 1, 40)], heads=6, kv_heads=2, size=size, rule=rule, dtype=torch.float16)
+    close(decodes.run(TritonAttention(fixed=True), static=4)[0][:3], decodes.reference(), torch.float16)
+
+
+def test_large_heads_from_the_fused_product_on():
+    """Norm, rotation of a quarter of each head and the write, as the reference does them."""
+    heads, kv_heads, size, tokens = 4, 2, 512, 9
+    case = Case([(tokens, tokens)], heads=heads, kv_heads=kv_heads, size=size)
+    qkv = torch.cat(case.inputs(), 1).flatten(1)
+    angle = torch.rand((tokens, 1, size // 8), generator=torch.Generator().manual_seed(0))
+    cos, sin = (torch.cat(pair, -1) for pair in ((angle.cos(), angle.cos()), (-angle.sin(), angle.sin())))
+    weight = torch.rand(size, generator=torch.Generator().manual_seed(1))
+    prep = QkvPrep(heads, kv_heads, weight, weight, 1e-6, 0.0, False, cos, sin, False)
+    backend, slots = TritonAttention(fixed=False), case.step().slots
+    ours, wanted = case.cache(backend), case.cache(backend)
+    found = rope.prepare_qkv(qkv.clone(), prep, ours.keys, ours.values, slots)
+    close(found, prepare_qkv.reference(qkv.clone(), prep, wanted.keys, wanted.values, slots))
+    written = slots // case.page, slots % case.page
+    close(ours.keys[written], wanted.keys[written])
+    close(ours.values[written], wanted.values[written])
+
+
+def test_heads_that_are_too_large_are_refused():
+    backend = TritonAttention(fixed=False)
+    for size, value in [(513, 0), (64, 513)]:
+        why = backend.supports(Case([(4, 4)], heads=1, kv_heads=1, size=size, value=value).spec())
+        assert why == "heads of size 513"
+    assert backend.supports(Case([(4, 4)], heads=1, kv_heads=1, size=576, value=-512).spec()) is None
 
 
 @pytest.mark.parametrize(("heads", "size", "value"), [(6, 20, 12), (40, 24, 16)])
@@ -213,6 +252,18 @@ class TestSharedPrefix:
         monkey.undo()
         (work,) = next(iter(plan._made.values()))
         assert bool(work.shared.programs) == sharing
+
+    @pytest.mark.parametrize("page", [16, 512])
+    def test_tables_that_end_before_the_probe(self, page):
+        """The host's table has no such column where no row can be that long; it is the first of longer pages."""
+        lens = [(n, 1) for n in (40, 38, 50, 46, 33, 41)]
+        case = Case(lens, heads=4, kv_heads=2, size=16, block_size=page)
+        backend, step = TritonAttention(fixed=False), case.step()
+        step = step._replace(host_tables=case.tables.numpy(), host_rows=np.arange(len(lens)))
+        plan = backend.plan(step, case.group())
+        close(plan.run(*case.inputs(), case.cache(backend), **case.options()), case.reference())
+        (work,) = next(iter(plan._made.values()))
+        assert not work.shared.programs
 
     def test_fixed_results_share_nothing(self):
         case = Case(self.LENS, heads=4, kv_heads=2, size=16, shared=(128, self.MEMBERS))

@@ -12,7 +12,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quire.ops.triton import act, few, mask, moe, moe_few, moe_many, norm, rope
+from quire.attention.triton import choose_tiles
+from quire.ops.triton import act, attention, few, mask, moe, moe_few, moe_many, norm, rope
 
 HALF, WHOLE, WIDE = "*bf16", "*i32", "*fp32"
 
@@ -191,3 +192,29 @@ def test_allowed_words(kind):
         "words_stride": "i32",
     }  # fmt: skip
     compiled(mask._allow_kernel, kinds, {"BLOCK": mask._BLOCK})
+
+
+@pytest.mark.parametrize("kind", [WIDE, HALF])
+@pytest.mark.parametrize("group", [2, 24])
+def test_attention_of_large_heads(group, kind):
+    """Heads of 512 entries with values of their own: tiles fit shared memory."""
+    dtype = moe.torch.float32 if kind == WIDE else moe.torch.bfloat16
+    chosen = choose_tiles(dtype, 512, 512, latent=False, group=group)
+    lists = ("tables", "items", "counters", "info")
+    floats = ("partial", "sums", "partial2", "sums2")
+    strides = ("q_token", "q_head", "page_stride", "k_head", "v_head", "table_stride", "held")
+    kinds = dict.fromkeys(("out", "q", "keys", "values"), kind) | dict.fromkeys(lists, WHOLE)
+    kinds |= dict.fromkeys(floats, WIDE) | dict.fromkeys(strides, "i32") | {"scale": "fp32", "cap": "fp32"}
+    kinds |= dict.fromkeys(("k_pages", "v_pages", "sinks", "slopes"), "none")
+    for tiles in {chosen.few, chosen.many}:
+        constants = {
+            "GROUP": group, "DK": 512, "DV": 512, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_D": 512,
+            "BLOCK_V": 512, "BLOCK_R": 16, "PAGE": 16, "WINDOW": 0, "CHUNK": 0, "SOFTCAP": False, "SINKS": False,
+            "ALIBI": False, "LATENT": False, "TWO_LOOPS": tiles.two_loops, "AHEAD": False, "TMA": False, "SPLIT": True,
+            "SHARED_M": chosen.shared.block_m, "EARLY": False, "PRECISION": "ieee" if kind == WIDE else "tf32",
+        }  # fmt: skip
+        made = compiled(
+            attention._attend_kernel, kinds, constants, warps=tiles.num_warps, stages=tiles.num_stages,
+            unaligned=("tables", "items", "info"),
+        )  # fmt: skip
+        assert made.metadata.shared <= 227 * 1024

@@ -202,3 +202,13 @@ def test_every_kernel_module_can_be_read_without_torch() -> None:
         "assert type(sys.modules['torch']) is compile_child.StandIn"
     )
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
+
+
+def test_nothing_is_uninitialized_while_nothing_is_launched(fake: list[tuple]) -> None:
+    """Torch reads what kernels should have written: as indices it must lie within bounds."""
+    with launch.recorded([], warm.Recorder(90)):
+        for _ in range(3):
+            made = [torch.empty((3, 4), dtype=torch.int64), torch.empty_like(torch.ones(5)), torch.ones(2).new_empty(7)]
+            assert not any(tensor.any() for tensor in made)
+            made = [tensor.fill_(7) for tensor in made]  # memory that comes back dirty
+    assert torch.zeros(3)[torch.zeros(2, dtype=torch.int64)].shape == (2,)

@@ -28,6 +28,11 @@ LEAST_ROWS = 4  # that share
 LEAST_KEY_TILES = 2  # of a part of the shared prefix
 
 
+def probe_column(page: int, probe: int = PROBE) -> int:
+    """The column of a block table whose block tells whether rows agree in their first `probe` tokens."""
+    return max(1, probe // page) - 1
+
+
 class Sharing(NamedTuple):
     """When a common prefix is worth a kernel of its own."""
 
@@ -170,7 +175,7 @@ def plan_decodes(
         items, None if shared is None else shared.info, None if shared is None else shared.members, tables,
         row_index, contexts, starts, num, len(items), max(1, target), least, most, tables.stride(0), used.programs,
         used.rows, used.saved, GROUP=group, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, M_TILES=m_tiles,
-        WINDOW=shape.window, CHUNK=shape.chunk, PAGE=shape.page, COLUMN=max(1, used.probe // shape.page) - 1,
+        WINDOW=shape.window, CHUNK=shape.chunk, PAGE=shape.page, COLUMN=probe_column(shape.page, used.probe),
         ALIGN=align, SHARED_M=0 if shared is None else used.tiles.block_m, SHARED_N=used.tiles.block_n,
         LEAST_KEYS=LEAST_KEY_TILES, MOST=MAX_SPLITS, BLOCK=max(1024, next_power_of_2(num)), FIELDS=FIELDS.value,
         num_warps=4,

@@ -17,6 +17,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -151,6 +153,16 @@ def install(modules: Iterable[ModuleType], stream: Callable[[], int]) -> list[La
     return launchers
 
 
+class Zeroed(TorchFunctionMode):
+    """What is asked for uninitialized is zero: where no kernel writes, torch may yet read it, as numbers or as indices
+    that must lie within bounds."""
+
+    INSTEAD = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like, Tensor.new_empty: Tensor.new_zeros}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.INSTEAD.get(func, func)(*args, **(kwargs or {}))
+
+
 @contextmanager
 def recorded(launchers: Iterable[Launcher], note: Callable[..., bool]) -> Iterator[None]:
     """Inside, no kernel is launched; `note` hears of each one that would have to be compiled or loaded."""
@@ -159,7 +171,8 @@ def recorded(launchers: Iterable[Launcher], note: Callable[..., bool]) -> Iterat
         launcher.record(True)
     knobs.runtime.jit_cache_hook = note
     try:
-        yield
+        with Zeroed():
+            yield
     finally:
         knobs.runtime.jit_cache_hook = None
         for launcher in kept:

@@ -17,7 +17,10 @@ from quire.ops.triton.sizes import cdiv
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["num_words", "vocab"])
+# Strides are not specialized on: nothing is read or written in wide pieces, and one kernel serves any vocabulary.
+@triton.jit(
+    do_not_specialize=["num_words", "vocab", "logits_stride", "words_stride"], do_not_specialize_on_alignment=["words"]
+)
 def _allow_kernel(logits, rows, words, num_words, vocab, logits_stride, words_stride, BLOCK: tl.constexpr):
     n = tl.program_id(0)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
