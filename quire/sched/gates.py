@@ -130,19 +130,18 @@ class LatencyGoal(Gate):
     least. While so much waits that prompts would be late themselves, or nobody decodes, it does not bind.
     """
 
-    LEAST = 512  # tokens: fewer cost nearly as much, because all weights are read for them
     DEEP = 8  # waiting tokens, in what a step may hold, from which on the queue comes first
     SLIVER = 4  # a prompt is not begun with less than this part of a step, as its inverse
 
-    def __init__(self, goal: float, pace: Pace) -> None:
-        """`goal` in seconds."""
-        self.goal, self.pace = goal, pace
+    def __init__(self, goal: float, least: int, pace: Pace) -> None:
+        """`goal` in seconds; `least`: tokens that a step holds whatever it is."""
+        self.goal, self.least, self.pace = goal, least, pace
         self.most = NO_LIMIT
         self.prompts = self.decodes = 0  # tokens of this step
 
     def open(self, load: Load) -> None:
         within = self.pace.tokens_within(self.goal)
-        self.most = NO_LIMIT if within is None else max(self.LEAST, within)
+        self.most = NO_LIMIT if within is None else max(self.least, within)
         if load.waiting_tokens > self.DEEP * self.most:
             self.most = NO_LIMIT
         self.prompts = self.decodes = 0
@@ -250,7 +249,7 @@ def make_gates(settings: SchedulerSettings, pace: Pace) -> list[Gate]:
         gates.append(ChunkLimit(settings.long_prefill_threshold))
     gates.append(TokenBudget(settings.max_num_batched_tokens))
     if settings.latency_goal and settings.chunked_prefill:
-        gates.append(LatencyGoal(settings.latency_goal, pace))
+        gates.append(LatencyGoal(settings.latency_goal, settings.latency_tokens, pace))
     if not settings.chunked_prefill:
         gates.append(WholePrompts())
     gates.append(NoSlivers(settings.max_num_batched_tokens))

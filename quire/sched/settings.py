@@ -29,6 +29,7 @@ class SchedulerSettings:
     max_partial_prefills: int = 1
     max_long_partial_prefills: int = 1
     latency_goal: float = 0.0  # seconds a decode may wait beside prompts; 0: any
+    latency_tokens: int = 512  # that a step holds whatever the goal: fewer cost nearly as much
     reserve_full_prompt: bool = True
     watermark: float = 0.0
     max_num_queued: int | None = None  # requests that may wait; None: any number

@@ -297,6 +297,8 @@ class World:
             reserve_full_prompt=rng.random() < 0.6,
             watermark=rng.choice([0.0, 0.0, 0.1, 0.3]),
             max_num_queued=20,
+            latency_goal=rng.choice([0.0, 0.0, 3.0, 12.0]),
+            latency_tokens=rng.choice([2, 6]),
             prefix_caching=rng.random() < 0.8,
             hash_algorithm=rng.choice(["sha256", "blake2b", "sha256_cbor"]),
             events=rng.random() < 0.3,
@@ -308,6 +310,7 @@ class World:
         total = int(need * rng.choice([1.0, 1.0, 1.0, 1.3, 2.0, 4.0]))
         self.layout = KVLayout(num_blocks=total, page_bytes=1, groups=tuple(groups), slots=(), specs=())
         self.scheduler = Scheduler(settings, self.layout)
+        self.scheduler.pace.learn(256, 256.0)  # a second for each token
         self.one_adapter = rng.random() < 0.2
         if self.one_adapter:
             self.scheduler.planner.gates.insert(0, Adapters())
