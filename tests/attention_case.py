@@ -185,3 +185,16 @@ class Case:
         plan = backend.plan(self.step(static=static, mirror=mirror), self.group())
         pad = static - len(self.lens) if static else 0
         return plan.run(*self.inputs(pad), cache, **self.options()), cache
+
+    def run_refilled(self, backend, bucket):
+        """(result, cache): as a captured step of any mix runs, whose lists are written before it."""
+        eager, cache = self.step(mirror=True), self.cache(backend)
+        inputs = self.inputs(bucket - sum(self.counts))
+        slots = torch.nn.functional.pad(eager.slots, (0, bucket - sum(self.counts)), value=-1)
+        plan = backend.plan(
+            GroupStep(eager.block_tables, eager.query_starts, (), (), slots, is_static=True), self.group()
+        )
+        plan.run(*inputs, cache, **self.options())  # makes the room
+        host = eager._replace(host_rows=eager.row_index.cpu().numpy(), host_tables=eager.block_tables.cpu().numpy())
+        assert plan.refill(host)
+        return plan.run(*inputs, cache, **self.options()), cache

@@ -66,6 +66,27 @@ def test_captured_decodes(rule, dtype=torch.float16):
     assert cache.keys[list(unused)].isnan().all()
 
 
+@pytest.mark.parametrize("rule", RULES, ids=RULE_NAMES)
+def test_captured_mixes(rule, dtype=torch.float16):
+    """Lists written before a replay; tokens of nobody give zeros and write nothing."""
+    case = Case(MIXES["everything"], heads=6, kv_heads=2, size=32, rule=rule, dtype=dtype, seed=3)
+    tokens = sum(case.counts)
+    found, cache = case.run_refilled(TritonAttention(fixed=False), tokens + 37)
+    close(found[:tokens], case.reference(), dtype)
+    assert not found[tokens:].any()
+    unused = set(range(case.num_blocks)) - set(case.tables.flatten().tolist())
+    assert cache.keys[list(unused)].isnan().all()
+
+
+def test_a_mix_that_has_no_room_is_refused():
+    case = Case([(3, 1)] * (attention.MIXED_ROWS + 200), heads=2, kv_heads=2, size=16)
+    backend = TritonAttention(fixed=False)
+    with pytest.raises(AssertionError):
+        case.run_refilled(backend, sum(case.counts))
+    (room,) = backend.rooms[case.group()].values()
+    assert not room.items.any()  # nothing was written
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "page"),
     [(1, 1, 64, 16), (7, 1, 80, 16), (16, 1, 96, 32), (5, 5, 112, 8), (24, 1, 16, 64), (2, 2, 128, 24)],
