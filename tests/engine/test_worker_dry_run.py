@@ -28,9 +28,10 @@ from quire.ops.triton import launch, register, warm
 from quire.sampling.sampler import Sampler
 from quire.schema.step import Mask
 from quire.worker import worker as module
+from quire.worker.capture import Capturer
 from quire.worker.device_inputs import DeviceInputs
 from quire.worker.runner import ModelRunner
-from tests.engine.test_worker_staged import UncapturedGraphs
+from tests.engine.test_worker_staged import UncapturedGraphs, UncapturedMixed
 from tests.ops.test_triton_launch import FakeDriver, driver
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -71,9 +72,12 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         runner = plain_make(self, layout)
         self._parts = parts
         runner.inputs = DeviceInputs(runner.rows, 1024)
+        capturer = Capturer(torch.device("cpu"))
         runner.graphs = UncapturedGraphs(
-            SIZES, runner.model, runner.backend, runner.inputs, runner.sampler.plain, max_context=512
+            SIZES, runner.model, runner.backend, runner.inputs, runner.sampler.plain, capturer, max_context=512
         )
+        runner.mixed = DryMixed((16, 64, 256, 1024), runner.model, runner.backend, runner.inputs, capturer)
+        runner.mixed.capture()
         return runner
 
     def take(self: ModelRunner, flight: Any, result: torch.Tensor) -> Any:
@@ -86,6 +90,15 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     driver._active = None
     env.forget_all()
+
+
+class DryMixed(UncapturedMixed):
+    """The room of all sizes is made by the largest, as it is where steps are captured."""
+
+    def replay(self, bucket: int) -> torch.Tensor:
+        if not self.used:
+            self.run_uncaptured(self.sizes[-1])
+        return super().replay(bucket)
 
 
 @pytest.fixture
