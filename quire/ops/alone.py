@@ -36,7 +36,7 @@ def each_alone(function: Callable[..., Any], *rows: Tensor | None) -> Any:
 
 
 def keep_apart(op: Op, rows: int = 1) -> None:
-    """Add the form that calls the forms before it row by row. `rows`: how many of the op's first arguments have rows."""
+    """Add the form that calls those before it row by row. `rows`: how many of the first arguments have rows."""
 
     def apart(*args: Any, **kwargs: Any) -> Any:
         whole = op.before(apart, "cpu")

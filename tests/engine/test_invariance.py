@@ -40,7 +40,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "5 rows": (5, {"block_size": 8}),
     "9 rows": (9, {}),
     "small chunks": (9, {"max_num_batched_tokens": 11, "max_num_seqs": 5, "block_size": 8}),
-    "look-ahead": (9, {"async_scheduling": True, "max_num_batched_tokens": 48}),
+    "look-ahead": (9, {"async_scheduling": True, "max_num_batched_tokens": 48, "max_num_seqs": 9}),
     "preemption": (9, {"max_num_batched_tokens": 64, "max_num_seqs": 9}),
 }
 
@@ -79,7 +79,7 @@ def prompts() -> list[list[int]]:
 
 
 def bits_of(folder: Path, count: int, **options: Any) -> list[list[tuple[int, float]]]:
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
     llm = LLM(str(folder), **{**COMMON, **options})
     try:
         found = llm.generate(prompts()[:count], params, use_tqdm=False)
@@ -93,7 +93,7 @@ def few_blocks(arch: str) -> dict[str, Any]:
     """Room for a longest request and a little more, in every table; states are saved and reused instead."""
     if arch in STATES:
         return {"enable_prefix_caching": True, "num_gpu_blocks_override": 200}
-    return {"block_size": 4, "num_gpu_blocks_override": 2 + FEW_BLOCKS.get(arch, 18) * 8 // 7}
+    return {"block_size": 4, "num_gpu_blocks_override": 2 + FEW_BLOCKS.get(arch, 18) * 11 // 8}
 
 
 @pytest.mark.parametrize("chosen", sets(), indirect=True)

@@ -40,8 +40,8 @@ def _draw(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor]]:
         count, width = logits.shape
         tokens, scores = torch.empty(count, dtype=torch.int64), torch.empty(count)
         columns = {
-            "temperature": temperature, "floors": logarithm.on("cpu")(min_p), "top_p": top_p, "top_k": top_k, "seeds": seeds,
-            "positions": positions, "tokens": tokens, "scores": scores,
+            "temperature": temperature, "floors": logarithm.on("cpu")(min_p), "top_p": top_p, "top_k": top_k,
+            "seeds": seeds, "positions": positions, "tokens": tokens, "scores": scores,
         }  # fmt: skip
         held = {name: column.contiguous() for name, column in columns.items()}
         work = DrawWork(logits=logits.data_ptr(), stride=logits.stride(0), rows=count, width=width)
