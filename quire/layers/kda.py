@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from quire.layers.batch import Batch
 from quire.layers.linear import Linear
 from quire.layers.rope import Turn
 from quire.layers.ssm import Conv, StateLayer
+from quire.ops.act import sigmoid, softplus
+from quire.ops.norm import unit_rms
 from quire.ops.ssm import causal_conv, channel_delta_scan
 from quire.quant.scheme import Slot, Storage
 
@@ -45,6 +46,8 @@ class Kda(StateLayer):
         self.a_log, self.dt_bias = (storage.parameter(n, dtype=torch.float32) for n in (heads, inner))
         self.norm_weight = storage.parameter(size)
         self._convolve, self._scan = causal_conv.on(storage.device), channel_delta_scan.on(storage.device)
+        self._sigmoid, self._softplus = sigmoid.on(storage.device), softplus.on(storage.device)
+        self._norm = unit_rms.on(storage.device)
 
     def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
         kind, tokens = self.kind, x.shape[0]
@@ -53,11 +56,11 @@ class Kda(StateLayer):
         qkv = self._convolve(self.up(x), self.conv_weight, None, windows, work, kind.act)
         q, k, v = (part.reshape(shape) for part in qkv.chunk(3, -1))
         forget, gate, beta = self.low(x).split((kind.head_dim, kind.head_dim, kind.heads), -1)
-        rate = F.softplus(self.forget(forget).float() + self.dt_bias).view(shape)
+        rate = self._softplus(self.forget(forget).float() + self.dt_bias).view(shape)
         decay = -self.a_log.exp()[:, None] * rate
-        y = self._scan(q, k, v, decay, beta.float().sigmoid(), states, work).float()
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + kind.eps) * self.norm_weight.float()
-        y = y * self.gate(gate).float().view(shape).sigmoid()
+        y = self._scan(q, k, v, decay, self._sigmoid(beta.float()), states, work).float()
+        y = self._norm(y, kind.eps) * self.norm_weight.float()
+        y = y * self._sigmoid(self.gate(gate).float().view(shape))
         return self.down(y.to(x.dtype).reshape(tokens, self.inner))
 
     def slots(self) -> Iterator[Slot]:

@@ -16,7 +16,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import Norm, NormKind
 from quire.layers.rope import Turn
 from quire.layers.ssm import StateLayer
-from quire.ops.act import plain_on
+from quire.ops.act import plain_on, sigmoid
 from quire.ops.ssm import ssd_scan
 from quire.quant.scheme import Slot, Storage
 
@@ -45,6 +45,7 @@ class Lightning(StateLayer):
         self.log_rates = (fade * rates).log().to(storage.device)  # no buffer: it is no part of a checkpoint
         self.no_bias = torch.zeros(heads, device=storage.device)
         self._act, self._scan = plain_on(kind.act, storage.device), ssd_scan.on(storage.device)
+        self._sigmoid = sigmoid.on(storage.device)
 
     def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
         kind, tokens = self.kind, x.shape[0]
@@ -52,7 +53,7 @@ class Lightning(StateLayer):
         q, k, v = self._act(self.up(x)).view(tokens, 3, kind.heads, kind.head_dim).unbind(1)
         steps = self.no_bias.expand(tokens, -1)  # each of them one, whatever is given: see ONE
         y = self._scan(v, steps, k, q, self.log_rates, None, self.no_bias, ONE, states, work)
-        return self.down(self.norm(y.reshape(tokens, -1)) * torch.sigmoid(self.gate(x)))
+        return self.down(self.norm(y.reshape(tokens, -1)) * self._sigmoid(self.gate(x)))
 
     def slots(self) -> Iterator[Slot]:
         """All of it lies in its parts."""

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from quire.layers.linear import Linear
 from quire.layers.mlp import Mlp
 from quire.layers.packed_experts import PackedExperts, Rule
-from quire.ops.act import PLAIN, clamped_swiglu, gated_on, plain_on
+from quire.ops.act import PLAIN, clamped_swiglu, gated_on, plain_on, sigmoid
 from quire.ops.few import NormRule, norm_router
 from quire.ops.linear import linear
-from quire.ops.moe import Mixture, route, run_experts, run_mixture
+from quire.ops.moe import Mixture, route, run_experts, run_mixture, sum_choices
 from quire.quant.scheme import Slot, Storage
 
 
@@ -114,6 +114,7 @@ class Moe(nn.Module):
         self._rule = _rule(kind, act)
         self._route, self._run = route.on(storage.device), run_experts.on(storage.device)
         self._run_mixture = run_mixture.on(storage.device)
+        self._sum, self._sigmoid = sum_choices.on(storage.device), sigmoid.on(storage.device)
         # compiled products of 16-bit numbers pay where rows are few, and torch is as good with 32 bits
         short = storage.device.type == "cpu" and storage.dtype is not torch.float32
         self._one_by_one = short or isinstance(self.experts, PackedExperts)
@@ -147,13 +148,13 @@ class Moe(nn.Module):
             weights, index = torch.ones_like(weights).view(-1, 1), index.view(-1, 1)
         out = self._run_experts(h, weights, index)
         if self.kind.weigh_input:
-            out = out.unflatten(0, (x.shape[0], -1)).sum(1)
+            out = self._sum(out.unflatten(0, (x.shape[0], -1)))
         if self.widen is not None:
             out = self.widen(out)
         if self.shared is None:
             return out
         shared = self.shared(x)
-        return out + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
+        return out + (shared if self.shared_gate is None else self._sigmoid(self.shared_gate(x)) * shared)
 
     def join(self, x: Tensor, norm: NormRule) -> Tensor:
         """x + moe(norm(x)), for a few rows: see ops/few.py."""

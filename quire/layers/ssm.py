@@ -19,6 +19,8 @@ from quire.layers.batch import Batch, LayerCache
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm, NormKind
 from quire.layers.rope import Turn
+from quire.ops.act import silu
+from quire.ops.norm import unit_rms
 from quire.ops.ssm import StateWork, causal_conv, delta_scan, gated_rms_norm, selective_scan, ssd_scan
 from quire.quant.scheme import Slot, Storage
 from quire.schema.errors import ConfigError
@@ -158,7 +160,7 @@ class Mamba2(StateLayer):
         self.a_log, self.d, self.dt_bias = (storage.parameter(kind.heads, dtype=torch.float32) for _ in range(3))
         self.norm_weight = storage.parameter(inner) if kind.norm else None
         self._convolve, self._scan = causal_conv.on(storage.device), ssd_scan.on(storage.device)
-        self._norm = gated_rms_norm.on(storage.device)
+        self._norm, self._silu = gated_rms_norm.on(storage.device), silu.on(storage.device)
 
     def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
         kind, tokens = self.kind, x.shape[0]
@@ -171,7 +173,7 @@ class Mamba2(StateLayer):
             c.unflatten(1, (kind.groups, kind.state)), self.a_log, self.d, self.dt_bias, kind.dt_limit, states, work,
         ).reshape(tokens, self.inner)  # fmt: skip
         if self.norm_weight is None:
-            y = y * torch.nn.functional.silu(gate)
+            y = y * self._silu(gate)
         else:
             y = self._norm(y, gate, self.norm_weight, kind.eps, self.inner // kind.norm_groups, kind.norm_first)
         return self.down(y)
@@ -219,6 +221,7 @@ class Mamba(StateLayer):
         self.b_norm = Norm(f"{prefix}b_layernorm", (kind.state,), norm, storage) if with_norms else None
         self.c_norm = Norm(f"{prefix}c_layernorm", (kind.state,), norm, storage) if with_norms else None
         self._convolve, self._scan = causal_conv.on(storage.device), selective_scan.on(storage.device)
+        self._silu, self._plain_norm = silu.on(storage.device), unit_rms.on(storage.device)
 
     def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
         kind = self.kind
@@ -229,19 +232,14 @@ class Mamba(StateLayer):
         if self.dt_norm is not None and self.b_norm is not None and self.c_norm is not None:
             dt, b, c = self.dt_norm(dt), self.b_norm(b), self.c_norm(c)
         elif kind.norm_eps:
-            dt, b, c = (_plain_norm(t, kind.norm_eps) for t in (dt, b, c))
+            dt, b, c = (self._plain_norm(t, kind.norm_eps) for t in (dt, b, c))
         y = self._scan(inputs, self.dt(dt), b, c, self.a_log, self.d, self.dt_bias, states, work)
-        return self.down(y * torch.nn.functional.silu(gate))
+        return self.down(y * self._silu(gate))
 
     def slots(self) -> Iterator[Slot]:
         yield from self._conv.slots()
         for name, target in (("A_log", self.a_log), ("D", self.d), ("dt_proj.bias", self.dt_bias)):
             yield Slot(self.prefix + name, target.data)
-
-
-def _plain_norm(x: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 @dataclass(frozen=True)

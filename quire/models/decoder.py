@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from quire.layers.attention import Attention, AttentionKind, KVLayer
@@ -33,6 +32,7 @@ from quire.layers.table import WeightTable
 from quire.models.arch import Arch, Layer
 from quire.models.layout import arrange_for
 from quire.models.whole import Stretch, Whole
+from quire.ops.act import tanh
 from quire.ops.few import NormRule, few_rows, linear_add, norm_linear
 from quire.quant.scheme import Storage
 from quire.schema.errors import ConfigError
@@ -328,6 +328,7 @@ class Decoder(nn.Module):
         wholes = [layer.whole if type(layer) is Block else None for layer in self.layers]
         self._stretches = Stretch.cut(self.layers, self.rope_of, wholes)
         self.norm = Norm("model.norm", (width,), arch.norm, storage) if arch.final_norm else NoNorm()
+        self._tanh = tanh.on(storage.device)
         tied = self.embed if arch.tie else None
         self.head = Head("lm_head", arch.vocab, inner, storage, bias=arch.head_bias, tied=tied)
 
@@ -362,7 +363,7 @@ class Decoder(nn.Module):
         if self.arch.logit_scale != 1.0:
             logits = logits * self.arch.logit_scale
         cap = self.arch.logit_softcap
-        return torch.tanh(logits / cap) * cap if cap else logits
+        return self._tanh(logits / cap) * cap if cap else logits
 
     def table(self) -> WeightTable:
         arch = self.arch

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.alone import keep_apart
 from quire.ops.op import Op, op
 
 
@@ -44,6 +45,21 @@ def relu2(x: Tensor) -> Tensor:
 @op
 def tanh(x: Tensor) -> Tensor:
     return torch.tanh(x)
+
+
+@op
+def sigmoid(x: Tensor) -> Tensor:
+    return torch.sigmoid(x)
+
+
+@op
+def softplus(x: Tensor) -> Tensor:
+    return F.softplus(x)
+
+
+@op
+def logarithm(x: Tensor) -> Tensor:
+    return torch.log(x)
 
 
 PLAIN: dict[str, Op] = {
@@ -87,6 +103,22 @@ def xielu(x: Tensor, alphas: Tensor) -> Tensor:
     beta = 0.5
     below = (torch.expm1(x.clamp(max=-1e-6)) - x) * (beta + negative) + beta * x
     return torch.where(x > 0, positive * x * x + beta * x, below)
+
+
+for _act in (
+    *_GATED_OF.values(),
+    silu,
+    gelu,
+    gelu_tanh,
+    quick_gelu,
+    tanh,
+    sigmoid,
+    softplus,
+    logarithm,
+    xielu,
+    clamped_swiglu,
+):
+    keep_apart(_act)
 
 
 def known(name: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.ops.alone import keep_apart
 from quire.ops.linear import linear
 from quire.ops.op import op
 from quire.ops.packed import Matrix, packed_linear
@@ -49,6 +50,18 @@ def route(
     if renorm:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * scale, index
+
+
+keep_apart(route)
+
+
+@op
+def sum_choices(x: Tensor) -> Tensor:
+    """[T, k, dim] -> [T, dim]: what a token's experts gave, added up."""
+    return x.sum(1)
+
+
+keep_apart(sum_choices)
 
 
 def _mixer(logits: Tensor, top_k: int, margin: float) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.alone import keep_apart
 from quire.ops.op import op
 
 
@@ -26,6 +27,13 @@ def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype is torch.float32 and weight.ndim == 1:  # one call, and the same bits as the reference
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     return rms_norm.reference(x, weight, eps)
+
+
+@op
+def unit_rms(x: Tensor, eps: float) -> Tensor:
+    """x / rms(x), rounded, over the last dimension."""
+    h = x.float()
+    return (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 @op
@@ -80,3 +88,14 @@ def add_rms_norm_wide(
     """(rms_norm_wide(x + delta), x + delta). A form may write the sum over x."""
     total = x + delta
     return rms_norm_wide.reference(total, weight, eps, offset), total
+
+
+for _norm, _rows in (
+    (rms_norm, 1),
+    (unit_rms, 1),
+    (rms_norm_wide, 1),
+    (layer_norm, 1),
+    (add_rms_norm, 2),
+    (add_rms_norm_wide, 2),
+):
+    keep_apart(_norm, _rows)

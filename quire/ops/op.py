@@ -50,8 +50,16 @@ class Op(Generic[P, R]):
 
     def on(self, device: torch.device | str) -> Callable[P, R]:
         """The function to call on this device."""
+        return self._best(self.forms, device)
+
+    def before(self, function: Callable, device: torch.device | str) -> Callable[P, R]:
+        """What `on` would give without this form and those added after it: what it leaves to others."""
+        place = next(i for i, form in enumerate(self.forms) if form.function is function)
+        return self._best(self.forms[:place], device)
+
+    def _best(self, forms: list[Form], device: torch.device | str) -> Callable[P, R]:
         kind = torch.device(device).type
-        for form in reversed(self.forms):
+        for form in reversed(forms):
             if form.device == kind and form.fits():
                 return form.function
         return self.reference

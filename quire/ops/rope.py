@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.ops.alone import keep_apart
 from quire.ops.op import op
 
 
@@ -134,6 +135,9 @@ def rope_tables_cpu(
     if gain != 1.0:
         cos, sin = cos * gain, sin * gain
     return _laid_out(cos, sin, pairs, dtype)
+
+
+keep_apart(rope_tables)
 
 
 def _laid_out(cos: Tensor, sin: Tensor, pairs: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

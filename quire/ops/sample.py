@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.base import env
+from quire.ops.act import logarithm
+from quire.ops.alone import fresh, keep_apart
 from quire.ops.op import op
 
 NEG_INF = float("-inf")
@@ -20,6 +23,11 @@ _CHUNK = 1 << 18  # elements that fit a core's cache, several buffers at a time
 _COUNT_BYTES = 1 << 26  # largest temporary for token counts
 _GOLDEN64 = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 _GOLDEN32 = -1640531535  # 0x9E3779B1 as int32
+
+
+def _alone(logits: Tensor) -> bool:
+    """Whether rows may not share a call of a library: see ops/alone.py."""
+    return logits.device.type == "cpu" and env.BATCH_INVARIANT.get()
 
 
 # --- what may be chosen at all
@@ -121,7 +129,7 @@ def scale_(logits: Tensor, temperature: Tensor) -> None:
 
 def min_p_(logits: Tensor, min_p: Tensor) -> None:
     """Drop tokens less likely than min_p times the likeliest. min_p 0 drops nothing."""
-    least = logits.amax(-1, keepdim=True) + min_p.log().unsqueeze(1)
+    least = logits.amax(-1, keepdim=True) + logarithm.on(min_p.device)(min_p).unsqueeze(1)
     logits.masked_fill_(logits < least, NEG_INF)
 
 
@@ -134,6 +142,16 @@ def top_k_(logits: Tensor, k: Tensor, largest: int) -> None:
 def top_p_(logits: Tensor, p: Tensor) -> None:
     """Keep the fewest likeliest tokens whose probabilities reach p (a token stays while those before it sum to less
     than p), and ties of the last one. p in (0, 1]."""
+    if _alone(logits):
+        for i in range(len(logits)):
+            row = fresh(logits[i : i + 1])
+            _top_p_(row, p[i : i + 1])
+            logits[i] = row[0]
+    else:
+        _top_p_(logits, p)
+
+
+def _top_p_(logits: Tensor, p: Tensor) -> None:
     probs = torch.softmax(logits, -1)
     vocab_size = logits.shape[1]
     if logits.device.type != "cpu":  # reading back how far the candidates reach would wait for the device
@@ -212,7 +230,7 @@ def sample_(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     if logits.device.type != "cpu":
         logits += gumbel(noise_bits(low, high, ids))
         return logits.argmax(-1)
-    rows_at_once = max(1, _CHUNK // logits.shape[1])
+    rows_at_once = 1 if _alone(logits) else max(1, _CHUNK // logits.shape[1])
     for at in range(0, logits.shape[0], rows_at_once):
         cut = slice(at, at + rows_at_once)
         _add_noise_where_it_counts_(logits[cut], low[cut], high[cut], ids)
@@ -332,6 +350,9 @@ def _at_least(logits: Tensor, least: Tensor) -> Tensor:
 @op
 def log_probs(logits: Tensor) -> Tensor:
     return torch.log_softmax(logits, -1)
+
+
+keep_apart(log_probs)
 
 
 def rank_of(values: Tensor, chosen: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ In: the tokens of one step (rows one after another), state tensors [num_blocks, 
 tokens follow which state. Out: one vector per token; the states after each piece are written to their blocks.
 All arithmetic of a state is float32, whatever it is stored in. Every op has two forms inside: `decodes` (rows that
 compute one token, all at once) and pieces (longer runs, in chunks of matrix products).
+In batch-invariant mode on CPU both give way to a walk, token by token, each from a copy of the state before it.
 Must not know: requests, block tables, layers.
 
     row   [ .................. | .......... | ...... ]      a piece ends where a block of the row ends
@@ -13,7 +14,7 @@ Must not know: requests, block tables, layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.base import env
 from quire.ops.act import PLAIN
-from quire.ops.op import op
+from quire.ops.alone import fresh, keep_apart
+from quire.ops.op import Op, op
 
 FRESH, KEPT = -1, -2  # loads: the state is zero; the state is what the piece before left
 CHUNK = 64  # tokens whose pairwise products are made at once
@@ -327,3 +330,60 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: i
     parts = (parts * torch.rsqrt(parts.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
     normed = (parts * weight.view(-1, group)).flatten(-2)
     return (normed * opened).to(x.dtype) if norm_first else normed
+
+
+keep_apart(gated_rms_norm, 2)
+
+
+def _pieces(work: StateWork) -> list[tuple[int, int, int, int]]:
+    """All of a step's work as (first token, end, load, store); a single token is a piece of one."""
+    load, store = work.load.tolist(), work.store.tolist()
+    tokens = range(len(load)) if work.tokens is None else work.tokens.tolist()
+    singles = [(token, token + 1, a, b) for token, a, b in zip(tokens, load, store, strict=True)]
+    return singles + [(begin, end, a, b) for begin, end, a, b in work.pieces.tolist()]
+
+
+def _one_token(load: int) -> StateWork:
+    """A row of one token; its state is block 0 of a tensor of its own, before and after."""
+    none = torch.empty(0, dtype=torch.int64)
+    pieces = torch.tensor([[0, 1, load, 0]], dtype=torch.int32)
+    return StateWork(none, none, none, pieces, np.array([[0, 1, 0]], np.int32))
+
+
+def _walk(run: Callable[..., Tensor], rows: Sequence[Tensor], states: Tensor, work: StateWork) -> Tensor:
+    """run(one token of each of rows, [1, ...] state, its work) for every token. A state is rounded to what it is
+    stored in after each, so that it makes no difference where a step ends."""
+    found: list[Tensor] = [torch.empty(0)] * len(rows[0])
+    own = torch.empty(0)
+    begins, goes_on = _one_token(FRESH), _one_token(0)
+    for begin, end, load, store in _pieces(work):
+        if load != KEPT:
+            own = fresh(states[load : load + 1]) if load >= 0 else states.new_empty((1, *states.shape[1:]))
+        for token in range(begin, end):
+            starts = load == FRESH and token == begin
+            found[token] = run([fresh(x[token : token + 1]) for x in rows], own, begins if starts else goes_on)
+        if store >= 0:
+            states[store] = own[0]
+    return torch.cat(found)
+
+
+def _walk_by_token(scan: Op, rows: int) -> None:
+    """Add the batch-invariant CPU form of an op whose first `rows` arguments have tokens, and where `states` and `work`
+    follow each other, with or without more behind them."""
+
+    def walked(*args: Any) -> Tensor:
+        at = next(i for i, given in enumerate(args) if isinstance(given, StateWork))
+        between, after = args[rows : at - 1], args[at + 1 :]
+
+        def run(own: Sequence[Tensor], state: Tensor, work: StateWork) -> Tensor:
+            found: Tensor = scan.reference(*own, *between, state, work, *after)
+            return found
+
+        return _walk(run, args[:rows], args[at - 1], args[at])
+
+    walked.__name__ = f"{scan.name}_walked"
+    scan.form("cpu", env.BATCH_INVARIANT.get)(walked)
+
+
+for _scan, _rows in ((causal_conv, 1), (ssd_scan, 4), (selective_scan, 4), (delta_scan, 5), (channel_delta_scan, 5)):
+    _walk_by_token(_scan, _rows)

@@ -18,6 +18,7 @@ from tiny_models import VOCAB, make_tiny
 
 COMMON: dict[str, Any] = {"max_model_len": 256, "kv_cache_memory_bytes": 32 << 20, "seed": 0, "device": "cpu"}
 STATES = ("Qwen3NextForCausalLM", "BambaForCausalLM")  # their runs with few blocks save and reuse states instead
+GROUPS = {"Gemma3ForCausalLM": 130, "Llama4ForCausalLM": 80}  # blocks where there are seven or four groups of layers
 RUNS: dict[str, dict[str, Any]] = {
     "small chunks": {"max_num_batched_tokens": 19, "max_num_seqs": 5, "block_size": 8},
     "few blocks": {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 64, "max_num_seqs": 8},
@@ -53,6 +54,7 @@ def bits(output: Any) -> list[tuple[int, float]]:
         ("Gemma3ForCausalLM", "bfloat16"),
         ("Qwen3MoeForCausalLM", "bfloat16"),
         ("DeepseekV3ForCausalLM", "float32"),
+        ("Llama4ForCausalLM", "float32"),
         ("Qwen3NextForCausalLM", "bfloat16"),
         ("BambaForCausalLM", "float32"),
     ],
@@ -66,13 +68,25 @@ def test_bits_do_not_depend_on_the_batch(
     prompts = prompts_of(4)[: 4 if arch in STATES else 9]
     wanted = bits_of(tmp_path, prompts, dtype=dtype)
     for name, options in RUNS.items():
-        if arch == "Gemma3ForCausalLM" and "num_gpu_blocks_override" in options:
-            options = {**options, "num_gpu_blocks_override": 130}  # it has seven groups of layers
+        if arch in GROUPS and "num_gpu_blocks_override" in options:
+            options = {**options, "num_gpu_blocks_override": GROUPS[arch]}
         if arch in STATES and "num_gpu_blocks_override" in options:
             options = {**options, "enable_prefix_caching": True, "num_gpu_blocks_override": 200}
         assert bits_of(tmp_path, prompts, dtype=dtype, **options) == wanted, name
     for i in (0, len(prompts) // 2 + 1):
         assert bits_of(tmp_path, [prompts[i]], dtype=dtype) == [wanted[i]]
+
+
+@pytest.mark.parametrize("arch", ["DeepseekV3ForCausalLM", "BambaForCausalLM", "Llama4ForCausalLM"])
+def test_bits_do_not_depend_on_the_batch_in_torch(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_BATCH_INVARIANT", "1")
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
+    env.forget_all()
+    make_tiny(arch, tmp_path)
+    prompts = prompts_of(4)[:4]
+    wanted = bits_of(tmp_path, prompts, dtype="float32")
+    assert bits_of(tmp_path, prompts, dtype="float32", **RUNS["small chunks"]) == wanted
+    assert bits_of(tmp_path, prompts[2:3], dtype="float32") == wanted[2:3]
 
 
 def test_without_the_mode_they_do_in_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,9 @@ from quire.base.log import logger
 from quire.ops.act import gated_of
 from quire.ops.cpu import moe_forms, sample_forms
 from quire.ops.cpu.native import DTYPES, KINDS, Segment, kernels, usable, why_not
-from quire.ops.linear import linear, linear_cpu, linear_cpu_fixed
+from quire.ops.linear import heads_matmul, linear
 from quire.ops.norm import add_rms_norm, add_rms_norm_wide, rms_norm, rms_norm_wide
-from quire.ops.op import cpu_dtypes
+from quire.ops.op import Op, cpu_dtypes
 from quire.ops.packed import (
     Matrix,
     Packed,
@@ -179,22 +179,23 @@ def _register_rows(library: ctypes.CDLL) -> None:
         )  # fmt: skip
         return out, total
 
-    plain, plain_wide = rms_norm.on("cpu"), rms_norm_wide.on("cpu")
-    plain_add, plain_add_wide = add_rms_norm.on("cpu"), add_rms_norm_wide.on("cpu")
-
     @rms_norm.form("cpu", _are_on)
     def rms_norm_native(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return normed(x, weight, eps, 0.0, False) if fits(x, weight) else plain(x, weight, eps)
+        if fits(x, weight):
+            return normed(x, weight, eps, 0.0, False)
+        return rms_norm.before(rms_norm_native, "cpu")(x, weight, eps)
 
     @rms_norm_wide.form("cpu", _are_on)
     def rms_norm_wide_native(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-        return normed(x, weight, eps, offset, True) if fits(x, weight) else plain_wide(x, weight, eps, offset)
+        if fits(x, weight):
+            return normed(x, weight, eps, offset, True)
+        return rms_norm_wide.before(rms_norm_wide_native, "cpu")(x, weight, eps, offset)
 
     @add_rms_norm.form("cpu", _are_on)
     def add_rms_norm_native(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if fits(x, weight) and delta.dtype is x.dtype and delta.shape == x.shape:
             return joined(x, delta, weight, eps, 0.0, False)
-        return plain_add(x, delta, weight, eps)
+        return add_rms_norm.before(add_rms_norm_native, "cpu")(x, delta, weight, eps)
 
     @add_rms_norm_wide.form("cpu", _are_on)
     def add_rms_norm_wide_native(
@@ -202,12 +203,13 @@ def _register_rows(library: ctypes.CDLL) -> None:
     ) -> tuple[Tensor, Tensor]:
         if fits(x, weight) and delta.dtype is x.dtype and delta.shape == x.shape:
             return joined(x, delta, weight, eps, offset, True)
-        return plain_add_wide(x, delta, weight, eps, offset)
+        return add_rms_norm_wide.before(add_rms_norm_wide_native, "cpu")(x, delta, weight, eps, offset)
 
-    def gated(name: str, number: int, before: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def gated(op: Op, number: int) -> Callable[[Tensor], Tensor]:
         def run(x: Tensor) -> Tensor:
             if x.dim() != 2 or x.dtype not in DTYPES:
-                return before(x)
+                found: Tensor = op.before(run, "cpu")(x)
+                return found
             if x.stride(1) != 1:
                 x = x.contiguous()
             rows, width = x.shape[0], x.shape[1] // 2
@@ -215,22 +217,34 @@ def _register_rows(library: ctypes.CDLL) -> None:
             gate(number, x.data_ptr(), x.stride(0), out.data_ptr(), rows, width, DTYPES[x.dtype])
             return out
 
-        run.__name__ = f"{name}_gated_native"
+        run.__name__ = f"{op.name}_native"
         return run
 
     for name, number in ACTS.items():
         op = gated_of(name)
-        op.form("cpu", _are_on)(gated(name, number, op.on("cpu")))
+        op.form("cpu", _are_on)(gated(op, number))
 
 
 def _register_linear(library: ctypes.CDLL) -> None:
-    linear.form("cpu", _are_on)(_linear_form(library, linear_cpu, {dtype: few_rows(dtype) for dtype in DTYPES}))
-    linear.form("cpu", lambda: _are_on() and env.BATCH_INVARIANT.get())(
-        _linear_form(library, linear_cpu_fixed, dict.fromkeys(DTYPES, ALL_ROWS))
-    )
+    def in_the_mode() -> bool:
+        return _are_on() and env.BATCH_INVARIANT.get()
+
+    linear.form("cpu", _are_on)(_linear_form(library, {dtype: few_rows(dtype) for dtype in DTYPES}))
+    every = linear.form("cpu", in_the_mode)(_linear_form(library, dict.fromkeys(DTYPES, ALL_ROWS)))
+
+    @heads_matmul.form("cpu", in_the_mode)
+    def heads_matmul_native(x: Tensor, weight: Tensor) -> Tensor:
+        heads = [every(x[:, head], _as_rows(weight[head])) for head in range(x.shape[1])]
+        return torch.stack(heads, 1)
 
 
-def _linear_form(library: ctypes.CDLL, before: Callable[..., Tensor], most: dict[torch.dtype, int]) -> Callable:
+def _as_rows(weight: Tensor) -> Tensor:
+    """[A, B] -> [B, A] as `linear` wants it: numbers of a row side by side."""
+    turned = weight.t()
+    return turned if turned.stride(1) == 1 else turned.contiguous()
+
+
+def _linear_form(library: ctypes.CDLL, most: dict[torch.dtype, int]) -> Callable:
     """Products of more rows than `most` are left to torch, whose sums follow the number of rows."""
     multiply = library.qc_linear
 
@@ -239,7 +253,7 @@ def _linear_form(library: ctypes.CDLL, before: Callable[..., Tensor], most: dict
         flat = x if x.dim() == 2 else x.reshape(-1, width)
         rows = flat.shape[0]
         if rows > most.get(dtype, -1) or weight.dtype is not dtype or weight.stride(1) != 1:
-            return before(x, weight, bias)
+            return linear.before(linear_native, "cpu")(x, weight, bias)
         if flat.stride(1) != 1:
             flat = flat.contiguous()
         out = torch.empty((rows, weight.shape[0]), dtype=dtype)

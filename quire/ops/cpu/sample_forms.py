@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.ops import sample
+from quire.ops.act import logarithm
 from quire.ops.cpu.native import DTYPES, DrawWork
 
 MOST_TOP = 4096  # more entries of a row than this are put in order by torch
@@ -39,8 +40,8 @@ def _draw(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor]]:
         count, width = logits.shape
         tokens, scores = torch.empty(count, dtype=torch.int64), torch.empty(count)
         columns = {
-            "temperature": temperature, "floors": min_p.log(), "top_p": top_p, "top_k": top_k, "seeds": seeds,
-            "positions": positions, "tokens": tokens, "scores": scores,
+            "temperature": temperature, "floors": logarithm.on("cpu")(min_p), "top_p": top_p, "top_k": top_k,
+            "seeds": seeds, "positions": positions, "tokens": tokens, "scores": scores,
         }  # fmt: skip
         held = {name: column.contiguous() for name, column in columns.items()}
         work = DrawWork(logits=logits.data_ptr(), stride=logits.stride(0), rows=count, width=width)
