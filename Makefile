@@ -5,10 +5,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Two test processes with one thread each are faster on two cores than one process with two threads.
 JOBS ?= 2
+# Of the order in which `test` runs the files: another each time. SEED=n repeats one.
+ifndef SEED
+SEED := $(shell date +%s)
+endif
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check invariance kernels weights format lint types contract reference bench sizes clean
+.PHONY: help setup demo test isas check invariance kernels weights format lint types contract reference bench sizes clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -27,8 +31,16 @@ $(READY): pyproject.toml constraints.txt compat/pyproject.toml setup.py $(wildca
 demo: setup  ## a streamed answer from the embedded model
 	$(BIN)/quire chat --local --temperature 0 --max-tokens 120 -q "Why is the sky blue?"
 
-test: lint types contract  ## all checks and all tests
-	$(PYTEST) tests
+test: lint types contract  ## all checks and all tests, files in random order
+	@echo 'Files of tests in random order; `make test SEED=$(SEED)` repeats it'
+	$(PYTEST) --file-order $(SEED) tests
+
+# What a CPU's users meet, once per instruction set that this machine has (the best is what `test` runs) and once in torch.
+ISA_TESTS := $(addprefix tests/engine/test_,cpu_blocks.py cpu_same_bits.py cpu_same_text.py one_process.py panels.py packed_weights.py structured_outputs.py worker_real_model.py)
+ISAS = $(shell $(BIN)/python -c 'from quire.ops.cpu.native import kernels, usable; found = kernels(); print(*usable(found) if found else ())')
+isas: setup  ## engine tests once per instruction set of this machine, and without kernels
+	@for isa in $(ISAS) off; do \
+	  echo "QUIRE_CPU_KERNELS=$$isa" && QUIRE_CPU_KERNELS=$$isa $(PYTEST) $(ISA_TESTS) || exit 1; done
 
 check: lint types contract  ## format, lint, types, import contract, plain tests
 	$(PYTEST) tests/plain

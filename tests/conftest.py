@@ -1,8 +1,11 @@
-"""What every test may rely on: no network, one thread, blocks audited at every step, no environment left over."""
+"""What every test may rely on: no network, one thread, blocks audited at every step, no environment left over.
+
+Nothing else: a file of tests passes whichever came before it in the process. `--file-order` tries another order."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Iterator
 
@@ -30,7 +33,26 @@ def _fresh_environment() -> Iterator[None]:
     env.forget_all()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--file-order", type=int, metavar="SEED", help="run the files in the random order of this seed")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if (seed := config.getoption("--file-order")) is not None:
+        terminalreporter.write_line(f"files ran in the order of --file-order {seed}")
+
+
+def shuffle_files(items: list[pytest.Item], seed: int) -> None:
+    """Files in another order, the tests of each as they were. Every process of a run comes to the same order."""
+    names = sorted({item.nodeid.partition("::")[0] for item in items})
+    random.Random(seed).shuffle(names)
+    place = {name: number for number, name in enumerate(names)}
+    items.sort(key=lambda item: place[item.nodeid.partition("::")[0]])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (seed := config.getoption("--file-order")) is not None:
+        shuffle_files(items, seed)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

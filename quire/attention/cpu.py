@@ -29,7 +29,8 @@ from quire.base import env
 from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
 from quire.ops.alone import fresh
 from quire.ops.attention import by_distance, padded_attention, write_cache
-from quire.ops.cpu.native import kernels
+from quire.ops.cpu.block import NativeCache
+from quire.ops.cpu.native import kernels, with_bits
 from quire.schema.errors import ConfigError
 from quire.schema.kv import DTYPE_BYTES, KVGroup, KVKind, KVSpec
 
@@ -39,7 +40,7 @@ PACK_TOKENS = 1 << 14  # gathered tokens per call: about 25 MB at a width of 384
 BAND_KEYS = 1 << 13  # keys before a tile up to which its mask is a slice of a stored band
 
 
-class CpuCache:
+class CpuCache(NativeCache):
     """`rows[slot]` is one token: keys of all kv heads, then values (none for latent attention), then int8's scales."""
 
     def __init__(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> None:
@@ -371,6 +372,8 @@ class CpuAttention:
         self._bands = Bands()
         self._fixed = env.BATCH_INVARIANT.get() if fixed is None else fixed
         self._library = kernels() if native else None
+        if self._library is not None:
+            self._attend = with_bits(self._library, "qc_attend", self._fixed)
         self._unserved: set[str] = set()  # layers that the kernels cannot attend for
 
     def supports(self, spec: KVSpec) -> str | None:
@@ -392,7 +395,7 @@ class CpuAttention:
     def plan(self, step: GroupStep, group: KVGroup) -> AttentionPlan:
         if self._library is None or not self._unserved.isdisjoint(group.layers):
             return self._torch_plan(step, group)
-        return NativePlan(self._library, step, group, lambda: self._torch_plan(step, group))
+        return NativePlan(self._attend, step, group, lambda: self._torch_plan(step, group))
 
     def _torch_plan(self, step: GroupStep, group: KVGroup) -> AttentionPlan:
         return CpuPlan(step, group, self._bands, fixed=self._fixed)

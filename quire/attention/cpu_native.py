@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
-from quire.ops.cpu.block import NativeStep
+from quire.ops.cpu.block import NativeCache, NativeStep
 from quire.ops.cpu.native import CACHE_DTYPES, DTYPES, AttentionWork
 from quire.ops.qkv import QkvPrep
 from quire.schema.errors import ConfigError
@@ -32,10 +32,10 @@ def serves(spec: KVSpec) -> bool:
 
 class NativePlan(NativeStep):
     def __init__(
-        self, library: ctypes.CDLL, step: GroupStep, group: KVGroup, other: Callable[[], AttentionPlan]
+        self, attend: Callable[..., None], step: GroupStep, group: KVGroup, other: Callable[[], AttentionPlan]
     ) -> None:
-        """`other` makes the torch plan of the same step."""
-        self._attend, self._make_other = library.qc_attend, other
+        """`attend`: qc_attend of the library. `other` makes the torch plan of the same step."""
+        self._attend, self._make_other = attend, other
         self._other: AttentionPlan | None = None
         tables = step.block_tables if step.block_tables.stride(1) == 1 else step.block_tables.contiguous()
         contexts = torch.tensor(step.context_lens, dtype=torch.int32)
@@ -60,7 +60,9 @@ class NativePlan(NativeStep):
         sinks: Tensor | None = None,
         alibi: Tensor | None = None,
     ) -> Tensor:
-        rows: Tensor = cache.rows  # type: ignore[union-attr]
+        if not isinstance(cache, NativeCache):
+            raise ConfigError(f"compiled attention was given a cache of type {type(cache).__name__}")
+        rows = cache.rows
         if qkv.dtype not in DTYPES or rows.dtype not in CACHE_DTYPES:
             raise ConfigError(f"CPU attention over {rows.dtype} with activations of {qkv.dtype} is not built")
         if qkv.stride(1) != 1:

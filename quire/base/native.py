@@ -17,11 +17,12 @@ LIBRARY, NOTE = "libquire_cpu.so", "not_built.txt"
 
 def library() -> Path | None:
     """None: not built, or switched off by QUIRE_CPU_KERNELS=off."""
-    return _found(FOLDER / LIBRARY) if env.CPU_KERNELS.get() != "off" else None
+    return _found(FOLDER) if env.CPU_KERNELS.get() != "off" else None
 
 
 @cache  # asked some hundred times while a model is built
-def _found(path: Path) -> Path | None:
+def _found(folder: Path) -> Path | None:
+    path = folder / LIBRARY
     return path if path.is_file() else None
 
 

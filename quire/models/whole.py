@@ -1,11 +1,14 @@
 """Decoder blocks of the common form as one compiled call on CPU, as many of them as follow each other.
 
 Common: norm, attention over the paged cache, norm, gated mlp, each joined to the stream as it is. A block asks
-`Whole.of` once. A `Stretch` takes the addresses when a step first runs, and again when weights or cache were replaced.
+`Whole.of` once. A `Stretch` takes the addresses when a step first runs, and again when weights or cache were replaced;
+which kernels, and whether bits may follow the batch, it takes when it is built. A cache that is not the kernels' own
+(NativeCache) leaves the blocks to their layers. Must not know: what else makes caches.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import is_
@@ -14,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.base import env
 from quire.layers.attention import Attention
 from quire.layers.batch import Batch
 from quire.layers.mlp import Mlp
@@ -21,7 +25,7 @@ from quire.layers.norm import Norm
 from quire.layers.rope import Turn
 from quire.models.arch import Arch
 from quire.ops.act import PLAIN
-from quire.ops.cpu.block import BlockParts, BlocksCall, NativeStep, StepTurn, Weights
+from quire.ops.cpu.block import BlockParts, BlocksCall, NativeCache, NativeStep, StepTurn, Weights
 from quire.ops.cpu.forms import ACTS, ALL_ROWS, few_rows
 from quire.ops.cpu.native import kernels
 from quire.ops.few import NormRule
@@ -32,15 +36,22 @@ class Whole:
     """What a block of the common form is made of."""
 
     def __init__(
-        self, attn: Attention, mlp: Mlp, rules: tuple[NormRule, NormRule], act: int, dtype: torch.dtype
+        self,
+        library: ctypes.CDLL,
+        attn: Attention,
+        mlp: Mlp,
+        rules: tuple[NormRule, NormRule],
+        act: int,
+        dtype: torch.dtype,
     ) -> None:
+        self.library, self.same_bits = library, env.BATCH_INVARIANT.get()
         self.attn, self.mlp, self.rules, self.act, self.dtype = attn, mlp, rules, act, dtype
         self.linears = (attn.qkv, attn.o, mlp.up, mlp.down)
 
     @classmethod
     def of(cls, block: Any, arch: Arch, storage: Storage) -> Whole | None:
         attn, mlp, norms = block.attn, block.mlp, (block.before_attn, block.before_mlp)
-        if storage.device.type != "cpu" or kernels() is None:
+        if storage.device.type != "cpu" or (library := kernels()) is None:
             return None
         if arch.order != "pre" or block.scale != 1.0 or not arch.gated:
             return None
@@ -52,7 +63,7 @@ class Whole:
         act = ACTS.get(PLAIN[arch.act].name)
         if len(rules) != 2 or rules[0] is None or rules[1] is None or act is None:
             return None
-        return cls(attn, mlp, (rules[0], rules[1]), act, storage.dtype)
+        return cls(library, attn, mlp, (rules[0], rules[1]), act, storage.dtype)
 
     def places(self) -> list[tuple[dict[str, Any], str]]:
         """Where the objects stand that are replaced when cache or numbers are."""
@@ -62,9 +73,9 @@ class Whole:
         return found
 
     def parts(self) -> BlockParts | None:
-        """None where there is no cache, or some product is neither packed nor plain numbers."""
+        """None where there is no cache of the kernels' own, or some product is neither packed nor plain numbers."""
         attn, (cache, *stored) = self.attn, [place[name] for place, name in self.places()]
-        if cache is None or any(matrix is None for matrix in stored):
+        if not isinstance(cache, NativeCache) or any(matrix is None for matrix in stored):
             return None
         qkv, o, up, down = (Weights(matrix, linear.bias) for matrix, linear in zip(stored, self.linears, strict=True))
         return BlockParts(
@@ -136,4 +147,6 @@ class Stretch:
         ]
         self._turns = list(dict.fromkeys(kinds))
         which = [self._turns.index(kind) for kind in kinds]
-        self._call = BlocksCall(parts, which, self._wholes[0].dtype) if len(parts) == len(self._wholes) else None
+        first, self._call = self._wholes[0], None
+        if len(parts) == len(self._wholes):
+            self._call = BlocksCall(first.library, parts, which, first.dtype, same_bits=first.same_bits)

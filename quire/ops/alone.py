@@ -38,9 +38,10 @@ def each_alone(function: Callable[..., Any], *rows: Tensor | None) -> Any:
 def keep_apart(op: Op, rows: int = 1) -> None:
     """Add the form that calls those before it row by row. `rows`: how many of the first arguments have rows."""
 
-    def apart(*args: Any, **kwargs: Any) -> Any:
-        whole = op.before(apart, "cpu")
-        return each_alone(lambda *own: whole(*own, *args[rows:], **kwargs), *args[:rows])
+    @op.made("cpu", env.BATCH_INVARIANT.get)
+    def make(whole: Callable[..., Any]) -> Callable[..., Any]:
+        def apart(*args: Any, **kwargs: Any) -> Any:
+            return each_alone(lambda *own: whole(*own, *args[rows:], **kwargs), *args[:rows])
 
-    apart.__name__ = f"{op.name}_apart"
-    op.form("cpu", env.BATCH_INVARIANT.get)(apart)
+        apart.__name__ = f"{op.name}_apart"
+        return apart

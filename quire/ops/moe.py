@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,10 +89,11 @@ def run_experts(
     b2: Tensor | None,
     act: Callable[[Tensor], Tensor],  # [n, 2 * ffn] -> [n, ffn]
     stream: Tensor | None = None,  # [T, dim]
+    matmul: Callable[..., Tensor] | None = None,
 ) -> Tensor:  # [T, dim]
     """Sum over a token's experts of weight * expert(x); experts add up in ascending order, as transformers does. The
-    sum, rounded, is added to `stream` where one is given."""
-    matmul = linear.on(x.device)
+    sum, rounded, is added to `stream` where one is given. `matmul`: `linear`, in the form a layer was built with."""
+    matmul = matmul or linear.on(x.device)
     flat = index.flatten()
     order = flat.argsort(stable=True)
     tokens = order.div(index.shape[1], rounding_mode="floor")
@@ -109,6 +111,11 @@ def run_experts(
     return out if stream is None else stream + out
 
 
+@run_experts.made("cpu")
+def run_experts_cpu(before: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return partial(before, matmul=linear.on("cpu"))
+
+
 @dataclass
 class Mixture:
     """Experts one by one, each matrix packed or plain. `handle` belongs to the form that multiplies."""
@@ -123,9 +130,16 @@ class Mixture:
 
 
 @op
-def run_mixture(x: Tensor, weights: Tensor, index: Tensor, experts: Mixture, stream: Tensor | None = None) -> Tensor:
-    """As `run_experts`, over experts that are matrices of their own."""
-    products = linear.on(x.device), packed_linear.on(x.device)
+def run_mixture(
+    x: Tensor,
+    weights: Tensor,
+    index: Tensor,
+    experts: Mixture,
+    stream: Tensor | None = None,
+    products: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None,
+) -> Tensor:
+    """As `run_experts`, over experts that are matrices of their own. `products`: `linear` and `packed_linear`."""
+    products = products or (linear.on(x.device), packed_linear.on(x.device))
 
     def multiply(rows: Tensor, matrix: Matrix | Tensor, bias: Tensor | None) -> Tensor:
         if isinstance(matrix, Tensor):
@@ -145,3 +159,8 @@ def run_mixture(x: Tensor, weights: Tensor, index: Tensor, experts: Mixture, str
         out.index_add_(0, rows, h.to(out.dtype))
         start += count
     return out if stream is None else stream + out
+
+
+@run_mixture.made("cpu")
+def run_mixture_cpu(before: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return partial(before, products=(linear.on("cpu"), packed_linear.on("cpu")))

@@ -1,21 +1,30 @@
 """Op: one meaning (a torch reference) and any number of faster forms, chosen once per device.
 
 The reference is what the op means, what runs where no form exists, and what every form is tested against. A layer
-asks `op.on(device)` when it is built and keeps the function; nothing is looked up while a step runs.
+asks `op.on(device)` when it is built and keeps the function; nothing is looked up while a step runs. The answer follows
+from the machine and the environment alone, never from what else this process has built: compiled forms are attached by
+whoever asks first (`ATTACH`), and whether one fits is asked each time.
 Ops take tensors and numbers and return tensors. They must not know modules, models or configuration.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 from collections.abc import Callable
 from functools import cache
-from typing import Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
+from quire.base import registry
+
+# Type of device -> what attaches its compiled forms, and the package without which there are none.
+ATTACH = {"cpu": ("quire.ops.cpu.forms:attach", ""), "cuda": ("quire.ops.triton.register:register", "triton")}
+
 P = ParamSpec("P")
 R = TypeVar("R")
+Make: TypeAlias = Callable[[Callable[P, R]], Callable[P, R]]
 
 
 class Form(NamedTuple):
@@ -24,6 +33,7 @@ class Form(NamedTuple):
     device: str
     fits: Callable[[], bool]
     function: Callable
+    is_made: bool = False  # `function` makes the form, as the environment is when somebody asks
 
 
 class Op(Generic[P, R]):
@@ -48,21 +58,40 @@ class Op(Generic[P, R]):
 
         return add
 
+    def made(self, device: str, fits: Callable[[], bool] = lambda: True) -> Callable[[Make[P, R]], Make[P, R]]:
+        """Decorator: as `form`, of a function that makes the form for each who asks, given what they would get without
+        it. What it reads of the environment holds for what it made, whatever the environment is later."""
+
+        def add(make: Make[P, R]) -> Make[P, R]:
+            self.forms.append(Form(device, fits, make, is_made=True))
+            return make
+
+        return add
+
     def on(self, device: torch.device | str) -> Callable[P, R]:
         """The function to call on this device."""
-        return self._best(self.forms, device)
-
-    def before(self, function: Callable, device: torch.device | str) -> Callable[P, R]:
-        """What `on` would give without this form and those added after it: what it leaves to others."""
-        place = next(i for i, form in enumerate(self.forms) if form.function is function)
-        return self._best(self.forms[:place], device)
-
-    def _best(self, forms: list[Form], device: torch.device | str) -> Callable[P, R]:
         kind = torch.device(device).type
-        for form in reversed(forms):
+        if (attach := _attacher(kind)) is not None:
+            attach()
+        return self._best(kind, len(self.forms))
+
+    def _best(self, kind: str, end: int) -> Callable[P, R]:
+        """Among the forms before `end`, the oldest first."""
+        for place in reversed(range(end)):
+            form = self.forms[place]
             if form.device == kind and form.fits():
-                return form.function
+                found: Callable[P, R] = form.function(self._best(kind, place)) if form.is_made else form.function
+                return found
         return self.reference
+
+
+@cache
+def _attacher(kind: str) -> Callable[[], object] | None:
+    path, package = ATTACH.get(kind, ("", ""))
+    if not path or (package and importlib.util.find_spec(package) is None):
+        return None
+    found: Callable[[], object] = registry.load(path)
+    return found
 
 
 def op(reference: Callable[P, R]) -> Op[P, R]:

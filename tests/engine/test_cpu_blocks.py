@@ -6,10 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quire import LLM, SamplingParams
+from quire.attention.cpu import CpuAttention
+from quire.config import EngineArgs
+from quire.loader.load import load_model
 from quire.ops.cpu.block import BlocksCall
 from quire.ops.cpu.native import kernels
+from tests import paged
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
@@ -58,3 +63,47 @@ def test_one_call_or_one_by_one(
         assert answers(llm) == at_once and sizes
     finally:
         llm.close()
+
+
+class ForeignCache:
+    """A cache of a backend that the kernels know nothing of: only that backend can look inside."""
+
+    def __init__(self, inside: Any) -> None:
+        self.spec, self.inside = inside.spec, inside
+
+
+class ForeignPlan:
+    run_fused = None
+
+    def __init__(self, plan: Any) -> None:
+        self._plan = plan
+
+    def run(self, q: Any, k: Any, v: Any, cache: Any, **given: Any) -> Any:
+        return self._plan.run(q, k, v, cache.inside, **given)
+
+
+class ForeignAttention(CpuAttention):
+    def __init__(self) -> None:
+        super().__init__(native=False)
+
+    def make_cache(self, *given: Any) -> Any:
+        return ForeignCache(super().make_cache(*given))
+
+    def plan(self, *given: Any) -> Any:
+        return ForeignPlan(super().plan(*given))
+
+
+def test_another_backend_s_cache_leaves_blocks_to_their_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny("LlamaForCausalLM", tmp_path)
+    config = EngineArgs(
+        model=str(tmp_path), dtype="float32", max_model_len=64, skip_tokenizer_init=True
+    ).create_engine_config()
+    model: Any = load_model(config, "cpu")
+    prompts = [prompt["prompt_token_ids"] for prompt in PROMPTS]
+    wanted = paged.Paged(model, prompts, block_size=4).whole()
+    assert all(stretch._call is not None for stretch in model._stretches)
+    monkeypatch.setattr(paged, "select_backend", lambda *_: ForeignAttention())
+    found = paged.Paged(model, prompts, block_size=4).whole()
+    assert all(stretch._wholes and stretch._call is None for stretch in model._stretches)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

@@ -18,6 +18,8 @@ from quire.loader import load as loading
 from quire.loader.files import Piece
 from quire.loader.gguf_file import GGUFWeights
 from quire.loader.to_device import Sender
+from quire.ops.packed import likes_panels
+from quire.quant.panels import lay_back
 from quire.schema.errors import CheckpointError, ConfigError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -25,6 +27,7 @@ from paged import Paged
 from tiny_models import make_tiny
 
 from tests.engine.test_loader_gguf_names import gguf_tensors, state_of, write_gguf
+from tests.replaced_form import replaced
 
 ARCH = "Qwen3MoeForCausalLM"  # experts, head norms, an untied head
 
@@ -40,7 +43,19 @@ def config_for(path, **options):
     return EngineArgs(model=str(path), **options).create_engine_config()
 
 
+@pytest.fixture(params=["own", "panels"])
+def layout(request):
+    """Rows as this machine's kernels like them, and as kernels of another machine would."""
+    if request.param == "own":
+        yield
+    else:
+        with replaced(likes_panels, "cpu", lambda dtype: dtype is torch.bfloat16):
+            yield
+
+
 def parameters(model) -> dict[str, torch.Tensor]:
+    """In plain rows, however the kernels of this machine like them."""
+    lay_back(model)
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -99,10 +114,10 @@ def test_gguf_in_the_folder_of_a_checkpoint(tiny, wanted, tmp_path):
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_other_precisions_are_cast(tiny, tmp_path, stored, dtype):
+def test_other_precisions_are_cast(tiny, tmp_path, layout, stored, dtype):
     state = {name: t.to(getattr(torch, stored)) for name, t in state_of(tiny[1]).items()}
     model = loading.load_model(config_for(copy_of(tiny[1], tmp_path, state), dtype=dtype), "cpu")
-    got = dict(model.named_parameters())["embed.weight"]
+    got = parameters(model)["embed.weight"]
     assert got.dtype == getattr(torch, dtype)
     assert torch.equal(got, state["model.embed_tokens.weight"].to(got.dtype))
 
@@ -163,7 +178,7 @@ def test_corrupt_file(tiny, tmp_path):
         loading.load_model(config_for(tmp_path), "cpu")
 
 
-def test_dummy_weights_depend_on_seed_and_name_only(tiny, tmp_path):
+def test_dummy_weights_depend_on_seed_and_name_only(tiny, tmp_path, layout):
     copy_of(tiny[1], tmp_path)  # no weights at all
     first = parameters(loading.load_model(config_for(tmp_path, load_format="dummy"), "cpu"))
     assert same(first, parameters(loading.load_model(config_for(tmp_path, load_format="dummy"), "cpu")))

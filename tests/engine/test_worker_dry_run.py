@@ -48,6 +48,8 @@ OPTIONS: dict[str, Any] = {
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The ops' forms for CUDA, Triton's attention, staged inputs and the captured step, all on CPU tensors."""
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")  # a GPU has none of them
+    env.forget_all()
     driver.set_active(FakeDriver())
     register.register()
     monkeypatch.setattr(launch, "current_stream", lambda: lambda: 7)

@@ -6,6 +6,7 @@ import torch
 from quire.layers.batch import Batch, NoAttention
 from quire.models.build import build_model
 from quire.ops.few import few_rows
+from tests.replaced_form import replaced
 from tests.tiny_models import tiny_config
 
 TOKENS = 3
@@ -14,9 +15,8 @@ TOKENS = 3
 @pytest.fixture
 def preferred():
     """This device would rather have fused products for up to three rows."""
-    few_rows.form("cpu")(lambda width, dtype: TOKENS)
-    yield
-    few_rows.forms.pop()
+    with replaced(few_rows, "cpu", lambda width, dtype: TOKENS):
+        yield
 
 
 def built(name, **overrides):

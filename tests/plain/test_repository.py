@@ -76,6 +76,29 @@ def test_ci_runs_what_the_readme_says() -> None:
     assert (ROOT / ".ci/run").stat().st_mode & 0o111
 
 
+def test_the_workflow_runs_what_ci_runs() -> None:
+    assert "make isas" in (ROOT / ".ci/run").read_text()
+    assert "run: .ci/run" in (ROOT / ".github/workflows/tests.yml").read_text()
+
+
+def test_files_of_tests_run_in_the_order_of_a_seed(tmp_path: Path) -> None:
+    """Whole files move; the tests of each stay together and in order."""
+    (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
+    for name in "abcdefgh":
+        (tmp_path / f"test_{name}.py").write_text("def test_one(): pass\ndef test_another(): pass\n")
+
+    def order(*options: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *options]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        return [line for line in done.stdout.splitlines() if "::" in line]
+
+    plain, first, second = order(), order("--file-order", "1"), order("--file-order", "2")
+    assert len(plain) == 16 and sorted(first) == sorted(second) == sorted(plain)
+    assert len({tuple(plain), tuple(first), tuple(second)}) == 3 and order("--file-order", "1") == first
+    for one, other in zip(first[::2], first[1::2], strict=True):
+        assert one.endswith("::test_one") and other == one.replace("test_one", "test_another")
+
+
 def test_pins_lie_within_the_ranges() -> None:
     from packaging.requirements import Requirement
 

@@ -1,7 +1,7 @@
 """Whole decoder blocks as one compiled call, for blocks of the common form: see csrc/cpu/block.h.
 
-`NativeStep` is what a step's attention plan has to offer; `BlocksCall` holds the addresses of the blocks' weights and
-caches. It keeps the tensors alive. Must not know: modules, architectures.
+`NativeStep` is what a step's attention plan has to offer, `NativeCache` what a layer's cache has; `BlocksCall` holds
+the addresses of the blocks' weights and caches. It keeps the tensors alive. Must not know: modules, architectures.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.ops.cpu.native import CACHE_DTYPES, DTYPES, KINDS, AttentionWork, Segment, kernels
+from quire.ops.cpu.native import CACHE_DTYPES, DTYPES, KINDS, AttentionWork, Segment, with_bits
 from quire.ops.few import NormRule
 from quire.ops.packed import Matrix
 from quire.ops.qkv import QkvPrep
@@ -24,6 +24,12 @@ class NativeStep:
     """A step whose attention the kernels can run."""
 
     work: AttentionWork  # what belongs to the step is filled in
+
+
+class NativeCache:
+    """A layer's keys and values as the kernels read them."""
+
+    rows: Tensor  # [slots, keys of all kv heads, then values, then an int8 cache's scales]
 
 
 class MatrixWork(Structure):
@@ -88,11 +94,17 @@ class StepTurn(NamedTuple):
 
 
 class BlocksCall:
-    def __init__(self, blocks: Sequence[BlockParts], which: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        blocks: Sequence[BlockParts],
+        which: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        same_bits: bool,
+    ) -> None:
         """`which[i]`: the turn that block i takes, among those of a call."""
-        library = kernels()
-        assert library is not None
-        self._run, self._count = library.qc_run_blocks, len(blocks)
+        self._run, self._count = with_bits(library, "qc_run_blocks", same_bits), len(blocks)
         self._held: list[Any] = list(blocks)  # what addresses point into
         self._works = [_block_work(parts, dtype, self._held) for parts in blocks]
         self._blocks = (c_void_p * len(blocks))(*map(ctypes.addressof, self._works))

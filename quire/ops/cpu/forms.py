@@ -1,14 +1,15 @@
-"""The compiled forms of ops on CPU, and `register`, which attaches them.
+"""The compiled forms of ops on CPU, and `attach`, which makes them known to the ops.
 
 Each form takes what its op takes. Where the tensors are not what the kernels know (another dtype, odd strides) it does
-what the op did before. Must not know: modules, models, configuration.
+what the op does without kernels. Attaching chooses nothing: what the environment says (kernels on, same bits for any
+batch) is read when a layer asks for a form, and holds for that layer. Must not know: modules, models, configuration.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -17,10 +18,10 @@ from quire.base import env
 from quire.base.log import logger
 from quire.ops.act import gated_of
 from quire.ops.cpu import moe_forms, sample_forms
-from quire.ops.cpu.native import DTYPES, KINDS, Segment, kernels, usable, why_not
+from quire.ops.cpu.native import DTYPES, KINDS, Segment, kernels, usable, why_not, with_bits
 from quire.ops.linear import heads_matmul, linear
 from quire.ops.norm import add_rms_norm, add_rms_norm_wide, rms_norm, rms_norm_wide
-from quire.ops.op import Op, cpu_dtypes
+from quire.ops.op import cpu_dtypes
 from quire.ops.packed import (
     Matrix,
     Packed,
@@ -45,16 +46,22 @@ ALL_ROWS = 1 << 62
 
 
 def register(threads: int = 1) -> bool:
-    """Attach the forms, once per process; False where there are no kernels."""
+    """Say which kernels run, on so many threads from now on; False where there are none. Threads belong to the process,
+    like torch's: every model in it computes on them, and no result follows their number."""
     library = kernels()
     if library is None:
         _log.warning("compiled CPU kernels are not used, so everything runs in torch, slower: %s", why_not())
         return False
     library.qc_set_threads(threads)
-    library.qc_set_same_bits(env.BATCH_INVARIANT.get())
     _log.info("CPU kernels: %s (of %s), %d threads", library.qc_isa().decode(), ", ".join(usable(library)), threads)
-    _attach()
     return True
+
+
+def attach() -> None:
+    """Known to the ops from the first call on that finds kernels; `_are_on` says whether they are taken."""
+    library = kernels()
+    if library is not None:
+        _attach(library)
 
 
 def few_rows(dtype: torch.dtype) -> int:
@@ -70,9 +77,7 @@ def _are_on() -> bool:
 
 
 @cache
-def _attach() -> None:
-    library = kernels()
-    assert library is not None
+def _attach(library: ctypes.CDLL) -> None:
     _register_packed(library)
     _register_rows(library)
     _register_linear(library)
@@ -81,7 +86,7 @@ def _attach() -> None:
 
 
 def _register_packed(library: ctypes.CDLL) -> None:
-    multiply, read_rows = library.qc_linear_packed, library.qc_unpack_rows
+    read_rows = library.qc_unpack_rows
 
     @kind_of.form("cpu", _are_on)
     def kind(type_id: int) -> str | None:
@@ -107,23 +112,7 @@ def _register_packed(library: ctypes.CDLL) -> None:
             raise ValueError(f"rows of {width} cannot be packed as {kind}")
         return out
 
-    @packed_linear.form("cpu", _are_on)
-    def packed_linear_native(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
-        if matrix.handle is None:
-            segments = (Segment * len(matrix.parts))(
-                *(Segment(KINDS[part.kind], part.rows, part.data.data_ptr()) for part in matrix.parts)
-            )
-            matrix.handle = (ctypes.addressof(segments), len(segments), matrix.rows, matrix.parts[0].width, segments)
-        segments_at, count, rows, width, _ = matrix.handle
-        flat = x if x.dim() == 2 else x.reshape(-1, width)
-        if flat.stride(1) != 1 or x.dtype not in DTYPES:
-            flat = flat.contiguous() if x.dtype in DTYPES else flat.float().contiguous()
-        out = torch.empty((flat.shape[0], rows), dtype=flat.dtype)
-        multiply(
-            flat.data_ptr(), flat.stride(0), flat.shape[0], width, segments_at, count,
-            None if bias is None else bias.data_ptr(), out.data_ptr(), rows, DTYPES[flat.dtype],
-        )  # fmt: skip
-        return out if x.dim() == 2 else out.view(*x.shape[:-1], rows)
+    packed_linear.made("cpu", _are_on)(partial(_packed_linear_form, library))
 
     @likes_panels.form("cpu", _are_on)
     def likes_panels_native(dtype: torch.dtype) -> bool:
@@ -145,6 +134,29 @@ def _register_packed(library: ctypes.CDLL) -> None:
         return out
 
 
+def _packed_linear_form(library: ctypes.CDLL, before: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    multiply = with_bits(library, "qc_linear_packed", env.BATCH_INVARIANT.get())
+
+    def packed_linear_native(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
+        if matrix.handle is None:
+            segments = (Segment * len(matrix.parts))(
+                *(Segment(KINDS[part.kind], part.rows, part.data.data_ptr()) for part in matrix.parts)
+            )
+            matrix.handle = (ctypes.addressof(segments), len(segments), matrix.rows, matrix.parts[0].width, segments)
+        segments_at, count, rows, width, _ = matrix.handle
+        flat = x if x.dim() == 2 else x.reshape(-1, width)
+        if flat.stride(1) != 1 or x.dtype not in DTYPES:
+            flat = flat.contiguous() if x.dtype in DTYPES else flat.float().contiguous()
+        out = torch.empty((flat.shape[0], rows), dtype=flat.dtype)
+        multiply(
+            flat.data_ptr(), flat.stride(0), flat.shape[0], width, segments_at, count,
+            None if bias is None else bias.data_ptr(), out.data_ptr(), rows, DTYPES[flat.dtype],
+        )  # fmt: skip
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], rows)
+
+    return packed_linear_native
+
+
 def _packed(library: ctypes.CDLL, kind: int, rows: int, width: int) -> Packed:
     size = library.qc_packed_bytes(kind, rows, width)
     if size < 0:
@@ -153,7 +165,7 @@ def _packed(library: ctypes.CDLL, kind: int, rows: int, width: int) -> Packed:
 
 
 def _register_rows(library: ctypes.CDLL) -> None:
-    norm, gate = library.qc_rms_norm, library.qc_gated
+    norm = library.qc_rms_norm
 
     # Never by strides, which may follow the number of rows: a row's bits must not.
     def fits(x: Tensor, weight: Tensor) -> bool:
@@ -179,63 +191,72 @@ def _register_rows(library: ctypes.CDLL) -> None:
         )  # fmt: skip
         return out, total
 
-    @rms_norm.form("cpu", _are_on)
-    def rms_norm_native(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if fits(x, weight):
-            return normed(x, weight, eps, 0.0, False)
-        return rms_norm.before(rms_norm_native, "cpu")(x, weight, eps)
+    @rms_norm.made("cpu", _are_on)
+    def rms_norm_form(before: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def rms_norm_native(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+            return normed(x, weight, eps, 0.0, False) if fits(x, weight) else before(x, weight, eps)
 
-    @rms_norm_wide.form("cpu", _are_on)
-    def rms_norm_wide_native(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-        if fits(x, weight):
-            return normed(x, weight, eps, offset, True)
-        return rms_norm_wide.before(rms_norm_wide_native, "cpu")(x, weight, eps, offset)
+        return rms_norm_native
 
-    @add_rms_norm.form("cpu", _are_on)
-    def add_rms_norm_native(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if fits(x, weight) and delta.dtype is x.dtype and delta.shape == x.shape:
-            return joined(x, delta, weight, eps, 0.0, False)
-        return add_rms_norm.before(add_rms_norm_native, "cpu")(x, delta, weight, eps)
+    @rms_norm_wide.made("cpu", _are_on)
+    def rms_norm_wide_form(before: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def rms_norm_wide_native(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+            return normed(x, weight, eps, offset, True) if fits(x, weight) else before(x, weight, eps, offset)
 
-    @add_rms_norm_wide.form("cpu", _are_on)
-    def add_rms_norm_wide_native(
-        x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
-        if fits(x, weight) and delta.dtype is x.dtype and delta.shape == x.shape:
-            return joined(x, delta, weight, eps, offset, True)
-        return add_rms_norm_wide.before(add_rms_norm_wide_native, "cpu")(x, delta, weight, eps, offset)
+        return rms_norm_wide_native
 
-    def gated(op: Op, number: int) -> Callable[[Tensor], Tensor]:
-        def run(x: Tensor) -> Tensor:
-            if x.dim() != 2 or x.dtype not in DTYPES:
-                found: Tensor = op.before(run, "cpu")(x)
-                return found
-            if x.stride(1) != 1:
-                x = x.contiguous()
-            rows, width = x.shape[0], x.shape[1] // 2
-            out = torch.empty((rows, width), dtype=x.dtype)
-            gate(number, x.data_ptr(), x.stride(0), out.data_ptr(), rows, width, DTYPES[x.dtype])
-            return out
+    @add_rms_norm.made("cpu", _are_on)
+    def add_rms_norm_form(before: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+        def add_rms_norm_native(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+            if fits(x, weight) and delta.dtype is x.dtype and delta.shape == x.shape:
+                return joined(x, delta, weight, eps, 0.0, False)
+            return before(x, delta, weight, eps)
 
-        run.__name__ = f"{op.name}_native"
-        return run
+        return add_rms_norm_native
+
+    @add_rms_norm_wide.made("cpu", _are_on)
+    def add_rms_norm_wide_form(before: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+        def add_rms_norm_wide_native(
+            x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+        ) -> tuple[Tensor, Tensor]:
+            if fits(x, weight) and delta.dtype is x.dtype and delta.shape == x.shape:
+                return joined(x, delta, weight, eps, offset, True)
+            return before(x, delta, weight, eps, offset)
+
+        return add_rms_norm_wide_native
 
     for name, number in ACTS.items():
-        op = gated_of(name)
-        op.form("cpu", _are_on)(gated(op, number))
+        gated_of(name).made("cpu", _are_on)(partial(_gated_form, library, number))
+
+
+def _gated_form(library: ctypes.CDLL, number: int, before: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    gate = library.qc_gated
+
+    def gated_native(x: Tensor) -> Tensor:
+        if x.dim() != 2 or x.dtype not in DTYPES:
+            return before(x)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        rows, width = x.shape[0], x.shape[1] // 2
+        out = torch.empty((rows, width), dtype=x.dtype)
+        gate(number, x.data_ptr(), x.stride(0), out.data_ptr(), rows, width, DTYPES[x.dtype])
+        return out
+
+    return gated_native
 
 
 def _register_linear(library: ctypes.CDLL) -> None:
-    def in_the_mode() -> bool:
-        return _are_on() and env.BATCH_INVARIANT.get()
+    linear.made("cpu", _are_on)(partial(_linear_form, library))
 
-    linear.form("cpu", _are_on)(_linear_form(library, {dtype: few_rows(dtype) for dtype in DTYPES}))
-    every = linear.form("cpu", in_the_mode)(_linear_form(library, dict.fromkeys(DTYPES, ALL_ROWS)))
+    @heads_matmul.made("cpu", lambda: _are_on() and env.BATCH_INVARIANT.get())
+    def heads_matmul_form(before: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        multiply = linear.on("cpu")
 
-    @heads_matmul.form("cpu", in_the_mode)
-    def heads_matmul_native(x: Tensor, weight: Tensor) -> Tensor:
-        heads = [every(x[:, head], _as_rows(weight[head])) for head in range(x.shape[1])]
-        return torch.stack(heads, 1)
+        def heads_matmul_native(x: Tensor, weight: Tensor) -> Tensor:
+            heads = [multiply(x[:, head], _as_rows(weight[head])) for head in range(x.shape[1])]
+            return torch.stack(heads, 1)
+
+        return heads_matmul_native
 
 
 def _as_rows(weight: Tensor) -> Tensor:
@@ -244,16 +265,17 @@ def _as_rows(weight: Tensor) -> Tensor:
     return turned if turned.stride(1) == 1 else turned.contiguous()
 
 
-def _linear_form(library: ctypes.CDLL, most: dict[torch.dtype, int]) -> Callable:
+def _linear_form(library: ctypes.CDLL, before: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Products of more rows than `most` are left to torch, whose sums follow the number of rows."""
-    multiply = library.qc_linear
+    most = {dtype: few_rows(dtype) for dtype in DTYPES}
+    multiply = with_bits(library, "qc_linear", env.BATCH_INVARIANT.get())
 
     def linear_native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         dtype, width = x.dtype, x.shape[-1]
         flat = x if x.dim() == 2 else x.reshape(-1, width)
         rows = flat.shape[0]
         if rows > most.get(dtype, -1) or weight.dtype is not dtype or weight.stride(1) != 1:
-            return linear.before(linear_native, "cpu")(x, weight, bias)
+            return before(x, weight, bias)
         if flat.stride(1) != 1:
             flat = flat.contiguous()
         out = torch.empty((rows, weight.shape[0]), dtype=dtype)

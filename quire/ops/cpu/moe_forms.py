@@ -9,13 +9,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from quire.base import env
 from quire.ops.cpu.block import MatrixWork, Weights, matrix_work
-from quire.ops.cpu.native import DTYPES
+from quire.ops.cpu.native import DTYPES, with_bits
 from quire.ops.moe import Mixture, run_mixture
 from quire.ops.packed import Matrix
 
@@ -41,8 +43,18 @@ def register(
     library: ctypes.CDLL, are_on: Callable[[], bool], acts: dict[str, int], few_rows: Callable[[torch.dtype], int]
 ) -> None:
     """`few_rows`: more rows of plain numbers of a dtype are left to torch."""
+    run_mixture.made("cpu", are_on)(partial(_form, library, acts, few_rows))
 
-    @run_mixture.form("cpu", are_on)
+
+def _form(
+    library: ctypes.CDLL,
+    acts: dict[str, int],
+    few_rows: Callable[[torch.dtype], int],
+    before: Callable[..., Tensor],
+) -> Callable[..., Tensor]:
+    run = with_bits(library, "qc_run_moe", env.BATCH_INVARIANT.get())
+    most = {dtype: few_rows(dtype) for dtype in DTYPES}
+
     def run_mixture_native(
         x: Tensor, weights: Tensor, index: Tensor, experts: Mixture, stream: Tensor | None = None
     ) -> Tensor:
@@ -50,9 +62,9 @@ def register(
             experts.handle = _handle(experts, acts, x.dtype) or False
         handle: Handle | bool = experts.handle
         if isinstance(handle, bool) or handle.work.dtype != DTYPES.get(x.dtype):
-            return run_mixture.reference(x, weights, index, experts, stream)
-        if handle.plain and x.shape[0] > few_rows(x.dtype):
-            return run_mixture.reference(x, weights, index, experts, stream)
+            return before(x, weights, index, experts, stream)
+        if handle.plain and x.shape[0] > most[x.dtype]:
+            return before(x, weights, index, experts, stream)
         work = handle.work
         x, weights, index = x.contiguous(), weights.float().contiguous(), index.long().contiguous()
         stream = None if stream is None else stream.contiguous()
@@ -60,8 +72,10 @@ def register(
         work.x, work.weights, work.index = x.data_ptr(), weights.data_ptr(), index.data_ptr()
         work.stream, work.out = None if stream is None else stream.data_ptr(), out.data_ptr()
         work.tokens, work.top_k = index.shape
-        library.qc_run_moe(ctypes.byref(work))
+        run(ctypes.byref(work))
         return out
+
+    return run_mixture_native
 
 
 def _handle(experts: Mixture, acts: dict[str, int], dtype: torch.dtype) -> Handle | None:

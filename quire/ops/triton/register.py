@@ -88,11 +88,13 @@ def _route(logits: Tensor, top_k: int, *, early: bool = False, **rule: Any) -> t
     return moe.route(logits, top_k, **kept, early=early)
 
 
-def _causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, work: Any, act: str) -> Tensor:
+def _causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, work: Any, act: str, *, fixed: bool
+) -> Tensor:
     fits = ssm.conv_fits(x, weight, act)
     if not fits:
         return ssm_ops.causal_conv.reference(x, weight, bias, states, work, act)
-    return ssm.causal_conv(x, weight, bias, states, work, act, fixed=env.BATCH_INVARIANT.get())
+    return ssm.causal_conv(x, weight, bias, states, work, act, fixed=fixed)
 
 
 def _gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int, norm_first: bool) -> Tensor:
@@ -101,11 +103,11 @@ def _gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: 
 
 
 def _register_states() -> None:
-    fixed = env.BATCH_INVARIANT.get()
-    ssm_ops.causal_conv.form("cuda")(_causal_conv)
-    ssm_ops.ssd_scan.form("cuda")(partial(ssm_chunk.ssd_scan, fixed=fixed))
-    ssm_ops.delta_scan.form("cuda")(partial(ssm_chunk.delta_scan, fixed=fixed))
-    ssm_ops.selective_scan.form("cuda")(partial(ssm.selective_scan, fixed=fixed))
+    for fixed, fits in ((False, _free), (True, env.BATCH_INVARIANT.get)):
+        ssm_ops.causal_conv.form("cuda", fits)(partial(_causal_conv, fixed=fixed))
+        ssm_ops.ssd_scan.form("cuda", fits)(partial(ssm_chunk.ssd_scan, fixed=fixed))
+        ssm_ops.delta_scan.form("cuda", fits)(partial(ssm_chunk.delta_scan, fixed=fixed))
+        ssm_ops.selective_scan.form("cuda", fits)(partial(ssm.selective_scan, fixed=fixed))
     ssm_ops.gated_rms_norm.form("cuda")(_gated_rms_norm)
     ssm_ops.state_places.form("cuda")(ssm.state_places)
 
