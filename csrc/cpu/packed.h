@@ -1,4 +1,5 @@
-// Products with packed weights: rows are quantized to 8 bits, 32 numbers at a time, then multiplied in integers.
+// Products with packed weights: rows are quantized to 8 bits, 32 numbers at a time, then multiplied in integers. (With tile
+// registers they go another way, see opened.h.)
 #pragma once
 #include <math.h>
 
@@ -277,11 +278,7 @@ void over_panels(const Product& job, int64_t from, int64_t to, const F& body) {
 
 #if QC_TILES
 template <int Dtype>
-void packed_by_tiles(const Product& job, int64_t panels);  // amx.h
-template <int Dtype>
 void packed_by_opening(const typename Numbers<Dtype>::Type* x, int64_t x_stride, const Product& job, int64_t panels);  // opened.h
-constexpr int64_t kFewestTiled = 6;  // rows from which on tiles are faster; the bits are the same
-constexpr int64_t kFewestOpened = 24;  // rows from which on it pays to open panels, where bits may be others
 #endif
 
 template <int Dtype>
@@ -295,7 +292,7 @@ void linear_packed(const typename Numbers<Dtype>::Type* x, int64_t x_stride, int
   Product job = {{nullptr, nullptr, nullptr, nullptr, k}, segments, num_segments, m, out_stride, bias, out, write_columns<Dtype>};
   if (segments[0].kind == QC_B16) return linear_in_panels<Dtype>(x, x_stride, job, panels);
 #if QC_TILES
-  if (m >= kFewestOpened && !same_bits()) return packed_by_opening<Dtype>(x, x_stride, job, panels);
+  return packed_by_opening<Dtype>(x, x_stride, job, panels);
 #endif
   static thread_local std::vector<uint8_t> memory;
   const int64_t floats = (m + kTileRows - 1) / kTileRows * kTileRows * (k / kBlock) + 16;  // a tile may read a few more
@@ -314,9 +311,6 @@ void linear_packed(const typename Numbers<Dtype>::Type* x, int64_t x_stride, int
     each(int((m + 3) / 4), some);
   }
   job.x = {q, scale, total, count, k};
-#if QC_TILES
-  if (m >= kFewestTiled) return packed_by_tiles<Dtype>(job, panels);
-#endif
   const int64_t parts = panels < 4 * threads() ? panels : 4 * threads();
   int64_t tall = kRowBytes / k / kTileRows * kTileRows;
   if (tall < 8 * kTileRows) tall = 8 * kTileRows;

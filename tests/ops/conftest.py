@@ -2,7 +2,6 @@
 
 import pytest
 
-from quire.base import env
 from quire.ops.cpu.forms import register
 from quire.ops.cpu.native import kernels, usable
 
@@ -14,7 +13,5 @@ def isa(request):
     register()
     before = library.qc_isa()  # not simply the best: that may be one that is taken only when asked for
     assert library.qc_use_isa(request.param.encode()) == 0
-    library.qc_set_same_bits(1)  # a row is compared with the same row alone
     yield request.param
-    library.qc_set_same_bits(env.BATCH_INVARIANT.get())
     assert library.qc_use_isa(before) == 0

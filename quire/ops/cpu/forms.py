@@ -51,7 +51,6 @@ def register(threads: int = 1) -> bool:
         _log.warning("compiled CPU kernels are not used, so everything runs in torch, slower: %s", why_not())
         return False
     library.qc_set_threads(threads)
-    library.qc_set_same_bits(env.BATCH_INVARIANT.get())
     _log.info("CPU kernels: %s (of %s), %d threads", library.qc_isa().decode(), ", ".join(usable(library)), threads)
     _attach()
     return True

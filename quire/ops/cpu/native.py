@@ -71,7 +71,6 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "qc_checksum": (c_uint64, (c_void_p, c_int64)),
     "qc_set_threads": (None, (c_int,)),
     "qc_threads": (c_int, ()),
-    "qc_set_same_bits": (None, (c_int,)),
     "qc_kind_of": (c_int, (c_int,)),
     "qc_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),
     "qc_pack": (c_int, (c_int, c_void_p, c_int64, c_int64, c_void_p)),
