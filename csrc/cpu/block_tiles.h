@@ -86,7 +86,7 @@ struct GatedProduct {
 
 template <int Dtype, int Act>
 void gated_product(const qc_matrix& matrix, const TiledRows& x, int64_t m, const TiledRows& out) {
-  const Product job = {{nullptr, nullptr, nullptr, nullptr, matrix.width}, matrix.segments, matrix.num_segments, m, 0, nullptr,
+  const Product job = {{{}, {}, nullptr, matrix.width}, matrix.segments, matrix.num_segments, m, 0, nullptr,
                        nullptr, nullptr};
   const GatedProduct<Dtype, Act> gated = {matrix, {job, x}, out};
   auto work = [&](int64_t first, int64_t last, int64_t row, int64_t end) { gated.part(first, last, row, end); };
@@ -106,7 +106,7 @@ void gated_product_by(int act, const qc_matrix& matrix, const TiledRows& x, int6
 
 template <int Dtype>
 void product_of_tiles(const qc_matrix& matrix, const TiledRows& x, void* out, int64_t m) {
-  const Product job = {{nullptr, nullptr, nullptr, nullptr, matrix.width}, matrix.segments, matrix.num_segments, m, matrix.rows,
+  const Product job = {{{}, {}, nullptr, matrix.width}, matrix.segments, matrix.num_segments, m, matrix.rows,
                        matrix.bias, out, write_columns<Dtype>};
   product_of_tiles<Dtype>(x, job, count_panels(matrix.segments, matrix.num_segments));
 }
