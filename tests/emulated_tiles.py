@@ -39,9 +39,10 @@ def build(folder: Path) -> ctypes.CDLL:
     found.tiles_packed.argtypes = native.qc_linear_packed.argtypes
     plain = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 4)
     found.tiles_plain.argtypes = found.pairs_plain.argtypes = plain
-    found.tiles_threads.argtypes = found.tiles_same_bits.argtypes = (c_int,)
+    found.tiles_threads.argtypes = (c_int,)
+    found.tiles_open.argtypes = (c_int, c_void_p, c_void_p)
     found.tiles_block.argtypes = (*[c_void_p] * 6, c_int)
-    found.tiles_in_use.argtypes = (c_void_p, c_int64)
+    found.tiles_in_use.argtypes = (c_void_p,)
     return found
 
 

@@ -58,18 +58,18 @@ class Found(NamedTuple):
 
 
 class Bench:
-    def __init__(self, scratch: Path, llama: str | None, threads: int) -> None:
+    def __init__(self, scratch: Path, llama: str | None, threads: int, texts: tuple[Path, ...] = TEXTS) -> None:
         if kernels() is None:
             raise SystemExit(f"nothing to measure without the compiled kernels: {why_not()}")
         self.scratch, self.llama, self.threads = scratch, llama, threads
         scratch.mkdir(parents=True, exist_ok=True)
         encode = load_tokenizer(locate(None).path).encode
-        given = [encode(path.read_text(encoding="utf-8")) for path in TEXTS]
+        given = [encode(path.read_text(encoding="utf-8")) for path in texts]
         windows = [ids[at : at + LENGTH] for ids in given for at in range(0, len(ids) - LENGTH + 1, LENGTH)]
         (scratch / "windows.json").write_text(json.dumps(windows))
-        digest = hashlib.sha256(b"".join(path.read_bytes() for path in TEXTS)).hexdigest()
+        digest = hashlib.sha256(b"".join(path.read_bytes() for path in texts)).hexdigest()
         print(
-            f"text: {len(windows)} windows of {LENGTH} tokens, sha256 of {' + '.join(p.name for p in TEXTS)}: {digest}"
+            f"text: {len(windows)} windows of {LENGTH} tokens, sha256 of {' + '.join(p.name for p in texts)}: {digest}"
         )
 
     def file_of(self, kind: str) -> str:

@@ -30,7 +30,7 @@ struct Piece {
 // Whether tiles do the work for a cache, of any number of queries.
 template <int Cache>
 bool by_tiles(const qc_attention& w) {
-  return QC_TILES && Cache == QC_BF16 && w.size % 32 == 0 && !same_bits();
+  return QC_TILES && Cache == QC_BF16 && w.size % 32 == 0;
 }
 
 // Queries of one piece, side by side: row = query * heads + head. With many of them, those of a tile of products lie

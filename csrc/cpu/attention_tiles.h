@@ -6,12 +6,9 @@
 // one group (a decode), it may hold queries of several kv heads side by side: those of another kv head are zero in a
 // tile of queries, and one tile of scores collects them all.
 //
-// Values of one group are tiles as they lie, too, of which a word holds two neighbouring numbers of one key. A weight
-// stands for itself in two rows, once beside a zero and once behind one: the first row sums up the even numbers, the
-// second the odd ones. Many groups share values whose keys were paired, and need one row for a query.
-//
-// Bits are others than those of attention.h, so this is left alone where they must not depend on how many queries or rows
-// there are.
+// Values are paired: a word of a tile holds the same number of two neighbouring keys, beside which their weights stand in
+// one word, too. So every query is summed up by the same instructions in the same order, 32 keys at a time from a multiple
+// of 32 on, whether it is one of a prompt or a decode. Keys that a query does not see have weight 0, which adds nothing.
 #pragma once
 #include "amx.h"
 #include "attention.h"
@@ -21,7 +18,6 @@ namespace quire {
 namespace QC_ISA {
 
 static_assert(kKeys == 64 && kMaxRows % 16 == 0 && kFewQueries == 16);
-typedef uint16_t Shorts __attribute__((vector_size(64)));
 typedef int32_t Whole __attribute__((vector_size(64)));
 
 // Two rows of 32 numbers to pairs: of the first 16, or of the last 16.
@@ -140,13 +136,13 @@ class TiledSpan {
         groups_((piece.rows() + 15) / 16), scale_(w.softcap > 0 ? w.scale : w.scale * kLog2e) {
     static thread_local std::vector<char> memory;
     const int64_t row = 2 * kv_.count * w.size;
-    each_ = piece.rows() / kv_.count, parts_ = kv_.count > 1 ? kv_.count : (each_ + 7) / 8;
-    const int64_t bytes = 1024 * (groups_ * kv_.count * deep_ + parts_ * (4 + deep_) + 6) + 2 * kKeys * row;
+    each_ = piece.rows() / kv_.count;
+    const int64_t bytes = 1024 * (groups_ * kv_.count * deep_ + kv_.count * wide_ + 8) + 2 * kKeys * row;
     char* at = aligned(memory, std::max(bytes, int64_t(memory.size()) - 64));  // never less, or more would be cleared again
     auto take = [&](int64_t bytes) { return (at += bytes) - bytes; };
     queries_ = take(groups_ * kv_.count * deep_ * 1024);
-    scores_ = reinterpret_cast<float*>(take(4096)), joined_ = take(1024), turned_ = take(1024);
-    weights_ = take(parts_ * 4096), sums_ = take(parts_ * deep_ * 1024);
+    scores_ = reinterpret_cast<float*>(take(4096)), joined_ = take(1024), weights_ = take(2048);
+    sums_ = reinterpret_cast<float*>(take(kv_.count * wide_ * 1024));
     keys_ = take(kKeys * row), values_ = take(kKeys * row);
   }
 
@@ -171,7 +167,7 @@ class TiledSpan {
           copy_numbers<Dtype, QC_BF16>(first + query * w_.qkv_stride + int64_t(piece_.head + h) * w_.size, some[c], w_.size);
           query_[group][c] = query, slope_[group][c] = w_.alibi ? kLog2e * w_.alibi[piece_.head + h] : 0;
           const int row = query * piece_.heads + h;
-          if (groups_ == 1) place_[c] = kv_.count > 1 ? Place{row, kv, c - kv * each_} : Place{row, c / 8, c % 8};
+          if (groups_ == 1) row_[c] = row;
           if (++column % 16 == 0) turn_queries(some, group);
         }
     for (int c = column % 16; c && c < 16; ++c) {
@@ -194,24 +190,18 @@ class TiledSpan {
     int64_t block = (base + 16 * begin_) / w_.block_size, offset = (base + 16 * begin_) % w_.block_size;
     for (int t = begin_; t < end_; ++t) {
       const char *first = cache + (int64_t(table[block]) * w_.block_size + offset) * stride, *row[16];
-      const bool whole = 16 * t >= from && 16 * t + 16 <= to;
-      key_tiles_[t] = {first, stride}, value_tiles_[t] = {first + to_value, stride};
-      if (as_they_lie && whole) {
-        if ((offset += 16) == w_.block_size) offset = 0, ++block;
-        continue;
-      }
+      key_tiles_[t] = {first, stride};
       for (int k = 16 * t; k < 16 * t + 16; ++k) {
         row[k % 16] = inside(k) ? cache + (int64_t(table[block]) * w_.block_size + offset) * stride : nullptr;
         if (++offset == w_.block_size) offset = 0, ++block;
       }
-      char *keys = keys_ + 16 * t * width, *values = values_ + 16 * t * width;
-      if (!as_they_lie) copy(row, 0, keys, width), key_tiles_[t] = {keys, width};
-      if (groups_ > 1) pair_values(row, to_value, t);
-      else copy(row, to_value, values, width), value_tiles_[t] = {values, width};
+      char* keys = keys_ + 16 * t * width;
+      if (!as_they_lie) copy(row, keys, width), key_tiles_[t] = {keys, width};
+      pair_values(row, to_value, t);
     }
     const char* none[16] = {};  // the other half of a tile of pairs
-    if (groups_ > 1 && begin_ % 2) pair_values(none, 0, begin_ - 1);
-    if (groups_ > 1 && end_ % 2) pair_values(none, 0, end_);
+    if (begin_ % 2) pair_values(none, 0, begin_ - 1);
+    if (end_ % 2) pair_values(none, 0, end_);
   }
 
   void attend_block() {
@@ -219,8 +209,7 @@ class TiledSpan {
       if (groups_ > 1 && base_ > state_.start + query_[group][columns(group) - 1]) continue;  // all keys come later
       score(group);
       soften(group);
-      if (groups_ > 1) weigh_pairs(group);
-      else weigh();
+      weigh(group);
     }
     ahead_.rest();
     fresh_ = false;
@@ -228,13 +217,10 @@ class TiledSpan {
 
   void finish() {
     for (int c = 0; c < piece_.rows(); ++c) {
-      const int row = groups_ > 1 ? c : place_[c].row;
+      const int row = groups_ > 1 ? c : row_[c];
       state_.most[row] = most_[c / 16][c % 16], state_.total[row] = total_[c / 16][c % 16];
-      for (int64_t d = 0; d < deep_ && groups_ == 1; ++d) {
-        const float* from = sums_of(c, d);
-        float* to = state_.out + row * state_.width + 32 * d;
-        for (int i = 0; i < 16; ++i) to[2 * i] = from[i], to[2 * i + 1] = from[16 + i];
-      }
+      for (int64_t d = 0; d < wide_ && groups_ == 1; ++d)
+        memcpy(state_.out + row * state_.width + 16 * d, sums_of(c, d), 64);
     }
   }
 
@@ -243,14 +229,11 @@ class TiledSpan {
     const char* at;
     int64_t stride;
   };
-  struct Place {  // of a column: its row of the piece; which tile of weights and sums, and which pair of lines there
-    int row, part, line;
-  };
 
   int columns(int64_t group) const { return int(std::min<int64_t>(16, piece_.rows() - 16 * group)); }
-  float* sums_of(int column, int64_t d) const {
-    return reinterpret_cast<float*>(sums_ + (place_[column].part * deep_ + d) * 1024) + 32 * place_[column].line;
-  }
+
+  // Sums of one group lie as tiles, for each kv head those of all queries, of which its own count.
+  float* sums_of(int column, int64_t d) const { return sums_ + (column / each_ * wide_ + d) * 256 + 16 * column; }
 
   void find_next() {
     if (!state_.next) return ahead_.nothing();
@@ -274,20 +257,20 @@ class TiledSpan {
 
   bool inside(int key) const { return key >= from_ && key < to_; }
 
-  void copy(const char* const (&row)[16], int64_t offset, char* to, int64_t width) const {
+  void copy(const char* const (&row)[16], char* to, int64_t width) const {
     for (int i = 0; i < 16; ++i, to += width) {
-      if (row[i]) memcpy(to, row[i] + offset, size_t(width));
+      if (row[i]) memcpy(to, row[i], size_t(width));
       else memset(to, 0, size_t(width));
     }
   }
 
-  // Values of 16 keys as 8 lines of tiles of pairs of keys: [32 keys][16 numbers].
+  // Values of 16 keys, of all kv heads, as 8 lines of tiles of pairs of keys: [32 keys][16 numbers].
   void pair_values(const char* const (&row)[16], int64_t offset, int t) const {
     for (int i = 0; i < 16; i += 2)
-      for (int64_t d = 0; d < deep_; ++d) {
+      for (int64_t d = 0; d < kv_.count * deep_; ++d) {
         auto value = [&](int k) { return row[k] ? load_words(row[k] + offset + 64 * d) : Words{}; };
         const Words a = value(i), b = value(i + 1);
-        char* at = values_ + (t / 2 * wide_ + 2 * d) * 1024 + (t % 2 * 8 + i / 2) * 64;
+        char* at = values_ + (t / 2 * kv_.count * wide_ + 2 * d) * 1024 + (t % 2 * 8 + i / 2) * 64;
         store_words(at, pairs_of(a, b, false)), store_words(at + 1024, pairs_of(a, b, true));
       }
   }
@@ -312,24 +295,27 @@ class TiledSpan {
     for (int k = to_; k < (end_ + 1) / 2 * 32; ++k) store_floats(scores_ + 16 * k, Floats{} - INFINITY);
   }
 
-  // Scores scaled, capped, shifted, hidden; false: there is nothing to do but to scale them, which is left to others.
+  // Scores hidden, and those that are capped or shifted scaled before; false: they are still to be scaled. Which of both does
+  // not depend on who sees what: a product that is rounded before it is subtracted from has other bits.
   bool shape(int64_t group) {
     const int64_t earliest = state_.start + (groups_ > 1 ? query_[group][0] : 0);
     const int64_t latest = state_.start + (groups_ > 1 ? query_[group][columns(group) - 1] : piece_.count - 1);
     const bool all_seen = base_ + to_ <= earliest + 1 && first_key(w_, latest) <= base_ + from_;
-    if (all_seen && !(w_.softcap > 0) && !w_.alibi && scale_ > 0) return false;
+    const bool plain = !(w_.softcap > 0) && !w_.alibi && scale_ > 0;
+    if (all_seen && plain) return false;
     const Whole seen = query_[group] + int32_t(state_.start + 1 - base_);
     Whole first = Whole{};
     for (int c = 0; c < 16 && (w_.window || w_.chunk); ++c)
       first[c] = int32_t(first_key(w_, state_.start + query_[group][c]) - base_);
     const Floats cap = Floats{} + w_.softcap * kLog2e, none = Floats{} - INFINITY;
     for (int k = from_; k < to_; ++k) {
-      Floats v = load_floats(scores_ + 16 * k) * scale_;
+      Floats v = load_floats(scores_ + 16 * k);
+      if (!plain) v *= scale_;
       if (w_.softcap > 0) v = cap - (cap + cap) / (exp_of_floats(v * (2 / w_.softcap)) + 1.0f);  // cap * tanh(score / cap)
       if (w_.alibi) v -= slope_[group] * __builtin_convertvector(seen - (k + 1), Floats);
       store_floats(scores_ + 16 * k, (seen > k) & (first <= k) ? v : none);
     }
-    return true;
+    return !plain;
   }
 
   // Scores become weights; what was summed so far shrinks where a larger score came.
@@ -344,91 +330,55 @@ class TiledSpan {
     const Floats most = larger_of(old, larger_of(larger_of(found[0], found[1]), larger_of(found[2], found[3])) * by);
     const Floats top = most == -INFINITY ? Floats{} : most;  // nothing seen yet: all weights 0
     if (memcmp(&old, &most, sizeof old)) {
-      const Floats shrink = weight_of(old - top);
+      const Floats shrink = old == most ? Floats{} + 1.0f : weight_of(old - top);  // exactly 1 where nothing came
       most_[group] = most, total_[group] *= shrink;
       if (!fresh_) shrink_sums(group, shrink);
     }
     for (int half = first; half < last; ++half) {
       if (groups_ == 1) ahead_.some(int(kv_.count * deep_) * 16);
-      total_[group] += groups_ > 1 ? weights<true>(half, by, top) : weights<false>(half, by, top);
-      if (groups_ > 1) turn_16(joined_, 64, weights_ + half * 1024);
-      else turn_16(joined_, 64, turned_), spread(half);
+      total_[group] += weights(half, by, top);
+      turn_16(joined_, 64, weights_ + half * 1024);
     }
   }
 
   void shrink_sums(int64_t group, Floats shrink) {
     for (int c = 0; c < columns(group); ++c) {
       float* many = state_.out + (16 * group + c) * state_.width;
-      for (int64_t d = 0; d < deep_; ++d) {
-        float* at = groups_ > 1 ? many + 32 * d : sums_of(c, d);
-        store_floats(at, load_floats(at) * shrink[c]), store_floats(at + 16, load_floats(at + 16) * shrink[c]);
+      for (int64_t d = 0; d < wide_; ++d) {
+        float* at = groups_ > 1 ? many + 16 * d : sums_of(c, d);
+        store_floats(at, load_floats(at) * shrink[c]);
       }
     }
   }
 
-  // Weights of 32 keys, joined by two: neighbours, or the same of two tiles of 16. Their sums.
-  template <bool Neighbours>
+  // Weights of 32 keys, neighbours joined. Their sums.
   Floats weights(int half, Floats by, Floats top) const {
     const float* at = scores_ + 512 * half;
     Floats first = Floats{}, second = Floats{};
-    for (int i = 0; i < 16; ++i, at += Neighbours ? 32 : 16) {
-      const Floats a = weight_of(load_floats(at) * by - top), b = weight_of(load_floats(at + (Neighbours ? 16 : 256)) * by - top);
+    for (int i = 0; i < 16; ++i, at += 32) {
+      const Floats a = weight_of(load_floats(at) * by - top), b = weight_of(load_floats(at + 16) * by - top);
       first += a, second += b;
       store_words(joined_ + 64 * i, join_bfloats(a, b));
     }
     return first + second;
   }
 
-  // Turned weights of two tiles of keys to two lines for each query.
-  void spread(int half) const {
-    for (int c = 0; c < piece_.rows(); ++c) {
-      const Words both = load_words(turned_ + 64 * c);
-      char* to = weights_ + (4 * place_[c].part + 2 * half) * 1024 + 128 * place_[c].line;
-      store_words(to, both & 0xffff), store_words(to + 64, both << 16);
-      store_words(to + 1024, both >> 16), store_words(to + 1088, both & 0xffff0000u);
-    }
-  }
-
-  // Sums of all parts and numbers, four tiles at a time.
-  void weigh() {
-    for (int64_t first = 0, part = 0, d = 0; first < parts_ * deep_; first += 4) {
-      const int many = int(std::min<int64_t>(4, parts_ * deep_ - first));
-      const char* weight[4];
-      int64_t offset[4];
-      for (int i = 0; i < many; ++i) {
-        weight[i] = weights_ + part * 4096, offset[i] = 64 * d + (kv_.count > 1 ? 2 * part * w_.size : 0);
-        if (++d == deep_) d = 0, ++part;
-      }
-      char* sums = sums_ + first * 1024;
-      constant_times<4>([&](auto i) QC_INLINE {
-        if (fresh_ || i >= many) tile_zero<i>();
-        else tile_load<i>(sums + i * 1024, 64);
-      });
-      for (int t = begin_; t < end_; ++t)
-        constant_times<4>([&](auto i) QC_INLINE {
-          if (i >= many) return;
-          if (i == 0 || weight[i] != weight[i ? i - 1 : 0]) tile_load<6>(weight[i] + t * 1024, 64);
-          tile_load<i % 2 ? 7 : 5>(value_tiles_[t].at + offset[i], value_tiles_[t].stride);
-          tile_dot_bfloats<i, 6, i % 2 ? 7 : 5>();
-          ahead_.some(12);
-        });
-      constant_times<4>([&](auto i) QC_INLINE {
-        if (i < many) tile_store<i>(sums + i * 1024, 64);
-      });
-    }
-  }
-
-  void weigh_pairs(int64_t group) {
-    for (int64_t d = 0; d < wide_; d += 2) {
-      float* out = state_.out + group * 16 * state_.width + 16 * d;
-      tile_load<0>(out, 4 * state_.width), tile_load<1>(out + 16, 4 * state_.width);
+  // Sums of a group grow by the values times their weights, two tiles at a time: of one group those of all kv heads.
+  void weigh(int64_t group) {
+    const int64_t stride = groups_ > 1 ? 4 * state_.width : 64;
+    for (int64_t d = 0; d < kv_.count * wide_; d += 2) {
+      float* sums = groups_ > 1 ? state_.out + group * 16 * state_.width + 16 * d : sums_ + 256 * d;
+      float* next = sums + (groups_ > 1 ? 16 : 256);
+      if (fresh_ && groups_ == 1) tile_zero<0>(), tile_zero<1>();
+      else tile_load<0>(sums, stride), tile_load<1>(next, stride);
       for (int half = begin_ / 2; half < (end_ + 1) / 2; ++half) {
-        const char* value = values_ + (half * wide_ + d) * 1024;
+        const char* value = values_ + (half * kv_.count * wide_ + d) * 1024;
         tile_load<4>(weights_ + half * 1024, 64);
         tile_load<6>(value, 64), tile_dot_bfloats<0, 4, 6>();
         tile_load<7>(value + 1024, 64), tile_dot_bfloats<1, 4, 7>();
+        if (groups_ == 1) ahead_.some(24);
       }
-      tile_store<0>(out, 4 * state_.width), tile_store<1>(out + 16, 4 * state_.width);
+      tile_store<0>(sums, stride), tile_store<1>(next, stride);
     }
   }
 
@@ -439,13 +389,13 @@ class TiledSpan {
   const int64_t deep_, wide_, groups_;  // tiles of a head, as a factor and as a result; groups of queries
   const float scale_;
   int each_;  // queries of a kv head
-  int64_t parts_, base_;  // tiles of weights that one group has for the same keys
+  int64_t base_;
   int from_, to_, begin_, end_;  // keys of the block, tiles of keys
   bool fresh_ = true;  // nothing summed up yet
-  char *queries_, *joined_, *turned_, *weights_, *sums_, *keys_, *values_;
-  float* scores_;
-  Lying key_tiles_[4], value_tiles_[4];
-  Place place_[kFewQueries];  // where there is one group
+  char *queries_, *joined_, *weights_, *keys_, *values_;
+  float *scores_, *sums_;
+  Lying key_tiles_[4];
+  int row_[kFewQueries];  // of the piece, for each column, where there is one group
   Floats most_[kMaxRows / 16], total_[kMaxRows / 16], slope_[kMaxRows / 16];
   Whole query_[kMaxRows / 16];  // number of each column's query in the piece
   Ahead ahead_;

@@ -31,7 +31,7 @@ void run_block(const qc_block& b, const qc_turn& turn, const void* x, const void
   w.tokens = step.tokens, w.rows = step.rows, w.table_stride = step.table_stride, w.block_size = step.block_size;
   w.window = step.window, w.chunk = step.chunk;
 #if QC_TILES
-  if (MayTile && goes_by_tiles<Dtype>(b, step.tokens)) return run_block_by_tiles<Dtype>(b, w, x, delta, stream, out);
+  if (MayTile && goes_by_tiles<Dtype>(b)) return run_block_by_tiles<Dtype>(b, w, x, delta, stream, out);
 #endif
   typedef typename Numbers<Dtype>::Type T;
   static thread_local std::vector<T> memory;

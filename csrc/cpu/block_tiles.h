@@ -1,7 +1,7 @@
-// A block of a decoder for many rows with tile registers: what a product reads is written as tiles by whoever makes it, and
+// A block of a decoder with tile registers: what a product reads is written as tiles by whoever makes it, and
 // the gated activation is applied to sums that have just left the tiles.
 //
-// Numbers are rounded where run_block() of block.h rounds them: of B16 matrices the bits are the same.
+// Numbers are rounded where run_block() of block.h rounds them, so that the bits are the same.
 #pragma once
 #include "attention.h"
 #include "opened.h"
@@ -45,17 +45,32 @@ struct GatedProduct {
 
   // Panels [from, to) of the result for rows [row, end).
   void part(int64_t from, int64_t to, int64_t row, int64_t end) const {
+    Tiles tiles(OpenProduct<Dtype>::shapes(end - row));
+    if (OpenProduct<Dtype>::few(matrix.segments[0].kind, row, end)) part_of_few(from, to, row, end);
+    else part_of_many(from, to, row, end);
+  }
+
+  void part_of_few(int64_t from, int64_t to, int64_t row, int64_t end) const {
+    alignas(64) float found[16 * 2 * kPanel];
+    for (int64_t p = from; p < to; ++p) {
+      const Place gate = panel_at(p * kPanel), up = panel_at(matrix.rows / 2 + p * kPanel);
+      product.multiply_opening(product.x.tile(row), gate.kind, gate.data, found, 2 * kPanel);
+      product.multiply_opening(product.x.tile(row), up.kind, up.data, found + kPanel, 2 * kPanel);
+      write(found, row, end - row, p * kPanel);
+    }
+  }
+
+  void part_of_many(int64_t from, int64_t to, int64_t row, int64_t end) const {
     static thread_local std::vector<char> gates, ups;
     Waiting waiting;
     auto writer = [this](const float* found, int, int64_t row, int64_t rows, int64_t column, int64_t) QC_INLINE {
       write(found, row, rows, column);
     };
-    Tiles tiles(OpenProduct<Dtype>::shapes());
     const int64_t blocks = product.blocks, passes = (end - row + 31) / 32, half = matrix.rows / 2;
     for (int64_t p = from; p < to; ++p) {
       const Place gate = panel_at(p * kPanel), up = panel_at(half + p * kPanel);
-      const char* first = gate.kind == QC_B16 ? gate.data : product.opened(gate.kind, gate.data, gate.bytes, 1, gates);
-      const char* second = up.kind == QC_B16 ? up.data : product.opened(up.kind, up.data, up.bytes, 1, ups);
+      const char* first = gate.kind == QC_B16 ? gate.data : product.opened(gate.kind, gate.data, 1, gates);
+      const char* second = up.kind == QC_B16 ? up.data : product.opened(up.kind, up.data, 1, ups);
       const int64_t lines = p + 1 < to ? (gate.bytes / 64 + passes * blocks - 1) / (passes * blocks) : 0;
       Soon soon = {gate.data + gate.bytes, up.data + up.bytes, lines};
       for (int64_t r = row; r < end; r += 32) {
@@ -71,7 +86,7 @@ struct GatedProduct {
 
 template <int Dtype, int Act>
 void gated_product(const qc_matrix& matrix, const TiledRows& x, int64_t m, const TiledRows& out) {
-  const Product job = {{nullptr, nullptr, nullptr, nullptr, matrix.width}, matrix.segments, matrix.num_segments, m, 0, nullptr,
+  const Product job = {{{}, {}, nullptr, matrix.width}, matrix.segments, matrix.num_segments, m, 0, nullptr,
                        nullptr, nullptr};
   const GatedProduct<Dtype, Act> gated = {matrix, {job, x}, out};
   auto work = [&](int64_t first, int64_t last, int64_t row, int64_t end) { gated.part(first, last, row, end); };
@@ -91,7 +106,7 @@ void gated_product_by(int act, const qc_matrix& matrix, const TiledRows& x, int6
 
 template <int Dtype>
 void product_of_tiles(const qc_matrix& matrix, const TiledRows& x, void* out, int64_t m) {
-  const Product job = {{nullptr, nullptr, nullptr, nullptr, matrix.width}, matrix.segments, matrix.num_segments, m, matrix.rows,
+  const Product job = {{{}, {}, nullptr, matrix.width}, matrix.segments, matrix.num_segments, m, matrix.rows,
                        matrix.bias, out, write_columns<Dtype>};
   product_of_tiles<Dtype>(x, job, count_panels(matrix.segments, matrix.num_segments));
 }
@@ -113,18 +128,16 @@ void norm_to_tiles(const qc_block& b, int which, const void* x, const void* delt
   each_row(rows, width, work);
 }
 
-// Whether all products of a block would go through tiles of bfloat16, and its gate can be part of one.
+// Whether all products of a block go through tiles of bfloat16 (those of B16 do for input of bfloat16), and its gate can be
+// part of one.
 template <int Dtype>
-bool goes_by_tiles(const qc_block& b, int64_t m) {
-  bool plain = Dtype == QC_BF16;
-  for (const qc_matrix* matrix : {&b.qkv, &b.o, &b.up, &b.down}) {
-    if (!matrix->segments || matrix->width % kBlock) return false;
-    for (int64_t i = 0; i < matrix->num_segments; ++i) plain &= matrix->segments[i].kind == QC_B16;
-  }
+bool goes_by_tiles(const qc_block& b) {
+  for (const qc_matrix* matrix : {&b.qkv, &b.o, &b.up, &b.down})
+    if (!matrix->segments || matrix->width % kBlock || (Dtype != QC_BF16 && matrix->segments[0].kind == QC_B16)) return false;
   if (b.up.bias || b.up.rows != 2 * b.down.width) return false;
   for (int64_t i = 0; i < b.up.num_segments; ++i)
     if (b.up.segments[i].rows % kPanel) return false;
-  return plain ? m >= kFewestTiled || same_bits() : m >= kFewestOpened && !same_bits();
+  return true;
 }
 
 template <int Dtype>

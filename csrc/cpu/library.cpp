@@ -128,7 +128,6 @@ QC_API uint64_t qc_checksum(const void* from, int64_t bytes) {
 
 QC_API void qc_set_threads(int count) { set_threads(count); }
 QC_API int qc_threads(void) { return threads(); }
-QC_API void qc_set_same_bits(int wanted) { set_same_bits(wanted != 0); }
 
 // Whoever calls these has chosen an instruction set before.
 QC_API void qc_linear_packed(const void* x, int64_t x_stride, int64_t m, int64_t k, const qc_segment* segments,

@@ -1,17 +1,14 @@
-// Packed weights times many rows with tile registers: panels are opened to bfloat16 (those of B16 are so), and rows are
-// rounded to it.
+// Packed weights with tile registers: panels are opened to bfloat16 (those of B16 are so), and rows are rounded to it.
 //
-// Bytes of a block have a scale of their own, so that their products (amx.h) must leave the tiles after every 32 inputs;
-// numbers stay in them to the end. That is faster from a few tiles of rows on, and no less exact than rows rounded to
-// bytes, but its bits are others: it is left alone where a result may not depend on how many rows there are.
+// Every product is made so, of one row too: a result is summed by the same instruction in the same order (32 inputs at a
+// time, from the first on) whatever stands beside it. What the number of rows decides is where opened blocks go: for one
+// tile of rows to a few places in the first cache, just before they are multiplied; for more, panel by panel to memory.
 #pragma once
 #include "amx.h"
 
 #if QC_TILES
 namespace quire {
 namespace QC_ISA {
-
-typedef int32_t Whole __attribute__((vector_size(64)));
 
 inline Floats sixteen_halves(const uint8_t* from) {
   Floats to;
@@ -21,37 +18,74 @@ inline Floats sixteen_halves(const uint8_t* from) {
   return to;
 }
 
-// A panel as tiles of 16 pairs of inputs x 16 columns, one for each block.
+// Whole numbers q of 16 columns become scale * q + base by one fused operation: q is put into a float's fraction from bit
+// `At` on, beside the exponent of 1, which makes it 1 + q * 2^(At - 23) without a conversion.
+//
+// Results are cut off after their upper 16 bits, which is cheaper than to round them; so that this takes as often up as
+// down, they are made larger before by what a cut takes on average, 0.7213 * 2^-8 of a number whose fraction may be any.
+template <int At, int Bits>
+struct Opening {
+  static constexpr float kMore = 1.0028176f, kUnit = float(1 << (23 - At));
+  static constexpr uint32_t kMask = ((1u << Bits) - 1) << At, kOne = 0x3f800000;
+  Floats by, base;
+
+  Opening(Floats scale, Floats added) : by(scale * (kUnit * kMore)), base(added * kMore - by) {}
+  Floats operator()(Words w) const { return (Floats)((w & kMask) | kOne) * by + base; }
+};
+
+// The upper halves of two rows of words side by side: those of `a` in the low halves. (One shuffle of halves takes longer.)
+inline Words upper_halves(Floats a, Floats b) { return (Words)a >> 16 | ((Words)b & 0xffff0000u); }
+
+// A quad of inputs, given as floats, to two lines of a tile.
+inline void put_quad(char* to, Floats a, Floats b, Floats c, Floats d) {
+  store_words(to, upper_halves(a, b)), store_words(to + kChunk, upper_halves(c, d));
+}
+
+// Quad `half` * 4 + c of a block, a byte for each input, of kinds with more than 4 bits; those of Q8Z 128 larger.
 template <int Kind>
-void open_panel(const uint8_t* panel, int64_t blocks, char* to) {
+inline Words bytes_of_quad(const uint8_t* top, const uint8_t* planes, int half, int c) {
   constexpr Form form = kForms[Kind];
-  alignas(64) uint8_t bytes[8 * kChunk];
-  for (int64_t b = 0; b < blocks; ++b, panel += form.bytes()) {
-    unpack_panel<Kind>(panel, 1, bytes);
-    const Floats first = sixteen_halves(panel);
-    const Floats second = form.added || form.halves ? sixteen_halves(panel + 2 * kPanel) : first;
-    for (int quad = 0; quad < 8; ++quad, to += 2 * kChunk) {
-      const Words all = load_words(bytes + quad * kChunk);
-      const Floats scale = form.halves && quad >= 4 ? second : first;
-      Floats value[4];
-      for (int i = 0; i < 4; ++i) {
-        value[i] = __builtin_convertvector((Whole)(all << (24 - 8 * i)) >> 24, Floats) * scale;
-        if (form.added) value[i] += second;
+  if constexpr (form.bits == 8) return load_words(planes + kChunk * (4 * half + c)) ^ 0x80808080u;
+  const Words low = (load_words(planes + kChunk * c) >> (4 * half)) & 0x0f0f0f0fu;
+  if constexpr (form.bits == 5) return low | ((load_words(top) >> (4 * half + c)) & 0x01010101u) << 4;
+  else return low | ((load_words(top + kChunk * half) >> (2 * c)) & 0x03030303u) << 4;
+}
+
+// A block of a panel as a tile of 16 pairs of inputs x 16 columns.
+template <int Kind>
+void open_block(const uint8_t* block, char* to) {
+  constexpr Form form = kForms[Kind];
+  constexpr float zero = form.bits == 8 ? 128 : form.zero;
+  const uint8_t *top = block + form.scales(), *planes = top + form.top();
+  const Floats scale = sixteen_halves(block);
+  const Floats second = form.added || form.halves ? sixteen_halves(block + 2 * kPanel) : scale;
+  const Floats base = form.added ? second : scale * -zero;
+  if constexpr (form.bits == 4) {
+    const Opening<16, 4> low(scale, base);
+    const Opening<12, 4> high(scale, base);
+    for (int c = 0; c < 4; ++c, to += 2 * kChunk) {
+      const Words w = load_words(planes + kChunk * c), left = w << 8, right = w >> 8;
+      put_quad(to, low(w << 16), low(left), low(w), low(right));
+      put_quad(to + 8 * kChunk, high(left), high(w), high(right), high(w >> 16));
+    }
+  } else {
+    for (int half = 0; half < 2; ++half) {
+      const bool other = form.halves && half;
+      const Opening<8, 8> open(other ? second : scale, other ? second * -zero : base);
+      for (int c = 0; c < 4; ++c, to += 2 * kChunk) {
+        const Words w = bytes_of_quad<Kind>(top, planes, half, c);
+        put_quad(to, open(w << 8), open(w), open(w >> 8), open(w >> 16));
       }
-      store_words(to, join_bfloats(value[0], value[1])), store_words(to + kChunk, join_bfloats(value[2], value[3]));
     }
   }
 }
 
-inline void open_panel_of_kind(int64_t kind, const uint8_t* panel, int64_t blocks, char* to) {
-  switch (kind) {
-    case QC_Q4M: return open_panel<QC_Q4M>(panel, blocks, to);
-    case QC_Q4Z: return open_panel<QC_Q4Z>(panel, blocks, to);
-    case QC_Q5M: return open_panel<QC_Q5M>(panel, blocks, to);
-    case QC_Q5Z: return open_panel<QC_Q5Z>(panel, blocks, to);
-    case QC_Q6Z: return open_panel<QC_Q6Z>(panel, blocks, to);
-    case QC_Q8Z: return open_panel<QC_Q8Z>(panel, blocks, to);
-  }
+typedef void (*OpenBlock)(const uint8_t* block, char* to);
+
+inline OpenBlock opening_of(int64_t kind) {
+  constexpr OpenBlock all[QC_KINDS] = {open_block<QC_Q4M>, open_block<QC_Q4Z>, open_block<QC_Q5M>, open_block<QC_Q5Z>,
+                                       open_block<QC_Q6Z>, open_block<QC_Q8Z>, nullptr};
+  return all[kind];
 }
 
 // Memory that is read next, in one place or two, brought nearer a few lines at a time while something else is computed.
@@ -90,13 +124,13 @@ struct TiledRows {
     }
   }
 
-  // Rows that fill up the last tile are zero.
+  // Rows that fill up the last tile are zero; a single tile has only as many as there are.
   template <int Dtype>
   void put_all(const typename Numbers<Dtype>::Type* x, int64_t x_stride, int64_t rows) const {
     auto some = [&](int tile) {
       for (int64_t row = tile * 16; row < tile * 16 + 16; ++row) {
         if (row < rows) put<Dtype>(row, x + row * x_stride);
-        else for (int64_t b = 0; b < blocks; ++b) memset(line(row, b), 0, 64);
+        else for (int64_t b = 0; b < blocks && rows > 16; ++b) memset(line(row, b), 0, 64);
       }
     };
     const int tiles = int((rows + 15) / 16);
@@ -139,10 +173,29 @@ struct OpenProduct {
 
   static constexpr int64_t kTileBytes = 1024;
 
-  static TileShapes shapes() {  // 0..3: sums; 4, 5: rows; 6, 7: panels
+  static TileShapes shapes(int64_t rows) {  // 0..3: sums; 4, 5: rows; 6, 7: panels
     TileShapes all;
-    for (int i = 0; i < 8; ++i) all.set(i, 16, 64);
+    for (int i = 0; i < 8; ++i) all.set(i, i < 6 && rows < 16 ? int(rows) : 16, 64);
     return all;
+  }
+
+  // One tile of rows times a packed panel, to `found`, whose rows are `stride` floats apart.
+  void multiply_opening(const char* a, int64_t kind, const char* panel, float* found, int64_t stride) const {
+    constexpr int64_t kLead = 4, kPlaces = 2 * kLead;  // blocks are opened so long before, or the tile waits for its lines
+    alignas(64) char places[kPlaces][kTileBytes];
+    const int64_t bytes = kForms[kind].bytes();
+    const OpenBlock open = opening_of(kind);
+    tile_zero<0>();
+    for (int64_t i = -kLead; i < blocks; ++i, panel += bytes) {
+      if (i + kLead < blocks) {
+        for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(panel + kAheadBytes + line);
+        open(reinterpret_cast<const uint8_t*>(panel), places[(i + kLead) % kPlaces]);
+      }
+      if (i < 0) continue;
+      tile_load<4>(a + i * kTileBytes, 64), tile_load<6>(places[i % kPlaces], 64);
+      tile_dot_bfloats<0, 4, 6>();
+    }
+    tile_store<0>(found, 4 * stride);
   }
 
   // A tiles of rows times B panels, of which the second is `apart` bytes behind, to [A * 16 rows][B * 16 columns] of the
@@ -170,16 +223,24 @@ struct OpenProduct {
     if constexpr (A == 2 && B == 2) tile_store<3>(found + 528, 128);
   }
 
-  // found [rows, width of `many` panels] to the result; count: how many of these columns there are.
+  // found [rows, width of `many` panels] to the result; count: how many of these columns there are. Whole panels are all
+  // rounded alike, whichever stand side by side.
   QC_INLINE void write(const float* found, int many, int64_t row, int64_t rows, int64_t column, int64_t count) const {
-    const int64_t width = many * kPanel;
+    const int64_t width = many * kPanel, whole = job.bias ? 0 : count / kPanel * kPanel;
     for (int64_t r = 0; r < rows; ++r, found += width) {
       typename N::Type* to = static_cast<typename N::Type*>(job.out) + (row + r) * job.out_stride + column;
-      if (count < width || job.bias) write_columns<Dtype>(job, row + r, column, count, found);
-      else if (Dtype == QC_BF16 && width == 2 * kPanel)
-        store_words(to, side_by_side((Floats)load_words(found), (Floats)load_words(found + kPanel)));
-      else for (int64_t i = 0; i < width; i += kLanes) N::write(to + i, load(found + i));
+      if (Dtype == QC_BF16) write_bfloats(found, whole, to);
+      else for (int64_t i = 0; i < whole; i += kLanes) N::write(to + i, load(found + i));
+      if (whole < count) write_columns<Dtype>(job, row + r, column + whole, count - whole, found + whole);
     }
+  }
+
+  QC_INLINE static void write_bfloats(const float* found, int64_t count, void* to) {
+    if (!count) return;
+    const Floats first = (Floats)load_words(found);
+    const Words both = side_by_side(first, count > kPanel ? (Floats)load_words(found + kPanel) : first);
+    if (count > kPanel) store_words(to, both);
+    else memcpy(to, &both, 2 * kPanel);
   }
 
   // `many` (1 or 2) open panels for rows [from, to); count: columns that they have together.
@@ -204,12 +265,28 @@ struct OpenProduct {
     };
   }
 
+  // Whether rows [row, end) are one tile of its own, for which panels are opened block by block.
+  static bool few(int64_t kind, int64_t row, int64_t end) { return kind != QC_B16 && end - row <= 16; }
+
   // Panels [from, to) of all segments, counted through, for rows [row, end).
   void part(int64_t from, int64_t to, int64_t row, int64_t end) const {
+    Tiles tiles(shapes(end - row));
+    if (few(job.segments[0].kind, row, end)) part_of_few(from, to, row, end);
+    else part_of_many(from, to, row, end);
+  }
+
+  void part_of_few(int64_t from, int64_t to, int64_t row, int64_t end) const {
+    over_panels(job, from, to, [&](int64_t kind, const uint8_t* panel, int64_t column, int64_t count) {
+      alignas(64) float found[16 * kPanel];
+      multiply_opening(x.tile(row), kind, reinterpret_cast<const char*>(panel), found, kPanel);
+      write(found, 1, row, end - row, column, count < kPanel ? count : kPanel);
+    });
+  }
+
+  void part_of_many(int64_t from, int64_t to, int64_t row, int64_t end) const {
     static thread_local std::vector<char> memory;
     Waiting waiting;
     const int64_t passes = (end - row + 31) / 32;
-    Tiles tiles(shapes());
     int64_t column = 0, before = 0;
     for (int64_t i = 0; i < job.num_segments; ++i) {
       const qc_segment& segment = job.segments[i];
@@ -219,7 +296,7 @@ struct OpenProduct {
       for (int64_t p = from > before ? from - before : 0; p < last; p += 2) {
         const int many = last - p > 1 ? 2 : 1;
         const char *stored = static_cast<const char*>(segment.data) + p * bytes, *open = stored;
-        if (segment.kind != QC_B16) open = opened(segment.kind, stored, bytes, many, memory);
+        if (segment.kind != QC_B16) open = opened(segment.kind, stored, many, memory);
         const Soon soon = {stored + 2 * bytes, nullptr, p + 2 < last ? lines : 0};
         panels(open, many, column + p * kPanel, segment.rows - p * kPanel, row, end, soon, waiting);
       }
@@ -228,10 +305,11 @@ struct OpenProduct {
     waiting.some(waiting.rows, writer());
   }
 
-  const char* opened(int64_t kind, const char* stored, int64_t bytes, int many, std::vector<char>& memory) const {
+  const char* opened(int64_t kind, const char* stored, int many, std::vector<char>& memory) const {
     char* open = aligned(memory, many * blocks * kTileBytes);
-    for (int m = 0; m < many; ++m)
-      open_panel_of_kind(kind, reinterpret_cast<const uint8_t*>(stored) + m * bytes, blocks, open + m * blocks * kTileBytes);
+    const OpenBlock open_one = opening_of(kind);
+    for (int64_t i = 0; i < many * blocks; ++i)  // panels lie one behind the other, blocks of each too
+      open_one(reinterpret_cast<const uint8_t*>(stored) + i * kForms[kind].bytes(), open + i * kTileBytes);
     return open;
   }
 };

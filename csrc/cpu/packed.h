@@ -1,4 +1,9 @@
-// Products with packed weights: rows are quantized to 8 bits, 32 numbers at a time, then multiplied in integers.
+// Products with packed weights: rows are quantized to 8 bits, 32 numbers at a time, then multiplied in integers. (With tile
+// registers they go another way, see opened.h.)
+//
+// A block with a large number has a large step, and most of a product's error comes from the few blocks of a row that have
+// one: such blocks are fine, they keep what rounding took from them in 8 more bits, which are multiplied after all others.
+// Which blocks are fine depends on the row alone; a row that is multiplied beside one with other fine blocks has zeros there.
 #pragma once
 #include <math.h>
 
@@ -17,37 +22,103 @@ constexpr float kMagic = 12582912.0f;
 constexpr int kMagicBits = 0x4b400000;
 inline vf from_magic(vi v) { return (vf)v - fill(kMagic); }
 
-// Quantized rows in tiles of T = kTileRows, so that what a tile multiplies together lies together: [tiles, k / 32, T]
-// groups of q [32], scale, total (scale * sum of q) and count [2] (sums of q by halves).
-struct Quantized {
-  const int8_t* q;
-  const float *scale, *total;
-  const int32_t* count;
-  int64_t k;
+// Numbers in tiles of T = kTileRows rows, so that what a tile multiplies together lies together: [tiles, k / 32, T] groups of
+// q [32], scale, total (scale * sum of q) and count [2] (sums of q by halves).
+struct Plane {
+  int8_t* q;
+  float *scale, *total;
+  int32_t* count;
+
+  static constexpr int64_t kBytes = kBlock + 16;  // of a group
+  static Plane at(char* memory, int64_t groups) {
+    float* scale = reinterpret_cast<float*>(memory);
+    return {reinterpret_cast<int8_t*>(scale + 4 * groups), scale, scale + groups, reinterpret_cast<int32_t*>(scale + 2 * groups)};
+  }
+  void put(int64_t group, const vi (&whole)[kBlock / kLanes], float step) const {
+    int32_t sums[2];
+    narrow(q + group * kBlock, whole, sums);
+    scale[group] = step, total[group] = step * float(sums[0] + sums[1]);
+    count[2 * group] = sums[0], count[2 * group + 1] = sums[1];
+  }
 };
 
+constexpr int kFineRows = 4;  // rows of a tile of the fine plane
+
+// Quantized rows. The fine plane has only blocks that are fine in some row of its tile: `chosen` [tiles, 1 + k / 32] is how
+// many and which. Its totals are part of the coarse ones.
+struct Quantized {
+  Plane coarse, fine;
+  int32_t* chosen;
+  int64_t k;
+
+  int32_t* chosen_of(int64_t row) const { return chosen + row / kFineRows * (1 + k / kBlock); }
+  int64_t group(int64_t row, int tall) const { return row / tall * (k / kBlock) * tall + row % tall; }
+};
+
+constexpr float kFineFrom = 12;  // a block is fine if its largest number is so many times the row's root mean square
+constexpr float kFinePart = 254;  // of a step: what rounding takes then fits 8 bits
+
 template <int Dtype>
-void quantize_row(const typename Numbers<Dtype>::Type* x, int64_t k, int64_t row, int8_t* q, float* scale, float* total,
-                  int32_t* count) {
-  const int64_t first = row / kTileRows * (k / kBlock) * kTileRows + row % kTileRows;
-  for (int64_t b = 0; b < k / kBlock; ++b) {
-    vf v[kBlock / kLanes];
-    vi most = fill_int(0);
-    for (int i = 0; i < kBlock / kLanes; ++i) {
-      v[i] = Numbers<Dtype>::read(x + b * kBlock + i * kLanes);
-      most = larger_size(most, v[i]);
-    }
-    const float top = largest_size(most), step = top / 127, inverse = top > 0 ? 127 / top : 0;
-    const int64_t at = first + b * kTileRows;
-    vi whole[kBlock / kLanes];
-    for (int i = 0; i < kBlock / kLanes; ++i)
-      whole[i] = (vi)(fma(v[i], fill(inverse), fill(kMagic))) - fill_int(kMagicBits);
-    int32_t sums[2];
-    narrow(q + at * kBlock, whole, sums);
-    scale[at] = step, total[at] = step * float(sums[0] + sums[1]);
-    count[2 * at] = sums[0], count[2 * at + 1] = sums[1];
+struct Quantizer {
+  typedef Numbers<Dtype> N;
+  const typename N::Type* x;
+  int64_t x_stride, m;
+  Quantized to;
+
+  void read(const typename N::Type* from, vf (&v)[kBlock / kLanes]) const {
+    for (int i = 0; i < kBlock / kLanes; ++i) v[i] = N::read(from + i * kLanes);
   }
-}
+
+  // The largest size in each block; returns the least that makes a block fine.
+  float measure(const typename N::Type* row, float* tops) const {
+    vf squares = fill(0), v[kBlock / kLanes];
+    for (int64_t b = 0; b < to.k / kBlock; ++b) {
+      read(row + b * kBlock, v);
+      vi most = fill_int(0);
+      for (int i = 0; i < kBlock / kLanes; ++i) most = larger_size(most, v[i]), squares = fma(v[i], v[i], squares);
+      tops[b] = largest_size(most);
+    }
+    return kFineFrom * sqrtf(sum(squares) / float(to.k));
+  }
+
+  // Block b of a row; at: its place in the fine plane, below 0: it has none there.
+  void put(int64_t row, int64_t b, float top, bool is_fine, int64_t at) const {
+    const float step = top / 127, inverse = top > 0 ? 127 / top : 0;
+    const int64_t group = to.group(row, kTileRows) + b * kTileRows;
+    vf v[kBlock / kLanes];
+    vi whole[kBlock / kLanes], rest[kBlock / kLanes];
+    read(x + row * x_stride + b * kBlock, v);
+    for (int i = 0; i < kBlock / kLanes; ++i) {
+      const vf shifted = fma(v[i], fill(inverse), fill(kMagic));
+      whole[i] = (vi)shifted - fill_int(kMagicBits);
+      const vf left = fma(v[i], fill(inverse), fill(kMagic) - shifted) * fill(kFinePart);
+      rest[i] = is_fine ? (vi)(left + fill(kMagic)) - fill_int(kMagicBits) : fill_int(0);
+    }
+    to.coarse.put(group, whole, step);
+    if (at < 0) return;
+    const int64_t place = to.group(row, kFineRows) + at * kFineRows;
+    to.fine.put(place, rest, is_fine ? step / kFinePart : 0);
+    to.coarse.total[group] += to.fine.total[place];
+  }
+
+  // Rows [first, first + kFineRows), as far as there are any.
+  void some(int64_t first) const {
+    static thread_local std::vector<float> memory;
+    const int64_t blocks = to.k / kBlock, rows = m - first < kFineRows ? m - first : kFineRows;
+    memory.resize(size_t(rows * blocks));
+    float from[kFineRows], *tops = memory.data();
+    for (int64_t r = 0; r < rows; ++r) from[r] = measure(x + (first + r) * x_stride, tops + r * blocks);
+    int32_t* chosen = to.chosen_of(first);
+    chosen[0] = 0;
+    for (int64_t b = 0; b < blocks; ++b) {
+      bool any = false;
+      for (int64_t r = 0; r < rows; ++r) any |= tops[r * blocks + b] > from[r];
+      const int64_t at = any ? chosen[0]++ : -1;
+      if (any) chosen[1 + at] = int32_t(b);
+      for (int64_t r = 0; r < rows; ++r) put(first + r, b, tops[r * blocks + b], tops[r * blocks + b] > from[r], at);
+    }
+  }
+};
 
 // The bytes of quads 4 * half .. 4 * half + 3 of `kLanes` columns.
 template <int Kind>
@@ -128,28 +199,34 @@ struct Panel {
 // Sums of products in integers begin here, so that their bits are those of a float (see kMagic).
 alignas(16) constexpr int32_t kBegin[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
 
-// R rows from `row` on, times S vectors of columns of one panel from column `first` on; to: rows of kPanel floats.
-template <class P, int R, int S>
-inline void tile(const uint8_t* block, int first, const Quantized& x, int64_t row, float* to) {
+// R rows from `row` on, times S vectors of columns of one panel from column `first` on; to: rows of kPanel floats. Fine: what
+// is there grows by the fine plane.
+template <class P, int R, int S, bool Fine = false>
+inline void tile(const uint8_t* panel, int first, const Quantized& x, int64_t row, float* to) {
   constexpr int kSums = P::halves ? 2 : 1, bits = P::bits;
   constexpr auto rows = std::make_integer_sequence<int, R>();
-  const int64_t blocks = x.k / kBlock, start = row / kTileRows * blocks * kTileRows + row % kTileRows;
+  const Plane plane = Fine ? x.fine : x.coarse;
+  constexpr int tall = Fine ? kFineRows : kTileRows;
+  const int32_t* chosen = x.chosen_of(row);
+  const int64_t blocks = Fine ? chosen[0] : x.k / kBlock;
+  int64_t at = x.group(row, tall);
   vf result[R][S];  // of its own: nothing else can be at its address
   for (int r = 0; r < R; ++r)
-    for (int s = 0; s < S; ++s) result[r][s] = fill(0);
-  for (int64_t at = start; at < start + blocks * kTileRows; at += kTileRows, block += P::bytes) {
-    if constexpr (R < 4 && !P::open && kAheadBytes > 0)  // memory is what one row waits for
+    for (int s = 0; s < S; ++s) result[r][s] = Fine ? load(to + r * kPanel + s * kLanes) : fill(0);
+  for (int64_t b = 0; b < blocks; ++b, at += tall) {
+    const uint8_t* block = panel + (Fine ? chosen[1 + b] : b) * P::bytes;
+    if constexpr (R < 4 && !Fine && !P::open && kAheadBytes > 0)  // memory is what one row waits for
       for (int line = 0; line < P::bytes; line += 64) __builtin_prefetch(block + kAheadBytes + line);
     vi sums[kSums][R][S];
     for (int h = 0; h < kSums; ++h)
       for (int r = 0; r < R; ++r) {
-        const int32_t* count = x.count + 2 * (at + r);
+        const int32_t* count = plane.count + 2 * (at + r);
         for (int s = 0; s < S; ++s)
           sums[h][r][s] = P::zero ? fill_int(kMagicBits - P::zero * (kSums == 2 ? count[h] : count[0] + count[1])) : fixed(kBegin);
       }
     for (int half = 0; half < 2; ++half) {
       Quads quads[R];
-      for (int r = 0; r < R; ++r) quads[r] = load_quads(x.q + (at + r) * kBlock + 16 * half);
+      for (int r = 0; r < R; ++r) quads[r] = load_quads(plane.q + (at + r) * kBlock + 16 * half);
       for (int s = 0; s < S; ++s) {
         vb w[4];
         P::quads(block, first + kLanes * s, half, w);
@@ -161,7 +238,7 @@ inline void tile(const uint8_t* block, int first, const Quantized& x, int64_t ro
       }
     }
     Four step[(R + 3) / 4], total[(R + 3) / 4];
-    for (int i = 0; i < (R + 3) / 4; ++i) step[i] = load_four(x.scale + at + 4 * i), total[i] = load_four(x.total + at + 4 * i);
+    for (int i = 0; i < (R + 3) / 4; ++i) step[i] = load_four(plane.scale + at + 4 * i), total[i] = load_four(plane.total + at + 4 * i);
     for (int s = 0; s < S; ++s) {
       vf scale, second;
       P::scales(block, first + kLanes * s, scale, second);
@@ -169,7 +246,7 @@ inline void tile(const uint8_t* block, int first, const Quantized& x, int64_t ro
         vf& out = result[r][s];
         out = fma(from_magic(sums[0][r][s]), times<r % 4>(scale, step[r / 4]), out);
         if constexpr (P::halves) out = fma(from_magic(sums[kSums - 1][r][s]), times<r % 4>(second, step[r / 4]), out);
-        if constexpr (P::added) out = fma_one<r % 4>(second, total[r / 4], out);
+        if constexpr (P::added && !Fine) out = fma_one<r % 4>(second, total[r / 4], out);
       });
     }
   }
@@ -207,6 +284,9 @@ void rows_of(const Product& job, const uint8_t* panel, int64_t row, int64_t colu
   for (int first = 0; first < kPanel; first += S * kLanes) {
     if constexpr (R == 8 && kByHand<P>) tile_by_hand<P>(panel, first, job.x, row, numbers[0] + first);
     else tile<P, R, S>(panel, first, job.x, row, numbers[0] + first);
+    constexpr int some = R < kFineRows ? R : kFineRows;
+    for (int r = 0; r < R && row + r < job.m; r += some)
+      if (job.x.chosen_of(row + r)[0]) tile<P, some, S, true>(panel, first, job.x, row + r, numbers[r] + first);
   }
   for (int r = 0; r < R && row + r < job.m; ++r) job.write(job, row + r, column, count < kPanel ? count : kPanel, numbers[r]);
 }
@@ -277,11 +357,7 @@ void over_panels(const Product& job, int64_t from, int64_t to, const F& body) {
 
 #if QC_TILES
 template <int Dtype>
-void packed_by_tiles(const Product& job, int64_t panels);  // amx.h
-template <int Dtype>
 void packed_by_opening(const typename Numbers<Dtype>::Type* x, int64_t x_stride, const Product& job, int64_t panels);  // opened.h
-constexpr int64_t kFewestTiled = 6;  // rows from which on tiles are faster; the bits are the same
-constexpr int64_t kFewestOpened = 24;  // rows from which on it pays to open panels, where bits may be others
 #endif
 
 template <int Dtype>
@@ -292,31 +368,22 @@ template <int Dtype>
 void linear_packed(const typename Numbers<Dtype>::Type* x, int64_t x_stride, int64_t m, int64_t k,
                    const qc_segment* segments, int64_t num_segments, const void* bias, void* out, int64_t out_stride) {
   const int64_t panels = count_panels(segments, num_segments);
-  Product job = {{nullptr, nullptr, nullptr, nullptr, k}, segments, num_segments, m, out_stride, bias, out, write_columns<Dtype>};
+  Product job = {{{}, {}, nullptr, k}, segments, num_segments, m, out_stride, bias, out, write_columns<Dtype>};
   if (segments[0].kind == QC_B16) return linear_in_panels<Dtype>(x, x_stride, job, panels);
 #if QC_TILES
-  if (m >= kFewestOpened && !same_bits()) return packed_by_opening<Dtype>(x, x_stride, job, panels);
+  return packed_by_opening<Dtype>(x, x_stride, job, panels);
 #endif
-  static thread_local std::vector<uint8_t> memory;
-  const int64_t floats = (m + kTileRows - 1) / kTileRows * kTileRows * (k / kBlock) + 16;  // a tile may read a few more
-  memory.resize(size_t(floats * (16 + kBlock) + 64));
-  const uintptr_t start = (reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64;  // all four then lie so
-  float *scale = reinterpret_cast<float*>(start), *total = scale + floats;
-  int32_t* count = reinterpret_cast<int32_t*>(total + floats);
-  int8_t* q = reinterpret_cast<int8_t*>(count + 2 * floats);
-  auto quantize = [=](int64_t row) {
-    quantize_row<Dtype>(x + row * x_stride, k, row, q, scale, total, count);
-  };
-  if (m < 8) {
-    for (int64_t row = 0; row < m; ++row) quantize(row);
-  } else {
-    auto some = [&](int item) { for (int64_t r = item * 4; r < m && r < item * 4 + 4; ++r) quantize(r); };
-    each(int((m + 3) / 4), some);
-  }
-  job.x = {q, scale, total, count, k};
-#if QC_TILES
-  if (m >= kFewestTiled) return packed_by_tiles<Dtype>(job, panels);
-#endif
+  static thread_local std::vector<char> memory;
+  const int64_t tiles = (m + kTileRows - 1) / kTileRows, groups = tiles * kTileRows * (k / kBlock) + 16;  // a tile may read a few more
+  const int64_t all = groups * Plane::kBytes;
+  memory.resize(size_t(2 * all + 4 * ((m + kFineRows - 1) / kFineRows) * (1 + k / kBlock) + 64));
+  char* start = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);  // all parts then lie so
+  job.x = {Plane::at(start, groups), Plane::at(start + all, groups), reinterpret_cast<int32_t*>(start + 2 * all), k};
+  const Quantizer<Dtype> quantizer = {x, x_stride, m, job.x};
+  auto quantize = [&](int item) { quantizer.some(int64_t(item) * kFineRows); };
+  const int items = int((m + kFineRows - 1) / kFineRows);
+  if (items <= 2) for (int item = 0; item < items; ++item) quantize(item);
+  else each(items, quantize);
   const int64_t parts = panels < 4 * threads() ? panels : 4 * threads();
   int64_t tall = kRowBytes / k / kTileRows * kTileRows;
   if (tall < 8 * kTileRows) tall = 8 * kTileRows;

@@ -74,8 +74,8 @@ template <class P>
 inline void tile_by_hand(const uint8_t* block, int first, const Quantized& x, int64_t row, float* to) {
   int64_t blocks = x.k / kBlock;
   const int64_t at = row * blocks;  // tiles of eight rows: nothing lies between them
-  const int8_t* q = x.q + at * kBlock;
-  const float *step = x.scale + at, *total = x.total + at;
+  const int8_t* q = x.coarse.q + at * kBlock;
+  const float *step = x.coarse.scale + at, *total = x.coarse.total + at;
   const uint8_t *w = block + P::planes + 4 * first, *scale = block + (P::open ? 4 : 2) * first;
   if constexpr (P::open && P::halves) {
     QC_EIGHT_ROWS(QC_BEGIN QC_ROWS0 QC_BYTES0 QC_DOTS QC_FLOAT_SCALE QC_SUMS

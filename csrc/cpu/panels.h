@@ -1,6 +1,6 @@
 // Products with plain bfloat16 weights that lie in panels (B16 of blocks.h): a chunk is a pair of inputs of 16 columns.
 //
-// Many rows go through tile registers where there are some (opened.h). Else a panel stays near while rows pass, up to
+// Rows of bfloat16 go through tile registers where there are some (opened.h). Else a panel stays near while rows pass, up to
 // eight at a time, each summed in two chains, of even and of odd pairs, whatever stands beside it.
 #pragma once
 #include "opened.h"
@@ -65,7 +65,7 @@ void panel_for_rows(const typename Numbers<Dtype>::Type* x, int64_t x_stride, co
 template <int Dtype>
 void linear_in_panels(const typename Numbers<Dtype>::Type* x, int64_t x_stride, const Product& job, int64_t panels) {
 #if QC_TILES
-  if (Dtype == QC_BF16 && (job.m >= kFewestTiled || same_bits())) return packed_by_opening<Dtype>(x, x_stride, job, panels);
+  if (Dtype == QC_BF16) return packed_by_opening<Dtype>(x, x_stride, job, panels);
 #endif
   int64_t tall = kRowBytes / job.x.k / 8 * 8;
   if (tall < 64) tall = 64;

@@ -111,10 +111,6 @@ void set_threads(int count) {
 
 int threads() { return wanted; }
 
-static std::atomic<bool> fixed_bits{true};
-void set_same_bits(bool fixed) { fixed_bits.store(fixed); }
-bool same_bits() { return fixed_bits.load(std::memory_order_relaxed); }
-
 void run(int items, Work work, void* context) {
   if (items > 1 && wanted > 1) {
     Pool* here = current();

@@ -7,10 +7,6 @@ namespace quire {
 void set_threads(int threads);
 int threads();
 
-// Whether a row's result may not depend on how many rows are beside it (the default).
-void set_same_bits(bool wanted);
-bool same_bits();
-
 typedef void (*Work)(void* context, int item);
 void run(int items, Work work, void* context);
 

@@ -107,7 +107,6 @@ QC_API const char* qc_isa(void);
 QC_API uint64_t qc_checksum(const void* from, int64_t bytes);  // any change of one 8-byte word changes it
 QC_API void qc_set_threads(int threads);
 QC_API int qc_threads(void);
-QC_API void qc_set_same_bits(int wanted);  // 0: products may take a faster way for many rows than for few
 
 // Packing. Width is a multiple of 32 (of 256 for types whose blocks have 256).
 QC_API int qc_kind_of(int gguf_type);  // -1: no kernel multiplies this type

@@ -224,7 +224,7 @@ constexpr int kAheadBytes = 0;
 #else
 constexpr int kAheadBytes = 4096;  // of weights, asked for before they are read: a core asks for too little by itself
 #endif
-constexpr int kTileRows = QC_TILES ? 16 : kTall;  // quantized rows that lie together; kTall: rows multiplied at once
+constexpr int kTileRows = kTall;  // quantized rows that lie together, and are multiplied at once
 
 #if !defined(__aarch64__)
 constexpr bool kSignedDot = false;

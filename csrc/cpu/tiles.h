@@ -53,18 +53,6 @@ inline void must_fit(const TileShapes& s, int c, int a, int b) {  // or the inst
   if (!fits || s.bytes[c] > 64 || s.bytes[a] > 64 || s.rows[c] > 16) abort();
 }
 template <int C, int A, int B>
-void tile_dot_bytes() {
-  TileState& s = tile_state();
-  must_fit(s.shapes, C, A, B);
-  for (int m = 0; m < s.shapes.rows[C]; ++m)
-    for (int n = 0; n < s.shapes.bytes[C] / 4; ++n) {
-      int32_t sum;
-      memcpy(&sum, s.data[C][m] + 4 * n, 4);
-      for (int k = 0; k < s.shapes.bytes[A]; ++k) sum += int8_t(s.data[A][m][k]) * int8_t(s.data[B][k / 4][4 * n + k % 4]);
-      memcpy(s.data[C][m] + 4 * n, &sum, 4);
-    }
-}
-template <int C, int A, int B>
 void tile_dot_bfloats() {
   TileState& s = tile_state();
   must_fit(s.shapes, C, A, B);
@@ -97,8 +85,6 @@ template <int T>
 inline void tile_store(void* to, int64_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(T) : "memory");
 }
-template <int C, int A, int B>
-inline void tile_dot_bytes() { asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
 template <int C, int A, int B>
 inline void tile_dot_bfloats() { asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
 

@@ -7,6 +7,7 @@ namespace QC_ISA {
 
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef float Floats __attribute__((vector_size(64)));
+typedef uint16_t Shorts __attribute__((vector_size(64)));
 
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
@@ -68,7 +69,6 @@ inline Words side_by_side(Floats a, Floats b) {
 // Two rows of floats, rounded to bfloat16 and put side by side in words: `a` in the low halves.
 inline Words join_bfloats(Floats a, Floats b) {
 #if defined(__AVX512BF16__)
-  typedef uint16_t Shorts __attribute__((vector_size(64)));
   const Shorts order = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                         8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);

@@ -30,7 +30,7 @@ from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
 from quire.ops.alone import fresh
 from quire.ops.attention import by_distance, padded_attention, write_cache
 from quire.ops.cpu.block import NativeCache
-from quire.ops.cpu.native import kernels, with_bits
+from quire.ops.cpu.native import kernels
 from quire.schema.errors import ConfigError
 from quire.schema.kv import DTYPE_BYTES, KVGroup, KVKind, KVSpec
 
@@ -373,7 +373,7 @@ class CpuAttention:
         self._fixed = env.BATCH_INVARIANT.get() if fixed is None else fixed
         self._library = kernels() if native else None
         if self._library is not None:
-            self._attend = with_bits(self._library, "qc_attend", self._fixed)
+            self._attend = self._library.qc_attend
         self._unserved: set[str] = set()  # layers that the kernels cannot attend for
 
     def supports(self, spec: KVSpec) -> str | None:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.base import env
 from quire.layers.attention import Attention
 from quire.layers.batch import Batch
 from quire.layers.mlp import Mlp
@@ -44,7 +43,7 @@ class Whole:
         act: int,
         dtype: torch.dtype,
     ) -> None:
-        self.library, self.same_bits = library, env.BATCH_INVARIANT.get()
+        self.library = library
         self.attn, self.mlp, self.rules, self.act, self.dtype = attn, mlp, rules, act, dtype
         self.linears = (attn.qkv, attn.o, mlp.up, mlp.down)
 
@@ -149,4 +148,4 @@ class Stretch:
         which = [self._turns.index(kind) for kind in kinds]
         first, self._call = self._wholes[0], None
         if len(parts) == len(self._wholes):
-            self._call = BlocksCall(first.library, parts, which, first.dtype, same_bits=first.same_bits)
+            self._call = BlocksCall(first.library, parts, which, first.dtype)

@@ -79,7 +79,7 @@ def test_bits(form: str, models: dict[bool, Path], monkeypatch: pytest.MonkeyPat
     mode, options = FORMS[form]
     library = kernels()
     assert library is not None
-    if mode or library.qc_isa() == b"amx":  # where many rows of packed weights go another way
+    if mode:
         monkeypatch.setenv("QUIRE_BATCH_INVARIANT", "1")
     model = models[form.endswith("_wo")]
     assert bits_of(model, monkeypatch, **options, **MIXED) == bits_of(model, monkeypatch, **options, **ALONE)

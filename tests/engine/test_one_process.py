@@ -76,21 +76,22 @@ def opened(folder: Path, **options: Any) -> LLM:
 def test_each_engine_keeps_its_mode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, options: dict[str, Any]
 ) -> None:
-    """The library's switch stands as an engine was built to have it whenever that engine computes."""
-    library: Any = kernels()
-    said: list[bool] = []
-    say = library.qc_set_same_bits
-    monkeypatch.setattr(library, "qc_set_same_bits", lambda wanted: (said.append(bool(wanted)), say(wanted)))
+    """An engine computes what it was built to compute, whatever engines of another mode were built since."""
     make_tiny(arch, tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, ignore_eos=True)
+
+    def answers(llm: LLM) -> list[list[tuple[int, float]]]:
+        found = llm.generate(PROMPTS, params, use_tqdm=False)
+        return [[(t, entry.logprob) for step in one.outputs[0].logprobs for t, entry in step.items()] for one in found]
+
     engines = []
     for same_bits in (True, False):
         set_mode(monkeypatch, same_bits)
-        engines.append((same_bits, opened(tmp_path, **options)))
+        llm = opened(tmp_path, enable_prefix_caching=False, **options)
+        engines.append((answers(llm), llm))
     try:
-        for same_bits, llm in (*engines, engines[0]):
-            said.clear()
-            llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
-            assert set(said) == {same_bits}
+        for wanted, llm in (*engines, *engines):
+            assert answers(llm) == wanted
     finally:
         for _, llm in engines:
             llm.close()

@@ -37,9 +37,9 @@ QC_API void tiles_block(const qc_block* block, const qc_turn* turn, const void* 
   else if (tiles) run_block<QC_F32>(*block, *turn, x, delta, stream, out);
   else run_block<QC_F32, false>(*block, *turn, x, delta, stream, out);
 }
-QC_API int tiles_in_use(const qc_block* block, int64_t m) {
-  return block->dtype == QC_BF16 ? goes_by_tiles<QC_BF16>(*block, m) : goes_by_tiles<QC_F32>(*block, m);
+QC_API int tiles_in_use(const qc_block* block) {
+  return block->dtype == QC_BF16 ? goes_by_tiles<QC_BF16>(*block) : goes_by_tiles<QC_F32>(*block);
 }
+QC_API void tiles_open(int kind, const uint8_t* block, char* tile) { opening_of(kind)(block, tile); }
 
 QC_API void tiles_threads(int count) { set_threads(count); }
-QC_API void tiles_same_bits(int wanted) { set_same_bits(wanted != 0); }

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.ops.cpu.native import CACHE_DTYPES, DTYPES, KINDS, AttentionWork, Segment, with_bits
+from quire.ops.cpu.native import CACHE_DTYPES, DTYPES, KINDS, AttentionWork, Segment
 from quire.ops.few import NormRule
 from quire.ops.packed import Matrix
 from quire.ops.qkv import QkvPrep
@@ -100,11 +100,9 @@ class BlocksCall:
         blocks: Sequence[BlockParts],
         which: Sequence[int],
         dtype: torch.dtype,
-        *,
-        same_bits: bool,
     ) -> None:
         """`which[i]`: the turn that block i takes, among those of a call."""
-        self._run, self._count = with_bits(library, "qc_run_blocks", same_bits), len(blocks)
+        self._run, self._count = library.qc_run_blocks, len(blocks)
         self._held: list[Any] = list(blocks)  # what addresses point into
         self._works = [_block_work(parts, dtype, self._held) for parts in blocks]
         self._blocks = (c_void_p * len(blocks))(*map(ctypes.addressof, self._works))

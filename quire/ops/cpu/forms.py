@@ -18,7 +18,7 @@ from quire.base import env
 from quire.base.log import logger
 from quire.ops.act import gated_of
 from quire.ops.cpu import moe_forms, sample_forms
-from quire.ops.cpu.native import DTYPES, KINDS, Segment, kernels, usable, why_not, with_bits
+from quire.ops.cpu.native import DTYPES, KINDS, Segment, kernels, usable, why_not
 from quire.ops.linear import heads_matmul, linear
 from quire.ops.norm import add_rms_norm, add_rms_norm_wide, rms_norm, rms_norm_wide
 from quire.ops.op import cpu_dtypes
@@ -135,7 +135,7 @@ def _register_packed(library: ctypes.CDLL) -> None:
 
 
 def _packed_linear_form(library: ctypes.CDLL, before: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    multiply = with_bits(library, "qc_linear_packed", env.BATCH_INVARIANT.get())
+    multiply = library.qc_linear_packed
 
     def packed_linear_native(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
         if matrix.handle is None:
@@ -268,7 +268,7 @@ def _as_rows(weight: Tensor) -> Tensor:
 def _linear_form(library: ctypes.CDLL, before: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Products of more rows than `most` are left to torch, whose sums follow the number of rows."""
     most = {dtype: few_rows(dtype) for dtype in DTYPES}
-    multiply = with_bits(library, "qc_linear", env.BATCH_INVARIANT.get())
+    multiply = library.qc_linear
 
     def linear_native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         dtype, width = x.dtype, x.shape[-1]

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.base import env
 from quire.ops.cpu.block import MatrixWork, Weights, matrix_work
-from quire.ops.cpu.native import DTYPES, with_bits
+from quire.ops.cpu.native import DTYPES
 from quire.ops.moe import Mixture, run_mixture
 from quire.ops.packed import Matrix
 
@@ -52,7 +51,7 @@ def _form(
     few_rows: Callable[[torch.dtype], int],
     before: Callable[..., Tensor],
 ) -> Callable[..., Tensor]:
-    run = with_bits(library, "qc_run_moe", env.BATCH_INVARIANT.get())
+    run = library.qc_run_moe
     most = {dtype: few_rows(dtype) for dtype in DTYPES}
 
     def run_mixture_native(

@@ -8,7 +8,6 @@ see csrc/cpu/quire_cpu.h for what they take. Must not know: modules, models, con
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -72,7 +71,6 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "qc_checksum": (c_uint64, (c_void_p, c_int64)),
     "qc_set_threads": (None, (c_int,)),
     "qc_threads": (c_int, ()),
-    "qc_set_same_bits": (None, (c_int,)),
     "qc_kind_of": (c_int, (c_int,)),
     "qc_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),
     "qc_pack": (c_int, (c_int, c_void_p, c_int64, c_int64, c_void_p)),
@@ -135,18 +133,6 @@ def usable(library: ctypes.CDLL) -> list[str]:
     """Names of the instruction sets that were compiled and that this machine runs, the best last."""
     every = range(library.qc_num_isas())
     return [library.qc_isa_name(i).decode() for i in every if library.qc_isa_usable(i)]
-
-
-def with_bits(library: ctypes.CDLL, name: str, same_bits: bool) -> Callable[..., None]:
-    """A product or attention of the library, with the bits that its caller's model was built for. The library holds one
-    such switch for all its callers, so it is set anew for every call."""
-    say, run = library.qc_set_same_bits, getattr(library, name)
-
-    def call(*arguments: object) -> None:
-        say(same_bits)
-        run(*arguments)
-
-    return call
 
 
 def why_not() -> str:
