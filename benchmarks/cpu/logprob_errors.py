@@ -1,11 +1,12 @@
 """How far the log probability of every token is from that of the decoded model, asked alone and in a batch.
 
-    python benchmarks/cpu/logprob_errors.py [--llama LLAMA_PYTHON] [--sets neon dotprod] [--dtype bfloat16] [--rows 1 512]
+    python benchmarks/cpu/logprob_errors.py [--llama LLAMA_PYTHON] [--sets neon dotprod] [--dtype bfloat16] [--rows 1]
 
-The text is quality.txt beside this file, in windows of 512 tokens with no token before the first. The embedded model is run
-as it is stored (or in a dtype), so many tokens at a time as --rows says: 1 is what a stream asked alone goes through, 512 a
-batch. What it says of each token is compared with torch alone in float32 on the same file. LLAMA_PYTHON is the interpreter
-of an environment that holds `llama-cpp-python`; its numbers come from the same windows, each as one batch.
+The text is quality.txt beside this file, in windows of 512 tokens with no token before the first. The embedded model is
+run as it is stored (or in a dtype), so many tokens at a time as --rows says: 1 is what a stream asked alone goes
+through, 512 a batch. What it says of each token is compared with torch alone in float32 on the same file. LLAMA_PYTHON
+is the interpreter of an environment that holds `llama-cpp-python`; its numbers come from the same windows, each as one
+batch.
 """
 
 from __future__ import annotations

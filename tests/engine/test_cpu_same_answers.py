@@ -1,4 +1,4 @@
-"""Requests of the embedded model at once answer as each does alone, bit for bit, with and without a prefix that is known.
+"""Requests of the embedded model at once answer as each does alone, bit for bit, with and without a known prefix.
 
 As served by default: no mode is set. test_cpu_same_bits.py compares forms of weights on a model that is cut short.
 """

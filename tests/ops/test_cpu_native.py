@@ -268,7 +268,7 @@ def with_outliers(rows, width):
 
 @pytest.mark.parametrize("name", ["Q4_1", "Q5_0", "Q6_K", "Q8_0"])
 def test_rows_with_outliers(isa, threads, name):
-    """Fine blocks err by 254 times less, so that a row errs hardly more than without; rows beside it keep their bits."""
+    """Fine blocks err by 254 times less, so that a row errs little more; rows beside it keep their bits."""
     matrix, _ = pack(name, 53, 512)
     x, weight = with_outliers(48, 512), packed.unpack(matrix)
     found = multiply(x, [matrix])
