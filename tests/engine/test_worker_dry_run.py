@@ -30,6 +30,8 @@ from quire.schema.step import Mask
 from quire.worker import worker as module
 from quire.worker.capture import Capturer
 from quire.worker.device_inputs import DeviceInputs
+from quire.worker.inputs import StepShape
+from quire.worker.mixed_graphs import MixedStep
 from quire.worker.runner import ModelRunner
 from tests.engine.test_worker_staged import UncapturedGraphs, UncapturedMixed
 from tests.ops.test_triton_launch import FakeDriver, driver
@@ -97,10 +99,10 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class DryMixed(UncapturedMixed):
     """The room of all sizes is made by the largest, as it is where steps are captured."""
 
-    def replay(self, bucket: int) -> torch.Tensor:
+    def send(self, shape: StepShape) -> MixedStep | None:
         if not self.used:
             self.run_uncaptured(self.sizes[-1])
-        return super().replay(bucket)
+        return super().send(shape)
 
 
 @pytest.fixture
