@@ -130,6 +130,7 @@ class LatencyGoal(Gate):
     least. While so much waits that prompts would be late themselves, or nobody decodes, it does not bind.
     """
 
+    GRAIN = 128  # tokens: a step takes as long as one of the next multiple, so a budget between two is no use
     DEEP = 8  # waiting tokens, in what a step may hold, from which on the queue comes first
     SLIVER = 4  # a prompt is not begun with less than this part of a step, as its inverse
 
@@ -141,7 +142,7 @@ class LatencyGoal(Gate):
 
     def open(self, load: Load) -> None:
         within = self.pace.tokens_within(self.goal)
-        self.most = NO_LIMIT if within is None else max(self.least, within)
+        self.most = NO_LIMIT if within is None else max(self.least, within // self.GRAIN * self.GRAIN)
         if load.waiting_tokens > self.DEEP * self.most:
             self.most = NO_LIMIT
         self.prompts = self.decodes = 0

@@ -53,6 +53,16 @@ def test_prompts_beside_decodes_are_cut_to_the_goal() -> None:
     assert counts(bench.step()) == {"a": 1, "b": 1, "c": 178}
 
 
+def test_a_budget_between_two_sizes_of_steps_is_the_smaller_one() -> None:
+    bench = latency_bench()
+    for _ in range(100):
+        bench.scheduler.pace.learn(1000, 1000 * 0.01 / 700)  # 700 tokens within the goal
+    bench.add(engine_request("a", 8))
+    bench.step()
+    bench.add(engine_request("b", 2000))
+    assert counts(bench.step()) == {"a": 1, "b": 639}
+
+
 def test_a_prompt_is_not_begun_with_a_sliver() -> None:
     bench = latency_bench()
     bench.add(engine_request("a", 8))
