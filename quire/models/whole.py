@@ -2,8 +2,8 @@
 
 Common: norm, attention over the paged cache, norm, gated mlp, each joined to the stream as it is. A block asks
 `Whole.of` once. A `Stretch` takes the addresses when a step first runs, and again when weights or cache were replaced;
-which kernels, and whether bits may follow the batch, it takes when it is built. A cache that is not the kernels' own
-(NativeCache) leaves the blocks to their layers. Must not know: what else makes caches.
+the kernels it takes when it is built. A cache that is not the kernels' own (NativeCache) leaves the blocks to their
+layers. Must not know: what else makes caches.
 """
 
 from __future__ import annotations
