@@ -3,6 +3,7 @@
 
 #include <atomic>
 
+#include "checks.h"
 #include "isa.h"
 #include "pool.h"
 
@@ -130,9 +131,12 @@ QC_API void qc_set_threads(int count) { set_threads(count); }
 QC_API int qc_threads(void) { return threads(); }
 
 // Whoever calls these has chosen an instruction set before.
-QC_API void qc_linear_packed(const void* x, int64_t x_stride, int64_t m, int64_t k, const qc_segment* segments,
-                             int64_t num_segments, const void* bias, void* out, int64_t out_stride, int dtype) {
+QC_API int qc_linear_packed(const void* x, int64_t x_stride, int64_t m, int64_t k, const qc_segment* segments,
+                            int64_t num_segments, const void* bias, void* out, int64_t out_stride, int dtype) {
+  if (!is_dtype(dtype)) return QC_WRONG_DTYPE;
+  if (int wrong = m < 0 ? int(QC_WRONG_MATRIX) : check_segments(segments, num_segments, k)) return wrong;
   active.load()->linear_packed(x, x_stride, m, k, segments, num_segments, bias, out, out_stride, dtype);
+  return 0;
 }
 
 QC_API void qc_linear(const void* x, int64_t x_stride, const void* weight, int64_t weight_stride, const void* bias,
@@ -145,15 +149,26 @@ QC_API void qc_rms_norm(const void* x, int64_t x_stride, const void* delta, cons
   active.load()->rms_norm(x, x_stride, delta, weight, sum, out, rows, width, eps, offset, wide, dtype);
 }
 
-QC_API void qc_gated(int act, const void* x, int64_t x_stride, void* out, int64_t rows, int64_t width, int dtype) {
+QC_API int qc_gated(int act, const void* x, int64_t x_stride, void* out, int64_t rows, int64_t width, int dtype) {
+  if (!is_dtype(dtype)) return QC_WRONG_DTYPE;
+  if (act < 0 || act >= QC_ACTS) return QC_WRONG_ACT;
   active.load()->gated(act, x, x_stride, out, rows, width, dtype);
+  return 0;
 }
 
-QC_API void qc_attend(const qc_attention* work) { active.load()->attend(work); }
+QC_API int qc_attend(const qc_attention* work) {
+  if (int wrong = check_attention(*work)) return wrong;
+  active.load()->attend(work);
+  return 0;
+}
 
-QC_API void qc_run_blocks(const qc_block* const* blocks, const int32_t* which, int64_t count, const qc_turn* turns,
-                          const void* x, const void* delta, void* stream, void* out) {
+QC_API int qc_run_blocks(const qc_block* const* blocks, const int32_t* which, int64_t count, const qc_turn* turns,
+                         const void* x, const void* delta, void* stream, void* out) {
+  if (count < 1) return QC_WRONG_STEP;
+  for (int64_t i = 0; i < count; ++i)
+    if (int wrong = check_block(*blocks[i], turns[which[i]], blocks[0]->qkv.width, blocks[0]->dtype)) return wrong;
   active.load()->run_blocks(blocks, which, count, turns, x, delta, stream, out);
+  return 0;
 }
 
 QC_API void qc_argmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, int64_t* index, int dtype) {
@@ -176,4 +191,8 @@ QC_API void qc_allow(float* x, int64_t x_stride, int64_t width, const int64_t* r
   active.load()->allow(x, x_stride, width, rows, count, bits, num_words);
 }
 
-QC_API void qc_run_moe(const qc_moe* work) { active.load()->run_moe(work); }
+QC_API int qc_run_moe(const qc_moe* work) {
+  if (int wrong = check_experts(*work)) return wrong;
+  active.load()->run_moe(work);
+  return 0;
+}

@@ -7,7 +7,7 @@
 namespace quire {
 namespace QC_ISA {
 
-constexpr int kMaxSize = 256;  // numbers of a head
+constexpr int kMaxSize = QC_MAX_SIZE;
 
 template <int Dtype, int Turn>
 void turn_head(typename Numbers<Dtype>::Type* head, const void* cos, const void* sin, int turned, bool pairs) {

@@ -5,7 +5,8 @@
 #pragma once
 #include <stdint.h>
 
-#define QC_ABI 1
+#define QC_ABI 2
+#define QC_MAX_SIZE 256  // numbers of a head
 #define QC_API extern "C" __attribute__((visibility("default")))
 
 enum qc_dtype { QC_F32 = 0, QC_BF16 = 1, QC_F16 = 2, QC_I8 = 3 };  // QC_I8: caches only
@@ -14,6 +15,19 @@ enum qc_dtype { QC_F32 = 0, QC_BF16 = 1, QC_F16 = 2, QC_I8 = 3 };  // QC_I8: cac
 enum qc_kind { QC_Q4M = 0, QC_Q4Z = 1, QC_Q5M = 2, QC_Q5Z = 3, QC_Q6Z = 4, QC_Q8Z = 5, QC_B16 = 6, QC_KINDS = 7 };
 
 enum qc_act { QC_SILU = 0, QC_GELU_TANH = 1, QC_RELU = 2, QC_RELU2 = 3, QC_QUICK_GELU = 4, QC_ACTS = 5 };
+
+// Sizes that do not fit one another: nothing was computed.
+enum qc_wrong {
+  QC_WRONG_DTYPE = -1,
+  QC_WRONG_HEADS = -2,
+  QC_WRONG_SIZE = -3,
+  QC_WRONG_TURN = -4,
+  QC_WRONG_ROOM = -5,
+  QC_WRONG_STEP = -6,
+  QC_WRONG_MATRIX = -7,
+  QC_WRONG_ACT = -8,
+  QC_WRONG_EXPERTS = -9,
+};
 
 // Some rows of a fused matrix, all packed alike.
 struct qc_segment {
@@ -118,22 +132,23 @@ QC_API int qc_lay_panels(void* weight, int64_t rows, int64_t width, int back);
 QC_API void qc_unpack_rows(int kind, const void* packed, int64_t width, const int64_t* index, int64_t count, void* out,
                            int dtype);
 
+// What returns an int here checks sizes first: 0, or one of qc_wrong.
 // out [m, n] = x [m, k] times the segments' rows, plus bias [n] (or null); n is the sum of the segments' rows.
-QC_API void qc_linear_packed(const void* x, int64_t x_stride, int64_t m, int64_t k, const qc_segment* segments,
-                             int64_t num_segments, const void* bias, void* out, int64_t out_stride, int dtype);
+QC_API int qc_linear_packed(const void* x, int64_t x_stride, int64_t m, int64_t k, const qc_segment* segments,
+                            int64_t num_segments, const void* bias, void* out, int64_t out_stride, int dtype);
 // out [m, n] = x [m, k] weight' [n, k] + bias, all of one dtype, summed in float32.
 QC_API void qc_linear(const void* x, int64_t x_stride, const void* weight, int64_t weight_stride, const void* bias,
                       void* out, int64_t out_stride, int64_t m, int64_t n, int64_t k, int dtype);
 // sum = x + delta (delta null: x, and sum may be null); out = norm(sum) weight. wide: multiply before rounding.
 QC_API void qc_rms_norm(const void* x, int64_t x_stride, const void* delta, const void* weight, void* sum, void* out,
                         int64_t rows, int64_t width, float eps, float offset, int wide, int dtype);
-QC_API void qc_gated(int act, const void* x, int64_t x_stride, void* out, int64_t rows, int64_t width, int dtype);
-QC_API void qc_attend(const qc_attention* work);
+QC_API int qc_gated(int act, const void* x, int64_t x_stride, void* out, int64_t rows, int64_t width, int dtype);
+QC_API int qc_attend(const qc_attention* work);
 // Blocks one after another, all of one dtype and width; block i takes its part of the step from turns[which[i]]. In: the
 // stream x and what the layer before adds to it (delta, or null), [tokens, width] each. Out: the stream after the last
 // attention, and what the last mlp adds to it.
-QC_API void qc_run_blocks(const qc_block* const* blocks, const int32_t* which, int64_t count, const qc_turn* turns,
-                          const void* x, const void* delta, void* stream, void* out);
+QC_API int qc_run_blocks(const qc_block* const* blocks, const int32_t* which, int64_t count, const qc_turn* turns,
+                         const void* x, const void* delta, void* stream, void* out);
 // Index of the largest of each row, the lowest among equals; NaN counts as largest.
 QC_API void qc_argmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, int64_t* index, int dtype);
 QC_API void qc_draw_tokens(const qc_draw* work);
@@ -145,4 +160,4 @@ QC_API void qc_top(const float* x, int64_t rows, int64_t width, const int64_t* c
 // Numbers of `rows` whose bit is 0, or that have none, become -inf. bits [count, num_words], lowest bit first.
 QC_API void qc_allow(float* x, int64_t x_stride, int64_t width, const int64_t* rows, int64_t count, const uint32_t* bits,
                      int64_t num_words);
-QC_API void qc_run_moe(const qc_moe* work);
+QC_API int qc_run_moe(const qc_moe* work);

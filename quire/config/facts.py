@@ -4,10 +4,12 @@ In: the dict of a config.json (or the one gguf_config.py makes). Out: plain numb
 The only reader of raw Hugging Face configurations outside models/.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quire.config.limits import check_config
 from quire.schema.errors import CheckpointError
 
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
@@ -59,8 +61,10 @@ class ModelFacts:
 
 
 def read_facts(config: Mapping[str, Any]) -> ModelFacts:
-    """Facts of a raw configuration. A number that is no number is a CheckpointError that names its key."""
+    """Facts of a raw configuration. A number out of its limits is a CheckpointError that names its key."""
     text = text_part(config)
+    for part in (config, text):
+        check_config(part)
     heads = _number(text, "num_attention_heads", "n_head", "n_heads", "num_heads")
     hidden = _number(text, "hidden_size", "n_embd", "d_model", "model_dim")
     latent = _number(text, "qk_nope_head_dim") + _number(text, "qk_rope_head_dim")
@@ -115,11 +119,11 @@ def max_positions(config: Mapping[str, Any]) -> int:
     if kind in _UNSTRETCHED or "gemma3" in str(text.get("model_type", "")):
         return length
     factor = rope.get("factor")
-    if not isinstance(factor, int | float) or factor <= 0:
+    if not isinstance(factor, int | float) or not 0 < factor < math.inf:
         return length
     if kind == "yarn":
         length = _number(rope, "original_max_position_embeddings") or length
-    return int(length * factor)
+    return min(int(length * factor), 1 << 62)
 
 
 def rope_of(text: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,11 +9,37 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from quire.base.gguf import GGUFFile, TensorInfo
-from quire.schema.errors import CheckpointError
+from quire.base.gguf import GGUFError, GGUFFile, TensorInfo
+from quire.config.limits import (
+    EXPERTS,
+    FFN,
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    POSITIONS,
+    SOME_LAYERS,
+    VOCAB,
+    WIDTH,
+    WINDOW,
+    Range,
+    check_numbers,
+)
+from quire.schema.errors import CheckpointError, InputError
 
 Config = dict[str, Any]
 _F32 = 0
+_RANGES = {
+    "block_count": LAYERS, "nextn_predict_layers": SOME_LAYERS,
+    "leading_dense_block_count": SOME_LAYERS,
+    "embedding_length": WIDTH, "feed_forward_length": FFN, "expert_feed_forward_length": FFN,
+    "expert_shared_feed_forward_length": FFN, "context_length": Range(1, POSITIONS.most), "vocab_size": VOCAB,
+    "attention.head_count": HEADS, "attention.head_count_kv": Range(0, HEADS.most), "attention.key_length": HEAD_DIM,
+    "attention.value_length": HEAD_DIM, "attention.key_length_mla": HEAD_DIM, "attention.value_length_mla": HEAD_DIM,
+    "attention.kv_lora_rank": FFN, "attention.q_lora_rank": FFN, "attention.sliding_window": WINDOW,
+    "rope.dimension_count": HEAD_DIM, "expert_count": EXPERTS, "expert_used_count": EXPERTS,
+    "expert_shared_count": EXPERTS, "expert_group_count": EXPERTS, "expert_group_used_count": EXPERTS,
+}  # fmt: skip
+_MISREAD = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, struct.error)
 
 
 class Family(NamedTuple):
@@ -79,6 +105,16 @@ def config_of(file: GGUFFile) -> Config:
             f"{file.path}: GGUF architecture {source.arch!r} is not supported; supported are "
             f"{', '.join(sorted(FAMILIES))}"
         )
+    check_numbers(file.metadata, {f"{source.arch}.{key}": allowed for key, allowed in _RANGES.items()})
+    try:
+        return _config_of(source, family)
+    except (InputError, GGUFError):
+        raise
+    except _MISREAD as wrong:
+        raise CheckpointError(f"{file.path}: its metadata cannot be read ({type(wrong).__name__}: {wrong})") from wrong
+
+
+def _config_of(source: Source, family: Family) -> Config:
     config = _common(source)
     for key, name in family.keys.items():
         if (value := source.get(key)) is not None:
@@ -157,6 +193,11 @@ def rope_parameters(source: Source, head_dim: int) -> Config:
     rope: Config = {"rope_type": "default", "rope_theta": float(source.get("rope.freq_base", 10000.0))}
     dim = source.get("rope.dimension_count")
     if dim and dim != head_dim and not source.get("attention.kv_lora_rank"):
+        if dim > head_dim:
+            raise CheckpointError(
+                f"{source.file.path}: GGUF key {source.arch}.rope.dimension_count is {dim}; expected at most the size "
+                f"of a head, {head_dim}"
+            )
         rope["partial_rotary_factor"] = dim / head_dim
     kind = source.get("rope.scaling.type", "none")
     factor = source.get("rope.scaling.factor") or source.get("rope.scale_linear")

@@ -7,6 +7,7 @@ In: the mapping of params.json. Out: the raw configuration that the rest of Quir
 from collections.abc import Mapping
 from typing import Any
 
+from quire.config.limits import EXPERTS, FFN, HEAD_DIM, HEADS, LAYERS, VOCAB, WIDTH, WINDOW, check_numbers
 from quire.schema.errors import CheckpointError, NotBuiltError
 
 CONFIG_FILE = "params.json"
@@ -15,6 +16,11 @@ _NOT_TEXT = ("vision_encoder", "multimodal", "audio_encoder", "whisper_model_arg
 _OTHER_FORMS = ("quantization", "q_lora_rank", "lora", "sparse_attn")
 _LENGTHS = ("max_position_embeddings", "max_seq_len", "model_max_length")
 DEFAULT_LENGTH = 128_000
+_RANGES = {
+    "dim": WIDTH, "hidden_dim": FFN, "n_layers": LAYERS, "n_heads": HEADS, "n_kv_heads": HEADS, "head_dim": HEAD_DIM,
+    "vocab_size": VOCAB, "sliding_window": WINDOW, "_sliding_window": WINDOW,
+}  # fmt: skip
+_MOE_RANGES = {"num_experts": EXPERTS, "num_experts_per_tok": EXPERTS}
 
 
 def config_of(params: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -26,7 +32,9 @@ def config_of(params: Mapping[str, Any], path: str) -> dict[str, Any]:
                 f"{path} has {key!r}, which is not built for Mistral's own form; use this model's Hugging Face form",
                 param="config_format",
             )
-    heads, moe = params["n_heads"], params.get("moe") or {}
+    heads, moe = params["n_heads"], _part(params, "moe", tuple(_MOE_RANGES), path)
+    check_numbers(params, _RANGES)
+    check_numbers(moe, _MOE_RANGES)
     config = {
         "architectures": ["MixtralForCausalLM" if moe else "MistralForCausalLM"],
         "model_type": "mixtral" if moe else "mistral",
@@ -46,11 +54,19 @@ def config_of(params: Mapping[str, Any], path: str) -> dict[str, Any]:
     }
     if moe:
         config |= {"num_local_experts": moe["num_experts"], "num_experts_per_tok": moe["num_experts_per_tok"]}
-    if yarn := params.get("yarn"):
+    if yarn := _part(params, "yarn", ("factor", "original_max_position_embeddings"), path):
         config["rope_scaling"] = _yarn(yarn)
     if dtype := params.get("dtype") or params.get("torch_dtype"):
         config["dtype"] = dtype
     return config
+
+
+def _part(params: Mapping[str, Any], name: str, needed: tuple[str, ...], path: str) -> Mapping[str, Any]:
+    """A mapping within params.json that holds these keys; empty if there is none."""
+    part = params.get(name) or {}
+    if part and not (isinstance(part, Mapping) and all(part.get(key) is not None for key in needed)):
+        raise CheckpointError(f"{path}: {name!r} must be a mapping with {', '.join(needed)}", param=name)
+    return part
 
 
 def _window(params: Mapping[str, Any], path: str) -> int | None:

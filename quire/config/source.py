@@ -175,7 +175,7 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
         there = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
         seen = f"it holds {', '.join(there[:6])}{', …' if len(there) > 6 else ''}" if there else "it is empty"
         raise CheckpointError(f"{folder} holds no {name} ({seen}); is it a model folder?") from None
-    except (ValueError, UnicodeDecodeError) as wrong:
+    except (ValueError, UnicodeDecodeError, RecursionError) as wrong:
         raise CheckpointError(f"{path} is no valid JSON: {wrong}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON mapping, got {type(content).__name__}")

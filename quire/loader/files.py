@@ -17,6 +17,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ _UNREADABLE = (  # what unpickling damaged or forbidden content ends in
     AttributeError, struct.error,
 )  # fmt: skip
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)(?P<end>\.\w+)")
+_NAMED = 8  # missing files that an error names
 _NOT_WEIGHTS = (  # tensors that training or adapters leave beside a model
     "consolidated*", "adapter_*", "training_args.*", "optimizer.*", "scheduler.*", "scaler.*", "rng_state*",
     "trainer_state.*",
@@ -165,15 +167,21 @@ def _read_index(folder: str, name: str, there: set[str]) -> tuple[list[str], dic
 
 
 def _check_shards(folder: str, names: list[str]) -> None:
-    """Names such as model-00002-of-00003.safetensors tell what else must be there."""
+    """Names such as model-00002-of-00003.safetensors tell what else must be there. A name may claim any number of
+    files, so no more of them are tried than there are, and a few."""
     there = set(names)
-    for name in names:
-        if not (match := _SHARD.fullmatch(name)):
-            continue
-        width, count = len(match["number"]), int(match["count"])
-        every = (f"{match['stem']}-{i:0{width}d}-of-{match['count']}{match['end']}" for i in range(1, count + 1))
-        if missing := [wanted for wanted in every if wanted not in there]:
-            raise CheckpointError(f"{folder}: {len(missing)} of {count} shards are missing: {some(missing)}")
+    sets: dict[tuple[str, int, str, str], set[int]] = {}
+    for match in filter(None, map(_SHARD.fullmatch, names)):
+        key = (match["stem"], len(match["number"]), match["count"], match["end"])
+        sets.setdefault(key, set()).add(int(match["number"]))
+    for (stem, width, text, end), numbers in sets.items():
+        count = int(text)
+        missing = count - sum(1 <= number <= count for number in numbers)
+        if missing > 0:
+            every = (f"{stem}-{i:0{width}d}-of-{text}{end}" for i in range(1, count + 1))
+            few = list(islice((name for name in every if name not in there), _NAMED))
+            more = f" and {missing - len(few)} more" if missing > len(few) else ""
+            raise CheckpointError(f"{folder}: {missing} of {count} shards are missing: {', '.join(few)}{more}")
 
 
 def _nothing_found(folder: str, load_format: str) -> str:

@@ -47,7 +47,8 @@ def pieces_of(path: str) -> tuple[str, ...]:
             f"which is called …-00001-of-{count:05d}.gguf"
         )
     paths = tuple(os.path.join(folder, f"{match['stem']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1))
-    if missing := [p for p in paths if not os.path.isfile(p)]:
+    there = set(os.listdir(folder or "."))
+    if missing := [p for p in paths if os.path.basename(p) not in there]:
         raise CheckpointError(f"{path}: {len(missing)} of {count} pieces are missing: {', '.join(missing[:8])}")
     return paths
 

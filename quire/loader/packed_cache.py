@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import struct
@@ -39,7 +40,7 @@ from quire.loader.files import WeightFiles
 from quire.loader.gguf_file import pieces_of
 from quire.loader.raw import as_bytes
 from quire.ops.cpu.native import checksum, kernels
-from quire.ops.packed import FORMS, Packed
+from quire.ops.packed import BLOCK, FORMS, PANEL, Packed
 from quire.quant.packed import PackedScheme
 
 _log = logger(__name__)
@@ -96,10 +97,11 @@ class PackedCache:
         try:
             at, entries = self._header(file)
             whole = as_bytes(file.map)
+            _check_sizes(self._model, entries, whole[at:].numel())
             if not _sound(entries, whole[at:]):
                 raise ValueError("its contents are damaged")
             _place(self._model, entries, whole[at:])
-        except (ValueError, LookupError, TypeError, AttributeError) as wrong:
+        except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as wrong:
             _log.info("The packed weights in %s are not used, and made again: %s", self.path, wrong)
             return False
         _log.info("Packed weights mapped from %s in %.2f s", self.path, now() - began)
@@ -184,6 +186,43 @@ def _parameters(model: nn.Module) -> Iterator[tuple[Entry, Tensor]]:
         if parameter.data_ptr() not in seen:
             where, _, leaf = name.rpartition(".")
             yield Entry(where, leaf, False, _name(parameter), tuple(parameter.shape)), _bytes(parameter.data)
+
+
+def _check_sizes(model: nn.Module, entries: list[Entry], room: int) -> None:
+    """Every entry lies in the file, has the bytes that its shape takes, and the shape that the model gives it."""
+    modules = dict(model.named_modules())
+    rows = dict.fromkeys((e.module for e in entries if e.is_part), 0)
+    for entry in entries:
+        numbers = (entry.start, entry.num_bytes, *entry.shape)
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError(f"its header has no such sizes: {numbers}")
+        if entry.start + entry.num_bytes > room or entry.num_bytes != _bytes_of(entry):
+            raise ValueError(f"its header says {entry.num_bytes} bytes for {entry.form} of {entry.shape}")
+        module: Any = modules[entry.module]
+        if entry.is_part:
+            rows[entry.module] += entry.shape[0]
+            wanted = (getattr(module, "parts", {}).get(entry.name, entry.shape[0]), module.in_width)
+            fits = tuple(entry.shape) == wanted
+        else:
+            own = module.get_parameter(entry.name)
+            fits = tuple(entry.shape) == tuple(own.shape) and entry.form == _name(own)
+        if not fits:
+            raise ValueError(f"{entry.module}.{entry.name} has another shape than {tuple(entry.shape)}")
+    for name, count in rows.items():
+        if count != cast(Any, modules[name]).out_rows:
+            raise ValueError(f"{name} has other rows than {count}")
+
+
+def _bytes_of(entry: Entry) -> int:
+    if entry.form in FORMS:
+        rows, width = entry.shape
+        if width % BLOCK:
+            raise ValueError(f"rows of {width} are not packed")
+        return -(-rows // PANEL) * (width // BLOCK) * FORMS[entry.form].num_bytes
+    dtype = getattr(torch, entry.form)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{entry.form!r} is no dtype")
+    return math.prod(entry.shape) * dtype.itemsize
 
 
 def _place(model: nn.Module, entries: list[Entry], data: Tensor) -> None:

@@ -17,6 +17,7 @@ from quire.layers.batch import Batch, LayerCache
 from quire.layers.table import WeightTable
 from quire.models.arch import Arch
 from quire.models.decoder import Decoder
+from quire.models.limits import check_arch, reading
 from quire.models.view import View
 from quire.models.zoo import ALIASES, ZOO
 from quire.models.zoo.defaults import DEFAULTS
@@ -73,7 +74,8 @@ def read_arch(hf_config: Mapping[str, Any]) -> Arch:
     """The declaration of the first declared name in config["architectures"], applied to the config."""
     name = architecture_name(hf_config)
     first = next((first for first, others in ALIASES.items() if name in others), name)
-    return ZOO.get(name)(View(hf_config, DEFAULTS.get(first, {}), name))
+    with reading(hf_config, name):
+        return check_arch(ZOO.get(name)(View(hf_config, DEFAULTS.get(first, {}), name)))
 
 
 def architecture_name(hf_config: Mapping[str, Any]) -> str:

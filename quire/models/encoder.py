@@ -26,6 +26,7 @@ from quire.layers.table import WeightTable
 from quire.models.arch import Arch
 from quire.models.decoder import BLOCKS
 from quire.models.layout import arrange_for
+from quire.models.limits import check_arch, reading
 from quire.models.view import View
 from quire.models.zoo import ENCODERS
 from quire.quant.scheme import Storage
@@ -144,7 +145,9 @@ def encoder_arch(hf_config: Mapping[str, Any]) -> EncoderArch | None:
     """The declaration of the first encoder named in config["architectures"]; None: there is none."""
     for name in hf_config.get("architectures") or []:
         if name in ENCODERS:
-            arch: EncoderArch = ENCODERS.get(name)(View(hf_config, {}, name))
+            with reading(hf_config, name):
+                arch: EncoderArch = ENCODERS.get(name)(View(hf_config, {}, name))
+                check_arch(arch.core)
             return arch
     return None
 

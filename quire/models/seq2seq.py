@@ -23,6 +23,7 @@ from quire.layers.table import WeightTable, slots_of
 from quire.models.arch import Arch
 from quire.models.decoder import Decoder
 from quire.models.encoder import Encoder, EncoderArch
+from quire.models.limits import check_arch, reading
 from quire.models.view import View
 from quire.models.zoo import SEQ2SEQ
 from quire.quant.scheme import Slot, Storage, StoredRows
@@ -152,6 +153,9 @@ def build_seq2seq(
             f"declared: {', '.join(SEQ2SEQ.names())}",
             param="architectures",
         )
-    arch: Seq2SeqArch = SEQ2SEQ.get(name)(View(hf_config, {}, name))
+    with reading(hf_config, name):
+        arch: Seq2SeqArch = SEQ2SEQ.get(name)(View(hf_config, {}, name))
+        check_arch(arch.encoder.core)
+        check_arch(arch.decoder)
     storage = storage or Storage.plain(dtype, device)
     return Seq2Seq(arch, storage, max_model_len=max_model_len or arch.decoder.max_positions)

@@ -6,6 +6,7 @@ import random
 import struct
 import subprocess
 import sys
+import time
 
 import gguf
 import numpy as np
@@ -216,6 +217,18 @@ def test_gguf_alone_in_a_folder_or_named(tmp_path):
         find_weights(str(tmp_path))
     with pytest.raises(CheckpointError, match="is a file; load_format 'safetensors'"):
         find_weights(str(tmp_path / "m.gguf"), "safetensors")
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+def test_a_name_that_claims_very_many_shards(tmp_path, ending):
+    stem = "model" if ending == "safetensors" else "pytorch_model"
+    for number in (1, 3):
+        (tmp_path / f"{stem}-{number:05d}-of-999999999.{ending}").write_bytes(b"")
+    began = time.monotonic()
+    words = rf"999999997 of 999999999 shards are missing: {stem}-00002-of-999999999\.{ending}, .* and 999999989 more"
+    with pytest.raises(CheckpointError, match=words):
+        find_weights(str(tmp_path))
+    assert time.monotonic() - began < 1
 
 
 def test_gguf_in_pieces(tmp_path):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -165,3 +168,61 @@ def test_a_start_without_it(root: Path, monkeypatch: pytest.MonkeyPatch, why: st
 
 class _Full:
     free = 100
+
+
+LIES = {
+    "more rows": lambda e: {"shape": [e["shape"][0] * 1000, e["shape"][1]]},
+    "wider": lambda e: {"shape": [e["shape"][0], e["shape"][1] * 64]},
+    "turned": lambda e: {"shape": [e["shape"][1] // 2, e["shape"][0] * 2]},
+    "another kind": lambda e: {"form": "B16"},
+    "a plain dtype": lambda e: {"form": "float16"},
+    "no dtype": lambda e: {"form": "load"},
+    "a column": lambda e: {"shape": [e["shape"][0] * e["shape"][1], 1]},
+    "negative": lambda e: {"shape": [-e["shape"][0], -e["shape"][1]]},
+    "no numbers": lambda e: {"shape": ["16", 64]},
+    "behind the end": lambda e: {"start": 1 << 40},
+    "before the start": lambda e: {"start": -64},
+    "fewer bytes": lambda e: {"num_bytes": 64},
+}
+
+
+@pytest.mark.parametrize("is_part", [True, False])
+@pytest.mark.parametrize("lie", LIES)
+def test_a_header_that_lies_is_refused(root: Path, lie: str, is_part: bool) -> None:
+    """Checksums and key are right; only what the header says of one entry is not."""
+    wanted, path = loaded(root), kept(root)
+    whole = path.read_bytes()
+    _rewrite(path, whole, lambda e: LIES[lie](e if len(e["shape"]) == 2 else {"shape": [*e["shape"], 1]}), is_part)
+    found = loaded(root)
+    assert same(found, wanted) and not is_mapped(found)
+    assert path.read_bytes() == whole
+
+
+def _rewrite(path: Path, whole: bytes, change: Callable[[dict[str, Any]], dict[str, Any]], is_part: bool) -> None:
+    head, checksum = packed_cache._HEAD, packed_cache.checksum
+    _, length, _ = head.unpack_from(whole)
+    header = json.loads(whole[head.size : head.size + length])
+    data = whole[packed_cache._aligned(head.size + length) :]
+    entry = next(entry for entry in header["entries"] if entry["is_part"] is is_part)
+    entry |= change(entry)
+    if 0 <= entry["start"] < len(data):
+        own = bytearray(data[entry["start"] : entry["start"] + entry["num_bytes"]])
+        entry["sum"] = checksum(torch.frombuffer(own, dtype=torch.uint8))
+    at = 0
+    while True:
+        header["size"] = at + len(data)
+        text = json.dumps(header).encode()
+        if packed_cache._aligned(head.size + len(text)) == at:
+            break
+        at = packed_cache._aligned(head.size + len(text))
+    total = checksum(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    start = head.pack(packed_cache.MAGIC, len(text), total) + text
+    path.unlink()
+    path.write_bytes(start + bytes(at - len(start)) + data)
+
+
+def test_a_header_that_was_written_again_unchanged_is_used(root: Path) -> None:
+    loaded(root)
+    path = kept(root)
+    _rewrite(path, path.read_bytes(), lambda e: {}, True)
+    assert is_mapped(loaded(root))

@@ -11,6 +11,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +20,21 @@ from quire.base import env, native
 from quire.base.log import logger
 
 _log = logger(__name__)
-ABI = 1
+ABI = 2
 BY_NAME = frozenset({"avx512bf16"})  # never taken unasked: slower than avx512 where it was measured
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CACHE_DTYPES = {**DTYPES, torch.int8: 3}  # int8: with a scale for each token and head
+WRONG = {  # qc_wrong
+    -1: "a dtype that they do not know",
+    -2: "query heads that are no multiple of the key heads",
+    -3: "heads of a size that is not from 1 to 256",
+    -4: "a rotation that is not pairs of numbers within a head",
+    -5: "rows too short for their heads",
+    -6: "counts below 0, or blocks of no tokens",
+    -7: "a matrix whose rows, width or kind do not fit",
+    -8: "an activation that they do not know",
+    -9: "a choice of experts that there are not",
+}
 KINDS = {"Q4M": 0, "Q4Z": 1, "Q5M": 2, "Q5Z": 3, "Q6Z": 4, "Q8Z": 5, "B16": 6}
 
 
@@ -78,7 +90,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "qc_lay_panels": (c_int, (c_void_p, c_int64, c_int64, c_int)),
     "qc_unpack_rows": (None, (c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int)),
     "qc_linear_packed": (
-        None,
+        c_int,
         (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int),
     ),
     "qc_linear": (
@@ -89,16 +101,21 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
         None,
         (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_float, c_int, c_int),
     ),
-    "qc_gated": (None, (c_int, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int)),
-    "qc_attend": (None, (POINTER(AttentionWork),)),
-    "qc_run_blocks": (None, (c_void_p, c_void_p, c_int64, *[c_void_p] * 5)),
+    "qc_gated": (c_int, (c_int, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int)),
+    "qc_attend": (c_int, (POINTER(AttentionWork),)),
+    "qc_run_blocks": (c_int, (c_void_p, c_void_p, c_int64, *[c_void_p] * 5)),
     "qc_argmax": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int)),
-    "qc_run_moe": (None, (c_void_p,)),
+    "qc_run_moe": (c_int, (c_void_p,)),
     "qc_draw_tokens": (None, (POINTER(DrawWork),)),
     "qc_log_softmax": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int)),
     "qc_top": (None, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)),
     "qc_allow": (None, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64)),
 }
+_CHECKED = ("qc_linear_packed", "qc_gated", "qc_attend", "qc_run_blocks", "qc_run_moe")  # 0, or a number of WRONG
+
+
+class KernelError(ValueError):
+    """Kernels were given sizes that do not fit one another, and did nothing."""
 
 
 def kernels() -> ctypes.CDLL | None:
@@ -120,6 +137,8 @@ def _loaded(path: Path) -> ctypes.CDLL | None:
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+    for name in _CHECKED:
+        getattr(library, name).errcheck = _done
     asked = env.CPU_KERNELS.get()
     if asked == "auto":
         better = [name for name in usable(library) if name not in BY_NAME]
@@ -127,6 +146,12 @@ def _loaded(path: Path) -> ctypes.CDLL | None:
     if library.qc_use_isa(asked.encode()) < 0:
         raise env.VariableError(f"QUIRE_CPU_KERNELS={asked}: this machine can run {usable(library)}")
     return library
+
+
+def _done(code: int, function: Any, arguments: tuple[Any, ...]) -> int:
+    if code:
+        raise KernelError(f"{function.__name__}: the CPU kernels were given {WRONG.get(code, code)}")
+    return code
 
 
 def usable(library: ctypes.CDLL) -> list[str]:

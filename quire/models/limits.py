@@ -1,0 +1,175 @@
+"""Whether the sizes of an architecture fit one another: the last word before modules and kernels are made of them.
+
+In: an Arch as a declaration read it. Out: a ConfigError that names the size, its value and its limit. Kernels divide by
+these numbers and address memory with them, so every architecture passes here, whoever declared it. Must not know:
+files, names of models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+from quire.config.limits import (
+    EXPERTS,
+    FFN,
+    HEAD_DIM,
+    HEADS,
+    INT32,
+    LAYERS,
+    POSITIONS,
+    VOCAB,
+    WIDTH,
+    WINDOW,
+    Range,
+    check_config,
+)
+from quire.layers.moe import MoeKind
+from quire.layers.rope import RopeKind
+from quire.layers.shared import SharedKind
+from quire.layers.ssm import DeltaKind, Mamba2Kind
+from quire.models.arch import Arch, Layer, Mla
+from quire.schema.errors import ConfigError, InputError
+
+_SIZE = Range(1, 1 << 24)
+_MAY_BE_NONE = Range(0, 1 << 24)
+_FACTORS = ("attn_scale", "attn_softcap", "alibi", "qkv_clip", "embed_scale", "residual_scale", "logit_scale",
+            "logit_softcap")  # fmt: skip
+_ZERO_MEANS_NONE = ("rank", "q_rank", "shared_ffn", "latent")
+
+
+@contextmanager
+def reading(raw: Mapping[str, Any], name: str) -> Iterator[None]:
+    """Around a declaration that reads a config.json: whatever it stumbles over is an error of that file."""
+    check_config(raw)
+    try:
+        yield
+    except InputError:
+        raise
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as wrong:
+        what = f"{type(wrong).__name__}: {wrong}"
+        raise ConfigError(f"the configuration of this {name} cannot be read ({what})", param="architectures") from wrong
+
+
+def check_arch(arch: Arch) -> Arch:
+    """The same Arch."""
+    _within("num_hidden_layers", len(arch.layers), LAYERS)
+    _within("vocab_size", arch.vocab, VOCAB)
+    _within("hidden_size", arch.width, WIDTH)
+    _within("intermediate_size", arch.ffn, FFN)
+    _within("embed_width", arch.embed_width, Range(0, WIDTH.most))
+    _within("positions", arch.positions, POSITIONS)
+    _within("max_position_embeddings", arch.max_positions, Range(1, 1 << 62))
+    if any(layer.mixer in ("attention", "both") for layer in arch.layers):
+        _check_attention(arch)
+    for layer in arch.layers:
+        _check_layer(arch, layer)
+    if arch.moe is not None and any(layer.moe for layer in arch.layers):
+        _check_experts(arch.moe)
+    if arch.state is not None:
+        _check_state(arch.state)
+    if arch.shared is not None:
+        _check_shared(arch.shared)
+    _finite(arch, _FACTORS)
+    _finite(arch.norm, ("eps",))
+    return arch
+
+
+def _check_attention(arch: Arch) -> None:
+    _within("num_attention_heads", arch.heads, HEADS)
+    if arch.mla is not None:
+        return _check_latent(arch.mla)
+    _check_heads(arch.heads, arch.kv_heads, arch.head_dim)
+
+
+def _check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
+    _within("num_attention_heads", heads, HEADS)
+    _within("num_key_value_heads", kv_heads, Range(1, heads))
+    _divides("num_attention_heads", heads, "num_key_value_heads", kv_heads)
+    _within("head_dim", head_dim, HEAD_DIM)
+    _within("num_attention_heads * head_dim", heads * head_dim, _SIZE)
+
+
+def _check_latent(mla: Mla) -> None:
+    _check_sizes(mla)
+
+
+def _check_layer(arch: Arch, layer: Layer) -> None:
+    _within("sliding_window", layer.window, WINDOW)
+    _within("attention_chunk_size", layer.chunk, WINDOW)
+    _finite(layer, ("attn_scale", "fade"))
+    if layer.rope is not None and layer.mixer in ("attention", "both"):
+        _check_rope(layer.rope, arch.mla.rope if arch.mla is not None else arch.head_dim)
+
+
+def _check_rope(rope: RopeKind, size: int) -> None:
+    """Pairs within a head (an odd width takes one number more); one number of a per-frequency scaling for each pair."""
+    pairs = -(-rope.dim // 2) if isinstance(rope.dim, int) else 0
+    _within("rotary width (head_dim * partial_rotary_factor)", rope.dim, Range(1, size - size % 2))
+    if not _is_finite(rope.theta) or rope.theta <= 0:
+        raise ConfigError(f"rope_theta = {rope.theta!r}; expected a number above 0", param="rope_theta")
+    for name in ("short_factor", "long_factor"):
+        given = (rope.scaling or {}).get(name)
+        if given is not None and len(given) != pairs:
+            raise ConfigError(f"{name} has {len(given)} numbers for {pairs} frequencies", param=name)
+
+
+def _check_experts(moe: MoeKind) -> None:
+    _within("num_experts", moe.experts, Range(1, EXPERTS.most))
+    _within("num_experts_per_tok", moe.top_k, Range(1, moe.experts))
+    _within("moe_intermediate_size", moe.ffn, _SIZE)
+    _within("n_group", moe.groups, Range(1, moe.experts))
+    _divides("num_experts", moe.experts, "n_group", moe.groups)
+    _within("topk_group", moe.top_groups, Range(1, moe.groups))
+    _within("num_experts_per_tok", moe.top_k, Range(1, moe.experts // moe.groups * moe.top_groups))
+    _within("shared expert's intermediate_size", moe.shared_ffn, _MAY_BE_NONE)
+    _within("latent width of experts", moe.latent, _MAY_BE_NONE)
+    _finite(moe, ("scale", "clamp", "clamp_alpha"))
+
+
+def _check_state(kind: Any) -> None:
+    _check_sizes(kind)
+    if isinstance(kind, Mamba2Kind):
+        _divides("heads of a state", kind.heads, "their groups", kind.groups)
+        _divides("width of a state's output", kind.heads * kind.head_dim, "groups of its norm", kind.norm_groups)
+    if isinstance(kind, DeltaKind):
+        _divides("linear_num_value_heads", kind.value_heads, "linear_num_key_heads", kind.key_heads)
+
+
+def _check_shared(kind: SharedKind) -> None:
+    _check_heads(kind.heads, kind.kv_heads, kind.head_dim)
+    _within("intermediate_size of the shared block", kind.ffn, _SIZE)
+    _within("number of shared blocks", kind.blocks, LAYERS)
+
+
+def _check_sizes(record: Any) -> None:
+    """Every whole number of a record is a size; 0 only where it means that there is none."""
+    for field in fields(record):
+        if field.type in ("int", int):
+            allowed = _MAY_BE_NONE if field.name in _ZERO_MEANS_NONE else _SIZE
+            _within(f"{type(record).__name__}.{field.name}", getattr(record, field.name), allowed)
+
+
+def _within(name: str, value: Any, allowed: Range) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not allowed.least <= value <= allowed.most:
+        raise ConfigError(f"the model's configuration gives {name} = {value!r}; expected {allowed}", param=name)
+
+
+def _divides(name: str, value: int, other: str, divisor: int) -> None:
+    if divisor < 1 or value % divisor:
+        raise ConfigError(
+            f"the model's configuration gives {name} = {value}, which is no multiple of {other} = {divisor}", param=name
+        )
+
+
+def _finite(record: Any, names: Iterable[str]) -> None:
+    for name in names:
+        if not _is_finite(value := getattr(record, name)):
+            raise ConfigError(f"the model's configuration gives {name} = {value!r}; expected a number", param=name)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) <= INT32**4 and not math.isnan(value)
