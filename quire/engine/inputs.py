@@ -244,8 +244,23 @@ class InputProcessor:
             params.bad_words_token_ids = self._bad_word_ids(params.bad_words)
         for word_ids in params.bad_words_token_ids or ():
             self._check_ids("bad_words", word_ids, param="bad_words")
+        if params.allowed_token_ids is not None:
+            self._check_allowed(params, params.allowed_token_ids)
         if self._processors:
             registry.load(CHECK_PARAMS)(self._processors, params)
+
+    def _check_allowed(self, params: SamplingParams, allowed: Sequence[int]) -> None:
+        """What is allowed must leave something to say."""
+        banned = {word[0] for word in params.bad_words_token_ids or () if len(word) == 1}
+        if params.min_tokens:
+            banned.update(self._stop_ids(params))
+            banned.update(() if params.ignore_eos or self.eos_token_id is None else (self.eos_token_id,))
+        if banned.issuperset(allowed):
+            raise InputError(
+                "allowed_token_ids leaves no token: all of them are forbidden by bad_words, or end the answer before "
+                f"min_tokens ({params.min_tokens})",
+                param="allowed_token_ids",
+            )
 
     @cached_property
     def _no_budget(self) -> str | None:

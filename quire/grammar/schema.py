@@ -129,12 +129,12 @@ def _read_node(node: Mapping[str, Any], path: str, needs: Needs) -> None:
             needs.note(f"'{name}'")
         if name not in _NOTES:
             needs.keywords[name] = None
+    _read_object(node, path, needs)  # before anything takes `required` for a list of names
     _read_forms(node, needs)
     if "pattern" in node:
         _read_pattern(node["pattern"], path)
     _read_alone(node, needs)
     _read_type(node, path, needs)
-    _read_object(node, path, needs)
     values = node.get("enum")
     if values is not None and (not isinstance(values, list) or not values):
         raise _refuse(f"enum at {_at(path)} must be a list that is not empty")

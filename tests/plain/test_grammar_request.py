@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from functools import reduce
@@ -221,3 +222,28 @@ def test_the_reason_for_another_backend_is_logged(caplog: pytest.LogCaptureFixtu
     with caplog.at_level("INFO", logger="quire.grammar.choose"):
         assert spec_of(json={"type": "integer", "multipleOf": 7}).backends == ("guidance",)
     assert "xgrammar does not do 'multipleOf'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["a{" + "9" * 65_000, "\\p{" * 21_000, "(?<" + "a" * 65_000, "(?" + "a" * 65_000, "a{1" + "1," * 32_000],
+    ids=["number", "property", "name", "flags", "bounds"],
+)  # fmt: skip
+def test_a_regex_is_read_in_one_pass(source: str) -> None:
+    began = time.monotonic()
+    with contextlib.suppress(InputError):
+        read_regex(source)
+    assert time.monotonic() - began < 2.0
+
+
+@pytest.mark.parametrize("repeat", ["9" * 5000, "1," + "9" * 5000, "9" * 5000 + ","])
+def test_a_repeat_of_thousands_of_digits_is_refused(repeat: str) -> None:
+    with pytest.raises(InputError, match="5000 digits"):
+        read_regex(f"a{{{repeat}}}")
+    read_regex("a{" + "0" * 5000 + "7}")
+
+
+@pytest.mark.parametrize("required", [5, [{}], [5], "a", {"a": 1}])
+def test_required_is_a_list_of_names(required: Any) -> None:
+    with pytest.raises(InputError, match="list of names"):
+        read_schema({"type": "object", "properties": {"a": {}}, "required": required})
