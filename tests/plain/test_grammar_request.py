@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+import tracemalloc
 from functools import reduce
 from typing import Any
 
@@ -247,3 +248,25 @@ def test_a_repeat_of_thousands_of_digits_is_refused(repeat: str) -> None:
 def test_required_is_a_list_of_names(required: Any) -> None:
     with pytest.raises(InputError, match="list of names"):
         read_schema({"type": "object", "properties": {"a": {}}, "required": required})
+
+
+def test_a_schema_of_unknown_keywords_is_read_in_one_pass() -> None:
+    began = time.monotonic()
+    needs = read_schema({f"unknown-{i}": 1 for i in range(60_000)})
+    assert time.monotonic() - began < 2.0 and 0 < len(needs.not_xgrammar) < 100
+
+
+def test_a_long_name_is_not_kept_for_each_of_its_children() -> None:
+    schema = {"properties": {"x" * 300_000: {"properties": {f"p{i}": {} for i in range(1000)}}}}
+    tracemalloc.start()
+    try:
+        read_schema(schema)
+        assert tracemalloc.get_traced_memory()[1] < 20e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_words_of_a_client_come_to_the_log_escaped(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        spec_of(json={"type": "object", "made\nup \x1b[31m": 1})
+    assert "made\\nup" in caplog.text and "\x1b" not in caplog.text
