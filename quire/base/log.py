@@ -1,18 +1,41 @@
 """Logging: one logger tree, `quire`, set up once, and messages that may be said once per process.
 
+What a client sent may be part of a message, so control characters are escaped: it can neither make up a line nor paint
+the terminal. A message has several lines only where its own words, before any argument is put in, have.
+
 Level and stream come from base/env.py (QUIRE_LOGGING_LEVEL, QUIRE_LOGGING_STREAM; the VLLM_ spellings work too).
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Hashable
+from typing import Any
 
 from quire.base import env
 
 _FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
+# C0, DEL, C1, the line ends of Unicode, and what turns the direction of writing
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _said: set[Hashable] = set()
+
+
+class PlainLines(logging.Formatter):
+    """A record of one line stays one line, whatever was put into it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        text = _escape(record.message)
+        record.message = text if "\n" in str(record.msg) else text.replace("\n", "\\n")
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return _escape(super().formatException(ei))
+
+
+def _escape(text: str) -> str:
+    return _CONTROL.sub(lambda found: ascii(found.group())[1:-1], text)
 
 
 def logger(name: str) -> logging.Logger:
@@ -35,7 +58,7 @@ def _set_up() -> None:
         return
     stream = {"stdout": sys.stdout, "stderr": sys.stderr}[env.LOGGING_STREAM.get()]
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%m-%d %H:%M:%S"))
+    handler.setFormatter(PlainLines(_FORMAT, datefmt="%m-%d %H:%M:%S"))
     root.addHandler(handler)
     root.setLevel(env.LOGGING_LEVEL.get())
     root.propagate = False

@@ -97,9 +97,12 @@ class ServerConfig(Group):
     )
     h11_max_header_count: int = option(256, "Most headers of a request.", low=1)
     max_request_bytes: int = option(
-        64 << 20, "Quire's own. Most bytes of a request's body; a larger one is refused with 413.", low=1024, human=True
+        8 << 20, "Quire's own. Most bytes of a request's body; a larger one is refused with 413.", low=1024, human=True
     )
     max_json_depth: int = option(128, "Quire's own. Deepest nesting of a body.", low=4, high=512)
+    max_json_values: int = option(
+        1 << 20, "Quire's own. Most values of a body, token ids among them: memory grows with them.", low=1024
+    )
     max_num_choices: int = option(128, "Quire's own. Largest n of a request.", low=1)
     max_prompts_per_request: int = option(1024, "Quire's own. Most prompts in one completion request.", low=1)
     max_sequences_per_request: int = option(2048, "Quire's own. Most prompts times n.", low=1)

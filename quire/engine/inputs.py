@@ -154,11 +154,29 @@ class InputProcessor:
                 param="prompt",
             )
         else:
+            if keep is None:
+                self._check_length(prompt.text or "")
             special = kwargs.get("add_special_tokens", True)
             token_ids = tuple(self.tokenizer.encode(prompt.text or "", add_special_tokens=bool(special)))
         if keep is None:
             return token_ids
         return token_ids[:keep] if kwargs.get("truncation_side") == "right" else token_ids[-keep:]
+
+    def _check_length(self, text: str) -> None:
+        """A text that is too long whatever its tokens are is refused before it is tokenized."""
+        if len(text) > self.max_model_len and len(text) > (most := self.max_model_len * self._longest_token):
+            raise InputError(
+                f"the prompt has {len(text)} characters; max_model_len ({self.max_model_len}) tokens of this model "
+                f"have {most} at the most",
+                param="prompt",
+                value=len(text),
+            )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """In characters, or more: some vocabularies write bytes as characters."""
+        assert self.tokenizer is not None
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     def _keep(self, params: SamplingParams, kwargs: Mapping[str, Any]) -> int | None:
         """How many of the last prompt tokens stay; None: all."""
@@ -240,12 +258,27 @@ class InputProcessor:
             params.detokenize = False
         if params.thinking_token_budget is not None and self._no_budget is not None:
             raise InputError(self._no_budget, param="thinking_token_budget", value=params.thinking_token_budget)
-        if params.bad_words:
+        if params.bad_words and not (options.private and params.bad_words_token_ids):  # else an earlier prompt's
             params.bad_words_token_ids = self._bad_word_ids(params.bad_words)
         for word_ids in params.bad_words_token_ids or ():
             self._check_ids("bad_words", word_ids, param="bad_words")
+        if params.allowed_token_ids is not None:
+            self._check_allowed(params, params.allowed_token_ids)
         if self._processors:
             registry.load(CHECK_PARAMS)(self._processors, params)
+
+    def _check_allowed(self, params: SamplingParams, allowed: Sequence[int]) -> None:
+        """What is allowed must leave something to say."""
+        banned = {word[0] for word in params.bad_words_token_ids or () if len(word) == 1}
+        if params.min_tokens:
+            banned.update(self._stop_ids(params))
+            banned.update(() if params.ignore_eos or self.eos_token_id is None else (self.eos_token_id,))
+        if banned.issuperset(allowed):
+            raise InputError(
+                "allowed_token_ids leaves no token: all of them are forbidden by bad_words, or end the answer before "
+                f"min_tokens ({params.min_tokens})",
+                param="allowed_token_ids",
+            )
 
     @cached_property
     def _no_budget(self) -> str | None:
@@ -287,14 +320,11 @@ class InputProcessor:
         """As a word is written at the start of a text and after a space."""
         if self.tokenizer is None:
             raise InputError("bad_words need a tokenizer, and skip_tokenizer_init=True", param="bad_words")
-        found: list[list[int]] = []
-        for word in words:
-            bare = word.lstrip()
-            for form in (bare, f" {bare}"):
-                word_ids = self.tokenizer.encode(form, add_special_tokens=False)
-                if word_ids and word_ids not in found:
-                    found.append(word_ids)
-        return found
+        found: dict[tuple[int, ...], None] = {}
+        for word in dict.fromkeys(word.lstrip() for word in words):
+            for form in (word, f" {word}"):
+                found[tuple(self.tokenizer.encode(form, add_special_tokens=False))] = None
+        return [list(word_ids) for word_ids in found if word_ids]
 
     def _check_options(self, options: Options) -> None:
         priority, rank = options.priority, options.data_parallel_rank

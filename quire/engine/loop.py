@@ -20,7 +20,7 @@ from quire.engine.charge import Charge
 from quire.engine.control import Later, answer, kind_of, run_verb
 from quire.engine.pulse import Pulse
 from quire.executor.base import Executor, PendingResult
-from quire.schema.errors import OverloadedError, QuireError
+from quire.schema.errors import InputError, OverloadedError, QuireError
 from quire.schema.messages import (
     Abort,
     ControlCall,
@@ -225,6 +225,8 @@ class EngineLoop:
         for one in lost:  # the step's token for it is thrown away
             if one.error is None:
                 self._tell(self.scheduler.abort([one.request_id], FinishReason.STOP))
+            elif one.refused:
+                self._fail(one.request_id, InputError(one.error))
             else:
                 self._tell(self.scheduler.fail(one.request_id, one.error))
         return mask

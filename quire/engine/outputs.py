@@ -89,7 +89,7 @@ class OutputProcessor:
                 continue  # ended here before the engine knew
             entry, answer = found
             if output.finish_reason is FinishReason.ERROR:
-                if not output.error_kind:  # it ran, and did not merely meet a refusal
+                if not output.error_kind or _ran(output):  # it did not merely meet a refusal
                     self._measure_failure(entry, answer, output, current)
                 elif output.limit and self._metrics is not None:
                     self._metrics.rejected(output.limit)
@@ -347,6 +347,10 @@ class _Open:
             num_generation_tokens=sum(len(answer.token_ids) for answer in self.answers),
             num_preemptions=sum(t.num_preemptions for t in times),
         )
+
+
+def _ran(output: EngineOutput) -> bool:
+    return output.times is not None and output.times.scheduled > 0.0
 
 
 def _error_of(output: EngineOutput) -> Exception:

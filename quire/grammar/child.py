@@ -93,15 +93,23 @@ def _work(job: Job, boot: JobBoot, made: dict[str, Backend]) -> Answer:
             _limit_memory(boot.memory_bytes)
         if job.spec is None:
             return Answer()
-        compiled = made[job.backend].compile(job.spec)
-        _try_out(made[job.backend], job.spec, compiled, boot.vocabulary)
-        return Answer(compiled=compiled)
+        return _compiled(made[job.backend], job.spec, boot.vocabulary)
     except MemoryError:
         return Answer(refused=f"compiling it needs more than {boot.memory_bytes >> 20} MiB")
     except ValueError as wrong:
         return Answer(refused=str(wrong))
     except Exception as wrong:
         return Answer(failed=f"{type(wrong).__name__}: {wrong}")
+
+
+def _compiled(backend: Backend, spec: GrammarSpec, vocabulary: Vocabulary) -> Answer:
+    """A backend that stumbles over a constraint refuses it, in whatever words: what it was given is all it has read."""
+    try:
+        compiled = backend.compile(spec)
+        _try_out(backend, spec, compiled, vocabulary)
+    except (TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, RecursionError) as wrong:
+        return Answer(refused=f"{type(wrong).__name__}: {wrong}")
+    return Answer(compiled=compiled)
 
 
 def _try_out(backend: Backend, spec: GrammarSpec, compiled: bytes, vocabulary: Vocabulary) -> None:

@@ -36,10 +36,12 @@ _SLOW = f"the grammar is too complex: its masks took over {MOST_SECONDS:g} secon
 
 @dataclass
 class Lost:
-    """A request that its grammar ends. error None: the grammar is complete, and nothing more may follow."""
+    """A request that its grammar ends. error None: the grammar is complete, and nothing more may follow.
+    `refused`: the grammar is more than a request may ask for, which is its own fault."""
 
     request_id: str
     error: str | None = None
+    refused: bool = False
 
 
 @dataclass
@@ -50,6 +52,7 @@ class _Place:
     ends: tuple[int, ...] = ()
     num_outputs: int = 0
     wrong: str | None = None
+    outgrown: bool = False  # it went wrong by a limit of the backend's
     thought: Thought | None = None  # what may come before the answer
     agrees: bool = True  # the next token of a thought's start tag could be the answer's too
     num_agreed: int = 0  # tokens of the start tag that the matcher has taken
@@ -157,7 +160,7 @@ class Masks:
         for index, grant in enumerate(plan.grants):
             if grant.samples and (place := self._places.get(grant.request_id)) is not None:
                 if place.wrong is not None:
-                    lost.append(Lost(grant.request_id, place.wrong))
+                    lost.append(Lost(grant.request_id, place.wrong, refused=place.outgrown))
                 elif place.binds():
                     wanted.append((index, place))
         if not wanted:
@@ -209,9 +212,9 @@ class Masks:
             place = places[i]
             assert place.matcher is not None
             if place.is_slow():
-                lost.append(Lost(place.given.request_id, _SLOW))
+                lost.append(Lost(place.given.request_id, _SLOW, refused=True))
             elif (fault := place.matcher.fault()) is not None:
-                lost.append(Lost(place.given.request_id, f"the grammar is too complex to go on: {fault}"))
+                lost.append(Lost(place.given.request_id, f"the grammar is too complex to go on: {fault}", refused=True))
             elif (ended := _set_ends(place, rows[i])) is not None:
                 lost.append(ended)
         return lost
@@ -249,6 +252,7 @@ def _accept(place: _Place, token_ids: Sequence[int]) -> None:
             return
         if not matcher.accept(token_id):
             fault = matcher.fault()
+            place.outgrown = fault is not None
             place.wrong = f"token {token_id} does not follow the grammar" + (f": {fault}" if fault else "")
             return
 

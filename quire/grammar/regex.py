@@ -14,12 +14,15 @@ from quire.schema.errors import InputError
 MOST_CHARS = 1 << 16
 MOST_NESTING = 100
 MOST_REPEAT = 100_000  # the product of nested {n,m}
+_MOST_DIGITS = len(str(MOST_REPEAT))
 _PARAM = "structured_outputs"
 _ESCAPES = {
     "b": "a word boundary (\\b)", "B": "a word boundary (\\B)", "A": "\\A", "Z": "\\Z", "z": "\\z", "G": "\\G",
 }  # fmt: skip
 _PIECE = re.compile(
-    r"\\(?:[pP]\{[^}]*\}|.)|\(\?(?:<[=!]|[=!:>]|P?<\w+>|P=\w+\)|[a-zA-Z-]+[:)]|.?)|\{\d*,?\d*\}|.", re.S
+    # possessive and bounded: what has no end is not looked through again from every place
+    r"\\(?:[pP]\{[^{}]{0,64}+\}|.)|\(\?(?:<[=!]|[=!:>]|P?<\w++>|P=\w++\)|[a-zA-Z-]++[:)]|.?)|\{\d*+,?+\d*+\}|.",
+    re.S,
 )
 # What a class means both to Python's `re` and to guidance (which has two meanings of its own, one for JSON schemas);
 # within [^...], what it means to any of them.
@@ -125,7 +128,10 @@ class _Reader:
         self.inner[-1] = max(self.inner[-1], self.closed)
 
     def _repeat(self, piece: str) -> None:
-        most = max((int(n) for n in piece[1:-1].split(",") if n), default=1)
+        counts = [n.lstrip("0") or "0" for n in piece[1:-1].split(",") if n]
+        if (longest := max(map(len, counts), default=0)) > _MOST_DIGITS:
+            raise _refuse(f"the regex has a number of {longest} digits in braces; the limit is {MOST_REPEAT}")
+        most = max(map(int, counts), default=1)
         repeats = self.closed * max(most, 1)
         if repeats > MOST_REPEAT:
             raise _refuse(f"the regex repeats something {repeats} times; the limit is {MOST_REPEAT}", value=repeats)

@@ -159,7 +159,11 @@ def _read_parts(form: object) -> Needs:
             needs.not_xgrammar += found.not_xgrammar
             if part.get("style", "json") != "json":
                 needs.keywords["'style' of a structural tag"] = None
-        if kind == "regex" and isinstance(part.get("pattern"), str):
+        if kind == "regex":
+            if not isinstance(part.get("pattern"), str):
+                raise _refuse(
+                    f"the pattern of a structural tag's regex must be a string, got {part.get('pattern')!r:.80}"
+                )
             needs.not_xgrammar += read_regex(part["pattern"]).not_xgrammar
         waiting += [value for key, value in part.items() if key != "json_schema" and isinstance(value, list | dict)]
     return needs

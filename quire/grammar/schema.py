@@ -18,6 +18,8 @@ MOST_NODES = 20_000
 MANY_OPTIONAL = 24  # optional properties of one object from which xgrammar's compile time grows with their square
 MANY_VALUES = 1000
 _PARAM = "structured_outputs"
+_ENOUGH = 32  # reasons against a backend; a client may give any number
+_SHOWN = 200  # characters of a place
 
 _NOTES = frozenset((
     "$schema", "$id", "$comment", "$anchor", "$vocabulary", "title", "description", "default", "example", "examples",
@@ -59,7 +61,7 @@ class Needs:
     keywords: dict[str, None] = field(default_factory=dict)
 
     def note(self, reason: str) -> None:
-        if reason not in self.not_xgrammar:
+        if len(self.not_xgrammar) < _ENOUGH and reason not in self.not_xgrammar:
             self.not_xgrammar.append(reason)
 
     def beyond(self, known: Collection[str]) -> str | None:
@@ -97,6 +99,7 @@ def read_schema(schema: object) -> Needs:
 
 
 def _children(node: Mapping[str, Any], path: str) -> Iterator[tuple[object, str]]:
+    path = path[: _SHOWN + 1]  # it is only shown; each of many children has one
     for name in _ONE:
         if name in node:
             value = node[name]
@@ -113,7 +116,7 @@ def _children(node: Mapping[str, Any], path: str) -> Iterator[tuple[object, str]
         if name in node:
             if not isinstance(node[name], Mapping):
                 raise _refuse(f"{name} at {_at(path)} must map names to schemas")
-            yield from ((child, f"{path}/{name}/{key}") for key, child in node[name].items())
+            yield from ((child, f"{path}/{name}/{key:.{_SHOWN}}") for key, child in node[name].items())
 
 
 def _read_node(node: Mapping[str, Any], path: str, needs: Needs) -> None:
@@ -124,17 +127,17 @@ def _read_node(node: Mapping[str, Any], path: str, needs: Needs) -> None:
                 value=name,
             )
         if name not in _KNOWN and name not in _NOTES and name not in _HARMLESS and name != "uniqueItems":
-            needs.note(f"the unknown keyword '{name}'")
+            needs.note(f"the unknown keyword {name!r:.80}")
         if name in _NOT_XGRAMMAR:
             needs.note(f"'{name}'")
         if name not in _NOTES:
             needs.keywords[name] = None
+    _read_object(node, path, needs)  # before anything takes `required` for a list of names
     _read_forms(node, needs)
     if "pattern" in node:
         _read_pattern(node["pattern"], path)
     _read_alone(node, needs)
     _read_type(node, path, needs)
-    _read_object(node, path, needs)
     values = node.get("enum")
     if values is not None and (not isinstance(values, list) or not values):
         raise _refuse(f"enum at {_at(path)} must be a list that is not empty")
@@ -248,7 +251,7 @@ def _read_object(node: Mapping[str, Any], path: str, needs: Needs) -> None:
 
 
 def _at(path: str) -> str:
-    return f"'#{path}'" if len(path) <= 200 else f"'#{path[:200]}…'"
+    return f"'#{path}'" if len(path) <= _SHOWN else f"'#{path[:_SHOWN]}…'"
 
 
 def _refuse(message: str, *, value: object = None) -> InputError:

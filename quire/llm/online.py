@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 log = logger(__name__)
 BEAM_FLOW, BEAM_FORMS = "quire.llm.beam_flow:BeamFlow", "quire.llm.beam_form:BeamForms"  # numpy comes with them
+_LANES = 4  # long prompts that are read at the same time
 _LONG_TEXT = 4096  # characters; tokenizing less is quicker than going to another thread
 
 
@@ -230,7 +231,7 @@ class AsyncLLM:
         self.front = Front(vllm_config, own_process=own_process, client=client, metrics_folder=metrics_folder)
         self.io_processor = None
         self._streams = _Streams(self.front)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._pool = ThreadPoolExecutor(_LANES, thread_name_prefix="tokenize")
         self._stopped = False
         self.front.client.stream(self._streams)
         self._searches: weakref.WeakSet[BeamFlow] = weakref.WeakSet()
@@ -310,9 +311,9 @@ class AsyncLLM:
         return forms
 
     async def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams, options: Options) -> Asked:
-        """Check and tokenize; nothing runs yet. A long text is tokenized in another thread."""
+        """Check and tokenize; nothing runs yet. What is long is read in another thread."""
         self._check_alive()
-        if prompt.token_ids is not None or len(prompt.text or "") < _LONG_TEXT:
+        if not _is_long(prompt, params):
             return self.front.prepare(request_id, prompt, params, options)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, self.front.prepare, request_id, prompt, params, options)
@@ -445,3 +446,10 @@ def _close(front: Front, pool: ThreadPoolExecutor, made_later: contextlib.ExitSt
     front.close()
     made_later.close()
     pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _is_long(prompt: Prompt, params: SamplingParams) -> bool:
+    """Whether reading it could hold up the event loop: a long text, constraints, many bad words."""
+    if params.structured_outputs is not None or sum(map(len, params.bad_words or ())) >= _LONG_TEXT:
+        return True
+    return prompt.token_ids is None and len(prompt.text or "") >= _LONG_TEXT

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from quire.base import env
 from quire.base.clock import now as monotonic
 from quire.sched import audit, stop
@@ -29,7 +31,7 @@ from quire.schema.errors import ConfigError, InputError, OverloadedError
 from quire.schema.kv import KVLayout
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
 from quire.schema.stats import CacheStats, StepStats
-from quire.schema.step import Grant, LogprobRows, StepPlan, StepResult
+from quire.schema.step import FORBIDS_ALL, Grant, LogprobRows, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from quire.config.engine import EngineConfig
@@ -184,7 +186,7 @@ class Scheduler:
             if request.epoch != grant.epoch:
                 continue
             if not plain and request.id in result.failed:
-                outputs.append(self._finish(request, Ending(FinishReason.ERROR), error=result.failed[request.id]))
+                outputs.append(self._lose(request, result.failed[request.id]))
                 continue
             if grant.start < request.num_prompt:
                 prompt_tokens += min(grant.count, request.num_prompt - grant.start)
@@ -251,6 +253,11 @@ class Scheduler:
             num_cached_tokens=request.num_cached,
             times=copy.copy(request.times) if first else None,
         )
+
+    def _lose(self, request: Request, reason: str) -> EngineOutput:
+        """A worker gave it up. What left no token to choose was asked for."""
+        last = self._finish(request, Ending(FinishReason.ERROR), error=reason)
+        return msgspec.structs.replace(last, error_kind=InputError.__name__) if reason == FORBIDS_ALL else last
 
     def _finish(
         self,

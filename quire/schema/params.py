@@ -250,6 +250,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             raise InputError(f"extra_args must be a dict, got {type(self.extra_args).__name__}", param="extra_args")
 
 
+_MOST_PENALTY = 32.0  # a length to this power, and to its inverse, is still a number
+
+
 class BeamSearchParams(msgspec.Struct, omit_defaults=True, dict=True, kw_only=True):
     """How LLM.beam_search searches."""
 
@@ -270,7 +273,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, dict=True, kw_only=Tr
         _check_int("beam_width", self.beam_width, 1)
         _check_int("max_tokens", self.max_tokens, 1)
         _check_float("temperature", self.temperature, 0.0, math.inf)
-        _check_float("length_penalty", self.length_penalty, -math.inf, math.inf)
+        _check_float("length_penalty", self.length_penalty, -_MOST_PENALTY, _MOST_PENALTY)
 
 
 class PoolingParams(msgspec.Struct, omit_defaults=True, dict=True):

@@ -22,6 +22,9 @@ import msgspec
 
 from quire.schema.params import SamplingParams
 
+# In StepResult.failed: what a request asked for left it no token. Its own fault, unlike any other reason.
+FORBIDS_ALL = "no token could be chosen: masks, allowed_token_ids, bad_words or logits processors together forbid all"
+
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     """All a worker must know of a request for as long as its row lives."""

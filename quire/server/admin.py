@@ -117,9 +117,12 @@ async def invocations(call: Call, request: ChatRequest | CompletionRequest) -> N
         await create_completion(call, request)
 
 
-def _read_invocation(raw: bytes, max_depth: int) -> ChatRequest | CompletionRequest:
-    check_json(raw, max_depth)
-    keys = msgspec.json.decode(raw, type=dict[str, msgspec.Raw], strict=False) if raw.lstrip()[:1] == b"{" else {}
+def _read_invocation(raw: bytes, max_depth: int, max_values: int) -> ChatRequest | CompletionRequest:
+    check_json(raw, max_depth, max_values)
+    try:
+        keys = msgspec.json.decode(raw, type=dict[str, msgspec.Raw], strict=False) if raw.lstrip()[:1] == b"{" else {}
+    except (msgspec.DecodeError, UnicodeDecodeError) as wrong:
+        raise InputError(f"the body is no JSON: {wrong}", param="body") from None
     if "messages" in keys:
         return ChatRequest.model_validate_json(raw)
     if "prompt" in keys:

@@ -133,7 +133,7 @@ class Call:
 
 
 Handler = Callable[[Call, Any], Awaitable[None]]
-Reader = Callable[[bytes, int], Any]
+Reader = Callable[[bytes, int, int], Any]  # raw, most levels, most values
 
 
 class App(FastAPI):
@@ -258,12 +258,12 @@ async def _run(app: App, handler: Handler, reader: Reader, scope: Scope, receive
     try:
         raw = await call.read()
         call.check_type()
-        depth = state.options.max_json_depth
+        depth, values = state.options.max_json_depth, state.options.max_json_values
         if len(raw) > _LARGE:
             loop = asyncio.get_running_loop()
-            body = await loop.run_in_executor(state.renderers, reader, raw, depth)
+            body = await loop.run_in_executor(state.renderers, reader, raw, depth, values)
         else:
-            body = reader(raw, depth)
+            body = reader(raw, depth, values)
         await handler(call, body)
     except ClientGoneError:
         pass

@@ -19,6 +19,7 @@ from quire.server.openai.chat_prompt import render_prompt
 from quire.server.openai.chat_protocol import Message, Tool
 from quire.server.openai.envelope import encode
 from quire.server.openai.limits import check_template_trust
+from quire.server.openai.protocol import ListOf, Tokens
 from quire.server.route import App, Call, add_route
 from quire.server.state import ServerState
 
@@ -37,14 +38,14 @@ class TokenizeCompletionRequest(BaseModel):
 class TokenizeChatRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
     model: str | None = None
-    messages: list[Message] = Field(examples=[[{"role": "user", "content": "Say hi"}]])
+    messages: ListOf[Message] = Field(examples=[[{"role": "user", "content": "Say hi"}]])
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
     add_special_tokens: bool | None = False
     return_token_strs: bool | None = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = None
+    tools: ListOf[Tool] | None = None
 
 
 class TokenizeResponse(BaseModel):
@@ -57,7 +58,7 @@ class TokenizeResponse(BaseModel):
 class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
     model: str | None = None
-    tokens: list[int] = Field(examples=[[19556, 905]])
+    tokens: Tokens = Field(examples=[[19556, 905]])
 
 
 class DetokenizeResponse(BaseModel):
@@ -83,8 +84,8 @@ def add_routes(app: App, state: ServerState) -> None:
         app.include_router(_info)
 
 
-def _read_either(raw: bytes, max_depth: int) -> TokenizeCompletionRequest | TokenizeChatRequest:
-    check_json(raw, max_depth)
+def _read_either(raw: bytes, max_depth: int, max_values: int) -> TokenizeCompletionRequest | TokenizeChatRequest:
+    check_json(raw, max_depth, max_values)
     # The one key that tells them apart may also stand in a text; a wrong guess is only a refusal that names it.
     if b'"messages"' in raw and b'"prompt"' not in raw:
         return TokenizeChatRequest.model_validate_json(raw)
@@ -114,13 +115,22 @@ async def detokenize(call: Call, request: DetokenizeRequest) -> None:
     """The text of token ids."""
     state = call.state
     state.served.check(request.model)
+    tokens, limit = request.tokens, state.served.max_model_len
+    if len(tokens) > limit:
+        raise InputError(
+            f"tokens has {len(tokens)} ids; the limit is max_model_len ({limit})", param="tokens", value=len(tokens)
+        )
     vocab_size = state.engine.front.inputs.vocab_size
-    for token_id in request.tokens:
+    for token_id in (min(tokens, default=0), max(tokens, default=0)):
         if not 0 <= token_id < vocab_size:
             raise InputError(
                 f"tokens holds {token_id}; this model's ids are 0 to {vocab_size - 1}", param="tokens", value=token_id
             )
-    await call.reply(encode({"prompt": state.tokenizer.decode(request.tokens)}))
+    if len(tokens) < _LONG_TEXT:
+        text = state.tokenizer.decode(tokens)
+    else:
+        text = await asyncio.get_running_loop().run_in_executor(state.renderers, state.tokenizer.decode, tokens)
+    await call.reply(encode({"prompt": text}))
 
 
 async def _chat_text(state: ServerState, request: TokenizeChatRequest) -> str:

@@ -7,12 +7,14 @@ hook, which refuses them until the multimodal room takes it).
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.schema.errors import InputError, NotBuiltError
 
+MOST_DEPTH = 128  # of a tool call's arguments
 Part = dict[str, Any]
 MediaHook = Callable[[Part], Part | str]
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
@@ -95,6 +97,22 @@ def _checked(message: Any, number: int) -> dict[str, Any]:
     return clean
 
 
+def _is_deep(data: Any) -> bool:
+    level = [data]
+    for _ in range(MOST_DEPTH + 1):
+        parts = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        if not parts:
+            return False
+        level = list(itertools.chain.from_iterable(parts))
+    return True
+
+
+def _too_deep(where: str) -> InputError:
+    return InputError(
+        f"{where} has a tool call whose arguments are nested deeper than {MOST_DEPTH} levels", param="messages"
+    )
+
+
 def _call_as_data(call: Any, where: str) -> Any:
     """Templates want the arguments of a call as data; clients send them as JSON text."""
     if not isinstance(call, Mapping):
@@ -105,8 +123,12 @@ def _call_as_data(call: Any, where: str) -> Any:
     text = function["arguments"]
     try:
         data = json.loads(text) if text.strip() else {}
-    except json.JSONDecodeError:
+    except ValueError:
         data = text  # what the model wrote then; it may well be broken
+    except RecursionError:
+        raise _too_deep(where) from None
+    if text.count("[") + text.count("{") > MOST_DEPTH and _is_deep(data):
+        raise _too_deep(where)
     return {**call, "function": {**function, "arguments": data}}
 
 

@@ -24,7 +24,7 @@ from quire.ops.copy import download, upload
 from quire.sampling.logprobs import Ask, Picked, join, pick, values_of
 from quire.sampling.plain import FILTERS
 from quire.sampling.sampler import Sampler
-from quire.schema.step import LogprobRows, Mask, StepPlan, StepResult
+from quire.schema.step import FORBIDS_ALL, LogprobRows, Mask, StepPlan, StepResult
 from quire.worker.device_inputs import DeviceInputs, Sampled
 from quire.worker.graphs import DecodeGraphs
 from quire.worker.inputs import StepShape, build, sampled_of, shape_of
@@ -271,4 +271,4 @@ def _mask_of(mask: Mask, sample_grants: list[int], logits: Tensor) -> tuple[Tens
 def _why(score: float) -> str:
     if math.isnan(score):
         return "the model produced logits that are not numbers (NaN), so no token could be chosen"
-    return "no token could be chosen: masks, allowed_token_ids, bad_words or logits processors together forbid all"
+    return FORBIDS_ALL

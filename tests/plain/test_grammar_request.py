@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+import tracemalloc
 from functools import reduce
 from typing import Any
 
@@ -221,3 +223,50 @@ def test_the_reason_for_another_backend_is_logged(caplog: pytest.LogCaptureFixtu
     with caplog.at_level("INFO", logger="quire.grammar.choose"):
         assert spec_of(json={"type": "integer", "multipleOf": 7}).backends == ("guidance",)
     assert "xgrammar does not do 'multipleOf'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["a{" + "9" * 65_000, "\\p{" * 21_000, "(?<" + "a" * 65_000, "(?" + "a" * 65_000, "a{1" + "1," * 32_000],
+    ids=["number", "property", "name", "flags", "bounds"],
+)  # fmt: skip
+def test_a_regex_is_read_in_one_pass(source: str) -> None:
+    began = time.monotonic()
+    with contextlib.suppress(InputError):
+        read_regex(source)
+    assert time.monotonic() - began < 2.0
+
+
+@pytest.mark.parametrize("repeat", ["9" * 5000, "1," + "9" * 5000, "9" * 5000 + ","])
+def test_a_repeat_of_thousands_of_digits_is_refused(repeat: str) -> None:
+    with pytest.raises(InputError, match="5000 digits"):
+        read_regex(f"a{{{repeat}}}")
+    read_regex("a{" + "0" * 5000 + "7}")
+
+
+@pytest.mark.parametrize("required", [5, [{}], [5], "a", {"a": 1}])
+def test_required_is_a_list_of_names(required: Any) -> None:
+    with pytest.raises(InputError, match="list of names"):
+        read_schema({"type": "object", "properties": {"a": {}}, "required": required})
+
+
+def test_a_schema_of_unknown_keywords_is_read_in_one_pass() -> None:
+    began = time.monotonic()
+    needs = read_schema({f"unknown-{i}": 1 for i in range(60_000)})
+    assert time.monotonic() - began < 2.0 and 0 < len(needs.not_xgrammar) < 100
+
+
+def test_a_long_name_is_not_kept_for_each_of_its_children() -> None:
+    schema = {"properties": {"x" * 300_000: {"properties": {f"p{i}": {} for i in range(1000)}}}}
+    tracemalloc.start()
+    try:
+        read_schema(schema)
+        assert tracemalloc.get_traced_memory()[1] < 20e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_words_of_a_client_come_to_the_log_escaped(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        spec_of(json={"type": "object", "made\nup \x1b[31m": 1})
+    assert "made\\nup" in caplog.text and "\x1b" not in caplog.text

@@ -7,7 +7,7 @@ import pytest
 from quire.schema.kv import KVKind
 from quire.schema.messages import FinishReason
 from quire.schema.params import RepetitionDetectionParams, SamplingParams
-from quire.schema.step import Grant, LogprobRows, StepResult
+from quire.schema.step import FORBIDS_ALL, Grant, LogprobRows, StepResult
 from tests.plain.sched_kit import EOS, Bench, counts, request
 
 SCRIPT = [7, 8, EOS, 9, 5, 5, 6, 4, 6, 4, 3]  # what the model says after a prompt of 4
@@ -144,6 +144,14 @@ def test_a_failure_ends_one_request_and_its_blocks_are_not_offered_again() -> No
     assert bench.scheduler.num_running == 1
     bench.add(request("c", prompt))
     assert bench.plan().joined[0].blocks == ((),)
+
+
+def test_what_forbids_every_token_is_the_requests_own_fault() -> None:
+    bench = Bench()
+    bench.add(request("a", 5), request("b", 5))
+    bench.step()
+    bench.step(failed={"a": "the logits are not numbers", "b": FORBIDS_ALL})
+    assert [bench.seen[name][-1].error_kind for name in "ab"] == ["", "InputError"]
 
 
 def test_reset_prefix_cache() -> None:

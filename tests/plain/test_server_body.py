@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from quire.schema.errors import InputError
-from quire.server.body import check_finite, check_json, is_deeper
+from quire.server import body
+from quire.server.body import check_finite, check_json, is_deeper, num_values
 
 
 def depth_of(value: Any) -> int:
@@ -54,3 +55,40 @@ def test_numbers() -> None:
     check_finite("x", {"a": [1.0, "b", None]})
     with pytest.raises(InputError, match="inf"):
         check_finite("x", {"a": [float("inf")]})
+
+
+def _count(value: object) -> int:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if parts is None else 1 + max(0, len(parts) - 1) + sum(map(_count, parts))
+
+
+def test_values_are_counted_outside_of_strings(monkeypatch):
+    made = random.Random(5)
+
+    def value(depth):
+        kind = made.choice("sssldn" if depth else "sn")
+        if kind == "l":
+            return [value(depth - 1) for _ in range(made.randrange(4))]
+        if kind == "d":
+            return {word(): value(depth - 1) for _ in range(made.randrange(4))}
+        return word() if kind == "s" else made.randrange(99)
+
+    def word():
+        return "".join(made.choice('\\"[]{},a') for _ in range(made.randrange(9)))
+
+    for size in (1, 2, 3, 7, 1 << 20):  # wherever a slice ends
+        monkeypatch.setattr(body, "_SLICE", size)
+        for _ in range(200):
+            found = [value(4)]
+            raw = json.dumps(found).encode()
+            assert num_values(raw) == _count(found)
+            deep = next(depth for depth in range(9) if not is_deeper(raw, depth))
+            assert is_deeper(raw, deep - 1) and not is_deeper(raw, deep)
+
+
+def test_a_body_of_too_many_values_is_refused_before_it_is_read():
+    check_json(b"[" + b"1," * 998 + b"1]", 9, 1000)
+    check_json(json.dumps("," * 5000 + "[" * 5000).encode(), 9, 1000)
+    for raw in (b"[" + b"1," * 1000 + b"1]", b"[" + b"[]," * 600 + b"[]]", b"[" * 2000):
+        with pytest.raises(InputError, match="max-json-values"):
+            check_json(raw, 9, 1000)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import ssl
@@ -15,7 +17,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 
+from quire.server import limits
 from tests.server.hosted import Hosted, completion, hosted, started, wait_until
 
 KEYS = ("first-key", "second-key")
@@ -227,6 +231,112 @@ def test_what_is_no_http_is_refused(server):
         wire.sendall(b"\x16\x03\x01\x02\x00 hello\r\n\r\n")
         assert wire.recv(65536).startswith(b"HTTP/1.1 400")
     assert server.get("/health").status_code == 200
+
+
+CHUNKED = {**GOOD, "Content-Type": "application/json", "Transfer-Encoding": "chunked"}
+
+
+def _chunked(body: dict[str, object], trailers: bytes) -> bytes:
+    raw = json.dumps(body).encode()
+    return b"%x\r\n%s\r\n0\r\n%s\r\n" % (len(raw), raw, trailers)
+
+
+def test_trailers_are_no_headers(server):
+    with _connection(server) as wire:
+        head = {name: value for name, value in CHUNKED.items() if name != "Authorization"}
+        trailer = f"Authorization: Bearer {KEYS[0]}\r\n".encode()
+        wire.sendall(_head("POST", "/v1/completions", head) + _chunked(completion(), trailer))
+        assert wire.recv(65536).startswith(b"HTTP/1.1 401")
+    with _connection(server) as wire:
+        for _ in range(2):  # the connection goes on
+            wire.sendall(_head("POST", "/v1/completions", CHUNKED) + _chunked(completion(), b"x-sum: 1\r\n" * 20))
+            assert _answer(wire).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "trailers",
+    [b"x-big: " + b"y" * 9000 + b"\r\n", b"x: 1\r\n" * 60, b"x-some: " + b"y" * 800 + b"\r\n" + b"x: 1\r\n" * 1500],
+    ids=["large", "many", "large and many"],
+)
+def test_trailers_over_the_limits_are_refused(server, trailers):
+    with _connection(server) as wire:
+        wire.sendall(_head("POST", "/v1/completions", CHUNKED) + _chunked(completion(), trailers))
+        assert _until_closed(wire).startswith(b"HTTP/1.1 431")
+
+
+@pytest.mark.parametrize("key", [True, False], ids=["with a key", "without"])
+@pytest.mark.parametrize("begin", [b"1\r\n{\r\n0\r\nx: ", b"1\r\n{\r\n0\r\n", b"1\r\n{\r\n5;x="])
+def test_a_trailer_without_end_is_cut_off(server, begin, key):
+    head = CHUNKED if key else {**CHUNKED, "Authorization": "no"}
+    piece = b"y" * 65536 if not begin.endswith(b"0\r\n") else b"y: 1\r\n" * 1000
+    with _connection(server) as wire:
+        wire.sendall(_head("POST", "/v1/completions", head) + begin)
+        with pytest.raises(OSError):
+            for _ in range(1000):  # 64 MB
+                wire.sendall(piece)
+    assert server.get("/health").status_code == 200
+
+
+def test_a_request_refused_before_its_body_ends_closes_its_connection(server):
+    with _connection(server) as wire:
+        wire.sendall(_head("POST", "/v1/completions", {**CHUNKED, "Authorization": "no"}) + b"1\r\n{\r\n")
+        assert _until_closed(wire).startswith(b"HTTP/1.1 401")
+
+
+def test_a_body_that_comes_behind_its_refusal_keeps_the_connection(server):
+    with _connection(server) as wire:
+        wire.sendall(_head("POST", "/v1/completions", {"Authorization": "no", "Content-Length": "9"}))
+        assert _answer(wire).startswith(b"HTTP/1.1 401")
+        wire.sendall(b"x" * 9 + _head("GET", "/health", {}))
+        assert wire.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_a_slow_trailer_is_cut_off(monkeypatch):
+    monkeypatch.setattr(limits, "HEAD_SECONDS", 0.3)
+    with live_protocol() as (host, port), socket.create_connection((host, port), timeout=30) as wire:
+        wire.sendall(_head("POST", "/", {"Transfer-Encoding": "chunked"}) + b"1\r\n{\r\n0\r\n")
+        assert _until_closed(wire) == b""
+
+
+def _answer(wire: socket.socket) -> bytes:
+    """A whole answer of known length; the connection stays open."""
+    found = b""
+    while True:
+        found += (more := wire.recv(65536))
+        head, end, body = found.partition(b"\r\n\r\n")
+        length = re.search(rb"(?i)content-length: (\d+)", head)
+        if not more or (end and length and len(body) >= int(length[1])):
+            return found
+
+
+def _until_closed(wire: socket.socket) -> bytes:
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while more := wire.recv(65536):
+            found += more
+    return found
+
+
+@contextlib.contextmanager
+def live_protocol():
+    """The protocol alone, over an app that reads whole bodies."""
+
+    async def app(scope, receive, send):
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    config = uvicorn.Config(app, http=limits.LimitedProtocol, lifespan="off", log_level="critical")
+    server, listening = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+    thread.start()
+    try:
+        yield listening.getsockname()
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(30)
+        listening.close()
 
 
 def _connection(server: Hosted) -> socket.socket:

@@ -134,7 +134,7 @@ def _arguments(text: str) -> dict[str, Any]:
     """A model may write what is no JSON, or be cut off; its words are then kept under a name of ours."""
     try:
         found = json.loads(text) if text.strip() else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {"raw_arguments": text}
 

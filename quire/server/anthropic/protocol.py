@@ -11,7 +11,7 @@ from typing import Any, Literal, Required
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
-from quire.server.openai.protocol import Scalar
+from quire.server.openai.protocol import ExtraArgs, ListOf
 
 _OPEN = ConfigDict(extra="allow")
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
@@ -27,7 +27,7 @@ class Block(TypedDict, total=False):
     tool_use_id: str | None
     name: str | None
     input: dict[str, Any] | None
-    content: str | list[dict[str, Any]] | None
+    content: str | ListOf[dict[str, Any]] | None
     is_error: bool | None
     thinking: str | None
     signature: str | None
@@ -36,7 +36,7 @@ class Block(TypedDict, total=False):
 class AnthropicMessage(TypedDict, total=False):
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     role: Required[Literal["user", "assistant", "system"]]
-    content: Required[str | list[Block]]
+    content: Required[str | ListOf[Block]]
 
 
 class AnthropicTool(TypedDict, total=False):
@@ -85,10 +85,10 @@ class _Prompt(BaseModel):
 
     model: str | None = None
     """One of the served names; absent, the server's model."""
-    messages: list[AnthropicMessage] = Field(examples=[[{"role": "user", "content": "Say hi"}]])
+    messages: ListOf[AnthropicMessage] = Field(examples=[[{"role": "user", "content": "Say hi"}]])
     """A last message of the assistant is continued."""
-    system: str | list[Block] | None = None
-    tools: list[AnthropicTool] | None = None
+    system: str | ListOf[Block] | None = None
+    tools: ListOf[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -106,7 +106,7 @@ class AnthropicCountTokensRequest(_Prompt):
 
 class AnthropicMessagesRequest(_Prompt):
     max_tokens: int = Field(examples=[16])
-    stop_sequences: list[str] | None = None
+    stop_sequences: ListOf[str] | None = None
     stream: bool | None = False
     temperature: float | None = None
     top_k: int | None = None
@@ -117,7 +117,7 @@ class AnthropicMessagesRequest(_Prompt):
     """Taken and not used: there is one tier."""
     cache_salt: str | None = None
     """Prompts share cached blocks only with prompts of the same salt."""
-    vllm_xargs: dict[str, Scalar | list[Scalar]] | None = None
+    vllm_xargs: ExtraArgs | None = None
     """Further arguments for custom logits processors."""
     watermarking: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None

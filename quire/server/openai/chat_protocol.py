@@ -10,7 +10,7 @@ from typing import Any, Literal, Required
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
-from quire.server.openai.protocol import GenerateRequest, PromptLogprobs, Tokens, Usage
+from quire.server.openai.protocol import GenerateRequest, ListOf, PromptLogprobs, Tokens, Usage
 
 _OPEN = ConfigDict(extra="allow")
 
@@ -41,10 +41,10 @@ class Message(TypedDict, total=False):
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     role: Required[str]
-    content: str | list[str | ContentPart] | None
+    content: str | ListOf[str | ContentPart] | None
     name: str | None
     tool_call_id: str | None
-    tool_calls: list[MessageToolCall] | None
+    tool_calls: ListOf[MessageToolCall] | None
 
 
 class FunctionDefinition(TypedDict, total=False):
@@ -61,7 +61,7 @@ class Tool(TypedDict, total=False):
 
 
 class ChatRequest(GenerateRequest):
-    messages: list[Message] = Field(
+    messages: ListOf[Message] = Field(
         examples=[[{"role": "user", "content": "Say hi"}]], json_schema_extra={"minItems": 1}
     )
     max_tokens: int | None = None
@@ -70,7 +70,7 @@ class ChatRequest(GenerateRequest):
     logprobs: bool | None = False
     top_logprobs: int | None = None
     """So many most likely tokens per position; needs logprobs."""
-    tools: list[Tool] | None = None
+    tools: ListOf[Tool] | None = None
     """Shown to the template; their calls are found with --enable-auto-tool-choice and --tool-call-parser."""
     tool_choice: str | dict[str, Any] | None = None
     """`none`, `auto`, `required`, or {"type": "function", "function": {"name": ...}}."""
@@ -85,7 +85,7 @@ class ChatRequest(GenerateRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
     """Go on with the last message instead of opening a new one; needs add_generation_prompt false."""
-    documents: list[dict[str, Any]] | None = None
+    documents: ListOf[dict[str, Any]] | None = None
     chat_template: str | None = None
     """Jinja text; needs --trust-request-chat-template."""
     chat_template_kwargs: dict[str, Any] | None = None

@@ -59,8 +59,8 @@ class PreparedCompletion(NamedTuple):
 
 
 def prepare_completion(state: ServerState, request: CompletionRequest) -> PreparedCompletion:
+    check_request(request, state.options, num_prompts(request))
     prompts = read_prompts(request)
-    check_request(request, state.options, len(prompts))
     only_echo = bool(request.echo) and request.max_tokens == 0
     asked = None if only_echo else request.max_tokens
     most = 1 if only_echo else most_tokens(state, asked, DEFAULT_MAX_TOKENS)
@@ -73,12 +73,18 @@ def prepare_completion(state: ServerState, request: CompletionRequest) -> Prepar
     return PreparedCompletion(prompts, params, asked, request.add_special_tokens is not False, only_echo)
 
 
-def read_prompts(request: CompletionRequest) -> list[Prompt]:
-    """Text, ids, or a list of either, as a list of prompts."""
+def num_prompts(request: CompletionRequest) -> int:
+    """Told before a single one is read."""
     given: Any = request.prompt
-    salt = request.cache_salt
     if given is None or (not given and given != ""):
         raise InputError("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
+    return 1 if isinstance(given, str) or isinstance(given[0], int) else len(given)
+
+
+def read_prompts(request: CompletionRequest) -> list[Prompt]:
+    """Text, ids, or a list of either, as a list of prompts. There are some (num_prompts)."""
+    given: Any = request.prompt
+    salt = request.cache_salt
     if isinstance(given, str):
         return [Prompt(text=given, cache_salt=salt)]
     if isinstance(given[0], int):

@@ -21,6 +21,7 @@ from quire.server.openai.structured import GUIDED, GUIDED_WHITESPACE
 
 log = logger(__name__)
 _MOST_LOGPROB_IDS = 1024
+_MOST_BAD_CHARS = 1 << 16
 _WARNED_FIELDS = 100  # so many unknown names are reported; a client may send any number
 _warned: set[str] = set()
 # Refused whenever they ask for something. Names that clients of older servers send are here too.
@@ -69,6 +70,8 @@ def check_request(request: GenerateRequest, options: ServerConfig, num_prompts: 
     ):
         if given := getattr(request, name):
             _check_most(name, len(given), limit, flag, "entries")
+    if request.bad_words:
+        _check_most("bad_words", sum(map(len, request.bad_words)), _MOST_BAD_CHARS, None, "characters")
     if request.cache_salt is not None and not request.cache_salt:
         raise InputError("cache_salt is an empty string; leave it out or give one", param="cache_salt")
     if request.stream_options is not None and not request.stream:

@@ -6,13 +6,37 @@ and what is not built are checked in limits.py; parameters are made in params.py
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from annotated_types import MaxLen
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 INT64 = (1 << 63) - 1
 Scalar = str | int | float
-Tokens = list[int]
+Entry = TypeVar("Entry")
+
+
+class _FirstFault(FailFast):
+    """FailFast that may stand in a union of Python 3.11."""
+
+    __hash__ = object.__hash__
+
+
+ListOf = Annotated[list[Entry], _FirstFault()]  # of a million wrong entries, the first tells enough
+Tokens = ListOf[int]
+MOST_ENTRIES = 1 << 16
+
+
+def _few(given: Any) -> Any:
+    """Every wrong entry of an object is reported, so there may only be so many."""
+    if isinstance(given, dict) and len(given) > MOST_ENTRIES:
+        raise ValueError(f"it has {len(given)} entries; the limit is {MOST_ENTRIES}")
+    return given
+
+
+Few = BeforeValidator(_few)
+Most = MaxLen(MOST_ENTRIES)
+ExtraArgs = Annotated[dict[str, Scalar | ListOf[Scalar]], Few]
 
 
 class StreamOptions(BaseModel):
@@ -51,9 +75,9 @@ class GenerateRequest(BaseModel):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Few] | None = None
     """Token id (as a string) to a number added to its logit, from -100 to 100."""
-    stop: str | list[str] | None = Field(None, examples=[["\n\n"]])
+    stop: str | ListOf[str] | None = Field(None, examples=[["\n\n"]])
     stop_token_ids: Tokens | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -65,7 +89,7 @@ class GenerateRequest(BaseModel):
     truncation_side: Literal["left", "right"] | None = None
     """Which end of the prompt is cut off; left."""
     allowed_token_ids: Tokens | None = None
-    bad_words: list[str] | None = None
+    bad_words: ListOf[str] | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: Tokens | None = None
     """Log probabilities of these tokens too, at every position; needs logprobs."""
@@ -83,7 +107,7 @@ class GenerateRequest(BaseModel):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     """Tokens of logprobs are written as token_id:NUMBER."""
-    vllm_xargs: dict[str, Scalar | list[Scalar]] | None = None
+    vllm_xargs: ExtraArgs | None = None
     """Further arguments for custom logits processors."""
     repetition_detection: RepetitionDetection | None = None
     user: str | None = None
@@ -113,7 +137,7 @@ class GenerateRequest(BaseModel):
 
 
 class CompletionRequest(GenerateRequest):
-    prompt: str | list[str] | Tokens | list[Tokens] | None = Field(None, examples=["The sea is"])
+    prompt: str | ListOf[str] | Tokens | Annotated[ListOf[Tokens], Most] | None = Field(None, examples=["The sea is"])
     """Text, token ids, or a list of either."""
     max_tokens: int | None = Field(None, examples=[16])
     """Most tokens of an answer; 16. With echo, 0 gives the prompt alone."""
@@ -122,7 +146,7 @@ class CompletionRequest(GenerateRequest):
     logprobs: int | None = None
     """So many most likely tokens with their log probabilities, per position."""
     suffix: str | None = None
-    prompt_embeds: str | list[str] | None = None
+    prompt_embeds: str | ListOf[str] | None = None
 
 
 class PromptTokensDetails(BaseModel):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
-from quire.server.openai.protocol import INT64, Scalar, Tokens
+from quire.server.openai.protocol import INT64, ExtraArgs, ListOf, Tokens
 
 _OPEN = ConfigDict(extra="allow")
 Includable = Literal[
@@ -28,12 +28,12 @@ class InputItem(TypedDict, total=False):
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     type: str | None
     role: str
-    content: str | list[dict[str, Any]] | None
+    content: str | ListOf[dict[str, Any]] | None
     call_id: str
     name: str
     arguments: str
-    output: str | list[dict[str, Any]]
-    summary: list[dict[str, Any]]
+    output: str | ListOf[dict[str, Any]]
+    summary: ListOf[dict[str, Any]]
     encrypted_content: str | None
 
 
@@ -64,7 +64,7 @@ class ResponseReasoning(BaseModel):
 class ResponsesRequest(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, use_attribute_docstrings=True)
 
-    input: str | list[InputItem] = Field(examples=["Say hi"])
+    input: str | ListOf[InputItem] = Field(examples=["Say hi"])
     """A text, or messages, function calls and their outputs, and reasoning."""
     model: str | None = None
     """One of the served names; absent, the server's model."""
@@ -72,7 +72,7 @@ class ResponsesRequest(BaseModel):
     """A system message of this answer alone; previous_response_id does not carry it over."""
     background: bool | None = False
     """Answer at once with `queued`; needs the store."""
-    include: list[Includable] | None = None
+    include: ListOf[Includable] | None = None
     """`message.output_text.logprobs` has an effect. Reasoning always comes in the clear."""
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None
@@ -91,7 +91,7 @@ class ResponsesRequest(BaseModel):
     stream_options: dict[str, Any] | None = None
     text: ResponseTextConfig | None = None
     tool_choice: str | dict[str, Any] | None = None
-    tools: list[ResponseTool] | None = None
+    tools: ListOf[ResponseTool] | None = None
     truncation: Literal["auto", "disabled"] | None = "disabled"
     """`auto` cuts off the beginning of a prompt that is too long."""
     temperature: float | None = Field(None, examples=[0.7])
@@ -105,7 +105,7 @@ class ResponsesRequest(BaseModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | ListOf[str] | None = None
     stop_token_ids: Tokens | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -114,7 +114,7 @@ class ResponsesRequest(BaseModel):
     request_id: str | None = None
     """Part of the answer's id; the header X-Request-Id goes before it."""
     cache_salt: str | None = None
-    vllm_xargs: dict[str, Scalar | list[Scalar]] | None = None
+    vllm_xargs: ExtraArgs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the template; needs --trust-request-chat-template."""
     user: str | None = None

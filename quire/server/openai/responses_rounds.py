@@ -94,7 +94,7 @@ class Rounds:
         if self._running is None:
             try:
                 arguments = json.loads(part.text or "{}")
-            except ValueError as wrong:
+            except (ValueError, RecursionError) as wrong:
                 arguments = None
                 reason = f"the arguments are no JSON: {wrong}"
             else:
