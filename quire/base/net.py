@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import socket
 import stat
@@ -48,6 +49,13 @@ def host_ip() -> str:
 def join_host_port(host: str, port: int) -> str:
     """'host:port', with the brackets an IPv6 address needs."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host can reach what is bound to this address."""
+    found = ipaddress.ip_address(address)
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return (mapped or found).is_loopback
 
 
 def open_listener(host: str | None, port: int) -> socket.socket:

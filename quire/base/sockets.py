@@ -9,14 +9,13 @@ Must not know what the frames mean.
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Sequence
 
 import zmq
 
 from quire.base.codec import Frame
+from quire.base.folders import make_folder, remove_folder, sweep_folders
 
 _LONGEST_PATH = 100  # a unix socket's path is limited to about 107 bytes
 _LAST_WORDS_MS = 300  # after a death notice: how long frames already on their way may take to arrive
@@ -27,10 +26,11 @@ class PeerGoneError(ConnectionError):
 
 
 def private_folder() -> str:
-    """A new folder for mailboxes that no other user can enter (mode 0700)."""
-    folder = tempfile.mkdtemp(prefix="quire-")
+    """A new folder for mailboxes that no other user can enter (mode 0700). Those of killed processes go."""
+    sweep_folders()
+    folder = make_folder()
     if len(os.fsencode(folder)) > _LONGEST_PATH - len("/client-99"):
-        os.rmdir(folder)
+        remove_folder(folder)
         raise OSError(f"the temporary folder {folder!r} is too long a path for a socket: set TMPDIR to a shorter one")
     return folder
 
@@ -120,7 +120,7 @@ class Wire:
         self._inbox.close()
 
     def remove_folder(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_folder(self.folder)
 
 
 class Hub:

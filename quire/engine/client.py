@@ -15,7 +15,6 @@ import logging
 import os
 import queue
 import random
-import shutil
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -26,6 +25,7 @@ import msgspec
 
 from quire.base import env, registry
 from quire.base.codec import Codec, CodecError, Frame
+from quire.base.folders import remove_folder
 from quire.base.log import logger
 from quire.base.procs import STACKS, Child, held_interrupt
 from quire.base.sockets import PeerGoneError, Wire, private_folder
@@ -285,7 +285,7 @@ class Begun(NamedTuple):
     def end(self) -> None:
         """See that nothing of it is left, whatever became of it."""
         self.child.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_folder(self.folder)
 
 
 def begin_engine(*, shared: bool = False) -> Begun:

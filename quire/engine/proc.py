@@ -2,8 +2,8 @@
 
 In: a resolved EngineConfig. `start_engine` gives the loop to whoever lives in the same process; `main` is the first
 function of an engine process: it serves its client, or several, until the one that started it says stop. Any exception
-in the loop or a worker ends the process, after its last word (EngineDied) says why. The only engine file that knows
-concrete classes of many rooms.
+in the loop, a worker or the thread that reads the mailbox ends the process, after its last word (EngineDied) says why:
+an engine that lives hears. The only engine file that knows concrete classes of many rooms.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ log = logger(__name__)
 CONFIG = "quire.config:EngineConfig"
 DIED = 1  # exit code after EngineDied
 _LAST_WORDS_S = 5.0
+_LONGEST_NUMBER = 6  # digits of a client's
 
 
 class Started(NamedTuple):
@@ -215,6 +216,8 @@ def _serve(started: Started, post: _Post) -> None:
     receiver = _Receiver(started.ready, post, inbox)
     threading.Thread(target=receiver.run, name="engine inbox", daemon=True).start()
     started.loop.run(inbox, post.emit)
+    if receiver.failed is not None:
+        raise receiver.failed
     started.loop.close()
 
 
@@ -226,22 +229,32 @@ class _Receiver:
         self._post = post
         self._inbox = inbox
         self._codec: Codec[ToEngine] = Codec(ToEngine)
+        self.failed: Exception | None = None  # why it stopped reading, unless it was told to
 
     def run(self) -> None:
-        while True:
-            try:
-                sender, frames = self._post.hub.receive()
-            except PeerGoneError:
-                self._inbox.put(Stop())
-                return
-            client = int(sender)
-            try:
-                message = self._codec.decode(frames)
-            except CodecError as wrong:
-                log.error("A message to the engine could not be read: %s", wrong)
-                self._answer_unreadable(client, frames[0], wrong)
-            else:
-                self._take(client, message)
+        """Until the mailbox is closed, or something goes wrong: either way the loop ends."""
+        try:
+            while True:
+                self._read()
+        except PeerGoneError:
+            pass
+        except Exception as failed:
+            self.failed = failed
+        self._inbox.put(Stop())
+
+    def _read(self) -> None:
+        sender, frames = self._post.hub.receive()
+        client = _client_of(sender)
+        if client is None:
+            log.error("A message to the engine names no sender, and is left out: %.40r", sender)
+            return
+        try:
+            message = self._codec.decode(frames)
+        except CodecError as wrong:
+            log.error("A message to the engine could not be read: %s", wrong)
+            self._answer_unreadable(client, frames, wrong)
+        else:
+            self._take(client, message)
 
     def _take(self, client: int, message: ToEngine) -> None:
         routes = self._post.routes
@@ -258,10 +271,10 @@ class _Receiver:
         else:
             self._inbox.put(routes.arrive(client, message))
 
-    def _answer_unreadable(self, client: int, frame: Frame, wrong: CodecError) -> None:
+    def _answer_unreadable(self, client: int, frames: list[Frame], wrong: CodecError) -> None:
         """Whoever waits for the answer must hear of it, if the message still says who that is."""
         try:
-            message = msgspec.msgpack.decode(frame)
+            message = msgspec.msgpack.decode(frames[0] if frames else b"")
         except (msgspec.MsgspecError, ValueError, RecursionError):
             return
         if not isinstance(message, dict):
@@ -270,3 +283,8 @@ class _Receiver:
             self._post.send(client, Outputs(outputs=[failed_output(request_id, InputError(str(wrong)))]))
         elif isinstance(call_id := message.get("call_id"), int):
             self._post.send(client, reply_with_error(call_id, InputError(str(wrong))))
+
+
+def _client_of(sender: bytes) -> int | None:
+    """The number of a client, as base/sockets.py puts it before a message; None: it is no such number."""
+    return int(sender) if len(sender) <= _LONGEST_NUMBER and sender.isdigit() else None

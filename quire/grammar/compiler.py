@@ -1,15 +1,15 @@
 """Compiler: specs to compiled grammars, off the step's path, in children that are killed when they take too long.
 
     submit(spec) ──▶ a worker thread ──▶ its child: backend.compile ──▶ the thread: backend.load ──▶ Compiled
-Compiled grammars are kept, the latest used, up to a number of bytes; refusals are kept too, so that a hostile grammar
-costs its time once. Threads and children start with the first spec. Must not know: requests, steps.
+Which is next is for jobs.py to say; one that nobody waits for any more is stopped, and its child with it. Compiled
+grammars are kept, the latest used, up to a number of bytes; refusals are kept too, so that a hostile grammar costs its
+time once. Threads and children start with the first spec. Must not know: requests, steps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import queue
 import select
 import subprocess
 import sys
@@ -25,6 +25,7 @@ from quire.base.clock import now
 from quire.base.log import logger
 from quire.grammar.backend import Backend, Vocabulary, make_backend
 from quire.grammar.child import LENGTH_BYTES, Answer, Job, JobBoot
+from quire.grammar.jobs import CompileJob, Jobs
 from quire.schema.errors import InputError, QuireError
 from quire.schema.grammar import GrammarSpec
 
@@ -33,6 +34,7 @@ _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from quire.gr
 _START_SECONDS = 120.0  # for imports and the vocabulary, on a busy machine
 _PARAM = "structured_outputs"
 _ENOUGH = 4096  # refusals and grammars remembered
+_LOOK_SECONDS = 0.05  # between two looks at whether a job still has to go on
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Limits:
     compiled_bytes: int = 1 << 26  # of one compiled grammar
     cache_bytes: int = 1 << 29  # of all that are kept
     num_workers: int = 2
+    most_queued: int = 256  # that wait for a worker; more are refused
+    first_seconds: float = 1.0  # after which a grammar makes way for those that have not had their try
 
 
 @dataclass(frozen=True)
@@ -58,17 +62,22 @@ class _TimeoutError(Exception):
     pass
 
 
+class _StoppedError(Exception):
+    """The job is to be given back."""
+
+
 class Compiler:
     def __init__(self, vocabulary: Callable[[], Vocabulary], limits: Limits, done: Callable[[], None]) -> None:
         """`done` is called from a worker thread whenever something is ready to be fetched."""
         self._make_vocabulary = vocabulary
         self.limits = limits
         self._done = done
-        self._jobs: queue.SimpleQueue[GrammarSpec | None] = queue.SimpleQueue()
+        self._jobs = Jobs(
+            num_workers=limits.num_workers, most_queued=limits.most_queued, first_seconds=limits.first_seconds
+        )
         self._lock = threading.Lock()
         self._kept: OrderedDict[GrammarSpec, tuple[Outcome, int]] = OrderedDict()
         self._bytes = 0
-        self._under_way: set[GrammarSpec] = set()
         self._vocabulary: Vocabulary | None = None
         self._backends: dict[str, Backend] = {}
         self._making = threading.Lock()
@@ -77,17 +86,20 @@ class Compiler:
         self.num_compiled = 0
 
     def submit(self, spec: GrammarSpec) -> None:
-        """Start it, unless it is there or under way already."""
+        """Start it, unless it is there or under way already. OverloadedError: too many wait."""
         with self._lock:
-            if spec in self._kept or spec in self._under_way:
+            if spec in self._kept:
                 return
-            self._under_way.add(spec)
-            if len(self._threads) < min(self.limits.num_workers, len(self._under_way)):
+            self._jobs.put(spec)
+            if len(self._threads) < min(self.limits.num_workers, len(self._jobs)):
                 name = f"grammar {len(self._threads)}"
                 thread = threading.Thread(target=self._run, name=name, daemon=True)
                 self._threads.append(thread)
                 thread.start()
-        self._jobs.put(spec)
+
+    def drop(self, spec: GrammarSpec) -> None:
+        """Whoever submitted it is gone: it need not be compiled."""
+        self._jobs.drop(spec)
 
     def fetch(self, spec: GrammarSpec) -> Outcome | None:
         """What came of it; None while it is under way."""
@@ -105,8 +117,7 @@ class Compiler:
             return self._vocabulary
 
     def close(self) -> None:
-        for _ in self._threads:
-            self._jobs.put(None)
+        self._jobs.close()
         with self._lock:
             children = list(self._children)
         for child in children:
@@ -114,19 +125,23 @@ class Compiler:
 
     def _run(self) -> None:
         child: _Child | None = None
-        while (spec := self._jobs.get()) is not None:
+        while (job := self._jobs.take()) is not None:
             outcome: Outcome
             began = now()
             try:
                 child = child or self._new_child()
-                outcome = self._compile(child, spec)
+                outcome = self._compile(child, job)
+            except _StoppedError:
+                log.debug("A %s grammar was stopped after %.3f s", job.spec.kind, now() - began)
+                self._jobs.give_back(job)
+                continue
             except QuireError as refused:
                 outcome = refused
             except Exception as broken:
                 log.exception("A grammar could not be compiled")
                 outcome = QuireError(f"the grammar could not be compiled: {type(broken).__name__}: {broken}")
-            log.debug("A %s grammar took %.3f s to compile", spec.kind, now() - began)
-            self._keep(spec, outcome)
+            log.debug("A %s grammar took %.3f s to compile", job.spec.kind, now() - began)
+            self._keep(job, outcome)
             self._done()
         if child is not None:
             child.kill()
@@ -137,12 +152,12 @@ class Compiler:
             self._children.append(child)
         return child
 
-    def _compile(self, child: _Child, spec: GrammarSpec) -> Compiled:
+    def _compile(self, child: _Child, job: CompileJob) -> Compiled:
         """With the first backend that manages."""
         refusals: list[InputError] = []
-        for name in spec.backends:
+        for name in job.spec.backends:
             try:
-                return self._compile_with(name, child, spec)
+                return self._compile_with(name, child, job)
             except InputError as refused:
                 refusals.append(refused)
                 log.info("Grammar backend %s: %.200s", name, refused)
@@ -152,13 +167,16 @@ class Compiler:
                 log.warning("Grammar backend %s: %.200s", name, failed)
         raise refusals[0]
 
-    def _compile_with(self, name: str, child: _Child, spec: GrammarSpec) -> Compiled:
+    def _compile_with(self, name: str, child: _Child, job: CompileJob) -> Compiled:
+        spec = job.spec
         made = child.ask(Job(backend=name), _START_SECONDS)
         if made.failed or made.refused:
             raise QuireError(f"the grammar backend {name!r} does not start: {made.failed or made.refused}")
         limits = self.limits
         try:
-            answer = child.ask(Job(backend=name, spec=spec), limits.seconds)
+            answer = child.ask(
+                Job(backend=name, spec=spec), limits.seconds, lambda spent: self._jobs.must_stop(job, spent)
+            )
         except _TimeoutError:
             raise InputError(
                 f"the {spec.kind} constraint is too complex: compiling it takes over {limits.seconds:g} seconds",
@@ -195,10 +213,11 @@ class Compiler:
                 log.info("Grammar backend %s ready in %.1f s", name, now() - began)
             return self._backends[name]
 
-    def _keep(self, spec: GrammarSpec, outcome: Outcome) -> None:
+    def _keep(self, job: CompileJob, outcome: Outcome) -> None:
+        spec = job.spec
         cost = len(spec.text) + (outcome.backend.cost(outcome.loaded) if isinstance(outcome, Compiled) else 1000)
         with self._lock:
-            self._under_way.discard(spec)
+            self._jobs.done(job)
             if isinstance(outcome, Compiled):
                 self.num_compiled += 1
             self._kept[spec] = outcome, cost
@@ -215,17 +234,30 @@ class _Child:
         self._boot = boot
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, job: Job, seconds: float) -> Answer:
-        """EOFError: it died over it. _TimeoutError: it was killed."""
+    def ask(self, job: Job, seconds: float, stop: Callable[[float], bool] = lambda spent: False) -> Answer:
+        """EOFError: it died over it. _TimeoutError: it was killed. _StoppedError: `stop` said so of the seconds spent,
+        and it was killed if it had begun."""
+        if stop(0.0):
+            raise _StoppedError
         process = self._process
         if process is None or process.poll() is not None:
             process = self._process = self._open()
         _write(process, job)
-        end = now() + seconds
+        began = now()
+
+        def look() -> float:
+            """How long to wait before the next look."""
+            spent = now() - began
+            if stop(spent):
+                raise _StoppedError
+            if spent > seconds:
+                raise _TimeoutError
+            return min(_LOOK_SECONDS, seconds - spent)
+
         try:
-            size = int.from_bytes(_read(process, LENGTH_BYTES, end), "little")
-            return msgspec.msgpack.decode(_read(process, size, end), type=Answer)
-        except (_TimeoutError, EOFError):
+            size = int.from_bytes(_read(process, LENGTH_BYTES, look), "little")
+            return msgspec.msgpack.decode(_read(process, size, look), type=Answer)
+        except (_TimeoutError, _StoppedError, EOFError):
             self.kill()
             raise
 
@@ -244,12 +276,12 @@ class _Child:
         return process
 
 
-def _read(process: subprocess.Popen[bytes], count: int, end: float) -> bytes:
+def _read(process: subprocess.Popen[bytes], count: int, look: Callable[[], float]) -> bytes:
     pipe, parts = process.stdout, []
     assert isinstance(pipe, io.BufferedReader)
     while count:
-        if not select.select([pipe], [], [], max(0.0, end - now()))[0]:
-            raise _TimeoutError
+        if not select.select([pipe], [], [], look())[0]:
+            continue
         piece = pipe.read1(min(count, 1 << 20))
         if not piece:
             raise EOFError

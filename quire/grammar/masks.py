@@ -10,6 +10,7 @@ Must not know: logits, the queue, text.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from quire.base.log import logger
 from quire.grammar.backend import Backend, Matcher, Rows, Vocabulary
 from quire.grammar.compiler import Compiled, Compiler, Limits
 from quire.grammar.thought import Stage, Thought
-from quire.schema.errors import QuireError
+from quire.schema.errors import OverloadedError, QuireError
 from quire.schema.grammar import GrammarSpec
 from quire.schema.messages import EngineOutput, EngineRequest
 from quire.schema.step import Mask, StepPlan
@@ -95,13 +96,15 @@ class Masks:
         self._alone = False  # each mask is timed alone
         self._places: dict[str, _Place] = {}
         self._pending: dict[str, GrammarSpec] = {}
+        self._num_waiting: Counter[GrammarSpec] = Counter()  # requests that wait for each
 
     @property
     def compiling(self) -> bool:
         return bool(self._pending)
 
     def add(self, request: EngineRequest) -> bool:
-        """True: it may run at once. False: once `poll` has named it. QuireError: it is known to be refused."""
+        """True: it may run at once. False: once `poll` has named it. QuireError: it is known to be refused, or too many
+        wait for theirs."""
         spec, place = request.grammar, _Place(request)
         if spec is None:  # a budget for its thought, and nothing else
             place.thought = self._watch(request) if self._watch is not None else None
@@ -111,13 +114,14 @@ class Masks:
         outcome = self.compiler.fetch(spec)
         if isinstance(outcome, QuireError):
             raise outcome
+        if outcome is None:
+            self.compiler.submit(spec)
+            self._pending[request.request_id] = spec
+            self._num_waiting[spec] += 1
         self._places[request.request_id] = place
         if outcome is not None:
             self._start(place, outcome)
-            return True
-        self._pending[request.request_id] = spec
-        self.compiler.submit(spec)
-        return False
+        return outcome is not None
 
     def poll(self) -> list[tuple[str, QuireError | None]]:
         """Requests whose grammar is ready, or refused, since the last call."""
@@ -126,11 +130,10 @@ class Masks:
         self._news.clear()
         found: list[tuple[str, QuireError | None]] = []
         for request_id, spec in list(self._pending.items()):
-            outcome = self.compiler.fetch(spec)
+            outcome = self._outcome(spec)
             if outcome is None:
-                self.compiler.submit(spec)  # made, and pushed out of the cache before anybody came for it
                 continue
-            del self._pending[request_id]
+            self._forget(request_id)
             if isinstance(outcome, QuireError):
                 self._places.pop(request_id, None)
                 found.append((request_id, outcome))
@@ -139,13 +142,34 @@ class Masks:
                 found.append((request_id, None))
         return found
 
+    def _outcome(self, spec: GrammarSpec) -> Compiled | QuireError | None:
+        outcome = self.compiler.fetch(spec)
+        if outcome is None:
+            try:
+                self.compiler.submit(spec)  # made, and pushed out of the cache before anybody came for it
+            except OverloadedError as full:
+                return full
+        return outcome
+
+    def _forget(self, request_id: str) -> GrammarSpec | None:
+        """It waits no longer; the grammar it waited for, if it was the last that did."""
+        spec = self._pending.pop(request_id, None)
+        if spec is None:
+            return None
+        self._num_waiting[spec] -= 1
+        if self._num_waiting[spec]:
+            return None
+        del self._num_waiting[spec]
+        return spec
+
     def wait(self, seconds: float) -> None:
         """Until something may have been compiled."""
         self._news.wait(seconds)
 
     def drop(self, request_id: str) -> None:
         self._places.pop(request_id, None)
-        self._pending.pop(request_id, None)
+        if (unwanted := self._forget(request_id)) is not None:
+            self.compiler.drop(unwanted)
 
     def close(self) -> None:
         self.compiler.close()

@@ -1,15 +1,17 @@
 """A JSON schema read for what it needs: keywords, sizes, and what a backend would not hold to the letter.
 
 In: a parsed schema. Out: Needs, or an InputError that names the keyword and where it stands. Nothing is compiled here.
-A keyword that neither backend enforces is refused, because an answer that ignores it would not be valid.
+A keyword that neither backend enforces is refused, because an answer that ignores it would not be valid; so is a
+reference that names nothing, which some would take for a schema of anything. What references name is read too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from quire.grammar.refs import References
 from quire.grammar.regex import read_regex
 from quire.schema.errors import InputError
 
@@ -69,6 +71,15 @@ class Needs:
         return next((name for name in self.keywords if name not in known), None)
 
 
+class _Part(NamedTuple):
+    """A schema within a schema."""
+
+    node: object
+    path: str
+    depth: int
+    base: str  # that references in it are relative to
+
+
 def tag_part(name: object) -> str:
     """The word for a part of a structural tag."""
     return f"the part {name!r:.40} of a structural tag"
@@ -76,26 +87,55 @@ def tag_part(name: object) -> str:
 
 def read_schema(schema: object) -> Needs:
     """Walk the whole schema once, without recursion."""
-    needs, num_nodes = Needs(), 0
-    waiting: list[tuple[object, str, int]] = [(schema, "", 0)]
+    needs, references, num_nodes = Needs(), References(schema), 0
+    waiting = [_Part(schema, "", 0, "")]
+    referring: list[Mapping[str, Any]] = []
     while waiting:
-        node, path, depth = waiting.pop()
-        num_nodes += 1
-        if depth > MOST_DEPTH:
-            raise _refuse(f"the schema is nested deeper than {MOST_DEPTH} levels", value=depth)
-        if num_nodes > MOST_NODES:
-            raise _refuse(f"the schema has more than {MOST_NODES} parts", value=num_nodes)
-        if isinstance(node, bool):
-            if node is False and not path.endswith(("/additionalProperties", "/items", "/additionalItems")):
-                needs.note("a schema that is false")
-            if not path.endswith("/additionalProperties"):
-                needs.keywords["a schema that is true or false"] = None
-            continue
-        if not isinstance(node, Mapping):
-            raise _refuse(f"{_at(path)} is {node!r:.80}; a schema is an object, true or false", value=node)
-        _read_node(node, path, needs)
-        waiting.extend((child, place, depth + 1) for child, place in _children(node, path))
+        while waiting:
+            part = waiting.pop()
+            num_nodes += 1
+            if num_nodes > MOST_NODES:
+                raise _refuse(f"the schema has more than {MOST_NODES} parts", value=num_nodes)
+            node = _read_part(part, needs)
+            if node is None:
+                continue
+            base = references.enter(node, part.base)
+            if "$ref" in node:
+                referring.append(node)
+            waiting += [_Part(child, place, part.depth + 1, base) for child, place in _children(node, part.path)]
+        waiting = _read_references(referring, references, needs)
+        referring = []
     return needs
+
+
+def _read_part(part: _Part, needs: Needs) -> Mapping[str, Any] | None:
+    """None: it is true or false, and has no parts."""
+    node, path = part.node, part.path
+    if part.depth > MOST_DEPTH:
+        raise _refuse(f"the schema is nested deeper than {MOST_DEPTH} levels", value=part.depth)
+    if isinstance(node, bool):
+        if node is False and not path.endswith(("/additionalProperties", "/items", "/additionalItems")):
+            needs.note("a schema that is false")
+        if not path.endswith("/additionalProperties"):
+            needs.keywords["a schema that is true or false"] = None
+        return None
+    if not isinstance(node, Mapping):
+        raise _refuse(f"{_at(path)} is {node!r:.80}; a schema is an object, true or false", value=node)
+    _read_node(node, path, needs)
+    return node
+
+
+def _read_references(referring: list[Mapping[str, Any]], references: References, needs: Needs) -> list[_Part]:
+    """Those that are named, and stand where no schema was looked for."""
+    found: dict[int, _Part] = {}
+    for node in referring:
+        target = references.find(node)
+        if not references.is_plain(node):
+            needs.note("a '$ref' that is no plain pointer")
+            needs.keywords["a '$ref' that is no plain pointer"] = None
+        if isinstance(target, Mapping) and not references.entered(target):
+            found[id(target)] = _Part(target, f"/…/{str(node['$ref']).rpartition('/')[2]}", 0, "")
+    return list(found.values())
 
 
 def _children(node: Mapping[str, Any], path: str) -> Iterator[tuple[object, str]]:

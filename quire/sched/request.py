@@ -13,6 +13,7 @@ Must not know: gates, order, blocks (it only carries what kv_cache.py holds for 
 from __future__ import annotations
 
 from quire.sched.kv_cache import Holding
+from quire.sched.repetition import Repetition
 from quire.schema.messages import EngineRequest
 from quire.schema.stats import RequestTimes
 from quire.schema.step import Grant, NewRow
@@ -21,8 +22,8 @@ from quire.schema.step import Grant, NewRow
 class Request:
     __slots__ = (
         "computed", "drafts", "end", "epoch", "given", "held", "id", "last_token", "limit", "next_block", "num_cached",
-        "num_prompt", "num_prompt_logprobs", "order", "planned", "room", "running", "stops", "target", "times",
-        "tokens", "watch_from",
+        "num_prompt", "num_prompt_logprobs", "order", "planned", "repetition", "room", "running", "stops", "target",
+        "times", "tokens", "watch_from",
     )  # fmt: skip
 
     def __init__(self, given: EngineRequest, *, limit: int, queued: float) -> None:
@@ -31,9 +32,9 @@ class Request:
         self.num_prompt = len(self.tokens)
         self.limit = limit  # tokens in all, prompt included, at which it ends
         self.stops = stop_ids(given)
-        self.watch_from = (
-            limit if given.params.repetition_detection is None else 0
-        )  # length from which any token may end
+        rule = given.params.repetition_detection
+        self.repetition = None if rule is None else Repetition(rule, start=self.num_prompt)
+        self.watch_from = limit if rule is None else 0  # length from which any token may end
         self.order: tuple[float, ...] = ()
         self.running = False
         self.epoch = 0

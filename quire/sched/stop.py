@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from quire.sched.request import Request
 from quire.schema.messages import FinishReason
-from quire.schema.params import RepetitionDetectionParams
 
 
 class Ending(NamedTuple):
@@ -36,19 +35,6 @@ def ends(request: Request, token: int) -> Ending | None:
         return Ending(FinishReason.STOP, None if is_eos else token)
     if len(request.tokens) >= request.limit:
         return Ending(FinishReason.LENGTH)
-    if may_stop and params.repetition_detection and repeats(request, params.repetition_detection):
+    if may_stop and request.repetition is not None and request.repetition.found(request.tokens):
         return Ending(FinishReason.REPETITION)
     return None
-
-
-def repeats(request: Request, rule: RepetitionDetectionParams) -> bool:
-    """The output ends in `min_count` copies of one pattern of an allowed size."""
-    tokens, num_outputs = request.tokens, request.num_outputs
-    copies = max(2, rule.min_count)
-    for size in range(max(1, rule.min_pattern_size), rule.max_pattern_size + 1):
-        span = size * copies
-        if span > num_outputs:
-            return False
-        if tokens[-span:-size] == tokens[-span + size :]:
-            return True
-    return False

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from quire import __version__
 from quire.base.clock import Laps
 from quire.base.log import logger
-from quire.base.net import join_host_port, open_listener, open_unix_listener
+from quire.base.net import is_loopback, join_host_port, open_listener, open_unix_listener
 from quire.base.registry import load
 from quire.config.logs import apply_logging
 from quire.engine.client import Begun, ProcessClient
@@ -38,6 +38,7 @@ RUN, TLS_SETTINGS = "quire.server.host:run", "quire.server.tls:settings"
 CHOOSE_PARSERS = "quire.server.state:choose_parsers"
 TOOL_SERVER = "quire.server.tool_server:ToolServer"
 SUPERVISE = "quire.server.supervisor:supervise"
+_CERTIFICATE_REQUIRED = 2  # ssl_cert_reqs
 
 
 class StartError(QuireError):
@@ -56,6 +57,7 @@ def serve(options: ServerConfig, config: EngineConfig, laps: Laps, begun: Begun 
             load(TOOL_SERVER).of(options.tool_server)
         with listener(options) as (opened, url):
             say_start(config)
+            warn_if_open(options, opened)
             if options.api_server_count > 1:
                 status: int = load(SUPERVISE)(options, config, opened, url, laps, begun)
                 return status
@@ -97,7 +99,7 @@ def open_engine(options: ServerConfig, config: EngineConfig, **how: Any) -> Asyn
 
 @contextlib.contextmanager
 def listener(options: ServerConfig) -> Iterator[tuple[socket.socket, str]]:
-    """The bound socket, and the address to open."""
+    """The bound socket, and the address that is bound: 0.0.0.0 where it is every address of this host."""
     if options.uds:
         try:
             opened = open_unix_listener(options.uds)
@@ -115,9 +117,8 @@ def listener(options: ServerConfig) -> Iterator[tuple[socket.socket, str]]:
     except OSError as wrong:
         raise _cannot_listen(options, wrong) from None
     host, port = opened.getsockname()[:2]
-    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     with opened:
-        yield opened, f"{'https' if options.tls else 'http'}://{join_host_port(shown, port)}"
+        yield opened, f"{'https' if options.tls else 'http'}://{join_host_port(host, port)}"
 
 
 def _cannot_listen(options: ServerConfig, wrong: OSError) -> ConfigError:
@@ -162,6 +163,19 @@ def say_start(config: EngineConfig) -> None:
         "Quire %s: %s (%s), %s on %s, context %d", __version__, model.served_model_name, model.path, model.dtype,
         config.device_config.device, model.max_model_len,
     )  # fmt: skip
+
+
+def warn_if_open(options: ServerConfig, opened: socket.socket) -> None:
+    """Where other hosts reach a server that asks for no key and no certificate, its operator should have meant it."""
+    if options.uds or options.keys or options.ssl_cert_reqs == _CERTIFICATE_REQUIRED:
+        return
+    host, port = opened.getsockname()[:2]
+    if not is_loopback(host):
+        log.warning(
+            "Whoever can reach %s may use this server: it asks for no key. Set --api-key (or QUIRE_API_KEY), or listen "
+            "for this host alone with --host 127.0.0.1",
+            join_host_port(host, port),
+        )
 
 
 def say_ready(config: EngineConfig, ready: EngineReady, url: str, laps: Laps) -> None:

@@ -12,11 +12,13 @@ import pytest
 
 from quire.base import env
 from quire.config import EngineArgs
+from quire.engine import proc
 from quire.engine.client import InProcessClient, ProcessClient, make_client
 from quire.schema.errors import CheckpointError, EngineDeadError, InputError, NotBuiltError
 from quire.schema.messages import EngineRequest, FinishReason
 from quire.schema.params import SamplingParams
 from tests.fake_engine import EOS, double, ids_of, name_of_model, use_fake, write_model
+from tests.fake_engine import main as fake_main
 
 FORMS = {"in process": InProcessClient, "own process": ProcessClient}
 
@@ -234,6 +236,38 @@ def test_a_message_the_engine_cannot_read_is_answered(process):
     assert output.request_id == "a" and output.finish_reason is FinishReason.ERROR and "max_tokens" in output.error
     process._reader.send([b"\xc1 nothing at all"])
     assert process.call("is_paused") is False
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [[b""], [b"", b""], [b"nobody"], [b"-1", b""], [b"\xff\xfe"], [b"9" * 5000, b"\x80"], [b"0"], [b"0", b""]],
+    ids=lambda frames: repr(frames)[:30],
+)
+def test_frames_that_are_no_message_leave_an_engine_that_hears(process, frames):
+    process._reader.wire._lead = []
+    process._reader.wire.send(frames)
+    process._reader.wire._lead = [b"0"]
+    assert process.call("is_paused", timeout=20) is False
+
+
+def test_an_engine_that_cannot_read_its_mailbox_dies_and_says_why(config, monkeypatch):
+    monkeypatch.setattr("quire.engine.client.MAIN", "tests.plain.test_engine_client:deafened")
+    client = ProcessClient(config)
+    client.wait_ready()
+    with pytest.raises(EngineDeadError, match="the mailbox is broken"):
+        client.call("is_paused", timeout=20)
+    assert client.dead is not None
+    client.close()
+
+
+def deafened(boot: bytes) -> None:
+    """An engine whose reading thread meets what nobody foresaw."""
+
+    def fail(self, client, message):
+        raise LookupError("the mailbox is broken")
+
+    proc._Receiver._take = fail
+    fake_main(boot)
 
 
 def test_a_call_may_time_out_and_the_engine_goes_on(process):

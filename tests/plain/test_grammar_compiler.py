@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from quire.grammar.backend import PACKAGES, Vocabulary
 from quire.grammar.compiler import Compiled, Compiler, Limits
-from quire.schema.errors import InputError, QuireError
+from quire.schema.errors import InputError, OverloadedError, QuireError
 from quire.schema.grammar import GrammarKind, GrammarSpec
 
 pytest.importorskip("llguidance")
@@ -162,3 +162,63 @@ def test_the_cache_is_bounded() -> None:
 def test_a_package_that_does_not_start_is_no_fault_of_the_grammar(bench: Bench) -> None:
     found = bench.outcome(GrammarSpec(kind=GrammarKind.REGEX, text="q", backends=("nobody",)))
     assert isinstance(found, QuireError) and not isinstance(found, InputError) and "nobody" in str(found)
+
+
+def hostile(number: int) -> GrammarSpec:
+    """It takes far longer than any test waits."""
+    properties = {f"p{i}": {"type": "integer"} for i in range(1000 + number)}
+    return xgrammar(GrammarKind.JSON, json.dumps({"type": "object", "properties": properties}))
+
+
+def wait_until(test: Callable[[], bool], seconds: float = PATIENCE / 2) -> None:
+    end = time.monotonic() + seconds
+    while not test():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def roomy() -> Iterator[Bench]:
+    """Its compiles may take longer than all of a test."""
+    made = Bench(seconds=10 * PATIENCE, memory_bytes=1 << 36, num_workers=1, most_queued=20)
+    yield made
+    made.compiler.close()
+
+
+def test_abandoned_grammars_do_not_hold_the_compiler(roomy: Bench) -> None:
+    pytest.importorskip("xgrammar")
+    specs = [hostile(i) for i in range(14)]
+    for spec in specs:
+        roomy.compiler.submit(spec)
+    wait_until(lambda: bool(roomy.compiler._children))
+    for spec in specs:
+        roomy.compiler.drop(spec)
+    assert "end" in allowed(roomy.outcome(guidance(GrammarKind.REGEX, "h*")), "")
+    assert len(roomy.compiler._jobs) == 0 and all(roomy.compiler.fetch(spec) is None for spec in specs)
+    assert roomy.compiler.num_compiled == 1
+
+
+def test_a_running_grammar_is_killed_when_the_last_who_waited_leaves(roomy: Bench) -> None:
+    pytest.importorskip("xgrammar")
+    assert isinstance(roomy.outcome(xgrammar(GrammarKind.REGEX, "w")), Compiled)  # the backend is ready
+    process = roomy.compiler._children[0]._process
+    assert process is not None
+    roomy.compiler.submit(hostile(0))
+    time.sleep(0.3)
+    assert process.poll() is None
+    roomy.compiler.drop(hostile(0))
+    wait_until(lambda: process.poll() is not None and not len(roomy.compiler._jobs))
+    assert roomy.compiler.fetch(hostile(0)) is None
+
+
+def test_an_honest_grammar_overtakes_hostile_ones_that_are_still_waited_for(roomy: Bench) -> None:
+    pytest.importorskip("xgrammar")
+    roomy.compiler.submit(hostile(0))
+    assert "end" in allowed(roomy.outcome(guidance(GrammarKind.REGEX, "h*")), "")
+    assert roomy.compiler.fetch(hostile(0)) is None and len(roomy.compiler._jobs) == 1
+
+
+def test_more_than_the_queue_holds_are_refused(roomy: Bench) -> None:
+    with pytest.raises(OverloadedError, match="20 constraints"):
+        for i in range(40):
+            roomy.compiler.submit(guidance(GrammarKind.REGEX, f"a{{{i}}}"))

@@ -11,6 +11,7 @@ import pytest
 
 from quire.engine.loop import EngineLoop
 from quire.grammar.backend import Vocabulary
+from quire.grammar.compiler import Limits
 from quire.grammar.masks import Masks
 from quire.grammar.thought import Marks, Stage, Thought
 from quire.sched.kv_layout import place
@@ -122,6 +123,31 @@ def test_a_compiling_request_is_overtaken(made: list[Masks], vocabulary: Vocabul
             break
     assert said[0] == "free"
     assert sorted(said[1:]) == sorted(f"waits{i}" for i in range(100))
+
+
+def test_a_grammar_is_dropped_with_the_last_request_that_waits_for_it(
+    made: list[Masks], vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, dropped = make_loop(made, vocabulary), []
+    monkeypatch.setattr(made[0].compiler, "submit", lambda spec: None)
+    monkeypatch.setattr(made[0].compiler, "drop", lambda spec: dropped.append(spec.text))
+    for name, regex in (("a", "x"), ("b", "x"), ("c", "y")):
+        loop.submit(request(name, regex))
+    loop.abort(["a"])
+    assert dropped == []
+    loop.abort(["c", "b"])
+    assert dropped == ["y", "x"] and not made[0]._num_waiting
+
+
+def test_a_full_compiler_refuses_as_a_full_queue_does(made: list[Masks], vocabulary: Vocabulary) -> None:
+    loop = make_loop(made, vocabulary, limits=Limits(num_workers=1, most_queued=3))
+    for i in range(50):
+        loop.submit(request(f"r{i}", f"a{i}"))
+    found = run(loop)
+    kinds = {last.error_kind for _, last in found.values() if last.finish_reason is FinishReason.ERROR}
+    assert kinds == {"OverloadedError"} and found["r0"][0] == "a0"
+    loop.submit(request("later", "later"))
+    assert run(loop)["later"][0] == "later"
 
 
 def test_a_refused_grammar_ends_its_request_alone(made: list[Masks], vocabulary: Vocabulary) -> None:

@@ -270,3 +270,69 @@ def test_words_of_a_client_come_to_the_log_escaped(caplog: pytest.LogCaptureFixt
     with caplog.at_level("INFO"):
         spec_of(json={"type": "object", "made\nup \x1b[31m": 1})
     assert "made\\nup" in caplog.text and "\x1b" not in caplog.text
+
+
+BACKENDS = ["auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer"]
+NUMBER = {"type": "integer"}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("ref", "words"),
+    [
+        ("#/nowhere", "names nothing"), ("#/$defs/missing", "names nothing"), ("#/$defs/n/type", "names"),
+        ("#missing", "names nothing"), ("other.json", "names nothing"), ("https://example.com/s#/x", "names nothing"),
+        ("file:///etc/passwd", "names nothing"), ("http://[", "names nothing"), ("#/required/0", "names nothing"),
+        ("#/required/99999999999", "names nothing"), (5, "no string"), (None, "no string"), (["#"], "no string"),
+        ("#/properties/a", "back to itself"), ("#/$defs/x", "back to itself"),
+    ],
+)  # fmt: skip
+def test_a_reference_that_names_nothing_is_refused_on_every_backend(backend: str, ref: Any, words: str) -> None:
+    circle = {"x": {"$ref": "#/$defs/y"}, "y": {"$ref": "#/$defs/x"}} if ref == "#/$defs/x" else {}
+    schema = {"type": "object", "properties": {"a": {"$ref": ref}}, "required": ["a"], "$defs": {"n": NUMBER, **circle}}
+    with pytest.raises(InputError, match=words):
+        spec_of(json=schema, config=StructuredOutputsConfig(backend=backend))
+    with pytest.raises(InputError, match=words):
+        form = {"type": "json_schema", "json_schema": schema}
+        spec_of(structural_tag=json.dumps({"type": "structural_tag", "format": form}))
+
+
+@pytest.mark.parametrize(
+    ("ref", "more", "plain"),
+    [
+        ("#/$defs/n", {"$defs": {"n": NUMBER}}, True),
+        ("#/definitions/n", {"definitions": {"n": {"$ref": "#/definitions/m"}, "m": NUMBER}}, True),
+        ("#/$defs/n", {"$id": "https://example.com/s", "$defs": {"n": NUMBER}}, True),
+        ("#", {}, True),
+        ("#/$defs/n~1m", {"$defs": {"n/m": NUMBER}}, False),
+        ("#/$defs/n%20m", {"$defs": {"n m": NUMBER}}, False),
+        ("#n", {"$defs": {"n": {"$anchor": "n", **NUMBER}}}, False),
+        ("#n", {"$defs": {"n": {"$id": "#n", **NUMBER}}}, False),
+        ("t", {"$id": "https://example.com/s", "$defs": {"n": {"$id": "t", **NUMBER}}}, False),
+        ("https://example.com/s#/$defs/n", {"$id": "https://example.com/s", "$defs": {"n": NUMBER}}, False),
+        ("#/anyOf/0", {"anyOf": [NUMBER, {"type": "null"}]}, False),
+        ("#/$defs/o", {"$defs": {"o": {"$id": "o", "$defs": {"n": NUMBER}, "$ref": "#/$defs/n"}}}, False),
+    ],
+)
+def test_a_reference_within_the_schema_is_served(ref: str, more: dict[str, Any], plain: bool) -> None:
+    needs = read_schema({"type": "object", "properties": {"a": {"$ref": ref}}, **more})
+    assert ("a '$ref' that is no plain pointer" not in needs.not_xgrammar) == plain
+
+
+def test_what_a_reference_names_is_read_wherever_it_stands() -> None:
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/components/n"}}, "components": {"n": {"not": {}}}}
+    with pytest.raises(InputError, match="'not'"):
+        read_schema(schema)
+
+
+def test_many_references_are_followed_once() -> None:
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(9000)}
+    began = time.thread_time()
+    read_schema({"$ref": "#/$defs/d0", "$defs": {**chain, "d9000": NUMBER}})
+    assert time.thread_time() - began < 3.0
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    for schema in ({"$ref": "http://["}, {"properties": {"a": {"$id": "http://[", "type": "integer"}}}):
+        with pytest.raises(InputError, match="no address"):
+            read_schema({"$id": "https://example.com/s", "type": "object", **schema})

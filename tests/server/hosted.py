@@ -135,7 +135,7 @@ def hosted(folder: Path | None, *flags: str, fake: bool = True, env: dict[str, s
     """A server that is ready. `folder`: where the fake model is written."""
     model = [write_model(folder), "--generation-config", "vllm"] if folder is not None else []  # no cap of 33 tokens
     with started(*model, "--port", "0", *flags, fake=fake, env=env) as server:
-        server.url = server.wait_for_line(r"Listening at (\S+) ")[1]
+        server.url = server.wait_for_line(r"Listening at (\S+) ")[1].replace("//0.0.0.0:", "//127.0.0.1:")
         yield server
 
 

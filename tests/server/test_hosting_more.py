@@ -34,7 +34,7 @@ def test_a_logging_file_decides_everything(tmp_path):
 
     with started(write_model(tmp_path / "m"), "--port", "0", "--log-config-file", str(path)) as server:
         wait_until(lambda: target.exists() and "Listening at" in target.read_text(), 60)
-        url = target.read_text().split("Listening at ")[1].split()[0]
+        url = target.read_text().split("Listening at ")[1].split()[0].replace("//0.0.0.0:", "//127.0.0.1:")
         server.url = url
         assert server.get("/health").status_code == 200
         assert "quire.engine.proc|Engine ready" in target.read_text()  # the engine's process writes there too
