@@ -22,7 +22,8 @@ from quire.config.limits import (
     WIDTH,
     WINDOW,
     Range,
-    check_numbers,
+    is_within,
+    shown,
 )
 from quire.schema.errors import CheckpointError, InputError
 
@@ -105,7 +106,11 @@ def config_of(file: GGUFFile) -> Config:
             f"{file.path}: GGUF architecture {source.arch!r} is not supported; supported are "
             f"{', '.join(sorted(FAMILIES))}"
         )
-    check_numbers(file.metadata, {f"{source.arch}.{key}": allowed for key, allowed in _RANGES.items()})
+    for key, allowed in _RANGES.items():
+        if (value := source.get(key)) is not None and not is_within(value, allowed):
+            raise CheckpointError(
+                f"{file.path}: GGUF key {source.arch}.{key} is {shown(value)}; expected {allowed}", param=key
+            )
     try:
         return _config_of(source, family)
     except (InputError, GGUFError):

@@ -79,13 +79,15 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def check_number(key: str, value: Any, allowed: Range) -> None:
-    entries = value if isinstance(value, list) else [value]
-    least = 0 if isinstance(value, list) else allowed.least  # a layer may have none of it
-    if not entries or len(entries) > LAYERS.most:
-        raise CheckpointError(f"the model's configuration has {key} for {len(entries)} layers", param=key)
-    for entry in entries:
-        if not _is_whole(entry) or not least <= entry <= allowed.most:
-            raise _refusal(key, entry, str(allowed))
+    if not is_within(value, allowed):
+        raise _refusal(key, value, str(allowed))
+
+
+def is_within(value: Any, allowed: Range) -> bool:
+    """Of a list (one per layer), every entry; a layer may have none of it."""
+    if not isinstance(value, list):
+        return _is_whole(value) and allowed.least <= value <= allowed.most
+    return 0 < len(value) <= LAYERS.most and all(_is_whole(entry) and 0 <= entry <= allowed.most for entry in value)
 
 
 def check_share(key: str, value: Any) -> None:
@@ -128,6 +130,10 @@ def _is_whole(value: Any) -> bool:
 
 
 def _refusal(key: str, value: Any, expected: str) -> CheckpointError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else f"{shown[:77]}…"
-    return CheckpointError(f"the model's configuration says {key}={shown}; expected {expected}", param=key)
+    return CheckpointError(f"the model's configuration says {key}={shown(value)}; expected {expected}", param=key)
+
+
+def shown(value: Any) -> str:
+    """A value of any size, in an error."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"

@@ -201,7 +201,7 @@ def _check_sizes(model: nn.Module, entries: list[Entry], room: int) -> None:
         module: Any = modules[entry.module]
         if entry.is_part:
             rows[entry.module] += entry.shape[0]
-            wanted = (getattr(module, "parts", {}).get(entry.name, entry.shape[0]), module.in_width)
+            wanted = (vars(module).get("parts", {}).get(entry.name, entry.shape[0]), module.in_width)
             fits = tuple(entry.shape) == wanted
         else:
             own = module.get_parameter(entry.name)
