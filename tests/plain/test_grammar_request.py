@@ -267,7 +267,8 @@ def test_a_long_name_is_not_kept_for_each_of_its_children() -> None:
 
 
 def test_words_of_a_client_come_to_the_log_escaped(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
+    choose._told.clear()
+    with caplog.at_level("INFO", logger="quire.grammar.choose"):
         spec_of(json={"type": "object", "made\nup \x1b[31m": 1})
     assert "made\\nup" in caplog.text and "\x1b" not in caplog.text
 
