@@ -13,6 +13,7 @@ from quire.ops import moe as moe_ops
 from quire.ops import norm as norm_ops
 from quire.ops import rope as rope_ops
 from quire.ops import sample as sample_ops
+from quire.ops.parts import Parts
 from quire.ops.qkv import QkvPrep
 from quire.ops.qkv import prepare_qkv as prepare_reference
 from quire.ops.triton import act, few, moe, moe_many, norm, rope, sample
@@ -67,6 +68,12 @@ def check_norms(device, dtype, tokens, width, seed=0):
     wanted, sums = norm_ops.add_rms_norm(x, delta, weight, 1e-6)
     close(found, wanted, dtype)
     assert torch.equal(total, sums) and total.data_ptr() == stream.data_ptr()
+    for count in (1, 3):
+        parts = Parts(draw.normal(count, tokens, width, dtype=torch.float32), dtype)
+        found, total = norm.add_rms_norm(x.clone(), parts, weight, 1e-6)
+        wanted, sums = norm_ops.add_rms_norm(x, parts, weight, 1e-6)
+        close(found, wanted, dtype)
+        close(total, sums, dtype)
 
 
 def check_head_norm(device, dtype, tokens, heads, size, seed=0):
@@ -114,6 +121,12 @@ def check_prepare(device, dtype, tokens, heads, kv_heads, size, dim, *, pairs, q
     untouched = qkv.clone()
     close(rope.prepare_qkv(untouched, prep, keys, values, slots), wanted, dtype)
     assert torch.equal(untouched, qkv)
+    share = torch.rand(qkv.shape, generator=draw.dice).to(device)
+    parts = Parts(torch.stack((qkv.float() * share, qkv.float() * (1 - share))), dtype)
+    memory.fill_(torch.nan)
+    close(rope.prepare_qkv(parts, prep, keys, values, slots), wanted, dtype)
+    written = ~memory[:, :, :, :, 0].isnan()
+    close(memory[written], other[written], dtype)
 
 
 def check_route(device, tokens, experts, top_k, *, score, renorm, with_bias, seed=0):

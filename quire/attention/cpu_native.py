@@ -18,6 +18,7 @@ from torch import Tensor
 from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
 from quire.ops.cpu.block import NativeCache, NativeStep
 from quire.ops.cpu.native import CACHE_DTYPES, DTYPES, AttentionWork
+from quire.ops.parts import Parts, whole
 from quire.ops.qkv import QkvPrep
 from quire.schema.errors import ConfigError
 from quire.schema.kv import KVGroup, KVKind, KVSpec
@@ -51,7 +52,7 @@ class NativePlan(NativeStep):
 
     def run_fused(
         self,
-        qkv: Tensor,
+        qkv: Tensor | Parts,
         prep: QkvPrep,
         cache: LayerCache | None,
         *,
@@ -62,6 +63,7 @@ class NativePlan(NativeStep):
     ) -> Tensor:
         if not isinstance(cache, NativeCache):
             raise ConfigError(f"compiled attention was given a cache of type {type(cache).__name__}")
+        qkv = whole(qkv)
         rows = cache.rows
         if qkv.dtype not in DTYPES or rows.dtype not in CACHE_DTYPES:
             raise ConfigError(f"CPU attention over {rows.dtype} with activations of {qkv.dtype} is not built")

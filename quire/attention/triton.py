@@ -26,6 +26,7 @@ from quire.attention.library import Dense, Library, dense_attention
 from quire.base import env
 from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
 from quire.ops.copy import upload
+from quire.ops.parts import Parts
 from quire.ops.qkv import QkvPrep, prepare_qkv
 from quire.ops.triton.attention import (
     FIELDS,
@@ -45,7 +46,7 @@ from quire.ops.triton.attention_plan import LEAST_ROWS, PROBE, Sharing, plan_dec
 from quire.schema.errors import ConfigError, NotBuiltError
 from quire.schema.kv import KVGroup, KVKind, KVSpec
 
-LEAST_KEYS = 256  # worth a part of their own
+LEAST_KEYS = 256  # worth a part of their own; half as many where tiles alone do not fill the device
 SHARE_ROWS = 16  # decodes in a step from which on a shared prefix is looked for
 MOST_ENTRIES, MOST_LATENT = 512, 1024  # of a head: with values of its own; with values that are a slice of the keys
 CROWD = 64  # decodes in a step that fill the device without being cut
@@ -129,13 +130,15 @@ class Call(NamedTuple):
     library: bool
 
     @classmethod
-    def of(cls, backend: TritonAttention, q: Tensor, heads: int, cache: TritonCache, v_size: int, plain: bool) -> Call:
+    def of(
+        cls, backend: TritonAttention, dtype: torch.dtype, heads: int, cache: TritonCache, v_size: int, plain: bool
+    ) -> Call:
         """plain: nothing but causality changes the scores, and this step's keys and values are at hand."""
         kv_heads, dk = cache.keys.shape[2:]
         dv = v_size if cache.values is None else cache.values.shape[3]
         group = heads // kv_heads
-        tiles = backend.tiles(q.dtype, dk, dv, cache.values is None, group)
-        library = backend.library is not None and plain and q.dtype != torch.float32 and dk == dv and dk <= 128
+        tiles = backend.tiles(dtype, dk, dv, cache.values is None, group)
+        library = backend.library is not None and plain and dtype != torch.float32 and dk == dv and dk <= 128
         return cls(group, kv_heads, dv, tiles, library)
 
 
@@ -176,7 +179,7 @@ class Cutter(NamedTuple):
         keys = self._key_tiles(entry, flat, call.group, tiles)
         splits = np.ones(len(entry), np.int64)
         if not self.fixed and (is_few or len(entry) * call.kv_heads < 2 * self.sms):
-            least = max(1, LEAST_KEYS // tiles.block_n)
+            least = least_tiles(len(entry), call.kv_heads, self.sms, tiles)
             target = parts_wanted(len(entry), call.kv_heads, self.sms)
             splits = np.clip(_cdiv(keys, max(least, _cdiv(int(keys.sum()), target))), 1, MAX_SPLITS)
         many = splits > 1
@@ -387,7 +390,7 @@ def decode_work(
         sharing = Sharing(joint, max(_cdiv(entries * group, joint.block_m), _cdiv(resident * sms, kv_heads)))
     items, shared = plan_decodes(
         tables, rows, contexts, starts, shape, group=group, tiles=tiles, target=target,
-        least=max(1, LEAST_KEYS // tiles.block_n), most=1 if fixed else min(MAX_SPLITS, target), sharing=sharing,
+        least=least_tiles(num, kv_heads, sms, tiles), most=1 if fixed else min(MAX_SPLITS, target), sharing=sharing,
     )  # fmt: skip
     held = min(tiles.block_m, group)
     shared = shared or backend.no_prefix(call, shape, tables.device)
@@ -421,7 +424,7 @@ class TritonPlan:
 
     def run_fused(
         self,
-        qkv: Tensor,
+        qkv: Tensor | Parts,
         prep: QkvPrep,
         cache: LayerCache | None,
         *,
@@ -433,7 +436,14 @@ class TritonPlan:
         """Norm, rotation and the write to the cache in one pass over the fused product; then attend."""
         if not isinstance(cache, TritonCache) or cache.values is None:
             raise ConfigError(f"a fused run needs a cache of keys and values, not {type(cache).__name__}")
-        call = Call.of(self.backend, qkv, prep.heads, cache, 0, plain=not softcap and sinks is None and alibi is None)
+        plain = not softcap and sinks is None and alibi is None
+        call = Call.of(self.backend, qkv.dtype, prep.heads, cache, 0, plain=plain)
+        rule = Rule(scale, softcap, sinks, alibi)
+        if isinstance(qkv, Parts):
+            if not self.lists.prompts(call):
+                q = self._prepare(qkv, prep, cache.keys, cache.values, self.slots, False)
+                return self._attend(call, q, None, None, cache, rule)
+            qkv = qkv.whole()
         if call.library:
             self.backend.forms.add((prep.heads, prep.kv_heads, cache.keys.shape[3], qkv.dtype, qkv.device))
         keep = (
@@ -441,7 +451,6 @@ class TritonPlan:
         )  # by the size of the step, not its prompts: one kernel for all large ones
         q = self._prepare(qkv, prep, cache.keys, cache.values, self.slots, keep)
         kv = qkv.view(q.shape[0], -1, q.shape[2])[:, prep.heads :]
-        rule = Rule(scale, softcap, sinks, alibi)
         return self._attend(call, q, kv[:, : prep.kv_heads], kv[:, prep.kv_heads :], cache, rule)
 
     def run(
@@ -466,7 +475,7 @@ class TritonPlan:
         if alibi is not None and alibi.dim() == 2:
             raise NotBuiltError("attention with learned distances (T5) is not built for GPUs; use a CPU")
         plain = k is not None and v is not None and not softcap and sinks is None and alibi is None
-        call = Call.of(self.backend, q, q.shape[1], cache, v_size, plain=plain)
+        call = Call.of(self.backend, q.dtype, q.shape[1], cache, v_size, plain=plain)
         return self._attend(call, q, k, v, cache, Rule(scale, softcap, sinks, alibi))
 
     def _attend(
@@ -582,9 +591,16 @@ def first_key(position: np.ndarray, shape: Shape) -> np.ndarray:
 
 
 def parts_wanted(tiles: int, kv_heads: int, sms: int) -> int:
-    """Parts to aim for, per kv head: two programs on every multiprocessor, more where lengths may differ."""
-    waves = 2 if tiles * kv_heads <= sms else 4
+    """Parts to aim for, per kv head: two programs on every multiprocessor; more where there are many tiles, so that a
+    part is short against the whole."""
+    waves = 2 if 2 * tiles * kv_heads <= sms else 4
     return max(1, _cdiv(waves * sms, kv_heads))
+
+
+def least_tiles(tiles: int, kv_heads: int, sms: int, shape: Tiles) -> int:
+    """Key tiles of a part at least."""
+    keys = LEAST_KEYS // 2 if tiles * kv_heads <= sms else LEAST_KEYS
+    return max(1, keys // shape.block_n)
 
 
 Whole = TypeVar("Whole", int, np.ndarray)

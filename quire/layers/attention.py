@@ -17,6 +17,7 @@ from quire.layers.norm import RMS, Norm, NormKind
 from quire.layers.rope import Rope, Turn
 from quire.ops.act import logarithm, sigmoid
 from quire.ops.attention import alibi_slopes
+from quire.ops.parts import Parts
 from quire.ops.qkv import QkvPrep
 from quire.quant.scheme import Slot, Storage
 from quire.schema.kv import KVKind, KVSpec
@@ -106,10 +107,14 @@ class Attention(KVLayer):
     def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
         return self.o(self.attend(self.qkv(x), batch, turn))
 
-    def attend(self, qkv: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
+    def attend(self, qkv: Tensor | Parts, batch: Batch, turn: Turn | None) -> Tensor:
         """From the fused product to what the product back takes [T, heads * size]."""
-        kind, tokens, plan, gate = self.kind, qkv.shape[0], batch.plans[self.group], None
+        kind, plan, gate = self.kind, batch.plans[self.group], None
+        if isinstance(qkv, Parts) and (kind.gated or plan.run_fused is None or not self.fusable):
+            qkv = qkv.whole()
+        tokens = qkv.rows if isinstance(qkv, Parts) else qkv.shape[0]
         if kind.gated:
+            assert not isinstance(qkv, Parts)
             gate, qkv = qkv.split((kind.heads * kind.head_dim, qkv.shape[1] - kind.heads * kind.head_dim), 1)
         if plan.run_fused is not None and self.fusable:
             out = plan.run_fused(
@@ -117,6 +122,7 @@ class Attention(KVLayer):
                 scale=kind.scale, softcap=kind.softcap, sinks=self.sinks, alibi=self.alibi,
             )  # fmt: skip
         else:
+            assert not isinstance(qkv, Parts)
             q, k, v = self._project(qkv, turn)
             if kind.grow[0]:
                 beta, length, shift = kind.grow

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm, NormKind
 from quire.ops.act import gated_on, plain_on, xielu
-from quire.ops.few import NormRule, linear_add, norm_linear
+from quire.ops.few import NormRule, linear_act, linear_add, linear_parts, norm_linear
+from quire.ops.parts import Parts
 from quire.quant.scheme import Slot, Storage
 
 
@@ -28,6 +29,7 @@ class Mlp(nn.Module):
         self.down = Linear(prefix, ffn, {"down_proj": width}, storage, bias=bias if down_bias is None else down_bias)
         self._act = (gated_on if gated else plain_on)(act, storage.device)
         self._norm_linear, self._linear_add = norm_linear.on(storage.device), linear_add.on(storage.device)
+        self._linear_act, self._linear_parts = linear_act.on(storage.device), linear_parts.on(storage.device)
         self.joins = self.up.is_plain and self.down.is_plain  # whether `join` can be called
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,6 +39,11 @@ class Mlp(nn.Module):
         """x + mlp(norm(x)), for a few rows: see ops/few.py."""
         h = self._norm_linear(x, norm, self.up.weight, self.up.bias, self._act)
         return self._linear_add(h, self.down.weight, self.down.bias, x)
+
+    def in_parts(self, x: Tensor) -> Tensor | Parts:
+        """mlp(x), to be added up by the next norm: see ops/few.py."""
+        h = self._linear_act(x, self.up.weight, self.up.bias, self._act)
+        return self._linear_parts(h, self.down.weight, self.down.bias)
 
 
 class NormedMlp(Mlp):

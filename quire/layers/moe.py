@@ -16,6 +16,7 @@ from quire.ops.act import PLAIN, clamped_swiglu, gated_on, plain_on, sigmoid
 from quire.ops.few import NormRule, norm_router
 from quire.ops.linear import linear
 from quire.ops.moe import Mixture, route, run_experts, run_mixture, sum_choices
+from quire.ops.parts import Parts
 from quire.quant.scheme import Slot, Storage
 
 
@@ -161,6 +162,10 @@ class Moe(nn.Module):
         logits, h = self._norm_router(x, norm, self.router.weight, self.router.bias, self.kind.router_wide)
         weights, index = self._weigh(logits, x.dtype)
         return self._run_experts(h, weights, index, x)
+
+    def in_parts(self, x: Tensor) -> Tensor | Parts:
+        """moe(x); the sum over experts leaves nothing to be added up."""
+        return self(x)
 
     def _run_experts(self, h: Tensor, weights: Tensor, index: Tensor, stream: Tensor | None = None) -> Tensor:
         own = self.experts

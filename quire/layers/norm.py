@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from quire.ops.few import NormRule
 from quire.ops.norm import add_rms_norm, add_rms_norm_wide, layer_norm, rms_norm, rms_norm_wide
+from quire.ops.parts import Parts, whole
 from quire.quant.scheme import Slot, Storage
 from quire.schema.errors import ConfigError
 
@@ -57,7 +58,7 @@ class Norm(nn.Module):
         rms = rms_norm.on(storage.device)
         return lambda x: rms(x, weight, eps)
 
-    def _choose_add(self, storage: Storage) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def _choose_add(self, storage: Storage) -> Callable[[Tensor, Tensor | Parts], tuple[Tensor, Tensor]]:
         kind, weight, eps, offset = self.kind, self.weight, self.kind.eps, 1.0 if self.kind.plus_one else 0.0
         assert weight is not None
         if kind.plus_one or kind.wide:
@@ -69,13 +70,13 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self._function(x)
 
-    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, delta: Tensor | Parts | None) -> tuple[Tensor, Tensor]:
         """(norm(x + delta), x + delta); delta None is nothing to add."""
         if delta is None:
             return self._function(x), x
         if self._add is not None:
             return self._add(x, delta)
-        total = x + delta
+        total = x + whole(delta)
         return self._function(total), total
 
     def rule(self) -> NormRule | None:
@@ -103,6 +104,6 @@ class NoNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x
 
-    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        total = x if delta is None else x + delta
+    def add(self, x: Tensor, delta: Tensor | Parts | None) -> tuple[Tensor, Tensor]:
+        total = x if delta is None else x + whole(delta)
         return total, total

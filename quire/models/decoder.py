@@ -33,7 +33,8 @@ from quire.models.arch import Arch, Layer
 from quire.models.layout import arrange_for
 from quire.models.whole import Stretch, Whole
 from quire.ops.act import tanh
-from quire.ops.few import NormRule, few_rows, linear_add, norm_linear
+from quire.ops.few import NormRule, few_rows, linear_add, linear_parts, norm_linear, part_rows
+from quire.ops.parts import Delta, whole
 from quire.quant.scheme import Storage
 from quire.schema.errors import ConfigError
 from quire.schema.kv import KVSpec
@@ -69,11 +70,14 @@ class Block(nn.Module):
         self.before_mlp, self.after_mlp = norms[2] or NoNorm(), norms[3]
         self.scale = arch.residual_scale
         self.few = Few.of(self, arch, storage)
+        self.in_parts = InParts.of(self, storage) if self.few is not None else None
         self.whole = Whole.of(self, arch, storage)
 
-    def forward(self, x: Tensor, delta: Tensor | None, batch: Batch, turn: Turn | None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
         if self.few is not None and delta is None and x.shape[0] <= self.few.rows:
             return self.few(x, batch, turn), None
+        if self.in_parts is not None and x.shape[0] <= self.in_parts.rows:
+            return self.in_parts(x, delta, batch, turn)
         h, x = self.before_attn.add(x, delta)
         h = self.attn(h, batch, turn)
         if self.after_attn is not None:
@@ -113,6 +117,31 @@ class Few:
         return self.mlp.join(x, self.norms[1])
 
 
+class InParts:
+    """A block's way for some more rows: its products are added up by what reads them (see ops/few.py)."""
+
+    def __init__(self, attn: Attention, mlp: Mlp | Moe, norms: tuple[Norm, Norm], storage: Storage) -> None:
+        self.attn, self.mlp, self.norms = attn, mlp, norms
+        self.rows = part_rows.on(storage.device)(attn.qkv.in_size, storage.dtype)
+        self._linear_parts = linear_parts.on(storage.device)
+
+    @classmethod
+    def of(cls, block: Block, storage: Storage) -> InParts | None:
+        """For blocks that have a way for a few rows; None where the device knows no better way."""
+        attn, mlp, norms = block.attn, block.mlp, (block.before_attn, block.before_mlp)
+        assert isinstance(attn, Attention) and isinstance(norms[0], Norm) and isinstance(norms[1], Norm)
+        found = cls(attn, mlp, (norms[0], norms[1]), storage)
+        return found if found.rows else None
+
+    def __call__(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
+        attn = self.attn
+        h, x = self.norms[0].add(x, delta)
+        qkv = self._linear_parts(h, attn.qkv.weight, attn.qkv.bias)
+        out = self._linear_parts(attn.attend(qkv, batch, turn), attn.o.weight, attn.o.bias)
+        h, x = self.norms[1].add(x, out)
+        return x, self.mlp.in_parts(h)
+
+
 class ParallelBlock(Block):
     """Attention and mlp read the same stream; their outputs join it together."""
 
@@ -122,7 +151,7 @@ class ParallelBlock(Block):
             self.before_mlp = NoNorm()
         self.one_norm = arch.one_norm
 
-    def forward(self, x: Tensor, delta: Tensor | None, batch: Batch, turn: Turn | None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
         h, x = self.before_attn.add(x, delta)
         out = self.attn(h, batch, turn) + self.mlp(h if self.one_norm else self.before_mlp(x))
         return x, out if self.scale == 1.0 else out * self.scale
@@ -131,7 +160,7 @@ class ParallelBlock(Block):
 class AfterBlock(Block):
     """The norm takes the sum: x = norm(x + sublayer(x))."""
 
-    def forward(self, x: Tensor, delta: Tensor | None, batch: Batch, turn: Turn | None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
         assert self.after_attn is not None and self.after_mlp is not None
         x = self.after_attn(x + self.attn(x, batch, turn))
         return self.after_mlp(x + self.mlp(x)), None
@@ -144,7 +173,7 @@ class KeptBlock(Block):
         super().__init__(arch, index, rope, storage)
         self.joins = arch.layers[index].joins
 
-    def forward(self, x: Tensor, delta: Tensor | None, batch: Batch, turn: Turn | None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
         stream, attn, other, mlp = self.joins
         h, _ = self.before_attn.add(x, delta)
         h, _ = self.before_mlp.add(h * stream, self.attn(h, batch, turn) * attn)
@@ -164,7 +193,7 @@ class CrossBlock(Block):
         self.cross = CrossAttention(f"{prefix}attn.", arch.width, kind, max(arch.cross, 0), storage)
         self.cross_norm = Norm(f"{prefix}layernorm", (arch.width,), arch.norm, storage)
 
-    def forward(self, x: Tensor, delta: Tensor | None, batch: Batch, turn: Turn | None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
         h, x = self.before_attn.add(x, delta)
         h, x = self.cross_norm.add(x, self.attn(h, batch, turn))
         h, x = self.before_mlp.add(x, self.cross(h, batch))
@@ -174,7 +203,7 @@ class CrossBlock(Block):
 class CrossAfterBlock(CrossBlock):
     """The same, each norm taking the sum."""
 
-    def forward(self, x: Tensor, delta: Tensor | None, batch: Batch, turn: Turn | None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
         assert self.after_attn is not None and self.after_mlp is not None
         x = self.after_attn(x + self.attn(x, batch, turn))
         x = self.cross_norm(x + self.cross(x, batch))
@@ -192,7 +221,7 @@ class SingleBlock(nn.Module):
         self.attn = None if only_mlp else _mixer(arch, layer, prefix, rope, storage)
         self.mlp = _mlp(arch, layer, f"{prefix}mlp.", storage) if only_mlp else None
 
-    def forward(self, x: Tensor, delta: Tensor | None, batch: Batch, turn: Turn | None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
         h, x = self.norm.add(x, delta)
         if self.attn is not None:
             return x, self.attn(h, batch, turn)
@@ -208,8 +237,8 @@ class SharedBlock(SingleBlock):
         assert arch.shared is not None
         self.use = SharedUse(index, arch.width, arch.shared, arch.norm, rope, storage)
 
-    def forward(self, x: Tensor, delta: Tensor | None, batch: Batch, turn: Turn | None) -> tuple[Tensor, Tensor | None]:
-        x = x if delta is None else x + delta
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
+        x = x if delta is None else x + whole(delta)
         assert self.attn is not None
         return x, self.attn(self.norm(x + self.use(x, batch, turn)), batch, turn)
 
@@ -344,7 +373,7 @@ class Decoder(nn.Module):
             x = self.embed_norm(x)
         if self.arch.shared is not None:
             batch = replace(batch, embedded=x)
-        delta: Tensor | None = None
+        delta: Delta = None
         for stretch in self._stretches:
             x, delta = stretch(x, delta, batch, turns)
         x, _ = self.norm.add(x, delta)

@@ -28,6 +28,7 @@ from quire.ops.cpu.block import BlockParts, BlocksCall, NativeCache, NativeStep,
 from quire.ops.cpu.forms import ACTS, ALL_ROWS, few_rows
 from quire.ops.cpu.native import kernels
 from quire.ops.few import NormRule
+from quire.ops.parts import Delta, Parts
 from quire.quant.scheme import Storage
 
 
@@ -108,24 +109,25 @@ class Stretch:
             found.append(cls(here, turned, [whole for whole in made if whole is not None]))
         return found
 
-    def __call__(
-        self, x: Tensor, delta: Tensor | None, batch: Batch, turns: Sequence[Turn]
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, x: Tensor, delta: Delta, batch: Batch, turns: Sequence[Turn]) -> tuple[Tensor, Delta]:
         if self._wholes and (done := self._at_once(x, delta, batch, turns)) is not None:
             return done
         for layer, rope in zip(self._layers, self._ropes, strict=True):
             x, delta = layer(x, delta, batch, None if rope is None else turns[rope])
         return x, delta
 
-    def _at_once(
-        self, x: Tensor, delta: Tensor | None, batch: Batch, turns: Sequence[Turn]
-    ) -> tuple[Tensor, Tensor] | None:
+    def _at_once(self, x: Tensor, delta: Delta, batch: Batch, turns: Sequence[Turn]) -> tuple[Tensor, Tensor] | None:
         """None: not this step."""
         if x.shape[0] > self._most or any(self._hooks):
             return None
         if not (self._seen and all(map(is_, self._seen, [place[name] for place, name in self._places]))):
             self._make()
-        if self._call is None or not x.is_contiguous() or (delta is not None and not delta.is_contiguous()):
+        if (
+            self._call is None
+            or not x.is_contiguous()
+            or isinstance(delta, Parts)
+            or (delta is not None and not delta.is_contiguous())
+        ):
             return None
         work: list[StepTurn] = []
         for group, rope in self._turns:

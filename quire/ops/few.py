@@ -1,7 +1,10 @@
 """Products of a few rows together with what stands before and after them, for devices where launches cost most.
 
-Each op is the plain ops one after another, and gives what they give. A device that has a form of `few_rows` says up to
-how many rows its forms are to be preferred; where that is 0, layers call the plain ops.
+Each op is the plain ops one after another, and gives what they give. A device that has a form of `few_rows` or of
+`part_rows` says up to how many rows its forms are to be preferred; where that is 0, layers call the plain ops.
+
+    few_rows     norm_linear, linear_add, norm_router: everything around a product is part of it
+    part_rows    linear_parts, linear_act: a product is cut along K, and whoever reads it adds the parts up (`Parts`)
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from torch import Tensor
 from quire.ops.linear import linear
 from quire.ops.norm import rms_norm, rms_norm_wide
 from quire.ops.op import op
+from quire.ops.parts import Parts
 
 
 class NormRule(NamedTuple):
@@ -58,6 +62,24 @@ def norm_router(x: Tensor, norm: NormRule, weight: Tensor, bias: Tensor | None, 
     if wide:
         return linear.reference(h.float(), weight.float(), None if bias is None else bias.float()), h
     return linear.reference(h, weight, bias).float(), h
+
+
+@op
+def part_rows(width: int, dtype: torch.dtype) -> int:
+    """Up to how many rows the ops below are to be preferred, in a model of this width."""
+    return 0
+
+
+@op
+def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Parts:
+    """x weight' + bias, for who can add parts up: `add_rms_norm`, `add_rms_norm_wide` and `prepare_qkv`."""
+    return Parts(linear.reference(x, weight, bias).float()[None], x.dtype)
+
+
+@op
+def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: Callable[[Tensor], Tensor]) -> Tensor:
+    """act(x weight' + bias)."""
+    return act(linear.reference(x, weight, bias))
 
 
 def _normed(x: Tensor, norm: NormRule) -> Tensor:

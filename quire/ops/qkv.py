@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.ops.norm import rms_norm, rms_norm_wide
 from quire.ops.op import op
+from quire.ops.parts import Parts, whole
 from quire.ops.rope import rotate
 
 
@@ -32,7 +33,7 @@ class QkvPrep(NamedTuple):
 
 @op
 def prepare_qkv(
-    qkv: Tensor,  # [T, (heads + 2 * kv_heads) * D]
+    qkv: Tensor | Parts,  # [T, (heads + 2 * kv_heads) * D]
     prep: QkvPrep,
     keys: Tensor,  # [num_blocks, block_size, kv_heads, D], any strides
     values: Tensor,
@@ -40,6 +41,7 @@ def prepare_qkv(
     keep: bool = False,
 ) -> Tensor:  # [T, heads, D]
     """Returns the queries and writes keys and values to their slots. `keep`: keys replace their part of qkv too."""
+    qkv = whole(qkv)
     heads, kv_heads = prep.heads, prep.kv_heads
     parts = qkv.view(qkv.shape[0], heads + 2 * kv_heads, -1)
     q, k, v = parts[:, :heads], parts[:, heads:-kv_heads], parts[:, -kv_heads:]

@@ -60,7 +60,8 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def compile_job(job: dict[str, Any]) -> None:
     """Into Triton's cache: the kernel, and the stub of C that launches it."""
     kernel = load(f"{job['module']}:{job['name']}")
-    source = load("triton.compiler:ASTSource")(
+    is_gluon = kernel.is_gluon()
+    source = load("triton.experimental.gluon._runtime:GluonASTSource" if is_gluon else "triton.compiler:ASTSource")(
         kernel,
         {name: _tuples(kind) for name, kind in job["signature"].items()},
         {tuple(at): _constant(value) for at, value in zip(job["constant_keys"], job["constant_vals"], strict=True)},

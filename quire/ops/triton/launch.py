@@ -3,7 +3,7 @@
 Triton binds, specializes and looks up every argument of every launch anew. A Launcher takes the place of a kernel's
 `run`: it reads only what Triton may specialize on (dtypes, alignment of addresses, values of integers), finds the
 compiled kernel under that and calls its C stub, with plain addresses, which the stub does not have to look into.
-What it has not seen goes Triton's own way, and so does what is not plain: hooks, scratch memory, descriptors.
+What it has not seen goes Triton's own way, and so does what is not plain: hooks, scratch memory.
 
     kernel[grid](...) ──▶ Launcher ── known ──▶ C stub
                              └── new, or recording ──▶ JITFunction.run
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.base.log import logger
 
@@ -33,6 +34,7 @@ LISTS = frozenset((
     "rows", "slots", "starts", "tile_expert", "tile_start",
 ))  # fmt: skip
 _SMALL = 1 << 31
+DESCRIPTORS: set[type] = {TensorDescriptor}  # kernels of another kind may add their own
 _log = logger(__name__)
 Read = Callable[..., tuple[tuple, tuple]]  # arguments -> (what decides the kernel, what is handed to the stub)
 Ready = tuple[Callable[..., None], int, bool, bool, Any, tuple]  # stub, function, its launch options, further arguments
@@ -113,6 +115,8 @@ def make_read(params: list[Any], kinds: tuple[type, ...]) -> Read | None:
             name = f"p{i}"
             if not (param.do_not_specialize or param.do_not_specialize_on_alignment):
                 aligned.append(name)
+        elif kind in DESCRIPTORS:  # of memory, for the copy engine: the stub takes them as they are
+            key.append(f"(a{i}.base.dtype, *a{i}.block_shape)")
         elif kind not in (float, bool, type(None)):
             return None
         given.append(name)

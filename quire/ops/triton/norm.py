@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.ops.parts import Parts
 from quire.ops.triton.sizes import cdiv, next_power_of_2
 
 MAX_WIDTH = 16384
@@ -23,12 +24,13 @@ _TILE = 1024  # entries of a program at least, where rows are short
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_kernel(
-    x, delta, weight, bias, out, rows, x_stride, x_head_stride, delta_stride, weight_stride, eps, offset,
+    x, delta, weight, bias, out, rows, x_stride, x_head_stride, delta_stride, part_stride, weight_stride, eps, offset,
     WIDTH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     ADD: tl.constexpr, LAYER: tl.constexpr, WIDE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Row r of `x` is head r % HEADS of token r // HEADS; `out` is contiguous. ADD: x += delta first, in place."""
+    """Row r of `x` is head r % HEADS of token r // HEADS; `out` is contiguous. ADD: x += delta first, in place; delta
+    is the sum of PARTS, rounded."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -39,8 +41,11 @@ def _norm_kernel(
     at = (token * x_stride + head * x_head_stride)[:, None] + column[None, :]
     h = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        step = tl.load(delta + (token * delta_stride)[:, None] + column[None, :], mask=inside, other=0.0)
-        total = (h + step.to(tl.float32)).to(x.dtype.element_ty)
+        place = delta + (token * delta_stride)[:, None] + column[None, :]
+        step = tl.load(place, mask=inside, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            step += tl.load(place + part * part_stride, mask=inside, other=0.0)
+        total = (h + step.to(x.dtype.element_ty).to(tl.float32)).to(x.dtype.element_ty)
         tl.store(x + at, total, mask=inside)
         h = total.to(tl.float32)
     if LAYER:
@@ -62,7 +67,7 @@ def _launch(
     weight: Tensor | None,  # [W] or [H, W]
     eps: float,
     *,
-    delta: Tensor | None = None,
+    delta: Tensor | Parts | None = None,
     bias: Tensor | None = None,
     offset: float = 0.0,
     layer: bool = False,
@@ -78,25 +83,31 @@ def _launch(
     block = next_power_of_2(width)
     rows = max(1, _TILE // block)  # by the width alone: a row's sum must not depend on how many there are
     per_head = weight is not None and weight.ndim == 2
+    parts = None if delta is None else delta.sums if isinstance(delta, Parts) else delta[None]
     _norm_kernel[(cdiv(tokens * heads, rows),)](
-        x, delta, weight, bias, out, tokens * heads, x.stride(0), x.stride(1) if x.ndim == 3 else 0,
-        0 if delta is None else delta.stride(0), width if per_head else 0, eps, offset,
+        x, parts, weight, bias, out, tokens * heads, x.stride(0), x.stride(1) if x.ndim == 3 else 0,
+        *((0, 0) if parts is None else (parts.stride(1), parts.stride(0))), width if per_head else 0, eps, offset,
         WIDTH=width, HEADS=heads, BLOCK=block, ROWS=rows, ADD=delta is not None, LAYER=layer, WIDE=wide or layer,
-        WEIGHT=weight is not None, BIAS=bias is not None, EARLY=early,
+        WEIGHT=weight is not None, BIAS=bias is not None, PARTS=1 if parts is None else len(parts), EARLY=early,
         num_warps=warps or min(16, max(1, block * rows // 256)), **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
 
 
-def fits(x: Tensor, weight: Tensor | None, delta: Tensor | None = None) -> bool:
+def fits(x: Tensor, weight: Tensor | None, delta: Tensor | Parts | None = None) -> bool:
     """Shapes and strides the kernel takes. What it does not take goes to the reference."""
     return (
         x.ndim in (2, 3)
         and x.shape[-1] <= MAX_WIDTH
         and x.stride(-1) == 1
         and (weight is None or (weight.is_contiguous() and (weight.ndim == 1 or x.ndim == 3)))
-        and (delta is None or (x.ndim == 2 and delta.shape == x.shape and delta.stride(-1) == 1))
+        and (delta is None or (x.ndim == 2 and _adds(x, delta)))
     )
+
+
+def _adds(x: Tensor, delta: Tensor | Parts) -> bool:
+    step = delta.sums[0] if isinstance(delta, Parts) else delta
+    return step.shape == x.shape and step.stride(-1) == 1
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, early: bool = False) -> Tensor:
@@ -114,14 +125,14 @@ def layer_norm(
 
 
 def add_rms_norm(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, early: bool = False, warps: int = 0
+    x: Tensor, delta: Tensor | Parts, weight: Tensor, eps: float, *, early: bool = False, warps: int = 0
 ) -> tuple[Tensor, Tensor]:
     """The sum is written over x."""
     return _launch(x, weight, eps, delta=delta, early=early, warps=warps), x
 
 
 def add_rms_norm_wide(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0, *, early: bool = False
+    x: Tensor, delta: Tensor | Parts, weight: Tensor, eps: float, offset: float = 0.0, *, early: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The sum is written over x."""
     return _launch(x, weight, eps, delta=delta, offset=offset, wide=True, early=early), x

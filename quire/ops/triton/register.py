@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.base import env
+from quire.base import env, registry
+from quire.base.log import logger
 from quire.ops import act as act_ops
 from quire.ops import few as few_ops
 from quire.ops import linear as linear_ops
@@ -24,6 +25,7 @@ from quire.ops import qkv as qkv_ops
 from quire.ops import rope as rope_ops
 from quire.ops import sample as sample_ops
 from quire.ops import ssm as ssm_ops
+from quire.ops.parts import Parts
 from quire.ops.triton import (
     act,
     attention,
@@ -44,6 +46,7 @@ from quire.ops.triton import (
 )
 
 _MOST_EXPERTS = 1024
+_log = logger(__name__)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, *, early: bool) -> Tensor:
@@ -66,14 +69,16 @@ def _layer_norm(
     return norm_ops.layer_norm.reference(x, weight, bias, eps, offset)
 
 
-def _add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, early: bool) -> tuple[Tensor, Tensor]:
+def _add_rms_norm(
+    x: Tensor, delta: Tensor | Parts, weight: Tensor, eps: float, *, early: bool
+) -> tuple[Tensor, Tensor]:
     if norm.fits(x, weight, delta):
         return norm.add_rms_norm(x, delta, weight, eps, early=early)
     return norm_ops.add_rms_norm.reference(x, delta, weight, eps)
 
 
 def _add_rms_norm_wide(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0, *, early: bool
+    x: Tensor, delta: Tensor | Parts, weight: Tensor, eps: float, offset: float = 0.0, *, early: bool
 ) -> tuple[Tensor, Tensor]:
     if norm.fits(x, weight, delta):
         return norm.add_rms_norm_wide(x, delta, weight, eps, offset, early=early)
@@ -121,6 +126,20 @@ def _register_few(codes: dict[Callable, int], early: bool) -> None:
     linear_ops.linear.form("cuda", _free)(partial(few.linear, early=early))
 
 
+def _register_skinny(codes: dict[Callable, int], early: bool) -> None:
+    """Products that only Hopper's instructions make worth while, in a part of Triton that may change."""
+    try:
+        attach = registry.load("quire.ops.triton.skinny:register")
+    except ImportError as wrong:
+        _log.debug("products of some rows are left to the library: %s", wrong)
+        return
+    attach(codes, _free, early=early)
+
+
+def _is_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
 def _register_fixed(codes: dict[Callable, int], early: bool) -> None:
     """What takes the place of forms and libraries whose sums follow the number of rows."""
     linear_ops.linear.form("cuda", env.BATCH_INVARIANT.get)(fixed_linear.FixedLinear())
@@ -150,6 +169,8 @@ def register() -> None:
     moe_ops.route.form("cuda")(partial(_route, early=early))
     moe_ops.run_experts.form("cuda")(partial(moe.run_experts, codes=codes, early=early))
     _register_few(codes, early)
+    if _is_hopper():
+        _register_skinny(codes, early)
     _register_fixed(codes, early)
     sample_ops.sample_rows.form("cuda")(sample.sample_rows)
     rows.register()

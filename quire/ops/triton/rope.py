@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.ops.parts import Parts
 from quire.ops.qkv import QkvPrep
 from quire.ops.triton.sizes import cdiv, next_power_of_2
 
@@ -45,13 +46,23 @@ def _put(bases, x, column, is_q, is_k, is_v, KEEP: tl.constexpr):
     tl.store(v_base[:, None] + column, x.to(v_base.dtype.element_ty), mask=is_v)
 
 
+@triton.jit
+def _read(own, column, mask, part_stride, PARTS: tl.constexpr, NARROW: tl.constexpr):
+    """A piece of every head as float32: the sum of PARTS, rounded to the dtype NARROW."""
+    x = tl.load(own[:, None] + column, mask=mask, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(own[:, None] + part * part_stride + column, mask=mask, other=0.0)
+    return x.to(NARROW).to(tl.float32)
+
+
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _prepare_kernel(
-    qkv, q_out, keys, values, slots, q_weight, k_weight, cos, sin, stride, k_block, k_slot, k_head, v_block, v_slot,
-    v_head, q_weight_stride, k_weight_stride, eps, offset,
+    qkv, q_out, keys, values, slots, q_weight, k_weight, cos, sin, stride, part_stride, k_block, k_slot, k_head,
+    v_block, v_slot, v_head, q_weight_stride, k_weight_stride, eps, offset,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BH: tl.constexpr, PAIR_TILE: tl.constexpr, REST_TILE: tl.constexpr,
-    NORM: tl.constexpr, WIDE: tl.constexpr, PAIRS: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr,
+    NORM: tl.constexpr, WIDE: tl.constexpr, PAIRS: tl.constexpr, KEEP: tl.constexpr, PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
@@ -69,15 +80,15 @@ def _prepare_kernel(
         keys + block * k_block + place * k_slot + kv * k_head,
         values + block * v_block + place * v_slot + kv * v_head,
     )
-    kind: tl.constexpr = qkv.dtype.element_ty
+    kind: tl.constexpr = q_out.dtype.element_ty
     i, j = tl.arange(0, PAIR_TILE)[None, :], tl.arange(0, REST_TILE)[None, :]
     first = i * 2 if PAIRS else i
     second = first + 1 if PAIRS else first + HALF
     rest = j + 2 * HALF
     live, paired, left = (head < HQ + 2 * HKV)[:, None], i < HALF, rest < D
-    a = tl.load(own[:, None] + first, mask=live & paired, other=0.0).to(tl.float32)
-    b = tl.load(own[:, None] + second, mask=live & paired, other=0.0).to(tl.float32)
-    c = tl.load(own[:, None] + rest, mask=live & left, other=0.0).to(tl.float32)
+    a = _read(own, first, live & paired, part_stride, PARTS, kind)
+    b = _read(own, second, live & paired, part_stride, PARTS, kind)
+    c = _read(own, rest, live & left, part_stride, PARTS, kind)
     q2, k2, v2 = is_q[:, None], is_k[:, None], is_v[:, None]
     if NORM:
         scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(c * c, 1)) / D + eps)
@@ -96,13 +107,16 @@ def _prepare_kernel(
 
 
 def prepare_qkv(
-    qkv: Tensor, prep: QkvPrep, keys: Tensor, values: Tensor, slots: Tensor, keep: bool = False, *,
+    qkv: Tensor | Parts, prep: QkvPrep, keys: Tensor, values: Tensor, slots: Tensor, keep: bool = False, *,
     tile: tuple[int, int] | None = None, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    tokens, total = qkv.shape[0], prep.heads + 2 * prep.kv_heads
-    size, half = qkv.shape[1] // total, 0 if prep.cos is None else prep.cos.shape[-1] // 2
+    parts, dtype = (qkv.sums, qkv.dtype) if isinstance(qkv, Parts) else (qkv[None], qkv.dtype)
+    if keep and isinstance(qkv, Parts):
+        raise ValueError("parts of a product have no place to keep keys in")
+    tokens, total = parts.shape[1], prep.heads + 2 * prep.kv_heads
+    size, half = parts.shape[2] // total, 0 if prep.cos is None else prep.cos.shape[-1] // 2
     behind = tokens // 16 + 1 if keep else 0  # room for library.py to read a little past the last prompt
-    q = torch.empty((tokens + behind, prep.heads, size), dtype=qkv.dtype, device=qkv.device)[:tokens]
+    q = torch.empty((tokens + behind, prep.heads, size), dtype=dtype, device=parts.device)[:tokens]
     if not tokens:
         return q
     entries, warps = tile or next((t for t in _TILES if total * size % t[0] == 0), _TILES[1])
@@ -112,13 +126,14 @@ def prepare_qkv(
     tile_heads = 1 << (tile_heads.bit_length() - 1)
     qw, kw = prep.q_weight, prep.k_weight
     _prepare_kernel[(tokens, cdiv(total, tile_heads))](
-        qkv, q, keys, values, slots, qw, kw, prep.cos, prep.sin, qkv.stride(0),
+        parts, q, keys, values, slots, qw, kw, prep.cos, prep.sin, parts.stride(1), parts.stride(0),
         keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
         size if qw is not None and qw.ndim == 2 else 0, size if kw is not None and kw.ndim == 2 else 0,
         prep.eps, prep.offset,
         HQ=prep.heads, HKV=prep.kv_heads, D=size, HALF=half, BLOCK_SIZE=keys.shape[1], BH=tile_heads,
         PAIR_TILE=pair_tile, REST_TILE=rest_tile, NORM=qw is not None, WIDE=prep.wide or bool(prep.offset),
-        PAIRS=prep.pairs, KEEP=keep, EARLY=early, num_warps=warps, **({"launch_pdl": True} if early else {}),
+        PAIRS=prep.pairs, KEEP=keep, PARTS=len(parts), EARLY=early, num_warps=warps,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return q
 

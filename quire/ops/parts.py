@@ -1,0 +1,29 @@
+"""Parts: a product that is not added up yet, from `linear_parts` (ops/few.py) to norms and to `prepare_qkv`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Parts(NamedTuple):
+    """Programs that share the columns of a product need not wait for each other: whoever reads it adds them up."""
+
+    sums: Tensor  # [S, M, N] float32; the product is their sum over S
+    dtype: torch.dtype  # that the product is rounded to
+
+    @property
+    def rows(self) -> int:
+        return self.sums.shape[1]
+
+    def whole(self) -> Tensor:
+        return self.sums.sum(0).to(self.dtype)
+
+
+def whole(product: Tensor | Parts) -> Tensor:
+    return product.whole() if isinstance(product, Parts) else product
+
+
+Delta = Tensor | Parts | None  # what is still to be added to a stream

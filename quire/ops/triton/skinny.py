@@ -1,0 +1,259 @@
+"""Products of up to 32 rows with a large matrix on Hopper, by tensor cores, at the pace of memory.
+
+The matrix takes the tall side of the product (tiles of 64 of its rows), so that the rows given fill the narrow one. A
+program has a tile and a share of K; a ring of buffers in shared memory is filled by the copy engine. A program starts
+while the kernel before it still runs (programmatic dependent launch) and fills its ring with weights; only then does it
+wait for the rows. Shares of K are added up by whoever reads the product (ops/parts.py): adding them up here would make
+every program wait for the last one, some 3 us of a product of 10.
+
+Floor: the bytes of the matrix at 4.3 TB/s. 6144 x 4096 bf16: 50 MB, 11.7 us; 24576 x 4096: 201 MB, 46.8 us.
+Needs: K a multiple of 128, 16-bit numbers, Hopper's own instructions (no other generation has them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.ops import few as few_ops
+from quire.ops.parts import Parts
+from quire.ops.triton import launch
+from quire.ops.triton.act import SILU
+
+MOST_ROWS = 32
+TILE = gl.constexpr(64)  # columns of the result, as rows of the matrix: what a warp group multiplies at once
+_MOST_PARTS = 8
+
+
+class Ring(NamedTuple):
+    """How a program reads its share of K."""
+
+    entries: int  # of K in a buffer
+    buffers: int
+    programs: int  # that share a multiprocessor
+
+
+WIDE, NARROW = Ring(256, 2, 2), Ring(128, 3, 3)
+
+
+@gluon.jit
+def _fill(matrix, ring, barriers, column, k, at, other, GATED: gl.constexpr):
+    """Read a piece of the tile's rows into one buffer: of the matrix; GATED: half of them lie `other` rows further."""
+    if GATED:
+        HALF: gl.constexpr = TILE // 2
+        to = ring.index(at)
+        tma.async_copy_global_to_shared(matrix, [column, k], barriers.index(at), to.slice(0, HALF, 0))
+        tma.async_copy_global_to_shared(matrix, [other + column, k], barriers.index(at), to.slice(HALF, HALF, 0))
+    else:
+        tma.async_copy_global_to_shared(matrix, [column, k], barriers.index(at), ring.index(at))
+
+
+@gluon.jit
+def _product(
+    matrix, rows, column, begin, end, other,
+    ROWS: gl.constexpr, ENTRIES: gl.constexpr, BUFFERS: gl.constexpr, GATED: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """[TILE, ROWS]: the tile's rows of the matrix times all rows, over pieces [begin, end) of K."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    ring = gl.allocate_shared_memory(matrix.dtype, [BUFFERS, TILE, ENTRIES], layout)
+    given = gl.allocate_shared_memory(matrix.dtype, [BUFFERS, ROWS, ENTRIES], layout)
+    barriers = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    BYTES: gl.constexpr = (TILE + ROWS) * ENTRIES * 2
+    for at in gl.static_range(BUFFERS):
+        mbarrier.init(barriers.index(at), count=1)
+    fence_async_shared()
+    if EARLY:
+        gdc_launch_dependents()
+    for at in gl.static_range(BUFFERS):
+        if begin + at < end:
+            mbarrier.expect(barriers.index(at), BYTES)
+            _fill(matrix, ring, barriers, column, (begin + at) * ENTRIES, at, other, GATED)
+    if EARLY:
+        gdc_wait()
+    for at in gl.static_range(BUFFERS):
+        if begin + at < end:
+            tma.async_copy_global_to_shared(rows, [0, (begin + at) * ENTRIES], barriers.index(at), given.index(at))
+    own: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    acc = gl.zeros([TILE, ROWS], gl.float32, layout=own)
+    for piece in range(begin, end):
+        turn = piece - begin
+        buffer = turn % BUFFERS
+        mbarrier.wait(barriers.index(buffer), (turn // BUFFERS) & 1)
+        acc = warpgroup_mma(ring.index(buffer), given.index(buffer).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        if piece + BUFFERS < end:
+            k = (piece + BUFFERS) * ENTRIES
+            mbarrier.expect(barriers.index(buffer), BYTES)
+            _fill(matrix, ring, barriers, column, k, buffer, other, GATED)
+            tma.async_copy_global_to_shared(rows, [0, k], barriers.index(buffer), given.index(buffer))
+    for at in gl.static_range(BUFFERS):
+        mbarrier.invalidate(barriers.index(at))
+    return acc
+
+
+@gluon.jit(do_not_specialize=["num_rows", "columns", "pieces", "parts"])
+def _parts_kernel(
+    matrix, rows, bias, sums, num_rows, columns, pieces, parts,
+    ROWS: gl.constexpr, ENTRIES: gl.constexpr, BUFFERS: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """grid (tiles * parts,). sums [parts, num_rows, columns] = rows matrix', each part over its share of K."""
+    column, part = gl.program_id(0) // parts * TILE, gl.program_id(0) % parts
+    begin, end = part * pieces // parts, (part + 1) * pieces // parts
+    acc = _product(matrix, rows, column, begin, end, 0, ROWS, ENTRIES, BUFFERS, False, EARLY)
+    own: gl.constexpr = acc.type.layout
+    n = column + gl.arange(0, TILE, layout=gl.SliceLayout(1, own))
+    m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, own))
+    if BIAS:
+        acc += gl.load(bias + n, mask=(n < columns) & (part == 0), other=0.0).to(gl.float32)[:, None]
+    at = sums + (part * num_rows + m).to(gl.int64)[None, :] * columns + n[:, None]
+    gl.store(at, acc, mask=(n < columns)[:, None] & (m < num_rows)[None, :])
+
+
+@gluon.jit(do_not_specialize=["num_rows", "columns", "pieces"])
+def _silu_kernel(
+    matrix, rows, bias, out, num_rows, columns, pieces,
+    ROWS: gl.constexpr, ENTRIES: gl.constexpr, BUFFERS: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """grid (tiles,). out [num_rows, columns] = silu(gate) * up; the matrix holds gate rows, then up rows."""
+    HALF: gl.constexpr = TILE // 2
+    kind: gl.constexpr = out.dtype.element_ty
+    column = gl.program_id(0) * HALF
+    acc = _product(matrix, rows, column, 0, pieces, columns, ROWS, ENTRIES, BUFFERS, True, EARLY)
+    pairs: gl.constexpr = gl.BlockedLayout([1, 1, 2], [32, 1, 1], [1, 4, 1], [2, 0, 1])  # both in one thread
+    own: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
+    both = gl.convert_layout(gl.permute(gl.reshape(acc, [2, HALF, ROWS]), [1, 2, 0]), pairs)
+    gate, up = gl.split(both)
+    gate, up = gl.convert_layout(gate, own), gl.convert_layout(up, own)
+    n = column + gl.arange(0, HALF, layout=gl.SliceLayout(1, own))
+    m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, own))
+    inside = n < columns
+    if BIAS:
+        gate += gl.load(bias + n, mask=inside, other=0.0).to(gl.float32)[:, None]
+        up += gl.load(bias + columns + n, mask=inside, other=0.0).to(gl.float32)[:, None]
+    gate, up = gate.to(kind).to(gl.float32), up.to(kind).to(gl.float32)  # rounded where separate ops round
+    gate = (gate / (1.0 + gl.exp(-gate))).to(kind).to(gl.float32)
+    at = out + m.to(gl.int64)[None, :] * columns + n[:, None]
+    gl.store(at, (gate * up).to(kind), mask=inside[:, None] & (m < num_rows)[None, :])
+
+
+class _Address(NamedTuple):
+    """Stands for a tensor in a descriptor, which is kept, without keeping its memory."""
+
+    at: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.at
+
+
+_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
+
+
+@lru_cache(4096)
+def _described(
+    at: int, dtype: torch.dtype, rows: int, columns: int, stride: int, box_rows: int, box_columns: int
+) -> TensorDescriptor:
+    """A matrix for the copy engine, which reads boxes of it; zeros past its end."""
+    base = _Address(at, dtype)
+    return TensorDescriptor(base, [rows, columns], [stride, 1], [box_rows, box_columns], _LAYOUT)
+
+
+def _describe(x: Tensor, box_rows: int, box_columns: int) -> TensorDescriptor:
+    return _described(x.data_ptr(), x.dtype, *x.shape, x.stride(0), box_rows, box_columns)
+
+
+def fits(x: Tensor, weight: Tensor) -> bool:
+    """What the kernels take. All else goes to the library."""
+    return (
+        x.dtype is weight.dtype
+        and x.element_size() == 2
+        and 0 < x.shape[0] <= MOST_ROWS
+        and x.shape[1] % NARROW.entries == 0
+        and all(t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, weight))
+    )
+
+
+def shape_of(columns: int, k: int, processors: int) -> tuple[Ring, int]:
+    """(how a program reads, parts of K): of the two rings the one that leaves fewer multiprocessors short of work."""
+    tiles = -(-columns // TILE.value)
+    best: tuple[float, Ring, int] | None = None
+    for ring in (WIDE, NARROW):
+        if k % ring.entries:
+            continue
+        slots = processors * ring.programs
+        parts = max(1, min(slots // tiles, k // ring.entries // 2, _MOST_PARTS))
+        used = tiles * parts / (-(-tiles * parts // slots) * slots)
+        if best is None or used > best[0] + 0.05:
+            best = used, ring, parts
+    assert best is not None
+    return best[1], best[2]
+
+
+def _rows_of(count: int) -> int:
+    return 16 if count <= 16 else MOST_ROWS
+
+
+def linear_parts(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, processors: int, early: bool = False,
+    shape: tuple[Ring, int] | None = None,
+) -> Parts:  # fmt: skip
+    if not fits(x, weight):
+        return Parts(F.linear(x, weight, bias).float()[None], x.dtype)
+    (rows, k), columns = x.shape, weight.shape[0]
+    ring, parts = shape or shape_of(columns, k, processors)
+    sums = torch.empty((parts, rows, columns), dtype=torch.float32, device=x.device)
+    held = _rows_of(rows)
+    _parts_kernel[(-(-columns // TILE.value) * parts,)](
+        _describe(weight, TILE.value, ring.entries), _describe(x, held, ring.entries), bias, sums, rows, columns,
+        k // ring.entries, parts, ROWS=held, ENTRIES=ring.entries, BUFFERS=ring.buffers, BIAS=bias is not None,
+        EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return Parts(sums, x.dtype)
+
+
+def linear_act(
+    x: Tensor, weight: Tensor, bias: Tensor | None, act: Callable[[Tensor], Tensor], *,
+    codes: Mapping[Callable, int], early: bool = False, ring: Ring = NARROW,
+) -> Tensor:  # fmt: skip
+    """`codes`: gated activations by function; SiLU joins the product, others run after it."""
+    if codes.get(act) != SILU or not fits(x, weight):
+        return act(F.linear(x, weight, bias))
+    (rows, k), columns = x.shape, weight.shape[0] // 2
+    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    held, half = _rows_of(rows), TILE.value // 2
+    _silu_kernel[(-(-columns // half),)](
+        _describe(weight, half, ring.entries), _describe(x, held, ring.entries), bias, out, rows, columns,
+        k // ring.entries, ROWS=held, ENTRIES=ring.entries, BUFFERS=ring.buffers, BIAS=bias is not None, EARLY=early,
+        num_warps=4, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return out
+
+
+def part_rows(width: int, dtype: torch.dtype) -> int:
+    """Up to how many rows a block's products are to be taken from here."""
+    return MOST_ROWS if dtype.itemsize == 2 and width % NARROW.entries == 0 else 0
+
+
+def register(codes: Mapping[Callable, int], fits: Callable[[], bool], *, early: bool) -> None:
+    """Attach the forms of this device; `codes` as in `linear_act`."""
+    launch.DESCRIPTORS.add(TensorDescriptor)
+    processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    few_ops.part_rows.form("cuda", fits)(part_rows)
+    few_ops.linear_parts.form("cuda", fits)(partial(linear_parts, processors=processors, early=early))
+    few_ops.linear_act.form("cuda", fits)(partial(linear_act, codes=codes, early=early))
