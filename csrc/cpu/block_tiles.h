@@ -51,11 +51,13 @@ struct GatedProduct {
   }
 
   void part_of_few(int64_t from, int64_t to, int64_t row, int64_t end) const {
+    const TinyIsZero flushed;
+    const float* floats = product.as_floats(row, end);
     alignas(64) float found[16 * 2 * kPanel];
     for (int64_t p = from; p < to; ++p) {
       const Place gate = panel_at(p * kPanel), up = panel_at(matrix.rows / 2 + p * kPanel);
-      product.multiply_opening(product.x.tile(row), gate.kind, gate.data, found, 2 * kPanel);
-      product.multiply_opening(product.x.tile(row), up.kind, up.data, found + kPanel, 2 * kPanel);
+      product.multiply_few(floats, row, end, gate.kind, gate.data, found, 2 * kPanel);
+      product.multiply_few(floats, row, end, up.kind, up.data, found + kPanel, 2 * kPanel);
       write(found, row, end - row, p * kPanel);
     }
   }

@@ -1,8 +1,9 @@
 // Packed weights with tile registers: panels are opened to bfloat16 (those of B16 are so), and rows are rounded to it.
 //
-// Every product is made so, of one row too: a result is summed by the same instruction in the same order (32 inputs at a
-// time, from the first on) whatever stands beside it. What the number of rows decides is where opened blocks go: for one
-// tile of rows to a few places in the first cache, just before they are multiplied; for more, panel by panel to memory.
+// A result is summed in the same order (32 inputs at a time, from the first on) whatever stands beside it. What the number
+// of rows decides is where opened blocks go: for one tile of rows to a few places in the first cache, just before they are
+// multiplied; for more, panel by panel to memory. Up to kByLanes rows do without tiles, which wait for what vectors store:
+// their blocks stay in vector registers and are summed as the instruction does it, so that bits are the same.
 #pragma once
 #include "amx.h"
 
@@ -86,6 +87,86 @@ inline OpenBlock opening_of(int64_t kind) {
   constexpr OpenBlock all[QC_KINDS] = {open_block<QC_Q4M>, open_block<QC_Q4Z>, open_block<QC_Q5M>, open_block<QC_Q5Z>,
                                        open_block<QC_Q6Z>, open_block<QC_Q8Z>, nullptr};
   return all[kind];
+}
+
+constexpr int kByLanes = 4;  // rows whose products are summed without tiles
+
+// Numbers too small for a normal float are zero, as they are for tiles, as long as this lives.
+struct TinyIsZero {
+#if defined(__SSE__)
+  const unsigned before = _mm_getcsr();
+  TinyIsZero() { _mm_setcsr(before | 0x8040); }
+  ~TinyIsZero() { _mm_setcsr(before); }
+#endif
+};
+
+// A block of a panel as quads of inputs in order, as they are before they are cut off: take(quad, a, b, c, d).
+template <int Kind, class F>
+QC_INLINE inline void each_quad(const uint8_t* block, const F& take) {
+  constexpr Form form = kForms[Kind];
+  constexpr float zero = form.bits == 8 ? 128 : form.zero;
+  const uint8_t *top = block + form.scales(), *planes = top + form.top();
+  const Floats scale = sixteen_halves(block);
+  const Floats second = form.added || form.halves ? sixteen_halves(block + 2 * kPanel) : scale;
+  const Floats base = form.added ? second : scale * -zero;
+  if constexpr (form.bits == 4) {
+    const Opening<16, 4> low(scale, base);
+    const Opening<12, 4> high(scale, base);
+    for (int c = 0; c < 4; ++c) {
+      const Words w = load_words(planes + kChunk * c);
+      take(c, low(w << 16), low(w << 8), low(w), low(w >> 8));
+    }
+    for (int c = 0; c < 4; ++c) {
+      const Words w = load_words(planes + kChunk * c);
+      take(4 + c, high(w << 8), high(w), high(w >> 8), high(w >> 16));
+    }
+  } else {
+    for (int half = 0; half < 2; ++half) {
+      const bool other = form.halves && half;
+      const Opening<8, 8> open(other ? second : scale, other ? second * -zero : base);
+      for (int c = 0; c < 4; ++c) {
+        const Words w = bytes_of_quad<Kind>(top, planes, half, c);
+        take(4 * half + c, open(w << 8), open(w), open(w >> 8), open(w >> 16));
+      }
+    }
+  }
+}
+
+// `Rows` rows x [Rows, blocks * 32] times a packed panel, as tile_dot_bfloats sums it: products of even inputs of a block by
+// themselves, those of odd ones too, then both to the sum. (A product of two bfloat16 is exact as a float.)
+template <int Kind, int Rows>
+void multiply_by_lanes(const float* x, int64_t blocks, const uint8_t* panel, float* found, int64_t stride) {
+  auto cut = [](Floats v) QC_INLINE { return (Floats)((Words)v & 0xffff0000u); };
+  const int64_t next = blocks * kBlock;
+  Floats sums[Rows] = {};
+  for (int64_t i = 0; i < blocks; ++i, x += kBlock, panel += kForms[Kind].bytes()) {
+    for (int64_t line = 0; line < kForms[Kind].bytes(); line += 64) __builtin_prefetch(panel + kAheadBytes + line);
+    Floats even[Rows] = {}, odd[Rows] = {};
+    each_quad<Kind>(panel, [&](int quad, Floats v0, Floats v1, Floats v2, Floats v3) QC_INLINE {
+      const Floats w0 = cut(v0), w1 = cut(v1), w2 = cut(v2), w3 = cut(v3);
+      for (int r = 0; r < Rows; ++r) {
+        const float* at = x + r * next + 4 * quad;
+        even[r] += w0 * at[0], odd[r] += w1 * at[1];
+        even[r] += w2 * at[2], odd[r] += w3 * at[3];
+      }
+    });
+    for (int r = 0; r < Rows; ++r) sums[r] += even[r] + odd[r];
+  }
+  for (int r = 0; r < Rows; ++r) store_words(found + r * stride, (Words)sums[r]);
+}
+
+typedef void (*ByLanes)(const float* x, int64_t blocks, const uint8_t* panel, float* found, int64_t stride);
+
+template <int Rows>
+ByLanes by_lanes_of(int64_t kind) {
+  constexpr ByLanes all[QC_KINDS] = {multiply_by_lanes<QC_Q4M, Rows>, multiply_by_lanes<QC_Q4Z, Rows>,
+                                     multiply_by_lanes<QC_Q5M, Rows>, multiply_by_lanes<QC_Q5Z, Rows>,
+                                     multiply_by_lanes<QC_Q6Z, Rows>, multiply_by_lanes<QC_Q8Z, Rows>, nullptr};
+  return all[kind];
+}
+
+inline ByLanes by_lanes_of(int64_t kind, int64_t rows) {
+  return rows == 1 ? by_lanes_of<1>(kind) : rows == 2 ? by_lanes_of<2>(kind) : rows == 3 ? by_lanes_of<3>(kind) : by_lanes_of<4>(kind);
 }
 
 // Memory that is read next, in one place or two, brought nearer a few lines at a time while something else is computed.
@@ -179,7 +260,28 @@ struct OpenProduct {
     return all;
   }
 
-  // One tile of rows times a packed panel, to `found`, whose rows are `stride` floats apart.
+  // Rows [row, end) as floats [rows, blocks * 32] where there are few enough for `multiply_few` to read them so.
+  const float* as_floats(int64_t row, int64_t end) const {
+    static thread_local std::vector<float> memory;
+    if (end - row > kByLanes) return nullptr;
+    memory.resize(size_t((end - row) * blocks * kBlock));
+    float* to = memory.data();
+    for (; row < end; ++row)
+      for (int64_t b = 0; b < blocks; ++b, to += kBlock) {
+        const uint16_t* from = reinterpret_cast<const uint16_t*>(x.line(row, b));
+        for (int i = 0; i < kBlock; i += kLanes) store(to + i, Numbers<QC_BF16>::read(from + i));
+      }
+    return memory.data();
+  }
+
+  // One tile of rows, given as `floats` too if they are few, times a packed panel, to `found`, whose rows are `stride` floats
+  // apart.
+  void multiply_few(const float* floats, int64_t row, int64_t end, int64_t kind, const char* panel, float* found,
+                    int64_t stride) const {
+    if (!floats) return multiply_opening(x.tile(row), kind, panel, found, stride);
+    by_lanes_of(kind, end - row)(floats, blocks, reinterpret_cast<const uint8_t*>(panel), found, stride);
+  }
+
   void multiply_opening(const char* a, int64_t kind, const char* panel, float* found, int64_t stride) const {
     constexpr int64_t kLead = 4, kPlaces = 2 * kLead;  // blocks are opened so long before, or the tile waits for its lines
     alignas(64) char places[kPlaces][kTileBytes];
@@ -276,9 +378,11 @@ struct OpenProduct {
   }
 
   void part_of_few(int64_t from, int64_t to, int64_t row, int64_t end) const {
+    const TinyIsZero flushed;
+    const float* floats = as_floats(row, end);
     over_panels(job, from, to, [&](int64_t kind, const uint8_t* panel, int64_t column, int64_t count) {
       alignas(64) float found[16 * kPanel];
-      multiply_opening(x.tile(row), kind, reinterpret_cast<const char*>(panel), found, kPanel);
+      multiply_few(floats, row, end, kind, reinterpret_cast<const char*>(panel), found, kPanel);
       write(found, 1, row, end - row, column, count < kPanel ? count : kPanel);
     });
   }
