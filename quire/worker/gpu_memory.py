@@ -1,11 +1,11 @@
 """How many bytes of a GPU the KV cache may have: its share of the memory, less all that is or will be used otherwise.
 
-    total memory × gpu_memory_utilization
-      − what is used now (weights, this process's context, other processes)
+    total memory × gpu_memory_utilization, which is the share of this engine whatever others use
+      − what this process uses now (weights, its context)
       − the most a step needs beside it (measured by running the largest one)
       − what decode graphs keep (measured by running the largest captured step, and a little per graph)
       − the rows' tokens and tables
-    = KV cache
+    = KV cache, and never more than is free
 
 In: what trial steps took (trial.py). Must not know: models, blocks, requests.
 """
@@ -22,6 +22,7 @@ from quire.schema.errors import ConfigError
 
 GIB = 1 << 30
 PER_GRAPH = 6 << 20  # nodes and parameters of an instantiated graph of a few hundred kernels
+OWN_CONTEXT = 600 << 20  # what the driver and its libraries take of the GPU for this process at the start
 MARGIN = 256 << 20  # workspaces of libraries and attention, and what the allocator cannot use
 _log = logger(__name__)
 
@@ -31,7 +32,8 @@ class Budget:
     """All in bytes."""
 
     total: int
-    used: int  # now, by everyone
+    used: int  # now, by this process
+    others: int  # used by others
     step: int  # beside it, at the peak of the largest step
     graphs: int
     static: int  # allocated after this measurement, beside the KV cache
@@ -39,11 +41,18 @@ class Budget:
 
     @property
     def kv(self) -> int:
-        return int(self.total * self.share) - self.used - self.step - self.graphs - self.static - MARGIN
+        claimed = min(int(self.total * self.share), self.total - self.others)
+        return claimed - self.used - self.step - self.graphs - self.static - MARGIN
+
+    def _claimed(self) -> str:
+        share, left = self.total * self.share, self.total - self.others
+        if share <= left:
+            return f"{share / GIB:.2f} GiB ({self.share:g} of {self.total / GIB:.2f})"
+        return f"{left / GIB:.2f} GiB (what other programs leave of {self.total / GIB:.2f})"
 
     def __str__(self) -> str:
         return (
-            f"{self.total * self.share / GIB:.2f} GiB ({self.share:g} of {self.total / GIB:.2f}) minus "
+            f"{self._claimed()} minus "
             f"{self.used / GIB:.2f} used, {self.step / GIB:.2f} for a step, {self.graphs / GIB:.2f} for graphs, "
             f"{(self.static + MARGIN) / GIB:.2f} for rows and workspaces"
         )
@@ -63,11 +72,17 @@ def kv_bytes_on_gpu(budget: Budget) -> int:
     return budget.kv
 
 
-def measure(device: torch.device, *, step: int, graphs: int, static: int, share: float) -> Budget:
+def used_by_others(device: torch.device) -> int:
+    """Bytes; asked before this process takes more than its context."""
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - OWN_CONTEXT)
+
+
+def measure(device: torch.device, *, others: int, step: int, graphs: int, static: int, share: float) -> Budget:
     """`step` and `graphs` as `peak` found them; what is used is asked of the driver now."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return Budget(total, total - free, step, graphs, static, share)
+    return Budget(total, total - free - others, others, step, graphs, static, share)
 
 
 def peak(device: torch.device, run: Callable[[], None]) -> int:

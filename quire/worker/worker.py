@@ -28,7 +28,7 @@ from quire.schema.params import SamplingParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan
 from quire.worker.capture import Capturer
 from quire.worker.device_inputs import DeviceInputs
-from quire.worker.gpu_memory import PER_GRAPH, does_not_fit, kv_bytes_on_gpu, measure, peak
+from quire.worker.gpu_memory import PER_GRAPH, does_not_fit, kv_bytes_on_gpu, measure, peak, used_by_others
 from quire.worker.graphs import START_SECONDS, DecodeGraphs, useful_sizes
 from quire.worker.kv_memory import bind_kv
 from quire.worker.memory import kv_bytes
@@ -89,6 +89,7 @@ class Worker:
         self._model: Model | None = None
         self._specs: tuple[KVSpec, ...] = ()
         self._runner: ModelRunner | None = None
+        self._others = 0  # bytes of the GPU that other programs use
 
     # --- what an executor calls, in this order
 
@@ -99,6 +100,8 @@ class Worker:
     def load(self) -> ModelInfo:
         """Build the model and read its weights; without a kernel cache, compile what it will want."""
         began = now()
+        if self.device.type != "cpu":
+            self._others = used_by_others(self.device)
         with self._laps.inside("load"):
             try:
                 model = self._model = self._parts.make_model(self.config, self.device)
@@ -171,6 +174,7 @@ class Worker:
             self._laps.mark("captured steps")
         budget = measure(
             self.device,
+            others=self._others,
             step=largest,
             graphs=graphs + PER_GRAPH * (len(sizes) + len(mixed)),
             static=8 * (step.max_num_seqs + 1) * (length + 1),  # tokens of all rows, and their tables

@@ -98,6 +98,14 @@ def test_what_is_left_is_the_kv_cache(device: SimpleNamespace) -> None:
     assert [lap[0] for lap in worker.start_laps()] == ["build", "weights", "prepare", "largest step", "captured steps"]
 
 
+def test_what_others_use_is_not_of_the_share(device: SimpleNamespace) -> None:
+    assert gpu_memory.used_by_others(CUDA) == 40 * GIB - gpu_memory.OWN_CONTEXT
+    worker = make_worker(BlindBackend())
+    worker.load()
+    worker._others = 25 * GIB
+    assert worker._gpu_bytes() > (75 - 15 - 7 - 3 - 1) * GIB
+
+
 def test_nothing_left_says_where_it_went(device: SimpleNamespace) -> None:
     device.free, device.peaks = 20 * GIB, [9 * GIB, 3 * GIB]
     worker = make_worker(BlindBackend())

@@ -347,8 +347,12 @@ def test_only_useful_buckets():
 
 def test_gpu_memory_budget():
     gib = 1 << 30
-    budget = Budget(total=100 * gib, used=20 * gib, step=5 * gib, graphs=gib, static=gib, share=0.9)
+    budget = Budget(total=100 * gib, used=20 * gib, others=0, step=5 * gib, graphs=gib, static=gib, share=0.9)
     assert kv_bytes_on_gpu(budget) == 63 * gib - MARGIN
-    tight = Budget(total=24 * gib, used=20 * gib, step=5 * gib, graphs=gib, static=0, share=0.9)
+    beside = Budget(total=100 * gib, used=20 * gib, others=45 * gib, step=0, graphs=0, static=0, share=0.5)
+    assert beside.kv == 30 * gib - MARGIN  # the share is its own, whatever others use
+    crowded = Budget(total=100 * gib, used=20 * gib, others=60 * gib, step=0, graphs=0, static=0, share=0.9)
+    assert crowded.kv == 20 * gib - MARGIN and "what other programs leave of 100.00" in str(crowded)
+    tight = Budget(total=24 * gib, used=20 * gib, others=0, step=5 * gib, graphs=gib, static=0, share=0.9)
     with pytest.raises(ConfigError, match=r"21\.60 GiB \(0\.9 of 24\.00\) minus 20\.00 used, 5\.00 for a step"):
         kv_bytes_on_gpu(tight)
