@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from quire.config.server import ServerConfig
     from quire.llm.online import AsyncLLM
 
-_RENDERERS = 4  # chat templates of requests rendered at the same time
+_RENDERERS = 4  # large bodies read, and long texts tokenized, at the same time
+_TEMPLATES = 4  # chat templates of requests rendered at the same time, each in a process of its own
 
 
 class Load:
-    """Requests in flight. Touched by one event loop."""
+    """Requests in flight, or a part of them. Touched by one event loop."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -53,6 +54,11 @@ class ServerState:
     renderers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_RENDERERS, thread_name_prefix="render")
     )
+    # a lane of their own: templates that take all the time they have hold up no other work
+    templates: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(_TEMPLATES, thread_name_prefix="template")
+    )
+    templates_load: Load = field(default_factory=Load)
 
     @classmethod
     def of(cls, engine: AsyncLLM, options: ServerConfig) -> ServerState:
@@ -85,6 +91,7 @@ class ServerState:
 
     def close(self) -> None:
         self.renderers.shutdown(wait=False, cancel_futures=True)
+        self.templates.shutdown(wait=False, cancel_futures=True)
 
 
 def choose_parsers(config: EngineConfig, options: ServerConfig, tokenizer: Tokenizer | None = None) -> ParserChoice:
