@@ -78,6 +78,10 @@ class ServerConfig(Group):
         "all", "Quire's own. Which routes ask for a key: all but /health and /ping, or (vLLM's rule) /v1, /v2 and "
         "/inference alone.",
     )  # fmt: skip
+    prefix_cache_per_key: bool = option(
+        True, "Quire's own. With several keys, cached prefixes are shared only between requests with the same key: "
+        "else the time to a first token tells what others asked.",
+    )  # fmt: skip
     open_metrics: bool = option(False, "Quire's own. /metrics asks for no key.")
     allow_credentials: bool = option(False, "CORS: a browser may send cookies and keys.")
     allowed_origins: tuple[str, ...] = option(

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from quire.schema.errors import InputError
+from quire.server.callers import Salts, new_secret
 from quire.server.served import ServedNames
 from quire.server.tool_server import ToolServer
 from quire.text.chat import choose_template
@@ -45,6 +46,7 @@ class ServerState:
     served: ServedNames
     default_sampling: dict[str, Any]
     chat_template: str | None  # the server's own, as text; None: the model's
+    salts: Salts  # of the prefix cache
     parsers: ParserChoice = field(default_factory=ParserChoice)
     tool_server: ToolServer | None = None
     load: Load = field(default_factory=Load)
@@ -61,7 +63,8 @@ class ServerState:
     templates_load: Load = field(default_factory=Load)
 
     @classmethod
-    def of(cls, engine: AsyncLLM, options: ServerConfig) -> ServerState:
+    def of(cls, engine: AsyncLLM, options: ServerConfig, secret: bytes | None = None) -> ServerState:
+        """`secret`: what the API processes of one server agree on."""
         config = engine.vllm_config
         template = options.chat_template
         if template is not None and engine.tokenizer is not None:
@@ -73,6 +76,7 @@ class ServerState:
             served=ServedNames.of(config, options, engine.front.inputs.max_model_len),
             default_sampling=dict(config.model_config.default_sampling),
             chat_template=template,
+            salts=Salts(options.keys if options.prefix_cache_per_key else (), secret or new_secret()),
             parsers=choose_parsers(config, options, engine.tokenizer),
             tool_server=ToolServer.of(options.tool_server),
         )

@@ -431,7 +431,7 @@ def test_a_template_that_cannot_be_read_is_read_apart(name: str, monkeypatch: py
     monkeypatch.setattr(Sandbox, "_parse", never)
     before = compile_template.cache_info().currsize, read_facts.cache_info().currsize
     with pytest.raises(
-        InputError, match="the chat template (cannot be compiled|is not valid|used more|failed)"
+        InputError, match=r"the chat template (cannot be compiled|is not valid|used more|failed)"
     ) as told:
         render_chat(tokenizer_with(CHATML), HELLO, chat_template=UNREADABLE[name], trusted=False)
     assert told.value.param == "chat_template" and len(str(told.value)) < 5000

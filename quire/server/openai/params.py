@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from quire.engine.inputs import Asked, Options
 from quire.llm.online import Flow
 from quire.schema.errors import InputError
@@ -125,12 +127,13 @@ async def prepare_requests(
     call: Call, request: GenerateRequest, public_id: str, prompts: Sequence[Prompt], params: SamplingParams,
     *, add_special_tokens: bool, most: int | None, continues: bool = False,
 ) -> list[Asked]:  # fmt: skip
-    """Check and tokenize every prompt; nothing runs yet."""
+    """Check and tokenize every prompt; nothing runs yet. Every dialect comes by here: the salt is put in now."""
     state, engine = call.state, call.state.engine
     tokenizing: dict[str, Any] = {} if add_special_tokens else {"add_special_tokens": False}
     if request.truncation_side is not None:
         tokenizing["truncation_side"] = request.truncation_side
     own = f"{public_id}-{state.prefix}{next(state.serials):x}"
+    salt = state.salts.salt(call.caller, request.cache_salt)
     trace = call.trace_headers()
     asked = []
     for index, prompt in enumerate(prompts):
@@ -143,6 +146,7 @@ async def prepare_requests(
             continues=continues,
             private=True,
         )
+        prompt = msgspec.structs.replace(prompt, cache_salt=salt)
         one = await engine.prepare(own if len(prompts) == 1 else f"{own}-{index}", prompt, params, options)
         _check_room(one, most, state.served.max_model_len)
         asked.append(one)
