@@ -19,6 +19,7 @@ from quire.schema.errors import InputError
 from quire.schema.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from quire.schema.prompt import Prompt
 from quire.server.openai.beams import open_beams
+from quire.server.openai.fan_out import check_bytes, check_logprobs
 from quire.server.openai.protocol import GenerateRequest
 from quire.server.openai.structured import constraint_of, form_name
 from quire.server.renamed import renamed
@@ -133,9 +134,10 @@ async def prepare_requests(
     if request.truncation_side is not None:
         tokenizing["truncation_side"] = request.truncation_side
     own = f"{public_id}-{state.prefix}{next(state.serials):x}"
+    check_bytes(prompts, params, request.cache_salt, state.options)
     salt = state.salts.salt(call.caller, request.cache_salt)
     trace = call.trace_headers()
-    asked = []
+    asked: list[Asked] = []
     for index, prompt in enumerate(prompts):
         options = Options(
             priority=request.priority or 0,
@@ -145,11 +147,13 @@ async def prepare_requests(
             stream_interval=request.stream_interval,
             continues=continues,
             private=True,
+            like=asked[0] if asked else None,
         )
         prompt = msgspec.structs.replace(prompt, cache_salt=salt)
         one = await engine.prepare(own if len(prompts) == 1 else f"{own}-{index}", prompt, params, options)
         _check_room(one, most, state.served.max_model_len)
         asked.append(one)
+    check_logprobs(asked, engine.front.inputs.vocab_size, state.options)
     return asked
 
 
