@@ -78,6 +78,10 @@ class ServerConfig(Group):
         "all", "Quire's own. Which routes ask for a key: all but /health and /ping, or (vLLM's rule) /v1, /v2 and "
         "/inference alone.",
     )  # fmt: skip
+    prefix_cache_per_key: bool = option(
+        True, "Quire's own. With several keys, cached prefixes are shared only between requests with the same key: "
+        "else the time to a first token tells what others asked.",
+    )  # fmt: skip
     open_metrics: bool = option(False, "Quire's own. /metrics asks for no key.")
     allow_credentials: bool = option(False, "CORS: a browser may send cookies and keys.")
     allowed_origins: tuple[str, ...] = option(
@@ -106,6 +110,18 @@ class ServerConfig(Group):
     max_num_choices: int = option(128, "Quire's own. Largest n of a request.", low=1)
     max_prompts_per_request: int = option(1024, "Quire's own. Most prompts in one completion request.", low=1)
     max_sequences_per_request: int = option(2048, "Quire's own. Most prompts times n.", low=1)
+    max_fan_out_bytes: int = option(
+        256 << 20, "Quire's own. Most bytes that a request may come to: n times prompts times its parameters "
+        "(structured_outputs, logit_bias, allowed_token_ids, bad_words, vllm_xargs, cache_salt), and n times its "
+        "prompts.", low=1024, human=True,
+    )  # fmt: skip
+    max_logprobs_per_request: int = option(
+        1 << 25, "Quire's own. Most log probabilities of a request: n times prompts times tokens times those at each "
+        "token; in a beam search, those of all extensions that are weighed.", low=1,
+    )  # fmt: skip
+    max_beam_tokens: int = option(
+        1 << 20, "Quire's own. Most tokens of a beam search: beams times prompts times max_tokens.", low=1
+    )
     max_stop_strings: int = option(64, "Quire's own. Most stop strings, and stop token ids, of a request.", low=1)
     max_stop_length: int = option(1024, "Quire's own. Longest stop string, in characters.", low=1)
     max_logit_bias: int = option(4096, "Quire's own. Most entries of logit_bias.", low=1)

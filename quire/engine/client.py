@@ -33,6 +33,7 @@ from quire.config.logs import apply_logging
 from quire.engine.control import message_of, rebuild_error
 from quire.engine.pulse import Pulse
 from quire.engine.route import OWNER
+from quire.engine.together import pack
 from quire.schema.errors import EngineDeadError, InputError, QuireError
 from quire.schema.messages import (
     Abort,
@@ -334,7 +335,7 @@ class ProcessClient:
 
     def submit(self, requests: Sequence[EngineRequest]) -> None:
         try:
-            encoded = [self._codec.encode(request) for request in requests]
+            encoded = [self._codec.encode(message) for message in pack(requests)]
         except CodecError as wrong:
             raise InputError(str(wrong)) from wrong
         for frames in encoded:

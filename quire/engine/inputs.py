@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -63,6 +63,21 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval: int | None = None
     continues: bool = False  # the prompt ends within an answer, which is gone on with
     private: bool = False  # nobody else holds the params, and they have not changed since they were checked
+    like: Asked | None = None  # for an earlier prompt with these very params: what was made of them is used again
+
+
+class _Shared(NamedTuple):
+    """What all requests of a call have in common: checked and made once, and sent once (together.py)."""
+
+    sibling: SamplingParams  # of all answers to a prompt but the first
+    stop_token_ids: tuple[int, ...]
+    trace_headers: dict[str, str]
+    grammar: GrammarSpec | None
+
+
+def _shared_again(like: Asked) -> _Shared:
+    first, last = like.requests[0], like.requests[-1]
+    return _Shared(last.params, first.stop_token_ids, first.trace_headers, first.grammar)
 
 
 class InputProcessor:
@@ -104,36 +119,31 @@ class InputProcessor:
         if not options.private:
             params = params.clone()
             params.__post_init__()  # the caller may have changed it since it was checked
-        if params.n > _MOST_ANSWERS:
-            raise InputError(f"n is {params.n}; at most {_MOST_ANSWERS} answers can be asked for", param="n")
         token_ids = self._token_ids(prompt, params, options.tokenization_kwargs or {})
         self._check_prompt(token_ids)
         max_tokens = self._max_tokens(params, len(token_ids))
-        self._check_params(params, options)
-        grammar = self._grammar(params)
+        shared = self._shared(params, options) if options.like is None else _shared_again(options.like)
         arrival = time.time() if options.arrival is None else options.arrival
         seed = params.seed if params.seed is not None else options.seed
         seed = self.draw_seed() if seed is None else seed
         # A caller may use an id again as soon as its request has ended here; what the engine still says of the old
         # request must not be taken for news of the new one, so the engine knows each by a name of its own.
         name = f"{request_id}#{next(self._serials)}{self._mark}"
-        # The prompt's log probabilities are the same for all n: the first answer brings them.
-        sibling = params if params.prompt_logprobs is None else msgspec.structs.replace(params, prompt_logprobs=None)
         requests = tuple(
             EngineRequest(
                 request_id=name if params.n == 1 else f"{name}.{index}",
                 prompt_token_ids=token_ids,
-                params=params if index == 0 else sibling,
+                params=params if index == 0 else shared.sibling,
                 seed=(seed + index) % _SEEDS,
                 max_tokens=max_tokens,
                 eos_token_id=self.eos_token_id,
-                stop_token_ids=self._stop_ids(params),
+                stop_token_ids=shared.stop_token_ids,
                 priority=options.priority,
                 arrival=arrival,
                 cache_salt=prompt.cache_salt,
                 parent_id=None if params.n == 1 else request_id,
-                trace_headers=dict(options.trace_headers or {}),
-                grammar=grammar,
+                trace_headers=shared.trace_headers,
+                grammar=shared.grammar,
                 continues=options.continues,
             )
             for index in range(params.n)
@@ -141,6 +151,15 @@ class InputProcessor:
         return Asked(
             request_id, prompt.text, token_ids, params, requests, arrival, stream_interval=options.stream_interval
         )
+
+    def _shared(self, params: SamplingParams, options: Options) -> _Shared:
+        if params.n > _MOST_ANSWERS:
+            raise InputError(f"n is {params.n}; at most {_MOST_ANSWERS} answers can be asked for", param="n")
+        self._check_params(params, options)
+        # The prompt's log probabilities are the same for all n: the first answer brings them.
+        sibling = params if params.prompt_logprobs is None else msgspec.structs.replace(params, prompt_logprobs=None)
+        grammar = self._grammar(params)
+        return _Shared(sibling, self._stop_ids(params), dict(options.trace_headers or {}), grammar)
 
     # ---- prompt ------------------------------------------------------------------------------------------------
 
@@ -258,7 +277,7 @@ class InputProcessor:
             params.detokenize = False
         if params.thinking_token_budget is not None and self._no_budget is not None:
             raise InputError(self._no_budget, param="thinking_token_budget", value=params.thinking_token_budget)
-        if params.bad_words and not (options.private and params.bad_words_token_ids):  # else an earlier prompt's
+        if params.bad_words:
             params.bad_words_token_ids = self._bad_word_ids(params.bad_words)
         for word_ids in params.bad_words_token_ids or ():
             self._check_ids("bad_words", word_ids, param="bad_words")

@@ -30,6 +30,7 @@ from quire.engine.loop import EngineLoop, failed_output
 from quire.engine.masking import make_masks
 from quire.engine.pulse import Pulse
 from quire.engine.route import OWNER, Routes
+from quire.engine.together import unpack
 from quire.executor.base import Executor, make_executor
 from quire.sched.kv_layout import fit_length, place
 from quire.sched.scheduler import Scheduler
@@ -39,6 +40,7 @@ from quire.schema.messages import (
     ControlReply,
     EngineDied,
     EngineReady,
+    EngineRequests,
     FromEngine,
     Hello,
     Left,
@@ -258,7 +260,10 @@ class _Receiver:
 
     def _take(self, client: int, message: ToEngine) -> None:
         routes = self._post.routes
-        if routes is None:
+        if isinstance(message, EngineRequests):
+            for request in unpack(message):
+                self._take(client, request)
+        elif routes is None:
             self._inbox.put(message)
         elif isinstance(message, Hello):
             self._inbox.put(routes.leave(client))  # of one that had this number before
@@ -279,8 +284,11 @@ class _Receiver:
             return
         if not isinstance(message, dict):
             return
-        if isinstance(request_id := message.get("request_id"), str):
-            self._post.send(client, Outputs(outputs=[failed_output(request_id, InputError(str(wrong)))]))
+        asked = message.get("requests", [message])
+        named = [one.get("request_id") for one in asked if isinstance(one, dict)] if isinstance(asked, list) else []
+        if ids := [name for name in named if isinstance(name, str)]:
+            refused = InputError(str(wrong))
+            self._post.send(client, Outputs(outputs=[failed_output(name, refused) for name in ids]))
         elif isinstance(call_id := message.get("call_id"), int):
             self._post.send(client, reply_with_error(call_id, InputError(str(wrong))))
 

@@ -85,7 +85,8 @@ class BeamSearchInstance:
         """One request per live beam: its tokens, and what to ask for, so that the answers tell what may follow."""
         if self.form is None:
             most = min(max(self.num_logprobs, self.num_shown), vocab_size)
-            return [(beam.tokens, _one_token(most, [])) for beam in self.beams]
+            same = _one_token(most, [])
+            return [(beam.tokens, same) for beam in self.beams]
         self._allowed = [self.form.allowed(beam.tokens[len(self.prompt_tokens) :]) for beam in self.beams]
         asked = []
         for beam, allowed in zip(self.beams, self._allowed, strict=True):

@@ -23,6 +23,7 @@ from quire.text.detokenize import Detokenizer
 
 if TYPE_CHECKING:
     from quire.llm.beam_form import BeamForms
+    from quire.llm.beam_limits import BeamLimits
     from quire.llm.online import AsyncLLM, Flow
     from quire.llm.request_log import RequestLog
 
@@ -59,12 +60,12 @@ class BeamFlow:
 
     def __init__(
         self, engine: AsyncLLM, forms: BeamForms, asked: Sequence[Asked], params: BeamSearchParams, options: Options,
-        log: RequestLog | None,
+        most: BeamLimits, log: RequestLog | None,
     ) -> None:  # fmt: skip
         """`asked` says how many of the best are wanted (n) and what is shown of them; `params` how to search."""
         check_ranks(engine.model_config.logprobs_mode)
         self.loop = asyncio.get_running_loop()
-        self._engine, self._forms, self._params, self._log = engine, forms, params, log
+        self._engine, self._forms, self._params, self._most, self._log = engine, forms, params, most, log
         self._options = msgspec.structs.replace(options, any_logprobs=True, private=True)
         self._size = engine.front.inputs.vocab_size
         self._live = [_Search(one, BeamSearchInstance.of(one, params)) for one in asked]
@@ -116,7 +117,12 @@ class BeamFlow:
         return work() if self._params.structured_outputs is None else await asyncio.to_thread(work)
 
     def _questions(self) -> list[list[tuple[list[int], SamplingParams]]]:
-        return [search.beams.questions(self._size) for search in self._live]
+        found, num_logprobs = [], 0
+        for search in self._live:
+            found.append(search.beams.questions(self._size))
+            num_logprobs += sum((one.logprobs or 0) + len(one.logprob_token_ids or ()) for _, one in found[-1])
+            self._most.check_round(num_logprobs)
+        return found
 
     def _take(self, found: dict[str, RequestOutput]) -> None:
         for search in self._live:

@@ -19,6 +19,7 @@ from quire.base import registry
 from quire.engine.inputs import Asked, Options
 from quire.llm.beam import BeamSearchInstance, BeamSearchOutput, check_ranks, followed
 from quire.llm.beam_form import BeamForm, BeamForms
+from quire.llm.beam_limits import BeamLimits
 from quire.llm.progress import Progress
 from quire.llm.prompts import list_conversations, list_prompts, pair, render
 from quire.llm.stepper import LLMEngine
@@ -103,10 +104,13 @@ class LLM:
         )
         priorities = pair(0 if priority is None else priority, len(prompts), int, "priority")
         final = {id(p): msgspec.structs.replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in params}
-        asked = [
-            self._prepare(prompt, final[id(one)], msgspec.structs.replace(options, priority=urgency))
-            for prompt, one, urgency in zip(prompts, params, priorities, strict=True)
-        ]
+        asked: list[Asked] = []
+        firsts: dict[int, Asked] = {}  # of all prompts with the same parameters, which are checked and sent once
+        for prompt, one, urgency in zip(prompts, params, priorities, strict=True):
+            first = firsts.get(id(one))
+            how = msgspec.structs.replace(options, priority=urgency, like=first, private=first is not None)
+            asked.append(self._prepare(prompt, final[id(one)] if first is None else first.params, how))
+            firsts.setdefault(id(one), asked[-1])
         return self._run(asked, use_tqdm)
 
     def chat(
@@ -189,6 +193,8 @@ class LLM:
             finally:
                 forms.close()
         searches = [self._search(prompt, params, options, form) for prompt in list_prompts(prompts)]
+        lengths = [search.max_tokens for search in searches]
+        BeamLimits().check(params.beam_width, lengths, 0, self.input_processor.vocab_size)
         progress = Progress.make(use_tqdm, total=len(searches), words="Beam search")
         size = concurrency_limit or max(1, len(searches))
         with progress:

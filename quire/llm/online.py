@@ -25,6 +25,7 @@ from quire.base.clock import now
 from quire.base.log import logger
 from quire.engine.inputs import Asked, Options
 from quire.engine.outputs import Processed
+from quire.llm.beam_limits import BeamLimits
 from quire.llm.front import Front
 from quire.llm.request_log import LogRules, RequestLog
 from quire.llm.verbs import async_verb
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 log = logger(__name__)
 BEAM_FLOW, BEAM_FORMS = "quire.llm.beam_flow:BeamFlow", "quire.llm.beam_form:BeamForms"  # numpy comes with them
+_MOST_WORK = BeamLimits()
 _LANES = 4  # long prompts that are read at the same time
 _LONG_TEXT = 4096  # characters; tokenizing less is quicker than going to another thread
 
@@ -292,11 +294,16 @@ class AsyncLLM:
                 self._log.asked(one)
         return self._log
 
-    def open_beams(self, asked: Sequence[Asked], params: BeamSearchParams, options: Options) -> BeamFlow:
+    def open_beams(
+        self, asked: Sequence[Asked], params: BeamSearchParams, options: Options, most: BeamLimits = _MOST_WORK
+    ) -> BeamFlow:
         """Search for the best answers to prepared requests instead of running them as they are."""
         self._check_alive()
+        size, shown = self.front.inputs.vocab_size, asked[0].params.logprobs or 0
+        lengths = [one.requests[0].max_tokens for one in asked]
+        most.check(params.beam_width, lengths, size if shown == -1 else shown, size)
         make: type[BeamFlow] = registry.load(BEAM_FLOW)
-        flow = make(self, self._beam_forms, asked, params, options, self._log_asked(asked))
+        flow = make(self, self._beam_forms, asked, params, options, most, self._log_asked(asked))
         self._searches.add(flow)
         return flow
 
@@ -313,7 +320,7 @@ class AsyncLLM:
     async def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams, options: Options) -> Asked:
         """Check and tokenize; nothing runs yet. What is long is read in another thread."""
         self._check_alive()
-        if not _is_long(prompt, params):
+        if not _is_long(prompt, params if options.like is None else None):
             return self.front.prepare(request_id, prompt, params, options)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, self.front.prepare, request_id, prompt, params, options)
@@ -448,8 +455,11 @@ def _close(front: Front, pool: ThreadPoolExecutor, made_later: contextlib.ExitSt
     pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _is_long(prompt: Prompt, params: SamplingParams) -> bool:
-    """Whether reading it could hold up the event loop: a long text, constraints, many bad words."""
-    if params.structured_outputs is not None or sum(map(len, params.bad_words or ())) >= _LONG_TEXT:
+def _is_long(prompt: Prompt, params: SamplingParams | None) -> bool:
+    """Whether reading it could hold up the event loop: a long text, constraints, many bad words. None: parameters
+    that were read with an earlier prompt."""
+    if params is None:
+        pass
+    elif params.structured_outputs is not None or sum(map(len, params.bad_words or ())) >= _LONG_TEXT:
         return True
     return prompt.token_ids is None and len(prompt.text or "") >= _LONG_TEXT

@@ -43,6 +43,31 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     continues: bool = False  # the prompt ends within an answer, which is gone on with
 
 
+class OneOfMany(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An EngineRequest within EngineRequests: what is its own, and where the rest of it stands."""
+
+    request_id: str
+    common: int  # place in EngineRequests.commons
+    prompt: int  # place in EngineRequests.prompts
+    seed: int
+    max_tokens: int
+    arrival: float = 0.0
+    parent_id: str | None = None
+
+
+class EngineRequests(msgspec.Struct, frozen=True, kw_only=True, tag="requests"):
+    """Requests that were submitted together: whatever several of them share travels once (engine/together.py)."""
+
+    commons: tuple[EngineRequest, ...]  # without an id and a prompt
+    prompts: tuple[tuple[int, ...], ...]
+    requests: tuple[OneOfMany, ...]
+
+    def __post_init__(self) -> None:
+        for one in self.requests:
+            if not (0 <= one.common < len(self.commons) and 0 <= one.prompt < len(self.prompts)):
+                raise ValueError(f"request {one.request_id!r} names what is not there")
+
+
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
     request_ids: tuple[str, ...]
 
@@ -70,7 +95,7 @@ class Left(msgspec.Struct, frozen=True, kw_only=True, tag="left"):
     client: int
 
 
-ToEngine = EngineRequest | Abort | ControlCall | Stop | Hello | Left
+ToEngine = EngineRequest | EngineRequests | Abort | ControlCall | Stop | Hello | Left
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):

@@ -95,7 +95,7 @@ async def generate_tokens(call: Call, request: TokensRequest) -> None:
     params = _params(request)
     most_tokens(state, params.max_tokens, None)
     public_id = call.request_id(request.request_id)
-    prompt = Prompt(token_ids=check_ids(request.token_ids), cache_salt=request.cache_salt)
+    prompt = Prompt(token_ids=check_ids(request.token_ids))
     opened = await open_requests(
         call, asked, public_id, [prompt], params, add_special_tokens=False, most=asked.max_tokens
     )

@@ -53,6 +53,7 @@ class Boot(msgspec.Struct, kw_only=True):
     listener: int  # descriptor
     ready: int  # descriptor to write to when it listens
     metrics_folder: str
+    secret: bytes  # the same for all of them
     options: msgspec.Raw
     config: msgspec.Raw
 
@@ -71,19 +72,20 @@ def main(boot_bytes: bytes) -> None:
         os.close(boot.ready)
 
     opened = socket.socket(fileno=boot.listener)
-    status = run(engine, options, opened, say, number=boot.client)
+    status = run(engine, options, opened, say, number=boot.client, secret=boot.secret)
     engine.shutdown()
     os._exit(status)  # nothing is left to save
 
 
 def run(
-    engine: AsyncLLM, options: ServerConfig, opened: socket.socket, say: Callable[[], None], *, number: int = 0
-) -> int:
+    engine: AsyncLLM, options: ServerConfig, opened: socket.socket, say: Callable[[], None], *, number: int = 0,
+    secret: bytes | None = None,
+) -> int:  # fmt: skip
     """Serve until told to stop, or until the engine dies; the exit status. `say` is called once it listens.
 
-    `number` counts API processes from 1 where there are several.
+    Where there are several API processes, `number` counts them from 1, and they share a `secret`.
     """
-    state = ServerState.of(engine, options)
+    state = ServerState.of(engine, options, secret)
     host = Host(state, build_app(state), say, number)
     gc.collect()
     gc.freeze()  # what lives for ever need not be looked at while requests wait

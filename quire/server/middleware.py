@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.base.clock import now
 from quire.base.registry import load
 from quire.schema.errors import ConfigError, TooLargeError
+from quire.server.callers import digests, note_key
 from quire.server.errors import refusal, refusal_of
 
 if TYPE_CHECKING:
@@ -86,16 +87,23 @@ class RequestIds:
 
 
 class Keys:
-    """Lets in whoever shows one of the keys. Every key is compared, in constant time, whatever the first ones said."""
+    """Lets in whoever shows one of the keys, and notes which. Every key is compared, in constant time, whatever the
+    first ones said."""
 
     def __init__(self, app: ASGIApp, options: ServerConfig) -> None:
         self.app = app
-        self._keys = [sha256(key.encode()).digest() for key in options.keys]
+        self._keys = digests(options.keys)
         self._narrow = options.api_key_scope == "v1"
         self._open = _OPEN_PATHS | (_METRICS if options.open_metrics else frozenset())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self._free(scope) or self._matches(scope):
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        shown = self._shown(scope)
+        if shown is not None:
+            note_key(scope, shown)
+        if shown is not None or self._free(scope):
             await self.app(scope, receive, send)
             return
         told = refusal(
@@ -111,22 +119,22 @@ class Keys:
         path = route_path(scope)
         return path in self._open or (self._narrow and not path.startswith(_GUARDED_BY_VLLM))
 
-    def _matches(self, scope: Scope) -> bool:
-        found = False
+    def _shown(self, scope: Scope) -> int | None:
+        """The number of the first key that is shown."""
+        found: list[int] = []
         for name, value in scope["headers"]:
             if name == b"x-api-key":  # as Anthropic's clients send it
-                found |= self._is_key(value)
+                found += self._numbers(value)
             elif name == b"authorization":
                 scheme, _, token = value.partition(b" ")
-                found |= self._is_key(token) and scheme.lower() == b"bearer"
-        return found
+                numbers = self._numbers(token)
+                found += numbers if scheme.lower() == b"bearer" else []
+        return found[0] if found else None
 
-    def _is_key(self, given: bytes) -> bool:
+    def _numbers(self, given: bytes) -> list[int]:
         digest = sha256(given.strip()).digest()
-        found = False
-        for key in self._keys:
-            found |= hmac.compare_digest(digest, key)
-        return found
+        same = [hmac.compare_digest(digest, key) for key in self._keys]
+        return [number for number, is_it in enumerate(same) if is_it]
 
 
 class BodySize:

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.base.log import logger
 from quire.schema.errors import DeadlineError, InputError
 from quire.server.body import read_body
+from quire.server.callers import caller_of
 from quire.server.errors import ERROR_RESPONSES, ClientGoneError, refusal_of
 from quire.server.flow import Results
 from quire.server.middleware import route_path
@@ -65,6 +66,11 @@ class Call:
             if key == name:
                 return bytes(value).decode("latin-1")
         return None
+
+    @property
+    def caller(self) -> int:
+        """The number of the key that was shown."""
+        return caller_of(self.scope)
 
     def check_type(self) -> None:
         """JSON only: a web page may send any other type to any server without asking it first."""

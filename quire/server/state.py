@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from quire.schema.errors import InputError
+from quire.server.callers import Salts, new_secret
 from quire.server.served import ServedNames
 from quire.server.tool_server import ToolServer
 from quire.text.chat import choose_template
@@ -26,11 +27,12 @@ if TYPE_CHECKING:
     from quire.config.server import ServerConfig
     from quire.llm.online import AsyncLLM
 
-_RENDERERS = 4  # chat templates of requests rendered at the same time
+_RENDERERS = 4  # large bodies read, and long texts tokenized, at the same time
+_TEMPLATES = 4  # chat templates of requests rendered at the same time, each in a process of its own
 
 
 class Load:
-    """Requests in flight. Touched by one event loop."""
+    """Requests in flight, or a part of them. Touched by one event loop."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -44,6 +46,7 @@ class ServerState:
     served: ServedNames
     default_sampling: dict[str, Any]
     chat_template: str | None  # the server's own, as text; None: the model's
+    salts: Salts  # of the prefix cache
     parsers: ParserChoice = field(default_factory=ParserChoice)
     tool_server: ToolServer | None = None
     load: Load = field(default_factory=Load)
@@ -53,9 +56,15 @@ class ServerState:
     renderers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_RENDERERS, thread_name_prefix="render")
     )
+    # a lane of their own: templates that take all the time they have hold up no other work
+    templates: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(_TEMPLATES, thread_name_prefix="template")
+    )
+    templates_load: Load = field(default_factory=Load)
 
     @classmethod
-    def of(cls, engine: AsyncLLM, options: ServerConfig) -> ServerState:
+    def of(cls, engine: AsyncLLM, options: ServerConfig, secret: bytes | None = None) -> ServerState:
+        """`secret`: what the API processes of one server agree on."""
         config = engine.vllm_config
         template = options.chat_template
         if template is not None and engine.tokenizer is not None:
@@ -67,6 +76,7 @@ class ServerState:
             served=ServedNames.of(config, options, engine.front.inputs.max_model_len),
             default_sampling=dict(config.model_config.default_sampling),
             chat_template=template,
+            salts=Salts(options.keys if options.prefix_cache_per_key else (), secret or new_secret()),
             parsers=choose_parsers(config, options, engine.tokenizer),
             tool_server=ToolServer.of(options.tool_server),
         )
@@ -85,6 +95,7 @@ class ServerState:
 
     def close(self) -> None:
         self.renderers.shutdown(wait=False, cancel_futures=True)
+        self.templates.shutdown(wait=False, cancel_futures=True)
 
 
 def choose_parsers(config: EngineConfig, options: ServerConfig, tokenizer: Tokenizer | None = None) -> ParserChoice:

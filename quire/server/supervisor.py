@@ -25,6 +25,7 @@ from quire.base.procs import Child
 from quire.engine.client import Begun, ProcessClient
 from quire.schema.errors import EngineDeadError
 from quire.schema.messages import Outputs
+from quire.server.callers import new_secret
 from quire.server.launch import StartError, say_ready, start_errors
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class Supervisor:
         self._opened = opened
         self._metrics_folder = os.path.join(client.folder, "metrics")
         os.mkdir(self._metrics_folder, 0o700)
+        self._secret = new_secret()
         self._apis: dict[int, _Api] = {}
         self._deaths: deque[float] = deque(maxlen=_TOO_MANY_DEATHS)
         self._told: list[int] = []  # signals
@@ -107,6 +109,7 @@ class Supervisor:
             "listener": self._opened.fileno(),
             "ready": written,
             "metrics_folder": self._metrics_folder,
+            "secret": self._secret,
             "options": self._options,
             "config": self._config,
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.base.registry import load
@@ -16,6 +17,7 @@ from quire.schema.errors import InputError
 from quire.text.messages import MediaHook, arguments_as_text, normalize_messages, refuse_media
 
 if TYPE_CHECKING:
+    from quire.text.template import Limits
     from quire.text.template_facts import TemplateFacts
     from quire.text.tokenizer import Tokenizer
 
@@ -24,6 +26,17 @@ CONTENT_FORMATS = ("auto", "string", "openai")
 _MARK = "QUIRE-CONTINUES-HERE "
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
                   "tokenize", "conversation", "padding", "truncation", "return_dict", "return_tensors")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ChatJob:
+    """All that one rendering needs besides a media hook, as plain data: it may be sent to another process."""
+
+    source: str  # the template's text
+    messages: Sequence[Mapping[str, Any]]
+    variables: Mapping[str, Any]
+    content_format: str = "auto"
+    continues: bool = False  # the last message is gone on with
 
 
 def render_chat(
@@ -42,7 +55,7 @@ def render_chat(
 ) -> str:
     """The rendered prompt. It holds its special tokens, so encode it with add_special_tokens=False.
 
-    `trusted=False`: the template came with a request; it is rendered in a process of its own with hard limits.
+    `trusted=False`: the template came with a request; it is read and rendered in a process of its own with hard limits.
     """
     if add_generation_prompt and continue_final_message:
         raise InputError(
@@ -54,17 +67,6 @@ def render_chat(
         further = dict(template_kwargs or {})
         return tokenizer.render_own_chat(messages, tools, add_generation_prompt, continue_final_message, further)
     source = choose_template(tokenizer, chat_template, with_tools=bool(tools))
-    facts: TemplateFacts = load("quire.text.template_facts:read_facts")(source)
-    as_parts = _wants_parts(content_format, facts)
-    plain = normalize_messages(
-        messages,
-        as_parts=as_parts,
-        wrap_strings=as_parts and not facts.tests_string,
-        keep_none=facts.tests_none,
-        media=media,
-    )
-    if continue_final_message:
-        _mark_last(plain[-1])
     variables = {
         **tokenizer.special,
         **_checked_kwargs(template_kwargs),
@@ -72,8 +74,28 @@ def render_chat(
         "documents": _checked_list("documents", documents),
         "add_generation_prompt": add_generation_prompt,
     }
-    text = _render(source, plain, variables, trusted)
-    return _cut_at_mark(text) if continue_final_message else text
+    job = ChatJob(source, messages, variables, _checked_format(content_format), continue_final_message)
+    if trusted:
+        return render_job(job, media=media)
+    apart: Callable[[ChatJob], str] = load("quire.text.template_child:render_apart")
+    return apart(job)
+
+
+def render_job(job: ChatJob, limits: Limits | None = None, *, media: MediaHook = refuse_media) -> str:
+    """Read the template, give it the messages in the form it wants, render it."""
+    facts: TemplateFacts = load("quire.text.template_facts:read_facts")(job.source)
+    as_parts = facts.loops_content if job.content_format == "auto" else job.content_format == "openai"
+    plain = normalize_messages(
+        job.messages,
+        as_parts=as_parts,
+        wrap_strings=as_parts and not facts.tests_string,
+        keep_none=facts.tests_none,
+        media=media,
+    )
+    if job.continues:
+        _mark_last(plain[-1])
+    text = _render(job, plain, limits)
+    return _cut_at_mark(text) if job.continues else text
 
 
 def choose_template(tokenizer: Tokenizer, chat_template: str | None = None, *, with_tools: bool = False) -> str:
@@ -116,14 +138,14 @@ def _given_template(given: str, own: str | dict[str, str] | None) -> str:
     )
 
 
-def _wants_parts(content_format: str, facts: TemplateFacts) -> bool:
+def _checked_format(content_format: str) -> str:
     if content_format not in CONTENT_FORMATS:
         raise InputError(
             f"chat_template_content_format is one of {', '.join(CONTENT_FORMATS)}, got {content_format!r}",
             param="chat_template_content_format",
             value=content_format,
         )
-    return facts.loops_content if content_format == "auto" else content_format == "openai"
+    return content_format
 
 
 def _checked_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -143,17 +165,17 @@ def _checked_list(name: str, given: Sequence[Mapping[str, Any]] | None) -> list[
     return [dict(entry) for entry in given]
 
 
-def _render(source: str, messages: list[dict[str, Any]], variables: dict[str, Any], trusted: bool) -> str:
-    target = "quire.text.template:render" if trusted else "quire.text.template_child:render_apart"
-    render: Callable[..., str] = load(target)
+def _render(job: ChatJob, messages: list[dict[str, Any]], limits: Limits | None) -> str:
+    render: Callable[..., str] = load("quire.text.template:render")
+    bounds = {} if limits is None else {"limits": limits}
     try:
-        return render(source, {**variables, "messages": messages})
+        return render(job.source, {**job.variables, "messages": messages}, **bounds)
     except InputError as wrong:
         textual = arguments_as_text(messages)
         if textual == messages or not isinstance(wrong.__cause__, TypeError):
             raise
     # some templates join the arguments of a tool call into their text as they stand
-    return render(source, {**variables, "messages": textual})
+    return render(job.source, {**job.variables, "messages": textual}, **bounds)
 
 
 def _mark_last(message: dict[str, Any]) -> None:

@@ -3,8 +3,9 @@
 Imported only when a chat is rendered (jinja2 is slow to import). Comes in: template text and variables. Goes out: text.
 Bounds on one rendering, all in Limits: length of the template, loop turns and macro calls, seconds (looked at on every
 such turn), characters of output, size of any value made by * + ~ % ** and by the string methods and filters that can
-grow a value, and range(). A single step on shared data built to explode can still outlast them in this process; a
-template that nobody vouches for goes to text/template_child.py, which the system bounds.
+grow a value, and range(). Reading a template built to explode, or a single step on shared data, can still outlast them
+in this process, and what was read stays in a cache: a template that nobody vouches for is neither read nor rendered
+here but by text/template_child.py, which the system bounds.
 """
 
 from __future__ import annotations
@@ -207,6 +208,11 @@ def compile_template(source: str) -> jinja2.Template:
     except TemplateSyntaxError as wrong:
         raise InputError(
             f"the chat template is not valid Jinja, line {wrong.lineno}: {wrong.message}", param="chat_template"
+        ) from None
+    except (RecursionError, MemoryError, SyntaxError, ValueError, TypeError, ArithmeticError, LookupError) as wrong:
+        # the compiler's own limits, Python's below it, or a constant expression that fails while it is folded
+        raise InputError(
+            f"the chat template cannot be compiled: {type(wrong).__name__}: {wrong}", param="chat_template"
         ) from None
 
 

@@ -1,7 +1,9 @@
-"""Rendering a template that nobody vouches for, in a process of its own with bounded time and memory.
+"""Reading and rendering a template that nobody vouches for, in a process of its own with bounded time and memory.
 
-    parent: render_apart(source, variables) ── JSON on stdin ──▶ child: limits on itself, render ── JSON on stdout ──▶
-A child that hangs is killed; one that grows dies by itself. Either is an InputError about the template.
+    parent: render_apart(job) ── JSON on stdin ──▶ child: limits on itself, render_job ── JSON, text on stdout ──▶
+The parent never looks into such a template: its syntax, what it says of the messages it wants, and its rendering are
+the child's business, and nothing of it is kept. A child that hangs is killed; one that grows dies by itself. Either is
+an InputError about the template.
 """
 
 from __future__ import annotations
@@ -12,56 +14,64 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
 
 from quire.schema.errors import InputError
-from quire.text.template import LIMITS, Limits, render
+from quire.text.chat import ChatJob, render_job
+from quire.text.template import LIMITS, Limits
 
 SECONDS_TO_START = 20.0  # on top of the rendering's own, for a busy machine
 MEMORY_BYTES = 1 << 30
+# A prompt of a million tokens has some four characters to each; what is longer is only carried around to be refused.
+APART = replace(LIMITS, output_chars=1 << 24)
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from quire.text.template_child import main; main()"
+_LONGEST_ERROR = 4096  # characters; a template may put anything into its own errors
 
 
-def render_apart(source: str, variables: Mapping[str, Any], limits: Limits = LIMITS) -> str:
+def render_apart(job: ChatJob, limits: Limits = APART) -> str:
     try:
-        job = json.dumps({"source": source, "variables": dict(variables), "limits": asdict(limits)}).encode()
+        sent = json.dumps({"job": vars(job), "limits": asdict(limits)}).encode()
     except (TypeError, ValueError) as wrong:
         raise InputError(f"messages for a chat template of a request must be plain JSON ({wrong})") from None
     seconds = limits.seconds + SECONDS_TO_START
     try:
         done = subprocess.run(
             [sys.executable, "-c", _START, json.dumps(sys.path)],
-            input=job,
-            capture_output=True,
+            input=sent,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             timeout=seconds,
             check=False,
         )
     except subprocess.TimeoutExpired:
         raise InputError(f"the chat template took over {seconds:g} seconds", param="chat_template") from None
-    if done.returncode != 0:
+    head, _, text = done.stdout.partition(b"\n")
+    if done.returncode != 0 or not head:
         raise InputError(
             f"the chat template used more than {limits.seconds:g} seconds or {MEMORY_BYTES >> 20} MiB "
             f"(its process ended with {done.returncode})",
             param="chat_template",
         )
-    answer = json.loads(done.stdout)
+    answer = json.loads(head)
     if "error" in answer:
-        cause = TypeError() if answer["cause"] == "TypeError" else None
-        raise InputError(answer["error"], param="chat_template") from cause
-    return str(answer["text"])
+        raise InputError(answer["error"], param=answer["param"])
+    return text.decode("utf-8", "surrogatepass")
 
 
 def main() -> None:
     """The child: one job from stdin, one answer to stdout."""
-    job = json.loads(sys.stdin.buffer.read())
-    limits = Limits(**job["limits"])
+    given = json.loads(sys.stdin.buffer.read())
+    limits = Limits(**given["limits"])
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     seconds = math.ceil(time.process_time() + limits.seconds)  # whole seconds of processor time, start-up included
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    text = b""
     try:
-        answer = {"text": render(job["source"], job["variables"], limits)}
+        text = render_job(ChatJob(**given["job"]), limits).encode("utf-8", "surrogatepass")
+        head = {}
     except InputError as wrong:
-        answer = {"error": str(wrong), "cause": type(wrong.__cause__).__name__}
-    sys.stdout.write(json.dumps(answer))
+        head = {"error": str(wrong)[:_LONGEST_ERROR], "param": wrong.param}
+    sys.stdout.buffer.write(json.dumps(head).encode() + b"\n")
+    sys.stdout.buffer.write(text)
+    sys.stdout.buffer.flush()

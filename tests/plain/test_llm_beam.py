@@ -10,6 +10,7 @@ import pytest
 
 from quire import LLM
 from quire.llm.beam import BeamSearchInstance
+from quire.llm.beam_limits import BeamLimits
 from quire.schema.errors import InputError, NotBuiltError
 from quire.schema.outputs import Logprob
 from quire.schema.params import BeamSearchParams
@@ -119,6 +120,27 @@ def test_bad_calls(llm):
     for wrong in ({"params": 5}, {"params": BeamSearchParams(beam_width=1, max_tokens=1), "concurrency_limit": 0}):
         with pytest.raises(InputError):
             llm.beam_search("a", **wrong)
+
+
+@pytest.mark.parametrize(
+    ("width", "num_prompts", "words"),
+    [(10**9, 1, "29000000000 tokens of beams; the limit is 1073741824"), (10**7, 5, "limit is 1073741824"),
+     (10**7, 1, "weighs 75400000000 log probabilities; the limit is 17179869184")],
+)  # fmt: skip
+def test_work_is_bounded(llm, width, num_prompts, words):
+    with pytest.raises(ValueError, match=words):
+        llm.beam_search(["abc"] * num_prompts, BeamSearchParams(beam_width=width, max_tokens=10**12))
+
+
+def test_work():
+    BeamLimits(tokens=60, logprobs=600).check(5, [4, 8], shown=3, vocab_size=100)
+    BeamLimits(tokens=60, logprobs=420).check(5, [4, 8], shown=3, vocab_size=7)
+    for given, name in (({"tokens": 59}, "max_tokens"), ({"logprobs": 599}, "n")):
+        with pytest.raises(InputError, match=r"60 tokens of beams; the limit is 59|600 log prob.*limit is 599") as told:
+            BeamLimits(**given).check(5, [4, 8], shown=3, vocab_size=100)
+        assert told.value.param == name
+    with pytest.raises(InputError, match="720 log"):
+        BeamLimits(logprobs=719).check(5, [4, 8], shown=12, vocab_size=100)
 
 
 def test_the_salt_of_a_prompt_goes_with_every_beam(tmp_path, monkeypatch):

@@ -16,9 +16,9 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers import models, pre_tokenizers
 
 from quire.schema.errors import InputError, NotBuiltError
-from quire.text.chat import choose_template, render_chat
+from quire.text.chat import ChatJob, choose_template, render_chat
 from quire.text.forms.fast import FastTokenizer
-from quire.text.template import LIMITS, Limits, render
+from quire.text.template import LIMITS, Limits, Sandbox, compile_template, render
 from quire.text.template_child import render_apart
 from quire.text.template_facts import TemplateFacts, read_facts
 
@@ -395,6 +395,7 @@ def test_hostile_templates_end_soon_with_an_error(name: str) -> None:
     assert time.process_time() - start < 3
 
 
+HELLO = [{"role": "user", "content": "x"}]
 _DEEP = (
     "{% set n = namespace(a=[1], b=[1]) %}"
     "{% for i in range(60) %}{% set n.a = [n.a, n.a] %}{% set n.b = [n.b, n.b] %}{% endfor %}"
@@ -406,8 +407,50 @@ BOMBS = {"grows": _DEEP + "{{ n.a }}", "takes forever": _DEEP + "{{ n.a == n.b }
 def test_a_template_apart_cannot_hang_or_fill_the_machine(name: str) -> None:
     start = time.perf_counter()
     with pytest.raises(InputError, match=r"the chat template (used more than|failed)"):
-        render_apart(BOMBS[name], {"messages": []}, Limits(seconds=1.0))
+        render_apart(ChatJob(BOMBS[name], HELLO, {}), Limits(seconds=1.0))
     assert time.perf_counter() - start < 20
+
+
+UNREADABLE = {
+    "deep": "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
+    "nested blocks": "{% for x in y %}" * 30 + "{% endfor %}" * 30,
+    "long": "{{x}}" * 200_000,
+    "number": "{{ " + "9" * 5000 + " }}",
+    "folded": "{{ 'a' | int('b', [1]) }}{{ 1 // 0 }}",
+    "no Jinja": "{% for %}",
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_template_that_cannot_be_read_is_read_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also its facts: nothing of it is compiled, or kept, in this process."""
+
+    def never(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("it was parsed here")
+
+    monkeypatch.setattr(Sandbox, "_parse", never)
+    before = compile_template.cache_info().currsize, read_facts.cache_info().currsize
+    with pytest.raises(
+        InputError, match=r"the chat template (cannot be compiled|is not valid|used more|failed)"
+    ) as told:
+        render_chat(tokenizer_with(CHATML), HELLO, chat_template=UNREADABLE[name], trusted=False)
+    assert told.value.param == "chat_template" and len(str(told.value)) < 5000
+    assert (compile_template.cache_info().currsize, read_facts.cache_info().currsize) == before
+
+
+@pytest.mark.parametrize("name", ["deep", "nested blocks", "number"])
+def test_what_cannot_be_compiled_is_an_error_of_the_template(name: str) -> None:
+    with pytest.raises(InputError, match="cannot be compiled"):
+        render(UNREADABLE[name], {})
+
+
+def test_an_answer_apart_has_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "{% set x = 'x' * 1000000 %}{% for i in range(20) %}{{ x }}{% endfor %}"
+    assert len(render(long, {})) == 20_000_000
+    with pytest.raises(InputError, match="more than 16777216 characters of output"):
+        render_apart(ChatJob(long, HELLO, {}))
+    odd = [{"role": "user", "content": "\ud800 \n\x00 é"}]
+    assert render_apart(ChatJob("{{ messages[0].content }}", odd, {})) == odd[0]["content"]
 
 
 def test_a_template_apart_gives_the_same_text() -> None:

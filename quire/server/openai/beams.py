@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.inputs import Asked, Options
+from quire.llm.beam_limits import BeamLimits
 from quire.schema.errors import InputError, NotBuiltError
 from quire.schema.params import BeamSearchParams
 from quire.server.openai.protocol import GenerateRequest
@@ -75,4 +76,8 @@ def open_beams(state: ServerState, request: GenerateRequest, asked: Sequence[Ask
         include_stop_str_in_output=params.include_stop_str_in_output,
         structured_outputs=params.structured_outputs,
     )
-    return state.engine.open_beams(asked, beams, options)
+    most = BeamLimits(
+        state.options.max_beam_tokens, state.options.max_logprobs_per_request, " (--max-beam-tokens)",
+        " (--max-logprobs-per-request)",
+    )  # fmt: skip
+    return state.engine.open_beams(asked, beams, options, most)

@@ -105,7 +105,7 @@ async def prepare_chat(
     )
     if tools.schema is not None and state.config.structured_outputs_config.enable_in_reasoning:
         _check_no_thought(state, text, bool(request.continue_final_message))
-    return PreparedChat(request, Prompt(text=text, cache_salt=request.cache_salt), params, asked, opens, tools)
+    return PreparedChat(request, Prompt(text=text), params, asked, opens, tools)
 
 
 def _held_to(state: ServerState, tools: ToolUse, params: SamplingParams) -> StructuredOutputsParams | None:

@@ -1,22 +1,23 @@
 """From the messages of a chat request to the text of its prompt.
 
-Owns: which template a request may use, and where it is rendered: the server's own in this process, one that came with
-the request (or variables that are more than words and numbers) apart, in a process with limits. The text holds its
-special tokens. Must not know: answers, engines.
+Owns: which template a request may use, and where it is read and rendered: the server's own in this process, one that
+came with the request (or variables that are more than words and numbers) apart, in a process with limits. The text
+holds its special tokens. Must not know: answers, engines.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quire.schema.errors import InputError
+from quire.schema.errors import InputError, OverloadedError
 from quire.server.state import ServerState
 from quire.text.chat import render_chat
 
 _LONG_WORD = 1024  # characters of a variable that is still a word
+_MOST_APART = 64  # templates of requests that are rendered or wait for it
 
 
 async def render_prompt(
@@ -56,7 +57,20 @@ async def render_prompt(
     )
     if not apart:
         return render()
-    return await asyncio.get_running_loop().run_in_executor(state.renderers, render)
+    return await _render_apart(state, render)
+
+
+async def _render_apart(state: ServerState, render: Callable[[], str]) -> str:
+    load = state.templates_load
+    if load.count >= _MOST_APART:
+        raise OverloadedError(
+            f"{load.count} chat templates of requests wait to be rendered; the limit is {_MOST_APART}"
+        )
+    load.count += 1
+    try:
+        return await asyncio.get_running_loop().run_in_executor(state.templates, render)
+    finally:
+        load.count -= 1
 
 
 def _is_word(value: Any) -> bool:

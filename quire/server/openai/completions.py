@@ -84,14 +84,13 @@ def num_prompts(request: CompletionRequest) -> int:
 def read_prompts(request: CompletionRequest) -> list[Prompt]:
     """Text, ids, or a list of either, as a list of prompts. There are some (num_prompts)."""
     given: Any = request.prompt
-    salt = request.cache_salt
     if isinstance(given, str):
-        return [Prompt(text=given, cache_salt=salt)]
+        return [Prompt(text=given)]
     if isinstance(given[0], int):
-        return [Prompt(token_ids=check_ids(given), cache_salt=salt)]
+        return [Prompt(token_ids=check_ids(given))]
     if isinstance(given[0], str):
-        return [Prompt(text=text, cache_salt=salt) for text in given]
-    return [Prompt(token_ids=check_ids(ids), cache_salt=salt) for ids in given]
+        return [Prompt(text=text) for text in given]
+    return [Prompt(token_ids=check_ids(ids)) for ids in given]
 
 
 class _Choice:

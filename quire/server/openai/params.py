@@ -11,12 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from quire.engine.inputs import Asked, Options
 from quire.llm.online import Flow
 from quire.schema.errors import InputError
 from quire.schema.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from quire.schema.prompt import Prompt
 from quire.server.openai.beams import open_beams
+from quire.server.openai.fan_out import check_bytes, check_logprobs
 from quire.server.openai.protocol import GenerateRequest
 from quire.server.openai.structured import constraint_of, form_name
 from quire.server.renamed import renamed
@@ -125,14 +128,16 @@ async def prepare_requests(
     call: Call, request: GenerateRequest, public_id: str, prompts: Sequence[Prompt], params: SamplingParams,
     *, add_special_tokens: bool, most: int | None, continues: bool = False,
 ) -> list[Asked]:  # fmt: skip
-    """Check and tokenize every prompt; nothing runs yet."""
+    """Check and tokenize every prompt; nothing runs yet. Every dialect comes by here: the salt is put in now."""
     state, engine = call.state, call.state.engine
     tokenizing: dict[str, Any] = {} if add_special_tokens else {"add_special_tokens": False}
     if request.truncation_side is not None:
         tokenizing["truncation_side"] = request.truncation_side
     own = f"{public_id}-{state.prefix}{next(state.serials):x}"
+    check_bytes(prompts, params, request.cache_salt, state.options)
+    salt = state.salts.salt(call.caller, request.cache_salt)
     trace = call.trace_headers()
-    asked = []
+    asked: list[Asked] = []
     for index, prompt in enumerate(prompts):
         options = Options(
             priority=request.priority or 0,
@@ -142,10 +147,13 @@ async def prepare_requests(
             stream_interval=request.stream_interval,
             continues=continues,
             private=True,
+            like=asked[0] if asked else None,
         )
+        prompt = msgspec.structs.replace(prompt, cache_salt=salt)
         one = await engine.prepare(own if len(prompts) == 1 else f"{own}-{index}", prompt, params, options)
         _check_room(one, most, state.served.max_model_len)
         asked.append(one)
+    check_logprobs(asked, engine.front.inputs.vocab_size, state.options)
     return asked
 
 

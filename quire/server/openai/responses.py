@@ -1,21 +1,24 @@
 """/v1/responses: create (streamed, whole or in the background), retrieve, input items, cancel, delete.
 
 In: a ResponsesRequest. Out: a response or its events. Inside it is a chat like any other (chat_open.py). Answers are
-kept only where the server was told to (QUIRE_ENABLE_RESPONSES_API_STORE). Must not know: engines, templates.
+kept only where the server was told to (QUIRE_ENABLE_RESPONSES_API_STORE), each for whoever showed the key that it was
+made with. Must not know: engines, templates.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 from starlette.responses import StreamingResponse
 
 from quire.base.log import logger
 from quire.schema.errors import DeadlineError, InputError, OverloadedError
+from quire.server.callers import caller_of
 from quire.server.errors import ERROR_RESPONSES, refusal_of
 from quire.server.openai.chat_open import OpenedChat, open_chat, prepare_chat
 from quire.server.openai.responses_answer import ResponseAnswer
@@ -80,8 +83,13 @@ class Responses:
         Streams with `stream: true`; with `background: true` it answers at once and goes on by itself.
         """
         self._state.served.check(request.model)
-        given = self._conversation(request)
+        given = self._conversation(call, request)
         public_id = self._new_id(call, request)
+        store = self._store
+        with contextlib.nullcontext() if store is None else store.take(call.caller, public_id):
+            await self._create(call, request, given, public_id)
+
+    async def _create(self, call: Call, request: ResponsesRequest, given: Messages, public_id: str) -> None:
         first: Messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
         tools = await server_tools(request, self._state.tool_server)
         chat = await self._open(call, request, first + given, public_id, tools)
@@ -89,13 +97,13 @@ class Responses:
         flow = self._rounds(call, chat, answer, request, first + given, tools) if tools else chat.opened.flow
         if request.background:
             items = input_items(request)
-            record = Record(answer, given, items=items, flow=flow, with_events=bool(request.stream))
+            record = Record(answer, given, call.caller, items=items, flow=flow, with_events=bool(request.stream))
             self._begin(record, answer)
             await self._reply_from(call, record)
             return
         with flow:
             if self._store is not None and request.store is not False:
-                answer.keep = lambda: self._keep(Record(answer, given, items=input_items(request)))
+                answer.keep = lambda: self._keep(Record(answer, given, call.caller, items=input_items(request)))
             if request.stream:
                 await send_events(call, flow, answer, done=b"", failed=answer.failed)
             else:
@@ -129,7 +137,7 @@ class Responses:
 
         return Rounds(chat, answer, tools, server, open_next)
 
-    def _conversation(self, request: ResponsesRequest) -> Messages:
+    def _conversation(self, call: Call, request: ResponsesRequest) -> Messages:
         """All messages but the instructions. Whether the store can do what is asked is checked here too."""
         if request.background and self._store is None:
             raise InputError(f"background: {_OFF}", param="background")
@@ -140,7 +148,7 @@ class Responses:
             return given
         if self._store is None:
             raise InputError(f"previous_response_id: {_OFF}", param="previous_response_id")
-        record = self._store.get(request.previous_response_id, "previous_response_id")
+        record = self._store.get(call.caller, request.previous_response_id, "previous_response_id")
         if not record.ended:
             raise InputError(
                 f"previous_response_id: the response {record.id!r:.100} is still being made",
@@ -152,8 +160,6 @@ class Responses:
         """Not to be guessed, unless the client names it."""
         named = request.request_id is not None or call.header(b"x-request-id") is not None
         own = call.request_id(request.request_id).removeprefix("resp_") if named else secrets.token_hex(16)
-        if self._store is not None and f"resp_{own}" in self._store:
-            raise InputError(f"request_id: there is already a response with the id resp_{own}", param="request_id")
         return f"resp_{own}"
 
     def _keep(self, record: Record) -> None:
@@ -212,10 +218,14 @@ class Responses:
     # ---- retrieve, cancel, delete ------------------------------------------------------------------------------
 
     async def retrieve_response(
-        self, response_id: str, stream: bool = False, starting_after: Annotated[int | None, Query(ge=0)] = None
+        self,
+        request: Request,
+        response_id: str,
+        stream: bool = False,
+        starting_after: Annotated[int | None, Query(ge=0)] = None,
     ) -> Response:
         """A response that was stored. With `stream`, the events of one that was made in the background as a stream."""
-        record = self._record(response_id)
+        record = self._record(request, response_id)
         if not stream:
             return Response(record.body, media_type="application/json")
         if record.events is None:
@@ -227,13 +237,14 @@ class Responses:
 
     async def list_input_items(
         self,
+        request: Request,
         response_id: str,
         after: str | None = None,
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Literal["asc", "desc"] = "desc",
     ) -> ResponseItemList:
         """What the request of a stored response gave as its input, the last item first unless asked otherwise."""
-        items = self._record(response_id).items()
+        items = self._record(request, response_id).items()
         if order == "desc":
             items.reverse()
         if after is not None:
@@ -245,29 +256,33 @@ class Responses:
         first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
         return ResponseItemList(data=shown, first_id=first, last_id=last, has_more=len(items) > limit)
 
-    async def cancel_response(self, response_id: str) -> Response:
+    async def cancel_response(self, request: Request, response_id: str) -> Response:
         """End a response that is made in the background."""
-        record = self._record(response_id)
+        record = self._record(request, response_id)
         if not record.background:
             raise InputError(f"{response_id!r:.100} is not made in the background", param="response_id")
-        if record.flow is not None and record.task is not None:
-            record.flow.fail(CancelledResponseError())
-            await asyncio.wait([record.task])
+        await _end(record)
         return Response(record.body, media_type="application/json")
 
-    async def delete_response(self, response_id: str) -> DeletedResponse:
+    async def delete_response(self, request: Request, response_id: str) -> DeletedResponse:
         """Forget a response; one that is being made is ended first."""
-        record = self._record(response_id)
-        if record.background:
-            await self.cancel_response(response_id)
-        if self._store is not None and response_id in self._store:
-            self._store.remove(response_id)
+        record = self._record(request, response_id)
+        await _end(record)
+        if self._store is not None:
+            self._store.remove(record)
         return DeletedResponse(id=response_id)
 
-    def _record(self, response_id: str) -> Record:
+    def _record(self, request: Request, response_id: str) -> Record:
         if self._store is None:
             raise NoSuchResponseError(f"response {response_id!r:.100}: {_OFF}", param="response_id")
-        return self._store.get(response_id)
+        return self._store.get(caller_of(request.scope), response_id)
+
+
+async def _end(record: Record) -> None:
+    """Make sure that it is made no further."""
+    if record.flow is not None and record.task is not None:
+        record.flow.fail(CancelledResponseError())
+        await asyncio.wait([record.task])
 
 
 def _stream(events: AsyncIterator[bytes]) -> StreamingResponse:

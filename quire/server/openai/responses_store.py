@@ -1,14 +1,16 @@
 """ResponseStore: the answers of /v1/responses that are kept, bounded in number and in bytes.
 
-In: records, each an answer that is whole or one that is being made in the background. Out: the same by id, the oldest
-whole ones gone when there is no room. One per API process, touched by its event loop only. Must not know: HTTP.
+In: records, each an answer that is whole or one that is being made in the background. Out: the same by caller and id
+(who did not make one cannot tell that it is there), the oldest whole ones gone when there is no room. An id is taken
+when its request begins. One store per API process, touched by its event loop only. Must not know: HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from quire.server.openai.responses_answer import ResponseAnswer
 
 log = logger(__name__)
+Place = tuple[int, str]  # the caller that made it (callers.py), its id
 
 
 class NoSuchResponseError(InputError):
@@ -33,19 +36,21 @@ class NoSuchResponseError(InputError):
 class Record:
     """One answer. While it is made, `answer` knows how far it has come; then its JSON is all that is left of it."""
 
-    def __init__(self, answer: ResponseAnswer, given: list[dict[str, Any]], *, flow: Results | None = None,
-                 items: list[dict[str, Any]] | None = None, with_events: bool = False) -> None:  # fmt: skip
+    def __init__(self, answer: ResponseAnswer, given: list[dict[str, Any]], caller: int, *,
+                 flow: Results | None = None, items: list[dict[str, Any]] | None = None,
+                 with_events: bool = False) -> None:  # fmt: skip
         """`given`: the messages it answers. `items`: its request's own input. `flow`: it is made in the background."""
         self.id = answer.id
+        self.place: Place = (caller, answer.id)
         self.flow = flow
         self.background = flow is not None
         self.events: list[bytes] | None = [] if with_events else None
         self.task: asyncio.Task[None] | None = None
-        self.num_bytes = 0
         self._answer: ResponseAnswer | None = answer
         self._given = given
         self._body = self._messages = b""
         self._items = msgspec.json.encode(items or [])
+        self.num_bytes = len(self._items)
         self._changed = asyncio.Event()
 
     @property
@@ -75,13 +80,13 @@ class Record:
         return sum(map(len, events))
 
     def end(self) -> int:
-        """It is whole; the bytes it takes."""
+        """It is whole; the bytes it takes besides those of its input."""
         assert self._answer is not None
         self._body = self._answer.whole()
         self._messages = msgspec.json.encode([*self._given, *self._answer.messages()])
         self._answer, self._given, self.flow = None, [], None
         self._tell()
-        return len(self._body) + len(self._messages) + len(self._items)
+        return len(self._body) + len(self._messages)
 
     async def follow(self, first: int) -> AsyncIterator[bytes]:
         """Its events from number `first` on, until there are no more."""
@@ -103,7 +108,8 @@ class ResponseStore:
     def __init__(self, max_count: int, max_bytes: int) -> None:
         self.max_count, self.max_bytes = max_count, max_bytes
         self.num_bytes = 0
-        self._records: OrderedDict[str, Record] = OrderedDict()  # the one not used for longest first
+        self._records: OrderedDict[Place, Record] = OrderedDict()  # the one not used for longest first
+        self._taken: set[Place] = set()  # of requests under way
 
     @classmethod
     def of_environment(cls) -> ResponseStore | None:
@@ -114,19 +120,35 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._records)
 
-    def __contains__(self, response_id: str) -> bool:
-        return response_id in self._records
+    def __contains__(self, place: Place) -> bool:
+        return place in self._records
 
-    def get(self, response_id: str, param: str = "response_id") -> Record:
-        if (found := self._records.get(response_id)) is None:
+    @contextlib.contextmanager
+    def take(self, caller: int, response_id: str) -> Iterator[None]:
+        """While a request is under way, no other one of the same caller gets its id."""
+        place = (caller, response_id)
+        if place in self._records or place in self._taken:
+            raise InputError(
+                f"request_id: there is already a response with the id {response_id:.300}", param="request_id"
+            )
+        self._taken.add(place)
+        try:
+            yield
+        finally:
+            self._taken.discard(place)
+
+    def get(self, caller: int, response_id: str, param: str = "response_id") -> Record:
+        if (found := self._records.get((caller, response_id))) is None:
             raise NoSuchResponseError(
                 f"Response with id {response_id!r:.100} not found: it was not stored, or is no longer", param=param
             )
-        self._records.move_to_end(response_id)
+        self._records.move_to_end(found.place)
         return found
 
     def put(self, record: Record) -> None:
         """Room is made by dropping old ones; refused where all that are kept are still being made."""
+        if (old := self._records.get(record.place)) is not None:
+            self.remove(old)
         while len(self._records) >= self.max_count:
             if not self._drop_one():
                 raise OverloadedError(
@@ -134,26 +156,38 @@ class ResponseStore:
                     "(QUIRE_RESPONSES_STORE_COUNT)",
                     limit="QUIRE_RESPONSES_STORE_COUNT",
                 )
-        self._records[record.id] = record
+        while self.num_bytes + record.num_bytes > self.max_bytes:
+            if record.num_bytes > self.max_bytes or not self._drop_one():
+                raise OverloadedError(
+                    f"a response with {record.num_bytes} bytes of input, beside {self.num_bytes} bytes of responses "
+                    f"that are being made in the background; the limit is {self.max_bytes} "
+                    "(QUIRE_RESPONSES_STORE_BYTES)",
+                    limit="QUIRE_RESPONSES_STORE_BYTES",
+                )
+        self._records[record.place] = record
+        self.num_bytes += record.num_bytes
 
     def grow(self, record: Record, num_bytes: int) -> None:
         """A kept record takes more. One that is too large for the store itself goes too, once it has ended."""
-        if record.id not in self._records:
+        if self._records.get(record.place) is not record:
             return
         record.num_bytes += num_bytes
         self.num_bytes += num_bytes
         if record.num_bytes > self.max_bytes and record.ended:
             log.warning("A response of %d bytes is not kept; the store holds %d", record.num_bytes, self.max_bytes)
-            self.remove(record.id)
-        while self.num_bytes > self.max_bytes and self._drop_one(but=record.id):
+            self.remove(record)
+        while self.num_bytes > self.max_bytes and self._drop_one(but=record):
             pass
 
-    def remove(self, response_id: str) -> None:
-        self.num_bytes -= self._records.pop(response_id).num_bytes
+    def remove(self, record: Record) -> None:
+        """If it is still kept; another one may have its place by now."""
+        if self._records.get(record.place) is record:
+            del self._records[record.place]
+            self.num_bytes -= record.num_bytes
 
-    def _drop_one(self, but: str | None = None) -> bool:
-        for response_id, record in self._records.items():
-            if record.ended and response_id != but:
-                self.remove(response_id)
+    def _drop_one(self, but: Record | None = None) -> bool:
+        for record in self._records.values():
+            if record.ended and record is not but:
+                self.remove(record)
                 return True
         return False

@@ -1,0 +1,59 @@
+"""Who asks: which of the server's keys a request showed, and what is kept apart between keys because of it.
+
+In: the scope of a request that was let in (middleware.Keys notes the key there). Out: the number of its key, for
+whatever belongs to whoever made it, and the prefix-cache salt of its prompts. Keys themselves are neither kept nor
+passed on. Must not know: routes, dialects.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Sequence
+from hashlib import sha256
+
+from starlette.types import Scope
+
+from quire.base import env
+
+_PLACE = "key"  # in the scope's state
+NOBODY = -1  # no key was shown: the server has none, or the route asks for none
+_SECRET_BYTES = 32
+
+
+def digests(keys: Sequence[str]) -> list[bytes]:
+    """One per key; a key that was given twice is one."""
+    return [sha256(key.encode()).digest() for key in dict.fromkeys(keys)]
+
+
+def note_key(scope: Scope, number: int) -> None:
+    scope.setdefault("state", {})[_PLACE] = number
+
+
+def caller_of(scope: Scope) -> int:
+    """The number of the key that was shown."""
+    number: int = (scope.get("state") or {}).get(_PLACE, NOBODY)
+    return number
+
+
+def new_secret() -> bytes:
+    """Drawn when a server starts, for all of its processes; several servers agree where their block names do."""
+    fixed = env.PYTHONHASHSEED.get()
+    return secrets.token_bytes(_SECRET_BYTES) if fixed in ("", "random") else sha256(fixed.encode()).digest()
+
+
+class Salts:
+    """With several keys, blocks of the prefix cache are shared only between requests that showed the same one: how
+    fast an answer begins would else tell what others have asked."""
+
+    def __init__(self, keys: Sequence[str], secret: bytes) -> None:
+        found = digests(keys)
+        self._keys = found if len(found) > 1 else []
+        self._secret = secret
+
+    def salt(self, caller: int, own: str | None) -> str | None:
+        """`own`: the request's. A salt says nothing about the key it was made from, nor about the request's."""
+        if not self._keys or caller == NOBODY:
+            return own
+        said = b"" if own is None else b"\x01" + own.encode("utf-8", "surrogatepass")
+        return hmac.new(self._secret, self._keys[caller] + said, sha256).hexdigest()
