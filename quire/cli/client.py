@@ -71,7 +71,7 @@ def make_parser(program: str, description: str) -> argparse.ArgumentParser:
     """Options of the engine, of sampling, and of both commands. Here -q is --quick: what is added later wins."""
     parser = FlexibleArgumentParser(prog=program, description=description, conflict_handler="resolve")
     EngineArgs.add_cli_args(parser)
-    parser.set_defaults(disable_log_stats=True, use_tqdm_on_load=False)
+    parser.set_defaults(disable_log_stats=True)
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder, GGUF file or hub id (or --model)")
     server = parser.add_argument_group("server")
     server.add_argument("--url", help=f"base URL of a server, such as {LOCAL_URL}")
@@ -206,7 +206,8 @@ def status(model: str) -> Iterator[None]:
     except BaseException:
         print(file=sys.stderr)
         raise
-    print(f"{now() - start:.1f} s", file=sys.stderr)
+    again = f"\rloading {model} ... " if sys.stderr.isatty() else ""  # a bar may have stood there
+    print(f"{again}{now() - start:.1f} s", file=sys.stderr)
 
 
 def hush() -> None:

@@ -5,7 +5,6 @@ Where a name leads is config/source.py's to say; what the local cache holds, the
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from quire.base.registry import load
+from quire.config import FlexibleArgumentParser
 from quire.config.source import EMBEDDED_NAME, locate
 from quire.schema.errors import ModelNotFoundError
 
@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
 
 def pull(arguments: Sequence[str], program: str) -> int:
-    parser = argparse.ArgumentParser(
+    parser = FlexibleArgumentParser(
         prog=program, description="Fetch a model from the hub into the local cache. It then starts without a network.",
         epilog="example:  quire pull Qwen/Qwen3-0.6B     quire pull hf.co/org/repo:Q4_K_M",
     )  # fmt: skip
@@ -46,7 +46,7 @@ def pull(arguments: Sequence[str], program: str) -> int:
 
 
 def list_models(arguments: Sequence[str], program: str) -> int:
-    parser = argparse.ArgumentParser(prog=program, description="List the models on this machine.")
+    parser = FlexibleArgumentParser(prog=program, description="List the models on this machine.")
     parser.add_argument("--download-dir", help="folder to look in, instead of the hub library's cache")
     args = parser.parse_args(arguments)
     rows = [*embedded(), *cached(args.download_dir)]

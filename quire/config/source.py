@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from quire.base import env
 from quire.base.log import logger
+from quire.base.progress import waiting
 from quire.base.registry import load
 from quire.schema.errors import CheckpointError, MissingExtraError, ModelNotFoundError
 
@@ -111,7 +112,8 @@ def _hub(
     if not env.HF_HUB_OFFLINE.get():
         try:
             allow = _wanted_files(repository, revision, token, wanted, weights)
-            path = download(**ask, allow_patterns=allow, ignore_patterns=list(ignore_patterns))
+            with waiting(log, f"Fetching {repository} from the model hub"):
+                path = download(**ask, allow_patterns=allow, ignore_patterns=list(ignore_patterns))
             return _folder(path, model, wanted)
         except failures as wrong:
             why = wrong
