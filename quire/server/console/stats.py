@@ -45,13 +45,13 @@ class EngineStats(BaseModel):
     measured: bool = Field(description="Whether the engine's numbers are kept; --disable-log-stats switches them off.")
     running: int = 0
     waiting: int = 0
-    kv_usage: float = Field(0.0, description="Share of KV blocks held, 0 to 1.")
-    prompt_tokens: int = Field(0, description="Computed since start.")
-    generated_tokens: int = Field(0, description="Since start.")
-    prefix_queries: int = Field(0, description="Prompt tokens looked up in the prefix cache since start.")
-    prefix_hits: int = Field(0, description="Of those, found.")
-    preempted: int = Field(0, description="Preemptions since start.")
-    ended: list[EndedRequest] = Field([], description="The last to end in this process, newest first.")
+    kv_usage: float = Field(default=0.0, description="Share of KV blocks held, 0 to 1.")
+    prompt_tokens: int = Field(default=0, description="Computed since start.")
+    generated_tokens: int = Field(default=0, description="Since start.")
+    prefix_queries: int = Field(default=0, description="Prompt tokens looked up in the prefix cache since start.")
+    prefix_hits: int = Field(default=0, description="Of those, found.")
+    preempted: int = Field(default=0, description="Preemptions since start.")
+    ended: list[EndedRequest] = Field(default=[], description="The last to end in this process, newest first.")
 
 
 @router.get(PATH, operation_id="console_stats", responses={401: ERROR_RESPONSES[401]})
