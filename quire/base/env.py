@@ -219,6 +219,8 @@ HF_TOKEN = Variable[str | None]("HF_TOKEN", None, str, "Token for the model hub.
 OPENAI_API_KEY = Variable[str | None](
     "OPENAI_API_KEY", None, str, "Key that `quire bench serve`, `chat` and `complete` send to a server.", plain=True
 )
+NO_COLOR = Variable("NO_COLOR", False, bool, "Anything: no colours in a terminal.", plain=True)
+TERM = Variable("TERM", "", str, "What the terminal is; `dumb` gets no colours.", plain=True)
 LOG_STATS_INTERVAL = Variable("LOG_STATS_INTERVAL", 10.0, _seconds, "Seconds between two lines of throughput.")
 PROMETHEUS_DISABLE_CREATED_SERIES = Variable(
     "PROMETHEUS_DISABLE_CREATED_SERIES", False, _flag, "1: no `_created` lines in /metrics.", plain=True

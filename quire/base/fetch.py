@@ -18,6 +18,10 @@ from dataclasses import dataclass
 from typing import IO, NamedTuple
 from urllib.parse import urljoin, urlsplit
 
+from quire.base.log import logger
+from quire.base.progress import progress
+
+log = logger(__name__)
 _PIECE = 1 << 20
 _REDIRECTS = (301, 302, 303, 307, 308)
 _SAME_METHOD = (307, 308)
@@ -191,10 +195,12 @@ def _copy(target: Target, answer: http.client.HTTPResponse, into: IO[bytes], pol
     stated = answer.getheader("content-length")
     if stated is not None and stated.isdigit() and int(stated) > policy.max_bytes:
         raise FetchError(f"{target} offers {stated} bytes; the limit is {policy.max_bytes}")
-    total = 0
-    while piece := answer.read(_PIECE):
-        total += len(piece)
-        if total > policy.max_bytes:
-            raise FetchError(f"{target} sends more than the limit of {policy.max_bytes} bytes")
-        into.write(piece)
+    total, size = 0, int(stated) if stated is not None and stated.isdigit() else None
+    with progress(log, f"Fetching from {target.host}", size) as advance:
+        while piece := answer.read(_PIECE):
+            total += len(piece)
+            if total > policy.max_bytes:
+                raise FetchError(f"{target} sends more than the limit of {policy.max_bytes} bytes")
+            into.write(piece)
+            advance(len(piece))
     return total

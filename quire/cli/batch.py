@@ -19,6 +19,7 @@ from typing import IO, Any
 from quire.base.clock import now
 from quire.base.fetch import FetchError, Policy, check, download, is_url, upload
 from quire.base.log import logger
+from quire.base.progress import progress
 from quire.base.registry import load
 from quire.bench.load import run_async
 from quire.config import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
@@ -157,10 +158,9 @@ async def answer_file(args: argparse.Namespace, options: ServerConfig, source: I
             alive=alive,
         )
         began = now()
-        bar = load("tqdm:tqdm")(total=total, desc="Requests", disable=args.disable_tqdm, dynamic_ncols=True)
         async with metrics_page(app, args):
-            with contextlib.closing(bar):
-                tally = await runner.run(source, target, bar.update)
+            with progress(log, "Answering", total, "requests", shown=not args.disable_tqdm) as advance:
+                tally = await runner.run(source, target, lambda: advance(1))
     finally:
         engine.shutdown()
     print(f"{tally.completed} answered, {tally.failed} failed, {now() - began:.1f} s", file=sys.stderr)

@@ -3,7 +3,7 @@
 Who answers: the server at --url; else, when neither a model nor an engine option is given, a server that answers at
 http://localhost:8000/v1; else an engine in this process, with every engine option as a flag. --local never looks for a
 server. Answers go to stdout and nothing else does; status, warnings and errors go to stderr. Ctrl-C stops an answer,
-Ctrl-D ends.
+Ctrl-D ends. At a terminal a conversation has commands (conversation.py) and colours (terminal.py).
 """
 
 from __future__ import annotations
@@ -20,26 +20,14 @@ from typing import Any
 from quire.base import env
 from quire.base.clock import now
 from quire.base.log import logger
-from quire.base.registry import load
+from quire.cli.conversation import ONE_REQUEST, SETTINGS, Answered, Conversation, Message
 from quire.cli.remote import LOCAL_URL, Remote, RemoteSpeaker, find_local, local_server
+from quire.cli.terminal import messages, writer
 from quire.config import EngineArgs, FlexibleArgumentParser
 from quire.llm.prompts import render
 from quire.llm.stepper import LLMEngine
-from quire.schema.errors import ConfigError, EngineGenerateError, InputError
+from quire.schema.errors import ConfigError
 from quire.schema.params import RequestOutputKind, SamplingParams
-
-Message = dict[str, Any]
-_ONE_REQUEST = (InputError, EngineGenerateError)  # the request is lost, the engine is not
-_SAMPLING: dict[str, tuple[type, str]] = {
-    "temperature": (float, "0 always takes the most likely token"),
-    "top_p": (float, "keep the most likely tokens up to this probability"),
-    "top_k": (int, "keep this many most likely tokens; 0 keeps all"),
-    "min_p": (float, "drop tokens below this share of the most likely one"),
-    "presence_penalty": (float, "against tokens that have occurred in the answer"),
-    "frequency_penalty": (float, "against tokens by how often they have occurred in the answer"),
-    "repetition_penalty": (float, "above 1: against tokens of the prompt and the answer"),
-    "max_tokens": (int, "end the answer after this many tokens"),
-}
 
 
 def chat(arguments: Sequence[str], program: str) -> int:
@@ -48,21 +36,17 @@ def chat(arguments: Sequence[str], program: str) -> int:
     parser.add_argument("-q", "--quick", metavar="MESSAGE", help="answer this message and exit")
     parser.add_argument("--chat-template", help="Jinja template, as a file or as text; the model's own if not given")
     args = parser.parse_args(arguments)
-    messages: list[Message] = []
+    start: list[Message] = []
     if args.system_prompt is not None:
-        messages.append({"role": "system", "content": args.system_prompt})
+        start.append({"role": "system", "content": args.system_prompt})
     with closing(make_speaker(args, parser)) as speaker:
         if args.quick is not None:
-            speaker.answer([*messages, {"role": "user", "content": args.quick}])
+            speaker.answer([*start, {"role": "user", "content": args.quick}])
             return speaker.status
-        for line in lines("you> ", "Ctrl-C stops an answer, Ctrl-D ends."):
-            question: Message = {"role": "user", "content": line}
-            try:
-                answer = speaker.answer([*messages, question])
-            except _ONE_REQUEST as wrong:  # too long for the model, say: the conversation stays as it was
-                print(f"{program}: {wrong}", file=sys.stderr)
-                continue
-            messages += [question, {"role": "assistant", "content": answer}]
+        conversation = Conversation(speaker, program, start, is_terminal=sys.stdin.isatty())
+        for message in messages("you> ", "Ctrl-C stops an answer, Ctrl-D ends, /help lists commands."):
+            if not conversation.take(message):
+                break
     return 0
 
 
@@ -75,10 +59,10 @@ def complete(arguments: Sequence[str], program: str) -> int:
         if args.quick is not None:
             speaker.complete(args.quick)
             return speaker.status
-        for line in lines("text> ", "Ctrl-C stops a continuation, Ctrl-D ends."):
+        for line in messages("text> ", "Ctrl-C stops a continuation, Ctrl-D ends."):
             try:
                 speaker.complete(line)
-            except _ONE_REQUEST as wrong:
+            except ONE_REQUEST as wrong:
                 print(f"{program}: {wrong}", file=sys.stderr)
     return 0
 
@@ -87,7 +71,7 @@ def make_parser(program: str, description: str) -> argparse.ArgumentParser:
     """Options of the engine, of sampling, and of both commands. Here -q is --quick: what is added later wins."""
     parser = FlexibleArgumentParser(prog=program, description=description, conflict_handler="resolve")
     EngineArgs.add_cli_args(parser)
-    parser.set_defaults(disable_log_stats=True, use_tqdm_on_load=False)
+    parser.set_defaults(disable_log_stats=True)
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder, GGUF file or hub id (or --model)")
     server = parser.add_argument_group("server")
     server.add_argument("--url", help=f"base URL of a server, such as {LOCAL_URL}")
@@ -97,7 +81,7 @@ def make_parser(program: str, description: str) -> argparse.ArgumentParser:
         "--local", action="store_true", help=f"run a model here even if a server answers at {LOCAL_URL}"
     )
     sampling = parser.add_argument_group("sampling")
-    for name, (kind, text) in _SAMPLING.items():
+    for name, (kind, text) in SETTINGS.items():
         sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, default=None, help=text)
     sampling.add_argument("--stop", action="append", default=None, help="end before this text; may be repeated")
     return parser
@@ -107,7 +91,7 @@ def make_speaker(args: argparse.Namespace, parser: argparse.ArgumentParser) -> S
     """A server that was named or found, or an engine here."""
     if args.model_tag is not None:
         args.model = args.model_tag
-    asked = {name: value for name in (*_SAMPLING, "stop") if (value := vars(args)[name]) is not None}
+    asked = {name: value for name in (*SETTINGS, "stop") if (value := vars(args)[name]) is not None}
     SamplingParams(**asked)  # a wrong value is refused before anything is loaded or sent
     hush()
     remote = choose_server(args, parser)
@@ -148,67 +132,48 @@ class Speaker:
         with status(args.model or "the embedded model"):
             self._engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(args))
         self._tokenizer = self._engine.get_tokenizer()
-        defaults = {"max_tokens": None} | self._engine.model_config.default_sampling
-        self._params = SamplingParams(**(defaults | asked), output_kind=RequestOutputKind.DELTA)
+        self._defaults = {"max_tokens": None} | self._engine.model_config.default_sampling
+        self.asked = asked
         self._template = args.__dict__.get("chat_template")
         self._count = 0
         self.status = 0  # of the last answer: 130 if Ctrl-C stopped it
 
-    def answer(self, messages: list[Message]) -> str:
+    def answer(self, messages: list[Message]) -> Answered:
         """The assistant's next message."""
         return self._stream(render(self._tokenizer, messages, chat_template=self._template))
 
-    def complete(self, text: str) -> str:
+    def complete(self, text: str) -> Answered:
         return self._stream(text)
 
     def close(self) -> None:
         self._engine.close()
 
-    def _stream(self, prompt: Any) -> str:
+    def _stream(self, prompt: Any) -> Answered:
         self._count += 1
         request_id = f"terminal-{self._count}"
-        self._engine.add_request(request_id, prompt, self._params)
-        pieces: list[str] = []
+        params = SamplingParams(**(self._defaults | self.asked), output_kind=RequestOutputKind.DELTA)
+        began = now()
+        self._engine.add_request(request_id, prompt, params)
+        out, pieces, times, finish = writer(), list[str](), list[float](), None
+        num_tokens, room = 0, self._engine.model_config.max_model_len
         self.status = 0
         with interrupted() as stopped:
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
                     pieces.append(output.outputs[0].text)
-                    print(pieces[-1], end="", flush=True)
+                    num_tokens += len(output.outputs[0].token_ids)
+                    finish = output.outputs[0].finish_reason
+                    room = self._engine.model_config.max_model_len - len(output.prompt_token_ids or ())
+                    times.append(now())
+                    out.write(pieces[-1])
                 if stopped():
                     self._engine.abort_request([request_id])
                     self.status = 130
                     break
-        print(flush=True)
-        return "".join(pieces)
-
-
-def lines(prompt: str, greeting: str) -> Iterator[str]:
-    """Lines from the terminal, or from a pipe without any prompt; empty ones are skipped, Ctrl-C clears the line."""
-    terminal = sys.stdin.isatty()
-    if terminal:
-        load_line_editing()
-        print(greeting, file=sys.stderr)
-    while True:
-        try:
-            line = input(prompt if terminal else "")
-        except EOFError:
-            if terminal:
-                print(file=sys.stderr)
-            return
-        except KeyboardInterrupt:
-            print(file=sys.stderr)
-            continue
-        if line.strip():
-            yield line
-
-
-def load_line_editing() -> None:
-    """Importing readline gives input() history and editing, where the platform has it."""
-    try:
-        load("readline:parse_and_bind")
-    except ImportError:
-        return
+        out.close()
+        first, rest = (times[0] - began, times[-1] - times[0]) if times else (0.0, 0.0)
+        is_cut = finish == "length"
+        return Answered("".join(pieces), num_tokens, first, rest, is_cut, is_cut and num_tokens >= room)
 
 
 @contextmanager
@@ -241,7 +206,8 @@ def status(model: str) -> Iterator[None]:
     except BaseException:
         print(file=sys.stderr)
         raise
-    print(f"{now() - start:.1f} s", file=sys.stderr)
+    again = f"\rloading {model} ... " if sys.stderr.isatty() else ""  # a bar may have stood there
+    print(f"{again}{now() - start:.1f} s", file=sys.stderr)
 
 
 def hush() -> None:

@@ -25,7 +25,10 @@ class Command(NamedTuple):
 COMMANDS = {
     "serve": Command("quire.cli.serve:serve", "serve a model over HTTP, as OpenAI's API"),
     "chat": Command("quire.cli.client:chat", "talk with a model in the terminal"),
+    "run": Command("quire.cli.client:chat", "the same as chat"),
     "complete": Command("quire.cli.client:complete", "let a model continue a text"),
+    "pull": Command("quire.cli.models:pull", "fetch a model from the hub"),
+    "list": Command("quire.cli.models:list_models", "list the models on this machine"),
     "bench": Command("quire.cli.bench:bench", "measure a server, the engine or its start"),
     "run-batch": Command("quire.cli.batch:run_batch", "answer a file of requests in OpenAI's batch format"),
     "collect-env": Command("quire.cli.tools:collect_env", "print versions and hardware, for a bug report"),

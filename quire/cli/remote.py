@@ -12,10 +12,14 @@ import http.client
 import json
 import os
 import ssl
+import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from quire.base.clock import now
+from quire.cli.conversation import Answered
+from quire.cli.terminal import writer
 from quire.schema.errors import ConfigError, EngineGenerateError, InputError, QuireError
 
 LOCAL_URL = "http://localhost:8000/v1"
@@ -34,6 +38,12 @@ class RefusedError(ServerError, InputError):
     def __init__(self, message: str, status: int) -> None:
         InputError.__init__(self, message)
         self.http_status = status
+
+
+class Piece(NamedTuple):
+    text: str
+    finish_reason: str | None
+    num_tokens: int | None  # of the whole answer, where the server says
 
 
 class Remote:
@@ -63,8 +73,8 @@ class Remote:
             except (ValueError, KeyError, TypeError):
                 raise ServerError(f"{self.url}/models does not answer as an OpenAI server does") from None
 
-    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[str]:
-        """Pieces of the answer's text."""
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[Piece]:
+        """The answer, as it comes."""
         with self._ask("POST", path, {**body, "stream": True}) as answer:
             for line in answer:
                 if not line.startswith(b"data:"):
@@ -128,7 +138,7 @@ class RemoteSpeaker:
     """Answers of a server, written to stdout as they come."""
 
     def __init__(self, remote: Remote, model: str | None, asked: Mapping[str, Any], template: str | None) -> None:
-        self._remote, self._asked = remote, dict(asked)
+        self._remote, self.asked = remote, dict(asked)
         if model is None:
             listed = remote.models()
             if not listed:
@@ -138,29 +148,35 @@ class RemoteSpeaker:
         self._template = {} if template is None else {"chat_template": read_template(template)}
         self.status = 0
 
-    def answer(self, messages: list[dict[str, Any]]) -> str:
-        body = {"model": self.model, "messages": messages} | self._template | self._asked
+    def answer(self, messages: list[dict[str, Any]]) -> Answered:
+        body = {"model": self.model, "messages": messages} | self._template | self.asked
         return self._print("/chat/completions", body)
 
-    def complete(self, text: str) -> str:
-        return self._print("/completions", {"model": self.model, "prompt": text} | self._asked)
+    def complete(self, text: str) -> Answered:
+        return self._print("/completions", {"model": self.model, "prompt": text} | self.asked)
 
     def close(self) -> None:
         """Nothing is kept open."""
 
-    def _print(self, path: str, body: Mapping[str, Any]) -> str:
-        pieces: list[str] = []
+    def _print(self, path: str, body: Mapping[str, Any]) -> Answered:
+        out, pieces, times, finish, counted = writer(), list[str](), list[float](), None, None
+        began = now()
         self.status = 0
+        usage = {"stream_options": {"include_usage": True}} if sys.stdin.isatty() else {}  # for the line after it
         try:
-            for piece in self._remote.stream(path, body):
-                pieces.append(piece)
-                print(piece, end="", flush=True)
+            for piece in self._remote.stream(path, {**body, **usage}):
+                finish, counted = piece.finish_reason or finish, piece.num_tokens or counted
+                if piece.text:
+                    pieces.append(piece.text)
+                    times.append(now())
+                    out.write(piece.text)
         except KeyboardInterrupt:  # the connection is closed by now, and the server stops generating
             self.status = 130
         finally:
             if pieces or self.status:
-                print(flush=True)
-        return "".join(pieces)
+                out.close()
+        first, rest = (times[0] - began, times[-1] - times[0]) if times else (0.0, 0.0)
+        return Answered("".join(pieces), counted or len(pieces), first, rest, finish == "length")
 
 
 def read_template(given: str) -> str:
@@ -170,13 +186,15 @@ def read_template(given: str) -> str:
     return given
 
 
-def _piece(event: bytes) -> str:
+def _piece(event: bytes) -> Piece:
     try:
         chunk = json.loads(event)
         if chunk.get("error"):
             raise EngineGenerateError(f"the server failed: {_words(chunk['error'])}")
-        choices = chunk.get("choices") or [{}]
-        return str(choices[0].get("text") or (choices[0].get("delta") or {}).get("content") or "")
+        choice = (chunk.get("choices") or [{}])[0]
+        text = str(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
+        counted = (chunk.get("usage") or {}).get("completion_tokens")
+        return Piece(text, choice.get("finish_reason"), counted if isinstance(counted, int) else None)
     except (ValueError, AttributeError, TypeError) as wrong:
         raise EngineGenerateError(f"the server sent an event nobody can read ({wrong}): {event[:100]!r}") from None
 

@@ -15,6 +15,12 @@ from quire.config import EngineArgs, FlexibleArgumentParser, UsageContext
 from quire.config.flags import add_flags
 from quire.config.server import ServerConfig, flats, server_config
 
+# What people set first; --help lists these and only names the groups of the others.
+FIRST = (
+    "--host", "--port", "--api-key", "--served-model-name", "--max-model-len", "--max-num-seqs",
+    "--gpu-memory-utilization", "--dtype", "--chat-template", "--enable-auto-tool-choice", "--tool-call-parser",
+    "--reasoning-parser",
+)  # fmt: skip
 _EXAMPLE = "example:  quire serve Qwen/Qwen3-0.6B --port 8000 --api-key SECRET"
 
 
@@ -49,6 +55,7 @@ def make_parser(program: str) -> FlexibleArgumentParser:
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="A folder, a .gguf file, or a hub id.")
     add_flags(parser, flats())
     EngineArgs.add_cli_args(parser)
+    parser.first = FIRST
     parser.add_argument(  # the old spelling of the default
         "--disable-log-requests", dest="enable_log_requests", action="store_false", default=argparse.SUPPRESS,
         help=argparse.SUPPRESS,

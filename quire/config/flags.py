@@ -93,7 +93,9 @@ def arguments_for(flat: Flat) -> dict[str, Any]:
     """The keyword arguments of add_argument for one option."""
     declared, o = flat.declared, flat.declared.option
     default = list(o.asked) if isinstance(o.asked, tuple) else o.asked
-    arguments: dict[str, Any] = {"default": default, "help": help_text(o)}
+    works = [value for value in o.ready if value not in (None, False, o.asked, o.default)]
+    absent = o.status is LATER and not works  # any value that means something is refused, so help does not offer it
+    arguments: dict[str, Any] = {"default": default, "help": argparse.SUPPRESS if absent else help_text(o)}
     kinds = [kind for kind in parts(declared.given) if kind is not NoneType]
     optional = o.asked is None or NoneType in parts(declared.given)
     if kinds == [bool]:

@@ -2,7 +2,7 @@
 
 Dashes or underscores; `--flag.key.sub value` and `-cc.key=value` for keys of a JSON option, `key+` to append to a
 list; `--config file.yaml` under the command line; `--help=GroupName|word|all|page`. In: strings. Out: a namespace.
-Must not know: which options exist (flags.py adds them).
+Must not know: which options exist (flags.py adds them), except those of other programs, for a hint (foreign.py).
 """
 
 import argparse
@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from quire.base.registry import load
+from quire.config.foreign import meant_by
 
 _FILES = (".yaml", ".yml", ".json")
 
@@ -26,10 +27,12 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         kwargs.setdefault("allow_abbrev", False)  # a shortened name that works today is ambiguous tomorrow
         super().__init__(*args, **kwargs)
         self.topic = ""  # what --help=... asked for
+        self.first: tuple[str, ...] = ()  # flags that --help lists, of those whose groups it only names
 
     def parse_args(  # type: ignore[override]  # one signature instead of argparse's overloads
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
+        self._refuse_foreign(list(sys.argv[1:] if args is None else args))
         found, rest = self.parse_known_args(args, namespace)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}{self.nearest(rest)}")
@@ -54,6 +57,15 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             for action, value in kept:
                 action.default = value
 
+    def _refuse_foreign(self, args: list[str]) -> None:
+        """Before argparse sees them: it would take -c for the beginning of -cc."""
+        if self._has_commands():
+            return
+        flags = [arg.partition("=")[0] for arg in args[: _end(args)]]
+        hints = {flag: words for flag in flags if self.find(flag) is None and (words := meant_by(flag))}
+        if hints:
+            self.error("; ".join(f"there is no {flag} here: {words}" for flag, words in hints.items()))
+
     def find(self, flag: str) -> argparse.Action | None:
         return self._option_string_actions.get(flag)
 
@@ -76,12 +88,18 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         for group in self._action_groups:
             if self.topic == "all" or group not in self._folded():
                 _add_section(formatter, group, group._group_actions)
+        if self.first and not self.topic:
+            formatter.start_section("most used")
+            formatter.add_arguments([self._option_string_actions[flag] for flag in self.first])
+            formatter.end_section()
         formatter.add_text(self.epilog)
         if self.topic:
             return f"usage: {self.prog} [options]\n\n{formatter.format_help()}"
         lines = ["", "engine options (--help=all lists them, --help=word finds one):"]
         for group in self._folded():
-            number = len(group._group_actions)
+            number = sum(action.help is not argparse.SUPPRESS for action in group._group_actions)
+            if not number:
+                continue
             lines.append(f"  --help={group.title or '':26} {number:3} option{'s' if number > 1 else ''}")
         return f"{self.format_usage()}\n{formatter.format_help()}" + "\n".join(lines) + "\n"
 
@@ -89,12 +107,17 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         formatter = self._get_formatter()
         word = self.topic.lower().lstrip("-").replace("_", "-")
         shown = 0
+        hidden: list[str] = []
         for group in self._action_groups:
             whole = (group.title or "").lower() == word
             matches = [a for a in group._group_actions if whole or any(word in s for s in a.option_strings)]
+            hidden += [a.option_strings[0] for a in matches if a.help is argparse.SUPPRESS and a.option_strings]
+            matches = [a for a in matches if a.help is not argparse.SUPPRESS]
             shown += len(matches)
             _add_section(formatter, group, matches)
-        if not shown:
+        if hidden:
+            formatter.add_text(f"Not available in this version: {', '.join(hidden)}")
+        if not shown and not hidden:
             titles = [group.title or "" for group in self._folded()]
             near = get_close_matches(self.topic, titles, n=1)
             hint = f" Did you mean --help={near[0]}?" if near else f" Groups: {', '.join(titles)}"

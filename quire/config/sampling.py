@@ -10,7 +10,7 @@ from typing import Any
 from quire.base.log import logger
 from quire.config.engine import EngineConfig, replace
 from quire.config.facts import token_ids
-from quire.config.source import locate, read_json
+from quire.config.source import EMBEDDED_SAMPLING, locate, read_json
 from quire.schema.errors import ConfigError
 
 log = logger(__name__)
@@ -25,7 +25,7 @@ def choose_sampling(asked: Mapping[str, Any], config: EngineConfig) -> EngineCon
     beside = _read(model.path)
     source = model.generation_config
     if source == "auto":
-        values = beside
+        values = beside if asked.get("model") else EMBEDDED_SAMPLING
     elif source == "vllm":
         values = {}
     else:

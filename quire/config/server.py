@@ -178,7 +178,10 @@ class ServerConfig(Group):
     )
     fingerprint_value: str | None = option(None, "The custom fingerprint.")
     disable_fastapi_docs: bool = option(False, "No /docs, /redoc and /openapi.json.")
-    enable_offline_docs: bool = option(False, "/docs without any other site.", LATER)
+    enable_offline_docs: bool = option(
+        False, "/docs without any other site.", INERT, why="the pages always come from this server alone"
+    )
+    disable_console: bool = option(False, "Quire's own. No chat and engine view at /.")
     enable_flash_late_interaction: bool = option(
         True, "Faster late interaction scores.", INERT, why="this version serves no scores"
     )

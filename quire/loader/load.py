@@ -10,7 +10,6 @@ Must not know: architectures, and what a worker does with the model.
 from __future__ import annotations
 
 import math
-import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,9 +22,9 @@ from torch import Tensor
 
 from quire.base.clock import now
 from quire.base.log import logger
+from quire.base.progress import progress
 from quire.base.registry import load
 from quire.config.engine import EngineConfig, replace
-from quire.config.memory import LoadConfig
 from quire.loader.by_layer import check_complete
 from quire.loader.files import Piece, WeightFiles, find_weights, read_weights
 from quire.loader.mistral_names import renamed
@@ -159,7 +158,7 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
     def take(name: str, tensor: Tensor | StoredRows) -> bool:
         return table.load(name, tensor if isinstance(tensor, StoredRows) else sender.send(tensor))
 
-    with _progress(found.num_bytes, how) as advance:
+    with progress(_log, "Loading weights", found.num_bytes, shown=how.use_tqdm_on_load) as advance:
         try:
             unexpected = stream(pieces, take, advance)
         except CheckpointError as wrong:
@@ -278,14 +277,3 @@ def size_text(num_bytes: int) -> str:
         return "no files"
     power = min(int(math.log(num_bytes, 1000)), 4)
     return f"{num_bytes / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
-
-
-@contextmanager
-def _progress(total: int, how: LoadConfig) -> Iterator[Any]:
-    """Calls take the bytes done; a bar shows them on a terminal."""
-    if not how.use_tqdm_on_load or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    with load("tqdm:tqdm")(total=total, desc="Loading weights", unit="B", unit_scale=True) as bar:
-        yield bar.update
-        bar.update(max(0, total - bar.n))  # headers and vocabularies

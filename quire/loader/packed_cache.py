@@ -35,6 +35,7 @@ from quire.base import env, native
 from quire.base.clock import now
 from quire.base.log import logger
 from quire.base.mapped import MappedFile
+from quire.base.progress import progress
 from quire.config.engine import EngineConfig
 from quire.loader.files import WeightFiles
 from quire.loader.gguf_file import pieces_of
@@ -157,9 +158,11 @@ class PackedCache:
             at = _aligned(_HEAD.size + len(text))
         with path.open("xb") as file:
             file.write(_HEAD.pack(MAGIC, len(text), checksum(as_bytes(bytearray(text)))) + text)
-            for entry, tensor in zip(entries, tensors, strict=True):
-                file.seek(at + entry.start)
-                file.write(tensor.numpy().data)
+            with progress(_log, "Keeping packed weights", size) as advance:
+                for entry, tensor in zip(entries, tensors, strict=True):
+                    file.seek(at + entry.start)
+                    file.write(tensor.numpy().data)
+                    advance(entry.num_bytes)
             file.truncate(at + size)
 
     def _sweep(self) -> None:
@@ -255,11 +258,16 @@ def _sound(entries: list[Entry], data: Tensor) -> bool:
     """Whether every byte is as it was written. Each thread takes its share at once: most entries are small."""
     threads = torch.get_num_threads()
 
-    def share_is_sound(first: int) -> bool:
-        return all(e.sum == checksum(data[e.start : e.start + e.num_bytes]) for e in entries[first::threads])
+    with (
+        progress(_log, "Reading packed weights", sum(entry.num_bytes for entry in entries)) as advance,
+        ThreadPoolExecutor(threads) as pool,
+    ):
 
-    with ThreadPoolExecutor(threads) as pool:
-        return all(pool.map(share_is_sound, range(threads)))
+        def is_sound(entry: Entry) -> bool:
+            advance(entry.num_bytes)
+            return entry.sum == checksum(data[entry.start : entry.start + entry.num_bytes])
+
+        return all(pool.map(lambda first: all(map(is_sound, entries[first::threads])), range(threads)))
 
 
 def _name(numbers: Tensor) -> str:

@@ -9,6 +9,7 @@ Must not know: where the numbers come from, or how a page of them is served. dec
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -20,10 +21,11 @@ from quire.schema.messages import FinishReason
 from quire.schema.params import SamplingParams
 from quire.schema.stats import RequestTimes, StepStats
 
-__all__ = ["TABLE", "Declared", "Metrics", "Totals", "check_buckets", "one_two_five"]
+__all__ = ["TABLE", "Declared", "Ended", "Metrics", "Totals", "check_buckets", "one_two_five"]
 
 _INFO = "vllm:cache_config_info"
 _PREFIX = "vllm:"
+_ENDED_KEPT = 24
 
 
 class Totals(NamedTuple):
@@ -39,6 +41,18 @@ class Totals(NamedTuple):
     kv_usage: float
 
 
+class Ended(NamedTuple):
+    """A request that has ended, for whoever wants to see single ones. Nothing here says whose it was."""
+
+    at: float  # wall-clock seconds
+    seconds: float  # since its arrival
+    times: RequestTimes
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generation_tokens: int
+
+
 class Metrics:
     def __init__(
         self,
@@ -52,6 +66,7 @@ class Metrics:
         """`folder` is where processes that share an engine keep their numbers; None: there is only this one."""
         self._labels = {"model_name": model_name, "engine": str(engine_index)}
         self._info: dict[str, str] = {}
+        self.ended: deque[Ended] = deque(maxlen=_ENDED_KEPT)  # the last of this process
         self.sheet = Sheet(
             check_buckets(buckets), kind=f"engine{engine_index}", lengths=one_two_five(max_model_len),
             folder=folder,
@@ -118,6 +133,8 @@ class Metrics:
         if params.max_tokens is not None:
             observe("vllm:request_params_max_tokens", params.max_tokens)
         self._observe_phases(times, num_generation_tokens)
+        counts = (num_prompt_tokens, num_cached_tokens, num_generation_tokens)
+        self.ended.append(Ended(now, now - arrival, times, finish_reason, *counts))
 
     def parent_finished(self, n: int, max_generation_tokens: int) -> None:
         """All n sequences of a caller's request have ended."""

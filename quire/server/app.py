@@ -8,6 +8,7 @@ from __future__ import annotations
 from quire import __version__
 from quire.server import admin, errors, generate, metrics_route, middleware, render, tokens
 from quire.server.anthropic import messages
+from quire.server.console import pages, stats
 from quire.server.openai import models, responses
 from quire.server.openai.chat import create_chat_completion
 from quire.server.openai.chat_protocol import ChatChunk, ChatRequest, ChatResponse
@@ -26,8 +27,8 @@ def build_app(state: ServerState) -> App:
         version=__version__,
         description=_ABOUT,
         openapi_url="/openapi.json" if shown else None,
-        docs_url="/docs" if shown else None,
-        redoc_url="/redoc" if shown else None,
+        docs_url=None,  # ours, which need no other site: console/pages.py
+        redoc_url=None,
         redirect_slashes=False,
     )
     app.root_path = state.options.root_path or ""
@@ -47,8 +48,11 @@ def build_app(state: ServerState) -> App:
     app.include_router(models.router)
     tokens.add_routes(app, state)
     admin.install(app, state)
+    if not state.options.disable_console:
+        app.include_router(stats.router)
+    pages.install(app, state.options)
     errors.install(app, log_stack=state.options.log_error_stack)
-    middleware.install(app, state)
+    middleware.install(app, state, open_paths=pages.open_paths(state.options))
     metrics_route.install(app, state)
     messages.install(app)
     return app

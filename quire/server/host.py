@@ -32,6 +32,7 @@ from quire.llm.online import AsyncLLM
 from quire.schema.errors import ShutdownError
 from quire.server import tls, watchdog
 from quire.server.app import build_app
+from quire.server.console.stats import PATH as CONSOLE_STATS
 from quire.server.launch import open_engine
 from quire.server.limits import limited_protocol
 from quire.server.middleware import QuietPaths
@@ -193,5 +194,5 @@ def _set_up_logs(options: ServerConfig) -> None:
         for handler in logging.getLogger("quire").handlers:
             theirs.addHandler(handler)
         theirs.propagate = False
-    if options.disable_access_log_for_endpoints:
-        logging.getLogger("uvicorn.access").addFilter(QuietPaths(options.disable_access_log_for_endpoints))
+    quiet = (*options.disable_access_log_for_endpoints, CONSOLE_STATS)  # an open page asks every second
+    logging.getLogger("uvicorn.access").addFilter(QuietPaths(quiet))

@@ -77,7 +77,7 @@ def _serve_alone(
 
     def say() -> None:
         laps.mark("http")
-        say_ready(config, engine.front.ready, url, laps)
+        say_ready(config, options, engine.front.ready, url, laps)
 
     try:
         status: int = load(RUN)(engine, options, opened, say)
@@ -178,7 +178,7 @@ def warn_if_open(options: ServerConfig, opened: socket.socket) -> None:
         )
 
 
-def say_ready(config: EngineConfig, ready: EngineReady, url: str, laps: Laps) -> None:
+def say_ready(config: EngineConfig, options: ServerConfig, ready: EngineReady, url: str, laps: Laps) -> None:
     tokens = ready.num_blocks * ready.block_size
     log.info(
         "KV cache: %d tokens in %d blocks of %d, enough for %.1f requests of %d tokens; at most %d run at once",
@@ -195,7 +195,8 @@ def say_ready(config: EngineConfig, ready: EngineReady, url: str, laps: Laps) ->
     if whole is not None and whole > own:
         parts.insert(0, f"imports {whole - own:.2f}")
     log.info("Ready after %.2f s: %s", whole or own, ", ".join(parts))
-    log.info("Listening at %s (API below /v1, pages at /docs, metrics at /metrics); Ctrl-C stops", url)
+    chat = "" if options.disable_console else "chat at /, "
+    log.info("Listening at %s (%sAPI below /v1, pages at /docs, metrics at /metrics); Ctrl-C stops", url, chat)
 
 
 def _seconds_of_life() -> float | None:

@@ -14,11 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.base.clock import now
 from quire.observe.http import HttpMetrics
 from quire.observe.prometheus import Page, Source
+from quire.server.console.stats import PATH as CONSOLE_STATS
 from quire.server.middleware import route_path
 from quire.server.state import ServerState
 
 PATH = "/metrics"
-UNCOUNTED = frozenset({PATH, f"{PATH}/", "/health", "/load", "/ping", "/version", "/server_info"})
+UNCOUNTED = frozenset({PATH, f"{PATH}/", CONSOLE_STATS, "/health", "/load", "/ping", "/version", "/server_info"})
 _CLIENT_GONE = 499  # nobody was there to answer
 
 

@@ -37,12 +37,13 @@ _GUARDED_BY_VLLM = ("/v1", "/v2", "/inference")
 _DRAIN_BYTES, _DRAIN_SECONDS = 4 << 20, 2.0
 
 
-def install(app: FastAPI, state: ServerState) -> None:
+def install(app: FastAPI, state: ServerState, *, open_paths: frozenset[str] = frozenset()) -> None:
+    """`open_paths` ask for no key, beside those that never do."""
     options = state.options
     outermost_first = [
         Middleware(RequestIds, answer=options.enable_request_id_headers),
         *_cors(options),
-        *([Middleware(Keys, options=options)] if options.keys else []),
+        *([Middleware(Keys, options=options, open_paths=open_paths)] if options.keys else []),
         Middleware(BodySize, limit=options.max_request_bytes),
         *map(_users_own, options.middleware),
     ]
@@ -90,11 +91,11 @@ class Keys:
     """Lets in whoever shows one of the keys, and notes which. Every key is compared, in constant time, whatever the
     first ones said."""
 
-    def __init__(self, app: ASGIApp, options: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, options: ServerConfig, open_paths: frozenset[str] = frozenset()) -> None:
         self.app = app
         self._keys = digests(options.keys)
         self._narrow = options.api_key_scope == "v1"
-        self._open = _OPEN_PATHS | (_METRICS if options.open_metrics else frozenset())
+        self._open = _OPEN_PATHS | open_paths | (_METRICS if options.open_metrics else frozenset())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

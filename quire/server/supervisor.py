@@ -54,7 +54,7 @@ def supervise(
 
             def say() -> None:
                 laps.mark("http")
-                say_ready(config, ready, url, laps)
+                say_ready(config, options, ready, url, laps)
 
             return supervisor.run(say)
         finally:

@@ -37,6 +37,7 @@ from torch import Tensor
 from quire.attention.backend import AttentionBackend
 from quire.base.clock import now
 from quire.base.log import logger
+from quire.base.progress import progress
 from quire.layers.batch import Batch, GroupStep
 from quire.sampling.plain import PlainChoice
 from quire.worker.capture import Capturer, borrow
@@ -122,11 +123,13 @@ class DecodeGraphs:
         free = torch.cuda.mem_get_info(self._inputs.device)[0]
         largest = self.sizes[-1]
         order = sorted(self.sizes, key=lambda size: (size != largest, size & (size - 1) != 0, -(size & -size), -size))
-        for size in order:
-            in_between = size & (size - 1) != 0 and size != largest
-            if in_between and now() - began > seconds:
-                break
-            self._capture(size, try_first=not in_between)
+        with progress(_log, "Capturing decode graphs", len(order), "graphs") as advance:
+            for size in order:
+                in_between = size & (size - 1) != 0 and size != largest
+                if in_between and now() - began > seconds:
+                    break
+                self._capture(size, try_first=not in_between)
+                advance(1)
         torch.cuda.synchronize(self._inputs.device)
         torch.cuda.empty_cache()  # what the runs before the captures left behind
         taken = free - torch.cuda.mem_get_info(self._inputs.device)[0]

@@ -4,6 +4,7 @@ import glob
 import importlib.util
 import io
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -243,8 +244,25 @@ class Terminal(io.StringIO):
 def test_progress_is_shown_on_terminals(tiny, monkeypatch, stream, use, shown):
     screen = stream()
     monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr("quire.base.progress._BAR_AFTER_S", 0.0)  # a model that is there at once needs no bar
     loading.load_model(config_for(tiny[1], use_tqdm_on_load=use), "cpu")
-    assert ("Loading weights: 100%" in screen.getvalue()) is shown
+    assert ("Loading weights:" in screen.getvalue()) is shown
+
+
+def test_a_long_load_writes_lines_into_a_log(tiny, monkeypatch, caplog):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr("quire.base.progress.LINE_SECONDS", 0.0)  # as if each piece took that long
+    monkeypatch.setattr(loading._log, "propagate", True)
+    with caplog.at_level("INFO", logger=loading._log.name):
+        loading._log.addHandler(caplog.handler)
+        try:
+            loading.load_model(config_for(tiny[1]), "cpu")
+        finally:
+            loading._log.removeHandler(caplog.handler)
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Loading weights")]
+    assert lines and all(
+        re.fullmatch(r"Loading weights: \S+ k?B of 770 kB \(\d+%\), .*B/s, \d+ s left", line) for line in lines
+    )
 
 
 def embedded_model() -> str:

@@ -24,7 +24,7 @@ class FakeEngine:
 
     def __init__(self, args: Any) -> None:
         self.args = args
-        self.model_config = SimpleNamespace(default_sampling={"temperature": 0.7, "top_p": 0.9})
+        self.model_config = SimpleNamespace(default_sampling={"temperature": 0.7, "top_p": 0.9}, max_model_len=99)
         self.prompts: list[Any] = []
         self.params: list[SamplingParams] = []
         self.aborted: list[str] = []

@@ -42,7 +42,11 @@ def test_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     "name, says",
     [
         ("chta", "did you mean 'chat'?"),
-        ("nonsense", "unknown command 'nonsense' Commands: serve, chat, complete, bench, run-batch, collect-env"),
+        (
+            "nonsense",
+            "unknown command 'nonsense' Commands: serve, chat, run, complete, pull, list, bench, run-batch, "
+            "collect-env",
+        ),
     ],
 )
 def test_unknown_commands(name: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -312,9 +312,64 @@ def test_help(parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str]
     assert "--max-num-seqs" in found and "--block-size" not in found
     assert "Must be at least 1" in " ".join(found.split())
     everything = shown(parser, "--help=all", capsys)
-    assert all(f"--{word}" in everything for word in ("mine", "block-size", "max-num-seqs", "tensor-parallel-size"))
+    assert all(f"--{word}" in everything for word in ("mine", "block-size", "max-num-seqs"))
     assert "Did you mean --help=CacheConfig?" in shown(parser, "--help=CacheConfg", capsys)
-    assert "Not available yet" in shown(parser, "--help=tensor-parallel-size", capsys)
+    absent = shown(parser, "--help=tensor-parallel-size", capsys)
+    assert "Not available in this version: --tensor-parallel-size" in absent
+    assert "--tensor-parallel-size" not in everything
     assert "No effect: a preempted request is" in " ".join(shown(parser, "--help=swap-space", capsys).split())
     assert "--word" in shown(commands(), "other --help", capsys)
     assert "--block-size" in shown(commands(), "serve --help=CacheConfig", capsys)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Words of other programs
+
+
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        ("-m model.gguf", "name the model without a flag"),
+        ("-c 4096", "--max-model-len"),  # and not the beginning of -cc
+        ("--ctx-size 4096", "--max-model-len"),
+        ("--ctx_size=4096", "--max-model-len"),
+        ("--n-gpu-layers 99", "--device cpu"),
+        ("-ngl 99", "--device cpu"),
+        ("-np 4", "--max-num-seqs"),
+    ],
+)
+def test_flags_of_other_programs_say_what_to_use(
+    parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str], line: str, says: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(line.split())
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and says in told and f"there is no {line.split()[0].partition('=')[0]} here" in told
+
+
+def test_each_of_several_foreign_flags_is_explained(
+    parser: FlexibleArgumentParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parser.parse_args(["-m", "x.gguf", "-c", "4096", "-ngl", "99"])
+    told = capsys.readouterr().err
+    assert "without a flag" in told and "--max-model-len" in told and "--device cpu" in told
+
+
+def test_a_flag_that_a_parser_has_is_its_own(parser: FlexibleArgumentParser) -> None:
+    parser.add_argument("-m", "--mine")
+    assert parser.parse_args(["-m", "x"]).mine == "x"
+
+
+def test_hints_name_flags_that_exist() -> None:
+    """Whatever a hint names can be typed."""
+    import re
+
+    from quire.cli.client import make_parser as make_chat
+    from quire.cli.serve import make_parser as make_serve
+    from quire.config.foreign import _MEANT
+
+    known = {flag for made in (make_serve("x"), make_chat("x", "")) for a in made._actions for flag in a.option_strings}
+    named = {flag for words in _MEANT.values() for flag in re.findall(r"--[a-z][a-z-]+", words)}
+    assert named and named <= known
+    assert not set(_MEANT) & {flag for a in make_serve("x")._actions for flag in a.option_strings}

@@ -62,6 +62,14 @@ def test_the_embedded_model() -> None:
     assert config.model_config.max_model_len == 8192 and config.model_config.dtype in ("float32", "bfloat16")
 
 
+def test_the_embedded_model_samples_as_its_authors_advise() -> None:
+    """At temperature 1 a model of 135M parameters talks nonsense; a request's own word still wins."""
+    assert resolve(None).model_config.default_sampling == {"temperature": 0.2, "top_p": 0.9}
+    assert resolve(None, generation_config="vllm").model_config.default_sampling == {}
+    over = resolve(None, override_generation_config={"temperature": 0.7}).model_config.default_sampling
+    assert over == {"temperature": 0.7, "top_p": 0.9}
+
+
 def test_resolution_is_pure(folder: Path) -> None:
     args = EngineArgs(model=str(folder), max_num_seqs=3)
     before = dict(vars(args))

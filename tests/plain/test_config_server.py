@@ -134,3 +134,19 @@ def test_help_finds_options_and_pages(capsys, monkeypatch):
         make_parser("quire serve").parse_args(["--help"])
     short = capsys.readouterr().out
     assert "--help=Frontend" in short and "--api-key-scope" not in short
+    listed = re.findall(r"^  (--[a-z-]+)", short, re.MULTILINE)
+    assert 10 <= len([flag for flag in listed if flag != "--help"]) <= 13 and "--port" in listed
+    assert len(short.splitlines()) < 100
+
+
+def test_help_offers_only_what_there_is(capsys):
+    """Whatever would be refused with any value is in no help, and a search for it says why."""
+    with pytest.raises(SystemExit):
+        make_parser("quire serve").parse_args(["--help=all"])
+    everything = capsys.readouterr().out
+    assert "Not available yet." not in everything and "--port" in everything
+    absent = ("--enable-lora", "--grpc", "--headless", "--lora-modules")
+    assert not [flag for flag in absent if f"{flag} " in everything or f"{flag}," in everything]
+    with pytest.raises(SystemExit):
+        make_parser("quire serve").parse_args(["--help=lora-modules"])
+    assert "Not available in this version: --lora-modules" in capsys.readouterr().out

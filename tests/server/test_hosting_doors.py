@@ -49,8 +49,8 @@ GOOD = bearer(KEYS[1])
 # ---- keys ----------------------------------------------------------------------------------------------------------
 
 GUARDED = (
-    "/v1/models", "/version", "/load", "/metrics", "/docs", "/openapi.json", "/server_info", "/is_paused", "/nowhere",
-    "//health", "/health/", "/healthy",
+    "/v1/models", "/version", "/load", "/metrics", "/console/stats", "/openapi.json", "/server_info", "/is_paused",
+    "/nowhere", "//health", "/health/", "/healthy",
 )  # fmt: skip
 
 
