@@ -19,7 +19,7 @@ from quire import __version__
 from quire.base import env
 from quire.schema.errors import InputError
 from quire.server import watchdog
-from quire.server.body import check_json
+from quire.server.body import JsonLimits, check_json, read_body
 from quire.server.errors import ERROR_RESPONSES, refusal
 from quire.server.openai.chat import create_chat_completion
 from quire.server.openai.chat_protocol import ChatChunk, ChatRequest, ChatResponse
@@ -117,16 +117,23 @@ async def invocations(call: Call, request: ChatRequest | CompletionRequest) -> N
         await create_completion(call, request)
 
 
-def _read_invocation(raw: bytes, max_depth: int, max_values: int) -> ChatRequest | CompletionRequest:
-    check_json(raw, max_depth, max_values)
+class _Told(msgspec.Struct):
+    """What tells requests apart."""
+
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def _read_invocation(raw: bytes | bytearray, limits: JsonLimits) -> ChatRequest | CompletionRequest:
+    check_json(raw, limits)
     try:
-        keys = msgspec.json.decode(raw, type=dict[str, msgspec.Raw], strict=False) if raw.lstrip()[:1] == b"{" else {}
+        told = msgspec.json.decode(raw, type=_Told) if raw.lstrip()[:1] == b"{" else _Told()
     except (msgspec.DecodeError, UnicodeDecodeError) as wrong:
         raise InputError(f"the body is no JSON: {wrong}", param="body") from None
-    if "messages" in keys:
-        return ChatRequest.model_validate_json(raw)
-    if "prompt" in keys:
-        return CompletionRequest.model_validate_json(raw)
+    if told.messages is not msgspec.UNSET:
+        return read_body(ChatRequest, raw, limits)
+    if told.prompt is not msgspec.UNSET:
+        return read_body(CompletionRequest, raw, limits)
     raise InputError("the body has neither `messages` (a chat) nor `prompt` (a completion)", param="body")
 
 

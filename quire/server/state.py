@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from quire.schema.errors import InputError
+from quire.schema.errors import InputError, OverloadedError
+from quire.server.body import JsonLimits
 from quire.server.served import ServedNames
 from quire.server.tool_server import ToolServer
 from quire.text.chat import choose_template
@@ -34,6 +35,25 @@ class Load:
 
     def __init__(self) -> None:
         self.count = 0
+
+
+class BodyBudget:
+    """Bytes of bodies that are being received and read. Touched by one event loop."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.used = most, 0
+
+    def take(self, count: int) -> None:
+        if count and self.used + count > self.most:
+            raise OverloadedError(
+                f"the server is reading {self.used} bytes of other bodies; at most {self.most} are read at the same "
+                "time (--max-inflight-body-bytes), try again later",
+                limit="max_inflight_body_bytes",
+            )
+        self.used += count
+
+    def give(self, count: int) -> None:
+        self.used -= count
 
 
 @dataclass(frozen=True)
@@ -77,6 +97,16 @@ class ServerState:
         if found is None:
             raise InputError("the server has no tokenizer (skip_tokenizer_init): only token ids can be sent and got")
         return found
+
+    @cached_property
+    def bodies(self) -> BodyBudget:
+        options = self.options
+        return BodyBudget(max(options.max_inflight_body_bytes, options.max_request_bytes))
+
+    @cached_property
+    def json_limits(self) -> JsonLimits:
+        options = self.options
+        return JsonLimits(options.max_json_depth, options.max_json_values, options.max_request_token_ids)
 
     @cached_property
     def keeps_special(self) -> tuple[bool, bool]:

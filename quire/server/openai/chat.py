@@ -31,7 +31,7 @@ async def create_chat_completion(call: Call, request: ChatRequest) -> None:
     """
     state = call.state
     state.served.check(request.model)
-    prepared = await prepare_chat(state, request)
+    prepared = await prepare_chat(call, request)
     public_id = f"chatcmpl-{call.request_id(request.request_id)}"
     opened = await open_chat(call, prepared, public_id)
     with opened.opened.flow as flow:

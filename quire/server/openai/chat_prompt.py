@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.schema.errors import InputError
-from quire.server.state import ServerState
+from quire.server.route import Call
 from quire.text.chat import render_chat
 
 _LONG_WORD = 1024  # characters of a variable that is still a word
 
 
 async def render_prompt(
-    state: ServerState,
+    call: Call,
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] | None,
@@ -36,6 +36,7 @@ async def render_prompt(
         raise InputError(
             f"chat_template must be Jinja text, and {chat_template!r:.100} has no braces", param="chat_template"
         )
+    state = call.state
     variables = dict(state.options.default_chat_template_kwargs or {})
     if reasoning_effort is not None:
         variables["reasoning_effort"] = reasoning_effort
@@ -55,7 +56,7 @@ async def render_prompt(
         trusted=not apart,
     )
     if not apart:
-        return render()
+        return await call.apart(render)
     return await asyncio.get_running_loop().run_in_executor(state.renderers, render)
 
 

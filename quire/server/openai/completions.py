@@ -14,11 +14,11 @@ from quire.engine.inputs import Asked
 from quire.schema.errors import InputError
 from quire.schema.outputs import CompletionOutput, RequestOutput
 from quire.schema.params import SamplingParams
-from quire.schema.prompt import Prompt, check_ids
+from quire.schema.prompt import Prompt
 from quire.server.openai.envelope import Envelope, encode
 from quire.server.openai.limits import check_request
 from quire.server.openai.logprobs import TokenNames, completion_logprobs, prompt_logprobs
-from quire.server.openai.params import Opened, most_tokens, open_requests, sampling_params
+from quire.server.openai.params import Opened, fitting_ids, most_tokens, open_requests, sampling_params
 from quire.server.openai.protocol import CompletionRequest
 from quire.server.route import Call
 from quire.server.state import ServerState
@@ -35,7 +35,7 @@ async def create_completion(call: Call, request: CompletionRequest) -> None:
     """
     state = call.state
     state.served.check(request.model)
-    ready = prepare_completion(state, request)
+    ready = await call.apart(prepare_completion, state, request)
     public_id = f"cmpl-{call.request_id(request.request_id)}"
     opened = await open_requests(
         call, request, public_id, ready.prompts, ready.params, add_special_tokens=ready.special, most=ready.most
@@ -60,7 +60,7 @@ class PreparedCompletion(NamedTuple):
 
 def prepare_completion(state: ServerState, request: CompletionRequest) -> PreparedCompletion:
     check_request(request, state.options, num_prompts(request))
-    prompts = read_prompts(request)
+    prompts = read_prompts(request, state.served.max_model_len)
     only_echo = bool(request.echo) and request.max_tokens == 0
     asked = None if only_echo else request.max_tokens
     most = 1 if only_echo else most_tokens(state, asked, DEFAULT_MAX_TOKENS)
@@ -81,17 +81,17 @@ def num_prompts(request: CompletionRequest) -> int:
     return 1 if isinstance(given, str) or isinstance(given[0], int) else len(given)
 
 
-def read_prompts(request: CompletionRequest) -> list[Prompt]:
+def read_prompts(request: CompletionRequest, max_model_len: int) -> list[Prompt]:
     """Text, ids, or a list of either, as a list of prompts. There are some (num_prompts)."""
     given: Any = request.prompt
     salt = request.cache_salt
     if isinstance(given, str):
         return [Prompt(text=given, cache_salt=salt)]
     if isinstance(given[0], int):
-        return [Prompt(token_ids=check_ids(given), cache_salt=salt)]
+        return [Prompt(token_ids=fitting_ids(given, request, max_model_len), cache_salt=salt)]
     if isinstance(given[0], str):
         return [Prompt(text=text, cache_salt=salt) for text in given]
-    return [Prompt(token_ids=check_ids(ids), cache_salt=salt) for ids in given]
+    return [Prompt(token_ids=fitting_ids(ids, request, max_model_len), cache_salt=salt) for ids in given]
 
 
 class _Choice:

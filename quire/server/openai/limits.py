@@ -13,7 +13,6 @@ from typing import Any
 from quire.base.log import logger, once
 from quire.config.server import ServerConfig
 from quire.schema.errors import InputError, NotBuiltError
-from quire.server.body import check_finite
 from quire.server.openai.beams import beam_width, check_beams
 from quire.server.openai.chat_protocol import ChatRequest
 from quire.server.openai.protocol import GenerateRequest
@@ -87,9 +86,6 @@ def check_chat(request: ChatRequest, options: ServerConfig) -> None:
     check_template_trust(request.chat_template, request.chat_template_kwargs, options)
     if request.top_logprobs and not request.logprobs:
         raise InputError(f"top_logprobs is {request.top_logprobs}, but logprobs is not true", param="top_logprobs")
-    for name in ("tools", "documents", "chat_template_kwargs"):
-        if (given := getattr(request, name)) is not None:
-            check_finite(name, given)
 
 
 def check_template_trust(template: str | None, variables: Mapping[str, Any] | None, options: ServerConfig) -> None:

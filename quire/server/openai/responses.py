@@ -80,7 +80,7 @@ class Responses:
         Streams with `stream: true`; with `background: true` it answers at once and goes on by itself.
         """
         self._state.served.check(request.model)
-        given = self._conversation(request)
+        given = self._conversation(request, await call.apart(read_input, request))
         public_id = self._new_id(call, request)
         first: Messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
         tools = await server_tools(request, self._state.tool_server)
@@ -108,8 +108,8 @@ class Responses:
         in_pieces = bool(request.stream or request.background or LOGPROBS in (request.include or ()))
         own = [shown(tool) for tool in tools.values()]
         with renamed(NAMES):
-            asked = chat_request(request, messages, in_pieces=in_pieces, own=own)
-            return await open_chat(call, await prepare_chat(self._state, asked), public_id)
+            asked = await call.apart(chat_request, request, messages, in_pieces=in_pieces, own=own)
+            return await open_chat(call, await prepare_chat(call, asked), public_id)
 
     def _rounds(
         self, call: Call, chat: OpenedChat, answer: ResponseAnswer, request: ResponsesRequest, messages: Messages,
@@ -129,13 +129,12 @@ class Responses:
 
         return Rounds(chat, answer, tools, server, open_next)
 
-    def _conversation(self, request: ResponsesRequest) -> Messages:
+    def _conversation(self, request: ResponsesRequest, given: Messages) -> Messages:
         """All messages but the instructions. Whether the store can do what is asked is checked here too."""
         if request.background and self._store is None:
             raise InputError(f"background: {_OFF}", param="background")
         if request.background and request.store is False:
             raise InputError("background needs store: true, for the response to be retrieved", param="background")
-        given = read_input(request)
         if request.previous_response_id is None:
             return given
         if self._store is None:
