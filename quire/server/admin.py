@@ -168,12 +168,10 @@ async def server_info(request: Request, config_format: Literal["text", "json"] =
     config: Any = str(state.config)
     if config_format == "json":
         config = _without_secrets(msgspec.to_builtins(dataclasses.asdict(state.config), enc_hook=str))
-    shown = {name: str(variable.get()) for name, variable in env.ALL.items() if variable.is_set() and not _secret(name)}
+    shown = {
+        name: str(variable.get()) for name, variable in env.ALL.items() if variable.is_set() and not env.is_secret(name)
+    }
     return {"vllm_config": config, "server": repr(state.options), "vllm_env": shown, "version": __version__}
-
-
-def _secret(name: str) -> bool:
-    return any(part in name for part in ("TOKEN", "KEY", "SECRET", "PASSWORD"))
 
 
 def _without_secrets(value: Any) -> Any:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from quire.base.env import sandbox_environment
 from quire.schema.errors import InputError
 from quire.text.template import LIMITS, Limits, render
 
@@ -37,6 +38,7 @@ def render_apart(source: str, variables: Mapping[str, Any], limits: Limits = LIM
             capture_output=True,
             timeout=seconds,
             check=False,
+            env=sandbox_environment(),
         )
     except subprocess.TimeoutExpired:
         raise InputError(f"the chat template took over {seconds:g} seconds", param="chat_template") from None
