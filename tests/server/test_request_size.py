@@ -10,6 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from quire.config.server import server_config
+from quire.server.openai.limits import check_request
+from quire.server.openai.protocol import CompletionRequest
 from tests.server.live import Live, error_of
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -136,3 +139,11 @@ def test_one_fault_of_many_is_told(fake: Live, path: str, field: str, value: str
 def test_a_schema_of_unknown_keywords(fake: Live) -> None:
     schema = {"type": "object", **{f"unknown-{i}": 1 for i in range(60_000)}}
     assert fake.post(TEXT, {"prompt": "a", "max_tokens": 1, "structured_outputs": {"json": schema}}).status_code < 500
+
+
+def test_what_nobody_will_look_at_is_not_kept() -> None:
+    """A request lives as long as its answer is made."""
+    given = {"prompt": "a", "unknown": [[]] * 9, "other": {"a": 1}, "word": "w", "guided_choice": ["a", "b"]}
+    request = CompletionRequest(**given)
+    check_request(request, server_config(), 1)
+    assert request.model_extra == {"word": "w", "guided_choice": ["a", "b"]}

@@ -18,6 +18,7 @@ from quire.server.anthropic.protocol import (
 )
 from quire.server.openai.chat_open import PreparedChat, check_reasoning, open_chat, prepare_chat
 from quire.server.openai.envelope import encode
+from quire.server.openai.limits import forget_unused
 from quire.server.renamed import renamed
 from quire.server.route import App, Call, add_route
 from quire.server.state import ServerState
@@ -80,4 +81,6 @@ async def _prepare(call: Call, request: AnthropicMessagesRequest | AnthropicCoun
     if request.thinking is not None and request.thinking.type == "enabled":
         check_reasoning(call.state, "thinking")
     with renamed(NAMES):
-        return await prepare_chat(call, await call.apart(chat_request, request), template_variables(request))
+        asked = await call.apart(chat_request, request)
+        forget_unused(request.model_extra)
+        return await prepare_chat(call, asked, template_variables(request))

@@ -119,6 +119,14 @@ def _check_extra(extra: dict[str, Any]) -> None:
             _warned.add(name)
             once(log, logging.WARNING, "Requests have the field %s, which is unknown here and has no effect",
                  ascii(name[:64]))  # fmt: skip
+    forget_unused(extra)
+
+
+def forget_unused(extra: dict[str, Any] | None) -> None:
+    """A request lives until its answer is whole; lists and objects that nobody will look at do not."""
+    known = (*GUIDED, GUIDED_WHITESPACE, *_UNBUILT_EXTRA)
+    for name in [name for name, value in (extra or {}).items() if isinstance(value, list | dict) and name not in known]:
+        del extra[name]  # type: ignore[union-attr]
 
 
 def _check_stops(stops: Sequence[str], options: ServerConfig) -> None:

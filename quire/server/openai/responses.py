@@ -18,6 +18,7 @@ from quire.base.log import logger
 from quire.schema.errors import DeadlineError, InputError, OverloadedError
 from quire.server.errors import ERROR_RESPONSES, refusal_of
 from quire.server.openai.chat_open import OpenedChat, open_chat, prepare_chat
+from quire.server.openai.limits import forget_unused
 from quire.server.openai.responses_answer import ResponseAnswer
 from quire.server.openai.responses_input import LOGPROBS, NAMES, Messages, chat_request, input_items, read_input
 from quire.server.openai.responses_protocol import (
@@ -109,6 +110,7 @@ class Responses:
         own = [shown(tool) for tool in tools.values()]
         with renamed(NAMES):
             asked = await call.apart(chat_request, request, messages, in_pieces=in_pieces, own=own)
+            forget_unused(request.model_extra)
             return await open_chat(call, await prepare_chat(call, asked), public_id)
 
     def _rounds(
