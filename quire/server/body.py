@@ -28,7 +28,7 @@ _ROUND = bytes.maketrans(b"{}", b"[]")
 _SLICE = 1 << 16  # bytes that are looked at together: bounds memory, and the time for which a thread cannot be switched
 _NUMBERS = bytes.maketrans(b"123456789E", b"000000000e")
 # Any number that overflows has an exponent of three digits, or so many digits that one of two digits is enough.
-_LARGE_NUMBERS = (b"0e000", b"0e+000", b"0" * 200)
+_MANY_DIGITS = b"0" * 200
 _OVERLAP = 200
 _OF_NUMBERS = b"+-.0123456789eE"
 _NUMBER = re.compile(rb"[0-9]++(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?")  # never walks back, whatever it is given
@@ -139,11 +139,14 @@ def _check_finite(raw: Raw) -> None:
 
 
 def _may_overflow(raw: Raw) -> bool:
-    for start in range(0, len(raw), _SLICE):
-        part = raw[start : start + _SLICE + _OVERLAP].translate(_NUMBERS)
-        if any(sign in part for sign in _LARGE_NUMBERS):
-            return True
-    return False
+    if len(raw) <= _SLICE:  # nearly every body
+        return _has_large_number(raw)
+    return any(_has_large_number(raw[at : at + _SLICE + _OVERLAP]) for at in range(0, len(raw), _SLICE))
+
+
+def _has_large_number(text: Raw) -> bool:
+    flat = text.translate(_NUMBERS)
+    return b"0e000" in flat or b"0e+000" in flat or _MANY_DIGITS in flat
 
 
 def infinite_number(raw: Raw) -> bytes | None:
@@ -154,7 +157,7 @@ def infinite_number(raw: Raw) -> bytes | None:
         rest = text[len(text.rstrip(_OF_NUMBERS)) :]
         if len(rest) > _LONGEST_NUMBER:
             return rest
-        if not any(sign in text.translate(_NUMBERS) for sign in _LARGE_NUMBERS):
+        if not _has_large_number(text):
             continue
         for found in _NUMBER.finditer(text):
             number = found[0]
@@ -217,6 +220,8 @@ def _ints(given: bytes) -> array[int]:
 
 def _rough_counts(raw: Raw) -> tuple[int, int]:
     """Opening brackets and commas, in strings too."""
+    if len(raw) <= _SLICE:
+        return raw.count(b"[") + raw.count(b"{"), raw.count(b",")
     opening = commas = 0
     for start in range(0, len(raw), _SLICE):
         end = start + _SLICE

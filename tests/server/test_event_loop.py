@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 import gc
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from quire.server.openai.completions import CompletionAnswer
 from tests.server.live import Live, error_of, live_fake
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -151,6 +154,27 @@ def test_ids_that_are_none(server: Live, given: str) -> None:
     raw = f'{{"prompt": [{_many("7", 70_000)}, {given[1:]}}}'
     error = error_of(post(server, TEXT, raw.encode()))
     assert error["param"] in ("prompt", "body"), error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_many_log_probabilities_are_written_in_a_lane(
+    server: Live, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a few hundred tokens are not worth it."""
+    seen = []
+    choice = CompletionAnswer._choice
+
+    def spy(self: CompletionAnswer, *args: Any) -> dict[str, Any]:
+        seen.append(threading.current_thread().name)
+        return choice(self, *args)
+
+    monkeypatch.setattr(CompletionAnswer, "_choice", spy)
+    body = {"prompt": ["a" * 500] * 4, "echo": True, "logprobs": 2, "max_tokens": 2, "stream": stream}
+    assert server.post(TEXT, body).status_code == 200
+    many, seen = seen, []
+    assert server.post(TEXT, body | {"prompt": "a" * 500}).status_code == 200
+    assert not any("lane" in name for name in seen)
+    assert stream or all("lane" in name for name in many)
 
 
 def test_a_light_prompt_does_not_wait_for_heavy_ones(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:

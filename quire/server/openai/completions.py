@@ -22,7 +22,7 @@ from quire.server.openai.params import Opened, fitting_ids, most_tokens, open_re
 from quire.server.openai.protocol import CompletionRequest
 from quire.server.route import Call
 from quire.server.state import ServerState
-from quire.server.stream import fold, send_events
+from quire.server.stream import fold, rendered, send_events
 
 DEFAULT_MAX_TOKENS = 16
 _PLAIN_END = b',"logprobs":null,"finish_reason":null,"stop_reason":null,"prompt_token_ids":null,"token_ids":null}]}\n\n'
@@ -42,10 +42,13 @@ async def create_completion(call: Call, request: CompletionRequest) -> None:
     )
     with opened.flow:
         answer = CompletionAnswer(state, request, opened, public_id, only_echo=ready.only_echo)
+        if request.echo:
+            await state.engine.read(opened.num_prompt_tokens, answer.find_echoes)
         if request.stream:
             await send_events(call, opened.flow, answer)
         else:
-            await call.reply(answer.whole(await fold(call, opened.flow)))
+            results = await fold(call, opened.flow)
+            await call.reply(await rendered(call, results.values(), answer.whole, results))
 
 
 class PreparedCompletion(NamedTuple):
@@ -122,11 +125,15 @@ class CompletionAnswer:
         self._names = TokenNames(state.engine.tokenizer, as_ids=as_ids)
         total = len(opened.asked) * self._n
         self._choices = [_Choice(index, self._envelope.head) for index in range(total)]
-        self._echoes = [self._echo_of(one) for one in opened.asked] if request.echo else []
+        self._echoes: list[str] = []
         self._is_plain = request.logprobs is None and not request.return_token_ids and not self._envelope.continuous
         self._needs_prompt = bool(request.echo) and request.logprobs is not None
         self._held: dict[str, RequestOutput] = {}  # until the prompt's log probabilities are there
         self._prompts: dict[str, Sequence[Any]] = {}
+
+    def find_echoes(self) -> None:
+        """Before the first result, where prompts are to be shown."""
+        self._echoes = [self._echo_of(one) for one in self._opened.asked]
 
     # ---- streamed ----------------------------------------------------------------------------------------------
 
