@@ -7,10 +7,27 @@ the default. The first reading is kept: changing the environment afterwards has 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 Value = TypeVar("Value")
+# A word of a variable's name that says: this is nobody else's business.
+_SECRET_WORDS = frozenset((
+    "APIKEY", "AUTH", "AUTHORIZATION", "COOKIE", "CREDENTIAL", "CREDENTIALS", "JWT", "KEY", "KEYS", "PASS",
+    "PASSPHRASE", "PASSWD", "PASSWORD", "PAT", "PWD", "SECRET", "SECRETS", "TOKEN",
+))  # fmt: skip
+_SECRET_PARTS = ("APIKEY", "CREDENTIAL", "PASSWORD", "PASSWD", "SECRET")
+_SECRET_PREFIXES = ("AWS_", "AZURE_")
+_NO_SECRETS = frozenset(("PWD", "OLDPWD"))  # the shell's folders
+_HEADERS = re.compile(r"OTEL_\w*HEADERS")
+_URL_WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+# What an interpreter needs to start, find its libraries and write text.
+_PLAIN = frozenset((
+    "PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH",
+    "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONNOUSERSITE", "PYTHONUSERBASE",
+    "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONUTF8", "PYTHONIOENCODING", "OMP_NUM_THREADS",
+))  # fmt: skip
 _UNREAD: Any = object()
 ALL: dict[str, Variable[Any]] = {}
 
@@ -68,8 +85,38 @@ def forget_all() -> None:
 
 
 def child_environment(changes: dict[str, str]) -> dict[str, str]:
-    """The environment for a child process: this one's, changed."""
+    """For a program that does what its user could do: this process's environment, changed."""
     return {**os.environ, **changes}
+
+
+def without_secrets(*, keep: str = "") -> dict[str, str]:
+    """For engines, workers and API processes: everything but secrets, because plug-ins and users' own classes may read
+    any variable. `keep`: names that begin so stay. PASS_ENV names others that shall stay."""
+    passed = PASS_ENV.get()
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in passed or (keep and name.startswith(keep)) or not is_secret(name, value)
+    }
+
+
+def sandbox_environment() -> dict[str, str]:
+    """For children that work on what a client sent: no more than an interpreter needs."""
+    return {name: value for name, value in os.environ.items() if name in _PLAIN or name.startswith("LC_")}
+
+
+def is_secret(name: str, value: str = "") -> bool:
+    """By its name, or because the value is an address with a password in it."""
+    name = name.upper()
+    if name in _NO_SECRETS:
+        return False
+    return (
+        not _SECRET_WORDS.isdisjoint(name.split("_"))
+        or name.startswith(_SECRET_PREFIXES)
+        or any(part in name for part in _SECRET_PARTS)
+        or _HEADERS.fullmatch(name) is not None
+        or _URL_WITH_PASSWORD.search(value) is not None
+    )
 
 
 def let_idle_threads_sleep() -> None:
@@ -191,6 +238,10 @@ PLUGINS = Variable[tuple[str, ...] | None](
     lambda t: tuple(p.strip() for p in t.split(",") if p.strip()),
     "Names of plug-ins to load; unset loads all.",
 )
+PASS_ENV = Variable[tuple[str, ...]](
+    "PASS_ENV", (), lambda t: tuple(p.strip() for p in t.split(",") if p.strip()),
+    "Names of variables, with commas between, that engine processes get although they look like secrets.",
+)  # fmt: skip
 PORT = Variable("PORT", None, _port, "First port to try for internal sockets.")
 HOST_IP = Variable[str | None]("HOST_IP", None, str, "This host's address for others; unset asks the system.")
 API_KEY = Variable[str | None]("API_KEY", None, str, "Key of the server, where --api-key names none.")

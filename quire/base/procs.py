@@ -47,16 +47,23 @@ class Child:
         litter: str | None = None,
         keep: tuple[int, ...] = (),
         early: str = "",
+        keep_env: str = "",
     ) -> None:
         """`target` ('module:function') is called in the child with `boot`, or with what `send_boot` sends later.
 
         `litter`: a folder that the child removes when the parent vanishes without having done so.
         `keep`: descriptors that the child has too, under the same numbers.
         `early`: a module that the child imports while it waits for its boot bytes.
+        `keep_env`: variables that begin so are handed on, secrets or not; of all others those that are none.
         """
         self.name = name
         code = _ENTER.format(path=sys.path, target=target, litter=litter, early=early)
-        self._process = subprocess.Popen([sys.executable, "-P", "-c", code], stdin=subprocess.PIPE, pass_fds=keep)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", code],
+            stdin=subprocess.PIPE,
+            pass_fds=keep,
+            env=env.without_secrets(keep=keep_env),
+        )
         self.notice, closing = os.pipe()
         self._watch = threading.Thread(target=_watch, args=(self._process, closing), name=f"watch {name}", daemon=True)
         self._watch.start()

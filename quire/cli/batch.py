@@ -33,10 +33,10 @@ log = logger(__name__)
 SERVER_OPTIONS = (
     "chat_template", "chat_template_content_format", "trust_request_chat_template", "default_chat_template_kwargs",
     "response_role", "return_tokens_as_token_ids", "enable_prompt_tokens_details", "enable_log_requests",
-    "enable_log_outputs", "max_log_len", "max_request_bytes", "max_json_depth", "max_json_values", "max_num_choices",
-    "max_prompts_per_request", "max_sequences_per_request", "max_fan_out_bytes", "max_logprobs_per_request",
-    "max_beam_tokens", "max_stop_strings", "max_stop_length", "max_logit_bias",
-    "max_bad_words", "max_messages", "request_timeout", "fingerprint_mode", "fingerprint_value",
+    "enable_log_outputs", "max_log_len", "max_request_bytes", "max_json_depth", "max_json_values",
+    "max_request_token_ids", "max_num_choices", "max_prompts_per_request", "max_sequences_per_request",
+    "max_fan_out_bytes", "max_logprobs_per_request", "max_beam_tokens", "max_stop_strings", "max_stop_length",
+    "max_logit_bias", "max_bad_words", "max_messages", "request_timeout", "fingerprint_mode", "fingerprint_value",
 )  # fmt: skip
 _LARGEST_FILE = 16 << 30
 _IN_FLIGHT_PER_SEAT = 4  # requests submitted for each the engine runs at once: the slow first must not idle the rest

@@ -103,10 +103,26 @@ class ServerConfig(Group):
     max_request_bytes: int = option(
         8 << 20, "Quire's own. Most bytes of a request's body; a larger one is refused with 413.", low=1024, human=True
     )
+    max_inflight_body_bytes: int = option(
+        256 << 20, "Quire's own. Most bytes of bodies that a process receives and reads at the same time; more are "
+        "refused with 503 and Retry-After. Never less than max_request_bytes.", low=1024, human=True,
+    )  # fmt: skip
+    body_timeout: float = option(
+        60.0, "Quire's own. Seconds in which a request's body must be there, and one more for each 64 KiB of it; a "
+        "slower one is refused with 408. 0 is never.", low=0,
+    )  # fmt: skip
+    max_connections: int | None = option(
+        None, "Quire's own. Most connections of a process; further ones are refused with 503 and Retry-After. Unset is "
+        "what the limit on open files leaves, 65,536 at most.", low=1,
+    )  # fmt: skip
     max_json_depth: int = option(128, "Quire's own. Deepest nesting of a body.", low=4, high=512)
     max_json_values: int = option(
-        1 << 20, "Quire's own. Most values of a body, token ids among them: memory grows with them.", low=1024
+        1 << 16, "Quire's own. Most values of a body beside lists of token ids: each takes time and memory.", low=1024
     )
+    max_request_token_ids: int = option(
+        1 << 20, "Quire's own. Most token ids in the lists of a body (prompt, tokens, token_ids, allowed_token_ids).",
+        low=1024,
+    )  # fmt: skip
     max_num_choices: int = option(128, "Quire's own. Largest n of a request.", low=1)
     max_prompts_per_request: int = option(1024, "Quire's own. Most prompts in one completion request.", low=1)
     max_sequences_per_request: int = option(2048, "Quire's own. Most prompts times n.", low=1)
@@ -124,7 +140,7 @@ class ServerConfig(Group):
     )
     max_stop_strings: int = option(64, "Quire's own. Most stop strings, and stop token ids, of a request.", low=1)
     max_stop_length: int = option(1024, "Quire's own. Longest stop string, in characters.", low=1)
-    max_logit_bias: int = option(4096, "Quire's own. Most entries of logit_bias.", low=1)
+    max_logit_bias: int = option(4096, "Quire's own. Most entries of logit_bias.", low=1, high=8192)
     max_bad_words: int = option(1024, "Quire's own. Most bad_words.", low=1)
     max_messages: int = option(16384, "Quire's own. Most messages of a chat.", low=1)
     request_timeout: float | None = option(

@@ -9,6 +9,7 @@ Must not know: prompts, text, how outputs become results.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import itertools
 import logging
@@ -289,6 +290,11 @@ class Begun(NamedTuple):
         remove_folder(self.folder)
 
 
+def for_children(config: EngineConfig) -> EngineConfig:
+    """What other processes are told: files are found by now, so nobody there needs the hub's token."""
+    return dataclasses.replace(config, model_config=dataclasses.replace(config.model_config, hf_token=None))
+
+
 def begin_engine(*, shared: bool = False) -> Begun:
     folder = private_folder()
     life, held = os.pipe() if shared else (-1, -1)
@@ -309,7 +315,8 @@ class ProcessClient:
         begun = begun or begin_engine(shared=shared)
         self.folder, self.life = begun.folder, begun.life
         wire = _wire(self.folder, OWNER)
-        begun.child.send_boot(msgspec.msgpack.encode({"folder": self.folder, "config": config, "shared": shared}))
+        boot = {"folder": self.folder, "config": for_children(config), "shared": shared}
+        begun.child.send_boot(msgspec.msgpack.encode(boot))
         self._connect(wire, begun.child)
 
     def _connect(self, wire: Wire, peer: Child | _Elsewhere) -> None:

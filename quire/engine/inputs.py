@@ -34,6 +34,7 @@ _MOST_ANSWERS = 16384
 LOAD_PROCESSORS, CHECK_PARAMS = "quire.sampling.processors:load_classes", "quire.sampling.processors:check_params"
 MAKE_SPEC, PARSER_CHOICE = "quire.grammar.request:make_spec", "quire.text.parse.choose:ParserChoice.of"
 PROCESSOR_GROUPS = ("quire.logits_processors", "vllm.logits_processors")
+_LONGER = 16  # how much longer than a prompt a text may be of which only a part is used
 _TOKENIZING = ("add_special_tokens", "truncate_prompt_tokens", "truncation", "max_length", "truncation_side")
 
 
@@ -173,23 +174,28 @@ class InputProcessor:
                 param="prompt",
             )
         else:
-            if keep is None:
-                self._check_length(prompt.text or "")
+            self.check_length(prompt.text or "", is_cut=keep is not None)
             special = kwargs.get("add_special_tokens", True)
             token_ids = tuple(self.tokenizer.encode(prompt.text or "", add_special_tokens=bool(special)))
         if keep is None:
             return token_ids
         return token_ids[:keep] if kwargs.get("truncation_side") == "right" else token_ids[-keep:]
 
-    def _check_length(self, text: str) -> None:
-        """A text that is too long whatever its tokens are is refused before it is tokenized."""
-        if len(text) > self.max_model_len and len(text) > (most := self.max_model_len * self._longest_token):
-            raise InputError(
-                f"the prompt has {len(text)} characters; max_model_len ({self.max_model_len}) tokens of this model "
-                f"have {most} at the most",
-                param="prompt",
-                value=len(text),
-            )
+    def check_length(self, text: str, *, is_cut: bool = False, param: str = "prompt") -> None:
+        """A text that is too long whatever its tokens are is refused before it is tokenized. `is_cut`: so is one of
+        which a part would do, when it is many times as long."""
+        times = _LONGER if is_cut else 1
+        if len(text) <= times * self.max_model_len or len(text) <= (
+            most := times * self.max_model_len * self._longest_token
+        ):
+            return
+        limit = f"{times} times max_model_len" if is_cut else "max_model_len"
+        raise InputError(
+            f"the prompt has {len(text)} characters; {limit} ({self.max_model_len}) tokens of this model have {most} "
+            "at the most",
+            param=param,
+            value=len(text),
+        )
 
     @cached_property
     def _longest_token(self) -> int:

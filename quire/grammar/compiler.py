@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from quire.base.clock import now
+from quire.base.env import sandbox_environment
 from quire.base.log import logger
 from quire.grammar.backend import Backend, Vocabulary, make_backend
 from quire.grammar.child import LENGTH_BYTES, Answer, Job, JobBoot
@@ -270,7 +271,7 @@ class _Child:
         path = msgspec.json.encode(sys.path).decode()
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", _START, path],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=sandbox_environment(),
         )  # fmt: skip
         _write(process, self._boot)
         return process

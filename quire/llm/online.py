@@ -14,9 +14,8 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import msgspec
 
@@ -27,6 +26,7 @@ from quire.engine.inputs import Asked, Options
 from quire.engine.outputs import Processed
 from quire.llm.beam_limits import BeamLimits
 from quire.llm.front import Front
+from quire.llm.lanes import Lanes
 from quire.llm.request_log import LogRules, RequestLog
 from quire.llm.verbs import async_verb
 from quire.schema.errors import EngineDeadError, InputError, NotBuiltError
@@ -43,10 +43,13 @@ if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 log = logger(__name__)
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 BEAM_FLOW, BEAM_FORMS = "quire.llm.beam_flow:BeamFlow", "quire.llm.beam_form:BeamForms"  # numpy comes with them
 _MOST_WORK = BeamLimits()
-_LANES = 4  # long prompts that are read at the same time
-_LONG_TEXT = 4096  # characters; tokenizing less is quicker than going to another thread
+LONG_TEXT = 4096  # characters; tokenizing less is quicker than going to another thread
+_PER_PROMPT = 64  # what checking a prompt costs, in characters tokenized in the same time
+_IDS_PER_CHARACTER = 16  # and token ids that are checked in that of one
 
 
 class Flow:
@@ -233,12 +236,12 @@ class AsyncLLM:
         self.front = Front(vllm_config, own_process=own_process, client=client, metrics_folder=metrics_folder)
         self.io_processor = None
         self._streams = _Streams(self.front)
-        self._pool = ThreadPoolExecutor(_LANES, thread_name_prefix="tokenize")
+        self.lanes = Lanes()
         self._stopped = False
         self.front.client.stream(self._streams)
         self._searches: weakref.WeakSet[BeamFlow] = weakref.WeakSet()
         self._made_later = contextlib.ExitStack()  # what the first request that needs it makes, to be closed
-        self._finalizer = weakref.finalize(self, _close, self.front, self._pool, self._made_later)
+        self._finalizer = weakref.finalize(self, _close, self.front, self.lanes, self._made_later)
 
     @classmethod
     def from_engine_args(
@@ -319,11 +322,14 @@ class AsyncLLM:
 
     async def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams, options: Options) -> Asked:
         """Check and tokenize; nothing runs yet. What is long is read in another thread."""
+        return await self.read(size_of([prompt], params), self.front.prepare, request_id, prompt, params, options)
+
+    async def read(self, size: int, work: Callable[Given, Found], *args: Given.args, **kwargs: Given.kwargs) -> Found:
+        """Do what tokenizes: at once where that is quick, else in a lane. `size`: how many characters."""
         self._check_alive()
-        if not _is_long(prompt, params if options.like is None else None):
-            return self.front.prepare(request_id, prompt, params, options)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self.front.prepare, request_id, prompt, params, options)
+        if size < LONG_TEXT:
+            return work(*args, **kwargs)
+        return await self.lanes.run(size, work, *args, **kwargs)
 
     async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         raise NotBuiltError("encode: pooling models are not in this version of Quire")
@@ -449,17 +455,17 @@ def _with_text(prompt: object, text: str | None) -> Prompt:
     return read if text is None or read.text is not None else msgspec.structs.replace(read, text=text)
 
 
-def _close(front: Front, pool: ThreadPoolExecutor, made_later: contextlib.ExitStack) -> None:
+def _close(front: Front, lanes: Lanes, made_later: contextlib.ExitStack) -> None:
     front.close()
     made_later.close()
-    pool.shutdown(wait=False, cancel_futures=True)
+    lanes.close()
 
 
-def _is_long(prompt: Prompt, params: SamplingParams | None) -> bool:
-    """Whether reading it could hold up the event loop: a long text, constraints, many bad words. None: parameters
-    that were read with an earlier prompt."""
-    if params is None:
-        pass
-    elif params.structured_outputs is not None or sum(map(len, params.bad_words or ())) >= _LONG_TEXT:
-        return True
-    return prompt.token_ids is None and len(prompt.text or "") >= _LONG_TEXT
+def size_of(prompts: Sequence[Prompt], params: SamplingParams) -> int:
+    """What reading them costs, in characters that would be tokenized in the same time."""
+    size = 0 if params.structured_outputs is None else LONG_TEXT
+    size += sum(map(len, params.bad_words or ()))
+    for prompt in prompts:
+        ids = prompt.token_ids
+        size += len(prompt.text or "") if ids is None else len(ids) // _IDS_PER_CHARACTER
+    return size + _PER_PROMPT * (len(prompts) - 1)

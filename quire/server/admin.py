@@ -19,7 +19,7 @@ from quire import __version__
 from quire.base import env
 from quire.schema.errors import InputError
 from quire.server import watchdog
-from quire.server.body import check_json
+from quire.server.body import JsonLimits, check_json, read_body
 from quire.server.errors import ERROR_RESPONSES, refusal
 from quire.server.openai.chat import create_chat_completion
 from quire.server.openai.chat_protocol import ChatChunk, ChatRequest, ChatResponse
@@ -117,16 +117,23 @@ async def invocations(call: Call, request: ChatRequest | CompletionRequest) -> N
         await create_completion(call, request)
 
 
-def _read_invocation(raw: bytes, max_depth: int, max_values: int) -> ChatRequest | CompletionRequest:
-    check_json(raw, max_depth, max_values)
+class _Told(msgspec.Struct):
+    """What tells requests apart."""
+
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def _read_invocation(raw: bytes | bytearray, limits: JsonLimits) -> ChatRequest | CompletionRequest:
+    check_json(raw, limits)
     try:
-        keys = msgspec.json.decode(raw, type=dict[str, msgspec.Raw], strict=False) if raw.lstrip()[:1] == b"{" else {}
+        told = msgspec.json.decode(raw, type=_Told) if raw.lstrip()[:1] == b"{" else _Told()
     except (msgspec.DecodeError, UnicodeDecodeError) as wrong:
         raise InputError(f"the body is no JSON: {wrong}", param="body") from None
-    if "messages" in keys:
-        return ChatRequest.model_validate_json(raw)
-    if "prompt" in keys:
-        return CompletionRequest.model_validate_json(raw)
+    if told.messages is not msgspec.UNSET:
+        return read_body(ChatRequest, raw, limits)
+    if told.prompt is not msgspec.UNSET:
+        return read_body(CompletionRequest, raw, limits)
     raise InputError("the body has neither `messages` (a chat) nor `prompt` (a completion)", param="body")
 
 
@@ -161,12 +168,10 @@ async def server_info(request: Request, config_format: Literal["text", "json"] =
     config: Any = str(state.config)
     if config_format == "json":
         config = _without_secrets(msgspec.to_builtins(dataclasses.asdict(state.config), enc_hook=str))
-    shown = {name: str(variable.get()) for name, variable in env.ALL.items() if variable.is_set() and not _secret(name)}
+    shown = {
+        name: str(variable.get()) for name, variable in env.ALL.items() if variable.is_set() and not env.is_secret(name)
+    }
     return {"vllm_config": config, "server": repr(state.options), "vllm_env": shown, "version": __version__}
-
-
-def _secret(name: str) -> bool:
-    return any(part in name for part in ("TOKEN", "KEY", "SECRET", "PASSWORD"))
 
 
 def _without_secrets(value: Any) -> Any:

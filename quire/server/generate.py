@@ -14,12 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from quire.schema.errors import InputError
 from quire.schema.outputs import CompletionOutput, RequestOutput
 from quire.schema.params import RequestOutputKind, SamplingParams
-from quire.schema.prompt import Prompt, check_ids
+from quire.schema.prompt import Prompt
 from quire.server.openai.chat_protocol import ChatLogprobs
 from quire.server.openai.envelope import encode
 from quire.server.openai.limits import check_request
 from quire.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from quire.server.openai.params import Opened, most_tokens, open_requests
+from quire.server.openai.params import Opened, fitting_ids, most_tokens, open_requests
 from quire.server.openai.protocol import INT64, CompletionRequest, PromptLogprobs, StreamOptions, Tokens, Usage
 from quire.server.route import App, Call, add_route
 from quire.server.state import ServerState
@@ -90,12 +90,12 @@ async def generate_tokens(call: Call, request: TokensRequest) -> None:
     state.served.check(request.model)
     if request.features:
         raise InputError("features: media are not in this version of Quire", param="features")
-    asked = _as_completion(request)
+    asked = await call.apart(_as_completion, request)
     check_request(asked, state.options, 1)
-    params = _params(request)
+    params = await call.apart(_params, request)
     most_tokens(state, params.max_tokens, None)
     public_id = call.request_id(request.request_id)
-    prompt = Prompt(token_ids=check_ids(request.token_ids))
+    prompt = Prompt(token_ids=fitting_ids(request.token_ids, asked, state.served.max_model_len))
     opened = await open_requests(
         call, asked, public_id, [prompt], params, add_special_tokens=False, most=asked.max_tokens
     )
@@ -109,7 +109,7 @@ async def generate_tokens(call: Call, request: TokensRequest) -> None:
 
 
 def _as_completion(request: TokensRequest) -> CompletionRequest:
-    """The same as a completion request, for the limits that hold for all requests."""
+    """The same as a completion request, less its prompt, for the limits that hold for all requests."""
     wrong = [name for name in request.sampling_params if name not in NAMES]
     if wrong:
         raise InputError(
@@ -119,7 +119,7 @@ def _as_completion(request: TokensRequest) -> CompletionRequest:
     given = {name: value for name, value in given.items() if name in CompletionRequest.model_fields}
     for name in ("stream", "stream_options", "cache_salt", "priority", "request_id", "kv_transfer_params"):
         given[name] = getattr(request, name)
-    return CompletionRequest(prompt=request.token_ids, **{n: v for n, v in given.items() if v is not None})
+    return CompletionRequest(**{name: value for name, value in given.items() if value is not None})
 
 
 def _params(request: TokensRequest) -> SamplingParams:

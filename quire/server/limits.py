@@ -1,22 +1,33 @@
-"""Limits on what a connection may send beside bodies: size and number of headers and trailers, time to send them.
+"""Limits on connections: how many, size and number of headers and trailers, time to send these and bodies.
 
 `limited_protocol` gives uvicorn its HTTP protocol with these limits built in: httptools itself has none, so a client
 could fill memory with one endless header. A head that breaks a limit is answered 431 and the connection is closed; so
 is one whose request is answered long before its body ends. Trailers count like a head and are then dropped: no layer
-may take them for headers. Must not know: routes, dialects.
+may take them for headers. A body that comes too slowly is answered 408; a connection too many, 503.
+Must not know: routes, dialects.
 """
 
 from __future__ import annotations
 
+import http
+import logging
+import resource
 from asyncio import TimerHandle, Transport
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from quire.base.log import logger, once
+
 if TYPE_CHECKING:
     from quire.config.server import ServerConfig
 
+log = logger(__name__)
+MOST_CONNECTIONS, OTHER_FILES = 65536, 256
+REFUSED_SECONDS = 2.0  # for a connection too many to read that it is one
+_REFUSED_AT_ONCE = 64  # further ones are told nothing
+BODY_RATE = 1 << 16  # bytes per second; a body that comes at least as fast is never too slow
 HEAD_SECONDS = 60.0  # a head that takes longer is somebody holding connections open
 LINGER_SECONDS, LINGER_BYTES = 5.0, 4 << 20  # for the rest of a body whose request is answered
 
@@ -30,6 +41,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     max_bytes = 65536
     max_headers = 256
+    max_connections = MOST_CONNECTIONS
+    body_seconds = 60.0
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -40,15 +53,26 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_trailers = 0
         self._dropped = 0  # bytes of a body whose request is answered
         self._why = ""
-        self._timer: TimerHandle | None = self.loop.call_later(HEAD_SECONDS, self._too_slow)
+        self._is_refused = len(self.connections) > self.max_connections
+        seconds = REFUSED_SECONDS if self._is_refused else HEAD_SECONDS
+        self._timer: TimerHandle | None = self.loop.call_later(seconds, self._too_slow)
         self._lingering: TimerHandle | None = None
+        self._body_timer: TimerHandle | None = None
+        self._body_began = 0.0
+        self._received = 0  # bytes of the body so far
+        if len(self.connections) > self.max_connections + _REFUSED_AT_ONCE:
+            transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stop_lingering()
+        self._stop_body_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            self._refuse_connection()
+            return
         self._body_bytes = 0
         super().data_received(data)
         if self.transport.is_closing():
@@ -57,11 +81,14 @@ class LimitedProtocol(HttpToolsProtocol):
             self._count_pending(len(data) - self._body_bytes)  # also of a header that has not ended yet
         elif self._in_message:
             self._count_framing(len(data))
+            if self._body_timer is None and self.body_seconds:
+                self._body_began = self.loop.time()
+                self._body_timer = self.loop.call_later(self.body_seconds, self._look_at_body)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = self._in_message = True
-        self._pending_bytes = self._kept = self._num_trailers = self._dropped = 0
+        self._pending_bytes = self._kept = self._num_trailers = self._dropped = self._received = 0
         self._between = False
         self._start_timer()
 
@@ -91,12 +118,14 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._between = False
         self._body_bytes += len(body)
+        self._received += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._in_message = False
         self._stop_timer()
         self._stop_lingering()
+        self._stop_body_timer()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -112,14 +141,49 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self._why:
             super().send_400_response(msg)
             return
-        message = f"the request has {self._why}"
-        error = {"message": message, "type": "BadRequestError", "param": None, "code": 431}
+        self._answer(431, "BadRequestError", f"the request has {self._why}")
+        self.transport.close()
+
+    def _answer(self, status: int, kind: str, message: str, headers: bytes = b"") -> None:
+        """Past the app, where there is no request that it could answer."""
+        error = {"message": message, "type": kind, "param": None, "code": status}
         body = msgspec.json.encode({"error": error})
         head = (
-            b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\nconnection: close\r\n"
-            b"content-length: " + str(len(body)).encode() + b"\r\n\r\n"
+            f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            f"connection: close\r\ncontent-length: {len(body)}\r\n"
         )
-        self.transport.write(head + body)
+        self.transport.write(head.encode() + headers + b"\r\n" + body)
+
+    def _refuse_connection(self) -> None:
+        """Told once it asks; then what it sends is dropped until it has read that, but not for long."""
+        if self.transport.is_closing() or self._dropped:
+            return
+        self._dropped = 1
+        once(log, logging.WARNING, "There are %d connections, as many as --max-connections allows; more are refused",
+             self.max_connections)  # fmt: skip
+        message = f"the server has {self.max_connections} connections, as many as it takes (--max-connections)"
+        self._answer(503, "ServiceUnavailableError", f"{message}; try again later", b"retry-after: 1\r\n")
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:
+            self.transport.close()
+
+    def _look_at_body(self) -> None:
+        """Time grows with what has come, so that a large body may take longer than a small one."""
+        self._body_timer = None
+        seconds = self.body_seconds + self._received / BODY_RATE
+        left = self._body_began + seconds - self.loop.time()
+        if left > 0:
+            self._body_timer = self.loop.call_later(left, self._look_at_body)
+            return
+        if self.transport.is_closing():
+            return
+        if self.cycle is not None and not self.cycle.response_started:
+            self._answer(
+                408, "RequestTimeoutError",
+                f"{self._received} bytes of the body came in {seconds:g} s, and it is not whole; it has "
+                f"{self.body_seconds:g} s, and one more for each {BODY_RATE} bytes (--body-timeout)",
+            )  # fmt: skip
         self.transport.close()
 
     def _count(self, size: int) -> None:
@@ -166,6 +230,11 @@ class LimitedProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
+    def _stop_body_timer(self) -> None:
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer = None
+
     def _stop_lingering(self) -> None:
         if self._lingering is not None:
             self._lingering.cancel()
@@ -176,5 +245,23 @@ def limited_protocol(options: ServerConfig) -> type[LimitedProtocol]:
     limits: dict[str, Any] = {
         "max_bytes": options.h11_max_incomplete_event_size,
         "max_headers": options.h11_max_header_count,
+        "max_connections": room_for_connections(options.max_connections),
+        "body_seconds": options.body_timeout,
     }
     return type("LimitedProtocol", (LimitedProtocol,), limits)
+
+
+def room_for_connections(asked: int | None) -> int:
+    """How many connections there may be: what was asked, or what the limit on open files leaves. That limit is raised
+    as far as this process may, since a connection that finds no file is refused by nobody."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = (asked or MOST_CONNECTIONS) + OTHER_FILES
+    soft = wanted if soft == resource.RLIM_INFINITY else soft
+    if soft < wanted:
+        raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+        soft = raised
+    room = max(soft - OTHER_FILES, soft // 2)
+    if asked is not None and asked > room:
+        log.warning("--max-connections is %d, but %d open files leave room for %d", asked, soft, room)
+    return min(asked or MOST_CONNECTIONS, room)

@@ -44,7 +44,7 @@ async def render_chat_completion(call: Call, request: ChatRequest) -> None:
     """The token ids and parameters of a chat request."""
     state = call.state
     state.served.check(request.model)
-    prepared = await prepare_chat(state, request)
+    prepared = await prepare_chat(call, request)
     public_id = f"chatcmpl-{call.request_id(request.request_id)}"
     special = bool(prepared.request.add_special_tokens)
     asked = await prepare_requests(
@@ -59,12 +59,12 @@ async def render_completion(call: Call, request: CompletionRequest) -> None:
     """The token ids and parameters of a completion request, prompt by prompt."""
     state = call.state
     state.served.check(request.model)
-    ready = prepare_completion(state, request)
+    ready = await call.apart(prepare_completion, state, request)
     public_id = f"cmpl-{call.request_id(request.request_id)}"
     asked = await prepare_requests(
         call, request, public_id, ready.prompts, ready.params, add_special_tokens=ready.special, most=ready.most
     )
-    await call.reply(encode(_rendered(asked, request, public_id, state.served.name)))
+    await call.reply(encode(await call.apart(_rendered, asked, request, public_id, state.served.name)))
 
 
 def _rendered(asked: Sequence[Asked], request: GenerateRequest, public_id: str, model: str) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.base.log import logger
 from quire.schema.errors import DeadlineError, InputError
-from quire.server.body import read_body
+from quire.server.body import JsonLimits, read_body
 from quire.server.callers import caller_of
 from quire.server.errors import ERROR_RESPONSES, ClientGoneError, refusal_of
 from quire.server.flow import Results
@@ -28,7 +28,9 @@ from quire.server.middleware import route_path
 from quire.server.state import ServerState
 
 log = logger(__name__)
-_LARGE = 1 << 18  # bytes; a larger body is read in another thread
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+_SMALL = 1 << 15  # bytes; what is in a larger body is read in a lane, and so is what is done with it
 _LONGEST_ID = 256
 _JSON = (b"content-type", b"application/json")
 
@@ -36,24 +38,44 @@ _JSON = (b"content-type", b"application/json")
 class Call:
     """One HTTP request under way."""
 
-    __slots__ = ("_deadline", "_listening", "receive", "scope", "send", "started", "state")
+    __slots__ = ("_deadline", "_held", "_listening", "receive", "scope", "send", "size", "started", "state")
 
     def __init__(self, state: ServerState, scope: Scope, receive: Receive, send: Send) -> None:
         self.state, self.scope, self.receive, self.send = state, scope, receive, send
         self.started = False  # the status is out
+        self.size = 0  # bytes of the body
+        self._held = 0  # of these, in the budget of all bodies
         self._listening: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
-    async def read(self) -> bytes:
+    async def read(self) -> bytes | bytearray:
         message = await self._receive()
         body: bytes = message.get("body", b"")
+        self.size = len(body)
         if not message.get("more_body"):
             return body
-        parts = [body]
+        whole = bytearray(body)
         while message.get("more_body"):
+            self._hold(self.size - self._held)
             message = await self._receive()
-            parts.append(message.get("body", b""))
-        return b"".join(parts)
+            whole += message.get("body", b"")
+            self.size = len(whole)
+        self._hold(self.size - self._held)
+        return whole
+
+    def _hold(self, count: int) -> None:
+        self.state.bodies.take(count)
+        self._held += count
+
+    def _let_go(self) -> None:
+        self.state.bodies.give(self._held)
+        self._held = 0
+
+    async def apart(self, work: Callable[Given, Found], *args: Given.args, **kwargs: Given.kwargs) -> Found:
+        """Do what takes as long as the body is large: here, or in a lane, so that the event loop goes on."""
+        if self.size <= _SMALL:
+            return work(*args, **kwargs)
+        return await self.state.engine.lanes.run(self.size, work, *args, **kwargs)
 
     async def _receive(self) -> Message:
         message = await self.receive()
@@ -99,7 +121,8 @@ class Call:
         return found or None
 
     def watch(self, flow: Results) -> None:
-        """From now on, a client that goes takes its requests with it, and so does time that is up."""
+        """From now on, a client that goes takes its requests with it, and so does time that is up. The body is read."""
+        self._let_go()
         loop = asyncio.get_running_loop()
         self._listening = loop.create_task(self._listen(flow))
         if (seconds := self._seconds()) is not None:
@@ -125,6 +148,7 @@ class Call:
         flow.fail(ClientGoneError())
 
     def close(self) -> None:
+        self._let_go()
         if self._listening is not None:
             self._listening.cancel()
         if self._deadline is not None:
@@ -139,7 +163,7 @@ class Call:
 
 
 Handler = Callable[[Call, Any], Awaitable[None]]
-Reader = Callable[[bytes, int, int], Any]  # raw, most levels, most values
+Reader = Callable[[bytes | bytearray, JsonLimits], Any]
 
 
 class App(FastAPI):
@@ -257,20 +281,19 @@ def add_route(
     app.direct[path] = route
 
 
+async def _read(call: Call, reader: Reader) -> Any:
+    """The body, whose bytes are gone when this is done."""
+    raw = await call.read()
+    call.check_type()
+    return await call.apart(reader, raw, call.state.json_limits)
+
+
 async def _run(app: App, handler: Handler, reader: Reader, scope: Scope, receive: Receive, send: Send) -> None:
     state: ServerState = app.state.quire
     call = Call(state, scope, receive, send)
     state.load.count += 1
     try:
-        raw = await call.read()
-        call.check_type()
-        depth, values = state.options.max_json_depth, state.options.max_json_values
-        if len(raw) > _LARGE:
-            loop = asyncio.get_running_loop()
-            body = await loop.run_in_executor(state.renderers, reader, raw, depth, values)
-        else:
-            body = reader(raw, depth, values)
-        await handler(call, body)
+        await handler(call, await _read(call, reader))
     except ClientGoneError:
         pass
     except Exception as error:  # the root of a request: whatever went wrong, its client is told

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from quire.schema.errors import InputError
+from quire.schema.errors import InputError, OverloadedError
+from quire.server.body import JsonLimits
 from quire.server.callers import Salts, new_secret
 from quire.server.served import ServedNames
 from quire.server.tool_server import ToolServer
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from quire.config.server import ServerConfig
     from quire.llm.online import AsyncLLM
 
-_RENDERERS = 4  # large bodies read, and long texts tokenized, at the same time
 _TEMPLATES = 4  # chat templates of requests rendered at the same time, each in a process of its own
 
 
@@ -36,6 +36,25 @@ class Load:
 
     def __init__(self) -> None:
         self.count = 0
+
+
+class BodyBudget:
+    """Bytes of bodies that are being received and read. Touched by one event loop."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.used = most, 0
+
+    def take(self, count: int) -> None:
+        if count and self.used + count > self.most:
+            raise OverloadedError(
+                f"the server is reading {self.used} bytes of other bodies; at most {self.most} are read at the same "
+                "time (--max-inflight-body-bytes), try again later",
+                limit="max_inflight_body_bytes",
+            )
+        self.used += count
+
+    def give(self, count: int) -> None:
+        self.used -= count
 
 
 @dataclass(frozen=True)
@@ -53,9 +72,6 @@ class ServerState:
     started_at: float = field(default_factory=time.time)
     prefix: str = field(default_factory=lambda: secrets.token_hex(4))  # with a serial: a request id of its own
     serials: Iterator[int] = field(default_factory=itertools.count)
-    renderers: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(_RENDERERS, thread_name_prefix="render")
-    )
     # a lane of their own: templates that take all the time they have hold up no other work
     templates: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_TEMPLATES, thread_name_prefix="template")
@@ -89,12 +105,21 @@ class ServerState:
         return found
 
     @cached_property
+    def bodies(self) -> BodyBudget:
+        options = self.options
+        return BodyBudget(max(options.max_inflight_body_bytes, options.max_request_bytes))
+
+    @cached_property
+    def json_limits(self) -> JsonLimits:
+        options = self.options
+        return JsonLimits(options.max_json_depth, options.max_json_values, options.max_request_token_ids)
+
+    @cached_property
     def keeps_special(self) -> tuple[bool, bool]:
         """Whether special tokens must stay in an answer's text: without tools, with them."""
         return self.parsers.keeps_special_tokens(with_tools=False), self.parsers.keeps_special_tokens(with_tools=True)
 
     def close(self) -> None:
-        self.renderers.shutdown(wait=False, cancel_futures=True)
         self.templates.shutdown(wait=False, cancel_futures=True)
 
 

@@ -8,14 +8,17 @@ Must not know: dialects.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, Protocol, TypeVar
 
 from quire.schema.outputs import RequestOutput
 from quire.server.errors import ClientGoneError, Refusal, refusal_of
 from quire.server.flow import Results
 from quire.server.route import Call
 
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+_MANY_POSITIONS = 1024
 DONE = b"data: [DONE]\n\n"
 _ALIVE = b": keep-alive\n\n"
 _HEADERS = [
@@ -52,7 +55,9 @@ async def send_events(
         if not call.started:
             await start_events(call)
         while True:
-            data = answer.chunk(results)
+            data = (
+                answer.chunk(results) if _is_little(results) else await rendered(call, results, answer.chunk, results)
+            )
             if flow.finished:
                 break
             if data:
@@ -66,6 +71,27 @@ async def send_events(
             raise
         data = failed(refusal_of(error))
     await send({"type": "http.response.body", "body": data})
+
+
+async def rendered(
+    call: Call, results: Iterable[RequestOutput], render: Callable[Given, Found], *args: Given.args,
+    **kwargs: Given.kwargs,
+) -> Found:  # fmt: skip
+    """What an answer makes of results: in a lane where log probabilities of a whole prompt, or a long answer that comes
+    at once, would hold up the event loop."""
+    size = sum(_num_positions(result) for result in results)
+    if size <= _MANY_POSITIONS:
+        return render(*args, **kwargs)
+    return await call.state.engine.lanes.run(size, render, *args, **kwargs)
+
+
+def _is_little(results: list[RequestOutput]) -> bool:
+    """A quick look, for the results of nearly every step: some tokens of some requests."""
+    return len(results) == 1 and results[0].prompt_logprobs is None and len(results[0].outputs) == 1
+
+
+def _num_positions(result: RequestOutput) -> int:
+    return len(result.prompt_logprobs or ()) + sum(len(output.token_ids) for output in result.outputs)
 
 
 async def fold(call: Call, flow: Results) -> dict[str, RequestOutput]:
@@ -85,7 +111,8 @@ async def drain(call: Call, flow: Results, answer: Answer) -> None:
     """Let an answer take in all results without sending any: it is whole then."""
     call.watch(flow)
     while not flow.finished:
-        answer.chunk(await flow.next())
+        results = await flow.next()
+        await rendered(call, results, answer.chunk, results)
     answer.end()
 
 

@@ -22,7 +22,7 @@ import msgspec
 from quire.base.clock import Laps, now
 from quire.base.log import logger
 from quire.base.procs import Child
-from quire.engine.client import Begun, ProcessClient
+from quire.engine.client import Begun, ProcessClient, for_children
 from quire.schema.errors import EngineDeadError
 from quire.schema.messages import Outputs
 from quire.server.callers import new_secret
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 log = logger(__name__)
 API_MAIN = "quire.server.host:main"
+_TRACING = "OTEL_"  # API processes send traces, and their keys are in headers that variables hold
 _TOO_MANY_DEATHS, _WITHIN_SECONDS = 5, 60.0
 _GRACE_SECONDS = 10.0  # beyond shutdown_timeout, for processes to leave
 _LAST_WORDS_SECONDS = 5.0  # for API processes to tell their clients that the engine is dead
@@ -111,10 +112,11 @@ class Supervisor:
             "metrics_folder": self._metrics_folder,
             "secret": self._secret,
             "options": self._options,
-            "config": self._config,
+            "config": for_children(self._config),
         }
         keep = (self._client.life, self._opened.fileno(), written)
-        child = Child(API_MAIN, msgspec.msgpack.encode(boot), name=f"API process {number}", keep=keep)
+        name = f"API process {number}"
+        child = Child(API_MAIN, msgspec.msgpack.encode(boot), name=name, keep=keep, keep_env=_TRACING)
         os.close(written)
         return _Api(number, child, ready)
 

@@ -6,14 +6,14 @@ compute. Must not know: engines.
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from quire.schema.errors import InputError
-from quire.server.body import check_finite, check_json
+from quire.server.body import JsonLimits, read_body
 from quire.server.errors import ERROR_RESPONSES
 from quire.server.openai.chat_prompt import render_prompt
 from quire.server.openai.chat_protocol import Message, Tool
@@ -23,7 +23,6 @@ from quire.server.openai.protocol import ListOf, Tokens
 from quire.server.route import App, Call, add_route
 from quire.server.state import ServerState
 
-_LONG_TEXT = 4096  # characters; tokenizing less is quicker than going to another thread
 _TAG = "tokens"
 
 
@@ -84,12 +83,11 @@ def add_routes(app: App, state: ServerState) -> None:
         app.include_router(_info)
 
 
-def _read_either(raw: bytes, max_depth: int, max_values: int) -> TokenizeCompletionRequest | TokenizeChatRequest:
-    check_json(raw, max_depth, max_values)
+def _read_either(raw: bytes | bytearray, limits: JsonLimits) -> TokenizeCompletionRequest | TokenizeChatRequest:
     # The one key that tells them apart may also stand in a text; a wrong guess is only a refusal that names it.
     if b'"messages"' in raw and b'"prompt"' not in raw:
-        return TokenizeChatRequest.model_validate_json(raw)
-    return TokenizeCompletionRequest.model_validate_json(raw)
+        return read_body(TokenizeChatRequest, raw, limits)
+    return read_body(TokenizeCompletionRequest, raw, limits)
 
 
 async def tokenize(call: Call, request: TokenizeCompletionRequest | TokenizeChatRequest) -> None:
@@ -97,18 +95,23 @@ async def tokenize(call: Call, request: TokenizeCompletionRequest | TokenizeChat
     state = call.state
     state.served.check(request.model)
     if isinstance(request, TokenizeChatRequest):
-        text = await _chat_text(state, request)
+        text = await _chat_text(call, request)
         special = bool(request.add_special_tokens)
     else:
         text, special = request.prompt, request.add_special_tokens is not False
+    with_strings = bool(request.return_token_strs)
+    await call.reply(await state.engine.read(len(text), _tokenized, state, text, special, with_strings))
+
+
+def _tokenized(state: ServerState, text: str, special: bool, with_strings: bool) -> bytes:
+    """The answer. A text may be longer than a prompt: its tokens are only counted."""
     tokenizer = state.tokenizer
-    if len(text) < _LONG_TEXT:
-        ids = tokenizer.encode(text, special)
-    else:
-        ids = await asyncio.get_running_loop().run_in_executor(state.renderers, tokenizer.encode, text, special)
-    strings = tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
-    found = {"count": len(ids), "max_model_len": state.served.max_model_len, "tokens": ids, "token_strs": strings}
-    await call.reply(encode(found))
+    state.engine.front.inputs.check_length(text, is_cut=True)
+    ids = tokenizer.encode(text, special)
+    strings = tokenizer.convert_ids_to_tokens(ids) if with_strings else None
+    return encode(
+        {"count": len(ids), "max_model_len": state.served.max_model_len, "tokens": ids, "token_strs": strings}
+    )
 
 
 async def detokenize(call: Call, request: DetokenizeRequest) -> None:
@@ -126,20 +129,18 @@ async def detokenize(call: Call, request: DetokenizeRequest) -> None:
             raise InputError(
                 f"tokens holds {token_id}; this model's ids are 0 to {vocab_size - 1}", param="tokens", value=token_id
             )
-    if len(tokens) < _LONG_TEXT:
-        text = state.tokenizer.decode(tokens)
-    else:
-        text = await asyncio.get_running_loop().run_in_executor(state.renderers, state.tokenizer.decode, tokens)
-    await call.reply(encode({"prompt": text}))
+    await call.reply(await state.engine.read(len(tokens), _detokenized, state, tokens))
 
 
-async def _chat_text(state: ServerState, request: TokenizeChatRequest) -> str:
-    check_template_trust(request.chat_template, request.chat_template_kwargs, state.options)
-    for name, given in (("tools", request.tools), ("chat_template_kwargs", request.chat_template_kwargs)):
-        check_finite(name, given)
+def _detokenized(state: ServerState, tokens: Sequence[int]) -> bytes:
+    return encode({"prompt": state.tokenizer.decode(tokens)})
+
+
+async def _chat_text(call: Call, request: TokenizeChatRequest) -> str:
+    check_template_trust(request.chat_template, request.chat_template_kwargs, call.state.options)
     opens = request.add_generation_prompt
     return await render_prompt(
-        state,
+        call,
         request.messages,
         tools=request.tools,
         add_generation_prompt=not request.continue_final_message if opens is None else opens,

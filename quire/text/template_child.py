@@ -16,6 +16,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 
+from quire.base.env import sandbox_environment
 from quire.schema.errors import InputError
 from quire.text.chat import ChatJob, render_job
 from quire.text.template import LIMITS, Limits
@@ -42,6 +43,7 @@ def render_apart(job: ChatJob, limits: Limits = APART) -> str:
             stderr=subprocess.DEVNULL,
             timeout=seconds,
             check=False,
+            env=sandbox_environment(),
         )
     except subprocess.TimeoutExpired:
         raise InputError(f"the chat template took over {seconds:g} seconds", param="chat_template") from None

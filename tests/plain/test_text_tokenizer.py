@@ -7,6 +7,8 @@ import json
 import random
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -424,3 +426,26 @@ def test_normalizers_are_kept(tmp_path: Path) -> None:
     pipeline.normalizer = normalizers.Lowercase()
     pipeline.save(str(tmp_path / "tokenizer.json"))
     same(load_tokenizer(str(tmp_path)), pipeline)
+
+
+def test_long_decoding_lets_other_threads_run(tmp_path: Path) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer(str(tmp_path))
+    ids = ours.encode(" ".join(CORPUS), add_special_tokens=False)
+    assert ours.decode(ids * 200) == ours.decode(ids) * 200  # as much of it as is longer than what is done at once
+    longest, ended = 0.0, threading.Event()
+
+    def beat() -> None:
+        nonlocal longest
+        last = time.monotonic()
+        while not ended.wait(0.002):
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    began = time.monotonic()
+    ours.decode(ids * (1_500_000 // len(ids)))
+    whole = time.monotonic() - began
+    ended.set()
+    thread.join()
+    assert longest < whole / 2, f"{longest:.2f} s of {whole:.2f} s"

@@ -595,3 +595,21 @@ def _serial(port: int) -> str:
 
 def _serial_of(path: str) -> str:
     return json.dumps(ssl.PEM_cert_to_DER_cert(Path(path).read_text()).hex())
+
+
+def test_other_processes_get_no_keys(tmp_path: Path) -> None:
+    """The engine and the API processes: a key of the environment is the server's all the same."""
+    secrets = {
+        "QUIRE_API_KEY": "s3cret",
+        "HF_TOKEN": "hf_s3cret",
+        "AWS_SECRET_ACCESS_KEY": "s3cret",
+        "MY_PLUGIN": "yes",
+    }
+    with hosted(tmp_path / "model", "--api-server-count", "2", env=secrets) as server:
+        for pid in (server.engine_pid, *server.api_pids()):
+            found = Path(f"/proc/{pid}/environ").read_bytes()
+            assert b"s3cret" not in found and b"MY_PLUGIN=yes" in found
+        assert server.complete().status_code == 401
+        body = {"prompt": "abc", "max_tokens": 2}
+        answer = server.post("/v1/completions", body, headers={"Authorization": "Bearer s3cret"})
+        assert answer.status_code == 200

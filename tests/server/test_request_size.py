@@ -10,6 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from quire.config.server import server_config
+from quire.server.openai.limits import check_request
+from quire.server.openai.protocol import CompletionRequest
 from tests.server.live import Live, error_of
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -35,8 +38,9 @@ def test_too_many_values(fake: Live, path: str) -> None:
 
 
 def test_a_prompt_of_too_many_ids(fake: Live) -> None:
-    assert "--max-json-values" in error_of(post(fake, TEXT, '{"prompt": [' + "1," * 1_100_000 + "1]}"))["message"]
-    for raw in ("[" + "1," * 900_000 + "1]", "[[" + "1," * 900_000 + "1]]", "[" + "[1]," * 400_000 + "[1]]"):
+    too_many = error_of(post(fake, TEXT, '{"prompt": [' + "1," * 1_100_000 + "1]}"))["message"]
+    assert "--max-request-token-ids" in too_many
+    for raw in ("[" + "1," * 900_000 + "1]", "[[" + "1," * 900_000 + "1]]", "[" + "[1]," * 20_000 + "[1]]"):
         assert error_of(post(fake, TEXT, f'{{"prompt": {raw}}}'))["param"] == "prompt"
 
 
@@ -59,8 +63,39 @@ def test_a_text_is_refused_by_its_characters(fake: Live, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_text_that_is_cut_may_be_longer(fake: Live, side: str) -> None:
-    body = {"prompt": "x" * 50_000, "truncate_prompt_tokens": 9, "truncation_side": side, "max_tokens": 1}
+    body = {"prompt": "x" * 40_000, "truncate_prompt_tokens": 9, "truncation_side": side, "max_tokens": 1}
     assert fake.post(TEXT, body).json()["usage"]["prompt_tokens"] == 9
+
+
+@pytest.mark.parametrize("side", ["left", "right", None])
+def test_but_not_without_end(fake: Live, side: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: Any) -> Any:
+        raise AssertionError("it is tokenized")
+
+    monkeypatch.setattr(fake.engine.front.inputs.tokenizer, "encode_batch", never)
+    long, many = "x" * 2_000_000, [{"role": "user", "content": "x" * 2_000_000}]
+    cut = {"truncate_prompt_tokens": 9, "truncation_side": side}
+    for path, body in (
+        (TEXT, {"prompt": long} | cut),
+        (TEXT, {"prompt": ["a", long]} | cut),
+        (CHAT, {"messages": many} | cut),
+        ("/v1/responses", {"input": long, "truncation": "auto"}),
+        ("/tokenize", {"prompt": long}),
+        ("/tokenize", {"messages": many}),
+        (f"{TEXT}/render", {"prompt": long} | cut),
+        (f"{CHAT}/render", {"messages": many} | cut),
+    ):
+        if path == TEXT and isinstance(body["prompt"], list):
+            monkeypatch.undo()  # its first prompt is tokenized
+        error = error_of(fake.post(path, body))
+        assert "2000" in error["message"] and "16 times" in error["message"], path
+
+
+def test_messages_are_counted_within_the_same_limit(fake: Live) -> None:
+    body = {"messages": [{"role": "user", "content": "x" * 2_000_000}]}
+    for path, more in (("/v1/messages", {"max_tokens": 1}), ("/v1/messages/count_tokens", {})):
+        answer = fake.post(path, body | more)
+        assert answer.status_code == 400 and "characters" in answer.json()["error"]["message"], path
 
 
 def test_bad_words_are_words(fake: Live) -> None:
@@ -79,16 +114,16 @@ def test_detokenize_as_much_as_a_prompt_may_have(fake: Live) -> None:
 
 
 WRONG: list[tuple[str, str, str]] = [
-    (CHAT, "messages", json.dumps([1] * 300_000)),
-    (CHAT, "messages", json.dumps([{"role": "user", "content": [1] * 300_000}])),
-    (CHAT, "tools", json.dumps([1] * 300_000)),
-    (TEXT, "stop", json.dumps([1] * 300_000)),
-    (TEXT, "stop_token_ids", json.dumps(["a"] * 300_000)),
-    (TEXT, "bad_words", json.dumps([1] * 300_000)),
-    (TEXT, "prompt", json.dumps([{}] * 300_000)),
-    (TEXT, "logit_bias", json.dumps({str(i): "x" for i in range(200_000)})),
-    (TEXT, "vllm_xargs", json.dumps({str(i): {} for i in range(100_000)})),
-    (TEXT, "vllm_xargs", json.dumps({"a": [{}] * 300_000})),
+    (CHAT, "messages", json.dumps([1] * 60_000)),
+    (CHAT, "messages", json.dumps([{"role": "user", "content": [1] * 60_000}])),
+    (CHAT, "tools", json.dumps([1] * 60_000)),
+    (TEXT, "stop", json.dumps([1] * 60_000)),
+    (TEXT, "stop_token_ids", json.dumps(["a"] * 60_000)),
+    (TEXT, "bad_words", json.dumps([1] * 60_000)),
+    (TEXT, "prompt", json.dumps([{}] * 30_000)),
+    (TEXT, "logit_bias", json.dumps({str(i): "x" for i in range(60_000)})),
+    (TEXT, "vllm_xargs", json.dumps({str(i): {} for i in range(30_000)})),
+    (TEXT, "vllm_xargs", json.dumps({"a": [{}] * 30_000})),
 ]
 
 
@@ -104,3 +139,11 @@ def test_one_fault_of_many_is_told(fake: Live, path: str, field: str, value: str
 def test_a_schema_of_unknown_keywords(fake: Live) -> None:
     schema = {"type": "object", **{f"unknown-{i}": 1 for i in range(60_000)}}
     assert fake.post(TEXT, {"prompt": "a", "max_tokens": 1, "structured_outputs": {"json": schema}}).status_code < 500
+
+
+def test_what_nobody_will_look_at_is_not_kept() -> None:
+    """A request lives as long as its answer is made."""
+    given = {"prompt": "a", "unknown": [[]] * 9, "other": {"a": 1}, "word": "w", "guided_choice": ["a", "b"]}
+    request = CompletionRequest(**given)
+    check_request(request, server_config(), 1)
+    assert request.model_extra == {"word": "w", "guided_choice": ["a", "b"]}

@@ -118,7 +118,11 @@ class Compilers:
         self._children: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
         self._all = [
             subprocess.Popen(
-                [sys.executable, "-P", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                [sys.executable, "-P", "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=env.without_secrets(),
             )
             for _ in range(count)
         ]

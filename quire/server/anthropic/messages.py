@@ -6,8 +6,6 @@ dialect only reads and writes it in its own words. Must not know: engines, socke
 
 from __future__ import annotations
 
-import asyncio
-
 from quire.server.anthropic.answer import MessageAnswer
 from quire.server.anthropic.errors import ANTHROPIC_ERRORS, PATH, AnthropicErrors, error_event
 from quire.server.anthropic.prompt import NAMES, chat_request, template_variables
@@ -20,13 +18,13 @@ from quire.server.anthropic.protocol import (
 )
 from quire.server.openai.chat_open import PreparedChat, check_reasoning, open_chat, prepare_chat
 from quire.server.openai.envelope import encode
+from quire.server.openai.limits import forget_unused
 from quire.server.renamed import renamed
 from quire.server.route import App, Call, add_route
 from quire.server.state import ServerState
 from quire.server.stream import drain, send_events
 
 _TAG = "anthropic"
-_LONG_TEXT = 4096  # characters; tokenizing less is quicker than going to another thread
 
 
 def add_routes(app: App) -> None:
@@ -52,7 +50,7 @@ async def create_message(call: Call, request: AnthropicMessagesRequest) -> None:
     """
     state = call.state
     state.served.check(request.model)
-    prepared = await _prepare(state, request)
+    prepared = await _prepare(call, request)
     public_id = f"msg_{call.request_id(None)}"
     with renamed(NAMES):
         chat = await open_chat(call, prepared, public_id)
@@ -69,17 +67,20 @@ async def count_message_tokens(call: Call, request: AnthropicCountTokensRequest)
     """How many tokens the prompt of such a message has."""
     state = call.state
     state.served.check(request.model)
-    text = (await _prepare(state, request)).prompt.text or ""
-    tokenizer = state.tokenizer
-    if len(text) < _LONG_TEXT:
-        ids = tokenizer.encode(text, False)
-    else:
-        ids = await asyncio.get_running_loop().run_in_executor(state.renderers, tokenizer.encode, text, False)
-    await call.reply(encode({"input_tokens": len(ids)}))
+    text = (await _prepare(call, request)).prompt.text or ""
+    count = await state.engine.read(len(text), _num_tokens, state, text)
+    await call.reply(encode({"input_tokens": count}))
 
 
-async def _prepare(state: ServerState, request: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> PreparedChat:
+def _num_tokens(state: ServerState, text: str) -> int:
+    state.engine.front.inputs.check_length(text, is_cut=True, param="messages")
+    return len(state.tokenizer.encode(text, False))
+
+
+async def _prepare(call: Call, request: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> PreparedChat:
     if request.thinking is not None and request.thinking.type == "enabled":
-        check_reasoning(state, "thinking")
+        check_reasoning(call.state, "thinking")
     with renamed(NAMES):
-        return await prepare_chat(state, chat_request(request), template_variables(request))
+        asked = await call.apart(chat_request, request)
+        forget_unused(request.model_extra)
+        return await prepare_chat(call, asked, template_variables(request))

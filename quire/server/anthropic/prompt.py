@@ -12,7 +12,6 @@ from typing import Any
 
 from quire.schema.errors import InputError, NotBuiltError
 from quire.server.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
-from quire.server.body import check_finite
 from quire.server.openai.chat_protocol import ChatRequest
 
 LEAST_BUDGET = 1024
@@ -93,7 +92,6 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], place: str) -> dict[str, Any
             thoughts.append(_word(block, "thinking", where))
         elif block["type"] == "tool_use":
             name, call_id = _word(block, "name", where), _word(block, "id", where)
-            check_finite(f"{where}.input", block.get("input"))
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
             calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
         else:

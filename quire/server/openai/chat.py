@@ -17,7 +17,7 @@ from quire.server.openai.chat_protocol import ChatRequest
 from quire.server.openai.envelope import Envelope, encode
 from quire.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from quire.server.route import Call
-from quire.server.stream import fold, send_events
+from quire.server.stream import fold, rendered, send_events
 from quire.text.parse.base import Delta, OutputParser
 from quire.text.parse.base import fold as fold_deltas
 
@@ -31,7 +31,7 @@ async def create_chat_completion(call: Call, request: ChatRequest) -> None:
     """
     state = call.state
     state.served.check(request.model)
-    prepared = await prepare_chat(state, request)
+    prepared = await prepare_chat(call, request)
     public_id = f"chatcmpl-{call.request_id(request.request_id)}"
     opened = await open_chat(call, prepared, public_id)
     with opened.opened.flow as flow:
@@ -39,7 +39,8 @@ async def create_chat_completion(call: Call, request: ChatRequest) -> None:
         if request.stream:
             await send_events(call, flow, answer)
         else:
-            await call.reply(answer.whole(await fold(call, flow)))
+            results = await fold(call, flow)
+            await call.reply(await rendered(call, results.values(), answer.whole, results))
 
 
 class _Choice:

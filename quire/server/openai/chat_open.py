@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -71,10 +71,17 @@ def check_reasoning(state: ServerState, param: str) -> None:
         raise InputError(f"{param}: this server has no reasoning parser (--reasoning-parser)", param=param)
 
 
-async def prepare_chat(
-    state: ServerState, request: ChatRequest, variables: Mapping[str, Any] | None = None
-) -> PreparedChat:
-    """`variables` of the template are the dialect's own; those of the request go before them."""
+class _Settled(NamedTuple):
+    """What a chat request asks, all but its prompt."""
+
+    request: ChatRequest
+    tools: ToolUse
+    opens: bool
+    most: int | None
+    params: SamplingParams
+
+
+def _settle(state: ServerState, request: ChatRequest) -> _Settled:
     check_request(request, state.options, 1)
     check_chat(request, state.options)
     tools = read_tool_use(request, state.options)
@@ -91,9 +98,16 @@ async def prepare_chat(
     params = sampling_params(request, state, max_tokens=most, **further)
     if (held := _held_to(state, tools, params)) is not None:
         params = replace(params, structured_outputs=held)
+    return _Settled(request, tools, opens, asked, params)
+
+
+async def prepare_chat(call: Call, request: ChatRequest, variables: Mapping[str, Any] | None = None) -> PreparedChat:
+    """`variables` of the template are the dialect's own; those of the request go before them."""
+    state = call.state
+    request, tools, opens, asked, params = await call.apart(_settle, state, request)
     hidden = request.tool_choice == "none" and state.options.exclude_tools_when_tool_choice_none
     text = await render_prompt(
-        state,
+        call,
         request.messages,
         tools=None if hidden else request.tools,
         documents=request.documents,

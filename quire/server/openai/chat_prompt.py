@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.schema.errors import InputError, OverloadedError
+from quire.server.route import Call
 from quire.server.state import ServerState
 from quire.text.chat import render_chat
 
@@ -21,7 +22,7 @@ _MOST_APART = 64  # templates of requests that are rendered or wait for it
 
 
 async def render_prompt(
-    state: ServerState,
+    call: Call,
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] | None,
@@ -37,6 +38,7 @@ async def render_prompt(
         raise InputError(
             f"chat_template must be Jinja text, and {chat_template!r:.100} has no braces", param="chat_template"
         )
+    state = call.state
     variables = dict(state.options.default_chat_template_kwargs or {})
     if reasoning_effort is not None:
         variables["reasoning_effort"] = reasoning_effort
@@ -56,7 +58,7 @@ async def render_prompt(
         trusted=not apart,
     )
     if not apart:
-        return render()
+        return await call.apart(render)
     return await _render_apart(state, render)
 
 

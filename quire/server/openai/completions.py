@@ -14,15 +14,15 @@ from quire.engine.inputs import Asked
 from quire.schema.errors import InputError
 from quire.schema.outputs import CompletionOutput, RequestOutput
 from quire.schema.params import SamplingParams
-from quire.schema.prompt import Prompt, check_ids
+from quire.schema.prompt import Prompt
 from quire.server.openai.envelope import Envelope, encode
 from quire.server.openai.limits import check_request
 from quire.server.openai.logprobs import TokenNames, completion_logprobs, prompt_logprobs
-from quire.server.openai.params import Opened, most_tokens, open_requests, sampling_params
+from quire.server.openai.params import Opened, fitting_ids, most_tokens, open_requests, sampling_params
 from quire.server.openai.protocol import CompletionRequest
 from quire.server.route import Call
 from quire.server.state import ServerState
-from quire.server.stream import fold, send_events
+from quire.server.stream import fold, rendered, send_events
 
 DEFAULT_MAX_TOKENS = 16
 _PLAIN_END = b',"logprobs":null,"finish_reason":null,"stop_reason":null,"prompt_token_ids":null,"token_ids":null}]}\n\n'
@@ -35,17 +35,20 @@ async def create_completion(call: Call, request: CompletionRequest) -> None:
     """
     state = call.state
     state.served.check(request.model)
-    ready = prepare_completion(state, request)
+    ready = await call.apart(prepare_completion, state, request)
     public_id = f"cmpl-{call.request_id(request.request_id)}"
     opened = await open_requests(
         call, request, public_id, ready.prompts, ready.params, add_special_tokens=ready.special, most=ready.most
     )
     with opened.flow:
         answer = CompletionAnswer(state, request, opened, public_id, only_echo=ready.only_echo)
+        if request.echo:
+            await state.engine.read(opened.num_prompt_tokens, answer.find_echoes)
         if request.stream:
             await send_events(call, opened.flow, answer)
         else:
-            await call.reply(answer.whole(await fold(call, opened.flow)))
+            results = await fold(call, opened.flow)
+            await call.reply(await rendered(call, results.values(), answer.whole, results))
 
 
 class PreparedCompletion(NamedTuple):
@@ -60,7 +63,7 @@ class PreparedCompletion(NamedTuple):
 
 def prepare_completion(state: ServerState, request: CompletionRequest) -> PreparedCompletion:
     check_request(request, state.options, num_prompts(request))
-    prompts = read_prompts(request)
+    prompts = read_prompts(request, state.served.max_model_len)
     only_echo = bool(request.echo) and request.max_tokens == 0
     asked = None if only_echo else request.max_tokens
     most = 1 if only_echo else most_tokens(state, asked, DEFAULT_MAX_TOKENS)
@@ -81,16 +84,16 @@ def num_prompts(request: CompletionRequest) -> int:
     return 1 if isinstance(given, str) or isinstance(given[0], int) else len(given)
 
 
-def read_prompts(request: CompletionRequest) -> list[Prompt]:
+def read_prompts(request: CompletionRequest, max_model_len: int) -> list[Prompt]:
     """Text, ids, or a list of either, as a list of prompts. There are some (num_prompts)."""
     given: Any = request.prompt
     if isinstance(given, str):
         return [Prompt(text=given)]
     if isinstance(given[0], int):
-        return [Prompt(token_ids=check_ids(given))]
+        return [Prompt(token_ids=fitting_ids(given, request, max_model_len))]
     if isinstance(given[0], str):
         return [Prompt(text=text) for text in given]
-    return [Prompt(token_ids=check_ids(ids)) for ids in given]
+    return [Prompt(token_ids=fitting_ids(ids, request, max_model_len)) for ids in given]
 
 
 class _Choice:
@@ -121,11 +124,15 @@ class CompletionAnswer:
         self._names = TokenNames(state.engine.tokenizer, as_ids=as_ids)
         total = len(opened.asked) * self._n
         self._choices = [_Choice(index, self._envelope.head) for index in range(total)]
-        self._echoes = [self._echo_of(one) for one in opened.asked] if request.echo else []
+        self._echoes: list[str] = []
         self._is_plain = request.logprobs is None and not request.return_token_ids and not self._envelope.continuous
         self._needs_prompt = bool(request.echo) and request.logprobs is not None
         self._held: dict[str, RequestOutput] = {}  # until the prompt's log probabilities are there
         self._prompts: dict[str, Sequence[Any]] = {}
+
+    def find_echoes(self) -> None:
+        """Before the first result, where prompts are to be shown."""
+        self._echoes = [self._echo_of(one) for one in self._opened.asked]
 
     # ---- streamed ----------------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from typing import Any
 from quire.base.log import logger, once
 from quire.config.server import ServerConfig
 from quire.schema.errors import InputError, NotBuiltError
-from quire.server.body import check_finite
 from quire.server.openai.beams import beam_width, check_beams
 from quire.server.openai.chat_protocol import ChatRequest
 from quire.server.openai.protocol import GenerateRequest
@@ -87,9 +86,6 @@ def check_chat(request: ChatRequest, options: ServerConfig) -> None:
     check_template_trust(request.chat_template, request.chat_template_kwargs, options)
     if request.top_logprobs and not request.logprobs:
         raise InputError(f"top_logprobs is {request.top_logprobs}, but logprobs is not true", param="top_logprobs")
-    for name in ("tools", "documents", "chat_template_kwargs"):
-        if (given := getattr(request, name)) is not None:
-            check_finite(name, given)
 
 
 def check_template_trust(template: str | None, variables: Mapping[str, Any] | None, options: ServerConfig) -> None:
@@ -123,6 +119,14 @@ def _check_extra(extra: dict[str, Any]) -> None:
             _warned.add(name)
             once(log, logging.WARNING, "Requests have the field %s, which is unknown here and has no effect",
                  ascii(name[:64]))  # fmt: skip
+    forget_unused(extra)
+
+
+def forget_unused(extra: dict[str, Any] | None) -> None:
+    """A request lives until its answer is whole; lists and objects that nobody will look at do not."""
+    known = (*GUIDED, GUIDED_WHITESPACE, *_UNBUILT_EXTRA)
+    for name in [name for name, value in (extra or {}).items() if isinstance(value, list | dict) and name not in known]:
+        del extra[name]  # type: ignore[union-attr]
 
 
 def _check_stops(stops: Sequence[str], options: ServerConfig) -> None:

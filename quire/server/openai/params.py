@@ -7,6 +7,7 @@ max_tokens may be, and opening all prompts of a call as one Flow. Must not know:
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.engine.inputs import Asked, Options
-from quire.llm.online import Flow
+from quire.llm.online import Flow, size_of
 from quire.schema.errors import InputError
 from quire.schema.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
-from quire.schema.prompt import Prompt
+from quire.schema.prompt import Prompt, check_ids
 from quire.server.openai.beams import open_beams
 from quire.server.openai.fan_out import check_bytes, check_logprobs
 from quire.server.openai.protocol import GenerateRequest
@@ -57,13 +58,14 @@ def sampling_params(
     request: GenerateRequest, state: ServerState, *, max_tokens: int | None, **further: Any
 ) -> SamplingParams:
     """`further` is what the dialect decides: logprobs, prompt_logprobs."""
+    _check_allowed(state, request.allowed_token_ids or ())
     given: dict[str, Any] = {
         name: state.default_sampling[name] for name in _FROM_MODEL if name in state.default_sampling
     }
     fields = request.model_fields_set
     for name in _SAME:
         if name in fields and (value := getattr(request, name)) is not None:
-            given[name] = tuple(value) if isinstance(value, list) else value
+            given[name] = tuple(value) if isinstance(value, list | array) else value
     given.update(further)
     given["max_tokens"] = max_tokens
     given["output_kind"] = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
@@ -78,6 +80,13 @@ def sampling_params(
     if request.repetition_detection is not None:
         given["repetition_detection"] = RepetitionDetectionParams(**request.repetition_detection.model_dump())
     return _made(given)
+
+
+def _check_allowed(state: ServerState, allowed: Sequence[int]) -> None:
+    if len(allowed) > (most := state.engine.front.inputs.vocab_size):
+        raise InputError(
+            f"allowed_token_ids has {len(allowed)} ids, and this model has {most}", param="allowed_token_ids"
+        )
 
 
 @functools.lru_cache(maxsize=256)
@@ -104,6 +113,19 @@ def most_tokens(state: ServerState, asked: int | None, default: int | None, *, n
         )
     found = [most for most in (asked or default, state.default_sampling.get("max_tokens")) if most is not None]
     return min(found) if found else None
+
+
+def fitting_ids(ids: Sequence[int], request: GenerateRequest, max_model_len: int) -> tuple[int, ...]:
+    """Of ids that cannot all be used, those that may be; a Python object for each is made for no others."""
+    if len(ids) > max_model_len:
+        if request.truncate_prompt_tokens is None:
+            raise InputError(
+                f"the prompt has {len(ids)} tokens, which is more than max_model_len ({max_model_len})",
+                param="prompt",
+                value=len(ids),
+            )
+        ids = ids[:max_model_len] if request.truncation_side == "right" else ids[-max_model_len:]
+    return check_ids(ids)
 
 
 async def open_requests(
@@ -134,12 +156,10 @@ async def prepare_requests(
     if request.truncation_side is not None:
         tokenizing["truncation_side"] = request.truncation_side
     own = f"{public_id}-{state.prefix}{next(state.serials):x}"
-    check_bytes(prompts, params, request.cache_salt, state.options)
     salt = state.salts.salt(call.caller, request.cache_salt)
     trace = call.trace_headers()
-    asked: list[Asked] = []
-    for index, prompt in enumerate(prompts):
-        options = Options(
+    options = [
+        Options(
             priority=request.priority or 0,
             tokenization_kwargs=tokenizing or None,
             trace_headers=trace,
@@ -147,14 +167,23 @@ async def prepare_requests(
             stream_interval=request.stream_interval,
             continues=continues,
             private=True,
-            like=asked[0] if asked else None,
         )
-        prompt = msgspec.structs.replace(prompt, cache_salt=salt)
-        one = await engine.prepare(own if len(prompts) == 1 else f"{own}-{index}", prompt, params, options)
-        _check_room(one, most, state.served.max_model_len)
-        asked.append(one)
-    check_logprobs(asked, engine.front.inputs.vocab_size, state.options)
-    return asked
+        for _ in prompts
+    ]
+
+    def prepare_all() -> list[Asked]:
+        check_bytes(prompts, params, request.cache_salt, state.options)
+        asked: list[Asked] = []
+        for index, prompt in enumerate(prompts):
+            name = own if len(prompts) == 1 else f"{own}-{index}"
+            chosen = msgspec.structs.replace(options[index], like=asked[0]) if asked else options[index]
+            salted = msgspec.structs.replace(prompt, cache_salt=salt)
+            asked.append(engine.front.prepare(name, salted, params, chosen))
+            _check_room(asked[-1], most, state.served.max_model_len)
+        check_logprobs(asked, engine.front.inputs.vocab_size, state.options)
+        return asked
+
+    return await engine.read(size_of(prompts, params), prepare_all)
 
 
 def _check_room(asked: Asked, most: int | None, max_model_len: int) -> None:

@@ -24,7 +24,8 @@ class _FirstFault(FailFast):
 
 ListOf = Annotated[list[Entry], _FirstFault()]  # of a million wrong entries, the first tells enough
 Tokens = ListOf[int]
-MOST_ENTRIES = 1 << 16
+MOST_ENTRIES = 1 << 13
+_MOST_PROMPTS = 1 << 16
 
 
 def _few(given: Any) -> Any:
@@ -35,7 +36,7 @@ def _few(given: Any) -> Any:
 
 
 Few = BeforeValidator(_few)
-Most = MaxLen(MOST_ENTRIES)
+Most = MaxLen(_MOST_PROMPTS)
 ExtraArgs = Annotated[dict[str, Scalar | ListOf[Scalar]], Few]
 
 

@@ -21,6 +21,7 @@ from quire.schema.errors import DeadlineError, InputError, OverloadedError
 from quire.server.callers import caller_of
 from quire.server.errors import ERROR_RESPONSES, refusal_of
 from quire.server.openai.chat_open import OpenedChat, open_chat, prepare_chat
+from quire.server.openai.limits import forget_unused
 from quire.server.openai.responses_answer import ResponseAnswer
 from quire.server.openai.responses_input import LOGPROBS, NAMES, Messages, chat_request, input_items, read_input
 from quire.server.openai.responses_protocol import (
@@ -83,7 +84,7 @@ class Responses:
         Streams with `stream: true`; with `background: true` it answers at once and goes on by itself.
         """
         self._state.served.check(request.model)
-        given = self._conversation(call, request)
+        given = self._conversation(call, request, await call.apart(read_input, request))
         public_id = self._new_id(call, request)
         store = self._store
         with contextlib.nullcontext() if store is None else store.take(call.caller, public_id):
@@ -116,8 +117,9 @@ class Responses:
         in_pieces = bool(request.stream or request.background or LOGPROBS in (request.include or ()))
         own = [shown(tool) for tool in tools.values()]
         with renamed(NAMES):
-            asked = chat_request(request, messages, in_pieces=in_pieces, own=own)
-            return await open_chat(call, await prepare_chat(self._state, asked), public_id)
+            asked = await call.apart(chat_request, request, messages, in_pieces=in_pieces, own=own)
+            forget_unused(request.model_extra)
+            return await open_chat(call, await prepare_chat(call, asked), public_id)
 
     def _rounds(
         self, call: Call, chat: OpenedChat, answer: ResponseAnswer, request: ResponsesRequest, messages: Messages,
@@ -137,13 +139,12 @@ class Responses:
 
         return Rounds(chat, answer, tools, server, open_next)
 
-    def _conversation(self, call: Call, request: ResponsesRequest) -> Messages:
+    def _conversation(self, call: Call, request: ResponsesRequest, given: Messages) -> Messages:
         """All messages but the instructions. Whether the store can do what is asked is checked here too."""
         if request.background and self._store is None:
             raise InputError(f"background: {_OFF}", param="background")
         if request.background and request.store is False:
             raise InputError("background needs store: true, for the response to be retrieved", param="background")
-        given = read_input(request)
         if request.previous_response_id is None:
             return given
         if self._store is None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
-from quire.server.openai.protocol import INT64, ExtraArgs, ListOf, Tokens
+from quire.server.openai.protocol import INT64, ExtraArgs, Few, ListOf, Tokens
 
 _OPEN = ConfigDict(extra="allow")
 Includable = Literal[
@@ -77,7 +77,7 @@ class ResponsesRequest(BaseModel):
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None
     """Of the server's own tools (--tool-server), in all; then the model must answer without."""
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Few] | None = None
     parallel_tool_calls: bool | None = True
     previous_response_id: str | None = None
     """Go on after an answer that was stored."""
@@ -100,7 +100,7 @@ class ResponsesRequest(BaseModel):
     min_p: float | None = None
     top_logprobs: int | None = None
     """So many most likely tokens per position; needs include message.output_text.logprobs."""
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Few] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None

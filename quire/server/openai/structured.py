@@ -10,7 +10,6 @@ from typing import Any
 
 from quire.schema.errors import InputError
 from quire.schema.params import StructuredOutputsParams
-from quire.server.body import check_finite
 from quire.server.openai.protocol import GenerateRequest, ResponseFormat
 
 GUIDED = {
@@ -39,7 +38,6 @@ def constraint_of(request: GenerateRequest) -> StructuredOutputsParams | None:
             param=list(found)[1],
         )
     ((name, given),) = found.items()
-    check_finite(name, given)
     try:
         return StructuredOutputsParams(**given)
     except InputError as wrong:

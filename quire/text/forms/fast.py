@@ -20,6 +20,8 @@ from quire.text.forms.sidecar import Added, Sidecar, read_sidecar
 from quire.text.pieces import REPLACEMENT, Pieces, make_pieces
 from quire.text.tokenizer import Tokenizer
 
+_MANY = 1024  # tokens
+
 
 class FastTokenizer(Tokenizer):
     """Encoding and decoding run in Rust without the interpreter lock."""
@@ -51,7 +53,10 @@ class FastTokenizer(Tokenizer):
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         try:
-            text = self.pipeline.decode(ids, skip_special_tokens=skip_special_tokens)
+            if len(ids) > _MANY:  # only this one lets go of the lock
+                (text,) = self.pipeline.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+            else:
+                text = self.pipeline.decode(ids, skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError):
             raise InputError(f"token ids are numbers from 0 to 2**32 - 1, got {ids[:8]!r}…", param="tokens") from None
         if REPLACEMENT in text and self.pieces is not None and self.pieces.errors != "replace":
