@@ -62,6 +62,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     any_logprobs: bool = False  # asked by Quire itself (beam search): max_logprobs does not apply
     stream_interval: int | None = None
     continues: bool = False  # the prompt ends within an answer, which is gone on with
+    thinking: bool | None = None  # False: the request switched thinking off, which a prompt need not show
     private: bool = False  # nobody else holds the params, and they have not changed since they were checked
 
 
@@ -135,6 +136,7 @@ class InputProcessor:
                 trace_headers=dict(options.trace_headers or {}),
                 grammar=grammar,
                 continues=options.continues,
+                thinking=options.thinking,
             )
             for index in range(params.n)
         )

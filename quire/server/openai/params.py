@@ -106,12 +106,13 @@ def most_tokens(state: ServerState, asked: int | None, default: int | None, *, n
 async def open_requests(
     call: Call, request: GenerateRequest, public_id: str, prompts: Sequence[Prompt], params: SamplingParams,
     *, add_special_tokens: bool, most: int | None, continues: bool = False,
+    thinking: bool | None = None,
 ) -> Opened:  # fmt: skip
     """Check and tokenize every prompt, then submit them all. `most`: a max_tokens the client itself asked for."""
     with renamed({} if params.structured_outputs is None else {"structured_outputs": form_name(request)}):
         asked = await prepare_requests(
             call, request, public_id, prompts, params, add_special_tokens=add_special_tokens, most=most,
-            continues=continues,
+            continues=continues, thinking=thinking,
         )  # fmt: skip
     if request.use_beam_search:
         options = Options(priority=request.priority or 0, trace_headers=call.trace_headers())
@@ -124,6 +125,7 @@ async def open_requests(
 async def prepare_requests(
     call: Call, request: GenerateRequest, public_id: str, prompts: Sequence[Prompt], params: SamplingParams,
     *, add_special_tokens: bool, most: int | None, continues: bool = False,
+    thinking: bool | None = None,
 ) -> list[Asked]:  # fmt: skip
     """Check and tokenize every prompt; nothing runs yet."""
     state, engine = call.state, call.state.engine
@@ -141,6 +143,7 @@ async def prepare_requests(
             seed=engine.front.inputs.draw_seed(),
             stream_interval=request.stream_interval,
             continues=continues,
+            thinking=thinking,
             private=True,
         )
         one = await engine.prepare(own if len(prompts) == 1 else f"{own}-{index}", prompt, params, options)
