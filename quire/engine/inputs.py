@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.base import registry
-from quire.schema.errors import InputError, NotBuiltError
+from quire.schema.errors import InputError, NotBuiltError, some
 from quire.schema.messages import EngineReady, EngineRequest
 from quire.schema.params import SamplingParams
 from quire.schema.prompt import Prompt
@@ -168,8 +168,8 @@ class InputProcessor:
         """A text that is too long whatever its tokens are is refused before it is tokenized."""
         if len(text) > self.max_model_len and len(text) > (most := self.max_model_len * self._longest_token):
             raise InputError(
-                f"the prompt has {len(text)} characters; max_model_len ({self.max_model_len}) tokens of this model "
-                f"have {most} at the most",
+                f"the prompt has {len(text)} characters and is longer than the maximum model length: max_model_len "
+                f"({self.max_model_len}) tokens of this model have {most} at the most",
                 param="prompt",
                 value=len(text),
             )
@@ -206,11 +206,11 @@ class InputProcessor:
 
     def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
         if not token_ids:
-            raise InputError("the prompt is empty: it needs at least one token", param="prompt")
+            raise InputError("the decoder prompt cannot be empty: it needs at least one token", param="prompt")
         if len(token_ids) >= self.max_model_len:
             raise InputError(
-                f"the prompt has {len(token_ids)} tokens; with at least one token of answer that is more than "
-                f"max_model_len ({self.max_model_len})",
+                f"the prompt has {len(token_ids)} tokens; with at least one token of answer it is longer than the maximum "
+                f"model length, max_model_len ({self.max_model_len})",
                 param="prompt",
                 value=len(token_ids),
             )
@@ -218,15 +218,16 @@ class InputProcessor:
 
     def _check_ids(self, what: str, token_ids: Iterable[int], *, param: str) -> None:
         given = list(token_ids)
-        if not given:
+        if not given or (min(given) >= 0 and max(given) < self.vocab_size):
             return
-        for wrong in (min(given), max(given)):
-            if not 0 <= wrong < self.vocab_size:
-                raise InputError(
-                    f"{what} holds token id {wrong}; this model's ids are 0 to {self.vocab_size - 1}",
-                    param=param,
-                    value=wrong,
-                )
+        wrong = [token_id for token_id in given if not 0 <= token_id < self.vocab_size]
+        told = "token ids" if len(wrong) > 1 else "token id"
+        raise InputError(
+            f"{what} holds {told} {some(list(map(str, wrong)), 32)} out of vocabulary; the vocabulary size is "
+            f"{self.vocab_size}, this model's ids are 0 to {self.vocab_size - 1}",
+            param=param,
+            value=wrong[0],
+        )
 
     # ---- params ------------------------------------------------------------------------------------------------
 
@@ -254,6 +255,8 @@ class InputProcessor:
         self._check_ids("allowed_token_ids", params.allowed_token_ids or (), param="allowed_token_ids")
         self._check_ids("logit_bias", params.logit_bias or (), param="logit_bias")
         self._check_ids("logprob_token_ids", params.logprob_token_ids or (), param="logprob_token_ids")
+        if params.logprob_token_ids and not options.any_logprobs:
+            params.logprobs = 0  # these ids are what is asked for, and not the likeliest besides
         if self.tokenizer is None:
             if params.stop:
                 raise InputError("stop strings need a tokenizer, and skip_tokenizer_init=True", param="stop")

@@ -91,6 +91,16 @@ def test_what_is_not_said_is_sampling_params_own(fake: Live) -> None:
     assert with_prompt["prompt_logprobs"][0] is None and set(with_prompt["prompt_logprobs"][1]) >= {"71"}
 
 
+def test_text_may_be_switched_off(fake: Live) -> None:
+    """Nothing of it is shown here; only stop strings need it."""
+    for told in (True, False):
+        body = {"token_ids": [70, 71], "sampling_params": {"detokenize": told, "max_tokens": 2, "logprobs": 1}}
+        assert generate(fake, body)["choices"][0]["token_ids"] == [70, 71]
+    wrong = error_of(fake.post(PATH, {"token_ids": [5], "sampling_params": {"detokenize": False, "stop": ["a"]}}))
+    assert "detokenize" in wrong["message"]
+    error_of(fake.post(PATH, {"token_ids": [5], "sampling_params": {"detokenize": "maybe"}}))
+
+
 def test_stop_strings(fake: Live) -> None:
     asked = {"token_ids": [5, 6, 7, 8], "sampling_params": {"stop_token_ids": [7]}}
     choice = generate(fake, asked)["choices"][0]

@@ -73,7 +73,8 @@ class ChatAnswer:
         self._names = TokenNames(state.engine.tokenizer, as_ids=as_ids)
         self._choices = [_Choice(i, self._envelope.head, chat.new_parser()) for i in range(request.n or 1)]
         self._echo = self._last_message() if request.echo else ""
-        self._is_plain = not request.logprobs and not request.return_token_ids and not self._envelope.continuous
+        self._with_logprobs = bool(request.logprobs or request.logprob_token_ids)
+        self._is_plain = not self._with_logprobs and not request.return_token_ids and not self._envelope.continuous
 
     # ---- streamed ----------------------------------------------------------------------------------------------
 
@@ -185,10 +186,11 @@ class ChatAnswer:
         return "tool_calls" if chosen else output.finish_reason
 
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
-        if not self._request.logprobs:
+        if not self._with_logprobs:
             return None
         most = self._request.top_logprobs or 0
-        return chat_logprobs(self._names, output.token_ids, output.logprobs or (), most)
+        named = self._request.logprob_token_ids
+        return chat_logprobs(self._names, output.token_ids, output.logprobs or (), most, named)
 
     def _last_message(self) -> str:
         """Its text, if it has the answer's role."""
