@@ -1,7 +1,7 @@
 """`quire run-batch`: a file of requests in, a file of answers out, both local or behind http(s) URLs.
 
 Owns: flags, where the files are, the progress bar and the engine's life. The answers come from the server's own routes
-(server/openai/batch.py). A local output grows in its place; one for a URL is written aside and sent when it is complete.
+(server/openai/batch.py). A local output grows in its place; one for a URL is written aside and sent when complete.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def output_file(args: argparse.Namespace, policy: Policy) -> Iterator[IO[bytes]]
 
 
 class Growing:
-    """A file that is there, and empty, from the first word written: a run that never begins leaves an older one alone."""
+    """A file that begins anew with the first word written: a run that never begins leaves an older one alone."""
 
     def __init__(self, place: str) -> None:
         self._place, self.size = place, 0
@@ -136,7 +136,7 @@ class Growing:
     def write(self, data: bytes) -> int:
         if self._file is None:
             try:
-                self._file = open(self._place, "wb")
+                self._file = open(self._place, "wb")  # noqa: SIM115
             except OSError as wrong:
                 raise InputError(f"--output-file {self._place}: {wrong.strerror}", param="output_file") from None
         self.size += len(data)

@@ -209,8 +209,8 @@ class InputProcessor:
             raise InputError("the decoder prompt cannot be empty: it needs at least one token", param="prompt")
         if len(token_ids) >= self.max_model_len:
             raise InputError(
-                f"the prompt has {len(token_ids)} tokens; with at least one token of answer it is longer than the maximum "
-                f"model length, max_model_len ({self.max_model_len})",
+                f"the prompt has {len(token_ids)} tokens; with at least one token of answer it is longer than the "
+                f"maximum model length, max_model_len ({self.max_model_len})",
                 param="prompt",
                 value=len(token_ids),
             )

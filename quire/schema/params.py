@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import enum
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec

@@ -47,7 +47,7 @@ def build_app(state: ServerState) -> App:
     app.include_router(models.router)
     tokens.add_routes(app, state)
     admin.install(app, state)
-    errors.install(app, log_stack=state.options.log_error_stack)
+    errors.install(app, log_stack=state.options.log_error_stack, full=state.options.queue_full_status)
     middleware.install(app, state)
     metrics_route.install(app, state)
     messages.install(app)

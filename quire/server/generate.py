@@ -49,6 +49,8 @@ class TokensRequest(BaseModel):
     priority: int | None = Field(None, ge=-INT64 - 1, le=INT64)
     features: dict[str, Any] | None = None
     """Media; null in this version."""
+    token_offsets: list[tuple[int, int]] | None = None
+    """What /render says of the tokens' places; taken and not used."""
     kv_transfer_params: dict[str, Any] | None = None
     """Refused in this version."""
 

@@ -20,7 +20,8 @@ _DEEPEST = 64
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The same schema, in which objects with properties have no others unless they say so."""
-    return _closed(schema, frozenset(_parts_of_others(schema, 0)), 0)
+    found: dict[str, Any] = _closed(schema, frozenset(_parts_of_others(schema, 0)), 0)
+    return found
 
 
 def _closed(schema: Any, left: frozenset[str], depth: int) -> Any:
