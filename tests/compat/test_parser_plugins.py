@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -266,6 +267,46 @@ def test_a_tokenizer_without_the_tags_is_refused() -> None:
             ReasoningParserManager.get_reasoning_parser(name)(None)
     for name in ("granite", "identity", "openai_gptoss"):  # their tags are words
         ReasoningParserManager.get_reasoning_parser(name)(Empty())
+
+
+def test_a_prompt_that_generate_cannot_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs catch it as a ValueError, or as the engine's error of one request."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.exceptions import EngineGenerateError
+
+    from quire import AsyncEngineArgs, SamplingParams
+    from quire.base import env
+    from tests.fake_engine import use_fake, write_model
+
+    monkeypatch.setenv("QUIRE_ENABLE_V1_MULTIPROCESSING", "0")
+    env.forget_all()
+    use_fake(monkeypatch)
+
+    async def ask(engine: Any, prompt: Any) -> None:
+        async for _ in engine.generate(prompt, SamplingParams(max_tokens=1), "r"):
+            pass
+
+    async def all_of_them() -> None:
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=write_model(tmp_path / "m"), max_model_len=64))
+        try:
+            for prompt in ("", {"prompt_token_ids": [99999]}, "a" * 200, 5):
+                for kind in (EngineGenerateError, ValueError):
+                    with pytest.raises(kind):
+                        await ask(engine, prompt)
+            await ask(engine, "abc")  # it goes on
+        finally:
+            engine.shutdown()
+
+    asyncio.run(all_of_them())
+    env.forget_all()
+
+
+def test_logits_processors_of_a_request() -> None:
+    from vllm import SamplingParams
+
+    with pytest.raises(ValueError, match="AdapterLogitsProcessor"):
+        SamplingParams(logits_processors=[lambda ids, logits: logits])
+    assert SamplingParams(logits_processors=None).logits_processors is None
 
 
 def test_an_output_takes_what_it_does_not_know() -> None:

@@ -27,7 +27,8 @@ _warned: set[str] = set()
 # Refused whenever they ask for something. Names that clients of older servers send are here too.
 _UNBUILT = (
     "suffix", "prompt_embeds", "watermarking",
-    "kv_transfer_params", "ec_transfer_params", "routed_experts_prompt_start", "return_mm_kwargs", "media_io_kwargs", "mm_processor_kwargs",
+    "kv_transfer_params", "ec_transfer_params", "routed_experts_prompt_start", "return_mm_kwargs",
+    "media_io_kwargs", "mm_processor_kwargs",
 )  # fmt: skip
 _UNBUILT_EXTRA = (
     "return_assistant_tokens_mask",
