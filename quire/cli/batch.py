@@ -1,7 +1,7 @@
 """`quire run-batch`: a file of requests in, a file of answers out, both local or behind http(s) URLs.
 
 Owns: flags, where the files are, the progress bar and the engine's life. The answers come from the server's own routes
-(server/openai/batch.py). Output is written beside its place and moved there when it is complete.
+(server/openai/batch.py). A local output grows in its place; one for a URL is written aside and sent when complete.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from quire.base.clock import now
 from quire.base.fetch import FetchError, Policy, check, download, is_url, upload
@@ -63,13 +63,13 @@ def make_parser(program: str) -> FlexibleArgumentParser:
     add("model_tag", nargs="?", metavar="MODEL", help="folder, GGUF file or hub id (or --model)")
     add("-i", "--input-file", required=True, help="JSON lines: a path, or an http(s) URL to get them from")
     add("-o", "--output-file", required=True, help="a path, or an http(s) URL to PUT the answers to")
-    add("--output-tmp-dir", default=None, help="folder for the answers before they are moved or sent")
+    add("--output-tmp-dir", default=None, help="folder for answers that are sent to a URL, before they are")
     add("--allow-url-host", action="append", default=[], metavar="HOST",
         help="a host whose address is not public; others in private networks are refused; repeatable")  # fmt: skip
     add("--max-file-bytes", type=human_readable_int, default=_LARGEST_FILE, help="largest input behind a URL")
     add("--url-timeout", type=float, default=60.0, help="seconds a URL may keep silent (default: 60)")
     add("--enable-metrics", action="store_true", help="serve /metrics while the batch runs")
-    add("--url", default="0.0.0.0", help="address of /metrics (default: 0.0.0.0)")
+    add("--host", "--url", default="0.0.0.0", help="address of /metrics (default: 0.0.0.0)")
     add("--port", type=int, default=8000, help="port of /metrics (default: 8000)")
     add("--disable-tqdm", action="store_true", help="no progress bar")
     return parser
@@ -94,25 +94,32 @@ def input_file(place: str, policy: Policy) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def output_file(args: argparse.Namespace, policy: Policy) -> Iterator[IO[bytes]]:
-    """Written elsewhere first: whoever finds the output finds all of it. What a failed run had written stays."""
+    """What a failed run had written stays."""
     place = args.output_file
-    remote = is_url(place)
-    if remote:
-        check(place, policy)  # now, and not after hours of work
-    folder = args.output_tmp_dir or (None if remote else os.path.dirname(place) or ".")
+    if not is_url(place):
+        folder = os.path.dirname(place) or "."
+        if os.path.isdir(place) or not os.access(place if os.path.exists(place) else folder, os.W_OK):
+            raise InputError(f"--output-file {place}: it cannot be written", param="output_file")
+        with contextlib.closing(Growing(place)) as grows:
+            try:
+                yield cast(IO[bytes], grows)
+            except BaseException:
+                if grows.size:
+                    print(f"the answers so far are in {place}", file=sys.stderr)
+                raise
+            grows.write(b"")
+        return
+    check(place, policy)  # now, and not after hours of work
     try:
-        number, path = tempfile.mkstemp(dir=folder, prefix="run-batch-", suffix=".jsonl")
+        number, path = tempfile.mkstemp(dir=args.output_tmp_dir, prefix="run-batch-", suffix=".jsonl")
     except OSError as wrong:
-        raise InputError(f"--output-file {place}: {wrong.strerror}", param="output_file") from None
+        raise InputError(f"--output-tmp-dir {args.output_tmp_dir}: {wrong.strerror}", param="output_tmp_dir") from None
     try:
         with os.fdopen(number, "wb") as file:
             yield file
     except BaseException:
         _keep_or_drop(path)
         raise
-    if not remote:
-        _move(path, place)
-        return
     with open(path, "rb") as finished:
         try:
             upload(place, finished, os.path.getsize(path), policy)
@@ -121,18 +128,36 @@ def output_file(args: argparse.Namespace, policy: Policy) -> Iterator[IO[bytes]]
     os.unlink(path)
 
 
+class Growing:
+    """A file that begins anew with the first word written: a run that never begins leaves an older one alone."""
+
+    def __init__(self, place: str) -> None:
+        self._place, self.size = place, 0
+        self._file: IO[bytes] | None = None
+
+    def write(self, data: bytes) -> int:
+        if self._file is None:
+            try:
+                self._file = open(self._place, "wb")  # noqa: SIM115
+            except OSError as wrong:
+                raise InputError(f"--output-file {self._place}: {wrong.strerror}", param="output_file") from None
+        self.size += len(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
 def _keep_or_drop(path: str) -> None:
     if os.path.getsize(path):
         print(f"the answers so far are in {path}", file=sys.stderr)
     else:
         os.unlink(path)
-
-
-def _move(path: str, place: str) -> None:
-    umask = os.umask(0)
-    os.umask(umask)
-    os.chmod(path, 0o666 & ~umask)  # a temporary file is its owner's alone
-    load("shutil:move")(path, place)
 
 
 async def answer_file(args: argparse.Namespace, options: ServerConfig, source: IO[bytes], target: IO[bytes]) -> int:
@@ -164,7 +189,9 @@ async def answer_file(args: argparse.Namespace, options: ServerConfig, source: I
     finally:
         engine.shutdown()
     print(f"{tally.completed} answered, {tally.failed} failed, {now() - began:.1f} s", file=sys.stderr)
-    return 0
+    if tally.nameless:
+        print(f"{tally.nameless} lines have no custom_id that could be read", file=sys.stderr)
+    return 1 if tally.nameless else 0
 
 
 @asynccontextmanager
@@ -181,7 +208,7 @@ async def metrics_page(app: Any, args: argparse.Namespace) -> AsyncIterator[None
             return
         await app(scope, receive, send)
 
-    config = load("uvicorn:Config")(only_metrics, host=args.url, port=args.port, log_level="warning", lifespan="off")
+    config = load("uvicorn:Config")(only_metrics, host=args.host, port=args.port, log_level="warning", lifespan="off")
     server = load("uvicorn:Server")(config)
     task = asyncio.create_task(server.serve())
     try:

@@ -143,6 +143,10 @@ class ServerConfig(Group):
     max_logit_bias: int = option(4096, "Quire's own. Most entries of logit_bias.", low=1, high=8192)
     max_bad_words: int = option(1024, "Quire's own. Most bad_words.", low=1)
     max_messages: int = option(16384, "Quire's own. Most messages of a chat.", low=1)
+    queue_full_status: Literal["503", "429"] = option(
+        "503",
+        "Quire's own. Status of a request that finds the waiting queue full; either way Retry-After comes with it.",
+    )
     request_timeout: float | None = option(
         None, "Quire's own. Seconds a request may take in all; then it ends with an error that says so.", above=0
     )

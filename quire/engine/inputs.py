@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from quire.base import registry
-from quire.schema.errors import InputError, NotBuiltError
+from quire.schema.errors import InputError, NotBuiltError, some
 from quire.schema.messages import EngineReady, EngineRequest
 from quire.schema.params import SamplingParams
 from quire.schema.prompt import Prompt
@@ -63,6 +63,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     any_logprobs: bool = False  # asked by Quire itself (beam search): max_logprobs does not apply
     stream_interval: int | None = None
     continues: bool = False  # the prompt ends within an answer, which is gone on with
+    thinking: bool | None = None  # False: the request switched thinking off, which a prompt need not show
     private: bool = False  # nobody else holds the params, and they have not changed since they were checked
     like: Asked | None = None  # for an earlier prompt with these very params: what was made of them is used again
 
@@ -146,6 +147,7 @@ class InputProcessor:
                 trace_headers=shared.trace_headers,
                 grammar=shared.grammar,
                 continues=options.continues,
+                thinking=options.thinking,
             )
             for index in range(params.n)
         )
@@ -191,8 +193,8 @@ class InputProcessor:
             return
         limit = f"{times} times max_model_len" if is_cut else "max_model_len"
         raise InputError(
-            f"the prompt has {len(text)} characters; {limit} ({self.max_model_len}) tokens of this model have {most} "
-            "at the most",
+            f"the prompt has {len(text)} characters and is longer than the maximum model length: {limit} "
+            f"({self.max_model_len}) tokens of this model have {most} at the most",
             param=param,
             value=len(text),
         )
@@ -229,11 +231,11 @@ class InputProcessor:
 
     def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
         if not token_ids:
-            raise InputError("the prompt is empty: it needs at least one token", param="prompt")
+            raise InputError("the decoder prompt cannot be empty: it needs at least one token", param="prompt")
         if len(token_ids) >= self.max_model_len:
             raise InputError(
-                f"the prompt has {len(token_ids)} tokens; with at least one token of answer that is more than "
-                f"max_model_len ({self.max_model_len})",
+                f"the prompt has {len(token_ids)} tokens; with at least one token of answer it is longer than the "
+                f"maximum model length, max_model_len ({self.max_model_len})",
                 param="prompt",
                 value=len(token_ids),
             )
@@ -241,15 +243,16 @@ class InputProcessor:
 
     def _check_ids(self, what: str, token_ids: Iterable[int], *, param: str) -> None:
         given = list(token_ids)
-        if not given:
+        if not given or (min(given) >= 0 and max(given) < self.vocab_size):
             return
-        for wrong in (min(given), max(given)):
-            if not 0 <= wrong < self.vocab_size:
-                raise InputError(
-                    f"{what} holds token id {wrong}; this model's ids are 0 to {self.vocab_size - 1}",
-                    param=param,
-                    value=wrong,
-                )
+        wrong = [token_id for token_id in given if not 0 <= token_id < self.vocab_size]
+        told = "token ids" if len(wrong) > 1 else "token id"
+        raise InputError(
+            f"{what} holds {told} {some(list(map(str, wrong)), 32)} out of vocabulary; the vocabulary size is "
+            f"{self.vocab_size}, this model's ids are 0 to {self.vocab_size - 1}",
+            param=param,
+            value=wrong[0],
+        )
 
     # ---- params ------------------------------------------------------------------------------------------------
 
@@ -277,6 +280,8 @@ class InputProcessor:
         self._check_ids("allowed_token_ids", params.allowed_token_ids or (), param="allowed_token_ids")
         self._check_ids("logit_bias", params.logit_bias or (), param="logit_bias")
         self._check_ids("logprob_token_ids", params.logprob_token_ids or (), param="logprob_token_ids")
+        if params.logprob_token_ids and not options.any_logprobs:
+            params.logprobs = 0  # these ids are what is asked for, and not the likeliest besides
         if self.tokenizer is None:
             if params.stop:
                 raise InputError("stop strings need a tokenizer, and skip_tokenizer_init=True", param="stop")

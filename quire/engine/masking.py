@@ -129,8 +129,9 @@ class _Words:
         form, marks = found
         tail = request.prompt_token_ids[-(_CONTINUED if request.continues else _TAIL) :]
         prompt = self.tokenizer().decode(tail).rstrip()
-        inside = form.harmony or form.begins_inside(prompt, continues=request.continues)
+        inside = form.harmony or form.begins_inside(prompt, continues=request.continues, thinking=request.thinking)
         closed = prompt.endswith(tuple(tag.strip() for tag in form.end)) if form.end else prompt.endswith("<|message|>")
-        if not inside and (closed or request.continues):
+        off = request.thinking is False and form.inside
+        if not inside and (closed or off or request.continues):
             return None
         return Thought(marks, inside=inside, bound=bound, budget=budget)

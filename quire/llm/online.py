@@ -29,7 +29,7 @@ from quire.llm.front import Front
 from quire.llm.lanes import Lanes
 from quire.llm.request_log import LogRules, RequestLog
 from quire.llm.verbs import async_verb
-from quire.schema.errors import EngineDeadError, InputError, NotBuiltError
+from quire.schema.errors import EngineDeadError, InputError, NotBuiltError, RefusedRequestError
 from quire.schema.messages import Outputs
 from quire.schema.outputs import RequestOutput
 from quire.schema.params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -279,7 +279,12 @@ class AsyncLLM:
             data_parallel_rank=data_parallel_rank,
             seed=self.front.inputs.draw_seed(),
         )
-        asked = await self.prepare(request_id, _with_text(prompt, prompt_text), sampling_params, options)
+        try:
+            asked = await self.prepare(request_id, _with_text(prompt, prompt_text), sampling_params, options)
+        except InputError as wrong:
+            if type(wrong) is not InputError:
+                raise
+            raise RefusedRequestError(str(wrong), param=wrong.param, value=wrong.value) from wrong
         with self.open([asked]) as flow:
             while not flow.finished:
                 for result in await flow.next():

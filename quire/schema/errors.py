@@ -88,6 +88,10 @@ class EngineGenerateError(QuireError):
     """One request failed; the engine goes on."""
 
 
+class RefusedRequestError(InputError, EngineGenerateError):
+    """What AsyncLLM.generate cannot take. Both, because programs written for the documented API catch either."""
+
+
 class EngineDeadError(QuireError):
     """The engine is gone; every request in flight failed with this, and later ones will too."""
 

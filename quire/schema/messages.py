@@ -41,6 +41,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     trace_headers: dict[str, str] = {}
     grammar: GrammarSpec | None = None  # params.structured_outputs, checked
     continues: bool = False  # the prompt ends within an answer, which is gone on with
+    thinking: bool | None = None  # False: the request switched thinking off, which a prompt need not show
 
 
 class OneOfMany(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, overload
+
+from quire.base.log import logger, once
+
+_log = logger(__name__)
 
 
 @dataclass(slots=True)
@@ -136,6 +141,22 @@ class RequestOutput:
     encoder_prompt_token_ids: list[int] | None = None
     num_cached_tokens: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
+
+    def __init__(
+        self, request_id: str, prompt: str | None, prompt_token_ids: list[int] | None,
+        prompt_logprobs: PromptLogprobs | None, outputs: list[CompletionOutput], finished: bool,
+        metrics: RequestMetrics | None = None, lora_request: Any = None, encoder_prompt: str | None = None,
+        encoder_prompt_token_ids: list[int] | None = None, num_cached_tokens: int | None = None, *,
+        kv_transfer_params: dict[str, Any] | None = None, **unknown: Any,
+    ) -> None:  # fmt: skip
+        """Whoever makes one for a later version may say more; what is not known here is left out."""
+        if unknown:
+            once(_log, logging.WARNING, "RequestOutput has no %s; it is left out", ", ".join(sorted(unknown)))
+        self.request_id, self.prompt, self.prompt_token_ids = request_id, prompt, prompt_token_ids
+        self.prompt_logprobs, self.outputs, self.finished = prompt_logprobs, outputs, finished
+        self.metrics, self.lora_request, self.num_cached_tokens = metrics, lora_request, num_cached_tokens
+        self.encoder_prompt, self.encoder_prompt_token_ids = encoder_prompt, encoder_prompt_token_ids
+        self.kv_transfer_params = kv_transfer_params
 
     def add(self, later: RequestOutput, aggregate: bool = True) -> None:
         """Take in a later output of the same request: join the pieces (deltas), or replace (cumulative)."""

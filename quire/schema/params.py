@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import enum
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -18,7 +17,7 @@ from quire.schema.errors import InputError
 
 SAMPLING_EPS = 1e-5  # below this a temperature means greedy
 MIN_TEMPERATURE = 1e-2  # a smaller positive one would overflow the logits; it is raised to this
-MAX_SEED = (1 << 64) - 1
+MAX_SEED = (1 << 63) - 1
 _MAX_INT = (1 << 63) - 1  # what a message between processes can hold
 _MAX_FLOAT = 3.4e38  # what a row of float32 can hold
 _FLAGS = (
@@ -120,8 +119,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     skip_reading_prefix_cache: bool | None = None
     extra_args: dict[str, Any] | None = None
     skip_clone: bool = False
+    logits_processors: Any = None  # refused: the engine has them, and not a request
 
     def __post_init__(self) -> None:
+        if self.logits_processors:
+            raise _refuse_callables(self.logits_processors)
         self._normalize()
         self._check_numbers()
         self._check_lists()
@@ -130,9 +132,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:
         """Build from values of which any may be None, meaning: the default."""
-        logits_processors = given.pop("logits_processors", None)
-        if logits_processors:
-            raise _refuse_callables(logits_processors)
         unknown = set(given) - set(cls.__struct_fields__)
         if unknown:
             raise InputError(f"unknown sampling parameter(s): {', '.join(sorted(unknown))}")
@@ -291,9 +290,10 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, dict=True):
         return copy.deepcopy(self)
 
 
-def _refuse_callables(given: Sequence[Callable[..., Any]]) -> InputError:
+def _refuse_callables(given: object) -> InputError:
+    many = f" ({len(given)} given)" if isinstance(given, (list, tuple)) else ""
     return InputError(
-        f"logits_processors on a request ({len(given)} given) are not supported: pass a LogitsProcessor class to the "
+        f"logits_processors on a request{many} are not supported: pass a LogitsProcessor class to the "
         "engine (logits_processors=[...]); AdapterLogitsProcessor wraps a per-request callable",
         param="logits_processors",
     )

@@ -51,7 +51,7 @@ def build_app(state: ServerState) -> App:
     if not state.options.disable_console:
         app.include_router(stats.router)
     pages.install(app, state.options)
-    errors.install(app, log_stack=state.options.log_error_stack)
+    errors.install(app, log_stack=state.options.log_error_stack, full=state.options.queue_full_status)
     middleware.install(app, state, open_paths=pages.open_paths(state.options))
     metrics_route.install(app, state)
     messages.install(app)

@@ -105,12 +105,14 @@ def refusal(status: int, message: str, *, param: str | None = None, headers: dic
     return Refusal(status, _bounded(message), kind, param, tuple((headers or {}).items()))
 
 
-def refusal_of(error: BaseException) -> Refusal:
-    """What a client is told of an exception. Words of an unforeseen one stay in the log."""
+def refusal_of(error: BaseException, *, full: str = "503") -> Refusal:
+    """What a client is told of an exception. Words of an unforeseen one stay in the log. `full`: the status where a
+    queue is."""
     if isinstance(error, InputError):
         return refusal(error.status, str(error), param=error.param)
     if isinstance(error, OverloadedError | ShutdownError):
-        return refusal(error.status, str(error), headers={"Retry-After": str(error.retry_after)})
+        status = int(full) if isinstance(error, OverloadedError) else error.status
+        return refusal(status, str(error), headers={"Retry-After": str(error.retry_after)})
     if isinstance(error, QuireError):
         return refusal(error.status, str(error))
     if isinstance(error, RequestValidationError):
@@ -124,11 +126,11 @@ def refusal_of(error: BaseException) -> Refusal:
     return refusal(500, f"internal error ({type(error).__name__}); the server's log has the details")
 
 
-def install(app: FastAPI, *, log_stack: bool = False) -> None:
+def install(app: FastAPI, *, log_stack: bool = False, full: str = "503") -> None:
     """Every error that reaches the framework is rendered here."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        told = refusal_of(error)
+        told = refusal_of(error, full=full)
         if log_stack:
             log.log(logging.INFO, "%s answered %d", request.url.path, told.status, exc_info=error)
         return told.response()

@@ -27,7 +27,7 @@ from quire.server.stream import drain, send_events
 
 PATH = "/inference/v1/generate"
 # Parameters that say how results are handed over: the server's own business.
-_OURS = ("output_kind", "skip_clone", "detokenize", "flat_logprobs", "bad_words_token_ids")
+_OURS = ("output_kind", "skip_clone", "flat_logprobs", "bad_words_token_ids", "logits_processors")
 NAMES = tuple(name for name in SamplingParams.__struct_fields__ if name not in _OURS)
 _OTHER_NAMES = {"extra_args": "vllm_xargs"}  # of a parameter, where a request calls it otherwise
 
@@ -49,6 +49,8 @@ class TokensRequest(BaseModel):
     priority: int | None = Field(None, ge=-INT64 - 1, le=INT64)
     features: dict[str, Any] | None = None
     """Media; null in this version."""
+    token_offsets: list[tuple[int, int]] | None = None
+    """What /render says of the tokens' places; taken and not used."""
     kv_transfer_params: dict[str, Any] | None = None
     """Refused in this version."""
 
@@ -126,10 +128,11 @@ def _params(request: TokensRequest) -> SamplingParams:
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     given = {name: value for name, value in request.sampling_params.items() if value is not None}
     try:
-        params = msgspec.convert({**given, "detokenize": bool(given.get("stop"))}, SamplingParams, strict=False)
+        params = msgspec.convert({"detokenize": True, **given}, SamplingParams, strict=False)
     except msgspec.ValidationError as wrong:
         raise InputError(f"sampling_params: {wrong}", param="sampling_params") from None
     params.output_kind, params.skip_clone = kind, True
+    params.detokenize = params.detokenize and bool(params.stop)  # no other text is wanted
     return params
 
 
@@ -140,7 +143,7 @@ class TokensAnswer:
         self, state: ServerState, request: TokensRequest, params: SamplingParams, opened: Opened, public_id: str
     ) -> None:
         self._id = public_id
-        self._most = params.logprobs
+        self._most, self._named = params.logprobs, params.logprob_token_ids
         self._names = TokenNames(state.engine.tokenizer, as_ids=state.options.return_tokens_as_token_ids)
         self._num_prompt_tokens = opened.num_prompt_tokens
         self._with_usage = bool(request.stream_options and request.stream_options.include_usage)
@@ -178,7 +181,7 @@ class TokensAnswer:
     def _choice(self, output: CompletionOutput) -> dict[str, Any]:
         logprobs = None
         if self._most is not None:
-            logprobs = chat_logprobs(self._names, output.token_ids, output.logprobs or (), self._most)
+            logprobs = chat_logprobs(self._names, output.token_ids, output.logprobs or (), self._most, self._named)
         return {
             "index": output.index,
             "token_ids": list(output.token_ids),

@@ -16,10 +16,14 @@ from quire.observe.http import HttpMetrics
 from quire.observe.prometheus import Page, Source
 from quire.server.console.stats import PATH as CONSOLE_STATS
 from quire.server.middleware import route_path
+from quire.server.orca import LoadHeader
 from quire.server.state import ServerState
 
 PATH = "/metrics"
 UNCOUNTED = frozenset({PATH, f"{PATH}/", CONSOLE_STATS, "/health", "/load", "/ping", "/version", "/server_info"})
+_GENERATING = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate"}
+)
 _CLIENT_GONE = 499  # nobody was there to answer
 
 
@@ -49,6 +53,8 @@ def install(app: FastAPI, state: ServerState) -> None:
         responses={200: {"description": "Prometheus's text format.", "content": {"text/plain": {}}}},
     )
     app.add_api_route(f"{PATH}/", show, methods=["GET"], include_in_schema=False)
+    if metrics is not None:
+        app.add_middleware(LoadHeader, metrics=metrics, path_of=route_path, routes=_GENERATING)
     app.add_middleware(Measured, metrics=http)
 
 

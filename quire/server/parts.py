@@ -61,7 +61,7 @@ class Parts:
 
     def feed(self, deltas: Iterable[Delta]) -> Iterator[Step]:
         for delta in deltas:
-            if (call := delta.call) is not None:
+            if (call := delta.call) is not None and call.broken is None:
                 new = Part(len(self.all), Kind.CALL, call.index, call.id or "", call.name or "")
                 yield from self._add(new, call.arguments)
             if delta.reasoning:

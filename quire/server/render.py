@@ -23,6 +23,8 @@ from quire.server.openai.envelope import encode
 from quire.server.openai.params import prepare_requests
 from quire.server.openai.protocol import CompletionRequest, GenerateRequest
 from quire.server.route import App, Call, add_route
+from quire.server.state import ServerState
+from quire.text.offsets import token_offsets
 
 _TAG = "tokens"
 
@@ -51,7 +53,7 @@ async def render_chat_completion(call: Call, request: ChatRequest) -> None:
         call, prepared.request, public_id, [prepared.prompt], prepared.params, add_special_tokens=special,
         most=prepared.most,
     )  # fmt: skip
-    (rendered,) = _rendered(asked, request, public_id, state.served.name)
+    (rendered,) = await call.apart(_rendered, state, asked, request, public_id)
     await call.reply(encode(rendered))
 
 
@@ -64,10 +66,12 @@ async def render_completion(call: Call, request: CompletionRequest) -> None:
     asked = await prepare_requests(
         call, request, public_id, ready.prompts, ready.params, add_special_tokens=ready.special, most=ready.most
     )
-    await call.reply(encode(await call.apart(_rendered, asked, request, public_id, state.served.name)))
+    await call.reply(encode(await call.apart(_rendered, state, asked, request, public_id)))
 
 
-def _rendered(asked: Sequence[Asked], request: GenerateRequest, public_id: str, model: str) -> list[dict[str, Any]]:
+def _rendered(
+    state: ServerState, asked: Sequence[Asked], request: GenerateRequest, public_id: str
+) -> list[dict[str, Any]]:
     if request.use_beam_search:
         raise InputError("use_beam_search: a search is many requests, and has no form of one", param="use_beam_search")
     streaming = None if request.stream_options is None else request.stream_options.model_dump()
@@ -76,16 +80,24 @@ def _rendered(asked: Sequence[Asked], request: GenerateRequest, public_id: str, 
             "request_id": public_id if len(asked) == 1 else f"{public_id}-{index}",
             "token_ids": one.token_ids,
             "sampling_params": _shown(one.params, one.requests[0].max_tokens),
-            "model": model,
+            "model": state.served.name,
             "stream": bool(request.stream),
             "stream_options": streaming,
             "cache_salt": request.cache_salt,
             "priority": request.priority or 0,
             "features": None,
+            "token_offsets": _offsets(state, one, request),
             "kv_transfer_params": None,
         }
         for index, one in enumerate(asked)
     ]
+
+
+def _offsets(state: ServerState, one: Asked, request: GenerateRequest) -> list[tuple[int, int]] | None:
+    """None: nobody asked, the prompt was no text or not all of it is used, or it cannot be told."""
+    if not request.return_token_offsets or one.text is None or request.truncate_prompt_tokens is not None:
+        return None
+    return token_offsets(state.tokenizer, one.text, one.token_ids)
 
 
 def _shown(params: SamplingParams, max_tokens: int) -> dict[str, Any]:

@@ -299,7 +299,7 @@ async def _run(app: App, handler: Handler, reader: Reader, scope: Scope, receive
     except Exception as error:  # the root of a request: whatever went wrong, its client is told
         if call.started:
             raise
-        told = refusal_of(error)
+        told = refusal_of(error, full=state.options.queue_full_status)
         if state.options.log_error_stack:
             log.info("%s answered %d", scope["path"], told.status, exc_info=error)
         await told.send(send)

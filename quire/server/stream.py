@@ -69,7 +69,7 @@ async def send_events(
     except Exception as error:
         if not call.started:
             raise
-        data = failed(refusal_of(error))
+        data = failed(refusal_of(error, full=call.state.options.queue_full_status))
     await send({"type": "http.response.body", "body": data})
 
 

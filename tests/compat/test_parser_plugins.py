@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,7 +146,9 @@ def test_reasoning_parsers_by_name() -> None:
     parser = ReasoningParserManager.get_reasoning_parser("qwen3")(Tokenizer())
     assert parser.extract_reasoning("<think>a</think>b", request()) == ("a", "b")
     assert parser.extract_reasoning("a</think>b", request()) == ("a", "b")
-    assert parser.extract_reasoning("b", request()) == (None, "b")
+    assert parser.extract_reasoning("b", request()) == ("b", None)  # cut off in the thought that its template began
+    off = ChatCompletionRequest(messages=[], chat_template_kwargs={"enable_thinking": False})
+    assert parser.extract_reasoning("b", off) == (None, "b")
     assert parser.is_reasoning_end([10, 5, 11]) and not parser.is_reasoning_end([10, 5])
     assert parser.extract_content_ids([10, 5, 11, 7]) == [7]
     found = parser.extract_reasoning_streaming("", "<think>a", "<think>a", [], [], [])
@@ -153,6 +156,166 @@ def test_reasoning_parsers_by_name() -> None:
     assert "deepseek_r1" in ReasoningParserManager.list_registered()
     with pytest.raises(KeyError, match="nobody"):
         ReasoningParserManager.get_reasoning_parser("nobody")
+
+
+def test_a_stream_that_is_taken_up_in_the_middle() -> None:
+    """What came before counts, and is not told again."""
+    text = RENDER["hermes"](SCENES["parallel"])
+    for at in range(0, len(text), 7):
+        parser = ToolParserManager.get_tool_parser("hermes")(Tokenizer())
+        before, said = text[:at], []
+        for letter in text[at:] + " ":
+            found = parser.extract_tool_calls_streaming(before, before + letter, letter, [], [], [], request())
+            said += found.tool_calls if found else []
+            before += letter
+        names = [call["name"] for call in parser.prev_tool_call_arr]
+        assert names == [name for name, _ in SCENES["parallel"]]
+        assert [json.loads(one) for one in parser.streamed_args_for_tool] == [given for _, given in SCENES["parallel"]]
+        assert sum(part.function.name is not None for part in said) <= len(names)
+    thinker = ReasoningParserManager.get_reasoning_parser("deepseek_r1")(Tokenizer())
+    assert thinker.extract_reasoning_streaming("<think>a</thi", "<think>a</think>b", "nk>b", [], [], []).content == "b"
+
+
+def test_a_stream_that_is_told_nothing_of_what_came_before() -> None:
+    text = RENDER["hermes"](SCENES["one call"])
+    parser = ToolParserManager.get_tool_parser("hermes")(Tokenizer())
+    for letter in text + " ":
+        parser.extract_tool_calls_streaming("", letter, letter, [], [], [], request())
+    assert [(c["name"], json.loads(c["arguments"])) for c in parser.prev_tool_call_arr] == SCENES["one call"]
+    thinker = ReasoningParserManager.get_reasoning_parser("qwen3")(Tokenizer())
+    said = [thinker.extract_reasoning_streaming("", one, one, [], [], []) for one in ("<think>", "a", "</think>", "b")]
+    assert [(one.reasoning, one.content) for one in said if one] == [("a", None), (None, "b")]
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "mistral", "pythonic", "kimi_k2"])
+def test_one_entry_for_each_call(name: str) -> None:
+    text = RENDER[name](SCENES["parallel"])
+    parser = ToolParserManager.get_tool_parser(name)(Tokenizer())
+    said = parser.extract_tool_calls_streaming("", text + " ", text + " ", [], [], [], request())
+    assert [part.index for part in said.tool_calls] == [0, 1, 2]
+    found = [(part.function.name, json.loads(part.function.arguments)) for part in said.tool_calls]
+    assert found == SCENES["parallel"]
+
+
+def test_tools_that_a_parser_was_made_with() -> None:
+    """A request without tools of its own: values take their types from the parser's."""
+    for name in ("minimax_m2", "deepseek_v32", "qwen3_coder"):
+        parser = ToolParserManager.get_tool_parser(name)(Tokenizer(), TOOLS)
+        calls = SCENES["types"]
+        found = parser.extract_tool_calls(RENDER[name](calls), ChatCompletionRequest(messages=[]))
+        assert [(c.function.name, json.loads(c.function.arguments)) for c in found.tool_calls] == calls
+
+
+def hf_tokenizer(*special: str) -> Any:
+    """A tokenizer of transformers, with these special tokens."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    model = tokenizers.models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>")
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(model), unk_token="<unk>")
+    made.add_special_tokens({"additional_special_tokens": list(special)})
+    return made
+
+
+def test_a_tokenizer_of_transformers() -> None:
+    tags = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<think>", "</think>")
+    tokenizer = hf_tokenizer(*tags)
+    kimi = ToolParserManager.get_tool_parser("kimi_k2")(tokenizer)
+    assert kimi.adjust_request(request()).skip_special_tokens is False
+    hermes = ToolParserManager.get_tool_parser("hermes")(tokenizer)
+    assert hermes.adjust_request(request()).skip_special_tokens is None
+    parser = ReasoningParserManager.get_reasoning_parser("qwen3")(tokenizer)
+    start, end = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    assert (parser.start_token_id, parser.end_token_id) == (start, end)
+    assert (parser.start_token, parser.end_token) == ("<think>", "</think>")
+    assert parser.is_reasoning_end([start, 1, end]) and not parser.is_reasoning_end([start, 1])
+    assert parser.extract_content_ids([start, 1, end, 1]) == [1]
+
+
+def test_tokens_of_thought_are_counted() -> None:
+    for name in ("qwen3", "deepseek_r1", "holo2"):
+        parser = ReasoningParserManager.get_reasoning_parser(name)(Tokenizer())
+        assert parser.count_reasoning_tokens([10, 5, 6, 11, 7]) == 2
+        assert parser.count_reasoning_tokens([5, 6, 7, 11, 7]) == 3  # its template began the thought
+        assert parser.count_reasoning_tokens([10, 5, 11, 7, 10, 5, 6]) == 3
+    assert ReasoningParserManager.get_reasoning_parser("identity")(Tokenizer()).count_reasoning_tokens([1, 2]) == 0
+
+
+def test_harmony_by_its_tokens() -> None:
+    """Its marks are not in the text that a server shows, so it is read by its token ids."""
+
+    class Marked(Tokenizer):
+        def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+            assert not skip_special_tokens
+            return bytes(token_ids).decode()
+
+    text = RENDER["openai"](SCENES["one call"])
+    found = ToolParserManager.get_tool_parser("openai")(Marked()).extract_tool_calls(
+        "commentary", request(), token_ids=list(text.encode())
+    )
+    assert [(c.function.name, json.loads(c.function.arguments)) for c in found.tool_calls] == SCENES["one call"]
+
+
+def test_a_tokenizer_without_the_tags_is_refused() -> None:
+    class Empty(Tokenizer):
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 0}
+
+    for name in ("qwen3", "deepseek_r1", "glm45", "mistral", "seed_oss"):
+        with pytest.raises(RuntimeError, match="no token"):
+            ReasoningParserManager.get_reasoning_parser(name)(Empty())
+        with pytest.raises(ValueError, match="tokenizer"):
+            ReasoningParserManager.get_reasoning_parser(name)(None)
+    for name in ("granite", "identity", "openai_gptoss"):  # their tags are words
+        ReasoningParserManager.get_reasoning_parser(name)(Empty())
+
+
+def test_a_prompt_that_generate_cannot_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs catch it as a ValueError, or as the engine's error of one request."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.exceptions import EngineGenerateError
+
+    from quire import AsyncEngineArgs, SamplingParams
+    from quire.base import env
+    from tests.fake_engine import use_fake, write_model
+
+    monkeypatch.setenv("QUIRE_ENABLE_V1_MULTIPROCESSING", "0")
+    env.forget_all()
+    use_fake(monkeypatch)
+
+    async def ask(engine: Any, prompt: Any) -> None:
+        async for _ in engine.generate(prompt, SamplingParams(max_tokens=1), "r"):
+            pass
+
+    async def all_of_them() -> None:
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=write_model(tmp_path / "m"), max_model_len=64))
+        try:
+            for prompt in ("", {"prompt_token_ids": [99999]}, "a" * 200, 5):
+                for kind in (EngineGenerateError, ValueError):
+                    with pytest.raises(kind):
+                        await ask(engine, prompt)
+            await ask(engine, "abc")  # it goes on
+        finally:
+            engine.shutdown()
+
+    asyncio.run(all_of_them())
+    env.forget_all()
+
+
+def test_logits_processors_of_a_request() -> None:
+    from vllm import SamplingParams
+
+    with pytest.raises(ValueError, match="AdapterLogitsProcessor"):
+        SamplingParams(logits_processors=[lambda ids, logits: logits])
+    assert SamplingParams(logits_processors=None).logits_processors is None
+
+
+def test_an_output_takes_what_it_does_not_know() -> None:
+    from vllm import RequestOutput
+
+    made = RequestOutput("a", None, [1], None, [], True, kv_transfer_params={"b": 1}, a_field_of_tomorrow=3)
+    assert (made.request_id, made.finished, made.kv_transfer_params) == ("a", True, {"b": 1})
+    with pytest.raises(TypeError):
+        RequestOutput("a", None)
 
 
 def test_a_users_classes_in_our_parser(plugin: str) -> None:

@@ -184,6 +184,50 @@ def seed_oss(calls: list[Call]) -> str:
     return "\n".join(f"<seed:tool_call>\n{block}\n</seed:tool_call>" for block in blocks)
 
 
+def hy_v3(calls: list[Call]) -> str:
+    inner = "\n".join(glm([call], "\n").replace(f"<tool_call>{call[0]}", f"<tool_call>{call[0]}<tool_sep>", 1)
+                      for call in calls)  # fmt: skip
+    return f"<tool_calls>\n{inner}\n</tool_calls>"
+
+
+def kimi_k3(calls: list[Call]) -> str:
+    inner = []
+    for index, (name, given) in enumerate(calls):
+        arguments = [
+            f'<|open|>argument key="{key}" type="{"string" if isinstance(value, str) else "object"}"<|sep|>'
+            f"{text_value(value)}<|close|>argument<|sep|>"
+            for key, value in given.items()
+        ]
+        inner.append(f'<|open|>call tool="{name}" index="{index}"<|sep|>{"".join(arguments)}<|close|>call<|sep|>')
+    return f"<|open|>tools<|sep|>{''.join(inner)}<|close|>tools<|sep|>"
+
+
+def compact(calls: list[Call], call: str, close: str, parameter: str, end: str) -> list[str]:
+    return [
+        f"{call % name}{''.join(f'{parameter % key}{text_value(value)}{end}' for key, value in given.items())}{close}"
+        for name, given in calls
+    ]
+
+
+M3 = "]<]minimax[>["
+
+
+def m3_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "".join(f"{M3}<{key}>{m3_value(one)}{M3}</{key}>" for key, one in value.items())
+    if isinstance(value, list):
+        return "".join(f"{M3}<item>{m3_value(one)}{M3}</item>" for one in value)
+    return text_value(value)
+
+
+def minimax_m3(calls: list[Call]) -> str:
+    inner = []
+    for name, given in calls:
+        arguments = "".join(f"{M3}<{key}>{m3_value(value)}{M3}</{key}>\n" for key, value in given.items())
+        inner.append(f'{M3}<invoke name="{name}">\n{arguments}{M3}</invoke>\n')
+    return f"{M3}<tool_call>\n{''.join(inner)}{M3}</tool_call>"
+
+
 def cohere(calls: list[Call]) -> str:
     rows = [
         dumps({"tool_call_id": str(i), "tool_name": name, "parameters": given}) for i, (name, given) in enumerate(calls)
@@ -233,11 +277,14 @@ RENDER: dict[str, Render] = {
     "granite4": hermes,
     "hermes": hermes,
     "hunyuan_a13b": lambda calls: f"<tool_calls>[{joined(calls)}]</tool_calls>",
+    "hy_v3": hy_v3,
     "internlm": lambda calls: "".join(
         f"<|action_start|><|plugin|>\n{one}<|action_end|>" for one in objects(calls, arguments="parameters")
     ),
     "jamba": lambda calls: "<tool_calls>[\n    " + ",\n    ".join(objects(calls)) + "\n]</tool_calls>",
     "kimi_k2": kimi,
+    "kimi_k3": kimi_k3,
+    "ling3": lambda calls: glm(calls, ""),
     "lfm2": lambda calls: f"<|tool_call_start|>[{', '.join(map(python_call, calls))}]<|tool_call_end|>",
     "llama3_json": lambda calls: "; ".join(objects(calls, arguments="parameters")),
     "llama4_json": lambda calls: "<|python_start|>" + "; ".join(objects(calls, arguments="parameters"))
@@ -246,13 +293,22 @@ RENDER: dict[str, Render] = {
     "longcat": lambda calls: "\n".join(
         f"<longcat_tool_call>\n{one}\n</longcat_tool_call>" for one in objects(calls)
     ),
+    "mimo": lambda calls: "\n".join(
+        f"<tool_call>{one}</tool_call>"
+        for one in compact(calls, "<function=%s>", "</function>", "<parameter=%s>", "</parameter>")
+    ),
+    "minicpm5": lambda calls: "\n".join(
+        compact(calls, '<function name="%s">', "</function>", '<param name="%s">', "</param>")
+    ),
     "minimax": lambda calls: "<tool_calls>\n" + "\n".join(objects(calls)) + "\n</tool_calls>",
     "minimax_m2": minimax_m2,
+    "minimax_m3": minimax_m3,
     "mistral": mistral_ids,
     "olmo3": lambda calls: "<function_calls>\n" + "\n".join(python_call(c, True) for c in calls)
     + "\n</function_calls>",
     "openai": harmony,
     "phi4_mini_json": lambda calls: f"functools[{joined(calls)}]",
+    "poolside_v1": lambda calls: glm(calls, ""),
     "pythonic": lambda calls: f"[{', '.join(map(python_call, calls))}]",
     "qwen3_coder": qwen3,
     "qwen3_xml": qwen3,
@@ -263,7 +319,7 @@ RENDER: dict[str, Render] = {
     "xlam": lambda calls: f"[{joined(calls)}]",
 }  # fmt: skip
 # answers that are the call and nothing else, so text before it makes it text
-BARE = {"pythonic", "xlam", "llama3_json"}
+BARE = {"pythonic", "xlam"}
 SINGLE = {"gigachat3"}  # one call at most
 
 PARIS: Call = ("get_weather", {"city": "Paris"})
@@ -357,7 +413,21 @@ LITERAL: dict[str, list[Case]] = {
         Case("a list of numbers", "[1, 2, 3] are three.", [], "[1, 2, 3] are three."),
         Case("space before", '\n {"name": "now", "parameters": {}}', [("now", {})]),
         Case("text after", '{"name": "now", "parameters": {}} done', [("now", {})], "done"),
-        Case("text before", 'So {"name": "now"}', [], 'So {"name": "now"}'),
+        Case("text before, and no arguments", 'So {"name": "now"}', [], 'So {"name": "now"}'),
+        Case("text around", 'Here: {"name": "get_weather", "parameters": {"city": "Paris"}} Shall I?', [PARIS],
+             "Here: Shall I?"),
+        Case("text around two", 'Both: {"name": "get_weather", "parameters": {"city": "Paris"}}; '
+             '{"name": "now", "parameters": {}} done {so}.', [PARIS, ("now", {})], "Both: done {so}."),
+        Case("within another object", 'See {"a": {"name": "now", "parameters": {}}, "b": "}"} and {"c": 1}.', [],
+             'See {"a": {"name": "now", "parameters": {}}, "b": "}"} and {"c": 1}.'),
+        Case("cut off in the arguments", '{"name": "get_weather", "parameters": {"city": "Par', [],
+             '{"name": "get_weather", "parameters": {"city": "Par'),
+        Case("cut off, with text before", 'So: {"name": "get_weather", "parameters": {"city": "Paris"', [],
+             'So: {"name": "get_weather", "parameters": {"city": "Paris"'),
+        Case("arguments that are no JSON", '{"name": "now", "parameters": {invalid json}', [],
+             '{"name": "now", "parameters": {invalid json}'),
+        Case("after a thought", '<think>{"name": "now", "parameters": {}}?</think>\n{"name": "now", "parameters": {}}',
+             [("now", {})], '<think>{"name": "now", "parameters": {}}?</think>'),
     ],
     "pythonic": [
         Case("no keyword", "[f(1)] is a call", [], "[f(1)] is a call"),
@@ -382,6 +452,47 @@ LITERAL: dict[str, list[Case]] = {
         Case("other JSON in a fence", '```json\n{"a": 1}\n```', [], '```json\n{"a": 1}\n```'),
         Case("tag", '<tool_call>[{"name": "now", "arguments": {}}]</tool_call>', [("now", {})]),
         Case("mistral's", '[TOOL_CALLS][{"name": "now", "arguments": {}}]', [("now", {})]),
+        Case("after a thought", '<think>[1] maybe</think>\n[{"name": "now", "arguments": {}}]', [("now", {})],
+             "<think>[1] maybe</think>"),
+        Case("after a thought that the prompt began", 'maybe</think>[{"name": "now", "arguments": {}}]',
+             [("now", {})], "maybe</think>"),
+        Case("in a thought", '<think>```json\n[{"name": "now", "arguments": {}}]\n```</think>No.', [],
+             '<think>```json\n[{"name": "now", "arguments": {}}]\n```</think>No.'),
+    ],
+    "hy_v3": [
+        Case("in one line", "Ok<tool_calls><tool_call>now<tool_sep></tool_call></tool_calls>", [("now", {})], "Ok"),
+        Case("without the outer tags", "<tool_call>get_weather<tool_sep><arg_key>city</arg_key><arg_value>Paris"
+             "</arg_value></tool_call>", [PARIS]),
+    ],
+    "kimi_k3": [
+        Case("within text", '<|open|>response<|sep|>I look.<|close|>response<|sep|><|open|>tools<|sep|><|open|>call '
+             'tool="now" index="0"<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>'
+             "<|end_of_msg|>", [("now", {})], "I look."),
+        Case("types of its own", '<|open|>tools<|sep|><|open|>call tool="now" index="0"<|sep|><|open|>argument key="a" '
+             'type="number"<|sep|>3<|close|>argument<|sep|><|open|>argument key="b" type="string"<|sep|>3<|close|>'
+             "argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>", [("now", {"a": 3, "b": "3"})]),
+    ],
+    "mimo": [
+        Case("in lines, whose breaks are the text's", "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n"
+             "</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+             [("get_weather", {"city": "\nParis\n", "days": 3})]),
+    ],
+    "minicpm5": [
+        Case("quoted text", '<function name="get_weather"><param name="code"><![CDATA[if a < b: </param>\n]]></param>'
+             '<param name="days"><![CDATA[3]]></param></function>',
+             [("get_weather", {"code": "if a < b: </param>\n", "days": 3})]),
+        Case("other quotes", "<function name='get_weather'>\n  <param name='city'>Paris</param>\n</function>", [PARIS]),
+        Case("no call", '<function name="', [], '<function name="'),
+    ],
+    "minimax_m3": [
+        Case("text before", f'I look.{M3}<tool_call>\n{M3}<invoke name="now">\n{M3}</invoke>\n{M3}</tool_call>',
+             [("now", {})], "I look."),
+        Case("lists of one and of objects", f'{M3}<tool_call>{M3}<invoke name="get_weather">{M3}<tags>{M3}<item>7'
+             f"{M3}</item>{M3}</tags>{M3}<opts>{M3}<a>{M3}<item>{M3}<b>x{M3}</b>{M3}</item>{M3}</a>{M3}</opts>"
+             f"{M3}</invoke>{M3}</tool_call>", [("get_weather", {"tags": ["7"], "opts": {"a": [{"b": "x"}]}})]),
+        Case("a mark alone", f"so {M3} it is", [], f"so {M3} it is"),
+        Case("cut off", f'{M3}<tool_call>{M3}<invoke name="get_weather">{M3}<days>3', [],
+             f'{M3}<tool_call>{M3}<invoke name="get_weather">{M3}<days>3'),
     ],
     "gigachat3": [
         Case(
@@ -437,6 +548,18 @@ LITERAL: dict[str, list[Case]] = {
             '<parameter name="days" string="false">10</parameter>\n</invoke>\n</function_calls>',
             [("get_weather", {"city": "Paris", "days": 10})],
         ),
+        Case("what the schema says goes before what the tag says",
+             '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+             + "".join(f'<｜DSML｜parameter name="{key}" string="{said}">{value}</｜DSML｜parameter>\n'
+                       for key, said, value in (("days", "true", "3"), ("opts", "true", '{"a": 1}'),
+                                                ("city", "false", "75001"), ("metric", "true", "True"),
+                                                ("note", "true", "null"), ("tags", "true", '["x"]')))
+             + "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+             [("get_weather", {"days": 3, "opts": {"a": 1}, "city": "75001", "metric": True, "note": "null",
+                               "tags": ["x"]})]),
+        Case("all in one", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter '
+             'name="arguments" string="false">{"city": "Paris"}</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+             "</｜DSML｜function_calls>", [PARIS]),
     ],
     "functiongemma": [
         Case("no call", "<start_function_call>hello<end_function_call>", [],
@@ -450,6 +573,8 @@ LITERAL: dict[str, list[Case]] = {
         Case("plain text", "Hello there", [], "Hello there"),
     ],
     "hunyuan_a13b": [
+        Case("in a thought", '<think><tool_calls>[{"name": "now", "arguments": {}}]</tool_calls></think>No.', [],
+             '<think><tool_calls>[{"name": "now", "arguments": {}}]</tool_calls></think>No.'),
         Case("answer tags", "<answer>\nHi\n</answer>", [], "\nHi\n"),
     ],
     "ernie45": [
@@ -511,8 +636,14 @@ LITERAL |= {
         Case("text that looks like a list",
              '<dots_function_call>\n<invoke name="get_weather">\n<parameter name="city">\n'
              '["a"]\n</parameter>\n</invoke>\n</dots_function_call>', [("get_weather", {"city": '["a"]'})]),
-        Case("the wrapper alone", "<dots_function_call>\n</dots_function_call>", [],
-             "<dots_function_call>\n</dots_function_call>"),
+        Case("the wrapper alone", "<dots_function_call>\n</dots_function_call>", [], "\n"),
+        Case("a tag that lost its place", "So.</dots_function_call> Yes.", [], "So. Yes."),
+        Case("a function that is not there", '<dots_function_call>\n<invoke name="rm">\n<parameter name="a">\n1\n'
+             "</parameter>\n</invoke>\n</dots_function_call>", [],
+             '\n<invoke name="rm">\n<parameter name="a">\n1\n</parameter>\n</invoke>\n'),
+        Case("one that is not there and one that is", '<dots_function_call>\n<invoke name="rm">\n</invoke>\n'
+             '<invoke name="now">\n</invoke>\n</dots_function_call>', [("now", {})],
+             '\n<invoke name="rm">\n</invoke>\n'),
     ],
     "solar_open2": [
         Case("no line breaks",
@@ -529,6 +660,9 @@ LITERAL |= {
         Case("two, and text", 'Ok.<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|><|tool_call>call:now{}'
              "<tool_call|>", [PARIS, ("now", {})], "Ok."),
         Case("no call", "<|tool_call>hello<tool_call|>", [], "<|tool_call>hello<tool_call|>"),
+        Case("JSON's strings, and an equals sign", '<|tool_call>call:get_weather{city:<|"|>a\nb<|"|>,tags=["x", "y"],'
+             'opts:{"a": "b, c"}}<tool_call|>\n',
+             [("get_weather", {"city": "a\nb", "tags": ["x", "y"], "opts": {"a": "b, c"}})]),
     ],
     "granite-20b-fc": [
         Case("two", '<function_call> {"name": "get_weather", "arguments": {"city": "Paris"}} <function_call> '
@@ -546,6 +680,15 @@ LITERAL |= {
         Case("an empty list", "<tool_calls>[]</tool_calls>", [], "<tool_calls>[]</tool_calls>"),
     ],
     "lfm2": [
+        Case("sets", "<|tool_call_start|>[get_weather(tags={'x', 'y'}, opts={'a': {1, 2}, 'b': {}}, note={(1, 2)})]"
+             "<|tool_call_end|>", [("get_weather", {"tags": ["x", "y"], "opts": {"a": [1, 2], "b": {}},
+                                                    "note": [[1, 2]]})]),
+        Case("quotes within quotes", "<|tool_call_start|>[get_weather(city='it's', code=\"say \"hi\" now\", days=3)]"
+             "<|tool_call_end|>", [("get_weather", {"city": "it's", "code": 'say "hi" now', "days": 3})]),
+        Case("quotes around an argument", "<|tool_call_start|>[get_weather(code='print('a', 'b')')]<|tool_call_end|>",
+             [("get_weather", {"code": "print('a', 'b')"})]),
+        Case("quotes in a list", "<|tool_call_start|>[get_weather(tags=['it's', \"a \"b\" c\"])]<|tool_call_end|>",
+             [("get_weather", {"tags": ["it's", 'a "b" c']})]),
         Case("text after", '<|tool_call_start|>[get_weather(city="Paris")]<|tool_call_end|>Checking.', [PARIS],
              "Checking."),
     ],
@@ -554,6 +697,11 @@ LITERAL |= {
              '<longcat_tool_call>{"name": "now", "arguments": {}}</longcat_tool_call>', [PARIS, ("now", {})]),
     ],
     "minimax": [
+        Case("in a thought", '<think>So <tool_calls>\n{"name": "now", "arguments": {}}\n</tool_calls></think>\nNo.', [],
+             '<think>So <tool_calls>\n{"name": "now", "arguments": {}}\n</tool_calls></think>\nNo.'),
+        Case("in one and after it", '<think><tool_calls>\n{"name": "now", "arguments": {}}\n</tool_calls>?</think>'
+             '<tool_calls>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_calls>', [PARIS],
+             '<think><tool_calls>\n{"name": "now", "arguments": {}}\n</tool_calls>?</think>'),
         Case("one line each", '<tool_calls>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n'
              '{"name": "now", "arguments": {}}\n</tool_calls>', [PARIS, ("now", {})]),
     ],
@@ -561,12 +709,21 @@ LITERAL |= {
         Case("a value of several lines", '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="code">a\nb'
              "</parameter>\n</invoke>\n</minimax:tool_call>", [("get_weather", {"code": "a\nb"})]),
         Case("no call", "<minimax:tool_call>\n</minimax:tool_call>", [], "<minimax:tool_call>\n</minimax:tool_call>"),
+        Case("all arguments in one", '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="input">'
+             '{"city": "Paris"}</parameter>\n</invoke>\n</minimax:tool_call>', [PARIS]),
+        Case("arguments that are none", '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="arguments">'
+             "none</parameter>\n</invoke>\n</minimax:tool_call>", [("get_weather", {"arguments": "none"})]),
+        Case("in a thought", '<think><minimax:tool_call>\n<invoke name="now">\n</invoke>\n</minimax:tool_call></think>',
+             [], '<think><minimax:tool_call>\n<invoke name="now">\n</invoke>\n</minimax:tool_call></think>'),
     ],
     "olmo3": [
         Case("JSON's words", "<function_calls>\nget_weather(city=\"Paris\", metric=true, note=null)\nnow()\n"
              "</function_calls>", [("get_weather", {"city": "Paris", "metric": True, "note": None}), ("now", {})]),
     ],
     "seed_oss": [
+        Case("in a thought", "<seed:think>So <seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>?"
+             "</seed:think>No.", [],
+             "<seed:think>So <seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>?</seed:think>No."),
         Case("budget marks are text", "<seed:cot_budget_reflect>10 left</seed:cot_budget_reflect>", [],
              "<seed:cot_budget_reflect>10 left</seed:cot_budget_reflect>"),
         Case("two functions",

@@ -59,10 +59,11 @@ def test_ignore_eos_leaves_only_the_callers_stop_ids(inputs):
 
 
 def test_n_answers_are_siblings_with_seeds_in_a_row(inputs):
-    asked = inputs.process("r", "abc", SamplingParams(n=3, seed=(1 << 64) - 1, prompt_logprobs=1))
+    first = -1 - (1 << 62)
+    asked = inputs.process("r", "abc", SamplingParams(n=3, seed=-1 - (1 << 62), prompt_logprobs=1))
     names = [r.request_id for r in asked.requests]
     assert len(set(names)) == 3 and all(name.startswith("r#") for name in names)
-    assert [r.seed for r in asked.requests] == [(1 << 64) - 1, 0, 1]
+    assert [r.seed for r in asked.requests] == [(first + i) % (1 << 64) for i in range(3)]
     assert {r.parent_id for r in asked.requests} == {"r"}
     assert [r.params.prompt_logprobs for r in asked.requests] == [1, None, None]
 

@@ -30,6 +30,8 @@ TAGS = {
     "gemma4": ("<|channel>thought\n", "<channel|>"),
     "granite": ("Here is my thought process:", "Here is my response:"),
     "hunyuan_a13b": ("<think>\n", "\n</think>\n<answer>\n"),
+    "kimi_k3": ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    "minimax_m3": ("<mm:think>", "</mm:think>"),
     "mistral": ("[THINK]", "[/THINK]"),
     "seed_oss": ("<seed:think>", "</seed:think>"),
     "solar_open2": ("<|think:start|>", "<|think:end|>"),
@@ -38,7 +40,12 @@ HARMONY = {"gptoss", "openai_gptoss"}
 PLAIN = {"identity", "minimax_m2_append_think"}
 NAMES = sorted(REASONING_PARSERS.names())
 TAGGED = [name for name in NAMES if name not in HARMONY | PLAIN]
-INSIDE = ["deepseek_r1", "ernie45", "holo2", "kimi_k2", "minimax_m2", "nemotron_v3", "olmo3", "step3", "step3p5"]
+INSIDE = [
+    "deepseek_r1", "ernie45", "holo2", "kimi_k2", "minimax_m2", "nemotron_v3", "olmo3", "poolside_v1", "step3",
+    "step3p5",
+]  # fmt: skip
+OPENED = ["glm45", "glm47", "hy_v3", "kimi_k3", "ling3", "qwen3"]  # their templates begin the thought
+ENDED_BY_A_CALL = ["glm45", "glm47", "hy_v3", "ling3", "mimo", "poolside_v1", "qwen3"]
 
 
 def parse(name: str, text: str, *, tool: str | None = None, every: int = 0, **asked: object) -> Folded:
@@ -150,7 +157,57 @@ def test_a_thought_cut_off(name: str) -> None:
         assert found == parse(name, text)
 
 
-@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize("name", ENDED_BY_A_CALL)
+def test_a_call_ends_a_thought(name: str) -> None:
+    """A call within the thought ends it, where calls are looked for and not held to a schema."""
+    call = RENDER["hermes"](SCENES["one call"])
+    text = f"let me look\n{call}"
+    for every in (0, 1, 5):
+        for answer, asked in ((text, {"prompt": "<think>\n"}), (f"<think>{text}", {"prompt": "assistant\n"})):
+            found = parse(name, answer, tool="hermes", every=every, **asked)
+            assert (found.reasoning, found.content) == ("let me look\n", "")
+            assert [(one.name, json.loads(one.arguments)) for one in found.calls] == SCENES["one call"]
+        found = parse(name, f"<think>{text}</think>So.", tool="hermes", every=every)
+        assert (found.reasoning, found.content, len(found.calls)) == ("let me look\n", "So.", 1)
+    assert parse(name, f"<think>{text}</think>So.").reasoning == text  # no tools: nothing but thought
+    choice = ParserChoice(find_tool_parser("hermes"), find_reasoning_parser(name))
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    held = fold(choice.parser(Ask(tools=strict)).feed(f"<think>{text}</think>So.", (), final=True))
+    assert (held.reasoning, held.content, held.calls) == (text, "So.", [])
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_no_prompt_and_no_start_tag(name: str) -> None:
+    """Where no prompt is known, an answer of a family whose templates begin the thought is within it."""
+    _, end = tags(name)
+    for every in (0, 1, 3):
+        found = parse(name, f"why{end}so", every=every)
+        assert (found.reasoning, found.content) == ("why", "so")
+        assert parse(name, "cut off", every=every).reasoning == "cut off"
+        assert parse(name, "so", every=every, thinking=False).content == "so"
+        assert parse(name, "so", every=every, prompt="assistant\n").content == "so"
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_thinking_that_was_switched_off(name: str) -> None:
+    """A request that switched it off has no thought, whatever the family's habit; the prompt's end goes before."""
+    start, end = tags(name)
+    assert parse(name, "so", prompt="<user>hi<assistant>", thinking=False).content == "so"
+    found = parse(name, f"why{end}so", prompt=f"<user>hi<assistant>{start}\n", thinking=False)
+    assert (found.reasoning, found.content) == ("why", "so")
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("step3p5", "<think>\nwhy\n</think>\nso"), ("step3p5", "why\n</think>\nso"), ("step3p5", "<think>why</think>so"),
+    ("gemma4", "<|channel>thought\nwhy\n<channel|>so"), ("gemma4", "<|channel>thought\nwhy<channel|>so"),
+])  # fmt: skip
+def test_line_breaks_of_the_tags_are_no_thought(name: str, text: str) -> None:
+    for every in (0, 1, 2, 3, 5, 8):
+        found = parse(name, text, every=every)
+        assert (found.reasoning, found.content) == ("why", "so")
+
+
+@pytest.mark.parametrize("name", [name for name in TAGGED if name not in ENDED_BY_A_CALL])
 def test_with_tools(name: str) -> None:
     """Calls within the thought are thought; after it they are calls."""
     start, end = tags(name)
@@ -167,7 +224,9 @@ PAIRS = [
     ("minimax_m2", "minimax_m2"), ("kimi_k2", "kimi_k2"), ("glm45", "glm45"), ("hunyuan_a13b", "hunyuan_a13b"),
     ("seed_oss", "seed_oss"), ("ernie45", "ernie45"), ("cohere_command3", "cohere_command3"), ("mistral", "mistral"),
     ("apertus", "apertus"), ("gemma4", "gemma4"), ("step3", "step3"), ("deepseek_v3", "deepseek_v31"),
-    ("qwen3", "qwen3_coder"), ("olmo3", "olmo3"), ("deepseek_r1", "llama3_json"), ("qwen3", "xlam"),
+    ("hy_v3", "hy_v3"), ("kimi_k3", "kimi_k3"), ("ling3", "ling3"), ("mimo", "mimo"), ("minimax_m3", "minimax_m3"),
+    ("poolside_v1", "poolside_v1"), ("glm47", "glm47"), ("qwen3", "qwen3_coder"),
+    ("olmo3", "olmo3"), ("deepseek_r1", "llama3_json"), ("qwen3", "xlam"),
 ]  # fmt: skip
 
 
@@ -215,7 +274,7 @@ def test_reasoning_left_out() -> None:
 def test_a_tag_in_the_answer_is_the_answer() -> None:
     found = parse("qwen3", "<think>a</think>The tag <think> opens and </think> closes.")
     assert found.content == "The tag <think> opens and </think> closes."
-    assert parse("qwen3", "It is <think>.").content == "It is <think>."
+    assert parse("qwen3", "It is <think>.", prompt="assistant").content == "It is <think>."
 
 
 def test_special_tokens_stay_only_where_a_tag_is_one() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from quire.text.parse.base import Delta, Folded, fold
 from quire.text.parse.choose import Ask, ParserChoice
+from quire.text.parse.forced import forced_schema
 from quire.text.parse.registry import TOOL_PARSERS, find_tool_parser
 from tests.plain.parse_corpus import BARE, LITERAL, RENDER, SCENES, SINGLE, TOOLS, Case
 from tests.plain.parse_corpus_more import MORE
@@ -77,7 +78,7 @@ NAMED = """
 apertus cohere_command3 cohere_command4 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 deepseek_v41 dots ernie45
 functiongemma gemma4 gigachat3 glm45 glm47 granite granite-20b-fc granite4 hermes hf hunyuan_a13b internlm jamba kimi_k2
 lfm2 llama3_json llama4_json llama4_pythonic longcat minimax minimax_m2 mistral olmo3 openai phi4_mini_json pythonic
-qwen3_coder qwen3_xml seed_oss solar_open2 step3 step3p5 xlam
+qwen3_coder qwen3_xml seed_oss solar_open2 step3 step3p5 xlam hy_v3 kimi_k3 ling3 mimo minicpm5 minimax_m3 poolside_v1
 """
 
 
@@ -171,7 +172,7 @@ def assert_words_kept(name: str, text: str, want: Any) -> None:
     own = {word.lower() for word in WORD.findall(RENDER[name]([("a", {"b": 1, "c": "d"}), ("a", {})]))}
     own |= {"functools", "function", "json", "true", "false", "null", "none", "string"}
     said = json.dumps(want, ensure_ascii=False).lower()
-    plain = re.sub(r"<[/|｜]?[^<>]*>", " ", text)
+    plain = re.sub(r"<\|open\|>[^<>]*<\|sep\|>|<[/|｜]?[^<>]*>", " ", text)
     for word in WORD.findall(plain):
         lower = word.lower()
         part_of_own = any(lower in one or one in lower for one in own)
@@ -204,6 +205,56 @@ def test_first_delta_of_a_call_names_it(name: str) -> None:
             assert (delta.call.name is not None) == (delta.call.index not in seen)
             assert (delta.call.id is not None) == (delta.call.index not in seen)
             seen.add(delta.call.index)
+
+
+CUT = ["hermes", "llama3_json", "mistral", "kimi_k2", "deepseek_v31", "qwen3_coder", "glm45", "minimax_m3", "granite"]
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_call_that_is_cut_off_is_no_call(name: str) -> None:
+    """A whole answer shows its text; what a stream has shown by then is no JSON, so nobody makes the call."""
+    text = RENDER[name]([("get_weather", {"city": "Paris, Texas"})])
+    cut_at = text.index("Texas")
+    found = parse(name, [text[:cut_at]])
+    assert (found.calls, found.content) == ([], text[:cut_at])
+    deltas = feed(name, list(text[:cut_at]))
+    parts = [delta.call for delta in deltas if delta.call is not None]
+    assert parts[0].name == "get_weather" and parts[-1].broken == text[:cut_at]
+    with pytest.raises(ValueError):
+        json.loads("".join(part.arguments for part in parts))
+    both = parse(name, [text + "\n" + text[:cut_at]] if name != "granite" else [text])
+    assert [json.loads(call.arguments) for call in both.calls] == [{"city": "Paris, Texas"}]
+
+
+def test_a_forced_call_may_not_add_keys() -> None:
+    """Objects are closed where they list their keys and say nothing of others, however deep; maps stay maps."""
+    inner = {"type": "object", "properties": {"a": {"type": "string"}}}
+    parameters = {
+        "properties": {
+            "one": inner, "many": {"type": "array", "items": inner}, "map": {"type": "object"},
+            "open": {**inner, "additionalProperties": True}, "either": {"anyOf": [inner, {"type": "null"}]},
+            "both": {"allOf": [inner, {"$ref": "#/$defs/part"}]}, "named": {"$ref": "#/$defs/whole"},
+        },
+        "$defs": {"part": inner, "whole": inner},
+    }  # fmt: skip
+    before = json.dumps(parameters)
+    tools = [{"function": {"name": "f", "parameters": parameters}}, {"function": {"name": "g"}}]
+    named = forced_schema(tools, "f", parallel=True)
+    assert json.dumps(parameters) == before
+    closed = {**inner, "additionalProperties": False}
+    assert named["type"] == "object" and named["additionalProperties"] is False
+    assert named["properties"] == {
+        "one": closed, "many": {"type": "array", "items": closed}, "map": {"type": "object"},
+        "open": {**inner, "additionalProperties": True}, "either": {"anyOf": [closed, {"type": "null"}]},
+        "both": {"allOf": [inner, {"$ref": "#/$defs/part"}]}, "named": {"$ref": "#/$defs/whole"},
+    }  # fmt: skip
+    assert named["$defs"] == {"part": inner, "whole": closed}
+    for empty in ({"properties": {}}, {}, None):
+        given = [{"function": {"name": "f", "parameters": empty}}]
+        found = forced_schema(given, "f", parallel=True)
+        assert (found["type"], found["properties"], found["additionalProperties"]) == ("object", {}, False)
+        call = forced_schema(given, "", parallel=True)["items"]["anyOf"][0]
+        assert call["properties"]["parameters"]["additionalProperties"] is False
 
 
 HOSTILE = {
@@ -241,5 +292,7 @@ def test_ids() -> None:
         r"chatcmpl-tool-[0-9a-f]{32}", parse("hermes", [RENDER["hermes"](SCENES["one call"])]).calls[0].id
     )
     assert re.fullmatch(r"[0-9a-zA-Z]{9}", parse("mistral", [RENDER["mistral"](SCENES["one call"])]).calls[0].id)
+    cohere = parse("cohere_command3", [RENDER["cohere_command3"](SCENES["parallel"])])
+    assert [call.id for call in cohere.calls] == ["0", "1", "2"]  # the model's own, which it expects to see again
     kimi = parse("kimi_k2", [RENDER["kimi_k2"](SCENES["parallel"])])
     assert [call.id for call in kimi.calls] == ["functions.get_weather:0", "functions.now:1", "functions.get_weather:2"]

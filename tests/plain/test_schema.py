@@ -157,7 +157,7 @@ def test_messages_cross_a_process_unchanged():
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=StepResult) == result
 
 
-MAX_SEED = (1 << 64) - 1
+MAX_SEED = (1 << 63) - 1
 
 
 def test_page_bytes():

@@ -36,6 +36,7 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("presence_penalty", {"presence_penalty": 3}, ["3"]),
     ("repetition_penalty", {"repetition_penalty": 0}, ["0"]),
     ("seed", {"seed": 2**64}, [str(2**64)]),
+    ("seed", {"seed": 2**63}, [str(2**63), str(2**63 - 1), str(-(2**63))]),
     ("logprobs", {"logprobs": 50}, ["50", "20"]),
     ("logprobs", {"logprobs": -2}, ["-2"]),
     ("prompt_logprobs", {"prompt_logprobs": 50}, ["50", "20"]),
@@ -46,6 +47,8 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("stop_token_ids", {"stop_token_ids": [260]}, ["260", "259"]),
     ("logit_bias", {"logit_bias": {str(i): 1 for i in range(4097)}}, ["4097", "4096"]),
     ("logit_bias", {"logit_bias": {"260": 1}}, ["260"]),
+    ("logit_bias", {"logit_bias": {"260": 1, "5": 1, "300": 1, "-1": 1}},
+     ["260, 300, -1", "out of vocabulary", "vocabulary size is 260"]),
     ("logit_bias", {"logit_bias": {"x": 1}}, ["'x'"]),
     ("bad_words", {"bad_words": ["a"] * 1025}, ["1025", "1024"]),
     ("bad_words", {"bad_words": [" "]}, ["empty"]),
@@ -212,3 +215,15 @@ def test_only_json_is_read(fake: Live, kind: str | None) -> None:
     for kind in ("application/json; charset=utf-8", "application/vnd.api+json", "APPLICATION/JSON"):
         answer = httpx.post(fake.url + TEXT, content=b'{"prompt": "a"}', headers={"Content-Type": kind})
         assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("prompt, words", [
+    ([5, 260], ["260", "out of vocabulary"]), ("", ["decoder prompt cannot be empty"]),
+    ([5] * 600, ["600", "512", "longer than the maximum model length"]),
+    ("a" * 600, ["512", "longer than the maximum model length"]),
+    ("a" * 100_000, ["100000", "512", "longer than the maximum model length"]),
+])  # fmt: skip
+def test_prompts_that_are_refused_say_why(fake: Live, prompt: Any, words: list[str]) -> None:
+    """In words that clients look for."""
+    error = error_of(fake.post("/v1/completions", {"prompt": prompt, "max_tokens": 1}))
+    assert error["param"] == "prompt" and all(word in error["message"] for word in words), error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -55,12 +56,14 @@ async def site(request: pytest.FixtureRequest, tmp_path: Any, monkeypatch: pytes
     monkeypatch.setenv("QUIRE_ENABLE_V1_MULTIPROCESSING", "0")
     env.forget_all()
     use_fake(monkeypatch)
+    given = dict(request.param)
+    own = {name: given.pop(name) for name in ("queue_full_status",) if name in given}
     args = AsyncEngineArgs(
         model=write_model(tmp_path), served_model_name=["tiny", "alias"], block_size=4, max_model_len=64,
-        generation_config="vllm", **request.param,
+        generation_config="vllm", **given,
     )  # fmt: skip
     engine = AsyncLLM.from_engine_args(args)
-    app = build_app(ServerState.of(engine, server_config()))
+    app = build_app(ServerState.of(engine, server_config(**own)))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
         yield Site(engine, client)
@@ -163,6 +166,50 @@ async def test_without_stats_only_http_is_counted(site: Site) -> None:
     page = await site.page()
     assert page["http_requests_total", ("/v1/completions", "POST", "2xx")] == 1
     assert not [name for name, _ in page if name.startswith("vllm:")]
+
+
+async def test_the_load_in_a_header_for_whoever_asks(site: Site) -> None:
+    body = {"model": "tiny", "prompt": "abc", "max_tokens": 1}
+    for stream in (False, True):
+        for form in ("TEXT", "text", "JSON"):
+            headers = {"endpoint-load-metrics-format": form}
+            answer = await site.client.post("/v1/completions", json={**body, "stream": stream}, headers=headers)
+            kind, _, told = answer.headers["endpoint-load-metrics"].partition(" ")
+            assert kind == form.upper()
+            if kind == "JSON":
+                named = json.loads(told)["named_metrics"]
+            else:
+                named = {
+                    k.removeprefix("named_metrics."): float(v) for k, v in (p.split("=") for p in told.split(", "))
+                }
+            assert set(named) == {"kv_cache_usage_perc", "num_requests_waiting"}
+            assert 0.0 <= named["kv_cache_usage_perc"] <= 1.0 and named["num_requests_waiting"] == 0
+    for headers in ({}, {"endpoint-load-metrics-format": "XML"}):
+        answer = await site.client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200 and "endpoint-load-metrics" not in answer.headers
+    page = await site.client.get("/v1/models", headers={"endpoint-load-metrics-format": "TEXT"})
+    assert "endpoint-load-metrics" not in page.headers
+
+
+@pytest.mark.parametrize(
+    "site", [{"max_num_queued_reqs": 1, "max_num_seqs": 1, "queue_full_status": "429"}], indirect=True
+)
+async def test_the_status_of_a_full_queue_is_an_option(site: Site) -> None:
+    slow = dict(prompt="hello", max_tokens=50, vllm_xargs={"sleep": 0.05})
+    asking = [asyncio.create_task(site.complete(**slow))]
+    await site.until("vllm:num_requests_running", 1)
+    asking.append(asyncio.create_task(site.complete(**slow)))
+    await site.until("vllm:num_requests_waiting_by_reason", 1, "capacity")
+    for path, form in (("/v1/completions", slow), ("/v1/completions", slow | {"stream": True})):
+        answer = await site.client.post(path, json=form)
+        assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
+        assert answer.json()["error"]["code"] == 429
+    chat = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "a"}]}
+    answer = await site.client.post("/v1/messages", json=chat)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
+    assert answer.headers["retry-after"]
+    await site.engine.abort(site.engine._streams.request_ids())
+    await asyncio.gather(*asking)
 
 
 @pytest.mark.parametrize("site", [{"max_num_queued_reqs": 1, "max_num_seqs": 1}], indirect=True)

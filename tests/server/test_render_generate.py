@@ -46,6 +46,29 @@ def test_rendered_completions(smol: Live) -> None:
         assert generate(smol, one)["choices"][0]["token_ids"] == choice["token_ids"]
 
 
+def test_where_tokens_stand(smol: Live) -> None:
+    """Every token's place in the text, also of characters that are cut and of special tokens."""
+    tokenizer = smol.engine.tokenizer
+    assert tokenizer is not None
+    text = "The sea, naïve 東京 🌧 is <|im_end|> deep."
+    (one,) = smol.post("/v1/completions/render", {"prompt": text, "return_token_offsets": True}).json()
+    places = one["token_offsets"]
+    assert len(places) == len(one["token_ids"])
+    end = 0
+    for token_id, (first, past) in zip(one["token_ids"], places, strict=True):
+        said = tokenizer.token_text(token_id)
+        assert text[first:past] == said or "\ufffd" in said
+        assert end - 1 <= first <= end <= past  # nothing is left out; a character that is cut counts for both
+        end = past
+    assert end == len(text)
+    chat = smol.post("/v1/chat/completions/render", {**CHAT, "return_token_offsets": True}).json()
+    assert len(chat["token_offsets"]) == len(chat["token_ids"])
+    assert generate(smol, chat)["choices"]
+    assert smol.post("/v1/completions/render", {"prompt": text}).json()[0]["token_offsets"] is None
+    (ids,) = smol.post("/v1/completions/render", {"prompt": [504, 5061], "return_token_offsets": True}).json()
+    assert ids["token_offsets"] is None
+
+
 def test_defaults_are_filled_in(fake: Live) -> None:
     """The model's generation config says temperature 0.5 and at most 33 tokens."""
     rendered = fake.post("/v1/chat/completions/render", {"messages": CHAT["messages"]}).json()
@@ -89,6 +112,16 @@ def test_what_is_not_said_is_sampling_params_own(fake: Live) -> None:
         fake, {"token_ids": [70, 71, 72], "sampling_params": {"prompt_logprobs": 1, "max_tokens": 1}}
     )
     assert with_prompt["prompt_logprobs"][0] is None and set(with_prompt["prompt_logprobs"][1]) >= {"71"}
+
+
+def test_text_may_be_switched_off(fake: Live) -> None:
+    """Nothing of it is shown here; only stop strings need it."""
+    for told in (True, False):
+        body = {"token_ids": [70, 71], "sampling_params": {"detokenize": told, "max_tokens": 2, "logprobs": 1}}
+        assert generate(fake, body)["choices"][0]["token_ids"] == [70, 71]
+    wrong = error_of(fake.post(PATH, {"token_ids": [5], "sampling_params": {"detokenize": False, "stop": ["a"]}}))
+    assert "detokenize" in wrong["message"]
+    error_of(fake.post(PATH, {"token_ids": [5], "sampling_params": {"detokenize": "maybe"}}))
 
 
 def test_stop_strings(fake: Live) -> None:

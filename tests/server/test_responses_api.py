@@ -407,3 +407,46 @@ def test_a_client_that_goes_leaves_the_background(scripted: Live) -> None:
     path = f"{scripted.url}/v1/responses/resp_mine"
     wait_for(lambda: httpx.get(path).json()["status"], "incomplete")
     assert events(httpx.get(path, params={"stream": True}).text)[-1]["type"] == "response.incomplete"
+
+
+def test_functions_of_a_namespace(scripted: Live) -> None:
+    """The model knows one name; the client gets the namespace and the name in it, and sends them back."""
+    tool = {"type": "namespace", "name": "city", "description": "Cities.", "tools": [TOOL]}
+    answer = ANSWER.replace('"get_weather"', '"city__get_weather"')
+    body = {"input": answer, "tools": [tool], "tool_choice": "auto", "max_output_tokens": len(answer) + 2,
+            "temperature": 0, "vllm_xargs": {"eos_at": len(answer) + 1}}  # fmt: skip
+    response = scripted.post("/v1/responses", body)
+    assert response.status_code == 200, response.text
+    calls = [item for item in response.json()["output"] if item["type"] == "function_call"]
+    assert [(call["namespace"], call["name"]) for call in calls] == [("city", "get_weather")] * 2
+    earlier = [{k: call[k] for k in ("type", "call_id", "name", "namespace", "arguments")} for call in calls[:1]]
+    result = {"type": "function_call_output", "call_id": calls[0]["call_id"], "output": "rain"}
+    after = {"input": [*earlier, result], "tools": [tool], "enable_response_messages": True, "max_output_tokens": 4}
+    seen = scripted.post("/v1/responses", after).json()["input_messages"]
+    assert seen[0]["tool_calls"][0]["function"]["name"] == "city__get_weather"
+    inner = {**tool, "tools": [{"type": "custom", "name": "a"}]}
+    for wrong, place in (
+        (inner, "tools[0].tools[0].type"),
+        ({**tool, "tools": None}, "tools"),
+        ({**tool, "name": 1}, "tools"),
+    ):
+        assert error_of(scripted.post("/v1/responses", {**body, "tools": [wrong]}))["param"].startswith(place)
+
+
+def test_messages_that_the_client_keeps(scripted: Live) -> None:
+    """What an answer shows as messages is what a later request may send instead of a stored response's id."""
+    first = {"input": "hello", "instructions": "Be kind.", "max_output_tokens": 5, "enable_response_messages": True}
+    one = scripted.post("/v1/responses", first).json()
+    assert one["input_messages"] == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hello"}]
+    (said,) = one["output_messages"]
+    assert said["role"] == "assistant"
+    before = one["input_messages"] + one["output_messages"]
+    more = {"input": "and?", "previous_input_messages": before, "max_output_tokens": 5}
+    two = scripted.post("/v1/responses", {**more, "enable_response_messages": True}).json()
+    assert two["input_messages"] == [*before, {"role": "user", "content": "and?"}]
+    silent = scripted.post("/v1/responses", more).json()
+    assert silent["input_messages"] is None and silent["output_messages"] is None
+    error = error_of(scripted.post("/v1/responses", {**more, "previous_input_messages": [{"content": "x"}]}))
+    assert error["param"] == "previous_input_messages[0]"
+    error = error_of(scripted.post("/v1/responses", {**more, "previous_response_id": "resp_x"}))
+    assert error["param"] == "previous_input_messages"

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -47,8 +48,10 @@ def run(model: str, tmp_path: Path) -> Any:
         source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
         source.write_text("\n".join(given) + "\n")
         base = ["-i", str(source), "-o", str(target), "--model", model, "--served-model-name", "fake"]
-        assert command.run_batch([*base, "--disable-tqdm", *flags], "quire run-batch") == 0
-        return lines_of(target.read_text())
+        status = command.run_batch([*base, "--disable-tqdm", *flags], "quire run-batch")
+        found = lines_of(target.read_text())
+        assert status == any(one["custom_id"] is None for one in found)
+        return found
 
     return answer
 
@@ -123,10 +126,39 @@ def test_a_dead_engine_ends_the_run_and_keeps_what_there_is(
     many = [line(str(i), prompt="ab", max_tokens=2) for i in range(4)]
     with pytest.raises(EngineDeadError, match="the step went wrong"):
         run(*many, line("bad", prompt="abc", max_tokens=30, vllm_xargs={"raise_at": 20}))
-    (kept,) = tmp_path.glob("run-batch-*.jsonl")
+    kept = tmp_path / "out.jsonl"
     assert [one["custom_id"] for one in lines_of(kept.read_text())] == ["0", "1", "2", "3"]
     assert f"the answers so far are in {kept}" in capsys.readouterr().err
-    assert not (tmp_path / "out.jsonl").exists()
+    assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == ["in.jsonl", "out.jsonl"]
+
+
+def test_whoever_reads_along_sees_the_answers(model: str, tmp_path: Path) -> None:
+    """The file that was named grows while the batch runs, in its place."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    target.write_text("of another run\n")
+    slow = {"max_tokens": 60, "vllm_xargs": {"sleep": 0.05}}
+    source.write_text(line("a", prompt="ab", max_tokens=1) + "\n" + line("b", prompt="ab", **slow) + "\n")
+    flags = ["--disable-tqdm", "--model", model]
+    with open(target) as reader:
+        run = threading.Thread(target=command.run_batch, args=(["-i", str(source), "-o", str(target), *flags], "x"))
+        run.start()
+        seen, until = "", time.monotonic() + 120
+        while not seen.endswith("\n") and time.monotonic() < until:
+            reader.seek(0)
+            seen = "" if (text := reader.read()).startswith("of another") else text
+            time.sleep(0.02)
+        running = run.is_alive()
+        run.join()
+        reader.seek(0)
+        whole = lines_of(reader.read())
+    assert [one["custom_id"] for one in lines_of(seen)] == ["a"] and running
+    assert [one["custom_id"] for one in whole] == ["a", "b"]
+
+
+def test_the_address_of_metrics_has_two_names() -> None:
+    parser = command.make_parser("quire run-batch")
+    for flag in ("--host", "--url"):
+        assert parser.parse_args(["-i", "a", "-o", "b", flag, "1.2.3.4"]).host == "1.2.3.4"
 
 
 def test_a_key_in_the_environment_does_not_lock_the_batch_out(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

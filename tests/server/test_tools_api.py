@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -69,6 +70,33 @@ def joined(chunks: list[dict[str, Any]]) -> tuple[str, str, list[tuple[str, str]
                 calls[part["index"]] = [part["function"]["name"], ""]
             calls[part["index"]][1] += part["function"]["arguments"]
     return content, reasoning, [(name, arguments) for name, arguments in calls.values()]
+
+
+def test_a_call_that_is_cut_off(server: Live) -> None:
+    """Whole: text and no call. Streamed: its beginning, and an end that does not say that there were calls."""
+    text = CALL[: CALL.index("rich")]
+    choice = ask(server, text)
+    assert (choice["message"]["content"], choice["message"]["tool_calls"]) == (text, [])
+    assert choice["finish_reason"] == "stop"
+    chunks = stream(server, text)
+    _, _, calls = joined(chunks)
+    assert [name for name, _ in calls] == ["get_weather"] and chunks[-1]["finish_reason"] == "stop"
+    with pytest.raises(ValueError):
+        json.loads(calls[0][1])
+    one = TWO[: TWO.rindex("arguments") + 13]
+    assert [call["function"]["name"] for call in ask(server, one)["message"]["tool_calls"]] == ["get_weather"]
+    assert (ask(server, one)["finish_reason"], stream(server, one)[-1]["finish_reason"]) == ("tool_calls",) * 2
+
+
+def test_thinking_that_was_switched_off(tmp_path: Path) -> None:
+    """A family that thinks by habit, and a prompt that does not tell: the request's word counts."""
+    engine = {"reasoning_parser": "holo2", "generation_config": "vllm"}
+    with live_fake(tmp_path, engine=engine, chat_template=TEMPLATE, trust_request_chat_template=True) as found:
+        for name in ("thinking", "enable_thinking"):
+            asked = {"tools": None, "chat_template_kwargs": {name: False}}
+            assert ask(found, "So.", **asked)["message"]["content"] == "So."
+            assert joined(stream(found, "So.", **asked))[:2] == ("So.", "")
+        assert ask(found, "So.", tools=None)["message"]["reasoning"] == "So."
 
 
 def test_calls_whole(server: Live) -> None:

@@ -18,6 +18,17 @@ def joined(chunks: list[dict[str, Any]]) -> tuple[str, str]:
     return content, "".join(part["function"]["arguments"] for part in parts)
 
 
+def test_a_function_without_parameters_gets_none(smol: Live) -> None:
+    """An object is closed unless its schema says otherwise: the model would make up keys."""
+    for parameters in ({"properties": {}}, {"type": "object", "properties": {}}):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+            body = {"messages": [{"role": "user", "content": "Call f."}], "tools": tools, "tool_choice": choice,
+                    "temperature": 1.0, "seed": 3, "max_tokens": 60, "parallel_tool_calls": False}  # fmt: skip
+            calls = smol.post(PATH, body).json()["choices"][0]["message"]["tool_calls"]
+            assert [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls] == [("f", {})]
+
+
 def test_calls_that_must_be(smol: Live) -> None:
     tools = [{"type": "function", "function": {"name": "get_weather", "parameters": {
     "type": "object", "properties": {"city": {"type": "string", "maxLength": 12}, "unit": {"enum": ["c", "f"]}},

@@ -54,6 +54,7 @@ class Answered:
 class Tally:
     completed: int = 0
     failed: int = 0
+    nameless: int = 0  # of those that failed: lines without a custom_id, whose answers nobody can tell apart
 
 
 def read_lines(source: IO[bytes], longest: int) -> Iterator[tuple[int, bytes | None]]:
@@ -105,6 +106,7 @@ class BatchRunner:
         line = await pending[0]
         self._alive()
         target.write(line + b"\n")
+        target.flush()  # whoever reads along sees it
         pending.popleft()
         tell()
 
@@ -116,6 +118,7 @@ class BatchRunner:
             answered = await self._ask(line)
         except RefusedLineError as wrong:
             self.tally.failed += 1
+            self.tally.nameless += custom_id is None and wrong.custom_id is None
             return refused_line(wrong, custom_id or wrong.custom_id)
         if answered.status == 200:
             self.tally.completed += 1

@@ -7,6 +7,7 @@ Must not know: engines, sockets, how a parser finds what it finds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from quire.schema.errors import InputError
@@ -46,13 +47,13 @@ async def create_chat_completion(call: Call, request: ChatRequest) -> None:
 class _Choice:
     """One growing answer."""
 
-    __slots__ = ("begun", "called", "head", "index", "num_tokens", "parser", "start")
+    __slots__ = ("begun", "called", "head", "index", "lost", "num_tokens", "parser", "start")
 
     def __init__(self, index: int, head: bytes, parser: OutputParser) -> None:
         self.index = index
         self.start = head + b'{"index":%d,"delta":' % index
         self.head = self.start + b'{"content":'
-        self.begun = self.called = False  # called: there was a tool call
+        self.begun = self.called = self.lost = False  # called: there was a tool call; lost: and it broke off
         self.num_tokens = 0
         self.parser = parser
 
@@ -73,7 +74,8 @@ class ChatAnswer:
         self._names = TokenNames(state.engine.tokenizer, as_ids=as_ids)
         self._choices = [_Choice(i, self._envelope.head, chat.new_parser()) for i in range(request.n or 1)]
         self._echo = self._last_message() if request.echo else ""
-        self._is_plain = not request.logprobs and not request.return_token_ids and not self._envelope.continuous
+        self._with_logprobs = bool(request.logprobs or request.logprob_token_ids)
+        self._is_plain = not self._with_logprobs and not request.return_token_ids and not self._envelope.continuous
 
     # ---- streamed ----------------------------------------------------------------------------------------------
 
@@ -116,7 +118,7 @@ class ChatAnswer:
     def _event(self, choice: _Choice, output: CompletionOutput) -> bytes:
         choice.num_tokens += len(output.token_ids)
         ended = output.finish_reason is not None
-        deltas = choice.parser.feed(output.text, output.token_ids, final=ended)
+        deltas = _shown(choice, choice.parser.feed(output.text, output.token_ids, final=ended))
         if self._is_plain and not ended:
             return b"".join([_plain(choice, delta) for delta in deltas])
         if not deltas and not ended and not output.token_ids:
@@ -181,14 +183,15 @@ class ChatAnswer:
 
     def _finish_reason(self, choice: _Choice, output: CompletionOutput) -> str | None:
         """An answer that stopped after a call it chose to make stopped for that."""
-        chosen = choice.called and not self._forced and output.finish_reason == "stop"
+        chosen = choice.called and not choice.lost and not self._forced and output.finish_reason == "stop"
         return "tool_calls" if chosen else output.finish_reason
 
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
-        if not self._request.logprobs:
+        if not self._with_logprobs:
             return None
         most = self._request.top_logprobs or 0
-        return chat_logprobs(self._names, output.token_ids, output.logprobs or (), most)
+        named = self._request.logprob_token_ids
+        return chat_logprobs(self._names, output.token_ids, output.logprobs or (), most, named)
 
     def _last_message(self) -> str:
         """Its text, if it has the answer's role."""
@@ -202,6 +205,14 @@ class ChatAnswer:
         if not all(isinstance(text, str) for text in texts):
             raise InputError("echo: the last message has parts that are no text", param="echo")
         return "\n".join(str(text) for text in texts)
+
+
+def _shown(choice: _Choice, deltas: Sequence[Delta]) -> Sequence[Delta]:
+    """Without the word that a call broke off, which is for whole answers; here it has been shown."""
+    if deltas and (last := deltas[-1].call) is not None and last.broken is not None:
+        choice.lost = last.index == 0
+        return deltas[:-1]
+    return deltas
 
 
 def _wire(choice: _Choice, delta: Delta) -> dict[str, Any]:

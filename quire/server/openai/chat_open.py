@@ -37,6 +37,7 @@ class PreparedChat:
     most: int | None  # the max_tokens the client asked for
     opens: bool  # a new message begins; else the last one goes on
     tools: ToolUse = NO_TOOLS
+    thinking: bool | None = None  # what the template was told about it
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class OpenedChat:
         ask = Ask(
             prompt=prepared.prompt.text,
             continues=bool(request.continue_final_message),
+            thinking=prepared.thinking,
             tools=prepared.tools.tools,
             forced=prepared.tools.forced,
             parallel=prepared.tools.parallel,
@@ -105,6 +107,8 @@ async def prepare_chat(call: Call, request: ChatRequest, variables: Mapping[str,
     """`variables` of the template are the dialect's own; those of the request go before them."""
     state = call.state
     request, tools, opens, asked, params = await call.apart(_settle, state, request)
+    variables = {**(variables or {}), **(request.chat_template_kwargs or {})}
+    thinking = _thinking({**(state.options.default_chat_template_kwargs or {}), **variables})
     hidden = request.tool_choice == "none" and state.options.exclude_tools_when_tool_choice_none
     text = await render_prompt(
         call,
@@ -114,12 +118,18 @@ async def prepare_chat(call: Call, request: ChatRequest, variables: Mapping[str,
         add_generation_prompt=opens,
         continue_final_message=bool(request.continue_final_message),
         chat_template=request.chat_template,
-        chat_template_kwargs={**(variables or {}), **(request.chat_template_kwargs or {})},
+        chat_template_kwargs=variables,
         reasoning_effort=request.reasoning_effort,
     )
     if tools.schema is not None and state.config.structured_outputs_config.enable_in_reasoning:
-        _check_no_thought(state, text, bool(request.continue_final_message))
-    return PreparedChat(request, Prompt(text=text), params, asked, opens, tools)
+        _check_no_thought(state, text, bool(request.continue_final_message), thinking)
+    return PreparedChat(request, Prompt(text=text), params, asked, opens, tools, thinking)
+
+
+def _thinking(variables: Mapping[str, Any]) -> bool | None:
+    """What the variables of a template say; there are two names for it."""
+    said = [variables[name] for name in ("enable_thinking", "thinking") if isinstance(variables.get(name), bool)]
+    return said[0] if said else None
 
 
 def _held_to(state: ServerState, tools: ToolUse, params: SamplingParams) -> StructuredOutputsParams | None:
@@ -132,10 +142,12 @@ def _held_to(state: ServerState, tools: ToolUse, params: SamplingParams) -> Stru
     return None if tag is None else StructuredOutputsParams(structural_tag=tag)
 
 
-def _check_no_thought(state: ServerState, prompt: str, continues: bool) -> None:
+def _check_no_thought(state: ServerState, prompt: str, continues: bool, thinking: bool | None) -> None:
     """The grammar holds from the first token on, and that one would be a thought's."""
     reasoning = state.parsers.reasoning
-    if isinstance(reasoning, ReasoningFormat) and reasoning.begins_inside(prompt, continues=continues):
+    if not isinstance(reasoning, ReasoningFormat):
+        return
+    if reasoning.begins_inside(prompt, continues=continues, thinking=thinking):
         raise InputError(
             "tool_choice 'required' or a named function leaves no room for the thought that this prompt opens, because "
             "the server was started with enable_in_reasoning; switch thinking off in the chat template, or use 'auto'",
@@ -149,6 +161,6 @@ async def open_chat(call: Call, prepared: PreparedChat, public_id: str) -> Opene
     opened = await open_requests(
         call, request, public_id, [prepared.prompt], prepared.params,
         add_special_tokens=bool(request.add_special_tokens), most=prepared.most,
-        continues=bool(request.continue_final_message),
+        continues=bool(request.continue_final_message), thinking=prepared.thinking,
     )  # fmt: skip
     return OpenedChat(call.state, prepared, opened)

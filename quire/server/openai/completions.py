@@ -68,6 +68,8 @@ def prepare_completion(state: ServerState, request: CompletionRequest) -> Prepar
     asked = None if only_echo else request.max_tokens
     most = 1 if only_echo else most_tokens(state, asked, DEFAULT_MAX_TOKENS)
     further: dict[str, Any] = {}
+    if request.logprobs is None and request.logprob_token_ids:
+        further["logprobs"] = 0
     if request.logprobs is not None:
         further["logprobs"] = request.logprobs
         if request.echo and request.prompt_logprobs is None:
@@ -125,7 +127,8 @@ class CompletionAnswer:
         total = len(opened.asked) * self._n
         self._choices = [_Choice(index, self._envelope.head) for index in range(total)]
         self._echoes: list[str] = []
-        self._is_plain = request.logprobs is None and not request.return_token_ids and not self._envelope.continuous
+        self._with_logprobs = request.logprobs is not None or bool(request.logprob_token_ids)
+        self._is_plain = not self._with_logprobs and not request.return_token_ids and not self._envelope.continuous
         self._needs_prompt = bool(request.echo) and request.logprobs is not None
         self._held: dict[str, RequestOutput] = {}  # until the prompt's log probabilities are there
         self._prompts: dict[str, Sequence[Any]] = {}
@@ -217,14 +220,22 @@ class CompletionAnswer:
         first, choice.begun = not choice.begun, True
         all_ids: Sequence[int] = token_ids
         all_positions: Sequence[Any] = positions
+        echo, num_echoed = "", 0
         if first and request.echo:
-            text = self._echoes[self._opened.indices[result.request_id]] + text
+            echo = self._echoes[self._opened.indices[result.request_id]]
+            text = echo + text
             if self._needs_prompt:
+                num_echoed = len(result.prompt_token_ids or ())
                 all_ids = [*(result.prompt_token_ids or ()), *token_ids]
                 all_positions = [*self._prompts[result.request_id], *positions]
+            else:
+                choice.offset = len(echo)
         logprobs = None
-        if request.logprobs is not None:
-            logprobs, choice.offset = completion_logprobs(self._names, all_ids, all_positions, choice.offset)
+        if self._with_logprobs:
+            logprobs, choice.offset = completion_logprobs(
+                self._names, all_ids, all_positions, choice.offset, echo=echo, num_echoed=num_echoed,
+                skips_special=request.skip_special_tokens is not False,
+            )  # fmt: skip
         wanted = request.prompt_logprobs is not None
         return {
             "index": choice.index,
@@ -239,9 +250,8 @@ class CompletionAnswer:
         }
 
     def _echo_of(self, asked: Asked) -> str:
-        """The prompt as it was given, unless only a part of it was used."""
+        """The prompt as it was given, unless only a part of it was used; of ids the whole text, as `tokens` has it."""
         if asked.text is not None and self._request.truncate_prompt_tokens is None:
             return asked.text
         tokenizer = self._state.engine.tokenizer
-        skip = self._request.skip_special_tokens is not False
-        return "" if tokenizer is None else tokenizer.decode(asked.token_ids, skip_special_tokens=skip)
+        return "" if tokenizer is None else tokenizer.decode(asked.token_ids, skip_special_tokens=False)

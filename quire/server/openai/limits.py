@@ -26,10 +26,11 @@ _warned: set[str] = set()
 # Refused whenever they ask for something. Names that clients of older servers send are here too.
 _UNBUILT = (
     "suffix", "prompt_embeds", "watermarking",
-    "kv_transfer_params", "ec_transfer_params", "routed_experts_prompt_start", "return_token_offsets",
-    "return_mm_kwargs", "media_io_kwargs", "mm_processor_kwargs",
+    "kv_transfer_params", "ec_transfer_params", "routed_experts_prompt_start", "return_mm_kwargs",
+    "media_io_kwargs", "mm_processor_kwargs",
 )  # fmt: skip
 _UNBUILT_EXTRA = (
+    "return_assistant_tokens_mask",
     "guided_decoding_backend", "functions", "function_call", "prompt_cache_breakpoint", "audio",
     "web_search_options", "prediction", "early_stopping", "logits_processors",
 )  # fmt: skip

@@ -23,11 +23,16 @@ class TokenNames:
         self._as_ids = as_ids or tokenizer is None
 
     def name(self, token_id: int, entry: Logprob | None = None) -> str:
-        if self._as_ids or self._tokenizer is None:
-            return f"token_id:{token_id}"
+        return f"token_id:{token_id}" if self._as_ids else self.text(token_id, entry)
+
+    def text(self, token_id: int, entry: Logprob | None = None) -> str:
+        """What the token says, however it is named; without a tokenizer its name."""
         if entry is not None and entry.decoded_token is not None:
             return entry.decoded_token
-        return self._tokenizer.token_text(token_id)
+        return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.token_text(token_id)
+
+    def is_special(self, token_id: int) -> bool:
+        return self._tokenizer is not None and token_id in self._tokenizer.skipped_ids
 
     def data(self, token_id: int) -> list[int] | None:
         """The token's own bytes, which need not be whole characters."""
@@ -39,36 +44,54 @@ def finite(logprob: float) -> float:
 
 
 def completion_logprobs(
-    names: TokenNames, token_ids: Sequence[int], positions: Sequence[LogprobsOnePosition | None], offset: int
+    names: TokenNames,
+    token_ids: Sequence[int],
+    positions: Sequence[LogprobsOnePosition | None],
+    offset: int,
+    *,
+    echo: str = "",
+    num_echoed: int = 0,
+    skips_special: bool = True,
 ) -> tuple[dict[str, Any], int]:
-    """The four lists of /v1/completions, and where the next piece's text begins."""
+    """The four lists of /v1/completions, and where the next piece's text begins. The first `num_echoed` tokens are
+    those of the text `echo`. A special token that is not in the text takes no room in it."""
     offsets: list[int] = []
     chosen: list[float | None] = []
     tokens: list[str] = []
     top: list[dict[str, float] | None] = []
-    for token_id, position in zip(token_ids, positions, strict=True):
+    for place, (token_id, position) in enumerate(zip(token_ids, positions, strict=True)):
         entry = None if position is None else position[token_id]
-        name = names.name(token_id, entry)
+        text = names.text(token_id, entry)
         offsets.append(offset)
-        tokens.append(name)
-        offset += len(name)
+        tokens.append(names.name(token_id, entry))
+        silent = names.is_special(token_id) and (
+            not echo.startswith(text, offset) if place < num_echoed else skips_special
+        )
+        offset += 0 if silent else len(text)
         chosen.append(None if entry is None else finite(entry.logprob))
         top.append(None if position is None else {names.name(i, e): finite(e.logprob) for i, e in position.items()})
     return {"text_offset": offsets, "token_logprobs": chosen, "tokens": tokens, "top_logprobs": top}, offset
 
 
 def chat_logprobs(
-    names: TokenNames, token_ids: Sequence[int], positions: Iterable[LogprobsOnePosition | None], most: int
+    names: TokenNames,
+    token_ids: Sequence[int],
+    positions: Iterable[LogprobsOnePosition | None],
+    most: int,
+    named: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """The `content` list of /v1/chat/completions: per position the `most` likeliest, and those asked for by id."""
+    """The `content` list of /v1/chat/completions: per position the `most` likeliest; or, where ids were asked for by
+    name (`named`), the token itself and those."""
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
         assert position is not None  # only a prompt has a position without
-        ranked = sorted((e.rank, i) for i, e in position.items() if e.rank is not None)
-        ranked = [pair for pair in ranked if pair[0] <= most][:most] if most != -1 else ranked
-        asked = [i for i, e in position.items() if e.rank is None]
+        if named:
+            shown = list(dict.fromkeys((token_id, *named)))
+        else:
+            ranked = sorted((e.rank, i) for i, e in position.items() if e.rank is not None)
+            shown = [i for rank, i in ranked if most == -1 or rank <= most][: None if most == -1 else most]
         entry = _entry(names, token_id, position[token_id])
-        entry["top_logprobs"] = [_entry(names, i, position[i]) for i in [*(i for _, i in ranked), *asked]]
+        entry["top_logprobs"] = [_entry(names, i, position[i]) for i in shown]
         content.append(entry)
     return {"content": content}
 

@@ -131,12 +131,13 @@ def fitting_ids(ids: Sequence[int], request: GenerateRequest, max_model_len: int
 async def open_requests(
     call: Call, request: GenerateRequest, public_id: str, prompts: Sequence[Prompt], params: SamplingParams,
     *, add_special_tokens: bool, most: int | None, continues: bool = False,
+    thinking: bool | None = None,
 ) -> Opened:  # fmt: skip
     """Check and tokenize every prompt, then submit them all. `most`: a max_tokens the client itself asked for."""
     with renamed({} if params.structured_outputs is None else {"structured_outputs": form_name(request)}):
         asked = await prepare_requests(
             call, request, public_id, prompts, params, add_special_tokens=add_special_tokens, most=most,
-            continues=continues,
+            continues=continues, thinking=thinking,
         )  # fmt: skip
     if request.use_beam_search:
         options = Options(priority=request.priority or 0, trace_headers=call.trace_headers())
@@ -149,6 +150,7 @@ async def open_requests(
 async def prepare_requests(
     call: Call, request: GenerateRequest, public_id: str, prompts: Sequence[Prompt], params: SamplingParams,
     *, add_special_tokens: bool, most: int | None, continues: bool = False,
+    thinking: bool | None = None,
 ) -> list[Asked]:  # fmt: skip
     """Check and tokenize every prompt; nothing runs yet. Every dialect comes by here: the salt is put in now."""
     state, engine = call.state, call.state.engine
@@ -166,6 +168,7 @@ async def prepare_requests(
             seed=engine.front.inputs.draw_seed(),
             stream_interval=request.stream_interval,
             continues=continues,
+            thinking=thinking,
             private=True,
         )
         for _ in prompts

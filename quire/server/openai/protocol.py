@@ -107,6 +107,8 @@ class GenerateRequest(BaseModel):
     """Prompts share cached blocks only with prompts of the same salt."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_token_offsets: bool | None = None
+    """Of /render alone: where each token of the prompt stands in its text."""
     """Tokens of logprobs are written as token_id:NUMBER."""
     vllm_xargs: ExtraArgs | None = None
     """Further arguments for custom logits processors."""
@@ -133,7 +135,6 @@ class GenerateRequest(BaseModel):
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
     routed_experts_prompt_start: int | None = None
-    return_token_offsets: bool | None = None
     return_mm_kwargs: bool | None = None
 
 

@@ -23,7 +23,15 @@ from quire.server.errors import ERROR_RESPONSES, refusal_of
 from quire.server.openai.chat_open import OpenedChat, open_chat, prepare_chat
 from quire.server.openai.limits import forget_unused
 from quire.server.openai.responses_answer import ResponseAnswer
-from quire.server.openai.responses_input import LOGPROBS, NAMES, Messages, chat_request, input_items, read_input
+from quire.server.openai.responses_input import (
+    LOGPROBS,
+    NAMES,
+    Messages,
+    chat_request,
+    earlier_messages,
+    input_items,
+    read_input,
+)
 from quire.server.openai.responses_protocol import (
     DeletedResponse,
     ResponseItemList,
@@ -70,6 +78,10 @@ def add_routes(app: App, state: ServerState) -> None:
     app.include_router(router)
 
 
+def _given(request: ResponsesRequest) -> Messages:
+    return earlier_messages(request) + read_input(request)
+
+
 class Responses:
     """The routes, and the store they share."""
 
@@ -84,7 +96,7 @@ class Responses:
         Streams with `stream: true`; with `background: true` it answers at once and goes on by itself.
         """
         self._state.served.check(request.model)
-        given = self._conversation(call, request, await call.apart(read_input, request))
+        given = self._conversation(call, request, await call.apart(_given, request))
         public_id = self._new_id(call, request)
         store = self._store
         with contextlib.nullcontext() if store is None else store.take(call.caller, public_id):
@@ -95,6 +107,7 @@ class Responses:
         tools = await server_tools(request, self._state.tool_server)
         chat = await self._open(call, request, first + given, public_id, tools)
         answer = ResponseAnswer(chat, request, public_id, tools)
+        answer.input_messages = first + given if request.enable_response_messages else None
         flow = self._rounds(call, chat, answer, request, first + given, tools) if tools else chat.opened.flow
         if request.background:
             items = input_items(request)
@@ -147,6 +160,11 @@ class Responses:
             raise InputError("background needs store: true, for the response to be retrieved", param="background")
         if request.previous_response_id is None:
             return given
+        if request.previous_input_messages:
+            raise InputError(
+                "previous_input_messages and previous_response_id both say what came before; give one of them",
+                param="previous_input_messages",
+            )
         if self._store is None:
             raise InputError(f"previous_response_id: {_OFF}", param="previous_response_id")
         record = self._store.get(call.caller, request.previous_response_id, "previous_response_id")
@@ -202,7 +220,8 @@ class Responses:
         except CancelledResponseError:
             store.grow(record, record.add(answer.cancelled_events()))
         except Exception as error:  # its client is told when it asks
-            store.grow(record, record.add([*answer.first_events(), *answer.failed_events(refusal_of(error))]))
+            told = refusal_of(error, full=state.options.queue_full_status)
+            store.grow(record, record.add([*answer.first_events(), *answer.failed_events(told)]))
         finally:
             state.load.count -= 1
             if deadline is not None:

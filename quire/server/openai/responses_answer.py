@@ -17,7 +17,7 @@ from quire.server.errors import Refusal
 from quire.server.openai.chat_open import OpenedChat
 from quire.server.openai.envelope import encode
 from quire.server.openai.logprobs import TokenNames, chat_logprobs
-from quire.server.openai.responses_input import assistant_message
+from quire.server.openai.responses_input import Messages, assistant_message, namespaces
 from quire.server.openai.responses_protocol import ResponsesRequest
 from quire.server.openai.responses_rounds import ServerTools
 from quire.server.parts import Change, Kind, Part, Parts, Step
@@ -51,6 +51,8 @@ class ResponseAnswer:
         self._final = "completed"  # the status it will have
         self._reason: str | None = None  # why it is not complete
         self._error: dict[str, Any] | None = None
+        self.input_messages: Messages | None = None  # to be shown
+        self._namespaces = namespaces(request)
         self.keep: Callable[[], None] | None = None  # called when it is whole, before its client hears of that
 
     # ---- events ------------------------------------------------------------------------------------------------
@@ -143,7 +145,8 @@ class ResponseAnswer:
         if step.change is Change.OPENED:
             own = self._tools.get(step.part.name) if step.part.kind is Kind.CALL else None
             label = None if own is None else own.server
-            item = _Item(step.part, self._chat.prepared.request.logprobs is True, label)
+            place_of = self._namespaces.get(step.part.name)
+            item = _Item(step.part, self._chat.prepared.request.logprobs is True, label, place_of)
             self._items.append(item)
             place = {"output_index": step.part.index}
             added = self._event("response.output_item.added", **place, item=item.shown("in_progress"))
@@ -262,8 +265,8 @@ class ResponseAnswer:
             "frequency_penalty": params.frequency_penalty,
             "kv_transfer_params": None,
             "ec_transfer_params": None,
-            "input_messages": None,
-            "output_messages": None,
+            "input_messages": self.input_messages,
+            "output_messages": self.messages() if self.input_messages is not None and ended else None,
         }
 
     def _usage(self) -> dict[str, Any]:
@@ -292,11 +295,15 @@ def _assistant(parts: list[Part]) -> dict[str, Any]:
 
 
 class _Item:
-    """One item of the output. Its events come without their numbers. `label`: the tool server that runs this call."""
+    """One item of the output. Its events come without their numbers. `label`: the tool server that runs this call.
+    `called`: (namespace, name there) of a function that has one."""
 
-    __slots__ = ("_logprobs", "_part", "id", "label", "result", "status")
+    __slots__ = ("_called", "_logprobs", "_part", "id", "label", "result", "status")
 
-    def __init__(self, part: Part, with_logprobs: bool, label: str | None = None) -> None:
+    def __init__(
+        self, part: Part, with_logprobs: bool, label: str | None = None, called: tuple[str, str] | None = None
+    ) -> None:
+        self._called = called
         self.id = (_PREFIXES[part.kind] if label is None else "mcp_") + secrets.token_hex(12)
         self.status = "in_progress"
         self.label, self.result = label, _NO_RESULT
@@ -306,6 +313,10 @@ class _Item:
     @property
     def _call(self) -> str:
         return "function_call" if self.label is None else "mcp_call"
+
+    @property
+    def _name(self) -> str:
+        return self._part.name if self._called is None else self._called[1]
 
     def opening(self) -> list[tuple[str, dict[str, Any]]]:
         if self._part.kind is Kind.CALL:
@@ -326,7 +337,7 @@ class _Item:
     def closing(self) -> list[tuple[str, dict[str, Any]]]:
         part = self._part
         if part.kind is Kind.CALL:
-            done = {"name": part.name, "arguments": part.text}
+            done = {"name": self._name, "arguments": part.text}
             return [(f"response.{self._call}_arguments.done", self._place(done))]
         fields: dict[str, Any] = {"content_index": 0, "text": part.text}
         whole = self._place({"content_index": 0, "part": self._content(part.text)})
@@ -346,7 +357,8 @@ class _Item:
             content = [] if opens else [self._content(part.text)]
             found |= {"summary": [], "type": "reasoning", "content": content, "encrypted_content": None}
         else:
-            found |= {"name": part.name, "arguments": "" if opens else part.text, "type": self._call}
+            found |= {"name": self._name, "arguments": "" if opens else part.text, "type": self._call}
+            found |= {} if self._called is None else {"namespace": self._called[0]}
             found |= {"call_id": part.call_id} if self.label is None else self._of_server()
         return {**found, "status": status or self.status}
 

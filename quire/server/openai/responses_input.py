@@ -24,7 +24,7 @@ _SAME = (
     "watermarking", "media_io_kwargs", "mm_processor_kwargs", "return_mm_kwargs", "kv_transfer_params",
     "ec_transfer_params", "user", "session_id", "parallel_tool_calls", "include_reasoning",
 )  # fmt: skip
-_UNBUILT = ("prompt", "conversation", "previous_input_messages", "enable_response_messages")
+_UNBUILT = ("prompt", "conversation")
 # Tools that a tool server may run (responses_rounds.py).
 OWN_TOOLS = ("mcp", "web_search_preview", "web_search", "code_interpreter", "container")
 _PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
@@ -80,6 +80,16 @@ def read_input(request: ResponsesRequest) -> Messages:
     return reader.done()
 
 
+def earlier_messages(request: ResponsesRequest) -> Messages:
+    """Messages of a chat that the client kept, as `input_messages` and `output_messages` of earlier answers are."""
+    given = request.previous_input_messages or []
+    for number, message in enumerate(given):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            place = f"previous_input_messages[{number}]"
+            raise InputError(f"{place} must be a message with a role, got {message!r:.100}", param=place)
+    return [dict(message) for message in given]
+
+
 def input_items(request: ResponsesRequest) -> Messages:
     """The input as items, each with its type and an id."""
     given: Sequence[Mapping[str, Any]] = (
@@ -112,7 +122,8 @@ class _Reader:
         if kind == "message":
             self._message(item, where)
         elif kind == "function_call":
-            function = {"name": _word(item, "name", where), "arguments": _word(item, "arguments", where)}
+            name = _full_name(item.get("namespace"), _word(item, "name", where))
+            function = {"name": name, "arguments": _word(item, "arguments", where)}
             call = {"id": _word(item, "call_id", where), "type": "function", "function": function}
             self._turn.setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
@@ -217,16 +228,12 @@ def _tools(request: ResponsesRequest, own: Messages) -> dict[str, Any]:
         place = f"tools[{number}]"
         if own and tool.get("type") in OWN_TOOLS:
             continue
-        if tool.get("type") != "function":
-            raise NotBuiltError(
-                f"{place}.type is {tool.get('type')!r:.100}: only functions of the client are in this version of Quire",
-                param=f"{place}.type",
-            )
-        function: dict[str, Any] = {"name": _word(tool, "name", place)}
-        for name in ("description", "parameters", "strict"):
-            if tool.get(name) is not None:
-                function[name] = tool[name]
-        tools.append({"type": "function", "function": function})
+        if tool.get("type") == "namespace":
+            named = _word(tool, "name", place)
+            for inner, one in enumerate(_inner_tools(tool, place)):
+                tools.append(_function(one, f"{place}.tools[{inner}]", named))
+        else:
+            tools.append(_function(tool, place))
     choice = request.tool_choice
     if own and choice is None:
         choice = "auto"  # what the server runs, it must find
@@ -237,6 +244,43 @@ def _tools(request: ResponsesRequest, own: Messages) -> dict[str, Any]:
     return {"tools": tools, "tool_choice": _choice(choice)}
 
 
+def _function(tool: Mapping[str, Any], place: str, namespace: str | None = None) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise NotBuiltError(
+            f"{place}.type is {tool.get('type')!r:.100}: only functions of the client, and namespaces of them, are in "
+            "this version of Quire",
+            param=f"{place}.type",
+        )
+    function: dict[str, Any] = {"name": _full_name(namespace, _word(tool, "name", place))}
+    for name in ("description", "parameters", "strict"):
+        if tool.get(name) is not None:
+            function[name] = tool[name]
+    return {"type": "function", "function": function}
+
+
+def _inner_tools(tool: Mapping[str, Any], place: str) -> list[Mapping[str, Any]]:
+    given = tool.get("tools")
+    if not isinstance(given, list) or not all(isinstance(one, Mapping) for one in given):
+        raise InputError(f"{place}.tools must be a list of functions, got {given!r:.100}", param=f"{place}.tools")
+    return given
+
+
+def _full_name(namespace: object, name: str) -> str:
+    """What the model calls a function of a namespace; templates and parsers know one name for each."""
+    return f"{namespace}__{name}" if isinstance(namespace, str) and namespace else name
+
+
+def namespaces(request: ResponsesRequest) -> dict[str, tuple[str, str]]:
+    """{the model's name of a function: (its namespace, its name there)}."""
+    found: dict[str, tuple[str, str]] = {}
+    for tool in request.tools or ():
+        if tool.get("type") == "namespace":
+            inner: Any = tool.get("tools")
+            named = str(tool.get("name"))
+            found |= {_full_name(named, one["name"]): (named, one["name"]) for one in inner}
+    return found
+
+
 def _choice(choice: str | Mapping[str, Any] | None) -> Any:
     if not isinstance(choice, Mapping) or choice.get("type") == "allowed_tools":
         return choice
@@ -245,7 +289,8 @@ def _choice(choice: str | Mapping[str, Any] | None) -> Any:
             f"tool_choice.type is {choice.get('type')!r:.100}: function and allowed_tools are in this version of Quire",
             param="tool_choice.type",
         )
-    return {"type": "function", "function": {"name": _word(choice, "name", "tool_choice")}}
+    name = _full_name(choice.get("namespace"), _word(choice, "name", "tool_choice"))
+    return {"type": "function", "function": {"name": name}}
 
 
 def _format(given: Mapping[str, Any]) -> dict[str, Any]:

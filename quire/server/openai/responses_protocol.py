@@ -38,7 +38,8 @@ class InputItem(TypedDict, total=False):
 
 
 class ResponseTool(TypedDict, total=False):
-    """{"type": "function", "name", "description", "parameters", "strict"}, or {"type": "mcp", "server_label"}."""
+    """{"type": "function", "name", "description", "parameters", "strict"}, {"type": "namespace", "name", "tools"} with
+    functions in it, or {"type": "mcp", "server_label"}."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     type: str
@@ -46,6 +47,7 @@ class ResponseTool(TypedDict, total=False):
     description: str | None
     parameters: dict[str, Any] | None
     strict: bool | None
+    tools: ListOf[dict[str, Any]]
 
 
 class ResponseTextConfig(BaseModel):
@@ -124,11 +126,14 @@ class ResponsesRequest(BaseModel):
     prompt_cache_retention: str | None = None
     session_id: str | None = None
 
+    previous_input_messages: ListOf[dict[str, Any]] | None = None
+    """Messages of a chat that come before `input`; for clients that keep the conversation themselves."""
+    enable_response_messages: bool | None = None
+    """The answer has `input_messages` and `output_messages`: the chat as the template saw it, and what it adds."""
+
     # In the documented API and not in this version: refused by name.
     prompt: dict[str, Any] | None = None
     conversation: str | dict[str, Any] | None = None
-    previous_input_messages: list[Any] | None = None
-    enable_response_messages: bool | None = None
     structured_outputs: dict[str, Any] | None = None
     watermarking: bool | None = None
     media_io_kwargs: dict[str, Any] | None = None

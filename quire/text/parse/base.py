@@ -14,12 +14,16 @@ import msgspec
 
 
 class CallDelta(msgspec.Struct, frozen=True):
-    """What is new in a tool call. The first of a call has its id and name; later ones more of the arguments."""
+    """What is new in a tool call. The first of a call has its id and name; later ones more of the arguments.
+
+    `broken`: the answer ended before the arguments were whole JSON; this is the call's text. Nobody can make such a
+    call: a whole answer shows its text instead. A stream has shown its beginning already, and nothing more follows."""
 
     index: int
     arguments: str = ""
     id: str | None = None
     name: str | None = None
+    broken: str | None = None
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -73,6 +77,10 @@ def fold(deltas: Iterable[Delta]) -> Folded:
         content.append(delta.content)
         reasoning.append(delta.reasoning)
         if (part := delta.call) is None:
+            continue
+        if part.broken is not None:
+            calls.pop(part.index, None)
+            content.append(part.broken)
             continue
         if part.index not in calls:
             calls[part.index] = ToolCall(part.id or "", part.name or "")

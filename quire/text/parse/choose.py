@@ -20,7 +20,7 @@ from quire.text.parse.reasoning import ReasoningFormat, ReasoningTokens
 from quire.text.parse.registry import TOOL_PARSERS, find_reasoning_parser, find_tool_parser, load_plugin
 from quire.text.parse.tags import Source, Steps
 from quire.text.parse.typed import tool_schemas
-from quire.text.parse.writer import FormatParser, ToolFormat, Writer, read_text
+from quire.text.parse.writer import FormatParser, ToolFormat, Writer, read_text, read_thought
 
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
@@ -32,10 +32,11 @@ _FROM_TOKENIZER = "quire.text.parse.tools.hf:FromTokenizer"
 @dataclass(frozen=True)
 class Ask:
     """What a parser has to know of one request. `tools`: those whose calls are looked for; none, no calls are.
-    `forced`: calls are a must (forced.py). `prompt`: its end says whether a thought is open. `request`: for plug-ins,
-    whatever the dialect's is."""
+    `forced`: calls are a must (forced.py). `prompt`: its end says whether a thought is open. `thinking`: False where
+    the request switched it off. `request`: for plug-ins, whatever the dialect's is."""
 
     prompt: str | None = None
+    thinking: bool | None = None
     continues: bool = False
     tools: Sequence[Mapping[str, Any]] = ()
     forced: str | None = None
@@ -106,7 +107,7 @@ class ParserChoice:
 
     def strict_tag(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> dict[str, Any] | None:
         """What holds calls to the schemas of the tools that are strict; None: none is."""
-        if not any(tool["function"].get("strict") is True for tool in tools):
+        if not any(map(tool_is_strict, tools)):
             return None
         forms = self.tool.forms if isinstance(self.tool, ToolFormat) else ()
         if not forms:
@@ -160,6 +161,12 @@ class ThoughtlessParser:
         return [delta for delta in self._inner.feed(text, token_ids, final=final) if not delta.reasoning]
 
 
+def tool_is_strict(tool: Mapping[str, Any]) -> bool:
+    """Whether the calls of this tool are held to its schema."""
+    function = tool.get("function")
+    return isinstance(function, Mapping) and function.get("strict") is True
+
+
 def _is_ours(part: Any, kind: type) -> bool:
     return part is None or isinstance(part, kind)
 
@@ -168,24 +175,35 @@ def _compose(tool: ToolFormat | None, reasoning: ReasoningFormat | None, ask: As
     if reasoning is not None and reasoning.harmony and ask.forced is None:
         tool = load(f"{_HARMONY}:{'TEXT_ONLY' if tool is None else 'FORMAT'}")
         reasoning = None
-    inside = reasoning is not None and reasoning.begins_inside(ask.prompt, continues=ask.continues)
+    inside = reasoning is not None and reasoning.begins_inside(
+        ask.prompt, continues=ask.continues, thinking=ask.thinking
+    )
+    held = any(tool_is_strict(one) for one in ask.tools)
 
     def read(source: Source, out: Writer) -> Steps[None]:
+        hidden: tuple[str, ...] = ()
         if reasoning is not None:
-            yield from reasoning.read(source, out, inside)
+            calls_end_it = tool is not None and not held and ask.forced is None
+            hidden = yield from reasoning.read(source, out, inside, calls_end_it)
         if tool is None:
             yield from read_text(source, out)
             return
-        source.hide((*tool.hidden, *(reasoning.hidden if reasoning is not None else ())))
+        source.hide((*tool.hidden, *hidden))
         begun = ask.prompt if reasoning is None else None  # a thought that it opened is read by now
-        yield from (tool.read if tool.after is None or not begun else tool.after(begun))(source, out)
+        if tool.thought is not None and (reasoning is None or not reasoning.end):
+            opened = (ask.prompt or "").rstrip().endswith(tool.thought[0])
+            yield from read_thought(source, out, tool.thought, opened)
+        if held and tool.held is not None:
+            yield from tool.held(source, out)
+        else:
+            yield from (tool.read if tool.after is None or not begun else tool.after(begun))(source, out)
 
     writer = (
         Writer(keep_space=True)
         if tool is None or not ask.tools
         else Writer(tool_schemas(ask.tools), new_id=tool.new_id, first_only=not ask.parallel)
     )
-    return FormatParser(read, writer)
+    return FormatParser(read, writer, shows_broken=tool is not None and not tool.is_answer)
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Calls that a request insists on: the JSON schema an answer must follow, and the format that reads it back.
 
 `forced` is "" for some call to any of the tools (tool_choice "required": a list of {"name", "parameters"}), or the name
-of the one function whose arguments the whole answer is. In: the tools of a request. Must not know: grammars.
+of the one function whose arguments the whole answer is. Objects are closed (closed.py). In: the tools of a request.
+Must not know: grammars.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.schema.errors import InputError
+from quire.text.parse.closed import closed
 from quire.text.parse.json_calls import JsonBlocks
 from quire.text.parse.json_text import skip_space
 from quire.text.parse.tags import ANYTHING, Source, Steps
 from quire.text.parse.writer import ToolFormat, Writer
 
 _DEFINITIONS = ("$defs", "definitions")
-_LIST = ToolFormat(JsonBlocks((), bare="[{"))
+_LIST = ToolFormat(JsonBlocks((), bare="[{"), is_answer=True)
 
 
 def forced_format(forced: str) -> ToolFormat:
-    return ToolFormat(_whole_answer(forced)) if forced else _LIST
+    return ToolFormat(_whole_answer(forced), is_answer=True) if forced else _LIST
 
 
 def forced_schema(tools: Sequence[Mapping[str, Any]], forced: str, *, parallel: bool) -> dict[str, Any]:
@@ -28,7 +30,7 @@ def forced_schema(tools: Sequence[Mapping[str, Any]], forced: str, *, parallel: 
     functions = [tool["function"] for tool in tools]
     if forced:
         chosen = next(function for function in functions if function["name"] == forced)
-        return dict(chosen.get("parameters") or {"type": "object"})
+        return _parameters(chosen)
     shared: dict[str, dict[str, Any]] = {}
     calls = [_call_schema(function, shared) for function in functions]
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "object", "anyOf": calls}}
@@ -39,7 +41,7 @@ def forced_schema(tools: Sequence[Mapping[str, Any]], forced: str, *, parallel: 
 
 def _call_schema(function: Mapping[str, Any], shared: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """One function's call; what its schema refers to moves to the root, where references look for it."""
-    parameters = dict(function.get("parameters") or {"type": "object", "properties": {}})
+    parameters = _parameters(function)
     for key in _DEFINITIONS:
         definitions = parameters.pop(key, None)
         for name, definition in definitions.items() if isinstance(definitions, Mapping) else ():
@@ -50,6 +52,14 @@ def _call_schema(function: Mapping[str, Any], shared: dict[str, dict[str, Any]])
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }
+
+
+def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    """What the arguments must be: of a function without parameters an object without keys."""
+    made = closed(function.get("parameters") or {"properties": {}})
+    return (
+        made if any(key in made for key in ("type", "$ref", "anyOf", "oneOf", "allOf")) else {"type": "object", **made}
+    )
 
 
 def _whole_answer(name: str) -> Any:

@@ -7,16 +7,18 @@ arguments, up to the tag that ends the call: no text is lost. Must not know: whi
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import re
 from dataclasses import dataclass
 
-from quire.text.parse.json_text import quoted, raw_value, skip_space, string, string_value
+from quire.text.parse.json_text import depth_of, quoted, raw_value, skim, skip_space, string, string_value
 from quire.text.parse.tags import ANYTHING, SPACE, Emit, Source, Steps, Tags, drop
 from quire.text.parse.writer import LONGEST_NAME, Writer
 
 _BEFORE = re.compile(r"[\s,;\[]*")
 _AFTER = re.compile(r"[\s,;\[\]}]*")
+_JSON_OBJECT = re.compile(r'[\s,;\[]*\{\s*"')
 
 
 class Outcome(enum.Enum):
@@ -27,12 +29,16 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class Keys:
-    """What an object's keys are called. `strict`: an object that begins with another key is no call."""
+    """What an object's keys are called. `id`: of the call, if the model expects to see it again; it counts where it
+    comes before the arguments. `strict`: an object that begins with another key is no call. `whole`: nor is one
+    without arguments."""
 
     name: tuple[str, ...] = ("name",)
     arguments: tuple[str, ...] = ("arguments", "parameters")
     others: tuple[str, ...] = ("type", "id", "tool_call_id", "index", "description")
+    id: str = ""
     strict: bool = False
+    whole: bool = False
 
 
 KEYS = Keys()
@@ -42,6 +48,7 @@ def read_object(source: Source, out: Writer, keys: Keys) -> Steps[Outcome]:
     """One call; the next character is its brace."""
     yield from source.take(1)
     name: str | None = None
+    call_id: str | None = None
     early: list[str] | None = None  # arguments that came before the name
     opened = False
     spare: list[str] = []  # what else the object holds
@@ -67,7 +74,7 @@ def read_object(source: Source, out: Writer, keys: Keys) -> Steps[Outcome]:
             if not name:
                 return Outcome.NO_CALL
             if early is not None:
-                opened = _open(source, out, name, spare)
+                opened = _open(source, out, name, spare, call_id)
                 out.arguments("".join(early))
         elif key in keys.arguments and not opened and early is None:
             if name is None:
@@ -75,9 +82,13 @@ def read_object(source: Source, out: Writer, keys: Keys) -> Steps[Outcome]:
                 if not (yield from read_arguments(source, early.append)):
                     return Outcome.NO_CALL
                 continue
-            opened = _open(source, out, name, spare)
+            opened = _open(source, out, name, spare, call_id)
             if not (yield from read_arguments(source, out.arguments)):
                 return Outcome.BROKEN
+        elif key == keys.id and mark == '"':
+            call_id = yield from string_value(source, LONGEST_NAME)
+            if call_id is None:
+                return Outcome.DONE if opened else Outcome.NO_CALL
         elif key in keys.others:
             if not (yield from raw_value(source, drop)):
                 return Outcome.DONE if opened else Outcome.NO_CALL
@@ -89,8 +100,8 @@ def read_object(source: Source, out: Writer, keys: Keys) -> Steps[Outcome]:
             spare.append(f"{quoted(key)}: ")
             if keys.strict or not (yield from raw_value(source, spare.append)):
                 return Outcome.NO_CALL
-    if not opened and name is not None and not spare:
-        opened = _open(source, out, name, spare)
+    if not opened and name is not None and not spare and not keys.whole:
+        opened = _open(source, out, name, spare, call_id)
         out.arguments("{}")
     return Outcome.DONE if opened else Outcome.NO_CALL
 
@@ -155,35 +166,64 @@ def read_body(source: Source, out: Writer, ends: Tags) -> Steps[str]:
 
 
 class JsonBlocks:
-    """Calls between an opening and a closing tag, or (`bare`) as the whole answer."""
+    """Calls between an opening and a closing tag, or (`bare`) as the whole answer: such an answer begins with one of
+    these letters, also after any of `again`. `anywhere`: calls also stand in the midst of text, with all their keys."""
 
-    def __init__(self, opens: tuple[str, ...], closes: tuple[str, ...] = (), *, keys: Keys = KEYS, bare: str = ""):
-        self._opens, self._closes, self._keys, self._bare = opens, closes, keys, bare
-        self._strict = Keys(keys.name, keys.arguments, keys.others, strict=True)
+    def __init__(
+        self,
+        opens: tuple[str, ...],
+        closes: tuple[str, ...] = (),
+        *,
+        keys: Keys = KEYS,
+        bare: str = "",
+        again: tuple[str, ...] = (),
+        anywhere: bool = False,
+    ):
+        self._opens, self._closes, self._keys, self._bare, self._again = opens, closes, keys, bare, again
+        self._strict = dataclasses.replace(keys, strict=True)
+        self._whole = dataclasses.replace(keys, strict=True, whole=True)
         self._ends = Tags(*closes) if closes else None
-        self._marks = Tags(*opens) if opens else None
-        self._later = Tags(*opens, *closes) if opens else None
+        marks = (*opens, *again, *(("{",) if anywhere else ()))
+        self._marks = Tags(*marks) if marks else None
+        self._later = Tags(*marks, *closes) if marks else None
 
     def __call__(self, source: Source, out: Writer) -> Steps[None]:
         if self._bare:
-            source.record()
-            yield from skip_space(source)
-            if (yield from source.accept_any(self._opens)):
-                yield from self._block(source, out)
-            elif (yield from source.peek()) in tuple(self._bare):
-                yield from read_calls(source, out, self._strict)
-            else:
-                out.content(source.recorded())
+            yield from self._begin(source, out)
         if self._marks is None or self._later is None:
             return
         while True:
             # once there was a call, a closing tag that lost its place says nothing
-            tag = yield from source.until(self._marks if out.index < 0 else self._later, out.content)
+            tags = self._marks if out.index < 0 else self._later
+            tag = yield from source.until(tags, out.content, keep=("{",))
             if not tag:
                 return
-            if tag in self._opens:
+            if tag == "{":
+                source.record()
+                yield from self._bare_calls(source, out, self._whole)
+            elif tag in self._opens:
                 source.record(tag)
                 yield from self._block(source, out)
+            elif tag in self._again:
+                out.content(tag)
+                yield from self._begin(source, out)
+
+    def _begin(self, source: Source, out: Writer) -> Steps[None]:
+        """An answer that may be calls and nothing else."""
+        source.record()
+        yield from skip_space(source)
+        if (yield from source.accept_any(self._opens)):
+            yield from self._block(source, out)
+        elif (yield from source.peek()) in tuple(self._bare):
+            yield from self._bare_calls(source, out, self._strict)
+        else:
+            out.content(source.recorded())
+
+    def _bare_calls(self, source: Source, out: Writer, keys: Keys) -> Steps[None]:
+        if not (yield from read_calls(source, out, keys)):
+            text = source.last_recorded
+            if _JSON_OBJECT.match(text):  # no call is looked for within it
+                yield from skim(source, out.content, depth_of(text))
 
     def _block(self, source: Source, out: Writer) -> Steps[None]:
         if (yield from read_calls(source, out, self._keys, self._ends)):
@@ -200,8 +240,8 @@ def _key(source: Source) -> Steps[str | None]:
     return key
 
 
-def _open(source: Source, out: Writer, name: str, spare: list[str]) -> bool:
+def _open(source: Source, out: Writer, name: str, spare: list[str], call_id: str | None) -> bool:
     source.recorded()
     out.content("".join(spare))
-    out.open(name)
+    out.open(name, call_id or None)
     return True

@@ -13,6 +13,7 @@ import re
 
 from quire.text.parse.tags import SPACE, Emit, Source, Steps
 
+_OUTSIDE = re.compile(r'[^"{}\[\]]*')
 _IN_STRING = re.compile(r'[^"\\]*')
 _BETWEEN = re.compile(r"[-+.,:\s\d]*")
 _WORD = re.compile(r"[A-Za-z0-9_.+-]*")
@@ -85,6 +86,43 @@ def raw_string(source: Source, emit: Emit) -> Steps[bool]:
             emit(pair)
             return False
         emit(pair if pair[1] in _ESCAPES or pair[1] == "u" else "\\\\" + inside_quotes(pair[1]))
+
+
+def depth_of(text: str) -> int:
+    """How many brackets the beginning of some JSON has open; 0 if it breaks off within a string."""
+    depth, inside, escaped = 0, False, False
+    for letter in text:
+        if escaped:
+            escaped = False
+        elif inside:
+            inside, escaped = letter != '"', letter == "\\"
+        elif letter == '"':
+            inside = True
+        elif letter in "{[":
+            depth += 1
+        elif letter in "}]":
+            depth -= 1
+    return 0 if inside else max(0, depth)
+
+
+def skim(source: Source, emit: Emit, depth: int) -> Steps[None]:
+    """The rest of some JSON with so many brackets open, word for word."""
+    while depth > 0:
+        yield from source.span(_OUTSIDE, emit)
+        mark = yield from source.take(1)
+        if mark == "":
+            return
+        emit(mark)
+        if mark != '"':
+            depth += 1 if mark in "{[" else -1
+            continue
+        while True:
+            yield from source.span(_IN_STRING, emit)
+            mark = yield from source.take(1)
+            emit(mark)
+            if mark in ('"', ""):
+                break
+            emit((yield from source.take(1)))
 
 
 def string(source: Source, emit: Emit) -> Steps[bool]:

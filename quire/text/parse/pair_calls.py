@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from quire.text.parse.json_text import quoted, skip_space
 from quire.text.parse.tags import Source, Steps, Tags
 from quire.text.parse.typed import Types, parameter_types
-from quire.text.parse.writer import LONGEST_NAME, Writer, each_call
+from quire.text.parse.writer import LONGEST_NAME, Writer
 from quire.text.parse.xml_calls import read_value
 
 _NAME = re.compile(r"[\w.:/\-]+")
@@ -21,7 +21,7 @@ _NAME = re.compile(r"[\w.:/\-]+")
 @dataclass(frozen=True)
 class PairCalls:
     """`value` may be empty: then the key's end is where the value begins. `unknown`: the types of a parameter that no
-    schema describes."""
+    schema describes. `name_end`: stands after the name. `around`: marks outside of calls that say nothing."""
 
     open: str
     close: str
@@ -30,16 +30,20 @@ class PairCalls:
     value: str
     value_end: str
     unknown: Types = frozenset()
+    name_end: str = ""
+    around: tuple[str, ...] = ()
     _starts: Tags = field(init=False, repr=False)
     _later: Tags = field(init=False, repr=False)
+    _name_ends: Tags = field(init=False, repr=False)
     _header_ends: Tags = field(init=False, repr=False)
     _key_ends: Tags = field(init=False, repr=False)
     _value_ends: Tags = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, made in (
-            ("_starts", Tags(self.open)),
-            ("_later", Tags(self.open, self.close)),
+            ("_starts", Tags(self.open, *self.around)),
+            ("_later", Tags(self.open, self.close, *self.around)),
+            ("_name_ends", Tags(self.key, self.close, self.open, *((self.name_end,) if self.name_end else ()))),
             ("_header_ends", Tags(self.key, self.close, self.open)),
             ("_key_ends", Tags(self.key_end, self.close)),
             ("_value_ends", Tags(self.value_end)),
@@ -48,20 +52,28 @@ class PairCalls:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        found = (self.open, self.close, self.key, self.key_end, self.value, self.value_end)
+        found = (self.open, self.close, self.key, self.key_end, self.value, self.value_end, self.name_end, *self.around)
         return tuple(tag for tag in found if tag)
 
     def __call__(self, source: Source, out: Writer) -> Steps[None]:
-        yield from each_call(source, out, (self._starts, self._later), self.open, self._one)
+        while tag := (yield from source.until(self._later if out.index >= 0 else self._starts, out.content)):
+            if tag == self.open:
+                source.record(tag)
+                yield from self._one(source, out)
+            elif tag in self.around:
+                yield from skip_space(source)
 
     def _one(self, source: Source, out: Writer) -> Steps[None]:
-        header, tag = yield from source.text_until(self._header_ends, keep=(self.open, self.close))
+        header, tag = yield from source.text_until(self._name_ends, keep=(self.open, self.close))
         name = header.strip()
         if tag in ("", self.open) or len(name) > LONGEST_NAME or not _NAME.fullmatch(name):
             out.content(source.recorded())
             return
         source.recorded()
         out.open(name)
+        if tag == self.name_end:
+            yield from skip_space(source)
+            tag = yield from source.until(self._header_ends, out.content, keep=(self.open, self.close))
         first = True
         while tag == self.key:
             source.record(self.key)

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quire.schema.errors import ConfigError
 from quire.text.parse.base import CallDelta, Delta, OutputParser, PlainParser
 from quire.text.parse.choose import Ask, ParserChoice
 from quire.text.parse.reasoning import ReasoningFormat
@@ -43,6 +44,8 @@ def tags_of(reasoning: Any, tokenizer: Any) -> ReasoningFormat:
         start, end = parser.start_token, parser.end_token
     except (AttributeError, NotImplementedError):
         return ReasoningFormat()
+    except RuntimeError as wrong:  # the tokenizer does not know its tags
+        raise ConfigError(f"reasoning_parser: {wrong}", param="reasoning_parser") from None
     return ReasoningFormat((start,), (end,), inside=True) if start and end else ReasoningFormat()
 
 

@@ -20,20 +20,23 @@ _BETWEEN = re.compile(r"[\s,;\[\]]*")
 
 
 class PythonCalls:
-    """Calls between tags, or (`bare`) as the whole answer, then in a list."""
+    """Calls between tags, or (`bare`) as the whole answer or all of it after one of `again`, then in a list."""
 
-    def __init__(self, opens: tuple[str, ...] = (), closes: tuple[str, ...] = (), *, bare: bool = False) -> None:
-        self._opens, self._closes, self._bare = opens, closes, bare
-        self._marks = Tags(*opens) if opens else None
-        self._later = Tags(*opens, *closes) if opens else None
+    def __init__(
+        self,
+        opens: tuple[str, ...] = (),
+        closes: tuple[str, ...] = (),
+        *,
+        bare: bool = False,
+        again: tuple[str, ...] = (),
+    ) -> None:
+        self._opens, self._closes, self._bare, self._again = opens, closes, bare, again
+        self._marks = Tags(*opens, *again) if opens or again else None
+        self._later = Tags(*opens, *again, *closes) if opens or again else None
 
     def __call__(self, source: Source, out: Writer) -> Steps[None]:
         if self._bare:
-            source.record()
-            if (yield from skip_space(source)) == "[":
-                yield from read_calls(source, out)
-            else:
-                out.content(source.recorded())
+            yield from self._begin(source, out)
         if self._marks is None or self._later is None:
             return
         while True:
@@ -44,6 +47,17 @@ class PythonCalls:
                 source.record(tag)
                 if (yield from read_calls(source, out)):
                     yield from source.accept_any(self._closes)
+            elif tag in self._again:
+                out.content(tag)
+                yield from self._begin(source, out)
+
+    def _begin(self, source: Source, out: Writer) -> Steps[None]:
+        """An answer that may be a list of calls and nothing else."""
+        source.record()
+        if (yield from skip_space(source)) == "[":
+            yield from read_calls(source, out)
+        else:
+            out.content(source.recorded())
 
 
 def read_calls(source: Source, out: Writer) -> Steps[int]:
@@ -95,7 +109,7 @@ def _keyword(source: Source) -> Steps[str | None]:
 def _arguments(source: Source, out: Writer) -> Steps[bool]:
     """From the first value to the closing bracket. False: broken; the arguments are whole JSON all the same."""
     while True:
-        whole = yield from value(source, out.arguments)
+        whole = yield from value(source, out.arguments, argument=True)
         mark = yield from skip_space(source)
         if not whole or mark not in (",", ")"):
             out.arguments("}")

@@ -1,7 +1,8 @@
 """Python literals, read while they arrive and written as JSON.
 
-Strings, numbers, True, False and None (also true, false, null), lists, tuples, dicts. A bare word that is none of these
-becomes a string: nothing is evaluated, and no parser of Python runs. What was written stays whole JSON even where the
+Strings, numbers, True, False and None (also true, false, null), lists, tuples, sets, dicts. A bare word that is none of
+these becomes a string: nothing is evaluated, and no parser of Python runs. Models forget to escape a quote within a
+string: one after which the string cannot be over is part of it. What was written stays whole JSON even where the
 text breaks: every bracket that was opened is closed. In: a Source. Must not know: calls.
 """
 
@@ -14,6 +15,7 @@ from quire.text.parse.json_text import inside_quotes, quoted, skip_space
 from quire.text.parse.tags import Emit, Source, Steps
 
 DEEPEST = 64
+_FAR = 256  # characters looked ahead to see whether a string is over
 _CLOSER = {"[": "]", "(": ")", "{": "}"}
 _SCALAR = re.compile(r"""[^,()\[\]{}:'"\n]*""")
 _NUMBER = re.compile(r"[+-]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][+-]?\d+)?")
@@ -27,15 +29,18 @@ _ESCAPES = {
 _DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
-def value(source: Source, emit: Emit, depth: int = 0) -> Steps[bool]:
-    """One value. False: it broke off, or is nested too deep; what was written is whole all the same."""
+def value(source: Source, emit: Emit, depth: int = 0, *, argument: bool = False) -> Steps[bool]:
+    """One value. False: it broke off, or is nested too deep; what was written is whole all the same. `argument`: of a
+    call, so that a keyword or a closing bracket follows."""
     mark = yield from skip_space(source)
     if mark in ("'", '"'):
-        return (yield from _string(source, emit))
+        return (yield from _string(source, emit, argument=argument))
     if mark in ("[", "("):
-        return (yield from _items(source, emit, depth))
+        closer = _CLOSER[(yield from source.take(1))]
+        emit("[")
+        return (yield from _items(source, emit, depth, closer))
     if mark == "{":
-        return (yield from _pairs(source, emit, depth))
+        return (yield from _braces(source, emit, depth))
     text = (yield from source.word(_SCALAR)).strip()
     emit(scalar(text))
     return bool(text)
@@ -73,10 +78,9 @@ def literal_as_json(text: str) -> str | None:
         return "".join(pieces) if end.value else None
 
 
-def _items(source: Source, emit: Emit, depth: int) -> Steps[bool]:
-    closer = _CLOSER[(yield from source.take(1))]
-    emit("[")
-    first, whole = True, depth < DEEPEST
+def _items(source: Source, emit: Emit, depth: int, closer: str, first: bool = True) -> Steps[bool]:
+    """What a list holds. Not `first`: its first item is written."""
+    whole = depth < DEEPEST
     while whole:
         mark = yield from skip_space(source)
         if mark == closer:
@@ -99,10 +103,39 @@ def _items(source: Source, emit: Emit, depth: int) -> Steps[bool]:
     return whole
 
 
-def _pairs(source: Source, emit: Emit, depth: int) -> Steps[bool]:
+def _braces(source: Source, emit: Emit, depth: int) -> Steps[bool]:
+    """A dict, or a set, which becomes a list: what stands after the first item tells."""
     yield from source.take(1)
+    mark = yield from skip_space(source)
+    if mark in ("(", "["):
+        emit("[")
+        return (yield from _items(source, emit, depth, "}"))
+    if mark in ("}", "{", "") or depth >= DEEPEST:
+        emit("{")
+        return (yield from _pairs(source, emit, depth))
+    source.record()
+    item = yield from _key_text(source)
+    mark = yield from skip_space(source)
+    if item is not None and mark in (",", "}"):
+        source.recorded()
+        emit("[" + item[1])
+        return (yield from _items(source, emit, depth, "}", first=False))
     emit("{")
-    first, whole = True, depth < DEEPEST
+    if item is None or mark != ":":
+        emit("}")
+        return False
+    source.recorded()
+    yield from source.take(1)
+    emit(f"{item[0]}: ")
+    if not (yield from value(source, emit, depth + 1)):
+        emit("}")
+        return False
+    return (yield from _pairs(source, emit, depth, first=False))
+
+
+def _pairs(source: Source, emit: Emit, depth: int, first: bool = True) -> Steps[bool]:
+    """What a dict holds. Not `first`: its first pair is written."""
+    whole = depth < DEEPEST
     while whole:
         mark = yield from skip_space(source)
         if mark == "}":
@@ -128,33 +161,65 @@ def _pairs(source: Source, emit: Emit, depth: int) -> Steps[bool]:
 
 def _key(source: Source) -> Steps[str | None]:
     """A key as a JSON string; the colon is read too. If it is none, what was read stays recorded."""
-    pieces: list[str] = []
     source.record()
-    if (yield from source.peek()) in ("'", '"'):
-        if not (yield from _string(source, pieces.append)):
-            return None
-        key = "".join(pieces)
-    else:
-        text = (yield from source.word(_SCALAR)).strip()
-        if not text:
-            return None
-        key = quoted(text)
-    if (yield from skip_space(source)) != ":":
+    item = yield from _key_text(source)
+    if item is None or (yield from skip_space(source)) != ":":
         return None
     yield from source.take(1)
     source.recorded()
-    return key
+    return item[0]
 
 
-def _string(source: Source, emit: Emit) -> Steps[bool]:
+def _key_text(source: Source) -> Steps[tuple[str, str] | None]:
+    """A string or a word: (as a key, as a value)."""
+    pieces: list[str] = []
+    if (yield from source.peek()) in ("'", '"'):
+        if not (yield from _string(source, pieces.append)):
+            return None
+        text = "".join(pieces)
+        return text, text
+    text = (yield from source.word(_SCALAR)).strip()
+    return (quoted(text), scalar(text)) if text else None
+
+
+def _string(source: Source, emit: Emit, *, argument: bool = False) -> Steps[bool]:
     quote = yield from source.take(1)
     emit('"')
-    whole = yield from _string_text(source, quote, lambda text: emit(inside_quotes(text)))
+    whole = yield from _string_text(source, quote, lambda text: emit(inside_quotes(text)), argument)
     emit('"')
     return whole
 
 
-def _string_text(source: Source, quote: str, emit: Emit) -> Steps[bool]:
+def _is_closed(source: Source, argument: bool) -> Steps[bool]:
+    """Whether a string may be over, after a quote of its kind: by what comes next."""
+    at, mark = yield from _next_mark(source, 0)
+    if not argument or mark in ("", "+", "*", "%", "."):
+        return mark in ("", ",", ")", "]", "}", ":", "+", "*", "%", ".")
+    if mark == ",":
+        at, mark = yield from _next_mark(source, at + 1)
+        if mark.isidentifier():
+            size = 0
+            while (mark.isidentifier() or mark.isdigit()) and size < _FAR:
+                at, size = at + 1, size + 1
+                mark = yield from source.glance(at)
+            _, mark = yield from _next_mark(source, at)
+            return mark in ("=", "")
+    if mark == ")":
+        mark = yield from source.glance(at + 1)
+        return mark.isspace() or mark in ("", ",", ";", "]", "<")
+    return mark == ""
+
+
+def _next_mark(source: Source, at: int) -> Steps[tuple[int, str]]:
+    """(where, which) is the next character from `at` on that is no white space; nothing is read."""
+    for place in range(at, at + _FAR):
+        mark = yield from source.glance(place)
+        if not mark.isspace():
+            return place, mark
+    return at + _FAR, ""
+
+
+def _string_text(source: Source, quote: str, emit: Emit, argument: bool) -> Steps[bool]:
     triple = False
     if (yield from source.accept(quote)):  # an empty string, or the second of three
         if not (yield from source.accept(quote)):
@@ -166,7 +231,8 @@ def _string_text(source: Source, quote: str, emit: Emit) -> Steps[bool]:
         if mark == "":
             return False
         if mark == quote:
-            if not triple or (yield from source.accept(quote * 2)):
+            over = (yield from source.accept(quote * 2)) if triple else (yield from _is_closed(source, argument))
+            if over:
                 return True
             emit(quote)
             continue

@@ -20,25 +20,32 @@ _TAIL = 1 << 16  # characters of a prompt that is being continued in which a tho
 @dataclass(frozen=True)
 class ReasoningFormat:
     """`start` and `end`: tags, the usual one first. `inside`: an answer begins within a thought, unless its prompt
-    tells. `ends`: marks that end a thought too and are no part of it. `hidden`: marks around the text that follows.
-    `prefix`: text put before the answer, which then holds its thought."""
+    tells. `opened`: the family's templates begin the thought, so where no prompt is known an answer is within it.
+    `ends`: marks that end a thought too and are no part of it. `calls`: the same, where calls are looked for: models
+    make a call without having closed the thought. `hidden`: marks around the text that follows. `prefix`: text put
+    before the answer, which then holds its thought."""
 
     start: tuple[str, ...] = ()
     end: tuple[str, ...] = ()
     inside: bool = False
+    opened: bool = False
     ends: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
     prefix: str = ""
     harmony: bool = False
 
     @property
     def tags(self) -> tuple[str, ...]:
-        return (*self.start, *self.end, *self.ends, *self.hidden)
+        return (*self.start, *self.end, *self.ends, *self.calls, *self.hidden)
 
-    def begins_inside(self, prompt: str | None, *, continues: bool = False) -> bool:
-        """Whether an answer to this prompt begins within a thought. `continues`: its last message is gone on with."""
+    def begins_inside(self, prompt: str | None, *, continues: bool = False, thinking: bool | None = None) -> bool:
+        """Whether an answer to this prompt begins within a thought. `continues`: its last message is gone on with.
+        `thinking`: False where the request switched it off, which a prompt need not show."""
         if not self.end:
             return False
+        if prompt is None and not continues:
+            return (self.inside or self.opened) and thinking is not False
         tail = (prompt or "")[-_TAIL:]
         if continues:
             start = max(tail.rfind(tag.strip()) for tag in self.start)
@@ -47,25 +54,29 @@ class ReasoningFormat:
         tail = tail.rstrip()
         if any(tail.endswith(tag.strip()) for tag in self.end):
             return False
-        return self.inside or any(tail.endswith(tag.strip()) for tag in self.start)
+        opens = any(tail.endswith(tag.strip()) for tag in self.start)
+        return opens or (self.inside and thinking is not False)
 
-    def read(self, source: Source, out: Writer, inside: bool) -> Steps[None]:
-        """The thought, if there is one. What follows is left."""
+    def read(self, source: Source, out: Writer, inside: bool, calls: bool = False) -> Steps[tuple[str, ...]]:
+        """The thought, if there is one; the marks to hide in what follows, which is left. `calls`: are looked for."""
         if self.prefix:
             out.content(self.prefix)
         if not self.end:
-            return
+            return ()
         source.record()
         yield from skip_space(source)
-        if (yield from source.accept_any(self.start)):
+        if (yield from source.accept_any(sorted(self.start, key=len, reverse=True))):
             source.recorded()
         elif inside:
             out.reasoning(source.recorded())
         else:
             out.content(source.recorded())
-            return
-        yield from source.until(Tags(*self.end, *self.ends), out.reasoning, keep=self.ends)
-        source.hide(self.hidden)
+            return self.hidden
+        ends = (*self.ends, *self.calls) if calls else self.ends
+        tag = yield from source.until(Tags(*self.end, *ends), out.reasoning, keep=ends)
+        hidden = (*self.hidden, *self.end) if calls and tag in self.calls else self.hidden
+        source.hide(hidden)
+        return hidden
 
 
 @dataclass(frozen=True)

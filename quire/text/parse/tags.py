@@ -63,11 +63,13 @@ class Tags:
 class Source:
     """What has arrived and is not yet read. One reader."""
 
-    __slots__ = ("_at", "_final", "_hidden", "_record", "_text", "_unseen")
+    __slots__ = ("_at", "_final", "_hidden", "_last", "_record", "_since", "_text", "_unseen")
 
     def __init__(self, text: str = "", *, final: bool = False) -> None:
         self._text, self._at, self._final = text, 0, final
         self._record: list[str] | None = None
+        self._last = ""  # what was remembered last
+        self._since: list[str] | None = None  # a call's text
         self._hidden: Tags | None = None
         self._unseen = ""  # not yet known to hold no hidden tag
 
@@ -106,7 +108,20 @@ class Source:
     def recorded(self) -> str:
         """What was remembered; stops remembering."""
         record, self._record = self._record, None
-        return "".join(record or ())
+        self._last = "".join(record or ())
+        return self._last
+
+    @property
+    def last_recorded(self) -> str:
+        return self._last
+
+    def begin_call(self) -> None:
+        """Keep the text of the call whose beginning was remembered last."""
+        self._since = [self._last]
+
+    def call_text(self) -> str:
+        """All that was read since."""
+        return "".join(self._since or ())
 
     def rest(self) -> tuple[str, bool]:
         """All that has arrived, and whether that is the end."""
@@ -119,6 +134,8 @@ class Source:
         self._at = end
         if self._record is not None:
             self._record.append(text)
+        if self._since is not None:
+            self._since.append(text)
         return text
 
     def until(self, tags: Tags, emit: Emit, keep: Collection[str] = ()) -> Steps[str]:
@@ -156,6 +173,14 @@ class Source:
                 return ""
             yield
         return self._text[self._at]
+
+    def glance(self, offset: int) -> Steps[str]:
+        """The character so far ahead, unread; "" past the end."""
+        while self._at + offset >= len(self._text):
+            if self._final:
+                return ""
+            yield
+        return self._text[self._at + offset]
 
     def take(self, count: int) -> Steps[str]:
         """So many characters; fewer at the end."""

@@ -26,10 +26,33 @@ _KINDS: dict[type, str] = {
 
 def parameter_types(tools: Mapping[str, Mapping[str, Any]], function: str, parameter: str) -> Types:
     """What a parameter may be; ANY if the tool does not say."""
+    return types_of(*parameter_schema(tools, function, parameter))
+
+
+def parameter_schema(
+    tools: Mapping[str, Mapping[str, Any]], function: str, parameter: str
+) -> tuple[Any, Mapping[str, Any]]:
+    """(the parameter's schema or None, the function's)."""
     schema = tools.get(function)
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    found = properties.get(parameter) if isinstance(properties, Mapping) else None
-    return _types(found, schema or {}, [_MOST])
+    return properties.get(parameter) if isinstance(properties, Mapping) else None, schema or {}
+
+
+def types_of(schema: Any, root: Mapping[str, Any]) -> Types:
+    """What a value of this schema may be; `root`: what it refers to."""
+    return _types(schema, root, [_MOST])
+
+
+def has_parameter(tools: Mapping[str, Mapping[str, Any]], function: str, parameter: str) -> bool:
+    """Whether a function lists this parameter; where it lists none at all, that cannot be told."""
+    properties = tools.get(function, {}).get("properties")
+    return not isinstance(properties, Mapping) or not properties or parameter in properties
+
+
+def as_members(text: str) -> str | None:
+    """What stands between the braces of a JSON object; None if the text is none."""
+    read = read_json(text.strip())
+    return read[1][1:-1] if read is not None and isinstance(read[0], dict) else None
 
 
 def tool_schemas(tools: Any) -> dict[str, Mapping[str, Any]]:

@@ -7,6 +7,7 @@ the calls and is not content. Must not know: any format.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 
 from quire.text.parse.base import CallDelta, Delta
 from quire.text.parse.call_form import CallForm
-from quire.text.parse.tags import ANYTHING, Source, Steps, Tags
+from quire.text.parse.tags import ANYTHING, SPACE, Source, Steps, Tags
 
 LONGEST_NAME = 256  # characters of a function's or a parameter's name; what is longer is no name
 NewId = Callable[[str, int], str]
@@ -27,7 +28,10 @@ def random_id(name: str, index: int) -> str:
 class Writer:
     """Collects one answer's Deltas. `tools`: the functions' parameter schemas, by name."""
 
-    __slots__ = ("_deltas", "_fresh", "_kind", "_new_id", "_pieces", "_space", "first_only", "index", "tools")
+    __slots__ = (
+        "_arguments", "_deltas", "_fresh", "_kind", "_new_id", "_on_open", "_pieces", "_space", "first_only", "index",
+        "tools",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -45,6 +49,12 @@ class Writer:
         self._kind, self._pieces = "", list[str]()
         self._fresh = not keep_space  # no content since the beginning or the last call
         self._space: list[str] = []  # white space that is content only if other content follows
+        self._arguments: list[str] = []  # of the last call
+        self._on_open: Callable[[], None] | None = None
+
+    def on_open(self, act: Callable[[], None]) -> None:
+        """Whom to tell that a call begins."""
+        self._on_open = act
 
     def content(self, text: str) -> None:
         if self._fresh:
@@ -65,13 +75,26 @@ class Writer:
         self.index += 1
         self._fresh = True
         self._space.clear()
+        self._arguments.clear()
+        if self._on_open is not None:
+            self._on_open()
         if not self.first_only or self.index == 0:
             given = call_id or self._new_id(name, self.index)
             self._deltas.append(Delta(call=CallDelta(self.index, "", given, name)))
 
     def arguments(self, text: str) -> None:
         if not self.first_only or self.index == 0:
+            self._arguments.append(text)
             self._put("arguments", text)
+
+    def break_off(self, text: str) -> None:
+        """The answer is over. If the last call's arguments are not, `text` is what the call is shown as."""
+        if self.index < 0 or not self._fresh or (self.first_only and self.index > 0):
+            return
+        if _is_json("".join(self._arguments)):
+            return
+        self._flush()
+        self._deltas.append(Delta(call=CallDelta(self.index, broken=text)))
 
     def take(self, final: bool = False) -> list[Delta]:
         """What came since the last time."""
@@ -117,18 +140,25 @@ class ToolFormat:
     new_id: NewId = random_id
     forms: tuple[CallForm, ...] = ()
     after: Callable[[str], Read] | None = None  # instead of `read`, where the prompt is known and matters
+    held: Read | None = None  # instead of `read`, where calls are held to a schema (strict.py)
+    thought: tuple[str, str] | None = None  # tags of a thought that an answer may begin with: no call is made in it
+    is_answer: bool = False  # the whole answer is the arguments, also where they break off
 
 
 class FormatParser:
     """An OutputParser that runs a format."""
 
-    def __init__(self, read: Read, writer: Writer) -> None:
-        self._source, self._writer = Source(), writer
+    def __init__(self, read: Read, writer: Writer, *, shows_broken: bool = True) -> None:
+        self._source, self._writer, self._shows_broken = Source(), writer, shows_broken
         self._steps = _whole(read, self._source, writer)
+        if shows_broken:
+            writer.on_open(self._source.begin_call)
 
     def feed(self, text: str, token_ids: Sequence[int], *, final: bool) -> Sequence[Delta]:
         self._source.push(text, final)
         next(self._steps, None)
+        if final and self._shows_broken:
+            self._writer.break_off(self._source.call_text())
         return self._writer.take(final)
 
 
@@ -140,6 +170,27 @@ def _whole(read: Read, source: Source, out: Writer) -> Steps[None]:
 def read_text(source: Source, out: Writer) -> Steps[None]:
     """All that is left is content."""
     yield from source.span(ANYTHING, out.content)
+
+
+def read_thought(source: Source, out: Writer, tags: tuple[str, str], inside: bool) -> Steps[None]:
+    """A thought that an answer begins with, as content. `inside`: the prompt has begun it."""
+    begin, end = tags
+    source.record()
+    yield from source.span(SPACE)
+    begun = yield from source.accept(begin)
+    out.content(source.recorded())
+    if begun or inside:
+        out.content((yield from source.until(Tags(end), out.content)))
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    except RecursionError:  # deep, and whole as far as can be told
+        return True
+    return True
 
 
 def each_call(source: Source, out: Writer, tags: tuple[Tags, Tags], opens: str, read: Read) -> Steps[None]:

@@ -7,14 +7,17 @@ model writes like this.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from quire.text.parse.json_text import inside_quotes, quoted, skip_space
-from quire.text.parse.tags import Emit, Source, Steps, Tags
-from quire.text.parse.typed import TEXT, Types, as_json, is_text, parameter_types
+from quire.text.parse.tags import Emit, Source, Steps, Tags, drop
+from quire.text.parse.typed import ANY, TEXT, Types, as_json, as_members, has_parameter, is_text, parameter_types
 from quire.text.parse.writer import LONGEST_NAME, Writer
 
-_HEADER_END = Tags(">", "\n", "<")
+_CDATA, _CDATA_END = "<![CDATA[", Tags("]]>")
+_SAID_TYPE = re.compile(r'\btype="(\w{1,32})"')
+_NO_TEXT = frozenset({"number", "integer", "boolean", "object", "array", "null"})
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,10 @@ class XmlCalls:
     """`call` and `parameter` begin a tag, whose name follows: "<function=" or '<invoke name="'.
 
     `around`: marks that stand before or after one call and say nothing. `trim`: a newline at either end of a value is
-    no part of it. `unknown`: the types of a parameter that no schema describes.
+    no part of it. `unknown`: the types of a parameter that no schema describes. `wrappers`: a parameter that a function
+    does not have, and that then holds all of its arguments. `known_only`: a function that the request does not have is
+    no call, and neither `opens` nor `closes` are ever text. `header_end`: the end of the tags of calls and parameters.
+    `cdata`: a value may be quoted as XML quotes text.
     """
 
     opens: tuple[str, ...]
@@ -34,6 +40,11 @@ class XmlCalls:
     around: tuple[str, ...] = ()
     trim: bool = True
     unknown: Types = TEXT
+    wrappers: tuple[str, ...] = ()
+    known_only: bool = False
+    header_end: str = ">"
+    cdata: bool = False
+    _header_ends: Tags = field(init=False, repr=False)
     _starts: Tags = field(init=False, repr=False)
     _later: Tags = field(init=False, repr=False)
     _next: Tags = field(init=False, repr=False)
@@ -43,8 +54,10 @@ class XmlCalls:
     def __post_init__(self) -> None:
         # a value may lack its closing tag: a line that begins with another tag of the call ends it too
         breaks = tuple(f"\n{tag}" for tag in (*self.parameter, *self.call_close))
+        stray = self.closes if self.known_only else ()
         for name, made in (
-            ("_starts", Tags(*self.opens, *self.call)),
+            ("_header_ends", Tags(self.header_end, "\n", "<")),
+            ("_starts", Tags(*self.opens, *self.call, *stray)),
             ("_later", Tags(*self.opens, *self.call, *self.closes, *self.around)),
             ("_next", Tags(*self.parameter, *self.call_close, *self.closes, *self.call, *self.around)),
             ("_ends", Tags(*self.parameter_close, *breaks)),
@@ -61,7 +74,7 @@ class XmlCalls:
                 source.record(tag)
                 yield from self._one(source, out, tag)
             elif tag in self.opens:
-                source.record(tag)
+                source.record(*(() if self.known_only else (tag,)))
                 yield from self._block(source, out)
 
     def _block(self, source: Source, out: Writer) -> Steps[None]:
@@ -84,8 +97,8 @@ class XmlCalls:
 
     def _one(self, source: Source, out: Writer, tag: str) -> Steps[bool]:
         """A call, after its opening; False if it is none."""
-        header = yield from _header(source, tag)
-        if header is None:
+        header = yield from self._header(source, tag)
+        if header is None or (self.known_only and out.tools and header[0] not in out.tools):
             out.content(source.recorded())
             return False
         source.recorded()
@@ -98,33 +111,81 @@ class XmlCalls:
             if tag not in self.parameter:
                 break
             source.record(tag)
-            header = yield from _header(source, tag)
+            header = yield from self._header(source, tag)
             lost = source.recorded()
             if header is None:
                 out.content(lost)
                 continue
-            out.arguments(f"{'{' if first else ', '}{quoted(header[0])}: ")
-            first = False
-            types = header[1] or parameter_types(out.tools, name, header[0]) or self.unknown
-            if not (yield from read_value(source, out.arguments, self._ends, types, self.trim, self._breaks)):
+            key = header[0]
+            begin = f"{'{' if first else ', '}{quoted(key)}: "
+            if first and key in self.wrappers and not has_parameter(out.tools, name, key):
+                text, tag = yield from source.text_until(self._ends, self._breaks)
+                inner = as_members(text)
+                first = inner == ""
+                out.arguments(begin + as_json(text, ANY) if inner is None else "{" + inner if inner else "")
+            else:
+                out.arguments(begin)
+                first = False
+                types = _settled(header[1], parameter_types(out.tools, name, key)) or self.unknown
+                tag = yield from self._value(source, out.arguments, types)
+            if not tag:
                 return True  # the answer ended within the value
         if tag:
             out.arguments("{}" if first else "}")
         return True
 
+    def _value(self, source: Source, emit: Emit, types: Types) -> Steps[str]:
+        """A parameter's; the tag that ends it, "" where the answer does."""
+        if self.cdata:
+            source.record()
+            yield from skip_space(source)
+            if (yield from source.accept(_CDATA)):
+                source.recorded()
+                if (yield from read_value(source, emit, _CDATA_END, types, trim=False)):
+                    return (yield from source.until(self._ends, drop, self._breaks))
+                return ""
+            if (lead := source.recorded()) and is_text(types):
+                emit('"' + inside_quotes(lead.removeprefix("\n") if self.trim else lead))
+                return (yield from _read_text(source, emit, self._ends, self.trim, self._breaks))
+        return (yield from read_value(source, emit, self._ends, types, self.trim, self._breaks))
+
+    def _header(self, source: Source, tag: str) -> Steps[tuple[str, Types] | None]:
+        """(name, types if the tag itself says) from the rest of an opening tag."""
+        text, end = yield from source.text_until(self._header_ends, keep=("\n", "<"))
+        if end != self.header_end or len(text) > LONGEST_NAME:
+            return None
+        if not tag.endswith('"'):
+            name, rest = text.strip().strip("\"'"), ""
+        else:
+            name, _, rest = text.partition('"')
+            name = name.strip()
+        if not name:
+            return None
+        if 'string="true"' in rest:
+            return name, TEXT
+        if 'string="false"' in rest:
+            return name, _NO_TEXT
+        said = _SAID_TYPE.search(rest)
+        return name, frozenset() if said is None else frozenset({said.group(1)})
+
 
 def read_value(
     source: Source, emit: Emit, ends: Tags, types: Types, trim: bool, keep: tuple[str, ...] = ()
-) -> Steps[bool]:
-    """The text before the next of `ends`, as JSON of its type. False: the answer ended."""
+) -> Steps[str]:
+    """The text before the next of `ends`, as JSON of its type; that tag. "": the answer ended."""
     if not is_text(types):
         text, tag = yield from source.text_until(ends, keep)
         text = text.removeprefix("\n").removesuffix("\n") if trim else text
         emit(as_json(text, types) if tag else text)
-        return bool(tag)
+        return tag
     emit('"')
     if trim:
         yield from source.accept("\n")
+    return (yield from _read_text(source, emit, ends, trim, keep))
+
+
+def _read_text(source: Source, emit: Emit, ends: Tags, trim: bool, keep: tuple[str, ...]) -> Steps[str]:
+    """A string whose opening quote is written, and its closing one."""
     held = ""  # a newline that may be the last character
 
     def stream(text: str) -> None:
@@ -136,25 +197,11 @@ def read_value(
     tag = yield from source.until(ends, stream, keep)
     if not tag:
         emit(inside_quotes(held))
-        return False
+        return ""
     emit('"')
-    return True
+    return tag
 
 
-def _header(source: Source, tag: str) -> Steps[tuple[str, Types] | None]:
-    """(name, types if the tag itself says) from the rest of an opening tag."""
-    text, end = yield from source.text_until(_HEADER_END, keep=("\n", "<"))
-    if end != ">" or len(text) > LONGEST_NAME:
-        return None
-    if not tag.endswith('"'):
-        name, rest = text.strip().strip("\"'"), ""
-    else:
-        name, _, rest = text.partition('"')
-        name = name.strip()
-    if not name:
-        return None
-    if 'string="true"' in rest:
-        return name, TEXT
-    if 'string="false"' in rest:
-        return name, frozenset({"number", "integer", "boolean", "object", "array", "null"})
-    return name, frozenset()
+def _settled(said: Types, known: Types) -> Types:
+    """A parameter's types by its tag and by the tool's schema: the schema's, of them those that the tag allows."""
+    return (said & known) or known or said

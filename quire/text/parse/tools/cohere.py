@@ -13,7 +13,7 @@ from quire.text.parse.writer import ToolFormat
 
 _TAGS = ("<|START_ACTION|>", "<|END_ACTION|>")
 _HIDDEN = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
-_KEYS = Keys(name=("tool_name", "name"), arguments=("parameters", "arguments"))
+_KEYS = Keys(name=("tool_name", "name"), arguments=("parameters", "arguments"), id="tool_call_id")
 _FORM = CallForm(
     json_call("tool_name", "parameters", first='"tool_call_id": "{number}", '),
     "}",

@@ -77,6 +77,7 @@ def _markup(*blocks: str, marks: tuple[str, ...] = ("｜DSML｜", "")) -> XmlCal
         parameter=tuple(f'<{mark}parameter name="' for mark in marks),
         parameter_close=tuple(f"</{mark}parameter>" for mark in marks),
         trim=False,
+        wrappers=("arguments", "input"),
     )
 
 

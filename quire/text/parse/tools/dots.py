@@ -9,7 +9,7 @@
     </dots_function_call>
 
 Several calls may stand in one block. One line break on either side of a value is no part of it; values by the types of
-the tool's schema.
+the tool's schema. A function that the request does not have is text; the outer tags never are.
 """
 
 from quire.text.parse.call_form import CallForm, TaggedValues
@@ -25,6 +25,7 @@ FORMAT = ToolFormat(
         call_close=("</invoke>",),
         parameter=('<parameter name="',),
         parameter_close=("</parameter>",),
+        known_only=True,
     ),
     _TAGS,
     forms=(

@@ -3,20 +3,21 @@
 FunctionGemma: <start_function_call>call:get_weather{city:<escape>Paris<escape>,days:3}<end_function_call>
 Gemma 4:       <|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>
 
-Keys stand bare, strings between two marks, objects and lists in their brackets. Calls follow each other.
+Keys stand bare, strings between two marks, objects and lists in their brackets. Calls follow each other. A model may
+fall into JSON's strings and into = after a key.
 """
 
 import re
 from dataclasses import dataclass, field
 
 from quire.text.parse.call_form import BareValues, CallForm
-from quire.text.parse.json_text import inside_quotes, quoted, skip_space
+from quire.text.parse.json_text import inside_quotes, quoted, raw_string, skip_space
 from quire.text.parse.python_values import DEEPEST, scalar
 from quire.text.parse.tags import Emit, Source, Steps, Tags
 from quire.text.parse.writer import LONGEST_NAME, ToolFormat, Writer, each_call
 
 _NAME = re.compile(r"[\w.\-]*")
-_KEY = re.compile(r"[^:{}\[\],<]*")
+_KEY = re.compile(r"[^:={}\[\],<]*")
 _SCALAR = re.compile(r"[^,{}\[\]<]*")
 
 
@@ -62,6 +63,8 @@ class BareCalls:
             emit('"')
             return bool(tag)
         mark = yield from source.peek()
+        if mark == '"':
+            return (yield from raw_string(source, emit))
         if mark in ("{", "["):
             return (yield from self._items(source, emit, depth))
         text = (yield from source.word(_SCALAR)).strip()
@@ -103,7 +106,7 @@ class BareCalls:
                 return None
         else:
             key = (yield from source.word(_KEY)).strip().strip('"')
-        if not key or not (yield from source.accept(":")):
+        if not key or not (yield from source.accept_any((":", "="))):
             return None
         yield from skip_space(source)
         source.recorded()

@@ -1,4 +1,4 @@
-"""glm45, glm47: Zhipu GLM 4.5, 4.6, 4.7.
+"""glm45, glm47: Zhipu GLM 4.5, 4.6, 4.7; ling3, poolside_v1: Ling 3 and Poolside Laguna, which write as 4.7 does.
 
     <tool_call>get_weather
     <arg_key>city</arg_key>

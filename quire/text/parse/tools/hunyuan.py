@@ -11,4 +11,10 @@ from quire.text.parse.writer import ToolFormat
 
 _TAGS = ("<tool_calls>", "</tool_calls>")
 _FORM = CallForm(json_call(), "}", triggers=_TAGS[:1], open="[", between=", ", end="]" + _TAGS[1])
-FORMAT = ToolFormat(JsonBlocks(_TAGS[:1], _TAGS[1:]), _TAGS, hidden=("<answer>", "</answer>"), forms=(_FORM,))
+FORMAT = ToolFormat(
+    JsonBlocks(_TAGS[:1], _TAGS[1:]),
+    _TAGS,
+    hidden=("<answer>", "</answer>"),
+    forms=(_FORM,),
+    thought=("<think>", "</think>"),  # no call is made in it
+)

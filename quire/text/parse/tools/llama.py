@@ -2,8 +2,8 @@
 
 JSON: {"name": "get_weather", "parameters": {"city": "Paris"}}
 
-The answer is the call, with <|python_tag|> before it or not (Llama 4: <|python_start|> ... <|python_end|>). Several
-calls are separated by semicolons. An answer that is some other JSON object is content.
+With <|python_tag|> before it or not (Llama 4: <|python_start|> ... <|python_end|>), and with text around it or not.
+Several calls are separated by semicolons. Some other JSON object is content, and so is all that is in it.
 
 Pythonic (Llama 4): [get_weather(city="Paris"), now()], with <|python_start|> and <|python_end|> around it or not.
 """
@@ -22,7 +22,18 @@ _PYTHON = CallForm(
     "{name}(", ")", PythonValues(), triggers=(_START,), open="[", between=", ", end="]" + _END, bare="[", bare_end="]",
     alone=True,
 )  # fmt: skip
+_MARKS, _THOUGHT = ((_OPEN, _START), (_END,)), ("<think>", "</think>")
 FORMAT = ToolFormat(
-    JsonBlocks((_OPEN, _START), (_END,), keys=_KEYS, bare="{["), (_OPEN, _START, _END), forms=(_FORM, _FORM_4)
+    JsonBlocks(*_MARKS, keys=_KEYS, bare="{[", anywhere=True),
+    (_OPEN, _START, _END),
+    forms=(_FORM, _FORM_4),
+    held=JsonBlocks(*_MARKS, keys=_KEYS, bare="{["),
+    thought=_THOUGHT,
 )
-PYTHONIC = ToolFormat(PythonCalls((_START,), (_END,), bare=True), (_START, _END), forms=(_PYTHON,))
+PYTHONIC = ToolFormat(
+    PythonCalls((_START,), (_END,), bare=True, again=_THOUGHT[1:]),
+    (_START, _END),
+    forms=(_PYTHON,),
+    held=PythonCalls((_START,), (_END,), bare=True),
+    thought=_THOUGHT,
+)

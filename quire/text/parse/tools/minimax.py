@@ -24,7 +24,8 @@ from quire.text.parse.xml_calls import XmlCalls
 
 _OPEN, _CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 _FORM = CallForm(json_call(), "}\n", triggers=TAGS[:1], open="\n", between="", end=TAGS[1])
-FORMAT = ToolFormat(JsonBlocks(TAGS[:1], TAGS[1:]), TAGS, forms=(_FORM,))
+_THOUGHT = ("<think>", "</think>")  # no call is made in it
+FORMAT = ToolFormat(JsonBlocks(TAGS[:1], TAGS[1:]), TAGS, forms=(_FORM,), thought=_THOUGHT)
 _FORM_M2 = CallForm(
     '<invoke name="{name}">\n',
     "</invoke>\n",
@@ -43,7 +44,9 @@ FORMAT_M2 = ToolFormat(
         call_close=("</invoke>",),
         parameter=('<parameter name="', "<parameter name="),
         parameter_close=("</parameter>",),
+        wrappers=("arguments", "input"),
     ),
     (_OPEN, _CLOSE),
     forms=(_FORM_M2,),
+    thought=_THOUGHT,
 )

@@ -2,7 +2,7 @@
 
     [get_weather(city="Paris", metric=True), now()]
 
-The list is the whole answer. Only keyword arguments with literal values are calls.
+The list is the whole answer, or all of it after a thought. Only keyword arguments with literal values are calls.
 """
 
 from quire.text.parse.call_form import CallForm, PythonValues
@@ -10,4 +10,7 @@ from quire.text.parse.python_calls import PythonCalls
 from quire.text.parse.writer import ToolFormat
 
 _FORM = CallForm("{name}(", ")", PythonValues(), open="[", between=", ", bare="[", bare_end="]", alone=True)
-FORMAT = ToolFormat(PythonCalls(bare=True), forms=(_FORM,))
+_THOUGHT = ("<think>", "</think>")
+FORMAT = ToolFormat(
+    PythonCalls(bare=True, again=_THOUGHT[1:]), forms=(_FORM,), held=PythonCalls(bare=True), thought=_THOUGHT
+)

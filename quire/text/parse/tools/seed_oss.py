@@ -31,4 +31,5 @@ FORMAT = ToolFormat(
             others=("<function=",),
         ),
     ),
+    thought=("<seed:think>", "</seed:think>"),  # no call is made in it
 )

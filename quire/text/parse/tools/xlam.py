@@ -7,7 +7,7 @@
     [TOOL_CALLS][{...}]
     <tool_call>[{...}]</tool_call>
 
-A list of other objects, or other JSON in a fence, is content.
+A list of other objects, or other JSON in a fence, is content. A thought may stand before the call.
 """
 
 from quire.text.parse.json_calls import JsonBlocks, Keys
@@ -15,4 +15,9 @@ from quire.text.parse.writer import ToolFormat
 
 _OPENS = ("```json", "[TOOL_CALLS]", "<tool_call>")
 _CLOSES = ("```", "[/TOOL_CALLS]", "</tool_call>")
-FORMAT = ToolFormat(JsonBlocks(_OPENS, _CLOSES, keys=Keys(strict=True), bare="[{"), (*_OPENS[1:], *_CLOSES[1:]))
+_THOUGHT = ("<think>", "</think>")
+FORMAT = ToolFormat(
+    JsonBlocks(_OPENS, _CLOSES, keys=Keys(strict=True), bare="[{", again=_THOUGHT[1:]),
+    (*_OPENS[1:], *_CLOSES[1:]),
+    thought=_THOUGHT,
+)
