@@ -178,7 +178,7 @@ async def attacked(
 # ---- the server -------------------------------------------------------------------------------------------------
 
 
-def start(folder: Path, log: TextIO) -> tuple[subprocess.Popen[bytes], str]:
+def start(args: argparse.Namespace, folder: Path, log: TextIO) -> tuple[subprocess.Popen[bytes], str]:
     port = free_port()
     (folder / "tmp").mkdir()
     command = [sys.executable, "-c", SERVE, "serve", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
@@ -186,8 +186,8 @@ def start(folder: Path, log: TextIO) -> tuple[subprocess.Popen[bytes], str]:
                "--trust-request-chat-template", "--open-metrics", "--disable-uvicorn-access-log"]  # fmt: skip
     threads = max(1, (os.cpu_count() or 2) - 1)
     environment = os.environ | {
-        "QUIRE_CPU_KVCACHE_SPACE": "0.5", "OMP_NUM_THREADS": str(threads), "QUIRE_ENABLE_RESPONSES_API_STORE": "1",
-        "QUIRE_API_KEY": CANARY, "TMPDIR": str(folder / "tmp"),
+        "QUIRE_CPU_KVCACHE_SPACE": str(args.kv_gib), "OMP_NUM_THREADS": str(threads),
+        "QUIRE_ENABLE_RESPONSES_API_STORE": "1", "QUIRE_API_KEY": CANARY, "TMPDIR": str(folder / "tmp"),
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }  # fmt: skip
     server = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log)
@@ -367,6 +367,7 @@ def arguments() -> argparse.Namespace:
         "--max-tokens", type=int, default=24, help="most tokens of an honest answer; each asks for half to all"
     )
     parser.add_argument("--max-growth", type=float, default=64.0, help="MiB that all processes together may grow by")
+    parser.add_argument("--kv-gib", type=float, default=0.5, help="size of the KV cache, which is filled once at first")
     parser.add_argument("--only", nargs="*", default=[], help="parts of names of attacks; the fuzzer then stays out")
     parser.add_argument("--into", help="file for everything, as JSON")
     parser.add_argument("--log", help="file for the server's log")
@@ -385,7 +386,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with open(folder / "server.log", "w") as log:
-            server, url = start(folder, log)
+            server, url = start(args, folder, log)
             try:
                 run = asyncio.run(drive(args, server, url, folder))
             finally:

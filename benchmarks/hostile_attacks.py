@@ -265,13 +265,12 @@ def define_small() -> None:
         "cache_salt": {"cache_salt": salt},
         "vllm_xargs": {"vllm_xargs": {"a": salt}},
         "structured_outputs": {"structured_outputs": {"choice": ["a" * 1000 + str(i) for i in range(900)]}},
-        "allowed_token_ids": {"allowed_token_ids": list(range(40_000))},
-        "logit_bias": {"logit_bias": {str(i): 1 for i in range(4096)}},
+        "allowed_token_ids": {"allowed_token_ids": list(range(48_000))},
     }.items():
         _small(f"fan_out_{name}", f"bytes times answers: {name} of 64 prompts with n 32", TEXT,
                _asks(**{"prompt": prompts, "n": 32, **fields}), (400,), 20.0)  # fmt: skip
-    _small("fan_out_logprobs", "bytes times answers: 20 logprobs of 64 prompts with n 32", TEXT,
-           _asks(prompt=prompts, n=32, logprobs=20, max_tokens=64), (400,), 20.0)  # fmt: skip
+    _small("fan_out_logprobs", "bytes times answers: 20 logprobs of 64 prompts with n 32, as long as can be", TEXT,
+           json.dumps({"prompt": prompts, "n": 32, "logprobs": 20}).encode(), (400,), 20.0)  # fmt: skip
     _small("beams", "beams times prompts: 64 of 64", TEXT,
            _asks(prompt=prompts, n=64, use_beam_search=True, max_tokens=256), (400,), 20.0)  # fmt: skip
 
