@@ -16,6 +16,8 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.base.log import logger
@@ -142,6 +144,7 @@ class App(FastAPI):
     direct: dict[str, APIRoute]
 
     def __init__(self, **kwargs: Any) -> None:
+        self._page: asyncio.Future[dict[str, Any]] | None = None
         super().__init__(**kwargs)
         self.direct = {}
         self.schemas: dict[str, Any] = {}  # of wire types that FastAPI does not see
@@ -152,6 +155,19 @@ class App(FastAPI):
         schema = model.model_json_schema(ref_template=place, mode="serialization")
         self.schemas |= schema.pop("$defs", {}) | {model.__name__: schema}
         return {"$ref": place.format(model=model.__name__)}
+
+    def setup(self) -> None:
+        if self.openapi_url:
+            self.add_route(self.openapi_url, self._show_page, include_in_schema=False)
+        super().setup()
+
+    async def _show_page(self, request: Request) -> Response:
+        """Making the page takes half a second: in another thread, and once however many ask for it."""
+        if self._page is None:
+            self._page = asyncio.get_running_loop().run_in_executor(None, self.openapi)
+        page = await asyncio.shield(self._page)
+        root = request.scope.get("root_path", "").rstrip("/")
+        return JSONResponse({**page, "servers": [{"url": root}]} if root else page)
 
     def openapi(self) -> dict[str, Any]:
         """The framework would promise 422 and a form of its own for what we answer with 400 and ours."""
