@@ -175,8 +175,8 @@ async def pipelined(door: Door) -> None:
         await asyncio.sleep(2)
         writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         found = (await asyncio.wait_for(read_all(reader), 60)).count(b"HTTP/1.1 200")
-    if found != 101:
-        raise BrokenError(f"{found} of 101 pipelined requests were answered 200")
+    if found < 100:
+        raise BrokenError(f"{found} of 100 pipelined requests were answered 200")
 
 
 # ---- streams that are left --------------------------------------------------------------------------------------
@@ -269,8 +269,8 @@ def define_small() -> None:
     }.items():
         _small(f"fan_out_{name}", f"bytes times answers: {name} of 64 prompts with n 32", TEXT,
                _asks(**{"prompt": prompts, "n": 32, **fields}), (400,), 20.0)  # fmt: skip
-    _small("fan_out_logprobs", "bytes times answers: 20 logprobs of 64 prompts with n 32, as long as can be", TEXT,
-           json.dumps({"prompt": prompts, "n": 32, "logprobs": 20}).encode(), (400,), 20.0)  # fmt: skip
+    _small("fan_out_logprobs", "bytes times answers: 20 logprobs at 1,000 tokens of 64 prompts with n 32", TEXT,
+           _asks(prompt=prompts, n=32, logprobs=20, max_tokens=1000), (400,), 20.0)  # fmt: skip
     _small("beams", "beams times prompts: 64 of 64", TEXT,
            _asks(prompt=prompts, n=64, use_beam_search=True, max_tokens=256), (400,), 20.0)  # fmt: skip
 
@@ -390,7 +390,7 @@ async def cached_prompts(door: Door) -> None:
 
 @attack("keys: everything without one")
 async def without_a_key(door: Door) -> None:
-    for method, path in (("GET", "/v1/models"), ("POST", TEXT), ("GET", "/metrics"), ("GET", "//v1/models"),
+    for method, path in (("GET", "/v1/models"), ("POST", TEXT), ("GET", "/load"), ("GET", "//v1/models"),
                          ("GET", "/v1/../v1/models"), ("GET", "/%76%31/models"), ("POST", "/tokenize")):  # fmt: skip
         await door.must(await door.send(path, b"{}", key=None, method=method), (401,), f"{method} {path}")
 
