@@ -15,7 +15,9 @@ at the same time measures them. Exits 1 when one of these is broken:
 - the longest wait for a first piece, and the longest gap between two pieces of any answer, are at most 250 ms longer
   beside attacks than in the calm (greatest value of all answers against greatest value of all answers);
 - no answer to an attack is a 5xx other than 503, no refusal takes over 10 s, and what each attack itself demands;
-- memory of all processes, --settle seconds after the attacks, is at most --max-growth MiB over what it was before;
+- memory of all processes, --settle seconds after the attacks, is at most --max-growth MiB over what it was before (the
+  first bodies of full size leave the allocator larger, once), and in a run of five minutes or more no process that
+  stays grows by more than --max-slope MiB a minute over the last two thirds of it;
 - the server is alive, holds no request and no block, logs no stack and no line that a client made up, gives its
   children no key, and leaves nothing behind when it ends.
 """
@@ -294,6 +296,7 @@ def judge(
     broken = [f"{name}: {words}" for name, row in attacks.items() for words in row["broken"]]
     idle = [name for name, row in attacks.items() if row["rounds"] == 0]
     grown = {name: run.after.get(name, 0.0) - mib for name, mib in run.before.items() if name in run.after}
+    steepest = max((run.slopes[name]["slope_per_minute"] for name in grown if name in run.slopes), default=0.0)
     forged = sum(line.lstrip().startswith(hostile_attacks.FORGED) for line in log.splitlines())
     promises = [
         Promise("no honest answer lost", f"{len(lost)} of {num_right + len(lost) + len(wrong)}", not lost),
@@ -304,6 +307,8 @@ def judge(
         Promise("every attack was made", f"{len(attacks)} kinds; not: {idle}", bool(attacks) and not idle),
         Promise("memory afterwards", f"{sum(grown.values()):+.0f} MiB (most {args.max_growth:.0f})",
                 bool(grown) and sum(grown.values()) <= args.max_growth),
+        Promise("memory meanwhile", f"{steepest:+.2f} MiB a minute (most {args.max_slope:.0f}, in runs of 300 s)",
+                steepest <= args.max_slope or args.seconds < 300),
         Promise("the server is alive", "yes" if run.alive else "no", run.alive),
         Promise("nothing is held", f"requests {run.rows_back:.1f} s, blocks {run.blocks_back:.1f} s",
                 max(run.rows_back, run.blocks_back) < 30),
@@ -366,7 +371,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--max-tokens", type=int, default=24, help="most tokens of an honest answer; each asks for half to all"
     )
-    parser.add_argument("--max-growth", type=float, default=64.0, help="MiB that all processes together may grow by")
+    parser.add_argument("--max-growth", type=float, default=128.0, help="MiB that all processes together may grow by")
+    parser.add_argument("--max-slope", type=float, default=4.0, help="MiB a minute that a process may grow by")
     parser.add_argument("--kv-gib", type=float, default=0.5, help="size of the KV cache, which is filled once at first")
     parser.add_argument("--only", nargs="*", default=[], help="parts of names of attacks; the fuzzer then stays out")
     parser.add_argument("--into", help="file for everything, as JSON")

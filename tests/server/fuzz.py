@@ -153,6 +153,8 @@ def _thin(case: Any, rng: random.Random) -> None:
         body["max_tokens"] = rng.randint(1, 8)
     if rng.random() < 0.8 and case.operation.path.startswith("/v1/completions"):
         body["prompt"] = rng.choice(["a", "hello é", ["ab", "c"], [5, 6], [[7], [8, 9]]])
+    if case.operation.path == "/inference/v1/generate" and rng.random() < 0.8:
+        body["token_ids"], body["sampling_params"] = rng.choice([[5], [5, 6, 7]]), {"max_tokens": rng.randint(1, 8)}
     if isinstance(body.get("messages"), list) and rng.random() < 0.7:
         for message in body["messages"]:
             if isinstance(message, dict):
