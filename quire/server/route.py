@@ -225,15 +225,15 @@ def add_route(
     handler: Handler,
     body: Any,
     *,
-    answer: type[BaseModel],
-    streams: type[BaseModel] | None = None,
+    answer: Any,
+    streams: type[BaseModel] | tuple[type[BaseModel], ...] = (),
     tag: str,
     read: Reader | None = None,
     errors: Mapping[int | str, dict[str, Any]] = ERROR_RESPONSES,
     ends_with_done: bool = True,
 ) -> None:
-    """POST `path`. `body` is the wire type (or a union, then `read` says which), `answer` the type of its 200,
-    `streams` that of a chunk, where it can stream; `errors` what else it may answer."""
+    """POST `path`. `body` is the wire type (or a union, then `read` says which), `answer` the type of its 200 (or a
+    union), `streams` that of a chunk (or several), where it can stream; `errors` what else it may answer."""
     reader = read or functools.partial(read_body, body)
 
     async def endpoint(body: Any) -> None:
@@ -243,11 +243,12 @@ def add_route(
     endpoint.__name__ = handler.__name__
     endpoint.__doc__ = handler.__doc__
     told: dict[str, Any] = {"model": answer, "description": "The answer."}
-    if streams is not None:
+    if streams:
         ended = ", ended by [DONE]" if ends_with_done else ""
         told["description"] = f"The answer; with `stream: true` its chunks as server-sent events{ended}."
         failed = app.schema_of(errors[400]["model"])
-        chunk = {"anyOf": [app.schema_of(streams), failed]}
+        kinds = streams if isinstance(streams, tuple) else (streams,)
+        chunk = {"anyOf": [*map(app.schema_of, kinds), failed]}
         data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": chunk}
         if ends_with_done:
             data = {"anyOf": [data, {"const": "[DONE]"}]}

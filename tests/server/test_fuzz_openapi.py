@@ -31,6 +31,10 @@ def test_the_page(fake: Live) -> None:
         name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
         fields = page["components"]["schemas"][name]["properties"]
         assert {"temperature", "min_p", "vllm_xargs", "stream_options", "cache_salt"} <= set(fields)
+    answers = page["paths"]["/invocations"]["post"]["responses"]["200"]["content"]
+    told = {ref["$ref"].rpartition("/")[2] for ref in answers["application/json"]["schema"]["anyOf"]}
+    assert told == {"ChatResponse", "CompletionResponse"}  # as its bodies are of two kinds
+    assert "CompletionChunk" in str(answers["text/event-stream"])
     every = [operation for operations in page["paths"].values() for operation in operations.values()]
     assert all("422" not in operation["responses"] for operation in every)
     names = [operation["operationId"] for operation in every]
