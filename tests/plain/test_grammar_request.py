@@ -231,10 +231,10 @@ def test_the_reason_for_another_backend_is_logged(caplog: pytest.LogCaptureFixtu
     ids=["number", "property", "name", "flags", "bounds"],
 )  # fmt: skip
 def test_a_regex_is_read_in_one_pass(source: str) -> None:
-    began = time.monotonic()
+    began = time.thread_time()
     with contextlib.suppress(InputError):
         read_regex(source)
-    assert time.monotonic() - began < 2.0
+    assert time.thread_time() - began < 0.7
 
 
 @pytest.mark.parametrize("repeat", ["9" * 5000, "1," + "9" * 5000, "9" * 5000 + ","])

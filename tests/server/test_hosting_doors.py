@@ -278,9 +278,35 @@ def test_a_trailer_without_end_is_cut_off(server, begin, key):
 
 
 def test_a_request_refused_before_its_body_ends_closes_its_connection(server):
+    """Also while more of the body comes: a client cannot hold it by sending a little now and then."""
     with _connection(server) as wire:
         wire.sendall(_head("POST", "/v1/completions", {**CHUNKED, "Authorization": "no"}) + b"1\r\n{\r\n")
-        assert _until_closed(wire).startswith(b"HTTP/1.1 401")
+        assert wire.recv(65536).startswith(b"HTTP/1.1 401")
+        assert _is_closed_while_sending(wire, b"1\r\n \r\n")
+
+
+@pytest.mark.parametrize("says_more", [True, False])
+def test_a_body_refused_for_its_length_closes_its_connection(server, says_more):
+    with _connection(server) as wire:
+        wire.sendall(_head("POST", "/v1/completions", GOOD | {"Content-Length": str(1 << 40)}))
+        assert wire.recv(65536).startswith(b"HTTP/1.1 413")
+        assert _is_closed_while_sending(wire, b" " if says_more else b"")
+
+
+def _is_closed_while_sending(wire: socket.socket, piece: bytes, seconds: float = 40.0) -> bool:
+    end = time.monotonic() + seconds
+    wire.settimeout(0.5)
+    while time.monotonic() < end:
+        try:
+            if not wire.recv(65536):
+                return True
+        except TimeoutError:
+            wire.settimeout(0.5)
+        except OSError:
+            return True
+        with contextlib.suppress(OSError):
+            wire.sendall(piece)
+    return False
 
 
 def test_a_body_that_comes_behind_its_refusal_keeps_the_connection(server):
