@@ -100,7 +100,7 @@ class SafetensorsFile:
         numbers = [*shape, start, end] if isinstance(shape, list) else [None]
         if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
             raise self._wrong(f"tensor {name!r} has shape {shape!r} and data_offsets {[start, end]!r}")
-        if kind not in _DTYPES:
+        if not isinstance(kind, str) or kind not in _DTYPES:
             raise self._wrong(f"tensor {name!r} has dtype {kind!r}; known are {', '.join(_DTYPES)}")
         wanted = math.prod(shape) * _DTYPES[kind].itemsize
         if end - start != wanted:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from itertools import islice
 from typing import Any
 
 from quire.config.limits import (
@@ -26,12 +27,14 @@ from quire.config.limits import (
     WINDOW,
     Range,
     check_config,
+    shown,
 )
 from quire.layers.moe import MoeKind
 from quire.layers.rope import RopeKind
 from quire.layers.shared import SharedKind
 from quire.layers.ssm import DeltaKind, Mamba2Kind
 from quire.models.arch import Arch, Layer, Mla
+from quire.ops.rope import frequencies
 from quire.schema.errors import ConfigError, InputError
 
 _SIZE = Range(1, 1 << 24)
@@ -50,7 +53,7 @@ def reading(raw: Mapping[str, Any], name: str) -> Iterator[None]:
     except InputError:
         raise
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as wrong:
-        what = f"{type(wrong).__name__}: {wrong}"
+        what = f"{type(wrong).__name__}: {shown(str(wrong))}"
         raise ConfigError(f"the configuration of this {name} cannot be read ({what})", param="architectures") from wrong
 
 
@@ -75,6 +78,10 @@ def check_arch(arch: Arch) -> Arch:
         _check_shared(arch.shared)
     _finite(arch, _FACTORS)
     _finite(arch.norm, ("eps",))
+    if arch.norm.eps < 0:
+        raise ConfigError(
+            f"the model's configuration gives a norm's eps = {arch.norm.eps!r}; expected 0 or more", param="eps"
+        )
     return arch
 
 
@@ -113,8 +120,27 @@ def _check_rope(rope: RopeKind, size: int) -> None:
         raise ConfigError(f"rope_theta = {rope.theta!r}; expected a number above 0", param="rope_theta")
     for name in ("short_factor", "long_factor"):
         given = (rope.scaling or {}).get(name)
-        if given is not None and len(given) != pairs:
-            raise ConfigError(f"{name} has {len(given)} numbers for {pairs} frequencies", param=name)
+        if given is not None and (not isinstance(given, list | tuple) or len(given) != pairs):
+            count = len(given) if isinstance(given, list | tuple) else shown(given)
+            raise ConfigError(f"{name} has {count} numbers for {pairs} frequencies", param=name)
+    _check_frequencies(rope)
+
+
+def _check_frequencies(rope: RopeKind) -> None:
+    """They are numbers, whatever the scaling is made of: for short texts and for long ones."""
+    try:
+        found = [frequencies(rope.theta, rope.dim, rope.scaling, length) for length in (1, INT32)]
+        fine = all(bool(inverse.isfinite().all()) and math.isfinite(gain) for inverse, gain in found)
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError) as wrong:
+        raise _unusable(rope, f"{type(wrong).__name__}: {wrong}") from wrong
+    if not fine:
+        raise _unusable(rope, "its frequencies are no numbers")
+
+
+def _unusable(rope: RopeKind, why: str) -> ConfigError:
+    given = {**(rope.scaling or {}), "rope_theta": rope.theta}
+    few = ", ".join(f"{key}={shown(value)}" for key, value in islice(given.items(), 16))
+    return ConfigError(f"rope_parameters cannot be used ({shown(why)}): {few}", param="rope_parameters")
 
 
 def _check_experts(moe: MoeKind) -> None:
