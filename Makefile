@@ -12,10 +12,10 @@ endif
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test isas check invariance kernels weights format lint types contract reference bench sizes clean
+.PHONY: help setup demo test isas check sanitize fuzz-files invariance kernels weights format lint types contract reference bench sizes clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 setup: $(READY)  ## .venv with everything needed to develop and test
 
@@ -50,6 +50,26 @@ kernels: setup  ## Triton kernels on the CPU, interpreted, and the dry run that 
 	test -d $(VENV)/kernels || $(BIN)/python -m pip install -q --no-deps --target $(VENV)/kernels 'triton>=3.6,<3.7'
 	PYTHONPATH=$(VENV)/kernels TRITON_INTERPRET=1 QUIRE_EARLY_LAUNCH=0 $(PYTEST) tests/ops tests/engine/test_worker_interpreted.py -k triton\ or\ interpreted
 	PYTHONPATH=$(VENV)/kernels $(PYTEST) tests/engine/test_worker_dry_run.py tests/ops/test_triton_launch.py
+
+# Kernels that end the process at whatever C++ does not define, in a place of their own. What torch itself does is not
+# looked at, but the edges of the memory that it hands to kernels are: the sanitizer's library comes first into Python.
+SANITIZED := $(CURDIR)/build/sanitized
+SANITIZE_FLAGS := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all
+SANITIZE = rm -f $(SANITIZED)/found*; QUIRE_CPU_KERNELS_FILE=$(SANITIZED)/quire/ops/cpu/libquire_cpu.so \
+  QUIRE_BUILD_FLAGS="$(SANITIZE_FLAGS)" LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so):$$($(CXX) -print-file-name=libstdc++.so)" \
+  ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:alloc_dealloc_mismatch=0:allocator_may_return_null=1:log_path=$(SANITIZED)/found \
+  UBSAN_OPTIONS=print_stacktrace=1:log_path=$(SANITIZED)/found
+SHOW_FOUND = { cat $(SANITIZED)/found* 2>/dev/null; exit 1; }
+SANITIZE_TESTS := $(wildcard tests/ops/test_cpu_*.py) $(addprefix tests/,ops/test_few_rows.py ops/test_fused_branch.py engine/test_loader_safetensors.py engine/test_loader_gguf_types.py plain/test_gguf_container.py)
+FUZZ_SECONDS ?= 60
+sanitize: setup  ## CPU kernels under AddressSanitizer and UBSan: their tests, and hostile files for FUZZ_SECONDS of each kind
+	QUIRE_BUILD_KERNELS=1 QUIRE_BUILD_FLAGS="$(SANITIZE_FLAGS)" $(BIN)/python setup.py -q build_ext --build-lib build/sanitized --build-temp build/sanitized-objects
+	$(SANITIZE) $(PYTEST) $(SANITIZE_TESTS) || $(SHOW_FOUND)
+	$(SANITIZE) $(BIN)/python -m tests.fuzz_files --seed $(SEED) --seconds $(FUZZ_SECONDS) --jobs $(JOBS) || $(SHOW_FOUND)
+
+FUZZ_FILES ?= 2000
+fuzz-files: setup  ## hostile GGUF, safetensors and configuration files, FUZZ_FILES of each
+	$(BIN)/python -m tests.fuzz_files --seed $(SEED) --files $(FUZZ_FILES) --jobs $(JOBS)
 
 # Minutes on many cores (JOBS), too long for `test`: every architecture, stored form and instruction set of this machine.
 invariance: setup  ## batch-invariant mode, the whole matrix

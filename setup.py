@@ -4,7 +4,8 @@ The library is plain C++ with a C interface, loaded by ctypes: it knows no Pytho
 version. kernels.cpp is compiled once per instruction set. Without a C++20 compiler the build goes on, says so, and
 leaves a note that Quire shows when it runs; the torch forms of all operations are then used.
 
-QUIRE_BUILD_KERNELS=0 leaves the kernels out, =1 makes a failure fatal (for wheels).
+QUIRE_BUILD_KERNELS=0 leaves the kernels out, =1 makes a failure fatal (for wheels). QUIRE_BUILD_FLAGS are further flags
+of the compiler and the linker (those of sanitizers: `make sanitize`).
 """
 
 import os
@@ -71,18 +72,28 @@ class BuildKernels(build_ext):
         compiler = os.environ.get("CXX", "c++").split()
         work = Path(self.build_temp) / "quire_cpu"
         work.mkdir(parents=True, exist_ok=True)
+        more = os.environ.get("QUIRE_BUILD_FLAGS", "").split()
         jobs = [(name, f"{name}.cpp", []) for name in ("pool", "pack", "library")]
         jobs += [(isa, "kernels.cpp", [*flags, f"-DQC_ISA={isa}"]) for isa, flags in ISAS[machine].items()]
         running = []
         for name, source, flags in jobs:
-            command = [*compiler, *FLAGS, *flags, "-c", str(HERE / SOURCES / source), "-o", str(work / f"{name}.o")]
+            command = [
+                *compiler,
+                *FLAGS,
+                *more,
+                *flags,
+                "-c",
+                str(HERE / SOURCES / source),
+                "-o",
+                str(work / f"{name}.o"),
+            ]
             running.append((command, subprocess.Popen(command)))
         failed = [command for command, process in running if process.wait() != 0]
         if failed:
             raise subprocess.CalledProcessError(1, failed[0])
         objects = [str(work / f"{name}.o") for name, _, _ in jobs]
-        static = ["-static-libstdc++", "-static-libgcc"] if sys.platform == "linux" else []
-        subprocess.run([*compiler, "-shared", "-pthread", *static, *objects, "-o", str(target)], check=True)
+        static = ["-static-libstdc++", "-static-libgcc"] if sys.platform == "linux" and not more else []
+        subprocess.run([*compiler, "-shared", "-pthread", *more, *static, *objects, "-o", str(target)], check=True)
 
     @staticmethod
     def _reason(wrong):

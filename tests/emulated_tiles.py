@@ -18,6 +18,7 @@ from quire.ops.cpu.native import kernels
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPILER = os.environ.get("CXX", "c++").split()
+MORE_FLAGS = os.environ.get("QUIRE_BUILD_FLAGS", "").split()  # as setup.py takes them
 CANNOT_BUILD = [
     pytest.mark.skipif(kernels() is None, reason="no compiled kernels"),
     pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason="no compiler"),
@@ -32,7 +33,7 @@ def build(folder: Path) -> ctypes.CDLL:
     flags = ["-O1", "-std=c++20", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-math-errno"]
     names = ["-DQC_ISA=emulated", "-DQC_EMULATE_AMX", "-DQC_EMULATE_BF16", "-DQC_SECOND_CACHE=4096", f"-I{source}"]
     files = [str(ROOT / "tests" / "ops" / "tiles.cpp"), str(source / "pool.cpp")]
-    subprocess.run([*COMPILER, *flags, *by_machine, *names, *files, "-o", str(out)], check=True)
+    subprocess.run([*COMPILER, *flags, *MORE_FLAGS, *by_machine, *names, *files, "-o", str(out)], check=True)
     found = ctypes.CDLL(str(out))
     native = kernels()
     assert native is not None

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "dense.h"
+#include "keys.h"
 #include "prepare.h"
 
 namespace quire {
@@ -156,14 +157,6 @@ void score(const typename Numbers<Read>::Type* const* keys, int64_t base, int fr
   if (r + 3 == state.rows) score_rows<Read, 3>(keys, from, to, size, r, state), r += 3;
   if (r + 2 == state.rows) score_rows<Read, 2>(keys, from, to, size, r, state), r += 2;
   if (r < state.rows) score_rows<Read, 1>(keys, from, to, size, r, state);
-}
-
-// First key that a query sees.
-inline int64_t first_key(const qc_attention& w, int64_t query) {
-  int64_t first = 0;
-  if (w.window && query - w.window + 1 > first) first = query - w.window + 1;
-  if (w.chunk && query / w.chunk * w.chunk > first) first = query / w.chunk * w.chunk;
-  return first;
 }
 
 // What is done to scores of keys [from, to), and of others in the same run: capped, shifted, hidden.

@@ -80,6 +80,14 @@ static const Kernels* find(const char* name) {
   return nullptr;
 }
 
+constexpr int kMaxTurns = 256;  // rotations and KV groups of one model
+
+template <class F>
+int compute(const F& work) {
+  const Kernels* used = active.load();
+  return used ? done([&] { work(*used); }) : int(QC_WRONG_ISA);
+}
+
 }  // namespace quire
 
 using namespace quire;
@@ -106,6 +114,7 @@ QC_API uint64_t qc_checksum(const void* from, int64_t bytes) {
   constexpr uint64_t kPrime = 0x9e3779b97f4a7c15u;
   constexpr int kSums = 8;
   uint64_t sums[kSums], total = uint64_t(bytes);
+  if (!from) bytes = 0;
   for (int i = 0; i < kSums; ++i) sums[i] = uint64_t(i) * kPrime;
   const char* at = static_cast<const char*>(from);
   for (; bytes >= 8 * kSums; bytes -= 8 * kSums, at += 8 * kSums)
@@ -127,72 +136,127 @@ QC_API uint64_t qc_checksum(const void* from, int64_t bytes) {
   return total;
 }
 
-QC_API void qc_set_threads(int count) { set_threads(count); }
+QC_API int qc_set_threads(int count) {
+  if (count > QC_MAX_THREADS) return QC_WRONG_MEMORY;
+  return done([&] { set_threads(count); });
+}
 QC_API int qc_threads(void) { return threads(); }
 
-// Whoever calls these has chosen an instruction set before.
 QC_API int qc_linear_packed(const void* x, int64_t x_stride, int64_t m, int64_t k, const qc_segment* segments,
                             int64_t num_segments, const void* bias, void* out, int64_t out_stride, int dtype) {
+  int64_t columns;
   if (!is_dtype(dtype)) return QC_WRONG_DTYPE;
-  if (int wrong = m < 0 ? int(QC_WRONG_MATRIX) : check_segments(segments, num_segments, k)) return wrong;
-  active.load()->linear_packed(x, x_stride, m, k, segments, num_segments, bias, out, out_stride, dtype);
-  return 0;
+  if (int wrong = check_segments(segments, num_segments, k, columns)) return wrong;
+  if (!is_read(m, x_stride, k) || (columns && !is_written(m, out_stride, columns))) return QC_WRONG_ROWS;
+  if (!m || !columns) return 0;
+  if (!all_given(x, out)) return QC_WRONG_POINTER;
+  return compute([&](const Kernels& to) {
+    to.linear_packed(x, x_stride, m, k, segments, num_segments, bias, out, out_stride, dtype);
+  });
 }
 
-QC_API void qc_linear(const void* x, int64_t x_stride, const void* weight, int64_t weight_stride, const void* bias,
-                      void* out, int64_t out_stride, int64_t m, int64_t n, int64_t k, int dtype) {
-  active.load()->linear(x, x_stride, weight, weight_stride, bias, out, out_stride, m, n, k, dtype);
+QC_API int qc_linear(const void* x, int64_t x_stride, const void* weight, int64_t weight_stride, const void* bias,
+                     void* out, int64_t out_stride, int64_t m, int64_t n, int64_t k, int dtype) {
+  if (!is_dtype(dtype)) return QC_WRONG_DTYPE;
+  if (!is_read(n, weight_stride, k)) return QC_WRONG_MATRIX;
+  if (!is_read(m, x_stride, k) || (n && !is_written(m, out_stride, n))) return QC_WRONG_ROWS;
+  if (!m || !n) return 0;
+  if (!all_given(x, weight, out)) return QC_WRONG_POINTER;
+  return compute([&](const Kernels& to) {
+    to.linear(x, x_stride, weight, weight_stride, bias, out, out_stride, m, n, k, dtype);
+  });
 }
 
-QC_API void qc_rms_norm(const void* x, int64_t x_stride, const void* delta, const void* weight, void* sum, void* out,
-                        int64_t rows, int64_t width, float eps, float offset, int wide, int dtype) {
-  active.load()->rms_norm(x, x_stride, delta, weight, sum, out, rows, width, eps, offset, wide, dtype);
+QC_API int qc_rms_norm(const void* x, int64_t x_stride, const void* delta, const void* weight, void* sum, void* out,
+                       int64_t rows, int64_t width, float eps, float offset, int wide, int dtype) {
+  if (!is_dtype(dtype)) return QC_WRONG_DTYPE;
+  if (!is_read(rows, x_stride, width)) return QC_WRONG_ROWS;
+  if (!rows) return 0;
+  if (!all_given(x, weight, out) || (delta && !sum)) return QC_WRONG_POINTER;
+  return compute([&](const Kernels& to) {
+    to.rms_norm(x, x_stride, delta, weight, sum, out, rows, width, eps, offset, wide, dtype);
+  });
 }
 
 QC_API int qc_gated(int act, const void* x, int64_t x_stride, void* out, int64_t rows, int64_t width, int dtype) {
   if (!is_dtype(dtype)) return QC_WRONG_DTYPE;
   if (act < 0 || act >= QC_ACTS) return QC_WRONG_ACT;
-  active.load()->gated(act, x, x_stride, out, rows, width, dtype);
-  return 0;
+  if (!is_count(width) || (width && !is_read(rows, x_stride, 2 * width))) return QC_WRONG_ROWS;
+  if (!rows || !width) return 0;
+  if (!all_given(x, out)) return QC_WRONG_POINTER;
+  return compute([&](const Kernels& to) { to.gated(act, x, x_stride, out, rows, width, dtype); });
 }
 
 QC_API int qc_attend(const qc_attention* work) {
+  if (!work) return QC_WRONG_POINTER;
   if (int wrong = check_attention(*work)) return wrong;
-  active.load()->attend(work);
-  return 0;
+  return work->tokens ? compute([&](const Kernels& to) { to.attend(work); }) : 0;
 }
 
 QC_API int qc_run_blocks(const qc_block* const* blocks, const int32_t* which, int64_t count, const qc_turn* turns,
-                         const void* x, const void* delta, void* stream, void* out) {
-  if (count < 1) return QC_WRONG_STEP;
-  for (int64_t i = 0; i < count; ++i)
-    if (int wrong = check_block(*blocks[i], turns[which[i]], blocks[0]->qkv.width, blocks[0]->dtype)) return wrong;
-  active.load()->run_blocks(blocks, which, count, turns, x, delta, stream, out);
-  return 0;
+                         int64_t num_turns, const void* x, const void* delta, void* stream, void* out) {
+  if (!is_size(count) || !is_size(num_turns) || num_turns > kMaxTurns) return QC_WRONG_STEP;
+  if (!all_given(blocks, which, turns)) return QC_WRONG_POINTER;
+  Extent extents[kMaxTurns];
+  for (int64_t i = 0; i < num_turns; ++i) {
+    if (!turns[i].step) return QC_WRONG_POINTER;
+    if (turns[i].step->tokens != turns[0].step->tokens) return QC_WRONG_STEP;
+    extents[i] = check_step(*turns[i].step);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    if (which[i] < 0 || which[i] >= num_turns) return QC_WRONG_INDEX;
+    if (!blocks[i]) return QC_WRONG_POINTER;
+    if (int wrong = check_block(*blocks[i], turns[which[i]], extents[which[i]], blocks[0]->qkv.width, blocks[0]->dtype))
+      return wrong;
+  }
+  if (!turns[0].step->tokens) return 0;
+  if (!all_given(x, stream, out)) return QC_WRONG_POINTER;
+  return compute([&](const Kernels& to) { to.run_blocks(blocks, which, count, turns, x, delta, stream, out); });
 }
 
-QC_API void qc_argmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, int64_t* index, int dtype) {
-  active.load()->argmax(x, x_stride, rows, width, index, dtype);
+QC_API int qc_argmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, int64_t* index, int dtype) {
+  if (!is_dtype(dtype)) return QC_WRONG_DTYPE;
+  if (!is_read(rows, x_stride, width)) return QC_WRONG_ROWS;
+  if (!rows) return 0;
+  if (!all_given(x, index)) return QC_WRONG_POINTER;
+  return compute([&](const Kernels& to) { to.argmax(x, x_stride, rows, width, index, dtype); });
 }
 
-QC_API void qc_draw_tokens(const qc_draw* work) { active.load()->draw(work); }
-
-QC_API void qc_log_softmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, float* out, int dtype) {
-  active.load()->log_softmax(x, x_stride, rows, width, out, dtype);
+QC_API int qc_draw_tokens(const qc_draw* work) {
+  if (!work) return QC_WRONG_POINTER;
+  if (int wrong = check_draw(*work)) return wrong;
+  return work->rows ? compute([&](const Kernels& to) { to.draw(work); }) : 0;
 }
 
-QC_API void qc_top(const float* x, int64_t rows, int64_t width, const int64_t* chosen, int64_t k, float* values,
-                   int64_t* ids, int64_t* ranks) {
-  active.load()->top(x, rows, width, chosen, k, values, ids, ranks);
+QC_API int qc_log_softmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, float* out, int dtype) {
+  if (!is_dtype(dtype)) return QC_WRONG_DTYPE;
+  if (!is_read(rows, x_stride, width)) return QC_WRONG_ROWS;
+  if (!rows) return 0;
+  if (!all_given(x, out)) return QC_WRONG_POINTER;
+  return compute([&](const Kernels& to) { to.log_softmax(x, x_stride, rows, width, out, dtype); });
 }
 
-QC_API void qc_allow(float* x, int64_t x_stride, int64_t width, const int64_t* rows, int64_t count, const uint32_t* bits,
-                     int64_t num_words) {
-  active.load()->allow(x, x_stride, width, rows, count, bits, num_words);
+QC_API int qc_top(const float* x, int64_t rows, int64_t width, const int64_t* chosen, int64_t k, float* values,
+                  int64_t* ids, int64_t* ranks) {
+  if (!is_read(rows, width, width) || k < 0 || k > width) return QC_WRONG_ROWS;
+  if (!rows) return 0;
+  if (!all_given(x, chosen, values, ids, ranks)) return QC_WRONG_POINTER;
+  if (!all_below(chosen, rows, width)) return QC_WRONG_INDEX;
+  return compute([&](const Kernels& to) { to.top(x, rows, width, chosen, k, values, ids, ranks); });
+}
+
+QC_API int qc_allow(float* x, int64_t x_stride, int64_t num_rows, int64_t width, const int64_t* rows, int64_t count,
+                    const uint32_t* bits, int64_t num_words) {
+  if (!is_written(num_rows, x_stride, width) || !is_count(count) || !is_count(num_words)) return QC_WRONG_ROWS;
+  if (!has_room(count, num_words) || !has_room(count, width)) return QC_WRONG_ROWS;
+  if (!count) return 0;
+  if (!all_given(x, rows) || (num_words && !bits)) return QC_WRONG_POINTER;
+  if (!all_below(rows, count, num_rows)) return QC_WRONG_INDEX;
+  return compute([&](const Kernels& to) { to.allow(x, x_stride, width, rows, count, bits, num_words); });
 }
 
 QC_API int qc_run_moe(const qc_moe* work) {
+  if (!work) return QC_WRONG_POINTER;
   if (int wrong = check_experts(*work)) return wrong;
-  active.load()->run_moe(work);
-  return 0;
+  return work->tokens ? compute([&](const Kernels& to) { to.run_moe(work); }) : 0;
 }

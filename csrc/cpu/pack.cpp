@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "blocks.h"
+#include "checks.h"
 #include "pool.h"
 
 namespace quire {
@@ -159,19 +160,22 @@ void get(int kind, const uint8_t* block, int column, Column& to) {
 
 using namespace quire;
 
+static bool is_panel(int64_t rows, int64_t width) { return is_read(rows, width, width) && width % kBlock == 0; }
+
 QC_API int qc_kind_of(int gguf_type) {
   const Stored* stored = find(gguf_type);
   return stored ? stored->kind : -1;
 }
 
 QC_API int64_t qc_packed_bytes(int kind, int64_t rows, int64_t width) {
-  if (kind < 0 || kind >= QC_KINDS || width % kBlock) return -1;
+  if (kind < 0 || kind >= QC_KINDS || !is_panel(rows, width)) return QC_WRONG_MATRIX;
   return (rows + kPanel - 1) / kPanel * (width / kBlock) * kForms[kind].bytes();
 }
 
 QC_API int qc_pack(int gguf_type, const void* from, int64_t rows, int64_t width, void* packed) {
   const Stored* stored = find(gguf_type);
-  if (!stored || width % stored->elements) return -1;
+  if (!stored || !is_panel(rows, width) || width % stored->elements) return QC_WRONG_MATRIX;
+  if (rows && !all_given(from, packed)) return QC_WRONG_POINTER;
   const int parts = stored->elements / kBlock, bytes = kForms[stored->kind].bytes();
   const int64_t blocks = width / kBlock, row_bytes = width / stored->elements * stored->bytes;
   Column column, nothing = {};
@@ -189,7 +193,9 @@ QC_API int qc_pack(int gguf_type, const void* from, int64_t rows, int64_t width,
 }
 
 QC_API int qc_pack_float(int kind, const void* from, int dtype, int64_t rows, int64_t width, void* packed) {
-  if ((kind != QC_Q8Z && kind != QC_Q4M) || width % kBlock) return -1;
+  if (!is_dtype(dtype)) return QC_WRONG_DTYPE;
+  if ((kind != QC_Q8Z && kind != QC_Q4M) || !is_panel(rows, width)) return QC_WRONG_MATRIX;
+  if (rows && !all_given(from, packed)) return QC_WRONG_POINTER;
   const int64_t blocks = width / kBlock;
   const int bytes = kForms[kind].bytes();
   Column column, nothing = {};
@@ -229,7 +235,8 @@ static void unpack_bfloats(const uint16_t* all, int64_t width, const int64_t* in
 }
 
 QC_API int qc_lay_panels(void* weight, int64_t rows, int64_t width, int back) {
-  if (rows % kPanel || width % kBlock) return -1;
+  if (!is_panel(rows, width) || rows % kPanel) return QC_WRONG_MATRIX;
+  if (rows && !weight) return QC_WRONG_POINTER;
   uint16_t* all = static_cast<uint16_t*>(weight);
   auto lay = [=](int panel) {
     static thread_local std::vector<uint16_t> before;
@@ -241,13 +248,10 @@ QC_API int qc_lay_panels(void* weight, int64_t rows, int64_t width, int back) {
         memcpy(here + (back ? plain : laid), before.data() + (back ? laid : plain), 4);
       }
   };
-  each(int(rows / kPanel), lay);
-  return 0;
+  return done([&] { each(int(rows / kPanel), lay); });
 }
 
-QC_API void qc_unpack_rows(int kind, const void* packed, int64_t width, const int64_t* index, int64_t count, void* out,
-                           int dtype) {
-  if (kind == QC_B16) return unpack_bfloats(static_cast<const uint16_t*>(packed), width, index, count, out, dtype);
+static void unpack_blocks(int kind, const void* packed, int64_t width, const int64_t* index, int64_t count, void* out, int dtype) {
   const Form form = kForms[kind];
   const int64_t blocks = width / kBlock;
   Column column;
@@ -264,4 +268,17 @@ QC_API void qc_unpack_rows(int kind, const void* packed, int64_t width, const in
         else static_cast<uint16_t*>(out)[at] = dtype == QC_BF16 ? float_to_bfloat(value) : float_to_half(value);
       }
     }
+}
+
+QC_API int qc_unpack_rows(int kind, const void* packed, int64_t rows, int64_t width, const int64_t* index, int64_t count,
+                          void* out, int dtype) {
+  if (!is_dtype(dtype)) return QC_WRONG_DTYPE;
+  if (kind < 0 || kind >= QC_KINDS || !is_panel(rows, width)) return QC_WRONG_MATRIX;
+  if (!is_read(count, width, width)) return QC_WRONG_ROWS;
+  if (!count) return 0;
+  if (!all_given(packed, index, out)) return QC_WRONG_POINTER;
+  if (!all_below(index, count, rows)) return QC_WRONG_INDEX;
+  if (kind == QC_B16) unpack_bfloats(static_cast<const uint16_t*>(packed), width, index, count, out, dtype);
+  else unpack_blocks(kind, packed, width, index, count, out, dtype);
+  return 0;
 }

@@ -221,8 +221,9 @@ inline void tile(const uint8_t* panel, int first, const Quantized& x, int64_t ro
     for (int h = 0; h < kSums; ++h)
       for (int r = 0; r < R; ++r) {
         const int32_t* count = plane.count + 2 * (at + r);
+        const uint32_t counted = kSums == 2 ? uint32_t(count[h]) : uint32_t(count[0]) + uint32_t(count[1]);  // of a row not wanted: anything
         for (int s = 0; s < S; ++s)
-          sums[h][r][s] = P::zero ? fill_int(kMagicBits - P::zero * (kSums == 2 ? count[h] : count[0] + count[1])) : fixed(kBegin);
+          sums[h][r][s] = P::zero ? fill_int(int32_t(uint32_t(kMagicBits) - uint32_t(P::zero) * counted)) : fixed(kBegin);
       }
     for (int half = 0; half < 2; ++half) {
       Quads quads[R];

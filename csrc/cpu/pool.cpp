@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -26,6 +27,7 @@ struct Pool {
   std::atomic<unsigned> generation{0};
   std::atomic<unsigned long long> ticket{0};
   std::atomic<int> items{0}, inside{0}, stop{0};
+  std::atomic<bool> failed{false};
   Work work = nullptr;
   void* context = nullptr;
   std::vector<std::thread> crew;
@@ -34,7 +36,12 @@ struct Pool {
     for (;;) {
       unsigned long long seen = ticket.load();
       if (unsigned(seen >> 32) != mine || int(seen & 0xffffffffu) >= items.load()) return;
-      if (ticket.compare_exchange_weak(seen, seen + 1)) work(context, int(seen & 0xffffffffu));
+      if (!ticket.compare_exchange_weak(seen, seen + 1)) continue;
+      try {
+        work(context, int(seen & 0xffffffffu));
+      } catch (...) {  // no memory: whoever waits for the job is told when all have left it
+        failed.store(true);
+      }
     }
   }
 
@@ -67,6 +74,7 @@ struct Pool {
       if (spins < kSpins) pause_briefly();
       else std::this_thread::yield();
     }
+    if (failed.exchange(false)) throw std::bad_alloc();
   }
 
   ~Pool() {
@@ -114,11 +122,8 @@ int threads() { return wanted; }
 void run(int items, Work work, void* context) {
   if (items > 1 && wanted > 1) {
     Pool* here = current();
-    if (here->one_job.try_lock()) {
-      here->run(items, work, context);
-      here->one_job.unlock();
-      return;
-    }
+    std::unique_lock<std::mutex> alone(here->one_job, std::try_to_lock);
+    if (alone.owns_lock()) return here->run(items, work, context);
   }
   for (int i = 0; i < items; ++i) work(context, i);  // one thread, or the pool is at work for somebody else
 }

@@ -5,8 +5,12 @@
 #pragma once
 #include <stdint.h>
 
-#define QC_ABI 2
+#define QC_ABI 3
 #define QC_MAX_SIZE 256  // numbers of a head
+#define QC_MAX_HEADS 65536
+#define QC_MAX_THREADS 1024
+#define QC_MAX_COUNT INT32_MAX  // rows, columns, tokens
+#define QC_MAX_ROOM (INT64_C(1) << 46)  // numbers from the first to the last that a call reads or writes
 #define QC_API extern "C" __attribute__((visibility("default")))
 
 enum qc_dtype { QC_F32 = 0, QC_BF16 = 1, QC_F16 = 2, QC_I8 = 3 };  // QC_I8: caches only
@@ -16,7 +20,8 @@ enum qc_kind { QC_Q4M = 0, QC_Q4Z = 1, QC_Q5M = 2, QC_Q5Z = 3, QC_Q6Z = 4, QC_Q8
 
 enum qc_act { QC_SILU = 0, QC_GELU_TANH = 1, QC_RELU = 2, QC_RELU2 = 3, QC_QUICK_GELU = 4, QC_ACTS = 5 };
 
-// Sizes that do not fit one another: nothing was computed.
+// Sizes that do not fit one another, or numbers that name what there is not: nothing was computed (with QC_WRONG_MEMORY,
+// not all of it).
 enum qc_wrong {
   QC_WRONG_DTYPE = -1,
   QC_WRONG_HEADS = -2,
@@ -27,6 +32,11 @@ enum qc_wrong {
   QC_WRONG_MATRIX = -7,
   QC_WRONG_ACT = -8,
   QC_WRONG_EXPERTS = -9,
+  QC_WRONG_POINTER = -10,
+  QC_WRONG_INDEX = -11,
+  QC_WRONG_ROWS = -12,
+  QC_WRONG_ISA = -13,
+  QC_WRONG_MEMORY = -14,
 };
 
 // Some rows of a fused matrix, all packed alike.
@@ -40,7 +50,7 @@ struct qc_segment {
 struct qc_attention {
   void* qkv;  // [tokens, (heads + 2 kv_heads) * size]; queries and keys are normed and rotated in place
   void* out;  // [tokens, heads * size], contiguous
-  void* cache;  // [slots, cache_stride]: keys of all kv heads, then values; QC_I8: then a float for each of them
+  void* cache;  // [cache_slots, cache_stride]: keys of all kv heads, then values; QC_I8: then a float for each of them
   const void* q_weight;  // [size], or [heads, size] with norm_each; null: no norm
   const void* k_weight;
   const void* cos;  // [tokens, turned]; null: no rotation
@@ -48,10 +58,10 @@ struct qc_attention {
   const float* sinks;  // [heads] or null
   const float* alibi;  // [heads] or null
   const int64_t* slots;  // [tokens]; below 0: keys and values of this token go nowhere
-  const int32_t* tables;  // [rows, table_stride] blocks; below 0: gone
+  const int32_t* tables;  // [rows, table_stride] blocks; below 0: gone, which no key that is seen may be
   const int32_t* query_starts;  // [rows + 1]
   const int32_t* contexts;  // [rows] tokens once the step is done
-  int64_t tokens, rows, qkv_stride, cache_stride, table_stride, block_size;
+  int64_t tokens, rows, qkv_stride, cache_stride, cache_slots, table_stride, block_size;
   int32_t dtype, cache_dtype, turn_dtype;
   int32_t heads, kv_heads, size, turned;
   int32_t window, chunk;  // 0: none
@@ -119,45 +129,47 @@ QC_API int qc_isa_usable(int index);  // whether this machine runs it
 QC_API int qc_use_isa(const char* name);  // null: the best; 0: done, -1: not there or not usable
 QC_API const char* qc_isa(void);
 QC_API uint64_t qc_checksum(const void* from, int64_t bytes);  // any change of one 8-byte word changes it
-QC_API void qc_set_threads(int threads);
+QC_API int qc_set_threads(int threads);  // below 1: one
 QC_API int qc_threads(void);
 
-// Packing. Width is a multiple of 32 (of 256 for types whose blocks have 256).
 QC_API int qc_kind_of(int gguf_type);  // -1: no kernel multiplies this type
-QC_API int64_t qc_packed_bytes(int kind, int64_t rows, int64_t width);
+// What follows checks sizes and indices before it begins, and returns 0 or one of qc_wrong.
+// Packing. Width is a multiple of 32 (of 256 for types whose blocks have 256).
+QC_API int64_t qc_packed_bytes(int kind, int64_t rows, int64_t width);  // below 0: one of qc_wrong
 QC_API int qc_pack(int gguf_type, const void* stored, int64_t rows, int64_t width, void* packed);
 QC_API int qc_pack_float(int kind, const void* from, int dtype, int64_t rows, int64_t width, void* packed);
 // A plain matrix of 16-bit numbers becomes one of kind B16 where it lies, or (back) a plain one again; rows come in 16s.
 QC_API int qc_lay_panels(void* weight, int64_t rows, int64_t width, int back);
-QC_API void qc_unpack_rows(int kind, const void* packed, int64_t width, const int64_t* index, int64_t count, void* out,
-                           int dtype);
+// index [count]: rows of a packed matrix [rows, width].
+QC_API int qc_unpack_rows(int kind, const void* packed, int64_t rows, int64_t width, const int64_t* index, int64_t count,
+                          void* out, int dtype);
 
-// What returns an int here checks sizes first: 0, or one of qc_wrong.
 // out [m, n] = x [m, k] times the segments' rows, plus bias [n] (or null); n is the sum of the segments' rows.
 QC_API int qc_linear_packed(const void* x, int64_t x_stride, int64_t m, int64_t k, const qc_segment* segments,
                             int64_t num_segments, const void* bias, void* out, int64_t out_stride, int dtype);
 // out [m, n] = x [m, k] weight' [n, k] + bias, all of one dtype, summed in float32.
-QC_API void qc_linear(const void* x, int64_t x_stride, const void* weight, int64_t weight_stride, const void* bias,
-                      void* out, int64_t out_stride, int64_t m, int64_t n, int64_t k, int dtype);
+QC_API int qc_linear(const void* x, int64_t x_stride, const void* weight, int64_t weight_stride, const void* bias,
+                     void* out, int64_t out_stride, int64_t m, int64_t n, int64_t k, int dtype);
 // sum = x + delta (delta null: x, and sum may be null); out = norm(sum) weight. wide: multiply before rounding.
-QC_API void qc_rms_norm(const void* x, int64_t x_stride, const void* delta, const void* weight, void* sum, void* out,
-                        int64_t rows, int64_t width, float eps, float offset, int wide, int dtype);
+QC_API int qc_rms_norm(const void* x, int64_t x_stride, const void* delta, const void* weight, void* sum, void* out,
+                       int64_t rows, int64_t width, float eps, float offset, int wide, int dtype);
 QC_API int qc_gated(int act, const void* x, int64_t x_stride, void* out, int64_t rows, int64_t width, int dtype);
 QC_API int qc_attend(const qc_attention* work);
-// Blocks one after another, all of one dtype and width; block i takes its part of the step from turns[which[i]]. In: the
-// stream x and what the layer before adds to it (delta, or null), [tokens, width] each. Out: the stream after the last
-// attention, and what the last mlp adds to it.
+// Blocks one after another, all of one dtype and width; block i takes its part of the step from turns[which[i]], of
+// num_turns that all have as many tokens. In: the stream x and what the layer before adds to it (delta, or null), [tokens,
+// width] each. Out: the stream after the last attention, and what the last mlp adds to it.
 QC_API int qc_run_blocks(const qc_block* const* blocks, const int32_t* which, int64_t count, const qc_turn* turns,
-                         const void* x, const void* delta, void* stream, void* out);
+                         int64_t num_turns, const void* x, const void* delta, void* stream, void* out);
 // Index of the largest of each row, the lowest among equals; NaN counts as largest.
-QC_API void qc_argmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, int64_t* index, int dtype);
-QC_API void qc_draw_tokens(const qc_draw* work);
+QC_API int qc_argmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, int64_t* index, int dtype);
+QC_API int qc_draw_tokens(const qc_draw* work);
 // out [rows, width] float32.
-QC_API void qc_log_softmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, float* out, int dtype);
+QC_API int qc_log_softmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, float* out, int dtype);
 // values, ids [rows, 1 + k]: the chosen entry, then the k largest; ranks from 1. x is contiguous.
-QC_API void qc_top(const float* x, int64_t rows, int64_t width, const int64_t* chosen, int64_t k, float* values,
-                   int64_t* ids, int64_t* ranks);
-// Numbers of `rows` whose bit is 0, or that have none, become -inf. bits [count, num_words], lowest bit first.
-QC_API void qc_allow(float* x, int64_t x_stride, int64_t width, const int64_t* rows, int64_t count, const uint32_t* bits,
-                     int64_t num_words);
+QC_API int qc_top(const float* x, int64_t rows, int64_t width, const int64_t* chosen, int64_t k, float* values,
+                  int64_t* ids, int64_t* ranks);
+// x [num_rows, width]: numbers of `rows` whose bit is 0, or that have none, become -inf. bits [count, num_words], lowest
+// bit first.
+QC_API int qc_allow(float* x, int64_t x_stride, int64_t num_rows, int64_t width, const int64_t* rows, int64_t count,
+                    const uint32_t* bits, int64_t num_words);
 QC_API int qc_run_moe(const qc_moe* work);

@@ -74,7 +74,8 @@ class NativePlan(NativeStep):
         out = torch.empty((qkv.shape[0], heads, size), dtype=qkv.dtype)
         work.qkv, work.qkv_stride, work.dtype = qkv.data_ptr(), qkv.stride(0), DTYPES[qkv.dtype]
         work.out, work.heads, work.kv_heads, work.size = out.data_ptr(), heads, kv_heads, size
-        work.cache, work.cache_stride, work.cache_dtype = rows.data_ptr(), rows.stride(0), CACHE_DTYPES[rows.dtype]
+        work.cache, work.cache_stride, work.cache_slots = rows.data_ptr(), rows.stride(0), rows.shape[0]
+        work.cache_dtype = CACHE_DTYPES[rows.dtype]
         held = self._prepare(work, prep, qkv.dtype)
         sinks = sinks if sinks is None or sinks.dtype is torch.float32 else sinks.float()
         alibi = alibi if alibi is None or alibi.dtype is torch.float32 else alibi.float()

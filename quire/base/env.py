@@ -208,6 +208,10 @@ CPU_KERNELS = Variable(
     "Compiled CPU kernels: auto takes the best instruction set, off none of them, a name that one.",
     choices=("auto", "off", "neon", "dotprod", "avx2", "avx512", "avx512bf16", "amx"),
 )  # fmt: skip
+CPU_KERNELS_FILE = Variable(
+    "CPU_KERNELS_FILE", "", str,
+    "Compiled CPU kernels to load instead of those installed with Quire; for builds with sanitizers.",
+)  # fmt: skip
 OMP_NUM_THREADS = Variable(
     "OMP_NUM_THREADS",
     None,

@@ -10,6 +10,7 @@ Must not know: what the keys mean, or how a tensor type is decoded (loader/gguf_
 from __future__ import annotations
 
 import functools
+import math
 import os
 import struct
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ _F32 = 0  # the tensor type of plain float32
 _MAX_COUNT = 1 << 24  # entries in one array, keys or tensors: far above any real file
 _MAX_DEPTH = 4  # arrays inside arrays
 _MAX_ALIGNMENT = 1 << 20
+_MAX_NUMBERS = 1 << 48  # of a tensor
 
 
 class GGUFError(ValueError):
@@ -120,6 +122,8 @@ class GGUFFile:
         if num_dims > 8:
             raise GGUFError(f"{self.path}: tensor {name!r} claims {num_dims} dimensions")
         shape = self._take(f"{num_dims}Q")
+        if math.prod(max(size, 1) for size in shape) > _MAX_NUMBERS:  # one of them may be 0
+            raise GGUFError(f"{self.path}: tensor {name[:80]!r} claims the sizes {list(shape)}")
         type_id, offset = self._take("IQ")
         return TensorInfo(name, tuple(reversed(shape)), type_id, offset)
 

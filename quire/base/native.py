@@ -17,12 +17,14 @@ LIBRARY, NOTE = "libquire_cpu.so", "not_built.txt"
 
 def library() -> Path | None:
     """None: not built, or switched off by QUIRE_CPU_KERNELS=off."""
-    return _found(FOLDER) if env.CPU_KERNELS.get() != "off" else None
+    if env.CPU_KERNELS.get() == "off":
+        return None
+    named = env.CPU_KERNELS_FILE.get()
+    return _found(Path(named) if named else FOLDER / LIBRARY)
 
 
 @cache  # asked some hundred times while a model is built
-def _found(folder: Path) -> Path | None:
-    path = folder / LIBRARY
+def _found(path: Path) -> Path | None:
     return path if path.is_file() else None
 
 
@@ -30,6 +32,8 @@ def why_not() -> str:
     """Why `library` gives None, in words for a user."""
     if env.CPU_KERNELS.get() == "off":
         return "QUIRE_CPU_KERNELS is off"
+    if named := env.CPU_KERNELS_FILE.get():
+        return f"QUIRE_CPU_KERNELS_FILE names {named}, which is no file"
     note = FOLDER / NOTE
     said = note.read_text().strip() if note.is_file() else "the package was installed without building them"
     return f"{said}; with a C++20 compiler installed, `pip install` Quire again"

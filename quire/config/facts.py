@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config.limits import check_config
+from quire.config.limits import INT32, check_config, shown
 from quire.schema.errors import CheckpointError
 
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
@@ -24,6 +24,7 @@ _STATE_TYPES = frozenset({
     "zamba", "zamba2", "lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text",
     "olmo_hybrid", "kimi_linear", "bailing_hybrid", "minimax", "recurrent_gemma", "plamo2",
 })  # fmt: skip
+_MOST_IDS = 4096  # that end an answer, or begin one
 _UNSTRETCHED = frozenset({"default", "mrope", "longrope", "su", "llama3", "proportional"})  # length already includes it
 
 
@@ -166,6 +167,11 @@ def quantization_of(config: Mapping[str, Any]) -> str:
 def token_ids(value: Any) -> tuple[int, ...]:
     """A token id, a list of them, or nothing -> a tuple; duplicates and None go."""
     items = value if isinstance(value, list | tuple) else [value]
+    if len(items) > _MOST_IDS or any(isinstance(item, int) and item > INT32 for item in items):
+        raise CheckpointError(
+            f"the model's configuration gives the token ids {shown(value)}; expected at most {_MOST_IDS}, from 0 to "
+            f"{INT32}"
+        )
     return tuple(dict.fromkeys(i for i in items if isinstance(i, int) and not isinstance(i, bool) and i >= 0))
 
 

@@ -201,7 +201,9 @@ def stored_dtype(folder: str) -> str:
             return ""
         try:
             entries = json.loads(file.read(size))
-        except ValueError:
+        except (ValueError, RecursionError):
+            entries = None
+        if not isinstance(entries, dict):
             return ""  # the loader reports the damage, with more to say about it
     kinds = [str(e["dtype"]) for e in entries.values() if isinstance(e, dict) and "dtype" in e]
     return names.get(max(set(kinds), key=kinds.count), "") if kinds else ""

@@ -10,6 +10,7 @@ Must not know: architectures, and what a worker does with the model.
 from __future__ import annotations
 
 import math
+import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,12 +28,14 @@ from quire.base.registry import load
 from quire.config.engine import EngineConfig, replace
 from quire.loader.by_layer import check_complete
 from quire.loader.files import Piece, WeightFiles, find_weights, read_weights
+from quire.loader.gguf_file import pieces_of
 from quire.loader.mistral_names import renamed
 from quire.loader.packed_cache import kept_for
 from quire.loader.sharded import ShardedTable, find_sharded, pattern_of
 from quire.loader.to_device import Sender
-from quire.models.build import Model, build_model
+from quire.models.build import Model, build_model, read_arch
 from quire.models.choose import choose_way
+from quire.models.limits import check_files
 from quire.ops.packed import kind_of, likes_panels
 from quire.quant.arena import Arena
 from quire.quant.packed import Schemes
@@ -96,6 +99,8 @@ def make_model(config: EngineConfig, device: torch.device | str) -> Model:
             trust=about.trust_remote_code, given=way.given,
         )  # fmt: skip
         return foreign
+    if config.load_config.load_format != "dummy":
+        check_files(read_arch(about.hf_config), _num_bytes(weight_files(config)) * config.parallel_config.world_size)
     return build_model(
         about.hf_config,
         dtype=dtype,
@@ -177,6 +182,13 @@ def weight_files(config: EngineConfig) -> WeightFiles:
     if how.load_format == "sharded_state":
         return find_sharded(about.path, config.parallel_config.rank, pattern_of(how.model_loader_extra_config))
     return find_weights(about.path, how.load_format, how.ignore_patterns)
+
+
+def _num_bytes(found: WeightFiles) -> int:
+    """Of all pieces of a GGUF file, too."""
+    if found.kind != "gguf":
+        return found.num_bytes
+    return sum(os.path.getsize(piece) for path in found.paths for piece in pieces_of(path))
 
 
 def _read_folder(model: ReadsFolder, config: EngineConfig) -> int:

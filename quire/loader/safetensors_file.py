@@ -29,6 +29,7 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 _MAX_HEADER = 100_000_000  # the format's own limit
+_MAX_NUMBERS = 1 << 48  # of a tensor
 _READ = 256 << 20  # bytes per read call
 
 
@@ -100,11 +101,13 @@ class SafetensorsFile:
         numbers = [*shape, start, end] if isinstance(shape, list) else [None]
         if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
             raise self._wrong(f"tensor {name!r} has shape {shape!r} and data_offsets {[start, end]!r}")
-        if kind not in _DTYPES:
+        if not isinstance(kind, str) or kind not in _DTYPES:
             raise self._wrong(f"tensor {name!r} has dtype {kind!r}; known are {', '.join(_DTYPES)}")
         wanted = math.prod(shape) * _DTYPES[kind].itemsize
         if end - start != wanted:
             raise self._wrong(f"tensor {name!r} ({kind} {shape}) needs {wanted} bytes, its place has {end - start}")
+        if math.prod(max(size, 1) for size in shape) > _MAX_NUMBERS:  # one of them may be 0
+            raise self._wrong(f"tensor {name!r} has shape {shape!r}")
         return Entry(name, _DTYPES[kind], tuple(shape), data_start + start, wanted)
 
     def _check_places(self, entries: list[Entry], data_start: int) -> None:

@@ -22,7 +22,7 @@ from quire.models.view import View
 from quire.models.zoo import ALIASES, ZOO
 from quire.models.zoo.defaults import DEFAULTS
 from quire.quant.scheme import Storage
-from quire.schema.errors import ConfigError
+from quire.schema.errors import ConfigError, some
 from quire.schema.kv import KVSpec
 
 
@@ -85,11 +85,11 @@ def architecture_name(hf_config: Mapping[str, Any]) -> str:
     for name in names:
         if name in ZOO:
             return name
-    near = [hit for name in names for hit in difflib.get_close_matches(name, ZOO.names(), n=3, cutoff=0.5)]
+    near = [hit for name in names[:8] for hit in difflib.get_close_matches(name, ZOO.names(), n=3, cutoff=0.5)]
     hint = f" Nearest: {', '.join(dict.fromkeys(near))}." if near else ""
     raise ConfigError(
-        f"architecture {', '.join(map(repr, names))} is not declared.{hint} model_impl='transformers' (or 'auto') runs "
-        "models without a declaration through transformers' own code.",
+        f"architecture {some([repr(name) for name in names])} is not declared.{hint} model_impl='transformers' (or "
+        "'auto') runs models without a declaration through transformers' own code.",
         param="architectures",
         value=list(names),
     )

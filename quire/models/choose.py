@@ -17,7 +17,7 @@ from quire.base.log import logger
 from quire.config.local import thing_of
 from quire.models.build import architecture_name
 from quire.models.zoo import ZOO
-from quire.schema.errors import ConfigError, MissingExtraError
+from quire.schema.errors import ConfigError, MissingExtraError, some
 
 _log = logger(__name__)
 OLDEST = 5  # the first version of transformers whose caches and masks have the form we use
@@ -44,7 +44,7 @@ def choose_way(raw: Mapping[str, Any], impl: str, classes: Mapping[str, str]) ->
     if impl == "quire" or any(name in ZOO for name in names):
         architecture_name(raw)  # a clear error where nothing is declared
         return Way(False)
-    return _foreign(None, f"no declaration for {', '.join(names) or 'this model'}")
+    return _foreign(None, f"no declaration for {some(names) or 'this model'}")
 
 
 def _foreign(given: type | None, why: str) -> Way:

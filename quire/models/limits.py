@@ -8,9 +8,10 @@ files, names of models.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from itertools import islice
 from typing import Any
 
 from quire.config.limits import (
@@ -26,18 +27,22 @@ from quire.config.limits import (
     WINDOW,
     Range,
     check_config,
+    shown,
 )
 from quire.layers.moe import MoeKind
 from quire.layers.rope import RopeKind
 from quire.layers.shared import SharedKind
 from quire.layers.ssm import DeltaKind, Mamba2Kind
 from quire.models.arch import Arch, Layer, Mla
+from quire.ops.act import known
+from quire.ops.rope import frequencies
 from quire.schema.errors import ConfigError, InputError
 
 _SIZE = Range(1, 1 << 24)
 _MAY_BE_NONE = Range(0, 1 << 24)
-_FACTORS = ("attn_scale", "attn_softcap", "alibi", "qkv_clip", "embed_scale", "residual_scale", "logit_scale",
-            "logit_softcap")  # fmt: skip
+_PAIRED = ("fold",)  # names with factors
+_OPEN_ENDED = ("dt_limit",)
+_SCALES = 5  # of gate, x, B, C and dt
 _ZERO_MEANS_NONE = ("rank", "q_rank", "shared_ffn", "latent")
 
 
@@ -50,7 +55,7 @@ def reading(raw: Mapping[str, Any], name: str) -> Iterator[None]:
     except InputError:
         raise
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as wrong:
-        what = f"{type(wrong).__name__}: {wrong}"
+        what = f"{type(wrong).__name__}: {shown(str(wrong))}"
         raise ConfigError(f"the configuration of this {name} cannot be read ({what})", param="architectures") from wrong
 
 
@@ -73,9 +78,29 @@ def check_arch(arch: Arch) -> Arch:
         _check_state(arch.state)
     if arch.shared is not None:
         _check_shared(arch.shared)
-    _finite(arch, _FACTORS)
-    _finite(arch.norm, ("eps",))
+    for record in (arch, arch.norm, arch.moe, arch.state, arch.shared, *arch.layers):
+        if record is not None:
+            _check_factors(record)
     return arch
+
+
+def check_files(arch: Arch, num_bytes: int) -> None:
+    """Before a model is made that its files cannot hold: no format needs less than a bit for a number."""
+    numbers = arch.vocab * (arch.embed_width or arch.width)
+    if arch.shared is None:
+        numbers += sum(_least_numbers(arch, layer) for layer in arch.layers)
+    if numbers > 8 * num_bytes:
+        raise ConfigError(
+            f"the model's configuration (num_hidden_layers = {len(arch.layers)}, hidden_size = {arch.width}, "
+            f"vocab_size = {arch.vocab}) describes at least {numbers} numbers, but its files have {num_bytes} bytes",
+            param="num_hidden_layers",
+        )
+
+
+def _least_numbers(arch: Arch, layer: Layer) -> int:
+    """Of matrices that no layer of its kind does without."""
+    attends = layer.mixer in ("attention", "both") and arch.mla is None
+    return 2 * arch.width * arch.heads * arch.head_dim if attends else arch.width
 
 
 def _check_attention(arch: Arch) -> None:
@@ -100,7 +125,6 @@ def _check_latent(mla: Mla) -> None:
 def _check_layer(arch: Arch, layer: Layer) -> None:
     _within("sliding_window", layer.window, WINDOW)
     _within("attention_chunk_size", layer.chunk, WINDOW)
-    _finite(layer, ("attn_scale", "fade"))
     if layer.rope is not None and layer.mixer in ("attention", "both"):
         _check_rope(layer.rope, arch.mla.rope if arch.mla is not None else arch.head_dim)
 
@@ -113,8 +137,27 @@ def _check_rope(rope: RopeKind, size: int) -> None:
         raise ConfigError(f"rope_theta = {rope.theta!r}; expected a number above 0", param="rope_theta")
     for name in ("short_factor", "long_factor"):
         given = (rope.scaling or {}).get(name)
-        if given is not None and len(given) != pairs:
-            raise ConfigError(f"{name} has {len(given)} numbers for {pairs} frequencies", param=name)
+        if given is not None and (not isinstance(given, list | tuple) or len(given) != pairs):
+            count = len(given) if isinstance(given, list | tuple) else shown(given)
+            raise ConfigError(f"{name} has {count} numbers for {pairs} frequencies", param=name)
+    _check_frequencies(rope)
+
+
+def _check_frequencies(rope: RopeKind) -> None:
+    """They are numbers, whatever the scaling is made of: for short texts and for long ones."""
+    try:
+        found = [frequencies(rope.theta, rope.dim, rope.scaling, length) for length in (1, INT32)]
+        fine = all(bool(inverse.isfinite().all()) and math.isfinite(gain) for inverse, gain in found)
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError) as wrong:
+        raise _unusable(rope, f"{type(wrong).__name__}: {wrong}") from wrong
+    if not fine:
+        raise _unusable(rope, "its frequencies are no numbers")
+
+
+def _unusable(rope: RopeKind, why: str) -> ConfigError:
+    given = {**(rope.scaling or {}), "rope_theta": rope.theta}
+    few = ", ".join(f"{key}={shown(value)}" for key, value in islice(given.items(), 16))
+    return ConfigError(f"rope_parameters cannot be used ({why[:200]}): {few}", param="rope_parameters")
 
 
 def _check_experts(moe: MoeKind) -> None:
@@ -127,7 +170,6 @@ def _check_experts(moe: MoeKind) -> None:
     _within("num_experts_per_tok", moe.top_k, Range(1, moe.experts // moe.groups * moe.top_groups))
     _within("shared expert's intermediate_size", moe.shared_ffn, _MAY_BE_NONE)
     _within("latent width of experts", moe.latent, _MAY_BE_NONE)
-    _finite(moe, ("scale", "clamp", "clamp_alpha"))
 
 
 def _check_state(kind: Any) -> None:
@@ -165,11 +207,40 @@ def _divides(name: str, value: int, other: str, divisor: int) -> None:
         )
 
 
-def _finite(record: Any, names: Iterable[str]) -> None:
-    for name in names:
-        if not _is_finite(value := getattr(record, name)):
-            raise ConfigError(f"the model's configuration gives {name} = {value!r}; expected a number", param=name)
+def _check_factors(record: Any) -> None:
+    """Every factor of a record is a number, and every activation one that there is."""
+    for field in fields(record):
+        value, name = getattr(record, field.name), f"{type(record).__name__}.{field.name}"
+        if field.name == "act":
+            _check_act(value)
+        elif field.name in _PAIRED:
+            _check_numbers(name, [factor for _, factor in value])
+        elif str(field.type).startswith("tuple[float"):
+            _check_numbers(name, list(value), may_be_infinite=field.name in _OPEN_ENDED)
+        elif field.type in ("float", float):
+            _check_numbers(name, [value])
+        if field.name.endswith("eps") and value < 0:
+            raise ConfigError(f"the model's configuration gives {name} = {value!r}; expected 0 or more", param=name)
+    scales = vars(record).get("scales", ())
+    if scales and len(scales) != _SCALES:
+        raise ConfigError(f"the model's configuration gives {len(scales)} ssm_multipliers; expected {_SCALES}")
+
+
+def _check_act(name: Any) -> None:
+    if not isinstance(name, str) or not known(name):
+        raise ConfigError(
+            f"the model's configuration names the activation {shown(name)}, which is unknown", param="hidden_act"
+        )
+
+
+def _check_numbers(name: str, values: list[Any], *, may_be_infinite: bool = False) -> None:
+    for value in values:
+        if not (_is_finite(value) or (may_be_infinite and value in (math.inf, -math.inf))):
+            raise ConfigError(f"the model's configuration gives {name} = {shown(value)}; expected a number", param=name)
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) <= INT32**4 and not math.isnan(value)
+    """As tensors take it: a whole number has 64 bits there."""
+    if isinstance(value, int):
+        return abs(value) < 1 << 53
+    return isinstance(value, float) and abs(value) <= INT32**4 and not math.isnan(value)

@@ -14,6 +14,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from quire.schema.errors import ConfigError
+
 MAP_BYTES = 1 << 26
 ALIGN = 64  # a cache line
 
@@ -43,7 +45,10 @@ class Arena:
 
 def new_map(size: int) -> mmap.mmap:
     """Zeros that take memory once they are written, in huge pages where the system has some."""
-    made = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        made = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as wrong:
+        raise ConfigError(f"there is no memory for {size} more bytes of weights ({wrong})", param="model") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
         with suppress(OSError):  # only a hint: a kernel without huge pages refuses it
             made.madvise(mmap.MADV_HUGEPAGE)

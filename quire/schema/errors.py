@@ -15,6 +15,14 @@ def some(names: Sequence[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + more
 
 
+LONGEST = 2000  # characters of a message
+
+
+def _readable(message: str) -> str:
+    text = message.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 100]} … {text[-90:]}"
+
+
 class QuireError(Exception):
     """Anything Quire raises on purpose."""
 
@@ -24,13 +32,14 @@ class QuireError(Exception):
 class InputError(QuireError, ValueError):
     """The caller asked for something that cannot be; the engine is fine and takes the next request.
 
-    A ValueError too, because programs written for the documented API catch that.
+    A ValueError too, because programs written for the documented API catch that. What it tells of may be of any length
+    and any characters; the message is not.
     """
 
     status = 400
 
     def __init__(self, message: str, *, param: str | None = None, value: object = None) -> None:
-        super().__init__(message)
+        super().__init__(_readable(message))
         self.param = param
         self.value = value
 

@@ -80,6 +80,8 @@ BAD = [
     ({"a": f32([2.0], 0, 8)}, b"\0" * 8, None, r"'a' has shape \[2.0\]"),
     ({"a": 5}, b"", None, "'a' has no proper dtype"),
     ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}, b"", None, "'a' has no proper dtype"),
+    ({"a": f32([2**63, 0], 0, 0)}, b"", None, r"'a' has shape \[9223372036854775808, 0\]"),
+    ({"a": {"dtype": [], "shape": [2], "data_offsets": [0, 8]}}, b"\0" * 8, None, r"'a' has dtype \[\]; known are"),
     ({"a": {"dtype": "F31", "shape": [2], "data_offsets": [0, 8]}}, b"\0" * 8, None, "'a' has dtype 'F31'; known are"),
 ]
 

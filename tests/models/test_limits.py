@@ -23,6 +23,7 @@ LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
     "num_hidden_layers": 2, "vocab_size": 100, "intermediate_size": 128, "max_position_embeddings": 64,
 }  # fmt: skip
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 MIXTRAL = {**LLAMA, "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
 VALUES: tuple[Any, ...] = (0, 1, -1, 3, 7, 1 << 31, 10**30, 0.5, 2.0, 100.0, float("nan"), "x", [], [1], {}, True)
 
@@ -44,6 +45,12 @@ def tiny_dict(name: str) -> dict[str, Any]:
         (LLAMA, {"hidden_size": "64"}, "hidden_size='64'"),
         (LLAMA, {"rope_theta": -1.0}, "rope_theta = -1.0"),
         (LLAMA, {"rms_norm_eps": float("inf")}, "eps = inf"),
+        (LLAMA, {"rms_norm_eps": -1e-3}, "eps = -0.001; expected 0 or more"),
+        (LLAMA, {"rope_scaling": {**YARN, "beta_slow": [0] * 100_000}}, "rope_parameters cannot be used .TypeError"),
+        (LLAMA, {"rope_scaling": {**YARN, "beta_fast": -1}}, "rope_parameters cannot be used .ValueError"),
+        (LLAMA, {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "rope_parameters cannot be used .KeyError"),
+        (LLAMA, {"rope_scaling": {"type": "nobody's", "factor": 8.0}}, "nobody's"),
+        (LLAMA, {"rope_scaling": {**YARN, "attention_factor": float("nan")}}, "its frequencies are no numbers"),
         (LLAMA, {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 8}}, "1 numbers"),
         (MIXTRAL, {"num_experts_per_tok": 5}, "num_experts_per_tok = 5; expected a number from 1 to 4"),
         (MIXTRAL, {"num_local_experts": 0}, "num_experts"),

@@ -87,7 +87,14 @@ def test_packing_keeps_the_numbers(name):
     torch.testing.assert_close(packed.unpack(matrix), numbers, rtol=0, atol=bound)
     index, found = torch.tensor([0, 36, 15, 16]), torch.empty(4, 512)
     library.qc_unpack_rows(
-        KINDS[matrix.kind], matrix.data.data_ptr(), 512, index.data_ptr(), 4, found.data_ptr(), DTYPES[torch.float32]
+        KINDS[matrix.kind],
+        matrix.data.data_ptr(),
+        37,
+        512,
+        index.data_ptr(),
+        4,
+        found.data_ptr(),
+        DTYPES[torch.float32],
     )
     assert torch.equal(found, packed.unpack(matrix)[index])
 
@@ -154,9 +161,10 @@ def test_numbers_rounded_to_blocks(kind, error, dtype):
 def test_zeros_and_wrong_sizes():
     matrix, _ = pack("Q4_1", 16, 64)
     assert torch.equal(multiply(torch.zeros(2, 64), [matrix]), torch.zeros(2, 16))
-    assert library.qc_packed_bytes(0, 16, 40) == -1
-    assert library.qc_pack(12, matrix.data.data_ptr(), 16, 64, matrix.data.data_ptr()) == -1  # 64 is no multiple of 256
-    assert library.qc_pack(10, matrix.data.data_ptr(), 16, 256, matrix.data.data_ptr()) == -1  # Q2_K has no kernel
+    assert library.qc_packed_bytes(0, 16, 40) < 0
+    for type_id, width in ((12, 64), (10, 256)):  # 64 is no multiple of 256; Q2_K has no kernel
+        with pytest.raises(ValueError, match=f"a matrix whose rows, width or kind do not fit .{type_id}, 16, {width}"):
+            library.qc_pack(type_id, matrix.data.data_ptr(), 16, width, matrix.data.data_ptr())
 
 
 def multiply_plain(x, weight, bias):

@@ -57,6 +57,20 @@ def test_a_rotary_part_larger_than_the_head(spelling: str, nested: bool) -> None
         read_facts({**LLAMA, spelling: {"full_attention": rope} if nested else rope})
 
 
+@pytest.mark.parametrize("given", [1 << 31, 10**30, [2, 1 << 40], [1] * 5000])
+def test_token_ids_that_no_tensor_holds(given: Any) -> None:
+    with pytest.raises(CheckpointError, match="token ids"):
+        read_facts({**LLAMA, "eos_token_id": given})
+
+
+def test_what_is_said_of_a_file_has_an_end() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_facts({**LLAMA, "hidden_size": "x", "model_type": "a" * 10**6})
+    assert len(str(caught.value)) <= 2000
+    said = str(CheckpointError("\ud800" + "y" * 10**6))
+    assert len(said) <= 2000 and said.startswith("\\ud800y") and said.encode().endswith(b"yyy")
+
+
 def test_the_text_part_is_checked_too() -> None:
     with pytest.raises(CheckpointError, match="num_hidden_layers=999999999; expected a number from 1 to 4096"):
         read_facts({"architectures": ["A"], "text_config": {**LLAMA, "num_hidden_layers": 999_999_999}})

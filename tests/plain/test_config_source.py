@@ -214,3 +214,9 @@ def test_stored_dtype(tmp_path: Path) -> None:
     for damaged in (b"", b"\x01", struct.pack("<Q", 1 << 60), struct.pack("<Q", 4) + b"{{{{"):
         file.write_bytes(damaged)
         assert stored_dtype(str(tmp_path)) == ""
+
+
+def test_a_stored_dtype_that_cannot_be_read_is_left_to_the_loader(tmp_path: Path) -> None:
+    for header in (b"[" * 100_000, b"[1]", b"7", b'{"a": {"dtype": []}, "b": 3}', b"\xff"):
+        (tmp_path / "m.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        assert stored_dtype(str(tmp_path)) == ""

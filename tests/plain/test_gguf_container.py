@@ -136,6 +136,7 @@ def test_truncated_anywhere_is_an_error(write):
         (container([entry("k", BOOL, b"\1"), entry("k", BOOL, b"\1")], []), "key 'k' is there twice"),
         (container([], [tensor("w", (1,), 0, 0), tensor("w", (1,), 0, 0)]), "tensor 'w' is there twice"),
         (container([], [tensor("w", (1,) * 9, 0, 0)]), "claims 9 dimensions"),
+        (container([], [tensor("w", (0, 2**63), 0, 0)]), r"claims the sizes .*9223372036854775808"),
         (container([entry("general.alignment", U32, struct.pack("<I", 0))], []), "alignment 0"),
         (container([entry("general.alignment", U64, struct.pack("<Q", 2**63))], []), "alignment 9223"),
         (container([entry("general.alignment", STRING, text("x"))], []), "alignment 'x'"),

@@ -158,6 +158,32 @@ def test_an_added_token_at_the_wrong_place_is_refused(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"added_tokens_decoder": {"x": {"content": "<a>"}}}, {"added_tokens_decoder": {"-1": {"content": "<a>"}}},
+        {"added_tokens_decoder": {str(1 << 40): {"content": "<a>"}}}, {"added_tokens_decoder": {"5": 7}},
+        {"added_tokens_decoder": {"5": {"content": None}}}, {"added_tokens_decoder": {"5": {}}},
+        {"added_tokens_decoder": [1]}, {"chat_template": [{"name": "a"}]}, {"chat_template": [7]},
+        {"bos_token": "\ud800"}, {"added_tokens_decoder": {"5": {"content": "a\ud800"}}},
+        {"extra_special_tokens": ["\udfff"]},
+    ],
+)  # fmt: skip
+def test_small_files_that_lie_are_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, tokenizer_config__json=config)
+    with pytest.raises(CheckpointError):
+        load_tokenizer(str(tmp_path))
+
+
+def test_small_files_that_are_no_json_are_refused(tmp_path: Path) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    for raw in ("[" * 200_000, "9" * 10_000, "{", "7"):
+        (tmp_path / "tokenizer_config.json").write_text(raw)
+        with pytest.raises(CheckpointError, match="tokenizer_config"):
+            load_tokenizer(str(tmp_path))
+
+
 def test_templates_come_from_their_own_files_first(tmp_path: Path) -> None:
     byte_level().save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(str(tmp_path)).chat_template is None

@@ -19,7 +19,6 @@ LARGE: dict[str, Any] = {
     "cache_salt": "s" * (1 << 20),
     "vllm_xargs": {"x": "y" * (1 << 20)},
     "structured_outputs": {"json": {"type": "object", "description": "d" * (1 << 19)}},
-    "allowed_token_ids": [5] * (1 << 18),
     "bad_words": ["w" * 60_000, "v"],
     "logit_bias": {str(number): 1.0 for number in range(4, 260)},
 }
@@ -35,7 +34,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         yield server
 
 
-@pytest.mark.parametrize("name", ["cache_salt", "vllm_xargs", "structured_outputs", "allowed_token_ids"])
+@pytest.mark.parametrize("name", ["cache_salt", "vllm_xargs", "structured_outputs"])
 def test_bytes_times_answers(fake: Live, name: str) -> None:
     began = time.monotonic()
     error = error_of(fake.post(PATH, {**MANY, name: LARGE[name]}))
@@ -61,6 +60,12 @@ def test_every_large_field_counts(small: Live, name: str) -> None:
     assert error_of(render)["param"] == name
 
 
+def test_ids_are_counted_before_they_are_multiplied(fake: Live) -> None:
+    """There cannot be more of them than the model has tokens."""
+    error = error_of(fake.post(PATH, {**MANY, "allowed_token_ids": [5] * (1 << 18)}))
+    assert error["param"] == "allowed_token_ids" and f"has {1 << 18} ids" in error["message"]
+
+
 def test_parameters_are_sent_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To an engine in a process of its own."""
     with live_fake(tmp_path, own_process=True) as server:
@@ -69,7 +74,7 @@ def test_parameters_are_sent_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(
             client._reader.wire, "send", lambda frames: (sent.append(sum(map(len, frames))), send(frames))
         )
-        large = {"vllm_xargs": {"x": "y" * 50_000}, "cache_salt": "s" * 50_000, "allowed_token_ids": [70, 71] * 5000}
+        large = {"vllm_xargs": {"x": "y" * 50_000}, "cache_salt": "s" * 50_000, "allowed_token_ids": [70, 71] * 100}
         for more in ({}, {"prompt_logprobs": 1}):
             sent.clear()
             body = {"prompt": PROMPTS[:50], "n": 4, "max_tokens": 2, **large, **more}

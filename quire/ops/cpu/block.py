@@ -117,7 +117,7 @@ class BlocksCall:
             work.cos, work.sin = (None, None) if cos is None or sin is None else (cos.data_ptr(), sin.data_ptr())
             work.turned, work.dtype = (0, 0) if cos is None else (cos.shape[-1], DTYPES[cos.dtype])
         self._run(
-            self._blocks, self._which, self._count, self._turns, x.data_ptr(),
+            self._blocks, self._which, self._count, self._turns, len(self._turns), x.data_ptr(),
             None if delta is None else delta.data_ptr(), stream.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return stream, out
@@ -135,7 +135,7 @@ def _block_work(parts: BlockParts, dtype: torch.dtype, held: list[Any]) -> Block
     attention, prep, cache = work.attention, parts.prep, parts.cache
     attention.heads, attention.kv_heads, attention.dtype = prep.heads, prep.kv_heads, DTYPES[dtype]
     attention.size = work.qkv.rows // (prep.heads + 2 * prep.kv_heads)
-    attention.cache, attention.cache_stride = cache.data_ptr(), cache.stride(0)
+    attention.cache, attention.cache_stride, attention.cache_slots = cache.data_ptr(), cache.stride(0), cache.shape[0]
     attention.cache_dtype = CACHE_DTYPES[cache.dtype]
     attention.scale, attention.softcap, attention.pairs = parts.scale, parts.softcap, prep.pairs
     if prep.q_weight is not None and prep.k_weight is not None:

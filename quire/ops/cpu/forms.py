@@ -97,8 +97,7 @@ def _register_packed(library: ctypes.CDLL) -> None:
         number = library.qc_kind_of(type_id)
         out = _packed(library, number, rows, width)
         raw = raw.contiguous()
-        if library.qc_pack(type_id, raw.data_ptr(), rows, width, out.data.data_ptr()) < 0:
-            raise ValueError(f"blocks of GGUF type {type_id} with rows of {width} cannot be packed")
+        library.qc_pack(type_id, raw.data_ptr(), rows, width, out.data.data_ptr())
         return out
 
     @pack_numbers.form("cpu", _are_on)
@@ -106,10 +105,7 @@ def _register_packed(library: ctypes.CDLL) -> None:
         numbers = (numbers if numbers.dtype in DTYPES else numbers.float()).contiguous()
         out = _packed(library, KINDS[kind], *numbers.shape)
         rows, width = numbers.shape
-        if library.qc_pack_float(
-            KINDS[kind], numbers.data_ptr(), DTYPES[numbers.dtype], rows, width, out.data.data_ptr()
-        ):
-            raise ValueError(f"rows of {width} cannot be packed as {kind}")
+        library.qc_pack_float(KINDS[kind], numbers.data_ptr(), DTYPES[numbers.dtype], rows, width, out.data.data_ptr())
         return out
 
     packed_linear.made("cpu", _are_on)(partial(_packed_linear_form, library))
@@ -120,15 +116,16 @@ def _register_packed(library: ctypes.CDLL) -> None:
 
     @lay_panels.form("cpu", _are_on)
     def lay_panels_native(weight: Tensor, back: bool = False) -> None:
-        if not weight.is_contiguous() or library.qc_lay_panels(weight.data_ptr(), *weight.shape, back) < 0:
-            raise ValueError(f"a matrix of {tuple(weight.shape)} does not fit panels of 16 rows by 32 numbers")
+        if not weight.is_contiguous():
+            raise ValueError(f"a matrix of {tuple(weight.shape)} has gaps: it cannot be laid in panels where it is")
+        library.qc_lay_panels(weight.data_ptr(), *weight.shape, back)
 
     @packed_rows.form("cpu", _are_on)
     def packed_rows_native(index: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
         wanted = index.long().contiguous()
         out = torch.empty((*index.shape, packed.width), dtype=dtype)
         read_rows(
-            KINDS[packed.kind], packed.data.data_ptr(), packed.width, wanted.data_ptr(), wanted.numel(),
+            KINDS[packed.kind], packed.data.data_ptr(), packed.rows, packed.width, wanted.data_ptr(), wanted.numel(),
             out.data_ptr(), DTYPES[dtype],
         )  # fmt: skip
         return out

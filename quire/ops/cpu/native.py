@@ -8,6 +8,7 @@ see csrc/cpu/quire_cpu.h for what they take. Must not know: modules, models, con
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,7 @@ from quire.base import env, native
 from quire.base.log import logger
 
 _log = logger(__name__)
-ABI = 2
+ABI = 3
 BY_NAME = frozenset({"avx512bf16"})  # never taken unasked: slower than avx512 where it was measured
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CACHE_DTYPES = {**DTYPES, torch.int8: 3}  # int8: with a scale for each token and head
@@ -30,11 +31,17 @@ WRONG = {  # qc_wrong
     -3: "heads of a size that is not from 1 to 256",
     -4: "a rotation that is not pairs of numbers within a head",
     -5: "rows too short for their heads",
-    -6: "counts below 0, or blocks of no tokens",
+    -6: "counts of tokens, rows or keys that do not fit",
     -7: "a matrix whose rows, width or kind do not fit",
     -8: "an activation that they do not know",
     -9: "a choice of experts that there are not",
+    -10: "no address where there must be one",
+    -11: "a slot, block, row, token or turn that there is not",
+    -12: "rows, widths or strides that do not fit",
+    -13: "work before an instruction set was chosen",
+    -14: "more work than there is memory or threads for",
 }
+_WHOLE = (c_int, c_int32, c_int64)
 KINDS = {"Q4M": 0, "Q4Z": 1, "Q5M": 2, "Q5Z": 3, "Q6Z": 4, "Q8Z": 5, "B16": 6}
 
 
@@ -52,7 +59,9 @@ class AttentionWork(Structure):
             "qkv", "out", "cache", "q_weight", "k_weight", "cos", "sin", "sinks", "alibi", "slots", "tables",
             "query_starts", "contexts",
         )),
-        *((name, c_int64) for name in ("tokens", "rows", "qkv_stride", "cache_stride", "table_stride", "block_size")),
+        *((name, c_int64) for name in (
+            "tokens", "rows", "qkv_stride", "cache_stride", "cache_slots", "table_stride", "block_size",
+        )),
         *((name, c_int32) for name in (
             "dtype", "cache_dtype", "turn_dtype", "heads", "kv_heads", "size", "turned", "window", "chunk", "pairs",
             "norm_each", "norm_wide",
@@ -81,37 +90,42 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "qc_use_isa": (c_int, (c_char_p,)),
     "qc_isa": (c_char_p, ()),
     "qc_checksum": (c_uint64, (c_void_p, c_int64)),
-    "qc_set_threads": (None, (c_int,)),
+    "qc_set_threads": (c_int, (c_int,)),
     "qc_threads": (c_int, ()),
     "qc_kind_of": (c_int, (c_int,)),
     "qc_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),
     "qc_pack": (c_int, (c_int, c_void_p, c_int64, c_int64, c_void_p)),
     "qc_pack_float": (c_int, (c_int, c_void_p, c_int, c_int64, c_int64, c_void_p)),
     "qc_lay_panels": (c_int, (c_void_p, c_int64, c_int64, c_int)),
-    "qc_unpack_rows": (None, (c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int)),
+    "qc_unpack_rows": (c_int, (c_int, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int)),
     "qc_linear_packed": (
         c_int,
         (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int),
     ),
     "qc_linear": (
-        None,
+        c_int,
         (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int),
     ),
     "qc_rms_norm": (
-        None,
+        c_int,
         (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_float, c_int, c_int),
     ),
     "qc_gated": (c_int, (c_int, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int)),
     "qc_attend": (c_int, (POINTER(AttentionWork),)),
-    "qc_run_blocks": (c_int, (c_void_p, c_void_p, c_int64, *[c_void_p] * 5)),
-    "qc_argmax": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int)),
+    "qc_run_blocks": (c_int, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4)),
+    "qc_argmax": (c_int, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int)),
     "qc_run_moe": (c_int, (c_void_p,)),
-    "qc_draw_tokens": (None, (POINTER(DrawWork),)),
-    "qc_log_softmax": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int)),
-    "qc_top": (None, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)),
-    "qc_allow": (None, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64)),
+    "qc_draw_tokens": (c_int, (POINTER(DrawWork),)),
+    "qc_log_softmax": (c_int, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int)),
+    "qc_top": (c_int, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)),
+    "qc_allow": (c_int, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64)),
 }
-_CHECKED = ("qc_linear_packed", "qc_gated", "qc_attend", "qc_run_blocks", "qc_run_moe")  # 0, or a number of WRONG
+# What only tells or takes what it can: no address, or nothing that could be wrong with it.
+HARMLESS = frozenset(
+    ("qc_abi", "qc_num_isas", "qc_isa_name", "qc_isa_usable", "qc_use_isa", "qc_isa", "qc_checksum", "qc_threads",
+     "qc_kind_of", "qc_packed_bytes")
+)  # fmt: skip
+CHECKED = tuple(name for name in _FUNCTIONS if name not in HARMLESS)  # 0, or a number of WRONG
 
 
 class KernelError(ValueError):
@@ -137,7 +151,7 @@ def _loaded(path: Path) -> ctypes.CDLL | None:
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    for name in _CHECKED:
+    for name in CHECKED:
         getattr(library, name).errcheck = _done
     asked = env.CPU_KERNELS.get()
     if asked == "auto":
@@ -150,8 +164,19 @@ def _loaded(path: Path) -> ctypes.CDLL | None:
 
 def _done(code: int, function: Any, arguments: tuple[Any, ...]) -> int:
     if code:
-        raise KernelError(f"{function.__name__}: the CPU kernels were given {WRONG.get(code, code)}")
+        given = _numbers(function.argtypes, arguments)
+        what = f"{function.__name__}: the CPU kernels were given {WRONG.get(code, code)}"
+        raise KernelError(f"{what} ({given})" if given else what)
     return code
+
+
+def _numbers(types: Sequence[Any], arguments: tuple[Any, ...]) -> str:
+    """Sizes of a call, for an error: what is no address, and the numbers of a work given by reference."""
+    found = [str(value) for kind, value in zip(types, arguments, strict=True) if kind in _WHOLE]
+    for work in (argument._obj for argument in arguments if hasattr(argument, "_obj")):  # of ctypes.byref
+        fields = [name for name, kind in work._fields_ if kind in _WHOLE]
+        found += [f"{name}={getattr(work, name)}" for name in fields]
+    return ", ".join(found)
 
 
 def usable(library: ctypes.CDLL) -> list[str]:

@@ -60,7 +60,7 @@ def _allow(library: ctypes.CDLL) -> Callable[..., None]:
             return sample.allow_words_.reference(logits, rows, words)
         words, rows = words.contiguous(), rows.long().contiguous()
         library.qc_allow(
-            logits.data_ptr(), logits.stride(0), logits.shape[1], rows.data_ptr(), len(rows), words.data_ptr(),
+            logits.data_ptr(), logits.stride(0), *logits.shape, rows.data_ptr(), len(rows), words.data_ptr(),
             words.shape[1],
         )  # fmt: skip
         return None

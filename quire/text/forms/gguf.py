@@ -95,6 +95,9 @@ class Metadata:
         prefix = "tokenizer.chat_template."
         named = {key.removeprefix(prefix): text for key, text in self.all.items() if key.startswith(prefix)}
         main = self.all.get("tokenizer.chat_template")
+        for text in (main, *named.values()):
+            if text is not None and not isinstance(text, str):
+                raise CheckpointError(f"{self.path}: tokenizer.chat_template is no text: {text!r}")
         if not named:
             return main
         return {**({} if main is None else {"default": main}), **named}
@@ -109,7 +112,7 @@ class Metadata:
 def load_gguf(path: str) -> FastTokenizer:
     meta = Metadata(path)
     kind = meta.get("model")
-    if kind not in _BUILDERS:
+    if not isinstance(kind, str) or kind not in _BUILDERS:
         raise NotBuiltError(
             f"{path}: a GGUF vocabulary of kind {kind!r} is not supported; known are {', '.join(_BUILDERS)}. "
             "Name another tokenizer (tokenizer=…)",
@@ -141,7 +144,7 @@ def _split_of(meta: Metadata) -> Split:
     if name is None:
         once(log, logging.WARNING, "%s does not say how its text is cut into words; GPT-2's way is assumed", meta.path)
         return SPLITS["default"]
-    if name not in SPLITS:
+    if not isinstance(name, str) or name not in SPLITS:
         raise NotBuiltError(
             f"{meta.path}: unknown way to cut text into words, tokenizer.ggml.pre={name!r}; known are "
             f"{', '.join(sorted(SPLITS))}. Name another tokenizer (tokenizer=…)",

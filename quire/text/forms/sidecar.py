@@ -49,6 +49,17 @@ class Sidecar:
 
 
 def read_sidecar(folder: str) -> Sidecar:
+    try:
+        return _read_sidecar(folder)
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError) as wrong:  # parts of another kind than they should be
+        raise CheckpointError(
+            f"{folder}: its tokenizer's files cannot be read ({type(wrong).__name__}: {wrong})"
+        ) from None
+
+
+def _read_sidecar(folder: str) -> Sidecar:
     config = read_json(folder, "tokenizer_config.json")
     named = {**read_json(folder, "special_tokens_map.json"), **{k: v for k, v in config.items() if v is not None}}
     special = {name: text for name in NAMES if (text := _text(named.get(name))) is not None}
@@ -95,7 +106,7 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(read_text(path))
-    except json.JSONDecodeError as wrong:
+    except (ValueError, RecursionError) as wrong:
         raise CheckpointError(f"{path}: not valid JSON ({wrong})") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(found).__name__}")
@@ -114,15 +125,30 @@ def _text(value: Any) -> str | None:
     """A token is written as a string or as an object with `content`."""
     if isinstance(value, dict):
         value = value.get("content")
-    return value if isinstance(value, str) else None
+    return _spelled(value) if isinstance(value, str) else None
+
+
+def _spelled(token: Any) -> str:
+    """JSON can name halves of characters, which no text has."""
+    if not isinstance(token, str) or (not token.isascii() and any("\ud800" <= c <= "\udfff" for c in token)):
+        raise CheckpointError(f"a special or added token is {token!r}; expected a text")
+    return token
+
+
+def _id(given: Any) -> int:
+    number = int(given)
+    if not 0 <= number < 1 << 31:
+        raise CheckpointError(f"an added token has the id {given!r}; expected a number from 0 to {(1 << 31) - 1}")
+    return number
 
 
 def _added(folder: str, config: dict[str, Any]) -> list[Added]:
     found = {}
     for token, token_id in read_json(folder, "added_tokens.json").items():
-        found[token] = Added(token, special=False, token_id=int(token_id))
+        found[token] = Added(_spelled(token), special=False, token_id=_id(token_id))
     for token_id, entry in (config.get("added_tokens_decoder") or {}).items():
         flags = {name: bool(entry.get(name, False)) for name in ("special", "lstrip", "rstrip", "single_word")}
         normalized = bool(entry.get("normalized", not flags["special"]))
-        found[entry["content"]] = Added(entry["content"], token_id=int(token_id), normalized=normalized, **flags)
+        content = _spelled(entry["content"])
+        found[content] = Added(content, token_id=_id(token_id), normalized=normalized, **flags)
     return sorted(found.values(), key=lambda added: added.token_id or 0)
