@@ -71,7 +71,7 @@ def test_patterns_of_sharded_files(tmp_path):
 
 def test_a_missing_tensor_of_a_sharded_state_is_named(tmp_path):
     make_tiny("LlamaForCausalLM", tmp_path)
-    write_safetensors(str(tmp_path / "model-rank-0-part-0.safetensors"), {"embed.weight": torch.zeros(2, 2)})
+    write_safetensors(str(tmp_path / "model-rank-0-part-0.safetensors"), {"embed.weight": torch.zeros(64, 64)})
     assert find_sharded(str(tmp_path), 0, "model-rank-{rank}-part-{part}.safetensors").kind == "safetensors"
     with pytest.raises(CheckpointError, match=r"'embed\.weight' is torch.float32"):
         answers(tmp_path, load_format="sharded_state")

@@ -154,12 +154,14 @@ def test_grouped_products_of_many_tokens(first, bias):
 def test_rows(early):
     kinds = {
         "x": HALF, "delta": HALF, "weight": HALF, "bias": "none", "out": HALF, "rows": "i32", "x_stride": "i32",
-        "x_head_stride": "i32", "delta_stride": "i32", "weight_stride": "i32", "eps": "fp32", "offset": "fp32",
+        "x_head_stride": "i32", "delta_stride": "i32", "part_stride": "i32", "weight_stride": "i32", "eps": "fp32",
+        "offset": "fp32",
     }  # fmt: skip
     constants = {
         "WIDTH": 4096, "HEADS": 1, "BLOCK": 4096, "ROWS": 1, "ADD": True, "LAYER": False, "WIDE": False,
-        "WEIGHT": True, "BIAS": False, "EARLY": early,
+        "WEIGHT": True, "BIAS": False, "PARTS": 1, "EARLY": early,
     }  # fmt: skip
+    compiled(norm._norm_kernel, kinds | {"delta": "*fp32"}, constants | {"PARTS": 4}, warps=16, early=early)
     compiled(norm._norm_kernel, kinds, constants, warps=16, early=early)
     kinds = {"x": HALF, "out": HALF, "stride": "i32", "alpha": "fp32", "limit": "fp32"}
     constants = {"WIDTH": 3072, "ACT": 0, "BLOCK": 2048, "EARLY": early}
@@ -167,6 +169,7 @@ def test_rows(early):
     pointers = ("qkv", "q_out", "keys", "values", "q_weight", "k_weight", "cos", "sin")
     strides = (
         "stride",
+        "part_stride",
         "k_block",
         "k_slot",
         "k_head",
@@ -180,9 +183,10 @@ def test_rows(early):
     kinds |= {"slots": "*i64", "eps": "fp32", "offset": "fp32"}
     constants = {
         "HQ": 32, "HKV": 4, "D": 128, "HALF": 64, "BLOCK_SIZE": 64, "BH": 8, "PAIR_TILE": 64, "REST_TILE": 1,
-        "NORM": True, "WIDE": False, "PAIRS": False, "KEEP": False, "EARLY": early,
+        "NORM": True, "WIDE": False, "PAIRS": False, "KEEP": False, "PARTS": 1, "EARLY": early,
     }  # fmt: skip
     compiled(rope._prepare_kernel, kinds, constants, warps=2, early=early)
+    compiled(rope._prepare_kernel, kinds | {"qkv": "*fp32"}, constants | {"PARTS": 4}, warps=2, early=early)
 
 
 @pytest.mark.parametrize("kind", [WIDE, HALF])
@@ -218,3 +222,28 @@ def test_attention_of_large_heads(group, kind):
             unaligned=("tables", "items", "info"),
         )  # fmt: skip
         assert made.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+def test_products_of_some_rows(rows):
+    """Gluon kernels, which compile for Hopper alone."""
+    skinny = pytest.importorskip("quire.ops.triton.skinny")
+    source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
+    layout = skinny._LAYOUT
+    for kernel, ring, box, more in (
+        (skinny._parts_kernel, skinny.WIDE, skinny.TILE.value, {"sums": "*fp32"}),
+        (skinny._silu_kernel, skinny.NARROW, skinny.TILE.value // 2, {"out": HALF}),
+    ):
+        kinds = {
+            "matrix": f"tensordesc<bf16[{box},{ring.entries}],{layout!r}>",
+            "rows": f"tensordesc<bf16[{rows},{ring.entries}],{layout!r}>", "bias": HALF, **more,
+        }  # fmt: skip
+        constants = {"ROWS": rows, "ENTRIES": ring.entries, "BUFFERS": ring.buffers, "BIAS": True, "EARLY": True}
+        signature = {
+            param.name: "constexpr" if param.is_constexpr else kinds.get(param.name, "i32") for param in kernel.params
+        }
+        places = {(list(signature).index(name),): value for name, value in constants.items()}
+        made = triton.compile(
+            source(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}
+        )
+        assert made.metadata.shared * ring.programs <= 227 << 10  # so many share a multiprocessor

@@ -18,6 +18,7 @@ from quire.engine.client import for_children
 from quire.grammar.backend import Vocabulary
 from quire.grammar.child import JobBoot
 from quire.grammar.compiler import _Child
+from quire.text.chat import ChatJob
 from quire.text.template_child import render_apart
 from tests.fake_engine import write_model
 
@@ -86,7 +87,8 @@ def test_a_template_of_a_request_too(monkeypatch: pytest.MonkeyPatch) -> None:
         begin(self, *args, **kwargs)
 
     monkeypatch.setattr(subprocess.Popen, "__init__", spy)
-    assert render_apart("{{ x }}", {"x": "said"}) == "said"
+    job = ChatJob("{{ messages[0].content }}", [{"role": "user", "content": "said"}], {})
+    assert render_apart(job) == "said"
     assert seen and all(found is not None for found in seen)
     for found in seen:
         _only_plain(found or {})

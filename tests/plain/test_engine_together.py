@@ -110,6 +110,7 @@ def test_differences_stay(processor: InputProcessor) -> None:
             "arrival": rng.random(),
             "media_keys": rng.choice([(), ((0, 1, "m"),)]),
             "parent_id": rng.choice([None, "p"]),
+            "thinking": rng.choice([None, False]),
         }
         sent.append(msgspec.structs.replace(one, **changes))
     assert again(sent) == sent

@@ -120,7 +120,8 @@ def fitting_ids(ids: Sequence[int], request: GenerateRequest, max_model_len: int
     if len(ids) > max_model_len:
         if request.truncate_prompt_tokens is None:
             raise InputError(
-                f"the prompt has {len(ids)} tokens, which is more than max_model_len ({max_model_len})",
+                f"the prompt has {len(ids)} tokens and is longer than the maximum model length: max_model_len is "
+                f"{max_model_len}",
                 param="prompt",
                 value=len(ids),
             )

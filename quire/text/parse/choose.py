@@ -203,7 +203,7 @@ def _compose(tool: ToolFormat | None, reasoning: ReasoningFormat | None, ask: As
         if tool is None or not ask.tools
         else Writer(tool_schemas(ask.tools), new_id=tool.new_id, first_only=not ask.parallel)
     )
-    return FormatParser(read, writer, shows_broken=tool is not None and not tool.is_answer)
+    return FormatParser(read, writer, shows_broken=tool is not None and tool.tells_broken and not tool.is_answer)
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

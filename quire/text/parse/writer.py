@@ -143,6 +143,7 @@ class ToolFormat:
     held: Read | None = None  # instead of `read`, where calls are held to a schema (strict.py)
     thought: tuple[str, str] | None = None  # tags of a thought that an answer may begin with: no call is made in it
     is_answer: bool = False  # the whole answer is the arguments, also where they break off
+    tells_broken: bool = True  # the text of a call that broke off can be told, and is shown instead of the call
 
 
 class FormatParser:

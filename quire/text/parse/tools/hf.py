@@ -37,7 +37,9 @@ class FromTokenizer:
                 value="hf",
             )
         template = read_template(given)
-        return ToolFormat(_reader(template, ""), template.texts, after=lambda prompt: _reader(template, prompt))
+        return ToolFormat(
+            _reader(template, ""), template.texts, after=lambda prompt: _reader(template, prompt), tells_broken=False
+        )
 
 
 FORMAT = FromTokenizer()
