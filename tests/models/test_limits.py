@@ -107,7 +107,7 @@ def test_a_model_that_its_files_cannot_hold() -> None:
         check_files(arch, 2 * arch.vocab * arch.width)  # far less than any of them has
     deep, wide = read_arch({**LLAMA, "num_hidden_layers": 4096}), read_arch({**LLAMA, "vocab_size": 1 << 28})
     for arch in (deep, wide):
-        with pytest.raises(ConfigError, match="describes at least .* numbers, but its files have 1000000 bytes"):
+        with pytest.raises(ConfigError, match=r"describes at least .* numbers, but its files have 1000000 bytes"):
             check_files(arch, 1_000_000)
 
 
