@@ -54,18 +54,20 @@ kernels: setup  ## Triton kernels on the CPU, interpreted, and the dry run that 
 # Kernels that end the process at whatever C++ does not define, in a place of their own. What torch itself does is not
 # looked at, but the edges of the memory that it hands to kernels are: the sanitizer's library comes first into Python.
 SANITIZED := $(CURDIR)/build/sanitized
+SANITIZED_LIBRARY := $(SANITIZED)/quire/ops/cpu/libquire_cpu.so
 SANITIZE_FLAGS := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all
-SANITIZE = rm -f $(SANITIZED)/found*; QUIRE_CPU_KERNELS_FILE=$(SANITIZED)/quire/ops/cpu/libquire_cpu.so \
+SANITIZE = QUIRE_CPU_KERNELS_FILE=$(SANITIZED_LIBRARY) \
   QUIRE_BUILD_FLAGS="$(SANITIZE_FLAGS)" LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so):$$($(CXX) -print-file-name=libstdc++.so)" \
-  ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:alloc_dealloc_mismatch=0:allocator_may_return_null=1:log_path=$(SANITIZED)/found \
-  UBSAN_OPTIONS=print_stacktrace=1:log_path=$(SANITIZED)/found
-SHOW_FOUND = { cat $(SANITIZED)/found* 2>/dev/null; exit 1; }
+  ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:alloc_dealloc_mismatch=0:allocator_may_return_null=1 \
+  UBSAN_OPTIONS=print_stacktrace=1
 SANITIZE_TESTS := $(wildcard tests/ops/test_cpu_*.py) $(addprefix tests/,ops/test_few_rows.py ops/test_fused_branch.py engine/test_loader_safetensors.py engine/test_loader_gguf_types.py plain/test_gguf_container.py)
-FUZZ_SECONDS ?= 60
-sanitize: setup  ## CPU kernels under AddressSanitizer and UBSan: their tests, and hostile files for FUZZ_SECONDS of each kind
+FUZZ_SECONDS ?= 90
+$(SANITIZED_LIBRARY): setup.py $(wildcard csrc/cpu/*) | setup
 	QUIRE_BUILD_KERNELS=1 QUIRE_BUILD_FLAGS="$(SANITIZE_FLAGS)" $(BIN)/python setup.py -q build_ext --build-lib build/sanitized --build-temp build/sanitized-objects
-	$(SANITIZE) $(PYTEST) $(SANITIZE_TESTS) || $(SHOW_FOUND)
-	$(SANITIZE) $(BIN)/python -m tests.fuzz_files --seed $(SEED) --seconds $(FUZZ_SECONDS) --jobs $(JOBS) || $(SHOW_FOUND)
+
+sanitize: $(SANITIZED_LIBRARY)  ## CPU kernels under AddressSanitizer and UBSan: their tests, and hostile files for FUZZ_SECONDS of each kind
+	$(SANITIZE) $(PYTEST) --capture=sys $(SANITIZE_TESTS)
+	$(SANITIZE) $(BIN)/python -m tests.fuzz_files --seed $(SEED) --seconds $(FUZZ_SECONDS) --jobs $(JOBS)
 
 FUZZ_FILES ?= 2000
 fuzz-files: setup  ## hostile GGUF, safetensors and configuration files, FUZZ_FILES of each

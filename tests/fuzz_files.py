@@ -33,6 +33,7 @@ SECONDS = 10  # of processor time, for one file
 WALL = 120  # seconds, however busy the machine is
 MEMORY = 2 << 30  # bytes that a child may take more than it had before its first file
 OPENER = "tests.open_hostile:Opener"  # once the environment is set
+SANITIZERS = ("runtime error:", "ERROR: AddressSanitizer", "Fatal Python error")  # how what they say begins
 ROOT = Path(__file__).resolve().parents[1]
 _TICK = os.sysconf("SC_CLK_TCK")
 
@@ -116,8 +117,9 @@ class _Child:
                 return dict(json.loads(line))
             code = self._process.wait()
             self._errors.seek(0)
-            last = self._errors.read()[-3000:].decode(errors="replace")
-            return self._again(f"the process ended with {code}: {last}")
+            said = self._errors.read().decode(errors="replace").splitlines()
+            at = next((i for i, line in enumerate(said) if any(word in line for word in SANITIZERS)), len(said) - 20)
+            return self._again(f"the process ended with {code}: " + "\n    ".join(said[max(at, 0) :][:20]))
         first = 0 if self._files else 60  # imports and the first model
         if self._processor_time() - self._spent > SECONDS + first or time.monotonic() - self._began > WALL + first:
             self.busy = False

@@ -37,7 +37,7 @@ struct Plane {
   void put(int64_t group, const vi (&whole)[kBlock / kLanes], float step) const {
     int32_t sums[2];
     narrow(q + group * kBlock, whole, sums);
-    scale[group] = step, total[group] = step * float(sums[0] + sums[1]);
+    scale[group] = step, total[group] = step * float(int32_t(uint32_t(sums[0]) + uint32_t(sums[1])));
     count[2 * group] = sums[0], count[2 * group + 1] = sums[1];
   }
 };
@@ -90,9 +90,9 @@ struct Quantizer {
     read(x + row * x_stride + b * kBlock, v);
     for (int i = 0; i < kBlock / kLanes; ++i) {
       const vf shifted = fma(v[i], fill(inverse), fill(kMagic));
-      whole[i] = (vi)shifted - fill_int(kMagicBits);
+      whole[i] = plus((vi)shifted, fill_int(-kMagicBits));
       const vf left = fma(v[i], fill(inverse), fill(kMagic) - shifted) * fill(kFinePart);
-      rest[i] = is_fine ? (vi)(left + fill(kMagic)) - fill_int(kMagicBits) : fill_int(0);
+      rest[i] = is_fine ? plus((vi)(left + fill(kMagic)), fill_int(-kMagicBits)) : fill_int(0);
     }
     to.coarse.put(group, whole, step);
     if (at < 0) return;

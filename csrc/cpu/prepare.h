@@ -59,7 +59,11 @@ void write_bytes(const typename Numbers<Dtype>::Type* from, int8_t* to, int head
     vi most = fill_int(0);
     for (int d = 0; d < size; d += kLanes) most = larger_size(most, load(head + d));
     const float top = largest_size(most), scale = top / 127, inverse = top > 0 ? 127 / top : 0;
-    for (int d = 0; d < size; ++d) to[d] = int8_t(int(rintf(head[d] * inverse)));
+    for (int d = 0; d < size; ++d) {
+      float whole = rintf(head[d] * inverse);
+      whole = whole > -127 ? whole : -127;  // what is no number, too: its scale says that it is none
+      to[d] = int8_t(int(whole < 127 ? whole : 127));
+    }
     memcpy(scales + 4 * h, &scale, 4);
   }
 }

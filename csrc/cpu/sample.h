@@ -17,8 +17,6 @@ namespace QC_ISA {
 
 constexpr int kBuckets = 2048, kPerNat = 64;  // up to 32 nats below the best; the last bucket holds the rest
 
-typedef uint32_t vu __attribute__((vector_size(sizeof(vi))));
-
 struct Scratch {
   std::vector<float> scaled, part;
   int32_t counts[kBuckets];

@@ -38,7 +38,9 @@ typedef float Sums __attribute__((vector_size(16)));
 constexpr int kLanes = 4, kTall = 8, kDotRows = 4, kTileOfRows = 8;
 typedef float32x4_t vf;
 typedef int32x4_t vi;
+typedef uint32x4_t vu;
 typedef uint8x16_t vb;
+inline vi plus(vi a, vi b) { return (vi)((vu)a + (vu)b); }  // wraps, where numbers are none
 
 inline vf load(const float* at) { return vld1q_f32(at); }
 inline void store(float* at, vf v) { vst1q_f32(at, v); }
@@ -56,7 +58,7 @@ inline float largest(vf v) { return vmaxvq_f32(v); }
 inline Sums sum_each(vf a, vf b, vf c, vf d) { return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)); }
 inline uint16x4_t to_halves(vf v) { return vreinterpret_u16_f16(vcvt_f16_f32(v)); }
 inline uint16x4_t to_bfloats(vf v) {  // as float_to_bfloat
-  vi bits = (vi)v, up = bits + 0x7fff + ((bits >> 16) & 1), odd = (vi)(v != v);
+  vi bits = (vi)v, up = (vi)((vu)bits + 0x7fff + (((vu)bits >> 16) & 1)), odd = (vi)(v != v);
   return vshrn_n_u32((uint32x4_t)((up & ~odd) | ((bits | 0x400000) & odd)), 16);
 }
 
@@ -72,7 +74,7 @@ inline vi dot(vi sums, vb bytes, Quads quads) {
   int8x16_t mine = vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(quads), Q));
   int8x16_t w = vreinterpretq_s8_u8(bytes);
   int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(mine)), high = vmull_high_s8(w, mine);
-  return vaddq_s32(sums, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
+  return plus(sums, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
 #endif
 }
 constexpr int kSignedZero = 0;  // what dot() adds to signed bytes: nothing here
@@ -98,7 +100,7 @@ inline void narrow(int8_t* to, const vi (&v)[8], int32_t (&sums)[2]) {
     int16x8_t low = vcombine_s16(vmovn_s32(v[4 * h]), vmovn_s32(v[4 * h + 1]));
     int16x8_t high = vcombine_s16(vmovn_s32(v[4 * h + 2]), vmovn_s32(v[4 * h + 3]));
     vst1q_s8(to + 16 * h, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
-    sums[h] = vaddvq_s32(vaddq_s32(vaddq_s32(v[4 * h], v[4 * h + 1]), vaddq_s32(v[4 * h + 2], v[4 * h + 3])));
+    sums[h] = vaddvq_s32(plus(plus(v[4 * h], v[4 * h + 1]), plus(v[4 * h + 2], v[4 * h + 3])));
   }
 }
 
@@ -107,7 +109,9 @@ inline void narrow(int8_t* to, const vi (&v)[8], int32_t (&sums)[2]) {
 constexpr int kLanes = 16, kTall = 8, kDotRows = 4, kTileOfRows = 8;
 typedef __m512 vf;
 typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint32_t vu __attribute__((vector_size(64)));
 typedef uint8_t vb __attribute__((vector_size(64)));
+inline vi plus(vi a, vi b) { return (vi)((vu)a + (vu)b); }
 
 inline vf load(const float* at) { return _mm512_loadu_ps(at); }
 inline void store(float* at, vf v) { _mm512_storeu_ps(at, v); }
@@ -123,7 +127,7 @@ inline vf load_bfloat(const uint16_t* at) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
 inline __m256i to_bfloats(vf v) {  // as float_to_bfloat
-  vi bits = (vi)v, up = bits + 0x7fff + ((bits >> 16) & 1);
+  vi bits = (vi)v, up = (vi)((vu)bits + 0x7fff + (((vu)bits >> 16) & 1));
   __m512i chosen = _mm512_mask_mov_epi32((__m512i)up, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), (__m512i)(bits | 0x400000));
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(chosen, 16));
 }
@@ -159,7 +163,9 @@ inline vb signed_bytes(vb v) { return v ^ (uint8_t)128; }
 constexpr int kLanes = 8, kTall = 4, kDotRows = 2, kTileOfRows = 4;
 typedef __m256 vf;
 typedef int32_t vi __attribute__((vector_size(32)));
+typedef uint32_t vu __attribute__((vector_size(32)));
 typedef uint8_t vb __attribute__((vector_size(32)));
+inline vi plus(vi a, vi b) { return (vi)((vu)a + (vu)b); }
 
 inline vf load(const float* at) { return _mm256_loadu_ps(at); }
 inline void store(float* at, vf v) { _mm256_storeu_ps(at, v); }
@@ -180,7 +186,7 @@ inline vf load_bfloat(const uint16_t* at) {
 }
 inline __m128i to_halves(vf v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
 inline __m128i to_bfloats(vf v) {  // as float_to_bfloat
-  vi bits = (vi)v, up = bits + 0x7fff + ((bits >> 16) & 1), odd = (vi)(v != v);
+  vi bits = (vi)v, up = (vi)((vu)bits + 0x7fff + (((vu)bits >> 16) & 1)), odd = (vi)(v != v);
   __m256i chosen = _mm256_srli_epi32((__m256i)((up & ~odd) | ((bits | 0x400000) & odd)), 16);
   return _mm_packus_epi32(_mm256_castsi256_si128(chosen), _mm256_extracti128_si256(chosen, 1));
 }
@@ -212,7 +218,7 @@ inline vi dot(vi sums, vb bytes, Quads quads) {
   __m256i mine = _mm256_set1_epi32(quad), w = (__m256i)bytes;
   if (Bits == 8) mine = _mm256_sign_epi8(mine, w), w = _mm256_abs_epi8(w);
   __m256i pairs = _mm256_maddubs_epi16(w, mine);
-  return sums + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  return plus(sums, (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 constexpr int kSignedZero = 0;
 inline vb signed_bytes(vb v) { return v; }
@@ -239,15 +245,19 @@ inline vf fma_one(vf a, Four b, vf c) { return fma(a, fill(b[I]), c); }
 inline void narrow(int8_t* to, const vi (&v)[2], int32_t (&sums)[2]) {
   for (int h = 0; h < 2; ++h) {
     _mm_storeu_si128((__m128i*)(to + 16 * h), _mm512_cvtepi32_epi8((__m512i)v[h]));
-    sums[h] = _mm512_reduce_add_epi32((__m512i)v[h]);
+    __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256((__m512i)v[h]), _mm512_extracti64x4_epi64((__m512i)v[h], 1));
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    sums[h] = _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
   }
 }
 #else
 inline void narrow(int8_t* to, const vi (&v)[kBlock / kLanes], int32_t (&sums)[2]) {
   int32_t whole[kBlock];
   memcpy(whole, v, sizeof whole);
-  sums[0] = sums[1] = 0;
-  for (int i = 0; i < kBlock; ++i) to[i] = int8_t(whole[i]), sums[i / 16] += whole[i];
+  uint32_t all[2] = {0, 0};
+  for (int i = 0; i < kBlock; ++i) to[i] = int8_t(whole[i]), all[i / 16] += uint32_t(whole[i]);
+  sums[0] = int32_t(all[0]), sums[1] = int32_t(all[1]);
 }
 #endif
 #endif
@@ -286,7 +296,7 @@ struct Numbers {
   static float rounded(float v) { return Dtype == QC_BF16 ? bfloat_to_float(float_to_bfloat(v)) : half_to_float(float_to_half(v)); }
   static vf all_rounded(vf v) {
     if constexpr (Dtype == QC_BF16) {  // as float_to_bfloat
-      vi bits = (vi)v, odd = (vi)(v != v), up = bits + 0x7fff + ((bits >> 16) & 1);
+      vi bits = (vi)v, odd = (vi)(v != v), up = (vi)((vu)bits + 0x7fff + (((vu)bits >> 16) & 1));
       return (vf)(((up & ~odd) | ((bits | 0x400000) & odd)) & int32_t(0xffff0000));
     }
     Type numbers[kLanes];
@@ -328,8 +338,8 @@ inline vf exp_of(vf x) {
   y = fma(y, rest, fill(1.6666665459e-1f));
   y = fma(y, rest, fill(5.0000001201e-1f));
   y = fma(y, rest * rest, rest) + fill(1.0f);
-  vi power = (vi)shifted << 23;  // the low bits of `shifted` are the whole number
-  return (vf)(((vi)y + power) & ~under);
+  vu power = (vu)shifted << 23;  // the low bits of `shifted` are the whole number
+  return (vf)((vi)((vu)y + power) & ~under);
 }
 
 // 2^x of numbers that are not above 0, with an error below 2 units in the last place; 0 below -126, and for -inf.
@@ -343,7 +353,7 @@ inline vf power_of_two(vf x) {
   y = fma(y, rest, fill(2.402224243e-1f));
   y = fma(y, rest, fill(6.931470037e-1f));
   y = fma(y, rest, fill(1));
-  return (vf)(((vi)y + ((vi)shifted << 23)) & ~under);
+  return (vf)((vi)((vu)y + ((vu)shifted << 23)) & ~under);
 }
 
 }  // namespace QC_ISA

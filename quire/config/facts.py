@@ -24,6 +24,7 @@ _STATE_TYPES = frozenset({
     "zamba", "zamba2", "lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text",
     "olmo_hybrid", "kimi_linear", "bailing_hybrid", "minimax", "recurrent_gemma", "plamo2",
 })  # fmt: skip
+_NO_ID = (1 << 32) - 1  # -1, written without a sign
 _MOST_IDS = 4096  # that end an answer, or begin one
 _UNSTRETCHED = frozenset({"default", "mrope", "longrope", "su", "llama3", "proportional"})  # length already includes it
 
@@ -166,7 +167,7 @@ def quantization_of(config: Mapping[str, Any]) -> str:
 
 def token_ids(value: Any) -> tuple[int, ...]:
     """A token id, a list of them, or nothing -> a tuple; duplicates and None go."""
-    items = value if isinstance(value, list | tuple) else [value]
+    items = [item for item in (value if isinstance(value, list | tuple) else [value]) if item != _NO_ID]
     if len(items) > _MOST_IDS or any(isinstance(item, int) and item > INT32 for item in items):
         raise CheckpointError(
             f"the model's configuration gives the token ids {shown(value)}; expected at most {_MOST_IDS}, from 0 to "

@@ -13,7 +13,7 @@ import torch
 from quire.models.arch import Arch
 from quire.models.build import build_model, read_arch
 from quire.models.encoder import encoder_arch
-from quire.models.limits import check_arch
+from quire.models.limits import check_arch, check_files
 from quire.models.seq2seq import build_seq2seq
 from quire.models.zoo import ENCODERS, ZOO
 from quire.schema.errors import ConfigError, InputError
@@ -82,6 +82,33 @@ def test_models_of_two_halves_pass_here_too() -> None:
 def test_a_declaration_that_stumbles_is_an_error_of_the_file() -> None:
     with pytest.raises(ConfigError, match="the configuration of this SmolLM3ForCausalLM cannot be read"):
         read_arch({**LLAMA, "architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": 7})
+
+
+@pytest.mark.parametrize(
+    "name, change, words",
+    [
+        ("FalconH1ForCausalLM", {"ssm_multipliers": [1.0] * 4}, "4 ssm_multipliers; expected 5"),
+        ("FalconH1ForCausalLM", {"ssm_multipliers": "abcde"}, "Mamba2Kind.scales = 'a'"),
+        ("FalconH1ForCausalLM", {"attention_in_multiplier": -(10**30)}, "Arch.fold = -1000"),
+        ("FalconH1ForCausalLM", {"mlp_multipliers": [1.0, {}]}, "Arch.fold = {}"),
+        ("Mamba2ForCausalLM", {"hidden_act": "torch.silu"}, "activation 'torch.silu'"),
+        ("Mamba2ForCausalLM", {"hidden_act": 1 << 31}, "activation 2147483648"),
+        ("GraniteForCausalLM", {"logits_scaling": float("nan")}, "logit_scale = nan"),
+    ],
+)  # fmt: skip
+def test_factors_and_activations(name: str, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        read_arch({**tiny_dict(name), **change})
+
+
+def test_a_model_that_its_files_cannot_hold() -> None:
+    for name in ARCHS:
+        arch = read_arch(tiny_dict(name))
+        check_files(arch, 2 * arch.vocab * arch.width)  # far less than any of them has
+    deep, wide = read_arch({**LLAMA, "num_hidden_layers": 4096}), read_arch({**LLAMA, "vocab_size": 1 << 28})
+    for arch in (deep, wide):
+        with pytest.raises(ConfigError, match=r"describes at least .* numbers, but its files have 1000000 bytes"):
+            check_files(arch, 1_000_000)
 
 
 def test_every_declaration_refuses_heads_that_do_not_divide() -> None:

@@ -63,6 +63,10 @@ def test_token_ids_that_no_tensor_holds(given: Any) -> None:
         read_facts({**LLAMA, "eos_token_id": given})
 
 
+def test_no_token_may_be_written_without_a_sign() -> None:
+    assert read_facts({**LLAMA, "eos_token_id": [2, (1 << 32) - 1, -1, None]}).eos_token_ids == (2,)
+
+
 def test_what_is_said_of_a_file_has_an_end() -> None:
     with pytest.raises(CheckpointError) as caught:
         read_facts({**LLAMA, "hidden_size": "x", "model_type": "a" * 10**6})
