@@ -141,7 +141,7 @@ class ServerConfig(Group):
         "auto", "How message contents reach the template: as text, or as parts."
     )
     trust_request_chat_template: bool = option(
-        False, "Take chat templates and template options from requests; they run bounded, in a process of their own."
+        False, "Take chat templates from requests; they run bounded, in a process of their own."
     )
     default_chat_template_kwargs: dict[str, Any] | None = option(None, "Variables every chat template gets.")
     response_role: str = option("assistant", "Role of answers when a generation prompt is added.")

@@ -22,6 +22,8 @@ from quire.server.openai.structured import GUIDED, GUIDED_WHITESPACE
 log = logger(__name__)
 _MOST_LOGPROB_IDS = 1024
 _MOST_BAD_CHARS = 1 << 16
+_MOST_TEMPLATE_VARIABLES = 64
+_MOST_TEMPLATE_CHARS = 1 << 16
 _WARNED_FIELDS = 100  # so many unknown names are reported; a client may send any number
 _warned: set[str] = set()
 # Refused whenever they ask for something. Names that clients of older servers send are here too.
@@ -93,15 +95,27 @@ def check_chat(request: ChatRequest, options: ServerConfig) -> None:
 
 
 def check_template_trust(template: str | None, variables: Mapping[str, Any] | None, options: ServerConfig) -> None:
-    """A template is a program, and its variables steer one."""
-    if options.trust_request_chat_template:
-        return
-    for name, given in (("chat_template", template), ("chat_template_kwargs", variables)):
-        if given:
-            raise InputError(
-                f"{name} is taken from requests only where the server was started with --trust-request-chat-template",
-                param=name,
-            )
+    """A template is a program, so it is taken from those who are trusted; its variables from all, within bounds."""
+    if template and not options.trust_request_chat_template:
+        raise InputError(
+            "chat_template is taken from requests only where the server was started with --trust-request-chat-template",
+            param="chat_template",
+        )
+    if variables:
+        name = "chat_template_kwargs"
+        _check_most(name, len(variables), _MOST_TEMPLATE_VARIABLES, None, "entries")
+        _check_most(name, _num_chars(variables), _MOST_TEMPLATE_CHARS, None, "characters")
+
+
+def _num_chars(value: Any) -> int:
+    """About what it would be as JSON; numbers and words count for a few."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(key) + _num_chars(one) for key, one in value.items())
+    if isinstance(value, list):
+        return sum(map(_num_chars, value))
+    return len(str(value)) if isinstance(value, int) and abs(value) < 10**15 else 16
 
 
 def _check_unbuilt(request: GenerateRequest) -> None:
