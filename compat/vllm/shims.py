@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from quire.base import env
 from quire.base.log import logger, once
 from quire.base.registry import load
+from quire.base.unread import UNREAD
 
 Marked = TypeVar("Marked", bound=Callable[..., Any])
 
@@ -75,11 +76,15 @@ current_platform = Platform()
 
 
 def read_variable(name: str) -> Any:
-    """vllm.envs.VLLM_X: the value Quire uses for X."""
+    """vllm.envs.VLLM_X: the value Quire uses for X; of one without effect here what stands in the environment."""
     variable = env.ALL.get(name.removeprefix("VLLM_"))
-    if variable is None or name not in variable.spellings:
-        raise AttributeError(f"Quire reads no environment variable {name!r}")
-    return variable.get()
+    if variable is not None and name in variable.spellings:
+        return variable.get()
+    if name == "VLLM_USE_V1":
+        return True  # the documented engine is the only one
+    if name in UNREAD:
+        return env.text(name)
+    raise AttributeError(f"Quire reads no environment variable {name!r}")
 
 
 def make_arg_parser(parser: Any) -> Any:

@@ -104,7 +104,9 @@ class EngineConfig(Group):
     aggregate_engine_logging: bool = option(
         False, "One line for all engines.", INERT, why="there is one engine, so its line is for all"
     )
-    fail_on_environ_validation: bool = option(False, "Unknown environment variables are errors.", LATER)
+    fail_on_environ_validation: bool = option(
+        False, "Unknown environment variables that begin with QUIRE_ or VLLM_ are errors, not warnings."
+    )
     tokens_only: bool = option(False, "Token ids in and out: implies skip_tokenizer_init.")
     # results
     quant_config: dict[str, Any] | None = None  # the checkpoint's own, raw

@@ -21,6 +21,7 @@ from quire.base.registry import load
 from quire.config import mistral_config, table
 from quire.config.device import find_gpu
 from quire.config.engine import EngineConfig, replace
+from quire.config.environment import check_environment
 from quire.config.facts import read_facts
 from quire.config.graphs import choose_graphs
 from quire.config.mistral_config import CONFIG_FILE
@@ -582,6 +583,7 @@ def choose_harmony(asked: Asked, config: EngineConfig) -> EngineConfig:
 
 
 STEPS: tuple[Step, ...] = (
+    check_environment,
     refuse,
     choose_thinking,
     choose_device,

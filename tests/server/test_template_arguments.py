@@ -1,4 +1,4 @@
-"""chat_template_kwargs: every dialect takes them from anybody, and they replace nothing that the server passes itself."""
+"""chat_template_kwargs: every dialect takes them from anybody, and they replace nothing that the server passes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import pytest
 from tests.server.live import Live, error_of, live_fake
 
 HI = [{"role": "user", "content": "Hi"}]
-TEMPLATE = "{{ bos_token }}{{ messages[0].content }}{% if enable_thinking is false %} no thoughts{% endif %}{% if extra %}{{ extra.a }}{% endif %}"
+TEMPLATE = (
+    "{{ bos_token }}{{ messages[0].content }}{% if enable_thinking is false %} no thoughts{% endif %}"
+    "{% if extra %}{{ extra.a }}{% endif %}"
+)
 OFF = {"enable_thinking": False}
 # path, body, where the answer says how many tokens the prompt had
 DIALECTS = [
