@@ -40,7 +40,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         if name != "QUIRE_TARGET_DEVICE":
             monkeypatch.delenv(name)
     monkeypatch.setattr(log, "_said", set())
-    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    monkeypatch.setattr(log.logger("quire"), "propagate", True)
     return monkeypatch
 
 
