@@ -24,7 +24,7 @@ NOTE = "<!-- Written by tools/reference.py from the code; edit there and run `ma
 _WORDS = {
     READY: "**available**: works in this version",
     LATER: "**not yet**: refused by name, unless the value is one of those listed",
-    INERT: "**no effect**: accepted, because what it asks for already holds",
+    INERT: "**no effect**: accepted and named in the log: it holds already, or tunes what Quire does not have",
 }
 
 
@@ -104,6 +104,8 @@ def _row(row: Row) -> str:
         state = "its keys are below"
     if o.status is LATER and o.ready:
         state += f" (works: {', '.join(f'`{value}`' for value in (o.asked, *o.ready) if value is not None)})"
+    if o.hints:
+        state += f" (no effect: {', '.join(f'`{value}`' for value in o.hints)})"
     if o.why:
         state += f": {o.why}"
     default = "unset" if o.asked is None else f"`{o.asked!r}`"

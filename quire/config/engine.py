@@ -32,6 +32,7 @@ from quire.config.memory import (
 )
 from quire.config.model import ModelConfig
 from quire.config.option import INERT, LATER, Group, group, option
+from quire.config.reasons import EQUAL_MODES, OWN_KERNELS
 from quire.config.running import DeviceConfig, ParallelConfig, SchedulerConfig
 from quire.schema.errors import ConfigError
 
@@ -92,14 +93,14 @@ class EngineConfig(Group):
         high=3, flags=("-O",), take=level_number,
     )  # fmt: skip
     performance_mode: Literal["balanced", "interactivity", "throughput"] = option(
-        "balanced", "What defaults lean towards.", LATER
+        "balanced", "What defaults lean towards.", INERT, why=EQUAL_MODES
     )
     shutdown_timeout: int = option(
         0, "Seconds a server that was told to stop lets running requests finish in; 0 ends them at once.", low=0
     )
-    gdn_prefill_backend: str | None = option(None, "Kernel of gated delta prompts.", LATER)
-    kda_prefill_backend: str | None = option(None, "Kernel of KDA prompts.", LATER)
-    kda_decode_backend: str | None = option(None, "Kernel of KDA decode.", LATER)
+    gdn_prefill_backend: str | None = option(None, "Kernel of gated delta prompts.", INERT, why=OWN_KERNELS)
+    kda_prefill_backend: str | None = option(None, "Kernel of KDA prompts.", INERT, why=OWN_KERNELS)
+    kda_decode_backend: str | None = option(None, "Kernel of KDA decode.", INERT, why=OWN_KERNELS)
     disable_log_stats: bool = option(False, "No periodic line of numbers.")
     aggregate_engine_logging: bool = option(
         False, "One line for all engines.", INERT, why="there is one engine, so its line is for all"

@@ -583,8 +583,8 @@ def choose_harmony(asked: Asked, config: EngineConfig) -> EngineConfig:
 
 
 STEPS: tuple[Step, ...] = (
-    check_environment,
     refuse,
+    check_environment,
     choose_thinking,
     choose_device,
     find_model,
