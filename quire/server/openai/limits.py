@@ -50,7 +50,7 @@ def check_request(request: GenerateRequest, options: ServerConfig, num_prompts: 
     """Everything but the prompt itself."""
     _check_unbuilt(request)
     if request.model_extra:
-        _check_extra(request.model_extra)
+        check_extra(request.model_extra)
     check_beams(request)
     width = beam_width(request)
     if width != (request.n or 1):
@@ -125,7 +125,7 @@ def _check_unbuilt(request: GenerateRequest) -> None:
             raise NotBuiltError(_HINTS.get(name) or f"{name} is not in this version of Quire", param=name)
 
 
-def _check_extra(extra: dict[str, Any]) -> None:
+def check_extra(extra: dict[str, Any]) -> None:
     """Unknown fields are let through, as every server of this API does, and reported once."""
     for name in _UNBUILT_EXTRA:
         if extra.get(name):
