@@ -55,9 +55,10 @@ def resolve(args: Any, usage_context: Any = None) -> EngineConfig:
 
 
 def refuse(asked: Asked, config: EngineConfig) -> EngineConfig:
-    """First of all: an option whose feature is missing is refused by name."""
+    """First of all: an option whose feature is missing is refused by name, and hints to another engine are dropped."""
     table.refuse_unbuilt(config)
-    return config
+    plain: EngineConfig = table.without_hints(config)
+    return plain
 
 
 def choose_device(asked: Asked, config: EngineConfig) -> EngineConfig:

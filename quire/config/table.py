@@ -157,3 +157,19 @@ def _set_options(config: Any, where: str = "") -> Iterator[tuple[str, Any, Optio
             yield name, value, mine.option
         if inner:
             yield from _set_options(value, name)
+
+
+def without_hints(config: Any) -> Any:
+    """The same, with options that name something of another engine at their defaults: nobody here has to know them."""
+    declared = declarations(type(config))
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        mine = declared.get(field.name)
+        if isinstance(value, Group):
+            inner = without_hints(value)
+            if inner is not value:
+                changes[field.name] = inner
+        elif mine is not None and any(same(value, hint) for hint in mine.option.hints):
+            changes[field.name] = mine.option.default
+    return dataclasses.replace(config, **changes) if changes else config

@@ -60,7 +60,8 @@ def lines(told: pytest.LogCaptureFixture) -> list[str]:
 def test_a_hint_does_not_stop_a_start(
     tmp_path: Path, told: pytest.LogCaptureFixture, flags: list[str], named: str
 ) -> None:
-    start(tmp_path, *flags)
+    config = start(tmp_path, *flags)
+    assert config.parallel_config.distributed_executor_backend is None and config.attention_config.backend is None
     (line,) = lines(told)
     place = line.index(f"{named} (")
     assert len(line) > place + len(named) + 10  # the reason
