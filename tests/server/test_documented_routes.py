@@ -127,15 +127,15 @@ def test_what_scoring_refuses(smol: Live, fields: dict[str, Any], param: str) ->
 
 
 def test_no_events_are_published(smol: Live) -> None:
-    assert ok(httpx.get(smol.url + "/kv_event_sources")) == []
+    assert ok(httpx.get(smol.url + "/kv_event_sources", timeout=60)) == []
 
 
 @pytest.mark.parametrize("path", MISSING)
 def test_a_missing_feature_is_named(smol: Live, path: str) -> None:
-    for answer in (smol.post(path, {"input": "a"}), httpx.get(smol.url + path)):
+    for answer in (smol.post(path, {"input": "a"}), httpx.get(smol.url + path, timeout=60)):
         error = error_of(answer, 501)
         assert error["type"] == "NotImplementedError" and MISSING[path] in error["message"]
-    assert path not in httpx.get(smol.url + "/openapi.json").json()["paths"]
+    assert path not in httpx.get(smol.url + "/openapi.json", timeout=60).json()["paths"]
 
 
 def test_tokenize_looks_at_unknown_fields_as_chat_does(smol: Live) -> None:

@@ -71,7 +71,8 @@ async def score_items(call: Call, request: GenerativeScoringRequest) -> None:
         output_kind=RequestOutputKind.FINAL_ONLY,
     )  # fmt: skip
     prompts = [_joined(request, item) for item in request.items]
-    asked = CompletionRequest(model=request.model, prompt="", cache_salt=request.cache_salt, priority=request.priority)
+    same = {"model": request.model, "prompt": "", "cache_salt": request.cache_salt, "priority": request.priority}
+    asked = CompletionRequest.model_validate(same)
     opened = await open_requests(
         call, asked, public_id, prompts, params, add_special_tokens=request.add_special_tokens, most=1
     )
@@ -113,8 +114,7 @@ def _joined(request: GenerativeScoringRequest, item: Any) -> Prompt:
 
 
 def _score(result: RequestOutput, request: GenerativeScoringRequest) -> float:
-    (found,) = result.outputs[0].logprobs or ({},)
-    told: Mapping[int, Logprob] = found
+    told: Mapping[int, Logprob] = (result.outputs[0].logprobs or [{}])[0] or {}
     logs = [told[token_id].logprob for token_id in request.label_token_ids]
     if not request.apply_softmax:
         return math.exp(logs[0])
