@@ -42,6 +42,8 @@ def _look_up(module: str, name: str) -> Any:
         raise ImportError(f"Quire has no {module}.{name}: {reason}", name=module)
     if (below := f"{module}.{name}") in _NAMES or below in _PACKAGES:
         return importlib.import_module(below)
+    if (reason := MISSING.get(module)) and not name.startswith("__"):
+        raise ImportError(f"Quire has no {module}.{name}: {reason}", name=module)
     raise AttributeError(f"module {module!r} has no attribute {name!r} (answered by Quire)")
 
 
@@ -54,7 +56,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if not fullname.startswith("vllm."):
             return None
         if fullname in _NAMES or fullname in _PACKAGES:
-            return importlib.util.spec_from_loader(fullname, self, is_package=fullname in _PACKAGES)
+            package = fullname in _PACKAGES or fullname in MISSING
+            return importlib.util.spec_from_loader(fullname, self, is_package=package)
         if reason := _why_missing(fullname):
             raise ModuleNotFoundError(f"Quire has no {fullname}: {reason}", name=fullname)
         return None

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import logging
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from quire.base import env
 from quire.base.log import logger, once
 from quire.base.registry import load
+from quire.base.unread import UNREAD
 
 Marked = TypeVar("Marked", bound=Callable[..., Any])
 
@@ -34,6 +36,81 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     gc.collect()
     if "torch" in sys.modules and (cuda := load("torch:cuda")).is_available():
         cuda.empty_cache()
+
+
+def destroy_model_parallel() -> None:
+    """One process runs a model here: there is no group to take apart."""
+
+
+def destroy_distributed_environment() -> None:
+    """The same of the groups' own network."""
+
+
+def load_general_plugins() -> None:
+    """Functions of installed packages, each once in a process; engines do it by themselves."""
+    load("quire.base.plugins:call_plugins")()
+
+
+def get_tokenizer(
+    tokenizer_name: str,
+    *args: Any,
+    tokenizer_mode: str = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    **kwargs: Any,
+) -> Any:
+    """transformers' tokenizer of a folder or hub id, as programs expect it; Quire's own of a .gguf file, or where
+    transformers is not installed or a mode of ours is asked for."""
+    ours = tokenizer_mode not in ("auto", "hf", "slow") or str(tokenizer_name).endswith(".gguf")
+    if ours or importlib.util.find_spec("transformers") is None:
+        return load("quire.text.tokenizer:load_tokenizer")(
+            str(tokenizer_name), mode=tokenizer_mode, revision=revision, trust_remote_code=trust_remote_code,
+            download_dir=download_dir,
+        )  # fmt: skip
+    if tokenizer_mode == "slow":
+        kwargs["use_fast"] = False
+    return load("transformers:AutoTokenizer").from_pretrained(
+        tokenizer_name, *args, trust_remote_code=trust_remote_code, revision=revision, cache_dir=download_dir, **kwargs
+    )
+
+
+def resolve_chat_template(
+    tokenizer: Any,
+    chat_template: str | None = None,
+    tools: list[dict[str, Any]] | None = None,
+    *,
+    model_config: Any = None,
+    trust_remote_code: bool | None = None,
+) -> str | None:
+    """The text of the template that a chat is rendered with: the given one, or the tokenizer's."""
+    own = tokenizer.chat_template
+    if chat_template is not None:
+        return own[chat_template] if isinstance(own, dict) and chat_template in own else chat_template
+    if isinstance(own, dict):
+        return own.get("tool_use" if tools and "tool_use" in own else "default")
+    return own  # type: ignore[no-any-return]
+
+
+class SampleRequest(NamedTuple):
+    """One prompt of a load, with how long it is and how long its answer shall be."""
+
+    prompt: Any
+    prompt_len: int
+    expected_output_len: int
+    multi_modal_data: Any = None
+    lora_request: Any = None
+    request_id: str | None = None
+
+
+def get_samples(args: Any, tokenizer: Any) -> list[SampleRequest]:
+    """The prompts that the flags of add_dataset_parser ask for."""
+    load("quire.bench.flags:check_dataset")(args.dataset_name)
+    options = load("quire.bench.flags:dataset_options")(args, apply_chat_template=False)
+    if not isinstance(tokenizer, load("quire.text.tokenizer:Tokenizer")):
+        tokenizer = load("quire.text.tokenizer:load_tokenizer")(tokenizer.name_or_path)
+    found = load("quire.bench.datasets:make_samples")(tokenizer, options)
+    return [SampleRequest(one.prompt, one.prompt_len, one.output_len) for one in found]
 
 
 class Platform:
@@ -75,11 +152,15 @@ current_platform = Platform()
 
 
 def read_variable(name: str) -> Any:
-    """vllm.envs.VLLM_X: the value Quire uses for X."""
+    """vllm.envs.VLLM_X: the value Quire uses for X; of one without effect here what stands in the environment."""
     variable = env.ALL.get(name.removeprefix("VLLM_"))
-    if variable is None or name not in variable.spellings:
-        raise AttributeError(f"Quire reads no environment variable {name!r}")
-    return variable.get()
+    if variable is not None and name in variable.spellings:
+        return variable.get()
+    if name == "VLLM_USE_V1":
+        return True  # the documented engine is the only one
+    if name in UNREAD:
+        return env.text(name)
+    raise AttributeError(f"Quire reads no environment variable {name!r}")
 
 
 def make_arg_parser(parser: Any) -> Any:

@@ -19,6 +19,70 @@ SAME: tuple[tuple[str, str, str], ...] = (
      " DeviceConfig ECTransferConfig EPLBConfig KVEventsConfig KVTransferConfig LoRAConfig LoadConfig ModelConfig"
      " MultiModalConfig ObservabilityConfig ParallelConfig PassConfig PoolerConfig ProfilerConfig SchedulerConfig"
      " SpeculativeConfig SpeechToTextConfig StructuredOutputsConfig"),
+    ("vllm.config", "vllm.configs", "ConfigType SupportsMetricsInfo get_attr_docs get_cached_compilation_config"
+     " get_current_vllm_config is_init_field iter_architecture_defaults set_current_vllm_config"
+     " str_dtype_to_torch_dtype try_match_architecture_defaults update_config"),
+    ("vllm.config", "quire.config", "KernelConfig MambaConfig OffloadConfig ReasoningConfig WeightTransferConfig"),
+    ("vllm.config.attention", "quire.config", "AttentionConfig"),
+    ("vllm.config.cache", "quire.config", "CacheConfig"),
+    ("vllm.config.compilation", "quire.config", "CUDAGraphMode CompilationConfig CompilationMode PassConfig"),
+    ("vllm.config.device", "quire.config", "DeviceConfig"),
+    ("vllm.config.ec_transfer", "quire.config", "ECTransferConfig"),
+    ("vllm.config.kernel", "quire.config", "KernelConfig"),
+    ("vllm.config.kv_events", "quire.config", "KVEventsConfig"),
+    ("vllm.config.kv_transfer", "quire.config", "KVTransferConfig"),
+    ("vllm.config.load", "quire.config", "LoadConfig"),
+    ("vllm.config.lora", "quire.config", "LoRAConfig"),
+    ("vllm.config.mamba", "quire.config", "MambaConfig"),
+    ("vllm.config.model", "quire.config", "ModelConfig"),
+    ("vllm.config.model", "vllm.configs", "iter_architecture_defaults str_dtype_to_torch_dtype"
+     " try_match_architecture_defaults"),
+    ("vllm.config.multimodal", "quire.config", "MultiModalConfig"),
+    ("vllm.config.observability", "quire.config", "ObservabilityConfig"),
+    ("vllm.config.offload", "quire.config", "OffloadConfig"),
+    ("vllm.config.parallel", "quire.config", "EPLBConfig ParallelConfig"),
+    ("vllm.config.pooler", "quire.config", "PoolerConfig"),
+    ("vllm.config.profiler", "quire.config", "ProfilerConfig"),
+    ("vllm.config.reasoning", "quire.config", "ReasoningConfig"),
+    ("vllm.config.scheduler", "quire.config", "SchedulerConfig"),
+    ("vllm.config.speculative", "quire.config", "SpeculativeConfig"),
+    ("vllm.config.speech_to_text", "quire.config", "SpeechToTextConfig"),
+    ("vllm.config.structured_outputs", "quire.config", "StructuredOutputsConfig"),
+    ("vllm.config.utils", "vllm.configs", "ConfigType SupportsMetricsInfo get_attr_docs is_init_field update_config"),
+    ("vllm.config.vllm", "vllm.configs", "get_cached_compilation_config get_current_vllm_config"
+     " set_current_vllm_config"),
+    ("vllm.config.weight_transfer", "quire.config", "WeightTransferConfig"),
+    ("vllm.assets.audio", "vllm.refused", "AudioAsset"),
+    ("vllm.assets.image", "vllm.refused", "ImageAsset"),
+    ("vllm.assets.video", "vllm.refused", "VideoAsset"),
+    ("vllm.benchmarks.datasets", "vllm.shims", "SampleRequest get_samples"),
+    ("vllm.distributed", "vllm.shims", "destroy_distributed_environment destroy_model_parallel"),
+    ("vllm.distributed.parallel_state", "vllm.shims", "cleanup_dist_env_and_memory destroy_distributed_environment"
+     " destroy_model_parallel"),
+    ("vllm.distributed.weight_transfer.base", "vllm.refused", "WeightTransferUpdateRequest"),
+    ("vllm.distributed.weight_transfer.nccl_common", "vllm.refused", "trainer_init"),
+    ("vllm.distributed.weight_transfer.nccl_engine", "vllm.refused", "NCCLTrainerSendWeightsArgs"
+     " NCCLWeightTransferEngine"),
+    ("vllm.distributed.weight_transfer.packed_tensor", "vllm.refused", "packed_nccl_broadcast_producer"),
+    ("vllm.inputs", "vllm.interfaces", "MultiModalDataDict"),
+    ("vllm.inputs.data", "quire.schema.prompt", "EmbedsPrompt PromptType SingletonPrompt TextPrompt TokensPrompt"),
+    ("vllm.inputs.llm", "quire.schema.prompt", "EmbedsPrompt PromptType SingletonPrompt TextPrompt TokensPrompt"),
+    ("vllm.inputs.llm", "vllm.interfaces", "MultiModalDataDict"),
+    ("vllm.lora.request", "vllm.interfaces", "LoRARequest"),
+    ("vllm.multimodal", "vllm.interfaces", "ModalityData MultiModalDataDict MultiModalUUIDDict"),
+    ("vllm.multimodal.image", "vllm.refused", "convert_image_mode"),
+    ("vllm.multimodal.inputs", "vllm.interfaces", "ModalityData MultiModalDataDict MultiModalUUIDDict"),
+    ("vllm.multimodal.media", "vllm.refused", "MediaConnector"),
+    ("vllm.multimodal.utils", "vllm.refused", "encode_audio_base64 encode_image_base64 encode_video_base64"
+     " fetch_audio fetch_image fetch_video"),
+    ("vllm.plugins", "vllm.shims", "load_general_plugins"),
+    ("vllm.renderers", "vllm.shims", "resolve_chat_template"),
+    ("vllm.renderers.hf", "vllm.shims", "resolve_chat_template"),
+    ("vllm.tokenizers", "vllm.shims", "get_tokenizer"),
+    ("vllm.transformers_utils.tokenizer", "vllm.shims", "get_tokenizer"),
+    ("vllm.usage.usage_lib", "quire.config", "UsageContext"),
+    ("vllm.v1.sample.logits_processor.interface", "quire.sampling.processors", "BatchUpdate LogitsProcessor"
+     " MoveDirectionality"),
     ("vllm.engine.arg_utils", "quire.config", "EngineArgs AsyncEngineArgs"),
     ("vllm.engine.llm_engine", "quire.llm.stepper", "LLMEngine"),
     ("vllm.entrypoints.cli.main", "quire.cli.main", "main"),
@@ -41,9 +105,21 @@ SAME: tuple[tuple[str, str, str], ...] = (
      " ExtractedToolCallInformation FunctionCall ToolCall"),
     ("vllm.entrypoints.openai.protocol", "vllm.parsers", "DeltaFunctionCall DeltaMessage DeltaToolCall"
      " ExtractedToolCallInformation FunctionCall ToolCall"),
-    ("vllm.entrypoints.openai.protocol", "quire.server.openai.protocol", "CompletionRequest"),
-    ("vllm.entrypoints.openai.protocol", "quire.server.openai.responses_protocol", "ResponsesRequest"
-     " ResponsesResponse"),
+    *((module, "quire.server.openai.protocol", "CompletionRequest CompletionResponse StreamOptions ResponseFormat")
+      for module in ("vllm.entrypoints.openai.protocol", "vllm.entrypoints.openai.completion.protocol")),
+    *((module, "quire.server.openai.responses_protocol", "ResponsesRequest ResponsesResponse")
+      for module in ("vllm.entrypoints.openai.protocol", "vllm.entrypoints.openai.responses.protocol")),
+    *((module, "quire.server.openai.models", "ModelCard ModelList ModelPermission")
+      for module in ("vllm.entrypoints.openai.protocol", "vllm.entrypoints.openai.models.protocol",
+                     "vllm.entrypoints.openai.engine.protocol", "vllm.entrypoints.serve.engine.protocol")),
+    *((module, "quire.server.errors", "ErrorInfo ErrorResponse")
+      for module in ("vllm.entrypoints.openai.protocol", "vllm.entrypoints.openai.engine.protocol",
+                     "vllm.entrypoints.serve.engine.protocol")),
+    *((module, "quire.server.tokens", "DetokenizeRequest TokenizeChatRequest TokenizeCompletionRequest"
+       " TokenizeResponse")
+      for module in ("vllm.entrypoints.openai.protocol", "vllm.entrypoints.serve.tokenize.protocol")),
+    ("vllm.entrypoints.anthropic.protocol", "quire.server.anthropic.protocol", "AnthropicCountTokensRequest"
+     " AnthropicMessagesRequest"),
     ("vllm.entrypoints.chat_utils", "vllm.interfaces", "ChatCompletionContentPartParam ChatCompletionMessageParam"
      " ChatTemplateContentFormat ChatTemplateContentFormatOption ConversationMessage CustomChatCompletionMessageParam"
      " load_chat_template make_tool_call_id"),
@@ -98,10 +174,24 @@ OTHER: dict[str, str] = {
     "vllm:AsyncLLMEngine": "quire.llm.online:AsyncLLM",
     "vllm:bc_linter_include": "vllm.shims:mark",
     "vllm:bc_linter_skip": "vllm.shims:mark",
+    "vllm.benchmarks.datasets:add_dataset_parser": "quire.bench.flags:add_dataset_flags",
     "vllm.config:VllmConfig": "quire.config:EngineConfig",
+    "vllm.config:config": "vllm.shims:mark",
+    "vllm.config.utils:config": "vllm.shims:mark",
+    "vllm.config.vllm:VllmConfig": "quire.config:EngineConfig",
     "vllm.distributed:cleanup_dist_env_and_memory": "vllm.shims:cleanup_dist_env_and_memory",
     "vllm.engine.async_llm_engine:AsyncLLMEngine": "quire.llm.online:AsyncLLM",
     "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": "quire.server.openai.chat_protocol:ChatRequest",  # noqa: E501
+    "vllm.entrypoints.chat_utils:resolve_hf_chat_template": "vllm.shims:resolve_chat_template",
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionResponse": "quire.server.openai.chat_protocol:ChatResponse",  # noqa: E501
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionStreamResponse": "quire.server.openai.chat_protocol:ChatChunk",  # noqa: E501
+    "vllm.entrypoints.openai.completion.protocol:CompletionStreamResponse": "quire.server.openai.protocol:CompletionChunk",  # noqa: E501
+    "vllm.entrypoints.openai.engine.protocol:UsageInfo": "quire.server.openai.protocol:Usage",
+    "vllm.entrypoints.openai.protocol:ChatCompletionStreamResponse": "quire.server.openai.chat_protocol:ChatChunk",
+    "vllm.entrypoints.openai.protocol:CompletionStreamResponse": "quire.server.openai.protocol:CompletionChunk",
+    "vllm.entrypoints.openai.protocol:UsageInfo": "quire.server.openai.protocol:Usage",
+    "vllm.exceptions:VLLMClientError": "quire.schema.errors:InputError",
+    "vllm.exceptions:VLLMValidationError": "quire.schema.errors:InputError",
     "vllm.entrypoints.openai.cli_args:make_arg_parser": "vllm.shims:make_arg_parser",
     "vllm.entrypoints.openai.cli_args:validate_parsed_serve_args": "vllm.shims:validate_parsed_serve_args",
     "vllm.entrypoints.openai.protocol:ChatCompletionResponse": "quire.server.openai.chat_protocol:ChatResponse",
@@ -119,7 +209,8 @@ OTHER: dict[str, str] = {
 MISSING: dict[str, str] = {
     "vllm:initialize_ray_cluster": "Ray is not built yet",
     "vllm.assets": "image, audio and video input are not built yet",
-    "vllm.benchmarks": "the load generator is not built yet",
+    "vllm.config:get_layers_from_vllm_config": "these are the insides of vLLM's models",
+    "vllm.benchmarks": "these are the insides of vLLM's load generator; `vllm bench` starts Quire's",
     "vllm.distributed.device_communicators": "several devices are not built yet",
     "vllm.distributed.kv_events": "the publisher of KV events is not built yet",
     "vllm.distributed.kv_transfer": "KV connectors are not built yet",
@@ -132,6 +223,7 @@ MISSING: dict[str, str] = {
     "vllm.lora": "LoRA adapters are not built yet",
     "vllm.model_executor": "these are vLLM's own models and loaders",
     "vllm.multimodal": "image, audio and video input are not built yet",
+    "vllm.v1.metrics.ray_wrappers": "Ray is not built yet",
     "vllm.v1.core": "these are the insides of vLLM's scheduler",
     "vllm.v1.request": "these are the insides of vLLM's scheduler",
 }
@@ -139,6 +231,9 @@ MISSING: dict[str, str] = {
 
 # Modules that programs start with `python -m`, and the command of Quire's that they mean.
 COMMANDS = {
+    "vllm.benchmarks.latency": ("bench", "latency"),
+    "vllm.benchmarks.serve": ("bench", "serve"),
+    "vllm.benchmarks.throughput": ("bench", "throughput"),
     "vllm.entrypoints.cli.main": (),
     "vllm.entrypoints.openai.api_server": ("serve",),
     "vllm.entrypoints.openai.run_batch": ("run-batch",),

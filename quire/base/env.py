@@ -84,6 +84,16 @@ def forget_all() -> None:
         variable.forget()
 
 
+def names(*prefixes: str) -> list[str]:
+    """Every variable that is set and begins so."""
+    return sorted(name for name in os.environ if name.startswith(prefixes))
+
+
+def text(name: str) -> str | None:
+    """What stands there, for whoever asks about a variable that Quire itself does not read."""
+    return os.environ.get(name)
+
+
 def child_environment(changes: dict[str, str]) -> dict[str, str]:
     """For a program that does what its user could do: this process's environment, changed."""
     return {**os.environ, **changes}
@@ -228,9 +238,6 @@ CUDA_VISIBLE_DEVICES = Variable[str | None](
 )
 ALLOW_LONG_MAX_MODEL_LEN = Variable(
     "ALLOW_LONG_MAX_MODEL_LEN", False, _flag, "1: max_model_len may exceed the model's own limit."
-)
-ALLOW_RUNTIME_LORA_UPDATING = Variable(
-    "ALLOW_RUNTIME_LORA_UPDATING", False, _flag, "1: adapters may be loaded over HTTP."
 )
 BATCH_INVARIANT = Variable("BATCH_INVARIANT", False, _flag, "1: a request's tokens do not depend on its neighbours.")
 EARLY_LAUNCH = Variable(

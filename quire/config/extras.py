@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from quire.config.model import dtype_name
 from quire.config.option import INERT, LATER, Group, group, option
+from quire.config.reasons import TEXT_ONLY
 from quire.schema.errors import ConfigError
 
 
@@ -145,16 +146,18 @@ class ObservabilityConfig(Group):
     cudagraph_metrics: bool = option(False, "Padding of graphs.", LATER)
     enable_layerwise_nvtx_tracing: bool = option(False, "Marks per layer for profilers.", LATER)
     enable_mfu_metrics: bool = option(False, "Share of the device's arithmetic used.", LATER)
-    enable_mm_processor_stats: bool = option(False, "Times of media processing.", LATER, flat=False)
+    enable_mm_processor_stats: bool = option(False, "Times of media processing.", INERT, flat=False, why=TEXT_ONLY)
     enable_logging_iteration_details: bool = option(False, "A log line per step.", LATER)
     custom_histogram_buckets: dict[str, tuple[float, ...]] | None = option(
         None, "Limits of histograms by metric name, where the usual ones do not fit."
     )
     per_request_spec_decode_metrics: Literal["detailed", "none", "summary"] = option(
-        "none", "Draft numbers per request.", LATER
+        "none", "Draft numbers per request.", INERT, why="this version drafts no tokens"
     )
-    jit_monitor_mode: Literal["warn", "error"] = option("warn", "When something compiles late.", LATER)
-    jit_monitor_verbose: bool = option(False, "Log every late compile.", LATER)
+    jit_monitor_mode: Literal["warn", "error"] = option(
+        "warn", "When something compiles late.", INERT, why="nothing is compiled after a start"
+    )
+    jit_monitor_verbose: bool = option(False, "Log every late compile.", INERT, why="nothing is compiled after a start")
 
 
 @group

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from quire.config.model import dtype_name, lower
 from quire.config.option import INERT, LATER, Group, group, option
+from quire.config.reasons import OWN_REUSE
 
 MambaDtype = Literal["auto", "bfloat16", "float16", "float32"]
 
@@ -18,7 +19,9 @@ class CacheConfig(Group):
     DEFAULT_BLOCK_SIZE: ClassVar[int] = 16
 
     block_size: int = option(16, "Tokens per KV block; unset is 16, on a GPU 64.", asked=None, low=1)
-    hash_block_size: int | None = option(None, "Prefix keys finer than a block.", LATER, flat=False, low=1)
+    hash_block_size: int | None = option(
+        None, "Prefix keys finer than a block.", INERT, flat=False, low=1, why=OWN_REUSE
+    )
     gpu_memory_utilization: float = option(
         0.92,
         "Share of a GPU's memory this engine may use; on CPU set kv_cache_memory_bytes or QUIRE_CPU_KVCACHE_SPACE.",
@@ -51,12 +54,16 @@ class CacheConfig(Group):
     prefix_caching_hash_algo: Literal["sha256", "sha256_cbor", "blake2b", "xxhash", "xxhash_cbor"] = option(
         "sha256", "Hash of prefix blocks; the xxhash forms are fast and not for mutually distrusting users."
     )
-    prefix_cache_retention_interval: int = option(0, "Steps an unused prefix is kept at least.", LATER, low=0)
-    prefix_match_unit: int | None = option(None, "Tokens per step of a prefix match.", LATER, low=1)
+    prefix_cache_retention_interval: int = option(
+        0, "Steps an unused prefix is kept at least.", INERT, low=0, why=OWN_REUSE
+    )
+    prefix_match_unit: int | None = option(None, "Tokens per step of a prefix match.", INERT, low=1, why=OWN_REUSE)
     calculate_kv_scales: bool = option(False, "Measure fp8 scales while running.", LATER)
     kv_cache_dtype_skip_layers: tuple[str, ...] = option((), "Layers whose KV stays unquantized.", LATER)
-    kv_sharing_fast_prefill: bool = option(False, "Skip the prompt in layers that share KV.", LATER)
-    swa_bounded_replay: bool = option(True, "Recompute no more than a window after a hit.", LATER)
+    kv_sharing_fast_prefill: bool = option(
+        False, "Skip the prompt in layers that share KV.", INERT, why="prompts are computed in every layer"
+    )
+    swa_bounded_replay: bool = option(True, "Recompute no more than a window after a hit.", INERT, why=OWN_REUSE)
     mamba_block_size: int | None = option(
         None, "Tokens between saved states; needs prefix caching, and is rounded up to whole attention blocks.", low=1
     )
@@ -70,9 +77,9 @@ class CacheConfig(Group):
         "none",
         "Which states a prefix hit may use: none, or those at block ends (all and align; on with prefix caching).",
     )
-    enable_mamba_shared_prefix_checkpoint: bool = option(False, "Save states at shared prefixes.", LATER)
-    use_replayssm: bool = option(False, "Rebuild states by replaying inputs.", LATER)
-    replayssm_buffer_len: int = option(16, "Inputs kept for replaying.", LATER, low=1)
+    enable_mamba_shared_prefix_checkpoint: bool = option(False, "Save states at shared prefixes.", INERT, why=OWN_REUSE)
+    use_replayssm: bool = option(False, "Rebuild states by replaying inputs.", INERT, why=OWN_REUSE)
+    replayssm_buffer_len: int = option(16, "Inputs kept for replaying.", INERT, low=1, why=OWN_REUSE)
     kv_offloading_size: float | None = option(None, "GiB of host memory for evicted KV.", LATER, above=0)
     kv_offloading_backend: Literal["native", "lmcache"] = option("native", "Who keeps evicted KV.", LATER)
     swap_space: float = option(
@@ -103,10 +110,19 @@ class LoadConfig(Group):
     )  # fmt: skip
     download_dir: str | None = option(None, "Folder for downloads; unset is the hub's own cache.")
     safetensors_load_strategy: Literal["lazy", "eager", "prefetch", "torchao"] | None = option(
-        None, "lazy maps files into memory, eager reads them whole.", LATER, ready=("lazy", "eager")
+        None,
+        "lazy maps files into memory, eager reads them whole.",
+        LATER,
+        ready=("lazy", "eager"),
+        hints=("prefetch",),
+        why="files are mapped, or read whole",
     )
-    safetensors_prefetch_num_threads: int = option(8, "Threads that prefetch.", LATER, low=1)
-    safetensors_prefetch_block_size: int = option(16777216, "Bytes per prefetch.", LATER, low=1)
+    safetensors_prefetch_num_threads: int = option(
+        8, "Threads that prefetch.", INERT, low=1, why="files are mapped, or read whole"
+    )
+    safetensors_prefetch_block_size: int = option(
+        16777216, "Bytes per prefetch.", INERT, low=1, why="files are mapped, or read whole"
+    )
     model_loader_extra_config: dict[str, Any] = option(
         {}, "Options of a particular loader: with sharded_state, pattern is the form of the files' names."
     )

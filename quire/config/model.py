@@ -10,6 +10,7 @@ from typing import Any, Literal
 from quire.config.facts import ModelFacts
 from quire.config.local import names_of
 from quire.config.option import INERT, LATER, Group, group, option
+from quire.config.reasons import TEXT_ONLY
 from quire.schema.errors import ConfigError
 
 Modality = dict[str, int | dict[str, int]]
@@ -80,29 +81,53 @@ class MultiModalConfig(Group):
     language_model_only: bool = option(
         False, "Refuse every kind of media.", INERT, why="this version takes text only, so it always holds"
     )
-    limit_per_prompt: Modality = option({}, "Most media items per prompt, by kind.", LATER, name="limit_mm_per_prompt")
+    limit_per_prompt: Modality = option(
+        {}, "Most media items per prompt, by kind.", INERT, name="limit_mm_per_prompt", why=TEXT_ONLY
+    )
     enable_mm_embeds: bool = option(False, "Accept media as embeddings.", LATER)
-    media_io_kwargs: dict[str, dict[str, Any]] = option({}, "Decoding options by kind of media.", LATER)
-    mm_processor_kwargs: dict[str, Any] | None = option(None, "Overrides for the model's media processor.", LATER)
-    mm_processor_cache_gb: float = option(4.0, "GiB of processed media kept, per process.", LATER, low=0)
-    mm_processor_cache_type: Literal["lru", "shm"] = option("lru", "Kind of processed-media cache.", LATER)
-    mm_shm_cache_max_object_size_mb: int = option(128, "Largest entry of a shm cache, MiB.", LATER, low=0)
+    media_io_kwargs: dict[str, dict[str, Any]] = option({}, "Decoding options by kind of media.", INERT, why=TEXT_ONLY)
+    mm_processor_kwargs: dict[str, Any] | None = option(
+        None, "Overrides for the model's media processor.", INERT, why=TEXT_ONLY
+    )
+    mm_processor_cache_gb: float = option(4.0, "GiB of processed media kept, per process.", INERT, low=0, why=TEXT_ONLY)
+    mm_processor_cache_type: Literal["lru", "shm"] = option(
+        "lru", "Kind of processed-media cache.", INERT, why=TEXT_ONLY
+    )
+    mm_shm_cache_max_object_size_mb: int = option(
+        128, "Largest entry of a shm cache, MiB.", INERT, low=0, why=TEXT_ONLY
+    )
     mm_encoder_only: bool = option(False, "Load the media encoder alone.", LATER)
-    mm_encoder_tp_mode: Literal["weights", "data"] = option("weights", "What tensor parallel splits.", LATER)
-    mm_encoder_attn_backend: str | None = option(None, "Attention kernel of the media encoder.", LATER)
-    mm_encoder_attn_dtype: Literal["fp8"] | None = option(None, "Precision of the encoder's attention.", LATER)
-    mm_encoder_fp8_scale_path: str | None = option(None, "File of fixed fp8 scales.", LATER)
-    mm_encoder_fp8_scale_save_path: str | None = option(None, "Where measured fp8 scales are saved.", LATER)
-    mm_encoder_fp8_scale_save_margin: float = option(1.5, "Headroom on saved scales.", LATER, above=0)
-    interleave_mm_strings: bool = option(False, "Keep media where they stand in the text.", LATER)
-    skip_mm_profiling: bool = option(False, "Measure memory without the encoder.", LATER)
-    video_pruning_rate: float | None = option(None, "Share of video tokens dropped.", LATER, low=0, below=1)
-    video_pruning_method: Literal["evs", "vidcom2"] = option("evs", "How video tokens are chosen to drop.", LATER)
-    mm_tensor_ipc: Literal["direct_rpc", "torch_shm"] = option("direct_rpc", "How media tensors travel.", LATER)
-    mm_ipc_gpu_memory_gb: float = option(0.0, "GiB of device memory for decoding in the front end.", LATER, low=0)
-    mm_device_do_normalize: bool | None = option(None, "Normalise images on the device.", LATER)
-    mm_hasher_algorithm: Literal["blake3", "sha256", "sha512"] = option("blake3", "Hash of media content.", LATER)
-    mm_processor_device: Literal["auto", "cpu"] = option("auto", "Where media are processed.", LATER)
+    mm_encoder_tp_mode: Literal["weights", "data"] = option(
+        "weights", "What tensor parallel splits.", INERT, why=TEXT_ONLY
+    )
+    mm_encoder_attn_backend: str | None = option(None, "Attention kernel of the media encoder.", INERT, why=TEXT_ONLY)
+    mm_encoder_attn_dtype: Literal["fp8"] | None = option(
+        None, "Precision of the encoder's attention.", INERT, why=TEXT_ONLY
+    )
+    mm_encoder_fp8_scale_path: str | None = option(None, "File of fixed fp8 scales.", INERT, why=TEXT_ONLY)
+    mm_encoder_fp8_scale_save_path: str | None = option(
+        None, "Where measured fp8 scales are saved.", INERT, why=TEXT_ONLY
+    )
+    mm_encoder_fp8_scale_save_margin: float = option(1.5, "Headroom on saved scales.", INERT, above=0, why=TEXT_ONLY)
+    interleave_mm_strings: bool = option(False, "Keep media where they stand in the text.", INERT, why=TEXT_ONLY)
+    skip_mm_profiling: bool = option(False, "Measure memory without the encoder.", INERT, why=TEXT_ONLY)
+    video_pruning_rate: float | None = option(
+        None, "Share of video tokens dropped.", INERT, low=0, below=1, why=TEXT_ONLY
+    )
+    video_pruning_method: Literal["evs", "vidcom2"] = option(
+        "evs", "How video tokens are chosen to drop.", INERT, why=TEXT_ONLY
+    )
+    mm_tensor_ipc: Literal["direct_rpc", "torch_shm"] = option(
+        "direct_rpc", "How media tensors travel.", INERT, why=TEXT_ONLY
+    )
+    mm_ipc_gpu_memory_gb: float = option(
+        0.0, "GiB of device memory for decoding in the front end.", INERT, low=0, why=TEXT_ONLY
+    )
+    mm_device_do_normalize: bool | None = option(None, "Normalise images on the device.", INERT, why=TEXT_ONLY)
+    mm_hasher_algorithm: Literal["blake3", "sha256", "sha512"] = option(
+        "blake3", "Hash of media content.", INERT, why=TEXT_ONLY
+    )
+    mm_processor_device: Literal["auto", "cpu"] = option("auto", "Where media are processed.", INERT, why=TEXT_ONLY)
 
 
 @group
@@ -208,7 +233,12 @@ class ModelConfig(Group):
     use_fp64_gumbel: bool = option(False, "Draw sampling noise in double precision.", LATER)
     disable_sliding_window: bool = option(False, "Cap the context at the model's window, so that none is cut.")
     disable_cascade_attn: bool = option(
-        True, "Do not compute shared prefixes once for a batch.", LATER, asked=None, ready=(True,)
+        True,
+        "Do not compute shared prefixes once for a batch.",
+        INERT,
+        asked=None,
+        ready=(True,),
+        why="each request attends to its prefix by itself",
     )
     skip_tokenizer_init: bool = option(False, "No tokenizer: token ids in, token ids out.")
     enable_prompt_embeds: bool = option(False, "Accept embeddings in place of a prompt.", LATER)
@@ -236,7 +266,9 @@ class ModelConfig(Group):
     enable_sleep_mode: bool = option(False, "Allow giving memory back and waking later.", LATER)
     sleep_mode_offload_cudagraph: bool = option(False, "Free CUDA graphs while asleep.", LATER)
     sleep_preserve_parameter_names: tuple[str, ...] = option((), "Weights that survive a deep sleep.", LATER)
-    enable_cumem_allocator: bool = option(False, "Allocate through CUDA virtual memory.", LATER)
+    enable_cumem_allocator: bool = option(
+        False, "Allocate through CUDA virtual memory.", INERT, why="memory comes from the device's own allocator"
+    )
     enable_nccl_comm_suspend: bool = option(False, "Free communication buffers while asleep.", LATER)
     enable_trace_replay: bool = option(False, "Replay a recorded trace.", LATER)
     return_sampling_mask: bool = option(False, "Report which tokens sampling could choose.", LATER)
@@ -262,7 +294,9 @@ class ModelConfig(Group):
     )
     logits_processor_pattern: str | None = option(None, "Which processors a request may name.", LATER)
     io_processor_plugin: str | None = option(None, "Plug-in that rewrites inputs and outputs.", LATER)
-    renderer_num_workers: int = option(1, "Threads that tokenize in the server.", LATER, low=1)
+    renderer_num_workers: int = option(
+        1, "Threads that tokenize in the server.", INERT, low=1, why="long texts are tokenized in threads as they come"
+    )
     pooler_config: PoolerConfig | None = option(None, "How a pooling model pools.", LATER)
     multimodal_config: MultiModalConfig | None = None  # made when one of its options is set
     # results

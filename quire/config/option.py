@@ -23,7 +23,9 @@ class Status(enum.Enum):
 
     READY = "available"
     LATER = "not yet"  # any value but the default (or one listed in `ready`) is refused by name
-    INERT = "no effect"  # accepted, because what it asks for already holds; `why` says how
+    INERT = (
+        "no effect"  # accepted, and named in the log: it holds already, or tunes what Quire does not have; see `why`
+    )
 
 
 READY, LATER, INERT = Status.READY, Status.LATER, Status.INERT
@@ -49,6 +51,7 @@ class Option(NamedTuple):
     flags: tuple[str, ...]  # further spellings of the flag
     choices: tuple[str, ...]  # known values of an open set; a closed set is a Literal type
     ready: tuple[Any, ...]  # values that work although the status is LATER
+    hints: tuple[Any, ...]  # values that are taken as if the status were INERT, although it is LATER
     why: str
     low: float | None
     high: float | None
@@ -72,6 +75,7 @@ def option(
     flags: tuple[str, ...] = (),
     choices: tuple[str, ...] = (),
     ready: tuple[Any, ...] = (),
+    hints: tuple[Any, ...] = (),
     why: str = "",
     low: float | None = None,
     high: float | None = None,
@@ -86,8 +90,8 @@ def option(
     """A dataclass field that carries its declaration."""
     asked = default if asked is SAME else asked
     declared = Option(
-        doc, status, default, asked, name, flat, flags, choices, ready, why, low, high, above, below, human, auto,
-        accepts, take, repeat,
+        doc, status, default, asked, name, flat, flags, choices, ready, hints, why, low, high, above, below, human,
+        auto, accepts, take, repeat,
     )  # fmt: skip
     if isinstance(default, type) and issubclass(default, Group):
         return dataclasses.field(default_factory=default, metadata={_KEY: declared})
@@ -286,11 +290,18 @@ def _describe_one(part: Any) -> str:
     return f"a {part.__name__}" if isinstance(part, type) else str(part)
 
 
+def has_no_effect(value: Any, o: Option) -> bool:
+    """Whether it was set, is taken, and changes nothing."""
+    if any(same(value, held) for held in (o.asked, o.default, *o.ready)):
+        return False
+    return o.status is INERT or any(same(value, hint) for hint in o.hints)
+
+
 def refuse(name: str, value: Any, o: Option) -> None:
     """NotBuiltError if this value asks for something this version cannot do."""
     if o.status is not LATER or same(value, o.asked) or same(value, o.default):
         return
-    if any(same(value, allowed) for allowed in o.ready):
+    if any(same(value, allowed) for allowed in (*o.ready, *o.hints)):
         return
     if o.choices and isinstance(value, str) and value not in o.choices:
         raise ConfigError(unknown(f"{name} can be {', '.join(o.choices)}; not", value, o.choices), param=name)

@@ -21,6 +21,7 @@ from quire.base.registry import load
 from quire.config import mistral_config, table
 from quire.config.device import find_gpu
 from quire.config.engine import EngineConfig, replace
+from quire.config.environment import check_environment
 from quire.config.facts import read_facts
 from quire.config.graphs import choose_graphs
 from quire.config.mistral_config import CONFIG_FILE
@@ -54,9 +55,10 @@ def resolve(args: Any, usage_context: Any = None) -> EngineConfig:
 
 
 def refuse(asked: Asked, config: EngineConfig) -> EngineConfig:
-    """First of all: an option whose feature is missing is refused by name."""
+    """First of all: an option whose feature is missing is refused by name, and hints to another engine are dropped."""
     table.refuse_unbuilt(config)
-    return config
+    plain: EngineConfig = table.without_hints(config)
+    return plain
 
 
 def choose_device(asked: Asked, config: EngineConfig) -> EngineConfig:
@@ -583,6 +585,7 @@ def choose_harmony(asked: Asked, config: EngineConfig) -> EngineConfig:
 
 STEPS: tuple[Step, ...] = (
     refuse,
+    check_environment,
     choose_thinking,
     choose_device,
     find_model,

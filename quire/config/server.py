@@ -161,7 +161,7 @@ class ServerConfig(Group):
         "auto", "How message contents reach the template: as text, or as parts."
     )
     trust_request_chat_template: bool = option(
-        False, "Take chat templates and template options from requests; they run bounded, in a process of their own."
+        False, "Take chat templates from requests; they run bounded, in a process of their own."
     )
     default_chat_template_kwargs: dict[str, Any] | None = option(None, "Variables every chat template gets.")
     response_role: str = option("assistant", "Role of answers when a generation prompt is added.")
@@ -175,7 +175,7 @@ class ServerConfig(Group):
         None, "Where tools of /v1/responses run: MCP servers, host:port with commas between, or demo."
     )
     tool_strict_level: Literal["auto", "function", "parameter"] = option("auto", "How strict tools are.", LATER)
-    trust_request_mm_kwargs: bool = option(False, "Media options from requests.", LATER, why=_MEDIA)
+    trust_request_mm_kwargs: bool = option(False, "Media options from requests.", INERT, why=_MEDIA)
     lora_modules: tuple[str, ...] | None = option(None, "Adapters to serve.", LATER)
     anthropic_disabled_thinking_effort: str = option("auto", "Effort when thinking is off.", LATER)
     cohere_format: str = option("cmd4", "Form of Cohere's chat.", LATER)
@@ -223,10 +223,10 @@ class ServerConfig(Group):
     log_error_stack: bool = option(False, "Log the stack of every error an answer reports.", asked=None)
 
     # ---- several engines
-    data_parallel_supervisor_port: int = option(9256, "Port of the supervisor of engines.", LATER, why=_REPLICAS)
-    dp_supervisor_probe_failure_threshold: int = option(3, "Failed probes before a restart.", LATER, why=_REPLICAS)
-    dp_supervisor_probe_interval_s: float = option(5.0, "Seconds between probes.", LATER, why=_REPLICAS)
-    dp_supervisor_probe_timeout_s: float = option(5.0, "Seconds a probe may take.", LATER, why=_REPLICAS)
+    data_parallel_supervisor_port: int = option(9256, "Port of the supervisor of engines.", INERT, why=_REPLICAS)
+    dp_supervisor_probe_failure_threshold: int = option(3, "Failed probes before a restart.", INERT, why=_REPLICAS)
+    dp_supervisor_probe_interval_s: float = option(5.0, "Seconds between probes.", INERT, why=_REPLICAS)
+    dp_supervisor_probe_timeout_s: float = option(5.0, "Seconds a probe may take.", INERT, why=_REPLICAS)
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -4,13 +4,28 @@ In: a mapping keyword -> value. Out: an EngineConfig with every value in its pla
 """
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
+from quire.base.log import logger, once
 from quire.config.engine import EngineConfig
-from quire.config.option import Declared, Group, declarations, make, parts, refuse, same
+from quire.config.option import (
+    Declared,
+    Group,
+    Option,
+    declarations,
+    has_no_effect,
+    make,
+    parts,
+    refuse,
+    same,
+    shown_value,
+)
 from quire.schema.errors import ConfigError
+
+log = logger(__name__)
 
 
 class Flat(NamedTuple):
@@ -116,8 +131,20 @@ def _build(group: type[Any], tree: Mapping[str, Any], where: str = "") -> Any:
     return make(group, values, where)
 
 
-def refuse_unbuilt(config: Any, where: str = "") -> None:
-    """Every set option whose feature is missing is refused by name, wherever in the tree it was set."""
+def refuse_unbuilt(config: Any) -> None:
+    """Every set option whose feature is missing is refused by name, wherever in the tree it was set. What is taken and
+    changes nothing is named in one line of the log."""
+    told = []
+    for name, value, declared in _set_options(config):
+        refuse(name, value, declared)
+        if has_no_effect(value, declared):
+            told.append(f"{name}={shown_value(name, value)} ({declared.why})")
+    if told:
+        once(log, logging.WARNING, "Options that have no effect here: %s", "; ".join(told))
+
+
+def _set_options(config: Any, where: str = "") -> Iterator[tuple[str, Any, Option]]:
+    """Name, value and declaration of every option, but not of mappings that nobody touched."""
     declared = declarations(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -127,6 +154,22 @@ def refuse_unbuilt(config: Any, where: str = "") -> None:
         inner = isinstance(value, Group)
         untouched = inner and mine is not None and mine.option.default is not None and value == type(value)()
         if mine is not None and not untouched:
-            refuse(name, value, mine.option)
+            yield name, value, mine.option
         if inner:
-            refuse_unbuilt(value, name)
+            yield from _set_options(value, name)
+
+
+def without_hints(config: Any) -> Any:
+    """The same, with options that name something of another engine at their defaults: nobody here has to know them."""
+    declared = declarations(type(config))
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        mine = declared.get(field.name)
+        if isinstance(value, Group):
+            inner = without_hints(value)
+            if inner is not value:
+                changes[field.name] = inner
+        elif mine is not None and any(same(value, hint) for hint in mine.option.hints):
+            changes[field.name] = mine.option.default
+    return dataclasses.replace(config, **changes) if changes else config

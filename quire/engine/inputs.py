@@ -84,7 +84,6 @@ def _shared_again(like: Asked) -> _Shared:
 
 class InputProcessor:
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, ready: EngineReady) -> None:
-        self.tokenizer = tokenizer
         self.max_model_len = ready.max_model_len
         self.vocab_size = ready.vocab_size
         self._model = config.model_config
@@ -99,8 +98,13 @@ class InputProcessor:
         self._drawing = threading.Lock()
         self._serials = itertools.count()
         self._processors = _processors(config.model_config.logits_processors)
+        self.use_tokenizer(tokenizer)
+
+    def use_tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        """For prompts from now on."""
+        self.tokenizer = tokenizer
         own_eos = tokenizer.eos_token_id if tokenizer is not None else None
-        further = tuple(config.model_config.eos_token_ids)
+        further = tuple(self._model.eos_token_ids)
         self.eos_token_id = own_eos if own_eos is not None else (further[0] if further else None)
         self._further_ends = tuple(i for i in further if i != self.eos_token_id)
 

@@ -66,6 +66,10 @@ class OutputProcessor:
     def request_ids(self) -> list[str]:
         return list(self._open)
 
+    def use_tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        """For requests from now on."""
+        self._tokenizer = tokenizer
+
     def add(self, asked: Asked) -> None:
         taken = [r.request_id for r in asked.requests if r.request_id in self._answers]
         if asked.request_id in self._open or taken:

@@ -34,7 +34,7 @@ from quire.engine.together import unpack
 from quire.executor.base import Executor, make_executor
 from quire.sched.kv_layout import fit_length, place
 from quire.sched.scheduler import Scheduler
-from quire.schema.errors import InputError
+from quire.schema.errors import ConfigError, InputError
 from quire.schema.kv import KVLayout, ModelInfo
 from quire.schema.messages import (
     ControlReply,
@@ -81,6 +81,7 @@ def start_engine(config: EngineConfig, pulse: Pulse | None = None) -> Started:
     """Load the model, place the KV cache, warm up."""
     laps = Laps()
     began = now()
+    scheduler_class = _scheduler_class(config)  # found before the model is loaded
     executor = make_executor(config)
     try:
         laps.mark("device")
@@ -97,10 +98,7 @@ def start_engine(config: EngineConfig, pulse: Pulse | None = None) -> Started:
         executor.shutdown()
         raise
     ahead = int(config.scheduler_config.async_scheduling)
-    named = config.scheduler_config.scheduler_cls
-    scheduler = (Scheduler if named is None else thing_of(named))(
-        config, layout, max_model_len=max_model_len, look_ahead=ahead
-    )
+    scheduler = scheduler_class(config, layout, max_model_len=max_model_len, look_ahead=ahead)
     phases = _phases(laps, executor)
     seconds = {phase.name: phase.seconds for phase in phases if not phase.inside} | {"total": now() - began}
     ready = EngineReady(
@@ -118,6 +116,21 @@ def start_engine(config: EngineConfig, pulse: Pulse | None = None) -> Started:
     if config.observability_config.collect_detailed_traces:
         loop.charge = Charge(scheduler.requests)
     return Started(loop, ready)
+
+
+def _scheduler_class(config: EngineConfig) -> type[Scheduler]:
+    named = config.scheduler_config.scheduler_cls
+    if named is None:
+        return Scheduler
+    try:
+        found = thing_of(named)
+    except ImportError as wrong:
+        raise ConfigError(f"scheduler_cls {named!r} cannot be imported: {wrong}", param="scheduler_cls") from None
+    if not (isinstance(found, type) and issubclass(found, Scheduler)):
+        raise ConfigError(
+            f"scheduler_cls {named!r} is not made from quire.sched.scheduler.Scheduler", param="scheduler_cls"
+        )
+    return found
 
 
 def _phases(laps: Laps, executor: Executor) -> tuple[StartPhase, ...]:

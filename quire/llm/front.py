@@ -21,7 +21,7 @@ from quire.observe.log_stats import LogStats
 from quire.observe.metrics import Metrics, check_buckets
 from quire.observe.reader import Metric
 from quire.observe.tracing import Tracer, make_tracer
-from quire.schema.errors import ConfigError, EngineDeadError
+from quire.schema.errors import ConfigError, EngineDeadError, InputError
 from quire.schema.messages import Outputs
 from quire.schema.params import SamplingParams
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 log = logger(__name__)
 LOAD_TOKENIZER = "quire.text.tokenizer:load_tokenizer"
+TOKENIZER, FOREIGN_TOKENIZER = "quire.text.tokenizer:Tokenizer", "quire.text.forms.foreign:wrap_tokenizer"
 
 
 class Front:
@@ -115,6 +116,20 @@ class Front:
         if self.metrics is None:
             raise ConfigError("there are no metrics: start with disable_log_stats=False", param="disable_log_stats")
         return self.metrics.snapshot()
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Another tokenizer for all that comes: Quire's own, or one of transformers. What holds answers to a form knows
+        the model's."""
+        if not isinstance(tokenizer, registry.load(TOKENIZER)):
+            tokenizer = registry.load(FOREIGN_TOKENIZER)(tokenizer)
+        if tokenizer.vocab_size > self.ready.vocab_size:
+            raise InputError(
+                f"the tokenizer has {tokenizer.vocab_size} tokens; the model has {self.ready.vocab_size}",
+                param="tokenizer",
+            )
+        self.tokenizer = tokenizer
+        self.inputs.use_tokenizer(tokenizer)
+        self.outputs.use_tokenizer(tokenizer)
 
     def call(self, verb: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         return self.client.call(verb, *args, timeout=timeout, **kwargs)

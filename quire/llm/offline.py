@@ -261,6 +261,10 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         return self.llm_engine.get_tokenizer()
 
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Another tokenizer from now on, of Quire or transformers."""
+        self.llm_engine.set_tokenizer(tokenizer)
+
     def get_default_sampling_params(self) -> SamplingParams:
         """From the model's generation config, unless generation_config='vllm'."""
         return self.llm_engine.front.default_params()
@@ -287,6 +291,11 @@ class LLM:
     reset_mm_cache = verb("reset_mm_cache")
     sleep = verb("sleep")
     wake_up = verb("wake_up")
+    is_sleeping = verb("is_sleeping")
+    add_lora = verb("add_lora")
+    remove_lora = verb("remove_lora")
+    list_loras = verb("list_loras")
+    pin_lora = verb("pin_lora")
     start_profile = verb("start_profile")
     stop_profile = verb("stop_profile")
 

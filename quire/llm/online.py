@@ -28,7 +28,7 @@ from quire.llm.beam_limits import BeamLimits
 from quire.llm.front import Front
 from quire.llm.lanes import Lanes
 from quire.llm.request_log import LogRules, RequestLog
-from quire.llm.verbs import async_verb
+from quire.llm.verbs import async_verb, refuse_stat_loggers
 from quire.schema.errors import EngineDeadError, InputError, NotBuiltError, RefusedRequestError
 from quire.schema.messages import Outputs
 from quire.schema.outputs import RequestOutput
@@ -245,15 +245,34 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(
-        cls, engine_args: EngineArgs, usage_context: str | None = None, *, enable_log_requests: bool | None = None
+        cls,
+        engine_args: EngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: str | None = None,
+        stat_loggers: Any = None,
+        *,
+        enable_log_requests: bool | None = None,
     ) -> AsyncLLM:
+        """The loop begins with the engine, whatever `start_engine_loop` says."""
+        refuse_stat_loggers(stat_loggers)
         config = engine_args.create_engine_config(usage_context or "ENGINE_CONTEXT")
         asked = dataclasses.asdict(engine_args).get("enable_log_requests", False)
         return cls(config, log_requests=bool(asked if enable_log_requests is None else enable_log_requests))
 
     @classmethod
-    def from_vllm_config(cls, vllm_config: EngineConfig, *, enable_log_requests: bool = False) -> AsyncLLM:
-        return cls(vllm_config, log_requests=enable_log_requests)
+    def from_vllm_config(
+        cls,
+        vllm_config: EngineConfig,
+        start_engine_loop: bool = True,
+        usage_context: str | None = None,
+        stat_loggers: Any = None,
+        *,
+        enable_log_requests: bool = False,
+        disable_log_stats: bool | None = None,
+    ) -> AsyncLLM:
+        refuse_stat_loggers(stat_loggers)
+        log_stats = None if disable_log_stats is None else not disable_log_stats
+        return cls(vllm_config, log_requests=enable_log_requests, log_stats=log_stats)
 
     # ---- requests ----------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ QUIRE_ENABLE_V1_MULTIPROCESSING=1. LLM is built on this. Must not know: progress
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from quire.engine.client import InProcessClient
 from quire.engine.control import VERBS
 from quire.engine.inputs import Asked, Options
 from quire.llm.front import Front
+from quire.llm.verbs import refuse_stat_loggers, verb
 from quire.observe.reader import Metric
 from quire.schema.errors import InputError
 from quire.schema.outputs import RequestOutput
@@ -38,20 +40,37 @@ class EngineCore:
 
 
 class LLMEngine:
-    def __init__(self, vllm_config: EngineConfig) -> None:
+    def __init__(self, vllm_config: EngineConfig, *, own_process: bool = False) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
-        self.front = Front(vllm_config, own_process=False)
+        self.front = Front(vllm_config, own_process=own_process)
         self.engine_core = EngineCore(self.front.client)
         self._kept: list[RequestOutput] = []  # results of a step that also had a failure to raise
         self._failures: list[tuple[str, Exception]] = []  # failed alone, and not raised yet
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, usage_context: str | None = None) -> LLMEngine:
-        return cls(engine_args.create_engine_config(usage_context or "ENGINE_CONTEXT"))
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        usage_context: str | None = None,
+        stat_loggers: Any = None,
+        enable_multiprocessing: bool = False,
+    ) -> LLMEngine:
+        refuse_stat_loggers(stat_loggers)
+        config = engine_args.create_engine_config(usage_context or "ENGINE_CONTEXT")
+        return cls(config, own_process=enable_multiprocessing)
 
     @classmethod
-    def from_vllm_config(cls, vllm_config: EngineConfig) -> LLMEngine:
+    def from_vllm_config(
+        cls,
+        vllm_config: EngineConfig,
+        usage_context: str | None = None,
+        stat_loggers: Any = None,
+        disable_log_stats: bool | None = None,
+    ) -> LLMEngine:
+        refuse_stat_loggers(stat_loggers)
+        if disable_log_stats is not None:
+            vllm_config = dataclasses.replace(vllm_config, disable_log_stats=disable_log_stats)
         return cls(vllm_config)
 
     def add_request(
@@ -121,6 +140,21 @@ class LLMEngine:
         found: list[Any] = self.front.call("apply_model", func)
         return found
 
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """A control verb of engine/control.py."""
+        return self.front.call(name, *args, **kwargs)
+
+    reset_mm_cache = verb("reset_mm_cache")
+    sleep = verb("sleep")
+    wake_up = verb("wake_up")
+    is_sleeping = verb("is_sleeping")
+    start_profile = verb("start_profile")
+    stop_profile = verb("stop_profile")
+    add_lora = verb("add_lora")
+    remove_lora = verb("remove_lora")
+    list_loras = verb("list_loras")
+    pin_lora = verb("pin_lora")
+
     def close(self) -> None:
         self.front.close()
 
@@ -153,6 +187,12 @@ class LLMEngine:
         if self.front.tokenizer is None:
             raise InputError("the engine has no tokenizer (skip_tokenizer_init=True)")
         return self.front.tokenizer
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Another tokenizer from now on, of Quire or transformers; no request may be under way."""
+        if self.has_unfinished_requests():
+            raise InputError(f"{self.get_num_unfinished_requests()} requests are under way: finish or abort them first")
+        self.front.set_tokenizer(tokenizer)
 
     def get_metrics(self) -> list[Metric]:
         return self.front.snapshot()

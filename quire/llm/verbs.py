@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.engine.control import VERBS
+from quire.schema.errors import NotBuiltError
 
 
 def verb(name: str) -> Callable[..., Any]:
@@ -16,6 +17,15 @@ def verb(name: str) -> Callable[..., Any]:
         return self.call(name, *args, **kwargs)
 
     return _named(run, name)
+
+
+def refuse_stat_loggers(given: Any) -> None:
+    """Further receivers of an engine's numbers, which documented constructors take."""
+    if given:
+        raise NotBuiltError(
+            "stat_loggers is not in this version of Quire: get_metrics() and /metrics have the numbers",
+            param="stat_loggers",
+        )
 
 
 def async_verb(name: str) -> Callable[..., Any]:

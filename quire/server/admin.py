@@ -1,6 +1,7 @@
 """Routes for operators: health, version, load, and (where they are switched on) control of the engine.
 
-Always there: /health, /ping, /version, /load, /invocations. With a profiler configured: /start_profile, /stop_profile.
+Always there: /health, /ping, /version, /load, /kv_event_sources, /invocations. With a profiler configured:
+/start_profile, /stop_profile.
 With QUIRE_SERVER_DEV_MODE=1 (or VLLM_SERVER_DEV_MODE=1), and never for the public: everything in DEVELOPMENT.
 A control route is one verb of engine/control.py. Must not know: how a verb is done.
 """
@@ -107,6 +108,12 @@ async def version() -> Version:
 @basic.get("/load")
 async def server_load(request: Request) -> ServerLoad:
     return ServerLoad(server_load=_state(request).load.count)
+
+
+@basic.get("/kv_event_sources")
+async def kv_event_sources() -> list[dict[str, Any]]:
+    """Where engines publish events about cached blocks: nowhere, in this version."""
+    return []
 
 
 async def invocations(call: Call, request: ChatRequest | CompletionRequest) -> None:

@@ -6,10 +6,10 @@ In: a ServerState. Out: an ASGI app. The routes that generate come first, becaus
 from __future__ import annotations
 
 from quire import __version__
-from quire.server import admin, errors, generate, metrics_route, middleware, render, tokens
+from quire.server import admin, errors, generate, metrics_route, middleware, missing, render, tokens
 from quire.server.anthropic import messages
 from quire.server.console import pages, stats
-from quire.server.openai import models, responses
+from quire.server.openai import chat_batch, models, responses, scoring
 from quire.server.openai.chat import create_chat_completion
 from quire.server.openai.chat_protocol import ChatChunk, ChatRequest, ChatResponse
 from quire.server.openai.completions import create_completion
@@ -41,6 +41,8 @@ def build_app(state: ServerState) -> App:
         app, "/v1/chat/completions", create_chat_completion, ChatRequest, answer=ChatResponse,
         streams=ChatChunk, tag="generate",
     )  # fmt: skip
+    chat_batch.add_routes(app)
+    scoring.add_routes(app)
     messages.add_routes(app)
     responses.add_routes(app, state)
     generate.add_routes(app)
@@ -51,6 +53,7 @@ def build_app(state: ServerState) -> App:
     if not state.options.disable_console:
         app.include_router(stats.router)
     pages.install(app, state.options)
+    missing.install(app)
     errors.install(app, log_stack=state.options.log_error_stack, full=state.options.queue_full_status)
     middleware.install(app, state, open_paths=pages.open_paths(state.options))
     metrics_route.install(app, state)

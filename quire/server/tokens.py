@@ -18,7 +18,7 @@ from quire.server.errors import ERROR_RESPONSES
 from quire.server.openai.chat_prompt import render_prompt
 from quire.server.openai.chat_protocol import Message, Tool
 from quire.server.openai.envelope import encode
-from quire.server.openai.limits import check_template_trust
+from quire.server.openai.limits import check_extra, check_template_trust
 from quire.server.openai.protocol import ListOf, Tokens
 from quire.server.route import App, Call, add_route
 from quire.server.state import ServerState
@@ -94,6 +94,8 @@ async def tokenize(call: Call, request: TokenizeCompletionRequest | TokenizeChat
     """Token ids of a text, or of a chat as the model would get it."""
     state = call.state
     state.served.check(request.model)
+    if request.model_extra:
+        check_extra(request.model_extra)
     if isinstance(request, TokenizeChatRequest):
         text = await _chat_text(call, request)
         special = bool(request.add_special_tokens)
@@ -118,6 +120,8 @@ async def detokenize(call: Call, request: DetokenizeRequest) -> None:
     """The text of token ids."""
     state = call.state
     state.served.check(request.model)
+    if request.model_extra:
+        check_extra(request.model_extra)
     tokens, limit = request.tokens, state.served.max_model_len
     if len(tokens) > limit:
         raise InputError(

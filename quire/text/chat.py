@@ -26,6 +26,10 @@ CONTENT_FORMATS = ("auto", "string", "openai")
 _MARK = "QUIRE-CONTINUES-HERE "
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
                   "tokenize", "conversation", "padding", "truncation", "return_dict", "return_tensors")  # fmt: skip
+_SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask"))
+# names that a template finds without being given them: Jinja's, and what the sandbox adds
+_ALWAYS_THERE = ("self", "loop", "caller", "varargs", "kwargs", "super", "range", "dict", "namespace", "cycler",
+                 "joiner", "lipsum", "raise_exception", "strftime_now")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,14 @@ def render_job(job: ChatJob, limits: Limits | None = None, *, media: MediaHook =
         _mark_last(plain[-1])
     text = _render(job, plain, limits)
     return _cut_at_mark(text) if job.continues else text
+
+
+def check_variables(tokenizer: Tokenizer, given: Mapping[str, Any] | None) -> None:
+    """Variables that came with a request may add to what a template is given, and replace nothing of it."""
+    taken = {*_OWN_VARIABLES, *_SPECIAL_TOKENS, *tokenizer.special, *_ALWAYS_THERE}
+    for name in given or ():
+        if name in taken or not name.isidentifier():
+            raise InputError(f"chat_template_kwargs cannot set {name!r:.100}", param="chat_template_kwargs", value=name)
 
 
 def choose_template(tokenizer: Tokenizer, chat_template: str | None = None, *, with_tools: bool = False) -> str:

@@ -12,8 +12,13 @@ import vllm
 from vllm import table
 
 import quire.config
+from quire.config import EngineArgs
+from quire.engine.inputs import _refuse_unbuilt as refuse_unbuilt
+from quire.schema.errors import NotBuiltError
 from quire.schema.outputs import RequestOutput
 from quire.schema.params import SamplingParams
+from quire.schema.prompt import Prompt
+from tests.tiny_models import make_tiny
 
 NAMES = [(module, name, target) for module, names in table.names().items() for name, target in names.items()]
 
@@ -117,3 +122,91 @@ def test_interfaces_that_programs_call() -> None:
 def test_the_command_is_quires() -> None:
     done = subprocess.run([Path(sys.executable).parent / "vllm"], capture_output=True, text=True)
     assert done.returncode == 0 and "collect-env" in done.stdout
+
+
+def test_an_adapter_is_a_value_that_engines_refuse() -> None:
+    from vllm.lora.request import LoRARequest
+
+    from quire.engine.inputs import Options
+    from quire.schema.params import SamplingParams as Params
+
+    one = LoRARequest("sql", 1, "/adapters/sql")
+    assert (one.lora_name, one.lora_int_id, one.lora_path, one.adapter_id) == ("sql", 1, "/adapters/sql", 1)
+    assert one == LoRARequest(lora_name="sql", lora_int_id=1, lora_path="/adapters/sql") and len({one, one}) == 1
+    for wrong in (("a", 0, "x"), ("a", 1, "")):
+        with pytest.raises(ValueError, match="lora_"):
+            LoRARequest(*wrong)
+    with pytest.raises(NotBuiltError, match="lora_request"):
+        refuse_unbuilt(Prompt(text="x"), Params(), Options(lora_request=one))
+
+
+def test_names_of_missing_features_import_and_refuse() -> None:
+    from vllm.assets.image import ImageAsset
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+    from vllm.multimodal.utils import fetch_image
+
+    for use in (lambda: ImageAsset("stop_sign"), NCCLWeightTransferEngine, lambda: fetch_image("http://x/y.png")):
+        with pytest.raises(NotBuiltError, match="not in this version of Quire"):
+            use()
+
+
+def test_groups_that_do_not_exist_are_taken_apart() -> None:
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
+    with pytest.raises(ImportError, match="several devices"):
+        from vllm.distributed.parallel_state import GroupCoordinator  # noqa: F401
+
+
+def test_the_config_in_force() -> None:
+    from vllm.config import (
+        CacheConfig,
+        VllmConfig,
+        get_attr_docs,
+        get_current_vllm_config,
+        set_current_vllm_config,
+        update_config,
+    )
+    from vllm.config.cache import CacheConfig as Same
+
+    assert CacheConfig is Same
+    mine = update_config(VllmConfig(), {"cache_config.block_size": 32})
+    with set_current_vllm_config(mine):
+        assert get_current_vllm_config() is mine
+    assert get_current_vllm_config() == VllmConfig() != mine
+    assert "block" in get_attr_docs(CacheConfig)["block_size"].lower()
+
+
+def test_tokenizers_and_templates(tmp_path: Path) -> None:
+    from vllm.renderers.hf import resolve_chat_template
+    from vllm.tokenizers import get_tokenizer
+
+    path = EngineArgs().create_engine_config().model_config.path
+    own = get_tokenizer(path)  # a .gguf file
+    assert own.decode(own.encode("Hello")) == "Hello"
+    assert resolve_chat_template(own) == own.chat_template and resolve_chat_template(own, "{{ 1 }}") == "{{ 1 }}"
+    transformers = pytest.importorskip("transformers")
+    make_tiny("OPTForCausalLM", tmp_path)
+    theirs = get_tokenizer(str(tmp_path))
+    assert isinstance(theirs, transformers.PreTrainedTokenizerBase) and theirs("a b").input_ids
+
+
+def test_samples_of_a_benchmark() -> None:
+    import argparse
+
+    from vllm.benchmarks.datasets import add_dataset_parser, get_samples
+    from vllm.tokenizers import get_tokenizer
+
+    parser = argparse.ArgumentParser()
+    add_dataset_parser(parser)
+    flags = ["--dataset-name", "random", "--num-prompts", "3", "--random-input-len", "12", "--random-output-len", "5"]
+    found = get_samples(parser.parse_args(flags), get_tokenizer(EngineArgs().create_engine_config().model_config.path))
+    assert [(one.prompt_len, one.expected_output_len) for one in found] == [(12, 5)] * 3
+
+
+def test_variables_without_effect_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    envs = importlib.import_module("vllm.envs")
+    assert envs.VLLM_WORKER_MULTIPROC_METHOD == "spawn" and envs.VLLM_USE_V1 is True
+    assert envs.VLLM_XLA_USE_SPMD is None

@@ -15,10 +15,9 @@ import torch
 
 from quire import LLM, AsyncEngineArgs, AsyncLLM, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
 from quire.base import env
-from quire.config import replace
 from quire.sampling.processors import LogitsProcessor, process_dict_updates
 from quire.sched.scheduler import Scheduler
-from quire.schema.errors import CheckpointError, EngineDeadError, InputError
+from quire.schema.errors import CheckpointError, ConfigError, EngineDeadError, InputError
 from quire.schema.params import RequestOutputKind
 from tests.fake_engine import break_model
 from tests.tiny_models import make_tiny
@@ -219,13 +218,30 @@ class Recorded(Scheduler):
 
 
 def test_another_scheduler(tiny, want):
-    config = EngineArgs(model=tiny[0], **OPTIONS).create_engine_config()
-    engine = LLMEngine(replace(config, **{"scheduler_config.scheduler_cls": f"{__name__}:Recorded"}))
+    engine = LLMEngine.from_engine_args(EngineArgs(model=tiny[0], scheduler_cls=f"{__name__}.Recorded", **OPTIONS))
     engine.add_request("r", PROMPTS[0], GREEDY)
     while engine.has_unfinished_requests():
         outputs = engine.step()
     assert tokens(outputs) == want[:1] and Recorded.made == 1
     engine.close()
+
+
+@pytest.mark.parametrize("named", ["no_such_module:Thing", "builtins:dict", "quire.sched.scheduler.Nothing"])
+def test_what_is_no_scheduler_is_refused(tiny, named):
+    with pytest.raises(ConfigError, match=f"scheduler_cls '{named}'"):
+        LLM(tiny[0], scheduler_cls=named, **OPTIONS)
+
+
+def test_hints_to_another_engine_change_nothing(tiny, want):
+    hints = {
+        "attention_backend": "FLASH_ATTN", "distributed_executor_backend": "mp", "compilation_config": 3,
+        "moe_backend": "triton", "safetensors_load_strategy": "prefetch", "performance_mode": "throughput",
+        "mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"image": 2}, "enable_expert_parallel": True,
+        "disable_cascade_attn": False, "renderer_num_workers": 4, "disable_hybrid_kv_cache_manager": True,
+    }  # fmt: skip
+    llm = LLM(tiny[0], **hints, **OPTIONS)
+    assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == want
+    llm.close()
 
 
 # ---- deaths and bad models

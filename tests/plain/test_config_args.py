@@ -34,7 +34,7 @@ def other_values(declared: Declared) -> Iterator[Any]:
             tries += [{name: value} for name, mine in declarations(group).items() for value in other_values(mine)]
         else:
             tries += {bool: [True, False], int: [2, 3, 77], float: [0.5, 2.5], str: [*o.choices, "x"]}.get(kind, [])
-    ready = (o.asked, o.default, *o.ready)
+    ready = (o.asked, o.default, *o.ready, *o.hints)
     yield from (value for value in tries if not any(same(value, other) for other in ready))
 
 
@@ -74,8 +74,8 @@ def test_every_unbuilt_key_is_refused_by_name(name: str, key: str, declared: Dec
 
 
 def test_inner_groups_are_refused_too() -> None:
-    with pytest.raises(NotBuiltError, match=r"compilation_config\.pass_config.enable_sp=True"):
-        refuse_unbuilt(assembled(compilation_config={"pass_config": {"enable_sp": True}}))
+    with pytest.raises(NotBuiltError, match=r"attention_config\.use_non_causal=True"):
+        refuse_unbuilt(assembled(attention_config={"use_non_causal": True}))
     with pytest.raises(NotBuiltError, match="speculative_config"):
         refuse_unbuilt(assembled(speculative_config={"method": "ngram", "num_speculative_tokens": 3}))
     with pytest.raises(NotBuiltError, match="max_loras=4"):

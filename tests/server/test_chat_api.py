@@ -131,10 +131,10 @@ def test_tools_are_shown_and_not_called(tmp_path: Any) -> None:
 
 
 def test_templates_of_requests_need_trust(fake: Live, tmp_path: Any) -> None:
-    for name, value in (("chat_template", "{{ messages[0].content }}"), ("chat_template_kwargs", {"a": 1})):
-        error = error_of(fake.post(PATH, {"messages": HI, name: value}))
-        assert error["param"] == name and "--trust-request-chat-template" in error["message"]
-        assert error_of(fake.post("/tokenize", {"messages": HI, name: value}))["param"] == name
+    given = {"messages": HI, "chat_template": "{{ messages[0].content }}"}
+    error = error_of(fake.post(PATH, given))
+    assert error["param"] == "chat_template" and "--trust-request-chat-template" in error["message"]
+    assert error_of(fake.post("/tokenize", given))["param"] == "chat_template"
     secret = tmp_path / "secret"
     secret.write_text("{{ 'never' }}")
     with live_fake(tmp_path / "model", trust_request_chat_template=True) as server:

@@ -95,7 +95,7 @@ CASES: dict[str, Any] = {
     ),
     "unknown_model": lambda f: f.post("/v1/completions", {"model": "nope", "prompt": "a"}).content,
     "bad_value": lambda f: f.post("/v1/completions", {"prompt": "a", "max_tokens": 999999}).content,
-    "not_found": lambda f: f.post("/v1/embeddings", {"input": "a"}).content,
+    "not_found": lambda f: f.post("/v1/nowhere", {"input": "a"}).content,
     "tokenize": lambda f: f.post("/tokenize", {"prompt": "ab"}).content,
 }
 

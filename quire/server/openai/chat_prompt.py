@@ -15,7 +15,7 @@ from typing import Any
 from quire.schema.errors import InputError, OverloadedError
 from quire.server.route import Call
 from quire.server.state import ServerState
-from quire.text.chat import render_chat
+from quire.text.chat import check_variables, render_chat
 
 _LONG_WORD = 1024  # characters of a variable that is still a word
 _MOST_APART = 64  # templates of requests that are rendered or wait for it
@@ -33,12 +33,13 @@ async def render_prompt(
     chat_template_kwargs: Mapping[str, Any] | None,
     reasoning_effort: str | None = None,
 ) -> str:
-    """The caller has checked that the request may bring a template and variables at all."""
+    """The caller has checked that the request may bring a template, and that its variables are few and small."""
+    state = call.state
+    check_variables(state.tokenizer, chat_template_kwargs)
     if chat_template is not None and "{" not in chat_template:
         raise InputError(
             f"chat_template must be Jinja text, and {chat_template!r:.100} has no braces", param="chat_template"
         )
-    state = call.state
     variables = dict(state.options.default_chat_template_kwargs or {})
     if reasoning_effort is not None:
         variables["reasoning_effort"] = reasoning_effort

@@ -21,6 +21,8 @@ from quire.server.openai.structured import GUIDED, GUIDED_WHITESPACE
 log = logger(__name__)
 _MOST_LOGPROB_IDS = 1024
 _MOST_BAD_CHARS = 1 << 16
+_MOST_TEMPLATE_VARIABLES = 64
+_MOST_TEMPLATE_CHARS = 1 << 16
 _WARNED_FIELDS = 100  # so many unknown names are reported; a client may send any number
 _warned: set[str] = set()
 # Refused whenever they ask for something. Names that clients of older servers send are here too.
@@ -48,7 +50,7 @@ def check_request(request: GenerateRequest, options: ServerConfig, num_prompts: 
     """Everything but the prompt itself."""
     _check_unbuilt(request)
     if request.model_extra:
-        _check_extra(request.model_extra)
+        check_extra(request.model_extra)
     check_beams(request)
     width = beam_width(request)
     if width != (request.n or 1):
@@ -90,15 +92,27 @@ def check_chat(request: ChatRequest, options: ServerConfig) -> None:
 
 
 def check_template_trust(template: str | None, variables: Mapping[str, Any] | None, options: ServerConfig) -> None:
-    """A template is a program, and its variables steer one."""
-    if options.trust_request_chat_template:
-        return
-    for name, given in (("chat_template", template), ("chat_template_kwargs", variables)):
-        if given:
-            raise InputError(
-                f"{name} is taken from requests only where the server was started with --trust-request-chat-template",
-                param=name,
-            )
+    """A template is a program, so it is taken from those who are trusted; its variables from all, within bounds."""
+    if template and not options.trust_request_chat_template:
+        raise InputError(
+            "chat_template is taken from requests only where the server was started with --trust-request-chat-template",
+            param="chat_template",
+        )
+    if variables:
+        name = "chat_template_kwargs"
+        _check_most(name, len(variables), _MOST_TEMPLATE_VARIABLES, None, "entries")
+        _check_most(name, _num_chars(variables), _MOST_TEMPLATE_CHARS, None, "characters")
+
+
+def _num_chars(value: Any) -> int:
+    """About what it would be as JSON; numbers and words count for a few."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(key) + _num_chars(one) for key, one in value.items())
+    if isinstance(value, list):
+        return sum(map(_num_chars, value))
+    return len(str(value)) if isinstance(value, int) and abs(value) < 10**15 else 16
 
 
 def _check_unbuilt(request: GenerateRequest) -> None:
@@ -108,7 +122,7 @@ def _check_unbuilt(request: GenerateRequest) -> None:
             raise NotBuiltError(_HINTS.get(name) or f"{name} is not in this version of Quire", param=name)
 
 
-def _check_extra(extra: dict[str, Any]) -> None:
+def check_extra(extra: dict[str, Any]) -> None:
     """Unknown fields are let through, as every server of this API does, and reported once."""
     for name in _UNBUILT_EXTRA:
         if extra.get(name):

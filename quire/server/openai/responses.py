@@ -21,6 +21,7 @@ from quire.schema.errors import DeadlineError, InputError, OverloadedError
 from quire.server.callers import caller_of
 from quire.server.errors import ERROR_RESPONSES, refusal_of
 from quire.server.openai.chat_open import OpenedChat, open_chat, prepare_chat
+from quire.server.openai.envelope import encode
 from quire.server.openai.limits import forget_unused
 from quire.server.openai.responses_answer import ResponseAnswer
 from quire.server.openai.responses_input import (
@@ -34,6 +35,7 @@ from quire.server.openai.responses_input import (
 )
 from quire.server.openai.responses_protocol import (
     DeletedResponse,
+    InputTokens,
     ResponseItemList,
     ResponsesEvent,
     ResponsesRequest,
@@ -64,6 +66,7 @@ def add_routes(app: App, state: ServerState) -> None:
         app, PATH, routes.create_response, ResponsesRequest, answer=ResponsesResponse, streams=ResponsesEvent,
         tag=_TAG, ends_with_done=False,
     )  # fmt: skip
+    add_route(app, f"{PATH}/input_tokens", routes.count_input_tokens, ResponsesRequest, answer=InputTokens, tag=_TAG)
     router = APIRouter(tags=[_TAG])
     one = PATH + "/{response_id}"
     told: dict[int | str, dict[str, Any]] = {200: {"model": ResponsesResponse}, **_ERRORS}
@@ -101,6 +104,21 @@ class Responses:
         store = self._store
         with contextlib.nullcontext() if store is None else store.take(call.caller, public_id):
             await self._create(call, request, given, public_id)
+
+    async def count_input_tokens(self, call: Call, request: ResponsesRequest) -> None:
+        """How many tokens the prompt of such a request has."""
+        state = self._state
+        state.served.check(request.model)
+        first: Messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
+        tools = await server_tools(request, state.tool_server)
+        with renamed(NAMES):
+            own = [shown(tool) for tool in tools.values()]
+            given = self._conversation(call, request, await call.apart(_given, request))
+            asked = chat_request(request, first + given, in_pieces=False, own=own)
+            text = (await prepare_chat(call, asked)).prompt.text or ""
+        state.engine.front.inputs.check_length(text, is_cut=True, param="input")
+        ids = await state.engine.read(len(text), state.tokenizer.encode, text, False)
+        await call.reply(encode({"object": "response.input_tokens", "input_tokens": len(ids)}))
 
     async def _create(self, call: Call, request: ResponsesRequest, given: Messages, public_id: str) -> None:
         first: Messages = [{"role": "system", "content": request.instructions}] if request.instructions else []

@@ -182,6 +182,11 @@ class ResponsesEvent(BaseModel):
     sequence_number: int
 
 
+class InputTokens(BaseModel):
+    object: str = "response.input_tokens"
+    input_tokens: int
+
+
 class DeletedResponse(BaseModel):
     id: str
     object: Literal["response"] = "response"

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from quire.base.registry import load
-from quire.schema.errors import CheckpointError, MissingExtraError
+from quire.schema.errors import CheckpointError, InputError, MissingExtraError
 from quire.text.forms.sidecar import NAMES
 from quire.text.tokenizer import Tokenizer
 
@@ -78,3 +78,12 @@ def _auto(path: str, **options: Any) -> Any:
         return auto.from_pretrained(path, **options)
     except (OSError, ValueError, ImportError) as wrong:
         raise CheckpointError(f"transformers cannot load a tokenizer from {path!r}: {wrong}") from None
+
+
+def wrap_tokenizer(inner: Any) -> ForeignTokenizer:
+    """One that a program made itself; whatever else it gives is refused."""
+    if not isinstance(inner, load("transformers:PreTrainedTokenizerBase")):
+        raise InputError(
+            f"a tokenizer of Quire or transformers is wanted, got {type(inner).__name__}", param="tokenizer"
+        )
+    return ForeignTokenizer(str(inner.name_or_path), inner)

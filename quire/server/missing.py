@@ -1,0 +1,41 @@
+"""Documented routes whose feature this version does not have: each answers 501 with the feature's name, whatever comes.
+
+A client learns that it came to the right server and what is missing, where 404 would send it looking for a wrong path.
+In: paths and features. Out: routes that are on no page. Must not know: bodies.
+"""
+
+from __future__ import annotations
+
+from fastapi import Request, Response
+from starlette.routing import Route
+
+from quire.server.errors import refusal
+from quire.server.route import App
+
+_POOLING = "pooling models (embeddings, scores, classes)"
+_SPEECH = "speech models"
+_ADAPTERS = "LoRA adapters"
+_ELASTIC = "elastic expert parallelism"
+MISSING = {
+    "/v1/embeddings": _POOLING, "/v2/embed": _POOLING, "/pooling": _POOLING, "/classify": _POOLING, "/score": _POOLING,
+    "/v1/score": _POOLING, "/rerank": _POOLING, "/v1/rerank": _POOLING, "/v2/rerank": _POOLING,
+    "/v1/audio/transcriptions": _SPEECH, "/v1/audio/translations": _SPEECH, "/v1/audio/speech": _SPEECH,
+    "/v1/realtime": _SPEECH,
+    "/v1/load_lora_adapter": _ADAPTERS, "/v1/unload_lora_adapter": _ADAPTERS,
+    "/scale_elastic_ep": _ELASTIC, "/is_scaling_elastic_ep": _ELASTIC,
+    "/v1/systemone": "structured decisions",
+    "/v1/images/generations": "image models", "/v1/images/edits": "image models",
+    "/v1/moderations": "moderation models",
+    "/v1/files": "files over HTTP (`quire run-batch` reads them)",
+    "/v1/batches": "batches over HTTP (`quire run-batch` runs them)",
+}  # fmt: skip
+
+
+def install(app: App) -> None:
+    for path in MISSING:
+        app.router.routes.append(Route(path, _refuse, methods=["GET", "POST"], include_in_schema=False))
+
+
+async def _refuse(request: Request) -> Response:
+    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    return refusal(501, f"{path}: {MISSING[path]} are not in this version of Quire").response()

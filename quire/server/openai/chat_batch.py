@@ -1,0 +1,86 @@
+"""POST /v1/chat/completions/batch: several conversations with the same parameters, answered together.
+
+In: a list of conversations. Out: one chat completion whose choices are those of the first conversation, then of the
+next. Each conversation is a chat like any other (chat_open.py). Must not know: templates, engines, sockets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from pydantic import Field
+
+from quire.schema.errors import InputError
+from quire.server.openai.chat import ChatAnswer
+from quire.server.openai.chat_open import OpenedChat, prepare_chat
+from quire.server.openai.chat_protocol import ChatRequest, ChatResponse, Message
+from quire.server.openai.envelope import encode
+from quire.server.openai.limits import check_request
+from quire.server.openai.params import Opened, open_requests
+from quire.server.openai.protocol import ListOf
+from quire.server.route import App, Call, add_route
+from quire.server.stream import fold
+
+PATH = "/v1/chat/completions/batch"
+_ALONE = ("stream", "tools", "tool_choice")  # of one conversation only
+
+
+class BatchChatRequest(ChatRequest):
+    """The fields of a chat, with conversations in place of messages."""
+
+    messages: ListOf[ListOf[Message]] = Field(  # type: ignore[assignment]
+        examples=[[[{"role": "user", "content": "Say hi"}], [{"role": "user", "content": "Say bye"}]]]
+    )
+
+
+def add_routes(app: App) -> None:
+    add_route(app, PATH, create_chat_batch, BatchChatRequest, answer=ChatResponse, tag="generate")
+
+
+async def create_chat_batch(call: Call, request: BatchChatRequest) -> None:
+    """Answer several conversations."""
+    state = call.state
+    state.served.check(request.model)
+    prepared = [await prepare_chat(call, one) for one in await call.apart(_each, request)]
+    check_request(prepared[0].request, state.options, len(prepared))
+    public_id = f"chatcmpl-{call.request_id(request.request_id)}"
+    first = prepared[0]
+    opened = await open_requests(
+        call, first.request, public_id, [one.prompt for one in prepared], first.params,
+        add_special_tokens=bool(first.request.add_special_tokens), most=first.most,
+        continues=bool(first.request.continue_final_message),
+    )  # fmt: skip
+    with opened.flow as flow:
+        answers = [
+            ChatAnswer(OpenedChat(state, one, _alone(opened, index)), public_id) for index, one in enumerate(prepared)
+        ]
+        results = await fold(call, flow)
+    await call.reply(_joined([msgspec.json.decode(answer.whole(results)) for answer in answers]))
+
+
+def _each(request: BatchChatRequest) -> list[ChatRequest]:
+    if not request.messages:
+        raise InputError("messages holds no conversation; give at least one", param="messages")
+    given = request.model_dump(exclude_unset=True, exclude={"messages"})
+    for name in _ALONE:
+        if given.get(name) not in (None, False, "none"):
+            raise InputError(f"{name} cannot be given with several conversations", param=name)
+    return [ChatRequest.model_validate({**given, "messages": messages}) for messages in request.messages]
+
+
+def _alone(opened: Opened, index: int) -> Opened:
+    """One conversation's part of what runs."""
+    asked = opened.asked[index]
+    return Opened(opened.flow, (asked,), {asked.request_id: 0})
+
+
+def _joined(answers: list[dict[str, Any]]) -> bytes:
+    whole = answers[0]
+    choices = [choice for answer in answers for choice in answer["choices"]]
+    for index, choice in enumerate(choices):
+        choice["index"] = index
+    usage = whole["usage"]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        usage[name] = sum(answer["usage"][name] for answer in answers)
+    return encode({**whole, "choices": choices, "usage": usage})
