@@ -6,6 +6,7 @@ leaves a note that Quire shows when it runs; the torch forms of all operations a
 
 QUIRE_BUILD_KERNELS=0 leaves the kernels out, =1 makes a failure fatal (for wheels). QUIRE_BUILD_MACHINE names another
 kind of machine to compile for, with CXX a compiler that does (`make wheel`); the wheel is then that machine's.
+QUIRE_BUILD_ISAS=native compiles only what this machine uses by itself, half the work or less (`make demo`).
 """
 
 import os
@@ -34,6 +35,15 @@ ISAS = {
         "amx": AVX2 + AVX512 + BF16 + AMX,
     },
 }
+# What /proc/cpuinfo calls them, best first; those that are only taken by name (ops/cpu/native.py) are not among them.
+FEATURES = {
+    "aarch64": {"dotprod": {"asimddp"}, "neon": set()},
+    "x86_64": {
+        "amx": {"amx_tile", "amx_int8", "amx_bf16", "avx512_bf16"},
+        "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"},
+        "avx2": {"avx2", "fma", "f16c"},
+    },
+}
 NAMES = {"arm64": "aarch64", "amd64": "x86_64"}
 NAME = "quire.ops.cpu.libquire_cpu"
 
@@ -42,6 +52,21 @@ def machine():
     """The kind of machine that the kernels are for."""
     named = os.environ.get("QUIRE_BUILD_MACHINE") or platform.machine().lower()
     return NAMES.get(named, named)
+
+
+def chosen(kind, cpuinfo="/proc/cpuinfo"):
+    """The instruction sets to compile for: all, or the best that this machine has. Tiles a system may still forbid, so
+    what comes after them is there too."""
+    if os.environ.get("QUIRE_BUILD_ISAS") != "native" or kind != NAMES.get(platform.machine(), platform.machine()):
+        return ISAS[kind]
+    try:
+        lines = Path(cpuinfo).read_text().lower().splitlines()
+    except OSError:
+        return ISAS[kind]
+    has = {word for line in lines if line.startswith(("flags", "features")) for word in line.split()}
+    able = [name for name, needed in FEATURES[kind].items() if needed <= has]
+    wanted = able[: 2 if able[:1] == ["amx"] else 1]
+    return {name: ISAS[kind][name] for name in wanted} or ISAS[kind]
 
 
 class BuildKernels(build_ext):
@@ -76,8 +101,10 @@ class BuildKernels(build_ext):
         compiler = os.environ.get("CXX", "c++").split()
         work = Path(self.build_temp) / "quire_cpu"
         work.mkdir(parents=True, exist_ok=True)
-        jobs = [(name, f"{name}.cpp", []) for name in ("pool", "pack", "library")]
-        jobs += [(isa, "kernels.cpp", [*flags, f"-DQC_ISA={isa}"]) for isa, flags in ISAS[machine()].items()]
+        isas = chosen(machine())
+        without = [f"-DQC_WITHOUT_{name}" for name in ISAS[machine()] if name not in isas]
+        jobs = [(name, f"{name}.cpp", without) for name in ("pool", "pack", "library")]
+        jobs += [(isa, "kernels.cpp", [*flags, f"-DQC_ISA={isa}"]) for isa, flags in isas.items()]
         running = []
         for name, source, flags in jobs:
             command = [*compiler, *FLAGS, *flags, "-c", str(HERE / SOURCES / source), "-o", str(work / f"{name}.o")]

