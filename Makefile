@@ -13,7 +13,7 @@ endif
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo wheel test isas check invariance kernels weights format lint types contract reference bench sizes clean
+.PHONY: help setup demo wheel test isas check invariance kernels weights format lint types contract reference docs bench sizes clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -98,6 +98,10 @@ contract: setup  ## who may import whom
 
 reference: setup  ## write docs/reference from the code
 	$(BIN)/python tools/reference.py
+
+docs: setup  ## the documentation as a site, in build/site; a broken link or a page without a place fails
+	$(BIN)/python tools/site.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 
 bench: setup  ## micro benches and start-up times
 	$(BIN)/python -m quire.bench.micro.sched

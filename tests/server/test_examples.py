@@ -1,4 +1,4 @@
-"""Every program of examples/ runs as it stands, on the embedded model; clients ask a server with the flags they name."""
+"""Every program of examples/ runs as it stands, on the embedded model; clients ask a server with the flags named."""
 
 from __future__ import annotations
 
