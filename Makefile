@@ -101,7 +101,7 @@ reference: setup  ## write docs/reference from the code
 
 docs: setup  ## the documentation as a site, in build/site; a broken link or a page without a place fails
 	$(BIN)/python tools/site.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: setup  ## micro benches and start-up times
 	$(BIN)/python -m quire.bench.micro.sched

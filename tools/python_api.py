@@ -102,7 +102,7 @@ def python_page() -> str:
         "# Python API",
         "",
         "What `from quire import ...` has, in the order in which people need it. Engine options are keywords of `LLM`",
-        "and of `EngineArgs` alike: [options](options.md). How things go together is in the [guide](../guide.md); errors",
+        "and of `EngineArgs` alike: [options](options.md). How it goes together is in the [guide](../guide.md); errors",
         "are those of `quire.schema.errors`.",
         "",
     ]

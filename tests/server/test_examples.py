@@ -19,7 +19,7 @@ PROGRAMS = sorted((ROOT / "examples").glob("*.py"))
 CLIENTS = {path.stem for path in PROGRAMS if "from openai import" in path.read_text()}
 SHOWN = {
     "agent": r"(?s)(add|count_letters)\(\{.*\}\) -> .*\nanswer after \d turns: .+",
-    "batch_file": r"(?s)river: '.+'\ncolour: '.+'\nanimal: '.+'",
+    "batch_file": r"(?s)river: ['\"].+\ncolour: ['\"].+\nanimal: ['\"].+",
     "chat": r"(?s)> Name a river in Europe\.\n.+> Which sea.+\([1-9]\d* of \d+ prompt tokens came from the prefix",
     "logits_processor": r"(?s)The capital of France is Paris.*without the token ' Paris'",
     "logprobs": r"(?s)' Paris' ' Paris' \d+%.*perplexity \d+\.\d.*perplexity",
