@@ -22,7 +22,12 @@ def weather(city: str, unit: str) -> dict[str, object]:
 
 
 unit = {"type": "string", "enum": ["celsius", "fahrenheit"]}
-parameters = {"type": "object", "properties": {"city": {"type": "string"}, "unit": unit}, "required": ["city", "unit"]}
+parameters = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "unit": unit},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
 tools = [
     {
         "type": "function",
