@@ -1,4 +1,4 @@
-"""What `make demo` and `make test` would do on a fresh machine: the first installs what runs a model, the second the rest."""
+"""What `make demo` and `make test` would do on a fresh machine: one installs what runs a model, the other the rest."""
 
 from __future__ import annotations
 
