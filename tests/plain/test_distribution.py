@@ -45,7 +45,7 @@ def texts() -> list[Path]:
 def offences(text: str) -> list[str]:
     found = EXTRA_OF_THE_OLD.findall(text) + LOOKED_UP.findall(text)
     for rest in INSTALL.findall(text):
-        words = re.split(r"[\s\"'`,)]+", re.split(r"[#&;|`]", rest)[0])
+        words = re.split(r"[\s\"'`,)]+", re.split(r"[#&;|`]|[\"'],", rest)[0])
         found += [word for word in words if OLD.fullmatch(word)]
     return found
 
