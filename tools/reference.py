@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from python_api import python_page
+
 from quire.base.registry import load
 from quire.cli.bench import BENCHES
 from quire.cli.main import COMMANDS
@@ -167,6 +169,7 @@ def pages() -> dict[Path, str]:
         "environment.md": environment_page(),
         "metrics.md": metrics(),
         "commands.md": commands(),
+        "python.md": python_page(),
     }
     return {FOLDER / name: NOTE + text for name, text in made.items()}
 

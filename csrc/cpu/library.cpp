@@ -64,11 +64,28 @@ struct Isa {
   bool (*usable)();
 };
 
+// The build may leave some out (setup.py, QUIRE_BUILD_ISAS).
 static const Isa kIsas[] = {
 #if defined(__aarch64__)
-    {&kernels_neon, always}, {&kernels_dotprod, has_dotprod},
+#ifndef QC_WITHOUT_neon
+    {&kernels_neon, always},
+#endif
+#ifndef QC_WITHOUT_dotprod
+    {&kernels_dotprod, has_dotprod},
+#endif
 #elif defined(__x86_64__)
-    {&kernels_avx2, has_avx2}, {&kernels_avx512, has_avx512}, {&kernels_avx512bf16, has_avx512bf16}, {&kernels_amx, has_amx},
+#ifndef QC_WITHOUT_avx2
+    {&kernels_avx2, has_avx2},
+#endif
+#ifndef QC_WITHOUT_avx512
+    {&kernels_avx512, has_avx512},
+#endif
+#ifndef QC_WITHOUT_avx512bf16
+    {&kernels_avx512bf16, has_avx512bf16},
+#endif
+#ifndef QC_WITHOUT_amx
+    {&kernels_amx, has_amx},
+#endif
 #endif
 };
 constexpr int kNumIsas = int(sizeof kIsas / sizeof kIsas[0]);

@@ -8,9 +8,11 @@ Level and stream come from base/env.py (QUIRE_LOGGING_LEVEL, QUIRE_LOGGING_STREA
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
+import time
 from collections.abc import Hashable
 from typing import Any
 
@@ -20,6 +22,7 @@ _FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 # C0, DEL, C1, the line ends of Unicode, and what turns the direction of writing
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _said: set[Hashable] = set()
+_HANDED_UP = "records go to the root logger"
 
 
 class PlainLines(logging.Formatter):
@@ -32,6 +35,20 @@ class PlainLines(logging.Formatter):
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
         return _escape(super().formatException(ei))
+
+
+class JsonLines(logging.Formatter):
+    """A record as one line of JSON, in ASCII: nothing in it can end the line or paint a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{at}.{int(record.msecs):03d}Z", "level": record.levelname, "logger": record.name,
+            "message": record.getMessage(), "process": record.process,
+        }  # fmt: skip
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
 
 
 def _escape(text: str) -> str:
@@ -52,9 +69,24 @@ def once(log: logging.Logger, level: int, message: str, *args: Hashable) -> None
         log.log(level, message, *args)
 
 
+def write_json() -> None:
+    """From now on our own handlers do; those of a logging configuration stay as they are."""
+    for handler in logging.getLogger("quire").handlers:
+        if isinstance(handler.formatter, PlainLines):
+            handler.setFormatter(JsonLines())
+
+
+def hand_up() -> None:
+    """Leave our records to the handlers of the root logger, for good."""
+    root = logging.getLogger("quire")
+    root.handlers.clear()
+    root.propagate = True
+    _said.add(_HANDED_UP)
+
+
 def _set_up() -> None:
     root = logging.getLogger("quire")
-    if root.handlers or not env.CONFIGURE_LOGGING.get():
+    if root.handlers or _HANDED_UP in _said or not env.CONFIGURE_LOGGING.get():
         return
     stream = {"stdout": sys.stdout, "stderr": sys.stderr}[env.LOGGING_STREAM.get()]
     handler = logging.StreamHandler(stream)

@@ -27,8 +27,8 @@ from quire.bench.endpoints import COMPLETIONS, Asked, Outcome, check_endpoint
 from quire.bench.flags import SAMPLING, add_serve_flags, check_dataset, dataset_options
 from quire.bench.http_client import HTTPError, Pool, Server, parse_server
 from quire.bench.load import Generator, Request, allow_files, run_async
-from quire.config import FlexibleArgumentParser
-from quire.config.source import EMBEDDED_NAME, locate
+from quire.config import FlexibleArgumentParser, embedded
+from quire.config.source import locate
 from quire.schema.errors import InputError, ModelNotFoundError, QuireError
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def load_tokenizer(args: argparse.Namespace, sources: Sequence[str]) -> tuple[st
     failures: list[str] = []
     for source in sources:
         try:
-            found = locate(None if source == EMBEDDED_NAME else source, weights=False)
+            found = locate(None if source == embedded.NAME else source, weights=False)
         except QuireError as wrong:
             failures.append(str(wrong))
             continue

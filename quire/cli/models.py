@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from quire.base.registry import load
-from quire.config import FlexibleArgumentParser
-from quire.config.source import EMBEDDED_NAME, locate
+from quire.config import FlexibleArgumentParser, embedded
+from quire.config.source import Located, locate
 from quire.schema.errors import ModelNotFoundError
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
@@ -28,10 +28,13 @@ class Row(NamedTuple):
 
 def pull(arguments: Sequence[str], program: str) -> int:
     parser = FlexibleArgumentParser(
-        prog=program, description="Fetch a model from the hub into the local cache. It then starts without a network.",
-        epilog="example:  quire pull Qwen/Qwen3-0.6B     quire pull hf.co/org/repo:Q4_K_M",
+        prog=program,
+        description="Fetch a model from the hub, or the small default one; it then starts without a network.",
+        epilog="example:  quire pull Qwen/Qwen3-0.6B     quire pull hf.co/org/repo:Q4_K_M     quire pull default",
     )  # fmt: skip
-    parser.add_argument("model", nargs="+", metavar="NAME", help="org/repo, or org/repo:Q4_K_M for one GGUF file of it")
+    parser.add_argument(
+        "model", nargs="+", metavar="NAME", help="org/repo; org/repo:Q4_K_M for one GGUF file of it; default"
+    )
     parser.add_argument("--revision", help="branch, tag or commit")
     parser.add_argument("--download-dir", help="folder to keep it in, instead of the hub library's cache")
     args = parser.parse_args(arguments)
@@ -40,18 +43,24 @@ def pull(arguments: Sequence[str], program: str) -> int:
             raise ModelNotFoundError(
                 f"{name!r} is here already; pull takes the name of a model on the hub", param="model"
             )
-        found = locate(name, args.revision, args.download_dir)
+        found = fetched(name, args.revision, args.download_dir)
         print(f"{found.name}  {shown_size(size_of(found.path))}  {found.path}")
     return 0
+
+
+def fetched(name: str, revision: str | None, folder: str | None) -> Located:
+    if name != embedded.WORD:
+        return locate(name, revision, folder)
+    return Located(embedded.fetch(), "gguf", embedded.NAME)
 
 
 def list_models(arguments: Sequence[str], program: str) -> int:
     parser = FlexibleArgumentParser(prog=program, description="List the models on this machine.")
     parser.add_argument("--download-dir", help="folder to look in, instead of the hub library's cache")
     args = parser.parse_args(arguments)
-    rows = [*embedded(), *cached(args.download_dir)]
+    rows = [*the_default(), *cached(args.download_dir)]
     if not rows:
-        print("no models here: `quire pull org/repo` fetches one")
+        print("no models here: `quire pull org/repo` fetches one, `quire pull default` the small default model")
         return 0
     width = max(len("NAME"), *(len(row.name) for row in rows))
     print(f"{'NAME':<{width}}  {'SIZE':>9}  {'FORM':<24}  CHANGED")
@@ -61,12 +70,12 @@ def list_models(arguments: Sequence[str], program: str) -> int:
     return 0
 
 
-def embedded() -> Iterator[Row]:
+def the_default() -> Iterator[Row]:
     try:
         found = locate(None)
     except ModelNotFoundError:
         return
-    yield Row(EMBEDDED_NAME, size_of(found.path), "gguf, the default", None)
+    yield Row(embedded.NAME, size_of(found.path), "gguf, the default", None)
 
 
 def cached(folder: str | None) -> Iterator[Row]:

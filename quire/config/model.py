@@ -159,7 +159,7 @@ class ModelConfig(Group):
 
     model: str = option(
         "",
-        "A folder, a .gguf file or a hub id; unset is the small model that ships with quire[default-model].",
+        "A folder, a .gguf file or a hub id; unset is the small embedded model (`quire pull default`).",
         asked=None,
         take=lambda given: "" if given is None else str(given),
     )

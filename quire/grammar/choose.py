@@ -11,6 +11,7 @@ import importlib.util
 import logging
 from functools import lru_cache
 
+from quire.base.distribution import install
 from quire.base.log import logger
 from quire.config.extras import StructuredOutputsConfig
 from quire.grammar.backend import BACKENDS, PACKAGES
@@ -104,7 +105,7 @@ def _hint(spec: GrammarSpec, needs: Needs, config: StructuredOutputsConfig) -> s
         return ""
     if _is_installed(able):
         return f"; {able} might, but disable_fallback is set"
-    return f'; {able} might: run  pip install "quire[{PACKAGES[able][1]}]"'
+    return f"; {able} might: run  {install(PACKAGES[able][1])}"
 
 
 def _tell(name: str, reason: str) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire.base.distribution import install
+
 
 def some(names: Sequence[str], limit: int = 8) -> str:
     """The first few names, and how many more there are."""
@@ -115,5 +117,5 @@ class MissingExtraError(QuireError, ImportError):
     """A feature needs packages outside the core install."""
 
     def __init__(self, feature: str, extra: str, missing: str) -> None:
-        super().__init__(f"{feature} needs the package '{missing}': run  pip install \"quire[{extra}]\"")
+        super().__init__(f"{feature} needs the package '{missing}': run  {install(extra)}")
         self.extra = extra

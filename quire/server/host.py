@@ -191,8 +191,9 @@ def _set_up_logs(options: ServerConfig) -> None:
     """uvicorn's lines go where ours go, unless a logging configuration says otherwise."""
     theirs = logging.getLogger("uvicorn")
     if not theirs.handlers and env.CONFIGURE_LOGGING.get():
-        for handler in logging.getLogger("quire").handlers:
+        ours = logging.getLogger("quire")
+        for handler in ours.handlers:
             theirs.addHandler(handler)
-        theirs.propagate = False
+        theirs.propagate = ours.propagate
     quiet = (*options.disable_access_log_for_endpoints, CONSOLE_STATS)  # an open page asks every second
     logging.getLogger("uvicorn.access").addFilter(QuietPaths(quiet))

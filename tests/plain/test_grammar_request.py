@@ -72,11 +72,11 @@ def test_a_named_backend_falls_back_unless_told_not_to() -> None:
 
 def test_a_missing_package_is_named_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "_is_installed", lambda name: False)
-    with pytest.raises(MissingExtraError, match=r'pip install "quire\[xgrammar\]"'):
+    with pytest.raises(MissingExtraError, match=r'pip install "quire-llm\[xgrammar\]"'):
         spec_of(choice=["a"])
     monkeypatch.setattr(choose, "_is_installed", lambda name: name == "guidance")
     assert spec_of(choice=["a"]).backends == ("guidance",)
-    with pytest.raises(MissingExtraError, match=r'pip install "quire\[xgrammar\]"'):
+    with pytest.raises(MissingExtraError, match=r'pip install "quire-llm\[xgrammar\]"'):
         spec_of(StructuredOutputsConfig(backend="xgrammar"), choice=["a"])
 
 
@@ -214,7 +214,7 @@ def test_every_backend_can_be_named_and_falls_back() -> None:
 @pytest.mark.parametrize("name", ["outlines", "lm-format-enforcer"])
 def test_the_extras_that_are_missing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(choose, "_is_installed", lambda one: one == "guidance")
-    with pytest.raises(MissingExtraError, match=rf'pip install "quire\[{name}\]"'):
+    with pytest.raises(MissingExtraError, match=rf'pip install "quire-llm\[{name}\]"'):
         spec_of(StructuredOutputsConfig(backend=name), choice=["a"])
 
 

@@ -194,5 +194,5 @@ def test_request_outputs_join_and_pickle():
 
 
 def test_errors_say_what_to_do():
-    assert 'pip install "quire[hub]"' in str(MissingExtraError("a hub id", "hub", "huggingface_hub"))
+    assert 'pip install "quire-llm[hub]"' in str(MissingExtraError("a hub id", "hub", "huggingface_hub"))
     assert "because" in str(EngineDeadError("because")) and EngineDeadError("x").status == 503

@@ -346,10 +346,10 @@ def test_a_missing_package_is_named_with_its_command(tmp_path: Path, monkeypatch
     for module in ("foreign", "mistral"):
         registry.load(f"quire.text.forms.{module}:load")
         monkeypatch.setattr(f"quire.text.forms.{module}.load", absent)
-    with pytest.raises(MissingExtraError, match=r'pip install "quire\[transformers\]"'):
+    with pytest.raises(MissingExtraError, match=r'pip install "quire-llm\[transformers\]"'):
         load_tokenizer(str(tmp_path), mode="slow")
     write(tmp_path, tekken__json=tekken())
-    with pytest.raises(MissingExtraError, match=r'pip install "quire\[mistral\]"'):
+    with pytest.raises(MissingExtraError, match=r'pip install "quire-llm\[mistral\]"'):
         load_tokenizer(str(tmp_path)).apply_chat_template([{"role": "user", "content": "hi"}])
 
 

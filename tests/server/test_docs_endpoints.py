@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -12,13 +11,14 @@ import httpx
 import pytest
 
 from quire.base import env
+from tests.fenced import SERVER, Block, asking
 from tests.server.live import Live, live
 
 PAGES = Path(__file__).parents[2] / "docs" / "server"
 PAGE = (PAGES / "endpoints.md").read_text()
-LINES = re.findall(r"```sh\n(curl .*?)\n```", PAGE, re.DOTALL)
-STORED = re.findall(r"```sh\n(curl .*?)\n```", (PAGES / "responses.md").read_text(), re.DOTALL)
-ELSEWHERE = "http://localhost:8000"
+ASKING = asking()
+LINES = [block for block in ASKING if block.language == "sh"]
+PROGRAMS = [block for block in ASKING if block.language == "python"]
 
 
 @pytest.fixture(scope="module")
@@ -34,22 +34,20 @@ def documented() -> Iterator[Live]:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-@pytest.mark.parametrize("line", [*LINES, *STORED], ids=range(len(LINES) + len(STORED)))
-def test_the_line_works(documented: Live, line: str) -> None:
-    assert ELSEWHERE in line
-    command = line.replace(ELSEWHERE, documented.url).replace("curl ", "curl -sS --fail-with-body --max-time 60 ")
+@pytest.mark.parametrize("block", LINES, ids=[block.name for block in LINES])
+def test_the_line_works(documented: Live, block: Block) -> None:
+    line = block.code
+    command = line.replace(SERVER, documented.url).replace("curl ", "curl -sS --fail-with-body --max-time 60 ")
     command = f"set -e\n{command}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    if '"stream": true' in line and line in LINES:
+    if '"stream": true' in line and block.page.endswith("endpoints.md"):
         assert done.stdout.endswith("data: [DONE]\n\n")
 
 
-@pytest.mark.parametrize("page", ["responses.md", "anthropic.md"])
-def test_the_program_runs(documented: Live, page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (program,) = re.findall(r"```python\n(.*?)\n```", (PAGES / page).read_text(), re.DOTALL)
-    assert ELSEWHERE in program
-    exec(compile(program.replace(ELSEWHERE, documented.url), page, "exec"), {})
+@pytest.mark.parametrize("block", PROGRAMS, ids=[block.name for block in PROGRAMS])
+def test_the_program_runs(documented: Live, block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(block.code.replace(SERVER, documented.url), block.page, "exec"), {})
     assert capsys.readouterr().out.strip()
 
 
