@@ -103,7 +103,7 @@ def test_codebook_types_say_what_to_install(monkeypatch):
     for module in [name for name in sys.modules if name.split(".")[0] == "gguf"]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(sys, "meta_path", [WithoutGGUF(), *sys.meta_path])
-    with pytest.raises(MissingExtraError, match=r"IQ2_XS.*quire\[gguf\]"):
+    with pytest.raises(MissingExtraError, match=r"IQ2_XS.*quire-llm\[gguf\]"):
         decoded("IQ2_XS", raw, torch.float32)
 
 

@@ -76,7 +76,7 @@ def test_what_an_image_installs_has_a_version(name: str) -> None:
 
 
 def test_constraints_hold_all_that_is_installed() -> None:
-    """Every package that quire[hub,otel] brings, as far as this machine has it, and what builds the package."""
+    """Every package that quire-llm[hub,otel] brings, as far as this machine has it, and what builds the package."""
     lines = [
         line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"
     ]
