@@ -131,7 +131,7 @@ def _register_skinny(codes: dict[Callable, int], early: bool) -> None:
     try:
         attach = registry.load("quire.ops.triton.skinny:register")
     except ImportError as wrong:
-        _log.debug("products of some rows are left to the library: %s", wrong)
+        _log.warning("decodes of 3 to 32 rows are left to the library, and are slower: %s", wrong)
         return
     attach(codes, _free, early=early)
 
