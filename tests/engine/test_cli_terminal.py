@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.pseudo_terminal import Terminal
 
 QUIRE = str(Path(sys.executable).parent / "quire")
 SMALL = ["--max-model-len", "512", "--temperature", "0"]
@@ -53,35 +52,9 @@ def test_a_bad_option_is_one_clear_line() -> None:
     assert done.stderr == "quire complete: max_tokens must be at least 1, got -3\n"  # before anything is loaded
 
 
-class Terminal:
-    """A process at a pseudo-terminal."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.pid, self.fd = pty.fork()
-        if self.pid == 0:
-            os.execv(QUIRE, [QUIRE, *arguments])
-        self.seen = ""
-
-    def wait_for(self, text: str, seconds: float = 120.0) -> str:
-        """Everything up to and with `text`; it is then forgotten."""
-        end = time.monotonic() + seconds
-        while text not in self.seen:
-            ready, _, _ = select.select([self.fd], [], [], max(0.0, end - time.monotonic()))
-            assert ready, f"no {text!r} within {seconds} s; saw {self.seen!r}"
-            self.seen += os.read(self.fd, 4096).decode(errors="replace")
-        found, _, self.seen = self.seen.partition(text)
-        return found + text
-
-    def type(self, text: str) -> None:
-        os.write(self.fd, text.encode())
-
-    def status(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-
 @pytest.fixture
 def terminal() -> Iterator[Terminal]:
-    opened = Terminal("chat", *SMALL, "--max-tokens", "400")
+    opened = Terminal(QUIRE, "chat", *SMALL, "--max-tokens", "400")
     yield opened
     os.close(opened.fd)
 

@@ -3,45 +3,23 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
-import select
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
 
+from tests.pseudo_terminal import Terminal
 from tests.sse_server import Script, ScriptedServer
 
 CODE = "import sys; from quire.cli.main import main; sys.argv[0] = 'quire'; sys.exit(main(sys.argv[1:]))"
 WAIT_S = 60.0
 
 
-class Terminal:
-    def __init__(self, *arguments: str, **environment: str) -> None:
-        clean = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-        self.pid, self.fd = pty.fork()
-        if self.pid == 0:
-            os.execve(sys.executable, [sys.executable, "-c", CODE, *arguments],
-                      clean | {"TERM": "xterm-256color", "INPUTRC": os.devnull} | environment)  # fmt: skip
-        self.seen = ""
-
-    def wait_for(self, text: str) -> str:
-        """Everything up to and with `text`; it is then forgotten."""
-        end = time.monotonic() + WAIT_S
-        while text not in self.seen:
-            ready, _, _ = select.select([self.fd], [], [], max(0.0, end - time.monotonic()))
-            assert ready, f"no {text!r}; saw {self.seen!r}"
-            self.seen += os.read(self.fd, 4096).decode(errors="replace")
-        found, _, self.seen = self.seen.partition(text)
-        return found + text
-
-    def type(self, text: str) -> None:
-        os.write(self.fd, text.encode())
-
-    def status(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+def at_terminal(*arguments: str, **environment: str) -> Terminal:
+    clean = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    given = clean | {"TERM": "xterm-256color", "INPUTRC": os.devnull} | environment
+    return Terminal(sys.executable, "-c", CODE, *arguments, environment=given, seconds=WAIT_S)
 
 
 @pytest.fixture
@@ -51,7 +29,7 @@ def server() -> Iterator[ScriptedServer]:
 
 
 def opened(server: ScriptedServer, **environment: str) -> Terminal:
-    terminal = Terminal("chat", "--url", f"{server.url}/v1", **environment)
+    terminal = at_terminal("chat", "--url", f"{server.url}/v1", **environment)
     terminal.wait_for("you> ")
     return terminal
 
