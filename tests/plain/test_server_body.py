@@ -187,13 +187,13 @@ def test_wide_characters_take_six_times() -> None:
 def test_other_values_are_few_enough(part: str) -> None:
     many = ",".join([part] * ((1 << 16) // (1 + sum(part.count(mark) for mark in "[{,"))))
     _, grown = _memory_of(CompletionRequest, f'{{"prompt": "a", "unknown": [{many[: -len(part) - 1]}]}}')
-    assert 0 < grown < 30_000_000
+    assert grown < 30_000_000  # none at all where the interpreter has enough free memory
 
 
 def test_parts_are_few_enough() -> None:
     parts = ",".join(['{"text": "b"}'] * 32_000)
     _, grown = _memory_of(ChatRequest, f'{{"messages": [{{"role": "a", "content": [{parts}]}}]}}')
-    assert 0 < grown < 40_000_000
+    assert grown < 40_000_000
 
 
 def _memory_of(model: type[BaseModel], text: str) -> tuple[int, int]:
