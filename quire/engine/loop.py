@@ -20,6 +20,7 @@ from quire.engine.charge import Charge
 from quire.engine.control import Later, answer, kind_of, run_verb
 from quire.engine.pulse import Pulse
 from quire.executor.base import Executor, PendingResult
+from quire.sched.gates import Hold
 from quire.schema.errors import InputError, OverloadedError, QuireError
 from quire.schema.messages import (
     Abort,
@@ -104,7 +105,7 @@ class EngineLoop:
             raise RuntimeError(f"request {request.request_id!r} is constrained, and this loop was made without masks")
         try:
             if not self.masks.add(request):
-                self.scheduler.hold(request.request_id)
+                self.scheduler.hold(request.request_id, Hold.GRAMMAR)
         except QuireError as refused:
             self._fail(request.request_id, refused)
 
@@ -215,7 +216,6 @@ class EngineLoop:
                 self._live.discard(output.request_id)
                 if self.masks is not None:
                     self.masks.drop(output.request_id)
-                    self.scheduler.free(output.request_id)
 
     def _mask(self, plan: StepPlan) -> Mask | None:
         """The grammars' rows for a step that was started; what came before it is committed."""
@@ -237,7 +237,7 @@ class EngineLoop:
             self.masks.wait(_COMPILE_WAIT)  # rather than turn in vain
             self._stalled = 0
         for request_id, refused in self.masks.poll():
-            self.scheduler.free(request_id)
+            self.scheduler.release(request_id, Hold.GRAMMAR)
             if refused is not None:
                 self._fail(request_id, refused)
 
@@ -248,8 +248,8 @@ class EngineLoop:
         self.executor.shutdown()
 
     def _check(self, had_work: bool) -> None:
-        """A scheduler that holds requests and never runs one is a fault, not a wait."""
-        stuck = not had_work and not self._news and self.scheduler.has_unfinished()
+        """A scheduler with requests that nobody holds, none of which ever runs, is a fault, not a wait."""
+        stuck = not had_work and not self._news and self.scheduler.has_runnable()
         self._stalled = self._stalled + 1 if stuck else 0
         if self._stalled > _STALL_LIMIT:
             raise RuntimeError(

@@ -19,6 +19,7 @@ from quire.base import env
 from quire.base.clock import now as monotonic
 from quire.sched import audit, stop
 from quire.sched.events import Event
+from quire.sched.gates import Hold
 from quire.sched.kv_cache import KVCache
 from quire.sched.order import POLICIES
 from quire.sched.pace import Pace
@@ -121,12 +122,19 @@ class Scheduler:
         found = [request for name in request_ids if (request := self.requests.get(name)) is not None]
         return [self._finish(request, Ending(reason)) for request in dict.fromkeys(found)]
 
-    def hold(self, request_id: str) -> None:
-        """Do not run it before `free`: its grammar is being compiled."""
-        self.planner.compiling.held.add(request_id)
+    def hold(self, request_id: str, reason: Hold) -> None:
+        """Do not let it join before this reason, and every other it is held for, was released."""
+        if request_id not in self.requests:
+            raise KeyError(f"request {request_id!r} cannot be held ({reason}): it is not known, or has ended")
+        self.planner.holds.add(request_id, reason)
 
-    def free(self, request_id: str) -> None:
-        self.planner.compiling.held.discard(request_id)
+    def release(self, request_id: str, reason: Hold) -> None:
+        """This holder lets go. A request that has ended meanwhile, or was not held for this reason, is ignored."""
+        self.planner.holds.remove(request_id, reason)
+
+    def has_runnable(self) -> bool:
+        """Whether some request waits for nothing but its turn."""
+        return len(self.requests) > len(self.planner.holds)
 
     def fail(self, request_id: str, error: str) -> list[EngineOutput]:
         """End it with an error of its own; unknown ids are ignored."""
@@ -279,6 +287,7 @@ class Scheduler:
             planner.waiting.remove(request)
         request.running = False
         request.epoch += 1
+        planner.holds.forget(request.id)
         del self.requests[request.id]
         request.times.last_token = request.last_token or 0.0
         return EngineOutput(

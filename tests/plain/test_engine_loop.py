@@ -11,6 +11,7 @@ import pytest
 
 from quire.engine.control import VERBS, kind_of, message_of, rebuild_error
 from quire.engine.loop import EngineLoop
+from quire.sched.gates import Hold
 from quire.sched.kv_layout import place
 from quire.sched.scheduler import Scheduler
 from quire.sched.settings import SchedulerSettings
@@ -320,3 +321,18 @@ def test_run_serves_a_queue_and_waits_without_spinning():
     inbox.put(Stop())
     thread.join(5)
     assert not thread.is_alive()
+
+
+def test_held_requests_are_waited_for_and_unheld_ones_that_never_run_are_a_fault(monkeypatch):
+    monkeypatch.setattr("quire.engine.loop._STALL_LIMIT", 5)
+    loop = make_loop()
+    loop.submit(request("a"))
+    loop.scheduler.hold("a", Hold.KV_TRANSFER)
+    for _ in range(20):
+        assert loop.step() == []
+    loop.scheduler.release("a", Hold.KV_TRANSFER)
+    assert run(loop)["a"][1] is FinishReason.LENGTH
+    loop.submit(request("b"))
+    monkeypatch.setattr(loop.scheduler.planner.gates[-1], "bars", lambda request: True)
+    with pytest.raises(RuntimeError, match="nothing could be planned 6 times"):
+        run(loop)

@@ -6,7 +6,7 @@ from types import SimpleNamespace as Names
 
 import pytest
 
-from quire.sched.gates import SKIP, ChunkLimit, Gate, TokenBudget
+from quire.sched.gates import SKIP, ChunkLimit, Gate, Hold, TokenBudget
 from quire.sched.request import Request
 from quire.sched.settings import SchedulerSettings
 from quire.schema.errors import ConfigError, InputError, OverloadedError
@@ -346,3 +346,65 @@ def test_from_config_reads_every_option() -> None:
         reserve_full_prompt=False, watermark=0.25, max_num_queued=11, max_num_queued_tokens=12, prefix_caching=False,
         hash_algorithm="sha256_cbor", events=True, latency_goal=0.025,
     )  # fmt: skip
+
+
+def test_a_request_held_for_two_reasons_joins_after_both_were_released() -> None:
+    bench = Bench()
+    bench.add(request("a"), request("b"))
+    bench.scheduler.hold("a", Hold.GRAMMAR)
+    bench.scheduler.hold("a", Hold.KV_TRANSFER)
+    assert counts(bench.step()) == {"b": 6}
+    assert bench.scheduler.has_runnable()
+    bench.scheduler.release("a", Hold.GRAMMAR)
+    bench.scheduler.release("a", Hold.GRAMMAR)  # a second time, and one that nobody placed
+    bench.scheduler.release("a", Hold.ENCODER)
+    assert counts(bench.step()) == {"b": 1}
+    bench.scheduler.release("a", Hold.KV_TRANSFER)
+    assert counts(bench.step()) == {"b": 1, "a": 6}
+
+
+def test_holds_end_with_their_request() -> None:
+    bench = Bench()
+    bench.add(request("a"), request("b"))
+    bench.scheduler.hold("a", Hold.GRAMMAR)
+    bench.scheduler.hold("a", Hold.ENCODER)
+    bench.scheduler.abort(["a"])
+    with pytest.raises(KeyError, match="'a' cannot be held"):
+        bench.scheduler.hold("a", Hold.GRAMMAR)
+    bench.add(request("a"))  # the name again, and nothing left of the first
+    assert counts(bench.step()) == {"b": 6, "a": 6}
+
+
+def test_all_held_is_a_wait_and_nothing_runnable() -> None:
+    bench = Bench()
+    bench.add(request("a"))
+    bench.scheduler.hold("a", Hold.ENCODER)
+    assert not bench.plan().grants
+    assert bench.scheduler.has_unfinished() and not bench.scheduler.has_runnable()
+
+
+class Barring(Gate):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def bars(self, request: Request) -> bool:
+        return request.id == self.name
+
+
+def test_every_gate_is_asked_whom_it_bars() -> None:
+    bench = Bench()
+    bench.scheduler.planner.gates += [Barring("a"), Barring("c")]
+    bench.add(*(request(name) for name in "abcd"))
+    bench.scheduler.hold("d", Hold.GRAMMAR)
+    assert counts(bench.step()) == {"b": 6}
+    for gate in bench.scheduler.planner.gates[-2:]:
+        gate.name = ""
+    assert counts(bench.step()) == {"b": 1, "a": 6, "c": 6}
+
+
+def test_barred_requests_do_not_count_as_turned_away() -> None:
+    bench = Bench(num_blocks=500, max_num_seqs=4)
+    bench.add(*(request(f"held{i}", 2) for i in range(200)), request("free", 3))
+    for i in range(200):
+        bench.scheduler.hold(f"held{i}", Hold.KV_TRANSFER)
+    assert counts(bench.step()) == {"free": 3}
