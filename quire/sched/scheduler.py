@@ -1,6 +1,7 @@
 """The scheduler: plan() says what the next step computes, commit() takes in what came of it. Nothing else runs.
 
-Several plans may be out at once (`look_ahead` + 1); they are committed in order. A result that comes back for a request
+Several plans may be out at once (`depth`), and one request in several of them (`overlap`): planning ahead of a device
+wants both, stages of a pipeline want depth alone. Plans are committed in order. A result that comes back for a request
 which ended or was preempted meanwhile carries an old epoch and is dropped.
 Owns: the life of requests from add to their last output. How a step is filled is planner.py, where KV lies kv_cache.py,
 when a text ends stop.py. Must not know: devices, text, sockets. Time only stamps records.
@@ -45,14 +46,14 @@ class Scheduler:
         layout: KVLayout,
         *,
         max_model_len: int | None = None,
-        look_ahead: int | None = None,
+        depth: int | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """With a configuration, `max_model_len` and `look_ahead` are given too; settings hold both already."""
+        """With a configuration, `max_model_len` and `depth` are given too; settings hold both already."""
         if not isinstance(config, SchedulerSettings):
-            if max_model_len is None or look_ahead is None:
-                raise TypeError("Scheduler(config, layout) needs max_model_len and look_ahead")
-            config = SchedulerSettings.from_config(config, max_model_len=max_model_len, look_ahead=look_ahead)
+            if max_model_len is None or depth is None:
+                raise TypeError("Scheduler(config, layout) needs max_model_len and depth")
+            config = SchedulerSettings.from_config(config, max_model_len=max_model_len, depth=depth)
         if config.policy not in POLICIES:
             raise ConfigError(f"scheduling_policy={config.policy!r} is unknown; choose one of {', '.join(POLICIES)}")
         self.settings = config
@@ -166,7 +167,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """What to compute next; empty when nothing can be. Rows to free travel with the next plan that is not empty."""
-        assert len(self.flights) <= self.settings.look_ahead, f"{len(self.flights)} plans are out already"
+        assert len(self.flights) < self.settings.depth, f"{len(self.flights)} plans are out already"
         self.step += 1
         filled = self.planner.fill()
         if not filled.grants:
@@ -189,6 +190,7 @@ class Scheduler:
         assert step == plan.step == result.step, f"step {step} is due; got plan {plan.step}, result {result.step}"
         now, kv, prompt_tokens, generated_tokens = self.clock(), self.kv, 0, 0
         outputs: list[EngineOutput] = []
+        limited = self.planner.limited
         plain = result.logprobs is None and not (result.prompt_logprobs or result.drafts or result.failed)
         for index, (grant, request, new) in enumerate(zip(plan.grants, requests, result.sampled, strict=True)):
             if request.epoch != grant.epoch:
@@ -199,6 +201,8 @@ class Scheduler:
             if grant.start < request.num_prompt:
                 prompt_tokens += min(grant.count, request.num_prompt - grant.start)
             request.computed += grant.count
+            if limited:
+                request.num_flights -= 1
             ending = None
             if grant.samples:
                 assert new, f"no token came back for {request.id}, and no reason why"
