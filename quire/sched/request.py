@@ -22,8 +22,8 @@ from quire.schema.step import Grant, NewRow
 class Request:
     __slots__ = (
         "computed", "drafts", "end", "epoch", "given", "held", "id", "last_token", "limit", "next_block", "num_cached",
-        "num_flights", "num_prompt", "num_prompt_logprobs", "order", "planned", "repetition", "room", "running", "stops",
-        "target", "times", "tokens", "watch_from",
+        "num_flights", "num_prompt", "num_prompt_logprobs", "order", "planned", "repetition", "room", "running",
+        "stops", "target", "times", "tokens", "watch_from",
     )  # fmt: skip
 
     def __init__(self, given: EngineRequest, *, limit: int, queued: float) -> None:
