@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.base import registry
-from quire.engine.control import rebuild_error
 from quire.engine.inputs import Asked
 from quire.engine.logprobs import LogprobList
 from quire.observe.metrics import Metrics
 from quire.observe.tracing import RequestTrace, Tracer
-from quire.schema.errors import EngineGenerateError, InputError
+from quire.schema.errors import EngineGenerateError, InputError, rebuild_error
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
 from quire.schema.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.schema.params import RequestOutputKind, SamplingParams

@@ -176,6 +176,10 @@ class Masks:
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
+    def constrains(self, plan: StepPlan) -> bool:
+        """Whether some request of the plan has a grammar or a budget for its thought."""
+        return bool(self._places) and any(grant.request_id in self._places for grant in plan.grants)
+
     def mask(self, plan: StepPlan) -> tuple[Mask | None, list[Lost]]:
         """Rows for the grants that sample under a grammar, and the requests that can go no further."""
         if not self._places:

@@ -7,6 +7,7 @@ Must not know: blocks, the queue, other gates. New constraints are new classes h
 
 from __future__ import annotations
 
+import enum
 from typing import NamedTuple
 
 from quire.sched.pace import Pace
@@ -77,14 +78,42 @@ class Sequences(Gate):
             self.left -= 1
 
 
-class Compiling(Gate):
-    """A request whose grammar is still being compiled; others go past it, and it keeps its place."""
+class Hold(enum.StrEnum):
+    """Who keeps a request from joining."""
+
+    GRAMMAR = "grammar"  # its grammar is being compiled
+    KV_TRANSFER = "kv_transfer"  # blocks of its prefix are on their way
+    ENCODER = "encoder"  # its media are being encoded elsewhere
+
+
+class Holds(Gate):
+    """Requests that wait for something outside the scheduler; others go past them, and they keep their place.
+
+    A request may have several holders. Each releases its own hold, and the request may join once none is left.
+    """
 
     def __init__(self) -> None:
-        self.held: set[str] = set()
+        self.by_request: dict[str, set[Hold]] = {}
+
+    def __len__(self) -> int:
+        return len(self.by_request)
+
+    def add(self, request_id: str, reason: Hold) -> None:
+        self.by_request.setdefault(request_id, set()).add(reason)
+
+    def remove(self, request_id: str, reason: Hold) -> None:
+        reasons = self.by_request.get(request_id)
+        if reasons is not None:
+            reasons.discard(reason)
+            if not reasons:
+                del self.by_request[request_id]
+
+    def forget(self, request_id: str) -> None:
+        """It ended: nobody holds it any more."""
+        self.by_request.pop(request_id, None)
 
     def bars(self, request: Request) -> bool:
-        return request.id in self.held
+        return request.id in self.by_request
 
 
 class ChunkLimit(Gate):

@@ -6,14 +6,14 @@ There are no phases: prompts, chunks, decodes, drafts, prefix hits and resumed r
 Running requests stay sorted, and blocks are taken from the last of them. So a grant made earlier in the same step is
 never withdrawn and its blocks may be named at once, and the first in order always gets on: alone, it fits. A request
 that lacks blocks and is itself the last one keeps what it has and waits.
-Must not know: results, stop rules, or how many plans are out.
+Must not know: results, or stop rules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.sched.gates import CLOSED, SKIP, Compiling, Load, make_gates
+from quire.sched.gates import CLOSED, SKIP, Holds, Load, make_gates
 from quire.sched.kv_cache import Hit, KVCache, Tables
 from quire.sched.order import Queue
 from quire.sched.pace import Pace
@@ -41,12 +41,14 @@ class Planner:
         self, settings: SchedulerSettings, kv: KVCache, tally: Tally, clock: Callable[[], float], pace: Pace
     ) -> None:
         self.kv, self.tally, self.clock = kv, tally, clock
-        self.compiling = Compiling()
-        self.gates = [self.compiling, *make_gates(settings, pace)]
+        self.holds = Holds()
+        self.gates = [self.holds, *make_gates(settings, pace)]
         self.waiting, self.running = Queue(), Queue()
         self.left: list[str] = []  # rows the next plan tells the worker to free
         self.reserves = settings.reserve_full_prompt
         self.watermark = int(settings.watermark * kv.pool.num_blocks)
+        self.overlap = settings.overlap or settings.depth
+        self.limited = self.overlap < settings.depth
 
     def fill(self) -> OpenPlan:
         plan, load = OpenPlan(), Load(len(self.running), self.waiting.num_tokens)
@@ -76,12 +78,16 @@ class Planner:
     def _grant_running(self, plan: OpenPlan) -> int | None:
         """Blocks that prompts under way still need; None when one lacked blocks or a gate shut: nobody may join."""
         gates, running, kv = self.gates, self.running.items, self.kv
-        before, shut, reserved = len(running), False, 0
+        before, shut, reserved, limited = len(running), False, 0, self.limited
         singles = self._singles()
         single = 0  # of these, granted without asking; the gates have not been told yet
         for request in running:  # which may shrink from its end
             count = request.target - request.planned
             if count <= 0:
+                continue
+            if limited and request.num_flights >= self.overlap:
+                for gate in gates:
+                    gate.pass_over(request)
                 continue
             if asked := count > 1 or single >= singles:
                 for gate in gates:
@@ -110,6 +116,8 @@ class Planner:
                 single += 1
             plan.grants.append(request.grant(count, new_blocks))
             plan.requests.append(request)
+            if limited:
+                request.num_flights += 1
             if count > 1 and not kv.has_state:
                 kv.name(request)
         for gate in gates:
@@ -121,7 +129,7 @@ class Planner:
         waiting, kv, index, barred = self.waiting.items, self.kv, 0, 0
         while index < min(len(waiting), MOST_SKIPPED + barred) and not self._closed():
             request = waiting[index]
-            if self.compiling.held and self.compiling.bars(request):
+            if self._barred(request):
                 index, barred = index + 1, barred + 1
                 continue
             hit = kv.match(request)
@@ -159,6 +167,7 @@ class Planner:
         self.running.add(request)
         plan.grants.append(request.grant(count, new_blocks))
         plan.requests.append(request)
+        request.num_flights = 1
         if not self.kv.has_state:
             self.kv.name(request)
 
@@ -168,6 +177,9 @@ class Planner:
 
     def _closed(self) -> bool:
         return any(gate.closed() for gate in self.gates)
+
+    def _barred(self, request: Request) -> bool:
+        return any(gate.bars(request) for gate in self.gates)
 
     def _ask(self, request: Request, count: int) -> int:
         for gate in self.gates:

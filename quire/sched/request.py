@@ -22,8 +22,8 @@ from quire.schema.step import Grant, NewRow
 class Request:
     __slots__ = (
         "computed", "drafts", "end", "epoch", "given", "held", "id", "last_token", "limit", "next_block", "num_cached",
-        "num_prompt", "num_prompt_logprobs", "order", "planned", "repetition", "room", "running", "stops", "target",
-        "times", "tokens", "watch_from",
+        "num_flights", "num_prompt", "num_prompt_logprobs", "order", "planned", "repetition", "room", "running",
+        "stops", "target", "times", "tokens", "watch_from",
     )  # fmt: skip
 
     def __init__(self, given: EngineRequest, *, limit: int, queued: float) -> None:
@@ -48,6 +48,7 @@ class Request:
     def restart(self) -> None:
         """Nothing is computed (any more); what is known stays."""
         self.computed = self.planned = 0
+        self.num_flights = 0  # plans out that it is in; counted only where that is limited
         self.room = 0  # tokens its blocks can hold
         self.next_block = 0  # the KV cache has nothing to do before `computed` reaches this
         self.drafts: tuple[int, ...] = ()

@@ -1,6 +1,7 @@
 """The scheduler: plan() says what the next step computes, commit() takes in what came of it. Nothing else runs.
 
-Several plans may be out at once (`look_ahead` + 1); they are committed in order. A result that comes back for a request
+Several plans may be out at once (`depth`), and one request in several of them (`overlap`): planning ahead of a device
+wants both, stages of a pipeline want depth alone. Plans are committed in order. A result that comes back for a request
 which ended or was preempted meanwhile carries an old epoch and is dropped.
 Owns: the life of requests from add to their last output. How a step is filled is planner.py, where KV lies kv_cache.py,
 when a text ends stop.py. Must not know: devices, text, sockets. Time only stamps records.
@@ -19,6 +20,7 @@ from quire.base import env
 from quire.base.clock import now as monotonic
 from quire.sched import audit, stop
 from quire.sched.events import Event
+from quire.sched.gates import Hold
 from quire.sched.kv_cache import KVCache
 from quire.sched.order import POLICIES
 from quire.sched.pace import Pace
@@ -44,14 +46,14 @@ class Scheduler:
         layout: KVLayout,
         *,
         max_model_len: int | None = None,
-        look_ahead: int | None = None,
+        depth: int | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """With a configuration, `max_model_len` and `look_ahead` are given too; settings hold both already."""
+        """With a configuration, `max_model_len` and `depth` are given too; settings hold both already."""
         if not isinstance(config, SchedulerSettings):
-            if max_model_len is None or look_ahead is None:
-                raise TypeError("Scheduler(config, layout) needs max_model_len and look_ahead")
-            config = SchedulerSettings.from_config(config, max_model_len=max_model_len, look_ahead=look_ahead)
+            if max_model_len is None or depth is None:
+                raise TypeError("Scheduler(config, layout) needs max_model_len and depth")
+            config = SchedulerSettings.from_config(config, max_model_len=max_model_len, depth=depth)
         if config.policy not in POLICIES:
             raise ConfigError(f"scheduling_policy={config.policy!r} is unknown; choose one of {', '.join(POLICIES)}")
         self.settings = config
@@ -121,12 +123,19 @@ class Scheduler:
         found = [request for name in request_ids if (request := self.requests.get(name)) is not None]
         return [self._finish(request, Ending(reason)) for request in dict.fromkeys(found)]
 
-    def hold(self, request_id: str) -> None:
-        """Do not run it before `free`: its grammar is being compiled."""
-        self.planner.compiling.held.add(request_id)
+    def hold(self, request_id: str, reason: Hold) -> None:
+        """Do not let it join before this reason, and every other it is held for, was released."""
+        if request_id not in self.requests:
+            raise KeyError(f"request {request_id!r} cannot be held ({reason}): it is not known, or has ended")
+        self.planner.holds.add(request_id, reason)
 
-    def free(self, request_id: str) -> None:
-        self.planner.compiling.held.discard(request_id)
+    def release(self, request_id: str, reason: Hold) -> None:
+        """This holder lets go. A request that has ended meanwhile, or was not held for this reason, is ignored."""
+        self.planner.holds.remove(request_id, reason)
+
+    def has_runnable(self) -> bool:
+        """Whether some request waits for nothing but its turn."""
+        return len(self.requests) > len(self.planner.holds)
 
     def fail(self, request_id: str, error: str) -> list[EngineOutput]:
         """End it with an error of its own; unknown ids are ignored."""
@@ -158,7 +167,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """What to compute next; empty when nothing can be. Rows to free travel with the next plan that is not empty."""
-        assert len(self.flights) <= self.settings.look_ahead, f"{len(self.flights)} plans are out already"
+        assert len(self.flights) < self.settings.depth, f"{len(self.flights)} plans are out already"
         self.step += 1
         filled = self.planner.fill()
         if not filled.grants:
@@ -181,6 +190,7 @@ class Scheduler:
         assert step == plan.step == result.step, f"step {step} is due; got plan {plan.step}, result {result.step}"
         now, kv, prompt_tokens, generated_tokens = self.clock(), self.kv, 0, 0
         outputs: list[EngineOutput] = []
+        limited = self.planner.limited
         plain = result.logprobs is None and not (result.prompt_logprobs or result.drafts or result.failed)
         for index, (grant, request, new) in enumerate(zip(plan.grants, requests, result.sampled, strict=True)):
             if request.epoch != grant.epoch:
@@ -191,6 +201,8 @@ class Scheduler:
             if grant.start < request.num_prompt:
                 prompt_tokens += min(grant.count, request.num_prompt - grant.start)
             request.computed += grant.count
+            if limited:
+                request.num_flights -= 1
             ending = None
             if grant.samples:
                 assert new, f"no token came back for {request.id}, and no reason why"
@@ -279,6 +291,7 @@ class Scheduler:
             planner.waiting.remove(request)
         request.running = False
         request.epoch += 1
+        planner.holds.forget(request.id)
         del self.requests[request.id]
         request.times.last_token = request.last_token or 0.0
         return EngineOutput(

@@ -148,13 +148,13 @@ def test_grammar_masks_belong_to_grants_not_rows():
     runner = make_runner()
     plan = one_grant("a")
     runner.forward(plan)
-    runner.sample(None).result()
+    runner.sample(1, None).result()
     row = one_grant("b", blocks=((2,), (3,)))
     grants = (row.grants[0], Grant("a", 3, 1, True, 0))  # the newer row first
     runner.forward(StepPlan(step=2, grants=grants, joined=row.joined))
     bits = bytearray(8)
     bits[4] = 1 << 1  # token 33
-    result = runner.sample(Mask(index=(0,), rows=bytes(bits), words=2)).result()
+    result = runner.sample(2, Mask(index=(0,), rows=bytes(bits), words=2)).result()
     assert result.sampled[0] == [33]
     assert result.sampled[1] == alone(FakeModel(), Asked("a", [1, 2, 3], SamplingParams(temperature=0.0), 0, 2))[1:]
 
@@ -162,11 +162,18 @@ def test_grammar_masks_belong_to_grants_not_rows():
 def test_a_plan_without_grants_frees_rows_and_samples_nothing():
     runner = make_runner()
     runner.forward(one_grant())
-    runner.sample(None)
+    runner.sample(1, None)
     runner.forward(StepPlan(step=2, grants=(), left=("a",)))
     assert runner.rows.num_rows == 0
     with pytest.raises(RuntimeError, match="without a forward"):
-        runner.sample(None)
+        runner.sample(2, None)
+
+
+def test_a_step_is_sampled_by_its_name():
+    runner = make_runner()
+    runner.forward(one_grant())
+    with pytest.raises(RuntimeError, match="step 2 is to be sampled, and step 1 was started last"):
+        runner.sample(2, None)
 
 
 def test_a_plan_that_contradicts_the_rows_is_an_error():

@@ -289,7 +289,7 @@ class World:
             max_num_batched_tokens=rng.choice([3, 8, 20, 64]) if chunked else length + rng.choice([0, 9]),
             max_num_seqs=rng.choice([1, 3, 6, 10]),
             policy=rng.choice(["fcfs", "priority"]),
-            look_ahead=rng.randint(0, 2),
+            depth=rng.randint(1, 3),
             chunked_prefill=chunked,
             long_prefill_threshold=rng.choice([0, 0, 2, 7]) if chunked else 0,
             max_partial_prefills=rng.choice([1, 1, 3]),
@@ -388,7 +388,7 @@ class World:
             self.seen["resumed"] += sum([new.epoch > 0 for new in plan.joined])
         self.idle = 0 if plan.grants or self.flights or not scheduler.requests else self.idle + 1
         assert self.idle <= self.hiccups, "stuck: requests wait, nothing runs, nothing is in flight"
-        depth = rng.randint(0, settings.look_ahead) if plan.grants else 0
+        depth = rng.randint(0, settings.depth - 1) if plan.grants else 0
         while len(self.flights) > depth:
             for output in scheduler.commit(*self.flights.popleft()):
                 self.clients[output.request_id].take(output)

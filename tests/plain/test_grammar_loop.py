@@ -30,8 +30,8 @@ TURNS = 200_000
 class Obedient(FakeExecutor):
     """Says what the prompt says if it may, else the lowest token it may."""
 
-    def sample(self, mask: Mask | None) -> Any:
-        done = super().sample(mask)
+    def sample(self, step: int, mask: Mask | None) -> Any:
+        done = super().sample(step, mask)
         assert self.plan is not None
         if mask is None:
             return done
@@ -65,9 +65,9 @@ def make_loop(
 ) -> EngineLoop:
     fake = Obedient(SimpleNamespace(cache_config=SimpleNamespace(block_size=4), additional_config={}))
     layout = place(fake.load().specs, 0, num_blocks=num_blocks, max_model_len=100, max_num_seqs=8)
-    settings = SchedulerSettings(max_model_len=100, max_num_batched_tokens=16, max_num_seqs=8, look_ahead=ahead)
+    settings = SchedulerSettings(max_model_len=100, max_num_batched_tokens=16, max_num_seqs=8, depth=ahead + 1)
     made.append(Masks(lambda: vocabulary, **more))
-    return EngineLoop(fake, Scheduler(settings, layout), ahead=ahead, masks=made[-1])
+    return EngineLoop(fake, Scheduler(settings, layout), masks=made[-1])
 
 
 def request(name: str, regex: str | None, prompt: str = "abcde", max_tokens: int = 12, **params: Any) -> EngineRequest:
@@ -89,12 +89,12 @@ def run(loop: EngineLoop) -> dict[str, tuple[str, EngineOutput]]:
                 last[output.request_id] = output
         if loop.is_drained():
             assert not loop.masks._places and not loop.masks._pending
-            assert not loop.scheduler.planner.compiling.held
+            assert not loop.scheduler.planner.holds.by_request
             return {n: (bytes(t - 4 for t in tokens[n] if t >= 4).decode(), out) for n, out in last.items()}
     raise AssertionError(f"still busy after {TURNS} turns")
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("num_blocks", [64, 26])  # the second preempts
 def test_every_text_follows_its_own_grammar(
     made: list[Masks], vocabulary: Vocabulary, ahead: int, num_blocks: int

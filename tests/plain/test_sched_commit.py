@@ -47,7 +47,7 @@ REPETITIONS = [
 def test_stop_rules(
     look_ahead: int, more: dict[str, object], max_tokens: int, tokens: list[int], reason: str, stop_id: int | None
 ) -> None:
-    bench = Bench(max_model_len=15, look_ahead=look_ahead)
+    bench = Bench(max_model_len=15, depth=look_ahead + 1)
     bench.tokens = scripted
     bench.add(request("a", 4, max_tokens, **more))
     while bench.scheduler.has_unfinished() or bench.flights:
@@ -95,7 +95,7 @@ def test_drafts_accepted_past_a_stop_are_cut() -> None:
 
 
 def test_nothing_is_planned_past_drafts_and_stale_drafts_are_dropped() -> None:
-    bench = Bench(look_ahead=1)
+    bench = Bench(depth=2)
     bench.tokens = scripted
     bench.add(request("a", 4, 9, params=SamplingParams(ignore_eos=True)))
     bench.plan()
@@ -118,7 +118,7 @@ def test_a_recurrent_state_takes_no_drafts() -> None:
 
 
 def test_abort_running_waiting_in_flight_and_unknown() -> None:
-    bench = Bench(max_num_seqs=1, look_ahead=1)
+    bench = Bench(max_num_seqs=1, depth=2)
     bench.add(request("a"), request("b"))
     bench.plan()
     outputs = bench.scheduler.abort(["a", "b", "a", "nobody"])
@@ -174,7 +174,7 @@ def test_reset_prefix_cache() -> None:
 
 
 def test_reset_with_a_step_in_flight() -> None:
-    bench = Bench(look_ahead=1)
+    bench = Bench(depth=2)
     bench.add(request("a", 4, 5))
     bench.plan()
     bench.plan()
@@ -230,7 +230,7 @@ def test_times_and_stats() -> None:
 
 
 def test_results_come_in_order_and_bring_what_was_granted() -> None:
-    bench = Bench(look_ahead=1)
+    bench = Bench(depth=2)
     bench.add(request("a"))
     first, second = bench.plan(), bench.plan()
     with pytest.raises(AssertionError, match="step 1 is due"):
