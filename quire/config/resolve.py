@@ -49,7 +49,7 @@ def resolve(args: Any, usage_context: Any = None) -> EngineConfig:
     asked = dict(vars(args))
     usage = str(usage_context) if usage_context is not None else ""
     config = replace(table.assemble(asked), usage_context=usage.rpartition(".")[2])
-    for step in STEPS:
+    for step in RENDER_STEPS if config.renders_only else STEPS:
         config = step(asked, config)
     return config
 
@@ -79,7 +79,10 @@ def find_model(asked: Asked, config: EngineConfig) -> EngineConfig:
     model, files = config.model_config, config.load_config
     if asked.get("model") == "":  # an unset variable of a script, most likely: not a wish for the embedded one
         raise ModelNotFoundError("model is '': name a folder, a .gguf file or a hub id, or leave it out", param="model")
-    found = locate(model.model or None, model.revision, files.download_dir, model.hf_token, files.ignore_patterns)
+    found = locate(
+        model.model or None, model.revision, files.download_dir, model.hf_token, files.ignore_patterns,
+        weights=not config.renders_only,
+    )  # fmt: skip
     if not model.model:
         log.info("No model was named: using the embedded %s", found.name)
     given = asked.get("served_model_name")
@@ -606,3 +609,10 @@ STEPS: tuple[Step, ...] = (
     check_traces,
     finish,
 )
+
+_OF_THE_ENGINE = (
+    choose_device, choose_storage, choose_dtype, choose_batch, choose_queue, check_scheduler, choose_scheduling,
+    choose_graphs, choose_cache,
+)  # fmt: skip
+# For a server without an engine: a checkpoint that cannot run here can be rendered for.
+RENDER_STEPS = tuple(step for step in STEPS if step not in _OF_THE_ENGINE)
