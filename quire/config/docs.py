@@ -7,6 +7,7 @@ Out: options.md and environment.md under docs/reference; --check only compares a
 import argparse
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
@@ -19,6 +20,7 @@ from quire.config.engine import EngineConfig
 from quire.config.option import INERT, LATER, READY, Declared, declarations, limits, parts
 from quire.config.server import ServerConfig
 from quire.config.table import group_of
+from quire.config.unavailable import all_rows
 
 NOTE = "<!-- Written by tools/reference.py from the code; edit there and run `make reference`. -->\n"
 _WORDS = {
@@ -53,11 +55,24 @@ def options_page() -> str:
         "",
         *(f"- {words}" for words in _WORDS.values()),
         "",
+        *_documented(),
+        "",
     ]
     for title, doc, rows in sections:
         lines += [f"## {title}", "", doc, "", "| option | values | default | meaning | |", "|---|---|---|---|---|"]
         lines += [_row(row) for row in rows] + [""]
     return "\n".join(lines)
+
+
+def _documented() -> list[str]:
+    """Since when vLLM has had what is not available here."""
+    rows = [row for rows in all_rows().values() for row in rows]
+    at = Counter(row.since for row in rows)
+    return [
+        f"{len(rows)} options of vLLM are not available or have no effect: `quire/config/unavailable.txt` says why.",
+        f"vLLM's documentation has {at['0.13']} of them at 0.13, {at['<0.32']} more by a page between then and 0.32,",
+        f"and {at['0.32']} more at 0.32.",
+    ]
 
 
 def _sections() -> Iterator[tuple[str, str, list[Row]]]:
@@ -106,7 +121,7 @@ def _row(row: Row) -> str:
         state += f" (works: {', '.join(f'`{value}`' for value in (o.asked, *o.ready) if value is not None)})"
     if o.hints:
         state += f" (no effect: {', '.join(f'`{value}`' for value in o.hints)})"
-    if o.why:
+    if o.why and (o.status is not LATER or o.ready):
         state += f": {o.why}"
     default = "unset" if o.asked is None else f"`{o.asked!r}`"
     cells = (name, values, default, o.doc, state)
