@@ -7,7 +7,7 @@ not options: resolution fills them.
 from dataclasses import field
 from typing import Any, Literal
 
-from quire.config.facts import ModelFacts
+from quire.checkpoint.facts import ModelFacts
 from quire.config.local import names_of
 from quire.config.option import LATER, Group, group, option
 from quire.schema.errors import ConfigError

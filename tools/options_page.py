@@ -1,8 +1,9 @@
-"""The option and environment reference, written from the declarations. `python -m quire.config.docs [--check]`.
+"""The pages docs/reference/options.md and environment.md, from the declarations. Written by reference.py.
 
-Out: options.md and environment.md under docs/reference; --check only compares and names what is stale.
-`make reference` writes them too, with the pages of other rooms.
+`python tools/options_page.py [--check]` writes these two alone; --check only compares and names what is stale.
 """
+
+from __future__ import annotations
 
 import argparse
 import dataclasses
@@ -168,10 +169,10 @@ def environment_page() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m quire.config.docs", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tools/options_page.py", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is stale")
     parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parents[2] / "docs" / "reference", help="folder of the pages"
+        "--out", type=Path, default=Path(__file__).parents[1] / "docs" / "reference", help="folder of the pages"
     )
     args = parser.parse_args(argv)
     stale = 0
@@ -180,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
         if page.exists() and page.read_text(encoding="utf-8") == NOTE + text:
             continue
         if args.check:
-            sys.stderr.write(f"{page} is stale: run  python -m quire.config.docs\n")
+            sys.stderr.write(f"{page} is stale: run  make reference\n")
             stale += 1
         else:
             page.parent.mkdir(parents=True, exist_ok=True)
