@@ -31,7 +31,6 @@ from quire.base import env, log
 from quire.base.unread import UNREAD
 from quire.cli.serve import make_parser, options_of
 from quire.config import AsyncEngineArgs, UsageContext
-from quire.config.docs import NOTE
 from quire.config.option import Declared, parts, same
 from quire.config.server import flats
 from quire.config.table import group_of, table
@@ -41,6 +40,7 @@ from quire.server.app import build_app
 from quire.server.state import ServerState
 from tests.fake_engine import use_fake, write_model
 from tools.documented import FLAGS, VARIABLES
+from tools.options_page import NOTE
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "survey.md"
 WORKS, INERT, REFUSED, FAILED = "works", "no effect", "refused", "failed"

@@ -48,15 +48,15 @@ def _field(default: Any) -> Any:
     return dataclasses.field(default=default)
 
 
-def _fields(declared: Mapping[str, Declared]) -> list[tuple[str, Any, Any]]:
-    return [(name, Any, _field(mine.option.asked)) for name, mine in declared.items()]
+def _derive(name: str, declared: Mapping[str, Declared]) -> Any:
+    """A dataclass with a field per option. It has a docstring because dataclasses would else make one up, slowly."""
+    fields = [(name, Any, _field(mine.option.asked)) for name, mine in declared.items()]
+    return dataclasses.make_dataclass(name, fields, namespace={"__doc__": "Options."}, init=False, repr=False, eq=False)
 
 
-_DECLARED = {name: flat.declared for name, flat in table().items()}
-_Derived: Any = dataclasses.make_dataclass("_Derived", _fields(_DECLARED), init=False, repr=False, eq=False)
+_Derived: Any = _derive("_Derived", {name: flat.declared for name, flat in table().items()})
 
 
-@dataclasses.dataclass(init=False, repr=False, eq=False)
 class EngineArgs(_Derived):  # type: ignore[misc]  # the attributes come from the declarations
     """Every engine option. `LLM(**dataclasses.asdict(EngineArgs(...)))` is the same engine."""
 
@@ -126,9 +126,7 @@ class AsyncOptions(Group):
     enable_log_requests: bool = option(False, "Log every request as it arrives.")
 
 
-_Async: Any = dataclasses.make_dataclass(
-    "_Async", _fields(declarations(AsyncOptions)), init=False, repr=False, eq=False
-)
+_Async: Any = _derive("_Async", declarations(AsyncOptions))
 
 
 @dataclasses.dataclass(init=False, repr=False, eq=False)

@@ -6,8 +6,7 @@ Declarations only (option.py says what they mean); values are decided in resolve
 from typing import Any, ClassVar, Literal
 
 from quire.config.model import dtype_name, lower
-from quire.config.option import INERT, LATER, Group, group, option
-from quire.config.reasons import OWN_REUSE
+from quire.config.option import LATER, Group, group, option
 
 MambaDtype = Literal["auto", "bfloat16", "float16", "float32"]
 
@@ -19,9 +18,6 @@ class CacheConfig(Group):
     DEFAULT_BLOCK_SIZE: ClassVar[int] = 16
 
     block_size: int = option(16, "Tokens per KV block; unset is 16, on a GPU 64.", asked=None, low=1)
-    hash_block_size: int | None = option(
-        None, "Prefix keys finer than a block.", INERT, flat=False, low=1, why=OWN_REUSE
-    )
     gpu_memory_utilization: float = option(
         0.92,
         "Share of a GPU's memory this engine may use; on CPU set kv_cache_memory_bytes or QUIRE_CPU_KVCACHE_SPACE.",
@@ -54,16 +50,6 @@ class CacheConfig(Group):
     prefix_caching_hash_algo: Literal["sha256", "sha256_cbor", "blake2b", "xxhash", "xxhash_cbor"] = option(
         "sha256", "Hash of prefix blocks; the xxhash forms are fast and not for mutually distrusting users."
     )
-    prefix_cache_retention_interval: int = option(
-        0, "Steps an unused prefix is kept at least.", INERT, low=0, why=OWN_REUSE
-    )
-    prefix_match_unit: int | None = option(None, "Tokens per step of a prefix match.", INERT, low=1, why=OWN_REUSE)
-    calculate_kv_scales: bool = option(False, "Measure fp8 scales while running.", LATER)
-    kv_cache_dtype_skip_layers: tuple[str, ...] = option((), "Layers whose KV stays unquantized.", LATER)
-    kv_sharing_fast_prefill: bool = option(
-        False, "Skip the prompt in layers that share KV.", INERT, why="prompts are computed in every layer"
-    )
-    swa_bounded_replay: bool = option(True, "Recompute no more than a window after a hit.", INERT, why=OWN_REUSE)
     mamba_block_size: int | None = option(
         None, "Tokens between saved states; needs prefix caching, and is rounded up to whole attention blocks.", low=1
     )
@@ -77,15 +63,6 @@ class CacheConfig(Group):
         "none",
         "Which states a prefix hit may use: none, or those at block ends (all and align; on with prefix caching).",
     )
-    enable_mamba_shared_prefix_checkpoint: bool = option(False, "Save states at shared prefixes.", INERT, why=OWN_REUSE)
-    use_replayssm: bool = option(False, "Rebuild states by replaying inputs.", INERT, why=OWN_REUSE)
-    replayssm_buffer_len: int = option(16, "Inputs kept for replaying.", INERT, low=1, why=OWN_REUSE)
-    kv_offloading_size: float | None = option(None, "GiB of host memory for evicted KV.", LATER, above=0)
-    kv_offloading_backend: Literal["native", "lmcache"] = option("native", "Who keeps evicted KV.", LATER)
-    swap_space: float = option(
-        4.0, "GiB of host memory for preempted requests.", INERT, low=0,
-        why="a preempted request is recomputed, never swapped out, so no space is taken",
-    )  # fmt: skip
     # results
     is_attention_free: bool = False
     sliding_window: int | None = None  # set when every layer has the same window
@@ -117,16 +94,9 @@ class LoadConfig(Group):
         hints=("prefetch",),
         why="files are mapped, or read whole",
     )
-    safetensors_prefetch_num_threads: int = option(
-        8, "Threads that prefetch.", INERT, low=1, why="files are mapped, or read whole"
-    )
-    safetensors_prefetch_block_size: int = option(
-        16777216, "Bytes per prefetch.", INERT, low=1, why="files are mapped, or read whole"
-    )
     model_loader_extra_config: dict[str, Any] = option(
         {}, "Options of a particular loader: with sharded_state, pattern is the form of the files' names."
     )
-    device: str | None = option(None, "Where weights are put first.", LATER, flat=False)
     ignore_patterns: tuple[str, ...] = option(
         ("original/**/*",),
         "Files left out of a download.",
@@ -141,25 +111,16 @@ class LoadConfig(Group):
 class UVAOffloadConfig(Group):
     """Weights in host memory that the device reads directly."""
 
-    cpu_offload_gb: float = option(0.0, "GiB of weights kept in host memory.", LATER, low=0)
-    cpu_offload_params: tuple[str, ...] = option((), "Parts of names that may be kept there.", LATER)
-
 
 @group
 class PrefetchOffloadConfig(Group):
     """Layers in host memory that are fetched ahead of use."""
-
-    offload_group_size: int = option(0, "Layers per group; 0 is off.", LATER, low=0)
-    offload_num_in_group: int = option(1, "Layers of a group that live in host memory.", LATER, low=1)
-    offload_prefetch_step: int = option(1, "Layers fetched ahead.", LATER, low=0)
-    offload_params: tuple[str, ...] = option((), "Parts of names that may be kept there.", LATER)
 
 
 @group
 class OffloadConfig(Group):
     """Part of the weights in host memory."""
 
-    offload_backend: Literal["auto", "uva", "prefetch"] = option("auto", "How weights are offloaded.", LATER)
     uva: UVAOffloadConfig = option(UVAOffloadConfig, "Direct access.", flat=False)
     prefetch: PrefetchOffloadConfig = option(PrefetchOffloadConfig, "Fetching ahead.", flat=False)
 
@@ -167,22 +128,6 @@ class OffloadConfig(Group):
 @group
 class KVTransferConfig(Group):
     """KV that comes from or goes to another place."""
-
-    kv_connector: str | None = option(None, "Name of the connector.", flat=False)
-    engine_id: str | None = option(None, "Name of this engine; unset is a random one.", flat=False)
-    kv_buffer_device: str = option("cpu", "Where KV is staged.", flat=False)
-    kv_buffer_size: float = option(1e9, "Bytes of the staging buffer.", flat=False, low=0)
-    kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] | None = option(
-        None, "Sends, takes, or both.", flat=False
-    )
-    kv_rank: int | None = option(None, "Place in the transfer group.", flat=False)
-    kv_parallel_size: int = option(1, "Engines in the transfer group.", flat=False, low=1)
-    kv_ip: str = option("127.0.0.1", "Address of the peer.", flat=False)
-    kv_port: int = option(14579, "Port of the peer.", flat=False)
-    kv_connector_extra_config: dict[str, Any] = option({}, "Options of the connector.", flat=False)
-    kv_connector_module_path: str | None = option(None, "Module of an outside connector.", flat=False)
-    enable_permute_local_kv: bool = option(False, "Change the memory order of received KV.", flat=False)
-    kv_load_failure_policy: Literal["recompute", "fail"] = option("fail", "When KV cannot be fetched.", flat=False)
 
 
 @group
@@ -203,23 +148,7 @@ class KVEventsConfig(Group):
 class ECTransferConfig(Group):
     """Encoder outputs that come from or go to another engine."""
 
-    ec_connector: str | None = option(None, "Name of the connector.", flat=False)
-    engine_id: str | None = option(None, "Name of this engine; unset is a random one.", flat=False)
-    ec_buffer_device: str | None = option("cuda", "Where outputs are staged.", flat=False)
-    ec_buffer_size: float = option(1e9, "Bytes of the staging buffer.", flat=False, low=0)
-    ec_role: Literal["ec_producer", "ec_consumer", "ec_both"] | None = option(
-        None, "Sends, takes, or both.", flat=False
-    )
-    ec_rank: int | None = option(None, "Place in the transfer group.", flat=False)
-    ec_parallel_size: int = option(1, "Engines in the transfer group.", flat=False, low=1)
-    ec_ip: str = option("127.0.0.1", "Address of the peer.", flat=False)
-    ec_port: int = option(14579, "Port of the peer.", flat=False)
-    ec_connector_extra_config: dict[str, Any] = option({}, "Options of the connector.", flat=False)
-    ec_connector_module_path: str | None = option(None, "Module of an outside connector.", flat=False)
-
 
 @group
 class WeightTransferConfig(Group):
     """New weights from a trainer while the engine runs."""
-
-    backend: str = option("nccl", "How weights travel: nccl, ipc or a registered name.", flat=False)

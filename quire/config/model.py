@@ -7,10 +7,9 @@ not options: resolution fills them.
 from dataclasses import field
 from typing import Any, Literal
 
-from quire.config.facts import ModelFacts
+from quire.checkpoint.facts import ModelFacts
 from quire.config.local import names_of
-from quire.config.option import INERT, LATER, Group, group, option
-from quire.config.reasons import TEXT_ONLY
+from quire.config.option import LATER, Group, group, option
 from quire.schema.errors import ConfigError
 
 Modality = dict[str, int | dict[str, int]]
@@ -60,74 +59,10 @@ def patch_only(given: Any) -> Any:
 class PoolerConfig(Group):
     """How a pooling model turns hidden states into a result."""
 
-    task: str | None = option(None, "Pooling task; unset lets the model choose.", flat=False)
-    pooling_type: str | None = option(None, "Shorthand for one of the next two.", flat=False)
-    seq_pooling_type: str | None = option(None, "How a sequence becomes one vector.", flat=False)
-    tok_pooling_type: str | None = option(None, "Which per-token results are returned.", flat=False)
-    use_activation: bool | None = option(None, "Apply softmax, sigmoid or normalisation.", flat=False)
-    dimensions: int | None = option(None, "Shortened (Matryoshka) embedding size.", flat=False, low=1)
-    enable_chunked_processing: bool = option(False, "Split overlong embedding inputs.", flat=False)
-    max_embed_len: int | None = option(None, "Longest embedding input accepted.", flat=False, low=1)
-    logit_mean: float | None = option(None, "Shift of a classifier's scores.", flat=False)
-    logit_sigma: float | None = option(None, "Divisor of a classifier's scores.", flat=False)
-    step_tag_id: int | None = option(None, "Return scores only at this token.", flat=False)
-    returned_token_ids: tuple[int, ...] | None = option(None, "Vocabulary columns to return.", flat=False)
-
 
 @group
 class MultiModalConfig(Group):
     """Images, audio and video."""
-
-    language_model_only: bool = option(
-        False, "Refuse every kind of media.", INERT, why="this version takes text only, so it always holds"
-    )
-    limit_per_prompt: Modality = option(
-        {}, "Most media items per prompt, by kind.", INERT, name="limit_mm_per_prompt", why=TEXT_ONLY
-    )
-    enable_mm_embeds: bool = option(False, "Accept media as embeddings.", LATER)
-    media_io_kwargs: dict[str, dict[str, Any]] = option({}, "Decoding options by kind of media.", INERT, why=TEXT_ONLY)
-    mm_processor_kwargs: dict[str, Any] | None = option(
-        None, "Overrides for the model's media processor.", INERT, why=TEXT_ONLY
-    )
-    mm_processor_cache_gb: float = option(4.0, "GiB of processed media kept, per process.", INERT, low=0, why=TEXT_ONLY)
-    mm_processor_cache_type: Literal["lru", "shm"] = option(
-        "lru", "Kind of processed-media cache.", INERT, why=TEXT_ONLY
-    )
-    mm_shm_cache_max_object_size_mb: int = option(
-        128, "Largest entry of a shm cache, MiB.", INERT, low=0, why=TEXT_ONLY
-    )
-    mm_encoder_only: bool = option(False, "Load the media encoder alone.", LATER)
-    mm_encoder_tp_mode: Literal["weights", "data"] = option(
-        "weights", "What tensor parallel splits.", INERT, why=TEXT_ONLY
-    )
-    mm_encoder_attn_backend: str | None = option(None, "Attention kernel of the media encoder.", INERT, why=TEXT_ONLY)
-    mm_encoder_attn_dtype: Literal["fp8"] | None = option(
-        None, "Precision of the encoder's attention.", INERT, why=TEXT_ONLY
-    )
-    mm_encoder_fp8_scale_path: str | None = option(None, "File of fixed fp8 scales.", INERT, why=TEXT_ONLY)
-    mm_encoder_fp8_scale_save_path: str | None = option(
-        None, "Where measured fp8 scales are saved.", INERT, why=TEXT_ONLY
-    )
-    mm_encoder_fp8_scale_save_margin: float = option(1.5, "Headroom on saved scales.", INERT, above=0, why=TEXT_ONLY)
-    interleave_mm_strings: bool = option(False, "Keep media where they stand in the text.", INERT, why=TEXT_ONLY)
-    skip_mm_profiling: bool = option(False, "Measure memory without the encoder.", INERT, why=TEXT_ONLY)
-    video_pruning_rate: float | None = option(
-        None, "Share of video tokens dropped.", INERT, low=0, below=1, why=TEXT_ONLY
-    )
-    video_pruning_method: Literal["evs", "vidcom2"] = option(
-        "evs", "How video tokens are chosen to drop.", INERT, why=TEXT_ONLY
-    )
-    mm_tensor_ipc: Literal["direct_rpc", "torch_shm"] = option(
-        "direct_rpc", "How media tensors travel.", INERT, why=TEXT_ONLY
-    )
-    mm_ipc_gpu_memory_gb: float = option(
-        0.0, "GiB of device memory for decoding in the front end.", INERT, low=0, why=TEXT_ONLY
-    )
-    mm_device_do_normalize: bool | None = option(None, "Normalise images on the device.", INERT, why=TEXT_ONLY)
-    mm_hasher_algorithm: Literal["blake3", "sha256", "sha512"] = option(
-        "blake3", "Hash of media content.", INERT, why=TEXT_ONLY
-    )
-    mm_processor_device: Literal["auto", "cpu"] = option("auto", "Where media are processed.", INERT, why=TEXT_ONLY)
 
 
 @group
@@ -195,14 +130,7 @@ class ModelConfig(Group):
         take=lambda given: 0 if given is None else given,
     )
     hf_config_path: str | None = option(None, "Folder or hub id whose config.json is read instead.")
-    allowed_local_media_path: str = option(
-        "", "Folder from which file URLs may be read.", INERT, why="this version reads no media, so none is read"
-    )
-    allowed_media_domains: tuple[str, ...] | None = option(
-        None, "Hosts from which media may be fetched.", INERT, why="this version fetches no media"
-    )
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
-    code_revision: str | None = option(None, "Branch, tag or commit of a checkpoint's Python code.", LATER)
     tokenizer_revision: str | None = option(None, "Branch, tag or commit of a hub tokenizer; unset is revision's.")
     max_model_len: int = option(
         8192,
@@ -220,28 +148,13 @@ class ModelConfig(Group):
         ready=("gguf", "int8_wo", "int4_wo"), take=quantization_name,
         why="only unquantized and GGUF checkpoints can be loaded",
     )  # fmt: skip
-    quantization_config: dict[str, Any] | None = option(None, "Quantization at load time, per kind of layer.", LATER)
-    allow_deprecated_quantization: bool = option(
-        False, "Allow schemes that are about to go.", INERT, why="no scheme of this version is deprecated"
-    )
     enforce_eager: bool = option(False, "No compilation and no CUDA graphs; a CPU worker has neither.")
-    enable_return_routed_experts: bool = option(False, "Report the experts each token used.", LATER)
     max_logprobs: int = option(20, "Most log probabilities a request may ask for; -1 is no limit.", low=-1)
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = option(
         "raw_logprobs", "Log probabilities or logits, before (raw) or after (processed) penalties and temperature."
     )
-    use_fp64_gumbel: bool = option(False, "Draw sampling noise in double precision.", LATER)
     disable_sliding_window: bool = option(False, "Cap the context at the model's window, so that none is cut.")
-    disable_cascade_attn: bool = option(
-        True,
-        "Do not compute shared prefixes once for a batch.",
-        INERT,
-        asked=None,
-        ready=(True,),
-        why="each request attends to its prefix by itself",
-    )
     skip_tokenizer_init: bool = option(False, "No tokenizer: token ids in, token ids out.")
-    enable_prompt_embeds: bool = option(False, "Accept embeddings in place of a prompt.", LATER)
     served_model_name: str = option(
         "",
         "The name requests and metrics use; of several, the first is reported.",
@@ -263,15 +176,6 @@ class ModelConfig(Group):
         "auto", "Default sampling: auto (the model's generation_config.json), vllm (none), or a folder."
     )
     override_generation_config: dict[str, Any] = option({}, "Default sampling values that go over those.")
-    enable_sleep_mode: bool = option(False, "Allow giving memory back and waking later.", LATER)
-    sleep_mode_offload_cudagraph: bool = option(False, "Free CUDA graphs while asleep.", LATER)
-    sleep_preserve_parameter_names: tuple[str, ...] = option((), "Weights that survive a deep sleep.", LATER)
-    enable_cumem_allocator: bool = option(
-        False, "Allocate through CUDA virtual memory.", INERT, why="memory comes from the device's own allocator"
-    )
-    enable_nccl_comm_suspend: bool = option(False, "Free communication buffers while asleep.", LATER)
-    enable_trace_replay: bool = option(False, "Replay a recorded trace.", LATER)
-    return_sampling_mask: bool = option(False, "Report which tokens sampling could choose.", LATER)
     model_impl: str = option(
         "auto",
         "Whose model code runs: quire (a declaration; vllm means the same), transformers, or auto: the first if there "
@@ -284,7 +188,6 @@ class ModelConfig(Group):
     model_class_overrides: dict[str, str] = option(
         {}, "Classes for named architectures, as import paths; goes over ModelRegistry and our declarations."
     )
-    override_attention_dtype: str | None = option(None, "Precision of attention alone.", LATER)
     logits_processors: tuple[str, ...] = option(
         (),
         "Custom LogitsProcessor classes, or import paths of some.",
@@ -292,12 +195,6 @@ class ModelConfig(Group):
         accepts=tuple[str, ...] | None,
         take=names_of,
     )
-    logits_processor_pattern: str | None = option(None, "Which processors a request may name.", LATER)
-    io_processor_plugin: str | None = option(None, "Plug-in that rewrites inputs and outputs.", LATER)
-    renderer_num_workers: int = option(
-        1, "Threads that tokenize in the server.", INERT, low=1, why="long texts are tokenized in threads as they come"
-    )
-    pooler_config: PoolerConfig | None = option(None, "How a pooling model pools.", LATER)
     multimodal_config: MultiModalConfig | None = None  # made when one of its options is set
     # results
     path: str = ""  # the folder or .gguf file that was found

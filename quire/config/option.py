@@ -15,11 +15,12 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, dataclass
 
 import msgspec
 
+from quire.config.unavailable import Row, read_kind, rows_of
 from quire.schema.errors import ConfigError, NotBuiltError
 
 
 class Status(enum.Enum):
-    """Whether an option may be set. Making a feature available is changing LATER to READY in its declaration."""
+    """Whether an option may be set. Making one available is moving its row of unavailable.txt into a declaration."""
 
     READY = "available"
     LATER = "not yet"  # any value but the default (or one listed in `ready`) is refused by name
@@ -46,58 +47,44 @@ class Option(NamedTuple):
     status: Status
     default: Any
     asked: Any
-    name: str | None  # the flat keyword where it is not the field's name
-    flat: bool  # False: only a key inside its group's mapping
-    flags: tuple[str, ...]  # further spellings of the flag
-    choices: tuple[str, ...]  # known values of an open set; a closed set is a Literal type
-    ready: tuple[Any, ...]  # values that work although the status is LATER
-    hints: tuple[Any, ...]  # values that are taken as if the status were INERT, although it is LATER
-    why: str
-    low: float | None
-    high: float | None
-    above: float | None  # exclusive lower bound
-    below: float | None  # exclusive upper bound
-    human: bool  # 25.6k and 4K are numbers too
-    auto: bool  # "auto" means -1
-    accepts: Any  # the type a user may give, where it is wider than the field's
-    take: Callable[[Any], Any] | None  # given value -> value of the field's type
+    name: str | None = None  # the flat keyword where it is not the field's name
+    flat: bool = True  # False: only a key inside its group's mapping
+    flags: tuple[str, ...] = ()  # further spellings of the flag
+    choices: tuple[str, ...] = ()  # known values of an open set; a closed set is a Literal type
+    ready: tuple[Any, ...] = ()  # values that work although the status is LATER
+    hints: tuple[Any, ...] = ()  # values that are taken as if the status were INERT, although it is LATER
+    why: str = ""
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None  # exclusive lower bound
+    below: float | None = None  # exclusive upper bound
+    human: bool = False  # 25.6k and 4K are numbers too
+    auto: bool = False  # "auto" means -1
+    accepts: Any = None  # the type a user may give, where it is wider than the field's
+    take: Callable[[Any], Any] | None = None  # given value -> value of the field's type
     repeat: bool = False  # a list whose flag may be given several times, each time with more of it
 
 
-def option(
-    default: Any,
-    doc: str,
-    status: Status = READY,
-    *,
-    asked: Any = SAME,
-    name: str | None = None,
-    flat: bool = True,
-    flags: tuple[str, ...] = (),
-    choices: tuple[str, ...] = (),
-    ready: tuple[Any, ...] = (),
-    hints: tuple[Any, ...] = (),
-    why: str = "",
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    human: bool = False,
-    auto: bool = False,
-    accepts: Any = None,
-    take: Callable[[Any], Any] | None = None,
-    repeat: bool = False,
-) -> Any:
-    """A dataclass field that carries its declaration."""
-    asked = default if asked is SAME else asked
-    declared = Option(
-        doc, status, default, asked, name, flat, flags, choices, ready, hints, why, low, high, above, below, human,
-        auto, accepts, take, repeat,
-    )  # fmt: skip
+def option(default: Any, doc: str, status: Status = READY, *, asked: Any = SAME, **more: Any) -> Any:
+    """A dataclass field that carries its declaration; `more` are fields of Option."""
+    declared = Option(doc, status, default, default if asked is SAME else asked, **more)
     if isinstance(default, type) and issubclass(default, Group):
         return dataclasses.field(default_factory=default, metadata={_KEY: declared})
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata={_KEY: declared})
     return dataclasses.field(default=default, metadata={_KEY: declared})
+
+
+class Unavailable(NamedTuple):
+    """What a row of unavailable.txt cannot say of its option."""
+
+    accepts: Any
+    take: Callable[[Any], Any] | None
+
+
+def unavailable(*, accepts: Any = None, take: Callable[[Any], Any] | None = None) -> Any:
+    """A field whose declaration is a row of unavailable.txt: written out where code reads it, or converts its value."""
+    return Unavailable(accepts, take)
 
 
 class Declared(NamedTuple):
@@ -161,10 +148,40 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
+_PLAIN = Unavailable(None, None)
+
+
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def group(cls: type[T]) -> type[T]:
-    """Make a Group subclass a dataclass (its fields are listed; Group does the rest)."""
-    return dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
+    """Make a Group subclass a dataclass (its fields are listed; Group does the rest), with its rows of unavailable.txt
+    as further fields."""
+    kinds = dict(cls.__annotations__)
+    for row in rows_of(cls.__name__):
+        written = vars(cls).get(row.field, _PLAIN)
+        if not isinstance(written, Unavailable):
+            raise AssertionError(f"{cls.__name__}.{row.field} is declared, and is in unavailable.txt too")
+        kind = kinds.setdefault(row.field, read_kind(row.value.kind, _groups))
+        setattr(cls, row.field, _from_row(row, kind, written))
+    cls.__annotations__ = kinds
+    made = dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
+    _groups[cls.__name__] = made
+    return made
+
+
+_groups: dict[str, type[Any]] = {}
+
+
+def _from_row(row: Row, kind: Any, written: Unavailable) -> Any:
+    """Of a kind that cannot be None, None means: not said, and the second default (or the group's own) holds."""
+    asked, *equal = row.defaults
+    default = asked
+    if asked is None and NoneType not in parts(kind):
+        default, equal = (equal[0] if equal else kind), []
+    return option(
+        default, row.doc, LATER if row.is_refused else INERT, asked=asked, ready=tuple(equal), why=row.why,
+        name=row.name, flat=row.flat, flags=row.flags, choices=row.value.choices, accepts=written.accepts,
+        take=written.take, **row.value.bounds,
+    )  # fmt: skip
 
 
 def declarations(group: type[Any]) -> dict[str, Declared]:
@@ -305,8 +322,9 @@ def refuse(name: str, value: Any, o: Option) -> None:
         return
     if o.choices and isinstance(value, str) and value not in o.choices:
         raise ConfigError(unknown(f"{name} can be {', '.join(o.choices)}; not", value, o.choices), param=name)
-    allowed = " or ".join(dict.fromkeys(repr(v) for v in (o.asked, *o.ready)))
-    advice = o.why or f"leave {name} at {allowed}"
+    known = (o.asked, *o.ready) if isinstance(o.default, type) else (o.asked, o.default, *o.ready)
+    allowed = f"leave {name} at {' or '.join(dict.fromkeys(map(repr, known)))}"
+    advice = allowed if not o.why else o.why if o.ready else f"{o.why}; {allowed}"
     raise NotBuiltError(
         f"{name}={value!r} is not available in this version of Quire ({o.doc.rstrip('.')}): {advice}",
         param=name,

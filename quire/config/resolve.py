@@ -5,30 +5,25 @@ DEBUG if not) and raises ConfigError on what cannot be. `asked` is the user's ow
 can tell a default from a wish. In: EngineArgs. Out: a finished EngineConfig. Nothing measured ever enters here.
 """
 
-import copy
 import os
-import platform
 import time
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any
 
 from quire.base import env, native
-from quire.base.gguf import GGUFError, shared
 from quire.base.log import logger
+from quire.base.machine import cpu_flags, cpu_multiplies_bfloat16, find_gpu
 from quire.base.plugins import call_plugins
-from quire.base.registry import load
-from quire.config import mistral_config, table
-from quire.config.device import find_gpu
+from quire.checkpoint.facts import read_facts
+from quire.checkpoint.raw import apply_overrides, is_mistral, read_elsewhere, read_raw
+from quire.checkpoint.source import holds_blocks, locate, stored_dtype
+from quire.config import table
 from quire.config.engine import EngineConfig, replace
 from quire.config.environment import check_environment
-from quire.config.facts import read_facts
 from quire.config.graphs import choose_graphs
-from quire.config.mistral_config import CONFIG_FILE
 from quire.config.observing import check_traces
 from quire.config.outside import registered
 from quire.config.sampling import choose_sampling
-from quire.config.source import locate, read_json, stored_dtype
 from quire.schema.errors import CheckpointError, ConfigError, ModelNotFoundError, NotBuiltError
 
 log = logger(__name__)
@@ -39,7 +34,6 @@ USAGES = ("LLM_CLASS", "OPENAI_API_SERVER")
 _QUEUED_REQUESTS, _QUEUED_TOKENS = 10_000, 4 << 20  # that may wait in a server
 GPU_BLOCK_SIZE = 64  # tokens: a tile of keys of the attention kernels is then one page
 ONLINE = {"int8_wo": "int8", "int4_wo": "int4"}  # quantization at load -> weight_form
-_PLAIN_GGUF = (0, 1, 28, 30)  # tensor types F32, F16, F64, BF16
 _UNKNOWN_LENGTH = 2048  # tokens, for a model that does not say
 
 
@@ -112,97 +106,23 @@ def find_tokenizer(asked: Asked, config: EngineConfig) -> EngineConfig:
 
 def read_model(asked: Asked, config: EngineConfig) -> EngineConfig:
     """The raw configuration with the user's patches, and the facts in it."""
-    raw = apply_overrides(_raw_config(config), asked.get("hf_overrides"))
+    model, files = config.model_config, config.load_config
+    if model.hf_config_path is None:
+        raw = read_raw(model.path, model.config_format)
+    else:
+        raw = read_elsewhere(model.hf_config_path, model.revision, files.download_dir, model.hf_token)
+    raw = apply_overrides(raw, asked.get("hf_overrides"))
     facts = read_facts(raw)
     if not facts.architectures:
-        raise CheckpointError(f"the configuration of {config.model_config.model!r} names no architecture")
+        raise CheckpointError(f"the configuration of {model.model!r} names no architecture")
     if facts.is_encoder_decoder:
         raise NotBuiltError(
             f"{facts.architectures[0]} is an encoder-decoder model, which this version of Quire cannot run yet",
             param="model",
         )
-    classes = registered(config.model_config.model_class_overrides)
+    classes = registered(model.model_class_overrides)
     ours = {name: classes[name] for name in facts.architectures if name in classes}
-    return replace(
-        config, model_config=replace(config.model_config, hf_config=raw, facts=facts, model_class_overrides=ours)
-    )
-
-
-def _raw_config(config: EngineConfig) -> dict[str, Any]:
-    model = config.model_config
-    if model.hf_config_path is not None:
-        place = os.path.expanduser(model.hf_config_path)
-        if place.endswith(".json") and os.path.isfile(place):
-            return read_json(*os.path.split(place))
-        files = config.load_config
-        return read_json(
-            locate(place, model.revision, files.download_dir, model.hf_token, weights=False).path, "config.json"
-        )
-    if not model.path.endswith(".gguf"):
-        if is_mistral(config):
-            return mistral_config.config_of(read_json(model.path, CONFIG_FILE), model.path)
-        return read_json(model.path, "config.json")
-    try:
-        found: dict[str, Any] = load("quire.config.gguf_config:config_of")(shared(model.path))
-    except GGUFError as wrong:
-        raise CheckpointError(str(wrong)) from None
-    return found
-
-
-def is_mistral(config: EngineConfig) -> bool:
-    """Whether a folder is read in Mistral's own form: as asked, else if it holds no other."""
-    model = config.model_config
-    if model.config_format != "auto":
-        return bool(model.config_format == "mistral")
-    there = [os.path.exists(os.path.join(model.path, name)) for name in ("config.json", CONFIG_FILE)]
-    return there == [False, True]
-
-
-def apply_overrides(raw: dict[str, Any], patch: Any) -> dict[str, Any]:
-    """A mapping is laid over the configuration, key by key and level by level; a callable returns the new one."""
-    if not patch:
-        return raw
-    if callable(patch):
-        changed = patch(RawConfig(copy.deepcopy(raw)))
-        if not isinstance(changed, Mapping):
-            raise ConfigError(
-                f"the hf_overrides callable returned {type(changed).__name__}; it must return the configuration",
-                param="hf_overrides",
-            )
-        log.info("hf_overrides: the configuration went through %s", patch)
-        return {str(key): _plain(value) for key, value in changed.items()}
-    log.info("hf_overrides: %s", ", ".join(f"{key}={value!r}" for key, value in patch.items()))
-    return _laid_over(raw, patch)
-
-
-class RawConfig(dict[str, Any]):
-    """A configuration whose keys can also be read and set as attributes, as patches written for vLLM do."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self:
-            raise AttributeError(f"the configuration has no {name!r}")
-        value = self[name]
-        if isinstance(value, dict) and not isinstance(value, RawConfig):
-            value = self[name] = RawConfig(value)
-        return value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self[name] = value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    out = dict(below)
-    for key, value in above.items():
-        old = out.get(key)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        out[key] = _laid_over(old, value) if both else value  # type: ignore[arg-type]
-    return out
+    return replace(config, model_config=replace(model, hf_config=raw, facts=facts, model_class_overrides=ours))
 
 
 def choose_storage(asked: Asked, config: EngineConfig) -> EngineConfig:
@@ -223,7 +143,7 @@ def choose_storage(asked: Asked, config: EngineConfig) -> EngineConfig:
             value=stored,
         )
     form = files.load_format
-    if form == "auto" and (is_gguf or is_mistral(config)):
+    if form == "auto" and (is_gguf or is_mistral(model.path, model.config_format)):
         form = "gguf" if is_gguf else "mistral"
     check_loader(files.load_format, files.model_loader_extra_config)
     if is_gguf != (form == "gguf") and form != "dummy":
@@ -301,11 +221,6 @@ def _gguf_on_cpu(config: EngineConfig) -> EngineConfig:
     return replace(config, **{"model_config.dtype": dtype})
 
 
-def holds_blocks(path: str) -> bool:
-    """Whether some tensor of a GGUF file is quantized."""
-    return any(tensor.type_id not in _PLAIN_GGUF for tensor in shared(path).tensors.values())
-
-
 def _gpu_dtype(config: EngineConfig) -> str:
     """float16 for float32 and float16 checkpoints, bfloat16 for bfloat16 ones (and for GGUF, which says neither)."""
     model = config.model_config
@@ -315,20 +230,6 @@ def _gpu_dtype(config: EngineConfig) -> str:
     if saved not in ("float16", "bfloat16"):
         log.info("dtype: float16 (the checkpoint is %s; dtype=float32 insists)", saved)
     return dtype
-
-
-def cpu_multiplies_bfloat16() -> bool:
-    """True if this CPU has instructions for bfloat16 products."""
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(cpu_flags())
-
-
-@cache
-def cpu_flags() -> frozenset[str]:
-    """What this CPU can do, in Linux's words; nothing elsewhere."""
-    if platform.system() != "Linux":
-        return frozenset()
-    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-        return frozenset(next((line for line in file if line.startswith(("flags", "Features"))), "").split())
 
 
 def choose_length(asked: Asked, config: EngineConfig) -> EngineConfig:

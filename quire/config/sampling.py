@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.base.log import logger
-from quire.config import embedded
+from quire.checkpoint import embedded
+from quire.checkpoint.facts import token_ids
+from quire.checkpoint.source import locate, read_json
 from quire.config.engine import EngineConfig, replace
-from quire.config.facts import token_ids
-from quire.config.source import locate, read_json
 from quire.schema.errors import ConfigError
 
 log = logger(__name__)

@@ -8,13 +8,11 @@ import json
 from typing import Any, Literal
 
 from quire.base import env
-from quire.config.option import INERT, LATER, Group, declarations, group, option
+from quire.config.option import Group, declarations, group, option
 from quire.config.table import Flat, refuse_unbuilt
 from quire.schema.errors import ConfigError
 
 GROUP = "Frontend"  # the heading in --help, as vLLM calls it
-_REPLICAS = "one engine serves in this version"
-_MEDIA = "this version takes text only"
 
 
 def as_list(given: Any) -> Any:
@@ -57,9 +55,6 @@ class ServerConfig(Group):
         1, "Processes that speak HTTP, sharing one engine.", asked=None, flags=("-asc",), low=1, high=64
     )
     disable_frontend_multiprocessing: bool = option(False, "Run the engine inside the server's own process.")
-    headless: bool = option(False, "Run an engine without an HTTP server.", LATER, why=_REPLICAS)
-    grpc: bool = option(False, "Serve gRPC instead of HTTP.", LATER)
-    grpc_port: int | None = option(None, "Port of gRPC.", LATER)
 
     # ---- TLS
     ssl_keyfile: str | None = option(None, "Private key (PEM).")
@@ -174,12 +169,6 @@ class ServerConfig(Group):
     tool_server: str | None = option(
         None, "Where tools of /v1/responses run: MCP servers, host:port with commas between, or demo."
     )
-    tool_strict_level: Literal["auto", "function", "parameter"] = option("auto", "How strict tools are.", LATER)
-    trust_request_mm_kwargs: bool = option(False, "Media options from requests.", INERT, why=_MEDIA)
-    lora_modules: tuple[str, ...] | None = option(None, "Adapters to serve.", LATER)
-    anthropic_disabled_thinking_effort: str = option("auto", "Effort when thinking is off.", LATER)
-    cohere_format: str = option("cmd4", "Form of Cohere's chat.", LATER)
-    cohere_is_reasoning_model: bool = option(True, "Cohere models think.", LATER)
 
     # ---- answers
     return_tokens_as_token_ids: bool = option(False, "Tokens of logprobs are written as token_id:NUMBER.")
@@ -187,10 +176,6 @@ class ServerConfig(Group):
     enable_force_include_usage: bool = option(False, "Every stream ends with its usage.")
     enable_request_id_headers: bool = option(True, "Answers carry X-Request-Id, the client's own or a new one.")
     enable_tokenizer_info_endpoint: bool = option(False, "Serve /tokenizer_info.")
-    enable_per_request_metrics: bool = option(False, "Answers carry their timings.", LATER)
-    enable_server_load_tracking: bool = option(
-        False, "Count requests in flight for /load.", INERT, why="they are always counted"
-    )
     sse_keep_alive_interval: float = option(0.0, "Seconds of silence after which a stream sends a comment; 0 never.",
                                             low=0)  # fmt: skip
     fingerprint_mode: Literal["full", "hash", "custom", "none"] = option(
@@ -198,14 +183,7 @@ class ServerConfig(Group):
     )
     fingerprint_value: str | None = option(None, "The custom fingerprint.")
     disable_fastapi_docs: bool = option(False, "No /docs, /redoc and /openapi.json.")
-    enable_offline_docs: bool = option(
-        False, "/docs without any other site.", INERT, why="the pages always come from this server alone"
-    )
     disable_console: bool = option(False, "Quire's own. No chat and engine view at /.")
-    enable_flash_late_interaction: bool = option(
-        True, "Faster late interaction scores.", INERT, why="this version serves no scores"
-    )
-    enable_scale_out: bool = option(False, "Change the number of engines while running.", LATER, why=_REPLICAS)
 
     # ---- logs
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
@@ -223,10 +201,6 @@ class ServerConfig(Group):
     log_error_stack: bool = option(False, "Log the stack of every error an answer reports.", asked=None)
 
     # ---- several engines
-    data_parallel_supervisor_port: int = option(9256, "Port of the supervisor of engines.", INERT, why=_REPLICAS)
-    dp_supervisor_probe_failure_threshold: int = option(3, "Failed probes before a restart.", INERT, why=_REPLICAS)
-    dp_supervisor_probe_interval_s: float = option(5.0, "Seconds between probes.", INERT, why=_REPLICAS)
-    dp_supervisor_probe_timeout_s: float = option(5.0, "Seconds a probe may take.", INERT, why=_REPLICAS)
 
     @property
     def keys(self) -> tuple[str, ...]:

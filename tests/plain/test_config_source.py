@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-import quire.config.source as source
-from quire.config import embedded
-from quire.config.source import locate, read_json, stored_dtype
+import quire.checkpoint.source as source
+from quire.checkpoint import embedded
+from quire.checkpoint.source import locate, read_json, stored_dtype
 from quire.schema.errors import CheckpointError, MissingExtraError, ModelNotFoundError
 
 
@@ -69,7 +69,7 @@ def test_hub_id_without_network() -> None:
 def test_a_network_that_is_not_there(tmp_path: Path) -> None:
     """The real library against an address where nobody listens: at once, and in one line."""
     code = (
-        "import time\nfrom quire.config.source import locate\nstart = time.time()\n"
+        "import time\nfrom quire.checkpoint.source import locate\nstart = time.time()\n"
         "try:\n    locate('some-org/some-model')\nexcept Exception as e:\n    print(type(e).__name__, e)\n"
         "assert time.time() - start < 10"
     )

@@ -7,7 +7,7 @@ In: the mapping of params.json. Out: the raw configuration that the rest of Quir
 from collections.abc import Mapping
 from typing import Any
 
-from quire.config.limits import EXPERTS, FFN, HEAD_DIM, HEADS, LAYERS, VOCAB, WIDTH, WINDOW, check_numbers
+from quire.checkpoint.limits import EXPERTS, FFN, HEAD_DIM, HEADS, LAYERS, VOCAB, WIDTH, WINDOW, check_numbers
 from quire.schema.errors import CheckpointError, NotBuiltError
 
 CONFIG_FILE = "params.json"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from quire.base.gguf import GGUFError, GGUFFile, TensorInfo
-from quire.config.limits import (
+from quire.checkpoint.limits import (
     EXPERTS,
     FFN,
     HEAD_DIM,

@@ -13,16 +13,18 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from quire.base import env
+from quire.base.gguf import shared
 from quire.base.log import logger
 from quire.base.progress import waiting
 from quire.base.registry import load
-from quire.config import embedded
+from quire.checkpoint import embedded
 from quire.schema.errors import CheckpointError, MissingExtraError, ModelNotFoundError
 
 log = logger(__name__)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 _HUB_PREFIX = re.compile(r"(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/")  # as other programs write hub names
+_PLAIN_GGUF = (0, 1, 28, 30)  # tensor types F32, F16, F64, BF16
 _SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "*.vocab", "*.merges")
 
 
@@ -190,3 +192,8 @@ def stored_dtype(folder: str) -> str:
             return ""  # the loader reports the damage, with more to say about it
     kinds = [str(e["dtype"]) for e in entries.values() if isinstance(e, dict) and "dtype" in e]
     return names.get(max(set(kinds), key=kinds.count), "") if kinds else ""
+
+
+def holds_blocks(path: str) -> bool:
+    """Whether some tensor of a GGUF file is quantized."""
+    return any(tensor.type_id not in _PLAIN_GGUF for tensor in shared(path).tensors.values())
