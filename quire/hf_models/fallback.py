@@ -22,7 +22,7 @@ from quire.hf_models.by_row import ByRow, PagedRows, spans_of
 from quire.hf_models.settle import inputs_of, settle
 from quire.hf_models.taps import CallShape, Taps
 from quire.layers.batch import AttentionPlan, Batch, LayerCache
-from quire.schema.errors import CheckpointError
+from quire.schema.errors import CheckpointError, NotBuiltError
 from quire.schema.kv import KVSpec
 
 _log = logger(__name__)
@@ -138,6 +138,7 @@ class Fallback:
     def forward(self, batch: Batch) -> Tensor:
         split, way = self._split, self._way
         assert split is not None
+        _refuse_extras(batch, self.name)
         if isinstance(way, ByRow):
             dtype = next(split.model.parameters()).dtype
             memory = PagedRows(batch.steps, self._caches, self._groups, dtype)
@@ -152,6 +153,19 @@ class Fallback:
     def narrow_logits(self, hidden: Tensor) -> Tensor:
         assert self._split is not None
         return self._split.logits(hidden)
+
+
+def _refuse_extras(batch: Batch, name: str) -> None:
+    """What a step may bring and transformers' code is not given here."""
+    extras = {
+        "input embeddings": batch.given,
+        "adapters": batch.adapter_index,
+        "several channels of positions": batch.position_channels,
+        "an encoder's output": batch.encoded,
+    }
+    for what, brought in extras.items():
+        if brought is not None:
+            raise NotBuiltError(f"{name} runs through transformers' code, which takes no {what} here")
 
 
 def fix_ropes(model: nn.Module, longest: int) -> None:

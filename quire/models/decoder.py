@@ -36,7 +36,7 @@ from quire.ops.act import tanh
 from quire.ops.few import NormRule, few_rows, linear_add, linear_parts, norm_linear, part_rows
 from quire.ops.parts import Delta, whole
 from quire.quant.scheme import Storage
-from quire.schema.errors import ConfigError
+from quire.schema.errors import ConfigError, NotBuiltError
 from quire.schema.kv import KVSpec
 
 # Where the norms of a block sit: before attention, after it, before the mlp, after it ('' = none).
@@ -363,8 +363,12 @@ class Decoder(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states [T, width of the head]."""
-        turns = [rope(batch.positions) for rope in self.ropes]
+        if batch.adapter_index is not None:
+            raise NotBuiltError("a step names adapters, and this version of Quire cannot apply any")
+        turns = [rope(batch.positions, batch.position_channels) for rope in self.ropes]
         x = self.embed(batch.token_ids)
+        if batch.given is not None:
+            x = x.index_copy(0, batch.given.places, batch.given.vectors.to(x.dtype))
         if self.project_in is not None:
             x = self.project_in(x)
         if self.positions is not None:

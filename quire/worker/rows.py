@@ -21,6 +21,7 @@ from torch import Tensor
 from quire.ops.copy import upload
 from quire.schema.kv import KVGroup, KVKind
 from quire.schema.step import Grant, NewRow, StepPlan
+from quire.worker.row_extras import RowExtras
 from quire.worker.staging import align
 
 
@@ -119,6 +120,9 @@ class Rows:
         self.encoder_lens = np.zeros(max_rows, np.int64)  # tokens of an encoder's output
         self.is_encoded = np.zeros(max_rows, np.bool_)  # a step has filled the blocks of cross-attention groups
         self.has_cross = any(group.kind is KVKind.CROSS for group in groups)
+        self.adapters = np.zeros(max_rows, np.int32)  # 0: none
+        self.has_adapters = False
+        self.extras = RowExtras()
         self.tables = [BlockTable(group, max_rows, width) for group in groups]
         self.row_of: dict[str, int] = {}
         self.request_of: list[str] = []  # row -> request id
@@ -129,12 +133,18 @@ class Rows:
         return len(self.request_of)
 
     def apply(self, plan: StepPlan) -> RowChanges:
-        changes = self._change(plan) if plan.left or plan.joined else RowChanges()
+        changes = RowChanges()
+        if plan.left or plan.joined:
+            changes = self._change(plan)
+            self.has_adapters = bool(self.adapters.any())
         self._append_blocks(plan.grants)
         return changes
 
     def _change(self, plan: StepPlan) -> RowChanges:
         changes = RowChanges()
+        if self.extras:
+            for name in plan.left:
+                self.extras.forget(name)
         holes = sorted((self.row_of.pop(name) for name in plan.left if name in self.row_of), reverse=True)
         for new in plan.joined:
             if new.request_id in self.row_of:
@@ -168,6 +178,7 @@ class Rows:
         self.request_of[row] = new.request_id
         self.epochs[row] = new.epoch
         self.encoder_lens[row], self.is_encoded[row] = new.num_encoder_tokens, False
+        self.adapters[row] = new.lora_id
         count = len(new.token_ids)
         self.lengths[row] = count
         self.tokens[row, :count] = upload(np.array(new.token_ids, np.int32), self.tokens.device)
@@ -175,7 +186,7 @@ class Rows:
             table.append(row, blocks)
 
     def _clear(self, row: int) -> None:
-        self.lengths[row] = 0
+        self.lengths[row] = self.adapters[row] = 0
         for table in self.tables:
             table.clear(row)
 
@@ -184,7 +195,7 @@ class Rows:
         self.request_of[target] = name
         count = int(self.lengths[source])
         self.tokens[target, :count] = self.tokens[source, :count]
-        for column in (self.lengths, self.epochs, self.encoder_lens, self.is_encoded):
+        for column in (self.lengths, self.epochs, self.encoder_lens, self.is_encoded, self.adapters):
             column[target] = column[source]
         for table in self.tables:
             table.move(source, target)

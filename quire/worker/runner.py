@@ -66,7 +66,7 @@ class Pending:
                         failed.setdefault(self.plan.grants[index].request_id, _why(score))
             for index, token in zip(self.sample_grants, tokens, strict=True):
                 if not failed or self.plan.grants[index].request_id not in failed:
-                    out[index] = [token]
+                    out[index].append(token)
         return StepResult(
             step=self.plan.step,
             sampled=out,
@@ -84,8 +84,12 @@ class Pending:
             rows = picked.rows()
             for i, place in enumerate(ask.places):
                 index = self.sample_grants[place]
-                if self.plan.grants[index].request_id not in failed:
-                    out[index] = LogprobRows([rows.token_ids[i]], [rows.logprobs[i]], [rows.ranks[i]])
+                if self.plan.grants[index].request_id in failed:
+                    continue
+                own = out[index] = out[index] or LogprobRows([], [], [])  # several tokens of a row: in their order
+                own.token_ids.append(rows.token_ids[i])
+                own.logprobs.append(rows.logprobs[i])
+                own.ranks.append(rows.ranks[i])
         return out
 
 
@@ -267,6 +271,8 @@ class ModelRunner:
 def _mask_of(mask: Mask, sample_grants: list[int], logits: Tensor) -> tuple[Tensor, Tensor]:
     """Grammar rows for the places that sample in this step; a row for a grant that does not sample is dropped."""
     place_of = {grant: place for place, grant in enumerate(sample_grants)}
+    if len(place_of) < len(sample_grants):
+        raise RuntimeError("a mask cannot say which of several tokens of a row it is for")
     used = [(i, place_of[grant]) for i, grant in enumerate(mask.index) if grant in place_of]
     words = torch.frombuffer(bytearray(mask.rows), dtype=torch.int32).view(len(mask.index), mask.words)
     chosen = upload(words[[i for i, _ in used]].numpy(), logits.device)
