@@ -29,7 +29,7 @@ from quire.config.table import Flat, table
 
 
 class UsageContext(enum.StrEnum):
-    """Who asks; it only chooses defaults of batch size."""
+    """Who makes the engine; it only chooses default batch sizes."""
 
     UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
     LLM_CLASS = "LLM_CLASS"
@@ -114,8 +114,10 @@ class EngineArgs(_Derived):  # type: ignore[misc]  # the attributes come from th
     @staticmethod
     def get_batch_defaults(world_size: int, device: str = "cpu") -> tuple[dict[str, int], dict[str, int]]:
         """(most tokens in a step, most requests in a step), each by usage context, on this kind of device."""
-        found: tuple[dict[str, int], dict[str, int]] = load("quire.config.resolve:batch_defaults")(world_size, device)
-        return found
+        defaults: tuple[dict[str, int], dict[str, int]] = load("quire.config.resolve:batch_defaults")(
+            world_size, device
+        )
+        return defaults
 
 
 @group

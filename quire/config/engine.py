@@ -20,12 +20,7 @@ from quire.config.extras import (
 )
 from quire.config.kernels import AttentionConfig, CompilationConfig, KernelConfig, MambaConfig
 from quire.config.local import describe, is_local
-from quire.config.memory import (
-    CacheConfig,
-    KVEventsConfig,
-    LoadConfig,
-    OffloadConfig,
-)
+from quire.config.memory import CacheConfig, KVEventsConfig, LoadConfig, OffloadConfig
 from quire.config.model import ModelConfig
 from quire.config.option import LATER, Group, group, option, unavailable
 from quire.config.running import DeviceConfig, ParallelConfig, SchedulerConfig

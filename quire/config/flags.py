@@ -20,10 +20,10 @@ _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 
 def human_readable_int(text: str) -> int:
     """'1k' is 1000, '1K' is 1024, '25.6k' is 25600; also m, g, t and M, G, T."""
-    found = _NUMBER.fullmatch(text.strip())
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number (write 4096, 4k or 4K)")
-    digits, suffix = found.groups()
+    number = _NUMBER.fullmatch(text.strip())
+    if number is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number (write 4096, 4k or 4K)")
+    digits, suffix = number.groups()
     if suffix and suffix.isupper():
         if "." in digits:
             raise argparse.ArgumentTypeError(
@@ -32,12 +32,12 @@ def human_readable_int(text: str) -> int:
         return int(digits) << 10 * _POWERS[suffix.lower()]
     if not suffix:
         if "." in digits:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
         return int(digits)
     whole, _, fraction = digits.partition(".")
     shift = 3 * _POWERS[suffix]
     if len(fraction) > shift:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     sign = -1 if whole.startswith("-") else 1
     return sign * int(whole.lstrip("+-") + fraction.ljust(shift, "0") or "0")
 
@@ -52,7 +52,7 @@ def json_value(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as wrong:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {wrong}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {wrong}") from None
 
 
 def union_dict_and_str(text: str) -> Any:

@@ -93,11 +93,9 @@ class ModelConfig(Group):
     """Which model, tokenizer, precision and context length."""
 
     model: str = option(
-        "",
-        "A folder, a .gguf file or a hub id; unset is the small embedded model (`quire pull default`).",
-        asked=None,
+        "", "A folder, a .gguf file or a hub id; unset is the small embedded model (`quire pull default`).", asked=None,
         take=lambda given: "" if given is None else str(given),
-    )
+    )  # fmt: skip
     runner: Literal["auto", "generate", "pooling", "draft"] = option(
         "auto", "What the model is run for.", LATER, ready=("generate",)
     )
@@ -106,42 +104,30 @@ class ModelConfig(Group):
     )
     tokenizer: str = option("", "Folder, file or hub id of the tokenizer; unset is the model's own.", asked=None)
     tokenizer_mode: str = option(
-        "auto",
-        "Tokenizer implementation.",
-        LATER,
+        "auto", "Tokenizer implementation.", LATER,
         choices=("auto", "hf", "slow", "mistral", "cohere", "deepseek_v32", "deepseek_v4", "inkling", "kimi_k3"),
-        ready=("hf", "slow", "mistral"),
-        take=lower,
-    )
+        ready=("hf", "slow", "mistral"), take=lower,
+    )  # fmt: skip
     trust_remote_code: bool = option(False, "Allow running Python code that comes with a checkpoint.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "auto",
         "Precision of weights and activations. auto on CPU: what the checkpoint says, with float16 run as bfloat16 "
         "(CPUs have no fast float16) and float32 kept exact; the blocks of a GGUF file are multiplied as stored, "
         "between float32 activations (any explicit dtype decodes them at load, unless quantization=gguf is given too).",
-        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
-        accepts=str,
-        take=dtype_name,
-    )
+        choices=("auto", "half", "float16", "bfloat16", "float", "float32"), accepts=str, take=dtype_name,
+    )  # fmt: skip
     seed: int = option(
-        0,
-        "Seed of everything random that no request seeds itself.",
-        low=0,
+        0, "Seed of everything random that no request seeds itself.", low=0,
         take=lambda given: 0 if given is None else given,
-    )
+    )  # fmt: skip
     hf_config_path: str | None = option(None, "Folder or hub id whose config.json is read instead.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     tokenizer_revision: str | None = option(None, "Branch, tag or commit of a hub tokenizer; unset is revision's.")
     max_model_len: int = option(
         8192,
         "Tokens of prompt and answer together; unset is the model's own limit, -1 or auto the most that memory holds.",
-        asked=None,
-        low=-1,
-        human=True,
-        auto=True,
-        accepts=int | str | None,
-        take=length_asked,
-    )
+        asked=None, low=-1, human=True, auto=True, accepts=int | str | None, take=length_asked,
+    )  # fmt: skip
     quantization: str | None = option(
         None, "How weights are stored; unset is what the checkpoint says. On CPU int8_wo and int4_wo round an "
         "unquantized checkpoint to blocks of 8 or 4 bits while loading.", LATER, flags=("-q",),
@@ -156,12 +142,9 @@ class ModelConfig(Group):
     disable_sliding_window: bool = option(False, "Cap the context at the model's window, so that none is cut.")
     skip_tokenizer_init: bool = option(False, "No tokenizer: token ids in, token ids out.")
     served_model_name: str = option(
-        "",
-        "The name requests and metrics use; of several, the first is reported.",
-        asked=None,
-        accepts=str | tuple[str, ...] | None,
-        take=first_name,
-    )
+        "", "The name requests and metrics use; of several, the first is reported.", asked=None,
+        accepts=str | tuple[str, ...] | None, take=first_name,
+    )  # fmt: skip
     config_format: str = option(
         "auto",
         "Form of the model's configuration file: hf is config.json, mistral is params.json, auto the first there.",
@@ -179,22 +162,16 @@ class ModelConfig(Group):
     model_impl: str = option(
         "auto",
         "Whose model code runs: quire (a declaration; vllm means the same), transformers, or auto: the first if there "
-        "is one, else the second.",
-        LATER,
-        choices=("auto", "quire", "vllm", "transformers", "terratorch"),
-        ready=("quire", "vllm", "transformers"),
-        take=lambda given: {"vllm": "quire"}.get(lower(given), lower(given)),
-    )
+        "is one, else the second.", LATER, choices=("auto", "quire", "vllm", "transformers", "terratorch"),
+        ready=("quire", "vllm", "transformers"), take=lambda given: {"vllm": "quire"}.get(lower(given), lower(given)),
+    )  # fmt: skip
     model_class_overrides: dict[str, str] = option(
         {}, "Classes for named architectures, as import paths; goes over ModelRegistry and our declarations."
     )
     logits_processors: tuple[str, ...] = option(
-        (),
-        "Custom LogitsProcessor classes, or import paths of some.",
-        asked=None,
-        accepts=tuple[str, ...] | None,
+        (), "Custom LogitsProcessor classes, or import paths of some.", asked=None, accepts=tuple[str, ...] | None,
         take=names_of,
-    )
+    )  # fmt: skip
     multimodal_config: MultiModalConfig | None = None  # made when one of its options is set
     # results
     path: str = ""  # the folder or .gguf file that was found

@@ -17,7 +17,7 @@ def check_traces(asked: Mapping[str, Any], config: EngineConfig) -> EngineConfig
     endpoint, details = observe.otlp_traces_endpoint, observe.collect_detailed_traces
     if details and endpoint is None:
         raise ConfigError(
-            f"collect_detailed_traces={list(details)} needs otlp_traces_endpoint: the times are told in traces",
+            f"collect_detailed_traces={list(details)} needs otlp_traces_endpoint: traces carry the times",
             param="collect_detailed_traces",
             value=details,
         )

@@ -24,9 +24,7 @@ class Status(enum.Enum):
 
     READY = "available"
     LATER = "not yet"  # any value but the default (or one listed in `ready`) is refused by name
-    INERT = (
-        "no effect"  # accepted, and named in the log: it holds already, or tunes what Quire does not have; see `why`
-    )
+    INERT = "no effect"  # accepted, and named in the log with its `why`
 
 
 READY, LATER, INERT = Status.READY, Status.LATER, Status.INERT
@@ -37,7 +35,7 @@ T = TypeVar("T")
 
 
 class UnknownOptionError(ConfigError, TypeError):
-    """A keyword nobody declared. A TypeError too, as for any Python call with a wrong keyword."""
+    """A keyword that no option has. A TypeError too, as for any Python call with a wrong keyword."""
 
 
 class Option(NamedTuple):
@@ -103,7 +101,7 @@ class Group:
     """Parent of every config group: keyword-only, frozen, compared by value, each declared field checked when made.
 
     The methods are written here once because `dataclass` would compile them anew for every group, which costs
-    a tenth of a second at start.
+    a tenth of a second at a start.
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -205,7 +203,7 @@ def make(group: type[Any], values: Mapping[str, Any], where: str = "") -> Any:
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """The one wording for a name nobody knows."""
+    """The message for an unknown name."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"{what} {name!r}; did you mean {near[0]!r}?" if near else f"{what} {name!r}"
 
@@ -309,7 +307,7 @@ def _describe_one(part: Any) -> str:
 
 def has_no_effect(value: Any, o: Option) -> bool:
     """Whether it was set, is taken, and changes nothing."""
-    if any(same(value, held) for held in (o.asked, o.default, *o.ready)):
+    if any(same(value, usual) for usual in (o.asked, o.default, *o.ready)):
         return False
     return o.status is INERT or any(same(value, hint) for hint in o.hints)
 

@@ -1,8 +1,8 @@
-"""From what was asked to what will be run: ordered pure steps EngineConfig -> EngineConfig.
+"""From the user's options to the configuration that runs: ordered pure steps EngineConfig -> EngineConfig.
 
 Each step is one function, named for what it decides; it logs a decision with its reason (INFO if it could surprise,
-DEBUG if not) and raises ConfigError on what cannot be. `asked` is the user's own words (None: not said), so a step
-can tell a default from a wish. In: EngineArgs. Out: a finished EngineConfig. Nothing measured ever enters here.
+DEBUG if not) and raises ConfigError on what is impossible. `asked` holds the user's own values (None: not given), so
+that a step can tell a default from a choice. In: EngineArgs. Out: a finished EngineConfig; nothing in it is measured.
 """
 
 import os
@@ -49,14 +49,14 @@ def resolve(args: Any, usage_context: Any = None) -> EngineConfig:
 
 
 def refuse(asked: Asked, config: EngineConfig) -> EngineConfig:
-    """First of all: an option whose feature is missing is refused by name, and hints to another engine are dropped."""
+    """First of all: options of missing features are refused by name, and hints meant for another engine are dropped."""
     table.refuse_unbuilt(config)
     plain: EngineConfig = table.without_hints(config)
     return plain
 
 
 def choose_device(asked: Asked, config: EngineConfig) -> EngineConfig:
-    """What was asked for; else a GPU where there is one."""
+    """The device asked for; else a GPU where there is one."""
     device: str = config.device_config.device
     if device == "auto":
         device, why = env.TARGET_DEVICE.get(), "QUIRE_TARGET_DEVICE"
@@ -71,7 +71,7 @@ def choose_device(asked: Asked, config: EngineConfig) -> EngineConfig:
 def find_model(asked: Asked, config: EngineConfig) -> EngineConfig:
     """Where the files are, and under which names the model is served."""
     model, files = config.model_config, config.load_config
-    if asked.get("model") == "":  # an unset variable of a script, most likely: not a wish for the embedded one
+    if asked.get("model") == "":  # most likely an unset variable of a script, not a request for the embedded model
         raise ModelNotFoundError("model is '': name a folder, a .gguf file or a hub id, or leave it out", param="model")
     found = locate(model.model or None, model.revision, files.download_dir, model.hf_token, files.ignore_patterns)
     if not model.model:
@@ -123,7 +123,7 @@ def read_model(asked: Asked, config: EngineConfig) -> EngineConfig:
 
 
 def choose_storage(asked: Asked, config: EngineConfig) -> EngineConfig:
-    """How weights are stored: what the checkpoint says, and the options must not contradict it."""
+    """How weights are stored: as the checkpoint says, which the options must not contradict."""
     model, files = config.model_config, config.load_config
     is_gguf = model.path.endswith(".gguf")
     stored = "gguf" if is_gguf else model.facts.quantization
@@ -145,14 +145,14 @@ def choose_storage(asked: Asked, config: EngineConfig) -> EngineConfig:
     check_loader(files.load_format, files.model_loader_extra_config)
     if is_gguf != (form == "gguf") and form != "dummy":
         raise ConfigError(
-            f"load_format={form!r} does not fit {model.path}: it is {'a' if is_gguf else 'no'} GGUF file",
+            f"load_format={form!r} does not fit {model.path}: it is {'a' if is_gguf else 'not a'} GGUF file",
             param="load_format",
         )
     return replace(config, **{"model_config.quantization": stored or None, "load_config.load_format": form})
 
 
 def check_loader(load_format: str, extra: Mapping[str, Any]) -> None:
-    """model_loader_extra_config is refused where nobody would read it."""
+    """Keys of model_loader_extra_config that the loader would not read are refused."""
     known = ("pattern",) if load_format == "sharded_state" else ()
     if unknown := [str(key) for key in extra if key not in known]:
         raise NotBuiltError(
@@ -196,12 +196,12 @@ def choose_dtype(asked: Asked, config: EngineConfig) -> EngineConfig:
         return replace(config, **{"model_config.dtype": _gpu_dtype(config)})
     if model.path.endswith(".gguf"):
         return _gguf_on_cpu(config)
-    saved = model.facts.dtype or stored_dtype(model.path) or "float32"
-    dtype = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}.get(saved, "float32")
+    saved = _saved_dtype(config)
+    dtype = "bfloat16" if saved in ("bfloat16", "float16") else "float32"
     if saved == "float16":
         log.info("dtype: bfloat16 (the checkpoint is float16, which CPUs compute slowly; dtype=float16 insists)")
     elif saved != dtype:
-        log.warning("dtype: %s (the checkpoint says %s, which cannot be computed in)", dtype, saved)
+        log.warning("dtype: %s (the checkpoint says %s, which is not a dtype to compute in)", dtype, saved)
     else:
         log.debug("dtype: %s, as saved", dtype)
     return replace(config, **{"model_config.dtype": dtype})
@@ -218,11 +218,14 @@ def _gguf_on_cpu(config: EngineConfig) -> EngineConfig:
     return replace(config, **{"model_config.dtype": dtype})
 
 
+def _saved_dtype(config: EngineConfig) -> str:
+    model = config.model_config
+    return model.facts.dtype or stored_dtype(model.path) or "float32"
+
+
 def _gpu_dtype(config: EngineConfig) -> str:
     """float16 for float32 and float16 checkpoints, bfloat16 for bfloat16 ones (and for GGUF, which says neither)."""
-    model = config.model_config
-    is_gguf = model.path.endswith(".gguf")
-    saved = "bfloat16" if is_gguf else model.facts.dtype or stored_dtype(model.path) or "float32"
+    saved = "bfloat16" if config.model_config.path.endswith(".gguf") else _saved_dtype(config)
     dtype = "bfloat16" if saved == "bfloat16" else "float16"
     if saved not in ("float16", "bfloat16"):
         log.info("dtype: float16 (the checkpoint is %s; dtype=float32 insists)", saved)
@@ -343,7 +346,7 @@ def choose_batch(asked: Asked, config: EngineConfig) -> EngineConfig:
 
 
 def choose_queue(asked: Asked, config: EngineConfig) -> EngineConfig:
-    """How much may wait: a server refuses in time rather than let a queue grow without end."""
+    """How much may wait: a server refuses early rather than let its queue grow without bound."""
     if config.usage_context != "OPENAI_API_SERVER":
         return config
     scheduler, length = config.scheduler_config, config.model_config.max_model_len
@@ -356,7 +359,7 @@ def choose_queue(asked: Asked, config: EngineConfig) -> EngineConfig:
 
 
 def check_scheduler(asked: Asked, config: EngineConfig) -> EngineConfig:
-    """Limits that could never be met together are errors."""
+    """Limits that contradict each other are errors."""
     s, length = config.scheduler_config, config.model_config.max_model_len
     if s.max_num_batched_tokens < s.max_num_seqs:
         raise ConfigError(
@@ -402,14 +405,12 @@ def _long_threshold(config: EngineConfig) -> int:
 
 
 def choose_scheduling(asked: Asked, config: EngineConfig) -> EngineConfig:
-    """Planning ahead pays where the device works beside the host; a CPU worker is the host."""
-    if asked.get("async_scheduling") is None:
-        if config.device_config.device == "cuda":
-            log.debug("async_scheduling: on (the GPU works while the next step is planned)")
-            return replace(config, **{"scheduler_config.async_scheduling": True})
-        log.debug("async_scheduling: off (on CPU the plan and the step share the cores)")
-        return replace(config, **{"scheduler_config.async_scheduling": False})
-    return config
+    """Planning ahead pays off where the device computes while the host plans; on CPU the two share the cores."""
+    if asked.get("async_scheduling") is not None:
+        return config
+    is_on = config.device_config.device == "cuda"
+    log.debug("async_scheduling: %s", "on (a GPU)" if is_on else "off (on CPU plan and step share the cores)")
+    return replace(config, **{"scheduler_config.async_scheduling": is_on})
 
 
 def choose_cache(asked: Asked, config: EngineConfig) -> EngineConfig:
@@ -439,7 +440,7 @@ def choose_cache(asked: Asked, config: EngineConfig) -> EngineConfig:
 
 
 def _cache_dtype(config: EngineConfig) -> str:
-    """The model's; but 16 bits beside blocks of a few bits, whose float32 activations have no more to say."""
+    """The model's; but 16 bits beside blocks of a few bits, where float32 keys and values would add no precision."""
     model = config.model_config
     if model.weight_form != "stored" or model.dtype != "float32" or native.library() is None:
         return model.dtype
@@ -448,7 +449,7 @@ def _cache_dtype(config: EngineConfig) -> str:
 
 
 def finish(asked: Asked, config: EngineConfig) -> EngineConfig:
-    """A name for this run, and the checks that every field is final."""
+    """A name for this run, and what other fields repeat from the model."""
     model = config.model_config
     quantized = model.hf_config.get("quantization_config")
     return replace(
@@ -460,25 +461,27 @@ def finish(asked: Asked, config: EngineConfig) -> EngineConfig:
 
 
 def choose_thinking(asked: Asked, config: EngineConfig) -> EngineConfig:
-    """The reasoning parser has two places; one is as good as the other."""
-    said, own = config.reasoning_config, config.structured_outputs_config.reasoning_parser
-    if said is not None and not (said.reasoning_parser or own or (said.reasoning_start_str and said.reasoning_end_str)):
+    """The reasoning parser can be given in two places; either is enough, and both must agree."""
+    marks, own = config.reasoning_config, config.structured_outputs_config.reasoning_parser
+    if marks is None:
+        return config
+    if not (marks.reasoning_parser or own or (marks.reasoning_start_str and marks.reasoning_end_str)):
         raise ConfigError(
             "reasoning_config needs reasoning_parser, or both reasoning_start_str and reasoning_end_str",
             param="reasoning_config",
         )
-    if said is None or not said.reasoning_parser or said.reasoning_parser == own:
+    if not marks.reasoning_parser or marks.reasoning_parser == own:
         return config
     if own:
         raise ConfigError(
-            f"reasoning_parser is {own!r}, and reasoning_config.reasoning_parser is {said.reasoning_parser!r}",
+            f"reasoning_parser is {own!r}, and reasoning_config.reasoning_parser is {marks.reasoning_parser!r}",
             param="reasoning_config",
         )
-    return replace(config, **{"structured_outputs_config.reasoning_parser": said.reasoning_parser})
+    return replace(config, **{"structured_outputs_config.reasoning_parser": marks.reasoning_parser})
 
 
 def choose_harmony(asked: Asked, config: EngineConfig) -> EngineConfig:
-    """gpt-oss answers in channels, whatever was asked; `identity` leaves its text as it is."""
+    """gpt-oss always answers in channels; the parser `identity` leaves its text as it is."""
     if config.model_config.facts.model_type != "gpt_oss" or config.structured_outputs_config.reasoning_parser:
         return config
     return replace(config, **{"structured_outputs_config.reasoning_parser": "openai_gptoss"})

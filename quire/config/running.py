@@ -19,12 +19,9 @@ class SchedulerConfig(Group):
     DEFAULT_MAX_NUM_SEQS: ClassVar[int] = 128
 
     max_num_batched_tokens: int = option(
-        2048,
-        "Most tokens in one step; unset is 4096 for LLM and 2048 for a server, on a large GPU 16384 and 8192.",
-        asked=None,
-        low=1,
-        human=True,
-    )
+        2048, "Most tokens in one step; unset is 4096 for LLM and 2048 for a server, on a large GPU 16384 and 8192.",
+        asked=None, low=1, human=True,
+    )  # fmt: skip
     max_num_seqs: int = option(
         128, "Most requests in one step; unset is 256 for LLM and 128 for a server, on a large GPU 1024.", asked=None,
         low=1,
@@ -33,10 +30,8 @@ class SchedulerConfig(Group):
         0.0,
         "Milliseconds that a decoding request should wait for a token at most while prompts are computed beside it: "
         "bounds the prompt tokens of a step, though not below 512 and not while many prompts wait. 0 is no goal; unset "
-        "is 12 for a server on a GPU, else 0.",
-        asked=None,
-        low=0,
-    )
+        "is 12 for a server on a GPU, else 0.", asked=None, low=0,
+    )  # fmt: skip
     max_num_queued_reqs: int | None = option(
         None, "Requests that may wait; more are refused. 0 is no bound; unset is 10000 for a server, else no bound.",
         low=0,
@@ -100,16 +95,10 @@ class ParallelConfig(Group):
     data_parallel_size: int = unavailable()
     eplb_config: EPLBConfig = option(EPLBConfig, "How experts are balanced.", asked=None)
     distributed_executor_backend: str | None = option(
-        None,
-        "How workers are run.",
-        LATER,
-        choices=("uni", "mp", "ray", "external_launcher"),
-        ready=("uni",),
-        hints=("mp", "ray"),
-        why=f"on one device mp and ray have no effect: {reason('one-device')}",
-        accepts=str | None,
+        None, "How workers are run.", LATER, choices=("uni", "mp", "ray", "external_launcher"), ready=("uni",),
+        hints=("mp", "ray"), why=f"on one device mp and ray have no effect: {reason('one-device')}", accepts=str | None,
         take=lambda given: given if given is None else name_of(given),
-    )
+    )  # fmt: skip
     worker_extension_cls: str = option("", "Import path of a class whose methods the worker gains.")
     assigned_physical_gpu_ids: str | tuple[int, ...] | None = unavailable(accepts=str | None)
     # results
