@@ -18,7 +18,7 @@ from quire.schema.errors import ConfigError
 log = logger(__name__)
 
 
-def check_environment(asked: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
+def check_environment(given: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
     """Variables without effect are named with the reason; unknown ones are warned about or refused."""
     known, unknown = sort_names()
     if unknown and config.fail_on_environ_validation:

@@ -92,12 +92,12 @@ def add_flags(parser: argparse.ArgumentParser, flats: Iterable[Flat]) -> None:
 def arguments_for(flat: Flat) -> dict[str, Any]:
     """The keyword arguments of add_argument for one option."""
     declared, o = flat.declared, flat.declared.option
-    default = list(o.asked) if isinstance(o.asked, tuple) else o.asked
-    works = [value for value in o.ready if value not in (None, False, o.asked, o.default)]
+    default = list(o.unset) if isinstance(o.unset, tuple) else o.unset
+    works = [value for value in o.ready if value not in (None, False, o.unset, o.default)]
     absent = o.status is LATER and not works  # any value that means something is refused, so help does not offer it
     arguments: dict[str, Any] = {"default": default, "help": argparse.SUPPRESS if absent else help_text(o)}
     kinds = [kind for kind in parts(declared.given) if kind is not NoneType]
-    optional = o.asked is None or NoneType in parts(declared.given)
+    optional = o.unset is None or NoneType in parts(declared.given)
     if kinds == [bool]:
         return arguments | {"action": argparse.BooleanOptionalAction}
     if bool in kinds:
@@ -142,4 +142,4 @@ def help_text(o: Option) -> str:
         text += f" Not available yet{works}."
     elif o.status is INERT:
         text += f" No effect: {o.why}."
-    return f"{text} Default: {o.asked if o.asked != () else '[]'}.".replace("%", "%%")
+    return f"{text} Default: {o.unset if o.unset != () else '[]'}.".replace("%", "%%")

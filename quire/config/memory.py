@@ -18,7 +18,7 @@ class CacheConfig(Group):
 
     DEFAULT_BLOCK_SIZE: ClassVar[int] = 16
 
-    block_size: int = option(16, "Tokens per KV block; unset is 16, on a GPU 64.", asked=None, low=1)
+    block_size: int = option(16, "Tokens per KV block; unset is 16, on a GPU 64.", unset=None, low=1)
     gpu_memory_utilization: float = option(
         0.92,
         "Share of a GPU's memory this engine may use; on CPU set kv_cache_memory_bytes or QUIRE_CPU_KVCACHE_SPACE.",
@@ -44,7 +44,7 @@ class CacheConfig(Group):
     )
     num_gpu_blocks_override: int | None = option(None, "Exact number of KV blocks.", low=1)
     enable_prefix_caching: bool = option(
-        True, "Reuse the KV of shared prefixes; unset is on where the model allows it.", asked=None
+        True, "Reuse the KV of shared prefixes; unset is on where the model allows it.", unset=None
     )
     prefix_caching_hash_algo: Literal["sha256", "sha256_cbor", "blake2b", "xxhash", "xxhash_cbor"] = option(
         "sha256", "Hash of prefix blocks; the xxhash forms are fast and not for mutually distrusting users."

@@ -1,7 +1,7 @@
 """From the user's options to the configuration that runs: ordered pure steps EngineConfig -> EngineConfig.
 
 Each step is one function, named for what it decides; it logs a decision with its reason (INFO if it could surprise,
-DEBUG if not) and raises ConfigError on what is impossible. `asked` holds the user's own values (None: not given), so
+DEBUG if not) and raises ConfigError on what is impossible. `given` holds the user's own values (None: not given), so
 that a step can tell a default from a choice. In: EngineArgs. Out: a finished EngineConfig; nothing in it is measured.
 """
 
@@ -28,8 +28,8 @@ from quire.schema.errors import CheckpointError, ConfigError, ModelNotFoundError
 
 log = logger(__name__)
 
-Asked = Mapping[str, Any]
-Step = Callable[[Asked, EngineConfig], EngineConfig]
+Given = Mapping[str, Any]
+Step = Callable[[Given, EngineConfig], EngineConfig]
 USAGES = ("LLM_CLASS", "OPENAI_API_SERVER")
 _QUEUED_REQUESTS, _QUEUED_TOKENS = 10_000, 4 << 20  # that may wait in a server
 GPU_BLOCK_SIZE = 64  # tokens: a tile of keys of the attention kernels is then one page
@@ -40,22 +40,22 @@ _UNKNOWN_LENGTH = 2048  # tokens, for a model that does not say
 def resolve(args: Any, usage_context: Any = None) -> EngineConfig:
     """Run every step in order."""
     call_plugins()
-    asked = dict(vars(args))
+    given = dict(vars(args))
     usage = str(usage_context) if usage_context is not None else ""
-    config = replace(table.assemble(asked), usage_context=usage.rpartition(".")[2])
+    config = replace(table.assemble(given), usage_context=usage.rpartition(".")[2])
     for step in STEPS:
-        config = step(asked, config)
+        config = step(given, config)
     return config
 
 
-def refuse(asked: Asked, config: EngineConfig) -> EngineConfig:
+def refuse(given: Given, config: EngineConfig) -> EngineConfig:
     """First of all: options of missing features are refused by name, and hints meant for another engine are dropped."""
     table.refuse_unbuilt(config)
     plain: EngineConfig = table.without_hints(config)
     return plain
 
 
-def choose_device(asked: Asked, config: EngineConfig) -> EngineConfig:
+def choose_device(given: Given, config: EngineConfig) -> EngineConfig:
     """The device asked for; else a GPU where there is one."""
     device: str = config.device_config.device
     if device == "auto":
@@ -68,23 +68,23 @@ def choose_device(asked: Asked, config: EngineConfig) -> EngineConfig:
     return replace(config, **{"device_config.device": device})
 
 
-def find_model(asked: Asked, config: EngineConfig) -> EngineConfig:
+def find_model(given: Given, config: EngineConfig) -> EngineConfig:
     """Where the files are, and under which names the model is served."""
     model, files = config.model_config, config.load_config
-    if asked.get("model") == "":  # most likely an unset variable of a script, not a request for the embedded model
+    if given.get("model") == "":  # most likely an unset variable of a script, not a request for the embedded model
         raise ModelNotFoundError("model is '': name a folder, a .gguf file or a hub id, or leave it out", param="model")
     found = locate(model.model or None, model.revision, files.download_dir, model.hf_token, files.ignore_patterns)
     if not model.model:
         log.info("No model was named: using the embedded %s", found.name)
-    given = asked.get("served_model_name")
-    names = tuple(given) if isinstance(given, list | tuple) else (model.served_model_name or found.name,)
+    served = given.get("served_model_name")
+    names = tuple(served) if isinstance(served, list | tuple) else (model.served_model_name or found.name,)
     changes = {"path": found.path, "served_model_name": names[0], "served_model_names": names}
     if not model.model:
         changes["model"] = found.name
     return replace(config, model_config=replace(model, **changes))
 
 
-def find_tokenizer(asked: Asked, config: EngineConfig) -> EngineConfig:
+def find_tokenizer(given: Given, config: EngineConfig) -> EngineConfig:
     """The model's own files unless another tokenizer was named; a hub id is fetched here."""
     model = config.model_config
     revision = model.tokenizer_revision or model.revision
@@ -101,14 +101,14 @@ def find_tokenizer(asked: Asked, config: EngineConfig) -> EngineConfig:
     )
 
 
-def read_model(asked: Asked, config: EngineConfig) -> EngineConfig:
+def read_model(given: Given, config: EngineConfig) -> EngineConfig:
     """The raw configuration with the user's patches, and the facts in it."""
     model, files = config.model_config, config.load_config
     if model.hf_config_path is None:
         raw = read_raw(model.path, model.config_format)
     else:
         raw = read_elsewhere(model.hf_config_path, model.revision, files.download_dir, model.hf_token)
-    raw = apply_overrides(raw, asked.get("hf_overrides"))
+    raw = apply_overrides(raw, given.get("hf_overrides"))
     facts = read_facts(raw)
     if not facts.architectures:
         raise CheckpointError(f"the configuration of {model.model!r} names no architecture")
@@ -122,7 +122,7 @@ def read_model(asked: Asked, config: EngineConfig) -> EngineConfig:
     return replace(config, model_config=replace(model, hf_config=raw, facts=facts, model_class_overrides=ours))
 
 
-def choose_storage(asked: Asked, config: EngineConfig) -> EngineConfig:
+def choose_storage(given: Given, config: EngineConfig) -> EngineConfig:
     """How weights are stored: as the checkpoint says, which the options must not contradict."""
     model, files = config.model_config, config.load_config
     is_gguf = model.path.endswith(".gguf")
@@ -182,14 +182,14 @@ def _choose_online(config: EngineConfig, stored: str) -> EngineConfig:
     return replace(config, **{"model_config.weight_form": ONLINE[str(model.quantization)]})
 
 
-def choose_dtype(asked: Asked, config: EngineConfig) -> EngineConfig:
+def choose_dtype(given: Given, config: EngineConfig) -> EngineConfig:
     """auto: what the checkpoint was saved in, where the device computes it well."""
     model = config.model_config
     on_gpu = config.device_config.device == "cuda"
     if model.dtype != "auto":
         if model.dtype == "float16" and not on_gpu:
             log.info("dtype: float16 as asked; CPUs compute it slowly, bfloat16 and float32 are faster")
-        if asked.get("quantization") == "gguf" and not on_gpu:
+        if given.get("quantization") == "gguf" and not on_gpu:
             return replace(config, **{"model_config.weight_form": "stored"})
         return config
     if on_gpu:
@@ -232,10 +232,10 @@ def _gpu_dtype(config: EngineConfig) -> str:
     return dtype
 
 
-def choose_length(asked: Asked, config: EngineConfig) -> EngineConfig:
+def choose_length(given: Given, config: EngineConfig) -> EngineConfig:
     """max_model_len: the model's own limit, or less."""
     model = config.model_config
-    wanted = None if asked.get("max_model_len") is None else model.max_model_len
+    wanted = None if given.get("max_model_len") is None else model.max_model_len
     limit = model.facts.max_positions
     if not limit:
         log.warning("the configuration names no context length; assuming %d tokens", _UNKNOWN_LENGTH)
@@ -268,14 +268,14 @@ def _checked_length(wanted: int, limit: int) -> int:
     )
 
 
-def choose_reuse(asked: Asked, config: EngineConfig) -> EngineConfig:
+def choose_reuse(given: Given, config: EngineConfig) -> EngineConfig:
     """Chunked prefill and prefix caching: on. Where layers keep running states, reuse costs memory for saved ones: only
     if asked for."""
     has_states, cache = config.model_config.facts.has_states, config.cache_config
     changes: dict[str, Any] = {}
-    if asked.get("enable_chunked_prefill") is None:
+    if given.get("enable_chunked_prefill") is None:
         changes["scheduler_config.enable_chunked_prefill"] = True
-    caching = asked.get("enable_prefix_caching")
+    caching = given.get("enable_prefix_caching")
     if caching is None:
         caching = not has_states or cache.mamba_cache_mode != "none"
         changes["cache_config.enable_prefix_caching"] = caching
@@ -318,23 +318,23 @@ def batch_defaults(world_size: int, device: str = "cpu") -> tuple[dict[str, int]
 LATENCY_GOAL_MS = 12.0  # of a server: about two steps of decodes with a large model
 
 
-def choose_batch(asked: Asked, config: EngineConfig) -> EngineConfig:
+def choose_batch(given: Given, config: EngineConfig) -> EngineConfig:
     """How much a step holds: by usage, then so that the two limits and the context length fit each other."""
     scheduler, length = config.scheduler_config, config.model_config.max_model_len
     by_tokens, by_requests = batch_defaults(config.parallel_config.world_size, config.device_config.device)
     tokens, requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-    if asked.get("max_num_seqs") is None:
+    if given.get("max_num_seqs") is None:
         requests = by_requests.get(config.usage_context, scheduler.DEFAULT_MAX_NUM_SEQS)
-    if asked.get("max_num_batched_tokens") is None:
+    if given.get("max_num_batched_tokens") is None:
         tokens = by_tokens.get(config.usage_context, scheduler.DEFAULT_MAX_NUM_BATCHED_TOKENS)
         if not scheduler.enable_chunked_prefill:
             tokens = max(tokens, length)
-        tokens = max(min(tokens, requests * length), requests if asked.get("max_num_seqs") else 1)
-    if asked.get("max_num_seqs") is None:
+        tokens = max(min(tokens, requests * length), requests if given.get("max_num_seqs") else 1)
+    if given.get("max_num_seqs") is None:
         requests = min(requests, tokens)
     log.debug("a step holds at most %d tokens of %d requests", tokens, requests)
     goal = scheduler.inter_token_latency_goal_ms
-    if asked.get("inter_token_latency_goal_ms") is None:
+    if given.get("inter_token_latency_goal_ms") is None:
         is_gpu_server = config.usage_context == "OPENAI_API_SERVER" and config.device_config.device == "cuda"
         goal = LATENCY_GOAL_MS if is_gpu_server else 0.0
     return replace(
@@ -345,7 +345,7 @@ def choose_batch(asked: Asked, config: EngineConfig) -> EngineConfig:
     )
 
 
-def choose_queue(asked: Asked, config: EngineConfig) -> EngineConfig:
+def choose_queue(given: Given, config: EngineConfig) -> EngineConfig:
     """How much may wait: a server refuses early rather than let its queue grow without bound."""
     if config.usage_context != "OPENAI_API_SERVER":
         return config
@@ -358,7 +358,7 @@ def choose_queue(asked: Asked, config: EngineConfig) -> EngineConfig:
     return replace(config, scheduler_config=replace(scheduler, **changes))
 
 
-def check_scheduler(asked: Asked, config: EngineConfig) -> EngineConfig:
+def check_scheduler(given: Given, config: EngineConfig) -> EngineConfig:
     """Limits that contradict each other are errors."""
     s, length = config.scheduler_config, config.model_config.max_model_len
     if s.max_num_batched_tokens < s.max_num_seqs:
@@ -404,34 +404,34 @@ def _long_threshold(config: EngineConfig) -> int:
     return threshold
 
 
-def choose_scheduling(asked: Asked, config: EngineConfig) -> EngineConfig:
+def choose_scheduling(given: Given, config: EngineConfig) -> EngineConfig:
     """Planning ahead pays off where the device computes while the host plans; on CPU the two share the cores."""
-    if asked.get("async_scheduling") is not None:
+    if given.get("async_scheduling") is not None:
         return config
     is_on = config.device_config.device == "cuda"
     log.debug("async_scheduling: %s", "on (a GPU)" if is_on else "off (on CPU plan and step share the cores)")
     return replace(config, **{"scheduler_config.async_scheduling": is_on})
 
 
-def choose_cache(asked: Asked, config: EngineConfig) -> EngineConfig:
+def choose_cache(given: Given, config: EngineConfig) -> EngineConfig:
     """The KV cache's precision, and what it copies from the model."""
-    facts, asked_dtype = config.model_config.facts, config.cache_config.cache_dtype
-    cache_dtype = _cache_dtype(config) if asked_dtype == "auto" else None
-    if config.device_config.device != "cpu" and asked_dtype not in ("auto", config.model_config.dtype):
+    facts, chosen = config.model_config.facts, config.cache_config.cache_dtype
+    cache_dtype = _cache_dtype(config) if chosen == "auto" else None
+    if config.device_config.device != "cpu" and chosen not in ("auto", config.model_config.dtype):
         raise NotBuiltError(
-            f"kv_cache_dtype={asked_dtype!r} is built for device=cpu only in this version; a GPU keeps keys and values "
+            f"kv_cache_dtype={chosen!r} is built for device=cpu only in this version; a GPU keeps keys and values "
             f"as the model computes them ({config.model_config.dtype})",
             param="kv_cache_dtype",
         )
-    if asked_dtype == "int8_per_token_head" and native.library() is None:
+    if chosen == "int8_per_token_head" and native.library() is None:
         raise ConfigError(
-            f"kv_cache_dtype={asked_dtype!r} needs the compiled CPU kernels: {native.why_not()}", param="kv_cache_dtype"
+            f"kv_cache_dtype={chosen!r} needs the compiled CPU kernels: {native.why_not()}", param="kv_cache_dtype"
         )
     changes: dict[str, Any] = {
         "sliding_window": facts.sliding_window if facts.all_windowed else None,
-        "user_specified_block_size": asked.get("block_size") is not None,
+        "user_specified_block_size": given.get("block_size") is not None,
     }
-    if asked.get("block_size") is None and config.device_config.device == "cuda":
+    if given.get("block_size") is None and config.device_config.device == "cuda":
         changes["block_size"] = GPU_BLOCK_SIZE
         log.debug("block_size: %d (a GPU reads whole tiles of keys)", GPU_BLOCK_SIZE)
     if cache_dtype is not None:
@@ -448,7 +448,7 @@ def _cache_dtype(config: EngineConfig) -> str:
     return "bfloat16" if by_tiles else "float16"  # attention by tiles knows bfloat16 alone
 
 
-def finish(asked: Asked, config: EngineConfig) -> EngineConfig:
+def finish(given: Given, config: EngineConfig) -> EngineConfig:
     """A name for this run, and what other fields repeat from the model."""
     model = config.model_config
     quantized = model.hf_config.get("quantization_config")
@@ -460,7 +460,7 @@ def finish(asked: Asked, config: EngineConfig) -> EngineConfig:
     )
 
 
-def choose_thinking(asked: Asked, config: EngineConfig) -> EngineConfig:
+def choose_thinking(given: Given, config: EngineConfig) -> EngineConfig:
     """The reasoning parser can be given in two places; either is enough, and both must agree."""
     marks, own = config.reasoning_config, config.structured_outputs_config.reasoning_parser
     if marks is None:
@@ -480,7 +480,7 @@ def choose_thinking(asked: Asked, config: EngineConfig) -> EngineConfig:
     return replace(config, **{"structured_outputs_config.reasoning_parser": marks.reasoning_parser})
 
 
-def choose_harmony(asked: Asked, config: EngineConfig) -> EngineConfig:
+def choose_harmony(given: Given, config: EngineConfig) -> EngineConfig:
     """gpt-oss always answers in channels; the parser `identity` leaves its text as it is."""
     if config.model_config.facts.model_type != "gpt_oss" or config.structured_outputs_config.reasoning_parser:
         return config

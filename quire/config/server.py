@@ -52,7 +52,7 @@ class ServerConfig(Group):
     )
     root_path: str | None = option(None, "Path prefix that a proxy in front strips.")
     api_server_count: int = option(
-        1, "Processes that speak HTTP, sharing one engine.", asked=None, flags=("-asc",), low=1, high=64
+        1, "Processes that speak HTTP, sharing one engine.", unset=None, flags=("-asc",), low=1, high=64
     )
     disable_frontend_multiprocessing: bool = option(False, "Run the engine inside the server's own process.")
 
@@ -191,14 +191,14 @@ class ServerConfig(Group):
     )
     disable_uvicorn_access_log: bool = option(False, "No line per HTTP request.")
     disable_access_log_for_endpoints: tuple[str, ...] = option(
-        (), "Paths without such a line, such as /health,/metrics.", asked=None, accepts=str | tuple[str, ...] | None,
+        (), "Paths without such a line, such as /health,/metrics.", unset=None, accepts=str | tuple[str, ...] | None,
         take=lambda given: () if given is None else as_paths(given),
     )  # fmt: skip
     enable_log_requests: bool = option(False, "Log every request as it arrives.")
     enable_log_outputs: bool = option(False, "Log every answer; needs enable_log_requests.")
     enable_log_deltas: bool = option(True, "With enable_log_outputs: log the pieces of streams, not only their sum.")
     max_log_len: int | None = option(None, "Longest prompt or answer written to the log, in characters.", low=0)
-    log_error_stack: bool = option(False, "Log the stack of every error an answer reports.", asked=None)
+    log_error_stack: bool = option(False, "Log the stack of every error an answer reports.", unset=None)
 
     # ---- several engines
 
@@ -217,14 +217,14 @@ def flats() -> list[Flat]:
     return [Flat(name, (name,), GROUP, mine) for name, mine in declarations(ServerConfig).items()]
 
 
-def server_config(**asked: Any) -> ServerConfig:
+def server_config(**given: Any) -> ServerConfig:
     """Checked and complete: keys from the environment are in place, combinations that cannot be are refused."""
-    if not asked.get("api_key"):
+    if not given.get("api_key"):
         key = env.API_KEY.get()
-        asked["api_key"] = None if key is None else (key,)
-    if asked.get("log_error_stack") is None:
-        asked["log_error_stack"] = env.SERVER_DEV_MODE.get()
-    options = ServerConfig(**asked)
+        given["api_key"] = None if key is None else (key,)
+    if given.get("log_error_stack") is None:
+        given["log_error_stack"] = env.SERVER_DEV_MODE.get()
+    options = ServerConfig(**given)
     refuse_unbuilt(options)
     _check(options)
     return options

@@ -1,4 +1,4 @@
-"""The flat view of the tree: every keyword and flag, where its value lives, and how asked values become a tree.
+"""The flat view of the tree: every keyword and flag, where its value lives, and how the given values become a tree.
 
 In: a mapping keyword -> value. Out: an EngineConfig with every value in its place and checked, nothing decided yet.
 """
@@ -68,13 +68,13 @@ def _walk(group: type[Any], path: tuple[str, ...]) -> Iterator[Flat]:
             yield from _walk(inner, here)
 
 
-def assemble(asked: Mapping[str, Any]) -> EngineConfig:
-    """Put every asked value into its place. What was left unset takes its group's own default."""
+def assemble(given: Mapping[str, Any]) -> EngineConfig:
+    """Put every given value into its place. What was left unset takes its group's own default."""
     tree: dict[str, Any] = {}
     given_at: dict[tuple[str, ...], str] = {}
     for flat in sorted(table().values(), key=lambda f: len(f.path)):
-        value = asked.get(flat.name, flat.declared.option.asked)
-        if same(value, flat.declared.option.asked):
+        value = given.get(flat.name, flat.declared.option.unset)
+        if same(value, flat.declared.option.unset):
             continue
         if group_of(flat.declared.type) is not None and value is not None:
             _place_mapping(tree, given_at, flat, value)
