@@ -119,12 +119,12 @@ def _row(row: Row) -> str:
     if state == READY.value and group_of(row.declared.type) is not None:
         state = "its keys are below"
     if o.status is LATER and o.ready:
-        state += f" (works: {', '.join(f'`{value}`' for value in (o.asked, *o.ready) if value is not None)})"
+        state += f" (works: {', '.join(f'`{value}`' for value in (o.unset, *o.ready) if value is not None)})"
     if o.hints:
         state += f" (no effect: {', '.join(f'`{value}`' for value in o.hints)})"
     if o.why and (o.status is not LATER or o.ready):
         state += f": {o.why}"
-    default = "unset" if o.asked is None else f"`{o.asked!r}`"
+    default = "unset" if o.unset is None else f"`{o.unset!r}`"
     cells = (name, values, default, o.doc, state)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

@@ -52,7 +52,7 @@ def is_mistral(path: str, form: str) -> bool:
 
 
 def apply_overrides(raw: dict[str, Any], patch: Any) -> dict[str, Any]:
-    """A mapping is laid over the configuration, key by key and level by level; a callable returns the new one."""
+    """A mapping is merged into the configuration, level by level; a callable returns the new one."""
     if not patch:
         return raw
     if callable(patch):
@@ -65,7 +65,7 @@ def apply_overrides(raw: dict[str, Any], patch: Any) -> dict[str, Any]:
         log.info("hf_overrides: the configuration went through %s", patch)
         return {str(key): _plain(value) for key, value in changed.items()}
     log.info("hf_overrides: %s", ", ".join(f"{key}={value!r}" for key, value in patch.items()))
-    return _laid_over(raw, patch)
+    return _merged(raw, patch)
 
 
 class RawConfig(dict[str, Any]):
@@ -89,10 +89,10 @@ def _plain(value: Any) -> Any:
     return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     out = dict(below)
     for key, value in above.items():
         old = out.get(key)
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        out[key] = _laid_over(old, value) if both else value  # type: ignore[arg-type]
+        out[key] = _merged(old, value) if both else value  # type: ignore[arg-type]
     return out

@@ -31,7 +31,7 @@ _SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "*.voca
 class Located(NamedTuple):
     path: str  # a folder or a .gguf file
     kind: Literal["folder", "gguf"]
-    name: str  # what to call the model when nobody said
+    name: str  # what to call the model unless the user names it
 
 
 def locate(
@@ -52,7 +52,8 @@ def locate(
     if os.path.isfile(path):
         if not path.endswith(".gguf"):
             raise ModelNotFoundError(
-                f"model {model!r} is a file, but no .gguf file; name a folder, a .gguf file or a hub id", param="model"
+                f"model {model!r} is a file, but not a .gguf file; name a folder, a .gguf file or a hub id",
+                param="model",
             )
         return Located(path, "gguf", model)
     name = _HUB_PREFIX.sub("", model, count=1) if _HUB_PREFIX.match(model) else model
@@ -143,11 +144,14 @@ def _hub_message(model: str, why: BaseException) -> str:
     if kind == "RevisionNotFoundError":
         return f"model {model!r} has no such revision on the model hub"
     if kind == "RepositoryNotFoundError":
-        return f"model {model!r} is no folder or file here and not on the model hub (or it is private: set HF_TOKEN)"
+        return f"model {model!r} is not a folder or file here and not on the model hub (or it is private: set HF_TOKEN)"
     if env.HF_HUB_OFFLINE.get():
-        return f"model {model!r} is no folder or file here, not in the local cache, and HF_HUB_OFFLINE forbids asking"
+        return (
+            f"model {model!r} is not a folder or file here nor in the local cache, and HF_HUB_OFFLINE forbids asking "
+            "the model hub"
+        )
     return (
-        f"model {model!r} is no folder or file here, not in the local cache, and the model hub cannot be reached "
+        f"model {model!r} is not a folder or file here nor in the local cache, and the model hub cannot be reached "
         f"({kind}: {_first_line(why)})"
     )
 
@@ -167,7 +171,7 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
         seen = f"it holds {', '.join(there[:6])}{', …' if len(there) > 6 else ''}" if there else "it is empty"
         raise CheckpointError(f"{folder} holds no {name} ({seen}); is it a model folder?") from None
     except (ValueError, UnicodeDecodeError, RecursionError) as wrong:
-        raise CheckpointError(f"{path} is no valid JSON: {wrong}") from None
+        raise CheckpointError(f"{path} is not valid JSON: {wrong}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON mapping, got {type(content).__name__}")
     return content

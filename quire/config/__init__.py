@@ -1,4 +1,4 @@
-"""What was asked, and what was decided: frozen config groups, EngineArgs, flags, and resolution.
+"""The options a user gives, and what is decided from them: frozen config groups, EngineArgs, flags, and resolution.
 
 Names are loaded on first use, so that `import quire.config` costs nothing.
 """

@@ -50,7 +50,7 @@ def _field(default: Any) -> Any:
 
 def _derive(name: str, declared: Mapping[str, Declared]) -> Any:
     """A dataclass with a field per option. It has a docstring because dataclasses would else make one up, slowly."""
-    fields = [(name, Any, _field(mine.option.asked)) for name, mine in declared.items()]
+    fields = [(name, Any, _field(mine.option.unset)) for name, mine in declared.items()]
     return dataclasses.make_dataclass(name, fields, namespace={"__doc__": "Options."}, init=False, repr=False, eq=False)
 
 
@@ -84,8 +84,8 @@ class EngineArgs(_Derived):  # type: ignore[misc]  # the attributes come from th
         return type(other) is type(self) and vars(other) == vars(self)
 
     def __repr__(self) -> str:
-        asked = {name: flat.declared.option.asked for name, flat in table().items()}
-        changed = ((name, value) for name, value in vars(self).items() if not same(value, asked.get(name)))
+        usual = {name: flat.declared.option.unset for name, flat in table().items()}
+        changed = ((name, value) for name, value in vars(self).items() if not same(value, usual.get(name)))
         return f"{type(self).__name__}({', '.join(f'{name}={shown_value(name, value)}' for name, value in changed)})"
 
     __hash__ = None  # type: ignore[assignment]  # attributes may be set
@@ -115,8 +115,10 @@ class EngineArgs(_Derived):  # type: ignore[misc]  # the attributes come from th
     @staticmethod
     def get_batch_defaults(world_size: int, device: str = "cpu") -> tuple[dict[str, int], dict[str, int]]:
         """(most tokens in a step, most requests in a step), each by usage context, on this kind of device."""
-        found: tuple[dict[str, int], dict[str, int]] = load("quire.config.resolve:batch_defaults")(world_size, device)
-        return found
+        defaults: tuple[dict[str, int], dict[str, int]] = load("quire.config.resolve:batch_defaults")(
+            world_size, device
+        )
+        return defaults
 
 
 @group

@@ -20,12 +20,7 @@ from quire.config.extras import (
 )
 from quire.config.kernels import AttentionConfig, CompilationConfig, KernelConfig, MambaConfig
 from quire.config.local import describe, is_local
-from quire.config.memory import (
-    CacheConfig,
-    KVEventsConfig,
-    LoadConfig,
-    OffloadConfig,
-)
+from quire.config.memory import CacheConfig, KVEventsConfig, LoadConfig, OffloadConfig
 from quire.config.model import ModelConfig
 from quire.config.option import LATER, Group, group, option, unavailable
 from quire.config.running import DeviceConfig, ParallelConfig, SchedulerConfig
@@ -46,11 +41,11 @@ class EngineConfig(Group):
     model_config: ModelConfig = field(default_factory=ModelConfig)
     load_config: LoadConfig = field(default_factory=LoadConfig)
     attention_config: AttentionConfig = option(
-        AttentionConfig, "Attention kernels, as a mapping.", asked=None, flags=("-ac",)
+        AttentionConfig, "Attention kernels, as a mapping.", unset=None, flags=("-ac",)
     )
     mamba_config: MambaConfig = field(default_factory=MambaConfig)
     structured_outputs_config: StructuredOutputsConfig = option(
-        StructuredOutputsConfig, "Grammars, as a mapping.", asked=None
+        StructuredOutputsConfig, "Grammars, as a mapping.", unset=None
     )
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     cache_config: CacheConfig = field(default_factory=CacheConfig)
@@ -61,14 +56,14 @@ class EngineConfig(Group):
     scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
     device_config: DeviceConfig = field(default_factory=DeviceConfig)
     compilation_config: CompilationConfig = option(
-        CompilationConfig, "Compilation and graphs, as a mapping; a number is its mode.", asked=None, flags=("-cc",),
+        CompilationConfig, "Compilation and graphs, as a mapping; a number is its mode.", unset=None, flags=("-cc",),
         accepts=CompilationConfig | int,
         take=lambda given: {"mode": given} if isinstance(given, int) else given,
     )  # fmt: skip
-    kernel_config: KernelConfig = option(KernelConfig, "Kernels, as a mapping.", asked=None)
+    kernel_config: KernelConfig = option(KernelConfig, "Kernels, as a mapping.", unset=None)
     speculative_config: SpeculativeConfig | None = unavailable()
     kv_events_config: KVEventsConfig | None = option(None, "Events about cached blocks.", LATER)
-    profiler_config: ProfilerConfig = option(ProfilerConfig, "Profiling, as a mapping.", asked=None)
+    profiler_config: ProfilerConfig = option(ProfilerConfig, "Profiling, as a mapping.", unset=None)
     reasoning_config: ReasoningConfig | None = option(None, "Where thinking begins and ends, as a mapping.")
     additional_config: dict[str, Any] = option({}, "Anything a plug-in wants to find here; carried, never read.")
     optimization_level: int = option(

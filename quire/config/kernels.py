@@ -40,13 +40,17 @@ class CUDAGraphMode(enum.Enum):
         return self is not CUDAGraphMode.NONE
 
 
+def _member_name(kind: type[enum.Enum], given: str, param: str) -> str:
+    if given.upper() not in kind.__members__:
+        names = ", ".join(kind.__members__)
+        raise ConfigError(f"{param} {given!r} is none of {names}", param=param, value=given)
+    return given.upper()
+
+
 def mode_number(given: Any) -> Any:
-    """A compile mode by number, name or member."""
+    """A compile mode by number, name (any case) or member."""
     if isinstance(given, str) and not given.lstrip("-").isdigit():
-        if given.upper() not in CompilationMode.__members__:
-            names = ", ".join(CompilationMode.__members__)
-            raise ConfigError(f"compilation mode {given!r} is none of {names}", param="mode", value=given)
-        return int(CompilationMode[given.upper()])
+        given = CompilationMode[_member_name(CompilationMode, given, "compilation_config.mode")]
     return int(given) if isinstance(given, str | enum.IntEnum) else given
 
 
@@ -54,12 +58,7 @@ def graph_mode_name(given: Any) -> Any:
     """A CUDA graph mode by name (any case) or member, as its name: plain data that may cross processes."""
     if isinstance(given, CUDAGraphMode):
         return given.name
-    if isinstance(given, str):
-        if given.upper() not in CUDAGraphMode.__members__:
-            names = ", ".join(CUDAGraphMode.__members__)
-            raise ConfigError(f"cudagraph_mode {given!r} is none of {names}", param="cudagraph_mode", value=given)
-        return given.upper()
-    return given
+    return _member_name(CUDAGraphMode, given, "cudagraph_mode") if isinstance(given, str) else given
 
 
 def upper(given: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from quire.config.model import dtype_name, lower
 from quire.config.option import LATER, Group, group, option
+from quire.config.unavailable import reason
 
 MambaDtype = Literal["auto", "bfloat16", "float16", "float32"]
 
@@ -17,14 +18,12 @@ class CacheConfig(Group):
 
     DEFAULT_BLOCK_SIZE: ClassVar[int] = 16
 
-    block_size: int = option(16, "Tokens per KV block; unset is 16, on a GPU 64.", asked=None, low=1)
+    block_size: int = option(16, "Tokens per KV block; unset is 16, on a GPU 64.", unset=None, low=1)
     gpu_memory_utilization: float = option(
         0.92,
         "Share of a GPU's memory this engine may use; on CPU set kv_cache_memory_bytes or QUIRE_CPU_KVCACHE_SPACE.",
-        flags=("--device-memory-utilization",),
-        above=0,
-        high=1,
-    )
+        flags=("--device-memory-utilization",), above=0, high=1,
+    )  # fmt: skip
     cache_dtype: str = option(
         "auto",
         "Precision of cached keys and values; auto is the model's, or 16 bits where blocks of a GGUF file are "
@@ -45,7 +44,7 @@ class CacheConfig(Group):
     )
     num_gpu_blocks_override: int | None = option(None, "Exact number of KV blocks.", low=1)
     enable_prefix_caching: bool = option(
-        True, "Reuse the KV of shared prefixes; unset is on where the model allows it.", asked=None
+        True, "Reuse the KV of shared prefixes; unset is on where the model allows it.", unset=None
     )
     prefix_caching_hash_algo: Literal["sha256", "sha256_cbor", "blake2b", "xxhash", "xxhash_cbor"] = option(
         "sha256", "Hash of prefix blocks; the xxhash forms are fast and not for mutually distrusting users."
@@ -87,22 +86,16 @@ class LoadConfig(Group):
     )  # fmt: skip
     download_dir: str | None = option(None, "Folder for downloads; unset is the hub's own cache.")
     safetensors_load_strategy: Literal["lazy", "eager", "prefetch", "torchao"] | None = option(
-        None,
-        "lazy maps files into memory, eager reads them whole.",
-        LATER,
-        ready=("lazy", "eager"),
-        hints=("prefetch",),
-        why="files are mapped, or read whole",
-    )
+        None, "lazy maps files into memory, eager reads them whole.", LATER, ready=("lazy", "eager"),
+        hints=("prefetch",), why=reason("mapped"),
+    )  # fmt: skip
     model_loader_extra_config: dict[str, Any] = option(
         {}, "Options of a particular loader: with sharded_state, pattern is the form of the files' names."
     )
     ignore_patterns: tuple[str, ...] = option(
-        ("original/**/*",),
-        "Files left out of a download.",
-        accepts=tuple[str, ...],
+        ("original/**/*",), "Files left out of a download.", accepts=tuple[str, ...],
         take=lambda given: (given,) if isinstance(given, str) else given,
-    )
+    )  # fmt: skip
     use_tqdm_on_load: bool = option(True, "A progress bar while loading.")
     pt_load_map_location: str | dict[str, str] = option("cpu", "Where .bin and .pt tensors are put.")
 

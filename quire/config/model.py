@@ -79,7 +79,7 @@ class SpeechToTextConfig(Group):
         return self.min_energy_split_window_size is not None and self.max_audio_clip_s is not None
 
 
-def length_asked(given: Any) -> Any:
+def length_given(given: Any) -> Any:
     """'auto' is -1; no other text is a length (flags read 4k before it comes here)."""
     if not isinstance(given, str):
         return given
@@ -93,55 +93,41 @@ class ModelConfig(Group):
     """Which model, tokenizer, precision and context length."""
 
     model: str = option(
-        "",
-        "A folder, a .gguf file or a hub id; unset is the small embedded model (`quire pull default`).",
-        asked=None,
+        "", "A folder, a .gguf file or a hub id; unset is the small embedded model (`quire pull default`).", unset=None,
         take=lambda given: "" if given is None else str(given),
-    )
+    )  # fmt: skip
     runner: Literal["auto", "generate", "pooling", "draft"] = option(
         "auto", "What the model is run for.", LATER, ready=("generate",)
     )
     convert: Literal["auto", "none", "embed", "classify"] = option(
         "auto", "Turn a generator into an embedding or classification model.", LATER, ready=("none",)
     )
-    tokenizer: str = option("", "Folder, file or hub id of the tokenizer; unset is the model's own.", asked=None)
+    tokenizer: str = option("", "Folder, file or hub id of the tokenizer; unset is the model's own.", unset=None)
     tokenizer_mode: str = option(
-        "auto",
-        "Tokenizer implementation.",
-        LATER,
+        "auto", "Tokenizer implementation.", LATER,
         choices=("auto", "hf", "slow", "mistral", "cohere", "deepseek_v32", "deepseek_v4", "inkling", "kimi_k3"),
-        ready=("hf", "slow", "mistral"),
-        take=lower,
-    )
+        ready=("hf", "slow", "mistral"), take=lower,
+    )  # fmt: skip
     trust_remote_code: bool = option(False, "Allow running Python code that comes with a checkpoint.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "auto",
         "Precision of weights and activations. auto on CPU: what the checkpoint says, with float16 run as bfloat16 "
         "(CPUs have no fast float16) and float32 kept exact; the blocks of a GGUF file are multiplied as stored, "
         "between float32 activations (any explicit dtype decodes them at load, unless quantization=gguf is given too).",
-        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
-        accepts=str,
-        take=dtype_name,
-    )
+        choices=("auto", "half", "float16", "bfloat16", "float", "float32"), accepts=str, take=dtype_name,
+    )  # fmt: skip
     seed: int = option(
-        0,
-        "Seed of everything random that no request seeds itself.",
-        low=0,
+        0, "Seed of everything random that no request seeds itself.", low=0,
         take=lambda given: 0 if given is None else given,
-    )
+    )  # fmt: skip
     hf_config_path: str | None = option(None, "Folder or hub id whose config.json is read instead.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     tokenizer_revision: str | None = option(None, "Branch, tag or commit of a hub tokenizer; unset is revision's.")
     max_model_len: int = option(
         8192,
         "Tokens of prompt and answer together; unset is the model's own limit, -1 or auto the most that memory holds.",
-        asked=None,
-        low=-1,
-        human=True,
-        auto=True,
-        accepts=int | str | None,
-        take=length_asked,
-    )
+        unset=None, low=-1, human=True, auto=True, accepts=int | str | None, take=length_given,
+    )  # fmt: skip
     quantization: str | None = option(
         None, "How weights are stored; unset is what the checkpoint says. On CPU int8_wo and int4_wo round an "
         "unquantized checkpoint to blocks of 8 or 4 bits while loading.", LATER, flags=("-q",),
@@ -156,12 +142,9 @@ class ModelConfig(Group):
     disable_sliding_window: bool = option(False, "Cap the context at the model's window, so that none is cut.")
     skip_tokenizer_init: bool = option(False, "No tokenizer: token ids in, token ids out.")
     served_model_name: str = option(
-        "",
-        "The name requests and metrics use; of several, the first is reported.",
-        asked=None,
-        accepts=str | tuple[str, ...] | None,
-        take=first_name,
-    )
+        "", "The name requests and metrics use; of several, the first is reported.", unset=None,
+        accepts=str | tuple[str, ...] | None, take=first_name,
+    )  # fmt: skip
     config_format: str = option(
         "auto",
         "Form of the model's configuration file: hf is config.json, mistral is params.json, auto the first there.",
@@ -179,22 +162,16 @@ class ModelConfig(Group):
     model_impl: str = option(
         "auto",
         "Whose model code runs: quire (a declaration; vllm means the same), transformers, or auto: the first if there "
-        "is one, else the second.",
-        LATER,
-        choices=("auto", "quire", "vllm", "transformers", "terratorch"),
-        ready=("quire", "vllm", "transformers"),
-        take=lambda given: {"vllm": "quire"}.get(lower(given), lower(given)),
-    )
+        "is one, else the second.", LATER, choices=("auto", "quire", "vllm", "transformers", "terratorch"),
+        ready=("quire", "vllm", "transformers"), take=lambda given: {"vllm": "quire"}.get(lower(given), lower(given)),
+    )  # fmt: skip
     model_class_overrides: dict[str, str] = option(
         {}, "Classes for named architectures, as import paths; goes over ModelRegistry and our declarations."
     )
     logits_processors: tuple[str, ...] = option(
-        (),
-        "Custom LogitsProcessor classes, or import paths of some.",
-        asked=None,
-        accepts=tuple[str, ...] | None,
+        (), "Custom LogitsProcessor classes, or import paths of some.", unset=None, accepts=tuple[str, ...] | None,
         take=names_of,
-    )
+    )  # fmt: skip
     multimodal_config: MultiModalConfig | None = None  # made when one of its options is set
     # results
     path: str = ""  # the folder or .gguf file that was found
@@ -203,7 +180,7 @@ class ModelConfig(Group):
     facts: ModelFacts = field(default_factory=ModelFacts)
     default_sampling: dict[str, Any] = field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()  # further ends of text besides the tokenizer's
-    original_max_model_len: int | None = None  # as asked
+    original_max_model_len: int | None = None  # as given
     model_weights: str = ""
     weight_form: str = "plain"  # plain | stored (blocks of a GGUF file) | int8 | int4 (rounded to blocks at load)
 

@@ -24,29 +24,27 @@ class Status(enum.Enum):
 
     READY = "available"
     LATER = "not yet"  # any value but the default (or one listed in `ready`) is refused by name
-    INERT = (
-        "no effect"  # accepted, and named in the log: it holds already, or tunes what Quire does not have; see `why`
-    )
+    INERT = "no effect"  # accepted, and named in the log with its `why`
 
 
 READY, LATER, INERT = Status.READY, Status.LATER, Status.INERT
-SAME: Any = object()  # the asked default is the field's own default
+SAME: Any = object()  # a keyword that is not given has the field's own default
 _KEY = "option"
 _SECRETS = ("hf_token", "api_key")
 T = TypeVar("T")
 
 
 class UnknownOptionError(ConfigError, TypeError):
-    """A keyword nobody declared. A TypeError too, as for any Python call with a wrong keyword."""
+    """A keyword that no option has. A TypeError too, as for any Python call with a wrong keyword."""
 
 
 class Option(NamedTuple):
-    """The declaration of one field. `asked` is the default of the keyword and the flag; None there means: decide."""
+    """The declaration of one field. `unset` is the default of the keyword and the flag; None there means: decide."""
 
     doc: str
     status: Status
     default: Any
-    asked: Any
+    unset: Any
     name: str | None = None  # the flat keyword where it is not the field's name
     flat: bool = True  # False: only a key inside its group's mapping
     flags: tuple[str, ...] = ()  # further spellings of the flag
@@ -65,9 +63,9 @@ class Option(NamedTuple):
     repeat: bool = False  # a list whose flag may be given several times, each time with more of it
 
 
-def option(default: Any, doc: str, status: Status = READY, *, asked: Any = SAME, **more: Any) -> Any:
+def option(default: Any, doc: str, status: Status = READY, *, unset: Any = SAME, **more: Any) -> Any:
     """A dataclass field that carries its declaration; `more` are fields of Option."""
-    declared = Option(doc, status, default, default if asked is SAME else asked, **more)
+    declared = Option(doc, status, default, default if unset is SAME else unset, **more)
     if isinstance(default, type) and issubclass(default, Group):
         return dataclasses.field(default_factory=default, metadata={_KEY: declared})
     if isinstance(default, dict):
@@ -103,7 +101,7 @@ class Group:
     """Parent of every config group: keyword-only, frozen, compared by value, each declared field checked when made.
 
     The methods are written here once because `dataclass` would compile them anew for every group, which costs
-    a tenth of a second at start.
+    a tenth of a second at a start.
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -172,13 +170,13 @@ _groups: dict[str, type[Any]] = {}
 
 
 def _from_row(row: Row, kind: Any, written: Unavailable) -> Any:
-    """Of a kind that cannot be None, None means: not said, and the second default (or the group's own) holds."""
-    asked, *equal = row.defaults
-    default = asked
-    if asked is None and NoneType not in parts(kind):
+    """Of a kind that cannot be None, None means: not given, and the second default (or the group's own) holds."""
+    unset, *equal = row.defaults
+    default = unset
+    if unset is None and NoneType not in parts(kind):
         default, equal = (equal[0] if equal else kind), []
     return option(
-        default, row.doc, LATER if row.is_refused else INERT, asked=asked, ready=tuple(equal), why=row.why,
+        default, row.doc, LATER if row.is_refused else INERT, unset=unset, ready=tuple(equal), why=row.why,
         name=row.name, flat=row.flat, flags=row.flags, choices=row.value.choices, accepts=written.accepts,
         take=written.take, **row.value.bounds,
     )  # fmt: skip
@@ -205,7 +203,7 @@ def make(group: type[Any], values: Mapping[str, Any], where: str = "") -> Any:
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """The one wording for a name nobody knows."""
+    """The message for an unknown name."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"{what} {name!r}; did you mean {near[0]!r}?" if near else f"{what} {name!r}"
 
@@ -217,7 +215,7 @@ def settle(name: str, value: Any, kind: Any, declared: Option) -> Any:
     if value is None:
         if declared.default is None or NoneType in parts(kind):
             return None
-        if declared.asked is None:  # not said
+        if declared.unset is None:  # not given
             return _fresh(declared.default)
         raise _wrong(name, value, kind, declared)
     group = next((k for k in parts(kind) if isinstance(k, type) and issubclass(k, Group)), None)
@@ -309,20 +307,20 @@ def _describe_one(part: Any) -> str:
 
 def has_no_effect(value: Any, o: Option) -> bool:
     """Whether it was set, is taken, and changes nothing."""
-    if any(same(value, held) for held in (o.asked, o.default, *o.ready)):
+    if any(same(value, usual) for usual in (o.unset, o.default, *o.ready)):
         return False
     return o.status is INERT or any(same(value, hint) for hint in o.hints)
 
 
 def refuse(name: str, value: Any, o: Option) -> None:
     """NotBuiltError if this value asks for something this version cannot do."""
-    if o.status is not LATER or same(value, o.asked) or same(value, o.default):
+    if o.status is not LATER or same(value, o.unset) or same(value, o.default):
         return
     if any(same(value, allowed) for allowed in (*o.ready, *o.hints)):
         return
     if o.choices and isinstance(value, str) and value not in o.choices:
         raise ConfigError(unknown(f"{name} can be {', '.join(o.choices)}; not", value, o.choices), param=name)
-    known = (o.asked, *o.ready) if isinstance(o.default, type) else (o.asked, o.default, *o.ready)
+    known = (o.unset, *o.ready) if isinstance(o.default, type) else (o.unset, o.default, *o.ready)
     allowed = f"leave {name} at {' or '.join(dict.fromkeys(map(repr, known)))}"
     advice = allowed if not o.why else o.why if o.ready else f"{o.why}; {allowed}"
     raise NotBuiltError(

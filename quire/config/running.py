@@ -19,24 +19,19 @@ class SchedulerConfig(Group):
     DEFAULT_MAX_NUM_SEQS: ClassVar[int] = 128
 
     max_num_batched_tokens: int = option(
-        2048,
-        "Most tokens in one step; unset is 4096 for LLM and 2048 for a server, on a large GPU 16384 and 8192.",
-        asked=None,
-        low=1,
-        human=True,
-    )
+        2048, "Most tokens in one step; unset is 4096 for LLM and 2048 for a server, on a large GPU 16384 and 8192.",
+        unset=None, low=1, human=True,
+    )  # fmt: skip
     max_num_seqs: int = option(
-        128, "Most requests in one step; unset is 256 for LLM and 128 for a server, on a large GPU 1024.", asked=None,
+        128, "Most requests in one step; unset is 256 for LLM and 128 for a server, on a large GPU 1024.", unset=None,
         low=1,
     )  # fmt: skip
     inter_token_latency_goal_ms: float = option(
         0.0,
         "Milliseconds that a decoding request should wait for a token at most while prompts are computed beside it: "
         "bounds the prompt tokens of a step, though not below 512 and not while many prompts wait. 0 is no goal; unset "
-        "is 12 for a server on a GPU, else 0.",
-        asked=None,
-        low=0,
-    )
+        "is 12 for a server on a GPU, else 0.", unset=None, low=0,
+    )  # fmt: skip
     max_num_queued_reqs: int | None = option(
         None, "Requests that may wait; more are refused. 0 is no bound; unset is 10000 for a server, else no bound.",
         low=0,
@@ -52,7 +47,7 @@ class SchedulerConfig(Group):
         low=0,
     )  # fmt: skip
     enable_chunked_prefill: bool = option(
-        True, "Spread a prompt over several steps; unset is on where the model allows it.", asked=None
+        True, "Spread a prompt over several steps; unset is on where the model allows it.", unset=None
     )
     policy: Literal["fcfs", "priority"] = option(
         "fcfs", "First come first served, or by priority (lower first).", name="scheduling_policy"
@@ -64,7 +59,7 @@ class SchedulerConfig(Group):
     scheduler_reserve_full_isl: bool = option(True, "Admit a request only when its whole prompt fits.")
     watermark: float = option(0.0, "Share of blocks kept free when requests are admitted.", low=0, below=1)
     async_scheduling: bool = option(
-        False, "Plan a step while the one before still runs; unset is on for a GPU, off on CPU.", asked=None
+        False, "Plan a step while the one before still runs; unset is on for a GPU, off on CPU.", unset=None
     )
     stream_interval: int = option(1, "Tokens gathered before a streamed piece is sent.", low=1)
     # results
@@ -98,18 +93,12 @@ class ParallelConfig(Group):
     pipeline_parallel_size: int = unavailable()
     prefill_context_parallel_size: int = unavailable()
     data_parallel_size: int = unavailable()
-    eplb_config: EPLBConfig = option(EPLBConfig, "How experts are balanced.", asked=None)
+    eplb_config: EPLBConfig = option(EPLBConfig, "How experts are balanced.", unset=None)
     distributed_executor_backend: str | None = option(
-        None,
-        "How workers are run.",
-        LATER,
-        choices=("uni", "mp", "ray", "external_launcher"),
-        ready=("uni",),
-        hints=("mp", "ray"),
-        why=f"on one device mp and ray have no effect: {reason('one-device')}",
-        accepts=str | None,
+        None, "How workers are run.", LATER, choices=("uni", "mp", "ray", "external_launcher"), ready=("uni",),
+        hints=("mp", "ray"), why=f"on one device mp and ray have no effect: {reason('one-device')}", accepts=str | None,
         take=lambda given: given if given is None else name_of(given),
-    )
+    )  # fmt: skip
     worker_extension_cls: str = option("", "Import path of a class whose methods the worker gains.")
     assigned_physical_gpu_ids: str | tuple[int, ...] | None = unavailable(accepts=str | None)
     # results

@@ -20,13 +20,13 @@ HONOURED = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max
 _FILE = "generation_config.json"
 
 
-def choose_sampling(asked: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
+def choose_sampling(given: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
     """What a request gets when it does not say."""
     model = config.model_config
     beside = _read(model.path)
     source = model.generation_config
     if source == "auto":
-        values = beside if asked.get("model") else embedded.SAMPLING
+        values = beside if given.get("model") else embedded.SAMPLING
     elif source == "vllm":
         values = {}
     else:

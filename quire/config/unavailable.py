@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 _FILE = os.path.join(os.path.dirname(__file__), "unavailable.txt")
 _BOUNDS = {">=": "low", ">": "above", "<=": "high", "<": "below"}
-_LITERALS = {"None": None, "True": True, "False": False, "()": (), "{}": {}}
+_LITERALS: dict[str, Any] = {"None": None, "True": True, "False": False, "()": (), "{}": {}}
 _KINDS: dict[str, Any] = {
     "bool": bool, "int": int, "float": float, "str": str, "dict": dict[str, Any],
     "list[str]": tuple[str, ...], "list[int]": tuple[int, ...], "list[float]": tuple[float, ...],
@@ -86,11 +86,12 @@ def _read() -> tuple[dict[str, list[Row]], dict[str, str]]:
         if section == "reasons":
             reasons[cells[0]] = cells[1]
         else:
-            groups.setdefault(section, []).append(_row(*cells, reasons))
+            groups.setdefault(section, []).append(_row(cells, reasons))
     return groups, reasons
 
 
-def _row(option: str, value: str, default: str, since: str, doc: str, why: str, reasons: dict[str, str]) -> Row:
+def _row(cells: list[str], reasons: dict[str, str]) -> Row:
+    option, value, default, since, doc, why = cells
     field, *rest = option.split()
     name = None
     if rest and rest[0] == ">":

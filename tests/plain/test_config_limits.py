@@ -88,7 +88,7 @@ def test_a_stretch_without_end(factor: float) -> None:
 
 def test_a_file_nested_without_end(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"a":' * 200_000)
-    with pytest.raises(CheckpointError, match="no valid JSON"):
+    with pytest.raises(CheckpointError, match="not valid JSON"):
         read_json(str(tmp_path), "config.json")
 
 

@@ -48,7 +48,7 @@ def test_folders_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ModelNotFoundError, match="holds 2 GGUF files"):
         locate(str(tmp_path / "one"))
     (tmp_path / "plain.txt").write_text("x")
-    with pytest.raises(ModelNotFoundError, match=r"is a file, but no \.gguf file"):
+    with pytest.raises(ModelNotFoundError, match=r"is a file, but not a \.gguf file"):
         locate(str(tmp_path / "plain.txt"))
 
 
@@ -193,9 +193,9 @@ def test_read_json(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"it holds other\.txt"):
         read_json(str(tmp_path), "config.json")
     for text, words in (
-        ("{", "no valid JSON"),
+        ("{", "not valid JSON"),
         ("[]", "must hold a JSON mapping, got list"),
-        ("\udcff", "no valid JSON"),
+        ("\udcff", "not valid JSON"),
     ):
         (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
         with pytest.raises(CheckpointError, match=words):

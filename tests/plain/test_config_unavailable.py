@@ -64,7 +64,7 @@ def test_what_is_not_in_the_table_works() -> None:
             o = mine.option
             if (name, field) in listed or o.status is READY:
                 continue
-            if not [value for value in o.ready if value not in (None, False, o.asked, o.default)]:
+            if not [value for value in o.ready if value not in (None, False, o.unset, o.default)]:
                 idle.append(f"{name}.{field}")
     assert set(idle) == AWAITED
 
@@ -98,7 +98,7 @@ def test_rows_reach_users_as_any_option_does() -> None:
     assert args.max_loras == 1 and EngineArgs().swap_space == 4.0
     assert (
         EngineConfig().parallel_config.data_parallel_rank == 0
-        and table()["data_parallel_rank"].declared.option.asked is None
+        and table()["data_parallel_rank"].declared.option.unset is None
     )
     assert group_of(table()["speculative_config"].declared.type) is groups.SpeculativeConfig
     refuse_unbuilt(EngineConfig())
