@@ -318,7 +318,8 @@ def batch_defaults(world_size: int, device: str = "cpu") -> tuple[dict[str, int]
     return tokens, requests
 
 
-LATENCY_GOAL_MS = 12.0  # of a server: about two steps of decodes with a large model
+# Of a server: on a GPU about two steps of decodes with a large model; on a CPU what a reader of a stream bears.
+LATENCY_GOALS_MS = {"cuda": 12.0, "cpu": 500.0}
 
 
 def choose_batch(given: Given, config: EngineConfig) -> EngineConfig:
@@ -338,8 +339,8 @@ def choose_batch(given: Given, config: EngineConfig) -> EngineConfig:
     log.debug("a step holds at most %d tokens of %d requests", tokens, requests)
     goal = scheduler.inter_token_latency_goal_ms
     if given.get("inter_token_latency_goal_ms") is None:
-        is_gpu_server = config.usage_context == "OPENAI_API_SERVER" and config.device_config.device == "cuda"
-        goal = LATENCY_GOAL_MS if is_gpu_server else 0.0
+        is_server = config.usage_context == "OPENAI_API_SERVER"
+        goal = LATENCY_GOALS_MS.get(config.device_config.device, 0.0) if is_server else 0.0
     return replace(
         config,
         scheduler_config=replace(

@@ -23,7 +23,7 @@ from quire.sched.events import Event
 from quire.sched.gates import Hold
 from quire.sched.kv_cache import KVCache
 from quire.sched.order import POLICIES
-from quire.sched.pace import Pace
+from quire.sched.pace import LEAST, Pace
 from quire.sched.planner import Planner
 from quire.sched.request import Request
 from quire.sched.settings import SchedulerSettings
@@ -65,7 +65,7 @@ class Scheduler:
             events=config.events,
             max_chunk=config.max_num_batched_tokens,
         )
-        self.tally, self.pace = Tally(), Pace()
+        self.tally, self.pace = Tally(), Pace(min(LEAST, config.latency_tokens))
         self.clock = clock
         self.planner = Planner(config, self.kv, self.tally, clock, self.pace)
         self.requests: dict[str, Request] = {}
