@@ -18,7 +18,8 @@ from quire.attention.backend import AttentionBackend
 from quire.layers.batch import AttentionPlan, Batch, GroupStep
 from quire.schema.errors import NotBuiltError
 from quire.schema.kv import KVKind
-from quire.schema.step import Grant
+from quire.schema.params import PoolingParams
+from quire.schema.step import Grant, StepPlan
 from quire.worker.rows import BlockTable, Rows
 
 
@@ -71,9 +72,20 @@ def sampled_of(shape: StepShape, rows: Rows) -> tuple[np.ndarray, np.ndarray, li
     return shape.rows[shape.samples], contexts[shape.samples], shape.grants[shape.samples].tolist()
 
 
-def shape_of(grants: Sequence[Grant], rows: Rows) -> StepShape:
-    if any(grant.drafts for grant in grants):
+def refuse_unbuilt(plan: StepPlan) -> None:
+    """NotBuiltError for what a plan may ask and this worker cannot do."""
+    if plan.moves:
+        raise NotBuiltError(f"a plan moves {len(plan.moves)} KV blocks, and this version cannot")
+    if plan.encode or plan.free_encoded:
+        raise NotBuiltError(f"a plan has {len(plan.encode)} media items to encode, and this version cannot")
+    if any(grant.num_drafts for grant in plan.grants):
         raise NotBuiltError("this version cannot check drafts (speculative_config)", param="speculative_config")
+    for new in plan.joined:
+        if isinstance(new.params, PoolingParams):
+            raise NotBuiltError(f"request {new.request_id!r} is to be pooled, and this version cannot")
+
+
+def shape_of(grants: Sequence[Grant], rows: Rows) -> StepShape:
     row_of = rows.row_of
     own = np.array([row_of[grant.request_id] for grant in grants], np.int64)
     starts = np.array([grant.start for grant in grants], np.int64)
