@@ -95,7 +95,7 @@ class EngineLoop:
         except QuireError as refused:
             self._news.append(failed_output(request.request_id, refused))
         else:
-            if request.grammar is not None or request.params.thinking_token_budget is not None:
+            if request.grammar is not None or request.sampling.thinking_token_budget is not None:
                 self._constrain(request)
 
     def _constrain(self, request: EngineRequest) -> None:
@@ -200,6 +200,7 @@ class EngineLoop:
             outputs = self.scheduler.commit(plan, result)
             if self.masks is not None:
                 self.masks.advance(outputs)
+                self.masks.propose(result.drafts)
             self._tell(outputs)
             stats = self.scheduler.stats(
                 plan_seconds=self._plan_seconds, forward_seconds=result.forward_seconds, commit_seconds=now() - began

@@ -116,6 +116,23 @@ class Holds(Gate):
         return request.id in self.by_request
 
 
+class Overlap(Gate):
+    """Plans out that one request may be in, where that is fewer than there may be. What has landed the scheduler counts
+    off."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def singles(self) -> int:
+        return 0
+
+    def admit(self, request: Request, count: int) -> int:
+        return count if request.num_flights < self.most else SKIP
+
+    def take(self, request: Request, count: int) -> None:
+        request.num_flights += 1
+
+
 class ChunkLimit(Gate):
     """long_prefill_token_threshold: a long prompt gets no more than this per step, and leaves room for others."""
 
@@ -187,15 +204,15 @@ class LatencyGoal(Gate):
 
     def admit(self, request: Request, count: int) -> int:
         left = self._left()
-        if count == 1 or not self.decodes or count <= left:
+        if request.end - request.planned == 1 or not self.decodes or count <= left:
             return count
         if request.running:
             return left if left > 0 else SKIP
         return left if left * self.SLIVER >= self.most else CLOSED
 
     def take(self, request: Request, count: int) -> None:
-        if count == 1:
-            self.decodes += 1
+        if request.end - request.planned == 1:  # a decode, whatever the drafts with it
+            self.decodes += count
         else:
             self.prompts += count
 
@@ -274,13 +291,15 @@ class NoSlivers(Gate):
         return CLOSED if sliver else count
 
     def take(self, request: Request, count: int) -> None:
-        if count > 1:
+        if request.end - request.planned > 1:
             self.prompts += count
 
 
 def make_gates(settings: SchedulerSettings, pace: Pace) -> list[Gate]:
     """In the order they are asked: those that judge the final count come last."""
     gates: list[Gate] = [Sequences(settings.max_num_seqs)]
+    if settings.overlap is not None and settings.overlap < settings.depth:
+        gates.append(Overlap(settings.overlap))
     if settings.long_prefill_threshold:
         gates.append(ChunkLimit(settings.long_prefill_threshold))
     gates.append(TokenBudget(settings.max_num_batched_tokens))

@@ -47,8 +47,6 @@ class Planner:
         self.left: list[str] = []  # rows the next plan tells the worker to free
         self.reserves = settings.reserve_full_prompt
         self.watermark = int(settings.watermark * kv.pool.num_blocks)
-        self.overlap = settings.overlap or settings.depth
-        self.limited = self.overlap < settings.depth
 
     def fill(self) -> OpenPlan:
         plan, load = OpenPlan(), Load(len(self.running), self.waiting.num_tokens)
@@ -78,16 +76,12 @@ class Planner:
     def _grant_running(self, plan: OpenPlan) -> int | None:
         """Blocks that prompts under way still need; None when one lacked blocks or a gate shut: nobody may join."""
         gates, running, kv = self.gates, self.running.items, self.kv
-        before, shut, reserved, limited = len(running), False, 0, self.limited
+        before, shut, reserved = len(running), False, 0
         singles = self._singles()
         single = 0  # of these, granted without asking; the gates have not been told yet
         for request in running:  # which may shrink from its end
             count = request.target - request.planned
             if count <= 0:
-                continue
-            if limited and request.num_flights >= self.overlap:
-                for gate in gates:
-                    gate.pass_over(request)
                 continue
             if asked := count > 1 or single >= singles:
                 for gate in gates:
@@ -116,8 +110,6 @@ class Planner:
                 single += 1
             plan.grants.append(request.grant(count, new_blocks))
             plan.requests.append(request)
-            if limited:
-                request.num_flights += 1
             if count > 1 and not kv.has_state:
                 kv.name(request)
         for gate in gates:
@@ -167,7 +159,6 @@ class Planner:
         self.running.add(request)
         plan.grants.append(request.grant(count, new_blocks))
         plan.requests.append(request)
-        request.num_flights = 1
         if not self.kv.has_state:
             self.kv.name(request)
 

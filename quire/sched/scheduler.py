@@ -32,6 +32,7 @@ from quire.sched.tally import Tally
 from quire.schema.errors import ConfigError, InputError, OverloadedError
 from quire.schema.kv import KVLayout
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
+from quire.schema.params import PoolingParams
 from quire.schema.stats import CacheStats, StepStats
 from quire.schema.step import FORBIDS_ALL, Grant, LogprobRows, StepPlan, StepResult
 
@@ -65,9 +66,14 @@ class Scheduler:
             events=config.events,
             max_chunk=config.max_num_batched_tokens,
         )
+        if config.num_drafts and self.kv.has_state:
+            raise ConfigError(
+                f"num_drafts={config.num_drafts}: a recurrent state cannot be taken back to before drafts"
+            )
         self.tally, self.pace = Tally(), Pace(min(LEAST, config.latency_tokens))
         self.clock = clock
         self.planner = Planner(config, self.kv, self.tally, clock, self.pace)
+        self.limits_overlap = config.overlap is not None and config.overlap < config.depth
         self.requests: dict[str, Request] = {}
         self.flights: deque[tuple[int, list[Request]]] = deque()  # plans out: step, requests parallel to its grants
         self.step = 0
@@ -90,8 +96,10 @@ class Scheduler:
             )
         if request.max_tokens < 1:
             raise InputError(f"max_tokens must be at least 1, got {request.max_tokens}", param="max_tokens")
-        limit = min(length + request.max_tokens, settings.max_model_len)
-        new = Request(request, limit=limit, queued=self.clock())
+        pooled = isinstance(request.params, PoolingParams)
+        limit = min(length + (1 if pooled else request.max_tokens), settings.max_model_len)
+        num_drafts = 0 if pooled else settings.num_drafts
+        new = Request(request, limit=limit, queued=self.clock(), num_drafts=num_drafts)
         if (peak := self.kv.peak(new)) > self.kv.pool.num_blocks:
             raise InputError(
                 f"{length} prompt tokens and max_tokens={request.max_tokens} may need {peak} KV blocks, but there are "
@@ -147,8 +155,9 @@ class Scheduler:
         if reset_running_requests:
             while self.planner.running.items:
                 self.planner.preempt(self.planner.running.items[-1])
-        if self.kv.pool.num_free < self.kv.pool.num_blocks:
+        if self.planner.running.items:
             return False
+        self.kv.moves.clear()
         self.kv.pool.clear()
         return True
 
@@ -170,6 +179,8 @@ class Scheduler:
         assert len(self.flights) < self.settings.depth, f"{len(self.flights)} plans are out already"
         self.step += 1
         filled = self.planner.fill()
+        if not filled.grants and self.kv.moves.unpin():
+            filled = self.planner.fill()
         if not filled.grants:
             return StepPlan(step=self.step, grants=())
         self.flights.append((self.step, filled.requests))
@@ -180,6 +191,7 @@ class Scheduler:
             joined=tuple(filled.joined),
             left=left,
             total_tokens=sum([grant.count for grant in filled.grants]),
+            moves=self.kv.moves.take(),
         )
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
@@ -188,10 +200,12 @@ class Scheduler:
             return []
         step, requests = self.flights.popleft()
         assert step == plan.step == result.step, f"step {step} is due; got plan {plan.step}, result {result.step}"
+        if self.limits_overlap:
+            for grant, request in zip(plan.grants, requests, strict=True):
+                request.num_flights -= request.epoch == grant.epoch
         now, kv, prompt_tokens, generated_tokens = self.clock(), self.kv, 0, 0
         outputs: list[EngineOutput] = []
-        limited = self.planner.limited
-        plain = result.logprobs is None and not (result.prompt_logprobs or result.drafts or result.failed)
+        plain = result.logprobs is None and not (result.prompt_logprobs or result.failed)
         for index, (grant, request, new) in enumerate(zip(plan.grants, requests, result.sampled, strict=True)):
             if request.epoch != grant.epoch:
                 continue
@@ -201,13 +215,13 @@ class Scheduler:
             if grant.start < request.num_prompt:
                 prompt_tokens += min(grant.count, request.num_prompt - grant.start)
             request.computed += grant.count
-            if limited:
-                request.num_flights -= 1
             ending = None
             if grant.samples:
-                assert new, f"no token came back for {request.id}, and no reason why"
-                if grant.drafts:
-                    request.judge(len(new) - 1)
+                if not new:
+                    outputs.append(self._finish_pooled(request, result))
+                    continue
+                if grant.num_drafts:
+                    request.take_back(grant.num_drafts + 1 - len(new))
                 if len(new) == 1:  # nearly always: as stop.append does it, without the call
                     tokens, token = request.tokens, new[0]
                     tokens.append(token)
@@ -228,9 +242,6 @@ class Scheduler:
             logprobs, prompt_logprobs = _logprobs(result, index, grant, request, len(new))
             if new or prompt_logprobs is not None:
                 outputs.append(self._report(request, new, ending, now, logprobs, prompt_logprobs))
-            if ending is None and request.id in result.drafts:
-                assert not kv.has_state, "a recurrent state cannot be taken back, so drafts cannot be checked"
-                request.propose(result.drafts[request.id])
         self.tally.step = step
         self.tally.prompt_tokens += prompt_tokens
         self.tally.generated_tokens += generated_tokens
@@ -265,6 +276,14 @@ class Scheduler:
             num_cached_tokens=request.num_cached,
             times=copy.copy(request.times) if first else None,
         )
+
+    def _finish_pooled(self, request: Request, result: StepResult) -> EngineOutput:
+        """Its prompt is computed, and it was to be pooled."""
+        pooled = result.pooled.get(request.id)
+        assert pooled is not None, f"no token came back for {request.id}, and no reason why"
+        if request.computed >= request.next_block:
+            self.kv.commit(request)
+        return msgspec.structs.replace(self._finish(request, Ending(FinishReason.STOP)), pooled=pooled)
 
     def _lose(self, request: Request, reason: str) -> EngineOutput:
         """A worker gave it up. What left no token to choose was asked for."""

@@ -29,6 +29,7 @@ class SchedulerSettings:
     policy: str = "fcfs"
     depth: int = 1  # plans that may be out, made and not yet committed
     overlap: int | None = None  # plans out that one request may be in; None: all of them
+    num_drafts: int = 0  # of one request that a step checks at most
     chunked_prefill: bool = True
     long_prefill_threshold: int = 0  # tokens of one prompt per step; 0: no limit
     max_partial_prefills: int = 1
@@ -60,8 +61,10 @@ class SchedulerSettings:
             )
         if self.depth < 1 or (self.overlap is not None and not 1 <= self.overlap <= self.depth):
             raise ConfigError(f"depth={self.depth} must be at least 1 and overlap={self.overlap} between 1 and that")
-        if not 0.0 <= self.watermark < 1.0:
-            raise ConfigError(f"watermark={self.watermark} must be in [0, 1)")
+        if not 0.0 <= self.watermark < 1.0 or self.num_drafts < 0:
+            raise ConfigError(
+                f"watermark={self.watermark} must be in [0, 1), num_drafts={self.num_drafts} not negative"
+            )
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, max_model_len: int, depth: int) -> SchedulerSettings:

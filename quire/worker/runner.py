@@ -28,7 +28,7 @@ from quire.sampling.sampler import Sampler
 from quire.schema.step import FORBIDS_ALL, LogprobRows, Mask, StepPlan, StepResult
 from quire.worker.device_inputs import DeviceInputs, Sampled
 from quire.worker.graphs import DecodeGraphs
-from quire.worker.inputs import StepShape, build, sampled_of, shape_of
+from quire.worker.inputs import StepShape, build, refuse_unbuilt, sampled_of, shape_of
 from quire.worker.kv_memory import KVMemory
 from quire.worker.mixed_graphs import MixedGraphs
 from quire.worker.rows import Rows
@@ -130,6 +130,7 @@ class ModelRunner:
     def forward(self, plan: StepPlan) -> None:
         began = now()
         self._flight = None
+        refuse_unbuilt(plan)
         changes = self.rows.apply(plan)
         for name in plan.left:
             self._lost.pop(name, None)

@@ -5,10 +5,11 @@ import random
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from quire.schema.errors import NotBuiltError
-from quire.schema.params import SamplingParams
-from quire.schema.step import Grant, Mask, NewRow, StepPlan
+from quire.schema.params import PoolingParams, SamplingParams
+from quire.schema.step import EncodeItem, Grant, Mask, Move, NewRow, StepPlan
 from tests.engine.sampling_oracle import Known, log_softmax, next_token
 from tests.engine.worker_driver import Asked, Driver
 from tests.engine.worker_fakes import FakeModel, make_runner
@@ -180,14 +181,30 @@ def test_a_plan_that_contradicts_the_rows_is_an_error():
     for staged in (False, True):
         with pytest.raises(RuntimeError, match="no block for position 0"):
             make_runner(staged=staged).forward(one_grant(blocks=()))
-    with pytest.raises(NotBuiltError, match="drafts"):
-        make_runner().forward(one_grant(drafts=(1,)))
     runner = make_runner()
     runner.forward(one_grant())
     with pytest.raises(RuntimeError, match="preempted"):
         runner.forward(StepPlan(step=2, grants=(Grant("a", 3, 1, True, 1),)))
     with pytest.raises(KeyError):
         runner.forward(StepPlan(step=2, grants=(Grant("nobody", 3, 1, True, 0),)))
+
+
+@pytest.mark.parametrize(
+    ("plan", "what"),
+    [
+        (one_grant(num_drafts=1), "drafts"),
+        (one_grant(params=PoolingParams(task="embed")), "'a' is to be pooled"),
+        (replace(one_grant(), moves=(Move(0, 1),)), "moves 1 KV blocks"),
+        (replace(one_grant(), encode=(EncodeItem("k", "a", 0),)), "1 media items to encode"),
+        (replace(one_grant(), free_encoded=("k",)), "media items"),
+    ],
+)
+@pytest.mark.parametrize("staged", [False, True])
+def test_what_a_worker_cannot_do_is_refused_and_changes_nothing(plan, what, staged):
+    runner = make_runner(staged=staged)
+    with pytest.raises(NotBuiltError, match=what):
+        runner.forward(plan)
+    assert runner.rows.num_rows == 0
 
 
 def test_memory_does_not_grow_with_requests():

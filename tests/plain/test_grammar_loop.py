@@ -20,7 +20,7 @@ from quire.sched.settings import SchedulerSettings
 from quire.schema.grammar import GrammarKind, GrammarSpec
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
 from quire.schema.params import SamplingParams
-from quire.schema.step import Mask
+from quire.schema.step import Grant, Mask, StepPlan
 from tests.fake_engine import EOS, FURTHER_EOS, VOCAB, FakeExecutor, ids_of
 
 pytest.importorskip("llguidance")
@@ -294,3 +294,57 @@ def test_tags_are_found_however_they_are_cut(pieces: list[bytes], stage: Stage) 
     for i in range(len(pieces)):
         thought.feed(i)
     assert thought.stage is stage
+
+
+def allowed(mask: Mask) -> dict[tuple[int, int], str]:
+    """What each row lets follow, by grant and offset; the end as a full stop."""
+    rows = np.frombuffer(mask.rows, np.uint8).reshape(len(mask.index), mask.words * 4)
+    places = zip(mask.index, mask.offsets or (0,) * len(mask.index), strict=True)
+    texts = [
+        "".join("." if i == EOS else chr(i - 4) for i in np.flatnonzero(bits) if i == EOS or i >= 4)
+        for bits in np.unpackbits(rows, axis=1, bitorder="little")
+    ]
+    return dict(zip(places, texts, strict=True))
+
+
+def ready_masks(made: list[Masks], vocabulary: Vocabulary, *requests: EngineRequest, **more: Any) -> Masks:
+    made.append(masks := Masks(lambda: vocabulary, **more))
+    for one in requests:
+        masks.add(one)
+    for _ in range(TURNS):
+        if not masks.compiling:
+            return masks
+        masks.wait(0.01)
+        masks.poll()
+    raise AssertionError("not compiled")
+
+
+def checks(name: str, num_drafts: int) -> Grant:
+    return Grant(name, 5, 1 + num_drafts, True, 0, (), num_drafts)
+
+
+def test_drafts_get_a_row_for_every_place_they_may_reach(made: list[Masks], vocabulary: Vocabulary) -> None:
+    masks = ready_masks(made, vocabulary, request("a", "ab[cd]e?"), request("b", "x*y"), request("c", "[k-m]z"))
+    plan = StepPlan(step=1, grants=(checks("a", 4), checks("b", 3), Grant("c", 5, 1, True, 0), checks("free", 3)))
+    masks.propose({"a": ids_of("abd."), "b": ids_of("xzx"), "gone": [1]})
+    for _ in range(2):  # the place itself has not moved
+        mask, lost = masks.mask(plan)
+        assert mask is not None and not lost
+        assert allowed(mask) == {
+            (0, 0): "a", (0, 1): "b", (0, 2): "cd", (0, 3): ".e",  # and no further: what was drafted ends nothing
+            (1, 0): "xy", (1, 1): "xy",  # z does not follow
+            (2, 0): "klm",
+        }  # fmt: skip
+    masks.advance([EngineOutput(request_id="a", new_token_ids=ids_of("ab"))])
+    mask, _ = masks.mask(plan)
+    assert mask is not None and {k: v for k, v in allowed(mask).items() if k[0] == 0} == {(0, 0): "cd"}, (
+        "drafts are old"
+    )
+
+
+def test_min_tokens_counts_drafts_before_an_end(made: list[Masks], vocabulary: Vocabulary) -> None:
+    masks = ready_masks(made, vocabulary, request("a", "a*", min_tokens=2))
+    masks.propose({"a": ids_of("aaa")})
+    mask, _ = masks.mask(StepPlan(step=1, grants=(checks("a", 3),)))
+    assert mask is not None
+    assert allowed(mask) == {(0, 0): "a", (0, 1): "a", (0, 2): ".a", (0, 3): ".a"}
