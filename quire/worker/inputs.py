@@ -20,7 +20,8 @@ from quire.layers.batch import AttentionPlan, Batch, GivenVectors, GroupStep
 from quire.ops.copy import upload
 from quire.schema.errors import NotBuiltError
 from quire.schema.kv import KVKind
-from quire.schema.step import Grant
+from quire.schema.params import PoolingParams
+from quire.schema.step import Grant, StepPlan
 from quire.worker.row_extras import StepVectors
 from quire.worker.rows import BlockTable, Rows
 
@@ -123,9 +124,20 @@ def sampled_of(shape: StepShape, rows: Rows) -> tuple[np.ndarray, np.ndarray, li
     return shape.rows[places.entries], places.positions, shape.grants[places.entries].tolist()
 
 
-def shape_of(grants: Sequence[Grant], rows: Rows) -> StepShape:
-    if any(grant.drafts for grant in grants):
+def refuse_unbuilt(plan: StepPlan) -> None:
+    """NotBuiltError for what a plan may ask and this worker cannot do."""
+    if plan.moves:
+        raise NotBuiltError(f"a plan moves {len(plan.moves)} KV blocks, and this version cannot")
+    if plan.encode or plan.free_encoded:
+        raise NotBuiltError(f"a plan has {len(plan.encode)} media items to encode, and this version cannot")
+    if any(grant.num_drafts for grant in plan.grants):
         raise NotBuiltError("this version cannot check drafts (speculative_config)", param="speculative_config")
+    for new in plan.joined:
+        if isinstance(new.params, PoolingParams):
+            raise NotBuiltError(f"request {new.request_id!r} is to be pooled, and this version cannot")
+
+
+def shape_of(grants: Sequence[Grant], rows: Rows) -> StepShape:
     row_of = rows.row_of
     own = np.array([row_of[grant.request_id] for grant in grants], np.int64)
     starts = np.array([grant.start for grant in grants], np.int64)

@@ -1,4 +1,5 @@
-"""ModelRunner: one step on one device. forward(plan): rows, Batch, model; sample(mask): logits, tokens, results.
+"""ModelRunner: one step on one device. forward(plan): rows, Batch, model; sample(step, mask): logits, tokens,
+results.
 
 In: StepPlan, Mask. Out: a Pending whose result() is the StepResult. Several steps may be started before the first
 result is read: each writes its tokens into the rows, where the next one finds them.
@@ -27,7 +28,7 @@ from quire.sampling.sampler import Sampler
 from quire.schema.step import FORBIDS_ALL, LogprobRows, Mask, StepPlan, StepResult
 from quire.worker.device_inputs import DeviceInputs, Sampled
 from quire.worker.graphs import DecodeGraphs
-from quire.worker.inputs import StepShape, build, sampled_of, shape_of
+from quire.worker.inputs import StepShape, build, refuse_unbuilt, sampled_of, shape_of
 from quire.worker.kv_memory import KVMemory
 from quire.worker.mixed_graphs import MixedGraphs
 from quire.worker.rows import Rows
@@ -129,6 +130,7 @@ class ModelRunner:
     def forward(self, plan: StepPlan) -> None:
         began = now()
         self._flight = None
+        refuse_unbuilt(plan)
         changes = self.rows.apply(plan)
         for name in plan.left:
             self._lost.pop(name, None)
@@ -189,11 +191,14 @@ class ModelRunner:
         host = download(result)[:, : len(flight.sample_grants)]
         return Pending(flight.plan, flight.sample_grants, host[0], host[1].view(torch.float32))
 
-    def sample(self, mask: Mask | None) -> Pending:
+    def sample(self, step: int, mask: Mask | None) -> Pending:
+        """Choose the tokens of the step that was started last, which the caller names."""
         began = now()
         flight, self._flight = self._flight, None
         if flight is None:
-            raise RuntimeError("sample() without a forward() that granted tokens")
+            raise RuntimeError(f"sample() of step {step} without a forward() that granted tokens")
+        if flight.plan.step != step:
+            raise RuntimeError(f"step {step} is to be sampled, and step {flight.plan.step} was started last")
         if flight.pending is not None and mask is not None and mask.index:
             raise RuntimeError("a mask came for a step none of whose requests asked for structured outputs")
         pending = flight.pending or Pending(flight.plan, flight.sample_grants)

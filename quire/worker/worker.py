@@ -237,7 +237,7 @@ class Worker:
         )  # fmt: skip
         with self._laps.inside("warm_up"):
             self.forward(StepPlan(step=0, grants=(Grant("warm-up", 0, count, True, 0),), joined=(row,)))
-            self.sample(None).result()
+            self.sample(0, None).result()
             self._laps.mark("first step")
             began = now()
             if self.model_runner.mixed is not None:
@@ -248,7 +248,7 @@ class Worker:
                 self._laps.mark("decode graphs")
             if not on_cpu:
                 self.forward(StepPlan(step=0, grants=(Grant("warm-up", count, 1, True, 0),)))
-                self.sample(None).result()
+                self.sample(0, None).result()
                 self._laps.mark("first decode")
                 allow_nothing(self.get_model().arch.vocab, self.device)
                 limits = self.config.scheduler_config.max_num_batched_tokens, self.config.model_config.max_model_len
@@ -266,8 +266,8 @@ class Worker:
     def forward(self, plan: StepPlan) -> None:
         self.model_runner.forward(plan)
 
-    def sample(self, mask: Mask | None) -> Pending:
-        return self.model_runner.sample(mask)
+    def sample(self, step: int, mask: Mask | None) -> Pending:
+        return self.model_runner.sample(step, mask)
 
     def shutdown(self) -> None:
         """Let go of model and cache; their memory is free as soon as nobody else holds them."""

@@ -66,7 +66,7 @@ def test_a_whole_life():
     )  # fmt: skip
     worker.forward(StepPlan(step=1, grants=(Grant("a", 0, 2, True, 0, ((3,), (4,))),), joined=(row,)))
     logits = worker.get_model().logits_after([5, 6])
-    assert worker.sample(None).result().sampled == [[logits.index(max(logits))]]
+    assert worker.sample(1, None).result().sampled == [[logits.index(max(logits))]]
     worker.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         worker.forward(StepPlan(step=2, grants=()))
