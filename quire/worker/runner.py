@@ -131,6 +131,9 @@ class ModelRunner:
         began = now()
         self._flight = None
         refuse_unbuilt(plan)
+        if plan.moves:
+            self.kv.check_moves(plan.moves)
+            self.kv.move(move for move in plan.moves if not move.after)
         changes = self.rows.apply(plan)
         for name in plan.left:
             self._lost.pop(name, None)
@@ -141,6 +144,8 @@ class ModelRunner:
             flight = self._start(plan, shape) if self.inputs is None else self._launch(plan, shape, self.inputs)
             flight.seconds = now() - began
             self._flight = flight
+        if plan.moves:
+            self.kv.move(move for move in plan.moves if move.after)
 
     @torch.inference_mode()
     def _start(self, plan: StepPlan, shape: StepShape) -> _Flight:
