@@ -48,7 +48,7 @@ def settle(model: Any, name: str) -> Settled:
             compare(wanted, found, first.dtype)
         except RefusalError as wrong:
             reasons.append(f"by {how}: {wrong}")
-        except Exception as wrong:  # a foreign model may raise anything when it is given what it does not expect
+        except Exception as wrong:  # noqa: BLE001  # a foreign model may raise anything when it is given what it does not expect
             reasons.append(f"by {how}: {type(wrong).__name__}: {(str(wrong).strip() or 'no message').splitlines()[0]}")
         else:
             told = "through Quire's attention" if how == "attention" else f"row by row, since {reasons[0]}"
@@ -83,7 +83,7 @@ def cut(model: nn.Module, text: Tensor, wanted: Tensor, name: str) -> Halves:
             found = halves.logits(halves.hidden(**inputs_of(model, text, None)))
             compare([wanted], [found], wanted.dtype)
             return halves
-        except Exception as wrong:  # whatever happens, this one is no body
+        except Exception as wrong:  # noqa: BLE001  # whatever happens, this one is no body
             _log.debug("%s is no body of %s: %s", type(body).__name__, name, wrong)
             halves.undo()
     _log.info("%s: the head cannot be told from the rest, so every token of a prompt gets logits", name)
