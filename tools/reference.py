@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from options_page import NOTE, environment_page, options_page
 from python_api import python_page
 
 from quire.base.registry import load
@@ -20,7 +21,6 @@ from quire.cli.bench import BENCHES
 from quire.cli.launch import PARTS
 from quire.cli.main import COMMANDS
 from quire.config import EngineArgs, FlexibleArgumentParser
-from quire.config.docs import NOTE, environment_page, options_page
 from quire.config.flags import add_flags
 from quire.config.server import flats
 from quire.observe.declared import TABLE, Declared, http_table

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.base.registry import load
 from quire.schema.errors import InputError
+from quire.schema.prompt import TokensPrompt
 from quire.text.messages import MediaHook, arguments_as_text, normalize_messages, refuse_media
 
 if TYPE_CHECKING:
@@ -86,6 +87,12 @@ def render_chat(
         return render_job(job, media=media)
     apart: Callable[[ChatJob], str] = load("quire.text.template_child:render_apart")
     return apart(job)
+
+
+def tokenize_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **how: Any) -> TokensPrompt:
+    """A conversation as a prompt of token ids. `how`: the keywords of render_chat."""
+    text = render_chat(tokenizer, messages, **how)
+    return TokensPrompt(prompt=text, prompt_token_ids=tokenizer.encode(text, add_special_tokens=False))
 
 
 def render_job(job: ChatJob, limits: Limits | None = None, *, media: MediaHook = refuse_media) -> str:
