@@ -20,7 +20,7 @@ from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
-# Greedy, and so the same each time on one machine; other kernels round otherwise and give another text here. Not strict.
+# Greedy, so the same each time on one machine; other kernels round otherwise and give another text. Not strict.
 _ROUNDING = "a model of this size goes on to the length limit, or writes something else"
 _LENGTH = "a model of this size goes on to the length limit"
 _SMALL = "a model of this size does not choose or read tools by itself"
