@@ -29,7 +29,7 @@ from quire.config.table import Flat, table
 
 
 class UsageContext(enum.StrEnum):
-    """Who makes the engine; it only chooses default batch sizes."""
+    """Who asks; it chooses defaults of batch size, and for one that only renders what need not be known."""
 
     UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
     LLM_CLASS = "LLM_CLASS"
@@ -37,6 +37,7 @@ class UsageContext(enum.StrEnum):
     OPENAI_API_SERVER = "OPENAI_API_SERVER"
     OPENAI_BATCH_RUNNER = "OPENAI_BATCH_RUNNER"
     ENGINE_CONTEXT = "ENGINE_CONTEXT"
+    RENDER_SERVER = "RENDER_SERVER"
 
 
 def _field(default: Any) -> Any:

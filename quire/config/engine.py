@@ -93,6 +93,11 @@ class EngineConfig(Group):
         return bool(self.structured_outputs_config.reasoning_parser) or self.reasoning_config is not None
 
     @property
+    def renders_only(self) -> bool:
+        """For a server that makes token ids of requests and has no engine."""
+        return self.usage_context == "RENDER_SERVER"
+
+    @property
     def max_concurrent_batches(self) -> int:
         return 2 if self.scheduler_config.async_scheduling else 1
 

@@ -53,7 +53,9 @@ class StructuredOutputsConfig(Group):
         False, "No JSON keys but those a schema names; needs backend guidance.", flat=False
     )
     max_grammar_bytes: int = option(1 << 20, "Longest constraint of one request, in characters.", flat=False, low=1)
-    compile_timeout: float = option(10.0, "Seconds that compiling one constraint may take.", flat=False, above=0)
+    compile_timeout: float = option(
+        10.0, "Seconds of the processor that compiling one constraint may take.", flat=False, above=0
+    )
     compile_workers: int = option(2, "Constraints compiled at once, each in a process.", flat=False, low=1, high=64)
     reasoning_parser: str = option("", "How the model marks its thinking: a family's name.")
     reasoning_parser_plugin: str = option("", "Python file that registers further reasoning parsers.")

@@ -43,7 +43,7 @@ def resolve(args: Any, usage_context: Any = None) -> EngineConfig:
     given = dict(vars(args))
     usage = str(usage_context) if usage_context is not None else ""
     config = replace(table.assemble(given), usage_context=usage.rpartition(".")[2])
-    for step in STEPS:
+    for step in RENDER_STEPS if config.renders_only else STEPS:
         config = step(given, config)
     return config
 
@@ -73,7 +73,10 @@ def find_model(given: Given, config: EngineConfig) -> EngineConfig:
     model, files = config.model_config, config.load_config
     if given.get("model") == "":  # most likely an unset variable of a script, not a request for the embedded model
         raise ModelNotFoundError("model is '': name a folder, a .gguf file or a hub id, or leave it out", param="model")
-    found = locate(model.model or None, model.revision, files.download_dir, model.hf_token, files.ignore_patterns)
+    found = locate(
+        model.model or None, model.revision, files.download_dir, model.hf_token, files.ignore_patterns,
+        weights=not config.renders_only,
+    )  # fmt: skip
     if not model.model:
         log.info("No model was named: using the embedded %s", found.name)
     served = given.get("served_model_name")
@@ -315,7 +318,8 @@ def batch_defaults(world_size: int, device: str = "cpu") -> tuple[dict[str, int]
     return tokens, requests
 
 
-LATENCY_GOAL_MS = 12.0  # of a server: about two steps of decodes with a large model
+# Of a server: on a GPU about two steps of decodes with a large model; on a CPU what a reader of a stream bears.
+LATENCY_GOALS_MS = {"cuda": 12.0, "cpu": 500.0}
 
 
 def choose_batch(given: Given, config: EngineConfig) -> EngineConfig:
@@ -335,8 +339,8 @@ def choose_batch(given: Given, config: EngineConfig) -> EngineConfig:
     log.debug("a step holds at most %d tokens of %d requests", tokens, requests)
     goal = scheduler.inter_token_latency_goal_ms
     if given.get("inter_token_latency_goal_ms") is None:
-        is_gpu_server = config.usage_context == "OPENAI_API_SERVER" and config.device_config.device == "cuda"
-        goal = LATENCY_GOAL_MS if is_gpu_server else 0.0
+        is_server = config.usage_context == "OPENAI_API_SERVER"
+        goal = LATENCY_GOALS_MS.get(config.device_config.device, 0.0) if is_server else 0.0
     return replace(
         config,
         scheduler_config=replace(
@@ -510,3 +514,10 @@ STEPS: tuple[Step, ...] = (
     check_traces,
     finish,
 )
+
+_OF_THE_ENGINE = (
+    choose_device, choose_storage, choose_dtype, choose_batch, choose_queue, check_scheduler, choose_scheduling,
+    choose_graphs, choose_cache,
+)  # fmt: skip
+# For a server without an engine: a checkpoint that cannot run here can be rendered for.
+RENDER_STEPS = tuple(step for step in STEPS if step not in _OF_THE_ENGINE)

@@ -29,8 +29,8 @@ class SchedulerConfig(Group):
     inter_token_latency_goal_ms: float = option(
         0.0,
         "Milliseconds that a decoding request should wait for a token at most while prompts are computed beside it: "
-        "bounds the prompt tokens of a step, though not below 512 and not while many prompts wait. 0 is no goal; unset "
-        "is 12 for a server on a GPU, else 0.", unset=None, low=0,
+        "bounds the prompt tokens of a step, on a GPU not below 512 and not while many prompts wait, on a CPU not "
+        "below 64. 0 is no goal; unset is 12 for a server on a GPU, 500 for one on a CPU, else 0.", unset=None, low=0,
     )  # fmt: skip
     max_num_queued_reqs: int | None = option(
         None, "Requests that may wait; more are refused. 0 is no bound; unset is 10000 for a server, else no bound.",
