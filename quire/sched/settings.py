@@ -27,7 +27,9 @@ class SchedulerSettings:
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 128
     policy: str = "fcfs"
-    look_ahead: int = 0  # plans that may be made before the oldest one is committed
+    depth: int = 1  # plans that may be out, made and not yet committed
+    overlap: int | None = None  # plans out that one request may be in; None: all of them
+    num_drafts: int = 0  # of one request that a step checks at most
     chunked_prefill: bool = True
     long_prefill_threshold: int = 0  # tokens of one prompt per step; 0: no limit
     max_partial_prefills: int = 1
@@ -57,11 +59,15 @@ class SchedulerSettings:
                 "the second, or set enable_chunked_prefill=True",
                 param="max_num_batched_tokens",
             )
-        if self.look_ahead < 0 or not 0.0 <= self.watermark < 1.0:
-            raise ConfigError(f"look_ahead={self.look_ahead} must be >= 0 and watermark={self.watermark} in [0, 1)")
+        if self.depth < 1 or (self.overlap is not None and not 1 <= self.overlap <= self.depth):
+            raise ConfigError(f"depth={self.depth} must be at least 1 and overlap={self.overlap} between 1 and that")
+        if not 0.0 <= self.watermark < 1.0 or self.num_drafts < 0:
+            raise ConfigError(
+                f"watermark={self.watermark} must be in [0, 1), num_drafts={self.num_drafts} not negative"
+            )
 
     @classmethod
-    def from_config(cls, config: EngineConfig, *, max_model_len: int, look_ahead: int) -> SchedulerSettings:
+    def from_config(cls, config: EngineConfig, *, max_model_len: int, depth: int) -> SchedulerSettings:
         asked, cache, events = config.scheduler_config, config.cache_config, config.kv_events_config
         on_cpu = config.device_config.device == "cpu"
         return cls(
@@ -69,7 +75,7 @@ class SchedulerSettings:
             max_num_batched_tokens=asked.max_num_batched_tokens,
             max_num_seqs=asked.max_num_seqs,
             policy=asked.policy,
-            look_ahead=look_ahead,
+            depth=depth,
             chunked_prefill=asked.enable_chunked_prefill,
             long_prefill_threshold=asked.long_prefill_token_threshold if asked.enable_chunked_prefill else 0,
             max_partial_prefills=asked.max_num_partial_prefills,

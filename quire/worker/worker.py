@@ -30,7 +30,7 @@ from quire.worker.capture import Capturer
 from quire.worker.device_inputs import DeviceInputs
 from quire.worker.gpu_memory import PER_GRAPH, does_not_fit, kv_bytes_on_gpu, measure, peak, used_by_others
 from quire.worker.graphs import START_SECONDS, DecodeGraphs, useful_sizes
-from quire.worker.kv_memory import bind_kv
+from quire.worker.kv_memory import KVMemory
 from quire.worker.memory import kv_bytes
 from quire.worker.mixed_graphs import MixedGraphs, mixed_sizes
 from quire.worker.rows import Rows
@@ -190,11 +190,12 @@ class Worker:
         """A runner over a cache of this layout, to which the model is then bound."""
         model = self.get_model()
         backend = self._parts.select_backend(self.device.type, self._specs, self.config.attention_config.backend)
-        bind_kv(layout, backend, model, self.device)
+        kv = KVMemory(layout, self.device)
+        kv.bind(backend, model)
         max_rows, length = self.config.scheduler_config.max_num_seqs, self.config.model_config.max_model_len
         rows = Rows(layout.groups, max_rows, length, self.device)
         sampler = Sampler(self.config, model.arch.vocab, rows.tokens)
-        runner = ModelRunner(model, rows, sampler, backend)
+        runner = ModelRunner(model, rows, sampler, backend, kv=kv)
         if self.device.type != "cpu":
             sizes = self._graph_sizes()
             most = max(self.config.scheduler_config.max_num_batched_tokens, *sizes, 1)
@@ -236,7 +237,7 @@ class Worker:
         )  # fmt: skip
         with self._laps.inside("warm_up"):
             self.forward(StepPlan(step=0, grants=(Grant("warm-up", 0, count, True, 0),), joined=(row,)))
-            self.sample(None).result()
+            self.sample(0, None).result()
             self._laps.mark("first step")
             began = now()
             if self.model_runner.mixed is not None:
@@ -247,7 +248,7 @@ class Worker:
                 self._laps.mark("decode graphs")
             if not on_cpu:
                 self.forward(StepPlan(step=0, grants=(Grant("warm-up", count, 1, True, 0),)))
-                self.sample(None).result()
+                self.sample(0, None).result()
                 self._laps.mark("first decode")
                 allow_nothing(self.get_model().arch.vocab, self.device)
                 limits = self.config.scheduler_config.max_num_batched_tokens, self.config.model_config.max_model_len
@@ -265,8 +266,8 @@ class Worker:
     def forward(self, plan: StepPlan) -> None:
         self.model_runner.forward(plan)
 
-    def sample(self, mask: Mask | None) -> Pending:
-        return self.model_runner.sample(mask)
+    def sample(self, step: int, mask: Mask | None) -> Pending:
+        return self.model_runner.sample(step, mask)
 
     def shutdown(self) -> None:
         """Let go of model and cache; their memory is free as soon as nobody else holds them."""
@@ -282,6 +283,10 @@ class Worker:
         if self._runner is None:
             raise RuntimeError("the worker has no KV cache yet, or was shut down")
         return self._runner
+
+    @property
+    def kv_memory(self) -> KVMemory:
+        return self.model_runner.kv
 
     @property
     def model_config(self) -> Any:

@@ -167,8 +167,8 @@ def test_a_request_that_comes_while_the_device_works_is_in_its_next_step(monkeyp
         ends.append(max(ends[-1], clock.time) + 1.0)
         plain_forward(plan)
 
-    def sample(mask: object) -> object:
-        pending, end = plain_sample(mask), ends[-1]
+    def sample(step: int, mask: object) -> object:
+        pending, end = plain_sample(step, mask), ends[-1]
 
         class Late:
             def result(self) -> object:
