@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.ops.rope import frequencies, rope_tables, rotate
+from quire.quant.scheme import Storage
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,15 @@ class Turn(NamedTuple):
 
 
 class Rope(nn.Module):
-    def __init__(self, kind: RopeKind, length: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, kind: RopeKind, length: int, storage: Storage) -> None:
         super().__init__()
         self.kind = kind
-        self.dtype = torch.float32 if kind.wide else dtype
+        self.dtype = torch.float32 if kind.wide else storage.dtype
         inv_freq, self.gain = frequencies(kind.theta, kind.dim, kind.scaling, length)
-        self.inv_freq = (-inv_freq if kind.back else inv_freq).to(device)  # no buffer: it is no part of a checkpoint
-        self._tables, self._rotate = rope_tables.on(device), rotate.on(device)
+        self.inv_freq = (-inv_freq if kind.back else inv_freq).to(
+            storage.device
+        )  # no buffer: it is no part of a checkpoint
+        self._tables, self._rotate = storage.of(rope_tables), storage.of(rotate)
 
     def forward(self, positions: Tensor) -> Turn:
         return Turn(*self._tables(positions, self.inv_freq, self.gain, self.kind.pairs, self.dtype))

@@ -28,6 +28,7 @@ from quire.layers.norm import NoNorm, Norm
 from quire.layers.rope import Rope, Turn
 from quire.layers.shared import SharedUse
 from quire.layers.ssm import DeltaKind, DeltaNet, Mamba, Mamba2, Mamba2Kind, MambaKind, ShortConv, ShortConvKind
+from quire.layers.stored import finish_matrices
 from quire.layers.table import WeightTable
 from quire.models.arch import Arch, Layer
 from quire.models.layout import arrange_for
@@ -94,8 +95,8 @@ class Few:
 
     def __init__(self, attn: Attention, mlp: Mlp | Moe, norms: tuple[NormRule, NormRule], storage: Storage) -> None:
         self.attn, self.mlp, self.norms = attn, mlp, norms
-        self.rows = few_rows.on(storage.device)(attn.qkv.in_size, storage.dtype)
-        self._norm_linear, self._linear_add = norm_linear.on(storage.device), linear_add.on(storage.device)
+        self.rows = storage.of(few_rows)(attn.qkv.in_size, storage.dtype)
+        self._norm_linear, self._linear_add = storage.of(norm_linear), storage.of(linear_add)
 
     @classmethod
     def of(cls, block: Block, arch: Arch, storage: Storage) -> Few | None:
@@ -122,8 +123,8 @@ class InParts:
 
     def __init__(self, attn: Attention, mlp: Mlp | Moe, norms: tuple[Norm, Norm], storage: Storage) -> None:
         self.attn, self.mlp, self.norms = attn, mlp, norms
-        self.rows = part_rows.on(storage.device)(attn.qkv.in_size, storage.dtype)
-        self._linear_parts = linear_parts.on(storage.device)
+        self.rows = storage.of(part_rows)(attn.qkv.in_size, storage.dtype)
+        self._linear_parts = storage.of(linear_parts)
 
     @classmethod
     def of(cls, block: Block, storage: Storage) -> InParts | None:
@@ -335,7 +336,7 @@ class Decoder(nn.Module):
         self.arch, self.storage = arch, storage
         self.captures = not isinstance(arch.state, KdaKind)  # its scan waits for the device
         width, inner = arch.width, arch.embed_width or arch.width
-        self.embed = Embedding("model.embed_tokens", arch.vocab, inner, storage, scale=arch.embed_scale)
+        self.embed = Embedding("model.embed_tokens", arch.vocab, inner, storage, scale=arch.embed_scale, is_cut=True)
         self.positions = _positions(arch, storage) if arch.positions else None
         self.project_in = Linear("model.", inner, {"project_in": width}, storage) if arch.embed_width else None
         self.project_out = Linear("model.", width, {"project_out": inner}, storage) if arch.embed_width else None
@@ -344,7 +345,7 @@ class Decoder(nn.Module):
         for layer in arch.layers:
             if layer.rope is not None and layer.rope not in kinds:
                 kinds.append(layer.rope)
-        ropes = [Rope(kind, max_model_len, storage.dtype, storage.device) for kind in kinds]
+        ropes = [Rope(kind, max_model_len, storage) for kind in kinds]
         self.ropes = nn.ModuleList(ropes)
         self.rope_of = [None if layer.rope is None else kinds.index(layer.rope) for layer in arch.layers]
         self.layers = nn.ModuleList()
@@ -357,7 +358,7 @@ class Decoder(nn.Module):
         wholes = [layer.whole if type(layer) is Block else None for layer in self.layers]
         self._stretches = Stretch.cut(self.layers, self.rope_of, wholes)
         self.norm = Norm("model.norm", (width,), arch.norm, storage) if arch.final_norm else NoNorm()
-        self._tanh = tanh.on(storage.device)
+        self._tanh = storage.of(tanh)
         tied = self.embed if arch.tie else None
         self.head = Head("lm_head", arch.vocab, inner, storage, bias=arch.head_bias, tied=tied)
 
@@ -407,9 +408,8 @@ class Decoder(nn.Module):
 
     def finish_weights(self) -> None:
         """To be called once parameters are filled through the table."""
-        for module in self.modules():
-            if isinstance(module, Linear | Embedding | Head):
-                module.finish()
+        finish_matrices(self)
+        self._forget_addresses()
 
     def kv_layers(self) -> list[KVLayer]:
         return [module for module in self.modules() if isinstance(module, KVLayer)]
@@ -421,3 +421,9 @@ class Decoder(nn.Module):
         """Give every attention layer its cache and the index of its group's plan in Batch.plans."""
         for layer in self.kv_layers():
             layer.bind(caches[layer.layer], groups[layer.layer])
+        self._forget_addresses()
+
+    def _forget_addresses(self) -> None:
+        """Weights or caches may lie elsewhere now."""
+        for stretch in self._stretches:
+            stretch.forget()

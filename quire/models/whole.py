@@ -1,9 +1,9 @@
 """Decoder blocks of the common form as one compiled call on CPU, as many of them as follow each other.
 
 Common: norm, attention over the paged cache, norm, gated mlp, each joined to the stream as it is. A block asks
-`Whole.of` once. A `Stretch` takes the addresses when a step first runs, and again when weights or cache were replaced;
-the kernels it takes when it is built. A cache that is not the kernels' own (NativeCache) leaves the blocks to their
-layers. Must not know: what else makes caches.
+`Whole.of` once. A `Stretch` takes the addresses when a step first runs, and again after `forget`, which whoever
+replaces weights or cache calls; the kernels it takes when it is built. A cache that is not the kernels' own
+(NativeCache) leaves the blocks to their layers. Must not know: what else makes caches.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from operator import is_
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from quire.models.arch import Arch
 from quire.ops.act import PLAIN
 from quire.ops.cpu.block import BlockParts, BlocksCall, NativeCache, NativeStep, StepTurn, Weights
 from quire.ops.cpu.forms import ACTS, ALL_ROWS, few_rows
-from quire.ops.cpu.native import kernels
 from quire.ops.few import NormRule
 from quire.ops.parts import Delta, Parts
 from quire.quant.scheme import Storage
@@ -42,16 +40,18 @@ class Whole:
         mlp: Mlp,
         rules: tuple[NormRule, NormRule],
         act: int,
-        dtype: torch.dtype,
+        storage: Storage,
     ) -> None:
-        self.library = library
+        self.library, dtype = library, storage.dtype
         self.attn, self.mlp, self.rules, self.act, self.dtype = attn, mlp, rules, act, dtype
         self.linears = (attn.qkv, attn.o, mlp.up, mlp.down)
+        plain = any(linear.stored.is_plain for linear in self.linears)
+        self.most_rows = few_rows(storage.kernels, dtype) if plain else ALL_ROWS
 
     @classmethod
     def of(cls, block: Any, arch: Arch, storage: Storage) -> Whole | None:
         attn, mlp, norms = block.attn, block.mlp, (block.before_attn, block.before_mlp)
-        if storage.device.type != "cpu" or (library := kernels()) is None:
+        if storage.device.type != "cpu" or (library := storage.kernels.library) is None:
             return None
         if arch.order != "pre" or block.scale != 1.0 or not arch.gated:
             return None
@@ -59,25 +59,21 @@ class Whole:
             return None
         if not isinstance(attn, Attention) or not isinstance(mlp, Mlp) or attn.kind.gated or not attn.fusable:
             return None
+        if attn.o.is_summed or mlp.down.is_summed:
+            return None
         rules = tuple(norm.rule() for norm in norms if isinstance(norm, Norm))
         act = ACTS.get(PLAIN[arch.act].name)
         if len(rules) != 2 or rules[0] is None or rules[1] is None or act is None:
             return None
-        return cls(library, attn, mlp, (rules[0], rules[1]), act, storage.dtype)
-
-    def places(self) -> list[tuple[dict[str, Any], str]]:
-        """Where the objects stand that are replaced when cache or numbers are."""
-        found: list[tuple[dict[str, Any], str]] = [(vars(self.attn), "cache")]
-        for linear in self.linears:
-            found.append((linear._parameters, "weight") if linear.is_plain else (vars(linear), "matrix"))
-        return found
+        return cls(library, attn, mlp, (rules[0], rules[1]), act, storage)
 
     def parts(self) -> BlockParts | None:
-        """None where there is no cache of the kernels' own, or some product is neither packed nor plain numbers."""
-        attn, (cache, *stored) = self.attn, [place[name] for place, name in self.places()]
-        if not isinstance(cache, NativeCache) or any(matrix is None for matrix in stored):
+        """None where there is no cache of the kernels' own, or some matrix is neither packed nor plain numbers."""
+        attn, cache = self.attn, self.attn.cache
+        matrices = [linear.stored for linear in self.linears]
+        if not isinstance(cache, NativeCache) or any(m.packed is None and m.numbers is None for m in matrices):
             return None
-        qkv, o, up, down = (Weights(matrix, linear.bias) for matrix, linear in zip(stored, self.linears, strict=True))
+        qkv, o, up, down = (Weights(matrix.whole(), matrix.bias) for matrix in matrices)
         return BlockParts(
             (qkv, o, up, down), self.rules, attn.prep(None), cache.rows, attn.kind.scale, attn.kind.softcap, attn.sinks,
             attn.alibi, self.act,
@@ -90,11 +86,9 @@ class Stretch:
     def __init__(self, layers: Sequence[nn.Module], ropes: Sequence[int | None], wholes: list[Whole]) -> None:
         """`ropes[i]` is the rotation of layer i among those of a step; None: it has none. `wholes`: all or none."""
         self._layers, self._ropes, self._wholes = layers, ropes, wholes
-        self._places = [place for whole in self._wholes for place in whole.places()]
         self._hooks = [hooks for layer in layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
-        plain = any(linear.is_plain for whole in self._wholes for linear in whole.linears)
-        self._most = few_rows(self._wholes[0].dtype) if plain else ALL_ROWS
-        self._seen: list[Any] = []
+        self._most = min((whole.most_rows for whole in wholes), default=0)
+        self._is_made = False
         self._turns: list[tuple[int, int | None]] = []  # group and rotation
         self._call: BlocksCall | None = None
 
@@ -116,11 +110,15 @@ class Stretch:
             x, delta = layer(x, delta, batch, None if rope is None else turns[rope])
         return x, delta
 
+    def forget(self) -> None:
+        """Weights or caches may lie elsewhere than when a step ran last."""
+        self._is_made, self._call = False, None
+
     def _at_once(self, x: Tensor, delta: Delta, batch: Batch, turns: Sequence[Turn]) -> tuple[Tensor, Tensor] | None:
         """None: not this step."""
         if x.shape[0] > self._most or any(self._hooks):
             return None
-        if not (self._seen and all(map(is_, self._seen, [place[name] for place, name in self._places]))):
+        if not self._is_made:
             self._make()
         if (
             self._call is None
@@ -140,7 +138,7 @@ class Stretch:
         return self._call(x, delta, work)
 
     def _make(self) -> None:
-        self._seen = [place[name] for place, name in self._places]
+        self._is_made = True
         parts = [made for whole in self._wholes if (made := whole.parts()) is not None]
         kinds = [
             (whole.attn.group, rope if whole.attn.rope is not None else None)

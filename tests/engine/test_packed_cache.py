@@ -52,7 +52,7 @@ def numbers(model: Model) -> dict[str, torch.Tensor]:
 
 def is_mapped(model: Model) -> bool:
     """Whether packed numbers lie in the cache's file: in memory that may not be written."""
-    at = model.layers[0].attn.qkv.matrix.parts[0].data.data_ptr()
+    at = model.layers[0].attn.qkv.stored.packed.parts[0].data.data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():
         first, last = (int(end, 16) for end in line.split()[0].split("-"))
         if first <= at < last:

@@ -48,8 +48,10 @@ def test_auto_keeps_the_blocks_of_a_gguf_file(packed_llm):
     assert (config.dtype, config.weight_form, config.quantization) == ("float32", "stored", "gguf")
     model = packed_llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
     block = model.layers[0]
-    assert block.attn.qkv.scheme.name == "packed" and [p.kind for p in block.attn.qkv.matrix.parts] == ["Q4M"] * 3
-    assert block.attn.qkv.matrix.rows == 576 + 2 * 192 and not model.head._parameters
+    assert (
+        block.attn.qkv.stored.name == "packed" and [p.kind for p in block.attn.qkv.stored.packed.parts] == ["Q4M"] * 3
+    )
+    assert block.attn.qkv.stored.packed.rows == 576 + 2 * 192 and not list(model.head.parameters())
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     assert size < 105e6  # the file has 98 MB; float32 would take 540 MB
 
@@ -92,7 +94,7 @@ def test_rounded_at_load(tmp_path, arch, name, error):
     for name, plain in models[0].named_modules():
         packed = rounded.get(name)
         if type(plain).__name__ == "Moe":
-            assert packed.experts.up[0].scheme.name == "packed" and packed.experts.up[0].matrix is not None
+            assert packed.experts.stored.name == "packed" and packed.experts.stored.up[0].packed is not None
             x = torch.randn(9, plain.router.in_size)
             wanted, found = plain(x), packed(x)
             assert (found - wanted).norm() <= 2 * error * wanted.norm(), plain
