@@ -111,7 +111,7 @@ def make_model(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE
         )  # fmt: skip
         return foreign
     if config.load_config.load_format != "dummy":
-        check_files(read_arch(about.hf_config), _num_bytes(weight_files(config)) * config.parallel_config.world_size)
+        check_files(read_arch(about.hf_config), _num_bytes(weight_files(config, group)) * group.size)
     return build_model(
         about.hf_config,
         dtype=dtype,
@@ -152,8 +152,8 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
     sharded = how.load_format == "sharded_state"
     if isinstance(model, ReadsFolder) and not sharded:
         return _read_folder(model, config)
-    found = weight_files(config)
     group = model.storage.group if isinstance(model, HasStorage) else ALONE
+    found = weight_files(config, group)
     kept = None if sharded else kept_for(model, config, found, group)
     if kept is not None and kept.restore():
         model.finish_weights()
@@ -189,10 +189,10 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
     return found.num_bytes
 
 
-def weight_files(config: EngineConfig) -> WeightFiles:
+def weight_files(config: EngineConfig, group: ShardGroup = ALONE) -> WeightFiles:
     about, how = config.model_config, config.load_config
     if how.load_format == "sharded_state":
-        return find_sharded(about.path, config.parallel_config.rank, pattern_of(how.model_loader_extra_config))
+        return find_sharded(about.path, group.rank, pattern_of(how.model_loader_extra_config))
     return find_weights(about.path, how.load_format, how.ignore_patterns)
 
 

@@ -12,9 +12,12 @@ import torch
 from quire import LLM, SamplingParams
 from quire.base import env, native
 from quire.config import EngineArgs
+from quire.layers.stored import packed_matrices
 from quire.loader.load import load_model
 from quire.ops.cpu.forms import register
 from quire.ops.cpu.native import kernels
+from quire.ops.packed import unpack
+from quire.quant.shard import ShardGroup
 from quire.schema.errors import ConfigError
 from tests.tiny_models import make_tiny
 
@@ -140,3 +143,20 @@ def test_refusals(tmp_path, monkeypatch):
     finally:
         monkeypatch.undo()
         env.CPU_KERNELS.forget()
+
+
+@pytest.mark.parametrize("arch", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+def test_ranks_pack_what_one_would(tmp_path, arch):
+    """The numbers of all ranks side by side are those of a model that is not cut."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_attention_heads": 4}
+    more = {"moe_intermediate_size": 64} if "Moe" in arch else {}
+    make_tiny(arch, tmp_path, **sizes, **more)
+    args = EngineArgs(model=str(tmp_path), dtype="float32", device="cpu", quantization="int8_wo")
+    config = args.create_engine_config()
+    whole = packed_matrices(load_model(config, "cpu"))
+    ranks = [packed_matrices(load_model(config, "cpu", ShardGroup(rank, 2))) for rank in (0, 1)]
+    for name, matrix in whole.items():
+        for part, kept in matrix.parts.items():
+            own = [unpack(rank[name].parts[part]) for rank in ranks]
+            axis = 1 if own[0].shape[1] < kept.width else 0
+            assert torch.equal(torch.cat(own, axis), unpack(kept)), (name, part)
