@@ -98,3 +98,5 @@ class Head(MatrixLayer):
     def finish(self) -> None:
         if not self.tied:
             super().finish()
+        elif self.stored.numbers is not None and self.stored.is_plain:
+            self.weight = self.stored.numbers

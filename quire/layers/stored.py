@@ -7,6 +7,7 @@ those of any module are. Must not know: how matrices are stored.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 
@@ -27,7 +28,11 @@ class MatrixLayer(nn.Module):
         register(self, stored.parameters())
 
     def finish(self) -> None:
-        """All slots are filled."""
+        """All slots are filled, or parameters were replaced by others."""
+        known = dict(self.stored.parameters())
+        for name, parameter in self.named_parameters(recurse=False):
+            if known.get(name) is not parameter:
+                self.stored.adopt(name, parameter)
         self.stored.finish()
         register(self, self.stored.parameters())
 
@@ -73,8 +78,18 @@ def packed_matrices(model: object) -> dict[str, PackedMatrix]:
     return {name: matrix for name, matrix in matrices_of(model) if isinstance(matrix, PackedMatrix)}
 
 
+@runtime_checkable
+class HoldsAddresses(Protocol):
+    """A module that keeps where weights lie."""
+
+    def forget_addresses(self) -> None: ...
+
+
 def reopen_matrices(model: object) -> bool:
     """All matrices lie as a checkpoint stores them, until weights are finished; whether any did not."""
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, HoldsAddresses):
+            module.forget_addresses()
     return sum([matrix.reopen() for _, matrix in matrices_of(model)]) > 0
 
 

@@ -72,7 +72,7 @@ class Block(nn.Module):
         self.scale = arch.residual_scale
         self.few = Few.of(self, arch, storage)
         self.in_parts = InParts.of(self, storage) if self.few is not None else None
-        self.whole = Whole.of(self, arch, storage)
+        self.whole = Whole.of(self, arch)
 
     def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
         if self.few is not None and delta is None and x.shape[0] <= self.few.rows:
@@ -356,7 +356,7 @@ class Decoder(nn.Module):
         for use in uses:
             use.link(uses)
         wholes = [layer.whole if type(layer) is Block else None for layer in self.layers]
-        self._stretches = Stretch.cut(self.layers, self.rope_of, wholes)
+        self._stretches = Stretch.cut(self.layers, self.rope_of, wholes, storage)
         self.norm = Norm("model.norm", (width,), arch.norm, storage) if arch.final_norm else NoNorm()
         self._tanh = storage.of(tanh)
         tied = self.embed if arch.tie else None
@@ -396,6 +396,7 @@ class Decoder(nn.Module):
         return self._tanh(logits / cap) * cap if cap else logits
 
     def table(self) -> WeightTable:
+        self.forget_addresses()
         arch = self.arch
         ignore = (*arch.ignore, r"^lm_head\.weight$") if arch.tie else arch.ignore
         return WeightTable.of(self, names=(*arch.names, *COMMON_NAMES), ignore=ignore, arrange=arrange_for(arch))
@@ -407,9 +408,14 @@ class Decoder(nn.Module):
         return taken
 
     def finish_weights(self) -> None:
-        """To be called once parameters are filled through the table."""
+        """To be called once parameters are filled through the table, or replaced by other objects."""
+        self.forget_addresses()
         finish_matrices(self)
-        self._forget_addresses()
+
+    def forget_addresses(self) -> None:
+        """Weights or caches do not lie any more where a step found them, or not in the same order."""
+        for stretch in self._stretches:
+            stretch.forget()
 
     def kv_layers(self) -> list[KVLayer]:
         return [module for module in self.modules() if isinstance(module, KVLayer)]
@@ -419,11 +425,6 @@ class Decoder(nn.Module):
 
     def bind_kv(self, caches: Mapping[str, LayerCache], groups: Mapping[str, int]) -> None:
         """Give every attention layer its cache and the index of its group's plan in Batch.plans."""
+        self.forget_addresses()
         for layer in self.kv_layers():
             layer.bind(caches[layer.layer], groups[layer.layer])
-        self._forget_addresses()
-
-    def _forget_addresses(self) -> None:
-        """Weights or caches may lie elsewhere now."""
-        for stretch in self._stretches:
-            stretch.forget()

@@ -132,6 +132,10 @@ class StoredMatrix(ABC):
         """Of a checkpoint that stores these parts, which follow each other, as one. None: it cannot be filled so."""
         ...
 
+    def adopt(self, name: str, parameter: nn.Parameter) -> None:
+        """Somebody put another parameter in the place of one that was registered under this name."""
+        return None
+
     def finish(self) -> None:
         """All slots are filled: repack, transpose, fold, as the kernel wants it."""
         return None
@@ -205,6 +209,13 @@ class PlainMatrix(StoredMatrix):
         start, stop = self.shape.rows_of(run)
         yield PartSlot("weight", self.weight.data[start:stop], self.shape.cut_of(run))
         yield from self._bias_slots(run)
+
+    def adopt(self, name: str, parameter: nn.Parameter) -> None:
+        if name == "weight":
+            self.weight = self.numbers = parameter
+            self.packed = None
+        elif name == "bias":
+            self.bias = parameter
 
     def multiply(self, x: Tensor) -> Tensor:
         return self._linear(x, self.weight, self.bias)

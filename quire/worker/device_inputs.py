@@ -21,7 +21,7 @@ from quire.layers.batch import AttentionPlan, Batch, GroupStep
 from quire.ops.copy import upload
 from quire.ops.rows import StepBuffers, gather_inputs, make_buffers
 from quire.schema.kv import KVKind
-from quire.worker.inputs import StepShape, places_of
+from quire.worker.inputs import StepShape, cross_step, places_of
 from quire.worker.rows import Mirror, Rows
 from quire.worker.staging import Staging, align
 
@@ -47,7 +47,10 @@ class DeviceInputs:
         device = rows.tokens.device
         self.rows, self.device, self.scrap = rows, device, rows.max_rows
         self.mirror = Mirror(rows.tables, device)
-        self.block_sizes = [table.group.block_size for table in rows.tables]
+        # groups in which a token's place is its position; blocks of cross attention are another text's
+        self._placed = [i for i, table in enumerate(rows.tables) if table.group.kind is not KVKind.CROSS]
+        self._tables = [self.mirror.tables[i] for i in self._placed]
+        self._block_sizes = [rows.tables[i].group.block_size for i in self._placed]
         size = 2 * max_tokens + 8 * (rows.max_rows + 1) + _WORDS_PER_CHANGE * CHANGES + 64
         self.staging = Staging(size, device)
         self.buffers = make_buffers(max(max_tokens, rows.max_rows), len(rows.tables), device)
@@ -71,11 +74,14 @@ class DeviceInputs:
         plans: list[AttentionPlan] = []
         steps: list[GroupStep] = []
         for table, mirror, slots in zip(self.rows.tables, self.mirror.tables, buffers.slots, strict=True):
-            step = GroupStep(
-                block_tables=mirror, query_starts=views[4], context_lens=lens, query_lens=counts, slots=slots,
-                row_index=views[2], contexts=views[3], is_decode=is_decode, host_tables=table.host,
-                host_rows=shape.rows,
-            )  # fmt: skip
+            if table.group.kind is KVKind.CROSS:
+                step = cross_step(table, shape, views[4], mirror, views[2])
+            else:
+                step = GroupStep(
+                    block_tables=mirror, query_starts=views[4], context_lens=lens, query_lens=counts, slots=slots,
+                    row_index=views[2], contexts=views[3], is_decode=is_decode, host_tables=table.host,
+                    host_rows=shape.rows,
+                )  # fmt: skip
             plans.append(backend.plan(step, table.group))
             steps.append(step)
         batch = Batch(buffers.token_ids, buffers.positions, plans, views[5], len(positions), steps)
@@ -112,7 +118,10 @@ class DeviceInputs:
     def gather(self, rows: Tensor, positions: Tensor) -> StepBuffers:
         """Token ids, contexts and slots of these places, in static buffers."""
         out = self.buffers.first(len(rows))
-        self._gather(rows, positions, self.rows.tokens, self.mirror.tables, self.block_sizes, out)
+        filled = out
+        if len(self._placed) < len(out.slots):
+            filled = out._replace(slots=tuple(out.slots[i] for i in self._placed))
+        self._gather(rows, positions, self.rows.tokens, self._tables, self._block_sizes, filled)
         return out
 
     def _send(self, parts: list[np.ndarray]) -> list[Tensor]:

@@ -8,7 +8,7 @@ All of it is a few array operations; Python per grant is one look-up and four at
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
 from quire.layers.batch import AttentionPlan, Batch, GroupStep
+from quire.ops.copy import upload
 from quire.schema.errors import NotBuiltError
 from quire.schema.kv import KVKind
 from quire.schema.step import Grant
@@ -32,6 +33,8 @@ class StepShape:
     ends: np.ndarray  # [R] running sum of counts: where in the step each row's tokens stop
     samples: np.ndarray  # [R] bool
     grants: np.ndarray  # [R]
+    encoder_lens: np.ndarray | None = None  # [R] tokens of an encoder's output; None: no group of cross attention
+    begins: np.ndarray | None = None  # [R] bool: the encoder's output comes with this step
 
 
 def build(shape: StepShape, rows: Rows, backend: AttentionBackend) -> Batch:
@@ -45,13 +48,16 @@ def build(shape: StepShape, rows: Rows, backend: AttentionBackend) -> Batch:
     plans: list[AttentionPlan] = []
     steps: list[GroupStep] = []
     for table in rows.tables:
-        step = GroupStep(
-            block_tables=_tables(table, shape, int(contexts.max()), device),
-            query_starts=starts,
-            context_lens=contexts.tolist(),
-            query_lens=shape.counts.tolist(),
-            slots=_slots(table, token_rows, positions, device),
-        )
+        if table.group.kind is KVKind.CROSS:
+            step = cross_step(table, shape, starts, torch.from_numpy(table.host[shape.rows]).to(device))
+        else:
+            step = GroupStep(
+                block_tables=_tables(table, shape, int(contexts.max()), device),
+                query_starts=starts,
+                context_lens=contexts.tolist(),
+                query_lens=shape.counts.tolist(),
+                slots=_slots(table, token_rows, positions, device),
+            )
         plans.append(backend.plan(step, table.group))
         steps.append(step)
     return Batch(
@@ -85,7 +91,34 @@ def shape_of(grants: Sequence[Grant], rows: Rows) -> StepShape:
     if (own[1:] <= own[:-1]).any():
         order = np.argsort(own)
         own, starts, counts, samples = own[order], starts[order], counts[order], samples[order]
-    return StepShape(own, starts, counts, np.cumsum(counts), samples, order)
+    shape = StepShape(own, starts, counts, np.cumsum(counts), samples, order)
+    return _with_encoders(shape, rows) if rows.has_cross else shape
+
+
+def _with_encoders(shape: StepShape, rows: Rows) -> StepShape:
+    """Rows that were not computed before bring their encoder's output along."""
+    begins = ~rows.is_encoded[shape.rows]
+    rows.is_encoded[shape.rows] = True
+    return replace(shape, encoder_lens=rows.encoder_lens[shape.rows], begins=begins)
+
+
+def cross_step(
+    table: BlockTable, shape: StepShape, starts: Tensor, block_tables: Tensor, row_index: Tensor | None = None
+) -> GroupStep:
+    """Of a group of cross attention: rows read all of their encoder's output, and write it in their first step."""
+    assert shape.encoder_lens is not None and shape.begins is not None
+    lens, size = np.where(shape.begins, shape.encoder_lens, 0), table.group.block_size
+    rows = np.repeat(shape.rows, lens)
+    places = np.arange(len(rows)) - np.repeat(np.cumsum(lens) - lens, lens)
+    blocks = table.host[rows, places // size].astype(np.int64)
+    if len(blocks) and blocks.min() < 0:
+        wrong = int(blocks.argmin())
+        raise RuntimeError(f"row {rows[wrong]} has no block for position {places[wrong]} of its encoder's output")
+    return GroupStep(
+        block_tables=block_tables, query_starts=starts, context_lens=shape.encoder_lens.tolist(),
+        query_lens=shape.counts.tolist(), slots=upload(blocks * size + places % size, block_tables.device),
+        row_index=row_index,
+    )  # fmt: skip
 
 
 def places_of(shape: StepShape) -> tuple[np.ndarray, np.ndarray]:

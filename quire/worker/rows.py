@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.copy import upload
-from quire.schema.kv import KVGroup
+from quire.schema.kv import KVGroup, KVKind
 from quire.schema.step import Grant, NewRow, StepPlan
 from quire.worker.staging import align
 
@@ -38,13 +38,17 @@ class BlockTable:
 
     def __init__(self, group: KVGroup, max_rows: int, max_tokens: int) -> None:
         self.group = group
-        self.host = np.full((max_rows, -(-max_tokens // group.block_size)), -1, np.int32)
+        self.host = np.full((max_rows, -(-longest_of(group, max_tokens) // group.block_size)), -1, np.int32)
         self.changed: list[tuple[int, int, int]] | None = None  # (row, from, to) since the last look; None: no mirror
         self._used = [0] * max_rows
 
     def append(self, row: int, blocks: Sequence[int] | np.ndarray) -> None:
         used = self._used[row]
         end = used + len(blocks)
+        if end > self.host.shape[1]:
+            raise RuntimeError(
+                f"row {row} gets {end} blocks of a {self.group.kind} group, {self.host.shape[1]} at most"
+            )
         self.host[row, used:end] = blocks
         self._used[row] = end
         if self.changed is not None and end > used:
@@ -58,6 +62,11 @@ class BlockTable:
         self.clear(target)
         self.append(target, self.host[source, : self._used[source]])
         self.clear(source)
+
+
+def longest_of(group: KVGroup, max_tokens: int) -> int:
+    """Tokens that a row may have in this group: its own text, or an encoder's output where that has a limit."""
+    return group.window if group.kind is KVKind.CROSS and group.window else max_tokens
 
 
 class Mirror:
@@ -107,6 +116,9 @@ class Rows:
             self.tokens = torch.zeros((max_rows + 1, width), dtype=torch.int32, device=device)
         self.lengths = np.zeros(max_rows, np.int64)  # tokens in a row, those only the device knows included
         self.epochs = np.zeros(max_rows, np.int64)
+        self.encoder_lens = np.zeros(max_rows, np.int64)  # tokens of an encoder's output
+        self.is_encoded = np.zeros(max_rows, np.bool_)  # a step has filled the blocks of cross-attention groups
+        self.has_cross = any(group.kind is KVKind.CROSS for group in groups)
         self.tables = [BlockTable(group, max_rows, width) for group in groups]
         self.row_of: dict[str, int] = {}
         self.request_of: list[str] = []  # row -> request id
@@ -155,6 +167,7 @@ class Rows:
         self.row_of[new.request_id] = row
         self.request_of[row] = new.request_id
         self.epochs[row] = new.epoch
+        self.encoder_lens[row], self.is_encoded[row] = new.num_encoder_tokens, False
         count = len(new.token_ids)
         self.lengths[row] = count
         self.tokens[row, :count] = upload(np.array(new.token_ids, np.int32), self.tokens.device)
@@ -171,7 +184,8 @@ class Rows:
         self.request_of[target] = name
         count = int(self.lengths[source])
         self.tokens[target, :count] = self.tokens[source, :count]
-        self.lengths[target], self.epochs[target] = count, self.epochs[source]
+        for column in (self.lengths, self.epochs, self.encoder_lens, self.is_encoded):
+            column[target] = column[source]
         for table in self.tables:
             table.move(source, target)
         self._clear(source)

@@ -28,6 +28,7 @@ from quire.schema.step import FORBIDS_ALL, LogprobRows, Mask, StepPlan, StepResu
 from quire.worker.device_inputs import DeviceInputs, Sampled
 from quire.worker.graphs import DecodeGraphs
 from quire.worker.inputs import StepShape, build, sampled_of, shape_of
+from quire.worker.kv_memory import KVMemory
 from quire.worker.mixed_graphs import MixedGraphs
 from quire.worker.rows import Rows
 
@@ -111,12 +112,13 @@ class ModelRunner:
         sampler: Sampler,
         backend: AttentionBackend,
         *,
+        kv: KVMemory,
         inputs: DeviceInputs | None = None,  # None: a CPU worker
         graphs: DecodeGraphs | None = None,
         mixed: MixedGraphs | None = None,
     ) -> None:
         self.model, self.rows, self.sampler, self.backend = model, rows, sampler, backend
-        self.inputs, self.graphs, self.mixed = inputs, graphs, mixed
+        self.kv, self.inputs, self.graphs, self.mixed = kv, inputs, graphs, mixed
         self._flight: _Flight | None = None
         self._lost: dict[str, str] = {}  # live requests that already failed, and why
 

@@ -13,7 +13,7 @@ from quire.layers.batch import Batch, GroupStep
 from quire.sampling.sampler import Sampler
 from quire.schema.kv import KVGroup, KVKind, KVLayout, KVSpec
 from quire.worker.device_inputs import DeviceInputs
-from quire.worker.kv_memory import bind_kv
+from quire.worker.kv_memory import KVMemory
 from quire.worker.rows import Rows
 from quire.worker.runner import ModelRunner
 
@@ -192,9 +192,10 @@ def make_runner(
     config = make_config(block_size=4, **changes)
     layout = make_layout(model.kv_specs(4, "float32"), num_blocks)
     backend = FakeBackend()
-    bind_kv(layout, backend, model, torch.device("cpu"))
+    kv = KVMemory(layout, torch.device("cpu"))
+    kv.bind(backend, model)
     rows = Rows(
         layout.groups, config.scheduler_config.max_num_seqs, config.model_config.max_model_len, torch.device("cpu")
     )
     inputs = DeviceInputs(rows, 256) if staged else None
-    return ModelRunner(model, rows, Sampler(config, model.arch.vocab, rows.tokens), backend, inputs=inputs)
+    return ModelRunner(model, rows, Sampler(config, model.arch.vocab, rows.tokens), backend, kv=kv, inputs=inputs)

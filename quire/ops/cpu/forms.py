@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.base.log import logger
 from quire.ops.act import gated_of
-from quire.ops.cpu import moe_forms, sample_forms
+from quire.ops.cpu import block, moe_forms, sample_forms
 from quire.ops.cpu.native import DTYPES, KINDS, Segment, kernels, usable, why_not
 from quire.ops.linear import heads_matmul, linear
 from quire.ops.norm import add_rms_norm, add_rms_norm_wide, rms_norm, rms_norm_wide
@@ -76,6 +76,7 @@ def _table(library: ctypes.CDLL) -> FormTable:
     _add_linear(table, library)
     sample_forms.add_forms(table, library)
     moe_forms.add_forms(table, library, ACTS, few_rows)
+    block.add_forms(table, library, ACTS, few_rows)
     return table
 
 

@@ -10,10 +10,10 @@ import torch
 import transformers
 
 from quire import LLM, SamplingParams
-from quire.models.by_row import ByRow
-from quire.models.foreign import build_fallback
-from quire.models.rehearsal import compare
-from quire.models.taps import MaskRule, RefusalError, Taps
+from quire.hf_models.by_row import ByRow
+from quire.hf_models.foreign import build_fallback
+from quire.hf_models.rehearsal import compare
+from quire.hf_models.taps import MaskRule, RefusalError, Taps
 from quire.schema.errors import CheckpointError, ConfigError
 from quire.schema.kv import KVKind
 
