@@ -111,6 +111,7 @@ class Batch:
     steps: Sequence[GroupStep] = ()  # what the plans were made from, for models that cannot use them
     embedded: Tensor | None = None  # [T, width] the tokens' embeddings, for models whose layers read them again
     encoded: Tensor | None = None  # [S, width] encoder outputs of rows that begin in this step, in the order of rows
+    through_linears: bool = False  # every matmul goes through Linear.forward: nothing may read weights past it
 
 
 class NoAttention:

@@ -50,6 +50,13 @@ class Linear(MatrixLayer):
         """Whether ops may read `weight` and `bias` as they are, and what they compute is the whole result."""
         return self.stored.is_plain and self._reduce is None
 
+    def read_plain(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias for an op that computes more than the matmul: only where it `is_plain`, and only in steps
+        without a veto (layers/veto.py)."""
+        numbers = self.stored.numbers
+        assert numbers is not None
+        return numbers, self.stored.bias
+
     @property
     def is_summed(self) -> bool:
         """Whether a result is added up over ranks."""

@@ -54,6 +54,13 @@ class LatentAttention(KVLayer):
         self.o = Linear(prefix, heads.times(kind.value), {"o_proj": width}, storage, bias=kind.bias)
         self._heads_matmul = storage.of(heads_matmul)
 
+    def _carry(self, x: Tensor, batch: Batch) -> Tensor:
+        """W_k and W_v of all heads. Where they may not be read, what the layer makes of unit vectors, which is them."""
+        numbers = self.kv_b.stored.numbers
+        if numbers is None or batch.through_linears:
+            return self.kv_b(torch.eye(self.kind.kv_rank, dtype=x.dtype, device=x.device)).t().contiguous()
+        return numbers
+
     def sizes(self) -> tuple[int, int, int]:
         return 1, self.kind.kv_rank + self.kind.rope, 0
 
@@ -62,7 +69,7 @@ class LatentAttention(KVLayer):
         compressed = x if self.q_a is None or self.q_norm is None else self.q_norm(self.q_a(x))
         q_nope, q_rope = self.q(compressed).view(tokens, kind.heads, -1).split([kind.nope, kind.rope], -1)
         latent, k_rope = self.kv_a(x).split([kind.kv_rank, kind.rope], -1)
-        carry = self.kv_b.weight.view(kind.heads, kind.nope + kind.value, kind.kv_rank)  # [H, nope + value, rank]
+        carry = self._carry(x, batch).view(kind.heads, kind.nope + kind.value, kind.kv_rank)  # [H, nope + value, rank]
         k_rope = k_rope[:, None]
         if self.rope is not None and turn is not None:
             q_rope, k_rope = self.rope.turn(q_rope, turn), self.rope.turn(k_rope, turn)

@@ -37,13 +37,13 @@ class Mlp(nn.Module):
 
     def join(self, x: Tensor, norm: NormRule) -> Tensor:
         """x + mlp(norm(x)), for a few rows: see ops/few.py."""
-        h = self._norm_linear(x, norm, self.up.weight, self.up.bias, self._act)
-        return self._linear_add(h, self.down.weight, self.down.bias, x)
+        h = self._norm_linear(x, norm, *self.up.read_plain(), self._act)
+        return self._linear_add(h, *self.down.read_plain(), x)
 
     def in_parts(self, x: Tensor) -> Tensor | Parts:
         """mlp(x), to be added up by the next norm: see ops/few.py."""
-        h = self._linear_act(x, self.up.weight, self.up.bias, self._act)
-        return self._linear_parts(h, self.down.weight, self.down.bias)
+        h = self._linear_act(x, *self.up.read_plain(), self._act)
+        return self._linear_parts(h, *self.down.read_plain())
 
 
 class NormedMlp(Mlp):

@@ -135,7 +135,7 @@ class Moe(nn.Module):
 
     def join(self, x: Tensor, norm: NormRule) -> Tensor:
         """x + moe(norm(x)), for a few rows: see ops/few.py."""
-        logits, h = self._norm_router(x, norm, self.router.weight, self.router.bias, self.kind.router_wide)
+        logits, h = self._norm_router(x, norm, *self.router.read_plain(), self.kind.router_wide)
         weights, index = self._weigh(logits, x.dtype)
         return self.experts(h, weights, index, x)
 

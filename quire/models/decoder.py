@@ -30,6 +30,7 @@ from quire.layers.shared import SharedUse
 from quire.layers.ssm import DeltaKind, DeltaNet, Mamba, Mamba2, Mamba2Kind, MambaKind, ShortConv, ShortConvKind
 from quire.layers.stored import finish_matrices
 from quire.layers.table import WeightTable
+from quire.layers.veto import HookVeto
 from quire.models.arch import Arch, Layer
 from quire.models.layout import arrange_for
 from quire.models.whole import Stretch, Whole
@@ -75,10 +76,11 @@ class Block(nn.Module):
         self.whole = Whole.of(self, arch)
 
     def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
-        if self.few is not None and delta is None and x.shape[0] <= self.few.rows:
-            return self.few(x, batch, turn), None
-        if self.in_parts is not None and x.shape[0] <= self.in_parts.rows:
-            return self.in_parts(x, delta, batch, turn)
+        if self.few is not None and not batch.through_linears:
+            if delta is None and x.shape[0] <= self.few.rows:
+                return self.few(x, batch, turn), None
+            if self.in_parts is not None and x.shape[0] <= self.in_parts.rows:
+                return self.in_parts(x, delta, batch, turn)
         h, x = self.before_attn.add(x, delta)
         h = self.attn(h, batch, turn)
         if self.after_attn is not None:
@@ -113,8 +115,8 @@ class Few:
 
     def __call__(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
         attn = self.attn
-        qkv = self._norm_linear(x, self.norms[0], attn.qkv.weight, attn.qkv.bias)
-        x = self._linear_add(attn.attend(qkv, batch, turn), attn.o.weight, attn.o.bias, x)
+        qkv = self._norm_linear(x, self.norms[0], *attn.qkv.read_plain())
+        x = self._linear_add(attn.attend(qkv, batch, turn), *attn.o.read_plain(), x)
         return self.mlp.join(x, self.norms[1])
 
 
@@ -137,8 +139,8 @@ class InParts:
     def __call__(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
         attn = self.attn
         h, x = self.norms[0].add(x, delta)
-        qkv = self._linear_parts(h, attn.qkv.weight, attn.qkv.bias)
-        out = self._linear_parts(attn.attend(qkv, batch, turn), attn.o.weight, attn.o.bias)
+        qkv = self._linear_parts(h, *attn.qkv.read_plain())
+        out = self._linear_parts(attn.attend(qkv, batch, turn), *attn.o.read_plain())
         h, x = self.norms[1].add(x, out)
         return x, self.mlp.in_parts(h)
 
@@ -357,6 +359,7 @@ class Decoder(nn.Module):
             use.link(uses)
         wholes = [layer.whole if type(layer) is Block else None for layer in self.layers]
         self._stretches = Stretch.cut(self.layers, self.rope_of, wholes, storage)
+        self._veto = HookVeto(self.layers.modules())
         self.norm = Norm("model.norm", (width,), arch.norm, storage) if arch.final_norm else NoNorm()
         self._tanh = storage.of(tanh)
         tied = self.embed if arch.tie else None
@@ -364,6 +367,7 @@ class Decoder(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states [T, width of the head]."""
+        batch = self._veto.over(batch)
         turns = [rope(batch.positions) for rope in self.ropes]
         x = self.embed(batch.token_ids)
         if self.project_in is not None:

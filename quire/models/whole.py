@@ -79,7 +79,6 @@ class Stretch:
         """`ropes[i]` is the rotation of layer i among those of a step; None: it has none. `wholes`: all or none."""
         self._layers, self._ropes, self._wholes = layers, ropes, wholes
         self._join, self._dtype = join, dtype
-        self._hooks = [hooks for layer in layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
         self._turns: list[tuple[int, int | None]] = []  # group and rotation
         self._call: BlocksRun | None = None
         self._is_stale = bool(wholes)
@@ -109,7 +108,7 @@ class Stretch:
     def __call__(self, x: Tensor, delta: Delta, batch: Batch, turns: Sequence[Turn]) -> tuple[Tensor, Delta]:
         if self._is_stale:
             self._make()
-        if self._call is not None and not any(self._hooks):
+        if self._call is not None and not batch.through_linears:
             shared = []
             for group, rope in self._turns:
                 turn = (None, None) if rope is None else turns[rope]
