@@ -97,6 +97,9 @@ class FakeExecutor:
         self.flying = self.most_flying = 0
         self.is_shut_down = False
 
+    def ask(self, verb: Any, *args: Any) -> list[Any]:
+        return [getattr(self, verb.__name__)(*args)]
+
     def load(self) -> ModelInfo:
         if self.config.additional_config.get("bad_checkpoint"):
             raise CheckpointError("tensor 'lm_head' has shape [3], wanted [260, 64]")
@@ -124,9 +127,9 @@ class FakeExecutor:
             assert row.request_id not in self.worker.rows
             self.worker.rows[row.request_id] = (row, list(row.token_ids))
 
-    def sample(self, mask: Mask | None) -> _Done:
+    def sample(self, step: int, mask: Mask | None) -> _Done:
         plan = self.plan
-        assert plan is not None
+        assert plan is not None and plan.step == step
         sampled, logprobs, failed = [], [], {}
         for index, grant in enumerate(plan.grants):
             row, tokens = self.worker.rows[grant.request_id]
@@ -252,3 +255,14 @@ def main(boot: bytes) -> None:
 
     BACKENDS.register("uni", FakeExecutor)
     engine_main(boot)
+
+
+def batch(arguments: list[str]) -> int:
+    """`quire run-batch` in a process of its own, with the fake worker in it."""
+    from quire.base.env import forget_all
+    from quire.cli.batch import run_batch
+
+    os.environ["QUIRE_ENABLE_V1_MULTIPROCESSING"] = "0"
+    forget_all()
+    BACKENDS.register("uni", FakeExecutor)
+    return run_batch(arguments, "quire run-batch")

@@ -63,9 +63,9 @@ class Host:
             forward(plan)
             self.seconds["forward, with prompts" if mixed else "forward"] += time.perf_counter() - start
 
-        def sampled(mask: Any) -> Any:
+        def sampled(step: int, mask: Any) -> Any:
             start = time.perf_counter()
-            pending = sample(mask)
+            pending = sample(step, mask)
             self.seconds["sample"] += time.perf_counter() - start
             self.events[-1][1].record()
             ready, result = pending.ready, pending.result

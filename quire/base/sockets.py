@@ -1,9 +1,10 @@
-"""A wire between processes of one host: each end owns a mailbox (PULL) and drops frames into the other's (PUSH).
+"""A wire between processes: each end owns a mailbox (PULL) and drops frames into the other's (PUSH).
 
-In: frames (base/codec.py makes them). Out: frames, in the order sent. A Wire has one other end, a Hub has many. The
-mailboxes are ipc files (0600) in a folder only this user may enter. A sender never blocks and never loses a frame while
-the peer lives. Whether the peer lives is asked of a file descriptor that becomes readable when it dies (base/procs.py).
-Must not know what the frames mean.
+In: frames (base/codec.py makes them). Out: frames, in the order sent. A Wire has one other end, a Hub has many. On one
+host the mailboxes are ipc files (0600) in a folder only this user may enter; between hosts they are TCP ports, and
+every message carries a seal (base/seal.py): what comes without a valid one is dropped and logged. A sender never blocks
+and never loses a frame while the peer lives. Whether a peer of this host lives is asked of a file descriptor that
+becomes readable when it dies (base/procs.py). Must not know what the frames mean.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ from collections.abc import Sequence
 
 import zmq
 
-from quire.base.codec import Frame
+from quire.base.codec import MAX_BYTES, Frame
 from quire.base.folders import make_folder, remove_folder, sweep_folders
+from quire.base.log import logger
+from quire.base.seal import Seal, SealError
+
+log = logger(__name__)
 
 _LONGEST_PATH = 100  # a unix socket's path is limited to about 107 bytes
 _LAST_WORDS_MS = 300  # after a death notice: how long frames already on their way may take to arrive
@@ -42,31 +47,45 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
     return made
 
 
+def _address(folder: str, name: str, seal: Seal | None) -> str:
+    """Of a mailbox: its name within the folder, or a TCP address in full."""
+    if "://" not in name:
+        return f"ipc://{folder}/{name}"
+    if not name.startswith("tcp://"):
+        raise ValueError(f"the mailbox address {name!r} is neither a name nor tcp://host:port")
+    if seal is None:
+        raise ValueError(f"the mailbox address {name!r} can be reached from outside, and messages have no seal")
+    return name
+
+
 class _Inbox:
     """A mailbox: one thread reads it, any thread may close it."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self._context = context
         self._socket = _socket(context, zmq.PULL)
-        self._socket.bind(f"ipc://{path}")
-        os.chmod(path, 0o600)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+        self._socket.bind(address)
+        if address.startswith("ipc://"):
+            os.chmod(address.removeprefix("ipc://"), 0o600)
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._reading = threading.Lock()
         self._closed = False
 
-    def receive(self, timeout: float | None, notice: int | None) -> list[Frame] | None:
+    def receive(self, timeout: float | None, notices: Sequence[int] = ()) -> list[Frame] | None:
         with self._reading:
             if self._closed:
                 raise PeerGoneError("this end of the wire is closed")
             try:
-                return self._receive(None if timeout is None else max(0, int(timeout * 1000)), notice)
+                return self._receive(None if timeout is None else max(0, int(timeout * 1000)), notices)
             except zmq.ContextTerminated:
                 self._socket.close(linger=0)
                 raise PeerGoneError("this end of the wire was closed") from None
 
-    def _receive(self, milliseconds: int | None, notice: int | None) -> list[Frame] | None:
+    def _receive(self, milliseconds: int | None, notices: Sequence[int]) -> list[Frame] | None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        if notice is not None:
+        for notice in notices:
             poller.register(notice, zmq.POLLIN)
         ready = dict(poller.poll(milliseconds))
         if not ready:
@@ -88,14 +107,19 @@ class Wire:
     """One end of two. `send` may be called by any thread; `receive` only by one.
 
     `sender`, if given, goes before every message: the other end is a Hub, where many drop their frames.
+    `mine`, `theirs`: names of mailboxes within the folder, or TCP addresses, which need a seal.
     """
 
-    def __init__(self, folder: str, *, mine: str, theirs: str, sender: bytes | None = None) -> None:
+    def __init__(
+        self, folder: str, *, mine: str, theirs: str, sender: bytes | None = None, seal: Seal | None = None
+    ) -> None:
         self.folder = folder
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._inbox = _Inbox(self._context, f"{folder}/{mine}")
+        self._inbox = _Inbox(self._context, _address(folder, mine, seal))
+        self.address = self._inbox.address
         self._outbox = _socket(self._context, zmq.PUSH)
-        self._outbox.connect(f"ipc://{folder}/{theirs}")
+        self._outbox.connect(_address(folder, theirs, seal))
+        self._seal, self._sender = seal, sender or b""
         self._lead: list[Frame] = [] if sender is None else [sender]
         self._sending = threading.Lock()
         self._closed = False
@@ -104,11 +128,18 @@ class Wire:
         with self._sending:
             if self._closed:
                 raise PeerGoneError("this end of the wire is closed")
+            if self._seal is not None:
+                frames = self._seal.close(_from(self._sender), frames)
             self._outbox.send_multipart([*self._lead, *frames], copy=len(frames) == 1)
 
     def receive(self, timeout: float | None = None, *, notice: int | None = None) -> list[Frame] | None:
         """The next message, or None after `timeout` seconds. `notice`: a descriptor that turns readable at death."""
-        return self._inbox.receive(timeout, notice)
+        while True:
+            frames = self._inbox.receive(timeout, () if notice is None else (notice,))
+            if frames is None or self._seal is None:
+                return frames
+            if (inner := _opened(self._seal, _to(self._sender), frames)) is not None:
+                return inner
 
     def close(self, linger: float = 0.0) -> None:
         """Wait up to `linger` seconds until everything sent has left. A receive under way ends with PeerGoneError."""
@@ -126,23 +157,26 @@ class Wire:
 class Hub:
     """The one end of many wires: a mailbox that all senders share, and a way back to each."""
 
-    def __init__(self, folder: str, *, mine: str) -> None:
+    def __init__(self, folder: str, *, mine: str, seal: Seal | None = None) -> None:
         self.folder = folder
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._inbox = _Inbox(self._context, f"{folder}/{mine}")
+        self._inbox = _Inbox(self._context, _address(folder, mine, seal))
+        self.address = self._inbox.address
+        self._seal = seal
         self._outboxes: dict[str, zmq.Socket[bytes]] = {}
         self._sending = threading.Lock()
         self._closed = False
 
-    def open(self, name: str) -> None:
-        """A way to the peer whose mailbox is called so; a second time for a peer that came anew."""
+    def open(self, name: str, address: str | None = None) -> None:
+        """A way to the peer whose mailbox is called so; a second time for a peer that came anew. `address`: where it
+        is, if not in the folder; the seals of what is sent there name the peer."""
         with self._sending:
             if self._closed:
                 raise PeerGoneError("this end of the wire is closed")
             if name in self._outboxes:
                 self._outboxes.pop(name).close(linger=0)
             self._outboxes[name] = _socket(self._context, zmq.PUSH)
-            self._outboxes[name].connect(f"ipc://{self.folder}/{name}")
+            self._outboxes[name].connect(_address(self.folder, address or name, self._seal))
 
     def drop(self, name: str) -> None:
         """That peer is gone: what it has not read is thrown away."""
@@ -156,13 +190,20 @@ class Hub:
             if self._closed:
                 raise PeerGoneError("this end of the wire is closed")
             if (outbox := self._outboxes.get(name)) is not None:
+                if self._seal is not None:
+                    frames = self._seal.close(_to(name.encode()), frames)
                 outbox.send_multipart(frames, copy=len(frames) == 1)
 
-    def receive(self) -> tuple[bytes, list[Frame]]:
-        """The next message and its sender."""
-        frames = self._inbox.receive(None, None)
-        assert frames, "without a limit of time there is a message"
-        return bytes(frames[0]), frames[1:]
+    def receive(self, notices: Sequence[int] = ()) -> tuple[bytes, list[Frame]]:
+        """The next message and its sender. `notices`: descriptors, of which one turns readable when a peer dies."""
+        while True:
+            frames = self._inbox.receive(None, notices)
+            assert frames, "without a limit of time there is a message"
+            sender = bytes(frames[0])
+            if self._seal is None:
+                return sender, frames[1:]
+            if (inner := _opened(self._seal, _from(sender), frames[1:])) is not None:
+                return sender, inner
 
     def close(self, linger: float = 0.0) -> None:
         with self._sending:
@@ -172,3 +213,21 @@ class Hub:
             for outbox in self._outboxes.values():
                 outbox.close(linger=int(linger * 1000))
         self._inbox.close()
+
+
+def _from(sender: bytes) -> bytes:
+    """The channel of what a wire's end says to its hub."""
+    return b"from " + sender
+
+
+def _to(receiver: bytes) -> bytes:
+    """The channel of what a hub says to one of its wires, which is named there as its sender frame says."""
+    return b"to " + receiver
+
+
+def _opened(seal: Seal, channel: bytes, frames: Sequence[Frame]) -> list[Frame] | None:
+    try:
+        return seal.open(channel, frames)
+    except SealError as wrong:
+        log.warning("A message from outside was dropped: %s", wrong)
+        return None

@@ -31,11 +31,10 @@ from quire.base.log import logger
 from quire.base.procs import STACKS, Child, held_interrupt
 from quire.base.sockets import PeerGoneError, Wire, private_folder
 from quire.config.logs import apply_logging
-from quire.engine.control import message_of, rebuild_error
 from quire.engine.pulse import Pulse
 from quire.engine.route import OWNER
 from quire.engine.together import pack
-from quire.schema.errors import EngineDeadError, InputError, QuireError
+from quire.schema.errors import EngineDeadError, InputError, QuireError, message_of, rebuild_error
 from quire.schema.messages import (
     Abort,
     ControlCall,

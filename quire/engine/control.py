@@ -7,7 +7,6 @@ Must not know who called, or over what wire.
 
 from __future__ import annotations
 
-import builtins
 import enum
 import os
 import re
@@ -16,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from quire.schema import errors
-from quire.schema.errors import InputError, NotBuiltError
+from quire.schema.errors import InputError, NotBuiltError, kind_of, message_of
 from quire.schema.messages import ControlCall, ControlReply
 
 if TYPE_CHECKING:
@@ -157,32 +155,3 @@ def answer(call_id: int, work: Callable[[], Any]) -> ControlReply | Later:
 
 def reply_with_error(call_id: int, failed: Exception) -> ControlReply:
     return ControlReply(call_id=call_id, error=message_of(failed), error_kind=kind_of(failed))
-
-
-def kind_of(failed: BaseException) -> str:
-    """The nearest class name that the other side can raise: of schema/errors.py, or a builtin."""
-    for cls in type(failed).__mro__:
-        if _class_of(cls.__name__) is cls and cls not in (Exception, BaseException):
-            return cls.__name__
-    return ""
-
-
-def message_of(failed: BaseException) -> str:
-    text = str(failed)
-    known = kind_of(failed) == type(failed).__name__
-    return text if known and text else f"{type(failed).__name__}: {text}" if text else type(failed).__name__
-
-
-def rebuild_error(kind: str, message: str) -> Exception:
-    """The same kind of exception with the same message, for the caller's side."""
-    cls = _class_of(kind) or RuntimeError
-    error = cls.__new__(cls, message)
-    Exception.__init__(error, message)
-    if isinstance(error, InputError):
-        error.param = error.value = None
-    return error
-
-
-def _class_of(kind: str) -> type[Exception] | None:
-    found = vars(errors).get(kind) or vars(builtins).get(kind)
-    return found if isinstance(found, type) and issubclass(found, Exception) else None

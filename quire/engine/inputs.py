@@ -79,7 +79,7 @@ class _Shared(NamedTuple):
 
 def _shared_again(like: Asked) -> _Shared:
     first, last = like.requests[0], like.requests[-1]
-    return _Shared(last.params, first.stop_token_ids, first.trace_headers, first.grammar)
+    return _Shared(last.sampling, first.stop_token_ids, first.trace_headers, first.grammar)
 
 
 class InputProcessor:

@@ -1,8 +1,8 @@
 """EngineLoop: the one loop. Drain what came in, plan, start the step, commit the previous one, sample, hand out.
 
-In: EngineRequest, Abort, ControlCall. Out: EngineOutput, ControlReply, StepStats. `ahead` is how many steps may be
-under way while the next is planned: 0 is synchronous, 1 is asynchronous scheduling. A step is planned no earlier than
-the device will want it, so that a request which comes meanwhile is still in it.
+In: EngineRequest, Abort, ControlCall. Out: EngineOutput, ControlReply, StepStats. As many steps may be
+under way as the scheduler's `depth` says: 1 is synchronous, 2 is asynchronous scheduling. A step is planned no earlier
+than the device will want it, so that a request which comes meanwhile is still in it.
 One thread runs it. Must not know: sockets, text, tensors, or why the scheduler granted what it granted.
 """
 
@@ -17,10 +17,11 @@ import msgspec
 
 from quire.base.clock import now
 from quire.engine.charge import Charge
-from quire.engine.control import Later, answer, kind_of, run_verb
+from quire.engine.control import Later, answer, run_verb
 from quire.engine.pulse import Pulse
 from quire.executor.base import Executor, PendingResult
-from quire.schema.errors import InputError, OverloadedError, QuireError
+from quire.sched.gates import Hold
+from quire.schema.errors import InputError, OverloadedError, QuireError, kind_of
 from quire.schema.messages import (
     Abort,
     ControlCall,
@@ -50,13 +51,12 @@ class EngineLoop:
         executor: Executor,
         scheduler: Scheduler,
         *,
-        ahead: int = 0,
         pulse: Pulse | None = None,
         masks: Masks | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
-        self.ahead = ahead
+        self.ahead = scheduler.settings.depth - 1  # steps under way while the next is planned
         self.masks = masks  # None: no request may have a grammar
         self.paused = False
         self.pulse = pulse or Pulse()
@@ -95,7 +95,7 @@ class EngineLoop:
         except QuireError as refused:
             self._news.append(failed_output(request.request_id, refused))
         else:
-            if request.grammar is not None or request.params.thinking_token_budget is not None:
+            if request.grammar is not None or request.sampling.thinking_token_budget is not None:
                 self._constrain(request)
 
     def _constrain(self, request: EngineRequest) -> None:
@@ -104,7 +104,7 @@ class EngineLoop:
             raise RuntimeError(f"request {request.request_id!r} is constrained, and this loop was made without masks")
         try:
             if not self.masks.add(request):
-                self.scheduler.hold(request.request_id)
+                self.scheduler.hold(request.request_id, Hold.GRAMMAR)
         except QuireError as refused:
             self._fail(request.request_id, refused)
 
@@ -168,15 +168,24 @@ class EngineLoop:
             self._leads[plan.total_tokens > len(plan.grants)].learn(launched - began)
             if not self._flying:
                 self._began = launched
-        self.settle(self.ahead - 1 if plan.grants else 0)  # commit old steps while it does
+        self.settle(self._num_kept(plan))  # commit old steps while it does
         if plan.grants:
-            self._flying.append((plan, self.executor.sample(self._mask(plan))))
+            self._flying.append((plan, self.executor.sample(plan.step, self._mask(plan))))
         self.settle(self.ahead)
         self._check(had_work)
         self._answer_waiting()
         news, self._news = self._news, []
         self.pulse.beat(busy=self.busy, paused=self.paused)
         return news
+
+    def _num_kept(self, plan: StepPlan) -> int:
+        """Steps that may stay under way while this one is sampled. A mask needs every token that came before it; where
+        nothing was granted, what the oldest step brings is needed to go on."""
+        if not plan.grants:
+            return len(self._flying) - 1
+        if self.ahead > 1 and self.masks is not None and self.masks.constrains(plan):
+            return 0
+        return self.ahead - 1
 
     def settle(self, remaining: int) -> None:
         """Commit the oldest steps until at most `remaining` are under way."""
@@ -191,6 +200,7 @@ class EngineLoop:
             outputs = self.scheduler.commit(plan, result)
             if self.masks is not None:
                 self.masks.advance(outputs)
+                self.masks.propose(result.drafts)
             self._tell(outputs)
             stats = self.scheduler.stats(
                 plan_seconds=self._plan_seconds, forward_seconds=result.forward_seconds, commit_seconds=now() - began
@@ -215,7 +225,6 @@ class EngineLoop:
                 self._live.discard(output.request_id)
                 if self.masks is not None:
                     self.masks.drop(output.request_id)
-                    self.scheduler.free(output.request_id)
 
     def _mask(self, plan: StepPlan) -> Mask | None:
         """The grammars' rows for a step that was started; what came before it is committed."""
@@ -237,7 +246,7 @@ class EngineLoop:
             self.masks.wait(_COMPILE_WAIT)  # rather than turn in vain
             self._stalled = 0
         for request_id, refused in self.masks.poll():
-            self.scheduler.free(request_id)
+            self.scheduler.release(request_id, Hold.GRAMMAR)
             if refused is not None:
                 self._fail(request_id, refused)
 
@@ -248,8 +257,8 @@ class EngineLoop:
         self.executor.shutdown()
 
     def _check(self, had_work: bool) -> None:
-        """A scheduler that holds requests and never runs one is a fault, not a wait."""
-        stuck = not had_work and not self._news and self.scheduler.has_unfinished()
+        """A scheduler with requests that nobody holds, none of which ever runs, is a fault, not a wait."""
+        stuck = not had_work and not self._news and self.scheduler.has_runnable()
         self._stalled = self._stalled + 1 if stuck else 0
         if self._stalled > _STALL_LIMIT:
             raise RuntimeError(

@@ -122,7 +122,7 @@ class _Words:
         """None: there is none, it is over where the prompt ends, or nothing asks about it."""
         waits = request.grammar is not None and not request.grammar.in_thought
         bound = waits and not self._config.structured_outputs_config.enable_in_reasoning
-        budget = request.params.thinking_token_budget
+        budget = request.sampling.thinking_token_budget
         found = self.marks() if bound or budget is not None else None
         if found is None:
             return None

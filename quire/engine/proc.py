@@ -25,16 +25,16 @@ from quire.base.sockets import Hub, PeerGoneError
 from quire.config.local import thing_of
 from quire.config.logs import apply_logging
 from quire.engine.charge import Charge
-from quire.engine.control import kind_of, message_of, reply_with_error
+from quire.engine.control import reply_with_error
 from quire.engine.loop import EngineLoop, failed_output
 from quire.engine.masking import make_masks
 from quire.engine.pulse import Pulse
 from quire.engine.route import OWNER, Routes
 from quire.engine.together import unpack
-from quire.executor.base import Executor, make_executor
+from quire.executor.base import Executor, Worker, make_executor, one_model
 from quire.sched.kv_layout import fit_length, place
 from quire.sched.scheduler import Scheduler
-from quire.schema.errors import ConfigError, InputError
+from quire.schema.errors import ConfigError, InputError, kind_of, message_of
 from quire.schema.kv import KVLayout, ModelInfo
 from quire.schema.messages import (
     ControlReply,
@@ -85,20 +85,20 @@ def start_engine(config: EngineConfig, pulse: Pulse | None = None) -> Started:
     executor = make_executor(config)
     try:
         laps.mark("device")
-        info = executor.load()
+        info = one_model(executor.ask(Worker.load))
         laps.mark("load")
-        free_bytes = executor.free_bytes()
+        free_bytes = min(executor.ask(Worker.free_bytes))  # every rank holds the same blocks
         laps.mark("profile")
         layout, max_model_len = _place(config, info, free_bytes)
-        executor.init_kv(layout)
+        executor.ask(Worker.init_kv, layout)
         laps.mark("kv")
-        executor.warm_up()
+        executor.ask(Worker.warm_up)
         laps.mark("warm_up")
     except BaseException:
         executor.shutdown()
         raise
-    ahead = int(config.scheduler_config.async_scheduling)
-    scheduler = scheduler_class(config, layout, max_model_len=max_model_len, look_ahead=ahead)
+    depth = 1 + config.scheduler_config.async_scheduling
+    scheduler = scheduler_class(config, layout, max_model_len=max_model_len, depth=depth)
     phases = _phases(laps, executor)
     seconds = {phase.name: phase.seconds for phase in phases if not phase.inside} | {"total": now() - began}
     ready = EngineReady(
@@ -112,7 +112,7 @@ def start_engine(config: EngineConfig, pulse: Pulse | None = None) -> Started:
     )
     log.info("Engine ready in %.1f s (%s): %d KV blocks", seconds["total"], _told(phases), layout.num_blocks)
     masks = make_masks(config, info.vocab_size)
-    loop = EngineLoop(executor, scheduler, ahead=ahead, pulse=pulse, masks=masks)
+    loop = EngineLoop(executor, scheduler, pulse=pulse, masks=masks)
     if config.observability_config.collect_detailed_traces:
         loop.charge = Charge(scheduler.requests)
     return Started(loop, ready)

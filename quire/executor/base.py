@@ -1,21 +1,26 @@
-"""Executor: the verbs by which an engine reaches its workers, the same for every way of reaching them.
+"""Executor: the way by which an engine reaches its workers, the same for every kind of worker.
 
-In: StepPlan, Mask, KVLayout. Out: ModelInfo, StepResult. An executor is a wire: it must not know what a plan means,
-nor import anything of the tensor side (it reaches a worker by import path).
+`Worker` declares what can be asked of a worker, once: an executor asks for a verb by naming it (`ask(Worker.load)`),
+and a wire reads the types of its arguments and of its answer from there (remote.py). An executor must not know what a
+plan means, nor import anything of the tensor side (it reaches a worker by import path).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from quire.base import registry
-from quire.schema.errors import ConfigError
+from quire.schema.errors import ConfigError, NotBuiltError
 from quire.schema.kv import KVLayout, ModelInfo
 from quire.schema.step import Mask, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
+
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
+WORKER = "quire.worker.early:build_worker"  # called with a configuration, `rank` and `num_workers`
 
 
 class PendingResult(Protocol):
@@ -26,35 +31,48 @@ class PendingResult(Protocol):
 
 
 class Worker(Protocol):
-    """One device's end of the wire. `model_runner.model` is the model itself."""
+    """One rank. The verbs of a start come in the order of this list; `model_runner.model` is the model itself."""
 
     model_runner: Any
 
-    def load(self) -> ModelInfo: ...
-    def free_bytes(self) -> int: ...
-    def init_kv(self, layout: KVLayout) -> None: ...
-    def warm_up(self) -> None: ...
-    def forward(self, plan: StepPlan) -> None: ...
-    def sample(self, mask: Mask | None) -> PendingResult: ...
-    def shutdown(self) -> None: ...
+    def load(self) -> ModelInfo:
+        """Build the model and read this rank's weights."""
+
+    def free_bytes(self) -> int:
+        """Bytes left for KV on this rank's device, after a profile run."""
+
+    def init_kv(self, layout: KVLayout) -> None:
+        """Allocate the KV cache."""
+
+    def warm_up(self) -> None:
+        """Pay for what only a first step pays."""
+
+    def forward(self, plan: StepPlan) -> None:
+        """Start a step; returns at once where the device works by itself."""
+
+    def sample(self, step: int, mask: Mask | None) -> PendingResult:
+        """Choose the tokens of a step that was started."""
+
+    def shutdown(self) -> None:
+        """Let go of the device's memory."""
 
 
 class Executor(Protocol):
-    def load(self) -> ModelInfo:
-        """Build the model and read its weights."""
+    """All workers of an engine, by rank."""
 
-    def free_bytes(self) -> int:
-        """Bytes left for KV on the tightest device, after a profile run."""
-
-    def init_kv(self, layout: KVLayout) -> None: ...
-
-    def warm_up(self) -> None: ...
+    def ask(
+        self,
+        verb: Callable[Concatenate[Worker, Arguments], Answer],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> list[Answer]:
+        """Run a verb of `Worker` on every rank; their answers by rank."""
 
     def forward(self, plan: StepPlan) -> None:
-        """Start a step."""
+        """Start a step on every rank."""
 
-    def sample(self, mask: Mask | None) -> PendingResult:
-        """Sample the step that was started last."""
+    def sample(self, step: int, mask: Mask | None) -> PendingResult:
+        """Choose the tokens of a step on every rank; the result is the first rank's."""
 
     def call(self, verb: str, args: list[Any], kwargs: dict[str, Any], timeout: float | None) -> list[Any]:
         """Run a method of every worker, or 'module:function' with the worker as first argument; one result each."""
@@ -86,6 +104,29 @@ def make_executor(config: EngineConfig) -> Executor:
         )
     executor: Executor = backend(config)
     return executor
+
+
+def one_model(infos: Sequence[ModelInfo]) -> ModelInfo:
+    """What all ranks have loaded, together. They must hold the same layers, each its share of every one."""
+    first = infos[0]
+    for rank, info in enumerate(infos):
+        if (info.vocab_size, info.max_positions) != (first.vocab_size, first.max_positions):
+            raise RuntimeError(
+                f"rank {rank} loaded a model of {info.vocab_size} tokens and {info.max_positions} positions, rank 0 "
+                f"one of {first.vocab_size} and {first.max_positions}"
+            )
+        if info.specs != first.specs:
+            raise NotBuiltError(f"rank {rank} keeps other KV than rank 0: this version has no pipeline stages")
+    if len(infos) == 1:
+        return first
+    return ModelInfo(
+        specs=first.specs,
+        vocab_size=first.vocab_size,
+        max_positions=first.max_positions,
+        num_parameters=sum(info.num_parameters for info in infos),
+        weight_bytes=sum(info.weight_bytes for info in infos),
+        load_seconds=max(info.load_seconds for info in infos),
+    )
 
 
 def resolve_verb(verb: str) -> Callable[..., Any]:

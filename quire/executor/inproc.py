@@ -6,17 +6,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate
 
 from quire.base import registry
-from quire.executor.base import PendingResult, Worker, resolve_verb
-from quire.schema.kv import KVLayout, ModelInfo
+from quire.executor.base import WORKER, Answer, Arguments, PendingResult, Worker, resolve_verb
 from quire.schema.step import Mask, StepPlan
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
-
-WORKER = "quire.worker.early:build_worker"
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class DriverWorker:
 
 class InProcessExecutor:
     def __init__(self, config: EngineConfig) -> None:
-        self._worker: Worker | None = registry.load(WORKER)(config)
+        self._worker: Worker | None = registry.load(WORKER)(config, rank=0, num_workers=1)
 
     @property
     def worker(self) -> Worker:
@@ -40,23 +37,19 @@ class InProcessExecutor:
     def driver_worker(self) -> DriverWorker:
         return DriverWorker(self.worker)
 
-    def load(self) -> ModelInfo:
-        return self.worker.load()
-
-    def free_bytes(self) -> int:
-        return self.worker.free_bytes()
-
-    def init_kv(self, layout: KVLayout) -> None:
-        self.worker.init_kv(layout)
-
-    def warm_up(self) -> None:
-        self.worker.warm_up()
+    def ask(
+        self,
+        verb: Callable[Concatenate[Worker, Arguments], Answer],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> list[Answer]:
+        return [getattr(self.worker, verb.__name__)(*args, **kwargs)]
 
     def forward(self, plan: StepPlan) -> None:
         self.worker.forward(plan)
 
-    def sample(self, mask: Mask | None) -> PendingResult:
-        return self.worker.sample(mask)
+    def sample(self, step: int, mask: Mask | None) -> PendingResult:
+        return self.worker.sample(step, mask)
 
     def call(self, verb: str, args: list[Any], kwargs: dict[str, Any], timeout: float | None) -> list[Any]:
         return self.call_function(resolve_verb(verb), args, kwargs, timeout)

@@ -2,8 +2,9 @@
 
     add(request) · poll() until compiled · [mask(plan) between forward and sample · advance(outputs) at commit] · drop
 A place moves only by tokens that were committed, so a preempted request keeps its own, and a token thrown away never
-counts. End tokens are decided here: they may follow where the grammar may end and the request may stop. A request that
-may not stop, and after which nothing but an end could follow, is ended by the loop.
+counts. Along drafts, which `propose` tells of, it goes ahead for the rows of their offsets, and back. End tokens are
+decided here: they may follow where the grammar may end and the request may stop. A request that may not stop, and after
+which nothing but an end could follow, is ended by the loop.
 Must not know: logits, the queue, text.
 """
 
@@ -11,14 +12,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from quire.base.clock import now
 from quire.base.log import logger
-from quire.grammar.backend import Backend, Matcher, Rows, Vocabulary
+from quire.grammar.backend import MOST_ROLLBACK, Backend, Matcher, Rows, Vocabulary
 from quire.grammar.compiler import Compiled, Compiler, Limits
 from quire.grammar.thought import Stage, Thought
 from quire.schema.errors import OverloadedError, QuireError
@@ -58,6 +59,7 @@ class _Place:
     agrees: bool = True  # the next token of a thought's start tag could be the answer's too
     num_agreed: int = 0  # tokens of the start tag that the matcher has taken
     seconds: float = 0.0  # that its grammar took
+    drafts: Sequence[int] = ()  # what its next grant checks, as far as it is known
 
     def is_slow(self) -> bool:
         return self.seconds > MOST_SECONDS + MORE_SECONDS * self.num_outputs
@@ -176,17 +178,21 @@ class Masks:
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
+    def constrains(self, plan: StepPlan) -> bool:
+        """Whether some request of the plan has a grammar or a budget for its thought."""
+        return bool(self._places) and any(grant.request_id in self._places for grant in plan.grants)
+
     def mask(self, plan: StepPlan) -> tuple[Mask | None, list[Lost]]:
         """Rows for the grants that sample under a grammar, and the requests that can go no further."""
         if not self._places:
             return None, []
         wanted, lost = [], []
-        for index, grant in enumerate(plan.grants):
+        for number, grant in enumerate(plan.grants):
             if grant.samples and (place := self._places.get(grant.request_id)) is not None:
                 if place.wrong is not None:
                     lost.append(Lost(grant.request_id, place.wrong, refused=place.outgrown))
-                elif place.binds():
-                    wanted.append((index, place))
+                elif place.binds() or grant.num_drafts:  # without a row, drafts could go past the end of a thought
+                    wanted.append((number, place))
         if not wanted:
             return None, lost
         size = self.compiler.vocabulary().size if self._vocab_size is None else self._vocab_size
@@ -196,10 +202,27 @@ class Masks:
         kept = [i for i, (_, place) in enumerate(wanted) if place.given.request_id not in gone]
         if not kept:
             return None, lost
+        ahead = [
+            (wanted[i][0], offset, row)
+            for i in kept
+            if (count := plan.grants[wanted[i][0]].num_drafts)
+            for offset, row in enumerate(_follow(wanted[i][1], rows[i], count), 1)
+        ]
         if len(kept) < len(wanted):
             rows = rows[kept]
-        places = tuple(wanted[i][0] for i in kept)
-        return Mask(index=places, rows=rows.tobytes(), words=rows.shape[1]), lost
+        index: tuple[int, ...] = tuple([wanted[i][0] for i in kept])
+        offsets: tuple[int, ...] = ()
+        if ahead:
+            offsets = (*[0] * len(index), *[offset for _, offset, _ in ahead])
+            index += tuple(grant for grant, _, _ in ahead)
+            rows = np.concatenate([rows, [row for _, _, row in ahead]])
+        return Mask(index=index, offsets=offsets, rows=rows.tobytes(), words=rows.shape[1]), lost
+
+    def propose(self, drafts: Mapping[str, Sequence[int]]) -> None:
+        """What the next grants of these requests check."""
+        for request_id, ids in drafts.items():
+            if (place := self._places.get(request_id)) is not None:
+                place.drafts = ids
 
     def advance(self, outputs: Iterable[EngineOutput]) -> None:
         """Take in what was committed."""
@@ -208,6 +231,7 @@ class Masks:
         for output in outputs:
             if output.new_token_ids and (place := self._places.get(output.request_id)) is not None:
                 began = now()
+                place.drafts = ()
                 _accept(place, output.new_token_ids)
                 place.seconds += now() - began
                 if place.matcher is None and place.thought is not None and place.thought.stage is Stage.OVER:
@@ -309,8 +333,33 @@ def _fill_thought(place: _Place, row: Row, ends: Sequence[int]) -> None:
         bits[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
 
 
-def _set_ends(place: _Place, row: Row) -> Lost | None:
-    """A thought may open; end tokens may follow if the grammar may end here and the request may stop."""
+def _follow(place: _Place, row: Row, count: int) -> list[Row]:
+    """Rows for the places after each of up to `count` drafts that the grammar allows; `row` is the one before them.
+    None where a thought is watched, which cannot be taken back."""
+    matcher, backend = place.matcher, place.backend
+    if matcher is None or backend is None or place.thought is not None:
+        return []
+    began, found = now(), list[Row]()
+    for draft in place.drafts[: min(count, MOST_ROLLBACK)]:
+        if draft in place.ends or not row[draft >> 5] >> (draft & 31) & 1 or not matcher.accept(draft):
+            break
+        rows: Rows = np.zeros((1, len(row)), np.int32)
+        backend.fill([matcher], rows, [0])
+        row = rows[0]
+        found.append(row)
+        if matcher.fault() is not None or _set_ends(place, row, len(found)) is not None:
+            matcher.rollback(len(found))
+            return found[:-1]
+    if found:
+        matcher.rollback(len(found))
+    place.seconds += now() - began
+    return found
+
+
+def _set_ends(place: _Place, row: Row, num_ahead: int = 0) -> Lost | None:
+    """A thought may open; end tokens may follow if the grammar may end here and the request may stop.
+
+    `num_ahead`: drafts that the matcher has gone along."""
     given, matcher = place.given, place.matcher
     assert matcher is not None
     words = row.data.cast("B").cast("I")  # plain integers: numpy's cost more than the grammar here
@@ -320,7 +369,8 @@ def _set_ends(place: _Place, row: Row) -> Lost | None:
         place.agrees = bool(words[opener >> 5] & bit)
         words[opener >> 5] |= bit
     may_end = matcher.can_end()
-    may_stop = not given.params.ignore_eos and place.num_outputs >= given.params.min_tokens
+    params = given.sampling
+    may_stop = not params.ignore_eos and place.num_outputs + num_ahead >= params.min_tokens
     for token_id in place.ends:
         if may_end and may_stop:
             words[token_id >> 5] |= 1 << (token_id & 31)

@@ -48,7 +48,7 @@ class SamplingRows:
     def add(self, row: int, new: NewRow) -> None:
         """Fill a row, whatever it held. InputError when the parameters cannot be served (the row is then neutral)."""
         self.remove(row)
-        params = new.params
+        params = new.sampling
         self.num_prompt[row] = new.num_prompt_tokens
         flags, self.lists[row] = self._read_lists(new)
         self.prompt_logprobs[row] = self._count(params.prompt_logprobs)
@@ -95,7 +95,7 @@ class SamplingRows:
         return flags
 
     def _read_lists(self, new: NewRow) -> tuple[int, Lists | None]:
-        params, lists, flags = new.params, Lists(), 0
+        params, lists, flags = new.sampling, Lists(), 0
         if params.allowed_token_ids is not None:
             lists.allowed = self._ids("allowed_token_ids", params.allowed_token_ids)
             flags |= needs.ALLOWED

@@ -173,7 +173,7 @@ class Sampler:
         for row, new in added:
             ids = list(new.token_ids)
             self._outputs[row] = ids[new.num_prompt_tokens :]
-            told.append((row, new.params, ids[: new.num_prompt_tokens], self._outputs[row]))
+            told.append((row, new.sampling, ids[: new.num_prompt_tokens], self._outputs[row]))
         for source, target in moved:
             self._outputs[target], self._outputs[source] = self._outputs[source], []
         one_way = [(source, target, MoveDirectionality.UNIDIRECTIONAL) for source, target in moved]

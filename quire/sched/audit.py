@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 def check_idle(scheduler: Scheduler) -> None:
     """No request is left, so no block may be held."""
-    pool = scheduler.kv.pool
-    assert pool.num_free == pool.num_blocks, f"{pool.num_blocks - pool.num_free} blocks are held by no request"
+    pool, pinned = scheduler.kv.pool, len(set(scheduler.kv.moves.pinned))
+    held = pool.num_blocks - pool.num_free - pinned
+    assert not held, f"{held} blocks are held by no request"
 
 
 def check(scheduler: Scheduler) -> None:
@@ -32,12 +33,12 @@ def check(scheduler: Scheduler) -> None:
         _check_tables(request, scheduler.kv)
     for request in waiting:
         assert not any(request.held.tables) and request.computed == request.planned == 0, f"{request.id} waits with KV"
-    _check_pool(scheduler.kv.pool, running)
+    _check_pool(scheduler.kv.pool, running, scheduler.kv.moves.pinned)
 
 
 def _check_request(request: Request) -> None:
     known = len(request.tokens)
-    assert request.computed <= request.planned <= request.target <= request.end + len(request.drafts), request.id
+    assert request.computed <= request.planned <= request.target <= request.end + request.num_drafts, request.id
     assert known <= request.end and known < request.limit, f"{request.id} has {known} of {request.limit} tokens"
     assert request.planned <= request.room, f"{request.id} plans {request.planned} tokens in room for {request.room}"
 
@@ -50,8 +51,8 @@ def _check_tables(request: Request, kv: KVCache) -> None:
         assert -1 not in needed, f"{request.id} lost a block of group {group} too early"
 
 
-def _check_pool(pool: BlockPool, running: list[Request]) -> None:
-    holders = [0] * pool.num_blocks
+def _check_pool(pool: BlockPool, running: list[Request], pinned: list[int]) -> None:
+    holders = [pinned.count(block) for block in range(pool.num_blocks)] if pinned else [0] * pool.num_blocks
     for request in running:
         for table in request.held.tables:
             for block in table:

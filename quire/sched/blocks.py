@@ -71,6 +71,14 @@ class BlockPool:
         self.homes[block] = group
         return True
 
+    def rename(self, block: int, target: int) -> None:
+        """The name of one block passes to another, which has none and the same content."""
+        name, group = self.names[block], self.homes[block]
+        assert name is not None and self.names[target] is None
+        self.named[group][name] = target
+        self.names[block], self.names[target] = None, name
+        self.homes[target] = group
+
     def forget(self, blocks: Iterable[int]) -> None:
         """Nobody shall find these again; who holds them goes on."""
         for block in blocks:

@@ -7,6 +7,7 @@ Must not know: blocks, the queue, other gates. New constraints are new classes h
 
 from __future__ import annotations
 
+import enum
 from typing import NamedTuple
 
 from quire.sched.pace import Pace
@@ -77,14 +78,59 @@ class Sequences(Gate):
             self.left -= 1
 
 
-class Compiling(Gate):
-    """A request whose grammar is still being compiled; others go past it, and it keeps its place."""
+class Hold(enum.StrEnum):
+    """Who keeps a request from joining."""
+
+    GRAMMAR = "grammar"  # its grammar is being compiled
+    KV_TRANSFER = "kv_transfer"  # blocks of its prefix are on their way
+    ENCODER = "encoder"  # its media are being encoded elsewhere
+
+
+class Holds(Gate):
+    """Requests that wait for something outside the scheduler; others go past them, and they keep their place.
+
+    A request may have several holders. Each releases its own hold, and the request may join once none is left.
+    """
 
     def __init__(self) -> None:
-        self.held: set[str] = set()
+        self.by_request: dict[str, set[Hold]] = {}
+
+    def __len__(self) -> int:
+        return len(self.by_request)
+
+    def add(self, request_id: str, reason: Hold) -> None:
+        self.by_request.setdefault(request_id, set()).add(reason)
+
+    def remove(self, request_id: str, reason: Hold) -> None:
+        reasons = self.by_request.get(request_id)
+        if reasons is not None:
+            reasons.discard(reason)
+            if not reasons:
+                del self.by_request[request_id]
+
+    def forget(self, request_id: str) -> None:
+        """It ended: nobody holds it any more."""
+        self.by_request.pop(request_id, None)
 
     def bars(self, request: Request) -> bool:
-        return request.id in self.held
+        return request.id in self.by_request
+
+
+class Overlap(Gate):
+    """Plans out that one request may be in, where that is fewer than there may be. What has landed the scheduler counts
+    off."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def singles(self) -> int:
+        return 0
+
+    def admit(self, request: Request, count: int) -> int:
+        return count if request.num_flights < self.most else SKIP
+
+    def take(self, request: Request, count: int) -> None:
+        request.num_flights += 1
 
 
 class ChunkLimit(Gate):
@@ -127,23 +173,29 @@ class LatencyGoal(Gate):
     """inter_token_latency_goal_ms: tokens of a step in which some requests decode, so that these do not wait long.
 
     The number follows the time that steps take (pace.py). Prompts are cut to what decodes leave of it, half of it at
-    least. While so much waits that prompts would be late themselves, or nobody decodes, it does not bind.
+    least. While nobody decodes it does not bind, nor, where larger steps pay, while so much waits that prompts would be
+    late themselves.
     """
 
     GRAIN = 128  # tokens: a step takes as long as one of the next multiple, so a budget between two is no use
-    DEEP = 8  # waiting tokens, in what a step may hold, from which on the queue comes first
     SLIVER = 4  # a prompt is not begun with less than this part of a step, as its inverse
+    UNKNOWN = 4  # times the least, where the goal always binds and no step was long enough to tell
 
-    def __init__(self, goal: float, least: int, pace: Pace) -> None:
-        """`goal` in seconds; `least`: tokens that a step holds whatever it is."""
-        self.goal, self.least, self.pace = goal, least, pace
+    def __init__(self, goal: float, least: int, deep: int, pace: Pace) -> None:
+        """`goal` in seconds; `least`: tokens that a step holds whatever it is; `deep`: waiting tokens, in what a step
+        may hold, from which on the queue comes first, 0: never."""
+        self.goal, self.least, self.deep, self.pace = goal, least, deep, pace
+        self.grain = min(self.GRAIN, least)
         self.most = NO_LIMIT
         self.prompts = self.decodes = 0  # tokens of this step
 
     def open(self, load: Load) -> None:
         within = self.pace.tokens_within(self.goal)
-        self.most = NO_LIMIT if within is None else max(self.least, within // self.GRAIN * self.GRAIN)
-        if load.waiting_tokens > self.DEEP * self.most:
+        if within is None:
+            self.most = NO_LIMIT if self.deep else self.UNKNOWN * self.least
+        else:
+            self.most = max(self.least, within // self.grain * self.grain)
+        if self.deep and load.waiting_tokens > self.deep * self.most:
             self.most = NO_LIMIT
         self.prompts = self.decodes = 0
 
@@ -152,15 +204,15 @@ class LatencyGoal(Gate):
 
     def admit(self, request: Request, count: int) -> int:
         left = self._left()
-        if count == 1 or not self.decodes or count <= left:
+        if request.end - request.planned == 1 or not self.decodes or count <= left:
             return count
         if request.running:
             return left if left > 0 else SKIP
         return left if left * self.SLIVER >= self.most else CLOSED
 
     def take(self, request: Request, count: int) -> None:
-        if count == 1:
-            self.decodes += 1
+        if request.end - request.planned == 1:  # a decode, whatever the drafts with it
+            self.decodes += count
         else:
             self.prompts += count
 
@@ -239,18 +291,20 @@ class NoSlivers(Gate):
         return CLOSED if sliver else count
 
     def take(self, request: Request, count: int) -> None:
-        if count > 1:
+        if request.end - request.planned > 1:
             self.prompts += count
 
 
 def make_gates(settings: SchedulerSettings, pace: Pace) -> list[Gate]:
     """In the order they are asked: those that judge the final count come last."""
     gates: list[Gate] = [Sequences(settings.max_num_seqs)]
+    if settings.overlap is not None and settings.overlap < settings.depth:
+        gates.append(Overlap(settings.overlap))
     if settings.long_prefill_threshold:
         gates.append(ChunkLimit(settings.long_prefill_threshold))
     gates.append(TokenBudget(settings.max_num_batched_tokens))
     if settings.latency_goal and settings.chunked_prefill:
-        gates.append(LatencyGoal(settings.latency_goal, settings.latency_tokens, pace))
+        gates.append(LatencyGoal(settings.latency_goal, settings.latency_tokens, settings.latency_deep, pace))
     if not settings.chunked_prefill:
         gates.append(WholePrompts())
     gates.append(NoSlivers(settings.max_num_batched_tokens))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from quire.sched.blocks import BlockPool
 from quire.sched.events import BlockStored
 from quire.sched.kv_policy import make_policy
+from quire.sched.moves import BlockMoves
 from quire.sched.prefix_hash import BlockHasher
 from quire.schema.kv import KVKind, KVLayout
 
@@ -64,6 +65,7 @@ class KVCache:
         self.caching = caching and bool(sizes)
         self.hasher = BlockHasher(algorithm if self.caching else "sha256", self.unit, seed)
         self.max_chunk = max_chunk
+        self.moves = BlockMoves(self)
 
     def match(self, request: Request) -> Hit:
         """At least the last known token is left to compute, so that one can be sampled."""
@@ -171,7 +173,7 @@ class KVCache:
                 if table[index] >= 0 and named(group, table[index], held.hashes[(index + 1) * step - 1])
             ]
             if self.pool.events is not None:
-                self._record(request, group, new)
+                self.record(request, group, new)
 
     def commit(self, request: Request) -> None:
         """After results: name what is full, give back what no later query reads."""
@@ -198,7 +200,15 @@ class KVCache:
         idle = not self.caching and not self.tails
         request.next_block = NEVER if idle else (request.computed // self.unit + 1) * self.unit
 
-    def _record(self, request: Request, group: int, indices: list[int]) -> None:
+    def name_of(self, request: Request, group: int, index: int) -> bytes:
+        """Of block `index` of the request's known tokens."""
+        size = self.policies[group].block_size
+        if not self.caching or group in self.cross or not 0 <= index < len(request.tokens) // size:
+            raise ValueError(f"block {index} of {request.id}, group {group}, has no name that could be known")
+        self.hasher.extend(request.held.hashes, request.tokens, len(request.tokens), request.given)
+        return request.held.hashes[(index + 1) * (size // self.unit) - 1]
+
+    def record(self, request: Request, group: int, indices: list[int]) -> None:
         """One event per run of consecutive new names."""
         assert self.pool.events is not None
         size, hashes, given = self.policies[group].block_size, request.held.hashes, request.given

@@ -6,14 +6,14 @@ There are no phases: prompts, chunks, decodes, drafts, prefix hits and resumed r
 Running requests stay sorted, and blocks are taken from the last of them. So a grant made earlier in the same step is
 never withdrawn and its blocks may be named at once, and the first in order always gets on: alone, it fits. A request
 that lacks blocks and is itself the last one keeps what it has and waits.
-Must not know: results, stop rules, or how many plans are out.
+Must not know: results, or stop rules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.sched.gates import CLOSED, SKIP, Compiling, Load, make_gates
+from quire.sched.gates import CLOSED, SKIP, Holds, Load, make_gates
 from quire.sched.kv_cache import Hit, KVCache, Tables
 from quire.sched.order import Queue
 from quire.sched.pace import Pace
@@ -41,8 +41,8 @@ class Planner:
         self, settings: SchedulerSettings, kv: KVCache, tally: Tally, clock: Callable[[], float], pace: Pace
     ) -> None:
         self.kv, self.tally, self.clock = kv, tally, clock
-        self.compiling = Compiling()
-        self.gates = [self.compiling, *make_gates(settings, pace)]
+        self.holds = Holds()
+        self.gates = [self.holds, *make_gates(settings, pace)]
         self.waiting, self.running = Queue(), Queue()
         self.left: list[str] = []  # rows the next plan tells the worker to free
         self.reserves = settings.reserve_full_prompt
@@ -121,7 +121,7 @@ class Planner:
         waiting, kv, index, barred = self.waiting.items, self.kv, 0, 0
         while index < min(len(waiting), MOST_SKIPPED + barred) and not self._closed():
             request = waiting[index]
-            if self.compiling.held and self.compiling.bars(request):
+            if self._barred(request):
                 index, barred = index + 1, barred + 1
                 continue
             hit = kv.match(request)
@@ -168,6 +168,9 @@ class Planner:
 
     def _closed(self) -> bool:
         return any(gate.closed() for gate in self.gates)
+
+    def _barred(self, request: Request) -> bool:
+        return any(gate.bars(request) for gate in self.gates)
 
     def _ask(self, request: Request, count: int) -> int:
         for gate in self.gates:

@@ -1,13 +1,14 @@
 """Names of prefix blocks: a block's hash covers everything before it, so equal hashes mean equal prefixes.
 
     hash[i] = digest(encode(hash[i-1], tokens of block i, extra keys of block i)),   hash[-1] = digest(seed), or zeros
-Extra keys: the first block carries the cache salt and the adapter's name; every block carries the media items it
-overlaps, each as (content hash, first position relative to the block). Two encodings, stable over processes (with one
-seed):
+Extra keys: the first block carries the cache salt, and the adapter's name with the number of times it was loaded; every
+block carries the media items it overlaps, each as (content hash, first position relative to the block). Two encodings,
+stable over processes (with one seed):
   packed (sha256, blake2b, xxhash): hash[i-1] | token ids as little-endian uint32 | each extra key as a letter (s salt,
-          l adapter, m media), its UTF-8 length as uint32, its bytes, and for media the offset as int64
+          l adapter, m media), its UTF-8 length as uint32, its bytes, and but for salt a number as int64: the count of
+          loads, the offset
   CBOR (names ending in _cbor): the deterministic encoding (RFC 8949 4.2.1) of [hash[i-1], [token ids], extra], where
-          extra is null or a list of [letter, text] and, for media, [letter, text, offset]
+          extra is null or a list of [letter, text] and, but for salt, [letter, text, number]
 The list of a request grows and is never computed again. Must not know: blocks, groups, or what a hit is.
 """
 
@@ -22,7 +23,7 @@ from quire.schema.errors import ConfigError, MissingExtraError
 from quire.schema.messages import EngineRequest
 
 Digest = Callable[[bytes], bytes]
-Extra = tuple[str, str, int]  # letter, text, offset (media only)
+Extra = tuple[str, str, int]  # letter, text, number (not of salt)
 ALGORITHMS = ("sha256", "sha256_cbor", "blake2b", "xxhash", "xxhash_cbor")
 
 
@@ -61,7 +62,8 @@ def extra_keys(given: EngineRequest, start: int, size: int) -> list[Extra]:
         if given.cache_salt is not None:
             found.append(("s", given.cache_salt, 0))
         if given.lora_id or given.lora_name is not None:
-            found.append(("l", given.lora_name if given.lora_name is not None else f"#{given.lora_id}", 0))
+            name = given.lora_name if given.lora_name is not None else f"#{given.lora_id}"
+            found.append(("l", name, given.lora_generation))
     for position, length, key in given.media_keys:
         if position < start + size and start < position + length:
             found.append(("m", key, position - start))
@@ -88,11 +90,11 @@ def _digest(algorithm: str) -> Digest:
 
 def _pack_extra(extra: list[Extra]) -> bytes:
     parts = []
-    for letter, text, offset in extra:
+    for letter, text, number in extra:
         data = text.encode()
         parts.append(letter.encode() + struct.pack("<I", len(data)) + data)
-        if letter == "m":
-            parts.append(struct.pack("<q", offset))
+        if letter != "s":
+            parts.append(struct.pack("<q", number))
     return b"".join(parts)
 
 
@@ -102,11 +104,11 @@ def _block_cbor(parent: bytes, tokens: Sequence[int], extra: list[Extra]) -> byt
     if not extra:
         return b"".join((*parts, b"\xf6"))
     parts.append(_cbor_head(4, len(extra)))
-    for letter, text, offset in extra:
-        data, media = text.encode(), letter == "m"
-        parts.extend((_cbor_head(4, 3 if media else 2), b"\x61", letter.encode(), _cbor_head(3, len(data)), data))
-        if media:
-            parts.append(_cbor_head(0, offset) if offset >= 0 else _cbor_head(1, -1 - offset))
+    for letter, text, number in extra:
+        data, numbered = text.encode(), letter != "s"
+        parts.extend((_cbor_head(4, 3 if numbered else 2), b"\x61", letter.encode(), _cbor_head(3, len(data)), data))
+        if numbered:
+            parts.append(_cbor_head(0, number) if number >= 0 else _cbor_head(1, -1 - number))
     return b"".join(parts)
 
 

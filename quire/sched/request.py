@@ -6,6 +6,8 @@ Scheduling reads no phase, only counts of tokens:
                  ^computed    ^planned                  ^end        ^limit (never reached alive)
     computed: results are in    planned: granted, perhaps still in flight    end: known tokens and those in flight
     target:   how far `planned` may go now: `end` plus drafts, but never the last token of all, which nobody reads
+Drafts in flight count as right until their result is in; then those that were not are taken back from all four. So
+`planned` and `end` are the furthest the row can be, and the row itself, on the device, knows where it is.
 
 Must not know: gates, order, blocks (it only carries what kv_cache.py holds for it).
 """
@@ -21,18 +23,21 @@ from quire.schema.step import Grant, NewRow
 
 class Request:
     __slots__ = (
-        "computed", "drafts", "end", "epoch", "given", "held", "id", "last_token", "limit", "next_block", "num_cached",
-        "num_prompt", "num_prompt_logprobs", "order", "planned", "repetition", "room", "running", "stops", "target",
-        "times", "tokens", "watch_from",
+        "computed", "end", "epoch", "given", "held", "id", "last", "last_token", "limit", "next_block", "num_cached",
+        "num_drafts", "num_flights", "num_prompt", "num_prompt_logprobs", "order", "planned", "reach",
+        "repetition", "room", "running", "stops", "target", "times", "tokens", "watch_from",
     )  # fmt: skip
 
-    def __init__(self, given: EngineRequest, *, limit: int, queued: float) -> None:
+    def __init__(self, given: EngineRequest, *, limit: int, queued: float, num_drafts: int = 0) -> None:
         self.given, self.id = given, given.request_id
         self.tokens: list[int] = list(given.prompt_token_ids)
         self.num_prompt = len(self.tokens)
         self.limit = limit  # tokens in all, prompt included, at which it ends
+        self.last = limit - 1  # tokens to compute at most
+        self.num_drafts = num_drafts  # that a step may check, once a token was sampled to draft from
+        self.reach = num_drafts + 1  # tokens that a grant may bring
         self.stops = stop_ids(given)
-        rule = given.params.repetition_detection
+        rule = given.sampling.repetition_detection
         self.repetition = None if rule is None else Repetition(rule, start=self.num_prompt)
         self.watch_from = limit if rule is None else 0  # length from which any token may end
         self.order: tuple[float, ...] = ()
@@ -48,15 +53,15 @@ class Request:
     def restart(self) -> None:
         """Nothing is computed (any more); what is known stays."""
         self.computed = self.planned = 0
+        self.num_flights = 0  # plans out that it is in; counted only where that is limited
         self.room = 0  # tokens its blocks can hold
         self.next_block = 0  # the KV cache has nothing to do before `computed` reaches this
-        self.drafts: tuple[int, ...] = ()
         self.end = self.target = len(self.tokens)
 
     @property
     def reads_cache(self) -> bool:
         """Prompt log probabilities need every prompt position computed."""
-        params = self.given.params
+        params = self.given.sampling
         return params.prompt_logprobs is None and not params.skip_reading_prefix_cache
 
     @property
@@ -64,33 +69,24 @@ class Request:
         return len(self.tokens) - self.num_prompt
 
     def grant(self, count: int, new_blocks: tuple[tuple[int, ...], ...]) -> Grant:
-        """Count `count` more tokens as planned; a grant that reaches the end will bring one more token (at least)."""
-        start, end, drafts = self.planned, self.end, self.drafts
+        """Count `count` more tokens as planned; a grant that reaches the end will bring one more token, and one more
+        for each draft past it that is right."""
+        start, end = self.planned, self.end
         self.planned = upto = start + count
-        samples = upto >= end
-        if samples:
-            self.end = end = end + 1
-            if drafts:  # the next position is unknown until these are judged, so nothing is planned past them
-                self.drafts = drafts = drafts[: upto - end + 1]
-                self.target = upto if drafts else min(end, self.limit - 1)
-            elif end < self.limit:
-                self.target = end
-        return Grant(self.id, start, count, samples, self.epoch, new_blocks, drafts)
+        if upto < end:
+            return Grant(self.id, start, count, False, self.epoch, new_blocks)
+        self.end = upto + 1
+        target = upto + self.reach
+        self.target = target if target < self.last else self.last
+        return Grant(self.id, start, count, True, self.epoch, new_blocks, upto - end)
 
-    def judge(self, num_accepted: int) -> None:
-        """The drafts in flight came back; the wrong ones count as not computed."""
-        num_rejected = len(self.drafts) - num_accepted
-        self.computed -= num_rejected
-        self.planned -= num_rejected
-        self.end += num_accepted
-        self.target = min(self.end, self.limit - 1)
-        self.drafts = ()
-
-    def propose(self, drafts: list[int]) -> None:
-        """Check these next. Stale when a later token is already in flight; cut to what may still be generated."""
-        if self.planned == len(self.tokens) - 1:
-            self.drafts = tuple(drafts[: self.limit - len(self.tokens) - 1])
-            self.target = self.end + len(self.drafts)
+    def take_back(self, num_wrong: int) -> None:
+        """So many drafts of the grant just committed were wrong, or were never proposed: they count as not computed."""
+        assert num_wrong >= 0, f"{self.id} got {-num_wrong} tokens more than its drafts allow"
+        self.computed -= num_wrong
+        self.planned -= num_wrong
+        self.end -= num_wrong
+        self.target = min(self.end + self.num_drafts, self.last)
 
     def row(self) -> NewRow:
         given = self.given
@@ -111,5 +107,5 @@ class Request:
 def stop_ids(given: EngineRequest) -> frozenset[int]:
     """Every token that may end the text."""
     eos = given.eos_token_id
-    ends = () if eos is None or given.params.ignore_eos else (eos,)
+    ends = () if eos is None or given.sampling.ignore_eos else (eos,)
     return frozenset((*ends, *given.stop_token_ids))

@@ -1,6 +1,7 @@
 """The scheduler: plan() says what the next step computes, commit() takes in what came of it. Nothing else runs.
 
-Several plans may be out at once (`look_ahead` + 1); they are committed in order. A result that comes back for a request
+Several plans may be out at once (`depth`), and one request in several of them (`overlap`): planning ahead of a device
+wants both, stages of a pipeline want depth alone. Plans are committed in order. A result that comes back for a request
 which ended or was preempted meanwhile carries an old epoch and is dropped.
 Owns: the life of requests from add to their last output. How a step is filled is planner.py, where KV lies kv_cache.py,
 when a text ends stop.py. Must not know: devices, text, sockets. Time only stamps records.
@@ -19,9 +20,10 @@ from quire.base import env
 from quire.base.clock import now as monotonic
 from quire.sched import audit, stop
 from quire.sched.events import Event
+from quire.sched.gates import Hold
 from quire.sched.kv_cache import KVCache
 from quire.sched.order import POLICIES
-from quire.sched.pace import Pace
+from quire.sched.pace import LEAST, Pace
 from quire.sched.planner import Planner
 from quire.sched.request import Request
 from quire.sched.settings import SchedulerSettings
@@ -30,6 +32,7 @@ from quire.sched.tally import Tally
 from quire.schema.errors import ConfigError, InputError, OverloadedError
 from quire.schema.kv import KVLayout
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
+from quire.schema.params import PoolingParams
 from quire.schema.stats import CacheStats, StepStats
 from quire.schema.step import FORBIDS_ALL, Grant, LogprobRows, StepPlan, StepResult
 
@@ -44,14 +47,14 @@ class Scheduler:
         layout: KVLayout,
         *,
         max_model_len: int | None = None,
-        look_ahead: int | None = None,
+        depth: int | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """With a configuration, `max_model_len` and `look_ahead` are given too; settings hold both already."""
+        """With a configuration, `max_model_len` and `depth` are given too; settings hold both already."""
         if not isinstance(config, SchedulerSettings):
-            if max_model_len is None or look_ahead is None:
-                raise TypeError("Scheduler(config, layout) needs max_model_len and look_ahead")
-            config = SchedulerSettings.from_config(config, max_model_len=max_model_len, look_ahead=look_ahead)
+            if max_model_len is None or depth is None:
+                raise TypeError("Scheduler(config, layout) needs max_model_len and depth")
+            config = SchedulerSettings.from_config(config, max_model_len=max_model_len, depth=depth)
         if config.policy not in POLICIES:
             raise ConfigError(f"scheduling_policy={config.policy!r} is unknown; choose one of {', '.join(POLICIES)}")
         self.settings = config
@@ -63,9 +66,14 @@ class Scheduler:
             events=config.events,
             max_chunk=config.max_num_batched_tokens,
         )
-        self.tally, self.pace = Tally(), Pace()
+        if config.num_drafts and self.kv.has_state:
+            raise ConfigError(
+                f"num_drafts={config.num_drafts}: a recurrent state cannot be taken back to before drafts"
+            )
+        self.tally, self.pace = Tally(), Pace(min(LEAST, config.latency_tokens))
         self.clock = clock
         self.planner = Planner(config, self.kv, self.tally, clock, self.pace)
+        self.limits_overlap = config.overlap is not None and config.overlap < config.depth
         self.requests: dict[str, Request] = {}
         self.flights: deque[tuple[int, list[Request]]] = deque()  # plans out: step, requests parallel to its grants
         self.step = 0
@@ -88,8 +96,10 @@ class Scheduler:
             )
         if request.max_tokens < 1:
             raise InputError(f"max_tokens must be at least 1, got {request.max_tokens}", param="max_tokens")
-        limit = min(length + request.max_tokens, settings.max_model_len)
-        new = Request(request, limit=limit, queued=self.clock())
+        pooled = isinstance(request.params, PoolingParams)
+        limit = min(length + (1 if pooled else request.max_tokens), settings.max_model_len)
+        num_drafts = 0 if pooled else settings.num_drafts
+        new = Request(request, limit=limit, queued=self.clock(), num_drafts=num_drafts)
         if (peak := self.kv.peak(new)) > self.kv.pool.num_blocks:
             raise InputError(
                 f"{length} prompt tokens and max_tokens={request.max_tokens} may need {peak} KV blocks, but there are "
@@ -121,12 +131,19 @@ class Scheduler:
         found = [request for name in request_ids if (request := self.requests.get(name)) is not None]
         return [self._finish(request, Ending(reason)) for request in dict.fromkeys(found)]
 
-    def hold(self, request_id: str) -> None:
-        """Do not run it before `free`: its grammar is being compiled."""
-        self.planner.compiling.held.add(request_id)
+    def hold(self, request_id: str, reason: Hold) -> None:
+        """Do not let it join before this reason, and every other it is held for, was released."""
+        if request_id not in self.requests:
+            raise KeyError(f"request {request_id!r} cannot be held ({reason}): it is not known, or has ended")
+        self.planner.holds.add(request_id, reason)
 
-    def free(self, request_id: str) -> None:
-        self.planner.compiling.held.discard(request_id)
+    def release(self, request_id: str, reason: Hold) -> None:
+        """This holder lets go. A request that has ended meanwhile, or was not held for this reason, is ignored."""
+        self.planner.holds.remove(request_id, reason)
+
+    def has_runnable(self) -> bool:
+        """Whether some request waits for nothing but its turn."""
+        return len(self.requests) > len(self.planner.holds)
 
     def fail(self, request_id: str, error: str) -> list[EngineOutput]:
         """End it with an error of its own; unknown ids are ignored."""
@@ -138,8 +155,9 @@ class Scheduler:
         if reset_running_requests:
             while self.planner.running.items:
                 self.planner.preempt(self.planner.running.items[-1])
-        if self.kv.pool.num_free < self.kv.pool.num_blocks:
+        if self.planner.running.items:
             return False
+        self.kv.moves.clear()
         self.kv.pool.clear()
         return True
 
@@ -158,9 +176,11 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """What to compute next; empty when nothing can be. Rows to free travel with the next plan that is not empty."""
-        assert len(self.flights) <= self.settings.look_ahead, f"{len(self.flights)} plans are out already"
+        assert len(self.flights) < self.settings.depth, f"{len(self.flights)} plans are out already"
         self.step += 1
         filled = self.planner.fill()
+        if not filled.grants and self.kv.moves.unpin():
+            filled = self.planner.fill()
         if not filled.grants:
             return StepPlan(step=self.step, grants=())
         self.flights.append((self.step, filled.requests))
@@ -171,6 +191,7 @@ class Scheduler:
             joined=tuple(filled.joined),
             left=left,
             total_tokens=sum([grant.count for grant in filled.grants]),
+            moves=self.kv.moves.take(),
         )
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
@@ -179,9 +200,12 @@ class Scheduler:
             return []
         step, requests = self.flights.popleft()
         assert step == plan.step == result.step, f"step {step} is due; got plan {plan.step}, result {result.step}"
+        if self.limits_overlap:
+            for grant, request in zip(plan.grants, requests, strict=True):
+                request.num_flights -= request.epoch == grant.epoch
         now, kv, prompt_tokens, generated_tokens = self.clock(), self.kv, 0, 0
         outputs: list[EngineOutput] = []
-        plain = result.logprobs is None and not (result.prompt_logprobs or result.drafts or result.failed)
+        plain = result.logprobs is None and not (result.prompt_logprobs or result.failed)
         for index, (grant, request, new) in enumerate(zip(plan.grants, requests, result.sampled, strict=True)):
             if request.epoch != grant.epoch:
                 continue
@@ -193,9 +217,11 @@ class Scheduler:
             request.computed += grant.count
             ending = None
             if grant.samples:
-                assert new, f"no token came back for {request.id}, and no reason why"
-                if grant.drafts:
-                    request.judge(len(new) - 1)
+                if not new:
+                    outputs.append(self._finish_pooled(request, result))
+                    continue
+                if grant.num_drafts:
+                    request.take_back(grant.num_drafts + 1 - len(new))
                 if len(new) == 1:  # nearly always: as stop.append does it, without the call
                     tokens, token = request.tokens, new[0]
                     tokens.append(token)
@@ -216,9 +242,6 @@ class Scheduler:
             logprobs, prompt_logprobs = _logprobs(result, index, grant, request, len(new))
             if new or prompt_logprobs is not None:
                 outputs.append(self._report(request, new, ending, now, logprobs, prompt_logprobs))
-            if ending is None and request.id in result.drafts:
-                assert not kv.has_state, "a recurrent state cannot be taken back, so drafts cannot be checked"
-                request.propose(result.drafts[request.id])
         self.tally.step = step
         self.tally.prompt_tokens += prompt_tokens
         self.tally.generated_tokens += generated_tokens
@@ -254,6 +277,14 @@ class Scheduler:
             times=copy.copy(request.times) if first else None,
         )
 
+    def _finish_pooled(self, request: Request, result: StepResult) -> EngineOutput:
+        """Its prompt is computed, and it was to be pooled."""
+        pooled = result.pooled.get(request.id)
+        assert pooled is not None, f"no token came back for {request.id}, and no reason why"
+        if request.computed >= request.next_block:
+            self.kv.commit(request)
+        return msgspec.structs.replace(self._finish(request, Ending(FinishReason.STOP)), pooled=pooled)
+
     def _lose(self, request: Request, reason: str) -> EngineOutput:
         """A worker gave it up. What left no token to choose was asked for."""
         last = self._finish(request, Ending(FinishReason.ERROR), error=reason)
@@ -279,6 +310,7 @@ class Scheduler:
             planner.waiting.remove(request)
         request.running = False
         request.epoch += 1
+        planner.holds.forget(request.id)
         del self.requests[request.id]
         request.times.last_token = request.last_token or 0.0
         return EngineOutput(

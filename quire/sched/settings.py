@@ -16,6 +16,10 @@ from quire.schema.errors import ConfigError
 if TYPE_CHECKING:
     from quire.config.engine import EngineConfig
 
+# From here on a step of a CPU takes longer by as much as it is larger: larger ones gain nothing, so a queue of prompts
+# is no reason for a step that all streams wait seconds for.
+_CPU_TOKENS = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerSettings:
@@ -23,13 +27,16 @@ class SchedulerSettings:
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 128
     policy: str = "fcfs"
-    look_ahead: int = 0  # plans that may be made before the oldest one is committed
+    depth: int = 1  # plans that may be out, made and not yet committed
+    overlap: int | None = None  # plans out that one request may be in; None: all of them
+    num_drafts: int = 0  # of one request that a step checks at most
     chunked_prefill: bool = True
     long_prefill_threshold: int = 0  # tokens of one prompt per step; 0: no limit
     max_partial_prefills: int = 1
     max_long_partial_prefills: int = 1
     latency_goal: float = 0.0  # seconds a decode may wait beside prompts; 0: any
     latency_tokens: int = 512  # that a step holds whatever the goal: fewer cost nearly as much
+    latency_deep: int = 8  # steps of waiting prompts from which on the goal does not bind; 0: it always does
     reserve_full_prompt: bool = True
     watermark: float = 0.0
     max_num_queued: int | None = None  # requests that may wait; None: any number
@@ -52,23 +59,30 @@ class SchedulerSettings:
                 "the second, or set enable_chunked_prefill=True",
                 param="max_num_batched_tokens",
             )
-        if self.look_ahead < 0 or not 0.0 <= self.watermark < 1.0:
-            raise ConfigError(f"look_ahead={self.look_ahead} must be >= 0 and watermark={self.watermark} in [0, 1)")
+        if self.depth < 1 or (self.overlap is not None and not 1 <= self.overlap <= self.depth):
+            raise ConfigError(f"depth={self.depth} must be at least 1 and overlap={self.overlap} between 1 and that")
+        if not 0.0 <= self.watermark < 1.0 or self.num_drafts < 0:
+            raise ConfigError(
+                f"watermark={self.watermark} must be in [0, 1), num_drafts={self.num_drafts} not negative"
+            )
 
     @classmethod
-    def from_config(cls, config: EngineConfig, *, max_model_len: int, look_ahead: int) -> SchedulerSettings:
+    def from_config(cls, config: EngineConfig, *, max_model_len: int, depth: int) -> SchedulerSettings:
         asked, cache, events = config.scheduler_config, config.cache_config, config.kv_events_config
+        on_cpu = config.device_config.device == "cpu"
         return cls(
             max_model_len=max_model_len,
             max_num_batched_tokens=asked.max_num_batched_tokens,
             max_num_seqs=asked.max_num_seqs,
             policy=asked.policy,
-            look_ahead=look_ahead,
+            depth=depth,
             chunked_prefill=asked.enable_chunked_prefill,
             long_prefill_threshold=asked.long_prefill_token_threshold if asked.enable_chunked_prefill else 0,
             max_partial_prefills=asked.max_num_partial_prefills,
             max_long_partial_prefills=asked.max_long_partial_prefills,
             latency_goal=asked.inter_token_latency_goal_ms / 1000,
+            latency_tokens=_CPU_TOKENS if on_cpu else cls.latency_tokens,
+            latency_deep=0 if on_cpu else cls.latency_deep,
             reserve_full_prompt=asked.scheduler_reserve_full_isl,
             watermark=asked.watermark,
             max_num_queued=asked.max_num_queued_reqs or None,

@@ -28,7 +28,7 @@ def append(request: Request, new: list[int]) -> tuple[list[int], Ending | None]:
 
 def ends(request: Request, token: int) -> Ending | None:
     """`token` is its last; does it end here?"""
-    given, params = request.given, request.given.params
+    given, params = request.given, request.given.sampling
     may_stop = request.num_outputs >= params.min_tokens
     if may_stop and token in request.stops:
         is_eos = token == given.eos_token_id and not params.ignore_eos

@@ -6,6 +6,7 @@ an error is rendered in a dialect. `status` is only a number the server room rea
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Sequence
 
 from quire.base.distribution import install
@@ -119,3 +120,35 @@ class MissingExtraError(QuireError, ImportError):
     def __init__(self, feature: str, extra: str, missing: str) -> None:
         super().__init__(f"{feature} needs the package '{missing}': run  {install(extra)}")
         self.extra = extra
+
+
+# ---- over a wire: an error is its kind and its message ------------------------------------------------------------
+
+
+def kind_of(failed: BaseException) -> str:
+    """The nearest class name that the other side can raise: of schema/errors.py, or a builtin."""
+    for cls in type(failed).__mro__:
+        if _class_of(cls.__name__) is cls and cls not in (Exception, BaseException):
+            return cls.__name__
+    return ""
+
+
+def message_of(failed: BaseException) -> str:
+    text = str(failed)
+    known = kind_of(failed) == type(failed).__name__
+    return text if known and text else f"{type(failed).__name__}: {text}" if text else type(failed).__name__
+
+
+def rebuild_error(kind: str, message: str) -> Exception:
+    """The same kind of exception with the same message, for the caller's side."""
+    cls = _class_of(kind) or RuntimeError
+    error = cls.__new__(cls, message)
+    Exception.__init__(error, message)
+    if isinstance(error, InputError):
+        error.param = error.value = None
+    return error
+
+
+def _class_of(kind: str) -> type[Exception] | None:
+    found = globals().get(kind) or vars(builtins).get(kind)
+    return found if isinstance(found, type) and issubclass(found, Exception) else None

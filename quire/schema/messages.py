@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from quire.schema.grammar import GrammarSpec
-from quire.schema.params import SamplingParams
+from quire.schema.params import PoolingParams, SamplingParams, sampling_of
 from quire.schema.stats import RequestTimes, StartPhase, StepStats
-from quire.schema.step import LogprobRows
+from quire.schema.step import LogprobRows, Pooled
 
 
 class FinishReason(enum.StrEnum):
@@ -22,11 +22,11 @@ class FinishReason(enum.StrEnum):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
-    """One sequence to generate. n>1 arrives as n of these that share `parent_id`."""
+    """One sequence to generate, or to pool. n>1 arrives as n of these that share `parent_id`."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     seed: int  # resolved: the request's own (plus the sibling's index) or drawn by the client
     max_tokens: int  # resolved: the request's own, cut to what fits the model
     eos_token_id: int | None = None  # ends the text unless ignore_eos
@@ -37,11 +37,16 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     parent_id: str | None = None
     lora_id: int = 0
     lora_name: str | None = None
+    lora_generation: int = 0  # counts loads under this name: what an earlier one has computed is another's
     media_keys: tuple[tuple[int, int, str], ...] = ()  # (first position, length, content hash) of each media item
     trace_headers: dict[str, str] = {}
     grammar: GrammarSpec | None = None  # params.structured_outputs, checked
     continues: bool = False  # the prompt ends within an answer, which is gone on with
     thinking: bool | None = None  # False: the request switched thinking off, which a prompt need not show
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return sampling_of(self.params)
 
 
 class OneOfMany(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -113,6 +118,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_def
     error: str | None = None  # why finish_reason is ERROR
     error_kind: str = ""  # as in ControlReply
     limit: str = ""  # the option whose limit refused it
+    pooled: Pooled | None = None  # with the last output of a request that is pooled
 
 
 class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):

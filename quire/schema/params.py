@@ -82,7 +82,7 @@ class RepetitionDetectionParams(msgspec.Struct, kw_only=True):
             _check_int(f"repetition_detection.{name}", getattr(self, name), 0)
 
 
-class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
+class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True, tag="sampling"):
     """How one request is sampled and reported. Field names and defaults are the documented ones."""
 
     n: int = 1
@@ -275,7 +275,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, dict=True, kw_only=Tr
         _check_float("length_penalty", self.length_penalty, -_MOST_PENALTY, _MOST_PENALTY)
 
 
-class PoolingParams(msgspec.Struct, omit_defaults=True, dict=True):
+class PoolingParams(msgspec.Struct, omit_defaults=True, dict=True, tag="pooling"):
     """How a pooling model's hidden states become a result."""
 
     truncate_prompt_tokens: int | None = None
@@ -354,3 +354,11 @@ def _output_kind(given: object) -> RequestOutputKind:
         known = ", ".join(f"{kind.name} ({kind.value})" for kind in RequestOutputKind)
         raise InputError(f"output_kind must be one of {known}, got {given!r}", param="output_kind", value=given)
     return RequestOutputKind(given)
+
+
+def sampling_of(params: SamplingParams | PoolingParams) -> SamplingParams:
+    """How tokens are chosen: for a request that is pooled nothing is, so the defaults."""
+    return params if isinstance(params, SamplingParams) else _NOT_SAMPLED
+
+
+_NOT_SAMPLED = SamplingParams()

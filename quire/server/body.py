@@ -34,6 +34,8 @@ _OF_NUMBERS = b"+-.0123456789eE"
 _NUMBER = re.compile(rb"[0-9]++(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?")  # never walks back, whatever it is given
 _LONGEST_NUMBER = 4096  # digits; Python reads no longer integers either
 _OPENING = 0x5B
+_ASTRAL = (b"\xf0", b"\xf1", b"\xf2", b"\xf3", b"\xf4")  # how a character beyond U+FFFF begins
+_ASTRAL_ESCAPES = (rb"\ud", rb"\uD")
 _OF_IDS = b"0123456789-,[] \t\r\n"
 _ID = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 Wire = TypeVar("Wire", bound=BaseModel)
@@ -45,6 +47,23 @@ class JsonLimits(NamedTuple):
     depth: int = 128
     values: int = 1 << 16  # all but the entries of token id lists
     token_ids: int = 1 << 20
+
+
+def memory_bytes(raw: Raw) -> int:
+    """What a body counts for among those in flight: reading takes at most four times as much, the body included.
+
+    That is the body, the parser's text, another where it has escapes, and Python's, in which one wide character makes
+    all others as wide.
+    """
+    plain, escaped = raw.isascii(), b"\\" in raw
+    marks = (() if plain else _ASTRAL) + (_ASTRAL_ESCAPES if escaped else ())
+    width = 4 if any(_has(raw, mark) for mark in marks) else 2 if not plain or (escaped and _has(raw, rb"\u")) else 1
+    copies = 2 + width + escaped
+    return len(raw) * max(4, copies) // 4
+
+
+def _has(raw: Raw, mark: bytes) -> bool:
+    return any(raw.find(mark, at, at + _SLICE + len(mark)) >= 0 for at in range(0, len(raw), _SLICE))
 
 
 class _IdLists(msgspec.Struct):

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from quire.base import env, registry
 from quire.base.clock import Laps
-from quire.config.device import find_gpu
+from quire.base.machine import find_gpu
 from quire.ops.triton.warm import Compilers, Manifest, cache_dir, num_children
+from quire.schema.errors import NotBuiltError
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -28,8 +29,10 @@ BUILD = "quire.worker.main:build_worker"
 _DRIVER = "libcuda.so.1"
 
 
-def build_worker(config: EngineConfig) -> Any:
+def build_worker(config: EngineConfig, *, rank: int = 0, num_workers: int = 1) -> Any:
     """A worker, not loaded yet."""
+    if num_workers != 1 or rank != 0:
+        raise NotBuiltError(f"rank {rank} of {num_workers}: this version has one worker per model")
     laps = Laps()
     with laps.inside("device"):
         early = Early(config) if config.device_config.device == "cuda" else None

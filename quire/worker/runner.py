@@ -1,4 +1,5 @@
-"""ModelRunner: one step on one device. forward(plan): rows, Batch, model; sample(mask): logits, tokens, results.
+"""ModelRunner: one step on one device. forward(plan): rows, Batch, model; sample(step, mask): logits, tokens,
+results.
 
 In: StepPlan, Mask. Out: a Pending whose result() is the StepResult. Several steps may be started before the first
 result is read: each writes its tokens into the rows, where the next one finds them.
@@ -27,7 +28,8 @@ from quire.sampling.sampler import Sampler
 from quire.schema.step import FORBIDS_ALL, LogprobRows, Mask, StepPlan, StepResult
 from quire.worker.device_inputs import DeviceInputs, Sampled
 from quire.worker.graphs import DecodeGraphs
-from quire.worker.inputs import StepShape, build, sampled_of, shape_of
+from quire.worker.inputs import StepShape, build, refuse_unbuilt, sampled_of, shape_of
+from quire.worker.kv_memory import KVMemory
 from quire.worker.mixed_graphs import MixedGraphs
 from quire.worker.rows import Rows
 
@@ -64,7 +66,7 @@ class Pending:
                         failed.setdefault(self.plan.grants[index].request_id, _why(score))
             for index, token in zip(self.sample_grants, tokens, strict=True):
                 if not failed or self.plan.grants[index].request_id not in failed:
-                    out[index] = [token]
+                    out[index].append(token)
         return StepResult(
             step=self.plan.step,
             sampled=out,
@@ -82,8 +84,12 @@ class Pending:
             rows = picked.rows()
             for i, place in enumerate(ask.places):
                 index = self.sample_grants[place]
-                if self.plan.grants[index].request_id not in failed:
-                    out[index] = LogprobRows([rows.token_ids[i]], [rows.logprobs[i]], [rows.ranks[i]])
+                if self.plan.grants[index].request_id in failed:
+                    continue
+                own = out[index] = out[index] or LogprobRows([], [], [])  # several tokens of a row: in their order
+                own.token_ids.append(rows.token_ids[i])
+                own.logprobs.append(rows.logprobs[i])
+                own.ranks.append(rows.ranks[i])
         return out
 
 
@@ -111,18 +117,20 @@ class ModelRunner:
         sampler: Sampler,
         backend: AttentionBackend,
         *,
+        kv: KVMemory,
         inputs: DeviceInputs | None = None,  # None: a CPU worker
         graphs: DecodeGraphs | None = None,
         mixed: MixedGraphs | None = None,
     ) -> None:
         self.model, self.rows, self.sampler, self.backend = model, rows, sampler, backend
-        self.inputs, self.graphs, self.mixed = inputs, graphs, mixed
+        self.kv, self.inputs, self.graphs, self.mixed = kv, inputs, graphs, mixed
         self._flight: _Flight | None = None
         self._lost: dict[str, str] = {}  # live requests that already failed, and why
 
     def forward(self, plan: StepPlan) -> None:
         began = now()
         self._flight = None
+        refuse_unbuilt(plan)
         changes = self.rows.apply(plan)
         for name in plan.left:
             self._lost.pop(name, None)
@@ -183,11 +191,14 @@ class ModelRunner:
         host = download(result)[:, : len(flight.sample_grants)]
         return Pending(flight.plan, flight.sample_grants, host[0], host[1].view(torch.float32))
 
-    def sample(self, mask: Mask | None) -> Pending:
+    def sample(self, step: int, mask: Mask | None) -> Pending:
+        """Choose the tokens of the step that was started last, which the caller names."""
         began = now()
         flight, self._flight = self._flight, None
         if flight is None:
-            raise RuntimeError("sample() without a forward() that granted tokens")
+            raise RuntimeError(f"sample() of step {step} without a forward() that granted tokens")
+        if flight.plan.step != step:
+            raise RuntimeError(f"step {step} is to be sampled, and step {flight.plan.step} was started last")
         if flight.pending is not None and mask is not None and mask.index:
             raise RuntimeError("a mask came for a step none of whose requests asked for structured outputs")
         pending = flight.pending or Pending(flight.plan, flight.sample_grants)
@@ -261,6 +272,8 @@ class ModelRunner:
 def _mask_of(mask: Mask, sample_grants: list[int], logits: Tensor) -> tuple[Tensor, Tensor]:
     """Grammar rows for the places that sample in this step; a row for a grant that does not sample is dropped."""
     place_of = {grant: place for place, grant in enumerate(sample_grants)}
+    if len(place_of) < len(sample_grants):
+        raise RuntimeError("a mask cannot say which of several tokens of a row it is for")
     used = [(i, place_of[grant]) for i, grant in enumerate(mask.index) if grant in place_of]
     words = torch.frombuffer(bytearray(mask.rows), dtype=torch.int32).view(len(mask.index), mask.words)
     chosen = upload(words[[i for i, _ in used]].numpy(), logits.device)

@@ -21,7 +21,8 @@ from quire.base import env
 from quire.base.clock import Laps, now
 from quire.base.log import logger
 from quire.config.kernels import CUDAGraphMode
-from quire.quant.packed import num_numbers
+from quire.layers.stored import num_numbers
+from quire.ops.op import Kernels
 from quire.sampling.sampler import Sampler
 from quire.schema.kv import KVLayout, KVSpec, ModelInfo
 from quire.schema.params import SamplingParams
@@ -30,7 +31,7 @@ from quire.worker.capture import Capturer
 from quire.worker.device_inputs import DeviceInputs
 from quire.worker.gpu_memory import PER_GRAPH, does_not_fit, kv_bytes_on_gpu, measure, peak, used_by_others
 from quire.worker.graphs import START_SECONDS, DecodeGraphs, useful_sizes
-from quire.worker.kv_memory import bind_kv
+from quire.worker.kv_memory import KVMemory
 from quire.worker.memory import kv_bytes
 from quire.worker.mixed_graphs import MixedGraphs, mixed_sizes
 from quire.worker.rows import Rows
@@ -62,7 +63,7 @@ def _nothing_recorded(run: Callable[[], None], tell: Callable[[Job], None] | Non
 class Parts:
     """What a worker is put together from."""
 
-    make_model: Callable[[EngineConfig, torch.device], Model]
+    make_model: Callable[[EngineConfig, Kernels], Model]
     reload_weights: Callable[[Model, EngineConfig], Any]
     update_config: Callable[[EngineConfig, Mapping[str, Any]], EngineConfig]
     select_backend: Callable[[str, Sequence[KVSpec], str | None], AttentionBackend]
@@ -84,6 +85,7 @@ class Worker:
         early: Early | None = None,  # what was begun before torch was there; None on CPU
     ) -> None:
         self.config, self.device = config, device
+        self.kernels = Kernels.here(device)  # what this worker's model computes with, whatever others of the process do
         self._laps, self._early = laps or Laps(), early
         self._parts = parts
         self._model: Model | None = None
@@ -104,7 +106,7 @@ class Worker:
             self._others = used_by_others(self.device)
         with self._laps.inside("load"):
             try:
-                model = self._model = self._parts.make_model(self.config, self.device)
+                model = self._model = self._parts.make_model(self.config, self.kernels)
                 self._laps.mark("build")
                 self._parts.reload_weights(model, self.config)
             except torch.cuda.OutOfMemoryError as wrong:
@@ -122,7 +124,7 @@ class Worker:
             specs=self._specs,
             vocab_size=model.arch.vocab,
             max_positions=model_config.facts.max_positions,
-            num_parameters=num_numbers(model),
+            num_parameters=num_numbers(model, weights),
             weight_bytes=sum(p.numel() * p.element_size() for p in weights),
             load_seconds=now() - began,
         )
@@ -190,11 +192,12 @@ class Worker:
         """A runner over a cache of this layout, to which the model is then bound."""
         model = self.get_model()
         backend = self._parts.select_backend(self.device.type, self._specs, self.config.attention_config.backend)
-        bind_kv(layout, backend, model, self.device)
+        kv = KVMemory(layout, self.device)
+        kv.bind(backend, model)
         max_rows, length = self.config.scheduler_config.max_num_seqs, self.config.model_config.max_model_len
         rows = Rows(layout.groups, max_rows, length, self.device)
         sampler = Sampler(self.config, model.arch.vocab, rows.tokens)
-        runner = ModelRunner(model, rows, sampler, backend)
+        runner = ModelRunner(model, rows, sampler, backend, kv=kv)
         if self.device.type != "cpu":
             sizes = self._graph_sizes()
             most = max(self.config.scheduler_config.max_num_batched_tokens, *sizes, 1)
@@ -236,7 +239,7 @@ class Worker:
         )  # fmt: skip
         with self._laps.inside("warm_up"):
             self.forward(StepPlan(step=0, grants=(Grant("warm-up", 0, count, True, 0),), joined=(row,)))
-            self.sample(None).result()
+            self.sample(0, None).result()
             self._laps.mark("first step")
             began = now()
             if self.model_runner.mixed is not None:
@@ -247,7 +250,7 @@ class Worker:
                 self._laps.mark("decode graphs")
             if not on_cpu:
                 self.forward(StepPlan(step=0, grants=(Grant("warm-up", count, 1, True, 0),)))
-                self.sample(None).result()
+                self.sample(0, None).result()
                 self._laps.mark("first decode")
                 allow_nothing(self.get_model().arch.vocab, self.device)
                 limits = self.config.scheduler_config.max_num_batched_tokens, self.config.model_config.max_model_len
@@ -265,8 +268,8 @@ class Worker:
     def forward(self, plan: StepPlan) -> None:
         self.model_runner.forward(plan)
 
-    def sample(self, mask: Mask | None) -> Pending:
-        return self.model_runner.sample(mask)
+    def sample(self, step: int, mask: Mask | None) -> Pending:
+        return self.model_runner.sample(step, mask)
 
     def shutdown(self) -> None:
         """Let go of model and cache; their memory is free as soon as nobody else holds them."""
@@ -282,6 +285,10 @@ class Worker:
         if self._runner is None:
             raise RuntimeError("the worker has no KV cache yet, or was shut down")
         return self._runner
+
+    @property
+    def kv_memory(self) -> KVMemory:
+        return self.model_runner.kv
 
     @property
     def model_config(self) -> Any:

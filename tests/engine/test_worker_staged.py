@@ -336,7 +336,7 @@ def test_a_mask_without_anyone_who_asked_for_it_is_an_error():
     )  # fmt: skip
     runner.forward(StepPlan(step=1, grants=(Grant("a", 0, 2, True, 0),), joined=(row,)))
     with pytest.raises(RuntimeError, match="structured outputs"):
-        runner.sample(Mask(index=(0,), rows=bytes(8), words=2))
+        runner.sample(1, Mask(index=(0,), rows=bytes(8), words=2))
 
 
 def test_only_useful_buckets():

@@ -5,10 +5,11 @@ import random
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from quire.schema.errors import NotBuiltError
-from quire.schema.params import SamplingParams
-from quire.schema.step import Grant, Mask, NewRow, StepPlan
+from quire.schema.params import PoolingParams, SamplingParams
+from quire.schema.step import EncodeItem, Grant, Mask, Move, NewRow, StepPlan
 from tests.engine.sampling_oracle import Known, log_softmax, next_token
 from tests.engine.worker_driver import Asked, Driver
 from tests.engine.worker_fakes import FakeModel, make_runner
@@ -148,13 +149,13 @@ def test_grammar_masks_belong_to_grants_not_rows():
     runner = make_runner()
     plan = one_grant("a")
     runner.forward(plan)
-    runner.sample(None).result()
+    runner.sample(1, None).result()
     row = one_grant("b", blocks=((2,), (3,)))
     grants = (row.grants[0], Grant("a", 3, 1, True, 0))  # the newer row first
     runner.forward(StepPlan(step=2, grants=grants, joined=row.joined))
     bits = bytearray(8)
     bits[4] = 1 << 1  # token 33
-    result = runner.sample(Mask(index=(0,), rows=bytes(bits), words=2)).result()
+    result = runner.sample(2, Mask(index=(0,), rows=bytes(bits), words=2)).result()
     assert result.sampled[0] == [33]
     assert result.sampled[1] == alone(FakeModel(), Asked("a", [1, 2, 3], SamplingParams(temperature=0.0), 0, 2))[1:]
 
@@ -162,25 +163,48 @@ def test_grammar_masks_belong_to_grants_not_rows():
 def test_a_plan_without_grants_frees_rows_and_samples_nothing():
     runner = make_runner()
     runner.forward(one_grant())
-    runner.sample(None)
+    runner.sample(1, None)
     runner.forward(StepPlan(step=2, grants=(), left=("a",)))
     assert runner.rows.num_rows == 0
     with pytest.raises(RuntimeError, match="without a forward"):
-        runner.sample(None)
+        runner.sample(2, None)
+
+
+def test_a_step_is_sampled_by_its_name():
+    runner = make_runner()
+    runner.forward(one_grant())
+    with pytest.raises(RuntimeError, match="step 2 is to be sampled, and step 1 was started last"):
+        runner.sample(2, None)
 
 
 def test_a_plan_that_contradicts_the_rows_is_an_error():
     for staged in (False, True):
         with pytest.raises(RuntimeError, match="no block for position 0"):
             make_runner(staged=staged).forward(one_grant(blocks=()))
-    with pytest.raises(NotBuiltError, match="drafts"):
-        make_runner().forward(one_grant(drafts=(1,)))
     runner = make_runner()
     runner.forward(one_grant())
     with pytest.raises(RuntimeError, match="preempted"):
         runner.forward(StepPlan(step=2, grants=(Grant("a", 3, 1, True, 1),)))
     with pytest.raises(KeyError):
         runner.forward(StepPlan(step=2, grants=(Grant("nobody", 3, 1, True, 0),)))
+
+
+@pytest.mark.parametrize(
+    ("plan", "what"),
+    [
+        (one_grant(num_drafts=1), "drafts"),
+        (one_grant(params=PoolingParams(task="embed")), "'a' is to be pooled"),
+        (replace(one_grant(), moves=(Move(0, 1),)), "moves 1 KV blocks"),
+        (replace(one_grant(), encode=(EncodeItem("k", "a", 0),)), "1 media items to encode"),
+        (replace(one_grant(), free_encoded=("k",)), "media items"),
+    ],
+)
+@pytest.mark.parametrize("staged", [False, True])
+def test_what_a_worker_cannot_do_is_refused_and_changes_nothing(plan, what, staged):
+    runner = make_runner(staged=staged)
+    with pytest.raises(NotBuiltError, match=what):
+        runner.forward(plan)
+    assert runner.rows.num_rows == 0
 
 
 def test_memory_does_not_grow_with_requests():

@@ -99,7 +99,7 @@ class Driver:
         while len(self.flying) > max(0, self.ahead - 1):
             self._settle()
         if grants:
-            self.flying.append((plan, shares, self.runner.sample(None)))
+            self.flying.append((plan, shares, self.runner.sample(plan.step, None)))
         while len(self.flying) > self.ahead:
             self._settle()
 

@@ -1,11 +1,14 @@
-"""Scheduler fuzzer: random configurations, arrivals, aborts, resets, drafts and failures against a replaying worker.
+"""Scheduler fuzzer: random configurations, arrivals, holds, aborts, resets, drafts, moves and failures against a worker
+that replays plans.
 
     python tests/plain/sched_fuzz.py --seeds 200 --steps 10000
 
 The worker here keeps only what plans tell it, and models what each block HOLDS: every position is written as a number
 that stands for the whole prefix up to it (tokens, salt, adapter, media), and every block a kernel would read must hold
-exactly the request's own numbers. Steps run in order; within a step attention layers write before they read, state
-layers read before they write. Each request's output is compared with an independent reading of the stop rules.
+exactly the request's own numbers. Moves copy what blocks hold, to and from slots too. A row drafts for itself, so only
+it knows where it is until a result is committed. Steps run in order; within a step attention layers write before they
+read, state layers read before they write. Each request's output is compared with an independent reading of the stop
+rules.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import time
 from collections import Counter, deque
 
 from quire.sched.events import AllBlocksCleared, BlockStored
-from quire.sched.gates import SKIP, Gate
+from quire.sched.gates import SKIP, Gate, Hold
 from quire.sched.kv_layout import blocks_needed
 from quire.sched.request import Request
 from quire.sched.scheduler import Scheduler
@@ -25,7 +28,7 @@ from quire.sched.settings import SchedulerSettings
 from quire.schema.kv import KVGroup, KVKind, KVLayout
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
 from quire.schema.params import RepetitionDetectionParams, SamplingParams
-from quire.schema.step import Grant, LogprobRows, NewRow, StepPlan, StepResult
+from quire.schema.step import Grant, LogprobRows, Move, NewRow, StepPlan, StepResult, Way
 
 VOCABULARY = 9
 F, W, C, S, X = KVKind.FULL, KVKind.WINDOW, KVKind.CHUNK, KVKind.STATE, KVKind.CROSS
@@ -49,7 +52,7 @@ def token_at(seed: int, position: int) -> int:
 
 def key_of(given: EngineRequest) -> int:
     """What must agree besides tokens for K/V to be the same."""
-    return hash((given.cache_salt, given.lora_name))
+    return hash((given.cache_salt, given.lora_name, given.lora_generation))
 
 
 class Row:
@@ -62,8 +65,11 @@ class Row:
         self.media = {p: (key, p - first) for first, n, key in given.media_keys for p in range(first, first + n)}
         self.prefix: list[int] = []  # number of each position's whole prefix
         self.fresh = True
+        self.drafts: list[int] = []  # what its drafter proposed last
+        self.num_behind = 0  # positions that plans count and the row does not: drafts that a result not yet in refused
+        self.num_flights = 0
 
-    def number(self, upto: int, drafts: tuple[int, ...]) -> None:
+    def number(self, upto: int, drafts: list[int]) -> None:
         """Number the positions up to `upto`, whose last inputs are drafts."""
         tokens = self.tokens if not drafts else [*self.tokens[: upto - len(drafts)], *drafts]
         prefix, last = self.prefix, self.prefix[-1] if self.prefix else key_of(self.given)
@@ -72,44 +78,73 @@ class Row:
             prefix.append(last)
 
 
-class Worker:
-    """Replays plans. `blocks[b]` is what block b holds, `homes[b]` the group that wrote it."""
+class Work:
+    """A grant as the row that gets it sees it: what it really computes."""
 
-    def __init__(self, layout: KVLayout, given: dict[str, EngineRequest], rng: random.Random, drafts: bool) -> None:
-        self.groups, self.given, self.rng, self.drafts = layout.groups, given, rng, drafts
+    def __init__(self, grant: Grant, row: Row) -> None:
+        self.grant, self.row = grant, row
+        self.start = grant.start if row.fresh else len(row.prefix)
+        self.drafts = row.drafts[: grant.num_drafts]
+        self.upto = self.start + grant.count - grant.num_drafts + len(self.drafts)
+        self.new: list[int] = []
+
+
+class Worker:
+    """Replays plans. `blocks[b]` is what block b holds, `homes[b]` the group that wrote it; `slots` are elsewhere."""
+
+    def __init__(self, layout: KVLayout, given: dict[str, EngineRequest], rng: random.Random) -> None:
+        self.groups, self.given, self.rng = layout.groups, given, rng
         width = max([group.block_size for group in layout.groups])
         self.blocks: list[list[object]] = [[None] * width for _ in range(layout.num_blocks)]
         self.homes = [-1] * layout.num_blocks
+        self.slots: dict[int, tuple[int, list[object]]] = {}
         self.rows: dict[str, Row] = {}
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan) -> tuple[StepResult, list[Work]]:
         for name in plan.left:
             del self.rows[name]
         for new in plan.joined:
             assert new.request_id not in self.rows, "joined twice"
             self.rows[new.request_id] = Row(new, self.given[new.request_id])
-        work = [(grant, self.rows[grant.request_id]) for grant in plan.grants]
-        assert len({grant.request_id for grant in plan.grants}) == len(work), "two grants for one row"
-        for grant, row in work:
-            self.prepare(grant, row)
+        assert len({grant.request_id for grant in plan.grants}) == len(plan.grants), "two grants for one row"
+        work = [Work(grant, self.rows[grant.request_id]) for grant in plan.grants]
+        for one in work:
+            self.prepare(one)
+        self.copy([move for move in plan.moves if not move.after])
         for group, spec in enumerate(self.groups):
             passes = {S: (self.read_state, self.write_state), X: (self.write_cross, self.read_cross)}
             for touch in passes.get(spec.kind, (self.write, self.read)):
-                for grant, row in work:
-                    touch(group, spec, grant, row)
-        for _, row in work:
-            row.fresh = False
-        return self.sample(plan, work)
+                for one in work:
+                    touch(group, spec, one)
+        self.copy([move for move in plan.moves if move.after])
+        for one in work:
+            one.row.fresh = False
+        return self.sample(plan, work), work
 
-    def prepare(self, grant: Grant, row: Row) -> None:
-        upto = grant.start + grant.count
+    def copy(self, moves: list[Move]) -> None:
+        for move in moves:
+            if move.way is Way.IN:
+                home, content = self.slots[move.source]
+            else:
+                home, content = self.homes[move.source], self.blocks[move.source]
+            if move.way is Way.OUT:
+                assert home >= 0, "an empty block is saved"
+                self.slots[move.target] = home, list(content)
+            else:
+                self.homes[move.target], self.blocks[move.target] = home, list(content)
+
+    def prepare(self, work: Work) -> None:
+        grant, row = work.grant, work.row
         assert grant.epoch == row.epoch, "a grant for another row"
-        assert grant.count > 0 and (row.fresh or grant.start == len(row.prefix)), "positions are skipped or done twice"
-        assert grant.samples == (upto >= len(row.tokens)), "samples where it should not, or the reverse"
-        assert upto - len(grant.drafts) <= len(row.tokens), "input tokens are not known"
+        assert grant.count > grant.num_drafts >= 0, "nothing is computed"
+        assert grant.start == work.start + row.num_behind, "positions are skipped or done twice"
+        certain = work.upto - len(work.drafts)
+        assert grant.samples == (certain >= len(row.tokens)), "samples where it should not, or the reverse"
+        assert certain <= len(row.tokens), "input tokens are not known"
         for table, more in zip(row.tables, grant.new_blocks, strict=False):
             table.extend(more)
-        row.number(upto, grant.drafts)
+        row.num_flights += 1
+        row.number(work.upto, work.drafts)
 
     def spans(self, size: int, first: int, last: int):
         """(block index, offsets within it, positions) that cover [first, last)."""
@@ -118,66 +153,69 @@ class Worker:
             yield first // size, first % size, first % size + end - first, first, end
             first = end
 
-    def write(self, group: int, spec: KVGroup, grant: Grant, row: Row) -> None:
-        table = row.tables[group]
-        for index, low, high, first, last in self.spans(spec.block_size, grant.start, grant.start + grant.count):
+    def write(self, group: int, spec: KVGroup, work: Work) -> None:
+        table = work.row.tables[group]
+        for index, low, high, first, last in self.spans(spec.block_size, work.start, work.upto):
             block = table[index]
             assert block >= 0, "a write to no block"
             self.homes[block] = group
-            self.blocks[block][low:high] = row.prefix[first:last]
+            self.blocks[block][low:high] = work.row.prefix[first:last]
 
-    def read(self, group: int, spec: KVGroup, grant: Grant, row: Row) -> None:
-        table, start = row.tables[group], grant.start
+    def read(self, group: int, spec: KVGroup, work: Work) -> None:
+        table, start = work.row.tables[group], work.start
         begin = {F: 0, W: max(0, start - spec.window + 1), C: spec.window and start // spec.window * spec.window}
-        for index, low, high, first, last in self.spans(spec.block_size, begin[spec.kind], start + grant.count):
+        for index, low, high, first, last in self.spans(spec.block_size, begin[spec.kind], work.upto):
             block = table[index]
             assert block >= 0 and self.homes[block] == group, f"{spec.kind}: no block of this group at {index}"
-            assert self.blocks[block][low:high] == row.prefix[first:last], f"{spec.kind}: block {block} is another's"
+            assert self.blocks[block][low:high] == work.row.prefix[first:last], (
+                f"{spec.kind}: block {block} is another's"
+            )
 
-    def read_state(self, group: int, spec: KVGroup, grant: Grant, row: Row) -> None:
-        if grant.start:
-            block = row.tables[group][(grant.start - 1) // spec.block_size]
+    def read_state(self, group: int, spec: KVGroup, work: Work) -> None:
+        if work.start:
+            block = work.row.tables[group][(work.start - 1) // spec.block_size]
             assert block >= 0 and self.homes[block] == group, "no state"
-            assert self.blocks[block][0] == row.prefix[grant.start - 1], "the state of another prefix"
+            assert self.blocks[block][0] == work.row.prefix[work.start - 1], "the state of another prefix"
 
-    def write_state(self, group: int, spec: KVGroup, grant: Grant, row: Row) -> None:
-        for index, _, _, _, last in self.spans(spec.block_size, grant.start, grant.start + grant.count):
-            block = row.tables[group][index]
+    def write_state(self, group: int, spec: KVGroup, work: Work) -> None:
+        for index, _, _, _, last in self.spans(spec.block_size, work.start, work.upto):
+            block = work.row.tables[group][index]
             self.homes[block] = group
-            self.blocks[block][0] = row.prefix[last - 1]
+            self.blocks[block][0] = work.row.prefix[last - 1]
 
-    def write_cross(self, group: int, spec: KVGroup, grant: Grant, row: Row) -> None:
-        if row.fresh:
-            for index, block in enumerate(row.tables[group]):
+    def write_cross(self, group: int, spec: KVGroup, work: Work) -> None:
+        if work.row.fresh:
+            for index, block in enumerate(work.row.tables[group]):
                 self.homes[block] = group
-                self.blocks[block][0] = (row.given.media_keys, index)
+                self.blocks[block][0] = (work.row.given.media_keys, index)
 
-    def read_cross(self, group: int, spec: KVGroup, grant: Grant, row: Row) -> None:
-        table = row.tables[group]
-        assert len(table) == -(-sum(n for _, n, _ in row.given.media_keys) // spec.block_size)
+    def read_cross(self, group: int, spec: KVGroup, work: Work) -> None:
+        table, given = work.row.tables[group], work.row.given
+        assert len(table) == -(-sum(n for _, n, _ in given.media_keys) // spec.block_size)
         for index, block in enumerate(table):
-            assert self.homes[block] == group and self.blocks[block][0] == (row.given.media_keys, index), "cross"
+            assert self.homes[block] == group and self.blocks[block][0] == (given.media_keys, index), "cross"
 
-    def sample(self, plan: StepPlan, work: list[tuple[Grant, Row]]) -> StepResult:
-        sampled, logprobs, prompts, drafts, failed = [], [], {}, {}, {}
-        for grant, row in work:
-            given, upto, new = row.given, grant.start + grant.count, []
+    def sample(self, plan: StepPlan, done: list[Work]) -> StepResult:
+        sampled, logprobs, prompts, failed = [], [], {}, {}
+        for work in done:
+            grant, row, new = work.grant, work.row, work.new
+            given, drafts = row.given, work.drafts
             if grant.samples:
-                at = upto - len(grant.drafts)
-                for draft in (*grant.drafts, None):
+                at = work.upto - len(drafts)
+                for draft in (*drafts, None):
                     new.append(token_at(given.seed, at))
                     at += 1
                     if new[-1] != draft:
                         break
                 row.tokens += new
                 del row.prefix[len(row.tokens) - 1 :]
-                if self.drafts and self.rng.random() < 0.6:
-                    ahead = [token_at(given.seed, len(row.tokens) + i) for i in range(self.rng.randint(0, 4))]
-                    drafts[grant.request_id] = [t if self.rng.random() < 0.8 else t % VOCABULARY + 1 for t in ahead]
+                row.num_behind += grant.num_drafts + 1 - len(new)
+                ahead = [token_at(given.seed, len(row.tokens) + i) for i in range(self.rng.randint(0, 5))]
+                row.drafts = [t if self.rng.random() < 0.75 else t % VOCABULARY + 1 for t in ahead]
             sampled.append(list(new))
             logprobs.append(rows_of(new) if given.params.logprobs is not None and new else None)
-            if given.params.prompt_logprobs is not None and grant.start + 1 < row.num_prompt:
-                prompts[grant.request_id] = rows_of(row.tokens[grant.start + 1 : min(upto + 1, row.num_prompt)])
+            if given.params.prompt_logprobs is not None and work.start + 1 < row.num_prompt:
+                prompts[grant.request_id] = rows_of(row.tokens[work.start + 1 : min(work.upto + 1, row.num_prompt)])
             if self.rng.random() < 0.001:
                 failed[grant.request_id] = "as asked"
         return StepResult(
@@ -185,7 +223,6 @@ class Worker:
             sampled=sampled,
             logprobs=logprobs if any(logprobs) else None,
             prompt_logprobs=prompts,
-            drafts=drafts,
             failed=failed,
         )
 
@@ -284,12 +321,16 @@ class World:
         ]
         chunked = rng.random() < 0.75
         length = rng.randint(16, 72)
+        depth = rng.randint(1, 3)
+        drafts = rng.choice([0, 0, 1, 3, 4]) if S not in [group.kind for group in groups] else 0
         self.settings = settings = SchedulerSettings(
             max_model_len=length,
             max_num_batched_tokens=rng.choice([3, 8, 20, 64]) if chunked else length + rng.choice([0, 9]),
             max_num_seqs=rng.choice([1, 3, 6, 10]),
             policy=rng.choice(["fcfs", "priority"]),
-            look_ahead=rng.randint(0, 2),
+            depth=depth,
+            overlap=rng.choice([None, None, 1, rng.randint(1, depth)]),
+            num_drafts=drafts,
             chunked_prefill=chunked,
             long_prefill_threshold=rng.choice([0, 0, 2, 7]) if chunked else 0,
             max_partial_prefills=rng.choice([1, 1, 3]),
@@ -319,9 +360,14 @@ class World:
             self.scheduler.planner.gates.insert(0, Hiccup())
         self.given: dict[str, EngineRequest] = {}
         self.clients: dict[str, Client] = {}
-        drafts = rng.random() < 0.4 and S not in [group.kind for group in groups]
-        self.worker = Worker(self.layout, self.given, rng, drafts)
-        self.flights: deque[tuple[StepPlan, StepResult]] = deque()
+        self.worker = Worker(self.layout, self.given, rng)
+        self.flights: deque[tuple[StepPlan, StepResult, list[Work]]] = deque()
+        self.holds: dict[str, set[Hold]] = {}
+        self.holding = rng.choice([0.0, 0.0, 0.3])
+        self.moving = rng.choice([0.0, 0.0, 0.5]) if settings.prefix_caching else 0.0
+        self.saved: dict[tuple[int, bytes], int] = {}  # slots by what they hold
+        self.saving: dict[tuple[int, bytes], int] = {}  # the same, with the next plan
+        self.num_slots = 0
         self.stems = [[rng.randint(1, VOCABULARY) for _ in range(length)] for _ in range(3)]
         self.aborts = rng.choice([0.0, 0.01, 0.05])
         self.resets = rng.choice([0.0, 0.0, 0.02])
@@ -335,6 +381,7 @@ class World:
         stem = rng.choice(self.stems)[: rng.randint(0, size)]
         prompt = tuple(stem + [rng.randint(1, VOCABULARY) for _ in range(size - len(stem))])
         siblings, parent = rng.choice([1, 1, 1, 2, 4]), f"p{self.counter}"
+        generation = rng.randint(0, 1)
         salt, lora, priority = rng.choice([None, None, "a", "b"]), rng.choice([0, 0, 0, 1, 2]), rng.randint(0, 3)
         media: tuple[tuple[int, int, str], ...] = ()
         if self.media or rng.random() < 0.15:
@@ -352,10 +399,16 @@ class World:
                 max_tokens=max_tokens, eos_token_id=rng.choice([None, 1]),
                 stop_token_ids=rng.choice([(), (2,), (1, 3)]), priority=priority, arrival=float(self.counter),
                 cache_salt=salt, lora_id=lora, lora_name=f"adapter {lora}" if lora else None, parent_id=parent,
-                media_keys=media,
+                lora_generation=generation if lora else 0, media_keys=media,
             )  # fmt: skip
             self.scheduler.add(given)
             self.clients[name] = Client(given, length)
+            self.holds[name] = set()
+            if rng.random() < self.holding:
+                for reason in rng.sample(list(Hold), rng.randint(1, len(Hold))):
+                    self.scheduler.hold(name, reason)
+                    self.holds[name].add(reason)
+                self.seen["held"] += 1
 
     def disturb(self) -> None:
         rng, scheduler = self.rng, self.scheduler
@@ -366,31 +419,76 @@ class World:
                 self.seen["aborted"] += 1
         if rng.random() < self.resets:
             pool, force = scheduler.kv.pool, rng.random() < 0.5
-            held = pool.num_free < pool.num_blocks
+            held = scheduler.num_running > 0
             assert scheduler.reset_prefix_cache(force) == (force or not held)
             assert (held and not force) or not any(pool.named), "names outlived a reset"
+            if not any(pool.named):
+                self.saved, self.saving = {}, {}  # whoever keeps slots forgets them too
             self.seen["resets"] += 1
+
+    def let_go(self) -> None:
+        """Holders release what they hold, each its own, and now and then what they do not."""
+        rng = self.rng
+        for name, reasons in self.holds.items():
+            if reasons and rng.random() < 0.3:
+                reason = rng.choice(list(reasons))
+                reasons.discard(reason)
+                self.scheduler.release(name, reason)
+            elif self.holding and rng.random() < 0.1 and (others := [one for one in Hold if one not in reasons]):
+                self.scheduler.release(name, rng.choice(others))
+        self.holds = {name: reasons for name, reasons in self.holds.items() if name in self.scheduler.requests}
+
+    def move(self) -> None:
+        """Save what can be found, bring back what was saved and cannot, and put blocks elsewhere."""
+        rng, kv = self.rng, self.scheduler.kv
+        group = rng.choice([group for group, _ in kv.growing])
+        if names := list(kv.pool.named[group]):
+            for name in rng.sample(names, min(len(names), 3)):
+                if (group, name) not in self.saved and (group, name) not in self.saving:
+                    self.num_slots += 1
+                    assert kv.moves.save(group, name, self.num_slots, after=rng.random() < 0.5)
+                    self.saving[group, name] = self.num_slots
+                    self.seen["saved"] += 1
+            self.seen["relocated"] += kv.moves.relocate(group, rng.choice(names))
+        for request in rng.sample(self.scheduler.planner.waiting.items, min(2, self.scheduler.num_waiting)):
+            for group, size in kv.growing:
+                for index in range(len(request.tokens) // size):
+                    slot = self.saved.get((group, kv.name_of(request, group, index)))
+                    if slot is not None:
+                        self.seen["brought"] += kv.moves.bring(request, group, index, slot)
 
     def step(self, arrivals: bool = True) -> None:
         rng, scheduler, settings = self.rng, self.scheduler, self.settings
         if arrivals and rng.random() < 0.3 and len(scheduler.requests) < 2 * settings.max_num_seqs + 2:
             self.arrive()
         self.disturb()
+        self.let_go()
+        if rng.random() < self.moving:
+            self.move()
         preempted = scheduler.tally.preempted
         plan = scheduler.plan()
         assert scheduler.tally.preempted == preempted or not plan.joined, "someone joined where another had to leave"
         if plan.grants:
             self.check_plan(plan)
-            self.flights.append((plan, self.worker.run(plan)))
+            self.saved |= self.saving
+            self.saving = {}
+            self.flights.append((plan, *self.worker.run(plan)))
+            self.check_flights(plan)
             self.check_tables(plan)
             self.seen["steps"] += 1
-            self.seen["drafts"] += sum([len(grant.drafts) for grant in plan.grants])
+            self.seen["drafts"] += sum([grant.num_drafts for grant in plan.grants])
+            self.seen["accepted"] += sum([len(new) - 1 for new in self.flights[-1][1].sampled if new])
             self.seen["resumed"] += sum([new.epoch > 0 for new in plan.joined])
-        self.idle = 0 if plan.grants or self.flights or not scheduler.requests else self.idle + 1
+        self.idle = 0 if plan.grants or self.flights or not scheduler.has_runnable() else self.idle + 1
         assert self.idle <= self.hiccups, "stuck: requests wait, nothing runs, nothing is in flight"
-        depth = rng.randint(0, settings.look_ahead) if plan.grants else 0
+        most = settings.depth - 1 if plan.grants else len(self.flights) - 1
+        depth = rng.randint(0, max(0, most))
         while len(self.flights) > depth:
-            for output in scheduler.commit(*self.flights.popleft()):
+            done, result, work = self.flights.popleft()
+            for one in work:
+                one.row.num_flights -= 1
+                one.row.num_behind -= one.grant.num_drafts + 1 - len(one.new) if one.grant.samples else 0
+            for output in scheduler.commit(done, result):
                 self.clients[output.request_id].take(output)
             scheduler.audit()
         self.check_events()
@@ -417,6 +515,12 @@ class World:
             self.seen["joined"] += 1
             self.seen["hits"] += new.epoch == 0 and self.scheduler.requests[new.request_id].num_cached > 0
             assert new.request_id not in rows or new.request_id in plan.left
+            assert not self.holds[new.request_id], "one that is held joined"
+
+    def check_flights(self, plan: StepPlan) -> None:
+        most = self.settings.overlap or self.settings.depth
+        flights = [self.worker.rows[grant.request_id].num_flights for grant in plan.grants]
+        assert max(flights) <= most, f"one request is in {max(flights)} plans, and {most} are allowed"
 
     def check_tables(self, plan: StepPlan) -> None:
         """The worker's tables are the scheduler's, except where the scheduler has given blocks back since."""
@@ -452,6 +556,7 @@ class World:
             self.step(arrivals=False)
             patience -= 1
             assert patience, "requests do not end"
+        self.scheduler.kv.moves.clear()
         pool = self.scheduler.kv.pool
         assert pool.num_free == pool.num_blocks, "blocks are still held"
         assert all(client.finish is not None for client in self.clients.values()), "a request was forgotten"

@@ -9,12 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.engine.control import VERBS, kind_of, message_of, rebuild_error
+from quire.engine.control import VERBS
 from quire.engine.loop import EngineLoop
+from quire.sched.gates import Hold
 from quire.sched.kv_layout import place
 from quire.sched.scheduler import Scheduler
 from quire.sched.settings import SchedulerSettings
 from quire.schema import errors
+from quire.schema.errors import kind_of, message_of, rebuild_error
 from quire.schema.messages import Abort, ControlCall, ControlReply, EngineRequest, FinishReason, Outputs, Stop
 from quire.schema.params import SamplingParams
 from tests.fake_engine import EOS, FakeExecutor, double, ids_of, name_of_model
@@ -26,8 +28,8 @@ def make_loop(
     config = SimpleNamespace(cache_config=SimpleNamespace(block_size=4), additional_config={})
     fake = executor(config)
     layout = place(fake.load().specs, 0, num_blocks=num_blocks, max_model_len=100, max_num_seqs=8)
-    values = dict(max_model_len=100, max_num_batched_tokens=16, max_num_seqs=8, look_ahead=ahead) | settings
-    return EngineLoop(fake, Scheduler(SchedulerSettings(**values), layout), ahead=ahead)
+    values = dict(max_model_len=100, max_num_batched_tokens=16, max_num_seqs=8, depth=ahead + 1) | settings
+    return EngineLoop(fake, Scheduler(SchedulerSettings(**values), layout))
 
 
 def request(name: str, text: str = "abcde", max_tokens: int = 6, **params) -> EngineRequest:
@@ -102,8 +104,8 @@ class Recorder(FakeExecutor):
         self.events.append(f"forward {plan.step}")
         super().forward(plan)
 
-    def sample(self, mask):
-        pending, events = super().sample(mask), self.events
+    def sample(self, step, mask):
+        pending, events = super().sample(step, mask), self.events
         events.append(f"sample {self.plan.step}")
         step = self.plan.step
 
@@ -126,6 +128,16 @@ def test_look_ahead_reads_a_result_while_the_next_step_runs():
     loop.submit(request("a", max_tokens=4))
     run(loop)
     assert loop.executor.events[:4] == ["forward 1", "sample 1", "result 1", "forward 2"]
+
+
+def test_depth_without_overlap_waits_for_the_oldest_step_only():
+    loop = make_loop(2, executor=Recorder, overlap=1, max_num_batched_tokens=5)
+    loop.submit(request("a", max_tokens=3))
+    loop.submit(request("b", max_tokens=3))
+    assert {name: ids for name, (ids, _) in run(loop).items()} == {"a": ids_of("abc"), "b": ids_of("abc")}
+    assert loop.executor.events[:8] == [
+        "forward 1", "sample 1", "forward 2", "sample 2", "result 1", "forward 4", "sample 4", "result 2",
+    ]  # fmt: skip
 
 
 def test_a_refused_request_is_news_and_others_go_on():
@@ -193,8 +205,8 @@ def test_stats_count_what_happened():
 
 def test_a_step_that_fails_under_a_verb_is_the_engines_failure():
     class Failing(FakeExecutor):
-        def sample(self, mask):
-            super().sample(mask)
+        def sample(self, step, mask):
+            super().sample(step, mask)
             return SimpleNamespace(result=lambda: 1 / 0)
 
     loop = make_loop(1, executor=Failing)
@@ -333,3 +345,18 @@ def test_run_serves_a_queue_and_waits_without_spinning():
     inbox.put(Stop())
     thread.join(5)
     assert not thread.is_alive()
+
+
+def test_held_requests_are_waited_for_and_unheld_ones_that_never_run_are_a_fault(monkeypatch):
+    monkeypatch.setattr("quire.engine.loop._STALL_LIMIT", 5)
+    loop = make_loop()
+    loop.submit(request("a"))
+    loop.scheduler.hold("a", Hold.KV_TRANSFER)
+    for _ in range(20):
+        assert loop.step() == []
+    loop.scheduler.release("a", Hold.KV_TRANSFER)
+    assert run(loop)["a"][1] is FinishReason.LENGTH
+    loop.submit(request("b"))
+    monkeypatch.setattr(loop.scheduler.planner.gates[-1], "bars", lambda request: True)
+    with pytest.raises(RuntimeError, match="nothing could be planned 6 times"):
+        run(loop)

@@ -20,7 +20,7 @@ from quire.sched.settings import SchedulerSettings
 from quire.schema.grammar import GrammarKind, GrammarSpec
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
 from quire.schema.params import SamplingParams
-from quire.schema.step import Mask
+from quire.schema.step import Grant, Mask, StepPlan
 from tests.fake_engine import EOS, FURTHER_EOS, VOCAB, FakeExecutor, ids_of
 
 pytest.importorskip("llguidance")
@@ -30,8 +30,8 @@ TURNS = 200_000
 class Obedient(FakeExecutor):
     """Says what the prompt says if it may, else the lowest token it may."""
 
-    def sample(self, mask: Mask | None) -> Any:
-        done = super().sample(mask)
+    def sample(self, step: int, mask: Mask | None) -> Any:
+        done = super().sample(step, mask)
         assert self.plan is not None
         if mask is None:
             return done
@@ -65,9 +65,9 @@ def make_loop(
 ) -> EngineLoop:
     fake = Obedient(SimpleNamespace(cache_config=SimpleNamespace(block_size=4), additional_config={}))
     layout = place(fake.load().specs, 0, num_blocks=num_blocks, max_model_len=100, max_num_seqs=8)
-    settings = SchedulerSettings(max_model_len=100, max_num_batched_tokens=16, max_num_seqs=8, look_ahead=ahead)
+    settings = SchedulerSettings(max_model_len=100, max_num_batched_tokens=16, max_num_seqs=8, depth=ahead + 1)
     made.append(Masks(lambda: vocabulary, **more))
-    return EngineLoop(fake, Scheduler(settings, layout), ahead=ahead, masks=made[-1])
+    return EngineLoop(fake, Scheduler(settings, layout), masks=made[-1])
 
 
 def request(name: str, regex: str | None, prompt: str = "abcde", max_tokens: int = 12, **params: Any) -> EngineRequest:
@@ -89,12 +89,12 @@ def run(loop: EngineLoop) -> dict[str, tuple[str, EngineOutput]]:
                 last[output.request_id] = output
         if loop.is_drained():
             assert not loop.masks._places and not loop.masks._pending
-            assert not loop.scheduler.planner.compiling.held
+            assert not loop.scheduler.planner.holds.by_request
             return {n: (bytes(t - 4 for t in tokens[n] if t >= 4).decode(), out) for n, out in last.items()}
     raise AssertionError(f"still busy after {TURNS} turns")
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("num_blocks", [64, 26])  # the second preempts
 def test_every_text_follows_its_own_grammar(
     made: list[Masks], vocabulary: Vocabulary, ahead: int, num_blocks: int
@@ -294,3 +294,57 @@ def test_tags_are_found_however_they_are_cut(pieces: list[bytes], stage: Stage) 
     for i in range(len(pieces)):
         thought.feed(i)
     assert thought.stage is stage
+
+
+def allowed(mask: Mask) -> dict[tuple[int, int], str]:
+    """What each row lets follow, by grant and offset; the end as a full stop."""
+    rows = np.frombuffer(mask.rows, np.uint8).reshape(len(mask.index), mask.words * 4)
+    places = zip(mask.index, mask.offsets or (0,) * len(mask.index), strict=True)
+    texts = [
+        "".join("." if i == EOS else chr(i - 4) for i in np.flatnonzero(bits) if i == EOS or i >= 4)
+        for bits in np.unpackbits(rows, axis=1, bitorder="little")
+    ]
+    return dict(zip(places, texts, strict=True))
+
+
+def ready_masks(made: list[Masks], vocabulary: Vocabulary, *requests: EngineRequest, **more: Any) -> Masks:
+    made.append(masks := Masks(lambda: vocabulary, **more))
+    for one in requests:
+        masks.add(one)
+    for _ in range(TURNS):
+        if not masks.compiling:
+            return masks
+        masks.wait(0.01)
+        masks.poll()
+    raise AssertionError("not compiled")
+
+
+def checks(name: str, num_drafts: int) -> Grant:
+    return Grant(name, 5, 1 + num_drafts, True, 0, (), num_drafts)
+
+
+def test_drafts_get_a_row_for_every_place_they_may_reach(made: list[Masks], vocabulary: Vocabulary) -> None:
+    masks = ready_masks(made, vocabulary, request("a", "ab[cd]e?"), request("b", "x*y"), request("c", "[k-m]z"))
+    plan = StepPlan(step=1, grants=(checks("a", 4), checks("b", 3), Grant("c", 5, 1, True, 0), checks("free", 3)))
+    masks.propose({"a": ids_of("abd."), "b": ids_of("xzx"), "gone": [1]})
+    for _ in range(2):  # the place itself has not moved
+        mask, lost = masks.mask(plan)
+        assert mask is not None and not lost
+        assert allowed(mask) == {
+            (0, 0): "a", (0, 1): "b", (0, 2): "cd", (0, 3): ".e",  # and no further: what was drafted ends nothing
+            (1, 0): "xy", (1, 1): "xy",  # z does not follow
+            (2, 0): "klm",
+        }  # fmt: skip
+    masks.advance([EngineOutput(request_id="a", new_token_ids=ids_of("ab"))])
+    mask, _ = masks.mask(plan)
+    assert mask is not None and {k: v for k, v in allowed(mask).items() if k[0] == 0} == {(0, 0): "cd"}, (
+        "drafts are old"
+    )
+
+
+def test_min_tokens_counts_drafts_before_an_end(made: list[Masks], vocabulary: Vocabulary) -> None:
+    masks = ready_masks(made, vocabulary, request("a", "a*", min_tokens=2))
+    masks.propose({"a": ids_of("aaa")})
+    mask, _ = masks.mask(StepPlan(step=1, grants=(checks("a", 3),)))
+    assert mask is not None
+    assert allowed(mask) == {(0, 0): "a", (0, 1): "a", (0, 2): ".a", (0, 3): ".a"}

@@ -28,7 +28,7 @@ def test_a_server_bounds_its_queue_and_a_batch_job_does_not(tmp_path):
     assert job.max_num_queued_reqs is None and job.max_num_queued_tokens is None
     asked = EngineArgs(model=model, max_num_queued_reqs=0, max_num_queued_tokens=7)
     config = asked.create_engine_config(UsageContext.OPENAI_API_SERVER)
-    settings = SchedulerSettings.from_config(config, max_model_len=512, look_ahead=0)
+    settings = SchedulerSettings.from_config(config, max_model_len=512, depth=1)
     assert settings.max_num_queued is None and settings.max_num_queued_tokens == 7
 
 
@@ -63,11 +63,11 @@ def test_every_engine_draws_its_own_seed_unless_one_is_fixed(tmp_path, monkeypat
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     env.forget_all()
     config = EngineArgs(model=write_model(tmp_path)).create_engine_config()
-    drawn = [SchedulerSettings.from_config(config, max_model_len=512, look_ahead=0).hash_seed for _ in range(2)]
+    drawn = [SchedulerSettings.from_config(config, max_model_len=512, depth=1).hash_seed for _ in range(2)]
     assert drawn[0] != drawn[1] and all(len(seed) == 32 for seed in drawn)
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     env.forget_all()
-    assert SchedulerSettings.from_config(config, max_model_len=512, look_ahead=0).hash_seed == b"7"
+    assert SchedulerSettings.from_config(config, max_model_len=512, depth=1).hash_seed == b"7"
 
 
 def test_logging_options(tmp_path):

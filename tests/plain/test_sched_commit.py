@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import pytest
 
+from quire.schema.errors import ConfigError
 from quire.schema.kv import KVKind
 from quire.schema.messages import FinishReason
-from quire.schema.params import RepetitionDetectionParams, SamplingParams
-from quire.schema.step import FORBIDS_ALL, Grant, LogprobRows, StepResult
+from quire.schema.params import PoolingParams, RepetitionDetectionParams, SamplingParams
+from quire.schema.step import FORBIDS_ALL, Grant, LogprobRows, Pooled, StepResult
 from tests.plain.sched_kit import EOS, Bench, counts, request
 
 SCRIPT = [7, 8, EOS, 9, 5, 5, 6, 4, 6, 4, 3]  # what the model says after a prompt of 4
 
 
+class Device:
+    """A row on a device that drafts for itself: `drafts` are its proposals for each step, as far as they go."""
+
+    def __init__(self, *drafts: list[int]) -> None:
+        self.at, self.drafts = 0, list(drafts)
+
+    def __call__(self, grant: Grant) -> list[int]:
+        assert grant.start + grant.count - grant.num_drafts - 4 >= self.at, "the device is further than the plan"
+        drafts = self.drafts.pop(0) if self.at and self.drafts else []
+        new = []
+        for draft in (*drafts[: grant.num_drafts], None):
+            new.append(SCRIPT[self.at])
+            self.at += 1
+            if new[-1] != draft:
+                break
+        return new
+
+
 def scripted(grant: Grant) -> list[int]:
-    """One token, or with drafts those of the script that they hit, and the next."""
-    at = grant.start + grant.count - len(grant.drafts) - 4
-    new = [SCRIPT[at]]
-    for draft in grant.drafts:
-        if draft != new[-1]:
-            break
-        at += 1
-        new.append(SCRIPT[at])
-    return new
+    return [SCRIPT[grant.start + grant.count - 4]]
 
 
 STOPS = [
@@ -47,7 +58,7 @@ REPETITIONS = [
 def test_stop_rules(
     look_ahead: int, more: dict[str, object], max_tokens: int, tokens: list[int], reason: str, stop_id: int | None
 ) -> None:
-    bench = Bench(max_model_len=15, look_ahead=look_ahead)
+    bench = Bench(max_model_len=15, depth=look_ahead + 1)
     bench.tokens = scripted
     bench.add(request("a", 4, max_tokens, **more))
     while bench.scheduler.has_unfinished() or bench.flights:
@@ -70,55 +81,111 @@ def test_repetition_ends_a_request(rule: RepetitionDetectionParams, tokens: list
 
 
 def test_drafts_are_checked_in_one_step_and_the_wrong_ones_forgotten() -> None:
-    bench = Bench()
-    bench.tokens = scripted
-    bench.add(request("a", 4, 6, params=SamplingParams(ignore_eos=True)))
-    bench.step(drafts={"a": [8, EOS, 1, 1]})
-    plan = bench.step()
-    (grant,) = plan.grants
-    assert (grant.start, grant.count, grant.drafts, grant.samples) == (4, 5, (8, EOS, 1, 1), True)
+    bench = Bench(num_drafts=4)
+    bench.tokens = Device([8, EOS, 1, 1])
+    bench.add(request("a", 4, 8, params=SamplingParams(ignore_eos=True)))
+    (grant,) = bench.step().grants
+    assert (grant.start, grant.count, grant.num_drafts) == (0, 4, 0), "there is nothing to draft from yet"
+    (grant,) = bench.step().grants
+    assert (grant.start, grant.count, grant.num_drafts, grant.samples) == (4, 5, 4, True)
     assert bench.output("a") == [7, 8, EOS, 9]  # two right, and the model's own instead of the third
-    (grant,) = bench.step(drafts={"a": [1, 1, 1, 1, 1]}).grants
-    assert (grant.start, grant.count, grant.drafts) == (7, 1, ())
-    assert bench.plan().grants[0].drafts == (), "one token is left to generate: a draft would be for nothing"
-    bench.commit()
-    assert bench.output("a") == SCRIPT[:6]
+    (grant,) = bench.step().grants
+    assert (grant.start, grant.count, grant.num_drafts) == (7, 4, 3), "four tokens are left to generate"
+    bench.finish()
+    assert bench.output("a") == SCRIPT[:8]
+
+
+def test_the_last_token_is_not_drafted_for() -> None:
+    bench = Bench(num_drafts=4)
+    bench.tokens = Device()
+    bench.add(request("a", 4, 2, params=SamplingParams(ignore_eos=True)))
+    bench.step()
+    assert bench.plan().grants[0].num_drafts == 0, "one token is left to generate: a draft would be for nothing"
 
 
 def test_drafts_accepted_past_a_stop_are_cut() -> None:
-    bench = Bench()
-    bench.tokens = scripted
+    bench = Bench(num_drafts=4)
+    bench.tokens = Device([8, EOS, 9, 5])
     bench.add(request("a", 4, 9))
-    bench.step(drafts={"a": [8, EOS, 9, 5]})
+    bench.step()
     bench.step()
     assert bench.output("a") == [7, 8, EOS] and bench.seen["a"][-1].finish_reason is FinishReason.STOP
 
 
-def test_nothing_is_planned_past_drafts_and_stale_drafts_are_dropped() -> None:
-    bench = Bench(look_ahead=1)
-    bench.tokens = scripted
-    bench.add(request("a", 4, 9, params=SamplingParams(ignore_eos=True)))
-    bench.plan()
-    bench.plan()
-    bench.commit(drafts={"a": [8]})  # the token after is already in flight
-    assert bench.plan().grants[0].drafts == ()
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_every_grant_after_the_first_checks_drafts_whatever_the_depth(depth: int) -> None:
+    bench = Bench(num_drafts=2, depth=depth, max_model_len=99)
+    device = bench.tokens = Device(*([token, 1] for token in SCRIPT[1::2]))  # the first of two is right
+    bench.add(request("a", 4, 11, params=SamplingParams(ignore_eos=True)))
+    grants = []
+    while bench.scheduler.has_unfinished() or bench.flights:
+        plan = bench.plan()
+        grants += plan.grants
+        while len(bench.flights) > (depth - 1 if plan.grants else 0):
+            bench.commit()
+    assert bench.output("a") == SCRIPT and device.at == 11
+    assert [bool(grant.num_drafts) for grant in grants[:4]] == [False, True, True, True]
+    assert len(grants) <= 7, "a step brings two tokens"
+
+
+def test_plans_ahead_count_drafts_as_right_until_they_are_known_to_be_wrong() -> None:
+    bench = Bench(num_drafts=2, depth=2)
+    bench.tokens = Device([8, 1], [9, 5])
+    bench.add(request("a", 4, 11, params=SamplingParams(ignore_eos=True)))
+    bench.step()
+    assert [(g.start, g.count) for g in bench.plan().grants] == [(4, 3)]
+    assert [(g.start, g.count) for g in bench.plan().grants] == [(7, 3)], "the furthest it can be"
+    bench.commit()  # one of two was right: the row is at 6
+    assert [(g.start, g.count) for g in bench.plan().grants] == [(9, 3)]
     bench.commit()
-    bench.commit(drafts={"a": [9, 1]})
-    assert bench.plan().grants[0].drafts == (9, 1)
-    assert bench.plan().empty
+    assert bench.output("a") == [7, 8, EOS, 9, 5, 5]
+    assert bench.scheduler.requests["a"].computed == 4 + 6 - 1
+    assert bench.scheduler.requests["a"].planned == 4 + 6 - 1 + 3
+
+
+def test_blocks_are_there_for_the_furthest_case() -> None:
+    bench = Bench(num_drafts=3, depth=2)
+    bench.tokens = Device([1, 1, 1], [1, 1, 1])
+    bench.add(request("a", 4, 30, params=SamplingParams(ignore_eos=True)))
+    bench.step()
+    ahead = [bench.plan() for _ in range(2)]
+    assert [sum(map(len, plan.grants[0].new_blocks)) for plan in ahead] == [1, 1]  # positions up to 12, blocks of 4
     bench.commit()
-    assert bench.output("a") == SCRIPT[:5]
+    bench.commit()
+    assert bench.output("a") == [7, 8, EOS] and bench.scheduler.requests["a"].room == 12
+
+
+def test_more_tokens_than_drafts_allow_are_a_fault() -> None:
+    bench = Bench(num_drafts=1)
+    bench.add(request("a", 4, 30))
+    bench.step()
+    bench.tokens = lambda grant: [7, 7, 7]
+    with pytest.raises(AssertionError, match="a got 1 tokens more than its drafts allow"):
+        bench.step()
 
 
 def test_a_recurrent_state_takes_no_drafts() -> None:
-    bench = Bench(64, (KVKind.STATE, 4, 0))
-    bench.add(request("a"))
-    with pytest.raises(AssertionError, match="cannot be taken back"):
-        bench.step(drafts={"a": [1]})
+    with pytest.raises(ConfigError, match="cannot be taken back"):
+        Bench(64, (KVKind.STATE, 4, 0), num_drafts=1)
+
+
+def test_a_pooled_request_ends_with_its_prompt() -> None:
+    bench = Bench(max_num_batched_tokens=4, num_drafts=2)
+    bench.tokens = lambda grant: []
+    bench.add(request("a", 6, 9, params=PoolingParams(task="embed")))
+    assert counts(bench.step()) == {"a": 4}
+    vector = Pooled((2,), "float32", bytes(8))
+    assert counts(bench.step(pooled={"a": vector})) == {"a": 2}
+    (last,) = bench.seen["a"]
+    assert (last.finish_reason, last.pooled, last.new_token_ids) == (FinishReason.STOP, vector, [])
+    assert bench.num_free == 64 and not bench.scheduler.has_unfinished()
+    bench.add(request("b", 3, params=PoolingParams()))
+    with pytest.raises(AssertionError, match="no token came back for b"):
+        bench.step()
 
 
 def test_abort_running_waiting_in_flight_and_unknown() -> None:
-    bench = Bench(max_num_seqs=1, look_ahead=1)
+    bench = Bench(max_num_seqs=1, depth=2)
     bench.add(request("a"), request("b"))
     bench.plan()
     outputs = bench.scheduler.abort(["a", "b", "a", "nobody"])
@@ -174,7 +241,7 @@ def test_reset_prefix_cache() -> None:
 
 
 def test_reset_with_a_step_in_flight() -> None:
-    bench = Bench(look_ahead=1)
+    bench = Bench(depth=2)
     bench.add(request("a", 4, 5))
     bench.plan()
     bench.plan()
@@ -203,10 +270,10 @@ def test_prompt_log_probabilities_arrive_once_though_the_prompt_is_computed_twic
 
 
 def test_log_probabilities_are_cut_with_the_tokens() -> None:
-    bench = Bench()
-    bench.tokens = scripted
+    bench = Bench(num_drafts=3)
+    bench.tokens = Device([8, EOS, 9])
     bench.add(request("a", 4, 9))
-    bench.step(drafts={"a": [8, EOS, 9]}, logprobs=[rows([7])])
+    bench.step(logprobs=[rows([7])])
     bench.step(logprobs=[rows(SCRIPT[1:5])])
     assert [o.logprobs.ranks for o in bench.seen["a"]] == [[7], [8, EOS]]
 
@@ -230,7 +297,7 @@ def test_times_and_stats() -> None:
 
 
 def test_results_come_in_order_and_bring_what_was_granted() -> None:
-    bench = Bench(look_ahead=1)
+    bench = Bench(depth=2)
     bench.add(request("a"))
     first, second = bench.plan(), bench.plan()
     with pytest.raises(AssertionError, match="step 1 is due"):

@@ -6,7 +6,7 @@ from types import SimpleNamespace as Names
 
 import pytest
 
-from quire.sched.gates import SKIP, ChunkLimit, Gate, TokenBudget
+from quire.sched.gates import SKIP, ChunkLimit, Gate, Hold, TokenBudget
 from quire.sched.request import Request
 from quire.sched.settings import SchedulerSettings
 from quire.schema.errors import ConfigError, InputError, OverloadedError
@@ -220,7 +220,7 @@ def test_settings_that_cannot_work(settings: dict[str, object], message: str) ->
 
 
 def test_look_ahead_plans_on_tokens_that_are_not_known_yet() -> None:
-    bench = Bench(look_ahead=1)
+    bench = Bench(depth=2)
     bench.add(request("a", 4, 3))
     spans = []
     for _ in range(2):
@@ -234,8 +234,49 @@ def test_look_ahead_plans_on_tokens_that_are_not_known_yet() -> None:
     assert last.finish_reason is FinishReason.LENGTH and bench.output("a") == [7, 7, 7]
 
 
+def test_depth_without_overlap_keeps_a_request_to_one_plan() -> None:
+    bench = Bench(depth=3, overlap=1, max_num_seqs=2, max_num_batched_tokens=6)
+    bench.add(request("a", 6, 4), request("b", 6, 4))
+    assert [counts(bench.plan()) for _ in range(3)] == [{"a": 6}, {"b": 6}, {}]
+    bench.commit()
+    assert counts(bench.plan()) == {"a": 1}  # b is still in flight
+    assert bench.plan().empty
+    bench.commit()
+    assert counts(bench.plan()) == {"b": 1}
+    bench.finish()
+    assert bench.output("a") == bench.output("b") == [7, 7, 7, 7]
+
+
+def test_overlap_counts_the_plans_of_one_request() -> None:
+    bench = Bench(depth=3, overlap=2)
+    bench.add(request("a", 6, 9))
+    assert [counts(bench.plan()) for _ in range(3)] == [{"a": 6}, {"a": 1}, {}]
+    bench.commit()
+    assert counts(bench.plan()) == {"a": 1}
+    assert bench.plan().empty
+    bench.scheduler.reset_prefix_cache(reset_running_requests=True)  # preempted: its plans out count no longer
+    assert counts(bench.plan()) == {"a": 7}
+    while bench.flights:
+        bench.commit()
+    bench.finish()
+    assert bench.output("a") == [7] * 9
+
+
+def test_a_prompt_in_flight_still_counts_as_half_computed() -> None:
+    bench = Bench(depth=2, overlap=1, max_num_batched_tokens=4, max_partial_prefills=1)
+    bench.add(request("a", 9), request("b", 9), request("c", 3))
+    assert counts(bench.plan()) == {"a": 4}
+    assert counts(bench.plan()) == {"c": 3}  # b would be the second; c fits whole
+
+
+@pytest.mark.parametrize(("depth", "overlap"), [(0, None), (2, 0), (2, 3)])
+def test_depth_and_overlap_that_cannot_be(depth: int, overlap: int | None) -> None:
+    with pytest.raises(ConfigError, match=f"depth={depth} must be at least 1 and overlap={overlap}"):
+        SchedulerSettings(max_model_len=9, depth=depth, overlap=overlap)
+
+
 def test_no_more_plans_than_look_ahead_allows() -> None:
-    bench = Bench(look_ahead=1)
+    bench = Bench(depth=2)
     bench.add(request("a"))
     bench.plan()
     bench.plan()
@@ -244,7 +285,7 @@ def test_no_more_plans_than_look_ahead_allows() -> None:
 
 
 def test_a_stop_seen_late_throws_the_next_token_away() -> None:
-    bench = Bench(look_ahead=1)
+    bench = Bench(depth=2)
     bench.tokens = lambda grant: [EOS if grant.start == 4 else 7]
     bench.add(request("a", 4, 9))
     bench.plan()
@@ -270,7 +311,7 @@ def test_rows_are_freed_with_the_next_plan_that_is_not_empty() -> None:
 
 
 def test_an_old_result_does_not_reach_a_new_request_of_the_same_name() -> None:
-    bench = Bench(look_ahead=1)
+    bench = Bench(depth=2)
     bench.add(request("a", 4, 5))
     bench.plan()
     bench.scheduler.abort(["a"])
@@ -329,8 +370,13 @@ def test_a_window_gives_blocks_back_and_takes_no_more_than_it_needs() -> None:
     assert max(held) <= 4 and len(bench.output("a")) == 30
 
 
-def test_from_config_reads_every_option() -> None:
+LATENCY = {"cuda": {"latency_tokens": 512, "latency_deep": 8}, "cpu": {"latency_tokens": 64, "latency_deep": 0}}
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_from_config_reads_every_option(device: str) -> None:
     config = Names(
+        device_config=Names(device=device),
         scheduler_config=Names(
             max_num_batched_tokens=100, max_num_seqs=3, policy="priority", enable_chunked_prefill=True,
             long_prefill_token_threshold=9, max_num_partial_prefills=2, max_long_partial_prefills=1,
@@ -340,9 +386,71 @@ def test_from_config_reads_every_option() -> None:
         cache_config=Names(enable_prefix_caching=False, prefix_caching_hash_algo="sha256_cbor"),
         kv_events_config=Names(enable_kv_cache_events=True),
     )  # fmt: skip
-    assert SchedulerSettings.from_config(config, max_model_len=50, look_ahead=1) == SchedulerSettings(
-        max_model_len=50, max_num_batched_tokens=100, max_num_seqs=3, policy="priority", look_ahead=1,
+    assert SchedulerSettings.from_config(config, max_model_len=50, depth=2) == SchedulerSettings(
+        max_model_len=50, max_num_batched_tokens=100, max_num_seqs=3, policy="priority", depth=2,
         chunked_prefill=True, long_prefill_threshold=9, max_partial_prefills=2, max_long_partial_prefills=1,
         reserve_full_prompt=False, watermark=0.25, max_num_queued=11, max_num_queued_tokens=12, prefix_caching=False,
-        hash_algorithm="sha256_cbor", events=True, latency_goal=0.025,
+        hash_algorithm="sha256_cbor", events=True, latency_goal=0.025, **LATENCY[device],
     )  # fmt: skip
+
+
+def test_a_request_held_for_two_reasons_joins_after_both_were_released() -> None:
+    bench = Bench()
+    bench.add(request("a"), request("b"))
+    bench.scheduler.hold("a", Hold.GRAMMAR)
+    bench.scheduler.hold("a", Hold.KV_TRANSFER)
+    assert counts(bench.step()) == {"b": 6}
+    assert bench.scheduler.has_runnable()
+    bench.scheduler.release("a", Hold.GRAMMAR)
+    bench.scheduler.release("a", Hold.GRAMMAR)  # a second time, and one that nobody placed
+    bench.scheduler.release("a", Hold.ENCODER)
+    assert counts(bench.step()) == {"b": 1}
+    bench.scheduler.release("a", Hold.KV_TRANSFER)
+    assert counts(bench.step()) == {"b": 1, "a": 6}
+
+
+def test_holds_end_with_their_request() -> None:
+    bench = Bench()
+    bench.add(request("a"), request("b"))
+    bench.scheduler.hold("a", Hold.GRAMMAR)
+    bench.scheduler.hold("a", Hold.ENCODER)
+    bench.scheduler.abort(["a"])
+    with pytest.raises(KeyError, match="'a' cannot be held"):
+        bench.scheduler.hold("a", Hold.GRAMMAR)
+    bench.add(request("a"))  # the name again, and nothing left of the first
+    assert counts(bench.step()) == {"b": 6, "a": 6}
+
+
+def test_all_held_is_a_wait_and_nothing_runnable() -> None:
+    bench = Bench()
+    bench.add(request("a"))
+    bench.scheduler.hold("a", Hold.ENCODER)
+    assert not bench.plan().grants
+    assert bench.scheduler.has_unfinished() and not bench.scheduler.has_runnable()
+
+
+class Barring(Gate):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def bars(self, request: Request) -> bool:
+        return request.id == self.name
+
+
+def test_every_gate_is_asked_whom_it_bars() -> None:
+    bench = Bench()
+    bench.scheduler.planner.gates += [Barring("a"), Barring("c")]
+    bench.add(*(request(name) for name in "abcd"))
+    bench.scheduler.hold("d", Hold.GRAMMAR)
+    assert counts(bench.step()) == {"b": 6}
+    for gate in bench.scheduler.planner.gates[-2:]:
+        gate.name = ""
+    assert counts(bench.step()) == {"b": 1, "a": 6, "c": 6}
+
+
+def test_barred_requests_do_not_count_as_turned_away() -> None:
+    bench = Bench(num_blocks=500, max_num_seqs=4)
+    bench.add(*(request(f"held{i}", 2) for i in range(200)), request("free", 3))
+    for i in range(200):
+        bench.scheduler.hold(f"held{i}", Hold.KV_TRANSFER)
+    assert counts(bench.step()) == {"free": 3}

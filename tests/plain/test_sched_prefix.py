@@ -72,6 +72,8 @@ def test_extra_keys_tell_prefixes_apart(algorithm: str) -> None:
             {"cache_salt": "a"},
             {"cache_salt": "b"},
             {"lora_id": 1, "lora_name": "a"},
+            {"lora_id": 1, "lora_name": "a", "lora_generation": 1},
+            {"lora_id": 1, "lora_name": "a", "lora_generation": 2},
             {"lora_id": 2},
             {"media_keys": ((0, 3, "a"),)},
             {"media_keys": ((1, 3, "a"),)},

@@ -10,9 +10,15 @@ from quire.schema.errors import EngineDeadError, InputError, MissingExtraError
 from quire.schema.kv import KVKind, KVSpec
 from quire.schema.messages import Abort, ControlCall, EngineOutput, EngineRequest, FromEngine, Outputs, ToEngine
 from quire.schema.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput
-from quire.schema.params import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from quire.schema.params import (
+    BeamSearchParams,
+    PoolingParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from quire.schema.prompt import Prompt
-from quire.schema.step import Grant, LogprobRows, NewRow, StepPlan, StepResult
+from quire.schema.step import EncodeItem, Grant, LogprobRows, Mask, Move, NewRow, Pooled, StepPlan, StepResult, Way
 
 BAD_PARAMS = [
     ({"n": 0}, "n must be at least 1, got 0"),
@@ -196,3 +202,43 @@ def test_request_outputs_join_and_pickle():
 def test_errors_say_what_to_do():
     assert 'pip install "quire-llm[hub]"' in str(MissingExtraError("a hub id", "hub", "huggingface_hub"))
     assert "because" in str(EngineDeadError("because")) and EngineDeadError("x").status == 503
+
+
+def test_what_a_plan_does_not_say_does_not_travel() -> None:
+    """Fields of features that are not used cost nothing on the wire, and come back as they were."""
+    row = NewRow(
+        request_id="a", epoch=0, token_ids=(1, 2), num_prompt_tokens=2, params=SamplingParams(temperature=0.5), seed=3
+    )
+    plan = StepPlan(step=1, grants=(Grant("a", 0, 2, True, 0),), joined=(row,))
+    data = msgspec.msgpack.encode(plan)
+    bare = msgspec.msgpack.decode(data)
+    assert set(bare) == {"step", "grants", "joined"}
+    assert set(bare["grants"][0]) == {"request_id", "start", "count", "samples", "epoch"}
+    assert msgspec.msgpack.decode(data, type=StepPlan) == plan
+    result = StepResult(step=1, sampled=[[7]])
+    assert set(msgspec.msgpack.decode(msgspec.msgpack.encode(result))) == {"step", "sampled"}
+
+
+def test_plans_and_results_cross_with_all_they_may_hold() -> None:
+    row = NewRow(request_id="a", epoch=0, token_ids=(1,), num_prompt_tokens=1, params=PoolingParams(task="x"), seed=3)
+    plan = StepPlan(
+        step=1,
+        grants=(Grant("a", 3, 4, True, 0, ((5,),), 3),),
+        joined=(row,),
+        moves=(Move(1, 2), Move(3, 4, Way.IN), Move(5, 6, Way.OUT, after=True)),
+        encode=(EncodeItem("key", "a", 0),),
+        free_encoded=("old",),
+    )
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan) == plan
+    result = StepResult(step=1, sampled=[[7, 8]], drafts={"a": [9]}, pooled={"b": Pooled((2,), "float32", bytes(8))})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=StepResult) == result
+    mask = Mask(index=(0, 0), offsets=(0, 1), rows=bytes(16), words=2)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(mask), type=Mask) == mask
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0.3, max_tokens=4), PoolingParams(task="embed")])
+def test_parameters_are_a_tagged_union(params: SamplingParams | PoolingParams) -> None:
+    sent = EngineRequest(request_id="a", prompt_token_ids=(1,), params=params, seed=0, max_tokens=1)
+    got = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=EngineRequest)
+    assert type(got.params) is type(params) and got == sent
+    assert got.sampling == (params if isinstance(params, SamplingParams) else SamplingParams())

@@ -39,7 +39,7 @@ def one_request(name: str, prompt: tuple[int, ...], max_tokens: int) -> EngineRe
 
 def build(num_running: int, longest: int, look_ahead: int) -> Scheduler:
     settings = SchedulerSettings(
-        max_model_len=longest, max_num_batched_tokens=8192, max_num_seqs=num_running, look_ahead=look_ahead
+        max_model_len=longest, max_num_batched_tokens=8192, max_num_seqs=num_running, depth=look_ahead + 1
     )
     group = KVGroup(kind=KVKind.FULL, block_size=BLOCK_SIZE, window=0, layers=("layer",))
     num_blocks = num_running * -(-longest // BLOCK_SIZE)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.op import FormTable
 from quire.ops.rows import StepBuffers, gather_inputs
 from quire.ops.triton.sizes import cdiv
 
@@ -41,6 +42,8 @@ def gather_inputs_cuda(
     rows: Tensor, positions: Tensor, tokens: Tensor, tables: Sequence[Tensor], block_sizes: Sequence[int],
     out: StepBuffers,
 ) -> None:  # fmt: skip
+    if not tables:  # a model that keeps nothing between steps
+        return gather_inputs.reference(rows, positions, tokens, tables, block_sizes, out)
     count, scrap = rows.shape[0], tokens.shape[0] - 1
     grid = (cdiv(count, _BLOCK),)
     for group, (table, size, slots) in enumerate(zip(tables, block_sizes, out.slots, strict=True)):
@@ -50,5 +53,5 @@ def gather_inputs_cuda(
         )  # fmt: skip
 
 
-def register() -> None:
-    gather_inputs.form("cuda")(gather_inputs_cuda)
+def add_forms(table: FormTable) -> None:
+    table.form(gather_inputs)(gather_inputs_cuda)

@@ -1,0 +1,357 @@
+"""Workers in processes of their own: any number, reached by rank over one hub, on this host or by TCP.
+
+What travels: to a worker Ask (a verb of `Worker`, or a call by name), back from it Joined once and then Reply. Types of
+arguments and answers are read from `Worker` (base.py), so a new verb needs nothing here. Verbs run in the order sent;
+a step's result is read in a thread of its own, so that the next step can be started meanwhile. `forward` and, but for
+rank 0, `sample` are not answered: a failure there is said all the same, and ends the executor as a death does.
+Nothing is pickled. Over TCP every message is sealed with a secret of this run, which a worker gets through its standard
+input. Must not know what a plan means.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import cache
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, get_type_hints
+
+import msgspec
+
+from quire.base import env, registry
+from quire.base.codec import Codec, CodecError
+from quire.base.folders import remove_folder
+from quire.base.procs import Child
+from quire.base.seal import Seal, new_secret
+from quire.base.sockets import Hub, PeerGoneError, Wire, private_folder
+from quire.executor.base import WORKER, Answer, Arguments, PendingResult, Worker, resolve_verb
+from quire.schema.errors import EngineDeadError, InputError, kind_of, message_of, rebuild_error
+from quire.schema.step import Mask, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+
+MAIN = "quire.executor.remote:main"
+CONFIG = "quire.config:EngineConfig"
+_HUB = "executor"
+_PATIENCE = 5.0  # seconds that a worker may take to leave
+_NOBODY = -1  # call id of an Ask that is not answered
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    call_id: int
+    verb: str
+    args: msgspec.Raw  # of a verb of `Worker`: msgpack of its arguments in order; of a call: of CallArguments
+    is_call: bool = False
+
+
+class CallArguments(msgspec.Struct, frozen=True, array_like=True):
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+
+class Joined(msgspec.Struct, frozen=True, array_like=True, tag="joined"):
+    rank: int
+    address: str  # of its mailbox
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
+    rank: int
+    call_id: int
+    value: msgspec.Raw
+    error: str | None = None
+    error_kind: str = ""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker process is started with."""
+
+    rank: int
+    num_workers: int
+    folder: str  # of the mailboxes; of no use where they have addresses
+    mine: str
+    theirs: str
+    secret: bytes | None
+    worker: str  # import path of what makes the worker
+    config_type: str
+    config: msgspec.Raw
+
+
+class _Types(NamedTuple):
+    args: Any  # a tuple type
+    answer: Any
+
+
+@cache
+def types_of(verb: str) -> _Types:
+    """Of a verb's arguments and its answer, as declared in `Worker`; LookupError: there is no such verb."""
+    declared = vars(Worker).get(verb)
+    if verb.startswith("_") or not callable(declared):
+        raise LookupError(f"a worker has no verb {verb!r}")
+    hints = get_type_hints(declared)
+    answer = hints.pop("return")
+    args = tuple[tuple(hints.values())] if hints else tuple[()]  # type: ignore[misc]
+    return _Types(args, StepResult if answer is PendingResult else answer)
+
+
+class RemoteExecutor:
+    """As an Executor. `host`: an address of this machine, on which to listen for workers by TCP; None: ipc."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        num_workers: int = 1,
+        host: str | None = None,
+        worker: str = WORKER,
+        config_type: str = CONFIG,
+    ) -> None:
+        self.num_workers = num_workers
+        self._folder = private_folder()
+        secret = None if host is None else new_secret()
+        mine = _HUB if host is None else f"tcp://{host}:*"
+        self._hub = Hub(self._folder, mine=mine, seal=None if secret is None else Seal(secret))
+        self._ids = itertools.count()
+        self._open: dict[tuple[int, int], Future[msgspec.Raw]] = {}  # by rank and call
+        self._lock = threading.Lock()
+        self._dead: EngineDeadError | None = None
+        self._joined = [Future[None]() for _ in range(num_workers)]
+        boot = msgspec.Raw(msgspec.msgpack.encode(config))
+        self._children = [
+            Child(
+                MAIN,
+                msgspec.msgpack.encode(
+                    Place(
+                        rank=rank,
+                        num_workers=num_workers,
+                        folder=self._folder,
+                        mine=f"worker-{rank}" if host is None else f"tcp://{host}:*",
+                        theirs=_HUB if host is None else self._hub.address,
+                        secret=secret,
+                        worker=worker,
+                        config_type=config_type,
+                        config=boot,
+                    )
+                ),
+                name=f"worker {rank}",
+            )
+            for rank in range(num_workers)
+        ]
+        self._reader = threading.Thread(target=self._read, name="executor inbox", daemon=True)
+        self._reader.start()
+
+    # ---- the verbs ---------------------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        verb: Callable[Concatenate[Worker, Arguments], Answer],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> list[Answer]:
+        if kwargs:
+            raise TypeError(f"arguments of {verb.__name__} cross a wire in order, without names: {sorted(kwargs)}")
+        kind = types_of(verb.__name__).answer
+        replies = self._send(verb.__name__, args, range(self.num_workers))
+        return [msgspec.msgpack.decode(reply.result(), type=kind) for reply in replies]
+
+    def forward(self, plan: StepPlan) -> None:
+        self._send("forward", (plan,), ())
+
+    def sample(self, step: int, mask: Mask | None) -> PendingResult:
+        (reply,) = self._send("sample", (step, mask), (0,))
+        return _Pending(reply)
+
+    def call(self, verb: str, args: list[Any], kwargs: dict[str, Any], timeout: float | None) -> list[Any]:
+        try:
+            encoded = msgspec.msgpack.encode(CallArguments(args, kwargs))
+        except (TypeError, ValueError, OverflowError, RecursionError) as wrong:
+            raise InputError(f"arguments of {verb!r} cannot cross to a worker's process: {wrong}") from None
+        replies = self._post(verb, encoded, range(self.num_workers), is_call=True)
+        try:
+            return [msgspec.msgpack.decode(reply.result(timeout)) for reply in replies]
+        except TimeoutError as late:
+            if all(reply.done() for reply in replies):
+                raise
+            raise TimeoutError(f"no answer from the workers within {timeout} s") from late
+
+    def call_function(
+        self, function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], timeout: float | None
+    ) -> list[Any]:
+        raise InputError(
+            "a callable cannot cross to a worker in another process: give its import path ('module:function')"
+        )
+
+    def shutdown(self) -> None:
+        """Ask the workers to leave, and see to it that they do."""
+        with self._lock:
+            closing = self._dead is None
+            self._dead = self._dead or EngineDeadError("the executor was shut down")
+        if closing:
+            for rank in range(self.num_workers):
+                self._hub.send(str(rank), _TO.encode(Ask(_NOBODY, "shutdown", _RAW_NOTHING)))
+        for child in self._children:
+            child.stop(_PATIENCE if closing else 0.0)
+        self._hub.close()
+        self._reader.join(_PATIENCE)
+        for child in self._children:
+            child.close()
+        remove_folder(self._folder)
+
+    # ---- the wire ----------------------------------------------------------------------------------------------
+
+    def _send(self, verb: str, args: tuple[Any, ...], answering: range | tuple[int, ...]) -> list[Future[msgspec.Raw]]:
+        return self._post(verb, msgspec.msgpack.encode(args), answering, is_call=False)
+
+    def _post(
+        self, verb: str, args: bytes, answering: range | tuple[int, ...], *, is_call: bool
+    ) -> list[Future[msgspec.Raw]]:
+        for joined in self._joined:
+            joined.result(env.ENGINE_START_TIMEOUT_S.get())
+        call_id, replies = next(self._ids), []
+        with self._lock:
+            if self._dead is not None:
+                raise self._dead
+            for rank in answering:
+                self._open[rank, call_id] = Future()
+                replies.append(self._open[rank, call_id])
+        for rank in range(self.num_workers):
+            answered = call_id if rank in answering else _NOBODY
+            self._hub.send(str(rank), _TO.encode(Ask(answered, verb, msgspec.Raw(args), is_call)))
+        return replies
+
+    def _read(self) -> None:
+        """Sort what comes back, until a worker is gone or has failed where nobody waits for its answer."""
+        try:
+            while True:
+                sender, frames = self._hub.receive([child.notice for child in self._children])
+                message = _FROM.decode(frames)
+                if sender != str(message.rank).encode() or not 0 <= message.rank < self.num_workers:
+                    raise CodecError(f"a message of rank {message.rank} was sent by {sender[:20]!r}")
+                self._take(message)
+        except (PeerGoneError, CodecError) as gone:
+            dead = [child.why_dead() for child in self._children if not child.alive]
+            self._die(EngineDeadError("; ".join(dead) or str(gone)))
+        except EngineDeadError as failed:
+            self._die(failed)
+
+    def _take(self, message: Joined | Reply) -> None:
+        if isinstance(message, Joined):
+            self._hub.open(str(message.rank), message.address)
+            self._joined[message.rank].set_result(None)
+            return
+        error = None if message.error is None else rebuild_error(message.error_kind, message.error)
+        with self._lock:
+            waiting = self._open.pop((message.rank, message.call_id), None)
+        if waiting is None:
+            raise EngineDeadError(f"worker {message.rank} failed: {message.error}") from error
+        if error is not None:
+            waiting.set_exception(error)
+        else:
+            waiting.set_result(message.value)
+
+    def _die(self, why: EngineDeadError) -> None:
+        with self._lock:
+            self._dead = self._dead or why
+            waiting, self._open = self._open, {}
+        for reply in waiting.values():
+            reply.set_exception(self._dead)
+        for joined in self._joined:
+            if not joined.done():
+                joined.set_exception(self._dead)
+
+
+class _Pending:
+    def __init__(self, reply: Future[msgspec.Raw]) -> None:
+        self._reply = reply
+
+    def result(self) -> StepResult:
+        return msgspec.msgpack.decode(self._reply.result(), type=StepResult)
+
+
+_TO: Codec[Ask] = Codec(Ask)
+_FROM: Codec[Joined | Reply] = Codec(Joined | Reply)
+_RAW_NOTHING = msgspec.Raw(msgspec.msgpack.encode([]))
+_NIL = msgspec.Raw(msgspec.msgpack.encode(None))
+
+
+# ---- the worker's end ------------------------------------------------------------------------------------------
+
+
+def main(boot: bytes) -> None:
+    """A worker process, from its boot bytes to its end."""
+    place = msgspec.msgpack.decode(boot, type=Place)
+    seal = None if place.secret is None else Seal(place.secret)
+    name = str(place.rank).encode()
+    wire = Wire(place.folder, mine=place.mine, theirs=place.theirs, sender=name, seal=seal)
+    end = _End(place.rank, wire)
+    wire.send(_FROM.encode(Joined(place.rank, place.mine if seal is None else wire.address)))
+    try:
+        config = msgspec.msgpack.decode(place.config, type=registry.load(place.config_type))
+        worker = registry.load(place.worker)(config, rank=place.rank, num_workers=place.num_workers)
+    except Exception as failed:  # noqa: BLE001  # a process root: the engine hears why
+        end.fail(_NOBODY, failed)
+        wire.close(linger=_PATIENCE)
+        os._exit(1)
+    end.serve(worker)
+    wire.close(linger=_PATIENCE)
+    os._exit(0)
+
+
+class _End:
+    """Runs what is asked for, in order; a thread waits for results of steps."""
+
+    def __init__(self, rank: int, wire: Wire) -> None:
+        self._rank, self._wire = rank, wire
+        self._results: queue.SimpleQueue[tuple[int, PendingResult]] = queue.SimpleQueue()
+
+    def serve(self, worker: Worker) -> None:
+        """Until `shutdown` was asked for."""
+        threading.Thread(target=self._read_results, name="results", daemon=True).start()
+        while True:
+            frames = self._wire.receive()
+            assert frames is not None
+            asked = _TO.decode(frames)
+            try:
+                value = _run(worker, asked)
+            except Exception as failed:  # noqa: BLE001  # said to whoever asked
+                self.fail(asked.call_id, failed)
+                continue
+            if asked.verb == "shutdown" and not asked.is_call:
+                return
+            if asked.verb == "sample" and not asked.is_call:
+                self._results.put((asked.call_id, value))
+            elif asked.call_id != _NOBODY:
+                self._answer(asked.call_id, value)
+
+    def _read_results(self) -> None:
+        while True:
+            call_id, pending = self._results.get()
+            try:
+                result = pending.result()
+            except Exception as failed:  # noqa: BLE001  # said to whoever asked
+                self.fail(call_id, failed)
+                continue
+            if call_id != _NOBODY:
+                self._answer(call_id, result)
+
+    def _answer(self, call_id: int, value: Any) -> None:
+        try:
+            encoded = msgspec.Raw(msgspec.msgpack.encode(value))
+        except (TypeError, ValueError, OverflowError, RecursionError) as wrong:
+            self.fail(call_id, InputError(f"the answer cannot cross to another process: {wrong}"))
+            return
+        self._wire.send(_FROM.encode(Reply(self._rank, call_id, encoded)))
+
+    def fail(self, call_id: int, failed: Exception) -> None:
+        self._wire.send(_FROM.encode(Reply(self._rank, call_id, _NIL, message_of(failed), kind_of(failed))))
+
+
+def _run(worker: Worker, asked: Ask) -> Any:
+    if asked.is_call:
+        given = msgspec.msgpack.decode(asked.args, type=CallArguments)
+        return resolve_verb(asked.verb)(worker, *given.args, **given.kwargs)
+    args = msgspec.msgpack.decode(asked.args, type=types_of(asked.verb).args)
+    return getattr(worker, asked.verb)(*args)

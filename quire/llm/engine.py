@@ -1,0 +1,365 @@
+"""LLMEngine, turned step by step by its caller, and Front, which it shares with AsyncLLM.
+
+Front owns what stands between callers and an engine: the client, the tokenizer, requests in flight and their metrics.
+In: prompts and parameters. Out: RequestOutputs. LLMEngine calls `step()` itself; the engine runs in this process unless
+QUIRE_ENABLE_V1_MULTIPROCESSING=1. LLM is built on it. Must not know: progress bars, lists of prompts, event loops.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from quire.base.clock import now
+from quire.base.lazy import lazy
+from quire.base.log import logger
+from quire.engine.client import EngineClient, InProcessClient, make_client
+from quire.engine.control import VERBS
+from quire.engine.inputs import Asked, InputProcessor, Options, default_params
+from quire.engine.outputs import OutputProcessor, Processed
+from quire.llm.verbs import refuse_stat_loggers, verb
+from quire.observe.log_stats import LogStats
+from quire.observe.metrics import Metrics, check_buckets
+from quire.observe.reader import Metric
+from quire.observe.tracing import Tracer, make_tracer
+from quire.schema.errors import ConfigError, EngineDeadError, InputError
+from quire.schema.messages import Outputs
+from quire.schema.outputs import RequestOutput
+from quire.schema.params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.config import EngineArgs, EngineConfig
+    from quire.text.tokenizer import Tokenizer
+
+log = logger(__name__)
+
+
+@lazy
+def _load_tokenizer() -> Callable[..., Tokenizer]:
+    from quire.text.tokenizer import load_tokenizer
+
+    return load_tokenizer
+
+
+@lazy
+def _tokenizer_class() -> type[Tokenizer]:
+    from quire.text.tokenizer import Tokenizer
+
+    return Tokenizer
+
+
+@lazy
+def _wrap_tokenizer() -> Callable[[Any], Tokenizer]:
+    from quire.text.forms.foreign import wrap_tokenizer
+
+    return wrap_tokenizer
+
+
+class Front:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        own_process: bool,
+        client: EngineClient | None = None,
+        metrics_folder: str | None = None,
+    ) -> None:
+        """`client`: of an engine that runs. `metrics_folder`: where processes that share it keep their numbers."""
+        self.config = config
+        self.metrics_folder = metrics_folder
+        check_buckets(config.observability_config.custom_histogram_buckets)
+        self.tracer: Tracer | None = make_tracer(config)
+        self.client: EngineClient = client or make_client(config, own_process=own_process)
+        try:
+            with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as pool:  # while the engine starts
+                loading = pool.submit(_tokenizer, config)
+                self.ready = self.client.wait_ready()
+                self.tokenizer = loading.result()
+            self.inputs = InputProcessor(config, self.tokenizer, self.ready)
+        except BaseException:
+            self.client.close()
+            raise
+        model = config.model_config
+        self.metrics: Metrics | None = None
+        self.log_stats: LogStats | None = None
+        if not config.disable_log_stats:
+            self.metrics = Metrics(
+                model.served_model_name,
+                self.ready.max_model_len,
+                buckets=config.observability_config.custom_histogram_buckets,
+                folder=metrics_folder,
+            )
+            self.metrics.cache_config(
+                dataclasses.asdict(config.cache_config) | {"num_gpu_blocks": self.ready.num_blocks}
+            )
+            self.log_stats = LogStats(self.metrics.totals, folder=metrics_folder)
+            self.log_stats.start()
+        interval = config.scheduler_config.stream_interval
+        self.outputs = OutputProcessor(
+            self.tokenizer, stream_interval=interval, metrics=self.metrics, tracer=self.tracer
+        )
+
+    def prepare(self, request_id: str, prompt: object, params: SamplingParams, options: Options | None = None) -> Asked:
+        """Check and tokenize; nothing is in flight yet."""
+        return self.inputs.process(request_id, prompt, params, options)
+
+    def submit(self, asked: Iterable[Asked]) -> None:
+        """All of them, or none if one is refused."""
+        if self.client.dead is not None:
+            raise EngineDeadError(self.client.dead.reason)
+        added: list[Asked] = []
+        try:
+            for one in asked:
+                self.outputs.add(one)
+                added.append(one)
+            self.client.submit([request for one in added for request in one.requests])
+        except BaseException:  # an interrupt may come when some are in the engine already
+            self.abort([one.request_id for one in added])
+            raise
+
+    def take(self, news: Outputs) -> Processed:
+        """An engine's outputs as results; whatever ended by its text is aborted in the engine."""
+        if news.stats is not None and self.metrics is not None:
+            self.metrics.step(news.stats)
+        processed = self.outputs.process(news.outputs)
+        self._abort_engine_requests(processed.aborts)
+        return processed
+
+    def abort(self, request_ids: Iterable[str]) -> Processed:
+        processed = self.outputs.abort(request_ids)
+        self._abort_engine_requests(processed.aborts)
+        return processed
+
+    def default_params(self) -> SamplingParams:
+        return default_params(self.config)
+
+    def snapshot(self) -> list[Metric]:
+        if self.metrics is None:
+            raise ConfigError("there are no metrics: start with disable_log_stats=False", param="disable_log_stats")
+        return self.metrics.snapshot()
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Another tokenizer for all that comes: Quire's own, or one of transformers. What holds answers to a form knows
+        the model's."""
+        if not isinstance(tokenizer, _tokenizer_class()):
+            tokenizer = _wrap_tokenizer()(tokenizer)
+        if tokenizer.vocab_size > self.ready.vocab_size:
+            raise InputError(
+                f"the tokenizer has {tokenizer.vocab_size} tokens; the model has {self.ready.vocab_size}",
+                param="tokenizer",
+            )
+        self.tokenizer = tokenizer
+        self.inputs.use_tokenizer(tokenizer)
+        self.outputs.use_tokenizer(tokenizer)
+
+    def call(self, verb: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+        return self.client.call(verb, *args, timeout=timeout, **kwargs)
+
+    def close(self) -> None:
+        if self.log_stats is not None:
+            self.log_stats.stop()
+        self.client.close()
+        self.outputs.clear()
+        if self.tracer is not None:
+            self.tracer.close()
+
+    def _abort_engine_requests(self, request_ids: list[str]) -> None:
+        if request_ids and self.client.dead is None:
+            self.client.abort(request_ids)
+
+
+def _tokenizer(config: EngineConfig) -> Tokenizer | None:
+    model = config.model_config
+    if model.skip_tokenizer_init:
+        return None
+    began = now()
+    tokenizer = _load_tokenizer()(
+        model.tokenizer,
+        mode=model.tokenizer_mode,
+        revision=model.tokenizer_revision,
+        trust_remote_code=model.trust_remote_code,
+        download_dir=config.load_config.download_dir,
+    )
+    log.debug("Tokenizer ready in %.2f s", now() - began)
+    return tokenizer
+
+
+class EngineCore:
+    """The control verbs of an engine as methods: engine_core.reset_prefix_cache()."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_") or name not in VERBS:
+            raise AttributeError(f"an engine has no verb {name!r}; it has {', '.join(sorted(VERBS))}")
+        return functools.partial(self._client.call, name)
+
+
+class LLMEngine:
+    def __init__(self, vllm_config: EngineConfig, *, own_process: bool = False) -> None:
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.front = Front(vllm_config, own_process=own_process)
+        self.engine_core = EngineCore(self.front.client)
+        self._kept: list[RequestOutput] = []  # results of a step that also had a failure to raise
+        self._failures: list[tuple[str, Exception]] = []  # failed alone, and not raised yet
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        usage_context: str | None = None,
+        stat_loggers: Any = None,
+        enable_multiprocessing: bool = False,
+    ) -> LLMEngine:
+        refuse_stat_loggers(stat_loggers)
+        config = engine_args.create_engine_config(usage_context or "ENGINE_CONTEXT")
+        return cls(config, own_process=enable_multiprocessing)
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: EngineConfig,
+        usage_context: str | None = None,
+        stat_loggers: Any = None,
+        disable_log_stats: bool | None = None,
+    ) -> LLMEngine:
+        refuse_stat_loggers(stat_loggers)
+        if disable_log_stats is not None:
+            vllm_config = dataclasses.replace(vllm_config, disable_log_stats=disable_log_stats)
+        return cls(vllm_config)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: object,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> None:
+        options = Options(
+            priority=priority,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            trace_headers=trace_headers,
+            arrival=arrival_time,
+        )
+        self.add([self.front.prepare(request_id, prompt, params, options)])
+
+    def add(self, asked: Iterable[Asked]) -> None:
+        """Requests that are prepared already: all of them, or none."""
+        self.front.submit(asked)
+
+    def step(self) -> list[RequestOutput]:
+        """One turn of the engine (in a process of its own: its next news). A request that fails alone is raised."""
+        if not self._failures and len(self.front.outputs):
+            processed = self.front.take(self.front.client.receive())
+            self._kept += processed.results
+            self._failures += processed.failures
+        if self._failures:
+            raise self._failures.pop(0)[1]
+        results, self._kept = self._kept, []
+        return results
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        given = {request_ids} if isinstance(request_ids, str) else set(request_ids)
+        self._failures = [failure for failure in self._failures if failure[0] not in given]
+        self._kept = [result for result in self._kept if result.request_id not in given]
+        self.front.abort(given)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a step has something to say yet: a request runs, or an end has not been told."""
+        return bool(len(self.front.outputs) or self._kept or self._failures)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.front.outputs)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget cached prefixes. False: running requests hold blocks and were not to be started again."""
+        return bool(self.front.call("reset_prefix_cache", reset_running_requests, reset_connector))
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """One result per worker. `method` is a worker's method, 'module:function', or a callable of the worker."""
+        found: list[Any] = self.front.call("collective_rpc", method, timeout, list(args), kwargs, timeout=timeout)
+        return found
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        found: list[Any] = self.front.call("apply_model", func)
+        return found
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """A control verb of engine/control.py."""
+        return self.front.call(name, *args, **kwargs)
+
+    reset_mm_cache = verb("reset_mm_cache")
+    sleep = verb("sleep")
+    wake_up = verb("wake_up")
+    is_sleeping = verb("is_sleeping")
+    start_profile = verb("start_profile")
+    stop_profile = verb("stop_profile")
+    add_lora = verb("add_lora")
+    remove_lora = verb("remove_lora")
+    list_loras = verb("list_loras")
+    pin_lora = verb("pin_lora")
+
+    def close(self) -> None:
+        self.front.close()
+
+    # ---- what the documented attribute paths reach -------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.front.tokenizer
+
+    @property
+    def input_processor(self) -> Any:
+        return self.front.inputs
+
+    @property
+    def output_processor(self) -> Any:
+        return self.front.outputs
+
+    @property
+    def model_executor(self) -> Any:
+        """Only in process: .driver_worker.worker.model_runner.model is the model."""
+        client = self.front.client
+        if not isinstance(client, InProcessClient):
+            raise InputError(
+                "model_executor lives in the engine's own process: use apply_model or collective_rpc, or run the "
+                "engine in this process (QUIRE_ENABLE_V1_MULTIPROCESSING=0)"
+            )
+        return client.loop.executor
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self.front.tokenizer is None:
+            raise InputError("the engine has no tokenizer (skip_tokenizer_init=True)")
+        return self.front.tokenizer
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Another tokenizer from now on, of Quire or transformers; no request may be under way."""
+        if self.has_unfinished_requests():
+            raise InputError(f"{self.get_num_unfinished_requests()} requests are under way: finish or abort them first")
+        self.front.set_tokenizer(tokenizer)
+
+    def get_metrics(self) -> list[Metric]:
+        return self.front.snapshot()
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def do_log_stats(self) -> None:
+        if self.front.log_stats is not None:
+            self.front.log_stats.say()

@@ -1,0 +1,287 @@
+"""executor/remote.py: several workers in processes of their own, addressed by rank over ipc and over sealed TCP."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, get_type_hints
+
+import msgspec
+import pytest
+import zmq
+
+from quire.base.seal import Seal, SealError, new_secret
+from quire.base.sockets import Hub, Wire
+from quire.executor.base import Executor, Worker, one_model
+from quire.executor.remote import RemoteExecutor, types_of
+from quire.schema.errors import CheckpointError, EngineDeadError, InputError, NotBuiltError
+from quire.schema.kv import KVGroup, KVKind, KVLayout, KVSpec, ModelInfo
+from quire.schema.params import SamplingParams
+from quire.schema.step import Grant, Mask, NewRow, StepPlan, StepResult
+
+SPEC = KVSpec(layer="l0", kind=KVKind.FULL, block_size=4, num_kv_heads=1, head_size=8)
+LAYOUT = KVLayout(
+    num_blocks=7,
+    page_bytes=64,
+    groups=(KVGroup(kind=KVKind.FULL, block_size=4, window=0, layers=("l0",)),),
+    slots=(("l0",),),
+    specs=(SPEC,),
+)
+ROW = NewRow(
+    request_id="a", epoch=0, token_ids=(5, 6, 7), num_prompt_tokens=3, params=SamplingParams(temperature=0.5), seed=1
+)
+PLAN = StepPlan(step=4, grants=(Grant("a", 0, 3, True, 0, ((1,),)),), joined=(ROW,), total_tokens=3)
+
+
+class Settings(msgspec.Struct):
+    fails: str = ""  # the verb in which rank 1 fails
+    naps: float = 0.0  # seconds that a result takes
+
+
+class _Late:
+    def __init__(self, result: StepResult, seconds: float) -> None:
+        self._result, self._seconds = result, seconds
+
+    def result(self) -> StepResult:
+        time.sleep(self._seconds)
+        return self._result
+
+
+class RankWorker:
+    """Says what it was asked, and by which rank."""
+
+    model_runner: Any = None
+
+    def __init__(self, config: Settings, *, rank: int, num_workers: int) -> None:
+        self.config, self.rank, self.num_workers = config, rank, num_workers
+        self.layout: KVLayout | None = None
+        self.plans: list[StepPlan] = []
+        self.masks: list[Mask | None] = []
+        self._trip("build")
+
+    def _trip(self, verb: str) -> None:
+        if self.config.fails == verb and self.rank == 1:
+            raise CheckpointError(f"{verb} went wrong")
+
+    def load(self) -> ModelInfo:
+        self._trip("load")
+        return ModelInfo(specs=(SPEC,), vocab_size=9, max_positions=64, num_parameters=10, weight_bytes=100)
+
+    def free_bytes(self) -> int:
+        return 1000 - self.rank
+
+    def init_kv(self, layout: KVLayout) -> None:
+        self.layout = layout
+
+    def warm_up(self) -> None:
+        pass
+
+    def forward(self, plan: StepPlan) -> None:
+        self._trip("forward")
+        self.plans.append(plan)
+
+    def sample(self, step: int, mask: Mask | None) -> _Late:
+        self._trip("sample")
+        self.masks.append(mask)
+        return _Late(StepResult(step=step, sampled=[[self.rank + 40]]), self.config.naps)
+
+    def shutdown(self) -> None:
+        pass
+
+    def said(self) -> list[Any]:
+        return [self.rank, self.num_workers, self.layout == LAYOUT, len(self.plans), os.getpid()]
+
+    def seen(self) -> bool:
+        mask = self.masks[-1]
+        return self.plans[-1] == PLAN and mask is not None and mask.rows == bytes(8)
+
+    def add(self, a: int, b: int = 1) -> int:
+        return a + b + self.rank
+
+    def foreign(self) -> object:
+        return object()
+
+
+def start(num_workers: int = 3, host: str | None = None, **settings: Any) -> RemoteExecutor:
+    return RemoteExecutor(
+        Settings(**settings),  # type: ignore[arg-type]
+        num_workers=num_workers,
+        host=host,
+        worker=f"{__name__}:RankWorker",
+        config_type=f"{__name__}:Settings",
+    )
+
+
+@pytest.fixture(params=[None, "127.0.0.1"], ids=["ipc", "tcp"])
+def executor(request: pytest.FixtureRequest) -> Iterator[RemoteExecutor]:
+    made = start(host=request.param)
+    yield made
+    made.shutdown()
+
+
+def test_every_rank_answers_for_itself(executor: RemoteExecutor) -> None:
+    infos = executor.ask(Worker.load)
+    assert one_model(infos).weight_bytes == 300 and one_model(infos).num_parameters == 30
+    assert executor.ask(Worker.free_bytes) == [1000, 999, 998]
+    assert executor.ask(Worker.init_kv, LAYOUT) == [None, None, None]
+    executor.forward(PLAN)
+    pending = executor.sample(4, Mask(index=(0,), rows=bytes(8), words=2))
+    assert pending.result() == StepResult(step=4, sampled=[[40]])  # the first rank's
+    said = executor.call("said", [], {}, 30.0)
+    assert [one[:4] for one in said] == [[rank, 3, True, 1] for rank in range(3)]
+    assert len({one[4] for one in said} | {os.getpid()}) == 4  # four processes
+    assert executor.call("seen", [], {}, 30.0) == [True, True, True]
+    assert executor.call("add", [1], {"b": 5}, 30.0) == [6, 7, 8]
+
+
+def test_what_cannot_cross_is_refused_and_the_workers_go_on(executor: RemoteExecutor) -> None:
+    with pytest.raises(InputError, match="cannot cross"):
+        executor.call("add", [object()], {}, None)
+    with pytest.raises(InputError, match="cannot cross"):
+        executor.call("foreign", [], {}, 30.0)
+    with pytest.raises(InputError, match="import path"):
+        executor.call_function(lambda worker: None, [], {}, None)
+    with pytest.raises(AttributeError, match="'missing'"):
+        executor.call("missing", [], {}, 30.0)
+    assert executor.call("add", [1], {}, 30.0) == [2, 3, 4]
+
+
+def test_the_next_step_starts_while_a_result_is_awaited() -> None:
+    executor = start(1, naps=0.5)
+    try:
+        executor.forward(PLAN)
+        first = executor.sample(4, None)
+        executor.forward(PLAN)
+        assert executor.call("said", [], {}, 30.0)[0][3] == 2  # while the first sleeps
+        second = executor.sample(4, None)
+        assert first.result().sampled == second.result().sampled == [[40]]
+    finally:
+        executor.shutdown()
+
+
+@pytest.mark.parametrize("verb", ["forward", "sample"])
+def test_a_failure_nobody_waits_for_ends_the_executor(verb: str) -> None:
+    executor = start(2, fails=verb)
+    try:
+        executor.ask(Worker.load)
+        executor.forward(PLAN)
+        with pytest.raises(EngineDeadError, match=f"worker 1 failed: {verb} went wrong"):
+            for _ in range(600):  # rank 0 answers, so the news may come with a later step
+                executor.sample(4, None).result()
+                time.sleep(0.05)
+    finally:
+        executor.shutdown()
+
+
+def test_an_error_in_one_rank_is_raised_as_what_it_was() -> None:
+    executor = start(2, fails="load")
+    try:
+        with pytest.raises(CheckpointError, match="load went wrong"):
+            executor.ask(Worker.load)
+        assert executor.ask(Worker.free_bytes) == [1000, 999]
+    finally:
+        executor.shutdown()
+
+
+def test_a_worker_that_cannot_be_built_says_why() -> None:
+    executor = start(2, fails="build")
+    try:
+        with pytest.raises(EngineDeadError, match=r"build went wrong|exit code 1"):
+            executor.ask(Worker.load)
+            executor.ask(Worker.free_bytes)
+    finally:
+        executor.shutdown()
+
+
+def test_a_killed_worker_fails_whatever_waits() -> None:
+    executor = start(2, naps=60.0)
+    try:
+        executor.forward(PLAN)
+        pending = executor.sample(4, None)
+        os.kill(executor.call("said", [], {}, 30.0)[1][4], signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match=r"worker 1 .* SIGKILL"):
+            pending.result()
+    finally:
+        executor.shutdown()
+
+
+def test_types_are_read_from_the_one_declaration() -> None:
+    for name, verb in vars(Worker).items():
+        if not name.startswith("_") and callable(verb):
+            assert types_of(name).args == tuple[tuple(v for k, v in get_type_hints(verb).items() if k != "return")]
+    assert types_of("sample").answer is StepResult
+    for name in ("__init__", "model_runner", "_private", "nothing"):
+        with pytest.raises(LookupError, match="no verb"):
+            types_of(name)
+    again = {"load", "free_bytes", "init_kv", "warm_up"} & {*vars(RemoteExecutor), *vars(Executor)}
+    assert not again, f"declared a second time: {again}"
+
+
+def test_ranks_must_hold_the_same_layers() -> None:
+    info = ModelInfo(specs=(SPEC,), vocab_size=9, max_positions=64, num_parameters=1, weight_bytes=1)
+    with pytest.raises(NotBuiltError, match="rank 1 keeps other KV"):
+        one_model([info, msgspec.structs.replace(info, specs=())])
+    with pytest.raises(RuntimeError, match="rank 1 loaded a model of 8 tokens"):
+        one_model([info, msgspec.structs.replace(info, vocab_size=8)])
+
+
+# ---- the seal
+
+
+def test_a_seal_opens_once_in_order_for_its_channel_and_secret() -> None:
+    secret = new_secret()
+    mine, theirs = Seal(secret), Seal(secret)
+    first, second = mine.close(b"from 0", [b"a", b"bc"]), mine.close(b"from 0", [b"d"])
+    with pytest.raises(SealError, match="another secret"):
+        Seal(new_secret()).open(b"from 0", first)
+    for channel in (b"from 1", b"to 0"):
+        with pytest.raises(SealError, match="another secret, or was changed"):
+            theirs.open(channel, first)
+    for changed in ([b"ab", b"c", first[-1]], [b"a", b"bd", first[-1]], [b"a", first[-1]]):
+        with pytest.raises(SealError, match="changed on its way"):
+            theirs.open(b"from 0", changed)
+    with pytest.raises(SealError, match="message 1 came where message 0 was due"):
+        theirs.open(b"from 0", second)
+    for bare in ([], [b"a"], [b"a", b"x" * 40]):
+        with pytest.raises(SealError):
+            theirs.open(b"from 0", bare)
+    assert theirs.open(b"from 0", first) == [b"a", b"bc"]
+    with pytest.raises(SealError, match="message 0 came where message 1 was due"):
+        theirs.open(b"from 0", first)
+    assert theirs.open(b"from 0", second) == [b"d"]
+
+
+def test_strangers_at_a_tcp_mailbox_are_not_heard(caplog: pytest.LogCaptureFixture) -> None:
+    secret = new_secret()
+    hub = Hub("", mine="tcp://127.0.0.1:*", seal=Seal(secret))
+    wire = Wire("", mine="tcp://127.0.0.1:*", theirs=hub.address, sender=b"0", seal=Seal(secret))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stranger = context.socket(zmq.PUSH)
+    stranger.connect(hub.address)
+    true = Seal(secret).close(b"from 0", [b"mine"])
+    for frames in ([b"0"], [b"0", b"forged"], [b"0", *Seal(new_secret()).close(b"from 0", [b"forged"])]):
+        stranger.send_multipart(frames)
+    stranger.send_multipart([b"0", *true])
+    assert hub.receive() == (b"0", [b"mine"])  # what was sealed with the secret, and nothing before it
+    stranger.send_multipart([b"0", *true])  # replayed
+    later = threading.Timer(0.3, lambda: (wire.send([b"lost: number 0 again"]), wire.send([b"second"])))
+    later.start()
+    assert hub.receive() == (b"0", [b"second"])
+    later.join()
+    hub.open("0", wire.address)
+    hub.send("0", [b"back"])
+    assert wire.receive(30.0) == [b"back"]
+    stranger.close(linger=0)
+    wire.close()
+    hub.close()
+    context.term()
+
+
+def test_tcp_without_a_seal_is_refused() -> None:
+    with pytest.raises(ValueError, match="can be reached from outside"):
+        Hub("", mine="tcp://127.0.0.1:*")
+    with pytest.raises(ValueError, match="neither a name nor tcp"):
+        Hub("", mine="udp://127.0.0.1:*", seal=Seal(new_secret()))
