@@ -78,7 +78,7 @@ class EngineConfig(Group):
     spec_tokens: int | None = option(None, "Shorthand for its num_speculative_tokens.", LATER, low=1)
     diffusion_config: DiffusionConfig | None = option(None, "Denoising models.", LATER, flags=("-dc",))
     kv_transfer_config: KVTransferConfig | None = option(None, "KV from or to elsewhere.", LATER)
-    kv_events_config: KVEventsConfig | None = option(None, "Events about cached blocks.", LATER)
+    kv_events_config: KVEventsConfig | None = option(None, "Events about cached blocks, as a mapping.")
     ec_transfer_config: ECTransferConfig | None = option(None, "Encoder outputs from or to elsewhere.", LATER)
     ec_manager_config: dict[str, Any] | None = option(None, "The cache of encoder outputs.", LATER)
     engram_config: dict[str, Any] | None = option(None, "Memory tables of Engram models.", LATER)
