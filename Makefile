@@ -10,6 +10,8 @@ JOBS ?= 2
 ifndef SEED
 SEED := $(shell date +%s)
 endif
+# Tests start hundreds of processes: bytecode is kept, even where the environment says that it should not be.
+export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help

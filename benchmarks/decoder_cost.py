@@ -31,12 +31,12 @@ CONFIG: dict[str, Any] = dict(
 
 def serve(layers: int) -> None:
     """In the child: one line in (rows, steps), one line out (seconds of processor time)."""
-    import torch  # noqa: PLC0415
+    import torch
 
-    from quire.attention.select import select_backend  # noqa: PLC0415
-    from quire.layers.batch import Batch, GroupStep  # noqa: PLC0415
-    from quire.models.build import build_model  # noqa: PLC0415
-    from quire.schema.kv import KVGroup, KVKind  # noqa: PLC0415
+    from quire.attention.select import select_backend
+    from quire.layers.batch import Batch, GroupStep
+    from quire.models.build import build_model
+    from quire.schema.kv import KVGroup, KVKind
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -353,8 +353,9 @@ async def request_templates(door: Door) -> None:
 
 @attack("answers: repetition detection of any size over a long output", pause=20)
 async def repetition(door: Door) -> None:
-    rule = {"max_pattern_size": 1_000_000, "min_pattern_size": 1, "min_count": 200}
-    body = {"prompt": "a a a a", "max_tokens": 192, "ignore_eos": True, "repetition_detection": rule}
+    """Every size that fits is looked at. The answer comes as slowly as those of everyone else: its tokens are few."""
+    rule = {"max_pattern_size": 1_000_000, "min_pattern_size": 1, "min_count": 16}
+    body = {"prompt": "a a a a", "max_tokens": 64, "ignore_eos": True, "repetition_detection": rule}
     await door.must(await door.ask(TEXT, body), (200, 400), "repetition detection")
 
 

@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from quire.config import embedded
+from quire.checkpoint import embedded
 
 QUIRE = str(Path(sys.executable).parent / "quire")
 PACKING, MAPPING = "quire complete, packing", "quire complete, one token"

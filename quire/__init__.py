@@ -10,7 +10,7 @@ from typing import Any
 
 _NAMES = {
     "LLM": "quire.llm.offline:LLM",
-    "LLMEngine": "quire.llm.stepper:LLMEngine",
+    "LLMEngine": "quire.llm.engine:LLMEngine",
     "AsyncLLM": "quire.llm.online:AsyncLLM",
     "AsyncLLMEngine": "quire.llm.online:AsyncLLM",
     "EngineArgs": "quire.config:EngineArgs",

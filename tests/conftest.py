@@ -42,10 +42,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"files ran in the order of --file-order {seed}")
 
 
+# What takes half a minute or more alone. These go first: a file is one process's, and the other would wait for it.
+LONG_FILES = frozenset(
+    f"tests/{name}.py"
+    for name in """
+    engine/test_every_architecture engine/test_batch_invariant_hostile engine/test_structured_outputs
+    models/test_parity ops/test_cpu_tiles server/test_hosting_doors
+    """.split()  # noqa: SIM905
+)
+
+
 def shuffle_files(items: list[pytest.Item], seed: int) -> None:
-    """Files in another order, the tests of each as they were. Every process of a run comes to the same order."""
+    """Files in another order, long ones first, the tests of each as they were. Every process of a run comes to the same
+    order."""
     names = sorted({item.nodeid.partition("::")[0] for item in items})
     random.Random(seed).shuffle(names)
+    names.sort(key=lambda name: name not in LONG_FILES)
     place = {name: number for number, name in enumerate(names)}
     items.sort(key=lambda item: place[item.nodeid.partition("::")[0]])
 

@@ -15,6 +15,7 @@ import torch
 
 from quire.ops import packed
 from quire.ops.cpu.native import kernels
+from tests.shared import make_once
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPILER = os.environ.get("CXX", "c++").split()
@@ -26,16 +27,9 @@ CANNOT_BUILD = [
 ]
 
 
-def build(folder: Path) -> ctypes.CDLL:
-    out = folder / "libtiles.so"
-    source = ROOT / "csrc" / "cpu"
-    by_machine = ["-mavx2", "-mfma", "-mf16c"] if os.uname().machine == "x86_64" else []
-    flags = ["-O1", "-std=c++20", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-math-errno"]
-    names = ["-DQC_ISA=emulated", "-DQC_EMULATE_AMX", "-DQC_EMULATE_BF16", "-DQC_SECOND_CACHE=4096", f"-I{source}"]
-    files = [str(ROOT / "tests" / "ops" / "tiles.cpp"), str(source / "pool.cpp")]
-    subprocess.run([*COMPILER, *flags, *MORE_FLAGS, *by_machine, *names, *files, "-o", str(out)], check=True)
-    found = ctypes.CDLL(str(out))
-    native = kernels()
+def build(factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Compiled once for all the files and processes of a run: it takes as long as many of the tests."""
+    native, found = kernels(), ctypes.CDLL(str(make_once(factory, "tiles", _compile) / "libtiles.so"))
     assert native is not None
     found.tiles_packed.argtypes = native.qc_linear_packed.argtypes
     plain = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 4)
@@ -45,6 +39,18 @@ def build(folder: Path) -> ctypes.CDLL:
     found.tiles_block.argtypes = (*[c_void_p] * 6, c_int)
     found.tiles_in_use.argtypes = (c_void_p,)
     return found
+
+
+def _compile(folder: Path) -> None:
+    source = ROOT / "csrc" / "cpu"
+    by_machine = ["-mavx2", "-mfma", "-mf16c"] if os.uname().machine == "x86_64" else []
+    flags = ["-O1", "-std=c++20", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-math-errno"]
+    names = ["-DQC_ISA=emulated", "-DQC_EMULATE_AMX", "-DQC_EMULATE_BF16", "-DQC_SECOND_CACHE=4096", f"-I{source}"]
+    files = [str(ROOT / "tests" / "ops" / "tiles.cpp"), str(source / "pool.cpp")]
+    out = ["-o", str(folder / "libtiles.so")]
+    # Under `make sanitize` the sanitizer comes first into Python, not into the compiler, which it makes slow and large.
+    own = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    subprocess.run([*COMPILER, *flags, *MORE_FLAGS, *by_machine, *names, *files, *out], check=True, env=own)
 
 
 def draw(*shape, seed=0, dtype=torch.float32):

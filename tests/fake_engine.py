@@ -255,3 +255,14 @@ def main(boot: bytes) -> None:
 
     BACKENDS.register("uni", FakeExecutor)
     engine_main(boot)
+
+
+def batch(arguments: list[str]) -> int:
+    """`quire run-batch` in a process of its own, with the fake worker in it."""
+    from quire.base.env import forget_all
+    from quire.cli.batch import run_batch
+
+    os.environ["QUIRE_ENABLE_V1_MULTIPROCESSING"] = "0"
+    forget_all()
+    BACKENDS.register("uni", FakeExecutor)
+    return run_batch(arguments, "quire run-batch")

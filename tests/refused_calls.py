@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.ops.cpu.block import BlockParts, BlocksCall, NativeStep, StepTurn, Weights
+from quire.ops.blocks import BlockParts, StepTurn, Weights
+from quire.ops.cpu.block import BlocksCall, NativeCache, NativeStep
 from quire.ops.cpu.moe_forms import MatrixWork, MoeWork, matrix_work
 from quire.ops.cpu.native import CHECKED, AttentionWork, DrawWork, KernelError, Segment, kernels
 from quire.ops.few import NormRule
@@ -61,12 +62,14 @@ def qc_run_blocks(
     qkv, back, wide, down = (Weights(torch.randn(shape) / 8, None) for shape in shapes)
     norm = NormRule(torch.ones(WIDTH), 1e-5, 0.0, False)
     prep = QkvPrep(heads, kv, None, None, 0.0, 0.0, False, None, None, False)
-    cache = torch.zeros(BLOCK, 2 * KV * SIZE)[:slots]
-    parts = BlockParts((qkv, back, wide, down), (norm, norm), prep, cache, 0.25, 0.0, None, None, act)
-    call = BlocksCall(library, [parts], [0], torch.float32)
+    cache = NativeCache()
+    cache.rows = torch.zeros(BLOCK, 2 * KV * SIZE)[:slots]
+    parts = BlockParts((qkv, back, wide, down), (norm, norm), prep, cache, 0.25, 0.0, None, None, "named")
+    call = BlocksCall(library, {"named": act}, [parts], [0], torch.float32, TOKENS)
     call._which[0] = which
     turn = StepTurn(step, torch.ones(TOKENS, 1, turned), torch.zeros(TOKENS, 1, turned))
-    assert call(torch.randn(TOKENS, WIDTH), None, [turn])[1].isfinite().all()
+    done = call(torch.randn(TOKENS, WIDTH), None, [turn])
+    assert done is not None and done[1].isfinite().all()
 
 
 def qc_run_moe(

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from options_page import NOTE, environment_page, options_page
 from python_api import python_page
 
 from quire.base.registry import load
 from quire.cli.bench import BENCHES
+from quire.cli.launch import PARTS
 from quire.cli.main import COMMANDS
 from quire.config import EngineArgs, FlexibleArgumentParser
-from quire.config.docs import NOTE, environment_page, options_page
 from quire.config.flags import add_flags
 from quire.config.server import flats
 from quire.observe.declared import TABLE, Declared, http_table
@@ -110,16 +111,11 @@ def commands() -> str:
     ]
     for name, command in COMMANDS.items():
         lines += [f"## quire {name}", "", f"{_sentence(command.summary)}", ""]
-        if name == "bench":
-            for bench, (path, summary) in BENCHES.items():
-                lines += [
-                    f"### quire bench {bench}",
-                    "",
-                    _sentence(summary),
-                    "",
-                    *_options(path, f"quire bench {bench}"),
-                ]
-        else:
+        further = {"bench": BENCHES, "launch": PARTS}.get(name, {})
+        for second, (path, summary) in further.items():
+            program = f"quire {name} {second}"
+            lines += [f"### {program}", "", _sentence(summary), "", *_options(path, program)]
+        if not further:
             lines += _options(command.path, f"quire {name}")
     return "\n".join(lines).rstrip() + "\n"
 

@@ -31,7 +31,6 @@ from quire.base import env, log
 from quire.base.unread import UNREAD
 from quire.cli.serve import make_parser, options_of
 from quire.config import AsyncEngineArgs, UsageContext
-from quire.config.docs import NOTE
 from quire.config.option import Declared, parts, same
 from quire.config.server import flats
 from quire.config.table import group_of, table
@@ -41,6 +40,7 @@ from quire.server.app import build_app
 from quire.server.state import ServerState
 from tests.fake_engine import use_fake, write_model
 from tools.documented import FLAGS, VARIABLES
+from tools.options_page import NOTE
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "survey.md"
 WORKS, INERT, REFUSED, FAILED = "works", "no effect", "refused", "failed"
@@ -123,7 +123,7 @@ def other_values(name: str, declared: Declared | None, folder: str) -> Iterator[
         if kind is bool:
             yield ()
         elif get_origin(kind) is Literal:
-            yield from ((str(v),) for v in get_args(kind) if not same(v, o.asked))
+            yield from ((str(v),) for v in get_args(kind) if not same(v, o.unset))
         elif get_origin(kind) in (tuple, list):
             inner = get_args(kind)[0]
             literals = [str(v) for part in parts(inner) if get_origin(part) is Literal for v in get_args(part)]
@@ -137,9 +137,9 @@ def other_values(name: str, declared: Declared | None, folder: str) -> Iterator[
                 else (json.dumps({next(iter(group.__dataclass_fields__)): 1}),)
             )
         elif kind in (int, float):
-            yield from ((str(v),) for v in ("2", "77", "0.5", "0") if str(o.asked) != v)
+            yield from ((str(v),) for v in ("2", "77", "0.5", "0") if str(o.unset) != v)
         elif kind is str:
-            yield from ((choice,) for choice in o.choices if choice != o.asked)
+            yield from ((choice,) for choice in o.choices if choice != o.unset)
             yield ("x",)
 
 
@@ -170,7 +170,7 @@ def try_flag(name: str, declared: Declared | None, folder: str) -> Found:
     for value in other_values(name, declared, folder):
         shown = " ".join(value).replace(folder, "FOLDER")
         words = [f"--{name}", *value, *_BESIDE.get(name, ())]
-        if value == () and declared is not None and declared.option.asked is True:
+        if value == () and declared is not None and declared.option.unset is True:
             words[0], shown = f"--no-{name}", "(switched off)"
         try:
             lines = start(words, folder)

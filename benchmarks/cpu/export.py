@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from quire.config.gguf_config import config_of
-from quire.config.source import locate
+from quire.checkpoint.gguf_config import config_of
+from quire.checkpoint.source import locate
 from quire.loader.files import find_weights, read_weights
 from quire.loader.gguf_file import open_gguf
 from quire.text.tokenizer import load_tokenizer

@@ -35,7 +35,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quire.config.source import locate
+from quire.checkpoint.source import locate
 
 CHILD = Path(__file__).with_name("peer_child.py")
 WORKS = {"batch": (64, 128, 128), "one": (1, 5, 128), "first": (1, 1024, 1)}  # requests, prompt and output tokens

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from requantize import KINDS, requantize
 
-from quire.config.source import locate
+from quire.checkpoint.source import locate
 from quire.ops.cpu.native import kernels, why_not
 from quire.text.tokenizer import load_tokenizer
 

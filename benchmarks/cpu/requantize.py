@@ -16,7 +16,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
-from quire.config.source import locate
+from quire.checkpoint.source import locate
 
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16", "F32")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 # (vllm module, Quire module, names). The same vllm module may come more than once.
 SAME: tuple[tuple[str, str, str], ...] = (
     ("vllm", "quire.llm.offline", "LLM"),
-    ("vllm", "quire.llm.stepper", "LLMEngine"),
+    ("vllm", "quire.llm.engine", "LLMEngine"),
     ("vllm", "quire.config", "EngineArgs AsyncEngineArgs"),
     ("vllm", "quire.schema.params", "SamplingParams PoolingParams"),
     ("vllm", "quire.schema.prompt", "PromptType TextPrompt TokensPrompt"),
@@ -84,7 +84,7 @@ SAME: tuple[tuple[str, str, str], ...] = (
     ("vllm.v1.sample.logits_processor.interface", "quire.sampling.processors", "BatchUpdate LogitsProcessor"
      " MoveDirectionality"),
     ("vllm.engine.arg_utils", "quire.config", "EngineArgs AsyncEngineArgs"),
-    ("vllm.engine.llm_engine", "quire.llm.stepper", "LLMEngine"),
+    ("vllm.engine.llm_engine", "quire.llm.engine", "LLMEngine"),
     ("vllm.entrypoints.cli.main", "quire.cli.main", "main"),
     ("vllm.entrypoints.llm", "quire.llm.offline", "LLM"),
     ("vllm.inputs", "quire.schema.prompt", "EmbedsPrompt PromptType SingletonPrompt TextPrompt TokensPrompt"),
@@ -141,7 +141,7 @@ SAME: tuple[tuple[str, str, str], ...] = (
     ("vllm.utils.argparse_utils", "quire.config", "FlexibleArgumentParser"),
     ("vllm.v1.engine.async_llm", "quire.llm.online", "AsyncLLM"),
     ("vllm.v1.engine.exceptions", "quire.schema.errors", "EngineDeadError EngineGenerateError"),
-    ("vllm.v1.engine.llm_engine", "quire.llm.stepper", "LLMEngine"),
+    ("vllm.v1.engine.llm_engine", "quire.llm.engine", "LLMEngine"),
     ("vllm.v1.metrics.reader", "quire.observe.reader", "Counter Gauge Histogram Metric Vector"),
     ("vllm.v1.sample.logits_processor", "quire.sampling.processors", "AdapterLogitsProcessor BatchUpdate"
      " LogitsProcessor MoveDirectionality RequestLogitsProcessor"),

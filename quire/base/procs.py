@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import json
 import os
 import shutil
 import signal
@@ -25,11 +26,17 @@ from typing import IO
 
 from quire.base import env, registry
 
+_BACKGROUND = (
+    "import os; os.nice({nice}); import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from {module} import {function}; {function}()"
+)
+_BACKGROUND_NICE = 5  # a quarter of a core, where something else wants all of it
 _ENTER = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     "import sys; sys.path[:] = {path!r}; "
     "from quire.base.procs import enter; enter({target!r}, {litter!r}, {early!r})"
 )
+_TICKS = os.sysconf("SC_CLK_TCK")
 _LENGTH_BYTES = 8
 PARENT_GONE = 70  # exit code of a child whose parent vanished
 STACKS = signal.SIGUSR2
@@ -124,6 +131,23 @@ class Child:
     def close(self) -> None:
         """Stop it, and give the descriptors back: nobody may be waiting for `notice` any more."""
         self._finalizer()
+
+
+def background_command(target: str) -> list[str]:
+    """Of an interpreter that calls `target` ('module:function'), after everyone else in line for the processor."""
+    module, function = target.split(":")
+    code = _BACKGROUND.format(nice=_BACKGROUND_NICE, module=module, function=function)
+    return [sys.executable, "-P", "-c", code, json.dumps(sys.path)]
+
+
+def processor_seconds(pid: int) -> float:
+    """What a process, all its threads together, has had of the processor; 0.0 once it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / _TICKS  # utime, stime
 
 
 @contextlib.contextmanager

@@ -24,17 +24,19 @@ Advance = Callable[[int], None]
 
 @contextmanager
 def progress(
-    log: logging.Logger, words: str, total: int | None, unit: str = BYTES, *, shown: bool = True
+    log: logging.Logger, words: str, total: int | None, unit: str = BYTES, *, shown: bool = True, before: int = 0
 ) -> Iterator[Advance]:
     """Calls take what was done since the last. `unit`: B for bytes, else a word such as requests. No `total`: unknown.
 
-    `shown` False is a bar that nobody wants: a terminal then gets the lines of a log.
+    `shown` False is a bar that nobody wants: a terminal then gets the lines of a log. `before`: what was done already
+    when this work began; it counts towards `total` and not towards the rate.
     """
     lock = threading.Lock()
     if shown and sys.stderr.isatty():
         bar = load("tqdm:tqdm")(
             total=total, desc=words, unit=unit if unit == BYTES else f" {unit}", unit_scale=unit == BYTES,
             dynamic_ncols=True, leave=False, delay=_BAR_AFTER_S,
+            initial=before,
         )  # fmt: skip
         with bar:
 
@@ -44,7 +46,7 @@ def progress(
 
             yield advance
         return
-    lines = _Lines(log, words, total, unit)
+    lines = _Lines(log, words, total, unit, before)
 
     def note(done: int) -> None:
         with lock:
@@ -56,9 +58,9 @@ def progress(
 class _Lines:
     """The first comes after LINE_SECONDS: what is over by then needs none."""
 
-    def __init__(self, log: logging.Logger, words: str, total: int | None, unit: str) -> None:
+    def __init__(self, log: logging.Logger, words: str, total: int | None, unit: str, before: int) -> None:
         self._log, self._words, self._total, self._unit = log, words, total, unit
-        self._began, self._done = now(), 0
+        self._began, self._done, self._before = now(), before, before
         self._throttle = Throttle(LINE_SECONDS)
         self._throttle.ready()
 
@@ -68,7 +70,7 @@ class _Lines:
             self._log.info("%s: %s", self._words, self._state())
 
     def _state(self) -> str:
-        rate = self._done / max(now() - self._began, 1e-9)
+        rate = (self._done - self._before) / max(now() - self._began, 1e-9)
         speed = f"{amount(rate, self._unit)}/s" if self._unit == BYTES else f"{rate:.1f} {self._unit}/s"
         if not self._total:
             return f"{amount(self._done, self._unit)}, {speed}"

@@ -27,8 +27,9 @@ from quire.bench.endpoints import COMPLETIONS, Asked, Outcome, check_endpoint
 from quire.bench.flags import SAMPLING, add_serve_flags, check_dataset, dataset_options
 from quire.bench.http_client import HTTPError, Pool, Server, parse_server
 from quire.bench.load import Generator, Request, allow_files, run_async
-from quire.config import FlexibleArgumentParser, embedded
-from quire.config.source import locate
+from quire.checkpoint import embedded
+from quire.checkpoint.source import locate
+from quire.config import FlexibleArgumentParser
 from quire.schema.errors import InputError, ModelNotFoundError, QuireError
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> None:
     laps = Laps()
     phases: list[tuple[str, float, str]] = [("interpreter", entered - float(spawned), "")]
     parser = load("quire.config:FlexibleArgumentParser")()
-    engine_class = load("quire.llm.stepper:LLMEngine")
+    engine_class = load("quire.llm.engine:LLMEngine")
     params = load("quire.schema.params:SamplingParams")(temperature=0.0, max_tokens=1, ignore_eos=True)
     laps.mark("import quire")
     engine_args = load("quire.config:EngineArgs")

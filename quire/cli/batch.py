@@ -12,8 +12,9 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from quire.base.clock import now
@@ -27,6 +28,7 @@ from quire.config.flags import add_flags, human_readable_int
 from quire.config.server import ServerConfig, flats, server_config
 from quire.llm.online import AsyncLLM
 from quire.schema.errors import EngineDeadError, InputError
+from quire.server.openai.batch_resume import Earlier, check_input, read_earlier
 
 log = logger(__name__)
 # Options of the server that mean something without a socket.
@@ -49,8 +51,14 @@ def run_batch(arguments: Sequence[str], program: str) -> int:
     options = server_config(**{name: vars(args)[name] for name in SERVER_OPTIONS})
     policy = Policy(args.max_file_bytes, args.url_timeout, tuple(args.allow_url_host))
     try:
-        with input_file(args.input_file, policy) as source, output_file(args, policy) as target:
-            return run_async(answer_file(args, options, source, target))
+        with input_file(args.input_file, policy) as source:
+            earlier = earlier_answers(args)
+            total = check_input(earlier, source, options.max_request_bytes)
+            if total and len(earlier.done) == total:
+                print(f"all {total} requests were answered before", file=sys.stderr)
+                return 0
+            with output_file(args, policy, earlier) as target:
+                return run_async(answer_file(args, options, Work(source, target, total, earlier.done)))
     except FetchError as wrong:
         raise InputError(str(wrong)) from None
 
@@ -63,6 +71,8 @@ def make_parser(program: str) -> FlexibleArgumentParser:
     add("model_tag", nargs="?", metavar="MODEL", help="folder, GGUF file or hub id (or --model)")
     add("-i", "--input-file", required=True, help="JSON lines: a path, or an http(s) URL to get them from")
     add("-o", "--output-file", required=True, help="a path, or an http(s) URL to PUT the answers to")
+    add("--resume", action="store_true",
+        help="go on with an interrupted batch: answers in --output-file stay, the rest is asked")  # fmt: skip
     add("--output-tmp-dir", default=None, help="folder for answers that are sent to a URL, before they are")
     add("--allow-url-host", action="append", default=[], metavar="HOST",
         help="a host whose address is not public; others in private networks are refused; repeatable")  # fmt: skip
@@ -73,6 +83,37 @@ def make_parser(program: str) -> FlexibleArgumentParser:
     add("--port", type=int, default=8000, help="port of /metrics (default: 8000)")
     add("--disable-tqdm", action="store_true", help="no progress bar")
     return parser
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run reads and writes; requests with a custom_id in `done` are answered already."""
+
+    source: IO[bytes]
+    target: IO[bytes]
+    total: int
+    done: Collection[str]
+
+
+def earlier_answers(args: argparse.Namespace) -> Earlier:
+    """Of the run that --resume goes on with; without it, none."""
+    place = args.output_file
+    if not args.resume:
+        return Earlier(place)
+    if is_url(place):
+        raise InputError("--resume needs an --output-file that is a path: answers are sent to a URL all at once",
+                         param="resume")  # fmt: skip
+    try:
+        found = read_earlier(place)
+    except OSError as wrong:
+        raise InputError(f"--output-file {place}: {wrong.strerror}", param="output_file") from None
+    log.info(
+        "%s has %d answers, which stay; %d lines that failed or are torn are asked again",
+        place,
+        len(found.done),
+        found.dropped,
+    )
+    return found
 
 
 @contextmanager
@@ -93,14 +134,14 @@ def input_file(place: str, policy: Policy) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def output_file(args: argparse.Namespace, policy: Policy) -> Iterator[IO[bytes]]:
+def output_file(args: argparse.Namespace, policy: Policy, earlier: Earlier) -> Iterator[IO[bytes]]:
     """What a failed run had written stays."""
     place = args.output_file
     if not is_url(place):
         folder = os.path.dirname(place) or "."
         if os.path.isdir(place) or not os.access(place if os.path.exists(place) else folder, os.W_OK):
             raise InputError(f"--output-file {place}: it cannot be written", param="output_file")
-        with contextlib.closing(Growing(place)) as grows:
+        with contextlib.closing(Growing(place, earlier if args.resume else None)) as grows:
             try:
                 yield cast(IO[bytes], grows)
             except BaseException:
@@ -129,16 +170,21 @@ def output_file(args: argparse.Namespace, policy: Policy) -> Iterator[IO[bytes]]
 
 
 class Growing:
-    """A file that begins anew with the first word written: a run that never begins leaves an older one alone."""
+    """A file that begins with the first word written: a run that never begins leaves an older one alone.
 
-    def __init__(self, place: str) -> None:
-        self._place, self.size = place, 0
+    It begins anew, or after the answers of an `earlier` run.
+    """
+
+    def __init__(self, place: str, earlier: Earlier | None) -> None:
+        self._place, self._earlier, self.size = place, earlier, 0
         self._file: IO[bytes] | None = None
 
     def write(self, data: bytes) -> int:
         if self._file is None:
             try:
-                self._file = open(self._place, "wb")  # noqa: SIM115
+                if self._earlier is not None:
+                    self._earlier.cut_back()
+                self._file = open(self._place, "wb" if self._earlier is None else "ab")  # noqa: SIM115
             except OSError as wrong:
                 raise InputError(f"--output-file {self._place}: {wrong.strerror}", param="output_file") from None
         self.size += len(data)
@@ -160,12 +206,10 @@ def _keep_or_drop(path: str) -> None:
         os.unlink(path)
 
 
-async def answer_file(args: argparse.Namespace, options: ServerConfig, source: IO[bytes], target: IO[bytes]) -> int:
+async def answer_file(args: argparse.Namespace, options: ServerConfig, work: Work) -> int:
     engine_args = AsyncEngineArgs.from_cli_args(args)
     build_app, state_class = load("quire.server.app:build_app"), load("quire.server.state:ServerState")
     runner_class = load("quire.server.openai.batch:BatchRunner")
-    total = sum(1 for line in source if line.strip())
-    source.seek(0)
     engine = AsyncLLM.from_engine_args(engine_args, usage_context="OPENAI_BATCH_RUNNER")
 
     def alive() -> None:
@@ -184,11 +228,13 @@ async def answer_file(args: argparse.Namespace, options: ServerConfig, source: I
         )
         began = now()
         async with metrics_page(app, args):
-            with progress(log, "Answering", total, "requests", shown=not args.disable_tqdm) as advance:
-                tally = await runner.run(source, target, lambda: advance(1))
+            shown, before = not args.disable_tqdm, len(work.done)
+            with progress(log, "Answering", work.total, "requests", shown=shown, before=before) as advance:
+                tally = await runner.run(work.source, work.target, lambda: advance(1), work.done)
     finally:
         engine.shutdown()
-    print(f"{tally.completed} answered, {tally.failed} failed, {now() - began:.1f} s", file=sys.stderr)
+    earlier = f"{len(work.done)} answered before, " if work.done else ""
+    print(f"{earlier}{tally.completed} answered, {tally.failed} failed, {now() - began:.1f} s", file=sys.stderr)
     if tally.nameless:
         print(f"{tally.nameless} lines have no custom_id that could be read", file=sys.stderr)
     return 1 if tally.nameless else 0

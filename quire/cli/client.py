@@ -24,10 +24,10 @@ from quire.cli.conversation import ONE_REQUEST, SETTINGS, Answered, Conversation
 from quire.cli.remote import LOCAL_URL, Remote, RemoteSpeaker, find_local, local_server
 from quire.cli.terminal import messages, writer
 from quire.config import EngineArgs, FlexibleArgumentParser
-from quire.llm.prompts import render
-from quire.llm.stepper import LLMEngine
+from quire.llm.engine import LLMEngine
 from quire.schema.errors import ConfigError
 from quire.schema.params import RequestOutputKind, SamplingParams
+from quire.text.chat import tokenize_chat
 
 
 def chat(arguments: Sequence[str], program: str) -> int:
@@ -140,7 +140,7 @@ class Speaker:
 
     def answer(self, messages: list[Message]) -> Answered:
         """The assistant's next message."""
-        return self._stream(render(self._tokenizer, messages, chat_template=self._template))
+        return self._stream(tokenize_chat(self._tokenizer, messages, chat_template=self._template))
 
     def complete(self, text: str) -> Answered:
         return self._stream(text)

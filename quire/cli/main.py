@@ -31,6 +31,7 @@ COMMANDS = {
     "list": Command("quire.cli.models:list_models", "list the models on this machine"),
     "bench": Command("quire.cli.bench:bench", "measure a server, the engine or its start"),
     "run-batch": Command("quire.cli.batch:run_batch", "answer a file of requests in OpenAI's batch format"),
+    "launch": Command("quire.cli.launch:launch", "a part of a server by itself: render, which makes token ids"),
     "collect-env": Command("quire.cli.tools:collect_env", "print versions and hardware, for a bug report"),
 }
 

@@ -1,6 +1,7 @@
 """`quire pull NAME` and `quire list`: models fetched from the hub, and those that are here.
 
-Where a name leads is config/source.py's to say; what the local cache holds, the hub library's. Must not know: engines.
+Where a name leads is checkpoint/source.py's to say; what the local cache holds, the hub library's.
+Must not know: engines.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from quire.base.registry import load
-from quire.config import FlexibleArgumentParser, embedded
-from quire.config.source import Located, locate
+from quire.checkpoint import embedded
+from quire.checkpoint.source import Located, locate
+from quire.config import FlexibleArgumentParser
 from quire.schema.errors import ModelNotFoundError
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")

@@ -1,4 +1,4 @@
-"""What was asked, and what was decided: frozen config groups, EngineArgs, flags, and resolution.
+"""The options a user gives, and what is decided from them: frozen config groups, EngineArgs, flags, and resolution.
 
 Names are loaded on first use, so that `import quire.config` costs nothing.
 """
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from quire.config.engine import replace as replace
     from quire.config.groups import *  # noqa: F403
     from quire.config.parser import FlexibleArgumentParser as FlexibleArgumentParser
-    from quire.config.source import Located as Located
-    from quire.config.source import locate as locate
 
 _GROUPS = (
     "AttentionConfig", "CUDAGraphMode", "CacheConfig", "CompilationConfig", "CompilationMode", "DeviceConfig",
@@ -35,8 +33,6 @@ _PLACES = {
     "AsyncEngineArgs": "quire.config.args:AsyncEngineArgs",
     "UsageContext": "quire.config.args:UsageContext",
     "FlexibleArgumentParser": "quire.config.parser:FlexibleArgumentParser",
-    "Located": "quire.config.source:Located",
-    "locate": "quire.config.source:locate",
     "decode": "quire.config.engine:decode",
     "encode": "quire.config.engine:encode",
     "replace": "quire.config.engine:replace",

@@ -29,7 +29,7 @@ from quire.config.table import Flat, table
 
 
 class UsageContext(enum.StrEnum):
-    """Who asks; it only chooses defaults of batch size."""
+    """Who asks; it chooses defaults of batch size, and for one that only renders what need not be known."""
 
     UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
     LLM_CLASS = "LLM_CLASS"
@@ -37,6 +37,7 @@ class UsageContext(enum.StrEnum):
     OPENAI_API_SERVER = "OPENAI_API_SERVER"
     OPENAI_BATCH_RUNNER = "OPENAI_BATCH_RUNNER"
     ENGINE_CONTEXT = "ENGINE_CONTEXT"
+    RENDER_SERVER = "RENDER_SERVER"
 
 
 def _field(default: Any) -> Any:
@@ -47,15 +48,15 @@ def _field(default: Any) -> Any:
     return dataclasses.field(default=default)
 
 
-def _fields(declared: Mapping[str, Declared]) -> list[tuple[str, Any, Any]]:
-    return [(name, Any, _field(mine.option.asked)) for name, mine in declared.items()]
+def _derive(name: str, declared: Mapping[str, Declared]) -> Any:
+    """A dataclass with a field per option. It has a docstring because dataclasses would else make one up, slowly."""
+    fields = [(name, Any, _field(mine.option.unset)) for name, mine in declared.items()]
+    return dataclasses.make_dataclass(name, fields, namespace={"__doc__": "Options."}, init=False, repr=False, eq=False)
 
 
-_DECLARED = {name: flat.declared for name, flat in table().items()}
-_Derived: Any = dataclasses.make_dataclass("_Derived", _fields(_DECLARED), init=False, repr=False, eq=False)
+_Derived: Any = _derive("_Derived", {name: flat.declared for name, flat in table().items()})
 
 
-@dataclasses.dataclass(init=False, repr=False, eq=False)
 class EngineArgs(_Derived):  # type: ignore[misc]  # the attributes come from the declarations
     """Every engine option. `LLM(**dataclasses.asdict(EngineArgs(...)))` is the same engine."""
 
@@ -83,8 +84,8 @@ class EngineArgs(_Derived):  # type: ignore[misc]  # the attributes come from th
         return type(other) is type(self) and vars(other) == vars(self)
 
     def __repr__(self) -> str:
-        asked = {name: flat.declared.option.asked for name, flat in table().items()}
-        changed = ((name, value) for name, value in vars(self).items() if not same(value, asked.get(name)))
+        usual = {name: flat.declared.option.unset for name, flat in table().items()}
+        changed = ((name, value) for name, value in vars(self).items() if not same(value, usual.get(name)))
         return f"{type(self).__name__}({', '.join(f'{name}={shown_value(name, value)}' for name, value in changed)})"
 
     __hash__ = None  # type: ignore[assignment]  # attributes may be set
@@ -114,8 +115,10 @@ class EngineArgs(_Derived):  # type: ignore[misc]  # the attributes come from th
     @staticmethod
     def get_batch_defaults(world_size: int, device: str = "cpu") -> tuple[dict[str, int], dict[str, int]]:
         """(most tokens in a step, most requests in a step), each by usage context, on this kind of device."""
-        found: tuple[dict[str, int], dict[str, int]] = load("quire.config.resolve:batch_defaults")(world_size, device)
-        return found
+        defaults: tuple[dict[str, int], dict[str, int]] = load("quire.config.resolve:batch_defaults")(
+            world_size, device
+        )
+        return defaults
 
 
 @group
@@ -125,9 +128,7 @@ class AsyncOptions(Group):
     enable_log_requests: bool = option(False, "Log every request as it arrives.")
 
 
-_Async: Any = dataclasses.make_dataclass(
-    "_Async", _fields(declarations(AsyncOptions)), init=False, repr=False, eq=False
-)
+_Async: Any = _derive("_Async", declarations(AsyncOptions))
 
 
 @dataclasses.dataclass(init=False, repr=False, eq=False)

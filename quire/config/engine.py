@@ -5,12 +5,11 @@ Plain data all the way down: msgspec encodes it, and another process decodes it 
 
 import dataclasses
 from dataclasses import field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from quire.config.extras import (
-    DiffusionConfig,
     LoggingConfig,
     LoRAConfig,
     ObservabilityConfig,
@@ -21,18 +20,9 @@ from quire.config.extras import (
 )
 from quire.config.kernels import AttentionConfig, CompilationConfig, KernelConfig, MambaConfig
 from quire.config.local import describe, is_local
-from quire.config.memory import (
-    CacheConfig,
-    ECTransferConfig,
-    KVEventsConfig,
-    KVTransferConfig,
-    LoadConfig,
-    OffloadConfig,
-    WeightTransferConfig,
-)
+from quire.config.memory import CacheConfig, KVEventsConfig, LoadConfig, OffloadConfig
 from quire.config.model import ModelConfig
-from quire.config.option import INERT, LATER, Group, group, option
-from quire.config.reasons import EQUAL_MODES, OWN_KERNELS
+from quire.config.option import Group, group, option, unavailable
 from quire.config.running import DeviceConfig, ParallelConfig, SchedulerConfig
 from quire.schema.errors import ConfigError
 
@@ -51,60 +41,39 @@ class EngineConfig(Group):
     model_config: ModelConfig = field(default_factory=ModelConfig)
     load_config: LoadConfig = field(default_factory=LoadConfig)
     attention_config: AttentionConfig = option(
-        AttentionConfig, "Attention kernels, as a mapping.", asked=None, flags=("-ac",)
+        AttentionConfig, "Attention kernels, as a mapping.", unset=None, flags=("-ac",)
     )
     mamba_config: MambaConfig = field(default_factory=MambaConfig)
     structured_outputs_config: StructuredOutputsConfig = option(
-        StructuredOutputsConfig, "Grammars, as a mapping.", asked=None
+        StructuredOutputsConfig, "Grammars, as a mapping.", unset=None
     )
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     cache_config: CacheConfig = field(default_factory=CacheConfig)
     offload_config: OffloadConfig = field(default_factory=OffloadConfig)
     lora_config: LoRAConfig | None = None
-    enable_lora: bool = option(False, "Serve low-rank adapters.", LATER, asked=None, ready=(False,))
     logging_config: LoggingConfig = field(default_factory=LoggingConfig)
     observability_config: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
     device_config: DeviceConfig = field(default_factory=DeviceConfig)
     compilation_config: CompilationConfig = option(
-        CompilationConfig, "Compilation and graphs, as a mapping; a number is its mode.", asked=None, flags=("-cc",),
+        CompilationConfig, "Compilation and graphs, as a mapping; a number is its mode.", unset=None, flags=("-cc",),
         accepts=CompilationConfig | int,
         take=lambda given: {"mode": given} if isinstance(given, int) else given,
     )  # fmt: skip
-    kernel_config: KernelConfig = option(KernelConfig, "Kernels, as a mapping.", asked=None)
-    speculative_config: SpeculativeConfig | None = option(None, "Draft and verify.", LATER, flags=("-sc",))
-    spec_method: str | None = option(None, "Shorthand for speculative_config.method.", LATER)
-    spec_model: str | None = option(None, "Shorthand for speculative_config.model.", LATER)
-    spec_tokens: int | None = option(None, "Shorthand for its num_speculative_tokens.", LATER, low=1)
-    diffusion_config: DiffusionConfig | None = option(None, "Denoising models.", LATER, flags=("-dc",))
-    kv_transfer_config: KVTransferConfig | None = option(None, "KV from or to elsewhere.", LATER)
+    kernel_config: KernelConfig = option(KernelConfig, "Kernels, as a mapping.", unset=None)
+    speculative_config: SpeculativeConfig | None = unavailable()
     kv_events_config: KVEventsConfig | None = option(None, "Events about cached blocks, as a mapping.")
-    ec_transfer_config: ECTransferConfig | None = option(None, "Encoder outputs from or to elsewhere.", LATER)
-    ec_manager_config: dict[str, Any] | None = option(None, "The cache of encoder outputs.", LATER)
-    engram_config: dict[str, Any] | None = option(None, "Memory tables of Engram models.", LATER)
-    aux_output_config: dict[str, Any] | None = option(None, "Further outputs of a step.", LATER)
-    watermark_config: dict[str, Any] | None = option(None, "Marks in generated text.", LATER)
-    profiler_config: ProfilerConfig = option(ProfilerConfig, "Profiling, as a mapping.", asked=None)
+    profiler_config: ProfilerConfig = option(ProfilerConfig, "Profiling, as a mapping.", unset=None)
     reasoning_config: ReasoningConfig | None = option(None, "Where thinking begins and ends, as a mapping.")
-    weight_transfer_config: WeightTransferConfig | None = option(None, "New weights while running.", LATER)
     additional_config: dict[str, Any] = option({}, "Anything a plug-in wants to find here; carried, never read.")
     optimization_level: int = option(
         2, "-O0 to -O3: how much time start-up may spend on speed. 0: no CUDA graphs; the others are alike.", low=0,
         high=3, flags=("-O",), take=level_number,
     )  # fmt: skip
-    performance_mode: Literal["balanced", "interactivity", "throughput"] = option(
-        "balanced", "What defaults lean towards.", INERT, why=EQUAL_MODES
-    )
     shutdown_timeout: int = option(
         0, "Seconds a server that was told to stop lets running requests finish in; 0 ends them at once.", low=0
     )
-    gdn_prefill_backend: str | None = option(None, "Kernel of gated delta prompts.", INERT, why=OWN_KERNELS)
-    kda_prefill_backend: str | None = option(None, "Kernel of KDA prompts.", INERT, why=OWN_KERNELS)
-    kda_decode_backend: str | None = option(None, "Kernel of KDA decode.", INERT, why=OWN_KERNELS)
     disable_log_stats: bool = option(False, "No periodic line of numbers.")
-    aggregate_engine_logging: bool = option(
-        False, "One line for all engines.", INERT, why="there is one engine, so its line is for all"
-    )
     fail_on_environ_validation: bool = option(
         False, "Unknown environment variables that begin with QUIRE_ or VLLM_ are errors, not warnings."
     )
@@ -122,6 +91,11 @@ class EngineConfig(Group):
     def thinks(self) -> bool:
         """Whether it is known where a thought of this model ends."""
         return bool(self.structured_outputs_config.reasoning_parser) or self.reasoning_config is not None
+
+    @property
+    def renders_only(self) -> bool:
+        """For a server that makes token ids of requests and has no engine."""
+        return self.usage_context == "RENDER_SERVER"
 
     @property
     def max_concurrent_batches(self) -> int:

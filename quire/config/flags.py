@@ -20,10 +20,10 @@ _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 
 def human_readable_int(text: str) -> int:
     """'1k' is 1000, '1K' is 1024, '25.6k' is 25600; also m, g, t and M, G, T."""
-    found = _NUMBER.fullmatch(text.strip())
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number (write 4096, 4k or 4K)")
-    digits, suffix = found.groups()
+    number = _NUMBER.fullmatch(text.strip())
+    if number is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number (write 4096, 4k or 4K)")
+    digits, suffix = number.groups()
     if suffix and suffix.isupper():
         if "." in digits:
             raise argparse.ArgumentTypeError(
@@ -32,12 +32,12 @@ def human_readable_int(text: str) -> int:
         return int(digits) << 10 * _POWERS[suffix.lower()]
     if not suffix:
         if "." in digits:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
         return int(digits)
     whole, _, fraction = digits.partition(".")
     shift = 3 * _POWERS[suffix]
     if len(fraction) > shift:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     sign = -1 if whole.startswith("-") else 1
     return sign * int(whole.lstrip("+-") + fraction.ljust(shift, "0") or "0")
 
@@ -52,7 +52,7 @@ def json_value(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as wrong:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {wrong}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {wrong}") from None
 
 
 def union_dict_and_str(text: str) -> Any:
@@ -92,12 +92,12 @@ def add_flags(parser: argparse.ArgumentParser, flats: Iterable[Flat]) -> None:
 def arguments_for(flat: Flat) -> dict[str, Any]:
     """The keyword arguments of add_argument for one option."""
     declared, o = flat.declared, flat.declared.option
-    default = list(o.asked) if isinstance(o.asked, tuple) else o.asked
-    works = [value for value in o.ready if value not in (None, False, o.asked, o.default)]
+    default = list(o.unset) if isinstance(o.unset, tuple) else o.unset
+    works = [value for value in o.ready if value not in (None, False, o.unset, o.default)]
     absent = o.status is LATER and not works  # any value that means something is refused, so help does not offer it
     arguments: dict[str, Any] = {"default": default, "help": argparse.SUPPRESS if absent else help_text(o)}
     kinds = [kind for kind in parts(declared.given) if kind is not NoneType]
-    optional = o.asked is None or NoneType in parts(declared.given)
+    optional = o.unset is None or NoneType in parts(declared.given)
     if kinds == [bool]:
         return arguments | {"action": argparse.BooleanOptionalAction}
     if bool in kinds:
@@ -142,4 +142,4 @@ def help_text(o: Option) -> str:
         text += f" Not available yet{works}."
     elif o.status is INERT:
         text += f" No effect: {o.why}."
-    return f"{text} Default: {o.asked if o.asked != () else '[]'}.".replace("%", "%%")
+    return f"{text} Default: {o.unset if o.unset != () else '[]'}.".replace("%", "%%")

@@ -45,5 +45,5 @@ _MEANT = {
 
 
 def meant_by(flag: str) -> str | None:
-    """What to use instead of another program's flag; None for a flag that is nobody's."""
+    """What to use instead of another program's flag; None for a flag that no known program has."""
     return _MEANT.get(flag) or _MEANT.get(flag.replace("_", "-"))

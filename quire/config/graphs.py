@@ -1,6 +1,6 @@
 """Which steps replay a CUDA graph, and decode steps of which sizes: two steps of resolve.py.
 
-In: what was asked of cudagraph_mode, capture sizes, enforce_eager and the optimization level. Out: final values. FULL
+In: the options cudagraph_mode, capture sizes, enforce_eager and the optimization level. Out: final values. FULL
 captures steps with prompts too, FULL_DECODE_ONLY steps in which every request computes one token. No model is compiled,
 so there are no pieces to capture: what asks for them gets whole steps.
 """
@@ -16,7 +16,7 @@ log = logger(__name__)
 LARGEST = 1024  # captured batch, unless a larger one is asked for
 
 
-def choose_graphs(asked: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
+def choose_graphs(given: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
     """The mode, then the sizes; without graphs the list is empty and the largest size 0."""
     mode = _mode(config)
     changes: dict[str, Any] = {

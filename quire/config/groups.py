@@ -1,5 +1,6 @@
 """Every config group under one roof; the declarations live in the files they are imported from."""
 
+from quire.checkpoint.facts import ModelFacts
 from quire.config.engine import EngineConfig
 from quire.config.extras import (
     DiffusionConfig,
@@ -11,7 +12,6 @@ from quire.config.extras import (
     SpeculativeConfig,
     StructuredOutputsConfig,
 )
-from quire.config.facts import ModelFacts
 from quire.config.kernels import (
     AttentionConfig,
     CompilationConfig,

@@ -32,7 +32,7 @@ def name_of(thing: Any) -> str:
 
 
 def names_of(things: Any) -> tuple[str, ...]:
-    """`name_of` over a list; None is no thing, a single one is a list of one."""
+    """`name_of` over a list; None gives an empty list, a single object a list of one."""
     if things is None:
         return ()
     if isinstance(things, str) or callable(things):

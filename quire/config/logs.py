@@ -1,6 +1,6 @@
-"""What the options say about logging, applied to this process: a least level, a form, a dictConfig file or mapping.
+"""Applies the logging options to this process: the lowest level, the format, a dictConfig file or mapping.
 
-Configurations that were written for vLLM hold: what they say of the logger `vllm` goes for `quire`, and one that
+Configurations that were written for vLLM hold: what they say about the logger `vllm` applies to `quire`, and one that
 configures only the root logger gets Quire's records there. In: LoggingConfig. base/log.py has what holds without them.
 Must not know: who logs what.
 """
@@ -41,17 +41,17 @@ def apply_logging(options: LoggingConfig) -> None:
 
 
 def for_quire(mapping: dict[str, Any]) -> dict[str, Any]:
-    """`vllm` and the loggers below it are `quire`'s, where the configuration says nothing of those themselves."""
+    """`vllm` and the loggers below it are `quire`'s, unless the configuration names those too."""
     full = {"disable_existing_loggers": False, "version": 1, **mapping}
     named = full.get("loggers")
     if isinstance(named, dict):
-        ours = {f"quire{name[4:]}": said for name, said in named.items() if f"{name}.".startswith("vllm.")}
+        ours = {f"quire{name[4:]}": settings for name, settings in named.items() if f"{name}.".startswith("vllm.")}
         full["loggers"] = {**ours, **named}
     return full
 
 
 def logs_at_root(mapping: dict[str, Any]) -> bool:
-    """The root logger has handlers, and neither `quire` nor `vllm` is spoken of."""
+    """The root logger has handlers, and neither `quire` nor `vllm` is configured."""
     named = mapping.get("loggers") or {}
     root = mapping.get("root") or named.get("") or named.get("root") or {}
     return bool(root.get("handlers")) and not {"quire", "vllm"} & set(named)
@@ -60,11 +60,11 @@ def logs_at_root(mapping: dict[str, Any]) -> bool:
 def _read(path: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
-            found = json.load(file)
+            content = json.load(file)
     except (OSError, ValueError) as wrong:
         raise ConfigError(
             f"log_config_file={path!r} cannot be read as JSON: {wrong}", param="log_config_file"
         ) from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f"log_config_file={path!r} must hold a mapping (dictConfig)", param="log_config_file")
-    return found
+    return content

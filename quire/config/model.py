@@ -7,10 +7,9 @@ not options: resolution fills them.
 from dataclasses import field
 from typing import Any, Literal
 
-from quire.config.facts import ModelFacts
+from quire.checkpoint.facts import ModelFacts
 from quire.config.local import names_of
-from quire.config.option import INERT, LATER, Group, group, option
-from quire.config.reasons import TEXT_ONLY
+from quire.config.option import LATER, Group, group, option
 from quire.schema.errors import ConfigError
 
 Modality = dict[str, int | dict[str, int]]
@@ -60,74 +59,10 @@ def patch_only(given: Any) -> Any:
 class PoolerConfig(Group):
     """How a pooling model turns hidden states into a result."""
 
-    task: str | None = option(None, "Pooling task; unset lets the model choose.", flat=False)
-    pooling_type: str | None = option(None, "Shorthand for one of the next two.", flat=False)
-    seq_pooling_type: str | None = option(None, "How a sequence becomes one vector.", flat=False)
-    tok_pooling_type: str | None = option(None, "Which per-token results are returned.", flat=False)
-    use_activation: bool | None = option(None, "Apply softmax, sigmoid or normalisation.", flat=False)
-    dimensions: int | None = option(None, "Shortened (Matryoshka) embedding size.", flat=False, low=1)
-    enable_chunked_processing: bool = option(False, "Split overlong embedding inputs.", flat=False)
-    max_embed_len: int | None = option(None, "Longest embedding input accepted.", flat=False, low=1)
-    logit_mean: float | None = option(None, "Shift of a classifier's scores.", flat=False)
-    logit_sigma: float | None = option(None, "Divisor of a classifier's scores.", flat=False)
-    step_tag_id: int | None = option(None, "Return scores only at this token.", flat=False)
-    returned_token_ids: tuple[int, ...] | None = option(None, "Vocabulary columns to return.", flat=False)
-
 
 @group
 class MultiModalConfig(Group):
     """Images, audio and video."""
-
-    language_model_only: bool = option(
-        False, "Refuse every kind of media.", INERT, why="this version takes text only, so it always holds"
-    )
-    limit_per_prompt: Modality = option(
-        {}, "Most media items per prompt, by kind.", INERT, name="limit_mm_per_prompt", why=TEXT_ONLY
-    )
-    enable_mm_embeds: bool = option(False, "Accept media as embeddings.", LATER)
-    media_io_kwargs: dict[str, dict[str, Any]] = option({}, "Decoding options by kind of media.", INERT, why=TEXT_ONLY)
-    mm_processor_kwargs: dict[str, Any] | None = option(
-        None, "Overrides for the model's media processor.", INERT, why=TEXT_ONLY
-    )
-    mm_processor_cache_gb: float = option(4.0, "GiB of processed media kept, per process.", INERT, low=0, why=TEXT_ONLY)
-    mm_processor_cache_type: Literal["lru", "shm"] = option(
-        "lru", "Kind of processed-media cache.", INERT, why=TEXT_ONLY
-    )
-    mm_shm_cache_max_object_size_mb: int = option(
-        128, "Largest entry of a shm cache, MiB.", INERT, low=0, why=TEXT_ONLY
-    )
-    mm_encoder_only: bool = option(False, "Load the media encoder alone.", LATER)
-    mm_encoder_tp_mode: Literal["weights", "data"] = option(
-        "weights", "What tensor parallel splits.", INERT, why=TEXT_ONLY
-    )
-    mm_encoder_attn_backend: str | None = option(None, "Attention kernel of the media encoder.", INERT, why=TEXT_ONLY)
-    mm_encoder_attn_dtype: Literal["fp8"] | None = option(
-        None, "Precision of the encoder's attention.", INERT, why=TEXT_ONLY
-    )
-    mm_encoder_fp8_scale_path: str | None = option(None, "File of fixed fp8 scales.", INERT, why=TEXT_ONLY)
-    mm_encoder_fp8_scale_save_path: str | None = option(
-        None, "Where measured fp8 scales are saved.", INERT, why=TEXT_ONLY
-    )
-    mm_encoder_fp8_scale_save_margin: float = option(1.5, "Headroom on saved scales.", INERT, above=0, why=TEXT_ONLY)
-    interleave_mm_strings: bool = option(False, "Keep media where they stand in the text.", INERT, why=TEXT_ONLY)
-    skip_mm_profiling: bool = option(False, "Measure memory without the encoder.", INERT, why=TEXT_ONLY)
-    video_pruning_rate: float | None = option(
-        None, "Share of video tokens dropped.", INERT, low=0, below=1, why=TEXT_ONLY
-    )
-    video_pruning_method: Literal["evs", "vidcom2"] = option(
-        "evs", "How video tokens are chosen to drop.", INERT, why=TEXT_ONLY
-    )
-    mm_tensor_ipc: Literal["direct_rpc", "torch_shm"] = option(
-        "direct_rpc", "How media tensors travel.", INERT, why=TEXT_ONLY
-    )
-    mm_ipc_gpu_memory_gb: float = option(
-        0.0, "GiB of device memory for decoding in the front end.", INERT, low=0, why=TEXT_ONLY
-    )
-    mm_device_do_normalize: bool | None = option(None, "Normalise images on the device.", INERT, why=TEXT_ONLY)
-    mm_hasher_algorithm: Literal["blake3", "sha256", "sha512"] = option(
-        "blake3", "Hash of media content.", INERT, why=TEXT_ONLY
-    )
-    mm_processor_device: Literal["auto", "cpu"] = option("auto", "Where media are processed.", INERT, why=TEXT_ONLY)
 
 
 @group
@@ -144,7 +79,7 @@ class SpeechToTextConfig(Group):
         return self.min_energy_split_window_size is not None and self.max_audio_clip_s is not None
 
 
-def length_asked(given: Any) -> Any:
+def length_given(given: Any) -> Any:
     """'auto' is -1; no other text is a length (flags read 4k before it comes here)."""
     if not isinstance(given, str):
         return given
@@ -158,97 +93,58 @@ class ModelConfig(Group):
     """Which model, tokenizer, precision and context length."""
 
     model: str = option(
-        "",
-        "A folder, a .gguf file or a hub id; unset is the small embedded model (`quire pull default`).",
-        asked=None,
+        "", "A folder, a .gguf file or a hub id; unset is the small embedded model (`quire pull default`).", unset=None,
         take=lambda given: "" if given is None else str(given),
-    )
+    )  # fmt: skip
     runner: Literal["auto", "generate", "pooling", "draft"] = option(
         "auto", "What the model is run for.", LATER, ready=("generate",)
     )
     convert: Literal["auto", "none", "embed", "classify"] = option(
         "auto", "Turn a generator into an embedding or classification model.", LATER, ready=("none",)
     )
-    tokenizer: str = option("", "Folder, file or hub id of the tokenizer; unset is the model's own.", asked=None)
+    tokenizer: str = option("", "Folder, file or hub id of the tokenizer; unset is the model's own.", unset=None)
     tokenizer_mode: str = option(
-        "auto",
-        "Tokenizer implementation.",
-        LATER,
+        "auto", "Tokenizer implementation.", LATER,
         choices=("auto", "hf", "slow", "mistral", "cohere", "deepseek_v32", "deepseek_v4", "inkling", "kimi_k3"),
-        ready=("hf", "slow", "mistral"),
-        take=lower,
-    )
+        ready=("hf", "slow", "mistral"), take=lower,
+    )  # fmt: skip
     trust_remote_code: bool = option(False, "Allow running Python code that comes with a checkpoint.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "auto",
         "Precision of weights and activations. auto on CPU: what the checkpoint says, with float16 run as bfloat16 "
         "(CPUs have no fast float16) and float32 kept exact; the blocks of a GGUF file are multiplied as stored, "
         "between float32 activations (any explicit dtype decodes them at load, unless quantization=gguf is given too).",
-        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
-        accepts=str,
-        take=dtype_name,
-    )
+        choices=("auto", "half", "float16", "bfloat16", "float", "float32"), accepts=str, take=dtype_name,
+    )  # fmt: skip
     seed: int = option(
-        0,
-        "Seed of everything random that no request seeds itself.",
-        low=0,
+        0, "Seed of everything random that no request seeds itself.", low=0,
         take=lambda given: 0 if given is None else given,
-    )
+    )  # fmt: skip
     hf_config_path: str | None = option(None, "Folder or hub id whose config.json is read instead.")
-    allowed_local_media_path: str = option(
-        "", "Folder from which file URLs may be read.", INERT, why="this version reads no media, so none is read"
-    )
-    allowed_media_domains: tuple[str, ...] | None = option(
-        None, "Hosts from which media may be fetched.", INERT, why="this version fetches no media"
-    )
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
-    code_revision: str | None = option(None, "Branch, tag or commit of a checkpoint's Python code.", LATER)
     tokenizer_revision: str | None = option(None, "Branch, tag or commit of a hub tokenizer; unset is revision's.")
     max_model_len: int = option(
         8192,
         "Tokens of prompt and answer together; unset is the model's own limit, -1 or auto the most that memory holds.",
-        asked=None,
-        low=-1,
-        human=True,
-        auto=True,
-        accepts=int | str | None,
-        take=length_asked,
-    )
+        unset=None, low=-1, human=True, auto=True, accepts=int | str | None, take=length_given,
+    )  # fmt: skip
     quantization: str | None = option(
         None, "How weights are stored; unset is what the checkpoint says. On CPU int8_wo and int4_wo round an "
         "unquantized checkpoint to blocks of 8 or 4 bits while loading.", LATER, flags=("-q",),
         ready=("gguf", "int8_wo", "int4_wo"), take=quantization_name,
         why="only unquantized and GGUF checkpoints can be loaded",
     )  # fmt: skip
-    quantization_config: dict[str, Any] | None = option(None, "Quantization at load time, per kind of layer.", LATER)
-    allow_deprecated_quantization: bool = option(
-        False, "Allow schemes that are about to go.", INERT, why="no scheme of this version is deprecated"
-    )
     enforce_eager: bool = option(False, "No compilation and no CUDA graphs; a CPU worker has neither.")
-    enable_return_routed_experts: bool = option(False, "Report the experts each token used.", LATER)
     max_logprobs: int = option(20, "Most log probabilities a request may ask for; -1 is no limit.", low=-1)
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = option(
         "raw_logprobs", "Log probabilities or logits, before (raw) or after (processed) penalties and temperature."
     )
-    use_fp64_gumbel: bool = option(False, "Draw sampling noise in double precision.", LATER)
     disable_sliding_window: bool = option(False, "Cap the context at the model's window, so that none is cut.")
-    disable_cascade_attn: bool = option(
-        True,
-        "Do not compute shared prefixes once for a batch.",
-        INERT,
-        asked=None,
-        ready=(True,),
-        why="each request attends to its prefix by itself",
-    )
     skip_tokenizer_init: bool = option(False, "No tokenizer: token ids in, token ids out.")
-    enable_prompt_embeds: bool = option(False, "Accept embeddings in place of a prompt.", LATER)
     served_model_name: str = option(
-        "",
-        "The name requests and metrics use; of several, the first is reported.",
-        asked=None,
-        accepts=str | tuple[str, ...] | None,
-        take=first_name,
-    )
+        "", "The name requests and metrics use; of several, the first is reported.", unset=None,
+        accepts=str | tuple[str, ...] | None, take=first_name,
+    )  # fmt: skip
     config_format: str = option(
         "auto",
         "Form of the model's configuration file: hf is config.json, mistral is params.json, auto the first there.",
@@ -263,41 +159,19 @@ class ModelConfig(Group):
         "auto", "Default sampling: auto (the model's generation_config.json), vllm (none), or a folder."
     )
     override_generation_config: dict[str, Any] = option({}, "Default sampling values that go over those.")
-    enable_sleep_mode: bool = option(False, "Allow giving memory back and waking later.", LATER)
-    sleep_mode_offload_cudagraph: bool = option(False, "Free CUDA graphs while asleep.", LATER)
-    sleep_preserve_parameter_names: tuple[str, ...] = option((), "Weights that survive a deep sleep.", LATER)
-    enable_cumem_allocator: bool = option(
-        False, "Allocate through CUDA virtual memory.", INERT, why="memory comes from the device's own allocator"
-    )
-    enable_nccl_comm_suspend: bool = option(False, "Free communication buffers while asleep.", LATER)
-    enable_trace_replay: bool = option(False, "Replay a recorded trace.", LATER)
-    return_sampling_mask: bool = option(False, "Report which tokens sampling could choose.", LATER)
     model_impl: str = option(
         "auto",
         "Whose model code runs: quire (a declaration; vllm means the same), transformers, or auto: the first if there "
-        "is one, else the second.",
-        LATER,
-        choices=("auto", "quire", "vllm", "transformers", "terratorch"),
-        ready=("quire", "vllm", "transformers"),
-        take=lambda given: {"vllm": "quire"}.get(lower(given), lower(given)),
-    )
+        "is one, else the second.", LATER, choices=("auto", "quire", "vllm", "transformers", "terratorch"),
+        ready=("quire", "vllm", "transformers"), take=lambda given: {"vllm": "quire"}.get(lower(given), lower(given)),
+    )  # fmt: skip
     model_class_overrides: dict[str, str] = option(
         {}, "Classes for named architectures, as import paths; goes over ModelRegistry and our declarations."
     )
-    override_attention_dtype: str | None = option(None, "Precision of attention alone.", LATER)
     logits_processors: tuple[str, ...] = option(
-        (),
-        "Custom LogitsProcessor classes, or import paths of some.",
-        asked=None,
-        accepts=tuple[str, ...] | None,
+        (), "Custom LogitsProcessor classes, or import paths of some.", unset=None, accepts=tuple[str, ...] | None,
         take=names_of,
-    )
-    logits_processor_pattern: str | None = option(None, "Which processors a request may name.", LATER)
-    io_processor_plugin: str | None = option(None, "Plug-in that rewrites inputs and outputs.", LATER)
-    renderer_num_workers: int = option(
-        1, "Threads that tokenize in the server.", INERT, low=1, why="long texts are tokenized in threads as they come"
-    )
-    pooler_config: PoolerConfig | None = option(None, "How a pooling model pools.", LATER)
+    )  # fmt: skip
     multimodal_config: MultiModalConfig | None = None  # made when one of its options is set
     # results
     path: str = ""  # the folder or .gguf file that was found
@@ -306,7 +180,7 @@ class ModelConfig(Group):
     facts: ModelFacts = field(default_factory=ModelFacts)
     default_sampling: dict[str, Any] = field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()  # further ends of text besides the tokenizer's
-    original_max_model_len: int | None = None  # as asked
+    original_max_model_len: int | None = None  # as given
     model_weights: str = ""
     weight_form: str = "plain"  # plain | stored (blocks of a GGUF file) | int8 | int4 (rounded to blocks at load)
 

@@ -1,4 +1,4 @@
-"""Whether the traces that were asked for can be made: a step of resolve.py."""
+"""Whether the traces asked for can be made: a step of resolve.py."""
 
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -11,13 +11,13 @@ from quire.schema.errors import ConfigError, MissingExtraError, NotBuiltError
 _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp")
 
 
-def check_traces(asked: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
+def check_traces(given: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
     """An endpoint needs OpenTelemetry; details need an endpoint."""
     observe = config.observability_config
     endpoint, details = observe.otlp_traces_endpoint, observe.collect_detailed_traces
     if details and endpoint is None:
         raise ConfigError(
-            f"collect_detailed_traces={list(details)} needs otlp_traces_endpoint: the times are told in traces",
+            f"collect_detailed_traces={list(details)} needs otlp_traces_endpoint: traces carry the times",
             param="collect_detailed_traces",
             value=details,
         )

@@ -15,89 +15,74 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, dataclass
 
 import msgspec
 
+from quire.config.unavailable import Row, read_kind, rows_of
 from quire.schema.errors import ConfigError, NotBuiltError
 
 
 class Status(enum.Enum):
-    """Whether an option may be set. Making a feature available is changing LATER to READY in its declaration."""
+    """Whether an option may be set. Making one available is moving its row of unavailable.txt into a declaration."""
 
     READY = "available"
     LATER = "not yet"  # any value but the default (or one listed in `ready`) is refused by name
-    INERT = (
-        "no effect"  # accepted, and named in the log: it holds already, or tunes what Quire does not have; see `why`
-    )
+    INERT = "no effect"  # accepted, and named in the log with its `why`
 
 
 READY, LATER, INERT = Status.READY, Status.LATER, Status.INERT
-SAME: Any = object()  # the asked default is the field's own default
+SAME: Any = object()  # a keyword that is not given has the field's own default
 _KEY = "option"
 _SECRETS = ("hf_token", "api_key")
 T = TypeVar("T")
 
 
 class UnknownOptionError(ConfigError, TypeError):
-    """A keyword nobody declared. A TypeError too, as for any Python call with a wrong keyword."""
+    """A keyword that no option has. A TypeError too, as for any Python call with a wrong keyword."""
 
 
 class Option(NamedTuple):
-    """The declaration of one field. `asked` is the default of the keyword and the flag; None there means: decide."""
+    """The declaration of one field. `unset` is the default of the keyword and the flag; None there means: decide."""
 
     doc: str
     status: Status
     default: Any
-    asked: Any
-    name: str | None  # the flat keyword where it is not the field's name
-    flat: bool  # False: only a key inside its group's mapping
-    flags: tuple[str, ...]  # further spellings of the flag
-    choices: tuple[str, ...]  # known values of an open set; a closed set is a Literal type
-    ready: tuple[Any, ...]  # values that work although the status is LATER
-    hints: tuple[Any, ...]  # values that are taken as if the status were INERT, although it is LATER
-    why: str
-    low: float | None
-    high: float | None
-    above: float | None  # exclusive lower bound
-    below: float | None  # exclusive upper bound
-    human: bool  # 25.6k and 4K are numbers too
-    auto: bool  # "auto" means -1
-    accepts: Any  # the type a user may give, where it is wider than the field's
-    take: Callable[[Any], Any] | None  # given value -> value of the field's type
+    unset: Any
+    name: str | None = None  # the flat keyword where it is not the field's name
+    flat: bool = True  # False: only a key inside its group's mapping
+    flags: tuple[str, ...] = ()  # further spellings of the flag
+    choices: tuple[str, ...] = ()  # known values of an open set; a closed set is a Literal type
+    ready: tuple[Any, ...] = ()  # values that work although the status is LATER
+    hints: tuple[Any, ...] = ()  # values that are taken as if the status were INERT, although it is LATER
+    why: str = ""
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None  # exclusive lower bound
+    below: float | None = None  # exclusive upper bound
+    human: bool = False  # 25.6k and 4K are numbers too
+    auto: bool = False  # "auto" means -1
+    accepts: Any = None  # the type a user may give, where it is wider than the field's
+    take: Callable[[Any], Any] | None = None  # given value -> value of the field's type
     repeat: bool = False  # a list whose flag may be given several times, each time with more of it
 
 
-def option(
-    default: Any,
-    doc: str,
-    status: Status = READY,
-    *,
-    asked: Any = SAME,
-    name: str | None = None,
-    flat: bool = True,
-    flags: tuple[str, ...] = (),
-    choices: tuple[str, ...] = (),
-    ready: tuple[Any, ...] = (),
-    hints: tuple[Any, ...] = (),
-    why: str = "",
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    human: bool = False,
-    auto: bool = False,
-    accepts: Any = None,
-    take: Callable[[Any], Any] | None = None,
-    repeat: bool = False,
-) -> Any:
-    """A dataclass field that carries its declaration."""
-    asked = default if asked is SAME else asked
-    declared = Option(
-        doc, status, default, asked, name, flat, flags, choices, ready, hints, why, low, high, above, below, human,
-        auto, accepts, take, repeat,
-    )  # fmt: skip
+def option(default: Any, doc: str, status: Status = READY, *, unset: Any = SAME, **more: Any) -> Any:
+    """A dataclass field that carries its declaration; `more` are fields of Option."""
+    declared = Option(doc, status, default, default if unset is SAME else unset, **more)
     if isinstance(default, type) and issubclass(default, Group):
         return dataclasses.field(default_factory=default, metadata={_KEY: declared})
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata={_KEY: declared})
     return dataclasses.field(default=default, metadata={_KEY: declared})
+
+
+class Unavailable(NamedTuple):
+    """What a row of unavailable.txt cannot say of its option."""
+
+    accepts: Any
+    take: Callable[[Any], Any] | None
+
+
+def unavailable(*, accepts: Any = None, take: Callable[[Any], Any] | None = None) -> Any:
+    """A field whose declaration is a row of unavailable.txt: written out where code reads it, or converts its value."""
+    return Unavailable(accepts, take)
 
 
 class Declared(NamedTuple):
@@ -116,7 +101,7 @@ class Group:
     """Parent of every config group: keyword-only, frozen, compared by value, each declared field checked when made.
 
     The methods are written here once because `dataclass` would compile them anew for every group, which costs
-    a tenth of a second at start.
+    a tenth of a second at a start.
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -161,10 +146,40 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
+_PLAIN = Unavailable(None, None)
+
+
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def group(cls: type[T]) -> type[T]:
-    """Make a Group subclass a dataclass (its fields are listed; Group does the rest)."""
-    return dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
+    """Make a Group subclass a dataclass (its fields are listed; Group does the rest), with its rows of unavailable.txt
+    as further fields."""
+    kinds = dict(cls.__annotations__)
+    for row in rows_of(cls.__name__):
+        written = vars(cls).get(row.field, _PLAIN)
+        if not isinstance(written, Unavailable):
+            raise AssertionError(f"{cls.__name__}.{row.field} is declared, and is in unavailable.txt too")
+        kind = kinds.setdefault(row.field, read_kind(row.value.kind, _groups))
+        setattr(cls, row.field, _from_row(row, kind, written))
+    cls.__annotations__ = kinds
+    made = dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
+    _groups[cls.__name__] = made
+    return made
+
+
+_groups: dict[str, type[Any]] = {}
+
+
+def _from_row(row: Row, kind: Any, written: Unavailable) -> Any:
+    """Of a kind that cannot be None, None means: not given, and the second default (or the group's own) holds."""
+    unset, *equal = row.defaults
+    default = unset
+    if unset is None and NoneType not in parts(kind):
+        default, equal = (equal[0] if equal else kind), []
+    return option(
+        default, row.doc, LATER if row.is_refused else INERT, unset=unset, ready=tuple(equal), why=row.why,
+        name=row.name, flat=row.flat, flags=row.flags, choices=row.value.choices, accepts=written.accepts,
+        take=written.take, **row.value.bounds,
+    )  # fmt: skip
 
 
 def declarations(group: type[Any]) -> dict[str, Declared]:
@@ -188,7 +203,7 @@ def make(group: type[Any], values: Mapping[str, Any], where: str = "") -> Any:
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """The one wording for a name nobody knows."""
+    """The message for an unknown name."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"{what} {name!r}; did you mean {near[0]!r}?" if near else f"{what} {name!r}"
 
@@ -200,7 +215,7 @@ def settle(name: str, value: Any, kind: Any, declared: Option) -> Any:
     if value is None:
         if declared.default is None or NoneType in parts(kind):
             return None
-        if declared.asked is None:  # not said
+        if declared.unset is None:  # not given
             return _fresh(declared.default)
         raise _wrong(name, value, kind, declared)
     group = next((k for k in parts(kind) if isinstance(k, type) and issubclass(k, Group)), None)
@@ -292,21 +307,22 @@ def _describe_one(part: Any) -> str:
 
 def has_no_effect(value: Any, o: Option) -> bool:
     """Whether it was set, is taken, and changes nothing."""
-    if any(same(value, held) for held in (o.asked, o.default, *o.ready)):
+    if any(same(value, usual) for usual in (o.unset, o.default, *o.ready)):
         return False
     return o.status is INERT or any(same(value, hint) for hint in o.hints)
 
 
 def refuse(name: str, value: Any, o: Option) -> None:
     """NotBuiltError if this value asks for something this version cannot do."""
-    if o.status is not LATER or same(value, o.asked) or same(value, o.default):
+    if o.status is not LATER or same(value, o.unset) or same(value, o.default):
         return
     if any(same(value, allowed) for allowed in (*o.ready, *o.hints)):
         return
     if o.choices and isinstance(value, str) and value not in o.choices:
         raise ConfigError(unknown(f"{name} can be {', '.join(o.choices)}; not", value, o.choices), param=name)
-    allowed = " or ".join(dict.fromkeys(repr(v) for v in (o.asked, *o.ready)))
-    advice = o.why or f"leave {name} at {allowed}"
+    known = (o.unset, *o.ready) if isinstance(o.default, type) else (o.unset, o.default, *o.ready)
+    allowed = f"leave {name} at {' or '.join(dict.fromkeys(map(repr, known)))}"
+    advice = allowed if not o.why else o.why if o.ready else f"{o.why}; {allowed}"
     raise NotBuiltError(
         f"{name}={value!r} is not available in this version of Quire ({o.doc.rstrip('.')}): {advice}",
         param=name,

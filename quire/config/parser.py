@@ -33,10 +33,10 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
         self._refuse_foreign(list(sys.argv[1:] if args is None else args))
-        found, rest = self.parse_known_args(args, namespace)
+        parsed, rest = self.parse_known_args(args, namespace)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}{self.nearest(rest)}")
-        return found
+        return parsed
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -155,9 +155,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
     def action_called(self, key: str) -> argparse.Action | None:
         """By long name (dashes or underscores) or, for a positional, by its name."""
-        found = self.find(self._known_spelling(f"--{key}"))
-        places = (a for a in self._actions if not a.option_strings and a.dest == key.replace("-", "_"))
-        return found or next(places, None)
+        flag = self.find(self._known_spelling(f"--{key}"))
+        positionals = (a for a in self._actions if not a.option_strings and a.dest == key.replace("-", "_"))
+        return flag or next(positionals, None)
 
     def nearest(self, wrong: Iterable[str]) -> str:
         known = list(_flags_of(self))
@@ -236,9 +236,9 @@ class _OptionFile:
         if value is True and action.const is True:  # --hf-token without a value
             return True
         text = value if isinstance(value, str) else json.dumps(value)
-        found = self.parser._get_value(action, text)
-        self.parser._check_value(action, found)
-        return found
+        checked = self.parser._get_value(action, text)
+        self.parser._check_value(action, checked)
+        return checked
 
 
 class _Dotted:
@@ -273,7 +273,7 @@ class _Dotted:
         return [text for item in out for text in self._texts(item)]
 
     def _split(self, arg: str) -> tuple[argparse.Action | None, str, str | None]:
-        """'--flag.a.b=1' -> (the flag's action, 'a.b', '1'); (None, …) if it is no flag of this parser."""
+        """'--flag.a.b=1' -> (the flag's action, 'a.b', '1'); (None, …) if it is not a flag of this parser."""
         if not arg.startswith("-"):
             return None, "", None
         name, equals, value = arg.partition("=")
@@ -302,7 +302,7 @@ class _Dotted:
         if append:
             items = into.setdefault(last, [])
             if not isinstance(items, list):
-                self.parser.error(f"{flag}.{key}: {last!r} already holds {items!r}, which is no list")
+                self.parser.error(f"{flag}.{key}: {last!r} already holds {items!r}, which is not a list")
             more = _value(text)
             items.extend(_value(item) for item in text.split(",")) if isinstance(more, str) else items.append(more)
         else:

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.base.log import logger
-from quire.config import embedded
+from quire.checkpoint import embedded
+from quire.checkpoint.facts import token_ids
+from quire.checkpoint.source import locate, read_json
 from quire.config.engine import EngineConfig, replace
-from quire.config.facts import token_ids
-from quire.config.source import locate, read_json
 from quire.schema.errors import ConfigError
 
 log = logger(__name__)
@@ -20,13 +20,13 @@ HONOURED = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max
 _FILE = "generation_config.json"
 
 
-def choose_sampling(asked: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
+def choose_sampling(given: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
     """What a request gets when it does not say."""
     model = config.model_config
     beside = _read(model.path)
     source = model.generation_config
     if source == "auto":
-        values = beside if asked.get("model") else embedded.SAMPLING
+        values = beside if given.get("model") else embedded.SAMPLING
     elif source == "vllm":
         values = {}
     else:

@@ -8,13 +8,11 @@ import json
 from typing import Any, Literal
 
 from quire.base import env
-from quire.config.option import INERT, LATER, Group, declarations, group, option
+from quire.config.option import Group, declarations, group, option
 from quire.config.table import Flat, refuse_unbuilt
 from quire.schema.errors import ConfigError
 
 GROUP = "Frontend"  # the heading in --help, as vLLM calls it
-_REPLICAS = "one engine serves in this version"
-_MEDIA = "this version takes text only"
 
 
 def as_list(given: Any) -> Any:
@@ -22,16 +20,16 @@ def as_list(given: Any) -> Any:
     given = [given] if isinstance(given, str) else given
     if not isinstance(given, list | tuple):
         return given
-    found: list[Any] = []
+    items: list[Any] = []
     for item in given:
         if not (isinstance(item, str) and item.lstrip().startswith("[")):
-            found.append(item)
+            items.append(item)
             continue
         try:
-            found.extend(json.loads(item))
+            items.extend(json.loads(item))
         except ValueError as wrong:
-            raise ConfigError(f"{item!r} is no JSON list: {wrong}", value=item) from None
-    return tuple(found)
+            raise ConfigError(f"{item!r} is not a JSON list: {wrong}", value=item) from None
+    return tuple(items)
 
 
 def as_paths(given: Any) -> Any:
@@ -54,12 +52,9 @@ class ServerConfig(Group):
     )
     root_path: str | None = option(None, "Path prefix that a proxy in front strips.")
     api_server_count: int = option(
-        1, "Processes that speak HTTP, sharing one engine.", asked=None, flags=("-asc",), low=1, high=64
+        1, "Processes that speak HTTP, sharing one engine.", unset=None, flags=("-asc",), low=1, high=64
     )
     disable_frontend_multiprocessing: bool = option(False, "Run the engine inside the server's own process.")
-    headless: bool = option(False, "Run an engine without an HTTP server.", LATER, why=_REPLICAS)
-    grpc: bool = option(False, "Serve gRPC instead of HTTP.", LATER)
-    grpc_port: int | None = option(None, "Port of gRPC.", LATER)
 
     # ---- TLS
     ssl_keyfile: str | None = option(None, "Private key (PEM).")
@@ -174,12 +169,6 @@ class ServerConfig(Group):
     tool_server: str | None = option(
         None, "Where tools of /v1/responses run: MCP servers, host:port with commas between, or demo."
     )
-    tool_strict_level: Literal["auto", "function", "parameter"] = option("auto", "How strict tools are.", LATER)
-    trust_request_mm_kwargs: bool = option(False, "Media options from requests.", INERT, why=_MEDIA)
-    lora_modules: tuple[str, ...] | None = option(None, "Adapters to serve.", LATER)
-    anthropic_disabled_thinking_effort: str = option("auto", "Effort when thinking is off.", LATER)
-    cohere_format: str = option("cmd4", "Form of Cohere's chat.", LATER)
-    cohere_is_reasoning_model: bool = option(True, "Cohere models think.", LATER)
 
     # ---- answers
     return_tokens_as_token_ids: bool = option(False, "Tokens of logprobs are written as token_id:NUMBER.")
@@ -187,10 +176,6 @@ class ServerConfig(Group):
     enable_force_include_usage: bool = option(False, "Every stream ends with its usage.")
     enable_request_id_headers: bool = option(True, "Answers carry X-Request-Id, the client's own or a new one.")
     enable_tokenizer_info_endpoint: bool = option(False, "Serve /tokenizer_info.")
-    enable_per_request_metrics: bool = option(False, "Answers carry their timings.", LATER)
-    enable_server_load_tracking: bool = option(
-        False, "Count requests in flight for /load.", INERT, why="they are always counted"
-    )
     sse_keep_alive_interval: float = option(0.0, "Seconds of silence after which a stream sends a comment; 0 never.",
                                             low=0)  # fmt: skip
     fingerprint_mode: Literal["full", "hash", "custom", "none"] = option(
@@ -198,14 +183,7 @@ class ServerConfig(Group):
     )
     fingerprint_value: str | None = option(None, "The custom fingerprint.")
     disable_fastapi_docs: bool = option(False, "No /docs, /redoc and /openapi.json.")
-    enable_offline_docs: bool = option(
-        False, "/docs without any other site.", INERT, why="the pages always come from this server alone"
-    )
     disable_console: bool = option(False, "Quire's own. No chat and engine view at /.")
-    enable_flash_late_interaction: bool = option(
-        True, "Faster late interaction scores.", INERT, why="this version serves no scores"
-    )
-    enable_scale_out: bool = option(False, "Change the number of engines while running.", LATER, why=_REPLICAS)
 
     # ---- logs
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
@@ -213,20 +191,16 @@ class ServerConfig(Group):
     )
     disable_uvicorn_access_log: bool = option(False, "No line per HTTP request.")
     disable_access_log_for_endpoints: tuple[str, ...] = option(
-        (), "Paths without such a line, such as /health,/metrics.", asked=None, accepts=str | tuple[str, ...] | None,
+        (), "Paths without such a line, such as /health,/metrics.", unset=None, accepts=str | tuple[str, ...] | None,
         take=lambda given: () if given is None else as_paths(given),
     )  # fmt: skip
     enable_log_requests: bool = option(False, "Log every request as it arrives.")
     enable_log_outputs: bool = option(False, "Log every answer; needs enable_log_requests.")
     enable_log_deltas: bool = option(True, "With enable_log_outputs: log the pieces of streams, not only their sum.")
     max_log_len: int | None = option(None, "Longest prompt or answer written to the log, in characters.", low=0)
-    log_error_stack: bool = option(False, "Log the stack of every error an answer reports.", asked=None)
+    log_error_stack: bool = option(False, "Log the stack of every error an answer reports.", unset=None)
 
     # ---- several engines
-    data_parallel_supervisor_port: int = option(9256, "Port of the supervisor of engines.", INERT, why=_REPLICAS)
-    dp_supervisor_probe_failure_threshold: int = option(3, "Failed probes before a restart.", INERT, why=_REPLICAS)
-    dp_supervisor_probe_interval_s: float = option(5.0, "Seconds between probes.", INERT, why=_REPLICAS)
-    dp_supervisor_probe_timeout_s: float = option(5.0, "Seconds a probe may take.", INERT, why=_REPLICAS)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -243,49 +217,44 @@ def flats() -> list[Flat]:
     return [Flat(name, (name,), GROUP, mine) for name, mine in declarations(ServerConfig).items()]
 
 
-def server_config(**asked: Any) -> ServerConfig:
+def server_config(**given: Any) -> ServerConfig:
     """Checked and complete: keys from the environment are in place, combinations that cannot be are refused."""
-    if not asked.get("api_key"):
+    if not given.get("api_key"):
         key = env.API_KEY.get()
-        asked["api_key"] = None if key is None else (key,)
-    if asked.get("log_error_stack") is None:
-        asked["log_error_stack"] = env.SERVER_DEV_MODE.get()
-    options = ServerConfig(**asked)
+        given["api_key"] = None if key is None else (key,)
+    if given.get("log_error_stack") is None:
+        given["log_error_stack"] = env.SERVER_DEV_MODE.get()
+    options = ServerConfig(**given)
     refuse_unbuilt(options)
     _check(options)
     return options
 
 
-def _check(options: ServerConfig) -> None:
-    if options.enable_auto_tool_choice and not options.tool_call_parser:
-        raise ConfigError("enable_auto_tool_choice needs tool_call_parser, the way the model writes calls",
-                          param="tool_call_parser")  # fmt: skip
-    if options.enable_log_outputs and not options.enable_log_requests:
-        raise ConfigError("enable_log_outputs needs enable_log_requests", param="enable_log_outputs")
-    if (options.fingerprint_mode == "custom") != (options.fingerprint_value is not None):
-        raise ConfigError("fingerprint_value and fingerprint_mode='custom' go together", param="fingerprint_value")
-    if any(not key.strip() for key in options.keys):
-        raise ConfigError("an empty api_key would let everybody in; leave api_key unset for that", param="api_key")
-    if (options.ssl_keyfile or options.ssl_ca_certs or options.enable_ssl_refresh) and not options.ssl_certfile:
-        raise ConfigError("TLS needs ssl_certfile (and ssl_keyfile, unless the certificate file holds the key)",
-                          param="ssl_certfile")  # fmt: skip
-    if options.ssl_cert_reqs and not options.ssl_ca_certs:
-        raise ConfigError(f"ssl_cert_reqs={options.ssl_cert_reqs} needs ssl_ca_certs to check against",
-                          param="ssl_cert_reqs")  # fmt: skip
-    if options.disable_frontend_multiprocessing and options.api_server_count > 1:
-        raise ConfigError(
-            f"api_server_count={options.api_server_count} needs an engine process of its own; "
-            "disable_frontend_multiprocessing forbids it",
-            param="api_server_count",
-        )
-    if options.api_server_count > 1 and env.ENABLE_RESPONSES_API_STORE.get():
-        raise ConfigError(
-            f"ENABLE_RESPONSES_API_STORE keeps responses in one process, and api_server_count is "
-            f"{options.api_server_count}: the process that is asked for one may not be the one that has it",
-            param="api_server_count",
-        )
-    if options.allow_credentials and "*" in options.allowed_origins:
-        raise ConfigError(
-            "allow_credentials with allowed_origins * would let any site use a visitor's credentials; name the sites",
-            param="allow_credentials",
-        )
+def _check(o: ServerConfig) -> None:
+    """Combinations that cannot be: which, the option to name, and the words."""
+    wants_tls = bool(o.ssl_keyfile or o.ssl_ca_certs or o.enable_ssl_refresh)
+    rules = (
+        (o.enable_auto_tool_choice and not o.tool_call_parser, "tool_call_parser",
+         "enable_auto_tool_choice needs tool_call_parser, the way the model writes calls"),
+        (o.enable_log_outputs and not o.enable_log_requests, "enable_log_outputs",
+         "enable_log_outputs needs enable_log_requests"),
+        ((o.fingerprint_mode == "custom") != (o.fingerprint_value is not None), "fingerprint_value",
+         "fingerprint_value and fingerprint_mode='custom' go together"),
+        (any(not key.strip() for key in o.keys), "api_key",
+         "an empty api_key would let everybody in; leave api_key unset for that"),
+        (wants_tls and not o.ssl_certfile, "ssl_certfile",
+         "TLS needs ssl_certfile (and ssl_keyfile, unless the certificate file holds the key)"),
+        (o.ssl_cert_reqs and not o.ssl_ca_certs, "ssl_cert_reqs",
+         f"ssl_cert_reqs={o.ssl_cert_reqs} needs ssl_ca_certs to check against"),
+        (o.disable_frontend_multiprocessing and o.api_server_count > 1, "api_server_count",
+         f"api_server_count={o.api_server_count} needs an engine process of its own; disable_frontend_multiprocessing "
+         "forbids it"),
+        (o.api_server_count > 1 and env.ENABLE_RESPONSES_API_STORE.get(), "api_server_count",
+         f"ENABLE_RESPONSES_API_STORE keeps responses in one process, and api_server_count is {o.api_server_count}: "
+         "the process that is asked for one may not be the one that has it"),
+        (o.allow_credentials and "*" in o.allowed_origins, "allow_credentials",
+         "allow_credentials with allowed_origins * would let any site use a visitor's credentials; name the sites"),
+    )  # fmt: skip
+    for is_broken, param, words in rules:
+        if is_broken:
+            raise ConfigError(words, param=param)

@@ -1,4 +1,4 @@
-"""The flat view of the tree: every keyword and flag, where its value lives, and how asked values become a tree.
+"""The flat view of the tree: every keyword and flag, where its value lives, and how the given values become a tree.
 
 In: a mapping keyword -> value. Out: an EngineConfig with every value in its place and checked, nothing decided yet.
 """
@@ -47,13 +47,13 @@ def group_of(kind: Any) -> type[Group] | None:
 
 @cache
 def table() -> dict[str, Flat]:
-    """Keyword -> where it lives, in the order of declaration. A name declared twice is a mistake of ours."""
-    found: dict[str, Flat] = {}
+    """Keyword -> where it lives, in the order of declaration. A name declared twice is a bug."""
+    rows: dict[str, Flat] = {}
     for flat in _walk(EngineConfig, ()):
-        if flat.name in found:
-            raise AssertionError(f"two options are called {flat.name!r}: {found[flat.name].path} and {flat.path}")
-        found[flat.name] = flat
-    return found
+        if flat.name in rows:
+            raise AssertionError(f"two options are called {flat.name!r}: {rows[flat.name].path} and {flat.path}")
+        rows[flat.name] = flat
+    return rows
 
 
 def _walk(group: type[Any], path: tuple[str, ...]) -> Iterator[Flat]:
@@ -68,13 +68,13 @@ def _walk(group: type[Any], path: tuple[str, ...]) -> Iterator[Flat]:
             yield from _walk(inner, here)
 
 
-def assemble(asked: Mapping[str, Any]) -> EngineConfig:
-    """Put every asked value into its place. What was left unset takes its group's own default."""
+def assemble(given: Mapping[str, Any]) -> EngineConfig:
+    """Put every given value into its place. What was left unset takes its group's own default."""
     tree: dict[str, Any] = {}
     given_at: dict[tuple[str, ...], str] = {}
     for flat in sorted(table().values(), key=lambda f: len(f.path)):
-        value = asked.get(flat.name, flat.declared.option.asked)
-        if same(value, flat.declared.option.asked):
+        value = given.get(flat.name, flat.declared.option.unset)
+        if same(value, flat.declared.option.unset):
             continue
         if group_of(flat.declared.type) is not None and value is not None:
             _place_mapping(tree, given_at, flat, value)
@@ -132,19 +132,19 @@ def _build(group: type[Any], tree: Mapping[str, Any], where: str = "") -> Any:
 
 
 def refuse_unbuilt(config: Any) -> None:
-    """Every set option whose feature is missing is refused by name, wherever in the tree it was set. What is taken and
-    changes nothing is named in one line of the log."""
-    told = []
+    """Every set option whose feature is missing is refused by name, wherever in the tree it was set. Options that are
+    accepted without effect are named in one line of the log."""
+    notes = []
     for name, value, declared in _set_options(config):
         refuse(name, value, declared)
         if has_no_effect(value, declared):
-            told.append(f"{name}={shown_value(name, value)} ({declared.why})")
-    if told:
-        once(log, logging.WARNING, "Options that have no effect here: %s", "; ".join(told))
+            notes.append(f"{name}={shown_value(name, value)} ({declared.why})")
+    if notes:
+        once(log, logging.WARNING, "Options that have no effect here: %s", "; ".join(notes))
 
 
 def _set_options(config: Any, where: str = "") -> Iterator[tuple[str, Any, Option]]:
-    """Name, value and declaration of every option, but not of mappings that nobody touched."""
+    """Name, value and declaration of every option, except those of mappings that were left alone."""
     declared = declarations(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -160,7 +160,7 @@ def _set_options(config: Any, where: str = "") -> Iterator[tuple[str, Any, Optio
 
 
 def without_hints(config: Any) -> Any:
-    """The same, with options that name something of another engine at their defaults: nobody here has to know them."""
+    """The same, with hints meant for another engine back at their defaults, so that no other code has to know them."""
     declared = declarations(type(config))
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(config):

@@ -19,25 +19,17 @@ if TYPE_CHECKING:
 class LogprobList:
     """The log probabilities of one answer, or of a prompt (whose first token has none)."""
 
-    def __init__(self, tokenizer: Tokenizer | None, *, flat: bool, num_ranked: int, prompt: bool) -> None:
+    def __init__(
+        self, params: SamplingParams, tokenizer: Tokenizer | None, *, num_ranked: int, prompt: bool = False
+    ) -> None:
+        """`num_ranked`: how many entries after the first are the most likely ones; -1: all."""
         self.total = 0.0  # of the chosen tokens
-        self._tokenizer = tokenizer
-        self._num_ranked = num_ranked  # so many entries after the first are the most likely ones; -1: all
-        self._flat = FlatLogprobs() if flat else None
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._num_ranked = num_ranked
+        self._flat = FlatLogprobs() if params.flat_logprobs else None
         self._dicts: list[LogprobsOnePosition | None] = []
         if prompt:
             self._append(None)
-
-    @classmethod
-    def make(
-        cls, params: SamplingParams, tokenizer: Tokenizer | None, asked: int | None, *, prompt: bool = False
-    ) -> LogprobList | None:
-        """None when nobody asked."""
-        chosen_ids = None if prompt else params.logprob_token_ids
-        if asked is None and not chosen_ids:
-            return None
-        decoder = tokenizer if params.detokenize else None
-        return cls(decoder, flat=params.flat_logprobs, num_ranked=asked or 0, prompt=prompt)
 
     def __len__(self) -> int:
         """Positions so far."""

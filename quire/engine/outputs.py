@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from quire.base import registry
+from quire.base.lazy import lazy
 from quire.engine.inputs import Asked
 from quire.engine.logprobs import LogprobList
 from quire.observe.metrics import Metrics
@@ -30,7 +30,12 @@ if TYPE_CHECKING:
     from quire.text.detokenize import Detokenizer
     from quire.text.tokenizer import Tokenizer
 
-DETOKENIZER = "quire.text.detokenize:Detokenizer"
+
+@lazy
+def _detokenizer() -> type[Detokenizer]:
+    from quire.text.detokenize import Detokenizer
+
+    return Detokenizer
 
 
 @dataclass
@@ -198,7 +203,9 @@ class _Answer:
         self.request_id = request.request_id
         self.params = params
         self.token_ids: list[int] = []
-        self.logprobs = LogprobList.make(params, tokenizer, params.logprobs)
+        self.logprobs: LogprobList | None = None
+        if params.logprobs is not None or params.logprob_token_ids:
+            self.logprobs = LogprobList(params, tokenizer, num_ranked=params.logprobs or 0)
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.times = RequestTimes()
@@ -208,7 +215,7 @@ class _Answer:
         self.told_end = False
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
-            self._detokenizer = registry.load(DETOKENIZER)(tokenizer, request.prompt_token_ids, params)
+            self._detokenizer = _detokenizer()(tokenizer, request.prompt_token_ids, params)
         self._watched = bool(params.stop) and self._detokenizer is not None  # each token may end the text
         self._only_deltas = params.output_kind is RequestOutputKind.DELTA and not self._watched
         self._num_fed = 0
@@ -288,7 +295,9 @@ class _Open:
         self.kind = asked.params.output_kind
         self.first_seen = 0.0
         self.answers = [_Answer(i, r, asked.params, tokenizer) for i, r in enumerate(asked.requests)]
-        self.prompt_logprobs = LogprobList.make(asked.params, tokenizer, asked.params.prompt_logprobs, prompt=True)
+        self.prompt_logprobs: LogprobList | None = None
+        if (num_ranked := asked.params.prompt_logprobs) is not None:
+            self.prompt_logprobs = LogprobList(asked.params, tokenizer, num_ranked=num_ranked, prompt=True)
         self.num_growing = len(self.answers)
         self._told = False  # the prompt's log probabilities
         self._prompt_token_ids = list(asked.token_ids)  # one list for all results

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
+from quire.base import allocator
 from quire.grammar.backend import Backend, Vocabulary, make_backend
 from quire.schema.grammar import GrammarSpec
 
@@ -83,6 +84,8 @@ def main() -> None:
         payload = msgspec.msgpack.encode(answer)
         sink.write(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
         sink.flush()
+        del job, answer, payload
+        allocator.trim()  # it may be idle from now on
 
 
 def _work(job: Job, boot: JobBoot, made: dict[str, Backend]) -> Answer:

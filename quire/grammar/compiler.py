@@ -1,9 +1,10 @@
 """Compiler: specs to compiled grammars, off the step's path, in children that are killed when they take too long.
 
     submit(spec) ──▶ a worker thread ──▶ its child: backend.compile ──▶ the thread: backend.load ──▶ Compiled
-Which is next is for jobs.py to say; one that nobody waits for any more is stopped, and its child with it. Compiled
-grammars are kept, the latest used, up to a number of bytes; refusals are kept too, so that a hostile grammar costs its
-time once. Threads and children start with the first spec. Must not know: requests, steps.
+Which is next is for jobs.py to say; one that nobody waits for any more is stopped, and its child with it. What came of
+grammars is kept (cache.py), refusals too, so that a hostile grammar costs its time once. Threads and children start
+with the first spec; children come after everyone else in line, so their time is the processor's. Must not know:
+requests, steps.
 """
 
 from __future__ import annotations
@@ -14,33 +15,37 @@ import select
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from quire.base import allocator
 from quire.base.clock import now
 from quire.base.env import sandbox_environment
 from quire.base.log import logger
+from quire.base.procs import background_command, processor_seconds
 from quire.grammar.backend import Backend, Vocabulary, make_backend
+from quire.grammar.cache import GrammarCache
 from quire.grammar.child import LENGTH_BYTES, Answer, Job, JobBoot
 from quire.grammar.jobs import CompileJob, Jobs
 from quire.schema.errors import InputError, QuireError
 from quire.schema.grammar import GrammarSpec
 
 log = logger(__name__)
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from quire.grammar.child import main; main()"
-_START_SECONDS = 120.0  # for imports and the vocabulary, on a busy machine
+_MAIN = "quire.grammar.child:main"
+_START_SECONDS = 120.0  # for imports and the vocabulary
+_WALL_FACTOR = 3.0  # what a limit in seconds of the processor is on the clock, for a machine that others use too
 _PARAM = "structured_outputs"
-_ENOUGH = 4096  # refusals and grammars remembered
+_REFUSAL_BYTES = 1000
+_LARGE = 1 << 20  # bytes of a compiled grammar; reading it takes some ten times its own, which are then free
 _LOOK_SECONDS = 0.05  # between two looks at whether a job still has to go on
 
 
 @dataclass(frozen=True)
 class Limits:
-    seconds: float = 10.0
+    seconds: float = 10.0  # of the processor
     memory_bytes: int = 1 << 30  # that a child may grow by
     compiled_bytes: int = 1 << 26  # of one compiled grammar
     cache_bytes: int = 1 << 29  # of all that are kept
@@ -54,6 +59,7 @@ class Compiled:
     backend: Backend
     name: str
     loaded: Any
+    num_bytes: int = 0  # that it was read from
 
 
 Outcome = Compiled | QuireError
@@ -77,8 +83,8 @@ class Compiler:
             num_workers=limits.num_workers, most_queued=limits.most_queued, first_seconds=limits.first_seconds
         )
         self._lock = threading.Lock()
-        self._kept: OrderedDict[GrammarSpec, tuple[Outcome, int]] = OrderedDict()
-        self._bytes = 0
+        self._cache: GrammarCache[Outcome] = GrammarCache(limits.cache_bytes)
+        self._loading = threading.Lock()  # one at a time: it takes many times what is kept
         self._vocabulary: Vocabulary | None = None
         self._backends: dict[str, Backend] = {}
         self._making = threading.Lock()
@@ -89,7 +95,7 @@ class Compiler:
     def submit(self, spec: GrammarSpec) -> None:
         """Start it, unless it is there or under way already. OverloadedError: too many wait."""
         with self._lock:
-            if spec in self._kept:
+            if spec in self._cache:
                 return
             self._jobs.put(spec)
             if len(self._threads) < min(self.limits.num_workers, len(self._jobs)):
@@ -103,13 +109,9 @@ class Compiler:
         self._jobs.drop(spec)
 
     def fetch(self, spec: GrammarSpec) -> Outcome | None:
-        """What came of it; None while it is under way."""
+        """What came of it, for one request; None while it is under way."""
         with self._lock:
-            entry = self._kept.get(spec)
-            if entry is None:
-                return None
-            self._kept.move_to_end(spec)
-            return entry[0]
+            return self._cache.use(spec)
 
     def vocabulary(self) -> Vocabulary:
         with self._making:
@@ -199,11 +201,18 @@ class Compiler:
                 f"limit is {limits.compiled_bytes}",
                 param=_PARAM,
             )
+        return self._load(name, spec, answer.compiled)
+
+    def _load(self, name: str, spec: GrammarSpec, compiled: bytes) -> Compiled:
         backend = self._backend(name)
-        try:
-            return Compiled(backend, name, backend.load(spec, answer.compiled))
-        except ValueError as wrong:
-            raise InputError(f"the {spec.kind} constraint cannot be used: {wrong}", param=_PARAM) from None
+        with self._loading:
+            try:
+                return Compiled(backend, name, backend.load(spec, compiled), len(compiled))
+            except ValueError as wrong:
+                raise InputError(f"the {spec.kind} constraint cannot be used: {wrong}", param=_PARAM) from None
+            finally:
+                if len(compiled) > _LARGE:
+                    allocator.trim()
 
     def _backend(self, name: str) -> Backend:
         vocabulary = self.vocabulary()
@@ -215,17 +224,18 @@ class Compiler:
             return self._backends[name]
 
     def _keep(self, job: CompileJob, outcome: Outcome) -> None:
-        spec = job.spec
-        cost = len(spec.text) + (outcome.backend.cost(outcome.loaded) if isinstance(outcome, Compiled) else 1000)
+        cost = sys.getsizeof(job.spec.text) + (_cost(outcome) if isinstance(outcome, Compiled) else _REFUSAL_BYTES)
         with self._lock:
             self._jobs.done(job)
             if isinstance(outcome, Compiled):
                 self.num_compiled += 1
-            self._kept[spec] = outcome, cost
-            self._bytes += cost
-            while len(self._kept) > 1 and (self._bytes > self.limits.cache_bytes or len(self._kept) > _ENOUGH):
-                _, (_, freed) = self._kept.popitem(last=False)
-                self._bytes -= freed
+            self._cache.put(job.spec, outcome, cost)
+
+
+def _cost(compiled: Compiled) -> int:
+    """Bytes it keeps. What a library counts itself may leave out most of it; a grammar that was read from some bytes
+    keeps about as many, small ones half as many again."""
+    return max(compiled.backend.cost(compiled.loaded), compiled.num_bytes * 3 // 2)
 
 
 class _Child:
@@ -236,24 +246,24 @@ class _Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, job: Job, seconds: float, stop: Callable[[float], bool] = lambda spent: False) -> Answer:
-        """EOFError: it died over it. _TimeoutError: it was killed. _StoppedError: `stop` said so of the seconds spent,
-        and it was killed if it had begun."""
+        """`seconds` of the processor. EOFError: it died over it. _TimeoutError: it was killed. _StoppedError: `stop`
+        said so of the seconds spent, and it was killed if it had begun."""
         if stop(0.0):
             raise _StoppedError
         process = self._process
         if process is None or process.poll() is not None:
             process = self._process = self._open()
         _write(process, job)
-        began = now()
+        began, before = now(), processor_seconds(process.pid)
 
         def look() -> float:
             """How long to wait before the next look."""
-            spent = now() - began
+            spent = processor_seconds(process.pid) - before
             if stop(spent):
                 raise _StoppedError
-            if spent > seconds:
+            if spent > seconds or now() - began > seconds * _WALL_FACTOR:
                 raise _TimeoutError
-            return min(_LOOK_SECONDS, seconds - spent)
+            return _LOOK_SECONDS
 
         try:
             size = int.from_bytes(_read(process, LENGTH_BYTES, look), "little")
@@ -268,9 +278,8 @@ class _Child:
             self._process.wait()
 
     def _open(self) -> subprocess.Popen[bytes]:
-        path = msgspec.json.encode(sys.path).decode()
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _START, path],
+            background_command(_MAIN),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=sandbox_environment(),
         )  # fmt: skip
         _write(process, self._boot)

@@ -99,9 +99,20 @@ class GroupStep(NamedTuple):
     is_static: bool = False  # to be captured; context_lens and query_lens then hold the largest values there can be
 
 
+class GivenVectors(NamedTuple):
+    """Vectors that stand in place of token embeddings: of media, or embeddings that a request brought itself."""
+
+    places: Tensor  # [G] int64: where in the step, each once
+    vectors: Tensor  # [G, width of the embedding]
+
+
 @dataclass
 class Batch:
-    """One step for the model. `logit_index` names the tokens whose hidden state is sampled."""
+    """One step for the model. `logit_index` names the tokens whose hidden state is sampled, any number of each row.
+
+    The last fields are None in most steps. A graph is captured for some of them (worker/device_inputs.py); a step that
+    has another runs without a graph. A model that cannot use a field must refuse the step, not ignore it.
+    """
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
@@ -111,6 +122,9 @@ class Batch:
     steps: Sequence[GroupStep] = ()  # what the plans were made from, for models that cannot use them
     embedded: Tensor | None = None  # [T, width] the tokens' embeddings, for models whose layers read them again
     encoded: Tensor | None = None  # [S, width] encoder outputs of rows that begin in this step, in the order of rows
+    given: GivenVectors | None = None  # put over the token embeddings before anything reads them
+    adapter_index: Tensor | None = None  # [T] int32: adapter of each token's row, 0: none; None: no row has one
+    position_channels: Tensor | None = None  # [C, T] int64 (M-RoPE); None: every channel is `positions`
 
 
 class NoAttention:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.ops.rope import frequencies, rope_tables, rotate
+from quire.schema.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class RopeKind:
     wide: bool = False  # rotate in float32 whatever the model's dtype
     back: bool = False  # turns the other way round
     scaling: Mapping[str, Any] | None = None  # rope_type and its numbers, as configs write them
+    sections: tuple[int, ...] = ()  # M-RoPE: how many frequencies, in order, turn by each channel of positions
 
 
 class Turn(NamedTuple):
@@ -39,10 +41,37 @@ class Rope(nn.Module):
         inv_freq, self.gain = frequencies(kind.theta, kind.dim, kind.scaling, length)
         self.inv_freq = (-inv_freq if kind.back else inv_freq).to(device)  # no buffer: it is no part of a checkpoint
         self._tables, self._rotate = rope_tables.on(device), rotate.on(device)
+        self._channel_of = _channel_of(kind).to(device) if kind.sections else None
 
-    def forward(self, positions: Tensor) -> Turn:
+    def forward(self, positions: Tensor, channels: Tensor | None = None) -> Turn:
+        """Positions [T]; channels [C, T] where they are not all the same."""
+        if channels is not None:
+            return self._by_channel(channels)
         return Turn(*self._tables(positions, self.inv_freq, self.gain, self.kind.pairs, self.dtype))
+
+    def _by_channel(self, channels: Tensor) -> Turn:
+        if self._channel_of is None or len(channels) != len(self.kind.sections):
+            raise ConfigError(
+                f"positions have {len(channels)} channels, this rotary embedding {len(self.kind.sections) or 'one'}"
+            )
+        cos, sin = self(channels[0])
+        for at in range(1, len(channels)):
+            turn, is_own = self(channels[at]), self._channel_of == at
+            cos, sin = torch.where(is_own, turn.cos, cos), torch.where(is_own, turn.sin, sin)
+        return Turn(cos, sin)
 
     def turn(self, x: Tensor, turn: Turn) -> Tensor:
         """x [T, H, D] rotated."""
         return self._rotate(x, turn.cos, turn.sin, self.kind.pairs)
+
+
+def _channel_of(kind: RopeKind) -> Tensor:
+    """[dim]: the channel of each entry that is rotated, laid out as `rope_tables` lays out cosines."""
+    if 2 * sum(kind.sections) != kind.dim:
+        raise ConfigError(
+            f"sections {list(kind.sections)} name {sum(kind.sections)} frequencies, the rotary embedding has "
+            f"{kind.dim // 2}",
+            param="mrope_section",
+        )
+    own = torch.repeat_interleave(torch.arange(len(kind.sections)), torch.tensor(kind.sections))
+    return own.repeat_interleave(2) if kind.pairs else torch.cat((own, own))

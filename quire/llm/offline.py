@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import msgspec
 
-from quire.base import registry
+from quire.base.lazy import lazy
 from quire.engine.inputs import Asked, Options
 from quire.llm.beam import BeamSearchInstance, BeamSearchOutput, check_ranks, followed
 from quire.llm.beam_form import BeamForm, BeamForms
 from quire.llm.beam_limits import BeamLimits
+from quire.llm.engine import LLMEngine
 from quire.llm.progress import Progress
-from quire.llm.prompts import list_conversations, list_prompts, pair, render
-from quire.llm.stepper import LLMEngine
 from quire.llm.verbs import verb
 from quire.observe.reader import Metric
 from quire.schema.errors import InputError, NotBuiltError
@@ -31,10 +30,26 @@ from quire.schema.params import BeamSearchParams, RequestOutputKind, SamplingPar
 from quire.schema.prompt import TokensPrompt
 
 if TYPE_CHECKING:
+    from quire.config import EngineArgs
     from quire.text.tokenizer import Tokenizer
 
-ENGINE_ARGS = "quire.config:EngineArgs"
 Tqdm = bool | Callable[..., Any]
+Conversation = Sequence[Mapping[str, Any]]
+Item = TypeVar("Item")
+
+
+@lazy
+def _engine_args() -> type[EngineArgs]:
+    from quire.config import EngineArgs
+
+    return EngineArgs
+
+
+@lazy
+def _tokenize_chat() -> Callable[..., TokensPrompt]:
+    from quire.text.chat import tokenize_chat
+
+    return tokenize_chat
 
 
 def _pooling(name: str) -> Callable[..., Any]:
@@ -52,7 +67,7 @@ class LLM:
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         options.setdefault("disable_log_stats", True)
-        engine_args = registry.load(ENGINE_ARGS)(model=model, **options)
+        engine_args = _engine_args()(model=model, **options)
         self.llm_engine = self.engine_class.from_engine_args(engine_args, usage_context="LLM_CLASS")
         self.model_config = self.llm_engine.model_config
         self.input_processor = self.llm_engine.input_processor
@@ -156,8 +171,9 @@ class LLM:
         if mm_processor_kwargs is not None:
             raise NotBuiltError("mm_processor_kwargs is not in this version of Quire", param="mm_processor_kwargs")
         tokenizer = self.get_tokenizer()
+        tokenize = _tokenize_chat()
         return [
-            render(
+            tokenize(
                 tokenizer,
                 conversation,
                 chat_template=chat_template,
@@ -304,6 +320,48 @@ class LLM:
     classify = _pooling("classify")
     reward = _pooling("reward")
     score = _pooling("score")
+
+
+def list_prompts(given: Any) -> list[Any]:
+    """One prompt (text, ids or dict) or several -> a list of prompts."""
+    given = _plain(given)
+    if isinstance(given, (str, bytes, bytearray, Mapping)) or not isinstance(given, Iterable):
+        return [given]
+    items = [_plain(item) for item in given]
+    if items and all(hasattr(item, "__index__") for item in items):
+        return [items]  # one prompt of token ids
+    return items
+
+
+def _plain(given: Any) -> Any:
+    """Arrays of numpy and torch as lists: an array has __index__ too, and is no number."""
+    return given.tolist() if hasattr(given, "tolist") else given
+
+
+def pair(given: Any, num_prompts: int, kind: type[Item], name: str) -> list[Item]:
+    """One for all, or one for each."""
+    if isinstance(given, kind):
+        return [given] * num_prompts
+    if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
+        raise InputError(f"{name} must be {kind.__name__} or a list of them, got {type(given).__name__}", param=name)
+    if len(given) != num_prompts:
+        raise InputError(f"{len(given)} {name} were given for {num_prompts} prompts", param=name)
+    wrong = [item for item in given if not isinstance(item, kind)]
+    if wrong:
+        raise InputError(f"{name} holds {wrong[0]!r}; every entry must be {kind.__name__}", param=name)
+    return list(given)
+
+
+def list_conversations(given: Any) -> list[Conversation]:
+    """One conversation (a list of messages) or several -> a list of conversations."""
+    if not isinstance(given, Sequence) or isinstance(given, (str, bytes)) or not given:
+        raise InputError(f"messages must be a non-empty list of messages, got {given!r}", param="messages")
+    if isinstance(given[0], Mapping):
+        return [given]
+    for conversation in given:
+        if not isinstance(conversation, Sequence) or not all(isinstance(m, Mapping) for m in conversation):
+            raise InputError("messages must be one list of message dicts, or a list of such lists", param="messages")
+    return list(given)
 
 
 def _join_legacy(prompts: Any, prompt_token_ids: Any) -> list[Any]:

@@ -25,7 +25,7 @@ from quire.base.log import logger
 from quire.engine.inputs import Asked, Options
 from quire.engine.outputs import Processed
 from quire.llm.beam_limits import BeamLimits
-from quire.llm.front import Front
+from quire.llm.engine import Front
 from quire.llm.lanes import Lanes
 from quire.llm.request_log import LogRules, RequestLog
 from quire.llm.verbs import async_verb, refuse_stat_loggers

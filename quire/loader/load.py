@@ -94,7 +94,7 @@ def make_model(config: EngineConfig, device: torch.device | str) -> Model:
                 "own code",
                 param="quantization",
             )
-        foreign: Model = load("quire.models.foreign:build_fallback")(
+        foreign: Model = load("quire.hf_models.foreign:build_fallback")(
             about.hf_config, about.path, dtype=dtype, device=torch.device(device), max_model_len=about.max_model_len,
             trust=about.trust_remote_code, given=way.given,
         )  # fmt: skip

@@ -36,7 +36,7 @@ from quire.ops.act import tanh
 from quire.ops.few import NormRule, few_rows, linear_add, linear_parts, norm_linear, part_rows
 from quire.ops.parts import Delta, whole
 from quire.quant.scheme import Storage
-from quire.schema.errors import ConfigError
+from quire.schema.errors import ConfigError, NotBuiltError
 from quire.schema.kv import KVSpec
 
 # Where the norms of a block sit: before attention, after it, before the mlp, after it ('' = none).
@@ -71,7 +71,7 @@ class Block(nn.Module):
         self.scale = arch.residual_scale
         self.few = Few.of(self, arch, storage)
         self.in_parts = InParts.of(self, storage) if self.few is not None else None
-        self.whole = Whole.of(self, arch, storage)
+        self.whole = Whole.of(self, arch)
 
     def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
         if self.few is not None and delta is None and x.shape[0] <= self.few.rows:
@@ -355,7 +355,7 @@ class Decoder(nn.Module):
         for use in uses:
             use.link(uses)
         wholes = [layer.whole if type(layer) is Block else None for layer in self.layers]
-        self._stretches = Stretch.cut(self.layers, self.rope_of, wholes)
+        self._stretches = Stretch.cut(self.layers, self.rope_of, wholes, storage)
         self.norm = Norm("model.norm", (width,), arch.norm, storage) if arch.final_norm else NoNorm()
         self._tanh = tanh.on(storage.device)
         tied = self.embed if arch.tie else None
@@ -363,8 +363,12 @@ class Decoder(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states [T, width of the head]."""
-        turns = [rope(batch.positions) for rope in self.ropes]
+        if batch.adapter_index is not None:
+            raise NotBuiltError("a step names adapters, and this version of Quire cannot apply any")
+        turns = [rope(batch.positions, batch.position_channels) for rope in self.ropes]
         x = self.embed(batch.token_ids)
+        if batch.given is not None:
+            x = x.index_copy(0, batch.given.places, batch.given.vectors.to(x.dtype))
         if self.project_in is not None:
             x = self.project_in(x)
         if self.positions is not None:
@@ -395,6 +399,7 @@ class Decoder(nn.Module):
         return self._tanh(logits / cap) * cap if cap else logits
 
     def table(self) -> WeightTable:
+        self.forget_addresses()
         arch = self.arch
         ignore = (*arch.ignore, r"^lm_head\.weight$") if arch.tie else arch.ignore
         return WeightTable.of(self, names=(*arch.names, *COMMON_NAMES), ignore=ignore, arrange=arrange_for(arch))
@@ -406,10 +411,16 @@ class Decoder(nn.Module):
         return taken
 
     def finish_weights(self) -> None:
-        """To be called once parameters are filled through the table."""
+        """To be called once parameters are filled through the table, or replaced by other objects."""
+        self.forget_addresses()
         for module in self.modules():
             if isinstance(module, Linear | Embedding | Head):
                 module.finish()
+
+    def forget_addresses(self) -> None:
+        """Weights or caches do not lie any more where a step found them, or not in the same order."""
+        for stretch in self._stretches:
+            stretch.forget()
 
     def kv_layers(self) -> list[KVLayer]:
         return [module for module in self.modules() if isinstance(module, KVLayer)]
@@ -419,5 +430,6 @@ class Decoder(nn.Module):
 
     def bind_kv(self, caches: Mapping[str, LayerCache], groups: Mapping[str, int]) -> None:
         """Give every attention layer its cache and the index of its group's plan in Batch.plans."""
+        self.forget_addresses()
         for layer in self.kv_layers():
             layer.bind(caches[layer.layer], groups[layer.layer])

@@ -14,7 +14,7 @@ from dataclasses import fields
 from itertools import islice
 from typing import Any
 
-from quire.config.limits import (
+from quire.checkpoint.limits import (
     EXPERTS,
     FFN,
     HEAD_DIM,

@@ -1,8 +1,8 @@
-"""Models of two halves: an encoder reads one text at once, a decoder writes another and attends over both.
+"""Encoder-decoder models: an encoder reads one text at once, a decoder writes another and attends over both.
 
 In: Texts for `encode`; for `forward` a Batch whose plans hold a group of kind CROSS, and in Batch.encoded the encoder's
-outputs of the rows that begin. Out: hidden states and logits, as from any decoder. The halves are models/encoder.py and
-models/decoder.py; this joins their token table and their weight tables, and knows no model by name.
+outputs of the rows that begin. Out: hidden states and logits, as from any decoder. Encoder and decoder are those of
+models/encoder.py and models/decoder.py; this joins their token table and weight tables, and knows no model by name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quire.schema.kv import KVSpec
 
 @dataclass(frozen=True)
 class Seq2SeqArch:
-    """Both halves. Names of tensors lead to `encoder.` and `model.` (the decoder); those of the halves are not read."""
+    """`names` leads to `encoder.` and `model.` (the decoder); the tables of the two archs are not read."""
 
     encoder: EncoderArch
     decoder: Arch
@@ -145,7 +145,7 @@ def build_seq2seq(
     max_model_len: int | None = None,
     storage: Storage | None = None,
 ) -> Seq2Seq:
-    """As models/build.build_model, for a model of two halves."""
+    """As models/build.build_model, for an encoder-decoder model."""
     name = next((name for name in hf_config.get("architectures") or [] if name in SEQ2SEQ), None)
     if name is None:
         raise ConfigError(

@@ -1,17 +1,14 @@
-"""Decoder blocks of the common form as one compiled call on CPU, as many of them as follow each other.
+"""Decoder blocks of the common form, as many of them as follow each other, through the op `join_blocks`.
 
-Common: norm, attention over the paged cache, norm, gated mlp, each joined to the stream as it is. A block asks
-`Whole.of` once. A `Stretch` takes the addresses when a step first runs, and again when weights or cache were replaced;
-the kernels it takes when it is built. A cache that is not the kernels' own (NativeCache) leaves the blocks to their
-layers. Must not know: what else makes caches.
+A block asks `Whole.of` once whether it has that form. A `Stretch` joins its blocks when a step first runs, and again
+after `forget`: whoever replaces weights or caches calls it, because a joined call holds their addresses. Nothing is
+compared in a step. Must not know: devices, kernels, what makes caches.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from operator import is_
 from typing import Any
 
 import torch
@@ -19,135 +16,116 @@ from torch import Tensor, nn
 
 from quire.layers.attention import Attention
 from quire.layers.batch import Batch
+from quire.layers.linear import Linear
 from quire.layers.mlp import Mlp
 from quire.layers.norm import Norm
 from quire.layers.rope import Turn
 from quire.models.arch import Arch
 from quire.ops.act import PLAIN
-from quire.ops.cpu.block import BlockParts, BlocksCall, NativeCache, NativeStep, StepTurn, Weights
-from quire.ops.cpu.forms import ACTS, ALL_ROWS, few_rows
-from quire.ops.cpu.native import kernels
+from quire.ops.blocks import BlockParts, BlocksRun, StepTurn, Weights, join_blocks
 from quire.ops.few import NormRule
-from quire.ops.parts import Delta, Parts
+from quire.ops.parts import Delta
 from quire.quant.scheme import Storage
 
 
 class Whole:
     """What a block of the common form is made of."""
 
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        attn: Attention,
-        mlp: Mlp,
-        rules: tuple[NormRule, NormRule],
-        act: int,
-        dtype: torch.dtype,
-    ) -> None:
-        self.library = library
-        self.attn, self.mlp, self.rules, self.act, self.dtype = attn, mlp, rules, act, dtype
-        self.linears = (attn.qkv, attn.o, mlp.up, mlp.down)
+    def __init__(self, attn: Attention, mlp: Mlp, rules: tuple[NormRule, NormRule], act: str) -> None:
+        self.attn, self.mlp, self.rules, self.act = attn, mlp, rules, act
 
     @classmethod
-    def of(cls, block: Any, arch: Arch, storage: Storage) -> Whole | None:
+    def of(cls, block: Any, arch: Arch) -> Whole | None:
         attn, mlp, norms = block.attn, block.mlp, (block.before_attn, block.before_mlp)
-        if storage.device.type != "cpu" or (library := kernels()) is None:
-            return None
-        if arch.order != "pre" or block.scale != 1.0 or not arch.gated:
-            return None
-        if any(arch.inner_norms):
+        if arch.order != "pre" or block.scale != 1.0 or not arch.gated or any(arch.inner_norms):
             return None
         if not isinstance(attn, Attention) or not isinstance(mlp, Mlp) or attn.kind.gated or not attn.fusable:
             return None
         rules = tuple(norm.rule() for norm in norms if isinstance(norm, Norm))
-        act = ACTS.get(PLAIN[arch.act].name)
-        if len(rules) != 2 or rules[0] is None or rules[1] is None or act is None:
+        if len(rules) != 2 or rules[0] is None or rules[1] is None:
             return None
-        return cls(library, attn, mlp, (rules[0], rules[1]), act, storage.dtype)
-
-    def places(self) -> list[tuple[dict[str, Any], str]]:
-        """Where the objects stand that are replaced when cache or numbers are."""
-        found: list[tuple[dict[str, Any], str]] = [(vars(self.attn), "cache")]
-        for linear in self.linears:
-            found.append((linear._parameters, "weight") if linear.is_plain else (vars(linear), "matrix"))
-        return found
+        return cls(attn, mlp, (rules[0], rules[1]), PLAIN[arch.act].name)
 
     def parts(self) -> BlockParts | None:
-        """None where there is no cache of the kernels' own, or some product is neither packed nor plain numbers."""
-        attn, (cache, *stored) = self.attn, [place[name] for place, name in self.places()]
-        if not isinstance(cache, NativeCache) or any(matrix is None for matrix in stored):
+        """None where there is no cache yet, or some matrix is neither packed nor plain numbers."""
+        attn, mlp = self.attn, self.mlp
+        qkv, o, up, down = (_weights(linear) for linear in (attn.qkv, attn.o, mlp.up, mlp.down))
+        if attn.cache is None or qkv is None or o is None or up is None or down is None:
             return None
-        qkv, o, up, down = (Weights(matrix, linear.bias) for matrix, linear in zip(stored, self.linears, strict=True))
         return BlockParts(
-            (qkv, o, up, down), self.rules, attn.prep(None), cache.rows, attn.kind.scale, attn.kind.softcap, attn.sinks,
+            (qkv, o, up, down), self.rules, attn.prep(None), attn.cache, attn.kind.scale, attn.kind.softcap, attn.sinks,
             attn.alibi, self.act,
         )  # fmt: skip
 
 
-class Stretch:
-    """Layers that follow each other. Where all are whole, a step whose attention is compiled runs them in one call."""
+def _weights(linear: Linear) -> Weights | None:
+    matrix = linear.weight if linear.is_plain else linear.matrix
+    return None if matrix is None else Weights(matrix, linear.bias)
 
-    def __init__(self, layers: Sequence[nn.Module], ropes: Sequence[int | None], wholes: list[Whole]) -> None:
+
+class Stretch:
+    """Layers that follow each other. Where all are whole, a step whose attention allows it runs them in one call."""
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        ropes: Sequence[int | None],
+        wholes: list[Whole],
+        join: Callable[..., BlocksRun | None],
+        dtype: torch.dtype,
+    ) -> None:
         """`ropes[i]` is the rotation of layer i among those of a step; None: it has none. `wholes`: all or none."""
         self._layers, self._ropes, self._wholes = layers, ropes, wholes
-        self._places = [place for whole in self._wholes for place in whole.places()]
+        self._join, self._dtype = join, dtype
         self._hooks = [hooks for layer in layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
-        plain = any(linear.is_plain for whole in self._wholes for linear in whole.linears)
-        self._most = few_rows(self._wholes[0].dtype) if plain else ALL_ROWS
-        self._seen: list[Any] = []
         self._turns: list[tuple[int, int | None]] = []  # group and rotation
-        self._call: BlocksCall | None = None
+        self._call: BlocksRun | None = None
+        self._is_stale = bool(wholes)
 
     @classmethod
     def cut(
-        cls, layers: Iterable[nn.Module], ropes: Sequence[int | None], wholes: Sequence[Whole | None]
+        cls,
+        layers: Iterable[nn.Module],
+        ropes: Sequence[int | None],
+        wholes: Sequence[Whole | None],
+        storage: Storage,
     ) -> list[Stretch]:
         """All of a decoder's layers, parted where whole blocks begin and end."""
+        join = join_blocks.on(storage.device)
+        if join is join_blocks.reference:
+            wholes = [None] * len(wholes)
         found = []
         for _, run in groupby(zip(layers, ropes, wholes, strict=True), key=lambda entry: entry[2] is None):
             here, turned, made = zip(*run, strict=True)
-            found.append(cls(here, turned, [whole for whole in made if whole is not None]))
+            found.append(cls(here, turned, [whole for whole in made if whole is not None], join, storage.dtype))
         return found
 
+    def forget(self) -> None:
+        """Weights or caches were replaced."""
+        self._call, self._is_stale = None, bool(self._wholes)
+
     def __call__(self, x: Tensor, delta: Delta, batch: Batch, turns: Sequence[Turn]) -> tuple[Tensor, Delta]:
-        if self._wholes and (done := self._at_once(x, delta, batch, turns)) is not None:
-            return done
+        if self._is_stale:
+            self._make()
+        if self._call is not None and not any(self._hooks):
+            shared = []
+            for group, rope in self._turns:
+                turn = (None, None) if rope is None else turns[rope]
+                shared.append(StepTurn(batch.plans[group], *turn))
+            if (done := self._call(x, delta, shared)) is not None:
+                return done
         for layer, rope in zip(self._layers, self._ropes, strict=True):
             x, delta = layer(x, delta, batch, None if rope is None else turns[rope])
         return x, delta
 
-    def _at_once(self, x: Tensor, delta: Delta, batch: Batch, turns: Sequence[Turn]) -> tuple[Tensor, Tensor] | None:
-        """None: not this step."""
-        if x.shape[0] > self._most or any(self._hooks):
-            return None
-        if not (self._seen and all(map(is_, self._seen, [place[name] for place, name in self._places]))):
-            self._make()
-        if (
-            self._call is None
-            or not x.is_contiguous()
-            or isinstance(delta, Parts)
-            or (delta is not None and not delta.is_contiguous())
-        ):
-            return None
-        work: list[StepTurn] = []
-        for group, rope in self._turns:
-            step, turn = batch.plans[group], None if rope is None else turns[rope]
-            if not isinstance(step, NativeStep):
-                return None
-            if turn is not None and turn.cos.dtype is not self._wholes[0].dtype and turn.cos.dtype is not torch.float32:
-                return None
-            work.append(StepTurn(step, turn and turn.cos, turn and turn.sin))
-        return self._call(x, delta, work)
-
     def _make(self) -> None:
-        self._seen = [place[name] for place, name in self._places]
+        self._is_stale = False
         parts = [made for whole in self._wholes if (made := whole.parts()) is not None]
+        if len(parts) < len(self._wholes):
+            return
         kinds = [
             (whole.attn.group, rope if whole.attn.rope is not None else None)
             for whole, rope in zip(self._wholes, self._ropes, strict=True)
         ]
         self._turns = list(dict.fromkeys(kinds))
-        which = [self._turns.index(kind) for kind in kinds]
-        first, self._call = self._wholes[0], None
-        if len(parts) == len(self._wholes):
-            self._call = BlocksCall(first.library, parts, which, first.dtype)
+        self._call = self._join(parts, [self._turns.index(kind) for kind in kinds], self._dtype)

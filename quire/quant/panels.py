@@ -8,7 +8,7 @@ model a matrix belongs to, or which kernels there are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -79,8 +79,18 @@ class PanelSchemes:
         return self._plain if is_read else self._panels
 
 
+@runtime_checkable
+class HoldsAddresses(Protocol):
+    """A module that keeps where weights lie."""
+
+    def forget_addresses(self) -> None: ...
+
+
 def lay_back(model: Any) -> bool:
     """All matrices of a model become plain rows again, until its weights are finished; whether any lay in panels."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
     found = [(vars(module).get("scheme"), module) for module in modules if "matrix" in vars(module)]
+    for module in modules:
+        if isinstance(module, HoldsAddresses):
+            module.forget_addresses()
     return sum(scheme.lay_back(module) for scheme, module in found if isinstance(scheme, PanelScheme)) > 0

@@ -173,23 +173,29 @@ class LatencyGoal(Gate):
     """inter_token_latency_goal_ms: tokens of a step in which some requests decode, so that these do not wait long.
 
     The number follows the time that steps take (pace.py). Prompts are cut to what decodes leave of it, half of it at
-    least. While so much waits that prompts would be late themselves, or nobody decodes, it does not bind.
+    least. While nobody decodes it does not bind, nor, where larger steps pay, while so much waits that prompts would be
+    late themselves.
     """
 
     GRAIN = 128  # tokens: a step takes as long as one of the next multiple, so a budget between two is no use
-    DEEP = 8  # waiting tokens, in what a step may hold, from which on the queue comes first
     SLIVER = 4  # a prompt is not begun with less than this part of a step, as its inverse
+    UNKNOWN = 4  # times the least, where the goal always binds and no step was long enough to tell
 
-    def __init__(self, goal: float, least: int, pace: Pace) -> None:
-        """`goal` in seconds; `least`: tokens that a step holds whatever it is."""
-        self.goal, self.least, self.pace = goal, least, pace
+    def __init__(self, goal: float, least: int, deep: int, pace: Pace) -> None:
+        """`goal` in seconds; `least`: tokens that a step holds whatever it is; `deep`: waiting tokens, in what a step
+        may hold, from which on the queue comes first, 0: never."""
+        self.goal, self.least, self.deep, self.pace = goal, least, deep, pace
+        self.grain = min(self.GRAIN, least)
         self.most = NO_LIMIT
         self.prompts = self.decodes = 0  # tokens of this step
 
     def open(self, load: Load) -> None:
         within = self.pace.tokens_within(self.goal)
-        self.most = NO_LIMIT if within is None else max(self.least, within // self.GRAIN * self.GRAIN)
-        if load.waiting_tokens > self.DEEP * self.most:
+        if within is None:
+            self.most = NO_LIMIT if self.deep else self.UNKNOWN * self.least
+        else:
+            self.most = max(self.least, within // self.grain * self.grain)
+        if self.deep and load.waiting_tokens > self.deep * self.most:
             self.most = NO_LIMIT
         self.prompts = self.decodes = 0
 
@@ -298,7 +304,7 @@ def make_gates(settings: SchedulerSettings, pace: Pace) -> list[Gate]:
         gates.append(ChunkLimit(settings.long_prefill_threshold))
     gates.append(TokenBudget(settings.max_num_batched_tokens))
     if settings.latency_goal and settings.chunked_prefill:
-        gates.append(LatencyGoal(settings.latency_goal, settings.latency_tokens, pace))
+        gates.append(LatencyGoal(settings.latency_goal, settings.latency_tokens, settings.latency_deep, pace))
     if not settings.chunked_prefill:
         gates.append(WholePrompts())
     gates.append(NoSlivers(settings.max_num_batched_tokens))

@@ -37,11 +37,15 @@ def place(
     max_num_seqs: int,
     max_num_batched_tokens: int | None = None,
 ) -> KVLayout:
-    """Place every layer. `num_blocks` replaces what the bytes allow; ConfigError if one longest request cannot fit.
+    """Place every layer; without any, a layout of no blocks (an encoder alone). `num_blocks` replaces what the bytes
+    allow; ConfigError if one longest request cannot fit.
 
     `max_num_batched_tokens` is the most one step computes (unset: a whole request): windows are held that much longer.
     """
     layout = arrange(specs, max_model_len, max_num_batched_tokens)
+    if not layout.groups:
+        log.info("No layer keeps anything between steps: there is no KV cache")
+        return layout
     block_bytes = layout.page_bytes * len(layout.slots)
     layout = msgspec.structs.replace(
         layout, num_blocks=num_blocks if num_blocks is not None else max(0, free_bytes) // block_bytes
@@ -71,6 +75,8 @@ def fit_length(
     max_num_batched_tokens: int | None = None,
 ) -> int:
     """The largest max_model_len up to `longest` of which one request fits; ConfigError if not even two tokens do."""
+    if not specs:
+        return longest
 
     def fits(length: int) -> bool:
         layout = arrange(specs, length, max_num_batched_tokens)
@@ -100,9 +106,7 @@ def blocks_needed(layout: KVLayout, length: int, max_num_batched_tokens: int | N
 def arrange(specs: Sequence[KVSpec], max_model_len: int, max_num_batched_tokens: int | None = None) -> KVLayout:
     """Groups and slots, without a number of blocks."""
     if not specs:
-        raise ConfigError(
-            "the model names no layer that keeps anything between steps, so there is no KV cache to place"
-        )
+        return KVLayout(num_blocks=0, page_bytes=0, groups=(), slots=(), specs=())
     for spec in specs:
         if (
             spec.page_bytes < 1

@@ -10,18 +10,20 @@ from collections import deque
 
 KEPT = 8  # seconds of steps of one size
 CLASS = 64  # tokens: steps whose numbers of tokens round up to the same multiple are alike; smaller ones by themselves
-LEAST = 256  # tokens of a step from which on its time grows with them: fewer wait for the weights
+LEAST = 256  # tokens of a step from which on a GPU's time grows with them: fewer wait for the weights
 SHARE = 0.125  # of a new step in the average
 
 
 class Pace:
-    def __init__(self) -> None:
+    def __init__(self, least: int = LEAST) -> None:
+        """`least`: tokens of a step from which on its time tells how long a token takes."""
+        self._least = least
         self._recent: dict[int, deque[float]] = {}
         self._per_token = 0.0  # seconds, of steps that are long enough to tell
 
     def learn(self, tokens: int, seconds: float) -> None:
         self._recent.setdefault(_class(tokens), deque(maxlen=KEPT)).append(seconds)
-        if tokens >= LEAST:
+        if tokens >= self._least:
             each = seconds / tokens
             self._per_token = each if not self._per_token else self._per_token + SHARE * (each - self._per_token)
 

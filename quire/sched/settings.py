@@ -16,6 +16,10 @@ from quire.schema.errors import ConfigError
 if TYPE_CHECKING:
     from quire.config.engine import EngineConfig
 
+# From here on a step of a CPU takes longer by as much as it is larger: larger ones gain nothing, so a queue of prompts
+# is no reason for a step that all streams wait seconds for.
+_CPU_TOKENS = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerSettings:
@@ -32,6 +36,7 @@ class SchedulerSettings:
     max_long_partial_prefills: int = 1
     latency_goal: float = 0.0  # seconds a decode may wait beside prompts; 0: any
     latency_tokens: int = 512  # that a step holds whatever the goal: fewer cost nearly as much
+    latency_deep: int = 8  # steps of waiting prompts from which on the goal does not bind; 0: it always does
     reserve_full_prompt: bool = True
     watermark: float = 0.0
     max_num_queued: int | None = None  # requests that may wait; None: any number
@@ -64,6 +69,7 @@ class SchedulerSettings:
     @classmethod
     def from_config(cls, config: EngineConfig, *, max_model_len: int, depth: int) -> SchedulerSettings:
         asked, cache, events = config.scheduler_config, config.cache_config, config.kv_events_config
+        on_cpu = config.device_config.device == "cpu"
         return cls(
             max_model_len=max_model_len,
             max_num_batched_tokens=asked.max_num_batched_tokens,
@@ -75,6 +81,8 @@ class SchedulerSettings:
             max_partial_prefills=asked.max_num_partial_prefills,
             max_long_partial_prefills=asked.max_long_partial_prefills,
             latency_goal=asked.inter_token_latency_goal_ms / 1000,
+            latency_tokens=_CPU_TOKENS if on_cpu else cls.latency_tokens,
+            latency_deep=0 if on_cpu else cls.latency_deep,
             reserve_full_prompt=asked.scheduler_reserve_full_isl,
             watermark=asked.watermark,
             max_num_queued=asked.max_num_queued_reqs or None,

@@ -48,6 +48,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_token_ids: tuple[int, ...] = ()  # end-of-text and stop ids that min_tokens must hold back
     blocks: tuple[tuple[int, ...], ...] = ()  # per group, the table before this plan's grant: the reused prefix
     lora_id: int = 0
+    num_encoder_tokens: int = 0  # of the encoder's output, which cross-attention groups hold
 
     @property
     def sampling(self) -> SamplingParams:

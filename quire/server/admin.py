@@ -65,6 +65,8 @@ class AbortRequest(BaseModel):
 def install(app: App, state: ServerState) -> None:
     """Add the routes that this server has."""
     app.include_router(basic)
+    if state.config.renders_only:
+        return
     add_route(
         app, "/invocations", invocations, ChatRequest | CompletionRequest, answer=ChatResponse | CompletionResponse,
         streams=(ChatChunk, CompletionChunk), tag=_TAG, read=_read_invocation,

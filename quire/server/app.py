@@ -33,6 +33,24 @@ def build_app(state: ServerState) -> App:
     )
     app.root_path = state.options.root_path or ""
     app.state.quire = state
+    if not state.config.renders_only:
+        _add_generating(app, state)
+    render.add_routes(app)
+    app.include_router(models.router)
+    tokens.add_routes(app, state)
+    admin.install(app, state)
+    if not state.options.disable_console:
+        app.include_router(stats.router)
+    pages.install(app, state.options)
+    missing.install(app, renders_only=state.config.renders_only)
+    errors.install(app, log_stack=state.options.log_error_stack, full=state.options.queue_full_status)
+    middleware.install(app, state, open_paths=pages.open_paths(state.options))
+    metrics_route.install(app, state)
+    messages.install(app)
+    return app
+
+
+def _add_generating(app: App, state: ServerState) -> None:
     add_route(
         app, "/v1/completions", create_completion, CompletionRequest, answer=CompletionResponse,
         streams=CompletionChunk, tag="generate",
@@ -46,16 +64,3 @@ def build_app(state: ServerState) -> App:
     messages.add_routes(app)
     responses.add_routes(app, state)
     generate.add_routes(app)
-    render.add_routes(app)
-    app.include_router(models.router)
-    tokens.add_routes(app, state)
-    admin.install(app, state)
-    if not state.options.disable_console:
-        app.include_router(stats.router)
-    pages.install(app, state.options)
-    missing.install(app)
-    errors.install(app, log_stack=state.options.log_error_stack, full=state.options.queue_full_status)
-    middleware.install(app, state, open_paths=pages.open_paths(state.options))
-    metrics_route.install(app, state)
-    messages.install(app)
-    return app

@@ -34,6 +34,8 @@ _OF_NUMBERS = b"+-.0123456789eE"
 _NUMBER = re.compile(rb"[0-9]++(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?")  # never walks back, whatever it is given
 _LONGEST_NUMBER = 4096  # digits; Python reads no longer integers either
 _OPENING = 0x5B
+# How a character beyond U+FFFF begins.
+_ASTRAL = (b"\xf0", b"\xf1", b"\xf2", b"\xf3", b"\xf4", rb"\ud", rb"\uD")
 _OF_IDS = b"0123456789-,[] \t\r\n"
 _ID = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 Wire = TypeVar("Wire", bound=BaseModel)
@@ -45,6 +47,17 @@ class JsonLimits(NamedTuple):
     depth: int = 128
     values: int = 1 << 16  # all but the entries of token id lists
     token_ids: int = 1 << 20
+
+
+def memory_bytes(raw: Raw) -> int:
+    """What a body counts for among those in flight: reading takes at most four times as much, the body included.
+
+    That is the body, the parser's text, another where it has escapes, and Python's, in which one wide character makes
+    all others as wide.
+    """
+    width = 4 if any(mark in raw for mark in _ASTRAL) else 1 if raw.isascii() and rb"\u" not in raw else 2
+    copies = 2 + width + (b"\\" in raw)
+    return len(raw) * max(4, copies) // 4
 
 
 class _IdLists(msgspec.Struct):

@@ -51,6 +51,8 @@ class TokensRequest(BaseModel):
     """Media; null in this version."""
     token_offsets: list[tuple[int, int]] | None = None
     """What /render says of the tokens' places; taken and not used."""
+    assistant_tokens_mask: list[int] | None = None
+    """What /render says of who wrote them; taken and not used."""
     kv_transfer_params: dict[str, Any] | None = None
     """Refused in this version."""
 

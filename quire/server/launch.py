@@ -24,6 +24,7 @@ from quire.base.log import logger
 from quire.base.net import is_loopback, join_host_port, open_listener, open_unix_listener
 from quire.base.registry import load
 from quire.config.logs import apply_logging
+from quire.engine.absent import AbsentEngine
 from quire.engine.client import Begun, ProcessClient
 from quire.schema.errors import ConfigError, QuireError
 from quire.schema.messages import EngineReady
@@ -83,6 +84,36 @@ def _serve_alone(
         status: int = load(RUN)(engine, options, opened, say)
     finally:
         engine.shutdown()
+    return status
+
+
+def serve_rendering(options: ServerConfig, config: EngineConfig, laps: Laps) -> int:
+    """A server without an engine, until it is told to stop."""
+    apply_logging(config.logging_config)
+    if options.api_server_count > 1:
+        raise ConfigError(
+            f"api_server_count is {options.api_server_count}: a server that renders is one process; start several",
+            param="api_server_count",
+        )
+    with _terminated():
+        if options.tls:
+            load(TLS_SETTINGS)(options)
+        with listener(options) as (opened, url), start_errors():
+            warn_if_open(options, opened)
+            engine = open_engine(options, config, client=AbsentEngine(config))
+            laps.mark("tokenizer")
+
+            def say() -> None:
+                laps.mark("http")
+                model = config.model_config
+                log.info("Quire %s renders for %s (%s), context %d; nothing is generated here", __version__,
+                         model.served_model_name, model.path, model.max_model_len)  # fmt: skip
+                log.info("Listening at %s (pages at /docs, metrics at /metrics); Ctrl-C stops", url)
+
+            try:
+                status: int = load(RUN)(engine, options, opened, say)
+            finally:
+                engine.shutdown()
     return status
 
 

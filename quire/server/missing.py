@@ -31,11 +31,21 @@ MISSING = {
 }  # fmt: skip
 
 
-def install(app: App) -> None:
-    for path in MISSING:
+# What a server without an engine leaves to others.
+GENERATING = (
+    "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses",
+    "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens", "/generative_scoring",
+    "/inference/v1/generate", "/invocations",
+)  # fmt: skip
+
+
+def install(app: App, *, renders_only: bool) -> None:
+    for path in (*MISSING, *(GENERATING if renders_only else ())):
         app.router.routes.append(Route(path, _refuse, methods=["GET", "POST"], include_in_schema=False))
 
 
 async def _refuse(request: Request) -> Response:
     path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-    return refusal(501, f"{path}: {MISSING[path]} are not in this version of Quire").response()
+    if path in MISSING:
+        return refusal(501, f"{path}: {MISSING[path]} are not in this version of Quire").response()
+    return refusal(501, f"{path}: this server renders requests and answers none (`quire launch render`)").response()

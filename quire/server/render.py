@@ -6,6 +6,7 @@ default filled in; nothing is generated. Must not know: engines, answers.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from quire.engine.inputs import Asked
 from quire.schema.errors import InputError
 from quire.schema.params import SamplingParams
 from quire.server.generate import NAMES, TokensRequest
-from quire.server.openai.chat_open import prepare_chat
+from quire.server.openai.chat_open import PreparedChat, chat_text, prepare_chat
 from quire.server.openai.chat_protocol import ChatRequest
 from quire.server.openai.completions import prepare_completion
 from quire.server.openai.envelope import encode
@@ -24,6 +25,7 @@ from quire.server.openai.params import prepare_requests
 from quire.server.openai.protocol import CompletionRequest, GenerateRequest
 from quire.server.route import App, Call, add_route
 from quire.server.state import ServerState
+from quire.text.chat import find_answers
 from quire.text.offsets import token_offsets
 
 _TAG = "tokens"
@@ -54,7 +56,36 @@ async def render_chat_completion(call: Call, request: ChatRequest) -> None:
         most=prepared.most,
     )  # fmt: skip
     (rendered,) = await call.apart(_rendered, state, asked, request, public_id)
+    if request.return_assistant_tokens_mask:
+        places = await _answers_in(call, request, prepared)
+        rendered["assistant_tokens_mask"] = await call.apart(_mask, state, asked[0], request, places)
     await call.reply(encode(rendered))
+
+
+async def _answers_in(call: Call, request: ChatRequest, prepared: PreparedChat) -> list[tuple[int, int]] | None:
+    """Where in the prompt's text the model wrote, if the template says so."""
+    mark = secrets.token_hex(16)  # not to be guessed: a message could hold it
+    variables = request.chat_template_kwargs or {}
+    marked = await chat_text(call, prepared.request, prepared.opens, variables, mark=mark)
+    return find_answers(marked, mark, prepared.prompt.text or "")
+
+
+def _mask(
+    state: ServerState, one: Asked, request: GenerateRequest, places: list[tuple[int, int]] | None
+) -> list[int] | None:
+    """1 for a token with a character in one of the places. None: it cannot be told, as for token_offsets."""
+    if places is None or (offsets := _offsets(state, one, request)) is None:
+        return None
+    mask = [0] * len(offsets)
+    index = 0
+    for first, past in places:  # both lists go forward
+        while index < len(offsets) and offsets[index][1] <= first:
+            index += 1
+        while index < len(offsets) and offsets[index][0] < past:
+            mask[index] = int(offsets[index][1] > offsets[index][0])
+            index += 1
+        index = max(0, index - 1)  # a token may reach into the next place
+    return mask
 
 
 async def render_completion(call: Call, request: CompletionRequest) -> None:
@@ -86,7 +117,8 @@ def _rendered(
             "cache_salt": request.cache_salt,
             "priority": request.priority or 0,
             "features": None,
-            "token_offsets": _offsets(state, one, request),
+            "token_offsets": _offsets(state, one, request) if request.return_token_offsets else None,
+            "assistant_tokens_mask": None,
             "kv_transfer_params": None,
         }
         for index, one in enumerate(asked)
@@ -94,8 +126,8 @@ def _rendered(
 
 
 def _offsets(state: ServerState, one: Asked, request: GenerateRequest) -> list[tuple[int, int]] | None:
-    """None: nobody asked, the prompt was no text or not all of it is used, or it cannot be told."""
-    if not request.return_token_offsets or one.text is None or request.truncate_prompt_tokens is not None:
+    """None: the prompt was no text or not all of it is used, or it cannot be told."""
+    if one.text is None or request.truncate_prompt_tokens is not None:
         return None
     return token_offsets(state.tokenizer, one.text, one.token_ids)
 

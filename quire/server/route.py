@@ -20,9 +20,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.base import allocator
 from quire.base.log import logger
 from quire.schema.errors import DeadlineError, InputError
-from quire.server.body import JsonLimits, read_body
+from quire.server.body import JsonLimits, memory_bytes, read_body
 from quire.server.callers import caller_of
 from quire.server.errors import ERROR_RESPONSES, ClientGoneError, refusal_of
 from quire.server.flow import Results
@@ -46,7 +47,7 @@ class Call:
         self.state, self.scope, self.receive, self.send = state, scope, receive, send
         self.started = False  # the status is out
         self.size = 0  # bytes of the body
-        self._held = 0  # of these, in the budget of all bodies
+        self._held = 0  # in the budget of all bodies, for this one
         self._listening: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -62,7 +63,7 @@ class Call:
             message = await self._receive()
             whole += message.get("body", b"")
             self.size = len(whole)
-        self._hold(self.size - self._held)
+        self._hold(min(memory_bytes(whole), self.state.bodies.most) - self._held)  # alone, any body fits
         return whole
 
     def _hold(self, count: int) -> None:
@@ -323,3 +324,5 @@ async def _run(app: App, handler: Handler, reader: Reader, scope: Scope, receive
     finally:
         call.close()
         state.load.count -= 1
+        if state.bodies.wants_trim():
+            asyncio.get_running_loop().run_in_executor(None, allocator.trim)

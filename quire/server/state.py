@@ -39,10 +39,13 @@ class Load:
 
 
 class BodyBudget:
-    """Bytes of bodies that are being received and read. Touched by one event loop."""
+    """Bytes of bodies that are being received and read, as body.memory_bytes counts them. Touched by one event loop."""
+
+    TRIM_EACH = 1 << 25  # bytes of bodies, between two times that what they left free is given back to the system
 
     def __init__(self, most: int) -> None:
         self.most, self.used = most, 0
+        self._untrimmed = 0
 
     def take(self, count: int) -> None:
         if count and self.used + count > self.most:
@@ -55,6 +58,14 @@ class BodyBudget:
 
     def give(self, count: int) -> None:
         self.used -= count
+        self._untrimmed += count
+
+    def wants_trim(self) -> bool:
+        """True once for every so many bytes: reading them took memory that nobody uses now."""
+        if self._untrimmed < self.TRIM_EACH:
+            return False
+        self._untrimmed = 0
+        return True
 
 
 @dataclass(frozen=True)

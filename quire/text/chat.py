@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.base.registry import load
 from quire.schema.errors import InputError
+from quire.schema.prompt import TokensPrompt
 from quire.text.messages import MediaHook, arguments_as_text, normalize_messages, refuse_media
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class ChatJob:
     variables: Mapping[str, Any]
     content_format: str = "auto"
     continues: bool = False  # the last message is gone on with
+    mark: str = ""  # written around what the model wrote, and first of all if the template can tell
 
 
 def render_chat(
@@ -56,10 +58,12 @@ def render_chat(
     documents: Sequence[Mapping[str, Any]] | None = None,
     media: MediaHook = refuse_media,
     trusted: bool = True,
+    mark: str = "",
 ) -> str:
     """The rendered prompt. It holds its special tokens, so encode it with add_special_tokens=False.
 
     `trusted=False`: the template came with a request; it is read and rendered in a process of its own with hard limits.
+    `mark`: the text is for `find_answers`.
     """
     if add_generation_prompt and continue_final_message:
         raise InputError(
@@ -78,11 +82,17 @@ def render_chat(
         "documents": _checked_list("documents", documents),
         "add_generation_prompt": add_generation_prompt,
     }
-    job = ChatJob(source, messages, variables, _checked_format(content_format), continue_final_message)
+    job = ChatJob(source, messages, variables, _checked_format(content_format), continue_final_message, mark)
     if trusted:
         return render_job(job, media=media)
     apart: Callable[[ChatJob], str] = load("quire.text.template_child:render_apart")
     return apart(job)
+
+
+def tokenize_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **how: Any) -> TokensPrompt:
+    """A conversation as a prompt of token ids. `how`: the keywords of render_chat."""
+    text = render_chat(tokenizer, messages, **how)
+    return TokensPrompt(prompt=text, prompt_token_ids=tokenizer.encode(text, add_special_tokens=False))
 
 
 def render_job(job: ChatJob, limits: Limits | None = None, *, media: MediaHook = refuse_media) -> str:
@@ -99,7 +109,18 @@ def render_job(job: ChatJob, limits: Limits | None = None, *, media: MediaHook =
     if job.continues:
         _mark_last(plain[-1])
     text = _render(job, plain, limits)
-    return _cut_at_mark(text) if job.continues else text
+    text = _cut_at_mark(text) if job.continues else text
+    return job.mark + text if facts.marks_answers else text
+
+
+def find_answers(marked: str, mark: str, text: str) -> list[tuple[int, int]] | None:
+    """(first, past the last) character of what the model wrote in a `text`, from the same rendered with marks. None:
+    the template does not say ({% generation %}), or it renders otherwise with marks in its text."""
+    if not marked.startswith(mark):
+        return None
+    split: Callable[[str, str], tuple[str, list[tuple[int, int]]]] = load("quire.text.template:split_marks")
+    plain, places = split(marked[len(mark) :], mark)
+    return places if plain == text else None
 
 
 def check_variables(tokenizer: Tokenizer, given: Mapping[str, Any] | None) -> None:
@@ -179,7 +200,7 @@ def _checked_list(name: str, given: Sequence[Mapping[str, Any]] | None) -> list[
 
 def _render(job: ChatJob, messages: list[dict[str, Any]], limits: Limits | None) -> str:
     render: Callable[..., str] = load("quire.text.template:render")
-    bounds = {} if limits is None else {"limits": limits}
+    bounds: dict[str, Any] = {"mark": job.mark} if limits is None else {"mark": job.mark, "limits": limits}
     try:
         return render(job.source, {**job.variables, "messages": messages}, **bounds)
     except InputError as wrong:

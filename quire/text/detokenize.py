@@ -44,9 +44,8 @@ class Detokenizer:
             skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
         )
-        stops = params.stop or []
-        self._stops = StopStrings([stops] if isinstance(stops, str) else stops)
-        self._watching = bool(stops)
+        stops = [params.stop] if isinstance(params.stop, str) else params.stop
+        self._stops = StopStrings(stops) if stops else None
         self._include_stop = params.include_stop_str_in_output
         self._unarmed = params.min_tokens  # so many more tokens during which no stop string counts
         self._parts: list[str] = []  # all text
@@ -78,7 +77,7 @@ class Detokenizer:
             if piece:
                 append(piece)
                 fresh(piece)
-                if self._watching and self._cut(piece, armed=self._unarmed < 0):
+                if self._stops is not None and self._cut(self._stops, piece, armed=self._unarmed < 0):
                     break
         return self._stopped
 
@@ -103,7 +102,7 @@ class Detokenizer:
             self._parts.append(rest)
             self._untaken.append(rest)
         held = 0
-        if self._watching and not (finished or self._include_stop or self._stopped is not None):
+        if self._stops is not None and not (finished or self._include_stop or self._stopped is not None):
             held = self._stops.held
         if not delta:
             text = self.text
@@ -116,8 +115,8 @@ class Detokenizer:
         self._taken += len(shown)
         return shown
 
-    def _cut(self, piece: str, *, armed: bool) -> bool:
-        match = self._stops.feed(piece, armed=armed)
+    def _cut(self, stops: StopStrings, piece: str, *, armed: bool) -> bool:
+        match = stops.feed(piece, armed=armed)
         if match is None:
             return False
         self._stopped = match.stop

@@ -47,15 +47,19 @@ class Limits:
 LIMITS = Limits()
 
 
+_ENDS = ("<", ">")  # after a mark: what the model wrote begins, and ends
+
+
 class LimitError(TemplateError):
     """The template asked for more than it may have."""
 
 
 class Meter:
-    """What one rendering has used."""
+    """What one rendering has used, and the mark it is to write where {% generation %} begins and ends."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, mark: str = "") -> None:
         self.limits = limits
+        self.mark = mark
         self.turns = 0
         self.end = now() + limits.seconds
 
@@ -71,14 +75,20 @@ _meter: ContextVar[Meter] = ContextVar("quire_template_meter")
 
 
 class Generation(Extension):
-    """{% generation %}…{% endgeneration %} marks what the model wrote; for rendering it means nothing."""
+    """{% generation %}…{% endgeneration %} stands around what the model wrote. It is rendered as if it was not there,
+    or with marks at both ends, by which `split_marks` tells where it was."""
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
+        ends = [nodes.Output([self.call_method("_end", [nodes.Const(end)])], lineno=line) for end in _ENDS]
+        return nodes.Scope([ends[0], *body, ends[1]], lineno=line)
+
+    def _end(self, end: str) -> str:
+        mark = _meter.get().mark
+        return mark and mark + end
 
 
 class SafeNamespace(Namespace):
@@ -173,10 +183,13 @@ def _environment_call(name: str, args: list[nodes.Expr], line: int) -> nodes.Cal
     return nodes.Call(nodes.EnvironmentAttribute(name, lineno=line), args, [], None, None, lineno=line)
 
 
-def render(source: str, variables: Mapping[str, Any], limits: Limits = LIMITS) -> str:
-    """Template text and variables -> the rendered text; any fault of the template is an InputError that names it."""
+def render(source: str, variables: Mapping[str, Any], limits: Limits = LIMITS, mark: str = "") -> str:
+    """Template text and variables -> the rendered text; any fault of the template is an InputError that names it.
+
+    With a `mark`, which nothing else in the text may hold, the text is for `split_marks`.
+    """
     template = compile_template(source)
-    token = _meter.set(Meter(limits))
+    token = _meter.set(Meter(limits, mark))
     chunks: list[str] = []
     total = 0
     try:
@@ -193,6 +206,26 @@ def render(source: str, variables: Mapping[str, Any], limits: Limits = LIMITS) -
     finally:
         _meter.reset(token)
     return "".join(chunks)
+
+
+def split_marks(text: str, mark: str) -> tuple[str, list[tuple[int, int]]]:
+    """A text rendered with marks -> the text without them, and (first, past the last) character of what the model
+    wrote. A part whose end was cut off goes on to the end of the text."""
+    first, *pieces = text.split(mark)
+    out, at, begun = [first], len(first), -1
+    places: list[tuple[int, int]] = []
+    for piece in pieces:
+        end, words = piece[:1], piece[1:]
+        if end == _ENDS[0]:
+            begun = at
+        elif begun >= 0:
+            places.append((begun, at))
+            begun = -1
+        out.append(words)
+        at += len(words)
+    if begun >= 0:
+        places.append((begun, at))
+    return "".join(out), places
 
 
 @lru_cache(maxsize=1)

@@ -17,6 +17,7 @@ import time
 from dataclasses import asdict, replace
 
 from quire.base.env import sandbox_environment
+from quire.base.procs import background_command
 from quire.schema.errors import InputError
 from quire.text.chat import ChatJob, render_job
 from quire.text.template import LIMITS, Limits
@@ -25,7 +26,7 @@ SECONDS_TO_START = 20.0  # on top of the rendering's own, for a busy machine
 MEMORY_BYTES = 1 << 30
 # A prompt of a million tokens has some four characters to each; what is longer is only carried around to be refused.
 APART = replace(LIMITS, output_chars=1 << 24)
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from quire.text.template_child import main; main()"
+_MAIN = "quire.text.template_child:main"
 _LONGEST_ERROR = 4096  # characters; a template may put anything into its own errors
 
 
@@ -37,7 +38,7 @@ def render_apart(job: ChatJob, limits: Limits = APART) -> str:
     seconds = limits.seconds + SECONDS_TO_START
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _START, json.dumps(sys.path)],
+            background_command(_MAIN),
             input=sent,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from jinja2 import nodes
 
-from quire.text.template import parse_template
+from quire.text.template import Generation, parse_template
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class TemplateFacts:
     loops_content: bool  # goes through content part by part
     tests_string: bool  # asks whether content is a string, so it takes those as well
     tests_none: bool  # tells no content from empty content
+    marks_answers: bool  # has {% generation %}, around what the model wrote
 
 
 @lru_cache(maxsize=64)
@@ -31,6 +32,7 @@ def read_facts(source: str) -> TemplateFacts:
         loops_content=loops,
         tests_string=any(test.name == "string" for test in tests),
         tests_none=any(test.name == "none" for test in tests),
+        marks_answers=any(node.identifier == Generation.identifier for node in tree.find_all(nodes.ExtensionAttribute)),
     )
 
 

@@ -259,4 +259,4 @@ def _fetch(source: str, revision: str | None, download_dir: str | None) -> str:
     """A hub id -> a local folder with everything but the weights."""
     if not source or source.startswith((".", "~", os.sep)) or source.count("/") > 1:
         raise ModelNotFoundError(f"no tokenizer at {source!r}: no such file or folder", param="tokenizer", value=source)
-    return str(load("quire.config.source:locate")(source, revision, download_dir, weights=False).path)
+    return str(load("quire.checkpoint.source:locate")(source, revision, download_dir, weights=False).path)

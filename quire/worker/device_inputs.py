@@ -3,10 +3,11 @@
 In: the shape of a step (whose tokens, from where). Out: device tensors, made by one copy of packed integers and a few
 kernels; nothing is read back. The CPU worker has its own, simpler way (inputs.build).
 
-    sent, decode step of a bucket of B:  row [B] | position [B] | changes of the block tables
-    sent, captured step of T tokens:     row [T] | position [T] | what samples: token, row, position | changes
+    sent, decode step of a bucket of B:  row [B] | position [B] | fields | changes of the block tables
+    sent, captured step of T tokens:     row [T] | position [T] | fields | what samples: token, row, position | changes
     sent, any other step:                row, contexts, query starts | row and position of each token |
                                          what samples: token, row, position | changes of the block tables
+    fields, of graphs captured with them: adapter [B] | each channel of the positions [B]
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from quire.layers.batch import AttentionPlan, Batch, GroupStep
 from quire.ops.copy import upload
 from quire.ops.rows import StepBuffers, gather_inputs, make_buffers
 from quire.schema.kv import KVKind
-from quire.worker.inputs import StepShape, places_of
+from quire.worker.inputs import StepShape, cross_step, fields_of, places_of, sampled_places
 from quire.worker.rows import Mirror, Rows
 from quire.worker.staging import Staging, align
 
@@ -42,13 +43,25 @@ class DeviceStep(NamedTuple):
     sampled: Sampled
 
 
+class GraphFields(NamedTuple):
+    """What the graphs of a worker read beside tokens and positions. A step that brings anything else has no graph."""
+
+    adapters: bool = False
+    channels: int = 0  # of positions; 0: one
+
+
 class DeviceInputs:
-    def __init__(self, rows: Rows, max_tokens: int) -> None:
+    def __init__(self, rows: Rows, max_tokens: int, fields: GraphFields = GraphFields()) -> None:
         device = rows.tokens.device
+        self.fields = fields
         self.rows, self.device, self.scrap = rows, device, rows.max_rows
         self.mirror = Mirror(rows.tables, device)
-        self.block_sizes = [table.group.block_size for table in rows.tables]
-        size = 2 * max_tokens + 8 * (rows.max_rows + 1) + _WORDS_PER_CHANGE * CHANGES + 64
+        # groups in which a token's place is its position; blocks of cross attention are another text's
+        self._placed = [i for i, table in enumerate(rows.tables) if table.group.kind is not KVKind.CROSS]
+        self._tables = [self.mirror.tables[i] for i in self._placed]
+        self._block_sizes = [rows.tables[i].group.block_size for i in self._placed]
+        per_token = 5 + fields.adapters + fields.channels  # row, position; what samples: any token of a step may
+        size = per_token * max_tokens + 8 * (rows.max_rows + 1) + _WORDS_PER_CHANGE * CHANGES + 64 + 4 * fields.channels
         self.staging = Staging(size, device)
         self.buffers = make_buffers(max(max_tokens, rows.max_rows), len(rows.tables), device)
         self._gather = gather_inputs.on(device)
@@ -58,11 +71,10 @@ class DeviceInputs:
         token_rows, positions = places_of(shape)
         self._check_blocks(token_rows, positions)
         contexts = shape.starts + shape.counts
-        starts = np.concatenate(((0,), shape.ends))
-        samples = np.flatnonzero(shape.samples)
+        starts, sampled = np.concatenate(((0,), shape.ends)), sampled_places(shape)
         sent = (
-            token_rows, positions, shape.rows, contexts, starts, shape.ends[samples] - 1, shape.rows[samples],
-            contexts[samples],
+            token_rows, positions, shape.rows, contexts, starts, sampled.tokens, shape.rows[sampled.entries],
+            sampled.positions,
         )  # fmt: skip
         views = self._send([part.astype(np.int32) for part in sent])
         buffers = self.gather(views[0], views[1])
@@ -71,48 +83,87 @@ class DeviceInputs:
         plans: list[AttentionPlan] = []
         steps: list[GroupStep] = []
         for table, mirror, slots in zip(self.rows.tables, self.mirror.tables, buffers.slots, strict=True):
-            step = GroupStep(
-                block_tables=mirror, query_starts=views[4], context_lens=lens, query_lens=counts, slots=slots,
-                row_index=views[2], contexts=views[3], is_decode=is_decode, host_tables=table.host,
-                host_rows=shape.rows,
-            )  # fmt: skip
+            if table.group.kind is KVKind.CROSS:
+                step = cross_step(table, shape, views[4], mirror, views[2])
+            else:
+                step = GroupStep(
+                    block_tables=mirror, query_starts=views[4], context_lens=lens, query_lens=counts, slots=slots,
+                    row_index=views[2], contexts=views[3], is_decode=is_decode, host_tables=table.host,
+                    host_rows=shape.rows,
+                )  # fmt: skip
             plans.append(backend.plan(step, table.group))
             steps.append(step)
-        batch = Batch(buffers.token_ids, buffers.positions, plans, views[5], len(positions), steps)
+        fields = fields_of(shape, self.device)
+        batch = Batch(buffers.token_ids, buffers.positions, plans, views[5], len(positions), steps, **fields)
         return DeviceStep(batch, Sampled(*views[5:]))
+
+    def holds(self, shape: StepShape) -> bool:
+        """Whether graphs have a place for everything that this step brings."""
+        if shape.vectors is not None or shape.encoder_lens is not None:
+            return False
+        if shape.adapters is not None and not self.fields.adapters:
+            return False
+        return shape.channels is None or len(shape.channels) == self.fields.channels
 
     def send_decode(self, shape: StepShape, bucket: int) -> None:
         """Fill the static inputs of a decode graph; rows past the step's own are padding."""
         self._check_blocks(shape.rows, shape.starts)
-        self._send([*self._padded(shape.rows, shape.starts, bucket)])
+        self._send(self._static_parts(shape, shape.rows, shape.starts, bucket))
 
     def send_mixed(self, shape: StepShape, bucket: int) -> Sampled:
         """Fill the static inputs of a graph of any mix; tokens past the step's own are padding."""
         token_rows, positions = places_of(shape)
         self._check_blocks(token_rows, positions)
-        samples = np.flatnonzero(shape.samples)
-        contexts = shape.starts[samples] + shape.counts[samples]
-        sampled = (shape.ends[samples] - 1, shape.rows[samples], contexts)
-        sent = [*self._padded(token_rows, positions, bucket), *(part.astype(np.int32) for part in sampled)]
-        return Sampled(*self._send(sent)[2:])
+        places = sampled_places(shape)
+        static = self._static_parts(shape, token_rows, positions, bucket)
+        sampled = (places.tokens, shape.rows[places.entries], places.positions)
+        return Sampled(*self._send([*static, *(part.astype(np.int32) for part in sampled)])[len(static) :])
 
-    def _padded(self, rows: np.ndarray, positions: np.ndarray, bucket: int) -> np.ndarray:
-        """[2, bucket] int32: these rows and positions, then padding."""
-        count, packed = len(rows), np.zeros((2, bucket), np.int32)
+    def _static_parts(self, shape: StepShape, rows: np.ndarray, positions: np.ndarray, bucket: int) -> list[np.ndarray]:
+        """[bucket] int32 each: rows and positions of the tokens, then the fields of a graph; padding behind them."""
+        count, fields = len(rows), self.fields
+        packed = np.zeros((2 + fields.adapters + fields.channels, bucket), np.int32)
         packed[0, count:] = self.scrap
         packed[0, :count] = rows
         packed[1, :count] = positions
-        return packed
+        if fields.adapters and shape.adapters is not None:
+            packed[2, :count] = np.repeat(shape.adapters, shape.counts)
+        if fields.channels:
+            packed[2 + fields.adapters :, :count] = positions if shape.channels is None else shape.channels
+        return [*packed]
 
     def static_inputs(self, bucket: int) -> tuple[Tensor, Tensor]:
         """Where `send_decode` and `send_mixed` put rows and positions: int32 [B] each, at fixed addresses."""
-        words, second = self.staging.device_words, align(bucket)
-        return words[:bucket], words[second : second + bucket]
+        rows, positions = self._static_words(bucket)[:2]
+        return rows, positions
+
+    def static_batch(self, bucket: int, buffers: StepBuffers, plans: list[AttentionPlan]) -> Batch:
+        """What a graph of this bucket runs. Who samples is not said: nothing in a graph picks by it."""
+        parts = self._static_words(bucket)[2:]
+        adapters, channels = (parts[0] if self.fields.adapters else None), parts[self.fields.adapters :]
+        return Batch(
+            buffers.token_ids, buffers.positions, plans, buffers.positions, num_tokens=bucket, adapter_index=adapters,
+            position_channels=channels.long() if len(channels) else None,
+        )  # fmt: skip
+
+    def clear_static(self, bucket: int) -> None:
+        """A step of nothing but padding."""
+        parts = self._static_words(bucket)
+        parts.zero_()
+        parts[0].fill_(self.scrap)
+
+    def _static_words(self, bucket: int) -> Tensor:
+        """[2 + fields, bucket]: what `_static_parts` lists, as staging lays it out."""
+        count, wide = 2 + self.fields.adapters + self.fields.channels, align(bucket)
+        return self.staging.device_words[: count * wide].view(count, wide)[:, :bucket]
 
     def gather(self, rows: Tensor, positions: Tensor) -> StepBuffers:
         """Token ids, contexts and slots of these places, in static buffers."""
         out = self.buffers.first(len(rows))
-        self._gather(rows, positions, self.rows.tokens, self.mirror.tables, self.block_sizes, out)
+        filled = out
+        if len(self._placed) < len(out.slots):
+            filled = out._replace(slots=tuple(out.slots[i] for i in self._placed))
+        self._gather(rows, positions, self.rows.tokens, self._tables, self._block_sizes, filled)
         return out
 
     def _send(self, parts: list[np.ndarray]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.base import env, registry
 from quire.base.clock import Laps
-from quire.config.device import find_gpu
+from quire.base.machine import find_gpu
 from quire.ops.triton.warm import Compilers, Manifest, cache_dir, num_children
 from quire.schema.errors import NotBuiltError
 

@@ -10,6 +10,7 @@ Static buffers, B = rows of the bucket, `scrap` = rows.max_rows (the row of toke
     device.inputs   int32 [2, B]     row of each entry | position it computes        real entries, then padding
     row_index       int32 [B]        = inputs[0]; padding: scrap
     positions       int64 [B]        = inputs[1]; padding: 0
+    fields          int32 [B] each   what GraphFields names beside them; padding: 0
     contexts        int32 [B]        positions + 1; padding: 0                       tokens an entry attends over
     block_tables    int32 [max_rows + 1, W]   per KV group, the rows' mirror on the device; row `scrap` is all -1
     slots           int64 [B]        per KV group: block * block_size + offset; padding: -1, nothing may be written
@@ -38,7 +39,7 @@ from quire.attention.backend import AttentionBackend
 from quire.base.clock import now
 from quire.base.log import logger
 from quire.base.progress import progress
-from quire.layers.batch import Batch, GroupStep
+from quire.layers.batch import AttentionPlan, GroupStep
 from quire.sampling.plain import PlainChoice
 from quire.worker.capture import Capturer, borrow
 from quire.worker.device_inputs import DeviceInputs
@@ -84,9 +85,15 @@ class DecodeGraphs:
         self._wanted: dict[int, int] = {}  # bucket that is not captured -> how often it was wanted
 
     def bucket_of(self, shape: StepShape) -> int | None:
-        """The smallest bucket for a step of decodes; None: not such a step, or more rows than any bucket has."""
+        """The smallest bucket for a step of decodes; None: not such a step, more rows than any bucket has, or one that
+        brings what graphs were not captured with."""
         count = len(shape.rows)
-        if shape.ends[-1] != count or count > self.sizes[-1] or not shape.samples.all():
+        if (
+            shape.ends[-1] != count
+            or count > self.sizes[-1]
+            or not shape.samples.all()
+            or not self._inputs.holds(shape)
+        ):
             return None
         return self.sizes[bisect_left(self.sizes, count)]
 
@@ -140,9 +147,7 @@ class DecodeGraphs:
 
     def run_uncaptured(self, bucket: int) -> None:
         """A step of nothing but padding, as it would be captured."""
-        rows, positions = self._inputs.static_inputs(bucket)
-        rows.fill_(self._inputs.scrap)
-        positions.zero_()
+        self._inputs.clear_static(bucket)
         self._step(bucket)
 
     def _capture(self, bucket: int, *, try_first: bool = True) -> None:
@@ -158,7 +163,7 @@ class DecodeGraphs:
         inputs = self._inputs
         rows, positions = inputs.static_inputs(bucket)
         buffers = inputs.gather(rows, positions)
-        plans = []
+        plans: list[AttentionPlan] = []
         for table, mirror, slots in zip(inputs.rows.tables, inputs.mirror.tables, buffers.slots, strict=True):
             step = GroupStep(
                 block_tables=mirror, query_starts=self._starts[: bucket + 1],
@@ -166,8 +171,7 @@ class DecodeGraphs:
                 contexts=buffers.contexts, is_decode=True, is_static=True,
             )  # fmt: skip
             plans.append(self._backend.plan(step, table.group))
-        index = buffers.positions  # every token is sampled: nothing picks by it
-        hidden = self._model.forward(Batch(buffers.token_ids, buffers.positions, plans, index, num_tokens=bucket))
+        hidden = self._model.forward(inputs.static_batch(bucket, buffers, plans))
         logits = self._model.narrow_logits(hidden)
         result = self._results[: 2 * bucket].view(2, bucket)
         self._plain(logits, rows, buffers.contexts, result, filters=True)

@@ -8,18 +8,21 @@ All of it is a few array operations; Python per grant is one look-up and four at
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
-from quire.layers.batch import AttentionPlan, Batch, GroupStep
+from quire.layers.batch import AttentionPlan, Batch, GivenVectors, GroupStep
+from quire.ops.copy import upload
 from quire.schema.errors import NotBuiltError
 from quire.schema.kv import KVKind
 from quire.schema.params import PoolingParams
 from quire.schema.step import Grant, StepPlan
+from quire.worker.row_extras import StepVectors
 from quire.worker.rows import BlockTable, Rows
 
 
@@ -33,6 +36,12 @@ class StepShape:
     ends: np.ndarray  # [R] running sum of counts: where in the step each row's tokens stop
     samples: np.ndarray  # [R] bool
     grants: np.ndarray  # [R]
+    encoder_lens: np.ndarray | None = None  # [R] tokens of an encoder's output; None: no group of cross attention
+    begins: np.ndarray | None = None  # [R] bool: the encoder's output comes with this step
+    num_sampled: np.ndarray | None = None  # [R] how many of its last tokens; None: one of each row that samples
+    adapters: np.ndarray | None = None  # [R] int32, 0: none; None: no row of the step has one
+    channels: np.ndarray | None = None  # [C, T] positions; None: one channel
+    vectors: StepVectors | None = None  # in place of token embeddings
 
 
 def build(shape: StepShape, rows: Rows, backend: AttentionBackend) -> Batch:
@@ -46,30 +55,73 @@ def build(shape: StepShape, rows: Rows, backend: AttentionBackend) -> Batch:
     plans: list[AttentionPlan] = []
     steps: list[GroupStep] = []
     for table in rows.tables:
-        step = GroupStep(
-            block_tables=_tables(table, shape, int(contexts.max()), device),
-            query_starts=starts,
-            context_lens=contexts.tolist(),
-            query_lens=shape.counts.tolist(),
-            slots=_slots(table, token_rows, positions, device),
-        )
+        if table.group.kind is KVKind.CROSS:
+            step = cross_step(table, shape, starts, torch.from_numpy(table.host[shape.rows]).to(device))
+        else:
+            step = GroupStep(
+                block_tables=_tables(table, shape, int(contexts.max()), device),
+                query_starts=starts,
+                context_lens=contexts.tolist(),
+                query_lens=shape.counts.tolist(),
+                slots=_slots(table, token_rows, positions, device),
+            )
         plans.append(backend.plan(step, table.group))
         steps.append(step)
     return Batch(
         token_ids=token_ids,
         positions=where,
         plans=plans,
-        logit_index=torch.from_numpy(shape.ends[shape.samples] - 1).to(device),
+        logit_index=torch.from_numpy(sampled_places(shape).tokens).to(device),
         num_tokens=len(positions),
         steps=steps,
+        **fields_of(shape, device),
     )
+
+
+class BatchFields(TypedDict):
+    """Fields of a Batch that most steps leave out."""
+
+    given: NotRequired[GivenVectors]
+    adapter_index: NotRequired[Tensor]
+    position_channels: NotRequired[Tensor]
+
+
+def fields_of(shape: StepShape, device: torch.device) -> BatchFields:
+    found = BatchFields()
+    if shape.vectors is not None:
+        found["given"] = GivenVectors(upload(shape.vectors.places, device), shape.vectors.vectors)
+    if shape.adapters is not None:
+        found["adapter_index"] = upload(np.repeat(shape.adapters, shape.counts), device)
+    if shape.channels is not None:
+        found["position_channels"] = upload(shape.channels, device)
+    return found
+
+
+class Places(NamedTuple):
+    """What samples in a step, [S] each, in the order of rows and of their tokens."""
+
+    tokens: np.ndarray  # place in the step
+    positions: np.ndarray  # where the new token will stand
+    entries: np.ndarray  # of the shape's arrays
+
+
+def sampled_places(shape: StepShape) -> Places:
+    if shape.num_sampled is None:
+        entries = np.flatnonzero(shape.samples)
+        return Places(shape.ends[entries] - 1, shape.starts[entries] + shape.counts[entries], entries)
+    entries = np.repeat(np.arange(len(shape.rows)), shape.num_sampled)
+    back = np.cumsum(shape.num_sampled)[entries] - np.arange(len(entries))  # from the end of the row's tokens
+    return Places(shape.ends[entries] - back, (shape.starts + shape.counts)[entries] + 1 - back, entries)
 
 
 def sampled_of(shape: StepShape, rows: Rows) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Rows that sample, where their new tokens will stand, and their grants. The rows' lengths count those tokens."""
     contexts = shape.starts + shape.counts
     rows.lengths[shape.rows] = np.maximum(rows.lengths[shape.rows], contexts + shape.samples)
-    return shape.rows[shape.samples], contexts[shape.samples], shape.grants[shape.samples].tolist()
+    if shape.num_sampled is None:
+        return shape.rows[shape.samples], contexts[shape.samples], shape.grants[shape.samples].tolist()
+    places = sampled_places(shape)
+    return shape.rows[places.entries], places.positions, shape.grants[places.entries].tolist()
 
 
 def refuse_unbuilt(plan: StepPlan, *, drafts: bool) -> None:
@@ -97,7 +149,47 @@ def shape_of(grants: Sequence[Grant], rows: Rows) -> StepShape:
     if (own[1:] <= own[:-1]).any():
         order = np.argsort(own)
         own, starts, counts, samples = own[order], starts[order], counts[order], samples[order]
-    return StepShape(own, starts, counts, np.cumsum(counts), samples, order)
+    shape = StepShape(own, starts, counts, np.cumsum(counts), samples, order)
+    if rows.has_cross:
+        shape = _with_encoders(shape, rows)
+    return _with_extras(shape, rows) if rows.has_adapters or rows.extras else shape
+
+
+def _with_extras(shape: StepShape, rows: Rows) -> StepShape:
+    """What the step's own rows bring; a step of rows that bring nothing stays as it is."""
+    adapters, names = rows.adapters[shape.rows], [rows.request_of[row] for row in shape.rows.tolist()]
+    return replace(
+        shape,
+        adapters=adapters if adapters.any() else None,
+        channels=rows.extras.channels_of(names, shape.counts, places_of(shape)[1]),
+        vectors=rows.extras.vectors_of(names, shape.starts, shape.counts),
+    )
+
+
+def _with_encoders(shape: StepShape, rows: Rows) -> StepShape:
+    """Rows that were not computed before bring their encoder's output along."""
+    begins = ~rows.is_encoded[shape.rows]
+    rows.is_encoded[shape.rows] = True
+    return replace(shape, encoder_lens=rows.encoder_lens[shape.rows], begins=begins)
+
+
+def cross_step(
+    table: BlockTable, shape: StepShape, starts: Tensor, block_tables: Tensor, row_index: Tensor | None = None
+) -> GroupStep:
+    """Of a group of cross attention: rows read all of their encoder's output, and write it in their first step."""
+    assert shape.encoder_lens is not None and shape.begins is not None
+    lens, size = np.where(shape.begins, shape.encoder_lens, 0), table.group.block_size
+    rows = np.repeat(shape.rows, lens)
+    places = np.arange(len(rows)) - np.repeat(np.cumsum(lens) - lens, lens)
+    blocks = table.host[rows, places // size].astype(np.int64)
+    if len(blocks) and blocks.min() < 0:
+        wrong = int(blocks.argmin())
+        raise RuntimeError(f"row {rows[wrong]} has no block for position {places[wrong]} of its encoder's output")
+    return GroupStep(
+        block_tables=block_tables, query_starts=starts, context_lens=shape.encoder_lens.tolist(),
+        query_lens=shape.counts.tolist(), slots=upload(blocks * size + places % size, block_tables.device),
+        row_index=row_index,
+    )  # fmt: skip
 
 
 def places_of(shape: StepShape) -> tuple[np.ndarray, np.ndarray]:

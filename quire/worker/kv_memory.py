@@ -1,18 +1,22 @@
-"""KV memory: one tensor per slot of a KVLayout, seen by each layer through its backend's views, bound to the model.
+"""KVMemory: the pages of the KV cache. The worker's runner owns it; layers see it through views that a backend makes.
 
-In: a layout, a backend, a model. The memory is asked for at once and costs nothing until it is written: on CPU it is an
-anonymous map, so a laptop that never fills its cache never pays for it. Must not know: what is written there.
+In: a layout and a device. One tensor of pages per memory slot; block b is page b of every slot, so a block can be
+copied within the memory, out to the host and back by whoever knows nothing of layers. A layout without layers has no
+pages. Memory costs nothing until it is written: on CPU it is an anonymous map, so a laptop that never fills its cache
+never pays for it. Must not know: what is written there, whose blocks these are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
-from quire.layers.batch import LayerCache
+from quire.ops.copy import upload
 from quire.quant.arena import new_map
 from quire.schema.errors import ConfigError
 from quire.schema.kv import KVLayout
@@ -21,17 +25,94 @@ from quire.worker.gpu_memory import does_not_fit
 if TYPE_CHECKING:
     from quire.models.build import Model
 
+_COPY_BYTES = 1 << 26  # largest temporary of a copy between device and host
 
-def bind_kv(layout: KVLayout, backend: AttentionBackend, model: Model, device: torch.device) -> None:
-    """Allocate and hand every layer its cache. The model then holds the only references: dropping it frees all."""
-    specs = {spec.layer: spec for spec in layout.specs}
-    caches: dict[str, LayerCache] = {}
-    for layers in layout.slots:
-        memory = allocate(layout.num_blocks, layout.page_bytes, device)
-        for layer in layers:
-            caches[layer] = backend.make_cache(specs[layer], layout.num_blocks, memory)
-    groups = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
-    model.bind_kv(caches, groups)
+
+class KVMemory:
+    def __init__(self, layout: KVLayout, device: torch.device) -> None:
+        self.layout, self.device = layout, device
+        self.slots = [allocate(layout.num_blocks, layout.page_bytes, device) for _ in layout.slots]
+        # copies move words, not bytes, where a page is made of whole words
+        self._word = next(word for word in (torch.int64, torch.int32, torch.uint8) if not _rest(layout, word))
+        self._pages = [slot.view(self._word) for slot in self.slots]
+
+    def bind(self, backend: AttentionBackend, model: Model) -> None:
+        """Hand every layer its cache: views of this memory."""
+        specs = {spec.layer: spec for spec in self.layout.specs}
+        caches = {
+            layer: backend.make_cache(specs[layer], self.layout.num_blocks, pages)
+            for layers, pages in zip(self.layout.slots, self.slots, strict=True)
+            for layer in layers
+        }
+        groups = {layer: index for index, group in enumerate(self.layout.groups) for layer in group.layers}
+        model.bind_kv(caches, groups)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block, over all slots."""
+        return len(self.slots) * self.layout.page_bytes
+
+    # --- copies: each is launched in the order of the device's stream, and nobody waits for it
+
+    def copy_within(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Block sources[i] to targets[i], all at once: a block that is a source and a target is read before it is
+        written."""
+        if len(sources) != len(targets):
+            raise RuntimeError(f"{len(sources)} blocks cannot be copied to {len(targets)}")
+        self._check(sources)
+        self._check(targets, written=True)
+        if sources:
+            index = upload(np.array((sources, targets), np.int64), self.device)
+            for pages in self._pages:
+                pages.index_copy_(0, index[1], pages.index_select(0, index[0]))
+
+    def copy_out(self, blocks: Sequence[int], into: Tensor) -> None:
+        """`into` uint8 [blocks, block_bytes] on the host: it holds them once the device has passed this point."""
+        self._check(blocks)
+        self._check_host(blocks, into)
+        for index, host in self._pieces(blocks, into):
+            found = torch.stack([pages.index_select(0, index) for pages in self._pages], 1)
+            host.copy_(found.view(len(index), -1).view(torch.uint8), non_blocking=True)
+
+    def copy_in(self, blocks: Sequence[int], given: Tensor) -> None:
+        """`given` as `copy_out` filled it; not to be changed before the device has passed this point."""
+        self._check(blocks, written=True)
+        self._check_host(blocks, given)
+        for index, host in self._pieces(blocks, given):
+            sent = host.to(self.device, non_blocking=True).view(self._word).view(len(index), len(self.slots), -1)
+            for at, pages in enumerate(self._pages):
+                pages.index_copy_(0, index, sent[:, at])
+
+    def on_host(self, num_blocks: int) -> Tensor:
+        """Host memory for `copy_out` and `copy_in`, pinned where a device reads it; not filled."""
+        shape = (num_blocks, self.block_bytes)
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+
+    def _pieces(self, blocks: Sequence[int], host: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(blocks on the device, their part of the host's memory), each small enough for a temporary."""
+        if not blocks or not self.slots:
+            return
+        index, count = upload(np.array(blocks, np.int64), self.device), max(1, _COPY_BYTES // self.block_bytes)
+        for first in range(0, len(blocks), count):
+            yield index[first : first + count], host[first : first + count]
+
+    def _check(self, blocks: Sequence[int], *, written: bool = False) -> None:
+        wrong = [block for block in blocks if not 0 <= block < self.layout.num_blocks]
+        if wrong:
+            raise RuntimeError(f"block {wrong[0]} is not among the {self.layout.num_blocks} of the KV cache")
+        if written and len(set(blocks)) < len(blocks):
+            raise RuntimeError(f"one of {len(blocks)} blocks would be written twice by one copy")
+
+    def _check_host(self, blocks: Sequence[int], host: Tensor) -> None:
+        wanted = (len(blocks), self.block_bytes)
+        if host.shape != wanted or host.dtype is not torch.uint8 or not host.is_contiguous():
+            raise RuntimeError(
+                f"host memory {host.dtype} {list(host.shape)} does not hold {wanted[0]} blocks of {wanted[1]} bytes"
+            )
+
+
+def _rest(layout: KVLayout, word: torch.dtype) -> int:
+    return layout.page_bytes % word.itemsize
 
 
 def allocate(num_blocks: int, page_bytes: int, device: torch.device) -> Tensor:

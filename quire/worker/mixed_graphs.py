@@ -7,7 +7,7 @@ Larger steps keep the device busy for longer than launching them takes, and run 
 
 Static buffers, T = tokens of the bucket, `scrap` = rows.max_rows (see graphs.py):
 
-    row_index, positions   int32 [T]    in the staging buffer; padding: scrap, 0
+    row_index, positions   int32 [T]    in the staging buffer; padding: scrap, 0; behind them what GraphFields names
     slots                  int64 [T]    per KV group; padding: -1, nothing is written
     hidden                 [T, width]   what a replay leaves behind, until the next replay of any graph
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from quire.attention.backend import AttentionBackend
 from quire.base.clock import now
 from quire.base.log import logger
-from quire.layers.batch import Batch, GroupStep, RefilledPlan
+from quire.layers.batch import GroupStep, RefilledPlan
 from quire.schema.kv import KVGroup, KVKind
 from quire.worker.capture import Capturer, borrow
 from quire.worker.device_inputs import DeviceInputs, Sampled
@@ -77,7 +77,7 @@ class MixedGraphs:
     def send(self, shape: StepShape) -> MixedStep | None:
         """Fill a graph's inputs with this step; None where no graph fits it."""
         at = bisect_left(self._ready, int(shape.ends[-1]))
-        if at == len(self._ready):
+        if at == len(self._ready) or not self._inputs.holds(shape):
             return None
         bucket = self._ready[at]
         if not all(
@@ -118,9 +118,7 @@ class MixedGraphs:
         self._run_padding(bucket, self._plans(bucket))
 
     def _run_padding(self, bucket: int, plans: Sequence[RefilledPlan]) -> None:
-        rows, positions = self._inputs.static_inputs(bucket)
-        rows.fill_(self._inputs.scrap)
-        positions.zero_()
+        self._inputs.clear_static(bucket)
         self._run(bucket, plans)
 
     def _plans(self, bucket: int) -> list[RefilledPlan]:
@@ -138,8 +136,7 @@ class MixedGraphs:
     def _run(self, bucket: int, plans: Sequence[RefilledPlan]) -> Tensor:
         """Everything a graph holds."""
         buffers = self._inputs.gather(*self._inputs.static_inputs(bucket))
-        batch = Batch(buffers.token_ids, buffers.positions, list(plans), buffers.positions, num_tokens=bucket)
-        return self._model.forward(batch)
+        return self._model.forward(self._inputs.static_batch(bucket, buffers, list(plans)))
 
     def _steps(self, shape: StepShape) -> list[GroupStep]:
         """What refilling a plan needs: the host's view alone."""

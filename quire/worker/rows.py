@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from quire.ops.copy import upload
-from quire.schema.kv import KVGroup
+from quire.schema.kv import KVGroup, KVKind
 from quire.schema.step import Grant, NewRow, StepPlan
+from quire.worker.row_extras import RowExtras
 from quire.worker.staging import align
 
 
@@ -38,13 +39,17 @@ class BlockTable:
 
     def __init__(self, group: KVGroup, max_rows: int, max_tokens: int) -> None:
         self.group = group
-        self.host = np.full((max_rows, -(-max_tokens // group.block_size)), -1, np.int32)
+        self.host = np.full((max_rows, -(-longest_of(group, max_tokens) // group.block_size)), -1, np.int32)
         self.changed: list[tuple[int, int, int]] | None = None  # (row, from, to) since the last look; None: no mirror
         self._used = [0] * max_rows
 
     def append(self, row: int, blocks: Sequence[int] | np.ndarray) -> None:
         used = self._used[row]
         end = used + len(blocks)
+        if end > self.host.shape[1]:
+            raise RuntimeError(
+                f"row {row} gets {end} blocks of a {self.group.kind} group, {self.host.shape[1]} at most"
+            )
         self.host[row, used:end] = blocks
         self._used[row] = end
         if self.changed is not None and end > used:
@@ -58,6 +63,11 @@ class BlockTable:
         self.clear(target)
         self.append(target, self.host[source, : self._used[source]])
         self.clear(source)
+
+
+def longest_of(group: KVGroup, max_tokens: int) -> int:
+    """Tokens that a row may have in this group: its own text, or an encoder's output where that has a limit."""
+    return group.window if group.kind is KVKind.CROSS and group.window else max_tokens
 
 
 class Mirror:
@@ -107,6 +117,12 @@ class Rows:
             self.tokens = torch.zeros((max_rows + 1, width), dtype=torch.int32, device=device)
         self.lengths = np.zeros(max_rows, np.int64)  # tokens in a row, those only the device knows included
         self.epochs = np.zeros(max_rows, np.int64)
+        self.encoder_lens = np.zeros(max_rows, np.int64)  # tokens of an encoder's output
+        self.is_encoded = np.zeros(max_rows, np.bool_)  # a step has filled the blocks of cross-attention groups
+        self.has_cross = any(group.kind is KVKind.CROSS for group in groups)
+        self.adapters = np.zeros(max_rows, np.int32)  # 0: none
+        self.has_adapters = False
+        self.extras = RowExtras()
         self.tables = [BlockTable(group, max_rows, width) for group in groups]
         self.row_of: dict[str, int] = {}
         self.request_of: list[str] = []  # row -> request id
@@ -117,12 +133,18 @@ class Rows:
         return len(self.request_of)
 
     def apply(self, plan: StepPlan) -> RowChanges:
-        changes = self._change(plan) if plan.left or plan.joined else RowChanges()
+        changes = RowChanges()
+        if plan.left or plan.joined:
+            changes = self._change(plan)
+            self.has_adapters = bool(self.adapters.any())
         self._append_blocks(plan.grants)
         return changes
 
     def _change(self, plan: StepPlan) -> RowChanges:
         changes = RowChanges()
+        if self.extras:
+            for name in plan.left:
+                self.extras.forget(name)
         holes = sorted((self.row_of.pop(name) for name in plan.left if name in self.row_of), reverse=True)
         for new in plan.joined:
             if new.request_id in self.row_of:
@@ -155,6 +177,8 @@ class Rows:
         self.row_of[new.request_id] = row
         self.request_of[row] = new.request_id
         self.epochs[row] = new.epoch
+        self.encoder_lens[row], self.is_encoded[row] = new.num_encoder_tokens, False
+        self.adapters[row] = new.lora_id
         count = len(new.token_ids)
         self.lengths[row] = count
         self.tokens[row, :count] = upload(np.array(new.token_ids, np.int32), self.tokens.device)
@@ -162,7 +186,7 @@ class Rows:
             table.append(row, blocks)
 
     def _clear(self, row: int) -> None:
-        self.lengths[row] = 0
+        self.lengths[row] = self.adapters[row] = 0
         for table in self.tables:
             table.clear(row)
 
@@ -171,7 +195,8 @@ class Rows:
         self.request_of[target] = name
         count = int(self.lengths[source])
         self.tokens[target, :count] = self.tokens[source, :count]
-        self.lengths[target], self.epochs[target] = count, self.epochs[source]
+        for column in (self.lengths, self.epochs, self.encoder_lens, self.is_encoded, self.adapters):
+            column[target] = column[source]
         for table in self.tables:
             table.move(source, target)
         self._clear(source)

@@ -33,6 +33,7 @@ from quire.worker.device_inputs import DeviceInputs, Sampled
 from quire.worker.drafts import Drafter, Drafts
 from quire.worker.graphs import DecodeGraphs
 from quire.worker.inputs import StepShape, build, refuse_unbuilt, sampled_of, shape_of
+from quire.worker.kv_memory import KVMemory
 from quire.worker.mixed_graphs import MixedGraphs
 from quire.worker.rows import Rows
 
@@ -77,7 +78,7 @@ class Pending:
                         failed.setdefault(self.plan.grants[index].request_id, _why(score))
             for index, token in zip(self.sample_grants, tokens, strict=True):
                 if not failed or self.plan.grants[index].request_id not in failed:
-                    out[index] = [token]
+                    out[index].append(token)
         return StepResult(
             step=self.plan.step,
             sampled=out,
@@ -96,8 +97,12 @@ class Pending:
             rows = picked.rows()
             for i, place in enumerate(ask.places):
                 index = self.sample_grants[place]
-                if self.plan.grants[index].request_id not in failed:
-                    out[index] = LogprobRows([rows.token_ids[i]], [rows.logprobs[i]], [rows.ranks[i]])
+                if self.plan.grants[index].request_id in failed:
+                    continue
+                own = out[index] = out[index] or LogprobRows([], [], [])  # several tokens of a row: in their order
+                own.token_ids.append(rows.token_ids[i])
+                own.logprobs.append(rows.logprobs[i])
+                own.ranks.append(rows.ranks[i])
         return out
 
 
@@ -125,12 +130,13 @@ class ModelRunner:
         sampler: Sampler,
         backend: AttentionBackend,
         *,
+        kv: KVMemory,
         inputs: DeviceInputs | None = None,  # None: a CPU worker
         graphs: DecodeGraphs | None = None,
         mixed: MixedGraphs | None = None,
     ) -> None:
         self.model, self.rows, self.sampler, self.backend = model, rows, sampler, backend
-        self.inputs, self.graphs, self.mixed = inputs, graphs, mixed
+        self.kv, self.inputs, self.graphs, self.mixed = kv, inputs, graphs, mixed
         self.drafts: Drafts | None = None
         self._flight: _Flight | None = None
         self._lost: dict[str, str] = {}  # live requests that already failed, and why
@@ -351,6 +357,8 @@ def _at_offset(mask: Mask | None, offset: int) -> Mask | None:
 def _mask_of(mask: Mask, sample_grants: list[int], logits: Tensor) -> tuple[Tensor, Tensor]:
     """Grammar rows for the places that sample in this step; a row for a grant that does not sample is dropped."""
     place_of = {grant: place for place, grant in enumerate(sample_grants)}
+    if len(place_of) < len(sample_grants):
+        raise RuntimeError("a mask cannot say which of several tokens of a row it is for")
     used = [(i, place_of[grant]) for i, grant in enumerate(mask.index) if grant in place_of]
     words = torch.frombuffer(bytearray(mask.rows), dtype=torch.int32).view(len(mask.index), mask.words)
     chosen = upload(words[[i for i, _ in used]].numpy(), logits.device)

@@ -30,7 +30,7 @@ from quire.worker.capture import Capturer
 from quire.worker.device_inputs import DeviceInputs
 from quire.worker.gpu_memory import PER_GRAPH, does_not_fit, kv_bytes_on_gpu, measure, peak, used_by_others
 from quire.worker.graphs import START_SECONDS, DecodeGraphs, useful_sizes
-from quire.worker.kv_memory import bind_kv
+from quire.worker.kv_memory import KVMemory
 from quire.worker.memory import kv_bytes
 from quire.worker.mixed_graphs import MixedGraphs, mixed_sizes
 from quire.worker.rows import Rows
@@ -190,11 +190,12 @@ class Worker:
         """A runner over a cache of this layout, to which the model is then bound."""
         model = self.get_model()
         backend = self._parts.select_backend(self.device.type, self._specs, self.config.attention_config.backend)
-        bind_kv(layout, backend, model, self.device)
+        kv = KVMemory(layout, self.device)
+        kv.bind(backend, model)
         max_rows, length = self.config.scheduler_config.max_num_seqs, self.config.model_config.max_model_len
         rows = Rows(layout.groups, max_rows, length, self.device)
         sampler = Sampler(self.config, model.arch.vocab, rows.tokens)
-        runner = ModelRunner(model, rows, sampler, backend)
+        runner = ModelRunner(model, rows, sampler, backend, kv=kv)
         if self.device.type != "cpu":
             sizes = self._graph_sizes()
             most = max(self.config.scheduler_config.max_num_batched_tokens, *sizes, 1)
@@ -282,6 +283,10 @@ class Worker:
         if self._runner is None:
             raise RuntimeError("the worker has no KV cache yet, or was shut down")
         return self._runner
+
+    @property
+    def kv_memory(self) -> KVMemory:
+        return self.model_runner.kv
 
     @property
     def model_config(self) -> Any:

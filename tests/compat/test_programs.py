@@ -191,3 +191,27 @@ def test_async_llm_streaming(model: str) -> None:
 
 def test_batch_inference(model: str) -> None:
     assert run("batch_inference", model) == "40 answers, same alone: True\n"
+
+
+def test_a_sharded_state_is_saved_and_loaded(model: str, tmp_path: Path) -> None:
+    out = tmp_path / "sharded"
+    run("save_sharded_state", "--model", model, "--output", str(out))
+    assert list(out.glob("model-rank-0-part-*.safetensors")) and (out / "config.json").exists()
+    texts = [
+        quoted(run("load_sharded_state", "--model", *where, "--prompt", PROMPTS[0]), "Generated text")
+        for where in ([str(out)], [model, "--load-format", "auto"])
+    ]
+    assert texts[0] == texts[1] and texts[0][0]
+
+
+def test_weights_that_are_loaded_later(model: str) -> None:
+    printed = run("skip_loading_weights_in_engine_init", model)
+    assert quoted(printed, "Loaded") == quoted(printed, "Fresh") != quoted(printed, "Dummy")
+    assert len(quoted(printed, "Dummy")) == 2
+
+
+def test_the_list_of_programs_is_complete() -> None:
+    """compat/README.md names every program that is run here, and no other."""
+    text = (Path(__file__).parents[2] / "compat" / "README.md").read_text()
+    listed = text.partition("documentation's own programs")[2].partition("\n\n")[2].partition("\n\n")[0]
+    assert sorted(re.findall(r"`([a-z_]+)`", listed)) == sorted(path.stem for path in PROGRAMS.glob("*.py"))

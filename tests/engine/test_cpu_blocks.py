@@ -65,6 +65,28 @@ def test_one_call_or_one_by_one(
         llm.close()
 
 
+def test_weights_that_are_replaced_are_read_from_then_on(tmp_path: Path) -> None:
+    make_tiny("LlamaForCausalLM", tmp_path)
+    config = EngineArgs(model=str(tmp_path), dtype="float32", skip_tokenizer_init=True).create_engine_config()
+    model: Any = load_model(config, "cpu")
+    run = paged.Paged(model, [prompt["prompt_token_ids"] for prompt in PROMPTS], block_size=4)
+
+    def logits() -> torch.Tensor:
+        run.done = [0, 0]
+        return torch.cat(run.whole())
+
+    before = logits()
+    assert all(stretch._call is not None for stretch in model._stretches)
+    down = model.layers[0].mlp.down
+    down.weight = torch.nn.Parameter(2 * down.weight, requires_grad=False)
+    model.finish_weights()
+    after = logits()
+    assert (after - before).norm() > 1e-3 * before.norm()
+    hook = model.layers[0].register_forward_hook(lambda *_: None)  # layer by layer
+    torch.testing.assert_close(after, logits(), rtol=1e-4, atol=1e-4)
+    hook.remove()
+
+
 class ForeignCache:
     """A cache of a backend that the kernels know nothing of: only that backend can look inside."""
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quire.config import gguf_config
+from quire.checkpoint import gguf_config
 from quire.loader.gguf_file import GGUFWeights
 from quire.loader.gguf_names import FAMILIES
 from quire.schema.errors import CheckpointError

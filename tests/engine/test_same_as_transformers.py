@@ -14,7 +14,7 @@ import transformers
 
 from quire import LLM, SamplingParams
 from quire.base import env
-from quire.config.source import locate
+from quire.checkpoint.source import locate
 
 TEXT = "the river ran under an old stone bridge while seven children counted boats and argued about names"
 WORDS = TEXT.split()

@@ -105,14 +105,14 @@ class Tokenizer:
 class Held:
     """A format with its tag compiled."""
 
-    def __init__(self, backend: str, name: str, special: bool) -> None:
+    def __init__(self, backend: str, name: str, special: bool, tools: list[Any] = TOOLS) -> None:
         self.tokenizer = Tokenizer(name, special)
         self.choice = ParserChoice(find_tool_parser(name), None, self.tokenizer)
         vocabulary = self.tokenizer.vocabulary()
         self.backend: Backend = make_backend(backend, vocabulary)
         self.num_tokens = len(vocabulary.tokens)
         self.rows = np.zeros((1, vocabulary.words), np.int32)
-        tag = self.choice.strict_tag(TOOLS, parallel=True)
+        tag = self.choice.strict_tag(tools, parallel=True)
         spec = make_spec(Constraint(structural_tag=tag), StructuredOutputsConfig())
         assert spec.backends == ("xgrammar", "guidance")
         self.loaded = self.backend.load(spec, self.backend.compile(spec))
@@ -152,7 +152,7 @@ def triggers(name: str) -> list[str]:
 
 
 def test_those_that_cannot_be_held() -> None:
-    assert FREE == ["kimi_k3", "minimax_m3", "xlam"]
+    assert FREE == ["xlam"]
 
 
 @pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
@@ -176,6 +176,35 @@ def test_a_call_is_held_to_its_schema(name: str, special: bool, backend: str) ->
     assert not made.takes(own_way(name, [("get_weather", {**GIVEN, "days": "many"})]))
     assert not made.takes(own_way(name, [("get_weather", {**GIVEN, "unit": "K"})]))
     assert not made.takes(own_way(name, [("get_whether", GIVEN)]))
+
+
+@pytest.mark.parametrize("name", ["kimi_k3", "minimax_m3", "qwen3_coder"])
+def test_a_tool_beside_a_strict_one_is_free(name: str) -> None:
+    """Its arguments may be what they like, also where its tags are made of the same special tokens as its end."""
+    free = {"function": {"name": "get_weather", "parameters": {**SCHEMA, "minProperties": 1}}}
+    made = Held("xgrammar", name, is_special(name), [free, TOOLS[1]])
+    assert made.takes(own_way(name, CALLS))
+    assert made.takes(own_way(name, [("get_weather", {"city": "Bonn", "days": "many"})]))
+    assert made.takes(own_way(name, [("now", {})]))
+    assert not made.takes(own_way(name, [("now", {"city": "Bonn"})]))
+    assert not made.takes(own_way(name, [("get_whether", GIVEN)]))
+
+
+@pytest.mark.parametrize(
+    "schema, says",
+    [
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "one of several types"),
+        ({"type": "array", "items": {"type": "integer"}, "minItems": 2}, "'array'"),
+        ({"type": "string", "pattern": "a+"}, "'pattern'"),
+    ],
+)
+def test_what_elements_cannot_hold_is_refused_by_name(schema: dict[str, Any], says: str) -> None:
+    tool = {"function": {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"a": schema}}}}
+    with pytest.raises(InputError, match=says):
+        ParserChoice(find_tool_parser("minimax_m3")).strict_tag([tool], parallel=True)
+    tool["function"]["parameters"] = {"type": "object", "properties": {"a b": {"type": "string"}}}
+    with pytest.raises(InputError, match="cannot be a tag"):
+        ParserChoice(find_tool_parser("minimax_m3")).strict_tag([tool], parallel=True)
 
 
 def own_way(name: str, calls: list[Any]) -> str:

@@ -145,7 +145,7 @@ def test_dummy_start_then_reload_in_place():
 def test_every_layer_of_a_slot_sees_the_same_pages_and_its_own_group():
     model = FakeModel()
     layout = make_layout(model.kv_specs(4, "float32"), 7)
-    kv_memory.bind_kv(layout, FakeBackend(), model, torch.device("cpu"))
+    kv_memory.KVMemory(layout, torch.device("cpu")).bind(FakeBackend(), model)
     assert model.groups == {"full": 0, "window": 1}
     full, window = (model.caches[name].memory for name in ("full", "window"))
     assert full.data_ptr() == window.data_ptr() and full.shape == (7, layout.page_bytes)

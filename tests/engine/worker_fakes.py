@@ -12,12 +12,13 @@ from torch import Tensor
 from quire.layers.batch import Batch, GroupStep
 from quire.sampling.sampler import Sampler
 from quire.schema.kv import KVGroup, KVKind, KVLayout, KVSpec
-from quire.worker.device_inputs import DeviceInputs
-from quire.worker.kv_memory import bind_kv
+from quire.worker.device_inputs import DeviceInputs, GraphFields
+from quire.worker.kv_memory import KVMemory
 from quire.worker.rows import Rows
 from quire.worker.runner import ModelRunner
 
 STATES = 997  # distinct logits rows
+BY_ADAPTER = 101  # what an adapter adds to the state
 
 
 class FakeCache:
@@ -109,11 +110,20 @@ class FakeModel:
         assert batch.token_ids.dtype == batch.positions.dtype == torch.int64
         assert batch.num_tokens == len(batch.token_ids) == len(batch.positions)
         self.num_tokens += batch.num_tokens
-        parts = [
-            batch.plans[self.groups[layer]].run(batch.token_ids, batch.positions, self.caches[layer])
+        token_ids = batch.token_ids
+        if batch.given is not None:  # a vector says which token it stands for
+            token_ids = token_ids.index_copy(0, batch.given.places, batch.given.vectors[:, 0].long())
+        full, window = (
+            batch.plans[self.groups[layer]].run(token_ids, batch.positions, self.caches[layer])
             for layer in ("full", "window")
-        ]
-        return torch.stack(parts, 1).float()
+        )
+        if batch.adapter_index is not None:
+            assert batch.adapter_index.dtype == torch.int32 and batch.adapter_index.shape == batch.positions.shape
+            full = full + BY_ADAPTER * batch.adapter_index
+        if batch.position_channels is not None:
+            assert batch.position_channels.dtype == torch.int64
+            full = full + by_channels(batch.position_channels, batch.positions)
+        return torch.stack((full % STATES, window), 1).float()
 
     def logits(self, hidden: Tensor) -> Tensor:
         states = state_of(hidden[:, 0].long(), hidden[:, 1].long())
@@ -126,14 +136,20 @@ class FakeModel:
     def narrow_logits(self, hidden: Tensor) -> Tensor:
         return self.logits(hidden)
 
-    def logits_after(self, tokens: list[int]) -> list[float]:
-        """The oracle: the same without a cache."""
+    def logits_after(self, tokens: list[int], added: int = 0) -> list[float]:
+        """The oracle: the same without a cache. `added`: by adapters and channels, to what is seen of everything."""
         first = max(0, len(tokens) - self.window)
-        return self.logit_table[self.state_after(tokens, first)].tolist()
+        full = (digest(tokens, 0) + added) % STATES
+        return self.logit_table[int(state_of(torch.tensor(full), torch.tensor(digest(tokens[first:], first))))].tolist()
 
     def state_after(self, tokens: list[int], first: int | None = None) -> int:
         first = max(0, len(tokens) - self.window) if first is None else first
         return int(state_of(torch.tensor(digest(tokens, 0)), torch.tensor(digest(tokens[first:], first))))
+
+
+def by_channels(channels: Tensor, positions: Tensor) -> Tensor:
+    """0 where every channel is the position."""
+    return ((channels - positions) * torch.arange(1, len(channels) + 1)[:, None]).sum(0) * 5
 
 
 def state_of(full: Tensor, window: Tensor) -> Tensor:
@@ -185,16 +201,18 @@ def make_config(**changes: Any) -> Any:
 
 
 def make_runner(
-    model: FakeModel | None = None, *, num_blocks: int = 64, staged: bool = False, **changes: Any
-) -> ModelRunner:
+    model: FakeModel | None = None, *, num_blocks: int = 64, staged: bool = False, fields: GraphFields = GraphFields(),
+    **changes: Any,
+) -> ModelRunner:  # fmt: skip
     """staged: inputs as for a device of its own, though on CPU."""
     model = model or FakeModel()
     config = make_config(block_size=4, **changes)
     layout = make_layout(model.kv_specs(4, "float32"), num_blocks)
     backend = FakeBackend()
-    bind_kv(layout, backend, model, torch.device("cpu"))
+    kv = KVMemory(layout, torch.device("cpu"))
+    kv.bind(backend, model)
     rows = Rows(
         layout.groups, config.scheduler_config.max_num_seqs, config.model_config.max_model_len, torch.device("cpu")
     )
-    inputs = DeviceInputs(rows, 256) if staged else None
-    return ModelRunner(model, rows, Sampler(config, model.arch.vocab, rows.tokens), backend, inputs=inputs)
+    inputs = DeviceInputs(rows, 256, fields) if staged else None
+    return ModelRunner(model, rows, Sampler(config, model.arch.vocab, rows.tokens), backend, kv=kv, inputs=inputs)

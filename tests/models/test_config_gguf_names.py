@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.base.gguf import GGUFFile
-from quire.config.gguf_config import FAMILIES, config_of
+from quire.checkpoint.gguf_config import FAMILIES, config_of
 from quire.loader.gguf_names import FAMILIES as READABLE
 from quire.models.build import read_arch
 

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from quire import LLM, SamplingParams
-from quire.config.gguf_config import config_of
+from quire.checkpoint.gguf_config import config_of
 from quire.loader.files import find_weights, read_weights
 from quire.loader.gguf_file import open_gguf
 

@@ -79,7 +79,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("tiles"))
+    return build(tmp_path_factory)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ pytestmark = CANNOT_BUILD
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("tiles"))
+    return build(tmp_path_factory)
 
 
 def multiply(library, x, parts, bias=None):

@@ -192,9 +192,10 @@ def hy_v3(calls: list[Call]) -> str:
 
 def kimi_k3(calls: list[Call]) -> str:
     inner = []
-    for index, (name, given) in enumerate(calls):
+    kinds = {str: "string", bool: "boolean", int: "number", float: "number", type(None): "null", list: "array"}
+    for index, (name, given) in enumerate(calls, 1):
         arguments = [
-            f'<|open|>argument key="{key}" type="{"string" if isinstance(value, str) else "object"}"<|sep|>'
+            f'<|open|>argument key="{key}" type="{kinds.get(type(value), "object")}"<|sep|>'
             f"{text_value(value)}<|close|>argument<|sep|>"
             for key, value in given.items()
         ]

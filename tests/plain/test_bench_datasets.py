@@ -10,7 +10,7 @@ import pytest
 
 from quire.bench.datasets import DATASETS, DatasetOptions, Sample, make_samples
 from quire.bench.verse import write_lines
-from quire.config.source import locate
+from quire.checkpoint.source import locate
 from quire.schema.errors import InputError
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 from tests.fake_engine import write_model

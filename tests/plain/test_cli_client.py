@@ -62,7 +62,7 @@ class FakeEngine:
         self._left = []
 
 
-def render(tokenizer: str, messages: list[dict[str, str]], *, chat_template: str | None = None) -> str:
+def tokenize_chat(tokenizer: str, messages: list[dict[str, str]], *, chat_template: str | None = None) -> str:
     assert tokenizer == "its tokenizer"
     return "".join(f"<{m['role']}>{m['content']}" for m in messages) + f"<{chat_template or 'assistant'}>"
 
@@ -70,7 +70,7 @@ def render(tokenizer: str, messages: list[dict[str, str]], *, chat_template: str
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
     monkeypatch.setattr(client, "LLMEngine", FakeEngine)
-    monkeypatch.setattr(client, "render", render)
+    monkeypatch.setattr(client, "tokenize_chat", tokenize_chat)
     monkeypatch.setattr(FakeEngine, "made", [])
     monkeypatch.setattr(client, "find_local", lambda: None)  # whatever runs on this machine
     return FakeEngine

@@ -45,7 +45,7 @@ def test_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
         (
             "nonsense",
             "unknown command 'nonsense' Commands: serve, chat, run, complete, pull, list, bench, run-batch, "
-            "collect-env",
+            "launch, collect-env",
         ),
     ],
 )

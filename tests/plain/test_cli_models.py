@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from quire.checkpoint import source
 from quire.cli import models
 from quire.cli.main import COMMANDS, main
-from quire.config import source
 from quire.schema.errors import ModelNotFoundError
 
 

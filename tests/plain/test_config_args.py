@@ -34,7 +34,7 @@ def other_values(declared: Declared) -> Iterator[Any]:
             tries += [{name: value} for name, mine in declarations(group).items() for value in other_values(mine)]
         else:
             tries += {bool: [True, False], int: [2, 3, 77], float: [0.5, 2.5], str: [*o.choices, "x"]}.get(kind, [])
-    ready = (o.asked, o.default, *o.ready, *o.hints)
+    ready = (o.unset, o.default, *o.ready, *o.hints)
     yield from (value for value in tries if not any(same(value, other) for other in ready))
 
 

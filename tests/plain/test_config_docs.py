@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from quire.base import env
-from quire.config.docs import environment_page, main, options_page
 from quire.config.table import table
+from tools.options_page import environment_page, main, options_page
 
 
 def test_every_option_and_variable_has_a_row() -> None:

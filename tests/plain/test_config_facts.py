@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.config.facts import ModelFacts, max_positions, read_facts
+from quire.checkpoint.facts import ModelFacts, max_positions, read_facts
 from quire.schema.errors import CheckpointError
 
 LLAMA31 = {

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from quire.base.gguf import GGUFFile
-from quire.config.facts import read_facts
-from quire.config.gguf_config import FAMILIES, config_of
-from quire.config.source import locate
+from quire.checkpoint.facts import read_facts
+from quire.checkpoint.gguf_config import FAMILIES, config_of
+from quire.checkpoint.source import locate
 from quire.schema.errors import CheckpointError
 
 _KINDS = {bool: 7, int: 4, float: 6, str: 8}

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from quire.base import env
+from quire.base import machine as finder
+from quire.base.machine import Gpu, find_gpu
 from quire.config import EngineArgs, EngineConfig
-from quire.config import device as finder
 from quire.config import resolve as steps
-from quire.config.device import Gpu, find_gpu
 from quire.config.graphs import default_sizes
 from quire.schema.errors import ConfigError
 

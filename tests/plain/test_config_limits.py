@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from quire.base.gguf import GGUFFile
-from quire.config.facts import read_facts
-from quire.config.gguf_config import FAMILIES
-from quire.config.gguf_config import config_of as gguf_config_of
-from quire.config.mistral_config import config_of as mistral_config_of
-from quire.config.source import read_json
+from quire.checkpoint.facts import read_facts
+from quire.checkpoint.gguf_config import FAMILIES
+from quire.checkpoint.gguf_config import config_of as gguf_config_of
+from quire.checkpoint.mistral_config import config_of as mistral_config_of
+from quire.checkpoint.source import read_json
 from quire.schema.errors import CheckpointError, InputError
 from tests.plain.test_config_gguf import COMMON, write
 
@@ -88,7 +88,7 @@ def test_a_stretch_without_end(factor: float) -> None:
 
 def test_a_file_nested_without_end(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"a":' * 200_000)
-    with pytest.raises(CheckpointError, match="no valid JSON"):
+    with pytest.raises(CheckpointError, match="not valid JSON"):
         read_json(str(tmp_path), "config.json")
 
 

@@ -86,7 +86,7 @@ def test_missing_and_damaged_configurations(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds no config\.json"):
         resolve(tmp_path)
     (tmp_path / "config.json").write_text("{not json")
-    with pytest.raises(CheckpointError, match="is no valid JSON"):
+    with pytest.raises(CheckpointError, match="is not valid JSON"):
         resolve(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="names no architecture"):
@@ -217,7 +217,7 @@ def test_quantized_checkpoints(folder: Path) -> None:
 def test_load_formats(folder: Path) -> None:
     assert resolve(folder, load_format="dummy").load_config.load_format == "dummy"
     assert resolve(None, load_format="dummy").load_config.load_format == "dummy"
-    with pytest.raises(ConfigError, match="it is no GGUF file"):
+    with pytest.raises(ConfigError, match="it is not a GGUF file"):
         resolve(folder, load_format="gguf")
     with pytest.raises(ConfigError, match="it is a GGUF file"):
         resolve(None, load_format="safetensors")

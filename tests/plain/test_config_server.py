@@ -86,7 +86,7 @@ def test_an_option_file_is_below_the_command_line(tmp_path):
         ({"ssl_certfile": "c", "ssl_cert_reqs": 2}, "needs ssl_ca_certs"),
         ({"api_server_count": 2, "disable_frontend_multiprocessing": True}, "needs an engine process of its own"),
         ({"allow_credentials": True, "allowed_origins": ["*"]}, "name the sites"),
-        ({"allowed_origins": "[1"}, "no JSON list"),
+        ({"allowed_origins": "[1"}, "not a JSON list"),
         ({"fingerprint_value": "x"}, "go together"),
         ({"fingerprint_mode": "custom"}, "go together"),
         ({"api_key_scope": "v2"}, "it must be one of all, v1"),

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-import quire.config.source as source
-from quire.config import embedded
-from quire.config.source import locate, read_json, stored_dtype
+import quire.checkpoint.source as source
+from quire.checkpoint import embedded
+from quire.checkpoint.source import locate, read_json, stored_dtype
 from quire.schema.errors import CheckpointError, MissingExtraError, ModelNotFoundError
 
 
@@ -48,7 +48,7 @@ def test_folders_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ModelNotFoundError, match="holds 2 GGUF files"):
         locate(str(tmp_path / "one"))
     (tmp_path / "plain.txt").write_text("x")
-    with pytest.raises(ModelNotFoundError, match=r"is a file, but no \.gguf file"):
+    with pytest.raises(ModelNotFoundError, match=r"is a file, but not a \.gguf file"):
         locate(str(tmp_path / "plain.txt"))
 
 
@@ -69,7 +69,7 @@ def test_hub_id_without_network() -> None:
 def test_a_network_that_is_not_there(tmp_path: Path) -> None:
     """The real library against an address where nobody listens: at once, and in one line."""
     code = (
-        "import time\nfrom quire.config.source import locate\nstart = time.time()\n"
+        "import time\nfrom quire.checkpoint.source import locate\nstart = time.time()\n"
         "try:\n    locate('some-org/some-model')\nexcept Exception as e:\n    print(type(e).__name__, e)\n"
         "assert time.time() - start < 10"
     )
@@ -193,9 +193,9 @@ def test_read_json(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"it holds other\.txt"):
         read_json(str(tmp_path), "config.json")
     for text, words in (
-        ("{", "no valid JSON"),
+        ("{", "not valid JSON"),
         ("[]", "must hold a JSON mapping, got list"),
-        ("\udcff", "no valid JSON"),
+        ("\udcff", "not valid JSON"),
     ):
         (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
         with pytest.raises(CheckpointError, match=words):

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from quire.base import distribution
+from quire.checkpoint import embedded
 from quire.cli.main import main
-from quire.config import embedded
 from quire.schema.errors import MissingExtraError, ModelNotFoundError
 
 ROOT = Path(__file__).parents[2]

@@ -80,6 +80,19 @@ def test_end_of_text_and_late_stop():
         assert run(loop) == {"a": ([*ids_of("ab"), EOS], FinishReason.STOP)}
 
 
+def test_what_was_given_back_comes_before_what_happened_since():
+    loop = make_loop()
+    loop.submit(request("a", "abcdef", max_tokens=4))
+    first, second = loop.step(), loop.step()
+    loop.keep(second)
+    loop.keep(first)
+    assert loop.step()[:2] == [*first, *second]
+    loop.submit(request("long", "x" * 120))  # refused at once: news that no step has returned yet
+    loop.keep(first)
+    kept = loop.step()
+    assert kept[0] is first[0] and [output.request_id for output in kept[1:]].count("long") == 1
+
+
 class Recorder(FakeExecutor):
     """Says when a step is started and when its result is read."""
 

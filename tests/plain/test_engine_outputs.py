@@ -285,6 +285,18 @@ def test_times_and_cached_tokens(stage):
     assert pickle.loads(pickle.dumps(result)) == result
 
 
+def test_an_answer_that_never_started_says_nothing_about_when_its_siblings_did(stage):
+    run = Run(stage, n=3, output_kind=FINAL)
+    for index, late in ((1, 5.0), (2, 0.0)):  # the first waits in the queue until the request is aborted
+        times = RequestTimes(queued=1.0 + late, scheduled=2.0 + late, first_token=3.0 + late, last_token=4.0 + late)
+        run.say("a", index=index, times=times)
+    (result,) = run.outputs.abort(["r"]).results
+    shown = result.metrics
+    assert (shown.queued_ts, shown.scheduled_ts, shown.first_token_ts, shown.last_token_ts) == (1.0, 2.0, 3.0, 9.0)
+    (never,) = Run(stage, n=2, output_kind=FINAL).outputs.abort(["r"]).results
+    assert (never.metrics.queued_ts, never.metrics.scheduled_ts, never.metrics.last_token_ts) == (0.0, 0.0, 0.0)
+
+
 def test_metrics_are_fed(stage):
     metrics = Metrics("m", 200)
     run = Run(stage, n=2, metrics=metrics, output_kind=FINAL)

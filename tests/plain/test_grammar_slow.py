@@ -66,3 +66,28 @@ def test_only_the_slow_one_ends(monkeypatch: pytest.MonkeyPatch, count: int, sec
         masks.advance([EngineOutput(request_id=grant.request_id, new_token_ids=[5]) for grant in plan.grants])
         assert mask is not None or count == 1
     assert len(masks._places) == count - 1
+
+
+@pytest.mark.parametrize(("seconds", "ends_at"), [(0.045, None), (0.06, 195), (0.1, 39)])
+def test_each_token_said_buys_more_time(monkeypatch: pytest.MonkeyPatch, seconds: float, ends_at: int | None) -> None:
+    """A long answer under a steady grammar goes on; one that outspends two seconds and 0.05 a token is ended then."""
+    backend: Any = Backend()
+    monkeypatch.setattr(masks_module, "now", lambda: backend.now)
+    masks = Masks(lambda: Vocabulary(tokens=[b"a"] * 64, size=64, ends=(3,)), vocab_size=64)
+    given = EngineRequest(request_id="0", prompt_token_ids=[1], params=SamplingParams(), seed=0, max_tokens=999)
+    matcher: Any = Matcher(seconds)
+    masks._places["0"] = _Place(given, matcher, backend)
+    plan = StepPlan(step=0, grants=(Grant("0", 0, 1, True, 0),))
+    for turn in range(400):
+        if masks.mask(plan)[1]:
+            assert ends_at is not None and abs(turn - ends_at) <= 1
+            return
+        masks.advance([EngineOutput(request_id="0", new_token_ids=[5])])
+    assert ends_at is None and backend.now > 5 * MOST_SECONDS
+
+
+def test_the_whole_budget_may_be_spent() -> None:
+    given = EngineRequest(request_id="0", prompt_token_ids=[1], params=SamplingParams(), seed=0, max_tokens=999)
+    for num_outputs, budget in ((0, 2.0), (10, 2.5)):
+        assert not _Place(given, num_outputs=num_outputs, seconds=budget).is_slow()
+        assert _Place(given, num_outputs=num_outputs, seconds=budget + 0.001).is_slow()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -89,7 +90,8 @@ def test_files_of_tests_run_in_the_order_of_a_seed(tmp_path: Path) -> None:
 
     def order(*options: str) -> list[str]:
         command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *options]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        own = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # ours alone
+        done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, check=True)
         return [line for line in done.stdout.splitlines() if "::" in line]
 
     plain, first, second = order(), order("--file-order", "1"), order("--file-order", "2")
@@ -97,6 +99,20 @@ def test_files_of_tests_run_in_the_order_of_a_seed(tmp_path: Path) -> None:
     assert len({tuple(plain), tuple(first), tuple(second)}) == 3 and order("--file-order", "1") == first
     for one, other in zip(first[::2], first[1::2], strict=True):
         assert one.endswith("::test_one") and other == one.replace("test_one", "test_another")
+    conftest = tmp_path / "conftest.py"
+    conftest.write_text(conftest.read_text().replace("engine/test_every_architecture", "test_e test_c"))
+    (tmp_path / "tests").mkdir()
+    for path in tmp_path.glob("test_*.py"):
+        path.rename(tmp_path / "tests" / path.name)
+    for seed in ("1", "2", "3"):
+        files = list(dict.fromkeys(line.partition("::")[0] for line in order("--file-order", seed)))
+        assert set(files[:2]) == {"tests/test_e.py", "tests/test_c.py"} and len(files) == 8
+
+
+def test_long_files_of_tests_are_there() -> None:
+    from tests.conftest import LONG_FILES
+
+    assert LONG_FILES and [name for name in LONG_FILES if not (ROOT / name).is_file()] == []
 
 
 def test_pins_lie_within_the_ranges() -> None:

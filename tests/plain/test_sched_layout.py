@@ -7,8 +7,12 @@ import logging
 import pytest
 
 from quire.sched.kv_layout import arrange, blocks_needed, fit_length, place
+from quire.sched.scheduler import Scheduler
+from quire.sched.settings import SchedulerSettings
 from quire.schema.errors import ConfigError
 from quire.schema.kv import KVKind, KVLayout, KVSpec
+from quire.schema.step import StepResult
+from tests.plain.sched_kit import request
 
 GIB = 1 << 30
 
@@ -132,7 +136,6 @@ def test_nothing_fits() -> None:
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
-        ([], "no layer that keeps anything"),
         ([attention("a"), attention("a")], "given more than once: a"),
         ([attention("a", heads=0)], "layer 'a' keeps 0 bytes"),
         ([attention("a", kind=KVKind.WINDOW)], "with window 0"),
@@ -147,3 +150,16 @@ def test_too_few_blocks_for_all_sequences_is_said(caplog: pytest.LogCaptureFixtu
     logging.getLogger("quire").addHandler(caplog.handler)
     place([attention("a")], 0, num_blocks=9, max_model_len=16, max_num_seqs=10)
     assert "9 KV blocks are fewer than one per group for each of max_num_seqs=10" in caplog.text
+
+
+def test_a_model_that_keeps_nothing_has_no_blocks() -> None:
+    layout = place([], 1 << 20, max_model_len=64, max_num_seqs=2)
+    assert (layout.num_blocks, layout.total_bytes, blocks_needed(layout, 64)) == (0, 0, 0)
+    assert fit_length([], 0, longest=512) == 512
+    scheduler = Scheduler(SchedulerSettings(max_model_len=64), layout)
+    scheduler.add(request("a", 12, max_tokens=1))
+    plan = scheduler.plan()
+    assert [(grant.count, grant.samples, grant.new_blocks) for grant in plan.grants] == [(12, True, ())]
+    (done,) = scheduler.commit(plan, StepResult(step=plan.step, sampled=[[7]]))
+    assert done.finish_reason is not None
+    scheduler.audit()

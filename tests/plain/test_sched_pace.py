@@ -80,6 +80,44 @@ def test_a_deep_queue_comes_first() -> None:
     assert counts(bench.step()) == {"a": 1, **{f"p{i}": 600 for i in range(6)}, "p6": 495}
 
 
+def cpu_bench() -> Bench:
+    """Ten milliseconds for each token, and a goal of two seconds."""
+    bench = Bench(4096, max_model_len=8192, max_num_batched_tokens=4096, latency_goal=2.0, latency_tokens=64,
+                  latency_deep=0)  # fmt: skip
+    bench.scheduler.pace.learn(64, 0.64)
+    return bench
+
+
+def test_on_a_cpu_no_queue_of_prompts_is_reason_enough_for_a_long_step() -> None:
+    """Whoever fills the queue would else make every stream wait for a step of max_num_batched_tokens."""
+    bench = cpu_bench()
+    bench.add(engine_request("a", 8, 60))
+    bench.step()
+    bench.add(*(engine_request(f"p{i}", 4000) for i in range(20)))
+    for _ in range(30):
+        assert 100 < sum(counts(bench.step()).values()) <= 192
+
+
+def test_on_a_cpu_the_first_prompt_is_no_exception() -> None:
+    bench = Bench(4096, max_model_len=8192, max_num_batched_tokens=4096, latency_goal=2.0, latency_tokens=64,
+                  latency_deep=0)  # fmt: skip
+    bench.add(engine_request("a", 8, 60))
+    bench.step()
+    bench.add(engine_request("p", 4000))
+    assert sum(counts(bench.step()).values()) == 256
+
+
+def test_on_a_cpu_short_steps_teach_too() -> None:
+    """Else the budget would never follow a machine that became slower."""
+    bench = cpu_bench()
+    bench.add(engine_request("a", 8))
+    bench.step()
+    for _ in range(60):
+        bench.scheduler.pace.learn(100, 2.0)
+    bench.add(engine_request("p", 4000))
+    assert sum(counts(bench.step()).values()) == 64
+
+
 def test_many_decodes_leave_half_a_step_to_prompts() -> None:
     bench = latency_bench(max_num_seqs=1000)
     bench.add(*(engine_request(f"d{i}", [i, i + 1, i + 2], max_tokens=50) for i in range(500)))

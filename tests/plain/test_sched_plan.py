@@ -370,8 +370,13 @@ def test_a_window_gives_blocks_back_and_takes_no_more_than_it_needs() -> None:
     assert max(held) <= 4 and len(bench.output("a")) == 30
 
 
-def test_from_config_reads_every_option() -> None:
+LATENCY = {"cuda": {"latency_tokens": 512, "latency_deep": 8}, "cpu": {"latency_tokens": 64, "latency_deep": 0}}
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_from_config_reads_every_option(device: str) -> None:
     config = Names(
+        device_config=Names(device=device),
         scheduler_config=Names(
             max_num_batched_tokens=100, max_num_seqs=3, policy="priority", enable_chunked_prefill=True,
             long_prefill_token_threshold=9, max_num_partial_prefills=2, max_long_partial_prefills=1,
@@ -385,7 +390,7 @@ def test_from_config_reads_every_option() -> None:
         max_model_len=50, max_num_batched_tokens=100, max_num_seqs=3, policy="priority", depth=2,
         chunked_prefill=True, long_prefill_threshold=9, max_partial_prefills=2, max_long_partial_prefills=1,
         reserve_full_prompt=False, watermark=0.25, max_num_queued=11, max_num_queued_tokens=12, prefix_caching=False,
-        hash_algorithm="sha256_cbor", events=True, latency_goal=0.025,
+        hash_algorithm="sha256_cbor", events=True, latency_goal=0.025, **LATENCY[device],
     )  # fmt: skip
 
 

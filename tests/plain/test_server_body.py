@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from quire.schema.errors import InputError
 from quire.server import body
-from quire.server.body import JsonLimits, check_json, infinite_number, is_deeper, num_values, read_body
+from quire.server.body import JsonLimits, check_json, infinite_number, is_deeper, memory_bytes, num_values, read_body
 from quire.server.openai.chat_protocol import ChatRequest
 from quire.server.openai.protocol import CompletionRequest
 
@@ -119,6 +119,16 @@ def test_values_are_counted_outside_of_strings(monkeypatch):
             assert is_deeper(raw, deep - 1) and not is_deeper(raw, deep)
 
 
+def test_how_wide_a_body_is() -> None:
+    raw = b"x" * 400
+    for text, quarters in (
+        (b"", 4), (b"\\n", 4), ("\u00e9".encode(), 4), ("\u4e2d".encode(), 4), (rb"\u4e2d", 5),
+        (rb"\n" + "\u4e2d".encode(), 5), ("\U0001f600".encode(), 6), ("\U0010ffff".encode(), 6), (rb"\ud83d\ude00", 7),
+        (rb"\uD83D\uDE00", 7), (rb"\n" + "\U00010000".encode(), 7),
+    ):  # fmt: skip
+        assert memory_bytes(raw + text) == (400 + len(text)) * quarters // 4, text
+
+
 def test_a_body_of_too_many_values_is_refused_before_it_is_read():
     check_json(b"[" + b"1," * 998 + b"1]", FEW)
     check_json(json.dumps("," * 5000 + "[" * 5000).encode(), FEW)
@@ -214,3 +224,14 @@ def _memory_of(model: type[BaseModel], text: str) -> tuple[int, int]:
     done = subprocess.run([sys.executable, "-c", code], input=text.encode(), capture_output=True, check=True)
     size, grown = map(int, done.stdout.split())
     return size, grown
+
+
+@pytest.mark.parametrize("first", ["x", "\n"])
+@pytest.mark.parametrize("last", ["x", "\u4e2d", "\U0001f600"])
+def test_a_body_counts_for_the_memory_that_reading_it_takes(first: str, last: str) -> None:
+    """One wide character, and every character of its text is wide: at most four times what is counted."""
+    text = json.dumps({"prompt": first + "x" * 6_000_000 + last}, ensure_ascii=False)
+    size, grown = _memory_of(CompletionRequest, text)
+    counted = memory_bytes(text.encode())
+    assert size + grown <= 4.2 * counted, (size, grown, counted)
+    assert counted == size or size + grown > 3.8 * counted  # what is counted for more takes more

@@ -186,13 +186,13 @@ def test_templates_render_as_in_transformers(name: str) -> None:
 
 def test_what_a_template_wants_is_read_from_its_syntax() -> None:
     expected = {
-        "chatml": TemplateFacts(False, False, False),
-        "llama3": TemplateFacts(False, True, False),
-        "parts": TemplateFacts(True, True, False),
+        "chatml": TemplateFacts(False, False, False, False),
+        "llama3": TemplateFacts(False, True, False, False),
+        "parts": TemplateFacts(True, True, False, True),
     }
     for name, facts in expected.items():
         assert read_facts(TEMPLATES[name]) == facts, name
-    assert read_facts(PARTS_ONLY) == TemplateFacts(True, False, False)
+    assert read_facts(PARTS_ONLY) == TemplateFacts(True, False, False, False)
     loops = [
         "{% for message in messages %}{% set c = message.content %}{% for p in c %}{% endfor %}{% endfor %}",
         "{% set rest = messages[1:] %}{% for m in rest %}{% for p in m['content'] | list %}{% endfor %}{% endfor %}",

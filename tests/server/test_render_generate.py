@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.server.live import Live, error_of, events
+from quire.base.net import free_port
+from quire.cli.launch import launch
+from quire.config import EngineArgs, UsageContext
+from quire.engine.absent import AbsentEngine
+from quire.schema.errors import ConfigError, NotBuiltError
+from tests.fake_engine import write_model
+from tests.server.live import Live, error_of, events, live
 from tests.server.test_disconnect import running, send, wait_for
 
 PATH = "/inference/v1/generate"
@@ -67,6 +81,139 @@ def test_where_tokens_stand(smol: Live) -> None:
     assert smol.post("/v1/completions/render", {"prompt": text}).json()[0]["token_offsets"] is None
     (ids,) = smol.post("/v1/completions/render", {"prompt": [504, 5061], "return_token_offsets": True}).json()
     assert ids["token_offsets"] is None
+
+
+_TELLS = (
+    "{% for message in messages %}<{{ message.role }}>"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ message.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+)
+_TALK = [
+    {"role": "user", "content": "Naïve <b>?"},
+    {"role": "assistant", "content": "Yes, 東京 🌧."},
+    {"role": "user", "content": "Again, Yes, 東京 🌧."},
+    {"role": "assistant", "content": "No"},
+]
+
+
+@pytest.fixture(scope="module")
+def telling() -> Iterator[Live]:
+    """A template that says where the model wrote."""
+    with live(engine={"max_model_len": 512}, chat_template=_TELLS, trust_request_chat_template=True) as server:
+        yield server
+
+
+def written_by_the_model(server: Live, **further: Any) -> list[str] | None:
+    """The text of each run of tokens that the mask names."""
+    body = {"messages": _TALK, "add_generation_prompt": False, "return_assistant_tokens_mask": True, **further}
+    answer = server.post("/v1/chat/completions/render", body)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    mask, runs = found["assistant_tokens_mask"], [[]]
+    if mask is None:
+        return None
+    assert len(mask) == len(found["token_ids"]) and set(mask) <= {0, 1}
+    for token_id, mine in zip(found["token_ids"], mask, strict=True):
+        if mine:
+            runs[-1].append(token_id)
+        elif runs[-1]:
+            runs.append([])
+    tokenizer = server.engine.tokenizer
+    assert tokenizer is not None and server.post(PATH, found).status_code == 200
+    return [tokenizer.decode(run, skip_special_tokens=False) for run in runs if run]
+
+
+def test_which_tokens_the_model_wrote(telling: Live, smol: Live) -> None:
+    own = ["Yes, 東京 🌧.<|im_end|>", "No<|im_end|>"]
+    assert written_by_the_model(telling) == own
+    assert written_by_the_model(telling, chat_template="A:" + _TELLS) == own  # in a process of its own
+    assert written_by_the_model(telling, continue_final_message=True) == [own[0], "No"]
+    assert written_by_the_model(telling, messages=_TALK[:1]) == []
+    assert written_by_the_model(telling, truncate_prompt_tokens=3) is None
+    assert written_by_the_model(smol) is None  # its template does not say
+    plain = telling.post("/v1/chat/completions/render", {"messages": _TALK}).json()
+    assert plain["assistant_tokens_mask"] is None
+
+
+def test_a_template_that_marks_would_change_is_not_believed(telling: Live) -> None:
+    changes = "{% set all %}{% generation %} {{ messages[1].content }} {% endgeneration %}{% endset %}{{ all | trim }}"
+    assert written_by_the_model(telling, chat_template=changes) is None
+
+
+# ---- a server without an engine -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rendering(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`quire launch render` as a program, on a folder whose checkpoint this version cannot run and that has no
+    weights."""
+    folder = tmp_path_factory.mktemp("render")
+    model = write_model(folder / "model")
+    about = json.loads((folder / "model" / "config.json").read_text())
+    about["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (folder / "model" / "config.json").write_text(json.dumps(about))
+    port = free_port()
+    command = [sys.executable, "-m", "quire.cli.main", "launch", "render", model, "--port", str(port)]
+    command += ["--served-model-name", "fake", "--max-model-len", "512"]
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2]) as server:
+        url, until = f"http://127.0.0.1:{port}", time.monotonic() + 120
+        try:
+            while time.monotonic() < until and server.poll() is None:
+                with contextlib.suppress(httpx.TransportError):
+                    if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                        break
+                time.sleep(0.05)
+            yield url
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(60) == 0
+        finally:
+            server.kill()
+
+
+def test_what_is_rendered_without_an_engine_is_the_same(rendering: str, fake: Live) -> None:
+    for path, body in (
+        ("/v1/chat/completions/render", {"messages": CHAT["messages"], "tools": None, "logit_bias": {"5": 1}}),
+        ("/v1/completions/render", {"prompt": ["abc", "de"], "return_token_offsets": True, "stop": ["x"]}),
+        ("/tokenize", {"prompt": "abc"}),
+        ("/detokenize", {"tokens": [70, 71]}),
+    ):
+        mine, theirs = httpx.post(rendering + path, json=body, timeout=60).json(), fake.post(path, body).json()
+        for one in (mine, theirs):
+            for entry in one if isinstance(one, list) else [one]:
+                entry.pop("request_id", None)
+        assert mine == theirs, path
+    rendered = httpx.post(f"{rendering}/v1/chat/completions/render", json=CHAT, timeout=60).json()
+    assert generate(fake, rendered)["choices"][0]["token_ids"]
+    wrong = httpx.post(f"{rendering}/v1/completions/render", json={"prompt": [99999]}, timeout=60)
+    assert "out of vocabulary" in error_of(wrong)["message"]
+
+
+def test_a_server_without_an_engine_generates_nothing(rendering: str) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions", PATH, "/v1/responses", "/invocations"):
+        error = error_of(httpx.post(rendering + path, json={**CHAT, "prompt": "a"}, timeout=60), 501)
+        assert "quire launch render" in error["message"] and path in error["message"]
+    theirs = httpx.post(f"{rendering}/v1/messages", json=CHAT, timeout=60)
+    assert theirs.status_code == 501 and theirs.json()["type"] == "error"  # in Anthropic's form
+    assert [one["id"] for one in httpx.get(f"{rendering}/v1/models", timeout=60).json()["data"]] == ["fake"]
+    assert httpx.get(f"{rendering}/docs", timeout=60).status_code == 200
+    assert httpx.get(rendering, timeout=60).status_code == 404  # the chat page would have nobody to talk to
+    assert httpx.get(f"{rendering}/metrics", timeout=60).status_code == 200
+
+
+def test_an_engine_that_is_absent_refuses_by_name(tmp_path: Path) -> None:
+    config = EngineArgs(model=write_model(tmp_path)).create_engine_config(UsageContext.RENDER_SERVER)
+    absent = AbsentEngine(config)
+    assert absent.wait_ready().vocab_size == 260
+    for run in (lambda: absent.submit([]), absent.receive, lambda: absent.call("sleep")):
+        with pytest.raises(NotBuiltError, match="no engine here"):
+            run()
+
+
+def test_launch_names_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch([], "quire launch") == 0 and "render" in capsys.readouterr().out
+    assert launch(["rendr"], "quire launch") == 2 and "did you mean 'render'" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="api_server_count"):
+        launch(["render", "--api-server-count", "2"], "quire launch")
 
 
 def test_defaults_are_filled_in(fake: Live) -> None:

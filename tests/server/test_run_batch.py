@@ -5,6 +5,11 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import logging
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +23,9 @@ import pytest
 from quire.base.net import free_port
 from quire.cli import batch as command
 from quire.schema.errors import EngineDeadError, InputError, NotBuiltError
-from quire.server.openai.batch import BatchRunner, read_lines
+from quire.server.openai import batch_resume
+from quire.server.openai.batch import BatchRunner
+from quire.server.openai.batch_resume import read_lines
 from tests.fake_engine import use_fake, write_model
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -215,6 +222,155 @@ def test_wrong_flags(
     with pytest.raises(error, match=says):
         command.run_batch([*flags, "--disable-tqdm"], "quire run-batch")
     assert list(tmp_path.iterdir()) == []
+
+
+# ---- going on with an interrupted batch ------------------------------------------------------------------------------
+
+_IN_A_PROCESS = "import sys; from tests.fake_engine import batch; sys.exit(batch(sys.argv[1:]))"
+
+
+@pytest.fixture
+def resume(model: str, tmp_path: Path) -> Any:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+
+    def go_on(given: list[str], *flags: str) -> list[dict[str, Any]]:
+        source.write_text("".join(one + "\n" for one in given))
+        base = ["-i", str(source), "-o", str(target), "--model", model, "--disable-tqdm", "--resume"]
+        assert command.run_batch([*base, *flags], "quire run-batch") == 0
+        return lines_of(target.read_bytes())
+
+    return go_on
+
+
+def answer_of(custom_id: str, status: int = 200) -> str:
+    response = {"status_code": status, "request_id": "r", "body": {"earlier": True}}
+    return json.dumps({"id": "batch_req_0", "custom_id": custom_id, "response": response, "error": None})
+
+
+def short(custom_id: str) -> str:
+    return line(custom_id, prompt="ab", max_tokens=2)
+
+
+def was_asked(found: dict[str, Any]) -> bool:
+    return "earlier" not in found["response"]["body"]
+
+
+def test_a_killed_run_goes_on_where_it_was(
+    model: str, resume: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGKILL, in the middle of a line: what had been answered is in the file byte for byte, the rest is asked."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    slow = {"max_tokens": 400, "ignore_eos": True, "vllm_xargs": {"sleep": 0.05}}
+    given = [*(short(str(i)) for i in range(5)), line("slow", prompt="ab", **slow), short("last")]
+    source.write_text("\n".join(given))
+    flags = ["-i", str(source), "-o", str(target), "--model", model, "--disable-tqdm"]
+    with subprocess.Popen([sys.executable, "-c", _IN_A_PROCESS, *flags], cwd=Path(__file__).parents[2]) as run:
+        until = time.monotonic() + 120
+        while not (target.exists() and target.read_bytes().count(b"\n") >= 5) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert run.poll() is None
+        run.send_signal(signal.SIGKILL)
+    before = target.read_bytes()
+    with open(target, "ab") as file:
+        file.write(before[: len(before) // 7])  # what a run that died in a write leaves
+    given[5] = short("slow")
+    found = resume(given)
+    assert target.read_bytes().startswith(before)
+    assert [one["custom_id"] for one in found] == ["0", "1", "2", "3", "4", "slow", "last"]
+    assert all(one["response"]["status_code"] == 200 for one in found)
+    assert "5 answered before, 2 answered, 0 failed" in capsys.readouterr().err
+
+
+def test_only_answers_stay_and_failures_are_asked_again(resume: Any, tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
+    target.write_text("\n".join([answer_of("a"), answer_of("b", 500), answer_of("c"), ""]))
+    os.chmod(target, 0o640)
+    found = resume([short(name) for name in "abcd"])
+    assert [(one["custom_id"], was_asked(one)) for one in found] == [
+        ("a", False),
+        ("c", False),
+        ("b", True),
+        ("d", True),
+    ]
+    assert all(one["response"]["status_code"] == 200 for one in found)
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "model", "out.jsonl"]
+
+
+def test_a_last_line_without_its_end_is_whole_or_torn(resume: Any, tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
+    target.write_text(answer_of("a") + "\n" + answer_of("b"))
+    found = resume([short("a"), short("b"), short("c")])
+    assert [(one["custom_id"], was_asked(one)) for one in found] == [("a", False), ("b", False), ("c", True)]
+    target.write_text(answer_of("a") + "\n" + answer_of("b")[:-2])
+    found = resume([short("a"), short("b")])
+    assert [(one["custom_id"], was_asked(one)) for one in found] == [("a", False), ("b", True)]
+
+
+def test_without_a_file_to_go_on_with_a_batch_begins(resume: Any, tmp_path: Path) -> None:
+    assert [was_asked(one) for one in resume([short("a")])] == [True]
+
+
+def test_nothing_left_starts_no_engine(
+    resume: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command.AsyncLLM, "from_engine_args", lambda *_, **__: pytest.fail("an engine was started"))
+    (tmp_path / "out.jsonl").write_text(answer_of("a") + "\n")
+    assert not was_asked(resume([short("a")])[0])
+    assert "all 1 requests were answered before" in capsys.readouterr().err
+
+
+def test_progress_counts_what_was_done(
+    resume: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("quire.base.progress.LINE_SECONDS", 0.0)
+    (tmp_path / "out.jsonl").write_text("".join(answer_of(str(i)) + "\n" for i in range(8)))
+    with caplog.at_level(logging.INFO):
+        resume([short(str(i)) for i in range(10)])
+    shown = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Answering")]
+    assert [words.partition(" (")[0] for words in shown] == [
+        "Answering: 9 requests of 10 requests", "Answering: 10 requests of 10 requests",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "output, given, says",
+    [
+        (answer_of("a") + "\n" + answer_of("z") + "\n", "a", r"1 answers that the input does not ask for.*'z'"),
+        ("my notes\n" + answer_of("a") + "\n", "a", r"line 1 of .* is not the output of a batch"),
+        ("[1]\n", "a", r"line 1 of .* is not the output of a batch"),
+        (answer_of("a") + "\n" + answer_of("a") + "\n", "a", "two answers for custom_id 'a'"),
+        (answer_of("a") + "\n", "aa", "custom_id 'a' occurs twice in the input"),
+    ],
+)
+def test_an_output_of_something_else_is_left_alone(
+    output: str, given: str, says: str, resume: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "out.jsonl").write_text(output)
+    with pytest.raises(InputError, match=says):
+        resume([short(name) for name in given])
+    assert (tmp_path / "out.jsonl").read_text() == output
+
+
+def test_a_run_that_cannot_start_leaves_the_file_alone(resume: Any, tmp_path: Path) -> None:
+    output = answer_of("a") + "\n" + answer_of("b", 500) + "\n" + answer_of("c")[:20]
+    (tmp_path / "out.jsonl").write_text(output)
+    with pytest.raises(NotBuiltError):
+        resume([short("a"), short("b"), short("c")], "--enable-lora")
+    assert (tmp_path / "out.jsonl").read_text() == output
+
+
+def test_a_line_too_long_for_an_answer(resume: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_resume, "LONGEST_ANSWER", 100)
+    (tmp_path / "out.jsonl").write_text("x" * 101 + "\n")
+    with pytest.raises(InputError, match="longer than 100 bytes"):
+        resume([short("a")])
+
+
+def test_answers_for_a_url_cannot_be_resumed(model: str, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text(short("a"))
+    with pytest.raises(InputError, match="--resume needs an --output-file that is a path"):
+        command.run_batch(["-i", str(tmp_path / "in.jsonl"), "-o", "http://x/y", "--resume", "--model", model], "x")
 
 
 # ---- URLs ------------------------------------------------------------------------------------------------------------

@@ -102,6 +102,21 @@ def test_bodies_in_flight(server: Hosted) -> None:
         assert answer_status(third) == 400
 
 
+def test_a_body_of_wide_characters_counts_for_more(server: Hosted) -> None:
+    """Alone it is read; beside another that leaves room for its bytes and not for what reading them takes, it waits."""
+    body = json.dumps({"prompt": "x" * 780_000 + "\U0001f600", "max_tokens": 1}).encode()
+    with connect(server) as alone:
+        alone.sendall(head(len(body)) + body)
+        assert answer_status(alone) == 400  # too long for the model
+    with connect(server) as first, connect(server) as second:
+        first.sendall(head(500_000) + b" " * 400_000)
+        time.sleep(0.3)
+        second.sendall(head(len(body)) + body)
+        assert answer_status(second) == 503
+        first.sendall(b" " * 100_000)
+        assert answer_status(first) == 400  # no JSON
+
+
 def answer_status(opened: socket.socket) -> int:
     return int(opened.recv(65536).split()[1])
 

@@ -1,23 +1,25 @@
-"""Whole decoder blocks as one compiled call, for blocks of the common form: see csrc/cpu/block.h.
+"""The CPU form of `join_blocks`: decoder blocks as one compiled call, see csrc/cpu/block.h.
 
-`NativeStep` is what a step's attention plan has to offer, `NativeCache` what a layer's cache has; `BlocksCall` holds
-the addresses of the blocks' weights and caches. It keeps the tensors alive. Must not know: modules, architectures.
+`NativeStep` is what an attention plan of a step has to offer, `NativeCache` what the cache of a layer has; other plans
+and caches leave the blocks to their layers. `BlocksCall` holds the addresses of the blocks' weights and caches, and
+keeps the tensors alive. Must not know: modules, architectures.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from quire.ops.blocks import BlockParts, BlocksRun, StepTurn, Weights, join_blocks
 from quire.ops.cpu.native import CACHE_DTYPES, DTYPES, KINDS, AttentionWork, Segment
-from quire.ops.few import NormRule
-from quire.ops.packed import Matrix
-from quire.ops.qkv import QkvPrep
+from quire.ops.parts import Delta, Parts
 
 
 class NativeStep:
@@ -51,27 +53,6 @@ class TurnWork(Structure):
     _fields_ = [("step", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("turned", c_int32), ("dtype", c_int32)]
 
 
-class Weights(NamedTuple):
-    """One product's matrix, packed or plain, and its bias."""
-
-    matrix: Matrix | Tensor
-    bias: Tensor | None
-
-
-class BlockParts(NamedTuple):
-    """What a block is made of. `prep` without cos and sin."""
-
-    products: tuple[Weights, Weights, Weights, Weights]  # qkv, o, up, down
-    norms: tuple[NormRule, NormRule]
-    prep: QkvPrep
-    cache: Tensor  # [slots, row]
-    scale: float
-    softcap: float
-    sinks: Tensor | None
-    alibi: Tensor | None
-    act: int
-
-
 def matrix_work(given: Weights, held: list[Any]) -> MatrixWork:
     """Addresses of one matrix; what they point into is added to `held`."""
     bias = None if given.bias is None else given.bias.data_ptr()
@@ -85,37 +66,42 @@ def matrix_work(given: Weights, held: list[Any]) -> MatrixWork:
     return MatrixWork(ctypes.addressof(segments), None, bias, len(segments), matrix.rows, matrix.parts[0].width, 0)
 
 
-class StepTurn(NamedTuple):
-    """What blocks of one KV group and one rotation share in a step."""
-
-    step: NativeStep
-    cos: Tensor | None
-    sin: Tensor | None
-
-
 class BlocksCall:
     def __init__(
         self,
         library: ctypes.CDLL,
+        acts: Mapping[str, int],
         blocks: Sequence[BlockParts],
         which: Sequence[int],
         dtype: torch.dtype,
+        most_rows: int,
     ) -> None:
-        """`which[i]`: the turn that block i takes, among those of a call."""
-        self._run, self._count = library.qc_run_blocks, len(blocks)
+        """`which[i]`: the turn that block i takes, among those of a call. Steps of more rows are refused."""
+        self._run, self._count, self._dtype, self._most = library.qc_run_blocks, len(blocks), dtype, most_rows
         self._held: list[Any] = list(blocks)  # what addresses point into
-        self._works = [_block_work(parts, dtype, self._held) for parts in blocks]
+        self._works = [_block_work(parts, acts, dtype, self._held) for parts in blocks]
         self._blocks = (c_void_p * len(blocks))(*map(ctypes.addressof, self._works))
         self._which = (c_int32 * len(blocks))(*which)
         self._turns = (TurnWork * (max(which) + 1))()
 
-    def __call__(self, x: Tensor, delta: Tensor | None, turns: Sequence[StepTurn]) -> tuple[Tensor, Tensor]:
-        """(stream after the last attention, what the last mlp adds)."""
+    def __call__(self, x: Tensor, delta: Delta, turns: Sequence[StepTurn]) -> tuple[Tensor, Tensor] | None:
+        """(stream after the last attention, what the last mlp adds); None: not this step."""
+        if x.shape[0] > self._most or not x.is_contiguous() or isinstance(delta, Parts):
+            return None
+        if delta is not None and not delta.is_contiguous():
+            return None
+        for work, (plan, cos, sin) in zip(self._turns, turns, strict=True):
+            if not isinstance(plan, NativeStep):
+                return None
+            work.step = ctypes.addressof(plan.work)
+            if cos is None or sin is None:
+                work.cos, work.sin, work.turned, work.dtype = None, None, 0, 0
+            elif cos.dtype is self._dtype or cos.dtype is torch.float32:
+                work.cos, work.sin = cos.data_ptr(), sin.data_ptr()
+                work.turned, work.dtype = cos.shape[-1], DTYPES[cos.dtype]
+            else:
+                return None
         stream, out = torch.empty_like(x), torch.empty_like(x)
-        for work, (step, cos, sin) in zip(self._turns, turns, strict=True):
-            work.step = ctypes.addressof(step.work)
-            work.cos, work.sin = (None, None) if cos is None or sin is None else (cos.data_ptr(), sin.data_ptr())
-            work.turned, work.dtype = (0, 0) if cos is None else (cos.shape[-1], DTYPES[cos.dtype])
         self._run(
             self._blocks, self._which, self._count, self._turns, len(self._turns), x.data_ptr(),
             None if delta is None else delta.data_ptr(), stream.data_ptr(), out.data_ptr(),
@@ -123,16 +109,42 @@ class BlocksCall:
         return stream, out
 
 
-def _block_work(parts: BlockParts, dtype: torch.dtype, held: list[Any]) -> BlockWork:
+def register(
+    library: ctypes.CDLL, are_on: Callable[[], bool], acts: Mapping[str, int], few_rows: Callable[[torch.dtype], int]
+) -> None:
+    """`few_rows`: more rows of plain numbers of a dtype are left to torch."""
+    join_blocks.made("cpu", are_on)(partial(_form, library, acts, few_rows))
+
+
+def _form(
+    library: ctypes.CDLL,
+    acts: Mapping[str, int],
+    few_rows: Callable[[torch.dtype], int],
+    before: Callable[..., BlocksRun | None],
+) -> Callable[..., BlocksRun | None]:
+    limits = {dtype: few_rows(dtype) for dtype in DTYPES}
+
+    def join_blocks_native(blocks: Sequence[BlockParts], which: Sequence[int], dtype: torch.dtype) -> BlocksRun | None:
+        known = all(isinstance(parts.cache, NativeCache) and parts.act in acts for parts in blocks)
+        if not known or dtype not in DTYPES:
+            return before(blocks, which, dtype)
+        is_plain = any(isinstance(weights.matrix, Tensor) for parts in blocks for weights in parts.matrices)
+        return BlocksCall(library, acts, blocks, which, dtype, limits[dtype] if is_plain else sys.maxsize)
+
+    return join_blocks_native
+
+
+def _block_work(parts: BlockParts, acts: Mapping[str, int], dtype: torch.dtype, held: list[Any]) -> BlockWork:
+    assert isinstance(parts.cache, NativeCache)
     work = BlockWork()
-    for name, weights in zip(("qkv", "o", "up", "down"), parts.products, strict=True):
+    for name, weights in zip(("qkv", "o", "up", "down"), parts.matrices, strict=True):
         setattr(work, name, matrix_work(weights, held))
     for i, norm in enumerate(parts.norms):
         assert norm.weight is not None
         work.norm_weight[i], work.eps[i], work.offset[i] = norm.weight.data_ptr(), norm.eps, norm.offset
         work.wide[i] = norm.wide or norm.offset != 0
-    work.act, work.dtype = parts.act, DTYPES[dtype]
-    attention, prep, cache = work.attention, parts.prep, parts.cache
+    work.act, work.dtype = acts[parts.act], DTYPES[dtype]
+    attention, prep, cache = work.attention, parts.prep, parts.cache.rows
     attention.heads, attention.kv_heads, attention.dtype = prep.heads, prep.kv_heads, DTYPES[dtype]
     attention.size = work.qkv.rows // (prep.heads + 2 * prep.kv_heads)
     attention.cache, attention.cache_stride, attention.cache_slots = cache.data_ptr(), cache.stride(0), cache.shape[0]

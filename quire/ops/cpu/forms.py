@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.base import env
 from quire.base.log import logger
 from quire.ops.act import gated_of
-from quire.ops.cpu import moe_forms, sample_forms
+from quire.ops.cpu import block, moe_forms, sample_forms
 from quire.ops.cpu.native import DTYPES, KINDS, Segment, kernels, usable, why_not
 from quire.ops.linear import heads_matmul, linear
 from quire.ops.norm import add_rms_norm, add_rms_norm_wide, rms_norm, rms_norm_wide
@@ -83,6 +83,7 @@ def _attach(library: ctypes.CDLL) -> None:
     _register_linear(library)
     sample_forms.register(library, _are_on)
     moe_forms.register(library, _are_on, ACTS, few_rows)
+    block.register(library, _are_on, ACTS, few_rows)
 
 
 def _register_packed(library: ctypes.CDLL) -> None:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.ops.cpu.block import MatrixWork, Weights, matrix_work
+from quire.ops.blocks import Weights
+from quire.ops.cpu.block import MatrixWork, matrix_work
 from quire.ops.cpu.native import DTYPES
 from quire.ops.moe import Mixture, run_mixture
 from quire.ops.packed import Matrix

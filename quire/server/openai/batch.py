@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import IO, Any
 
 import msgspec
 from starlette.types import ASGIApp, Message, Scope
+
+from quire.server.openai.batch_resume import custom_id_of, read_lines
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 LATER = (
@@ -57,19 +59,6 @@ class Tally:
     nameless: int = 0  # of those that failed: lines without a custom_id, whose answers nobody can tell apart
 
 
-def read_lines(source: IO[bytes], longest: int) -> Iterator[tuple[int, bytes | None]]:
-    """(number, line) of every line that is not blank; None stands for one longer than allowed."""
-    number = 0
-    while raw := source.readline(longest + 1):
-        number += 1
-        if len(raw) > longest and not raw.endswith(b"\n"):
-            while (rest := source.readline(longest)) and not rest.endswith(b"\n"):
-                pass
-            yield number, None
-        elif raw.strip():
-            yield number, raw
-
-
 class BatchRunner:
     """Answers a file through an app. `alive` raises when going on makes no sense."""
 
@@ -86,11 +75,19 @@ class BatchRunner:
         self._headers = [(name.lower().encode(), value.encode()) for name, value in headers]
         self.tally = Tally()
 
-    async def run(self, source: IO[bytes], target: IO[bytes], tell: Callable[[], object] = lambda: None) -> Tally:
-        """Every line; `tell` hears of each that is written."""
+    async def run(
+        self,
+        source: IO[bytes],
+        target: IO[bytes],
+        tell: Callable[[], object] = lambda: None,
+        done: Collection[str] = frozenset(),
+    ) -> Tally:
+        """Every line but those whose custom_id is `done`; `tell` hears of each that is written."""
         pending: deque[asyncio.Task[bytes]] = deque()
         try:
             for number, raw in read_lines(source, self._longest):
+                if done and raw is not None and custom_id_of(raw) in done:
+                    continue
                 if len(pending) >= self._window:
                     await self._write(pending, target, tell)
                 pending.append(asyncio.create_task(self._line(number, raw)))
@@ -133,7 +130,7 @@ class BatchRunner:
             line = msgspec.json.decode(raw, type=BatchLine)
         except (msgspec.MsgspecError, RecursionError) as wrong:
             told = f"line {number} is no batch request: {wrong}"
-            raise RefusedLineError(400, "invalid_request", told, _custom_id(raw)) from None
+            raise RefusedLineError(400, "invalid_request", told, custom_id_of(raw)) from None
         if line.method.upper() != "POST":
             raise RefusedLineError(
                 405, "invalid_method", f"method {line.method!r}: only POST is allowed", line.custom_id
@@ -222,16 +219,6 @@ def _error_of(answered: Answered) -> Any:
 
 def _is_json(answered: Answered) -> bool:
     return answered.headers.get(b"content-type", b"").startswith(b"application/json") and bool(answered.body)
-
-
-def _custom_id(raw: bytes) -> str | None:
-    """The name of a line that is otherwise wrong, if it has one."""
-    try:
-        found = msgspec.json.decode(raw)
-    except (msgspec.MsgspecError, RecursionError):
-        return None
-    name = found.get("custom_id") if isinstance(found, dict) else None
-    return name if isinstance(name, str) else None
 
 
 def _new_id() -> str:

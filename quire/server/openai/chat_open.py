@@ -109,8 +109,18 @@ async def prepare_chat(call: Call, request: ChatRequest, variables: Mapping[str,
     request, tools, opens, asked, params = await call.apart(_settle, state, request)
     variables = {**(variables or {}), **(request.chat_template_kwargs or {})}
     thinking = _thinking({**(state.options.default_chat_template_kwargs or {}), **variables})
-    hidden = request.tool_choice == "none" and state.options.exclude_tools_when_tool_choice_none
-    text = await render_prompt(
+    text = await chat_text(call, request, opens, variables)
+    if tools.schema is not None and state.config.structured_outputs_config.enable_in_reasoning:
+        _check_no_thought(state, text, bool(request.continue_final_message), thinking)
+    return PreparedChat(request, Prompt(text=text), params, asked, opens, tools, thinking)
+
+
+async def chat_text(
+    call: Call, request: ChatRequest, opens: bool, variables: Mapping[str, Any], *, mark: str = ""
+) -> str:
+    """`mark`: see render_chat."""
+    hidden = request.tool_choice == "none" and call.state.options.exclude_tools_when_tool_choice_none
+    return await render_prompt(
         call,
         request.messages,
         tools=None if hidden else request.tools,
@@ -120,10 +130,8 @@ async def prepare_chat(call: Call, request: ChatRequest, variables: Mapping[str,
         chat_template=request.chat_template,
         chat_template_kwargs=variables,
         reasoning_effort=request.reasoning_effort,
+        mark=mark,
     )
-    if tools.schema is not None and state.config.structured_outputs_config.enable_in_reasoning:
-        _check_no_thought(state, text, bool(request.continue_final_message), thinking)
-    return PreparedChat(request, Prompt(text=text), params, asked, opens, tools, thinking)
 
 
 def _thinking(variables: Mapping[str, Any]) -> bool | None:

@@ -32,6 +32,7 @@ async def render_prompt(
     chat_template: str | None,
     chat_template_kwargs: Mapping[str, Any] | None,
     reasoning_effort: str | None = None,
+    mark: str = "",
 ) -> str:
     """The caller has checked that the request may bring a template, and that its variables are few and small."""
     state = call.state
@@ -57,6 +58,7 @@ async def render_prompt(
         content_format=state.options.chat_template_content_format,
         documents=documents,
         trusted=not apart,
+        mark=mark,
     )
     if not apart:
         return await call.apart(render)

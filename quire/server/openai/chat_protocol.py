@@ -89,8 +89,10 @@ class ChatRequest(GenerateRequest):
     chat_template: str | None = None
     """Jinja text; needs --trust-request-chat-template."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Variables of the template; needs --trust-request-chat-template."""
+    """Variables of the server's template, such as {"enable_thinking": false}."""
     return_prompt_text: bool | None = None
+    return_assistant_tokens_mask: bool | None = None
+    """Of /render alone: 1 for each token of the prompt that the model wrote, 0 for the others."""
     media_io_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
 

@@ -107,9 +107,9 @@ class GenerateRequest(BaseModel):
     """Prompts share cached blocks only with prompts of the same salt."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    """Tokens of logprobs are written as token_id:NUMBER."""
     return_token_offsets: bool | None = None
     """Of /render alone: where each token of the prompt stands in its text."""
-    """Tokens of logprobs are written as token_id:NUMBER."""
     vllm_xargs: ExtraArgs | None = None
     """Further arguments for custom logits processors."""
     repetition_detection: RepetitionDetection | None = None

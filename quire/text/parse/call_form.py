@@ -17,11 +17,21 @@ class JsonValues:
 @dataclass(frozen=True)
 class TaggedValues:
     """Each argument between tags of its own, text as it stands and anything else as JSON. In `begin`, {name} is the
-    parameter's and {text} says "true" or "false". `ends`: what would end a text before `end` does."""
+    parameter's, {text} says "true" or "false", and {type} is JSON's word for what the value is (number for integers).
+    `ends`: what would end a text before `end` does."""
 
     begin: str
     end: str
     ends: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ElementValues:
+    """Each argument between tags of its name; an object's members are tags within it, and so are a list's, whose name
+    is `item`. Text as it stands and anything else as JSON. `mark` is before every tag, `after` follows an argument."""
+
+    mark: str
+    after: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ class CallForm:
 
     call: str
     close: str = ""
-    values: JsonValues | TaggedValues | PythonValues | BareValues = JsonValues()
+    values: JsonValues | TaggedValues | ElementValues | PythonValues | BareValues = JsonValues()
     triggers: tuple[str, ...] = ()
     open: str = ""
     between: str | None = None

@@ -13,13 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.schema.errors import InputError
-from quire.text.parse.call_form import BareValues, CallForm, JsonValues, PythonValues, TaggedValues
+from quire.text.parse.call_form import BareValues, CallForm, ElementValues, JsonValues, PythonValues, TaggedValues
 from quire.text.parse.json_text import quoted
 from quire.text.parse.typed import parameter_types
 
 Part = dict[str, Any]
 _MOST_PARAMETERS = 64  # of a function whose values are not one JSON object; the tag grows with their square
 _NUMBER = {"type": "regex", "pattern": "[0-9]{1,4}"}
+_WORD = {"type": "regex", "pattern": "[A-Za-z0-9_.:$@-]{1,64}"}
+_TAG_NAME = re.compile(r"[\w.:\-]{1,64}")
 _QUOTED = {"type": "regex", "pattern": r"'([^'\\\n\r]|\\[nrt'\"\\])*'"}
 _ROOT = frozenset((
     "type", "properties", "required", "additionalProperties", "$defs", "definitions", "title", "description", "$schema",
@@ -154,10 +156,48 @@ class _Maker:
         if isinstance(values, JsonValues):
             arguments = json_value(schema if held else {"type": "object"})
         elif isinstance(values, TaggedValues) and not held:
-            arguments = free_text(_mark(self.form.close.strip(), self.special))
+            arguments = self._free_arguments(values)
+        elif isinstance(values, ElementValues) and not held:
+            arguments = _free_elements(schema, values, self.special, values.after)
         else:
             arguments = _Arguments(name, schema, self.special).written(values)
         return sequence(*begin, arguments, self._said(self.form.close))
+
+    def _free_arguments(self, values: TaggedValues) -> Part:
+        """Anything up to the end of the call; any arguments, where their tags have its special tokens too."""
+        end = _mark(self.form.close.strip(), self.special)
+        if end not in values.begin + values.end:
+            return free_text(end)
+        begin = [
+            dict(_WORD) if piece.startswith("{") else _literal(piece, self.special)
+            for piece in re.split(r"(\{name\}|\{text\}|\{type\})", values.begin)
+        ]
+        value = free_text(_mark(values.end.strip(), self.special))
+        return {"type": "star", "content": sequence(*begin, value, _literal(values.end, self.special))}
+
+
+def _free_elements(schema: Any, values: ElementValues, special: Mapping[str, int], after: str = "") -> Part:
+    """Arguments of a function that is not strict: tags by the names of its schema, any text between them."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(properties, Mapping):
+        properties = {}
+
+    def content(one: Any) -> Part:
+        inner = one if isinstance(one, Mapping) else {}
+        if inner.get("type") == "array" and isinstance(inner.get("items"), Mapping):
+            return {"type": "star", "content": _element("item", content(inner["items"]), values, special)}
+        if isinstance(inner.get("properties"), Mapping):
+            return _free_elements(inner, values, special)
+        return free_text(_mark(values.mark, special))
+
+    named = [(name, one) for name, one in properties.items() if _TAG_NAME.fullmatch(name)][:_MOST_PARAMETERS]
+    parts = [sequence(_element(name, content(one), values, special), _literal(after, special)) for name, one in named]
+    return sequence(*map(optional, parts))
+
+
+def _element(name: str, content: Part, values: ElementValues, special: Mapping[str, int]) -> Part:
+    begin, end = f"{values.mark}<{name}>", f"{values.mark}</{name}>"
+    return sequence(_literal(begin, special), content, _literal(end, special))
 
 
 class _Arguments:
@@ -175,7 +215,9 @@ class _Arguments:
         if lacking := self.required - set(self.properties):
             raise self._refused(f"a required parameter {min(lacking)!r} that is not among its properties")
 
-    def written(self, values: TaggedValues | PythonValues | BareValues) -> Part:
+    def written(self, values: TaggedValues | ElementValues | PythonValues | BareValues) -> Part:
+        if isinstance(values, ElementValues):
+            return self._elements(values, values.after)
         if isinstance(values, TaggedValues):
             parts = [(self._tagged(values, name), name) for name in self.properties]
             return sequence(*(part if name in self.required else optional(part) for part, name in parts))
@@ -192,7 +234,37 @@ class _Arguments:
             value = self._plain(schema, ends)
         else:  # no string within may end the value; JSON has no line breaks in strings
             value = {**json_value(self._own(schema)), "excludes": [end for end in ends if "\n" not in end]}
-        return sequence(_literal(begin, self.special), value, _literal(values.end, self.special))
+        head, typed, tail = begin.partition("{type}")
+        begun = [_literal(head, self.special), self._typed(name) if typed else None, _literal(tail, self.special)]
+        return sequence(*begun, value, _literal(values.end, self.special))
+
+    def _typed(self, name: str) -> Part:
+        """JSON's word for what a value is, or any of them where it may be several things."""
+        types = parameter_types({self.function: self.schema}, self.function, name) or {"string"}
+        return either(*map(_text, sorted({"number" if kind == "integer" else kind for kind in types})))
+
+    def _elements(self, values: ElementValues, after: str = "") -> Part:
+        parts = []
+        for name, schema in self.properties.items():
+            if not _TAG_NAME.fullmatch(name):
+                raise self._refused(f"the name {name!r}, which cannot be a tag,")
+            inner = _element(name, self._content(schema, values), values, self.special)
+            part = sequence(inner, _literal(after, self.special))
+            parts.append(part if name in self.required else optional(part))
+        return sequence(*parts)
+
+    def _content(self, schema: Mapping[str, Any], values: ElementValues) -> Part:
+        kind = schema.get("type")
+        if kind == "object":
+            return _Arguments(self.function, schema, self.special)._elements(values)
+        if kind == "array" and isinstance(schema.get("items"), Mapping) and not set(schema) - _TEXT - {"items"}:
+            one = self._content(schema["items"], values)
+            return {"type": "star", "content": _element("item", one, values, self.special)}
+        if kind in ("integer", "number", "boolean", "null"):
+            return json_value(schema)
+        if kind != "string":
+            raise self._refused(f"a value that is {'one of several types' if kind is None else kind!r}")
+        return self._plain(schema, (_mark(values.mark, self.special),))
 
     def _is_text(self, name: str) -> bool:
         types = parameter_types({self.function: self.schema}, self.function, name)

@@ -8,6 +8,7 @@ without the line breaks. The marks between bars are special tokens, the names be
 JSON, as its type says; the tool's schema goes before it.
 """
 
+from quire.text.parse.call_form import CallForm, TaggedValues
 from quire.text.parse.writer import ToolFormat
 from quire.text.parse.xml_calls import XmlCalls
 
@@ -17,6 +18,15 @@ _HIDDEN = (
     f"<|open|>response{_SEPARATOR}", f"<|close|>response{_SEPARATOR}", f"<|close|>message{_SEPARATOR}",
     "<|end_of_msg|>",
 )  # fmt: skip
+_FORM = CallForm(
+    f'<|open|>call tool="{{name}}" index="{{number}}"{_SEPARATOR}',
+    f"<|close|>call{_SEPARATOR}",
+    TaggedValues(f'<|open|>argument key="{{name}}" type="{{type}}"{_SEPARATOR}', f"<|close|>argument{_SEPARATOR}"),
+    triggers=(TOOLS,),
+    between="",
+    end=f"<|close|>tools{_SEPARATOR}",
+    others=('<|open|>call tool="',),
+)
 FORMAT = ToolFormat(
     XmlCalls(
         opens=(TOOLS,),
@@ -30,4 +40,5 @@ FORMAT = ToolFormat(
     ),
     ("<|open|>", "<|close|>", _SEPARATOR, "<|end_of_msg|>"),
     hidden=_HIDDEN,
+    forms=(_FORM,),
 )

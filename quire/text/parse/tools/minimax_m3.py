@@ -19,6 +19,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from quire.text.parse.call_form import CallForm, ElementValues
 from quire.text.parse.json_text import quoted, skip_space
 from quire.text.parse.python_values import DEEPEST
 from quire.text.parse.tags import Source, Steps, Tags
@@ -146,4 +147,13 @@ def _inner(schema: Any, root: Mapping[str, Any], name: str) -> Any:
     return schema.get("items") if name == "item" else None
 
 
-FORMAT = ToolFormat(read, (MARK,), thought=("<mm:think>", "</mm:think>"))
+_FORM = CallForm(
+    f'{_CALL}{{name}}">\n',
+    f"{_CALL_END}\n",
+    ElementValues(MARK, "\n"),
+    triggers=(f"{OPEN}\n",),
+    between="",
+    end=_CLOSE,
+    others=(_CALL,),
+)
+FORMAT = ToolFormat(read, (MARK,), thought=("<mm:think>", "</mm:think>"), forms=(_FORM,))

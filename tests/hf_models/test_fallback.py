@@ -10,11 +10,12 @@ import torch
 import transformers
 
 from quire import LLM, SamplingParams
-from quire.models.by_row import ByRow
-from quire.models.foreign import build_fallback
-from quire.models.rehearsal import compare
-from quire.models.taps import MaskRule, RefusalError, Taps
-from quire.schema.errors import CheckpointError, ConfigError
+from quire.hf_models.by_row import ByRow
+from quire.hf_models.foreign import build_fallback
+from quire.hf_models.rehearsal import compare
+from quire.hf_models.taps import MaskRule, RefusalError, Taps
+from quire.layers.batch import Batch, GivenVectors
+from quire.schema.errors import CheckpointError, ConfigError, NotBuiltError
 from quire.schema.kv import KVKind
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -116,6 +117,24 @@ def test_each_model_takes_the_way_that_fits_it(tmp_path, caplog):
         model.read_folder(str(tmp_path / arch))
         assert isinstance(model._way, way), arch
         assert model.arch.vocab == VOCAB
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"given": GivenVectors(torch.tensor([0]), torch.zeros(1, 64))}, "input embeddings"),
+        ({"adapter_index": torch.ones(2, dtype=torch.int32)}, "adapters"),
+        ({"position_channels": torch.zeros((3, 2), dtype=torch.int64)}, "channels"),
+        ({"encoded": torch.zeros(1, 64)}, "encoder"),
+    ],
+)
+def test_what_transformers_code_is_not_given_is_refused(fields, named, tmp_path):
+    make_tiny("LlamaForCausalLM", tmp_path)
+    model = open_fallback(tmp_path)
+    model.read_folder(str(tmp_path))
+    tokens = torch.tensor([3, 4])
+    with pytest.raises(NotBuiltError, match=named):
+        model.forward(Batch(tokens, torch.arange(2), [], tokens[:0], 2, **fields))
 
 
 def test_windows_are_read_from_the_rules_of_masks(tmp_path):

@@ -1,12 +1,13 @@
-"""Which device there is: found without torch, so that a configuration can be resolved before anything heavy is loaded.
+"""What this machine computes with: its first GPU and what its CPU can do, found without torch.
 
-In: the driver's own library (NVML), the device files, CUDA_VISIBLE_DEVICES. Out: the GPU a worker will see first, or
-None. NVML starts no CUDA context. Must not know: what a GPU is used for.
+In: the driver's own library (NVML), the device files, CUDA_VISIBLE_DEVICES; /proc/cpuinfo. Out: the GPU that a worker
+will see first, or None; the CPU's flags. NVML starts no CUDA context. Must not know: what either is used for.
 """
 
 import ctypes
 import importlib.util
 import os
+import platform
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -57,3 +58,17 @@ def _ask(library: Any, wanted: str | None) -> Gpu | None:
     library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
     library.nvmlShutdown()
     return Gpu(name.value.decode(errors="replace"), int(memory.total))
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """True if this CPU has instructions for bfloat16 products."""
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(cpu_flags())
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """What this CPU can do, in Linux's words; nothing elsewhere."""
+    if platform.system() != "Linux":
+        return frozenset()
+    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        return frozenset(next((line for line in file if line.startswith(("flags", "Features"))), "").split())

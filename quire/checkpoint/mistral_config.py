@@ -1,4 +1,4 @@
-"""Mistral's own configuration file (params.json), said in the words of a config.json.
+"""Mistral's own configuration file (params.json), translated to the keys of a config.json.
 
 In: the mapping of params.json. Out: the raw configuration that the rest of Quire reads. What has no counterpart here
 (vision, audio, quantized weights) is refused by name. Must not know: weights; their names are loader/mistral_names.py.
@@ -7,7 +7,7 @@ In: the mapping of params.json. Out: the raw configuration that the rest of Quir
 from collections.abc import Mapping
 from typing import Any
 
-from quire.config.limits import EXPERTS, FFN, HEAD_DIM, HEADS, LAYERS, VOCAB, WIDTH, WINDOW, check_numbers
+from quire.checkpoint.limits import EXPERTS, FFN, HEAD_DIM, HEADS, LAYERS, VOCAB, WIDTH, WINDOW, check_numbers
 from quire.schema.errors import CheckpointError, NotBuiltError
 
 CONFIG_FILE = "params.json"
@@ -25,7 +25,7 @@ _MOE_RANGES = {"num_experts": EXPERTS, "num_experts_per_tok": EXPERTS}
 
 def config_of(params: Mapping[str, Any], path: str) -> dict[str, Any]:
     if lacking := [key for key in _NEEDED if params.get(key) is None]:
-        raise CheckpointError(f"{path} is no Mistral configuration: it has no {', '.join(lacking)}")
+        raise CheckpointError(f"{path} is not a Mistral configuration: it lacks {', '.join(lacking)}")
     for key in (*_NOT_TEXT, *_OTHER_FORMS):
         if params.get(key):
             raise NotBuiltError(

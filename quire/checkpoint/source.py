@@ -13,23 +13,25 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from quire.base import env
+from quire.base.gguf import shared
 from quire.base.log import logger
 from quire.base.progress import waiting
 from quire.base.registry import load
-from quire.config import embedded
+from quire.checkpoint import embedded
 from quire.schema.errors import CheckpointError, MissingExtraError, ModelNotFoundError
 
 log = logger(__name__)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 _HUB_PREFIX = re.compile(r"(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/")  # as other programs write hub names
+_PLAIN_GGUF = (0, 1, 28, 30)  # tensor types F32, F16, F64, BF16
 _SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "*.vocab", "*.merges")
 
 
 class Located(NamedTuple):
     path: str  # a folder or a .gguf file
     kind: Literal["folder", "gguf"]
-    name: str  # what to call the model when nobody said
+    name: str  # what to call the model unless the user names it
 
 
 def locate(
@@ -50,7 +52,8 @@ def locate(
     if os.path.isfile(path):
         if not path.endswith(".gguf"):
             raise ModelNotFoundError(
-                f"model {model!r} is a file, but no .gguf file; name a folder, a .gguf file or a hub id", param="model"
+                f"model {model!r} is a file, but not a .gguf file; name a folder, a .gguf file or a hub id",
+                param="model",
             )
         return Located(path, "gguf", model)
     name = _HUB_PREFIX.sub("", model, count=1) if _HUB_PREFIX.match(model) else model
@@ -141,11 +144,14 @@ def _hub_message(model: str, why: BaseException) -> str:
     if kind == "RevisionNotFoundError":
         return f"model {model!r} has no such revision on the model hub"
     if kind == "RepositoryNotFoundError":
-        return f"model {model!r} is no folder or file here and not on the model hub (or it is private: set HF_TOKEN)"
+        return f"model {model!r} is not a folder or file here and not on the model hub (or it is private: set HF_TOKEN)"
     if env.HF_HUB_OFFLINE.get():
-        return f"model {model!r} is no folder or file here, not in the local cache, and HF_HUB_OFFLINE forbids asking"
+        return (
+            f"model {model!r} is not a folder or file here nor in the local cache, and HF_HUB_OFFLINE forbids asking "
+            "the model hub"
+        )
     return (
-        f"model {model!r} is no folder or file here, not in the local cache, and the model hub cannot be reached "
+        f"model {model!r} is not a folder or file here nor in the local cache, and the model hub cannot be reached "
         f"({kind}: {_first_line(why)})"
     )
 
@@ -165,7 +171,7 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
         seen = f"it holds {', '.join(there[:6])}{', …' if len(there) > 6 else ''}" if there else "it is empty"
         raise CheckpointError(f"{folder} holds no {name} ({seen}); is it a model folder?") from None
     except (ValueError, UnicodeDecodeError, RecursionError) as wrong:
-        raise CheckpointError(f"{path} is no valid JSON: {wrong}") from None
+        raise CheckpointError(f"{path} is not valid JSON: {wrong}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON mapping, got {type(content).__name__}")
     return content
@@ -190,3 +196,8 @@ def stored_dtype(folder: str) -> str:
             return ""  # the loader reports the damage, with more to say about it
     kinds = [str(e["dtype"]) for e in entries.values() if isinstance(e, dict) and "dtype" in e]
     return names.get(max(set(kinds), key=kinds.count), "") if kinds else ""
+
+
+def holds_blocks(path: str) -> bool:
+    """Whether some tensor of a GGUF file is quantized."""
+    return any(tensor.type_id not in _PLAIN_GGUF for tensor in shared(path).tensors.values())

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from quire.base.log import logger
+from quire.hf_models.body_and_head import BodyAndHead, bodies, logits_of
+from quire.hf_models.by_row import ByRow, RowSpan
+from quire.hf_models.rehearsal import Kept, KeptSource, compare, make_texts, run_steps, special_ids, whole_step
+from quire.hf_models.taps import NAME, TRIAL, RefusalError, Taps, set_attention
 from quire.layers.batch import Batch
-from quire.models.by_row import ByRow, RowSpan
-from quire.models.halves import Halves, bodies, logits_of
-from quire.models.rehearsal import Kept, KeptSource, compare, make_texts, run_steps, special_ids, whole_step
-from quire.models.taps import NAME, TRIAL, RefusalError, Taps, set_attention
 
 _log = logger(__name__)
 
 
 class Settled(NamedTuple):
-    halves: Halves
+    split: BodyAndHead
     way: Taps | ByRow
     vocab: int
 
@@ -42,9 +42,9 @@ def settle(model: Any, name: str) -> Settled:
         "rows without positions": partial(by_rows, positioned=False),
     }
     for how, rehearse in ways.items():
-        halves = cut(model, texts[0], wanted[0], name)
+        split = cut(model, texts[0], wanted[0], name)
         try:
-            way, found = rehearse(halves, texts)
+            way, found = rehearse(split, texts)
             compare(wanted, found, first.dtype)
         except RefusalError as wrong:
             reasons.append(f"by {how}: {wrong}")
@@ -53,8 +53,8 @@ def settle(model: Any, name: str) -> Settled:
         else:
             told = "through Quire's attention" if how == "attention" else f"row by row, since {reasons[0]}"
             _log.info("%s runs with transformers' own code, %s", name, told)
-            return Settled(halves, way, wanted[0].shape[-1])
-        halves.undo()
+            return Settled(split, way, wanted[0].shape[-1])
+        split.undo()
         set_attention(model, "eager")
     raise RefusalError(
         f"{name} cannot run through transformers' code under Quire. " + "; ".join(reasons), param="model_impl"
@@ -75,23 +75,23 @@ def inputs_of(model: nn.Module, ids: Tensor, positions: Tensor | None, cache: An
     return {key: value for key, value in given.items() if open_ or key in taken}
 
 
-def cut(model: nn.Module, text: Tensor, wanted: Tensor, name: str) -> Halves:
+def cut(model: nn.Module, text: Tensor, wanted: Tensor, name: str) -> BodyAndHead:
     """Where hidden states and head can be told apart; else the whole model is the body."""
     for body in bodies(model):
-        halves = Halves(model, body)
+        split = BodyAndHead(model, body)
         try:
-            found = halves.logits(halves.hidden(**inputs_of(model, text, None)))
+            found = split.logits(split.hidden(**inputs_of(model, text, None)))
             compare([wanted], [found], wanted.dtype)
-            return halves
+            return split
         except Exception as wrong:  # whatever happens, this one is no body
             _log.debug("%s is no body of %s: %s", type(body).__name__, name, wrong)
-            halves.undo()
+            split.undo()
     _log.info("%s: the head cannot be told from the rest, so every token of a prompt gets logits", name)
-    return Halves(model, None)
+    return BodyAndHead(model, None)
 
 
-def by_attention(halves: Halves, texts: list[Tensor]) -> tuple[Taps, list[Tensor]]:
-    model = halves.model
+def by_attention(split: BodyAndHead, texts: list[Tensor]) -> tuple[Taps, list[Tensor]]:
+    model = split.model
     taps = Taps(model)
     taken = inspect.signature(type(model).forward).parameters
     if "position_ids" not in taken and not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values()):
@@ -99,7 +99,7 @@ def by_attention(halves: Halves, texts: list[Tensor]) -> tuple[Taps, list[Tensor
 
     def run(batch: Batch, spans: list[RowSpan], kept: Kept) -> Tensor:
         with taps.reading(KeptSource(kept, spans, taps.shapes)):
-            return halves.logits(halves.hidden(**inputs_of(model, batch.token_ids, batch.positions)))
+            return split.logits(split.hidden(**inputs_of(model, batch.token_ids, batch.positions)))
 
     set_attention(model, TRIAL)
     run(*whole_step(texts[0]), Kept())
@@ -109,12 +109,12 @@ def by_attention(halves: Halves, texts: list[Tensor]) -> tuple[Taps, list[Tensor
     return taps, run_steps(texts, run)
 
 
-def by_rows(halves: Halves, texts: list[Tensor], *, positioned: bool = True) -> tuple[ByRow, list[Tensor]]:
+def by_rows(split: BodyAndHead, texts: list[Tensor], *, positioned: bool = True) -> tuple[ByRow, list[Tensor]]:
     """Without positions a model counts them itself, from where it likes and on from the length of its cache."""
 
     def call(ids: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        return halves.hidden(**inputs_of(halves.model, ids, positions if positioned else None, cache))
+        return split.hidden(**inputs_of(split.model, ids, positions if positioned else None, cache))
 
     rows = ByRow(call)
     rows.record(texts[0], torch.arange(len(texts[0]), device=texts[0].device))
-    return rows, run_steps(texts, lambda batch, spans, kept: halves.logits(rows.run(batch, spans, kept)))
+    return rows, run_steps(texts, lambda batch, spans, kept: split.logits(rows.run(batch, spans, kept)))

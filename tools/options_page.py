@@ -1,12 +1,14 @@
-"""The option and environment reference, written from the declarations. `python -m quire.config.docs [--check]`.
+"""The pages docs/reference/options.md and environment.md, from the declarations. Written by reference.py.
 
-Out: options.md and environment.md under docs/reference; --check only compares and names what is stale.
-`make reference` writes them too, with the pages of other rooms.
+`python tools/options_page.py [--check]` writes these two alone; --check only compares and names what is stale.
 """
+
+from __future__ import annotations
 
 import argparse
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
@@ -19,6 +21,7 @@ from quire.config.engine import EngineConfig
 from quire.config.option import INERT, LATER, READY, Declared, declarations, limits, parts
 from quire.config.server import ServerConfig
 from quire.config.table import group_of
+from quire.config.unavailable import all_rows
 
 NOTE = "<!-- Written by tools/reference.py from the code; edit there and run `make reference`. -->\n"
 _WORDS = {
@@ -53,11 +56,24 @@ def options_page() -> str:
         "",
         *(f"- {words}" for words in _WORDS.values()),
         "",
+        *_documented(),
+        "",
     ]
     for title, doc, rows in sections:
         lines += [f"## {title}", "", doc, "", "| option | values | default | meaning | |", "|---|---|---|---|---|"]
         lines += [_row(row) for row in rows] + [""]
     return "\n".join(lines)
+
+
+def _documented() -> list[str]:
+    """Since when vLLM has had what is not available here."""
+    rows = [row for rows in all_rows().values() for row in rows]
+    at = Counter(row.since for row in rows)
+    return [
+        f"{len(rows)} options of vLLM are not available or have no effect: `quire/config/unavailable.txt` says why.",
+        f"vLLM's documentation has {at['0.13']} of them at 0.13, {at['<0.32']} more by a page between then and 0.32,",
+        f"and {at['0.32']} more at 0.32.",
+    ]
 
 
 def _sections() -> Iterator[tuple[str, str, list[Row]]]:
@@ -103,12 +119,12 @@ def _row(row: Row) -> str:
     if state == READY.value and group_of(row.declared.type) is not None:
         state = "its keys are below"
     if o.status is LATER and o.ready:
-        state += f" (works: {', '.join(f'`{value}`' for value in (o.asked, *o.ready) if value is not None)})"
+        state += f" (works: {', '.join(f'`{value}`' for value in (o.unset, *o.ready) if value is not None)})"
     if o.hints:
         state += f" (no effect: {', '.join(f'`{value}`' for value in o.hints)})"
-    if o.why:
+    if o.why and (o.status is not LATER or o.ready):
         state += f": {o.why}"
-    default = "unset" if o.asked is None else f"`{o.asked!r}`"
+    default = "unset" if o.unset is None else f"`{o.unset!r}`"
     cells = (name, values, default, o.doc, state)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -153,10 +169,10 @@ def environment_page() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m quire.config.docs", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tools/options_page.py", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is stale")
     parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parents[2] / "docs" / "reference", help="folder of the pages"
+        "--out", type=Path, default=Path(__file__).parents[1] / "docs" / "reference", help="folder of the pages"
     )
     args = parser.parse_args(argv)
     stale = 0
@@ -165,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
         if page.exists() and page.read_text(encoding="utf-8") == NOTE + text:
             continue
         if args.check:
-            sys.stderr.write(f"{page} is stale: run  python -m quire.config.docs\n")
+            sys.stderr.write(f"{page} is stale: run  make reference\n")
             stale += 1
         else:
             page.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Halves: a transformers model cut where its hidden states are done, so that only some tokens need logits.
+"""A transformers model split into body and head, so that only the tokens that are sampled need logits.
 
 The body is a module inside the model. For hidden states the whole model is called and stopped when the body returns;
 for logits it is called again with the body answering at once with the hidden states it is given. So whatever a class
@@ -23,7 +23,7 @@ class _DoneError(Exception):
         self.hidden = hidden
 
 
-class Halves:
+class BodyAndHead:
     def __init__(self, model: nn.Module, body: nn.Module | None) -> None:
         self.model, self.body = model, body
         self._given: Tensor | None = None

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config.limits import INT32, check_config, shown
+from quire.checkpoint.limits import INT32, check_config, shown
 from quire.schema.errors import CheckpointError
 
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")

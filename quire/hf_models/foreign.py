@@ -17,7 +17,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from quire.models.fallback import Fallback
+from quire.hf_models.fallback import Fallback
 from quire.schema.errors import CheckpointError, ConfigError, some
 
 _AUTO = "AutoModelForCausalLM"

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.hf_models.by_row import RowSpan
+from quire.hf_models.taps import CallShape, RefusalError
 from quire.layers.batch import AttentionPlan, Batch, LayerCache
-from quire.models.by_row import RowSpan
-from quire.models.taps import CallShape, RefusalError
 from quire.ops.attention import padded_attention
 from quire.schema.kv import KVKind
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from quire.base.log import logger
+from quire.hf_models.body_and_head import BodyAndHead
+from quire.hf_models.by_row import ByRow, PagedRows, spans_of
+from quire.hf_models.settle import inputs_of, settle
+from quire.hf_models.taps import CallShape, Taps
 from quire.layers.batch import AttentionPlan, Batch, LayerCache
-from quire.models.by_row import ByRow, PagedRows, spans_of
-from quire.models.halves import Halves
-from quire.models.settle import inputs_of, settle
-from quire.models.taps import CallShape, Taps
-from quire.schema.errors import CheckpointError
+from quire.schema.errors import CheckpointError, NotBuiltError
 from quire.schema.kv import KVSpec
 
 _log = logger(__name__)
@@ -61,7 +61,7 @@ class Fallback:
         self.name = name
         self._make, self._read, self._longest = make, read, max_model_len
         self._model: nn.Module | None = None
-        self._halves: Halves | None = None
+        self._split: BodyAndHead | None = None
         self._way: Taps | ByRow | None = None
         self._caches: dict[str, LayerCache] = {}
         self._groups: dict[str, int] = {}
@@ -78,7 +78,7 @@ class Fallback:
 
     def read_folder(self, folder: str, safetensors: bool = True) -> None:
         """All weights from a checkpoint folder, by transformers' own loader."""
-        self._model = self._halves = None  # before another copy is made
+        self._model = self._split = None  # before another copy is made
         self._model = self._read(folder, safetensors)
         self.finish_weights()
 
@@ -117,10 +117,10 @@ class Fallback:
     @torch.inference_mode()
     def finish_weights(self) -> None:
         """The rehearsal: decides how the model runs, or refuses it."""
-        self._halves = self._way = None
+        self._split = self._way = None
         model = self.model.eval().requires_grad_(False)
         fix_ropes(model, self._longest)
-        self._halves, self._way, self._vocab = settle(model, self.name)
+        self._split, self._way, self._vocab = settle(model, self.name)
 
     @property
     def arch(self) -> ForeignArch:
@@ -136,22 +136,36 @@ class Fallback:
     # --- running
 
     def forward(self, batch: Batch) -> Tensor:
-        halves, way = self._halves, self._way
-        assert halves is not None
+        split, way = self._split, self._way
+        assert split is not None
+        _refuse_extras(batch, self.name)
         if isinstance(way, ByRow):
-            dtype = next(halves.model.parameters()).dtype
+            dtype = next(split.model.parameters()).dtype
             memory = PagedRows(batch.steps, self._caches, self._groups, dtype)
             return way.run(batch, spans_of(batch.steps[0]), memory)
         assert way is not None
         with way.reading(BoundSource(batch, self._caches, self._groups)):
-            return halves.hidden(**inputs_of(halves.model, batch.token_ids, batch.positions))
+            return split.hidden(**inputs_of(split.model, batch.token_ids, batch.positions))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.narrow_logits(hidden).float()
 
     def narrow_logits(self, hidden: Tensor) -> Tensor:
-        assert self._halves is not None
-        return self._halves.logits(hidden)
+        assert self._split is not None
+        return self._split.logits(hidden)
+
+
+def _refuse_extras(batch: Batch, name: str) -> None:
+    """What a step may bring and transformers' code is not given here."""
+    extras = {
+        "input embeddings": batch.given,
+        "adapters": batch.adapter_index,
+        "several channels of positions": batch.position_channels,
+        "an encoder's output": batch.encoded,
+    }
+    for what, brought in extras.items():
+        if brought is not None:
+            raise NotBuiltError(f"{name} runs through transformers' code, which takes no {what} here")
 
 
 def fix_ropes(model: nn.Module, longest: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from quire.base.gguf import GGUFError, GGUFFile, TensorInfo
-from quire.config.limits import (
+from quire.checkpoint.limits import (
     EXPERTS,
     FFN,
     HEAD_DIM,
@@ -98,7 +98,7 @@ class Source:
 
 
 def config_of(file: GGUFFile) -> Config:
-    """The configuration of a GGUF model; CheckpointError for a family nobody declared."""
+    """The configuration of a GGUF model; CheckpointError for an unknown family."""
     source = Source(file)
     family = FAMILIES.get(source.arch)
     if family is None:
@@ -231,7 +231,7 @@ def _yarn(source: Source, factor: float) -> Config:
 
 
 def _scaled_freqs(source: Source, freqs: list[float], theta: float) -> Config:
-    """A divisor per frequency. All the known ones are Llama 3's formula; anything else is said number by number."""
+    """A divisor per frequency. All the known ones are Llama 3's formula; anything else is given number by number."""
     if all(abs(f - 1.0) < 1e-6 for f in freqs):
         return {}
     for context in (8192, source.get("rope.scaling.original_context_length") or 8192):

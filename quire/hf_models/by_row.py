@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from quire.hf_models.taps import CallShape, RefusalError
 from quire.layers.batch import Batch, GroupStep, LayerCache
-from quire.models.taps import CallShape, RefusalError
 from quire.schema.kv import KVKind
 
 

@@ -1,0 +1,80 @@
+"""What some requests bring beside their tokens: vectors in place of embeddings, and positions of several channels.
+
+Owns both by request, for as long as it has a row. In: vectors of encoded media or given embeddings, on the device that
+computes; channels of positions (M-RoPE), on the host. Out: the part of them that a step reads. Where no request brings
+any, nothing is asked. Must not know: who made them, models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class StepVectors(NamedTuple):
+    """Of one step, before it is sent."""
+
+    places: np.ndarray  # [G] int64: where in the step
+    vectors: Tensor  # [G, width]
+
+
+class _Channels(NamedTuple):
+    known: np.ndarray  # [C, n] of the first n positions
+    shift: int  # what later positions are moved by, in every channel
+
+
+class RowExtras:
+    def __init__(self) -> None:
+        self._vectors: dict[str, list[tuple[int, Tensor]]] = {}  # by request: (first position, [n, width])
+        self._channels: dict[str, _Channels] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._vectors or self._channels)
+
+    def give(self, request_id: str, start: int, vectors: Tensor) -> None:
+        """These vectors stand at positions [start, start + n) in place of token embeddings."""
+        self._vectors.setdefault(request_id, []).append((start, vectors))
+
+    def set_channels(self, request_id: str, known: np.ndarray, shift: int) -> None:
+        """Channels [C, n] of the first n positions; every channel of a later position p is p + shift."""
+        have = {len(channels.known) for name, channels in self._channels.items() if name != request_id}
+        if have - {len(known)}:
+            raise RuntimeError(f"request {request_id!r} has {len(known)} channels of positions, others {have.pop()}")
+        self._channels[request_id] = _Channels(known, shift)
+
+    def forget(self, request_id: str) -> None:
+        self._vectors.pop(request_id, None)
+        self._channels.pop(request_id, None)
+
+    def vectors_of(self, names: Sequence[str], starts: np.ndarray, counts: np.ndarray) -> StepVectors | None:
+        """Of rows in the order of a step; None: these tokens have none."""
+        places, vectors, first = [], [], 0
+        for name, start, count in zip(names, starts.tolist(), counts.tolist(), strict=True):
+            for at, own in self._vectors.get(name, ()):
+                low, high = max(start, at), min(start + count, at + len(own))
+                if low < high:
+                    places.append(np.arange(low, high) + (first - start))
+                    vectors.append(own[low - at : high - at])
+            first += count
+        if not places:
+            return None
+        return StepVectors(np.concatenate(places), vectors[0] if len(vectors) == 1 else torch.cat(vectors))
+
+    def channels_of(self, names: Sequence[str], counts: np.ndarray, positions: np.ndarray) -> np.ndarray | None:
+        """[C, T] of all tokens of a step; None: none of these rows has any. Rows without channels: their positions."""
+        if not any(name in self._channels for name in names):
+            return None
+        number = len(next(iter(self._channels.values())).known)
+        out = np.tile(positions, (number, 1))
+        for name, end, count in zip(names, np.cumsum(counts).tolist(), counts.tolist(), strict=True):
+            if (own := self._channels.get(name)) is not None:
+                here = slice(end - count, end)
+                places = positions[here]
+                is_known = places < own.known.shape[1]
+                out[:, here] = places + own.shift
+                out[:, here][:, is_known] = own.known[:, places[is_known]]
+        return out
