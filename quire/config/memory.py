@@ -137,6 +137,11 @@ class KVEventsConfig(Group):
     max_queue_size: int = option(100000, "Events waiting to be published.", flat=False, low=1)
     topic: str = option("", "Topic of the messages.", flat=False)
 
+    @property
+    def publishes(self) -> bool:
+        """Unset, the publisher follows the switch."""
+        return self.enable_kv_cache_events and self.publisher != "null"
+
 
 @group
 class ECTransferConfig(Group):
