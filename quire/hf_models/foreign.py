@@ -116,11 +116,11 @@ def read_module(
 ) -> nn.Module:
     """By transformers' own loader, which knows how every class's checkpoints are spelled; nothing may be left over."""
     if not hasattr(kind, "from_pretrained"):
-        raise ConfigError(f"{kind.__name__} is no class of transformers' form: it has no from_pretrained")
+        raise ConfigError(f"{kind.__name__} is not a class of transformers' form: it has no from_pretrained")
     try:
         with quiet():
             read: Any = kind.from_pretrained
-            model, told = read(
+            model, report = read(
                 folder, config=config, dtype=dtype, output_loading_info=True, local_files_only=True,
                 attn_implementation="eager", use_safetensors=safetensors, weights_only=True,
             )  # fmt: skip
@@ -129,9 +129,9 @@ def read_module(
         raise CheckpointError(f"{folder} cannot be read as {kind.__name__}: {reason}") from None
     problems = []
     for what, text in (("missing_keys", "are missing"), ("unexpected_keys", "have no place in it")):
-        if names := sorted(told.get(what) or ()):
+        if names := sorted(report.get(what) or ()):
             problems.append(f"{len(names)} tensors {text} ({some(names)})")
-    if wrong_shapes := told.get("mismatched_keys"):
+    if wrong_shapes := report.get("mismatched_keys"):
         problems.append(f"{len(wrong_shapes)} have other shapes ({some([str(one) for one in wrong_shapes])})")
     if problems:
         raise CheckpointError(f"{folder} does not fit {kind.__name__}: {'; '.join(problems)}")

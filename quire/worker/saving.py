@@ -23,7 +23,7 @@ def save_sharded_state(
     form = worker.config.model_config.weight_form
     if form != "plain":
         raise NotBuiltError(
-            f"saving weights that are held in {form} blocks is not built; load with dtype=float32 or bfloat16 first"
+            f"saving weights that are stored in {form} blocks is not built; load with dtype=float32 or bfloat16 first"
         )
     model = worker.get_model()
     were_laid = reopen_matrices(model)
