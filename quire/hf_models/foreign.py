@@ -76,7 +76,7 @@ def config_of(raw: Mapping[str, Any], path: str, trust: bool, given: type | None
     try:
         with quiet():
             return kind.from_dict(kind._decode_special_floats(dict(raw)))
-    except Exception as wrong:  # a checkpoint's own class may raise anything
+    except Exception as wrong:  # noqa: BLE001  # a checkpoint's own class may raise anything
         raise ConfigError(f"{kind.__name__} refuses this configuration: {wrong}", param="hf_overrides") from None
 
 
@@ -124,7 +124,7 @@ def read_module(
                 folder, config=config, dtype=dtype, output_loading_info=True, local_files_only=True,
                 attn_implementation="eager", use_safetensors=safetensors, weights_only=True,
             )  # fmt: skip
-    except Exception as wrong:  # damaged files end in errors of many kinds
+    except Exception as wrong:  # noqa: BLE001  # damaged files end in errors of many kinds
         reason = f"{type(wrong).__name__}: {(str(wrong).strip() or 'no message').splitlines()[0]}"
         raise CheckpointError(f"{folder} cannot be read as {kind.__name__}: {reason}") from None
     problems = []

@@ -48,7 +48,7 @@ def settle(model: Any, name: str) -> Settled:
             compare(wanted, found, first.dtype)
         except RefusalError as wrong:
             reasons.append(f"by {how}: {wrong}")
-        except Exception as wrong:  # a foreign model may raise anything when it is given what it does not expect
+        except Exception as wrong:  # noqa: BLE001  # a foreign model may raise anything when it is given what it does not expect
             reasons.append(f"by {how}: {type(wrong).__name__}: {(str(wrong).strip() or 'no message').splitlines()[0]}")
         else:
             manner = "through Quire's attention" if how == "attention" else f"row by row, since {reasons[0]}"
@@ -83,7 +83,7 @@ def split_model(model: nn.Module, text: Tensor, wanted: Tensor, name: str) -> Bo
             found = split.logits(split.hidden(**inputs_of(model, text, None)))
             compare([wanted], [found], wanted.dtype)
             return split
-        except Exception as wrong:  # then this module is not the body
+        except Exception as wrong:  # noqa: BLE001  # then this module is not the body
             _log.debug("%s is not the body of %s: %s", type(body).__name__, name, wrong)
             split.undo()
     _log.info("%s: no module is its body, so logits are computed for every token of a prompt", name)

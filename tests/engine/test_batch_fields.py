@@ -14,6 +14,8 @@ import torch
 from quire.layers.batch import Batch, GivenVectors
 from quire.layers.rope import Rope, RopeKind
 from quire.models.build import build_model
+from quire.ops.op import Kernels
+from quire.quant.plain import plain_storage
 from quire.schema.errors import ConfigError, NotBuiltError
 from quire.schema.params import SamplingParams
 from quire.schema.step import Grant, NewRow, StepPlan
@@ -295,7 +297,7 @@ def test_what_a_model_cannot_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("pairs", [False, True])
 def test_each_section_turns_by_its_channel(pairs: bool) -> None:
     kind = RopeKind(theta=1e4, dim=12, pairs=pairs, sections=(2, 1, 3))
-    rope = Rope(kind, 64, torch.float32, CPU)
+    rope = Rope(kind, 64, plain_storage(torch.float32, Kernels.here("cpu")))
     channels = torch.tensor([[0, 3, 9], [1, 3, 2], [5, 3, 7]])
     cos, sin = rope(channels[0], channels)
     angle = torch.stack([channels[c] for c in (0, 0, 1, 2, 2, 2)], 1) * rope.inv_freq  # [T, 6]
@@ -314,4 +316,4 @@ def test_each_section_turns_by_its_channel(pairs: bool) -> None:
 
 def test_sections_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match=r"sections \[2, 1\] name 3 frequencies, the rotary embedding has 6"):
-        Rope(RopeKind(dim=12, sections=(2, 1)), 64, torch.float32, CPU)
+        Rope(RopeKind(dim=12, sections=(2, 1)), 64, plain_storage(torch.float32, Kernels.here("cpu")))
