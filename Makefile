@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo wheel test isas check sanitize fuzz-files invariance kernels weights format lint types contract reference docs bench sizes clean
+.PHONY: help setup demo wheel test isas check coverage mutants sanitize fuzz-files invariance kernels weights format lint types contract reference docs bench sizes clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -68,8 +68,27 @@ isas: setup  ## engine tests once per instruction set of this machine, and witho
 	@for isa in $(ISAS) off; do \
 	  echo "QUIRE_CPU_KERNELS=$$isa" && QUIRE_CPU_KERNELS=$$isa $(PYTEST) $(ISA_TESTS) || exit 1; done
 
-check: lint types contract  ## format, lint, types, import contract, plain tests
-	$(PYTEST) tests/plain
+# Of the tensor side, the engine and the server, what sees most for its time: kernels against torch, one dense model and
+# one of each other kind against transformers, steps of a worker, an engine over tiny checkpoints, the API over a fake one.
+PARITY := $(foreach name,Llama Gemma2 Qwen3Moe DeepseekV3 Mamba2,tests/models/test_parity.py::test_prompts_in_one_step[$(name)ForCausalLM])
+CHECK_TESTS := tests/plain $(addprefix tests/,ops/test_norm_act_rope.py ops/test_sample_ops.py ops/test_cpu_sample.py \
+  engine/test_worker_steps.py engine/test_bad_input.py engine/test_loader_load.py engine/test_sampling_pipeline.py \
+  server/test_completions_api.py server/test_limits_api.py server/test_deadlines.py) $(PARITY)
+check: lint types contract  ## format, lint, types, import contract, plain tests and some of each other kind: minutes
+	$(PYTEST) $(CHECK_TESTS)
+
+# Slower than `test` by half, so no part of it. Processes that tests start are counted too.
+COVERAGE_TESTS ?= tests
+coverage: setup  ## lines that COVERAGE_TESTS run, per package
+	rm -f .coverage .coverage.*
+	$(PYTEST:$(BIN)/pytest=$(BIN)/coverage run -m pytest) --file-order $(SEED) $(COVERAGE_TESTS)
+	mkdir -p build && $(BIN)/coverage combine -q
+	$(BIN)/coverage json -q -o build/coverage.json
+	$(BIN)/python tools/covered.py build/coverage.json
+
+MUTANT_SECONDS ?= 600
+mutants: setup  ## small faults put into modules, and how many their tests notice, for MUTANT_SECONDS
+	$(BIN)/python tools/mutants.py --seconds $(MUTANT_SECONDS) --jobs $(JOBS) --seed $(SEED)
 
 # The interpreter needs no GPU. It is no part of `test`: it takes a quarter of an hour and triton is a large package.
 kernels: setup  ## Triton kernels on the CPU, interpreted, and the dry run that lists them

@@ -22,7 +22,7 @@ from quire.config.kernels import AttentionConfig, CompilationConfig, KernelConfi
 from quire.config.local import describe, is_local
 from quire.config.memory import CacheConfig, KVEventsConfig, LoadConfig, OffloadConfig
 from quire.config.model import ModelConfig
-from quire.config.option import LATER, Group, group, option, unavailable
+from quire.config.option import Group, group, option, unavailable
 from quire.config.running import DeviceConfig, ParallelConfig, SchedulerConfig
 from quire.schema.errors import ConfigError
 
@@ -62,7 +62,7 @@ class EngineConfig(Group):
     )  # fmt: skip
     kernel_config: KernelConfig = option(KernelConfig, "Kernels, as a mapping.", unset=None)
     speculative_config: SpeculativeConfig | None = unavailable()
-    kv_events_config: KVEventsConfig | None = option(None, "Events about cached blocks.", LATER)
+    kv_events_config: KVEventsConfig | None = option(None, "Events about cached blocks, as a mapping.")
     profiler_config: ProfilerConfig = option(ProfilerConfig, "Profiling, as a mapping.", unset=None)
     reasoning_config: ReasoningConfig | None = option(None, "Where thinking begins and ends, as a mapping.")
     additional_config: dict[str, Any] = option({}, "Anything a plug-in wants to find here; carried, never read.")

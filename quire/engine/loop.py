@@ -39,6 +39,7 @@ from quire.schema.step import Mask, StepPlan
 
 if TYPE_CHECKING:
     from quire.grammar.masks import Masks
+    from quire.observe.kv_events import EventPublisher
     from quire.sched.scheduler import Scheduler
 
 _COMPILE_WAIT = 0.002  # seconds; requests that come in meanwhile are looked at after it
@@ -53,11 +54,13 @@ class EngineLoop:
         *,
         pulse: Pulse | None = None,
         masks: Masks | None = None,
+        kv_events: EventPublisher | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
         self.ahead = scheduler.settings.depth - 1  # steps under way while the next is planned
         self.masks = masks  # None: no request may have a grammar
+        self.kv_events = kv_events  # None: nobody is told
         self.paused = False
         self.pulse = pulse or Pulse()
         self._flying: deque[tuple[StepPlan, PendingResult]] = deque()
@@ -136,6 +139,7 @@ class EngineLoop:
         """Run a verb, between steps. None: the answer comes later, through `take_replies`."""
         self.settle(0)  # a step that fails here is the engine's end, not the verb's
         reply = run_verb(self, call)
+        self._publish_events()
         if isinstance(reply, ControlReply):
             return reply
         self._waiting.append((call.call_id, reply))
@@ -174,6 +178,7 @@ class EngineLoop:
         self.settle(self.ahead)
         self._check(had_work)
         self._answer_waiting()
+        self._publish_events()
         news, self._news = self._news, []
         self.pulse.beat(busy=self.busy, paused=self.paused)
         return news
@@ -250,8 +255,14 @@ class EngineLoop:
             if refused is not None:
                 self._fail(request_id, refused)
 
+    def _publish_events(self) -> None:
+        if self.kv_events is not None and (events := self.scheduler.take_events()):
+            self.kv_events.publish(events)
+
     def close(self) -> None:
-        """The workers and whatever compiles end."""
+        """The workers end, and whatever compiles or publishes."""
+        if self.kv_events is not None:
+            self.kv_events.close()
         if self.masks is not None:
             self.masks.close()
         self.executor.shutdown()

@@ -52,9 +52,11 @@ from quire.schema.stats import StartPhase
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
+    from quire.observe.kv_events import EventPublisher
 
 log = logger(__name__)
 CONFIG = "quire.config:EngineConfig"
+EVENT_PUBLISHER = "quire.observe.kv_events:EventPublisher"
 DIED = 1  # exit code after EngineDied
 _LAST_WORDS_S = 5.0
 _LONGEST_NUMBER = 6  # digits of a client's
@@ -81,7 +83,8 @@ def start_engine(config: EngineConfig, pulse: Pulse | None = None) -> Started:
     """Load the model, place the KV cache, warm up."""
     laps = Laps()
     began = now()
-    scheduler_class = _scheduler_class(config)  # found before the model is loaded
+    scheduler_class = _scheduler_class(config)  # found before the model is loaded, as are addresses for events
+    kv_events = _event_publisher(config)
     executor = make_executor(config)
     try:
         laps.mark("device")
@@ -96,6 +99,8 @@ def start_engine(config: EngineConfig, pulse: Pulse | None = None) -> Started:
         laps.mark("warm_up")
     except BaseException:
         executor.shutdown()
+        if kv_events is not None:
+            kv_events.close()
         raise
     depth = 1 + config.scheduler_config.async_scheduling
     scheduler = scheduler_class(config, layout, max_model_len=max_model_len, depth=depth)
@@ -112,10 +117,32 @@ def start_engine(config: EngineConfig, pulse: Pulse | None = None) -> Started:
     )
     log.info("Engine ready in %.1f s (%s): %d KV blocks", seconds["total"], _told(phases), layout.num_blocks)
     masks = make_masks(config, info.vocab_size)
-    loop = EngineLoop(executor, scheduler, pulse=pulse, masks=masks)
+    loop = EngineLoop(executor, scheduler, pulse=pulse, masks=masks, kv_events=kv_events)
     if config.observability_config.collect_detailed_traces:
         loop.charge = Charge(scheduler.requests)
     return Started(loop, ready)
+
+
+def _event_publisher(config: EngineConfig) -> EventPublisher | None:
+    """As kv_events_config says; None: nobody is told."""
+    asked = config.kv_events_config
+    if asked is None:
+        return None
+    if not asked.publishes:
+        if asked.publisher == "zmq":
+            log.warning("kv_events_config names a publisher, but enable_kv_cache_events is off: nothing is published")
+        return None
+    if not config.cache_config.enable_prefix_caching:
+        log.warning("KV events are on and prefix caching is off: there is nothing to publish")
+    publisher: EventPublisher = registry.load(EVENT_PUBLISHER)(
+        asked.endpoint,
+        replay_endpoint=asked.replay_endpoint,
+        topic=asked.topic,
+        buffer_steps=asked.buffer_steps,
+        hwm=asked.hwm,
+        max_queue_size=asked.max_queue_size,
+    )
+    return publisher
 
 
 def _scheduler_class(config: EngineConfig) -> type[Scheduler]:
@@ -190,7 +217,7 @@ def main(boot_bytes: bytes) -> None:
         gc.freeze()  # what the start made stays: later collections need not look through it
         post.greet(OWNER, started.ready)
         _serve(started, post)
-    except BaseException as failed:
+    except BaseException as failed:  # noqa: BLE001  # the root of the engine process: whatever ended it is its last message
         post.emit(EngineDied(reason=message_of(failed), details=traceback.format_exc(), error_kind=kind_of(failed)))
         hub.close(linger=_LAST_WORDS_S)
         os._exit(DIED)
@@ -253,7 +280,7 @@ class _Receiver:
                 self._read()
         except PeerGoneError:
             pass
-        except Exception as failed:
+        except Exception as failed:  # noqa: BLE001  # the root of the receiving thread: the loop raises it once it has stopped
             self.failed = failed
         self._inbox.put(Stop())
 

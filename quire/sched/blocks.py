@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from quire.sched.events import AllBlocksCleared, BlockRemoved, Event
+from quire.sched.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, Event
 
 
 class BlockPool:
@@ -107,4 +107,4 @@ class BlockPool:
         del self.named[group][name]
         self.names[block] = None
         if self.events is not None:
-            self.events.append(BlockRemoved(block_hashes=[name], group=group))
+            self.events.append(BlockRemoved([name], MEDIUM_GPU, group))

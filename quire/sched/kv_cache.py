@@ -18,7 +18,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.sched.blocks import BlockPool
-from quire.sched.events import BlockStored
+from quire.sched.events import MEDIUM_GPU, BlockStored
 from quire.sched.kv_policy import make_policy
 from quire.sched.moves import BlockMoves
 from quire.sched.prefix_hash import BlockHasher
@@ -224,6 +224,7 @@ class KVCache:
                 token_ids=request.tokens[first * size : last * size],
                 block_size=size,
                 lora_id=given.lora_id or None,
+                medium=MEDIUM_GPU,
                 lora_name=given.lora_name,
                 group=group,
             )

@@ -90,7 +90,7 @@ class SchedulerSettings:
             prefix_caching=cache.enable_prefix_caching,
             hash_algorithm=cache.prefix_caching_hash_algo,
             hash_seed=_hash_seed(),
-            events=events is not None and events.enable_kv_cache_events,
+            events=events is not None and events.publishes,
         )
 
 

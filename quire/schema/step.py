@@ -143,7 +143,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampled: list[list[int]]  # [] where the grant does not sample; several where drafts were right
     logprobs: list[LogprobRows | None] | None = None  # None: no request asked
     prompt_logprobs: dict[str, LogprobRows] = {}  # request id -> rows for the prompt positions computed in this step
-    drafts: dict[str, list[int]] = {}  # what the row's next grant will check, for requests with a grammar
+    drafts: dict[str, list[int]] = {}  # what rows' next grants check; at least of requests with a grammar
     pooled: dict[str, Pooled] = {}
     forward_seconds: float = 0.0
     failed: dict[str, str] = {}  # request id -> reason: that request alone is lost

@@ -12,9 +12,11 @@ StepResult.failed; the others go on. Must not know: why this plan, how a model i
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,8 +27,10 @@ from quire.ops.copy import download, upload
 from quire.sampling.logprobs import Ask, Picked, join, pick, values_of
 from quire.sampling.plain import FILTERS
 from quire.sampling.sampler import Sampler
+from quire.schema.errors import NotBuiltError
 from quire.schema.step import FORBIDS_ALL, LogprobRows, Mask, StepPlan, StepResult
 from quire.worker.device_inputs import DeviceInputs, Sampled
+from quire.worker.drafts import Drafter, Drafts
 from quire.worker.graphs import DecodeGraphs
 from quire.worker.inputs import StepShape, build, refuse_unbuilt, sampled_of, shape_of
 from quire.worker.kv_memory import KVMemory
@@ -52,8 +56,16 @@ class Pending:
     failed: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     ready: torch.cuda.Event | None = None
+    further: list[Pending] = field(default_factory=list)  # of the same plan: tokens after drafts that were right
+    drafts: dict[str, list[int]] = field(default_factory=dict)
 
     def result(self) -> StepResult:
+        result = self._first()
+        for pending in self.further:
+            _append(result, pending._first())
+        return result
+
+    def _first(self) -> StepResult:
         if self.ready is not None:
             self.ready.synchronize()
         out: list[list[int]] = [[] for _ in self.plan.grants]
@@ -72,6 +84,7 @@ class Pending:
             sampled=out,
             logprobs=self._logprobs(failed),
             prompt_logprobs={name: join([p.rows() for p in pieces]) for name, pieces in self.prompt.items()},
+            drafts=self.drafts,
             forward_seconds=self.seconds,
             failed=failed,
         )
@@ -124,20 +137,26 @@ class ModelRunner:
     ) -> None:
         self.model, self.rows, self.sampler, self.backend = model, rows, sampler, backend
         self.kv, self.inputs, self.graphs, self.mixed = kv, inputs, graphs, mixed
+        self.drafts: Drafts | None = None
         self._flight: _Flight | None = None
         self._lost: dict[str, str] = {}  # live requests that already failed, and why
 
     def forward(self, plan: StepPlan) -> None:
         began = now()
         self._flight = None
-        refuse_unbuilt(plan)
+        refuse_unbuilt(plan, drafts=self.drafts is not None)
         changes = self.rows.apply(plan)
         for name in plan.left:
             self._lost.pop(name, None)
         refused = self.sampler.update(changes.removed, changes.added, changes.moved, self.rows.num_rows)
         self._lose(refused)
         if plan.grants:
-            shape = shape_of(plan.grants, self.rows)
+            grants = plan.grants
+            if self.drafts is not None:
+                self.drafts.forget([*plan.left, *[new.request_id for new in plan.joined]])
+                grants = self.drafts.resolve(grants)
+                plan = msgspec.structs.replace(plan, grants=grants)
+            shape = shape_of(grants, self.rows)
             flight = self._start(plan, shape) if self.inputs is None else self._launch(plan, shape, self.inputs)
             flight.seconds = now() - began
             self._flight = flight
@@ -206,7 +225,10 @@ class ModelRunner:
         if flight.hidden is not None and any(k is not None for k in asked):
             pending.prompt = self._prompt_logprobs(flight.shape, flight.hidden)
         if flight.sample_grants and flight.pending is None:
-            self._sample_all(flight, mask, pending)
+            if self.drafts is None:
+                self._sample_all(flight, mask, pending)
+            else:
+                self._check_drafts(flight, mask, pending, self.drafts)
         if self._lost:
             granted = {grant.request_id for grant in flight.plan.grants}
             pending.failed = {name: why for name, why in self._lost.items() if name in granted}
@@ -235,6 +257,46 @@ class ModelRunner:
         pending.token_ids, pending.scores = download(sampled.token_ids), download(sampled.scores)
         pending.logprobs = [(ask, picked.on_host()) for ask, picked in sampled.logprobs]
         self._lose(sampled.failed)
+
+    def draft_with(self, drafter: Drafter) -> None:
+        """From now on, grants may check what this proposes."""
+        if self.inputs is not None or self.sampler.custom:
+            raise NotBuiltError("drafts are checked on CPU only, and not beside custom logits processors")
+        self.drafts = Drafts(drafter, self.rows)
+
+    @torch.inference_mode()
+    def _check_drafts(self, flight: _Flight, mask: Mask | None, pending: Pending, drafts: Drafts) -> None:
+        """A token for every row that samples; then, where it is the row's draft, the one after it, and so on: each is
+        chosen as if it were a step's only one, so nothing depends on what was drafted."""
+        assert flight.hidden is not None
+        grants, shape = flight.plan.grants, flight.shape
+        ends = dict(zip(shape.grants.tolist(), shape.ends.tolist(), strict=True))
+        row_of = dict(zip(flight.sample_grants, flight.sample_rows.tolist(), strict=True))
+        masked = Counter(mask.index) if mask is not None else Counter[int]()
+        alive, offset, step = flight.sample_grants, 0, pending
+        while alive:
+            rows = np.array([row_of[i] for i in alive], np.int64)
+            firsts = np.array([grants[i].start + grants[i].count - grants[i].num_drafts for i in alive], np.int64)
+            index = torch.tensor([ends[i] - 1 - grants[i].num_drafts + offset for i in alive])
+            own = _Flight(flight.plan, shape, rows, firsts + offset, alive)
+            own.hidden, own.logit_index = flight.hidden, index
+            step.sample_grants = alive
+            self._sample_all(own, _at_offset(mask, offset), step)
+            assert step.token_ids is not None
+            self.rows.lengths[rows] = firsts + offset + 1
+            kept = []
+            for i, token in zip(alive, step.token_ids.tolist(), strict=True):
+                proposed = drafts.of.get(grants[i].request_id, [])
+                more = offset < grants[i].num_drafts and token == proposed[offset]
+                if more and (i not in masked or offset + 1 < masked[i]):
+                    kept.append(i)
+            alive, offset = kept, offset + 1
+            if alive:
+                step = Pending(flight.plan)
+                pending.further.append(step)
+        for i in flight.sample_grants:
+            request_id = grants[i].request_id
+            pending.drafts[request_id] = drafts.propose(request_id)
 
     @staticmethod
     def _sampled(hidden: Tensor, index: Tensor) -> Tensor:
@@ -267,6 +329,29 @@ class ModelRunner:
 
     def _lose(self, failed: dict[int, str]) -> None:
         self._lost |= {self.rows.request_of[row]: why for row, why in failed.items()}
+
+
+def _append(result: StepResult, more: StepResult) -> None:
+    """Tokens that follow those of `result`, whose lists are changed."""
+    for i, tokens in enumerate(more.sampled):
+        result.sampled[i].extend(tokens)
+        rows = more.logprobs[i] if more.logprobs is not None else None
+        if rows is not None:
+            assert result.logprobs is not None
+            before = result.logprobs[i]
+            result.logprobs[i] = rows if before is None else join([before, rows])
+    result.failed.update(more.failed)
+
+
+def _at_offset(mask: Mask | None, offset: int) -> Mask | None:
+    """The rows of a mask for one offset; None: there are none."""
+    if mask is None or (not mask.offsets and not offset):
+        return mask
+    offsets = mask.offsets or (0,) * len(mask.index)
+    own = [i for i, at in enumerate(offsets) if at == offset]
+    size = 4 * mask.words
+    rows = b"".join(mask.rows[i * size : (i + 1) * size] for i in own)
+    return Mask(index=tuple(mask.index[i] for i in own), rows=rows, words=mask.words) if own else None
 
 
 def _mask_of(mask: Mask, sample_grants: list[int], logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -298,13 +298,11 @@ class Adapters(Gate):
 class Hiccup(Gate):
     """Another: whoever wants several tokens gets none in every second step. Single ones pass without being asked."""
 
-    step = 0
-
-    def open(self, num_running: int) -> None:
-        self.step += 1
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
 
     def admit(self, request: Request, count: int) -> int:
-        return SKIP if count > 1 and request.running and self.step % 2 else count
+        return SKIP if count > 1 and request.running and self.scheduler.step % 2 else count
 
 
 class World:
@@ -357,7 +355,7 @@ class World:
             self.scheduler.planner.gates.insert(0, Adapters())
         self.hiccups, self.idle = chunked and rng.random() < 0.2, 0
         if self.hiccups:
-            self.scheduler.planner.gates.insert(0, Hiccup())
+            self.scheduler.planner.gates.insert(0, Hiccup(self.scheduler))
         self.given: dict[str, EngineRequest] = {}
         self.clients: dict[str, Client] = {}
         self.worker = Worker(self.layout, self.given, rng)

@@ -384,7 +384,7 @@ def test_from_config_reads_every_option(device: str) -> None:
             max_num_queued_tokens=12, inter_token_latency_goal_ms=25.0,
         ),
         cache_config=Names(enable_prefix_caching=False, prefix_caching_hash_algo="sha256_cbor"),
-        kv_events_config=Names(enable_kv_cache_events=True),
+        kv_events_config=Names(publishes=True),
     )  # fmt: skip
     assert SchedulerSettings.from_config(config, max_model_len=50, depth=2) == SchedulerSettings(
         max_model_len=50, max_num_batched_tokens=100, max_num_seqs=3, policy="priority", depth=2,
