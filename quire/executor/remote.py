@@ -1,9 +1,10 @@
 """Workers in processes of their own: any number, reached by rank over one hub, on this host or by TCP.
 
 What travels: to a worker WorkerCall (a verb of `Worker`, or a call by name), back from it WorkerJoined once and then
-WorkerReply. Types of arguments and answers are read from `Worker` (base.py), so a new verb needs nothing here. Verbs run
-in the order sent; a step's result is read in a thread of its own, so that the next step can be started meanwhile. `forward` and, but for
-rank 0, `sample` are not answered: a failure there is said all the same, and ends the executor as a death does.
+WorkerReply. Types of arguments and answers are read from `Worker` (base.py), so a new verb needs nothing here. Verbs
+run in the order sent; a step's result is read in a thread of its own, so that the next step can be started meanwhile.
+`forward` and, but for rank 0, `sample` are not answered: a failure there is said all the same, and ends the executor as
+a death does.
 Nothing is pickled. Over TCP every message is sealed with a secret of this run, which a worker gets through its standard
 input. Must not know what a plan means.
 """
