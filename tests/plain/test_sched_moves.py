@@ -112,3 +112,18 @@ def test_a_reset_forgets_what_was_queued() -> None:
     assert bench.scheduler.reset_prefix_cache()
     bench.add(request("b", 3, 1))
     assert bench.step().moves == () and bench.num_free == 64
+
+
+def test_nobody_is_preempted_for_a_block_that_only_a_save_holds() -> None:
+    bench = Bench(6)
+    names = cached(bench)  # four of six blocks
+    bench.add(request("a", list(range(4)), 8), request("b", list(range(50, 54)), 8))
+    assert counts(bench.step()) == {"a": 4, "b": 4}
+    for slot, name in enumerate(names):
+        assert bench.scheduler.kv.moves.save(0, name, slot, after=True)
+    assert bench.num_free == 0
+    plan = bench.step()
+    assert counts(plan) == {"a": 1, "b": 1} and bench.scheduler.stats().preempted == 0
+    assert [move.after for move in plan.moves] == [False] * 4, "saved before the blocks are written over"
+    bench.finish()
+    assert bench.output("a") == bench.output("b") == [7] * 8
