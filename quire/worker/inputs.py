@@ -126,8 +126,6 @@ def sampled_of(shape: StepShape, rows: Rows) -> tuple[np.ndarray, np.ndarray, li
 
 def refuse_unbuilt(plan: StepPlan, *, drafts: bool) -> None:
     """NotBuiltError for what a plan may ask and this worker cannot do. `drafts`: it can check those."""
-    if plan.moves:
-        raise NotBuiltError(f"a plan moves {len(plan.moves)} KV blocks, and this version cannot")
     if plan.encode or plan.free_encoded:
         raise NotBuiltError(f"a plan has {len(plan.encode)} media items to encode, and this version cannot")
     if not drafts and any(grant.num_drafts for grant in plan.grants):
