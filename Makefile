@@ -107,11 +107,13 @@ SANITIZE = QUIRE_CPU_KERNELS_FILE=$(SANITIZED_LIBRARY) \
   UBSAN_OPTIONS=print_stacktrace=1
 SANITIZE_TESTS := $(wildcard tests/ops/test_cpu_*.py) $(addprefix tests/,ops/test_few_rows.py ops/test_fused_branch.py engine/test_loader_safetensors.py engine/test_loader_gguf_types.py plain/test_gguf_container.py)
 FUZZ_SECONDS ?= 90
+# Their tests take some minutes of two processors; what takes so long hangs.
+SANITIZE_SECONDS ?= 1500
 $(SANITIZED_LIBRARY): setup.py $(wildcard csrc/cpu/*) | setup
 	QUIRE_BUILD_KERNELS=1 QUIRE_BUILD_FLAGS="$(SANITIZE_FLAGS)" $(BIN)/python setup.py -q build_ext --build-lib build/sanitized --build-temp build/sanitized-objects
 
 sanitize: $(SANITIZED_LIBRARY)  ## CPU kernels under AddressSanitizer and UBSan: their tests, and hostile files for FUZZ_SECONDS of each kind
-	$(SANITIZE) $(PYTEST) --capture=sys $(SANITIZE_TESTS)
+	timeout $(SANITIZE_SECONDS) env $(SANITIZE) $(PYTEST) --capture=sys $(SANITIZE_TESTS)
 	$(SANITIZE) $(BIN)/python -m tests.fuzz_files --seed $(SEED) --seconds $(FUZZ_SECONDS) --jobs $(JOBS)
 
 FUZZ_FILES ?= 2000

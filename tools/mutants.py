@@ -172,12 +172,13 @@ class Score(NamedTuple):
 
 def run(root: Path, table: dict[str, tuple[str, ...]], seconds: float, seed: int, jobs: int) -> Score:
     """Tests of each module, mutants at random over all modules until the time is up."""
-    end, killed, survived = time.monotonic() + seconds, Counter[str](), list[Mutant]()
+    killed, survived = Counter[str](), list[Mutant]()
     waiting = [one for module in table for one in mutants(module, (root / module).read_text())]
     random.Random(seed).shuffle(waiting)
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(jobs) as pool:
         copies = [Copy(root, Path(scratch) / str(number)) for number in range(jobs)]
         limits = {module: _limit(copies[0], tests, module) for module, tests in table.items()}
+        end = time.monotonic() + seconds
 
         def work(own: Copy) -> None:
             while waiting and time.monotonic() < end:

@@ -1,9 +1,10 @@
 """Workers in processes of their own: any number, reached by rank over one hub, on this host or by TCP.
 
-What travels: to a worker Ask (a verb of `Worker`, or a call by name), back from it Joined once and then Reply. Types of
-arguments and answers are read from `Worker` (base.py), so a new verb needs nothing here. Verbs run in the order sent;
-a step's result is read in a thread of its own, so that the next step can be started meanwhile. `forward` and, but for
-rank 0, `sample` are not answered: a failure there is said all the same, and ends the executor as a death does.
+What travels: to a worker WorkerCall (a verb of `Worker`, or a call by name), back from it WorkerJoined once and then
+WorkerReply. Types of arguments and answers are read from `Worker` (base.py), so a new verb needs nothing here. Verbs
+run in the order sent; a step's result is read in a thread of its own, so that the next step can be started meanwhile.
+`forward` and, but for rank 0, `sample` are not answered: a failure there is said all the same, and ends the executor as
+a death does.
 Nothing is pickled. Over TCP every message is sealed with a secret of this run, which a worker gets through its standard
 input. Must not know what a plan means.
 """
@@ -38,10 +39,10 @@ MAIN = "quire.executor.remote:main"
 CONFIG = "quire.config:EngineConfig"
 _HUB = "executor"
 _PATIENCE = 5.0  # seconds that a worker may take to leave
-_NOBODY = -1  # call id of an Ask that is not answered
+_NOBODY = -1  # call id of an WorkerCall that is not answered
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+class WorkerCall(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     call_id: int
     verb: str
     args: msgspec.Raw  # of a verb of `Worker`: msgpack of its arguments in order; of a call: of CallArguments
@@ -53,12 +54,12 @@ class CallArguments(msgspec.Struct, frozen=True, array_like=True):
     kwargs: dict[str, Any]
 
 
-class Joined(msgspec.Struct, frozen=True, array_like=True, tag="joined"):
+class WorkerJoined(msgspec.Struct, frozen=True, array_like=True, tag="joined"):
     rank: int
     address: str  # of its mailbox
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
+class WorkerReply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
     rank: int
     call_id: int
     value: msgspec.Raw
@@ -66,7 +67,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
     error_kind: str = ""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerBoot(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker process is started with."""
 
     rank: int
@@ -124,7 +125,7 @@ class RemoteExecutor:
             Child(
                 MAIN,
                 msgspec.msgpack.encode(
-                    Place(
+                    WorkerBoot(
                         rank=rank,
                         num_workers=num_workers,
                         folder=self._folder,
@@ -185,13 +186,13 @@ class RemoteExecutor:
         )
 
     def shutdown(self) -> None:
-        """Ask the workers to leave, and see to it that they do."""
+        """WorkerCall the workers to leave, and see to it that they do."""
         with self._lock:
             closing = self._dead is None
             self._dead = self._dead or EngineDeadError("the executor was shut down")
         if closing:
             for rank in range(self.num_workers):
-                self._hub.send(str(rank), _TO.encode(Ask(_NOBODY, "shutdown", _RAW_NOTHING)))
+                self._hub.send(str(rank), _TO.encode(WorkerCall(_NOBODY, "shutdown", _RAW_NOTHING)))
         for child in self._children:
             child.stop(_PATIENCE if closing else 0.0)
         self._hub.close()
@@ -219,7 +220,7 @@ class RemoteExecutor:
                 replies.append(self._open[rank, call_id])
         for rank in range(self.num_workers):
             answered = call_id if rank in answering else _NOBODY
-            self._hub.send(str(rank), _TO.encode(Ask(answered, verb, msgspec.Raw(args), is_call)))
+            self._hub.send(str(rank), _TO.encode(WorkerCall(answered, verb, msgspec.Raw(args), is_call)))
         return replies
 
     def _read(self) -> None:
@@ -237,8 +238,8 @@ class RemoteExecutor:
         except EngineDeadError as failed:
             self._die(failed)
 
-    def _take(self, message: Joined | Reply) -> None:
-        if isinstance(message, Joined):
+    def _take(self, message: WorkerJoined | WorkerReply) -> None:
+        if isinstance(message, WorkerJoined):
             self._hub.open(str(message.rank), message.address)
             self._joined[message.rank].set_result(None)
             return
@@ -271,8 +272,8 @@ class _Pending:
         return msgspec.msgpack.decode(self._reply.result(), type=StepResult)
 
 
-_TO: Codec[Ask] = Codec(Ask)
-_FROM: Codec[Joined | Reply] = Codec(Joined | Reply)
+_TO: Codec[WorkerCall] = Codec(WorkerCall)
+_FROM: Codec[WorkerJoined | WorkerReply] = Codec(WorkerJoined | WorkerReply)
 _RAW_NOTHING = msgspec.Raw(msgspec.msgpack.encode([]))
 _NIL = msgspec.Raw(msgspec.msgpack.encode(None))
 
@@ -282,12 +283,12 @@ _NIL = msgspec.Raw(msgspec.msgpack.encode(None))
 
 def main(boot: bytes) -> None:
     """A worker process, from its boot bytes to its end."""
-    place = msgspec.msgpack.decode(boot, type=Place)
+    place = msgspec.msgpack.decode(boot, type=WorkerBoot)
     seal = None if place.secret is None else Seal(place.secret)
     name = str(place.rank).encode()
     wire = Wire(place.folder, mine=place.mine, theirs=place.theirs, sender=name, seal=seal)
     end = _End(place.rank, wire)
-    wire.send(_FROM.encode(Joined(place.rank, place.mine if seal is None else wire.address)))
+    wire.send(_FROM.encode(WorkerJoined(place.rank, place.mine if seal is None else wire.address)))
     try:
         config = msgspec.msgpack.decode(place.config, type=registry.load(place.config_type))
         worker = registry.load(place.worker)(config, rank=place.rank, num_workers=place.num_workers)
@@ -343,13 +344,13 @@ class _End:
         except (TypeError, ValueError, OverflowError, RecursionError) as wrong:
             self.fail(call_id, InputError(f"the answer cannot cross to another process: {wrong}"))
             return
-        self._wire.send(_FROM.encode(Reply(self._rank, call_id, encoded)))
+        self._wire.send(_FROM.encode(WorkerReply(self._rank, call_id, encoded)))
 
     def fail(self, call_id: int, failed: Exception) -> None:
-        self._wire.send(_FROM.encode(Reply(self._rank, call_id, _NIL, message_of(failed), kind_of(failed))))
+        self._wire.send(_FROM.encode(WorkerReply(self._rank, call_id, _NIL, message_of(failed), kind_of(failed))))
 
 
-def _run(worker: Worker, asked: Ask) -> Any:
+def _run(worker: Worker, asked: WorkerCall) -> Any:
     if asked.is_call:
         given = msgspec.msgpack.decode(asked.args, type=CallArguments)
         return resolve_verb(asked.verb)(worker, *given.args, **given.kwargs)

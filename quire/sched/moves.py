@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from quire.schema.step import Move, Way
+from quire.schema.step import Direction, Move
 
 if TYPE_CHECKING:
     from quire.sched.kv_cache import KVCache
@@ -38,7 +38,7 @@ class BlockMoves:
         """Blocks are wanted: what was to be saved after the next forward pass is saved before it. False: none was."""
         if not self.pinned:
             return False
-        self.waiting = [Move(move.source, move.target, move.way) for move in self.waiting]
+        self.waiting = [Move(move.source, move.target, move.direction) for move in self.waiting]
         self._unpin()
         return True
 
@@ -58,7 +58,7 @@ class BlockMoves:
         if pool.events is not None:
             kv.record(request, group, [index])
         pool.drop(taken)
-        self.waiting.append(Move(slot, block, Way.IN))
+        self.waiting.append(Move(slot, block, Direction.IN))
         return True
 
     def save(self, group: int, name: bytes, slot: int, *, after: bool = False) -> bool:
@@ -70,7 +70,7 @@ class BlockMoves:
         if after:
             pool.share((block,))
             self.pinned.append(block)
-        self.waiting.append(Move(block, slot, Way.OUT, after))
+        self.waiting.append(Move(block, slot, Direction.OUT, after))
         return True
 
     def relocate(self, group: int, name: bytes) -> bool:

@@ -136,7 +136,7 @@ class Planner:
             need = kv.need_to_join(request, hit, hit.length + count, whole=self.reserves)
             if self.running.items:
                 need += self.watermark + (reserved if self.reserves else 0)
-            if need > kv.pool.num_free:
+            if need > kv.pool.num_free and not (kv.moves.unpin() and need <= kv.pool.num_free):
                 break
             self.waiting.drop(index)
             self._join(plan, request, hit, count)
@@ -182,6 +182,8 @@ class Planner:
         """Preempt from the end of the order until `upto` tokens fit; False when the request itself is at that end."""
         need = self.kv.need(request, upto)
         while need > self.kv.pool.num_free:
+            if self.kv.moves.unpin():
+                continue
             if (last := self.running.items[-1]) is request:
                 return False
             self.preempt(last)

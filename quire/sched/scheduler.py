@@ -179,8 +179,6 @@ class Scheduler:
         assert len(self.flights) < self.settings.depth, f"{len(self.flights)} plans are out already"
         self.step += 1
         filled = self.planner.fill()
-        if not filled.grants and self.kv.moves.unpin():
-            filled = self.planner.fill()
         if not filled.grants:
             return StepPlan(step=self.step, grants=())
         self.flights.append((self.step, filled.requests))

@@ -67,7 +67,7 @@ class Grant(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     num_drafts: int = 0  # of `count`: positions for drafts of the row, of which there may be fewer
 
 
-class Way(enum.StrEnum):
+class Direction(enum.StrEnum):
     """Where a block is copied from and to."""
 
     WITHIN = "within"  # from one block to another
@@ -80,7 +80,7 @@ class Move(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
     source: int  # block, or slot
     target: int
-    way: Way = Way.WITHIN
+    direction: Direction = Direction.WITHIN
     after: bool = False  # after the forward pass instead of before it
 
 

@@ -8,7 +8,7 @@ never pays for it. Must not know: what is written there, whose blocks these are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,9 +18,8 @@ from torch import Tensor
 from quire.attention.backend import AttentionBackend
 from quire.ops.copy import upload
 from quire.quant.arena import new_map
-from quire.schema.errors import ConfigError, NotBuiltError
+from quire.schema.errors import ConfigError
 from quire.schema.kv import KVLayout
-from quire.schema.step import Move, Way
 from quire.worker.gpu_memory import does_not_fit
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ class KVMemory:
         # copies move words, not bytes, where a page is made of whole words
         self._word = next(word for word in (torch.int64, torch.int32, torch.uint8) if not _rest(layout, word))
         self._pages = [slot.view(self._word) for slot in self.slots]
-        self.host: Tensor | None = None  # [slots, block_bytes]: other memory that blocks move to and from
 
     def bind(self, backend: AttentionBackend, model: Model) -> None:
         """Hand every layer its cache: views of this memory."""
@@ -84,44 +82,6 @@ class KVMemory:
             sent = host.to(self.device, non_blocking=True).view(self._word).view(len(index), len(self.slots), -1)
             for at, pages in enumerate(self._pages):
                 pages.index_copy_(0, index, sent[:, at])
-
-    # --- moves of a plan
-
-    def open_host(self, num_slots: int) -> None:
-        """Host memory that moves name by slot."""
-        self.host = self.on_host(num_slots)
-
-    def check_moves(self, moves: Sequence[Move]) -> None:
-        """To be asked before anything of a plan is done."""
-        num_slots = 0 if self.host is None else len(self.host)
-        for move in moves:
-            if move.way is not Way.WITHIN and self.host is None:
-                raise NotBuiltError("a plan moves KV blocks to or from other memory, and none was set up")
-            self._check([move.source] if move.way is Way.OUT else [move.target])
-            if move.way is Way.WITHIN:
-                self._check([move.source])
-            elif not 0 <= (slot := move.target if move.way is Way.OUT else move.source) < num_slots:
-                raise RuntimeError(f"slot {slot} is not among the {num_slots} of the host's memory")
-
-    def move(self, moves: Iterable[Move]) -> None:
-        """One after another: a move reads what those before it have written."""
-        sources: list[int] = []
-        targets: list[int] = []  # copies within, until one depends on another
-        for move in moves:
-            depends = move.source in targets or move.target in targets
-            if sources and (move.way is not Way.WITHIN or depends):
-                self.copy_within(sources, targets)
-                sources, targets = [], []
-            if move.way is Way.WITHIN:
-                sources.append(move.source)
-                targets.append(move.target)
-                continue
-            assert self.host is not None
-            if move.way is Way.OUT:
-                self.copy_out([move.source], self.host[move.target : move.target + 1])
-            else:
-                self.copy_in([move.target], self.host[move.source : move.source + 1])
-        self.copy_within(sources, targets)
 
     def on_host(self, num_blocks: int) -> Tensor:
         """Host memory for `copy_out` and `copy_in`, pinned where a device reads it; not filled."""

@@ -35,6 +35,7 @@ from quire.worker.graphs import DecodeGraphs
 from quire.worker.inputs import StepShape, build, refuse_unbuilt, sampled_of, shape_of
 from quire.worker.kv_memory import KVMemory
 from quire.worker.mixed_graphs import MixedGraphs
+from quire.worker.moves import BlockCopies
 from quire.worker.rows import Rows
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ class ModelRunner:
     ) -> None:
         self.model, self.rows, self.sampler, self.backend = model, rows, sampler, backend
         self.kv, self.inputs, self.graphs, self.mixed = kv, inputs, graphs, mixed
+        self.copies = BlockCopies(kv)
         self.drafts: Drafts | None = None
         self._flight: _Flight | None = None
         self._lost: dict[str, str] = {}  # live requests that already failed, and why
@@ -145,9 +147,10 @@ class ModelRunner:
         began = now()
         self._flight = None
         refuse_unbuilt(plan, drafts=self.drafts is not None)
-        if plan.moves:
-            self.kv.check_moves(plan.moves)
-            self.kv.move(move for move in plan.moves if not move.after)
+        moves = plan.moves
+        if moves:
+            self.copies.check(moves)
+            self.copies.run(moves, after=False)
         changes = self.rows.apply(plan)
         for name in plan.left:
             self._lost.pop(name, None)
@@ -161,10 +164,10 @@ class ModelRunner:
                 plan = msgspec.structs.replace(plan, grants=grants)
             shape = shape_of(grants, self.rows)
             flight = self._start(plan, shape) if self.inputs is None else self._launch(plan, shape, self.inputs)
+            if moves:
+                self.copies.run(moves, after=True)
             flight.seconds = now() - began
             self._flight = flight
-        if plan.moves:
-            self.kv.move(move for move in plan.moves if move.after)
 
     @torch.inference_mode()
     def _start(self, plan: StepPlan, shape: StepShape) -> _Flight:

@@ -16,10 +16,9 @@ from quire.attention.select import select_backend
 from quire.layers.packed import Texts
 from quire.models.seq2seq import build_seq2seq
 from quire.sched.kv_layout import place
-from quire.schema.errors import NotBuiltError
 from quire.schema.kv import KVGroup, KVKind, KVLayout, KVSpec
 from quire.schema.params import SamplingParams
-from quire.schema.step import Grant, Move, NewRow, StepPlan, Way
+from quire.schema.step import Grant, NewRow, StepPlan
 from quire.worker import kv_memory
 from quire.worker.device_inputs import DeviceInputs
 from quire.worker.inputs import build, shape_of
@@ -143,69 +142,6 @@ def test_a_request_goes_on_from_copied_blocks() -> None:
     assert step("b", 5, 1, blocks=(10, 11)) == wanted
     with pytest.raises(AssertionError, match="another position"):
         step("c", 5, 1, blocks=(12, 11))
-
-
-def test_moves_of_a_plan_happen_in_their_order() -> None:
-    """Random moves in one call against the same one after another, over a model of bytes."""
-    rng, memory = random.Random(5), blank(6, 16, 2)
-    memory.open_host(3)
-    assert memory.host is not None
-    for pages in memory.slots:
-        pages.random_(0, 256)
-    blocks, host = torch.stack(memory.slots, 1).clone(), memory.host.zero_().clone().view(3, 2, 16)
-    for _ in range(80):
-        moves = []
-        for _ in range(rng.randrange(1, 9)):
-            way = rng.choice([Way.WITHIN, Way.WITHIN, Way.WITHIN, Way.OUT, Way.IN])
-            source = rng.randrange(3 if way is Way.IN else 6)
-            target = rng.randrange(3 if way is Way.OUT else 6)
-            moves.append(Move(source, target, way))
-            origin, goal = (host if way is Way.IN else blocks), (host if way is Way.OUT else blocks)
-            goal[target] = origin[source].clone()
-        memory.check_moves(moves)
-        memory.move(moves)
-        assert torch.equal(torch.stack(memory.slots, 1), blocks) and torch.equal(memory.host.view(3, 2, 16), host)
-
-
-def test_moves_that_cannot_be() -> None:
-    memory = blank(4, 8, 2)
-    with pytest.raises(NotBuiltError, match="none was set up"):
-        memory.check_moves([Move(0, 1), Move(0, 1, Way.OUT)])
-    memory.open_host(2)
-    memory.check_moves([Move(0, 1, Way.OUT), Move(1, 3, Way.IN)])
-    for move, message in (
-        (Move(4, 0), "block 4"), (Move(0, 4), "block 4"), (Move(0, 2, Way.OUT), "slot 2 is not among the 2"),
-        (Move(2, 0, Way.IN), "slot 2"), (Move(0, 4, Way.IN), "block 4"), (Move(-1, 0, Way.OUT), "block -1"),
-    ):  # fmt: skip
-        with pytest.raises(RuntimeError, match=message):
-            memory.check_moves([move])
-
-
-@pytest.mark.parametrize("staged", [False, True])
-def test_a_plan_moves_blocks_before_and_after_its_forward_pass(staged: bool) -> None:
-    """The fake model reads every token back through its blocks. Block 3 is saved after the step that fills it, and
-    brought to another place before the step that reads it there; block 4 moves within the memory."""
-    runner = make_runner(staged=staged)
-    runner.kv.open_host(2)
-    tokens = (5, 6, 7, 8, 9, 10)
-
-    def step(number: int, name: str, grant: Grant, blocks: tuple[int, ...], *moves: Move) -> int:
-        joined = NewRow(
-            request_id=name, epoch=0, token_ids=tokens, num_prompt_tokens=6, params=SamplingParams(temperature=0),
-            seed=0, blocks=(blocks, blocks),
-        )  # fmt: skip
-        runner.forward(StepPlan(step=number, grants=(grant,), joined=(joined,), moves=moves))
-        return runner.sample(number, None).result().sampled[0][0]
-
-    first = Grant("a", 0, 6, True, 0, ((3, 4), (3, 4)))
-    wanted = step(1, "a", first, (), Move(3, 1, Way.OUT, True))
-    again = Grant("b", 5, 1, True, 0)
-    spoil = Move(50, 11, Way.WITHIN, True)  # a block that this step still reads
-    assert step(2, "b", again, (10, 11), Move(1, 10, Way.IN), Move(4, 11), spoil) == wanted
-    early = Grant("c", 0, 6, True, 0, ((20, 21), (20, 21)))
-    step(3, "c", early, (), Move(20, 0, Way.OUT))  # before the pass that fills it
-    with pytest.raises(AssertionError, match="another position"):
-        step(4, "d", Grant("d", 5, 1, True, 0), (30, 21), Move(0, 30, Way.IN))
 
 
 # --- who owns it

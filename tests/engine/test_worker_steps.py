@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from quire.schema.errors import NotBuiltError
 from quire.schema.params import PoolingParams, SamplingParams
-from quire.schema.step import EncodeItem, Grant, Mask, Move, NewRow, StepPlan, Way
+from quire.schema.step import Direction, EncodeItem, Grant, Mask, Move, NewRow, StepPlan
 from tests.engine.sampling_oracle import Known, log_softmax, next_token
 from tests.engine.worker_driver import Asked, Driver
 from tests.engine.worker_fakes import FakeModel, make_runner
@@ -194,7 +194,8 @@ def test_a_plan_that_contradicts_the_rows_is_an_error():
     [
         (one_grant(num_drafts=1), "drafts"),
         (one_grant(params=PoolingParams(task="embed")), "'a' is to be pooled"),
-        (replace(one_grant(), moves=(Move(0, 1, Way.OUT),)), "other memory, and none was set up"),
+        (replace(one_grant(), moves=(Move(0, 1, Direction.IN),)), "moves a KV block in by slot 0; there are 0"),
+        (replace(one_grant(), moves=(Move(0, 7, Direction.OUT),)), "out by slot 7"),
         (replace(one_grant(), encode=(EncodeItem("k", "a", 0),)), "1 media items to encode"),
         (replace(one_grant(), free_encoded=("k",)), "media items"),
     ],

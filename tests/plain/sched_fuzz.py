@@ -28,7 +28,7 @@ from quire.sched.settings import SchedulerSettings
 from quire.schema.kv import KVGroup, KVKind, KVLayout
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
 from quire.schema.params import RepetitionDetectionParams, SamplingParams
-from quire.schema.step import Grant, LogprobRows, Move, NewRow, StepPlan, StepResult, Way
+from quire.schema.step import Direction, Grant, LogprobRows, Move, NewRow, StepPlan, StepResult
 
 VOCABULARY = 9
 F, W, C, S, X = KVKind.FULL, KVKind.WINDOW, KVKind.CHUNK, KVKind.STATE, KVKind.CROSS
@@ -123,11 +123,11 @@ class Worker:
 
     def copy(self, moves: list[Move]) -> None:
         for move in moves:
-            if move.way is Way.IN:
+            if move.direction is Direction.IN:
                 home, content = self.slots[move.source]
             else:
                 home, content = self.homes[move.source], self.blocks[move.source]
-            if move.way is Way.OUT:
+            if move.direction is Direction.OUT:
                 assert home >= 0, "an empty block is saved"
                 self.slots[move.target] = home, list(content)
             else:

@@ -16,7 +16,7 @@ from quire.sched.kv_cache import KVCache
 from quire.sched.moves import BlockMoves
 from quire.sched.planner import Planner
 from quire.sched.request import Request
-from quire.schema.step import Move, Way
+from quire.schema.step import Direction, Move
 from tests.plain.sched_fuzz import run_seed
 
 SECONDS = 20.0
@@ -96,7 +96,7 @@ def moves_backwards(moves: BlockMoves) -> Any:
 
 def saves_without_holding(moves: BlockMoves, group: int, name: bytes, slot: int, *, after: bool = False) -> bool:
     block = moves._kv.pool.named[group][name]
-    moves.waiting.append(Move(block, slot, Way.OUT, after))
+    moves.waiting.append(Move(block, slot, Direction.OUT, after))
     return True
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from quire.sched.events import BlockStored
 from quire.schema.kv import KVKind
-from quire.schema.step import Move, Way
+from quire.schema.step import Direction, Move
 from tests.plain.sched_kit import Bench, counts, request
 
 PROMPT = list(range(100, 117))  # four blocks of 4, and one token
@@ -28,7 +28,7 @@ def test_a_block_that_was_brought_is_found_in_the_plan_that_brings_it() -> None:
     assert not moves.bring(one, 0, 0, slot=9), "it can be found already"
     (plan,) = [bench.step()]
     blocks = plan.joined[0].blocks[0]
-    assert plan.moves == (Move(50, blocks[0], Way.IN), Move(51, blocks[1], Way.IN))
+    assert plan.moves == (Move(50, blocks[0], Direction.IN), Move(51, blocks[1], Direction.IN))
     assert counts(plan) == {"a": 9} and bench.step().moves == ()
     stored = [event for event in bench.scheduler.take_events() if isinstance(event, BlockStored)]
     assert [event.token_ids for event in stored[:2]] == [PROMPT[:4], PROMPT[4:8]]
@@ -72,7 +72,7 @@ def test_a_save_after_the_forward_pass_holds_its_block_until_the_plan_is_made() 
     bench.scheduler.audit()
     bench.add(request("b", list(range(14)), 1))
     plan = bench.plan()
-    assert plan.moves == (Move(blocks[0], 7, Way.OUT), Move(blocks[1], 8, Way.OUT, after=True))
+    assert plan.moves == (Move(blocks[0], 7, Direction.OUT), Move(blocks[1], 8, Direction.OUT, after=True))
     assert blocks[1] not in plan.grants[0].new_blocks[0], "it was taken while it had to be read"
     assert names[1] in bench.scheduler.kv.pool.named[0]
     bench.commit()
@@ -86,7 +86,9 @@ def test_a_request_that_needs_every_block_is_not_kept_waiting_by_a_save() -> Non
     assert bench.scheduler.kv.moves.save(0, names[1], slot=8, after=True)
     bench.add(request("b", list(range(19)), 1))  # five blocks
     plan = bench.plan()
-    assert counts(plan) == {"b": 19} and plan.moves == (Move(block, 8, Way.OUT),)  # before the block is written over
+    assert counts(plan) == {"b": 19} and plan.moves == (
+        Move(block, 8, Direction.OUT),
+    )  # before the block is written over
 
 
 def test_a_relocated_block_is_found_at_its_new_place() -> None:
@@ -110,3 +112,18 @@ def test_a_reset_forgets_what_was_queued() -> None:
     assert bench.scheduler.reset_prefix_cache()
     bench.add(request("b", 3, 1))
     assert bench.step().moves == () and bench.num_free == 64
+
+
+def test_nobody_is_preempted_for_a_block_that_only_a_save_holds() -> None:
+    bench = Bench(6)
+    names = cached(bench)  # four of six blocks
+    bench.add(request("a", list(range(4)), 8), request("b", list(range(50, 54)), 8))
+    assert counts(bench.step()) == {"a": 4, "b": 4}
+    for slot, name in enumerate(names):
+        assert bench.scheduler.kv.moves.save(0, name, slot, after=True)
+    assert bench.num_free == 0
+    plan = bench.step()
+    assert counts(plan) == {"a": 1, "b": 1} and bench.scheduler.stats().preempted == 0
+    assert [move.after for move in plan.moves] == [False] * 4, "saved before the blocks are written over"
+    bench.finish()
+    assert bench.output("a") == bench.output("b") == [7] * 8

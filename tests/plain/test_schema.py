@@ -18,7 +18,18 @@ from quire.schema.params import (
     StructuredOutputsParams,
 )
 from quire.schema.prompt import Prompt
-from quire.schema.step import EncodeItem, Grant, LogprobRows, Mask, Move, NewRow, Pooled, StepPlan, StepResult, Way
+from quire.schema.step import (
+    Direction,
+    EncodeItem,
+    Grant,
+    LogprobRows,
+    Mask,
+    Move,
+    NewRow,
+    Pooled,
+    StepPlan,
+    StepResult,
+)
 
 BAD_PARAMS = [
     ({"n": 0}, "n must be at least 1, got 0"),
@@ -225,7 +236,7 @@ def test_plans_and_results_cross_with_all_they_may_hold() -> None:
         step=1,
         grants=(Grant("a", 3, 4, True, 0, ((5,),), 3),),
         joined=(row,),
-        moves=(Move(1, 2), Move(3, 4, Way.IN), Move(5, 6, Way.OUT, after=True)),
+        moves=(Move(1, 2), Move(3, 4, Direction.IN), Move(5, 6, Direction.OUT, after=True)),
         encode=(EncodeItem("key", "a", 0),),
         free_encoded=("old",),
     )
