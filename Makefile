@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo wheel test isas check sanitize fuzz-files invariance kernels weights format lint types contract reference docs bench sizes clean
+.PHONY: help setup demo wheel test isas check coverage mutants sanitize fuzz-files invariance kernels weights format lint types contract reference docs bench sizes clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -68,8 +68,27 @@ isas: setup  ## engine tests once per instruction set of this machine, and witho
 	@for isa in $(ISAS) off; do \
 	  echo "QUIRE_CPU_KERNELS=$$isa" && QUIRE_CPU_KERNELS=$$isa $(PYTEST) $(ISA_TESTS) || exit 1; done
 
-check: lint types contract  ## format, lint, types, import contract, plain tests
-	$(PYTEST) tests/plain
+# Of the tensor side, the engine and the server, what sees most for its time: kernels against torch, one dense model and
+# one of each other kind against transformers, steps of a worker, an engine over tiny checkpoints, the API over a fake one.
+PARITY := $(foreach name,Llama Gemma2 Qwen3Moe DeepseekV3 Mamba2,tests/models/test_parity.py::test_prompts_in_one_step[$(name)ForCausalLM])
+CHECK_TESTS := tests/plain $(addprefix tests/,ops/test_norm_act_rope.py ops/test_sample_ops.py ops/test_cpu_sample.py \
+  engine/test_worker_steps.py engine/test_bad_input.py engine/test_loader_load.py engine/test_sampling_pipeline.py \
+  server/test_completions_api.py server/test_limits_api.py server/test_deadlines.py) $(PARITY)
+check: lint types contract  ## format, lint, types, import contract, plain tests and some of each other kind: minutes
+	$(PYTEST) $(CHECK_TESTS)
+
+# Slower than `test` by half, so no part of it. Processes that tests start are counted too.
+COVERAGE_TESTS ?= tests
+coverage: setup  ## lines that COVERAGE_TESTS run, per package
+	rm -f .coverage .coverage.*
+	$(PYTEST:$(BIN)/pytest=$(BIN)/coverage run -m pytest) --file-order $(SEED) $(COVERAGE_TESTS)
+	mkdir -p build && $(BIN)/coverage combine -q
+	$(BIN)/coverage json -q -o build/coverage.json
+	$(BIN)/python tools/covered.py build/coverage.json
+
+MUTANT_SECONDS ?= 600
+mutants: setup  ## small faults put into modules, and how many their tests notice, for MUTANT_SECONDS
+	$(BIN)/python tools/mutants.py --seconds $(MUTANT_SECONDS) --jobs $(JOBS) --seed $(SEED)
 
 # The interpreter needs no GPU. It is no part of `test`: it takes a quarter of an hour and triton is a large package.
 kernels: setup  ## Triton kernels on the CPU, interpreted, and the dry run that lists them
@@ -88,11 +107,13 @@ SANITIZE = QUIRE_CPU_KERNELS_FILE=$(SANITIZED_LIBRARY) \
   UBSAN_OPTIONS=print_stacktrace=1
 SANITIZE_TESTS := $(wildcard tests/ops/test_cpu_*.py) $(addprefix tests/,ops/test_few_rows.py ops/test_fused_branch.py engine/test_loader_safetensors.py engine/test_loader_gguf_types.py plain/test_gguf_container.py)
 FUZZ_SECONDS ?= 90
+# Their tests take some minutes of two processors; what takes so long hangs.
+SANITIZE_SECONDS ?= 1500
 $(SANITIZED_LIBRARY): setup.py $(wildcard csrc/cpu/*) | setup
 	QUIRE_BUILD_KERNELS=1 QUIRE_BUILD_FLAGS="$(SANITIZE_FLAGS)" $(BIN)/python setup.py -q build_ext --build-lib build/sanitized --build-temp build/sanitized-objects
 
 sanitize: $(SANITIZED_LIBRARY)  ## CPU kernels under AddressSanitizer and UBSan: their tests, and hostile files for FUZZ_SECONDS of each kind
-	$(SANITIZE) $(PYTEST) --capture=sys $(SANITIZE_TESTS)
+	timeout $(SANITIZE_SECONDS) env $(SANITIZE) $(PYTEST) --capture=sys $(SANITIZE_TESTS)
 	$(SANITIZE) $(BIN)/python -m tests.fuzz_files --seed $(SEED) --seconds $(FUZZ_SECONDS) --jobs $(JOBS)
 
 FUZZ_FILES ?= 2000

@@ -211,14 +211,14 @@ def examine(model_type: str, impl: str, device: str) -> Row:
         want = by_transformers(model, prompt)
         if len(want) != NUM_NEW:
             raise RuntimeError(f"transformers generated {len(want)} tokens in place of {NUM_NEW}")
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # what transformers cannot run itself is not counted, and the row says why
         return found | {"status": "not counted", "reason": f"transformers: {said(error)}", "at": where(error)}
     native = impl != "transformers" and name in ZOO
     with tempfile.TemporaryDirectory() as folder:
         try:
             model.save_pretrained(folder)
             got = by_quire(folder, prompt, "auto" if native else "transformers", device)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # the row says why it fails
             return found | {"status": "fails", "reason": said(error), "at": where(error)}
     status = "native" if native else "fallback"
     if got != want and got == by_forward(model, prompt):
@@ -249,7 +249,7 @@ def child(model_type: str, args: argparse.Namespace, report: Any, notes: str) ->
     started = time.monotonic()
     try:
         found = examine(model_type, args.impl, args.device)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001  # a child's last words are its row
         found = {"type": model_type, "architecture": "?", "status": "fails", "reason": said(error)}
     used = resource.getrusage(resource.RUSAGE_SELF)
     found |= {"seconds": round(time.monotonic() - started, 1), "cpu": round(used.ru_utime + used.ru_stime, 1)}

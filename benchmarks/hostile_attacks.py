@@ -261,12 +261,13 @@ def define_small() -> None:
         )
     salt = "s" * 1_000_000
     prompts = [f"p{i}" for i in range(64)]
-    for name, fields in {
+    large: dict[str, dict[str, Any]] = {
         "cache_salt": {"cache_salt": salt},
         "vllm_xargs": {"vllm_xargs": {"a": salt}},
         "structured_outputs": {"structured_outputs": {"choice": ["a" * 1000 + str(i) for i in range(900)]}},
         "allowed_token_ids": {"allowed_token_ids": list(range(48_000))},
-    }.items():
+    }
+    for name, fields in large.items():
         _small(f"fan_out_{name}", f"bytes times answers: {name} of 64 prompts with n 32", TEXT,
                _asks(**{"prompt": prompts, "n": 32, **fields}), (400,), 20.0)  # fmt: skip
     _small("fan_out_logprobs", "bytes times answers: 20 logprobs at 1,000 tokens of 64 prompts with n 32", TEXT,

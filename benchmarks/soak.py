@@ -393,7 +393,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pid", type=int, help="first process of the server at --url")
     parser.add_argument("--json", help="file for the figures")
     parser.add_argument("--victim", help=argparse.SUPPRESS)
-    args, args.server_options = parser.parse_known_args()
+    args, others = parser.parse_known_args()
+    args.server_options = others
     return args
 
 

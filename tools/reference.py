@@ -90,7 +90,7 @@ def parser_of(path: str, program: str) -> argparse.ArgumentParser | None:
     """The parser a command would use; None if it has none."""
     command = load(path)
     original = FlexibleArgumentParser.parse_args
-    FlexibleArgumentParser.parse_args = _Caught.parse_args  # type: ignore[method-assign]
+    FlexibleArgumentParser.parse_args = _Caught.parse_args  # type: ignore[method-assign, assignment]
     try:
         command([], program)
     except _FoundError as found:

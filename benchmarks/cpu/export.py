@@ -19,7 +19,13 @@ from quire.checkpoint.gguf_config import config_of
 from quire.checkpoint.source import locate
 from quire.loader.files import find_weights, read_weights
 from quire.loader.gguf_file import open_gguf
+from quire.quant.scheme import StoredRows
+from quire.text.forms.fast import FastTokenizer
 from quire.text.tokenizer import load_tokenizer
+
+
+def _plain(read: torch.Tensor | StoredRows) -> torch.Tensor:
+    return read.numbers() if isinstance(read, StoredRows) else read
 
 
 def main() -> None:
@@ -30,13 +36,14 @@ def main() -> None:
     asked = parser.parse_args()
     folder, file, dtype = asked.folder, Path(locate(asked.file).path), getattr(torch, asked.dtype)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for piece in read_weights(find_weights(str(file)), dtype=dtype):
-        tensors |= {name: tensor.to(dtype).contiguous() for name, tensor in piece.read()}
+        tensors |= {name: _plain(tensor).to(dtype).contiguous() for name, tensor in piece.read()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = config_of(open_gguf(str(file))) | {"dtype": asked.dtype, "torch_dtype": asked.dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     tokenizer = load_tokenizer(str(file))
+    assert isinstance(tokenizer, FastTokenizer)  # as every GGUF file's is
     tokenizer.pipeline.save(str(folder / "tokenizer.json"))
     facts = {
         "tokenizer_class": "PreTrainedTokenizerFast",

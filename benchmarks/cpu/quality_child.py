@@ -27,7 +27,12 @@ class Quire:
         """Log probabilities of all tokens but the first, and the logits that they come from."""
         model = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
         seen, plain = [], model.logits
-        model.logits = lambda hidden: seen.append(plain(hidden)) or seen[-1]
+
+        def watched(hidden):
+            seen.append(plain(hidden))
+            return seen[-1]
+
+        model.logits = watched
         (out,) = self._llm.generate([{"prompt_token_ids": ids}], self._params, use_tqdm=False)
         model.logits = plain
         found = [near[token].logprob for token, near in zip(ids[1:], out.prompt_logprobs[1:], strict=True)]

@@ -206,7 +206,7 @@ def show_mixed(bench: Bench) -> None:
 def attempt(run: Callable[[], tuple[float, float]]) -> str:
     try:
         return f"{run()[0]:8.1f}"
-    except Exception as wrong:  # a shape that does not fit the chip is a result
+    except Exception as wrong:  # noqa: BLE001  # a shape that does not fit the chip is a result
         return f"{type(wrong).__name__[:8]:>8}"
 
 

@@ -31,7 +31,7 @@ class Variant(NamedTuple):
     waves: float = 1.0  # of parts, against the default
 
     def backend(self) -> Tuned:
-        return Tuned(self.waves, **self.tiles)
+        return Tuned(self.waves, **self.tiles)  # type: ignore[arg-type]
 
     def label(self) -> str:
         parts = [f"p{self.page}"]
@@ -65,16 +65,16 @@ def decodes(model: str, rows: int, context: int, *, shared: bool = False) -> Sha
 
 
 def many(*shape: int, page: int = 64, tma: bool = True, ahead: bool = False, max_regs: int | None = None) -> Variant:
-    return Variant(page, {"many": Tiles(*shape, True, ahead, tma, max_regs)})
+    return Variant(page, {"many": Tiles(*shape, True, ahead, tma, max_regs)})  # type: ignore[call-arg, arg-type]
 
 
 def few(*shape: int, pages: tuple[int, ...] = (64,), waves: tuple[float, ...] = (1.0,)) -> list[Variant]:
-    tiles = Tiles(*shape)
+    tiles = Tiles(*shape)  # type: ignore[arg-type]
     return [Variant(page, {"few": tiles, "crowd": tiles}, wave) for page in pages for wave in waves]
 
 
 def shared(*shape: int, page: int = 64, tma: bool = True, ahead: bool = False) -> Variant:
-    return Variant(page, {"shared": Tiles(*shape, False, ahead, tma)})
+    return Variant(page, {"shared": Tiles(*shape, False, ahead, tma)})  # type: ignore[call-arg, arg-type]
 
 
 PROMPT_TILES = [
@@ -155,7 +155,7 @@ def sweep(name: str, script: str) -> None:
 def rate(run: Callable[[], tuple[float, float]]) -> str:
     try:
         took, work = run()
-    except Exception as wrong:  # a shape that does not fit the chip is a result
+    except Exception as wrong:  # noqa: BLE001  # a shape that does not fit the chip is a result
         return type(wrong).__name__[:20]
     return f"{took:.1f} {work / took / 1e6:7.2f}"
 

@@ -161,7 +161,7 @@ class Traces:
         self._profile.stop()
         found = self._profile.profiler.kineto_results.events()
         self._profile = None
-        device = torch.autograd.DeviceType.CUDA
+        device = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
         kernels = [(e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in found if e.device_type() == device]
         if not kernels:
             return
@@ -216,8 +216,8 @@ def profile(llm: LLM, name: str, requests: list[Request], top: int) -> dict[str,
     count = sum(traces.launches.values()) / traced
     print(f"kernels: {count:.0f} a step, {sum(traces.kernels.values()) / 1e6 / traced:.3f} ms")
     for kernel, ns in traces.kernels.most_common(top):
-        number = traces.launches[kernel] / traced
-        print(f"    {ns / 1e3 / traced:>9.1f} us {number:>7.1f} x  {kernel[:90]}", flush=True)
+        launches = traces.launches[kernel] / traced
+        print(f"    {ns / 1e3 / traced:>9.1f} us {launches:>7.1f} x  {kernel[:90]}", flush=True)
     return {
         "work": name, **found, "steps": steps, "mixed": host.num_mixed, "idle": idle, "idle_between": between,
         "host_us": {part: 1e6 * seconds / steps for part, seconds in parts.items()},

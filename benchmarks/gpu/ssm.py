@@ -24,7 +24,7 @@ BANDWIDTH, RATE = 4.3e12, 250e12
 LAYERS = 4
 
 
-def milliseconds(run: Callable[[], None], repeat: int = 20) -> float:
+def milliseconds(run: Callable[[], object], repeat: int = 20) -> float:
     for _ in range(3):
         run()
     times = []
@@ -38,7 +38,7 @@ def milliseconds(run: Callable[[], None], repeat: int = 20) -> float:
     return statistics.median(times)
 
 
-def captured(run: Callable[[], None]) -> Callable[[], None]:
+def captured(run: Callable[[], object]) -> Callable[[], None]:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         run()
@@ -100,8 +100,8 @@ def measure(name: str, scan: Callable, make: Callable[[int], tuple], state: tupl
         del states
     for lengths in ([8192], [1024] * 8, [128] * 64):
         work, args = prompt_work(lengths), make(sum(lengths))
-        states = torch.zeros(len(lengths), *state, device=DEVICE)
-        taken = milliseconds(lambda args=args, work=work, states=states: scan(*args, states, work))
+        fresh = torch.zeros(len(lengths), *state, device=DEVICE)
+        taken = milliseconds(lambda args=args, work=work, fresh=fresh: scan(*args, fresh, work))
         floor = max(size_of(args) * 1.3 / BANDWIDTH, flops * sum(lengths) / RATE) * 1e3
         print(f"{name:22} prompt {len(lengths):3} x {lengths[0]:5}   {taken:8.4f} ms   floor {floor:8.4f} ms")
 

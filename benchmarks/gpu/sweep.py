@@ -78,7 +78,7 @@ def best_of(
     for config, call in tries.items():
         try:
             took = timed([lambda i=i, call=call: call(i) for i in range(sets)])
-        except Exception as wrong:  # the sweep goes on
+        except Exception as wrong:  # noqa: BLE001  # the sweep goes on
             print(f"    {name:34s} {config!s:30s} {type(wrong).__name__}: {str(wrong)[:80]}", flush=True)
             continue
         found.append((took, config))
@@ -264,7 +264,7 @@ class Mixed(NamedTuple):
     x: Tensor
     h: Tensor
     weights: Tensor
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # a tuple has a method of this name, which nobody calls
     w1: Tensor
     w2: Tensor
 
@@ -306,7 +306,9 @@ def sweep_mixture(tokens: int, sets: list[Mixed]) -> Iterator[str]:
         ("first", tiles_for(tokens)[0], first_product, 2 * FFN),
         ("second", tiles_for(tokens)[1], second_product, FFN),
     ):
-        tries = {c: (lambda i, c=c, f=function: f(sets[i], c, tiles[c.bm][i])) for c in configs}
+        tries: dict[Any, Callable[[int], object]] = {
+            c: (lambda i, c=c, f=function: f(sets[i], c, tiles[c.bm][i])) for c in configs
+        }
         size, flops = touched * inner * DIM * 2, 2.0 * pairs * inner * DIM
         yield best_of(f"moe {tokens} tokens {name}", tries, len(sets), size, flops)
     if tokens <= 4:
@@ -377,7 +379,7 @@ def sweep_many_tokens(tokens: int, sets: list[Mixed], tiles: dict[int, list[moe.
         config = configs[0]
         wanted = plain(sets[0], moe.configs_of(pairs, EXPERTS, BF16)[name == "second"]._replace(bm=128), tiles[128][0])
         error = apart(function(config, 0), wanted)
-        tries = {tuple(c): partial(function, c) for c in configs}
+        tries: dict[Any, Callable[[int], object]] = {tuple(c): partial(function, c) for c in configs}
         line = best_of(f"moe {tokens} tokens {name}, TMA", tries, len(sets), 0.0, 2.0 * pairs * inner * DIM)
         yield f"{line}  error {error:.1e}"
 

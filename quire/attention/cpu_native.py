@@ -1,4 +1,4 @@
-"""Attention on CPU through the compiled kernels: one call per layer, from the fused product to the attended values.
+"""Attention on CPU through the compiled kernels: one call per layer, from the fused projection to the attended values.
 
 In: a step's shape, as tensors that live as long as the plan. The kernel reads block tables itself, so that planning is
 a few addresses; its results do not depend on how rows are batched or cut, so that batch-invariant mode is the same
@@ -76,27 +76,27 @@ class NativePlan(NativeStep):
         work.out, work.heads, work.kv_heads, work.size = out.data_ptr(), heads, kv_heads, size
         work.cache, work.cache_stride, work.cache_slots = rows.data_ptr(), rows.stride(0), rows.shape[0]
         work.cache_dtype = CACHE_DTYPES[rows.dtype]
-        held = self._prepare(work, prep, qkv.dtype)
+        alive = self._prepare(work, prep, qkv.dtype)
         sinks = sinks if sinks is None or sinks.dtype is torch.float32 else sinks.float()
         alibi = alibi if alibi is None or alibi.dtype is torch.float32 else alibi.float()
         work.sinks = None if sinks is None else sinks.data_ptr()
         work.alibi = None if alibi is None else alibi.data_ptr()
         work.scale, work.softcap = scale, softcap
         self._attend(self._at)
-        del held  # what the kernel read is alive until here
+        del alive  # the kernel has read it
         return out
 
     @staticmethod
     def _prepare(work: AttentionWork, prep: QkvPrep, dtype: torch.dtype) -> list[Tensor]:
         """Norm and rotation; returns the tensors whose addresses were taken."""
-        held = []
+        alive = []
         weights: list[int | None] = [None, None]
         for i, weight in enumerate((prep.q_weight, prep.k_weight)):
             if weight is not None:
-                held.append(
+                alive.append(
                     weight if weight.dtype is dtype and weight.is_contiguous() else weight.to(dtype).contiguous()
                 )
-                weights[i] = held[-1].data_ptr()
+                weights[i] = alive[-1].data_ptr()
                 work.norm_each, work.eps, work.offset = weight.dim() == 2, prep.eps, prep.offset
                 work.norm_wide = prep.wide or prep.offset != 0
         work.q_weight, work.k_weight = weights
@@ -105,10 +105,10 @@ class NativePlan(NativeStep):
             cos, sin = prep.cos, prep.sin
             if cos.dtype is not torch.float32 and cos.dtype is not dtype:
                 cos, sin = cos.float(), sin.float()
-            held += [cos, sin]
+            alive += [cos, sin]
             work.cos, work.sin, work.turned = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
             work.turn_dtype, work.pairs = DTYPES[cos.dtype], prep.pairs
-        return held
+        return alive
 
     def run(
         self,

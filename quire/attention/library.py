@@ -156,7 +156,7 @@ def _padded(x: Tensor, run: Dense, *, is_query: bool) -> Tensor:
     offset = x.storage_offset() + run.start * row
     if is_query and (offset + run.padded * row) * x.element_size() <= x.untyped_storage().nbytes():
         return x.as_strided(shape, x.stride(), offset)
-    held = x.new_empty(run.padded * row).as_strided(shape, x.stride())
-    held[: run.length] = x[run.tokens]
-    held[run.length :] = 0
-    return held
+    padded = x.new_empty(run.padded * row).as_strided(shape, x.stride())
+    padded[: run.length] = x[run.tokens]
+    padded[run.length :] = 0
+    return padded

@@ -1,4 +1,4 @@
-"""Which attention backend serves a device: the one asked for, or the device's own; refused where it cannot serve.
+"""Which attention backend serves a device: the configured one, or the device's default; refused where it cannot serve.
 
 In: a device name, an optional backend name, the layers' KV specs. Out: a backend. Knows no kernel itself.
 """

@@ -381,7 +381,7 @@ def decode_work(
     entries, group, kv_heads = len(contexts), call.group, call.kv_heads
     tiles = call.tiles.crowd if entries >= CROWD else call.tiles.few
     num = entries * _cdiv(group, tiles.block_m)
-    # In fixed mode one part each: no room for more is asked for, so none is made.
+    # In fixed mode one part each: no room for more is needed, so none is made.
     target = 0 if fixed else parts_wanted(num, kv_heads, sms)
     sharing = None
     if entries >= SHARE_ROWS and not (fixed or shape.window or shape.chunk):
@@ -433,7 +433,7 @@ class TritonPlan:
         sinks: Tensor | None = None,
         alibi: Tensor | None = None,
     ) -> Tensor:
-        """Norm, rotation and the write to the cache in one pass over the fused product; then attend."""
+        """Norm, rotation and the write to the cache in one pass over the fused projection; then attend."""
         if not isinstance(cache, TritonCache) or cache.values is None:
             raise ConfigError(f"a fused run needs a cache of keys and values, not {type(cache).__name__}")
         plain = not softcap and sinks is None and alibi is None
@@ -520,7 +520,7 @@ class TritonAttention:
         self.workspace = Workspace()
         self.forms: set[tuple[int, int, int, torch.dtype, torch.device]] = (
             set()
-        )  # of fused products: heads, kv heads, size
+        )  # of fused projections: heads, kv heads, size
         self.rooms: dict[KVGroup, dict[Call, Room]] = {}  # of captured mixed steps
         self._sms: dict[torch.device, int] = {}
         self._nothing: dict[torch.device, Tensor] = {}

@@ -1,6 +1,6 @@
 """Environment variables of vLLM that Quire knows and does not read, each with the reason. Facts only, for messages.
 
-Owns: the table, and what a name in the environment is: read, known, or nobody's. `config/environment.py` says so at a
+Owns: the table, and what a name in the environment is: read, known, or nobody's. `config/checks.py` says so at a
 start; the reference page and the programs that ask `vllm.envs` read the same table. Must not know: values.
 """
 

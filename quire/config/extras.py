@@ -92,7 +92,7 @@ class ObservabilityConfig(Group):
 
     otlp_traces_endpoint: str | None = option(None, "Where a span per request is sent (OpenTelemetry, OTLP).")
     collect_detailed_traces: tuple[Literal["model", "worker", "all"], ...] | None = option(
-        None, "Parts whose time a span tells too: model (the forward pass, on CPU), worker (the whole step), all.",
+        None, "Parts whose time a span reports too: model (the forward pass, on CPU), worker (the whole step), all.",
         take=split_words,
     )  # fmt: skip
     custom_histogram_buckets: dict[str, tuple[float, ...]] | None = option(
@@ -130,7 +130,7 @@ class LoggingConfig(Group):
     """What is written to the log."""
 
     log_level: Literal["CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET"] | None = option(
-        None, "Least level that is written; unset takes QUIRE_LOGGING_LEVEL.",
+        None, "Lowest level that is logged; unset takes QUIRE_LOGGING_LEVEL.",
         take=lambda given: given.upper() if isinstance(given, str) else given,
     )  # fmt: skip
     log_config_file: str | None = option(

@@ -47,7 +47,8 @@ class CacheConfig(Group):
         True, "Reuse the KV of shared prefixes; unset is on where the model allows it.", unset=None
     )
     prefix_caching_hash_algo: Literal["sha256", "sha256_cbor", "blake2b", "xxhash", "xxhash_cbor"] = option(
-        "sha256", "Hash of prefix blocks; the xxhash forms are fast and not for mutually distrusting users."
+        "sha256",
+        "Hash of prefix blocks; the xxhash variants are faster, but not safe between users who distrust each other.",
     )
     mamba_block_size: int | None = option(
         None, "Tokens between saved states; needs prefix caching, and is rounded up to whole attention blocks.", low=1

@@ -158,7 +158,7 @@ class ModelConfig(Group):
     generation_config: str = option(
         "auto", "Default sampling: auto (the model's generation_config.json), vllm (none), or a folder."
     )
-    override_generation_config: dict[str, Any] = option({}, "Default sampling values that go over those.")
+    override_generation_config: dict[str, Any] = option({}, "Default sampling values that override those.")
     model_impl: str = option(
         "auto",
         "Whose model code runs: quire (a declaration; vllm means the same), transformers, or auto: the first if there "
@@ -166,7 +166,7 @@ class ModelConfig(Group):
         ready=("quire", "vllm", "transformers"), take=lambda given: {"vllm": "quire"}.get(lower(given), lower(given)),
     )  # fmt: skip
     model_class_overrides: dict[str, str] = option(
-        {}, "Classes for named architectures, as import paths; goes over ModelRegistry and our declarations."
+        {}, "Classes for named architectures, as import paths; overrides ModelRegistry and Quire's own declarations."
     )
     logits_processors: tuple[str, ...] = option(
         (), "Custom LogitsProcessor classes, or import paths of some.", unset=None, accepts=tuple[str, ...] | None,

@@ -73,11 +73,11 @@ def option(default: Any, doc: str, status: Status = READY, *, unset: Any = SAME,
     return dataclasses.field(default=default, metadata={_KEY: declared})
 
 
-class Unavailable(NamedTuple):
-    """What a row of unavailable.txt cannot say of its option."""
+class Unavailable:
+    """What a row of unavailable.txt cannot say about its option."""
 
-    accepts: Any
-    take: Callable[[Any], Any] | None
+    def __init__(self, accepts: Any, take: Callable[[Any], Any] | None) -> None:
+        self.accepts, self.take = accepts, take
 
 
 def unavailable(*, accepts: Any = None, take: Callable[[Any], Any] | None = None) -> Any:
@@ -158,7 +158,7 @@ def group(cls: type[T]) -> type[T]:
         written = vars(cls).get(row.field, _PLAIN)
         if not isinstance(written, Unavailable):
             raise AssertionError(f"{cls.__name__}.{row.field} is declared, and is in unavailable.txt too")
-        kind = kinds.setdefault(row.field, read_kind(row.value.kind, _groups))
+        kind = kinds.setdefault(row.field, read_kind(row.kind, _groups))
         setattr(cls, row.field, _from_row(row, kind, written))
     cls.__annotations__ = kinds
     made = dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
@@ -177,8 +177,8 @@ def _from_row(row: Row, kind: Any, written: Unavailable) -> Any:
         default, equal = (equal[0] if equal else kind), []
     return option(
         default, row.doc, LATER if row.is_refused else INERT, unset=unset, ready=tuple(equal), why=row.why,
-        name=row.name, flat=row.flat, flags=row.flags, choices=row.value.choices, accepts=written.accepts,
-        take=written.take, **row.value.bounds,
+        name=row.name, flat=row.flat, flags=row.flags, choices=row.choices, accepts=written.accepts,
+        take=written.take, **row.bounds,
     )  # fmt: skip
 
 

@@ -18,10 +18,9 @@ from quire.checkpoint.facts import read_facts
 from quire.checkpoint.raw import apply_overrides, is_mistral, read_elsewhere, read_raw
 from quire.checkpoint.source import holds_blocks, locate, stored_dtype
 from quire.config import table
+from quire.config.checks import check_environment, check_traces
 from quire.config.engine import EngineConfig, replace
-from quire.config.environment import check_environment
 from quire.config.graphs import choose_graphs
-from quire.config.observing import check_traces
 from quire.config.outside import registered
 from quire.config.sampling import choose_sampling
 from quire.schema.errors import CheckpointError, ConfigError, ModelNotFoundError, NotBuiltError

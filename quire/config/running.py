@@ -40,7 +40,7 @@ class SchedulerConfig(Group):
         None, "Prompt tokens that may wait; more are refused. 0 is no bound; unset is 4M for a server (at least 8 "
         "prompts of max_model_len), else no bound.", low=0, human=True,
     )  # fmt: skip
-    max_num_partial_prefills: int = option(1, "Prompts that may be half-computed at once.", low=1)
+    max_num_partial_prefills: int = option(1, "Prompts that may be partially computed at once.", low=1)
     max_long_partial_prefills: int = option(1, "How many of those may be long.", low=1)
     long_prefill_token_threshold: int = option(
         0, "From how many tokens a prompt is long; 0 is none, or 4% of max_model_len with several partial prefills.",
@@ -59,7 +59,7 @@ class SchedulerConfig(Group):
     scheduler_reserve_full_isl: bool = option(True, "Admit a request only when its whole prompt fits.")
     watermark: float = option(0.0, "Share of blocks kept free when requests are admitted.", low=0, below=1)
     async_scheduling: bool = option(
-        False, "Plan a step while the one before still runs; unset is on for a GPU, off on CPU.", unset=None
+        False, "Plan a step while the previous one still runs; unset is on for a GPU, off on CPU.", unset=None
     )
     stream_interval: int = option(1, "Tokens gathered before a streamed piece is sent.", low=1)
     # results
@@ -117,10 +117,10 @@ class ParallelConfig(Group):
 
 @group
 class DeviceConfig(Group):
-    """What computes."""
+    """The device."""
 
     device: Literal["auto", "cpu", "cuda"] = option(
-        "auto", "What computes; auto is a GPU where there is one, else the CPU.",
+        "auto", "The device that computes; auto is a GPU where there is one, else the CPU.",
         accepts=str, take=lambda given: str(given).partition(":")[0],
     )  # fmt: skip
 

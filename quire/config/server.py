@@ -75,7 +75,7 @@ class ServerConfig(Group):
     )  # fmt: skip
     prefix_cache_per_key: bool = option(
         True, "Quire's own. With several keys, cached prefixes are shared only between requests with the same key: "
-        "else the time to a first token tells what others asked.",
+        "otherwise the time to a first token would show what others sent.",
     )  # fmt: skip
     open_metrics: bool = option(False, "Quire's own. /metrics asks for no key.")
     allow_credentials: bool = option(False, "CORS: a browser may send cookies and keys.")
@@ -179,7 +179,7 @@ class ServerConfig(Group):
     sse_keep_alive_interval: float = option(0.0, "Seconds of silence after which a stream sends a comment; 0 never.",
                                             low=0)  # fmt: skip
     fingerprint_mode: Literal["full", "hash", "custom", "none"] = option(
-        "full", "system_fingerprint of answers: version and a mark of the configuration, the mark alone, or your own."
+        "full", "system_fingerprint of answers: version and a hash of the configuration, the hash alone, or your own."
     )
     fingerprint_value: str | None = option(None, "The custom fingerprint.")
     disable_fastapi_docs: bool = option(False, "No /docs, /redoc and /openapi.json.")
@@ -187,7 +187,7 @@ class ServerConfig(Group):
 
     # ---- logs
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
-        "info", "Least level of uvicorn's own lines."
+        "info", "Lowest level of uvicorn's own log lines."
     )
     disable_uvicorn_access_log: bool = option(False, "No line per HTTP request.")
     disable_access_log_for_endpoints: tuple[str, ...] = option(

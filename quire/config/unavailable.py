@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, Literal, NamedTuple
 
 _FILE = os.path.join(os.path.dirname(__file__), "unavailable.txt")
+_OUTCOMES = {"refused": True, "inert": False}
 _BOUNDS = {">=": "low", ">": "above", "<=": "high", "<": "below"}
 _LITERALS: dict[str, Any] = {"None": None, "True": True, "False": False, "()": (), "{}": {}}
 _KINDS: dict[str, Any] = {
@@ -22,20 +23,16 @@ _KINDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Value(NamedTuple):
-    """What an option takes. `kind` is as it is written: it may name a config class, which only option.py knows."""
-
-    kind: str
-    choices: tuple[str, ...]
-    bounds: dict[str, float]
-
-
 class Row(NamedTuple):
+    """One option. `kind` is as it is written: it may name a config class, which only option.py knows."""
+
     field: str
     name: str | None  # the keyword where it is not the field's name
     flat: bool  # False: only a key inside its group's mapping
     flags: tuple[str, ...]
-    value: Value
+    kind: str
+    choices: tuple[str, ...]
+    bounds: dict[str, float]
     defaults: tuple[Any, ...]
     since: str
     doc: str
@@ -98,18 +95,18 @@ def _row(cells: list[str], reasons: dict[str, str]) -> Row:
         _, name, *rest = rest
     what, _, words = why.partition(" ")
     return Row(
-        field.removeprefix("."), name, field[0] != ".", tuple(rest), _value(value), _defaults(default), since, doc,
-        what.startswith("refused"), words if what.endswith(":") else reasons[words],
+        field.removeprefix("."), name, field[0] != ".", tuple(rest), *_value(value), _defaults(default), since, doc,
+        _OUTCOMES[what.rstrip(":")], words if what.endswith(":") else reasons[words],
     )  # fmt: skip
 
 
 @cache
-def _value(text: str) -> Value:
+def _value(text: str) -> tuple[str, tuple[str, ...], dict[str, float]]:
     """'int? >=1' or 'str (a/b)'."""
     text, _, known = text.partition(" (")
     kind, *limits = text.split()
     bounds = {_BOUNDS[limit.rstrip("0123456789.")]: float(limit.lstrip("<>=")) for limit in limits}
-    return Value(kind, tuple(known.removesuffix(")").split("/")) if known else (), bounds)
+    return kind, tuple(known.removesuffix(")").split("/")) if known else (), bounds
 
 
 @cache

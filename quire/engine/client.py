@@ -260,7 +260,7 @@ class InProcessClient:
         try:
             loop.run(self._inbox, emit)
             error = EngineDeadError(_CLOSED)
-        except Exception as failed:
+        except Exception as failed:  # noqa: BLE001  # the root of the engine's thread: whatever ended it is what every caller is told
             error = self._die(failed)
         self._calls.fail(error)
         sink.died(error)

@@ -148,7 +148,7 @@ def answer(call_id: int, work: Callable[[], Any]) -> ControlReply | Later:
     """A caller's verb must not be able to end the engine: whatever it raises is its answer."""
     try:
         value = work()
-    except Exception as failed:
+    except Exception as failed:  # noqa: BLE001  # the caller gets it
         return reply_with_error(call_id, failed)
     return value if isinstance(value, Later) else ControlReply(call_id=call_id, value=value)
 

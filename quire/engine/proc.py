@@ -217,7 +217,7 @@ def main(boot_bytes: bytes) -> None:
         gc.freeze()  # what the start made stays: later collections need not look through it
         post.greet(OWNER, started.ready)
         _serve(started, post)
-    except BaseException as failed:
+    except BaseException as failed:  # noqa: BLE001  # the root of the engine process: whatever ended it is its last message
         post.emit(EngineDied(reason=message_of(failed), details=traceback.format_exc(), error_kind=kind_of(failed)))
         hub.close(linger=_LAST_WORDS_S)
         os._exit(DIED)
@@ -280,7 +280,7 @@ class _Receiver:
                 self._read()
         except PeerGoneError:
             pass
-        except Exception as failed:
+        except Exception as failed:  # noqa: BLE001  # the root of the receiving thread: the loop raises it once it has stopped
             self.failed = failed
         self._inbox.put(Stop())
 

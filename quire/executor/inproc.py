@@ -75,7 +75,7 @@ def _run_with_limit(function: Callable[..., Any], args: list[Any], kwargs: dict[
     def work() -> None:
         try:
             done.set_result(function(*args, **kwargs))
-        except BaseException as failed:
+        except BaseException as failed:  # noqa: BLE001  # the waiting thread raises it
             done.set_exception(failed)
 
     Thread(target=work, name="call with timeout", daemon=True).start()

@@ -292,7 +292,7 @@ def main(boot: bytes) -> None:
     try:
         config = msgspec.msgpack.decode(place.config, type=registry.load(place.config_type))
         worker = registry.load(place.worker)(config, rank=place.rank, num_workers=place.num_workers)
-    except Exception as failed:  # a process root: the engine hears why
+    except Exception as failed:  # noqa: BLE001  # a process root: the engine hears why
         end.fail(_NOBODY, failed)
         wire.close(linger=_PATIENCE)
         os._exit(1)
@@ -317,7 +317,7 @@ class _End:
             asked = _TO.decode(frames)
             try:
                 value = _run(worker, asked)
-            except Exception as failed:  # said to whoever asked
+            except Exception as failed:  # noqa: BLE001  # said to whoever asked
                 self.fail(asked.call_id, failed)
                 continue
             if asked.verb == "shutdown" and not asked.is_call:
@@ -332,7 +332,7 @@ class _End:
             call_id, pending = self._results.get()
             try:
                 result = pending.result()
-            except Exception as failed:  # said to whoever asked
+            except Exception as failed:  # noqa: BLE001  # said to whoever asked
                 self.fail(call_id, failed)
                 continue
             if call_id != _NOBODY:

@@ -101,7 +101,7 @@ def _work(job: Job, boot: JobBoot, made: dict[str, Backend]) -> Answer:
         return Answer(refused=f"compiling it needs more than {boot.memory_bytes >> 20} MiB")
     except ValueError as wrong:
         return Answer(refused=str(wrong))
-    except Exception as wrong:
+    except Exception as wrong:  # noqa: BLE001  # the answer says that the backend failed, and how
         return Answer(failed=f"{type(wrong).__name__}: {wrong}")
 
 

@@ -1,8 +1,8 @@
 """Rows of a step one after another, each with transformers' own cache filled from Quire's blocks.
 
-For models whose attention does not ask the table of attention functions, or whose positions follow from the length of a
-cache: they run as transformers wrote them, on one request at a time, and what they put into the cache goes to the
-request's blocks. Slower than taps.py and right wherever a model keeps nothing but keys and values per token.
+For models whose attention does not use transformers' table of attention functions, or that derive positions from the
+length of the cache: they run as transformers wrote them, one request at a time, and what they append to the cache is
+copied to the request's blocks. Slower than taps.py, and correct for every model that caches only keys and values.
 Must not know: which model it is, how blocks are laid out in memory.
 """
 
@@ -98,7 +98,7 @@ class PagedRows:
 
 
 class KeysOnly(DynamicCache):
-    """transformers' cache for a model that keeps keys and values alone; whoever asks for more is found out."""
+    """transformers' cache for a model that caches only keys and values; a model that needs more is refused."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise RefusalError(
@@ -117,7 +117,7 @@ class ByRow:
         self.shapes: dict[str, CallShape] = {}  # by layer; filled by `record`
 
     def record(self, token_ids: Tensor, positions: Tensor) -> None:
-        """Find out what the model keeps, from a row without a past."""
+        """Record what the model caches, from a row that starts with an empty cache."""
         cache = KeysOnly()
         self._call(token_ids, positions, cache)
         for index, layer in enumerate(cache.layers):

@@ -1,9 +1,10 @@
 """Fallback: a causal language model class of transformers (or of the same form) as one of Quire's models.
 
-The modules are transformers' own, unchanged. Their attention goes through Quire's plans (taps.py) where they ask the
-table of attention functions; else each row runs with transformers' cache filled from Quire's blocks (by_row.py). Which
-of the two, what every layer keeps, and whether the answers are right is found out by a rehearsal once the weights are
-there (settle.py); a model that fits neither is refused with the reasons. Must not know: blocks, backends, requests.
+The modules are transformers' own, unchanged. Attention goes through Quire's plans (taps.py) where modules look it up in
+transformers' table of attention functions; else each row runs with transformers' cache, filled from Quire's blocks
+(by_row.py). A rehearsal after the weights are loaded decides between the two, records what every layer caches and
+checks the logits (settle.py); a model that fits neither way is refused with the reasons. Must not know: blocks,
+backends, requests.
 
     class of transformers ──weights──▶ rehearsal ──▶ kv_specs ──bind_kv──▶ forward(batch) ─▶ hidden ─▶ logits
 """
@@ -30,7 +31,7 @@ _log = logger(__name__)
 
 @dataclass(frozen=True)
 class ForeignArch:
-    """What the engine asks of an architecture that has no declaration."""
+    """What the engine needs to know of an architecture that has no declaration."""
 
     vocab: int
 
@@ -112,7 +113,7 @@ class Fallback:
     def modules(self) -> Iterator[nn.Module]:
         return self.model.modules()
 
-    # --- what every layer keeps
+    # --- what every layer caches
 
     @torch.inference_mode()
     def finish_weights(self) -> None:
@@ -169,8 +170,8 @@ def _refuse_extras(batch: Batch, name: str) -> None:
 
 
 def fix_ropes(model: nn.Module, longest: int) -> None:
-    """Rotary positions whose frequencies follow the longest text of a batch get those of the longest text allowed, so
-    that a request's tokens do not depend on its neighbours."""
+    """Rotary embeddings whose frequencies depend on the longest sequence of a batch get those of the longest sequence
+    allowed, so that a request's tokens do not depend on its neighbours."""
     for module in model.modules():
         kinds = module.__dict__.get("rope_type")
         named = kinds if isinstance(kinds, dict) else {None: kinds}
@@ -185,7 +186,7 @@ def fix_ropes(model: nn.Module, longest: int) -> None:
                 kinds[layer] = "default"
         if isinstance(kinds, str):
             module.rope_type = "default"  # type: ignore[assignment]
-        _log.info("rotary positions of %s are those of texts of %d tokens", type(module).__name__, longest)
+        _log.info("rotary frequencies of %s are those of sequences of %d tokens", type(module).__name__, longest)
 
 
 def _moves(kind: str) -> bool:

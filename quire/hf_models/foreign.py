@@ -76,7 +76,7 @@ def config_of(raw: Mapping[str, Any], path: str, trust: bool, given: type | None
     try:
         with quiet():
             return kind.from_dict(kind._decode_special_floats(dict(raw)))
-    except Exception as wrong:  # a checkpoint's own class may raise anything
+    except Exception as wrong:  # noqa: BLE001  # a checkpoint's own class may raise anything
         raise ConfigError(f"{kind.__name__} refuses this configuration: {wrong}", param="hf_overrides") from None
 
 
@@ -116,22 +116,22 @@ def read_module(
 ) -> nn.Module:
     """By transformers' own loader, which knows how every class's checkpoints are spelled; nothing may be left over."""
     if not hasattr(kind, "from_pretrained"):
-        raise ConfigError(f"{kind.__name__} is no class of transformers' form: it has no from_pretrained")
+        raise ConfigError(f"{kind.__name__} is not a class of transformers' form: it has no from_pretrained")
     try:
         with quiet():
             read: Any = kind.from_pretrained
-            model, told = read(
+            model, report = read(
                 folder, config=config, dtype=dtype, output_loading_info=True, local_files_only=True,
                 attn_implementation="eager", use_safetensors=safetensors, weights_only=True,
             )  # fmt: skip
-    except Exception as wrong:  # damaged files end in errors of many kinds
+    except Exception as wrong:  # noqa: BLE001  # damaged files end in errors of many kinds
         reason = f"{type(wrong).__name__}: {(str(wrong).strip() or 'no message').splitlines()[0]}"
         raise CheckpointError(f"{folder} cannot be read as {kind.__name__}: {reason}") from None
     problems = []
     for what, text in (("missing_keys", "are missing"), ("unexpected_keys", "have no place in it")):
-        if names := sorted(told.get(what) or ()):
+        if names := sorted(report.get(what) or ()):
             problems.append(f"{len(names)} tensors {text} ({some(names)})")
-    if wrong_shapes := told.get("mismatched_keys"):
+    if wrong_shapes := report.get("mismatched_keys"):
         problems.append(f"{len(wrong_shapes)} have other shapes ({some([str(one) for one in wrong_shapes])})")
     if problems:
         raise CheckpointError(f"{folder} does not fit {kind.__name__}: {'; '.join(problems)}")

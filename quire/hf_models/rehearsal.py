@@ -1,8 +1,9 @@
-"""A rehearsal at load: two short texts through a transformers model cut into steps, against the same texts as wholes.
+"""A rehearsal at load time: two short texts through a transformers model in steps, compared with one pass over each.
 
-The whole texts are transformers' own answer. The steps mix chunks of two rows and single tokens, over keys and values
-kept in plain tensors; a layer that keeps anything else between tokens, or takes positions from elsewhere, answers
-differently and is found out here, before any request is. Must not know: backends, blocks, files.
+Logits of the whole texts are the reference: transformers' own. The steps mix chunks and single tokens of two rows, over
+keys and values cached in plain tensors; a layer that carries anything else between tokens, or takes positions from
+elsewhere, gives other logits and is detected here, before any request is served.
+Must not know: backends, blocks, files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How a transformers model can run under Quire: settled by rehearsing each way against the model's own answers.
+"""How a transformers model can run under Quire: each way is rehearsed and compared with the model's own logits.
 
-In: a module with its weights. Out: where it is cut into body and head, the way that answered right, and the number of
-logits; or one RefusalError with the reason each way has. Must not know: blocks, files, requests.
+In: a module with its weights. Out: where it is split into body and head, the first way whose logits agree, and the size
+of the vocabulary; or one RefusalError that gives the reason against each way. Must not know: blocks, files, requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Settled(NamedTuple):
 
 
 def settle(model: Any, name: str) -> Settled:
-    """The first way that answers right: all rows at once where that can be, else row by row."""
+    """The first way whose logits are right: all rows at once if possible, else row by row."""
     first, config = next(model.parameters()), model.config.to_dict()
     texts = make_texts(model.get_input_embeddings().weight.shape[0], special_ids(config), first.device)
     set_attention(model, "eager")
@@ -42,17 +42,17 @@ def settle(model: Any, name: str) -> Settled:
         "rows without positions": partial(by_rows, positioned=False),
     }
     for how, rehearse in ways.items():
-        split = cut(model, texts[0], wanted[0], name)
+        split = split_model(model, texts[0], wanted[0], name)
         try:
             way, found = rehearse(split, texts)
             compare(wanted, found, first.dtype)
         except RefusalError as wrong:
             reasons.append(f"by {how}: {wrong}")
-        except Exception as wrong:  # a foreign model may raise anything when it is given what it does not expect
+        except Exception as wrong:  # noqa: BLE001  # a foreign model may raise anything when it is given what it does not expect
             reasons.append(f"by {how}: {type(wrong).__name__}: {(str(wrong).strip() or 'no message').splitlines()[0]}")
         else:
-            told = "through Quire's attention" if how == "attention" else f"row by row, since {reasons[0]}"
-            _log.info("%s runs with transformers' own code, %s", name, told)
+            manner = "through Quire's attention" if how == "attention" else f"row by row, since {reasons[0]}"
+            _log.info("%s runs with transformers' own code, %s", name, manner)
             return Settled(split, way, wanted[0].shape[-1])
         split.undo()
         set_attention(model, "eager")
@@ -62,7 +62,7 @@ def settle(model: Any, name: str) -> Settled:
 
 
 def inputs_of(model: nn.Module, ids: Tensor, positions: Tensor | None, cache: Any = None) -> dict[str, Any]:
-    """What the model's forward takes of all that could be given."""
+    """The arguments that the model's forward accepts."""
     given = {"input_ids": ids[None], "use_cache": cache is not None}
     if positions is not None:
         given["position_ids"] = positions[None]
@@ -75,18 +75,18 @@ def inputs_of(model: nn.Module, ids: Tensor, positions: Tensor | None, cache: An
     return {key: value for key, value in given.items() if open_ or key in taken}
 
 
-def cut(model: nn.Module, text: Tensor, wanted: Tensor, name: str) -> BodyAndHead:
-    """Where hidden states and head can be told apart; else the whole model is the body."""
+def split_model(model: nn.Module, text: Tensor, wanted: Tensor, name: str) -> BodyAndHead:
+    """Split into body and head, where some module proves to be the body; else the whole model is one."""
     for body in bodies(model):
         split = BodyAndHead(model, body)
         try:
             found = split.logits(split.hidden(**inputs_of(model, text, None)))
             compare([wanted], [found], wanted.dtype)
             return split
-        except Exception as wrong:  # whatever happens, this one is no body
-            _log.debug("%s is no body of %s: %s", type(body).__name__, name, wrong)
+        except Exception as wrong:  # noqa: BLE001  # then this module is not the body
+            _log.debug("%s is not the body of %s: %s", type(body).__name__, name, wrong)
             split.undo()
-    _log.info("%s: the head cannot be told from the rest, so every token of a prompt gets logits", name)
+    _log.info("%s: no module is its body, so logits are computed for every token of a prompt", name)
     return BodyAndHead(model, None)
 
 

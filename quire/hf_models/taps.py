@@ -1,9 +1,9 @@
-"""Attention calls of transformers' own modules, led through Quire's plans.
+"""Attention calls of transformers' own modules, routed through Quire's plans.
 
-transformers asks a table of attention functions by the name in `config._attn_implementation`; two names of that table
-are ours. Under `NAME` a module's queries, keys and values go to the plan and cache that its taps were given. Under
-`TRIAL` the same happens, and masks arrive as descriptions (`MaskRule`) instead of tensors, so that a trial can read off
-which keys each layer sees however long its window is. Must not know: which model it is, or where plans come from.
+transformers looks attention functions up in a table, by the name in `config._attn_implementation`; two of its names are
+ours. Under `NAME` the queries, keys and values of a module go to the plan and cache that its taps were given. Under
+`TRIAL` the same happens, and masks arrive as rules (`MaskRule`) instead of tensors, so that a trial can tell which keys
+each layer sees, however long its window is. Must not know: which model it is, or where plans come from.
 
     module.forward ── ALL_ATTENTION_FUNCTIONS["quire"] ──▶ Taps of the module's model ──▶ plan.run(q, k, v, cache)
 """
@@ -34,7 +34,7 @@ _OWNERS: WeakKeyDictionary[nn.Module, Taps] = WeakKeyDictionary()
 
 
 class RefusalError(ConfigError):
-    """A way of running a model that would not answer as transformers does; says why."""
+    """Why running a model this way would not give the logits that transformers gives."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ class CallShape:
 
 
 class MaskRule:
-    """A mask that was not made: the rule by which it would have been."""
+    """A mask as the rule that decides each entry, instead of a tensor."""
 
     def __init__(self, rule: Callable[..., Any], local_size: int | None) -> None:
         self.rule, self.local_size = rule, local_size
 
     def keys_seen(self) -> tuple[KVKind, int]:
-        """The kind of attention whose visible keys agree with the rule at every border that matters."""
+        """The kind of attention that shows the same keys as the rule, at every boundary where the kinds differ."""
         size = self.local_size or 0
-        q, k = _borders(size)
+        q, k = _boundaries(size)
         zero = torch.zeros_like(q)
         seen = self.rule(zero, zero, q, k)
         seen = seen if isinstance(seen, Tensor) else torch.full_like(q, bool(seen), dtype=torch.bool)
@@ -77,8 +77,8 @@ class MaskRule:
         raise RefusalError("a layer's mask is neither causal, nor a sliding window, nor causal within chunks")
 
 
-def _borders(size: int) -> tuple[Tensor, Tensor]:
-    """Pairs of query and key positions around everything at which causal, window and chunk rules differ."""
+def _boundaries(size: int) -> tuple[Tensor, Tensor]:
+    """Pairs of query and key positions on both sides of every boundary of causal, window and chunk rules."""
     steps = (0, 1, 2, 7, 19, size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 5, 3 * size + 1, _FAR)
     pairs: set[tuple[int, int]] = set()
     for q in (step for step in steps if step >= 0):
@@ -168,7 +168,7 @@ def _attend(
     """The attention function that transformers' modules call."""
     taps = _OWNERS.get(module)
     if taps is None:
-        raise RuntimeError(f"{type(module).__name__} asks for Quire's attention but belongs to no model of Quire's")
+        raise RuntimeError(f"{type(module).__name__} uses Quire's attention but belongs to no model that Quire runs")
     return taps.attend(module, query, key, value, attention_mask, settings), None
 
 
@@ -183,7 +183,7 @@ AttentionMaskInterface.register(TRIAL, _describe_mask)
 
 
 def set_attention(model: nn.Module, name: str) -> None:
-    """Every configuration inside the model asks for this attention from now on."""
+    """Every configuration inside the model names this attention function from now on."""
     for module in model.modules():
         config = module.__dict__.get("config")
         if isinstance(config, PreTrainedConfig):

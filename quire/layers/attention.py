@@ -20,6 +20,7 @@ from quire.ops.attention import alibi_slopes
 from quire.ops.parts import Parts
 from quire.ops.qkv import QkvPrep
 from quire.quant.scheme import Slot, Storage
+from quire.quant.shard import ShardGroup, Span, cut_to
 from quire.schema.kv import KVKind, KVSpec
 
 
@@ -77,13 +78,20 @@ class KVLayer(nn.Module):
 class Attention(KVLayer):
     def __init__(self, prefix: str, width: int, kind: AttentionKind, rope: Rope | None, storage: Storage) -> None:
         super().__init__(f"{prefix}attn", kind.window, kind.chunk)
-        self.prefix, self.kind, self.rope = prefix, kind, rope
+        own, own_kv = _own_heads(kind, storage.group)
+        slopes = alibi_slopes(kind.heads)[own.start : own.start + own.count]
+        kind = replace(kind, heads=own.count, kv_heads=own_kv.count)  # from here on those of this rank
+        self.prefix, self.kind, self.rope, self._own = prefix, kind, rope, own
         size, heads, kv_heads = kind.head_dim, kind.heads, kind.kv_heads
-        parts = {"q_proj": heads * size * (1 + kind.gated), "k_proj": kv_heads * size, "v_proj": kv_heads * size}
+        parts = {
+            "q_proj": own.times(size * (1 + kind.gated)),
+            "k_proj": own_kv.times(size),
+            "v_proj": own_kv.times(size),
+        }
         if kind.gate_name:
-            parts = {kind.gate_name: heads * size} | parts | {"q_proj": heads * size}
+            parts = {kind.gate_name: own.times(size)} | parts | {"q_proj": own.times(size)}
         self.qkv = Linear(prefix, width, parts, storage, bias=kind.qkv_bias, fused="qkv_proj")
-        self.o = Linear(prefix, heads * size, {"o_proj": width}, storage, bias=kind.o_bias)
+        self.o = Linear(prefix, own.times(size), {"o_proj": width}, storage, bias=kind.o_bias)
         self.q_norm = self._norm("q_norm", heads, storage)
         self.k_norm = self._norm("k_norm", kv_heads, storage)
         plain_norms = not kind.qk_norm or (
@@ -92,9 +100,9 @@ class Attention(KVLayer):
         self.fusable = plain_norms and not (kind.qkv_clip or kind.grow[0] or kind.qk_norm_late)  # see `prep`
         norm = replace(kind.qk_norm_kind, bias=False)
         self.out_norm = Norm(prefix + kind.out_norm, (heads * size,), norm, storage) if kind.out_norm else None
-        self._logarithm, self._sigmoid = logarithm.on(storage.device), sigmoid.on(storage.device)
+        self._logarithm, self._sigmoid = storage.of(logarithm), storage.of(sigmoid)
         self.sinks = storage.parameter(heads) if kind.sinks else None
-        self.alibi = alibi_slopes(heads).to(storage.device) * kind.alibi if kind.alibi else None
+        self.alibi = slopes.to(storage.device) * kind.alibi if kind.alibi else None
 
     def _norm(self, name: str, heads: int, storage: Storage) -> Norm | None:
         size = self.kind.head_dim
@@ -172,4 +180,15 @@ class Attention(KVLayer):
 
     def slots(self) -> Iterator[Slot]:
         if self.sinks is not None:
-            yield Slot(f"{self.prefix}sinks", self.sinks.data)
+            yield Slot(f"{self.prefix}sinks", self.sinks.data, cut=cut_to(0, [self._own]))
+
+    def use_scores(self, scores: Tensor) -> None:
+        """Learned scores by distance, of all heads."""
+        self.alibi = scores[self._own.start : self._own.start + self._own.count]
+
+
+def _own_heads(kind: AttentionKind, group: ShardGroup) -> tuple[Span, Span]:
+    """Heads of queries, and of keys and values, on this rank: all where heads do not stand alone."""
+    if kind.gated or kind.out_norm or kind.qk_norm in ("each", "full"):
+        return Span.all(kind.heads), Span.all(kind.kv_heads)
+    return group.span("heads", kind.heads), group.span("heads of keys", kind.kv_heads, repeats=True)

@@ -125,6 +125,7 @@ class Batch:
     given: GivenVectors | None = None  # put over the token embeddings before anything reads them
     adapter_index: Tensor | None = None  # [T] int32: adapter of each token's row, 0: none; None: no row has one
     position_channels: Tensor | None = None  # [C, T] int64 (M-RoPE); None: every channel is `positions`
+    through_linears: bool = False  # every matmul goes through Linear.forward: nothing may read weights past it
 
 
 class NoAttention:

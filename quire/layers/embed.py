@@ -8,33 +8,39 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from quire.quant.scheme import Slot, Storage
+from quire.layers.stored import MatrixLayer
+from quire.quant.scheme import MatrixShape, Slot, Storage
+from quire.quant.shard import Span, cut_to
 
 
-class Embedding(nn.Module):
+class Embedding(MatrixLayer):
     """A table of vectors. `offset` is added to the index: some tables keep their first rows for other uses."""
 
-    weight: nn.Parameter  # plain schemes and panels only
-
     def __init__(
-        self, name: str, rows: int, width: int, storage: Storage, *, scale: float = 1.0, offset: int = 0
-    ) -> None:
+        self, name: str, rows: int, width: int, storage: Storage, *, scale: float = 1.0, offset: int = 0,
+        is_cut: bool = False,  # whether ranks share the rows
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.name, self.offset, self.num_rows = name, offset, rows
-        self.scheme = storage.scheme_of(name)
-        self.scheme.create(self, width, rows, bias=False)
+        self.name, self.offset = name, offset
+        self.rows = storage.group.uneven_span(rows) if is_cut else Span.all(rows)
+        self.hold(storage.schemes.of_matrix(name).create(MatrixShape({"": self.rows}, Span.all(width))))
         self.scale = float(torch.tensor(scale, dtype=storage.dtype))  # rounded first, as transformers does
+        self._reduce = None if self.rows.is_whole else storage.group.reduce
 
     def forward(self, index: Tensor) -> Tensor:
-        x = self.scheme.rows(self, index + self.offset if self.offset else index)
+        index = index + self.offset if self.offset else index
+        x = self.stored.take(index) if self._reduce is None else self._reduce(self._own(index))
         return x if self.scale == 1.0 else x * self.scale
 
-    def slots(self) -> Iterator[Slot]:
-        for _, leaf, target in self.scheme.slots(self, {"": self.num_rows}):
-            yield Slot(f"{self.name}.{leaf}", target)
+    def _own(self, index: Tensor) -> Tensor:
+        """Zeros where the vector lies on another rank."""
+        at = index - self.rows.start
+        is_elsewhere = (at < 0) | (at >= self.rows.count)
+        return self.stored.take(at.masked_fill(is_elsewhere, 0)).masked_fill(is_elsewhere[..., None], 0)
 
-    def finish(self) -> None:
-        self.scheme.finish(self)
+    def slots(self) -> Iterator[Slot]:
+        for slot in self.stored.slots(("",)):
+            yield Slot(f"{self.name}.{slot.leaf}", slot.target, cut=slot.cut)
 
 
 class SinePositions(nn.Module):
@@ -53,43 +59,44 @@ class SinePositions(nn.Module):
         return self.table[index + self.offset]
 
 
-class Head(nn.Module):
-    """Hidden states to logits; shares the embedding's table when `tied` is given."""
-
-    weight: nn.Parameter  # plain schemes and panels only
-    bias: nn.Parameter | None
+class Head(MatrixLayer):
+    """Hidden states to logits; shares the embedding's table when `tied` is given. Where ranks share the rows, each
+    computes some of the logits and all get all of them."""
 
     def __init__(
         self, name: str, vocab: int, width: int, storage: Storage, *, bias: bool = False, tied: Embedding | None = None
     ) -> None:
         super().__init__()
-        self.name, self.num_rows = name, vocab
-        self.scheme = storage.scheme_of(name) if tied is None else tied.scheme
-        self._owner = () if tied is None else (tied,)  # in a tuple: it is no part of this module
+        self.name, self.tied = name, tied is not None
+        self.rows = storage.group.uneven_span(vocab) if tied is None else tied.rows
+        self._reduce = None if self.rows.is_whole else storage.group.reduce
         if tied is None:
-            self.scheme.create(self, width, vocab, bias=bias)
+            shape = MatrixShape({"": self.rows}, Span.all(width), bias)
+            self.hold(storage.schemes.of_matrix(name).create(shape))
             return
-        self.bias = storage.parameter(vocab) if bias else None
-        if self.scheme.name == "plain":
+        self.stored = tied.stored
+        self.bias = storage.parameter(self.rows.count) if bias else None
+        if self.stored.is_plain:
             self.weight = tied.weight
 
-    @property
-    def tied(self) -> bool:
-        return bool(self._owner)
-
     def forward(self, hidden: Tensor) -> Tensor:
-        if not self._owner or self.scheme.name == "plain":
-            return self.scheme.apply(self, hidden)
-        logits = self.scheme.apply(self._owner[0], hidden)
-        return logits if self.bias is None else logits + self.bias
+        logits = self.stored.multiply_with(hidden, self.bias) if self.tied else self.stored.multiply(hidden)
+        return logits if self._reduce is None else self._reduce(self._placed(logits))
+
+    def _placed(self, logits: Tensor) -> Tensor:
+        """Zeros where another rank computes."""
+        rows = self.rows
+        return nn.functional.pad(logits, (rows.start, rows.whole - rows.start - rows.count))
 
     def slots(self) -> Iterator[Slot]:
-        if not self._owner:
-            for _, leaf, target in self.scheme.slots(self, {"": self.num_rows}):
-                yield Slot(f"{self.name}.{leaf}", target)
+        if not self.tied:
+            for slot in self.stored.slots(("",)):
+                yield Slot(f"{self.name}.{slot.leaf}", slot.target, cut=slot.cut)
         elif self.bias is not None:
-            yield Slot(f"{self.name}.bias", self.bias.data)
+            yield Slot(f"{self.name}.bias", self.bias.data, cut=cut_to(0, [self.rows]))
 
     def finish(self) -> None:
-        if not self._owner:
-            self.scheme.finish(self)
+        if not self.tied:
+            super().finish()
+        elif self.stored.numbers is not None and self.stored.is_plain:
+            self.weight = self.stored.numbers

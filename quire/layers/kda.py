@@ -45,9 +45,9 @@ class Kda(StateLayer):
         self.conv_weight = conv.weight
         self.a_log, self.dt_bias = (storage.parameter(n, dtype=torch.float32) for n in (heads, inner))
         self.norm_weight = storage.parameter(size)
-        self._convolve, self._scan = causal_conv.on(storage.device), channel_delta_scan.on(storage.device)
-        self._sigmoid, self._softplus = sigmoid.on(storage.device), softplus.on(storage.device)
-        self._norm = unit_rms.on(storage.device)
+        self._convolve, self._scan = storage.of(causal_conv), storage.of(channel_delta_scan)
+        self._sigmoid, self._softplus = storage.of(sigmoid), storage.of(softplus)
+        self._norm = storage.of(unit_rms)
 
     def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
         kind, tokens = self.kind, x.shape[0]

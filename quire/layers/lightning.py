@@ -44,8 +44,8 @@ class Lightning(StateLayer):
         rates = torch.tensor([2.0 ** (-8.0 * (head + 1) / heads) for head in range(heads)])
         self.log_rates = (fade * rates).log().to(storage.device)  # no buffer: it is no part of a checkpoint
         self.no_bias = torch.zeros(heads, device=storage.device)
-        self._act, self._scan = plain_on(kind.act, storage.device), ssd_scan.on(storage.device)
-        self._sigmoid = sigmoid.on(storage.device)
+        self._act, self._scan = plain_on(kind.act, storage.kernels), storage.of(ssd_scan)
+        self._sigmoid = storage.of(sigmoid)
 
     def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
         kind, tokens = self.kind, x.shape[0]

@@ -1,65 +1,80 @@
-"""Linear: one matrix product whose rows are named parts; the names are how a checkpoint fills it.
+"""Linear: one matmul whose rows are named parts; the names are how a checkpoint fills it.
 
-A fused product (q, k and v; gate and up) is one Linear with several parts, and also answers to a fused spelling.
-How its numbers are stored is its scheme's business.
+A fused matmul (q, k and v; gate and up) is one Linear with several parts, and also answers to a fused spelling. How its
+numbers are stored is its scheme's business. Where it is cut among ranks, its sizes are Spans: of rows, each rank has
+some of the results; of the width, each has a part of every result, and they are added up here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from quire.ops.packed import Matrix
-from quire.quant.scheme import Plain, Slot, Storage
+from quire.layers.stored import MatrixLayer
+from quire.quant.scheme import MatrixShape, Slot, Storage
+from quire.quant.shard import Span
 
 
-class Linear(nn.Module):
-    weight: nn.Parameter  # plain schemes and panels only
-    bias: nn.Parameter | None
-    matrix: Matrix | None  # packed schemes and panels only; None while some part is plain
-
+class Linear(MatrixLayer):
     def __init__(
         self,
         prefix: str,  # canonical name of the module around it, with its final dot
-        in_size: int,
-        parts: Mapping[str, int],  # name -> rows
+        in_size: int | Span,
+        parts: Mapping[str, int | Span],  # name -> rows
         storage: Storage,
         *,
         bias: bool = False,
         fused: str = "",  # name of a checkpoint tensor that holds all parts
+        runs: Mapping[str, tuple[str, ...]]
+        | None = None,  # names of tensors that hold some parts, which follow each other
+        wide: bool = False,  # compute in float32, and give that
     ) -> None:
         super().__init__()
-        self.prefix, self.parts, self.fused = prefix, dict(parts), fused
-        self.in_size, self.out_size = in_size, sum(parts.values())
-        self.scheme = storage.scheme_of(prefix + (fused or next(iter(parts))))
-        self.scheme.create(self, in_size, self.out_size, bias=bias)
+        self.prefix, self.fused, self._runs = prefix, fused, dict(runs or {})
+        spans = {name: rows if isinstance(rows, Span) else Span.all(rows) for name, rows in parts.items()}
+        width = in_size if isinstance(in_size, Span) else Span.all(in_size)
+        scheme = storage.schemes.of_matrix(prefix + (fused or next(iter(parts))))
+        self.hold(scheme.create(MatrixShape(spans, width, bias)))
+        self.parts = {name: span.count for name, span in spans.items()}  # rows on this rank
+        self.in_size, self.out_size = width.count, self.stored.shape.rows
+        self._multiply = self.stored.multiply_wide if wide else self.stored.multiply
+        self._reduce = None if width.is_whole else storage.group.reduce
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.scheme.apply(self, x)
+        y = self._multiply(x)
+        return y if self._reduce is None else self._reduce(y)
 
     @property
     def is_plain(self) -> bool:
-        """Whether ops may read `weight` and `bias` as they are."""
-        return self.scheme.name == "plain"
+        """Whether ops may read `weight` and `bias` as they are, and what they compute is the whole result."""
+        return self.stored.is_plain and self._reduce is None
+
+    def read_plain(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias for an op that computes more than the matmul: only where it `is_plain`, and only in steps
+        without a veto (layers/veto.py)."""
+        numbers = self.stored.numbers
+        assert numbers is not None
+        return numbers, self.stored.bias
 
     @property
-    def has_rows(self) -> bool:
-        """Whether a checkpoint fills rows of `weight`, however they lie later."""
-        return isinstance(self.scheme, Plain)
+    def is_summed(self) -> bool:
+        """Whether a result is added up over ranks."""
+        return self._reduce is not None
 
     def slots(self) -> Iterator[Slot]:
-        for part, leaf, target in self.scheme.slots(self, self.parts):
-            if part:
-                yield Slot(f"{self.prefix}{part}.{leaf}", target)
-            elif self.fused:
-                yield Slot(
-                    f"{self.prefix}{self.fused}.{leaf}", target, tuple(f"{self.prefix}{p}.{leaf}" for p in self.parts)
-                )
+        for part in self.parts:
+            yield from self._slots(part, (part,))
+        if self.fused and len(self.parts) > 1:
+            yield from self._slots(self.fused, tuple(self.parts))
+        for name, run in self._runs.items():
+            yield from self._slots(name, run)
 
-    def finish(self) -> None:
-        self.scheme.finish(self)
+    def _slots(self, name: str, run: tuple[str, ...]) -> Iterator[Slot]:
+        for slot in self.stored.slots(run):
+            fills = tuple(f"{self.prefix}{part}.{slot.leaf}" for part in run) if len(run) > 1 else ()
+            yield Slot(f"{self.prefix}{name}.{slot.leaf}", slot.target, fills, slot.cut)
 
     def extra_repr(self) -> str:
         parts = ", ".join(f"{name} {rows}" for name, rows in self.parts.items())
-        return f"{self.in_size} -> {parts}, {self.scheme.name}"
+        return f"{self.in_size} -> {parts}, {self.stored.name}"

@@ -7,7 +7,7 @@ holds rank + rope numbers per token and layer, and the plan is told that values 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,8 +39,10 @@ class MlaKind:
 class LatentAttention(KVLayer):
     def __init__(self, prefix: str, width: int, kind: MlaKind, rope: Rope | None, storage: Storage) -> None:
         super().__init__(f"{prefix}attn", 0, 0)
-        self.kind, self.rope = kind, rope
-        norm, q_size = NormKind(eps=kind.eps), kind.heads * (kind.nope + kind.rope)
+        heads = storage.group.span("heads", kind.heads)
+        self.kind = kind = replace(kind, heads=heads.count)  # those of this rank
+        self.rope = rope
+        norm, q_size = NormKind(eps=kind.eps), heads.times(kind.nope + kind.rope)
         rank, name = kind.q_rank, "q_b_proj" if kind.q_rank else "q_proj"
         self.q_a = Linear(prefix, width, {"q_a_proj": rank}, storage, bias=kind.bias) if rank else None
         self.q_norm = Norm(f"{prefix}q_a_layernorm", (rank,), norm, storage) if rank else None
@@ -48,9 +50,16 @@ class LatentAttention(KVLayer):
         latent = {"kv_a_proj_with_mqa": kind.kv_rank + kind.rope}
         self.kv_a = Linear(prefix, width, latent, storage, bias=kind.bias)
         self.kv_norm = Norm(f"{prefix}kv_a_layernorm", (kind.kv_rank,), norm, storage)
-        self.kv_b = Linear(prefix, kind.kv_rank, {"kv_b_proj": kind.heads * (kind.nope + kind.value)}, storage)
-        self.o = Linear(prefix, kind.heads * kind.value, {"o_proj": width}, storage, bias=kind.bias)
-        self._heads_matmul = heads_matmul.on(storage.device)
+        self.kv_b = Linear(prefix, kind.kv_rank, {"kv_b_proj": heads.times(kind.nope + kind.value)}, storage)
+        self.o = Linear(prefix, heads.times(kind.value), {"o_proj": width}, storage, bias=kind.bias)
+        self._heads_matmul = storage.of(heads_matmul)
+
+    def _carry(self, x: Tensor, batch: Batch) -> Tensor:
+        """W_k and W_v of all heads. Where they may not be read, what the layer makes of unit vectors, which is them."""
+        numbers = self.kv_b.stored.numbers
+        if numbers is None or batch.through_linears:
+            return self.kv_b(torch.eye(self.kind.kv_rank, dtype=x.dtype, device=x.device)).t().contiguous()
+        return numbers
 
     def sizes(self) -> tuple[int, int, int]:
         return 1, self.kind.kv_rank + self.kind.rope, 0
@@ -60,7 +69,7 @@ class LatentAttention(KVLayer):
         compressed = x if self.q_a is None or self.q_norm is None else self.q_norm(self.q_a(x))
         q_nope, q_rope = self.q(compressed).view(tokens, kind.heads, -1).split([kind.nope, kind.rope], -1)
         latent, k_rope = self.kv_a(x).split([kind.kv_rank, kind.rope], -1)
-        carry = self.kv_b.weight.view(kind.heads, kind.nope + kind.value, kind.kv_rank)  # [H, nope + value, rank]
+        carry = self._carry(x, batch).view(kind.heads, kind.nope + kind.value, kind.kv_rank)  # [H, nope + value, rank]
         k_rope = k_rope[:, None]
         if self.rope is not None and turn is not None:
             q_rope, k_rope = self.rope.turn(q_rope, turn), self.rope.turn(k_rope, turn)

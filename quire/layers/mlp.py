@@ -13,23 +13,23 @@ from quire.ops.act import gated_on, plain_on, xielu
 from quire.ops.few import NormRule, linear_act, linear_add, linear_parts, norm_linear
 from quire.ops.parts import Parts
 from quire.quant.scheme import Slot, Storage
+from quire.quant.shard import Span
 
 
 class Mlp(nn.Module):
     def __init__(
         self, prefix: str, width: int, ffn: int, storage: Storage, *, act: str, gated: bool = True, bias: bool = False,
         down_bias: bool | None = None,  # None: as bias
+        is_cut: bool = True,  # whether ranks share the entries between up and down
     ) -> None:  # fmt: skip
         super().__init__()
-        if gated:
-            parts = {"gate_proj": ffn, "up_proj": ffn}
-            self.up = Linear(prefix, width, parts, storage, bias=bias, fused="gate_up_proj")
-        else:
-            self.up = Linear(prefix, width, {"up_proj": ffn}, storage, bias=bias)
-        self.down = Linear(prefix, ffn, {"down_proj": width}, storage, bias=bias if down_bias is None else down_bias)
-        self._act = (gated_on if gated else plain_on)(act, storage.device)
-        self._norm_linear, self._linear_add = norm_linear.on(storage.device), linear_add.on(storage.device)
-        self._linear_act, self._linear_parts = linear_act.on(storage.device), linear_parts.on(storage.device)
+        own = storage.group.span("entries of an mlp", ffn) if is_cut else Span.all(ffn)
+        parts = {"gate_proj": own, "up_proj": own} if gated else {"up_proj": own}
+        self.up = Linear(prefix, width, parts, storage, bias=bias, fused="gate_up_proj" if gated else "")
+        self.down = Linear(prefix, own, {"down_proj": width}, storage, bias=bias if down_bias is None else down_bias)
+        self._act = (gated_on if gated else plain_on)(act, storage.kernels)
+        self._norm_linear, self._linear_add = storage.of(norm_linear), storage.of(linear_add)
+        self._linear_act, self._linear_parts = storage.of(linear_act), storage.of(linear_parts)
         self.joins = self.up.is_plain and self.down.is_plain  # whether `join` can be called
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,21 +37,21 @@ class Mlp(nn.Module):
 
     def join(self, x: Tensor, norm: NormRule) -> Tensor:
         """x + mlp(norm(x)), for a few rows: see ops/few.py."""
-        h = self._norm_linear(x, norm, self.up.weight, self.up.bias, self._act)
-        return self._linear_add(h, self.down.weight, self.down.bias, x)
+        h = self._norm_linear(x, norm, *self.up.read_plain(), self._act)
+        return self._linear_add(h, *self.down.read_plain(), x)
 
     def in_parts(self, x: Tensor) -> Tensor | Parts:
         """mlp(x), to be added up by the next norm: see ops/few.py."""
-        h = self._linear_act(x, self.up.weight, self.up.bias, self._act)
-        return self._linear_parts(h, self.down.weight, self.down.bias)
+        h = self._linear_act(x, *self.up.read_plain(), self._act)
+        return self._linear_parts(h, *self.down.read_plain())
 
 
 class NormedMlp(Mlp):
-    """A norm between the activation and the product down."""
+    """A norm of all entries between the activation and the matmul down."""
 
     def __init__(self, prefix: str, width: int, ffn: int, storage: Storage, *, act: str, norm: str, kind: NormKind,
                  gated: bool = True, bias: bool = False) -> None:  # fmt: skip
-        super().__init__(prefix, width, ffn, storage, act=act, gated=gated, bias=bias)
+        super().__init__(prefix, width, ffn, storage, act=act, gated=gated, bias=bias, is_cut=False)
         self.norm = Norm(prefix + norm, (ffn,), kind, storage)
         self.joins = False
 
@@ -66,7 +66,7 @@ class XieluMlp(Mlp):
         super().__init__(prefix, width, ffn, storage, act="relu2", gated=False, bias=bias)
         self.prefix = prefix
         self.alphas = storage.parameter(2, dtype=torch.float32)
-        self._xielu = xielu.on(storage.device)
+        self._xielu = storage.of(xielu)
         self.joins = False
 
     def forward(self, x: Tensor) -> Tensor:

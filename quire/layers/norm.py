@@ -48,23 +48,23 @@ class Norm(nn.Module):
         kind, eps, offset = self.kind, self.kind.eps, 1.0 if self.kind.plus_one else 0.0
         weight, bias = self.weight, self.bias
         if kind.kind == "layer":
-            layer = layer_norm.on(storage.device)
+            layer = storage.of(layer_norm)
             return lambda x: layer(x, weight, bias, eps, offset)
         if weight is None or bias is not None:
             raise ConfigError(f"an RMS norm has no bias, but {self.name} is asked for as {kind}")
         if kind.plus_one or kind.wide:
-            wide = rms_norm_wide.on(storage.device)
+            wide = storage.of(rms_norm_wide)
             return lambda x: wide(x, weight, eps, offset)
-        rms = rms_norm.on(storage.device)
+        rms = storage.of(rms_norm)
         return lambda x: rms(x, weight, eps)
 
     def _choose_add(self, storage: Storage) -> Callable[[Tensor, Tensor | Parts], tuple[Tensor, Tensor]]:
         kind, weight, eps, offset = self.kind, self.weight, self.kind.eps, 1.0 if self.kind.plus_one else 0.0
         assert weight is not None
         if kind.plus_one or kind.wide:
-            wide = add_rms_norm_wide.on(storage.device)
+            wide = storage.of(add_rms_norm_wide)
             return lambda x, delta: wide(x, delta, weight, eps, offset)
-        add = add_rms_norm.on(storage.device)
+        add = storage.of(add_rms_norm)
         return lambda x, delta: add(x, delta, weight, eps)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.ops.rope import frequencies, rope_tables, rotate
+from quire.quant.scheme import Storage
 from quire.schema.errors import ConfigError
 
 
@@ -34,14 +35,15 @@ class Turn(NamedTuple):
 
 
 class Rope(nn.Module):
-    def __init__(self, kind: RopeKind, length: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, kind: RopeKind, length: int, storage: Storage) -> None:
         super().__init__()
         self.kind = kind
-        self.dtype = torch.float32 if kind.wide else dtype
+        self.dtype = torch.float32 if kind.wide else storage.dtype
         inv_freq, self.gain = frequencies(kind.theta, kind.dim, kind.scaling, length)
-        self.inv_freq = (-inv_freq if kind.back else inv_freq).to(device)  # no buffer: it is no part of a checkpoint
-        self._tables, self._rotate = rope_tables.on(device), rotate.on(device)
-        self._channel_of = _channel_of(kind).to(device) if kind.sections else None
+        inv_freq = -inv_freq if kind.back else inv_freq
+        self.inv_freq = inv_freq.to(storage.device)  # not a buffer: checkpoints do not have it
+        self._tables, self._rotate = storage.of(rope_tables), storage.of(rotate)
+        self._channel_of = _channel_of(kind).to(storage.device) if kind.sections else None
 
     def forward(self, positions: Tensor, channels: Tensor | None = None) -> Turn:
         """Positions [T]; channels [C, T] where they are not all the same."""

@@ -83,7 +83,7 @@ class SharedUse(KVLayer):
             Adapter(f"{prefix}adapter.", name, 2 * width, kind.rank, heads * kind.head_dim, storage)
             for name, heads in sizes.items()
         )
-        self._act = gated_on(kind.act, storage.device)
+        self._act = gated_on(kind.act, storage.kernels)
 
     def link(self, uses: list[SharedUse]) -> None:
         """uses: of all layers, in order."""

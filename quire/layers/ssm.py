@@ -159,8 +159,8 @@ class Mamba2(StateLayer):
         self.conv_weight, self.conv_bias = conv.weight, conv.bias
         self.a_log, self.d, self.dt_bias = (storage.parameter(kind.heads, dtype=torch.float32) for _ in range(3))
         self.norm_weight = storage.parameter(inner) if kind.norm else None
-        self._convolve, self._scan = causal_conv.on(storage.device), ssd_scan.on(storage.device)
-        self._norm, self._silu = gated_rms_norm.on(storage.device), silu.on(storage.device)
+        self._convolve, self._scan = storage.of(causal_conv), storage.of(ssd_scan)
+        self._norm, self._silu = storage.of(gated_rms_norm), storage.of(silu)
 
     def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
         kind, tokens = self.kind, x.shape[0]
@@ -220,8 +220,8 @@ class Mamba(StateLayer):
         self.dt_norm = Norm(f"{prefix}dt_layernorm", (kind.rank,), norm, storage) if with_norms else None
         self.b_norm = Norm(f"{prefix}b_layernorm", (kind.state,), norm, storage) if with_norms else None
         self.c_norm = Norm(f"{prefix}c_layernorm", (kind.state,), norm, storage) if with_norms else None
-        self._convolve, self._scan = causal_conv.on(storage.device), selective_scan.on(storage.device)
-        self._silu, self._plain_norm = silu.on(storage.device), unit_rms.on(storage.device)
+        self._convolve, self._scan = storage.of(causal_conv), storage.of(selective_scan)
+        self._silu, self._plain_norm = storage.of(silu), storage.of(unit_rms)
 
     def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
         kind = self.kind
@@ -264,7 +264,8 @@ class DeltaNet(StateLayer):
         super().__init__(f"{prefix}state", states, (channels, kind.conv - 1), storage)
         self.prefix, self.kind, self.keys, self.values = prefix, kind, keys, values
         parts = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values, "in_proj_z": values}
-        self.up = Linear(prefix, width, parts, storage, fused="in_proj_qkvz")
+        three = {"in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v")}
+        self.up = Linear(prefix, width, parts, storage, fused="in_proj_qkvz", runs=three)
         gates = {"in_proj_b": kind.value_heads, "in_proj_a": kind.value_heads}
         self.gates = Linear(prefix, width, gates, storage, fused="in_proj_ba")
         self.down = Linear(prefix, values, {"out_proj": width}, storage)
@@ -272,8 +273,8 @@ class DeltaNet(StateLayer):
         self.conv_weight = conv.weight
         self.a_log, self.dt_bias = (storage.parameter(kind.value_heads, dtype=torch.float32) for _ in range(2))
         self.norm_weight = storage.parameter(kind.value_dim)
-        self._convolve, self._scan = causal_conv.on(storage.device), delta_scan.on(storage.device)
-        self._norm = gated_rms_norm.on(storage.device)
+        self._convolve, self._scan = storage.of(causal_conv), storage.of(delta_scan)
+        self._norm = storage.of(gated_rms_norm)
 
     def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
         kind, tokens = self.kind, x.shape[0]
@@ -292,9 +293,6 @@ class DeltaNet(StateLayer):
     def slots(self) -> Iterator[Slot]:
         parts = {"q": self.keys, "k": self.keys, "v": self.values}
         yield from self._conv.slots(parts)
-        if self.up.has_rows:
-            three = tuple(f"{self.prefix}in_proj_{part}.weight" for part in "qkv")
-            yield Slot(f"{self.prefix}in_proj_qkv.weight", self.up.weight.data[: 2 * self.keys + self.values], three)
         for name, target in (("A_log", self.a_log), ("dt_bias", self.dt_bias), ("norm.weight", self.norm_weight)):
             yield Slot(self.prefix + name, target.data)
 
@@ -315,7 +313,7 @@ class ShortConv(StateLayer):
         self.down = Linear(prefix, width, {"out_proj": width}, storage, bias=kind.bias)
         conv = self._conv = Conv(f"{prefix}conv", width, kind.conv, kind.bias, storage)
         self.conv_weight, self.conv_bias = conv.weight, conv.bias
-        self._convolve = causal_conv.on(storage.device)
+        self._convolve = storage.of(causal_conv)
 
     def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
         work, (windows,) = self.step(x, batch)

@@ -6,7 +6,9 @@ Loading, live updates, LoRA and quantization ignore-lists all read this one tabl
     "transformer.h.0.attn.c_attn.weight" ▶ "model.layers.0.self_attn.qkv_proj.weight" ▶ rows of q, k and v
 
 `names` are (pattern, replacement) regular expressions applied in order; several spellings may lead to one canonical
-name. `arrange` undoes layouts a checkpoint may use (transposed, interleaved). Must not know: files, or architectures.
+name. `arrange` undoes layouts a checkpoint may use (transposed, interleaved); then a slot's `cut` leaves what this rank
+keeps. A name whose slot has no target lies elsewhere: it is neither missing nor unexpected. Must not know: files, or
+architectures.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from quire.quant.scheme import Slot, StoredRows, TakesBlocks
+from quire.quant.scheme import Slot, StoredRows, Target
 from quire.schema.errors import CheckpointError
 
 JUNK = (r"rotary_emb\.inv_freq$", r"\.rotary_emb\.(cos|sin)_cached$", r"\.att(?:n|ention)\.(masked_)?bias$")
@@ -45,7 +47,9 @@ class WeightTable:
         self._names = [(re.compile(pattern), new) for pattern, new in names]
         self._ignore = re.compile("|".join((*JUNK, *ignore)))
         self._arrange = arrange
-        self._missing = dict.fromkeys(name for name, slot in self._slots.items() if not slot.fills)
+        self._missing = dict.fromkeys(
+            name for name, slot in self._slots.items() if not slot.fills and slot.target is not None
+        )
 
     @classmethod
     def of(cls, model: nn.Module, **options: object) -> WeightTable:
@@ -75,29 +79,41 @@ class WeightTable:
         return taken
 
     def load(self, name: str, given: Tensor | StoredRows) -> bool:
-        """Put one checkpoint tensor in its place. False: no such place (an unexpected name)."""
+        """Put one checkpoint tensor in its place, if this rank has that. False: no rank has it (an unexpected name)."""
         canonical = self.canonical(name)
         slot = self._slots.get(canonical)
         if slot is None:
             return self.ignores(name)
-        tensor = self._arranged(canonical, given, slot)
-        if tensor.shape != slot.target.shape:
-            raise CheckpointError(
-                f"tensor {name!r} has shape {list(tensor.shape)} in the checkpoint, but the model's config asks for "
-                f"{list(slot.target.shape)}",
-                param=name,
-                value=list(tensor.shape),
-            )
-        slot.target.copy_(tensor)  # type: ignore[arg-type]
+        if slot.target is not None:
+            self._fill(name, slot, slot.target, self._arranged(canonical, given, slot.target))
         for filled in slot.fills or (canonical,):
             self._missing.pop(filled, None)
         return True
 
-    def _arranged(self, canonical: str, given: Tensor | StoredRows, slot: Slot) -> Tensor | StoredRows:
+    def _fill(self, name: str, slot: Slot, target: Tensor | Target, given: Tensor | StoredRows) -> None:
+        wanted = tuple(target.shape) if slot.cut is None else slot.cut.uncut(target.shape)
+        if given.shape != wanted:
+            raise CheckpointError(
+                f"tensor {name!r} has shape {list(given.shape)} in the checkpoint, but the model's config asks for "
+                f"{list(wanted)}",
+                param=name,
+                value=list(given.shape),
+            )
+        if slot.cut is not None:
+            kept = given.cut(slot.cut) if isinstance(given, StoredRows) else None
+            given = kept or slot.cut.of(given.numbers() if isinstance(given, StoredRows) else given)
+        if isinstance(target, Tensor):
+            assert isinstance(given, Tensor)  # _arranged decoded it
+            target.copy_(given)
+        else:
+            target.copy_(given)
+
+    def _arranged(self, canonical: str, given: Tensor | StoredRows, target: Tensor | Target) -> Tensor | StoredRows:
         """Blocks stay as they are where the place takes them and the layout asks for no change."""
         if isinstance(given, StoredRows):
             probe = torch.empty(given.shape, device="meta")
-            if isinstance(slot.target, TakesBlocks) and self._arrange(canonical, probe) is probe:
+            takes_blocks = isinstance(target, Target) and target.takes_blocks
+            if takes_blocks and self._arrange(canonical, probe) is probe:
                 return given
             given = given.numbers()
         return self._arrange(canonical, given)

@@ -111,12 +111,14 @@ class GGUFWeights:
         (name,) = recipe.sources
         info = self._where[name].tensors[name]
         *rows, width = info.shape  # of a matrix, or of experts one after another
+        kind = tensor_type(info.type_id)
 
         def decode(raw: Tensor) -> Tensor:
-            return dequantize(raw.reshape(-1), info.type_id, (raw.shape[0], width), dtype, name)
+            shape = raw.shape[0], raw.shape[1] // kind.num_bytes * kind.elements
+            return dequantize(raw.reshape(-1), info.type_id, shape, dtype, name)
 
         for made, raw in recipe.make(self._raw(name).view(*rows, -1)):
-            yield made, StoredRows(raw, info.type_id, width, decode)
+            yield made, StoredRows(raw, info.type_id, width, decode, kind.elements)
 
     def _size(self, name: str) -> int:
         file = self._where[name]

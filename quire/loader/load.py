@@ -26,6 +26,7 @@ from quire.base.log import logger
 from quire.base.progress import progress
 from quire.base.registry import load
 from quire.config.engine import EngineConfig, replace
+from quire.layers.stored import reopen_matrices
 from quire.loader.by_layer import check_complete
 from quire.loader.files import Piece, WeightFiles, find_weights, read_weights
 from quire.loader.gguf_file import pieces_of
@@ -36,11 +37,14 @@ from quire.loader.to_device import Sender
 from quire.models.build import Model, build_model, read_arch
 from quire.models.choose import choose_way
 from quire.models.limits import check_files
+from quire.ops.op import Kernels
 from quire.ops.packed import kind_of, likes_panels
 from quire.quant.arena import Arena
-from quire.quant.packed import Schemes
-from quire.quant.panels import PanelSchemes, lay_back
+from quire.quant.packed import PackedChoice
+from quire.quant.panels import PanelChoice
+from quire.quant.plain import plain_storage
 from quire.quant.scheme import Storage, StoredRows
+from quire.quant.shard import ALONE, ShardGroup
 from quire.schema.errors import CheckpointError, ConfigError
 
 _log = logger(__name__)
@@ -54,6 +58,13 @@ class ReadsFolder(Protocol):
     """A model whose classes read their own checkpoints."""
 
     def read_folder(self, folder: str, safetensors: bool) -> None: ...
+
+
+@runtime_checkable
+class HasStorage(Protocol):
+    """A model of Quire's own modules."""
+
+    storage: Storage
 
 
 class TakesTensors(Protocol):
@@ -70,21 +81,21 @@ class Loaded(NamedTuple):
     seconds: dict[str, float]  # "build" and "weights"
 
 
-def load_model(config: EngineConfig, device: torch.device | str) -> Model:
-    return load_timed(config, device).model
+def load_model(config: EngineConfig, device: torch.device | str, group: ShardGroup = ALONE) -> Model:
+    return load_timed(config, device, group).model
 
 
-def load_timed(config: EngineConfig, device: torch.device | str) -> Loaded:
+def load_timed(config: EngineConfig, device: torch.device | str, group: ShardGroup = ALONE) -> Loaded:
     start = now()
-    model = make_model(config, device)
+    model = make_model(config, Kernels.here(device), group)
     built = now()
     num_bytes = reload_weights(model, config)
     return Loaded(model, num_bytes, {"build": built - start, "weights": now() - built})
 
 
-def make_model(config: EngineConfig, device: torch.device | str) -> Model:
-    """Without its weights: what the parameters hold is undefined."""
-    about = config.model_config
+def make_model(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE) -> Model:
+    """Without its weights: what the parameters hold is undefined. `group`: the ranks that share them."""
+    about, device = config.model_config, kernels.device
     dtype = getattr(torch, about.dtype)
     way = choose_way(about.hf_config, about.model_impl, about.model_class_overrides)
     if way.is_foreign:
@@ -95,54 +106,55 @@ def make_model(config: EngineConfig, device: torch.device | str) -> Model:
                 param="quantization",
             )
         foreign: Model = load("quire.hf_models.foreign:build_fallback")(
-            about.hf_config, about.path, dtype=dtype, device=torch.device(device), max_model_len=about.max_model_len,
+            about.hf_config, about.path, dtype=dtype, device=device, max_model_len=about.max_model_len,
             trust=about.trust_remote_code, given=way.given,
         )  # fmt: skip
         return foreign
     if config.load_config.load_format != "dummy":
-        check_files(read_arch(about.hf_config), _num_bytes(weight_files(config)) * config.parallel_config.world_size)
+        check_files(read_arch(about.hf_config), _num_bytes(weight_files(config, group)) * group.size)
     return build_model(
         about.hf_config,
         dtype=dtype,
         device=device,
         max_model_len=about.max_model_len,
-        storage=storage_for(config, torch.device(device)),
+        storage=storage_for(config, kernels, group),
     )
 
 
-def storage_for(config: EngineConfig, device: torch.device) -> Storage:
+def storage_for(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE) -> Storage:
     """Packed where the configuration asks for it and kernels are there; else plain, in panels where those like them."""
     form, dtype = config.model_config.weight_form, getattr(torch, config.model_config.dtype)
-    if form == "plain" or config.load_config.load_format == "dummy" or device.type != "cpu":
-        if not likes_panels.on(device)(dtype):
-            return Storage.plain(dtype, device)
-        arena = Arena(device)
-        return Storage(dtype, arena, PanelSchemes(dtype, arena))
-    if kind_of.on(device)(_Q8_0) is None:  # no kernels
+    if form == "plain" or config.load_config.load_format == "dummy" or kernels.device.type != "cpu":
+        if not kernels.of(likes_panels)(dtype):
+            return plain_storage(dtype, kernels, group)
+        arena = Arena(kernels.device)
+        return Storage(dtype, arena, kernels, PanelChoice(dtype, arena, kernels), group)
+    if kernels.of(kind_of)(_Q8_0) is None:  # no kernels
         if form != "stored":
             raise ConfigError(
                 f"quantization={config.model_config.quantization!r} needs the compiled CPU kernels, which are not "
                 "there: see the warning above",
                 param="quantization",
             )
-        return Storage.plain(dtype, device)
-    arena = Arena(device)
-    return Storage(dtype, arena, Schemes(dtype, arena, {"stored": None, "int8": "Q8Z", "int4": "Q4M"}[form]))
+        return plain_storage(dtype, kernels, group)
+    arena, kind = Arena(kernels.device), {"stored": None, "int8": "Q8Z", "int4": "Q4M"}[form]
+    return Storage(dtype, arena, kernels, PackedChoice(dtype, arena, kernels, kind), group)
 
 
 @torch.no_grad()
 def reload_weights(model: Model, config: EngineConfig) -> int:
     """Fill the model again, in place, as the configuration says now; returns the bytes read from files."""
     how, about, began = config.load_config, config.model_config, now()
-    lay_back(model)
+    reopen_matrices(model)
     if how.load_format == "dummy":
         fill_dummy(model, about.seed)
         return 0
     sharded = how.load_format == "sharded_state"
     if isinstance(model, ReadsFolder) and not sharded:
         return _read_folder(model, config)
-    found = weight_files(config)
-    kept = None if sharded else kept_for(model, config, found)
+    group = model.storage.group if isinstance(model, HasStorage) else ALONE
+    found = weight_files(config, group)
+    kept = None if sharded else kept_for(model, config, found, group)
     if kept is not None and kept.restore():
         model.finish_weights()
         return found.num_bytes
@@ -153,7 +165,7 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
         device=first.device,
         strategy=how.safetensors_load_strategy,
         map_location=how.pt_load_map_location,
-        keeps=_keeps if about.weight_form == "stored" else lambda type_id: False,
+        keeps=_keeps(model) if about.weight_form == "stored" else lambda type_id: False,
     )
     if how.load_format == "mistral":
         pieces = renamed(pieces, about.hf_config)
@@ -177,10 +189,10 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
     return found.num_bytes
 
 
-def weight_files(config: EngineConfig) -> WeightFiles:
+def weight_files(config: EngineConfig, group: ShardGroup = ALONE) -> WeightFiles:
     about, how = config.model_config, config.load_config
     if how.load_format == "sharded_state":
-        return find_sharded(about.path, config.parallel_config.rank, pattern_of(how.model_loader_extra_config))
+        return find_sharded(about.path, group.rank, pattern_of(how.model_loader_extra_config))
     return find_weights(about.path, how.load_format, how.ignore_patterns)
 
 
@@ -206,8 +218,12 @@ def _read_folder(model: ReadsFolder, config: EngineConfig) -> int:
     return found.num_bytes
 
 
-def _keeps(type_id: int) -> bool:
-    return kind_of.on("cpu")(type_id) is not None
+def _keeps(model: Model) -> Callable[[int], bool]:
+    """Types of blocks that the model's kernels multiply as they are stored."""
+    if not isinstance(model, HasStorage):
+        return lambda type_id: False
+    kind = model.storage.of(kind_of)
+    return lambda type_id: kind(type_id) is not None
 
 
 def stream(

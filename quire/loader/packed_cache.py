@@ -1,10 +1,11 @@
 """Packed weights on disk: what a load made of a checkpoint, mapped by the next one instead of being made again.
 
-One file per checkpoint and stored form, in `packed` under QUIRE_CACHE_ROOT. It is used only if its key is that of this
-start: the checkpoint's files (path, size, times, inode, and bytes sampled from all over them), what is read from them
-(configuration, dtype, form), and the code that decides what is stored (kernels, instruction set, Quire's sources). A
-file that is stale, cut short or damaged (every byte is summed up) is made again. Files are replaced, never written to,
-so that processes that map one keep what they have; all that map it share its pages. Must not know: architectures.
+One file per checkpoint, stored form and rank, in `packed` under QUIRE_CACHE_ROOT. It is used only if its key is that of
+this start: the checkpoint's files (path, size, times, inode, and bytes sampled from all over them), what is read from
+them (configuration, dtype, form, which rank of how many), and the code that decides what is stored (kernels,
+instruction set, Quire's sources). A file that is stale, cut short or damaged (every byte is summed up) is made again.
+Files are replaced, never written to, so that processes that map one keep what they have; all that map it share its
+pages. Must not know: architectures.
 
     magic | length of the header | its checksum | header (JSON) | parameters, each at a multiple of 64 bytes
 """
@@ -25,7 +26,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,12 +37,13 @@ from quire.base.log import logger
 from quire.base.mapped import MappedFile
 from quire.base.progress import progress
 from quire.config.engine import EngineConfig
+from quire.layers.stored import packed_matrices
 from quire.loader.files import WeightFiles
 from quire.loader.gguf_file import pieces_of
 from quire.loader.raw import as_bytes
 from quire.ops.cpu.native import checksum, kernels
 from quire.ops.packed import BLOCK, FORMS, PANEL, Packed
-from quire.quant.packed import PackedScheme
+from quire.quant.shard import ALONE, ShardGroup
 
 _log = logger(__name__)
 MAGIC, FORMAT = b"QUIREPCK", 1
@@ -68,16 +69,16 @@ class Entry:
     sum: int = 0
 
 
-def kept_for(model: object, config: EngineConfig, found: WeightFiles) -> PackedCache | None:
+def kept_for(model: object, config: EngineConfig, found: WeightFiles, group: ShardGroup = ALONE) -> PackedCache | None:
     """None where nothing is packed, or the cache is off."""
     about = config.model_config
     if not env.CPU_PACKED_CACHE.get() or kernels() is None or not isinstance(model, nn.Module):
         return None
-    if not any("parts_of" in vars(module) for module in model.modules()):
+    if not packed_matrices(model):
         return None
     read = {"config": about.hf_config, "dtype": about.dtype, "form": about.weight_form,
-            "format": config.load_config.load_format}  # fmt: skip
-    name = _digest(os.path.abspath(about.path), about.dtype, about.weight_form)
+            "format": config.load_config.load_format, "rank": group.rank, "ranks": group.size}  # fmt: skip
+    name = _digest(os.path.abspath(about.path), about.dtype, about.weight_form, group.rank, group.size)
     paths = [piece for path in found.paths for piece in (pieces_of(path) if found.kind == "gguf" else (path,))]
     key = _digest(FORMAT, __version__, _code(), json.dumps(read, sort_keys=True, default=str), *map(_identity, paths))
     folder = Path(os.path.expanduser(env.CACHE_ROOT.get())) / "packed"
@@ -176,8 +177,8 @@ class PackedCache:
 def _parameters(model: nn.Module) -> Iterator[tuple[Entry, Tensor]]:
     """Every parameter, as bytes."""
     seen = set()
-    for where, module in model.named_modules():
-        for part, kept in vars(module).get("parts_of", {}).items():
+    for where, matrix in packed_matrices(model).items():
+        for part, kept in matrix.parts.items():
             numbers = kept.data if isinstance(kept, Packed) else kept
             shape = (kept.rows, kept.width) if isinstance(kept, Packed) else tuple(kept.shape)
             seen.add(numbers.data_ptr())
@@ -193,7 +194,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[Entry, Tensor]]:
 
 def _check_sizes(model: nn.Module, entries: list[Entry], room: int) -> None:
     """Every entry lies in the file, has the bytes that its shape takes, and the shape that the model gives it."""
-    modules = dict(model.named_modules())
+    matrices, parameters = packed_matrices(model), dict(model.named_parameters())
     rows = dict.fromkeys((e.module for e in entries if e.is_part), 0)
     for entry in entries:
         numbers = (entry.start, entry.num_bytes, *entry.shape)
@@ -201,18 +202,19 @@ def _check_sizes(model: nn.Module, entries: list[Entry], room: int) -> None:
             raise ValueError(f"its header has no such sizes: {numbers}")
         if entry.start + entry.num_bytes > room or entry.num_bytes != _bytes_of(entry):
             raise ValueError(f"its header says {entry.num_bytes} bytes for {entry.form} of {entry.shape}")
-        module: Any = modules[entry.module]
         if entry.is_part:
             rows[entry.module] += entry.shape[0]
-            wanted = (vars(module).get("parts", {}).get(entry.name, entry.shape[0]), module.in_width)
+            shape = matrices[entry.module].shape
+            span = shape.parts.get(entry.name)
+            wanted = (entry.shape[0] if span is None else span.count, shape.width.count)
             fits = tuple(entry.shape) == wanted
         else:
-            own = module.get_parameter(entry.name)
+            own = parameters[_full_name(entry)]
             fits = tuple(entry.shape) == tuple(own.shape) and entry.form == _name(own)
         if not fits:
             raise ValueError(f"{entry.module}.{entry.name} has another shape than {tuple(entry.shape)}")
     for name, count in rows.items():
-        if count != cast(Any, modules[name]).out_rows:
+        if count != matrices[name].shape.rows:
             raise ValueError(f"{name} has other rows than {count}")
 
 
@@ -229,29 +231,27 @@ def _bytes_of(entry: Entry) -> int:
 
 
 def _place(model: nn.Module, entries: list[Entry], data: Tensor) -> None:
-    modules = dict(model.named_modules())
-    plain = {name for name, _ in model.named_parameters()}
-    parts: dict[str, tuple[str, ...]] = {name: () for name, module in modules.items() if "parts_of" in vars(module)}
-    for entry in entries:
-        if entry.is_part:
-            parts[entry.module] += (entry.name,)
-    if not all(parts.values()):
+    matrices, parameters = packed_matrices(model), dict(model.named_parameters())
+    if {entry.module for entry in entries if entry.is_part} != matrices.keys():
         raise ValueError("it holds other matrices than the model has")
-    if plain != {f"{e.module}.{e.name}".lstrip(".") for e in entries if not e.is_part}:
+    if parameters.keys() != {_full_name(entry) for entry in entries if not entry.is_part}:
         raise ValueError("it holds other parameters than the model has")
-    for name, order in parts.items():
-        cast(Any, modules[name]).order = order
     for entry in entries:
-        module, raw = modules[entry.module], data[entry.start : entry.start + entry.num_bytes]
+        raw = data[entry.start : entry.start + entry.num_bytes]
         if entry.form in FORMS:
-            kept: Packed | Tensor = Packed(raw, entry.form, *entry.shape)
+            if not entry.is_part:
+                raise ValueError(f"{_full_name(entry)} is no packed matrix")
+            matrices[entry.module].put(entry.name, Packed(raw, entry.form, *entry.shape))
+            continue
+        numbers = raw.view(getattr(torch, entry.form)).view(entry.shape)
+        if entry.is_part:
+            matrices[entry.module].put(entry.name, numbers.clone())
         else:
-            kept = raw.view(getattr(torch, entry.form)).view(entry.shape)
-        if not entry.is_part:
-            module.get_parameter(entry.name).data.copy_(cast(Tensor, kept))
-        else:
-            scheme = cast(PackedScheme, cast(Any, module).scheme)
-            scheme.put(module, entry.name, kept if isinstance(kept, Packed) else kept.clone())
+            parameters[_full_name(entry)].data.copy_(numbers)
+
+
+def _full_name(entry: Entry) -> str:
+    return f"{entry.module}.{entry.name}".lstrip(".")
 
 
 def _sound(entries: list[Entry], data: Tensor) -> bool:

@@ -79,15 +79,15 @@ class Arch:
     mla: Mla | None = None
     cross: int = -1  # tokens of an encoder's output that orders with cross attention read at most; 0: any number
     attn_gate: bool = False  # the output of attention is gated, head by head; q_proj holds queries and gates
-    gate_name: str = ""  # attn_gate: the gate is a product of this name instead
-    inner_norms: tuple[str, str] = ("", "")  # names of norms before the products back: of attention, of the mlp
+    gate_name: str = ""  # attn_gate: the gate is a projection of this name instead
+    inner_norms: tuple[str, str] = ("", "")  # names of the norms before the output projections of attention and mlp
     shared: SharedKind | None = None  # a block that layers of order shared use together
     state: Mamba2Kind | MambaKind | DeltaKind | ShortConvKind | LightningKind | KdaKind | None = None  # of such layers
     # mlp
     act: str = "silu"
     gated: bool = True
     mlp_bias: bool = False
-    down_bias: bool | None = None  # of the product down; None: as mlp_bias
+    down_bias: bool | None = None  # of the down projection; None: as mlp_bias
     moe: MoeKind | None = None
     # ends
     embed_scale: float = 1.0

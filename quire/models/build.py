@@ -21,6 +21,8 @@ from quire.models.limits import check_arch, reading
 from quire.models.view import View
 from quire.models.zoo import ALIASES, ZOO
 from quire.models.zoo.defaults import DEFAULTS
+from quire.ops.op import Kernels
+from quire.quant.plain import plain_storage
 from quire.quant.scheme import Storage
 from quire.schema.errors import ConfigError, some
 from quire.schema.kv import KVSpec
@@ -66,7 +68,7 @@ def build_model(
     """`max_model_len` decides long-context rope tables (dynamic, longrope); None: the config's own length.
     `storage` decides how weights are stored; None: plain tensors of `dtype` on `device`."""
     arch = read_arch(hf_config)
-    storage = storage or Storage.plain(dtype, device)
+    storage = storage or plain_storage(dtype, Kernels.here(device))
     return Decoder(arch, storage, max_model_len=max_model_len or arch.max_positions)
 
 

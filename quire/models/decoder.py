@@ -28,7 +28,9 @@ from quire.layers.norm import NoNorm, Norm
 from quire.layers.rope import Rope, Turn
 from quire.layers.shared import SharedUse
 from quire.layers.ssm import DeltaKind, DeltaNet, Mamba, Mamba2, Mamba2Kind, MambaKind, ShortConv, ShortConvKind
+from quire.layers.stored import finish_matrices
 from quire.layers.table import WeightTable
+from quire.layers.veto import HookVeto
 from quire.models.arch import Arch, Layer
 from quire.models.layout import arrange_for
 from quire.models.whole import Stretch, Whole
@@ -74,10 +76,11 @@ class Block(nn.Module):
         self.whole = Whole.of(self, arch)
 
     def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
-        if self.few is not None and delta is None and x.shape[0] <= self.few.rows:
-            return self.few(x, batch, turn), None
-        if self.in_parts is not None and x.shape[0] <= self.in_parts.rows:
-            return self.in_parts(x, delta, batch, turn)
+        if self.few is not None and not batch.through_linears:
+            if delta is None and x.shape[0] <= self.few.rows:
+                return self.few(x, batch, turn), None
+            if self.in_parts is not None and x.shape[0] <= self.in_parts.rows:
+                return self.in_parts(x, delta, batch, turn)
         h, x = self.before_attn.add(x, delta)
         h = self.attn(h, batch, turn)
         if self.after_attn is not None:
@@ -94,8 +97,8 @@ class Few:
 
     def __init__(self, attn: Attention, mlp: Mlp | Moe, norms: tuple[NormRule, NormRule], storage: Storage) -> None:
         self.attn, self.mlp, self.norms = attn, mlp, norms
-        self.rows = few_rows.on(storage.device)(attn.qkv.in_size, storage.dtype)
-        self._norm_linear, self._linear_add = norm_linear.on(storage.device), linear_add.on(storage.device)
+        self.rows = storage.of(few_rows)(attn.qkv.in_size, storage.dtype)
+        self._norm_linear, self._linear_add = storage.of(norm_linear), storage.of(linear_add)
 
     @classmethod
     def of(cls, block: Block, arch: Arch, storage: Storage) -> Few | None:
@@ -112,8 +115,8 @@ class Few:
 
     def __call__(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
         attn = self.attn
-        qkv = self._norm_linear(x, self.norms[0], attn.qkv.weight, attn.qkv.bias)
-        x = self._linear_add(attn.attend(qkv, batch, turn), attn.o.weight, attn.o.bias, x)
+        qkv = self._norm_linear(x, self.norms[0], *attn.qkv.read_plain())
+        x = self._linear_add(attn.attend(qkv, batch, turn), *attn.o.read_plain(), x)
         return self.mlp.join(x, self.norms[1])
 
 
@@ -122,8 +125,8 @@ class InParts:
 
     def __init__(self, attn: Attention, mlp: Mlp | Moe, norms: tuple[Norm, Norm], storage: Storage) -> None:
         self.attn, self.mlp, self.norms = attn, mlp, norms
-        self.rows = part_rows.on(storage.device)(attn.qkv.in_size, storage.dtype)
-        self._linear_parts = linear_parts.on(storage.device)
+        self.rows = storage.of(part_rows)(attn.qkv.in_size, storage.dtype)
+        self._linear_parts = storage.of(linear_parts)
 
     @classmethod
     def of(cls, block: Block, storage: Storage) -> InParts | None:
@@ -136,8 +139,8 @@ class InParts:
     def __call__(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
         attn = self.attn
         h, x = self.norms[0].add(x, delta)
-        qkv = self._linear_parts(h, attn.qkv.weight, attn.qkv.bias)
-        out = self._linear_parts(attn.attend(qkv, batch, turn), attn.o.weight, attn.o.bias)
+        qkv = self._linear_parts(h, *attn.qkv.read_plain())
+        out = self._linear_parts(attn.attend(qkv, batch, turn), *attn.o.read_plain())
         h, x = self.norms[1].add(x, out)
         return x, self.mlp.in_parts(h)
 
@@ -335,7 +338,7 @@ class Decoder(nn.Module):
         self.arch, self.storage = arch, storage
         self.captures = not isinstance(arch.state, KdaKind)  # its scan waits for the device
         width, inner = arch.width, arch.embed_width or arch.width
-        self.embed = Embedding("model.embed_tokens", arch.vocab, inner, storage, scale=arch.embed_scale)
+        self.embed = Embedding("model.embed_tokens", arch.vocab, inner, storage, scale=arch.embed_scale, is_cut=True)
         self.positions = _positions(arch, storage) if arch.positions else None
         self.project_in = Linear("model.", inner, {"project_in": width}, storage) if arch.embed_width else None
         self.project_out = Linear("model.", width, {"project_out": inner}, storage) if arch.embed_width else None
@@ -344,7 +347,7 @@ class Decoder(nn.Module):
         for layer in arch.layers:
             if layer.rope is not None and layer.rope not in kinds:
                 kinds.append(layer.rope)
-        ropes = [Rope(kind, max_model_len, storage.dtype, storage.device) for kind in kinds]
+        ropes = [Rope(kind, max_model_len, storage) for kind in kinds]
         self.ropes = nn.ModuleList(ropes)
         self.rope_of = [None if layer.rope is None else kinds.index(layer.rope) for layer in arch.layers]
         self.layers = nn.ModuleList()
@@ -356,8 +359,9 @@ class Decoder(nn.Module):
             use.link(uses)
         wholes = [layer.whole if type(layer) is Block else None for layer in self.layers]
         self._stretches = Stretch.cut(self.layers, self.rope_of, wholes, storage)
+        self._veto = HookVeto(self.layers.modules())
         self.norm = Norm("model.norm", (width,), arch.norm, storage) if arch.final_norm else NoNorm()
-        self._tanh = tanh.on(storage.device)
+        self._tanh = storage.of(tanh)
         tied = self.embed if arch.tie else None
         self.head = Head("lm_head", arch.vocab, inner, storage, bias=arch.head_bias, tied=tied)
 
@@ -365,6 +369,7 @@ class Decoder(nn.Module):
         """Hidden states [T, width of the head]."""
         if batch.adapter_index is not None:
             raise NotBuiltError("a step names adapters, and this version of Quire cannot apply any")
+        batch = self._veto.over(batch)
         turns = [rope(batch.positions, batch.position_channels) for rope in self.ropes]
         x = self.embed(batch.token_ids)
         if batch.given is not None:
@@ -413,9 +418,7 @@ class Decoder(nn.Module):
     def finish_weights(self) -> None:
         """To be called once parameters are filled through the table, or replaced by other objects."""
         self.forget_addresses()
-        for module in self.modules():
-            if isinstance(module, Linear | Embedding | Head):
-                module.finish()
+        finish_matrices(self)
 
     def forget_addresses(self) -> None:
         """Weights or caches do not lie any more where a step found them, or not in the same order."""

@@ -16,19 +16,23 @@ from torch import Tensor, nn
 
 from quire.layers.attention import Attention
 from quire.layers.batch import Batch
-from quire.layers.embed import Embedding, Head
+from quire.layers.embed import Embedding
 from quire.layers.linear import Linear
 from quire.layers.norm import NoNorm, Norm
 from quire.layers.packed import Texts, WithinPlan
 from quire.layers.relative import RelativeKind, RelativeScores
 from quire.layers.rope import Rope
+from quire.layers.stored import finish_matrices
 from quire.layers.table import WeightTable
+from quire.layers.veto import HookVeto
 from quire.models.arch import Arch
 from quire.models.decoder import BLOCKS
 from quire.models.layout import arrange_for
 from quire.models.limits import check_arch, reading
 from quire.models.view import View
 from quire.models.zoo import ENCODERS
+from quire.ops.op import Kernels
+from quire.quant.plain import plain_storage
 from quire.quant.scheme import Storage
 from quire.schema.errors import ConfigError, InputError
 
@@ -65,7 +69,7 @@ class Encoder(nn.Module):
         for layer in core.layers:
             if layer.rope is not None and layer.rope not in kinds:
                 kinds.append(layer.rope)
-        ropes = [Rope(kind, max_model_len, storage.dtype, storage.device) for kind in kinds]
+        ropes = [Rope(kind, max_model_len, storage) for kind in kinds]
         self.ropes = nn.ModuleList(ropes)
         self.rope_of = [None if layer.rope is None else kinds.index(layer.rope) for layer in core.layers]
         self.windows = list(dict.fromkeys(layer.window for layer in core.layers))
@@ -77,6 +81,7 @@ class Encoder(nn.Module):
             if i == 0 and not arch.first_norm:
                 block.before_attn = NoNorm()
             self.layers.append(block)
+        self._veto = HookVeto(self.layers.modules())
         self.norm = Norm("model.norm", (width,), core.norm, storage) if core.final_norm else NoNorm()
         self.relative = (
             RelativeScores("model.relative", core.heads, arch.relative, storage, both_ways=True)
@@ -97,6 +102,7 @@ class Encoder(nn.Module):
             token_ids=texts.token_ids, positions=positions, logit_index=positions[:0], num_tokens=len(positions),
             plans=[WithinPlan(texts.lens, window) for window in self.windows],
         )  # fmt: skip
+        batch = self._veto.over(batch)
         turns, x, delta = [rope(positions) for rope in self.ropes], self._embedded(texts, positions), None
         for layer, which in zip(self.layers, self.rope_of, strict=True):
             x, delta = layer(x, delta, batch, None if which is None else turns[which])
@@ -134,11 +140,10 @@ class Encoder(nn.Module):
     def finish_weights(self) -> None:
         """To be called once parameters are filled through the table."""
         scores = None if self.relative is None else self.relative()
+        finish_matrices(self)
         for module in self.modules():
-            if isinstance(module, Linear | Embedding | Head):
-                module.finish()
-            elif isinstance(module, Attention) and scores is not None:
-                module.alibi = scores
+            if isinstance(module, Attention) and scores is not None:
+                module.use_scores(scores)
 
 
 def encoder_arch(hf_config: Mapping[str, Any]) -> EncoderArch | None:
@@ -170,5 +175,5 @@ def build_encoder(
     if any(layer.mixer != "attention" for layer in arch.core.layers):
         raise ConfigError("an encoder's layers attend; states run in one direction only")
     core = replace(arch.core, alibi=0.0)
-    storage = storage or Storage.plain(dtype, device)
+    storage = storage or plain_storage(dtype, Kernels.here(device))
     return Encoder(replace(arch, core=core), storage, max_model_len=max_model_len or core.max_positions)

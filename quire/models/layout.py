@@ -74,7 +74,7 @@ def _gates_first(tensor: Tensor, arch: Arch) -> Tensor:
 
 
 def _folded(name: str, tensor: Tensor, arch: Arch) -> Tensor:
-    """Factors of a product's input or output, multiplied into its rows."""
+    """Factors of a matmul's input or output, folded into the rows of its weight."""
     for pattern, factor in arch.fold:
         if re.search(pattern, name):
             tensor = tensor * factor

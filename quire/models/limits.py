@@ -151,7 +151,7 @@ def _check_frequencies(rope: RopeKind) -> None:
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError) as wrong:
         raise _unusable(rope, f"{type(wrong).__name__}: {wrong}") from wrong
     if not fine:
-        raise _unusable(rope, "its frequencies are no numbers")
+        raise _unusable(rope, "its frequencies are not numbers")
 
 
 def _unusable(rope: RopeKind, why: str) -> ConfigError:
@@ -203,7 +203,8 @@ def _within(name: str, value: Any, allowed: Range) -> None:
 def _divides(name: str, value: int, other: str, divisor: int) -> None:
     if divisor < 1 or value % divisor:
         raise ConfigError(
-            f"the model's configuration gives {name} = {value}, which is no multiple of {other} = {divisor}", param=name
+            f"the model's configuration gives {name} = {value}, which is not a multiple of {other} = {divisor}",
+            param=name,
         )
 
 

@@ -26,6 +26,8 @@ from quire.models.encoder import Encoder, EncoderArch
 from quire.models.limits import check_arch, reading
 from quire.models.view import View
 from quire.models.zoo import SEQ2SEQ
+from quire.ops.op import Kernels
+from quire.quant.plain import plain_storage
 from quire.quant.scheme import Slot, Storage, StoredRows
 from quire.schema.errors import ConfigError
 from quire.schema.kv import KVSpec
@@ -109,7 +111,8 @@ class Seq2Seq(nn.Module):
         shared = {slot.name for slot in slots_of(self.encoder.embed)}
         for slot in slots_of(self.encoder):
             if slot.name not in shared:
-                yield Slot(_encoder_name(slot.name), slot.target, tuple(map(_encoder_name, slot.fills)))
+                fills = tuple(map(_encoder_name, slot.fills))
+                yield slot._replace(name=_encoder_name(slot.name), fills=fills)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Fill parameters from (checkpoint name, tensor) pairs, all or some; returns the names that were taken."""
@@ -125,7 +128,8 @@ class Seq2Seq(nn.Module):
             scores = self.relative()
             for module in self.decoder.modules():
                 if isinstance(module, Attention):
-                    module.alibi, module.fusable = scores, False
+                    module.use_scores(scores)
+                    module.fusable = False
 
 
 def _encoder_name(name: str) -> str:
@@ -157,5 +161,5 @@ def build_seq2seq(
         arch: Seq2SeqArch = SEQ2SEQ.get(name)(View(hf_config, {}, name))
         check_arch(arch.encoder.core)
         check_arch(arch.decoder)
-    storage = storage or Storage.plain(dtype, device)
+    storage = storage or plain_storage(dtype, Kernels.here(device))
     return Seq2Seq(arch, storage, max_model_len=max_model_len or arch.decoder.max_positions)

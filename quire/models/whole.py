@@ -41,6 +41,8 @@ class Whole:
             return None
         if not isinstance(attn, Attention) or not isinstance(mlp, Mlp) or attn.kind.gated or not attn.fusable:
             return None
+        if attn.o.is_summed or mlp.down.is_summed:
+            return None
         rules = tuple(norm.rule() for norm in norms if isinstance(norm, Norm))
         if len(rules) != 2 or rules[0] is None or rules[1] is None:
             return None
@@ -59,8 +61,8 @@ class Whole:
 
 
 def _weights(linear: Linear) -> Weights | None:
-    matrix = linear.weight if linear.is_plain else linear.matrix
-    return None if matrix is None else Weights(matrix, linear.bias)
+    stored = linear.stored
+    return None if stored.packed is None and stored.numbers is None else Weights(stored.whole(), stored.bias)
 
 
 class Stretch:
@@ -77,7 +79,6 @@ class Stretch:
         """`ropes[i]` is the rotation of layer i among those of a step; None: it has none. `wholes`: all or none."""
         self._layers, self._ropes, self._wholes = layers, ropes, wholes
         self._join, self._dtype = join, dtype
-        self._hooks = [hooks for layer in layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
         self._turns: list[tuple[int, int | None]] = []  # group and rotation
         self._call: BlocksRun | None = None
         self._is_stale = bool(wholes)
@@ -91,7 +92,7 @@ class Stretch:
         storage: Storage,
     ) -> list[Stretch]:
         """All of a decoder's layers, parted where whole blocks begin and end."""
-        join = join_blocks.on(storage.device)
+        join = storage.of(join_blocks)
         if join is join_blocks.reference:
             wholes = [None] * len(wholes)
         found = []
@@ -107,7 +108,7 @@ class Stretch:
     def __call__(self, x: Tensor, delta: Delta, batch: Batch, turns: Sequence[Turn]) -> tuple[Tensor, Delta]:
         if self._is_stale:
             self._make()
-        if self._call is not None and not any(self._hooks):
+        if self._call is not None and not batch.through_linears:
             shared = []
             for group, rope in self._turns:
                 turn = (None, None) if rope is None else turns[rope]

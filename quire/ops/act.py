@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.alone import keep_apart
-from quire.ops.op import Op, op
+from quire.ops.op import Kernels, Op, op
 
 
 @op
@@ -83,7 +83,7 @@ _GATED_OF = {plain.name: _gated(plain) for plain in PLAIN.values()}
 GATED: dict[str, Op] = {name: _GATED_OF[plain.name] for name, plain in PLAIN.items()}
 
 
-def gated_of(name: str) -> Op:
+def gated_of(name: str) -> Op[[Tensor], Tensor]:
     """The gated activation of a plain one's own name (a value of PLAIN, not a config's word)."""
     return _GATED_OF[name]
 
@@ -125,9 +125,9 @@ def known(name: str) -> bool:
     return name in PLAIN or name == "xielu"
 
 
-def plain_on(name: str, device: torch.device | str) -> Callable[[Tensor], Tensor]:
-    return PLAIN[name].on(device)
+def plain_on(name: str, kernels: Kernels) -> Callable[[Tensor], Tensor]:
+    return kernels.of(PLAIN[name])
 
 
-def gated_on(name: str, device: torch.device | str) -> Callable[[Tensor], Tensor]:
-    return GATED[name].on(device)
+def gated_on(name: str, kernels: Kernels) -> Callable[[Tensor], Tensor]:
+    return kernels.of(GATED[name])

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.base import env
-from quire.ops.op import Op
+from quire.ops.op import Kernels, Op, same_bits
 
 
 def fresh(x: Tensor) -> Tensor:
@@ -38,8 +37,8 @@ def each_alone(function: Callable[..., Any], *rows: Tensor | None) -> Any:
 def keep_apart(op: Op, rows: int = 1) -> None:
     """Add the form that calls those before it row by row. `rows`: how many of the first arguments have rows."""
 
-    @op.made("cpu", env.BATCH_INVARIANT.get)
-    def make(whole: Callable[..., Any]) -> Callable[..., Any]:
+    @op.made("cpu", same_bits)
+    def make(whole: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
         def apart(*args: Any, **kwargs: Any) -> Any:
             return each_alone(lambda *own: whole(*own, *args[rows:], **kwargs), *args[:rows])
 

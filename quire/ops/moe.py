@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.ops.alone import keep_apart
 from quire.ops.linear import linear
-from quire.ops.op import op
+from quire.ops.op import Kernels, op
 from quire.ops.packed import Matrix, packed_linear
 
 
@@ -112,8 +112,8 @@ def run_experts(
 
 
 @run_experts.made("cpu")
-def run_experts_cpu(before: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return partial(before, matmul=linear.on("cpu"))
+def run_experts_cpu(before: Callable[..., Tensor], kernels: Kernels) -> Callable[..., Tensor]:
+    return partial(before, matmul=kernels.of(linear))
 
 
 @dataclass
@@ -162,5 +162,5 @@ def run_mixture(
 
 
 @run_mixture.made("cpu")
-def run_mixture_cpu(before: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return partial(before, products=(linear.on("cpu"), packed_linear.on("cpu")))
+def run_mixture_cpu(before: Callable[..., Tensor], kernels: Kernels) -> Callable[..., Tensor]:
+    return partial(before, products=(kernels.of(linear), kernels.of(packed_linear)))

@@ -1,46 +1,59 @@
-"""Op: one meaning (a torch reference) and any number of faster forms, chosen once per device.
+"""Op: one meaning (a torch reference) and any number of faster forms. Kernels: which of them a model gets.
 
-The reference is what the op means, what runs where no form exists, and what every form is tested against. A layer
-asks `op.on(device)` when it is built and keeps the function; nothing is looked up while a step runs. The answer follows
-from the machine and the environment alone, never from what else this process has built: compiled forms are attached by
-whoever asks first (`ATTACH`), and whether one fits is asked each time.
+The reference is what the op means, what runs where no form exists, and what every form is tested against. Forms in
+torch are declared beside their op; compiled ones lie in a `FormTable` per device type, which never changes once it is
+made. `Kernels` is a value: a device, the compiled forms that may be used there, and whether bits may follow the batch.
+Whoever builds a model makes one and hands it down (`Storage.kernels`); a layer asks `kernels.of(op)` when it is built
+and keeps the function, so nothing is looked up while a step runs, and models of one process share no choice.
 Ops take tensors and numbers and return tensors. They must not know modules, models or configuration.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import platform
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from typing import Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
-from quire.base import registry
+from quire.base import env, registry
 
-# Type of device -> what attaches its compiled forms, and the package without which there are none.
-ATTACH = {"cpu": ("quire.ops.cpu.forms:attach", ""), "cuda": ("quire.ops.triton.register:register", "triton")}
+# Type of device -> what gives its compiled forms, and the package without which there are none.
+COMPILED = {"cpu": ("quire.ops.cpu.forms:compiled", ""), "cuda": ("quire.ops.triton.register:compiled", "triton")}
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Make: TypeAlias = Callable[[Callable[P, R]], Callable[P, R]]
+Fits: TypeAlias = "Callable[[Kernels], bool]"
+Make: TypeAlias = "Callable[[Callable[P, R], Kernels], Callable[P, R]]"
+
+
+def always(kernels: Kernels) -> bool:
+    return True
+
+
+def same_bits(kernels: Kernels) -> bool:
+    """For forms that only batch-invariant mode wants."""
+    return kernels.batch_invariant
 
 
 class Form(NamedTuple):
-    """A faster way to compute an op on one kind of device; `fits` says whether this machine can run it."""
+    """A faster way to compute an op on one kind of device; `fits` says whether these kernels include it."""
 
     device: str
-    fits: Callable[[], bool]
+    fits: Fits
     function: Callable
-    is_made: bool = False  # `function` makes the form, as the environment is when somebody asks
+    is_made: bool = False  # `function` makes the form, given the one that would be taken without it, and the kernels
 
 
 class Op(Generic[P, R]):
     def __init__(self, reference: Callable[P, R]) -> None:
         self.name = reference.__name__
         self.reference = reference
-        self.forms: list[Form] = []
+        self.forms: list[Form] = []  # those in torch, declared beside the op
         self.__doc__ = reference.__doc__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -49,7 +62,7 @@ class Op(Generic[P, R]):
     def __repr__(self) -> str:
         return f"Op({self.name}, forms on {sorted({form.device for form in self.forms})})"
 
-    def form(self, device: str, fits: Callable[[], bool] = lambda: True) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    def form(self, device: str, fits: Fits = always) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Decorator: another form for this device type; the form added last is preferred."""
 
         def add(function: Callable[P, R]) -> Callable[P, R]:
@@ -58,9 +71,9 @@ class Op(Generic[P, R]):
 
         return add
 
-    def made(self, device: str, fits: Callable[[], bool] = lambda: True) -> Callable[[Make[P, R]], Make[P, R]]:
+    def made(self, device: str, fits: Fits = always) -> Callable[[Make[P, R]], Make[P, R]]:
         """Decorator: as `form`, of a function that makes the form for each who asks, given what they would get without
-        it. What it reads of the environment holds for what it made, whatever the environment is later."""
+        it and the kernels they hold."""
 
         def add(make: Make[P, R]) -> Make[P, R]:
             self.forms.append(Form(device, fits, make, is_made=True))
@@ -69,28 +82,75 @@ class Op(Generic[P, R]):
         return add
 
     def on(self, device: torch.device | str) -> Callable[P, R]:
-        """The function to call on this device."""
-        kind = torch.device(device).type
-        if (attach := _attacher(kind)) is not None:
-            attach()
-        return self._best(kind, len(self.forms))
+        """The function to call on this device, as the machine and the environment are now."""
+        return Kernels.here(device).of(self)
 
-    def _best(self, kind: str, end: int) -> Callable[P, R]:
-        """Among the forms before `end`, the oldest first."""
-        for place in reversed(range(end)):
-            form = self.forms[place]
-            if form.device == kind and form.fits():
-                found: Callable[P, R] = form.function(self._best(kind, place)) if form.is_made else form.function
-                return found
-        return self.reference
+
+class FormTable:
+    """Compiled forms of ops for one device type. Filled by whoever makes it, then only read."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._forms: dict[Op[Any, Any], list[Form]] = {}
+
+    def form(self, op: Op[P, R], fits: Fits = always) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        """Decorator, as Op.form."""
+
+        def add(function: Callable[P, R]) -> Callable[P, R]:
+            self._forms.setdefault(op, []).append(Form(self.device, fits, function))
+            return function
+
+        return add
+
+    def made(self, op: Op[P, R], fits: Fits = always) -> Callable[[Make[P, R]], Make[P, R]]:
+        """Decorator, as Op.made."""
+
+        def add(make: Make[P, R]) -> Make[P, R]:
+            self._forms.setdefault(op, []).append(Form(self.device, fits, make, is_made=True))
+            return make
+
+        return add
+
+    def forms_of(self, op: Op[Any, Any]) -> list[Form]:
+        return self._forms.get(op, [])
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which form of an op runs, on one device. Without a table, forms in torch only."""
+
+    device: torch.device
+    table: FormTable | None = None
+    library: ctypes.CDLL | None = None  # compiled CPU kernels, for callers that are no ops
+    batch_invariant: bool = False
+
+    @classmethod
+    def here(cls, device: torch.device | str) -> Kernels:
+        """What this machine offers and the environment allows."""
+        device = torch.device(device)
+        found = _compiled(device.type)
+        table, library = (None, None) if found is None else found()
+        return cls(device, table, library, env.BATCH_INVARIANT.get())
+
+    def of(self, op: Op[P, R]) -> Callable[P, R]:
+        """The function that computes this op."""
+        kind = self.device.type
+        forms = [form for form in op.forms if form.device == kind]
+        if self.table is not None:
+            forms += self.table.forms_of(op)
+        function = op.reference
+        for form in forms:
+            if form.fits(self):
+                function = form.function(function, self) if form.is_made else form.function
+        return function
 
 
 @cache
-def _attacher(kind: str) -> Callable[[], object] | None:
-    path, package = ATTACH.get(kind, ("", ""))
+def _compiled(kind: str) -> Callable[[], tuple[FormTable | None, ctypes.CDLL | None]] | None:
+    path, package = COMPILED.get(kind, ("", ""))
     if not path or (package and importlib.util.find_spec(package) is None):
         return None
-    found: Callable[[], object] = registry.load(path)
+    found: Callable[[], tuple[FormTable | None, ctypes.CDLL | None]] = registry.load(path)
     return found
 
 

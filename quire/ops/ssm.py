@@ -23,10 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.base import env
 from quire.ops.act import PLAIN
 from quire.ops.alone import fresh, keep_apart
-from quire.ops.op import Op, op
+from quire.ops.op import Op, op, same_bits
 
 FRESH, KEPT = -1, -2  # loads: the state is zero; the state is what the piece before left
 CHUNK = 64  # tokens whose pairwise products are made at once
@@ -382,7 +381,7 @@ def _walk_by_token(scan: Op, rows: int) -> None:
         return _walk(run, args[:rows], args[at - 1], args[at])
 
     walked.__name__ = f"{scan.name}_walked"
-    scan.form("cpu", env.BATCH_INVARIANT.get)(walked)
+    scan.form("cpu", same_bits)(walked)
 
 
 for _scan, _rows in ((causal_conv, 1), (ssd_scan, 4), (selective_scan, 4), (delta_scan, 5), (channel_delta_scan, 5)):

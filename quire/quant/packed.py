@@ -2,22 +2,31 @@
 
 Each part of a fused matrix (q, k, v) has a kind of its own, because a file may store them differently; what arrives as
 plain numbers and is not to be rounded, or has a shape that blocks do not fit, stays plain. Parts all packed are one
-product. Must not know: which model a matrix belongs to, or where its blocks come from.
+matmul. Must not know: which model a matrix belongs to, or where its blocks come from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import accumulate
-from typing import Any, cast
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from quire.ops.linear import linear
-from quire.ops.packed import BLOCK, Matrix, Packed, kind_of, pack, pack_numbers, packed_linear, packed_rows
+from quire.ops.op import Kernels
+from quire.ops.packed import BLOCK, Matrix, Packed, kind_of, pack, pack_numbers, packed_linear, packed_rows, unpack
 from quire.quant.arena import Arena
-from quire.quant.scheme import Plain, StoredRows, TakesBlocks, new_parameter
+from quire.quant.experts import ExpertScheme, Separate
+from quire.quant.scheme import (
+    MatrixShape,
+    PartSlot,
+    Plain,
+    StoredMatrix,
+    StoredRows,
+    Target,
+    WeightScheme,
+    new_parameter,
+)
 
 Part = Packed | Tensor
 PLAIN_NAMES = ("kv_b_proj", "gate", "shared_expert_gate")  # last names of matrices whose numbers layers read themselves
@@ -27,105 +36,118 @@ OUTER_NAMES = ("embed_tokens", "lm_head")  # 8 bits where others are rounded to 
 class PackedScheme:
     name = "packed"
 
-    def __init__(self, dtype: torch.dtype, arena: Arena, kind: str | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, arena: Arena, kernels: Kernels, kind: str | None = None) -> None:
         """`kind`: what plain numbers are rounded to; None leaves them plain."""
         self.dtype, self.arena, self.kind = dtype, arena, kind
-        self._linear, self._packed = linear.on(arena.device), packed_linear.on(arena.device)
-        self._rows = packed_rows.on(arena.device)
+        self.linear, self.packed_linear = kernels.of(linear), kernels.of(packed_linear)
+        self.packed_rows = kernels.of(packed_rows)
+        self._kind_of, self._pack, self._pack_numbers = kernels.of(kind_of), kernels.of(pack), kernels.of(pack_numbers)
 
-    def create(self, layer: nn.Module, in_size: int, out_size: int, *, bias: bool) -> None:
-        holder: Any = layer
-        holder.in_width, holder.out_rows = in_size, out_size
-        holder.parts_of, holder.order, holder.matrix = {}, ("",), None  # name of a part -> Part; "" is the whole
-        layer.register_parameter("bias", new_parameter((out_size,), self.dtype, self.arena) if bias else None)
+    def create(self, shape: MatrixShape) -> PackedMatrix:
+        return PackedMatrix(shape, self)
 
-    def slots(self, layer: nn.Module, parts: Mapping[str, int]) -> Iterator[tuple[str, str, Tensor]]:
-        holder: Any = layer
-        width, bias = holder.in_width, holder.bias
-        holder.order = tuple(parts)
-        for (part, rows), end in zip(parts.items(), accumulate(parts.values()), strict=True):
-            yield part, "weight", cast(Tensor, Place(self, layer, part, (rows, width)))
-            if bias is not None:
-                yield part, "bias", bias.data[end - rows : end]
-        if len(parts) > 1:
-            whole = (sum(parts.values()), width)
-            yield "", "weight", cast(Tensor, Place(self, layer, "", whole))
-            if bias is not None:
-                yield "", "bias", bias.data
-
-    def keep(self, layer: Any, part: str, given: Tensor | StoredRows) -> None:
-        """One part arrived, perhaps while another thread brings the next."""
-        self.put(layer, part, self._kept(given))
-
-    def put(self, layer: Any, part: str, kept: Part) -> None:
-        """A part as it is to be stored. The whole replaces parts, and they it."""
-        for name in () if layer.order == ("",) else ("",) if part else layer.order:
-            layer.parts_of.pop(name, None)
-        layer.parts_of[part], layer.matrix = kept, None
-        numbers = kept.data if isinstance(kept, Packed) else kept
-        layer.register_parameter(f"weight_{part}" if part else "weight", nn.Parameter(numbers, requires_grad=False))
-
-    def _kept(self, given: Tensor | StoredRows) -> Part:
+    def kept(self, given: Tensor | StoredRows) -> Part:
+        """A part as it is to be stored."""
         if isinstance(given, StoredRows):
-            if kind_of.on("cpu")(given.type_id) is not None:
-                return pack.on("cpu")(given.raw, given.type_id, *given.shape)
+            if self._kind_of(given.type_id) is not None:
+                return self._pack(given.raw, given.type_id, *given.shape)
             given = given.numbers()
         if self.kind is not None and given.dim() == 2 and given.shape[1] % BLOCK == 0:
-            return pack_numbers.on("cpu")(given, self.kind)
+            return self._pack_numbers(given, self.kind)
         kept = self.arena.empty(tuple(given.shape), self.dtype)
         kept.copy_(given)
         return kept
 
-    def finish(self, layer: nn.Module) -> None:
-        holder: Any = layer
-        held = holder.parts_of
-        holder.parts_of = {name: held[name] for name in ("", *holder.order) if name in held}
-        parts = tuple(holder.parts_of.values())
-        if parts and all(isinstance(part, Packed) for part in parts):
-            holder.matrix = Matrix(parts)
 
-    def apply(self, layer: Any, x: Tensor) -> Tensor:
-        if layer.matrix is not None:
-            return self._packed(x, layer.matrix, layer.bias)
-        pieces = []
-        for part in layer.parts_of.values():
-            packed = isinstance(part, Packed)
-            pieces.append(self._packed(x, Matrix((part,))) if packed else self._linear(x, part))
+class PackedMatrix(StoredMatrix):
+    name = "packed"
+
+    def __init__(self, shape: MatrixShape, scheme: PackedScheme) -> None:
+        self.shape, self._scheme = shape, scheme
+        self.parts: dict[str, Part] = {}  # by name; "" is the whole
+        self._weights: dict[str, nn.Parameter] = {}
+        self.bias = new_parameter((shape.rows,), scheme.dtype, scheme.arena) if shape.has_bias else None
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for part, weight in self._weights.items():
+            yield (f"weight_{part}" if part else "weight"), weight
+        if self.bias is not None:
+            yield "bias", self.bias
+
+    def slots(self, run: tuple[str, ...]) -> Iterator[PartSlot]:
+        if len(run) == 1 or run == tuple(self.shape.parts):
+            part = run[0] if len(run) == 1 else ""
+            start, stop = self.shape.rows_of(run)
+            yield PartSlot(
+                "weight", PartTarget(self, part, (stop - start, self.shape.width.count)), self.shape.cut_of(run)
+            )
+        yield from self._bias_slots(run)
+
+    def keep(self, part: str, given: Tensor | StoredRows) -> None:
+        """One part arrived, perhaps while another thread brings the next."""
+        self.put(part, self._scheme.kept(given))
+
+    def put(self, part: str, kept: Part) -> None:
+        """A part as it is to be stored. The whole replaces parts, and they it."""
+        for name in ("",) if part else tuple(self.shape.parts):
+            self.parts.pop(name, None)
+            self._weights.pop(name, None)
+        self.parts[part], self.packed = kept, None
+        numbers = kept.data if isinstance(kept, Packed) else kept
+        self._weights[part] = nn.Parameter(numbers, requires_grad=False)
+
+    def finish(self) -> None:
+        held = self.parts
+        self.parts = {name: held[name] for name in dict.fromkeys(("", *self.shape.parts)) if name in held}
+        parts = [part for part in self.parts.values() if isinstance(part, Packed)]
+        self.packed = Matrix(tuple(parts)) if parts and len(parts) == len(held) else None
+
+    def multiply(self, x: Tensor) -> Tensor:
+        scheme = self._scheme
+        if self.packed is not None:
+            return scheme.packed_linear(x, self.packed, self.bias)
+        pieces = [
+            scheme.packed_linear(x, Matrix((part,))) if isinstance(part, Packed) else scheme.linear(x, part)
+            for part in self.parts.values()
+        ]
         out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
-        return out if layer.bias is None else out + layer.bias
+        return out if self.bias is None else out + self.bias
 
-    def rows(self, layer: Any, index: Tensor) -> Tensor:
+    def take(self, index: Tensor) -> Tensor:
         """Of a matrix in one part."""
-        (part,) = layer.parts_of.values()
+        (part,) = self.parts.values()
         if isinstance(part, Packed):
-            return self._rows(index, part, self.dtype)
+            return self._scheme.packed_rows(index, part, self._scheme.dtype)
         return nn.functional.embedding(index, part)
 
+    def whole(self) -> Matrix | Tensor:
+        if self.packed is not None:
+            return self.packed
+        dtype = self._scheme.dtype
+        return torch.cat([unpack(part, dtype) if isinstance(part, Packed) else part for part in self.parts.values()])
 
-class Place(TakesBlocks):
-    def __init__(self, scheme: PackedScheme, layer: nn.Module, part: str, shape: tuple[int, int]) -> None:
-        self._scheme, self._layer, self._part, self.shape = scheme, layer, part, shape
+
+class PartTarget(Target):
+    takes_blocks = True
+
+    def __init__(self, matrix: PackedMatrix, part: str, shape: tuple[int, int]) -> None:
+        self._matrix, self._part, self.shape = matrix, part, shape
 
     def copy_(self, given: Tensor | StoredRows) -> None:
-        self._scheme.keep(self._layer, self._part, given)
+        self._matrix.keep(self._part, given)
 
 
-class Schemes:
-    """Which scheme a matrix gets: packed, but plain where layers read its numbers."""
+class PackedChoice:
+    """Packed, but plain where layers read the numbers."""
 
-    def __init__(self, dtype: torch.dtype, arena: Arena, kind: str | None) -> None:
-        self._plain, self._packed = Plain(dtype, arena), PackedScheme(dtype, arena, kind)
-        self._outer = PackedScheme(dtype, arena, "Q8Z") if kind == "Q4M" else self._packed
+    def __init__(self, dtype: torch.dtype, arena: Arena, kernels: Kernels, kind: str | None) -> None:
+        self._plain, self._packed = Plain(dtype, arena, kernels), PackedScheme(dtype, arena, kernels, kind)
+        self._outer = PackedScheme(dtype, arena, kernels, "Q8Z") if kind == "Q4M" else self._packed
+        self._experts = Separate(self._packed, kernels)
 
-    def __call__(self, name: str) -> Plain | PackedScheme:
+    def of_matrix(self, name: str) -> WeightScheme:
         last = name.rpartition(".")[2]
         return self._plain if last in PLAIN_NAMES else self._outer if last in OUTER_NAMES else self._packed
 
-
-def num_numbers(model: Any) -> int:
-    """How many numbers a model's parameters stand for: a packed matrix counts those it holds; tied ones count once."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    held = [part for module in modules for part in vars(module).get("parts_of", {}).values()]
-    packed = {part.data.data_ptr(): part.rows * part.width for part in held if isinstance(part, Packed)}
-    own = {id(p): p for _, p in model.named_parameters()}.values()
-    return sum(packed.get(p.data_ptr(), p.numel()) for p in own)
+    def of_experts(self, name: str) -> ExpertScheme:
+        return self._experts

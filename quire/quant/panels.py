@@ -7,90 +7,91 @@ model a matrix belongs to, or which kernels there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from quire.ops.op import Kernels
 from quire.ops.packed import BLOCK, PANEL, Matrix, Packed, lay_panels, packed_linear, packed_rows
 from quire.quant.arena import Arena
+from quire.quant.experts import ExpertScheme, Stacked
 from quire.quant.packed import PLAIN_NAMES
-from quire.quant.scheme import Plain
+from quire.quant.scheme import MatrixShape, PartSlot, Plain, PlainMatrix, StoredMatrix, WeightScheme
 
 
 class PanelScheme(Plain):
-    """`layer.matrix` is what is multiplied; None as long as the rows lie one after another."""
-
     name = "panels"
 
-    def __init__(self, dtype: torch.dtype, arena: Arena) -> None:
-        super().__init__(dtype, arena)
-        self._plain = Plain(dtype, arena)
-        self._lay, self._packed = lay_panels.on(arena.device), packed_linear.on(arena.device)
-        self._packed_rows = packed_rows.on(arena.device)
+    def __init__(self, dtype: torch.dtype, arena: Arena, kernels: Kernels) -> None:
+        super().__init__(dtype, arena, kernels)
+        self.lay, self.packed_linear = kernels.of(lay_panels), kernels.of(packed_linear)
+        self.packed_rows = kernels.of(packed_rows)
 
-    def create(self, layer: nn.Module, in_size: int, out_size: int, *, bias: bool) -> None:
-        super().create(layer, in_size, out_size, bias=bias)
-        holder: Any = layer
-        if out_size % PANEL or in_size % BLOCK:
-            holder.scheme = self._plain
-        else:
-            holder.matrix = None
+    def create(self, shape: MatrixShape) -> StoredMatrix:
+        if shape.rows % PANEL or shape.width.count % BLOCK:
+            return super().create(shape)
+        return PanelMatrix(shape, self)
 
-    def slots(self, layer: nn.Module, parts: Mapping[str, int]) -> Iterator[tuple[str, str, Tensor]]:
-        self.lay_back(layer)
-        yield from super().slots(layer, parts)
 
-    def finish(self, layer: nn.Module) -> None:
-        holder: Any = layer
-        if holder.matrix is None:
-            weight = holder.weight.data
-            self._lay(weight)
-            holder.matrix = Matrix((Packed(weight.view(-1).view(torch.uint8), "B16", *weight.shape),))
+class PanelMatrix(PlainMatrix):
+    """`packed` is what is multiplied; None as long as the rows lie one after another."""
 
-    def lay_back(self, layer: nn.Module) -> bool:
-        holder: Any = layer
-        if holder.matrix is None:
+    name = "panels"
+    is_plain = False
+
+    def __init__(self, shape: MatrixShape, scheme: PanelScheme) -> None:
+        super().__init__(shape, scheme)
+        self._scheme = scheme
+
+    def slots(self, run: tuple[str, ...]) -> Iterator[PartSlot]:
+        self.reopen()
+        yield from super().slots(run)
+
+    def finish(self) -> None:
+        if self.packed is None:
+            weight = self.weight.data
+            self._scheme.lay(weight)
+            self.packed = Matrix((Packed(weight.view(-1).view(torch.uint8), "B16", *weight.shape),))
+            self.numbers = None
+
+    def reopen(self) -> bool:
+        if self.packed is None:
             return False
-        self._lay(holder.weight.data, True)
-        holder.matrix = None
+        self._scheme.lay(self.weight.data, True)
+        self.packed, self.numbers = None, self.weight
         return True
 
-    def apply(self, layer: Any, x: Tensor) -> Tensor:
-        if layer.matrix is None:
-            return super().apply(layer, x)
-        return self._packed(x, layer.matrix, layer.bias)
+    def multiply(self, x: Tensor) -> Tensor:
+        return self.multiply_with(x, self.bias)
 
-    def rows(self, layer: Any, index: Tensor) -> Tensor:
-        if layer.matrix is None:
-            return super().rows(layer, index)
-        return self._packed_rows(index, layer.matrix.parts[0], self.dtype)
+    def multiply_with(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.packed is None:
+            return super().multiply_with(x, bias)
+        return self._scheme.packed_linear(x, self.packed, bias)
 
+    def multiply_wide(self, x: Tensor) -> Tensor:
+        return super().multiply_wide(x) if self.packed is None else self.multiply(x).float()
 
-class PanelSchemes:
-    """Which scheme a matrix gets: panels, but plain where layers or kernels of experts read its numbers."""
+    def take(self, index: Tensor) -> Tensor:
+        if self.packed is None:
+            return super().take(index)
+        return self._scheme.packed_rows(index, self.packed.parts[0], self.dtype)
 
-    def __init__(self, dtype: torch.dtype, arena: Arena) -> None:
-        self._plain, self._panels = Plain(dtype, arena), PanelScheme(dtype, arena)
-
-    def __call__(self, name: str) -> Plain:
-        is_read = ".experts." in name or name.rpartition(".")[2] in PLAIN_NAMES
-        return self._plain if is_read else self._panels
-
-
-@runtime_checkable
-class HoldsAddresses(Protocol):
-    """A module that keeps where weights lie."""
-
-    def forget_addresses(self) -> None: ...
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
 
 
-def lay_back(model: Any) -> bool:
-    """All matrices of a model become plain rows again, until its weights are finished; whether any lay in panels."""
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    found = [(vars(module).get("scheme"), module) for module in modules if "matrix" in vars(module)]
-    for module in modules:
-        if isinstance(module, HoldsAddresses):
-            module.forget_addresses()
-    return sum(scheme.lay_back(module) for scheme, module in found if isinstance(scheme, PanelScheme)) > 0
+class PanelChoice:
+    """Panels, but plain where layers or kernels of experts read the numbers."""
+
+    def __init__(self, dtype: torch.dtype, arena: Arena, kernels: Kernels) -> None:
+        self._plain, self._panels = Plain(dtype, arena, kernels), PanelScheme(dtype, arena, kernels)
+        self._experts = Stacked(dtype, arena, kernels)
+
+    def of_matrix(self, name: str) -> WeightScheme:
+        return self._plain if name.rpartition(".")[2] in PLAIN_NAMES else self._panels
+
+    def of_experts(self, name: str) -> ExpertScheme:
+        return self._experts

@@ -1,23 +1,31 @@
 """WeightScheme: how the numbers of a matrix are stored, filled from a checkpoint, and multiplied.
 
-A Linear asks its scheme to create parameters, names the places a checkpoint fills (`slots`), lets the scheme finish
-them once all are there, and multiplies through `apply`. `Storage` is what every module needs to make parameters.
-Must not know: which model a matrix belongs to, or where its numbers come from.
+A layer asks its scheme for a `StoredMatrix` of some shape, names the places that a checkpoint fills (`slots`), lets it
+`finish` once all are there, and multiplies through it. Experts of a mixture have schemes of their own (experts.py).
+`Storage` is what every module needs to make parameters. Must not know: which model a matrix belongs to, or where its
+numbers come from.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.ops.linear import linear
+from quire.ops.op import Kernels, Op, P, R
+from quire.ops.packed import Matrix
 from quire.quant.arena import Arena
+from quire.quant.shard import ALONE, Cut, ShardGroup, Span, cut_to
+from quire.schema.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.quant.experts import ExpertScheme
 
 
 class StoredRows(NamedTuple):
@@ -27,6 +35,7 @@ class StoredRows(NamedTuple):
     type_id: int  # of GGUF files
     width: int
     decode: Callable[[Tensor], Tensor]  # raw -> numbers
+    block: int  # numbers that are stored together
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -35,76 +44,200 @@ class StoredRows(NamedTuple):
     def numbers(self) -> Tensor:
         return self.decode(self.raw)
 
+    def cut(self, cut: Cut) -> StoredRows | None:
+        """None: the cut goes through a block."""
+        if cut.axis == 0:
+            return self._replace(raw=cut.of(self.raw))
+        if any(border % self.block for ends in cut.ranges for border in ends):
+            return None
+        size = self.raw.shape[1] * self.block // self.width  # bytes of a block
+        ends = tuple((start // self.block * size, stop // self.block * size) for start, stop in cut.ranges)
+        width = sum(stop - start for start, stop in cut.ranges)
+        return self._replace(raw=Cut(1, self.raw.shape[1], ends).of(self.raw), width=width)
 
-class TakesBlocks:
-    """A place that is no tensor: it has a shape and `copy_`, which takes numbers or StoredRows."""
+
+class Target(ABC):
+    """A place for numbers that is no tensor."""
 
     shape: tuple[int, ...]
+    takes_blocks = False  # whether `copy_` takes StoredRows as well
 
-    def copy_(self, given: Tensor | StoredRows) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def copy_(self, given: Tensor | StoredRows) -> None: ...
 
 
 class Slot(NamedTuple):
     """One place a checkpoint tensor goes. With `fills`, a place that holds all of those slots at once."""
 
     name: str
-    target: Tensor
+    target: Tensor | Target | None  # None: it lies on another rank
     fills: tuple[str, ...] = ()
+    cut: Cut | None = None  # what is kept of the tensor, once it is arranged; None: all of it
+
+
+class PartSlot(NamedTuple):
+    """A Slot of a matrix, by the last part of its name."""
+
+    leaf: str
+    target: Tensor | Target | None
+    cut: Cut | None
+
+
+@dataclass(frozen=True)
+class MatrixShape:
+    """A matrix [rows, width] whose rows are named parts, and what of it this rank holds."""
+
+    parts: Mapping[str, Span]  # rows of each
+    width: Span
+    bias: bool = False
+
+    @property
+    def rows(self) -> int:
+        return sum(span.count for span in self.parts.values())
+
+    @property
+    def has_bias(self) -> bool:
+        """Results of a cut width are added up over ranks, so one of them has the bias."""
+        return self.bias and self.width.start == 0
+
+    def rows_of(self, run: tuple[str, ...]) -> tuple[int, int]:
+        """Where parts that follow each other begin and end."""
+        names = list(self.parts)
+        first = names.index(run[0])
+        start = sum(self.parts[name].count for name in names[:first])
+        return start, start + sum(self.parts[name].count for name in run)
+
+    def cut_of(self, run: tuple[str, ...]) -> Cut | None:
+        """Of a weight stored [rows, width]."""
+        return cut_to(0, [self.parts[name] for name in run]) or cut_to(1, [self.width])
+
+
+class StoredMatrix(ABC):
+    """One matrix as its scheme stores it. The layer that has it registers its parameters, and multiplies through it."""
+
+    name: str  # of the scheme
+    is_plain = False  # whether `numbers` are always there, for ops that read them
+    shape: MatrixShape
+    bias: nn.Parameter | None  # [rows]
+    numbers: nn.Parameter | None = None  # [rows, width], one row after another; None: they lie in another form
+    packed: Matrix | None = None  # what packed kernels multiply; None: they cannot
+
+    @abstractmethod
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """As they are registered; after `finish` there may be others."""
+        ...
+
+    @abstractmethod
+    def slots(self, run: tuple[str, ...]) -> Iterator[PartSlot]:
+        """Of a checkpoint that stores these parts, which follow each other, as one. None: it cannot be filled so."""
+        ...
+
+    def adopt(self, name: str, parameter: nn.Parameter) -> None:
+        """Somebody put another parameter in the place of one that was registered under this name."""
+        return None
+
+    def finish(self) -> None:
+        """All slots are filled: repack, transpose, fold, as the kernel wants it."""
+        return None
+
+    def reopen(self) -> bool:
+        """Numbers lie as a checkpoint stores them again, until the next `finish`; whether they did not."""
+        return False
+
+    @abstractmethod
+    def multiply(self, x: Tensor) -> Tensor:
+        """x [T, width] -> [T, rows], the bias added."""
+        ...
+
+    def multiply_with(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """With another bias than its own, which it must not have."""
+        y = self.multiply(x)
+        return y if bias is None else y + bias
+
+    def multiply_wide(self, x: Tensor) -> Tensor:
+        """In float32, as far as its form allows."""
+        return self.multiply(x).float()
+
+    @abstractmethod
+    def take(self, index: Tensor) -> Tensor:
+        """Rows of the matrix, as an embedding reads them: [*index, width]."""
+        ...
+
+    def whole(self) -> Matrix | Tensor:
+        """All parts as kernels of experts and of blocks take them: packed, or plain rows."""
+        found = self.packed if self.packed is not None else self.numbers
+        if found is None:
+            raise ConfigError(f"a matrix stored as {self.name} has no form that compiled kernels take")
+        return found
+
+    def _bias_slots(self, run: tuple[str, ...]) -> Iterator[PartSlot]:
+        shape = self.shape
+        if not shape.bias:
+            return
+        start, stop = shape.rows_of(run)
+        target = None if self.bias is None else self.bias.data[start:stop]
+        yield PartSlot("bias", target, cut_to(0, [shape.parts[name] for name in run]))
 
 
 class WeightScheme(Protocol):
     name: str
 
-    def create(self, layer: nn.Module, in_size: int, out_size: int, *, bias: bool) -> None:
-        """Give the layer its parameters."""
+    def create(self, shape: MatrixShape) -> StoredMatrix:
+        """A matrix of this shape, not filled."""
         ...
 
-    def slots(self, layer: nn.Module, parts: Mapping[str, int]) -> Iterator[tuple[str, str, Tensor]]:
-        """(part, leaf name, target) of everything a checkpoint stores; part '' is the whole of a fused matrix."""
-        ...
 
-    def finish(self, layer: nn.Module) -> None:
-        """All slots are filled: repack, transpose, fold, as the kernel wants it."""
-        ...
+class PlainMatrix(StoredMatrix):
+    """Numbers as they are: weight [rows, width] and bias [rows] in the model's dtype."""
 
-    def apply(self, layer: Any, x: Tensor) -> Tensor:
-        """x [T, in] -> [T, out]; the layer is the one given to create."""
-        ...
+    name = "plain"
+    is_plain = True
 
-    def rows(self, layer: Any, index: Tensor) -> Tensor:
-        """Rows of the matrix, as an embedding reads them: [*index, in]."""
-        ...
+    def __init__(self, shape: MatrixShape, scheme: Plain) -> None:
+        self.shape, self._linear = shape, scheme.linear
+        rows = shape.rows
+        self.weight = new_parameter((rows, shape.width.count), scheme.dtype, scheme.arena)
+        self.bias = new_parameter((rows,), scheme.dtype, scheme.arena) if shape.has_bias else None
+        self.numbers = self.weight
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield "weight", self.weight
+        if self.bias is not None:
+            yield "bias", self.bias
+
+    def slots(self, run: tuple[str, ...]) -> Iterator[PartSlot]:
+        start, stop = self.shape.rows_of(run)
+        yield PartSlot("weight", self.weight.data[start:stop], self.shape.cut_of(run))
+        yield from self._bias_slots(run)
+
+    def adopt(self, name: str, parameter: nn.Parameter) -> None:
+        if name == "weight":
+            self.weight = self.numbers = parameter
+            self.packed = None
+        elif name == "bias":
+            self.bias = parameter
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return self._linear(x, self.weight, self.bias)
+
+    def multiply_with(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._linear(x, self.weight, bias)
+
+    def multiply_wide(self, x: Tensor) -> Tensor:
+        return self._linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+
+    def take(self, index: Tensor) -> Tensor:
+        return F.embedding(index, self.weight)
 
 
 class Plain:
-    """Numbers as they are: weight [out, in] and bias [out] in the model's dtype."""
-
     name = "plain"
 
-    def __init__(self, dtype: torch.dtype, arena: Arena) -> None:
-        self.dtype, self.arena = dtype, arena
-        self._linear = linear.on(arena.device)
+    def __init__(self, dtype: torch.dtype, arena: Arena, kernels: Kernels) -> None:
+        self.dtype, self.arena, self.linear = dtype, arena, kernels.of(linear)
 
-    def create(self, layer: nn.Module, in_size: int, out_size: int, *, bias: bool) -> None:
-        layer.register_parameter("weight", new_parameter((out_size, in_size), self.dtype, self.arena))
-        layer.register_parameter("bias", new_parameter((out_size,), self.dtype, self.arena) if bias else None)
-
-    def slots(self, layer: nn.Module, parts: Mapping[str, int]) -> Iterator[tuple[str, str, Tensor]]:
-        for leaf, parameter in layer.named_parameters(recurse=False):
-            for (part, rows), end in zip(parts.items(), accumulate(parts.values()), strict=True):
-                yield part, leaf, parameter.data[end - rows : end]
-            if len(parts) > 1:
-                yield "", leaf, parameter.data
-
-    def finish(self, layer: nn.Module) -> None:
-        return None
-
-    def apply(self, layer: Any, x: Tensor) -> Tensor:
-        return self._linear(x, layer.weight, layer.bias)
-
-    def rows(self, layer: Any, index: Tensor) -> Tensor:
-        return F.embedding(index, layer.weight)
+    def create(self, shape: MatrixShape) -> StoredMatrix:
+        return PlainMatrix(shape, self)
 
 
 def new_parameter(shape: tuple[int, ...], dtype: torch.dtype, arena: Arena) -> nn.Parameter:
@@ -112,23 +245,34 @@ def new_parameter(shape: tuple[int, ...], dtype: torch.dtype, arena: Arena) -> n
     return nn.Parameter(arena.empty(shape, dtype), requires_grad=False)
 
 
+class SchemeChoice(Protocol):
+    """Which scheme the matrices of a model get, by their canonical names."""
+
+    def of_matrix(self, name: str) -> WeightScheme: ...
+
+    def of_experts(self, name: str) -> ExpertScheme:
+        """`name`: up to the experts' numbers, with its final dot."""
+        ...
+
+
 @dataclass(frozen=True)
 class Storage:
-    """Where parameters live and in which form; passed to every module that makes some."""
+    """Where parameters live, in which form, and with which kernels they are multiplied; passed to every module that
+    makes some. `group`: the ranks that share the matrices."""
 
     dtype: torch.dtype
     arena: Arena
-    scheme_of: Callable[[str], WeightScheme]  # a matrix's canonical name -> its scheme
-
-    @classmethod
-    def plain(cls, dtype: torch.dtype, device: torch.device | str) -> Storage:
-        arena = Arena(torch.device(device))
-        scheme = Plain(dtype, arena)
-        return cls(dtype, arena, lambda name: scheme)
+    kernels: Kernels
+    schemes: SchemeChoice
+    group: ShardGroup = ALONE
 
     @property
     def device(self) -> torch.device:
         return self.arena.device
+
+    def of(self, op: Op[P, R]) -> Callable[P, R]:
+        """The function that computes this op for the model."""
+        return self.kernels.of(op)
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         return new_parameter(shape, dtype or self.dtype, self.arena)

@@ -36,7 +36,7 @@ class CustomSteps:
         for place, processor in enumerate(self._processors):
             try:
                 processor.update_state(update)
-            except Exception as wrong:  # a user's code at its boundary
+            except Exception as wrong:  # noqa: BLE001  # a user's code at its boundary
                 self._lose(range(num_rows), processor, "update_state", wrong)
                 self._processors[place] = self._make(type(processor))
 
@@ -62,7 +62,7 @@ class CustomSteps:
             changed = processor.apply(batch)
             if changed.shape != batch.shape:
                 raise ValueError(f"apply returned shape {tuple(changed.shape)}, wanted {tuple(batch.shape)}")
-        except Exception as wrong:  # a user's code at its boundary
+        except Exception as wrong:  # noqa: BLE001  # a user's code at its boundary
             self._lose(rows.tolist(), processor, "apply", wrong)
             return batch
         if isinstance(processor, AdapterLogitsProcessor) and processor.failures:

@@ -112,7 +112,7 @@ class AdapterLogitsProcessor(LogitsProcessor):
             row = logits[index]
             try:
                 changed = process(row)
-            except Exception as wrong:  # a user's code at its boundary
+            except Exception as wrong:  # noqa: BLE001  # a user's code at its boundary
                 _log.exception("%s: the callable of batch index %d failed", type(self).__name__, index)
                 self.failures[index] = f"{type(self).__name__} raised {type(wrong).__name__}: {wrong}"
                 continue
@@ -125,7 +125,7 @@ class AdapterLogitsProcessor(LogitsProcessor):
     ) -> Callable[[torch.Tensor], torch.Tensor] | None:
         try:
             process: Any = self.new_req_logits_processor(params)
-        except Exception as wrong:  # a user's code at its boundary; told where a row can be blamed
+        except Exception as wrong:  # noqa: BLE001  # a user's code at its boundary; told where a row can be blamed
             return partial(_raise, wrong)
         if process is None:
             return None

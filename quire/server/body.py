@@ -34,8 +34,8 @@ _OF_NUMBERS = b"+-.0123456789eE"
 _NUMBER = re.compile(rb"[0-9]++(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?")  # never walks back, whatever it is given
 _LONGEST_NUMBER = 4096  # digits; Python reads no longer integers either
 _OPENING = 0x5B
-# How a character beyond U+FFFF begins.
-_ASTRAL = (b"\xf0", b"\xf1", b"\xf2", b"\xf3", b"\xf4", rb"\ud", rb"\uD")
+_ASTRAL = (b"\xf0", b"\xf1", b"\xf2", b"\xf3", b"\xf4")  # how a character beyond U+FFFF begins
+_ASTRAL_ESCAPES = (rb"\ud", rb"\uD")
 _OF_IDS = b"0123456789-,[] \t\r\n"
 _ID = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 Wire = TypeVar("Wire", bound=BaseModel)
@@ -55,9 +55,15 @@ def memory_bytes(raw: Raw) -> int:
     That is the body, the parser's text, another where it has escapes, and Python's, in which one wide character makes
     all others as wide.
     """
-    width = 4 if any(mark in raw for mark in _ASTRAL) else 1 if raw.isascii() and rb"\u" not in raw else 2
-    copies = 2 + width + (b"\\" in raw)
+    plain, escaped = raw.isascii(), b"\\" in raw
+    marks = (() if plain else _ASTRAL) + (_ASTRAL_ESCAPES if escaped else ())
+    width = 4 if any(_has(raw, mark) for mark in marks) else 2 if not plain or (escaped and _has(raw, rb"\u")) else 1
+    copies = 2 + width + escaped
     return len(raw) * max(4, copies) // 4
+
+
+def _has(raw: Raw, mark: bytes) -> bool:
+    return any(raw.find(mark, at, at + _SLICE + len(mark)) >= 0 for at in range(0, len(raw), _SLICE))
 
 
 class _IdLists(msgspec.Struct):

@@ -63,7 +63,8 @@ class Call:
             message = await self._receive()
             whole += message.get("body", b"")
             self.size = len(whole)
-        self._hold(min(memory_bytes(whole), self.state.bodies.most) - self._held)  # alone, any body fits
+        weight = await self.apart(memory_bytes, whole)
+        self._hold(min(weight, self.state.bodies.most) - self._held)  # alone, any body fits
         return whole
 
     def _hold(self, count: int) -> None:

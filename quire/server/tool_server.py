@@ -158,7 +158,7 @@ class ToolSessions:
         except TimeoutError:
             opened.pop(tool.server, None)
             return ToolResult(f"the tool {tool.name} did not answer within {CALL_SECONDS:g} s", failed=True)
-        except Exception as wrong:  # whatever a tool server does, the model is told and the answer goes on
+        except Exception as wrong:  # noqa: BLE001  # whatever a tool server does, the model is told and the answer goes on
             opened.pop(tool.server, None)
             log.warning("The tool %s of %s failed: %s", tool.name, tool.server, _reason(wrong))
             return ToolResult(f"the tool {tool.name} failed: {_reason(wrong)}", failed=True)
@@ -218,7 +218,7 @@ class McpSession:
             told = load("mcp.client.sse:sse_client")(place) if urlsplit(place).path.endswith("/sse") else place
             try:
                 self._client = await self._stack.enter_async_context(client(told))
-            except Exception as wrong:  # there may be another place
+            except Exception as wrong:  # noqa: BLE001  # there may be another place
                 last = wrong
             else:
                 return self

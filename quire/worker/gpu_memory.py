@@ -73,13 +73,13 @@ def kv_bytes_on_gpu(budget: Budget) -> int:
 
 
 def used_by_others(device: torch.device) -> int:
-    """Bytes; asked before this process takes more than its context."""
+    """Bytes; to be measured before this process takes more than its context."""
     free, total = torch.cuda.mem_get_info(device)
     return max(0, total - free - OWN_CONTEXT)
 
 
 def measure(device: torch.device, *, others: int, step: int, graphs: int, static: int, share: float) -> Budget:
-    """`step` and `graphs` as `peak` found them; what is used is asked of the driver now."""
+    """`step` and `graphs` as `peak` found them; how much is in use is read from the driver now."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return Budget(total, total - free - others, others, step, graphs, static, share)

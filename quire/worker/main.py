@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from quire.worker.early import Early
 
 _log = logger(__name__)
-KERNELS, RECORD = "quire.ops.triton.register:register", "quire.ops.triton.register:record"
+KERNELS, RECORD = "quire.ops.triton.register:compiled", "quire.ops.triton.register:record"
 WATCH, UNWATCH = "quire.ops.triton.launch:watch", "quire.ops.triton.launch:unwatch"
 
 

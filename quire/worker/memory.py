@@ -20,15 +20,15 @@ DEFAULT_LIMIT = 4 * GIB
 _log = logger(__name__)
 
 
-def kv_bytes(asked: int | None, available: int | None = None) -> int:
-    """Bytes for the KV cache. `asked` is cache_config.kv_cache_memory_bytes."""
+def kv_bytes(configured: int | None, available: int | None = None) -> int:
+    """Bytes for the KV cache. `configured` is cache_config.kv_cache_memory_bytes."""
     space = env.CPU_KVCACHE_SPACE.get()
     if space < 0:
         raise ConfigError(f"QUIRE_CPU_KVCACHE_SPACE is {space}; it must be 0 (decide for me) or a number of GiB")
     if space > 0:
         chosen, why = int(space * GIB), "QUIRE_CPU_KVCACHE_SPACE"
-    elif asked:
-        chosen, why = asked, "kv_cache_memory_bytes"
+    elif configured:
+        chosen, why = configured, "kv_cache_memory_bytes"
     else:
         free = available_bytes() if available is None else available
         chosen, why = min(DEFAULT_LIMIT, free // 2), f"half of {free / GIB:.2f} GiB free, at most 4 GiB"

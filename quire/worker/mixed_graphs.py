@@ -36,7 +36,7 @@ from quire.worker.inputs import StepShape
 if TYPE_CHECKING:
     from quire.models.build import Model
 
-# A library's products take as long for a few rows more than a multiple of 128 as for the next one, so sizes between
+# A library's matmuls take as long for a few rows more than a multiple of 128 as for the next one, so sizes between
 # would save nothing (8B on an H200: 512 tokens 11.2 ms, 544 13.6, 576 14.7, 640 13.9). A size takes 30 ms at the start.
 SIZES = (
     16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1536, 1792, 2048,

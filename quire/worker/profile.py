@@ -26,8 +26,8 @@ _ROWS = 20  # of the table in the log
 
 
 def start(worker: Worker, prefix: str | None = None) -> None:
-    asked = worker.config.profiler_config
-    if asked.profiler is None:
+    options = worker.config.profiler_config
+    if options.profiler is None:
         raise InputError(
             "profiling is off: start with profiler_config={'profiler': 'torch', 'torch_profiler_dir': FOLDER}",
             param="profiler_config",
@@ -37,7 +37,7 @@ def start(worker: Worker, prefix: str | None = None) -> None:
     if prefix is not None and os.path.basename(prefix) != prefix:
         raise InputError(f"profile_prefix is the beginning of a file's name, not a path, got {prefix!r}")
     name = f"{prefix or 'quire'}-{socket.gethostname()}-rank{worker.rank}-{time.time_ns()}"
-    if asked.profiler == "cuda":
+    if options.profiler == "cuda":
         torch.cuda.profiler.start()
         _open[worker] = (None, name)
         return
@@ -46,10 +46,10 @@ def start(worker: Worker, prefix: str | None = None) -> None:
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
     window = torch.profiler.profile(
         activities=kinds,
-        record_shapes=asked.torch_profiler_record_shapes,
-        profile_memory=asked.torch_profiler_with_memory,
-        with_stack=asked.torch_profiler_with_stack,
-        with_flops=asked.torch_profiler_with_flops,
+        record_shapes=options.torch_profiler_record_shapes,
+        profile_memory=options.torch_profiler_with_memory,
+        with_stack=options.torch_profiler_with_stack,
+        with_flops=options.torch_profiler_with_flops,
     )
     window.start()
     _open[worker] = (window, name)
@@ -63,13 +63,13 @@ def stop(worker: Worker) -> str | None:
     if window is None:
         torch.cuda.profiler.stop()
         return None
-    asked = worker.config.profiler_config
+    options = worker.config.profiler_config
     window.stop()
-    folder = os.path.abspath(os.path.expanduser(asked.torch_profiler_dir))
+    folder = os.path.abspath(os.path.expanduser(options.torch_profiler_dir))
     os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, f"{name}.pt.trace.json" + (".gz" if asked.torch_profiler_use_gzip else ""))
+    path = os.path.join(folder, f"{name}.pt.trace.json" + (".gz" if options.torch_profiler_use_gzip else ""))
     window.export_chrome_trace(path)
-    if asked.torch_profiler_dump_cuda_time_total and worker.device.type == "cuda":
+    if options.torch_profiler_dump_cuda_time_total and worker.device.type == "cuda":
         log.info("Profile:\n%s", window.key_averages().table(sort_by="self_cuda_time_total", row_limit=_ROWS))
     log.info("Profile written to %s", path)
     return path

@@ -2,7 +2,7 @@
 
 Owns both by request, for as long as it has a row. In: vectors of encoded media or given embeddings, on the device that
 computes; channels of positions (M-RoPE), on the host. Out: the part of them that a step reads. Where no request brings
-any, nothing is asked. Must not know: who made them, models.
+any, nothing is looked up. Must not know: who made them, models.
 """
 
 from __future__ import annotations

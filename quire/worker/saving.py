@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from quire.layers.stored import reopen_matrices
 from quire.loader.sharded import save
-from quire.quant.panels import lay_back
 from quire.schema.errors import NotBuiltError
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ def save_sharded_state(
     form = worker.config.model_config.weight_form
     if form != "plain":
         raise NotBuiltError(
-            f"saving weights that are held in {form} blocks is not built; load with dtype=float32 or bfloat16 first"
+            f"saving weights that are stored in {form} blocks is not built; load with dtype=float32 or bfloat16 first"
         )
     model = worker.get_model()
-    were_laid = lay_back(model)
+    were_laid = reopen_matrices(model)
     try:
         return save(model, os.fspath(path), worker.rank, pattern, max_size)
     finally:

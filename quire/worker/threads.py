@@ -1,4 +1,4 @@
-"""How many threads the CPU worker's arithmetic uses, and where: what was asked, else what the machine lets us have.
+"""How many threads the CPU worker's arithmetic uses, and where: as configured, else as many as the machine allows.
 
 In: QUIRE_CPU_NUM_THREADS, OMP_NUM_THREADS, QUIRE_CPU_OMP_THREADS_BIND, QUIRE_CPU_NUM_OF_RESERVED_CPU, the processors
 this process may use, its control group's share of them. Out: a number, and the processors that threads started from
@@ -18,11 +18,11 @@ from quire.worker.memory import group_folders, read_text
 
 
 def num_threads(root: Path = Path("/")) -> int:
-    asked = env.CPU_NUM_THREADS.get() or env.OMP_NUM_THREADS.get()
-    if asked is not None:
-        if asked < 1:
-            raise ConfigError(f"QUIRE_CPU_NUM_THREADS is {asked}; it must be at least 1")
-        return asked
+    configured = env.CPU_NUM_THREADS.get() or env.OMP_NUM_THREADS.get()
+    if configured is not None:
+        if configured < 1:
+            raise ConfigError(f"QUIRE_CPU_NUM_THREADS is {configured}; it must be at least 1")
+        return configured
     cores, reserved = _cores(root), env.CPU_NUM_OF_RESERVED_CPU.get()
     if not 0 <= reserved < cores:
         raise ConfigError(
@@ -34,10 +34,10 @@ def num_threads(root: Path = Path("/")) -> int:
 
 
 def bind() -> None:
-    """Keep this thread, and those it starts from now on, on the processors that were asked for."""
-    asked = env.CPU_OMP_THREADS_BIND.get()
-    if asked not in ("auto", "nobind"):
-        os.sched_setaffinity(0, processors_of(asked, _allowed()))
+    """Keep this thread, and those it starts from now on, on the configured processors."""
+    configured = env.CPU_OMP_THREADS_BIND.get()
+    if configured not in ("auto", "nobind"):
+        os.sched_setaffinity(0, processors_of(configured, _allowed()))
 
 
 def processors_of(text: str, allowed: set[int]) -> set[int]:

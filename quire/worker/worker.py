@@ -21,7 +21,8 @@ from quire.base import env
 from quire.base.clock import Laps, now
 from quire.base.log import logger
 from quire.config.kernels import CUDAGraphMode
-from quire.quant.packed import num_numbers
+from quire.layers.stored import num_numbers
+from quire.ops.op import Kernels
 from quire.sampling.sampler import Sampler
 from quire.schema.kv import KVLayout, KVSpec, ModelInfo
 from quire.schema.params import SamplingParams
@@ -62,7 +63,7 @@ def _nothing_recorded(run: Callable[[], None], tell: Callable[[Job], None] | Non
 class Parts:
     """What a worker is put together from."""
 
-    make_model: Callable[[EngineConfig, torch.device], Model]
+    make_model: Callable[[EngineConfig, Kernels], Model]
     reload_weights: Callable[[Model, EngineConfig], Any]
     update_config: Callable[[EngineConfig, Mapping[str, Any]], EngineConfig]
     select_backend: Callable[[str, Sequence[KVSpec], str | None], AttentionBackend]
@@ -84,6 +85,7 @@ class Worker:
         early: Early | None = None,  # what was begun before torch was there; None on CPU
     ) -> None:
         self.config, self.device = config, device
+        self.kernels = Kernels.here(device)  # what this worker's model computes with, whatever others of the process do
         self._laps, self._early = laps or Laps(), early
         self._parts = parts
         self._model: Model | None = None
@@ -104,7 +106,7 @@ class Worker:
             self._others = used_by_others(self.device)
         with self._laps.inside("load"):
             try:
-                model = self._model = self._parts.make_model(self.config, self.device)
+                model = self._model = self._parts.make_model(self.config, self.kernels)
                 self._laps.mark("build")
                 self._parts.reload_weights(model, self.config)
             except torch.cuda.OutOfMemoryError as wrong:
@@ -122,7 +124,7 @@ class Worker:
             specs=self._specs,
             vocab_size=model.arch.vocab,
             max_positions=model_config.facts.max_positions,
-            num_parameters=num_numbers(model),
+            num_parameters=num_numbers(model, weights),
             weight_bytes=sum(p.numel() * p.element_size() for p in weights),
             load_seconds=now() - began,
         )

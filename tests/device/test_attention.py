@@ -222,9 +222,7 @@ def test_from_the_fused_product_on(with_library):
     """Whatever form `prepare_qkv` has on the device: as its reference and a run, one after the other."""
     from quire.attention.library import Library
     from quire.ops.qkv import QkvPrep, prepare_qkv
-    from quire.ops.triton.register import register
 
-    register()
     case = Case([(12, 5), (1500, 1), (600, 600)], heads=16, kv_heads=8, size=128, dtype=torch.bfloat16, device="cuda")
     attention, tokens = backend(library=Library(least=256, worth=0) if with_library else None), 606
     qkv = torch.cat(case.inputs(), 1).flatten(1)

@@ -62,7 +62,7 @@ def test_other_processes_compile_and_the_next_start_finds_all(arch: str, tmp_pat
 def test_short_launches_compute_the_same() -> None:
     from quire.ops.triton import norm, register
 
-    register.register()
+    register.compiled()
     (launcher,) = [one for one in register.launchers() if one.kernel is norm._norm_kernel]
     for width, dtype, skip in ((64, torch.bfloat16, 0), (64, torch.bfloat16, 1), (72, torch.float16, 0)):
         flat = torch.randn(5 * width + skip, device="cuda", dtype=dtype)

@@ -104,7 +104,7 @@ def run(runner: ModelRunner, asked: list[Brings], steps: int, model: FakeModel) 
     for _ in range(steps):
         grants = tuple(Grant(one.name, len(one.tokens) - 1, 1, True, 0) for one in asked)
         runner.forward(StepPlan(step=1, grants=grants))
-        for one, tokens in zip(asked, runner.sample(None).result().sampled, strict=True):
+        for one, tokens in zip(asked, runner.sample(1, None).result().sampled, strict=True):
             assert tokens == [one.next_token(model, len(one.tokens))], one.name
             one.tokens += tokens
     runner.forward(StepPlan(step=1, grants=(), left=tuple(one.name for one in asked)))
@@ -150,7 +150,7 @@ def test_rows_that_move_keep_what_they_bring() -> None:
     runner.forward(StepPlan(step=1, grants=(Grant("kept", 0, 2, False, 0),), joined=joined))
     runner.forward(StepPlan(step=2, grants=(Grant("kept", 2, 1, True, 0),), left=("gone",)))
     assert runner.rows.row_of == {"kept": 0}
-    assert runner.sample(None).result().sampled == [[kept.next_token(model, 3)]]
+    assert runner.sample(2, None).result().sampled == [[kept.next_token(model, 3)]]
 
 
 def test_a_base_step_beside_adapters_stays_one() -> None:
@@ -223,7 +223,7 @@ def test_several_tokens_of_a_row_are_sampled(way: str, logprobs: int | None, mon
     runner.forward(StepPlan(step=1, grants=grants, joined=joined))
     if runner.mixed is not None:
         assert runner.mixed.used == 1
-    result = runner.sample(None).result()
+    result = runner.sample(1, None).result()
     wanted = [asked[0].next_token(model, length) for length in (3, 4, 5)]
     assert result.sampled == [wanted, [asked[1].next_token(model, 3)], []]
     assert runner.rows.tokens[0, 3:6].tolist() == wanted  # each where it will stand

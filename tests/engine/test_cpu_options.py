@@ -7,14 +7,15 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.config import EngineArgs
-from quire.layers.packed_experts import PackedExperts
 from quire.loader.gguf_file import GGUFWeights
 from quire.ops.cpu.forms import register
 from quire.ops.cpu.native import kernels
+from quire.ops.op import Kernels
 from quire.ops.packed import unpack
 from quire.quant.arena import Arena
-from quire.quant.packed import Schemes
-from quire.quant.scheme import Storage
+from quire.quant.experts import ExpertShape
+from quire.quant.packed import PackedChoice
+from quire.quant.shard import Span
 from quire.schema.errors import ConfigError, NotBuiltError
 from tests.engine.test_packed_weights import perplexity
 from tests.tiny_models import make_tiny
@@ -109,15 +110,15 @@ def test_stacked_experts_of_a_gguf_file_stay_blocks(tmp_path):
     (recipe,) = weights.recipes
     found = list(weights.read(recipe, torch.float32, "cpu", keeps=lambda type_id: True))
     assert [name.split(".")[-3] for name, _ in found] == ["0", "1", "2"]
-    scheme = Schemes(torch.float32, Arena(torch.device("cpu")), None)
-    experts = PackedExperts("experts.", 64, 40, 3, Storage(torch.float32, Arena(torch.device("cpu")), scheme),
-                            gated=False, bias=False)  # fmt: skip
-    places = {slot.name: slot.target for linear in experts.up for slot in linear.slots()}
+    choice = PackedChoice(torch.float32, Arena(torch.device("cpu")), Kernels.here("cpu"), None)
+    shape = ExpertShape(3, 64, Span.all(40), gated=False, bias=False, act=torch.relu, rule=None)
+    experts = choice.of_experts("experts.").create(shape)
+    places = {slot.name: slot.target for slot in experts.slots()}
     for expert, (_, rows) in enumerate(found):
         assert rows.shape == (40, 64)
-        places[f"experts.{expert}.up_proj.weight"].copy_(rows)
+        places[f"{expert}.up_proj.weight"].copy_(rows)
         experts.up[expert].finish()
-        (part,) = experts.up[expert].matrix.parts
+        (part,) = experts.up[expert].packed.parts
         assert part.kind == "Q8Z"
         torch.testing.assert_close(unpack(part), rows.numbers())
         torch.testing.assert_close(unpack(part), torch.from_numpy(numbers[expert]), rtol=0, atol=0.02)

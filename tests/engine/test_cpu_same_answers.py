@@ -14,6 +14,7 @@ from quire import LLM, SamplingParams
 from quire.base import env
 from quire.ops.cpu.forms import ALL_ROWS, few_rows
 from quire.ops.cpu.native import kernels
+from quire.ops.op import Kernels
 from tests.cut_model import TEXT
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
@@ -33,7 +34,7 @@ def answers(llm: LLM, prompts: list[list[int]]) -> list[list[tuple[int, float]]]
 def test_answers_at_once_and_alone(options: dict[str, Any]) -> None:
     env.forget_all()
     steps: dict[str, Any] = {}
-    if options and (most := few_rows(torch.bfloat16)) != ALL_ROWS:
+    if options and (most := few_rows(Kernels.here("cpu"), torch.bfloat16)) != ALL_ROWS:
         # This CPU has units for bfloat16 that the kernels do not use: more rows would go to torch (docs/cpu.md).
         steps["max_num_batched_tokens"] = most
     llm = LLM(

@@ -132,7 +132,7 @@ def test_a_request_goes_on_from_copied_blocks() -> None:
             seed=0, blocks=(blocks, blocks),
         )  # fmt: skip
         runner.forward(StepPlan(step=1, grants=(Grant(name, start, count, True, 0, (new, new)),), joined=(joined,)))
-        return runner.sample(None).result().sampled[0][0]
+        return runner.sample(1, None).result().sampled[0][0]
 
     wanted = step("a", 0, 6, new=(3, 4))
     host = runner.kv.on_host(1)

@@ -211,6 +211,7 @@ import sys
 import torch
 from quire.config import EngineArgs
 from quire.loader.load import make_model, reload_weights
+from quire.ops.op import Kernels
 
 config = EngineArgs(sys.argv[1], dtype=sys.argv[2], max_model_len=64, device="cpu").create_engine_config()
 
@@ -223,7 +224,7 @@ def memory(name):
 torch.empty(1 << 20).normal_()
 open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
 before = memory("VmRSS")
-model = make_model(config, "cpu")
+model = make_model(config, Kernels.here("cpu"))
 reload_weights(model, config)
 held = sum(p.numel() * p.element_size() for _, p in model.named_parameters())
 print(memory("VmHWM") - before, held)

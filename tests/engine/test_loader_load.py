@@ -15,12 +15,12 @@ import transformers
 from safetensors.torch import save_file
 
 from quire.config import EngineArgs
+from quire.layers.stored import reopen_matrices
 from quire.loader import load as loading
 from quire.loader.files import Piece
 from quire.loader.gguf_file import GGUFWeights
 from quire.loader.to_device import Sender
 from quire.ops.packed import likes_panels
-from quire.quant.panels import lay_back
 from quire.schema.errors import CheckpointError, ConfigError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -56,7 +56,7 @@ def layout(request):
 
 def parameters(model) -> dict[str, torch.Tensor]:
     """In plain rows, however the kernels of this machine like them."""
-    lay_back(model)
+    reopen_matrices(model)
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 

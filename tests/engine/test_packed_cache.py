@@ -20,6 +20,7 @@ from quire.loader.packed_cache import PackedCache, kept_for
 from quire.models.build import Model
 from quire.ops.cpu.forms import register
 from quire.ops.cpu.native import kernels
+from quire.quant.shard import ALONE, ShardGroup
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
@@ -52,7 +53,7 @@ def numbers(model: Model) -> dict[str, torch.Tensor]:
 
 def is_mapped(model: Model) -> bool:
     """Whether packed numbers lie in the cache's file: in memory that may not be written."""
-    at = model.layers[0].attn.qkv.matrix.parts[0].data.data_ptr()
+    at = model.layers[0].attn.qkv.stored.packed.parts[0].data.data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():
         first, last = (int(end, 16) for end in line.split()[0].split("-"))
         if first <= at < last:
@@ -226,3 +227,19 @@ def test_a_header_that_was_written_again_unchanged_is_used(root: Path) -> None:
     path = kept(root)
     _rewrite(path, path.read_bytes(), lambda e: {}, True)
     assert is_mapped(loaded(root))
+
+
+def test_every_rank_has_a_file_of_its_own(root: Path) -> None:
+    """What one rank packed is not what another, or one that holds all, would map."""
+    args = EngineArgs(model=str(root / "model"), dtype="float32", device="cpu", quantization="int8_wo")
+    config = args.create_engine_config()
+    groups = [ALONE, *(ShardGroup(rank, 2) for rank in range(2)), ShardGroup(1, 4)]
+    models = [load_model(config, "cpu", group) for group in groups]
+    assert len(list((root / "cache" / "packed").iterdir())) == len(groups)
+    for group, model in zip(groups, models, strict=True):
+        again = load_model(config, "cpu", group)
+        assert is_mapped(again) and not is_mapped(model) and same(again, model)
+    caches = [kept_for(model, config, weight_files(config), group) for model, group in zip(models, groups, strict=True)]
+    assert len({cache.key for cache in caches}) == len({cache.path for cache in caches}) == len(groups)
+    caches[1].path.replace(caches[2].path)  # rank 0's under the name of rank 1's
+    assert not is_mapped(load_model(config, "cpu", groups[2]))

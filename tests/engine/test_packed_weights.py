@@ -12,9 +12,12 @@ import torch
 from quire import LLM, SamplingParams
 from quire.base import env, native
 from quire.config import EngineArgs
+from quire.layers.stored import packed_matrices
 from quire.loader.load import load_model
 from quire.ops.cpu.forms import register
 from quire.ops.cpu.native import kernels
+from quire.ops.packed import unpack
+from quire.quant.shard import ShardGroup
 from quire.schema.errors import ConfigError
 from tests.tiny_models import make_tiny
 
@@ -48,8 +51,10 @@ def test_auto_keeps_the_blocks_of_a_gguf_file(packed_llm):
     assert (config.dtype, config.weight_form, config.quantization) == ("float32", "stored", "gguf")
     model = packed_llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
     block = model.layers[0]
-    assert block.attn.qkv.scheme.name == "packed" and [p.kind for p in block.attn.qkv.matrix.parts] == ["Q4M"] * 3
-    assert block.attn.qkv.matrix.rows == 576 + 2 * 192 and not model.head._parameters
+    assert (
+        block.attn.qkv.stored.name == "packed" and [p.kind for p in block.attn.qkv.stored.packed.parts] == ["Q4M"] * 3
+    )
+    assert block.attn.qkv.stored.packed.rows == 576 + 2 * 192 and not list(model.head.parameters())
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     assert size < 105e6  # the file has 98 MB; float32 would take 540 MB
 
@@ -92,7 +97,7 @@ def test_rounded_at_load(tmp_path, arch, name, error):
     for name, plain in models[0].named_modules():
         packed = rounded.get(name)
         if type(plain).__name__ == "Moe":
-            assert packed.experts.up[0].scheme.name == "packed" and packed.experts.up[0].matrix is not None
+            assert packed.experts.stored.name == "packed" and packed.experts.stored.up[0].packed is not None
             x = torch.randn(9, plain.router.in_size)
             wanted, found = plain(x), packed(x)
             assert (found - wanted).norm() <= 2 * error * wanted.norm(), plain
@@ -138,3 +143,20 @@ def test_refusals(tmp_path, monkeypatch):
     finally:
         monkeypatch.undo()
         env.CPU_KERNELS.forget()
+
+
+@pytest.mark.parametrize("arch", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+def test_ranks_pack_what_one_would(tmp_path, arch):
+    """The numbers of all ranks side by side are those of a model that is not cut."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_attention_heads": 4}
+    more = {"moe_intermediate_size": 64} if "Moe" in arch else {}
+    make_tiny(arch, tmp_path, **sizes, **more)
+    args = EngineArgs(model=str(tmp_path), dtype="float32", device="cpu", quantization="int8_wo")
+    config = args.create_engine_config()
+    whole = packed_matrices(load_model(config, "cpu"))
+    ranks = [packed_matrices(load_model(config, "cpu", ShardGroup(rank, 2))) for rank in (0, 1)]
+    for name, matrix in whole.items():
+        for part, kept in matrix.parts.items():
+            own = [unpack(rank[name].parts[part]) for rank in ranks]
+            axis = 1 if own[0].shape[1] < kept.width else 0
+            assert torch.equal(torch.cat(own, axis), unpack(kept)), (name, part)

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from quire.config import EngineArgs
+from quire.layers.stored import matrices_of, reopen_matrices
 from quire.loader.load import load_model, reload_weights
 from quire.loader.sharded import weights_of
 from quire.ops.cpu.native import kernels
 from quire.ops.packed import likes_panels
-from quire.quant.panels import PanelScheme, lay_back
+from quire.quant.panels import PanelMatrix
 from quire.schema.params import SamplingParams
 from tests.cut_model import cut_folder, cut_gguf, open_cut, tokens
 from tests.paged import Paged
@@ -55,9 +56,10 @@ def config_of(folder: Path) -> Any:
     return EngineArgs(model=str(folder), dtype="bfloat16", skip_tokenizer_init=True).create_engine_config()
 
 
-def laid(model: Any) -> list[torch.nn.Module]:
-    found = [m for m in model.modules() if isinstance(getattr(m, "scheme", None), PanelScheme) and "matrix" in vars(m)]
-    return [module for module in found if vars(module)["matrix"] is not None]
+def laid(model: Any) -> set[int]:
+    """A head that shares the token table has the same matrix."""
+    found = [matrix for _, matrix in matrices_of(model) if isinstance(matrix, PanelMatrix)]
+    return {id(matrix) for matrix in found if matrix.packed is not None}
 
 
 def test_answers(folder: Path, panels: None) -> None:
@@ -74,7 +76,7 @@ def test_every_matrix_is_laid_and_comes_back(folder: Path, panels: None) -> None
     model: Any = load_model(config, "cpu")
     assert len(laid(model)) == 3 * 4 + 1  # qkv, o, up and down of each layer; the head is the embedding
     before = {name: tensor.clone() for name, tensor in weights_of(model).items()}
-    assert lay_back(model) and not laid(model)
+    assert reopen_matrices(model) and not laid(model)
     plain = {name: tensor.clone() for name, tensor in weights_of(model).items()}
     assert any(not torch.equal(plain[name], before[name]) for name in plain)
     index = torch.tensor([3, 4000])
@@ -89,13 +91,13 @@ def test_every_matrix_is_laid_and_comes_back(folder: Path, panels: None) -> None
 
 def test_some_weights_are_replaced(folder: Path, panels: None) -> None:
     model: Any = load_model(config_of(folder), "cpu")
-    lay_back(model)
+    reopen_matrices(model)
     wanted = {name: tensor.clone() for name, tensor in weights_of(model).items()}
     model.finish_weights()
     fresh = torch.randn(192, 576).bfloat16()
     model.load_weights([("model.layers.1.self_attn.k_proj.weight", fresh)])
     assert len(laid(model)) == 13
-    lay_back(model)
+    reopen_matrices(model)
     found = weights_of(model)
     changed = [name for name in wanted if not torch.equal(wanted[name], found[name])]
     assert len(changed) == 1 and torch.equal(found[changed[0]][576 : 576 + 192], fresh)
@@ -107,7 +109,7 @@ def test_a_step_between_laying_back_and_finishing(folder: Path, panels: None) ->
     run = Paged(model, [tokens(9, 1)], block_size=16)
     (wanted,) = run.whole()
     assert all(stretch._call is not None for stretch in model._stretches)
-    assert lay_back(model)
+    assert reopen_matrices(model)
     run.done[0] = 0
     (found,) = run.whole()
     assert (found - wanted).norm() < 0.1 * wanted.norm()

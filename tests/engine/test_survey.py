@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from quire.base.unread import UNREAD
+
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "reference" / "survey.md").read_text()
 _ROW = r"^\| `--([a-z0-9-]+)` \| .*? \| (works|no effect|refused)[^|]*\|$"
@@ -34,6 +36,16 @@ def test_every_documented_flag_has_a_row_and_the_counts_are_theirs(survey: Any) 
     assert told is not None
     whats = list(ROWS.values())
     assert [int(n) for n in told.groups()] == [whats.count(w) for w in ("works", "no effect", "refused")]
+
+
+def test_the_counts_of_environment_variables_are_theirs(survey: Any) -> None:
+    told = re.search(r"Of the (\d+) documented environment variables, (\d+) are read; (\d+) have no effect", TEXT)
+    assert told is not None
+    unread = [name for name in survey.VARIABLES if f"VLLM_{name}" in UNREAD]
+    read = [name for name in survey.VARIABLES if f"VLLM_{name}" not in UNREAD]
+    assert [int(number) for number in told.groups()] == [len(survey.VARIABLES), len(read), len(unread)]
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text()
+    assert not [name for name in survey.VARIABLES if f"VLLM_{name}" not in page and f"QUIRE_{name}" not in page]
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -23,7 +23,7 @@ from quire import LLM, SamplingParams
 from quire.attention.triton import TritonAttention
 from quire.base import env
 from quire.layers.moe import Moe
-from quire.ops import op as op_module
+from quire.ops.op import Kernels
 from quire.ops.triton import launch, register, warm
 from quire.sampling.sampler import Sampler
 from quire.schema.step import Mask
@@ -53,23 +53,23 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")  # a GPU has none of them
     env.forget_all()
     driver.set_active(FakeDriver())
-    register.register()
+    forms = Kernels(torch.device("cuda"), register.compiled()[0])
     monkeypatch.setattr(launch, "current_stream", lambda: lambda: 7)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w, b=None: x.new_zeros((*x.shape[:-1], len(w))))
-    plain_on = op_module.Op.on
+    usual = Kernels.of
 
-    def on(self: Any, device: Any) -> Any:
-        forms = [form.function for form in self.forms if form.device == "cuda" and form.fits()]
-        return forms[-1] if forms else plain_on(self, device)
+    def of(self: Kernels, op: Any) -> Any:
+        found = usual(forms, op)
+        return usual(self, op) if found is op.reference else found
 
-    monkeypatch.setattr(op_module.Op, "on", on)
+    monkeypatch.setattr(Kernels, "of", of)
     plain_make, plain_take = module.Worker._make_runner, ModelRunner._take
 
     def make_runner(self: module.Worker, layout: Any) -> ModelRunner:
         for layer in self.get_model().modules():
             if isinstance(layer, Moe):
-                layer._one_by_one = False  # a CPU's way
+                layer.experts.stored.one_by_one = False  # a CPU's way
         backend = TritonAttention()
         backend._sms[torch.device("cpu")] = 132
         parts, self._parts = self._parts, dataclasses.replace(self._parts, select_backend=lambda *_: backend)

@@ -36,7 +36,7 @@ def tiny_dict(name: str) -> dict[str, Any]:
     "base, change, words",
     [
         (LLAMA, {"num_key_value_heads": 8}, "num_key_value_heads = 8; expected a number from 1 to 4"),
-        (LLAMA, {"num_key_value_heads": 3}, "num_attention_heads = 4, which is no multiple of num_key_value_heads = 3"),
+        (LLAMA, {"num_key_value_heads": 3}, "heads = 4, which is not a multiple of num_key_value_heads = 3"),
         (LLAMA, {"partial_rotary_factor": 100}, "partial_rotary_factor=100"),
         (LLAMA, {"partial_rotary_factor": 0.01}, "rotary width .* = 0"),
         (LLAMA, {"head_dim": 15}, "rotary width .* = 15; expected a number from 1 to 14"),
@@ -50,7 +50,7 @@ def tiny_dict(name: str) -> dict[str, Any]:
         (LLAMA, {"rope_scaling": {**YARN, "beta_fast": -1}}, "rope_parameters cannot be used .ValueError"),
         (LLAMA, {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "rope_parameters cannot be used .KeyError"),
         (LLAMA, {"rope_scaling": {"type": "nobody's", "factor": 8.0}}, "nobody's"),
-        (LLAMA, {"rope_scaling": {**YARN, "attention_factor": float("nan")}}, "its frequencies are no numbers"),
+        (LLAMA, {"rope_scaling": {**YARN, "attention_factor": float("nan")}}, "its frequencies are not numbers"),
         (LLAMA, {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 8}}, "1 numbers"),
         (MIXTRAL, {"num_experts_per_tok": 5}, "num_experts_per_tok = 5; expected a number from 1 to 4"),
         (MIXTRAL, {"num_local_experts": 0}, "num_experts"),

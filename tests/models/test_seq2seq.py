@@ -1,4 +1,4 @@
-"""Models of two halves equal transformers: logits of several rows at once over paged memory, and greedy tokens.
+"""Encoder-decoder models equal transformers: logits of several rows at once over paged memory, and greedy tokens.
 
 The driver below does what an engine will: it encodes a request's text once, in the step in which its row begins, and
 gives the row blocks of a group of kind CROSS that are filled in that step and read ever after. Memory that nobody

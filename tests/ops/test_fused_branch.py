@@ -7,10 +7,12 @@ from quire.layers.attention import Attention, AttentionKind
 from quire.layers.batch import Batch
 from quire.layers.norm import NormKind
 from quire.layers.rope import Rope, RopeKind
+from quire.ops.op import Kernels
 from quire.ops.qkv import prepare_qkv
-from quire.quant.scheme import Storage
+from quire.quant.plain import plain_storage
 
 TOKENS, WIDTH = 5, 24
+STORAGE = plain_storage(torch.float32, Kernels.here("cpu"))
 
 
 class Seen:
@@ -33,7 +35,7 @@ class Seen:
 
 def layer_of(kind, rope):
     torch.manual_seed(0)
-    layer = Attention("a.", WIDTH, kind, rope, Storage.plain(torch.float32, "cpu"))
+    layer = Attention("a.", WIDTH, kind, rope, STORAGE)
     for parameter in layer.parameters():
         parameter.data.copy_(torch.randn(parameter.shape))
     return layer
@@ -43,7 +45,7 @@ def layer_of(kind, rope):
 @pytest.mark.parametrize("qk_norm", ["", "head", "each"])
 @pytest.mark.parametrize("rope", [None, RopeKind(dim=8), RopeKind(dim=8, pairs=True), RopeKind(dim=4)])
 def test_both_branches_agree(rope, qk_norm, norm):
-    turner = None if rope is None else Rope(rope, 64, torch.float32, torch.device("cpu"))
+    turner = None if rope is None else Rope(rope, 64, STORAGE)
     layer = layer_of(AttentionKind(4, 2, 8, 1.0, qk_norm=qk_norm, qk_norm_kind=norm, qkv_bias=True), turner)
     assert layer.fusable
     x, positions = torch.randn(TOKENS, WIDTH), torch.arange(TOKENS) * 7

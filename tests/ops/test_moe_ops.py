@@ -8,6 +8,7 @@ import torch
 from quire.ops.act import gated_on
 from quire.ops.linear import heads_matmul, linear
 from quire.ops.moe import route, run_experts
+from quire.ops.op import Kernels
 
 
 def draw(*shape, seed=0, dtype=torch.float32):
@@ -61,7 +62,7 @@ def test_experts(with_bias, tokens):
     x, w1, w2 = draw(tokens, width), draw(experts, 2 * ffn, width, seed=1), draw(experts, width, ffn, seed=2)
     b1, b2 = (draw(experts, 2 * ffn, seed=3), draw(experts, width, seed=4)) if with_bias else (None, None)
     weights, index = route(draw(tokens, experts, seed=5), top_k)
-    found = run_experts(x, weights, index, w1, w2, b1=b1, b2=b2, act=gated_on("silu", "cpu"))
+    found = run_experts(x, weights, index, w1, w2, b1=b1, b2=b2, act=gated_on("silu", Kernels.here("cpu")))
     for t in range(tokens):
         want = torch.zeros(width)
         for e, weight in zip(index[t].tolist(), weights[t], strict=True):

@@ -16,8 +16,9 @@ from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from quire.ops import act, norm, rope
-from quire.ops.op import op
+from quire.ops.op import Kernels, op
 
+HERE = Kernels.here("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 64), (7, 48), (3, 5, 16)]
 
@@ -85,9 +86,9 @@ def test_add_rms_norm_is_add_then_norm(dtype):
 def test_activations(name):
     x = draw((9, 24), torch.float32)
     if name in ACT2FN:
-        torch.testing.assert_close(act.plain_on(name, "cpu")(x), ACT2FN[name](x), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(act.plain_on(name, HERE)(x), ACT2FN[name](x), rtol=1e-4, atol=1e-4)
     gate, up = x[:, :12], x[:, 12:]
-    torch.testing.assert_close(act.gated_on(name, "cpu")(x), act.plain_on(name, "cpu")(gate) * up)
+    torch.testing.assert_close(act.gated_on(name, HERE)(x), act.plain_on(name, HERE)(gate) * up)
 
 
 def test_clamped_swiglu_by_hand():
@@ -192,6 +193,6 @@ def test_op_prefers_the_last_form_that_fits():
 
     assert double(3) == 6 and double.on("cpu")(3) == 6
     double.form("cpu")(lambda x: ("first", x))
-    double.form("cpu", fits=lambda: False)(lambda x: ("unfit", x))
+    double.form("cpu", fits=lambda kernels: False)(lambda x: ("unfit", x))
     double.form("cuda")(lambda x: ("cuda", x))
     assert double.on("cpu")(3) == ("first", 3) and double(3) == 6

@@ -52,7 +52,7 @@ def test_every_reason_is_used_and_the_text_has_no_row_twice() -> None:
 def test_types_written_in_a_class_are_those_of_the_row() -> None:
     for group, row in ROWS:
         field = next(f for f in dataclasses.fields(CLASSES[group]) if f.name == row.field)
-        assert field.type == unavailable.read_kind(row.value.kind, CLASSES), f"{group}.{row.field}"
+        assert field.type == unavailable.read_kind(row.kind, CLASSES), f"{group}.{row.field}"
 
 
 def test_what_is_not_in_the_table_works() -> None:
@@ -105,7 +105,7 @@ def test_rows_reach_users_as_any_option_does() -> None:
 
 
 def test_an_option_cannot_be_both_declared_and_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = next(row for _, row in ROWS if row.value.kind == "bool")
+    row = next(row for _, row in ROWS if row.kind == "bool")
     monkeypatch.setattr(option, "rows_of", lambda name: [row])
 
     class Both(Group):

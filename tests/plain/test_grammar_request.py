@@ -153,10 +153,10 @@ def test_exactly_one_constraint() -> None:
     ids=["deep", "wide", "unclosed", "deep text", "10 MB"],
 )
 def test_hostile_schemas_are_refused_at_once(schema: Any) -> None:
-    began = time.perf_counter()
+    began = time.process_time()  # of computing: the clock on the wall would measure who else is there
     with pytest.raises(InputError):
         spec_of(json=schema)
-    assert time.perf_counter() - began < 5.0
+    assert time.process_time() - began < 5.0
 
 
 def test_depth_is_counted_by_schemas() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
 import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,16 @@ def test_files_of_tests_run_in_the_order_of_a_seed(tmp_path: Path) -> None:
     for seed in ("1", "2", "3"):
         files = list(dict.fromkeys(line.partition("::")[0] for line in order("--file-order", seed)))
         assert set(files[:2]) == {"tests/test_e.py", "tests/test_c.py"} and len(files) == 8
+
+
+@pytest.mark.parametrize(
+    ("module", "ours"),
+    [("quire.engine.loop", True), ("quire", True), ("vllm.shims", True), ("tests.plain.test_x", True),
+     ("transformers.utils", False), ("quirement", False), ("numpy", False)],
+)  # fmt: skip
+def test_deprecation_warnings_of_our_own_code_are_errors(module: str, ours: bool) -> None:
+    with pytest.raises(DeprecationWarning) if ours else contextlib.nullcontext():
+        warnings.warn_explicit("old", DeprecationWarning, "any.py", 1, module=module)
 
 
 def test_long_files_of_tests_are_there() -> None:

@@ -167,7 +167,7 @@ def test_templates_render_as_in_transformers(name: str) -> None:
             expected = oracle.apply_chat_template(
                 messages, chat_template=TEMPLATES[name], tokenize=False, date_string="today", **options
             )
-        except Exception as wrong:  # the template's own refusal, or transformers' about the last message
+        except Exception as wrong:  # noqa: BLE001  # the template's own refusal, or transformers' about the last message
             with pytest.raises(InputError) as caught:
                 render_chat(ours, messages, template_kwargs={"date_string": "today"}, **options)
             assert str(wrong) in str(caught.value) or "continue_final_message" in str(caught.value)

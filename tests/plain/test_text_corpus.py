@@ -100,7 +100,7 @@ def test_published_templates(path: Path) -> None:
                 conversations=[messages], tools=tools, chat_template=source, add_generation_prompt=generation,
                 **ours.special,
             )[0][0]  # fmt: skip
-        except Exception:
+        except Exception:  # noqa: BLE001  # what transformers cannot render has no oracle; a template that never renders is refused below
             continue
         assert render_chat(ours, messages, tools=tools, add_generation_prompt=generation) == expected
         rendered += 1

@@ -23,6 +23,7 @@ from quire.config import AsyncEngineArgs
 from quire.config.server import server_config
 from quire.llm.online import AsyncLLM
 from quire.server.app import build_app
+from quire.server.limits import limited_protocol
 from quire.server.state import ServerState
 from tests.fake_engine import use_fake, write_model
 
@@ -45,8 +46,14 @@ class Live:
 
 @contextlib.contextmanager
 def live(
-    model: str | None = None, *, own_process: bool = False, engine: dict[str, Any] | None = None, **options: Any
+    model: str | None = None,
+    *,
+    own_process: bool = False,
+    engine: dict[str, Any] | None = None,
+    plain_loop: bool = False,
+    **options: Any,
 ) -> Iterator[Live]:
+    """`plain_loop`: an event loop in Python, which can be watched, under the protocol that a server has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUIRE_ENABLE_V1_MULTIPROCESSING", "1" if own_process else "0")
         from quire.base import env
@@ -60,7 +67,9 @@ def live(
     state = ServerState.of(front, server_config(**options))
     app = build_app(state)
     listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, loop="uvloop", http="httptools", log_level="warning", lifespan="off", access_log=False)
+    http: Any = limited_protocol(state.options) if plain_loop else "httptools"
+    loop = "asyncio" if plain_loop else "uvloop"
+    config = uvicorn.Config(app, loop=loop, http=http, log_level="warning", lifespan="off", access_log=False)
     server = uvicorn.Server(config)
     up = threading.Event()
     loops: list[asyncio.AbstractEventLoop] = []

@@ -62,8 +62,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         gc.unfreeze()
 
 
-def post(server: Live, path: str, raw: bytes) -> httpx.Response:
-    return httpx.post(server.url + path, content=raw, headers={"Content-Type": "application/json"}, timeout=120)
+def post(server: Live, path: str, raw: bytes, key: str = "") -> httpx.Response:
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    return httpx.post(server.url + path, content=raw, headers=headers, timeout=120)
 
 
 def _many(part: str, count: int) -> str:

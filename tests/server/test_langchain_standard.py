@@ -20,6 +20,8 @@ from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
+# Greedy, so the same each time on one machine; other kernels round otherwise and give another text. Not strict.
+_ROUNDING = "a model of this size goes on to the length limit, or writes something else"
 _LENGTH = "a model of this size goes on to the length limit"
 _SMALL = "a model of this size does not choose or read tools by itself"
 _OURS = {"model": "smol", "api_key": "none", "max_retries": 0, "timeout": 300}
@@ -53,11 +55,11 @@ class TestChatOpenAI(ChatModelIntegrationTests):  # type: ignore[misc]
     def test_agent_loop(self, model: BaseChatModel) -> None:
         super().test_agent_loop(model)
 
-    @pytest.mark.xfail(reason=_LENGTH, strict=True)
+    @pytest.mark.xfail(reason=_ROUNDING)
     def test_json_mode(self, model: BaseChatModel) -> None:
         super().test_json_mode(model)
 
-    @pytest.mark.xfail(reason=_LENGTH, strict=True)
+    @pytest.mark.xfail(reason=_ROUNDING)
     def test_unicode_tool_call_integration(self, model: BaseChatModel) -> None:  # type: ignore[override]
         super().test_unicode_tool_call_integration(model)
 
@@ -87,6 +89,6 @@ class TestChatOpenAIUnit(ChatModelUnitTests):  # type: ignore[misc]
     def chat_model_params(self) -> dict[str, Any]:
         return {"model": "smol", "base_url": "http://localhost:1/v1", "api_key": "none"}
 
-    @pytest.mark.skip(reason="compares the client's own fields with a stored file; nothing of a server")
-    def test_serdes(self) -> None:
-        pass
+    @pytest.mark.xfail(reason="compares the client's own fields with a stored file, which is not here", strict=True)
+    def test_serdes(self, model: BaseChatModel, request: pytest.FixtureRequest) -> None:  # type: ignore[override]
+        super().test_serdes(model, request.getfixturevalue("snapshot"))

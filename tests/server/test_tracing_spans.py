@@ -200,7 +200,7 @@ def test_a_gpu_measures_no_forward_pass(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.config.observing.find_spec", lambda name: None)
+    monkeypatch.setattr("quire.config.checks.find_spec", lambda name: None)
     args = AsyncEngineArgs(model=write_model(tmp_path), otlp_traces_endpoint="http://localhost:4317")
     with pytest.raises(MissingExtraError, match=r'opentelemetry.sdk.*pip install "quire-llm\[otel\]"'):
         args.create_engine_config()

@@ -32,6 +32,7 @@ class Guidance:
         self._special = {name.decode(): token_id for token_id, name in vocabulary.special.items() if name}
         self._limits = load(f"{package}:LLParserLimits")(**_LIMITS)
         self._from_gbnf, self._tags = f"{package}.gbnf_to_lark:gbnf_to_lark", load(f"{package}:StructTag")
+        self._not_gbnf: type[Exception] = load(f"{package}.gbnf_to_lark:GbnfToLarkError")
         wrapper = load(f"{package}:TokenizerWrapper")(_Tokens(vocabulary))
         self._tokens = load(f"{package}:LLTokenizer")(wrapper, n_vocab=vocabulary.size)
         self._make_executor = load(f"{package}:LLExecutor")
@@ -63,7 +64,7 @@ class Guidance:
     def _lark_of(self, gbnf: str) -> str:
         try:
             return str(load(self._from_gbnf)(gbnf))
-        except Exception as wrong:  # its own class, which is no ValueError
+        except self._not_gbnf as wrong:  # not a ValueError
             raise ValueError(f"not a GBNF grammar: {wrong}") from None
 
     def _structural_tag(self, given: dict[str, Any]) -> str:

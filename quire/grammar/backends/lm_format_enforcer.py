@@ -68,7 +68,7 @@ class LMFormatEnforcer:
     def _json(self, spec: GrammarSpec) -> Any:
         try:
             return load(f"{PACKAGE}:JsonSchemaParser")(json.loads(spec.text))
-        except Exception as wrong:  # of its own making, and pydantic's
+        except Exception as wrong:  # noqa: BLE001  # of its own making, and pydantic's
             raise ValueError(f"lm-format-enforcer cannot read the schema: {wrong!s:.200}") from None
 
     def start(self, loaded: Any) -> EnforcerMatcher:
@@ -99,7 +99,7 @@ class EnforcerMatcher:
                 if letter not in parser.get_allowed_characters():
                     return False
                 parser = parser.add_character(letter)
-        except Exception as wrong:
+        except Exception as wrong:  # noqa: BLE001  # a parser of the library's own may raise anything; its request ends, with these words
             self._wrong = f"lm-format-enforcer: {type(wrong).__name__}: {wrong!s:.200}"
             return False
         if text:
@@ -125,7 +125,7 @@ class EnforcerMatcher:
         bits = np.zeros(words * 32, bool)
         try:
             bits[self._allowed(parser)] = True
-        except Exception as wrong:
+        except Exception as wrong:  # noqa: BLE001  # as above
             self._wrong = f"lm-format-enforcer: {type(wrong).__name__}: {wrong!s:.200}"
         row = np.packbits(bits, bitorder="little").view(np.int32)
         if key is not None:
@@ -164,7 +164,7 @@ def _table(source: str) -> _Table:
     rest = load("interegular.fsm:anything_else")
     try:
         machine = load("interegular:parse_pattern")(source).to_fsm()
-    except Exception as wrong:  # Unsupported, InvalidSyntax and their kin
+    except Exception as wrong:  # noqa: BLE001  # Unsupported, InvalidSyntax and their kin
         raise ValueError(f"lm-format-enforcer cannot read the expression: {wrong!s:.200}") from None
     letters = {_REST if symbol is rest else str(symbol): column for symbol, column in machine.alphabet.items()}
     before: dict[int, set[int]] = {}

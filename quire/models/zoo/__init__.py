@@ -162,7 +162,7 @@ ENCODERS = Registry(
     },
 )
 
-# Models of two halves: an encoder and a decoder that attends over its output.
+# Encoder-decoder models.
 SEQ2SEQ = Registry(
     "encoder-decoder",
     {

@@ -203,7 +203,7 @@ def bamba(c: View) -> Arch:
 
 
 def falcon_h1(c: View) -> Arch:
-    """Attention and Mamba 2 side by side in every layer, with a scale on every product."""
+    """Attention and Mamba 2 side by side in every layer, with a scale on every projection."""
     kind = _mamba2_of(
         c, c.get("mamba_d_ssm") or c.mamba_expand * c.hidden_size, norm=c.mamba_rms_norm, norm_groups=c.mamba_n_groups,
         norm_first=c.mamba_norm_before_gate, out_bias=c.projectors_bias,

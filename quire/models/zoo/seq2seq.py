@@ -1,4 +1,4 @@
-"""Models of two halves: T5 and BART, and their many-language forms."""
+"""Encoder-decoder models: T5 and BART, and their multilingual forms."""
 
 from __future__ import annotations
 

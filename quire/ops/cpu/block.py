@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quire.ops.blocks import BlockParts, BlocksRun, StepTurn, Weights, join_blocks
 from quire.ops.cpu.native import CACHE_DTYPES, DTYPES, KINDS, AttentionWork, Segment
+from quire.ops.op import FormTable, Kernels
 from quire.ops.parts import Delta, Parts
 
 
@@ -109,20 +110,21 @@ class BlocksCall:
         return stream, out
 
 
-def register(
-    library: ctypes.CDLL, are_on: Callable[[], bool], acts: Mapping[str, int], few_rows: Callable[[torch.dtype], int]
+def add_forms(
+    table: FormTable, library: ctypes.CDLL, acts: Mapping[str, int], few_rows: Callable[[Kernels, torch.dtype], int]
 ) -> None:
     """`few_rows`: more rows of plain numbers of a dtype are left to torch."""
-    join_blocks.made("cpu", are_on)(partial(_form, library, acts, few_rows))
+    table.made(join_blocks)(partial(_form, library, acts, few_rows))
 
 
 def _form(
     library: ctypes.CDLL,
     acts: Mapping[str, int],
-    few_rows: Callable[[torch.dtype], int],
+    few_rows: Callable[[Kernels, torch.dtype], int],
     before: Callable[..., BlocksRun | None],
+    kernels: Kernels,
 ) -> Callable[..., BlocksRun | None]:
-    limits = {dtype: few_rows(dtype) for dtype in DTYPES}
+    limits = {dtype: few_rows(kernels, dtype) for dtype in DTYPES}
 
     def join_blocks_native(blocks: Sequence[BlockParts], which: Sequence[int], dtype: torch.dtype) -> BlocksRun | None:
         known = all(isinstance(parts.cache, NativeCache) and parts.act in acts for parts in blocks)

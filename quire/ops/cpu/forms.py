@@ -1,8 +1,7 @@
-"""The compiled forms of ops on CPU, and `attach`, which makes them known to the ops.
+"""The compiled forms of ops on CPU: `compiled` gives them as a table, from which `Kernels` takes what a model gets.
 
 Each form takes what its op takes. Where the tensors are not what the kernels know (another dtype, odd strides) it does
-what the op does without kernels. Attaching chooses nothing: what the environment says (kernels on, same bits for any
-batch) is read when a layer asks for a form, and holds for that layer. Must not know: modules, models, configuration.
+what the op does without kernels. Must not know: modules, models, configuration.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from quire.base import env
 from quire.base.log import logger
 from quire.ops.act import gated_of
 from quire.ops.cpu import block, moe_forms, sample_forms
 from quire.ops.cpu.native import DTYPES, KINDS, Segment, kernels, usable, why_not
 from quire.ops.linear import heads_matmul, linear
 from quire.ops.norm import add_rms_norm, add_rms_norm_wide, rms_norm, rms_norm_wide
-from quire.ops.op import cpu_dtypes
+from quire.ops.op import FormTable, Kernels, cpu_dtypes, same_bits
 from quire.ops.packed import (
     Matrix,
     Packed,
@@ -57,43 +55,39 @@ def register(threads: int = 1) -> bool:
     return True
 
 
-def attach() -> None:
-    """Known to the ops from the first call on that finds kernels; `_are_on` says whether they are taken."""
+def compiled() -> tuple[FormTable | None, ctypes.CDLL | None]:
+    """The forms and the library they call; nothing where there are no kernels, or the environment refuses them."""
     library = kernels()
-    if library is not None:
-        _attach(library)
+    return (None, None) if library is None else (_table(library), library)
 
 
-def few_rows(dtype: torch.dtype) -> int:
+def few_rows(held: Kernels, dtype: torch.dtype) -> int:
     """As many rows of plain numbers as are multiplied by compiled kernels at once."""
-    library = kernels()
-    if library is None or dtype is torch.float32 or TILED.get(library.qc_isa().decode()) is dtype:
+    if held.library is None or dtype is torch.float32 or TILED.get(held.library.qc_isa().decode()) is dtype:
         return ALL_ROWS
-    return FEW_ROWS if dtype in cpu_dtypes() and not env.BATCH_INVARIANT.get() else ALL_ROWS
-
-
-def _are_on() -> bool:
-    return kernels() is not None
+    return FEW_ROWS if dtype in cpu_dtypes() and not held.batch_invariant else ALL_ROWS
 
 
 @cache
-def _attach(library: ctypes.CDLL) -> None:
-    _register_packed(library)
-    _register_rows(library)
-    _register_linear(library)
-    sample_forms.register(library, _are_on)
-    moe_forms.register(library, _are_on, ACTS, few_rows)
-    block.register(library, _are_on, ACTS, few_rows)
+def _table(library: ctypes.CDLL) -> FormTable:
+    table = FormTable("cpu")
+    _add_packed(table, library)
+    _add_rows(table, library)
+    _add_linear(table, library)
+    sample_forms.add_forms(table, library)
+    moe_forms.add_forms(table, library, ACTS, few_rows)
+    block.add_forms(table, library, ACTS, few_rows)
+    return table
 
 
-def _register_packed(library: ctypes.CDLL) -> None:
+def _add_packed(table: FormTable, library: ctypes.CDLL) -> None:
     read_rows = library.qc_unpack_rows
 
-    @kind_of.form("cpu", _are_on)
+    @table.form(kind_of)
     def kind(type_id: int) -> str | None:
         return _NAMES.get(library.qc_kind_of(type_id))
 
-    @pack.form("cpu", _are_on)
+    @table.form(pack)
     def pack_native(raw: Tensor, type_id: int, rows: int, width: int) -> Packed:
         number = library.qc_kind_of(type_id)
         out = _packed(library, number, rows, width)
@@ -101,7 +95,7 @@ def _register_packed(library: ctypes.CDLL) -> None:
         library.qc_pack(type_id, raw.data_ptr(), rows, width, out.data.data_ptr())
         return out
 
-    @pack_numbers.form("cpu", _are_on)
+    @table.form(pack_numbers)
     def pack_numbers_native(numbers: Tensor, kind: str) -> Packed:
         numbers = (numbers if numbers.dtype in DTYPES else numbers.float()).contiguous()
         out = _packed(library, KINDS[kind], *numbers.shape)
@@ -109,19 +103,19 @@ def _register_packed(library: ctypes.CDLL) -> None:
         library.qc_pack_float(KINDS[kind], numbers.data_ptr(), DTYPES[numbers.dtype], rows, width, out.data.data_ptr())
         return out
 
-    packed_linear.made("cpu", _are_on)(partial(_packed_linear_form, library))
+    table.made(packed_linear)(partial(_packed_linear_form, library))
 
-    @likes_panels.form("cpu", _are_on)
+    @table.form(likes_panels)
     def likes_panels_native(dtype: torch.dtype) -> bool:
         return dtype is torch.bfloat16 and library.qc_isa().decode() in PAIRED
 
-    @lay_panels.form("cpu", _are_on)
+    @table.form(lay_panels)
     def lay_panels_native(weight: Tensor, back: bool = False) -> None:
         if not weight.is_contiguous():
             raise ValueError(f"a matrix of {tuple(weight.shape)} has gaps: it cannot be laid in panels where it is")
         library.qc_lay_panels(weight.data_ptr(), *weight.shape, back)
 
-    @packed_rows.form("cpu", _are_on)
+    @table.form(packed_rows)
     def packed_rows_native(index: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
         wanted = index.long().contiguous()
         out = torch.empty((*index.shape, packed.width), dtype=dtype)
@@ -132,7 +126,7 @@ def _register_packed(library: ctypes.CDLL) -> None:
         return out
 
 
-def _packed_linear_form(library: ctypes.CDLL, before: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _packed_linear_form(library: ctypes.CDLL, before: Callable[..., Tensor], held: Kernels) -> Callable[..., Tensor]:
     multiply = library.qc_linear_packed
 
     def packed_linear_native(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -162,7 +156,7 @@ def _packed(library: ctypes.CDLL, kind: int, rows: int, width: int) -> Packed:
     return Packed(torch.empty(size, dtype=torch.uint8), _NAMES[kind], rows, width)
 
 
-def _register_rows(library: ctypes.CDLL) -> None:
+def _add_rows(table: FormTable, library: ctypes.CDLL) -> None:
     norm = library.qc_rms_norm
 
     # Never by strides, which may follow the number of rows: a row's bits must not.
@@ -189,22 +183,24 @@ def _register_rows(library: ctypes.CDLL) -> None:
         )  # fmt: skip
         return out, total
 
-    @rms_norm.made("cpu", _are_on)
-    def rms_norm_form(before: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @table.made(rms_norm)
+    def rms_norm_form(before: Callable[..., Tensor], held: Kernels) -> Callable[..., Tensor]:
         def rms_norm_native(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             return normed(x, weight, eps, 0.0, False) if fits(x, weight) else before(x, weight, eps)
 
         return rms_norm_native
 
-    @rms_norm_wide.made("cpu", _are_on)
-    def rms_norm_wide_form(before: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @table.made(rms_norm_wide)
+    def rms_norm_wide_form(before: Callable[..., Tensor], held: Kernels) -> Callable[..., Tensor]:
         def rms_norm_wide_native(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
             return normed(x, weight, eps, offset, True) if fits(x, weight) else before(x, weight, eps, offset)
 
         return rms_norm_wide_native
 
-    @add_rms_norm.made("cpu", _are_on)
-    def add_rms_norm_form(before: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    @table.made(add_rms_norm)
+    def add_rms_norm_form(
+        before: Callable[..., tuple[Tensor, Tensor]], held: Kernels
+    ) -> Callable[..., tuple[Tensor, Tensor]]:
         def add_rms_norm_native(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
             if fits(x, weight) and delta.dtype is x.dtype and delta.shape == x.shape:
                 return joined(x, delta, weight, eps, 0.0, False)
@@ -212,8 +208,10 @@ def _register_rows(library: ctypes.CDLL) -> None:
 
         return add_rms_norm_native
 
-    @add_rms_norm_wide.made("cpu", _are_on)
-    def add_rms_norm_wide_form(before: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    @table.made(add_rms_norm_wide)
+    def add_rms_norm_wide_form(
+        before: Callable[..., tuple[Tensor, Tensor]], held: Kernels
+    ) -> Callable[..., tuple[Tensor, Tensor]]:
         def add_rms_norm_wide_native(
             x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
         ) -> tuple[Tensor, Tensor]:
@@ -224,10 +222,12 @@ def _register_rows(library: ctypes.CDLL) -> None:
         return add_rms_norm_wide_native
 
     for name, number in ACTS.items():
-        gated_of(name).made("cpu", _are_on)(partial(_gated_form, library, number))
+        table.made(gated_of(name))(partial(_gated_form, library, number))
 
 
-def _gated_form(library: ctypes.CDLL, number: int, before: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _gated_form(
+    library: ctypes.CDLL, number: int, before: Callable[[Tensor], Tensor], held: Kernels
+) -> Callable[[Tensor], Tensor]:
     gate = library.qc_gated
 
     def gated_native(x: Tensor) -> Tensor:
@@ -243,12 +243,12 @@ def _gated_form(library: ctypes.CDLL, number: int, before: Callable[[Tensor], Te
     return gated_native
 
 
-def _register_linear(library: ctypes.CDLL) -> None:
-    linear.made("cpu", _are_on)(partial(_linear_form, library))
+def _add_linear(table: FormTable, library: ctypes.CDLL) -> None:
+    table.made(linear)(partial(_linear_form, library))
 
-    @heads_matmul.made("cpu", lambda: _are_on() and env.BATCH_INVARIANT.get())
-    def heads_matmul_form(before: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        multiply = linear.on("cpu")
+    @table.made(heads_matmul, same_bits)
+    def heads_matmul_form(before: Callable[..., Tensor], held: Kernels) -> Callable[..., Tensor]:
+        multiply = held.of(linear)
 
         def heads_matmul_native(x: Tensor, weight: Tensor) -> Tensor:
             heads = [multiply(x[:, head], _as_rows(weight[head])) for head in range(x.shape[1])]
@@ -263,9 +263,9 @@ def _as_rows(weight: Tensor) -> Tensor:
     return turned if turned.stride(1) == 1 else turned.contiguous()
 
 
-def _linear_form(library: ctypes.CDLL, before: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _linear_form(library: ctypes.CDLL, before: Callable[..., Tensor], held: Kernels) -> Callable[..., Tensor]:
     """Products of more rows than `most` are left to torch, whose sums follow the number of rows."""
-    most = {dtype: few_rows(dtype) for dtype in DTYPES}
+    most = {dtype: few_rows(held, dtype) for dtype in DTYPES}
     multiply = library.qc_linear
 
     def linear_native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -19,6 +19,7 @@ from quire.ops.blocks import Weights
 from quire.ops.cpu.block import MatrixWork, matrix_work
 from quire.ops.cpu.native import DTYPES
 from quire.ops.moe import Mixture, run_mixture
+from quire.ops.op import FormTable, Kernels
 from quire.ops.packed import Matrix
 
 CLAMPED = -1
@@ -39,21 +40,22 @@ class Handle(NamedTuple):
     held: list[Any]  # what addresses point into
 
 
-def register(
-    library: ctypes.CDLL, are_on: Callable[[], bool], acts: dict[str, int], few_rows: Callable[[torch.dtype], int]
+def add_forms(
+    table: FormTable, library: ctypes.CDLL, acts: dict[str, int], few_rows: Callable[[Kernels, torch.dtype], int]
 ) -> None:
     """`few_rows`: more rows of plain numbers of a dtype are left to torch."""
-    run_mixture.made("cpu", are_on)(partial(_form, library, acts, few_rows))
+    table.made(run_mixture)(partial(_form, library, acts, few_rows))
 
 
 def _form(
     library: ctypes.CDLL,
     acts: dict[str, int],
-    few_rows: Callable[[torch.dtype], int],
+    few_rows: Callable[[Kernels, torch.dtype], int],
     before: Callable[..., Tensor],
+    kernels: Kernels,
 ) -> Callable[..., Tensor]:
     run = library.qc_run_moe
-    most = {dtype: few_rows(dtype) for dtype in DTYPES}
+    most = {dtype: few_rows(kernels, dtype) for dtype in DTYPES}
 
     def run_mixture_native(
         x: Tensor, weights: Tensor, index: Tensor, experts: Mixture, stream: Tensor | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,15 +15,16 @@ from torch import Tensor
 from quire.ops import sample
 from quire.ops.act import logarithm
 from quire.ops.cpu.native import DTYPES, DrawWork
+from quire.ops.op import FormTable, Kernels
 
 MOST_TOP = 4096  # more entries of a row than this are put in order by torch
 
 
-def register(library: ctypes.CDLL, are_on: Callable[[], bool]) -> None:
-    sample.draw.form("cpu", are_on)(_draw(library))
-    sample.allow_words_.form("cpu", are_on)(_allow(library))
-    sample.log_probs.form("cpu", are_on)(_log_probs(library))
-    sample.chosen_and_top.form("cpu", are_on)(_chosen_and_top(library))
+def add_forms(table: FormTable, library: ctypes.CDLL) -> None:
+    table.made(sample.draw)(partial(_draw, library))
+    table.form(sample.allow_words_)(_allow(library))
+    table.form(sample.log_probs)(_log_probs(library))
+    table.form(sample.chosen_and_top)(_chosen_and_top(library))
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -31,7 +33,11 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _draw(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor]]:
+def _draw(
+    library: ctypes.CDLL, before: Callable[..., tuple[Tensor, Tensor]], kernels: Kernels
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    log = kernels.of(logarithm)
+
     def draw_native(
         logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor,
         top_p: Tensor,
@@ -40,7 +46,7 @@ def _draw(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor]]:
         count, width = logits.shape
         tokens, scores = torch.empty(count, dtype=torch.int64), torch.empty(count)
         columns = {
-            "temperature": temperature, "floors": logarithm.on("cpu")(min_p), "top_p": top_p, "top_k": top_k,
+            "temperature": temperature, "floors": log(min_p), "top_p": top_p, "top_k": top_k,
             "seeds": seeds, "positions": positions, "tokens": tokens, "scores": scores,
         }  # fmt: skip
         held = {name: column.contiguous() for name, column in columns.items()}

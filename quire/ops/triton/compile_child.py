@@ -109,7 +109,7 @@ def main(cache_dir: str) -> None:
             else:
                 compile_job(job)
             answer: dict[str, Any] = {"seconds": perf_counter() - began}
-        except Exception as wrong:  # whatever a compiler may raise: the next job may do
+        except Exception as wrong:  # noqa: BLE001  # whatever a compiler may raise: the next job may do
             answer = {"error": f"{type(wrong).__name__}: {wrong}"}
         print(json.dumps(answer), file=answers, flush=True)
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops import sample
+from quire.ops.op import FormTable
 from quire.ops.triton.sizes import cdiv
 
 _BLOCK = 1024
@@ -41,5 +42,5 @@ def allow_words_cuda_(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     return None
 
 
-def register() -> None:
-    sample.allow_words_.form("cuda")(allow_words_cuda_)
+def add_forms(table: FormTable) -> None:
+    table.form(sample.allow_words_)(allow_words_cuda_)

@@ -1,4 +1,4 @@
-"""Attaches the Triton forms to the ops, for CUDA. A worker on such a device calls `register` before it builds a model.
+"""The Triton forms of ops as a table, for CUDA: `compiled` makes it, `Kernels` takes from it what a model gets.
 
 A form that takes only some shapes hands the others to the reference. Also gives every kernel its short way to be
 launched (launch.py), and makes the list of kernels that something would launch. Must not know layers or models.
@@ -25,6 +25,7 @@ from quire.ops import qkv as qkv_ops
 from quire.ops import rope as rope_ops
 from quire.ops import sample as sample_ops
 from quire.ops import ssm as ssm_ops
+from quire.ops.op import FormTable, Kernels, same_bits
 from quire.ops.parts import Parts
 from quire.ops.triton import (
     act,
@@ -107,77 +108,83 @@ def _gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: 
     return form(x, gate, weight, eps, group, norm_first)
 
 
-def _register_states() -> None:
-    for fixed, fits in ((False, _free), (True, env.BATCH_INVARIANT.get)):
-        ssm_ops.causal_conv.form("cuda", fits)(partial(_causal_conv, fixed=fixed))
-        ssm_ops.ssd_scan.form("cuda", fits)(partial(ssm_chunk.ssd_scan, fixed=fixed))
-        ssm_ops.delta_scan.form("cuda", fits)(partial(ssm_chunk.delta_scan, fixed=fixed))
-        ssm_ops.selective_scan.form("cuda", fits)(partial(ssm.selective_scan, fixed=fixed))
-    ssm_ops.gated_rms_norm.form("cuda")(_gated_rms_norm)
-    ssm_ops.state_places.form("cuda")(ssm.state_places)
+def _add_states(table: FormTable) -> None:
+    for fixed, fits in ((False, _free), (True, same_bits)):
+        table.form(ssm_ops.causal_conv, fits)(partial(_causal_conv, fixed=fixed))
+        table.form(ssm_ops.ssd_scan, fits)(partial(ssm_chunk.ssd_scan, fixed=fixed))
+        table.form(ssm_ops.delta_scan, fits)(partial(ssm_chunk.delta_scan, fixed=fixed))
+        table.form(ssm_ops.selective_scan, fits)(partial(ssm.selective_scan, fixed=fixed))
+    table.form(ssm_ops.gated_rms_norm)(_gated_rms_norm)
+    table.form(ssm_ops.state_places)(ssm.state_places)
 
 
-def _register_few(codes: dict[Callable, int], early: bool) -> None:
+def _add_few(table: FormTable, codes: dict[Callable, int], early: bool) -> None:
     """What a few rows take another way for; not where results must not depend on how many there are."""
-    few_ops.few_rows.form("cuda", _free)(few.few_rows)
-    few_ops.norm_linear.form("cuda", _free)(partial(few.norm_linear, codes=codes, early=early))
-    few_ops.linear_add.form("cuda", _free)(partial(few.linear_add, early=early))
-    few_ops.norm_router.form("cuda", _free)(partial(few.norm_router, early=early))
-    linear_ops.linear.form("cuda", _free)(partial(few.linear, early=early))
+    table.form(few_ops.few_rows, _free)(few.few_rows)
+    table.form(few_ops.norm_linear, _free)(partial(few.norm_linear, codes=codes, early=early))
+    table.form(few_ops.linear_add, _free)(partial(few.linear_add, early=early))
+    table.form(few_ops.norm_router, _free)(partial(few.norm_router, early=early))
+    table.form(linear_ops.linear, _free)(partial(few.linear, early=early))
 
 
-def _register_skinny(codes: dict[Callable, int], early: bool) -> None:
+def _add_skinny(table: FormTable, codes: dict[Callable, int], early: bool) -> None:
     """Products that only Hopper's instructions make worth while, in a part of Triton that may change."""
     try:
-        attach = registry.load("quire.ops.triton.skinny:register")
+        add_forms = registry.load("quire.ops.triton.skinny:add_forms")
     except ImportError as wrong:
         _log.warning("decodes of 3 to 32 rows are left to the library, and are slower: %s", wrong)
         return
-    attach(codes, _free, early=early)
+    add_forms(table, codes, _free, early=early)
 
 
 def _is_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
-def _register_fixed(codes: dict[Callable, int], early: bool) -> None:
+def _add_fixed(table: FormTable, codes: dict[Callable, int], early: bool) -> None:
     """What takes the place of forms and libraries whose sums follow the number of rows."""
-    linear_ops.linear.form("cuda", env.BATCH_INVARIANT.get)(fixed_linear.FixedLinear())
-    linear_ops.heads_matmul.form("cuda", env.BATCH_INVARIANT.get)(fixed_linear.heads_matmul)
+    table.form(linear_ops.linear, same_bits)(fixed_linear.FixedLinear())
+    table.form(linear_ops.heads_matmul, same_bits)(fixed_linear.heads_matmul)
     experts = partial(moe.run_experts, codes=codes, fixed=True, early=early)
-    moe_ops.run_experts.form("cuda", env.BATCH_INVARIANT.get)(experts)
+    table.form(moe_ops.run_experts, same_bits)(experts)
 
 
-def _free() -> bool:
-    return not env.BATCH_INVARIANT.get()
+def _free(kernels: Kernels) -> bool:
+    return not kernels.batch_invariant
 
 
-@cache  # once per process
-def register() -> None:
+def compiled() -> tuple[FormTable, None]:
+    return _table(), None
+
+
+@cache
+def _table() -> FormTable:
+    table = FormTable("cuda")
     early = env.EARLY_LAUNCH.get()
-    norm_ops.rms_norm.form("cuda")(partial(_rms_norm, early=early))
-    norm_ops.rms_norm_wide.form("cuda")(partial(_rms_norm_wide, early=early))
-    norm_ops.layer_norm.form("cuda")(partial(_layer_norm, early=early))
-    norm_ops.add_rms_norm.form("cuda")(partial(_add_rms_norm, early=early))
-    norm_ops.add_rms_norm_wide.form("cuda")(partial(_add_rms_norm_wide, early=early))
-    qkv_ops.prepare_qkv.form("cuda")(partial(rope.prepare_qkv, early=early))
-    rope_ops.rope_tables.form("cuda")(rope.rope_tables)
+    table.form(norm_ops.rms_norm)(partial(_rms_norm, early=early))
+    table.form(norm_ops.rms_norm_wide)(partial(_rms_norm_wide, early=early))
+    table.form(norm_ops.layer_norm)(partial(_layer_norm, early=early))
+    table.form(norm_ops.add_rms_norm)(partial(_add_rms_norm, early=early))
+    table.form(norm_ops.add_rms_norm_wide)(partial(_add_rms_norm_wide, early=early))
+    table.form(qkv_ops.prepare_qkv)(partial(rope.prepare_qkv, early=early))
+    table.form(rope_ops.rope_tables)(rope.rope_tables)
     codes: dict[Callable, int] = {act.clamped_swiglu: act.CLAMPED}
     for name, code in act.CODES.items():
-        codes[act_ops.gated_of(name).form("cuda")(act.gated_form(code, early))] = code
-    act_ops.clamped_swiglu.form("cuda")(act.clamped_swiglu)
-    moe_ops.route.form("cuda")(partial(_route, early=early))
-    moe_ops.run_experts.form("cuda")(partial(moe.run_experts, codes=codes, early=early))
-    _register_few(codes, early)
+        codes[table.form(act_ops.gated_of(name))(act.gated_form(code, early))] = code
+    table.form(act_ops.clamped_swiglu)(act.clamped_swiglu)
+    table.form(moe_ops.route)(partial(_route, early=early))
+    table.form(moe_ops.run_experts)(partial(moe.run_experts, codes=codes, early=early))
+    _add_few(table, codes, early)
     if _is_hopper():
-        _register_skinny(codes, early)
-    _register_fixed(codes, early)
-    sample_ops.sample_rows.form("cuda")(sample.sample_rows)
-    rows.register()
-    mask.register()
-    _register_states()
+        _add_skinny(table, codes, early)
+    _add_fixed(table, codes, early)
+    table.form(sample_ops.sample_rows)(sample.sample_rows)
+    rows.add_forms(table)
+    mask.add_forms(table)
+    _add_states(table)
     if torch.cuda.is_available():
         launchers()
+    return table
 
 
 def launchers() -> list[launch.Launcher]:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops.op import FormTable
 from quire.ops.rows import StepBuffers, gather_inputs
 from quire.ops.triton.sizes import cdiv
 
@@ -52,5 +53,5 @@ def gather_inputs_cuda(
         )  # fmt: skip
 
 
-def register() -> None:
-    gather_inputs.form("cuda")(gather_inputs_cuda)
+def add_forms(table: FormTable) -> None:
+    table.form(gather_inputs)(gather_inputs_cuda)

@@ -32,6 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops import few as few_ops
+from quire.ops.op import Fits, FormTable
 from quire.ops.parts import Parts
 from quire.ops.triton import launch
 from quire.ops.triton.act import SILU
@@ -250,10 +251,10 @@ def part_rows(width: int, dtype: torch.dtype) -> int:
     return MOST_ROWS if dtype.itemsize == 2 and width % NARROW.entries == 0 else 0
 
 
-def register(codes: Mapping[Callable, int], fits: Callable[[], bool], *, early: bool) -> None:
-    """Attach the forms of this device; `codes` as in `linear_act`."""
+def add_forms(table: FormTable, codes: Mapping[Callable, int], fits: Fits, *, early: bool) -> None:
+    """The forms of this device; `codes` as in `linear_act`."""
     launch.DESCRIPTORS.add(TensorDescriptor)
     processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    few_ops.part_rows.form("cuda", fits)(part_rows)
-    few_ops.linear_parts.form("cuda", fits)(partial(linear_parts, processors=processors, early=early))
-    few_ops.linear_act.form("cuda", fits)(partial(linear_act, codes=codes, early=early))
+    table.form(few_ops.part_rows, fits)(part_rows)
+    table.form(few_ops.linear_parts, fits)(partial(linear_parts, processors=processors, early=early))
+    table.form(few_ops.linear_act, fits)(partial(linear_act, codes=codes, early=early))

@@ -237,7 +237,7 @@ class Responses:
                 store.grow(record, record.add(answer.last_events()))
         except CancelledResponseError:
             store.grow(record, record.add(answer.cancelled_events()))
-        except Exception as error:  # its client is told when it asks
+        except Exception as error:  # noqa: BLE001  # its client is told when it asks
             told = refusal_of(error, full=state.options.queue_full_status)
             store.grow(record, record.add([*answer.first_events(), *answer.failed_events(told)]))
         finally:

@@ -101,7 +101,7 @@ def load_json(path: str, *, sidecar: Sidecar | None = None) -> FastTokenizer:
     """A tokenizer.json and the files beside it."""
     try:
         pipeline = Pipeline.from_file(path)
-    except Exception as wrong:  # the library raises bare Exception for a file it cannot read
+    except Exception as wrong:  # noqa: BLE001  # the library raises bare Exception for a file it cannot read
         raise CheckpointError(f"{path}: not a readable tokenizer.json ({wrong})") from None
     return finish(path, pipeline, sidecar or read_sidecar(os.path.dirname(path) or "."))
 

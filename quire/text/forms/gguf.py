@@ -124,7 +124,7 @@ def load_gguf(path: str) -> FastTokenizer:
         pipeline = _BUILDERS[kind](meta, special)
     except (NotBuiltError, CheckpointError):
         raise
-    except Exception as wrong:  # the library raises bare Exception for a vocabulary that does not fit together
+    except Exception as wrong:  # noqa: BLE001  # the library raises bare Exception for a vocabulary that does not fit together
         raise CheckpointError(f"{path}: the vocabulary cannot be read ({wrong})") from None
     return FastTokenizer(path, pipeline, special=special, chat_template=meta.chat_template())
 

@@ -42,7 +42,7 @@ def load_vocab_merges(folder: str, sidecar: Sidecar) -> FastTokenizer:
         merges.append((left, right))
     try:
         pipeline = Pipeline(models.BPE(vocab, merges))
-    except Exception as wrong:  # the library raises bare Exception for merges outside the vocabulary
+    except Exception as wrong:  # noqa: BLE001  # the library raises bare Exception for merges outside the vocabulary
         raise CheckpointError(f"{folder}: vocab.json and merges.txt do not fit together ({wrong})") from None
     set_split(pipeline, SPLITS[_SPLIT_OF[kind]])
     if kind in _BOTH_ENDS:

@@ -1,0 +1,26 @@
+"""The veto of a step: whether weights may be read past Linear.forward in it.
+
+Faster ways to run a block (few rows, matmuls in parts, blocks in one call) and latent attention read matrices
+themselves. They do so only in a step whose Batch.through_linears is False: whoever adds something to a matmul sets it
+(rows with an adapter), and hooks that somebody registered on a module set it here. Steps without keep the faster ways.
+Must not know: what those ways are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import nn
+
+from quire.layers.batch import Batch
+
+
+class HookVeto:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        own = {id(module): module for module in modules}.values()
+        self._hooks = [hooks for module in own for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+
+    def over(self, batch: Batch) -> Batch:
+        """The same step, vetoed where somebody watches a module."""
+        return replace(batch, through_linears=True) if any(self._hooks) and not batch.through_linears else batch

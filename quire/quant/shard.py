@@ -1,0 +1,106 @@
+"""Shards: the ranks that hold a model together, which part of an axis one of them has, and how a tensor is cut to it.
+
+A layer says what it is cut by (heads, entries of an mlp, rows of a vocabulary) and asks its `ShardGroup` for the
+`Span`; a weight scheme turns spans into a `Cut` of the tensor that a checkpoint stores. Sums over ranks go through
+`ShardGroup.reduce`, whoever provides it. Must not know: processes, devices, which layer it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.schema.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Entries [start, start + count) of an axis of `whole` entries."""
+
+    whole: int
+    start: int
+    count: int
+
+    @classmethod
+    def all(cls, whole: int) -> Span:
+        return cls(whole, 0, whole)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.count == self.whole
+
+    def times(self, each: int) -> Span:
+        """Where every entry is `each` entries."""
+        return Span(self.whole * each, self.start * each, self.count * each)
+
+
+class Cut(NamedTuple):
+    """What a rank keeps of a checkpoint's tensor: some ranges of one axis, one after another."""
+
+    axis: int
+    whole: int  # length of the axis in the checkpoint
+    ranges: tuple[tuple[int, int], ...]  # (start, stop)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        parts = [tensor.narrow(self.axis, start, stop - start) for start, stop in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)
+
+    def uncut(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The checkpoint's shape, of a tensor that was cut to this one."""
+        return (*shape[: self.axis], self.whole, *shape[self.axis + 1 :])
+
+    def behind(self, axis: int) -> Cut:
+        """The same where so many axes come before."""
+        return self._replace(axis=self.axis + axis)
+
+
+def cut_to(axis: int, spans: Sequence[Span]) -> Cut | None:
+    """Spans of tensors that lie one after another along this axis; None: nothing is cut."""
+    if all(span.is_whole for span in spans):
+        return None
+    ranges, at = [], 0
+    for span in spans:
+        ranges.append((at + span.start, at + span.start + span.count))
+        at += span.whole
+    return Cut(axis, at, tuple(ranges))
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """The ranks among which matrices are cut, as one of them sees it."""
+
+    rank: int = 0
+    size: int = 1
+    reduce: Callable[[Tensor], Tensor] = as_it_is  # the sum over all ranks, on each of them; may be done in place
+
+    @property
+    def is_alone(self) -> bool:
+        return self.size == 1
+
+    def span(self, what: str, units: int, *, repeats: bool = False) -> Span:
+        """An equal share of so many units. `repeats`: where there are fewer units than ranks, neighbours have the same
+        one. ConfigError: they cannot be shared out."""
+        if units % self.size == 0:
+            share = units // self.size
+            return Span(units, self.rank * share, share)
+        if repeats and self.size % units == 0:
+            return Span(units, self.rank * units // self.size, 1)
+        raise ConfigError(f"{units} {what} cannot be shared out among {self.size} ranks", value=units)
+
+    def uneven_span(self, units: int) -> Span:
+        """A share where some ranks may have one more than others."""
+        if units < self.size:
+            raise ConfigError(f"{units} rows cannot be shared out among {self.size} ranks", value=units)
+        start, stop = (units * rank // self.size for rank in (self.rank, self.rank + 1))
+        return Span(units, start, stop - start)
+
+
+ALONE = ShardGroup()
