@@ -133,10 +133,11 @@ class Planner:
             if count == SKIP:
                 index += 1
                 continue
-            need = kv.need_to_join(request, hit, hit.length + count, whole=self.reserves)
-            if self.running.items:
-                need += self.watermark + (reserved if self.reserves else 0)
-            if need > kv.pool.num_free and not (kv.moves.unpin() and need <= kv.pool.num_free):
+            upto = hit.length + count
+            spare = self.watermark + (reserved if self.reserves else 0) if self.running.items else 0
+            if not self._fits(request, hit, upto, spare) and not (
+                kv.moves.unpin() and self._fits(request, hit, upto, spare)  # the hit's own blocks may have been held
+            ):
                 break
             self.waiting.drop(index)
             self._join(plan, request, hit, count)
@@ -161,6 +162,10 @@ class Planner:
         plan.requests.append(request)
         if not self.kv.has_state:
             self.kv.name(request)
+
+    def _fits(self, request: Request, hit: Hit, upto: int, spare: int) -> bool:
+        """Whether it may join, with so many blocks left over for those that run."""
+        return self.kv.need_to_join(request, hit, upto, whole=self.reserves) + spare <= self.kv.pool.num_free
 
     def _singles(self) -> int:
         """One-token grants to running requests that no gate will object to."""

@@ -127,3 +127,17 @@ def test_nobody_is_preempted_for_a_block_that_only_a_save_holds() -> None:
     assert [move.after for move in plan.moves] == [False] * 4, "saved before the blocks are written over"
     bench.finish()
     assert bench.output("a") == bench.output("b") == [7] * 8
+
+
+def test_a_hit_that_only_a_save_held_still_takes_its_blocks() -> None:
+    bench = Bench(6)
+    names = cached(bench)
+    bench.add(request("r", list(range(5)), 3))
+    bench.step()  # holds the two blocks that have no name
+    for slot, name in enumerate(names[:3]):
+        assert bench.scheduler.kv.moves.save(0, name, slot, after=True)
+    assert bench.num_free == 1
+    bench.add(request("b", [*PROMPT[:8], *range(300, 309)], 1))  # five blocks, two of them found; four can be had
+    assert counts(bench.step()) == {"r": 1}
+    bench.finish()
+    assert len(bench.output("b")) == 1
