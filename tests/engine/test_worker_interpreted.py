@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from quire import LLM, SamplingParams
 from tests.engine.test_worker_staged import UncapturedGraphs
@@ -35,6 +36,7 @@ def test_tokens_equal_the_cpu_workers(arch: str, tmp_path: Path, monkeypatch: py
     from quire.attention.state import WithStates
     from quire.attention.triton import TritonAttention
     from quire.worker import worker as module
+    from quire.worker.capture import Capturer
     from quire.worker.device_inputs import DeviceInputs
 
     make_tiny(arch, tmp_path)
@@ -58,8 +60,9 @@ def test_tokens_equal_the_cpu_workers(arch: str, tmp_path: Path, monkeypatch: py
         plain(self, layout)
         runner = self.model_runner
         runner.inputs = DeviceInputs(runner.rows, 64)
+        capturer = Capturer(torch.device("cpu"))
         runner.graphs = UncapturedGraphs(
-            (1, 2, 4), runner.model, runner.backend, runner.inputs, runner.sampler.plain, max_context=64
+            (1, 2, 4), runner.model, runner.backend, runner.inputs, runner.sampler.plain, capturer, max_context=64
         )
         used.append(runner.graphs)
 
