@@ -94,5 +94,6 @@ def _key(request: EngineRequest) -> tuple[Any, ...]:
     return (
         id(request.params), id(request.grammar), id(request.trace_headers), request.eos_token_id,
         request.stop_token_ids, request.priority, request.cache_salt, request.lora_id, request.lora_name,
+        request.lora_generation,
         request.media_keys, request.continues, request.thinking,
     )  # fmt: skip
