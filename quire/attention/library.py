@@ -112,7 +112,7 @@ class Library:
                 self._seen[rows, length] = self.worth
 
     def usable(self, device: torch.device) -> bool:
-        """Asked once per device, by a small problem. A CPU has its own kernels behind the same door."""
+        """Asked once per device, by a small problem. A CPU has its own kernels behind the same interface."""
         if device not in self._usable:
             self._usable[device] = device.type == "cpu" or _works(device)
         return self._usable[device]

@@ -2,7 +2,7 @@
 
 A URL is read once, here. Its host is resolved once, every address it has must be public (or the host must be on the
 list of those allowed), and the connection goes to the very address that was checked; Host and TLS keep the name. Each
-redirect goes through the same door. In: a URL and a Policy. Out: bytes in a file, or FetchError, which says why.
+redirect goes through the same checks. In: a URL and a Policy. Out: bytes in a file, or FetchError, which says why.
 Must not know: what the file holds. Proxies of the environment are not used.
 """
 

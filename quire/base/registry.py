@@ -1,4 +1,4 @@
-"""Registry: name -> "module:attribute", loaded on use. Every plug-in point of the house is one of these.
+"""Registry: name -> "module:attribute", loaded on use. Every plug-in point is one of these.
 
 Also the only place allowed to import inside a function: `load` is how heavy or optional code is reached.
 """

@@ -1,7 +1,7 @@
 """ServerConfig: how `quire serve` listens, whom it lets in, what it refuses, what it logs.
 
 Declarations only (option.py says what they mean). Names are those of vLLM's `vllm serve`; the ones vLLM does not have
-are marked "Quire's own". Must not know: HTTP itself (the server room reads this), or how an engine runs (engine.py).
+are marked "Quire's own". Must not know: HTTP itself (the server reads this), or how an engine runs (engine.py).
 """
 
 import json

@@ -1,4 +1,4 @@
-"""EngineClient: how the front doors reach an engine, in this process or in one of its own.
+"""EngineClient: how the Python and HTTP interfaces reach an engine, in this process or in one of its own.
 
 In: EngineRequest, request ids to abort, control verbs. Out: Outputs, either fetched turn by turn (`receive`) or
 streamed from a thread (`stream`). When an engine dies, by an exception or by any other cause, everything that waits
@@ -537,7 +537,7 @@ def _by_path(value: Any) -> Any:
 
 
 def make_client(config: EngineConfig, *, own_process: bool) -> EngineClient:
-    """`own_process` is the front door's habit; QUIRE_ENABLE_V1_MULTIPROCESSING overrules it."""
+    """`own_process` is the caller's default; QUIRE_ENABLE_V1_MULTIPROCESSING overrules it."""
     apply_logging(config.logging_config)
     asked = env.ENABLE_V1_MULTIPROCESSING.get()
     own_process = own_process if asked is None else asked

@@ -3,7 +3,7 @@
 In: a resolved EngineConfig. `start_engine` gives the loop to whoever lives in the same process; `main` is the first
 function of an engine process: it serves its client, or several, until the one that started it says stop. Any exception
 in the loop, a worker or the thread that reads the mailbox ends the process, after its last word (EngineDied) says why:
-an engine that lives hears. The only engine file that knows concrete classes of many rooms.
+an engine that lives hears. The only engine file that knows concrete classes of many packages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Batch: the device view of one step, and the doors through which layers reach attention.
+"""Batch: the device view of one step, and the interfaces through which layers reach attention.
 
 Made by worker/inputs.py (Batch, GroupStep) and by an attention backend (AttentionPlan, LayerCache); read by the
 layers. A layer knows the index of its KV group and the cache it was bound to, nothing of blocks, rows or requests.

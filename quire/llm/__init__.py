@@ -1,1 +1,1 @@
-"""The Python front doors: LLM, AsyncLLM and LLMEngine."""
+"""The Python API: LLM, AsyncLLM and LLMEngine."""

@@ -1,6 +1,6 @@
-"""Control verbs as methods of the front doors, generated from the one table in engine/control.py.
+"""Control verbs as methods of LLM, LLMEngine and AsyncLLM, generated from the one table in engine/control.py.
 
-A door writes `sleep = verb("sleep")` (or `async_verb`) and needs a `call(name, ...)`.
+A class writes `sleep = verb("sleep")` (or `async_verb`) and needs a `call(name, ...)`.
 """
 
 from __future__ import annotations

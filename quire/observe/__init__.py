@@ -1,1 +1,1 @@
-"""What happened: numbers leave the house through this door."""
+"""What happened: metrics, traces, log lines and KV events."""

@@ -1,1 +1,1 @@
-"""The door types: frozen data that two rooms, or two processes, must agree on. No behaviour, no torch."""
+"""Types that cross packages or processes: frozen data, no behaviour, no torch."""

@@ -1,7 +1,7 @@
 """The one exception tree. Every error a user can cause names the value it saw and the limit it broke.
 
 Owns: which errors exist, their HTTP status, and whether a caller may go on. Must not know: HTTP itself, or how
-an error is rendered in a dialect. `status` is only a number the server room reads.
+an error is rendered in a dialect. `status` is only a number the server reads.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The HTTP front doors. A dialect (server/openai) only renders; requests run through llm/online.py."""
+"""The HTTP interface. A dialect (server/openai) only renders; requests run through llm/online.py."""

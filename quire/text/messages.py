@@ -2,7 +2,7 @@
 
 Comes in: dicts in the OpenAI form (content a string, a list of parts, or none). Goes out: new dicts, whose content is a
 string or a list of parts, as the template wants it. Must not know: templates' text, or what a media part becomes (one
-hook, which refuses them until the multimodal room takes it).
+hook, which refuses them until media are supported).
 """
 
 from __future__ import annotations

@@ -167,6 +167,6 @@ def test_a_download_shows_itself(ticking: Clock, monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_who_shows_progress(module: str, words: str) -> None:
-    """The work itself is tried in the tests of its room; here, that it goes through this door."""
+    """The work itself is tested with its package; here, that it reports through this module."""
     text = (Path(shown.__file__).parents[1] / module).read_text()
     assert f'progress(_log, "{words}"' in text or f'progress(log, "{words}"' in text

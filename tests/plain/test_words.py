@@ -1,4 +1,4 @@
-"""docs/words.md holds: no forbidden part in any name, no refused spelling of a word."""
+"""docs/glossary.md holds: no forbidden part in any name, no refused spelling of a word."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/words.md").read_text()
+PAGE = (ROOT / "docs/glossary.md").read_text()
 FILES = sorted((ROOT / "quire").rglob("*.py"))
 # Architectures are called what their makers call them.
 FOREIGN = ("quire/models/zoo/",)
@@ -23,7 +23,7 @@ def table(title: str) -> list[list[str]]:
     return rows[2:]
 
 
-REFUSED = {word for row in table("Ours") for word in re.findall(r"`(\w+)`", row[2])}
+REFUSED = {word for row in table("Terms") for word in re.findall(r"`(\w+)`", row[2])}
 FORBIDDEN = {row[0].lower() for row in table("Never in a name")}
 
 
@@ -60,7 +60,7 @@ def variables(tree: ast.AST) -> Iterator[str]:
 def test_the_page_is_read() -> None:
     assert {"manager", "helper", "utils", "mixin", "v2"} <= FORBIDDEN
     assert {"req", "seq"} <= REFUSED
-    assert {row[0] for row in table("Ours")} >= {"request", "step", "plan", "grant", "row", "block", "scheme", "arch"}
+    assert {row[0] for row in table("Terms")} >= {"request", "step", "plan", "grant", "row", "block", "scheme", "arch"}
 
 
 @pytest.mark.parametrize(

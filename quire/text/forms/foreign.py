@@ -1,6 +1,6 @@
 """A tokenizer of the `transformers` package behind Quire's face: slow ones, and those made by a model's own code.
 
-The only place in this room that imports transformers, and only when one of these is asked for.
+The only module of this package that imports transformers, and only when one of these is asked for.
 """
 
 from __future__ import annotations

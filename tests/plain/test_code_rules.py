@@ -1,4 +1,4 @@
-"""The rules of docs/house.md that a machine can check, over the syntax trees of the package."""
+"""The rules of docs/architecture.md that a machine can check, over the syntax trees of the package."""
 
 from __future__ import annotations
 
