@@ -1,4 +1,4 @@
-"""What a caller may hand in as a prompt, and the one normal form everything behind the Python and HTTP interfaces uses."""
+"""What a caller may hand in as a prompt, and the one normal form that everything behind LLM and the server uses."""
 
 from __future__ import annotations
 

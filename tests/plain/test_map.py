@@ -31,7 +31,7 @@ def test_every_package_holds_code() -> None:
     assert not empty, f"packages without a line of code: {empty}"
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"\b[a-z_]+/[a-z_]+\.py\b", PAGE))))
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"\b(?:[a-z_]+/)+[a-z_]+\.py\b", PAGE))))
 def test_named_files_exist(name: str) -> None:
     places = [ROOT / "quire" / name, ROOT / name]
     assert any(place.exists() for place in places), f"docs/architecture.md names {name}"
