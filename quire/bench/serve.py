@@ -189,7 +189,9 @@ def load_tokenizer(args: argparse.Namespace, sources: Sequence[str]) -> tuple[st
         except QuireError as wrong:
             failures.append(str(wrong))
             continue
-        tokenizer: Tokenizer = load("quire.text.tokenizer:load_tokenizer")(
+        from quire.text.tokenizer import load_tokenizer as load_tokenizer_  # lazy
+
+        tokenizer: Tokenizer = load_tokenizer_(
             found.path, mode=args.tokenizer_mode, trust_remote_code=args.trust_remote_code
         )
         return source, tokenizer

@@ -22,11 +22,19 @@ def main(arguments: list[str]) -> None:
     path, spawned, *options = arguments
     laps = Laps()
     phases: list[tuple[str, float, str]] = [("interpreter", entered - float(spawned), "")]
-    parser = load("quire.config:FlexibleArgumentParser")()
-    engine_class = load("quire.llm.engine:LLMEngine")
-    params = load("quire.schema.params:SamplingParams")(temperature=0.0, max_tokens=1, ignore_eos=True)
+    from quire.config import FlexibleArgumentParser  # lazy
+
+    parser = FlexibleArgumentParser()
+    from quire.llm.engine import LLMEngine  # lazy
+
+    engine_class = LLMEngine
+    from quire.schema.params import SamplingParams  # lazy
+
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     laps.mark("import quire")
-    engine_args = load("quire.config:EngineArgs")
+    from quire.config import EngineArgs  # lazy
+
+    engine_args = EngineArgs
     engine_args.add_cli_args(parser)
     parser.set_defaults(disable_log_stats=True, use_tqdm_on_load=False)
     config = engine_args.from_cli_args(parser.parse_args(options)).create_engine_config()

@@ -11,7 +11,6 @@ from typing import Any
 
 from quire.base.gguf import GGUFError, shared
 from quire.base.log import logger
-from quire.base.registry import load
 from quire.checkpoint import mistral_config
 from quire.checkpoint.mistral_config import CONFIG_FILE
 from quire.checkpoint.source import locate, read_json
@@ -24,7 +23,9 @@ def read_raw(path: str, form: str) -> dict[str, Any]:
     """Of a folder or a GGUF file; `form` is auto, hf or mistral."""
     if path.endswith(".gguf"):
         try:
-            found: dict[str, Any] = load("quire.checkpoint.gguf_config:config_of")(shared(path))
+            from quire.checkpoint.gguf_config import config_of  # lazy
+
+            found: dict[str, Any] = config_of(shared(path))
         except GGUFError as wrong:
             raise CheckpointError(str(wrong)) from None
         return found

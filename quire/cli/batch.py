@@ -208,8 +208,13 @@ def _keep_or_drop(path: str) -> None:
 
 async def answer_file(args: argparse.Namespace, options: ServerConfig, work: Work) -> int:
     engine_args = AsyncEngineArgs.from_cli_args(args)
-    build_app, state_class = load("quire.server.app:build_app"), load("quire.server.state:ServerState")
-    runner_class = load("quire.server.openai.batch:BatchRunner")
+    from quire.server.app import build_app as build_app_  # lazy
+    from quire.server.state import ServerState  # lazy
+
+    build_app, state_class = build_app_, ServerState
+    from quire.server.openai.batch import BatchRunner  # lazy
+
+    runner_class = BatchRunner
     engine = AsyncLLM.from_engine_args(engine_args, usage_context="OPENAI_BATCH_RUNNER")
 
     def alive() -> None:

@@ -57,7 +57,9 @@ def render(arguments: Sequence[str], program: str) -> int:
     laps.mark("options")
     config = EngineArgs.from_cli_args(args).create_engine_config(UsageContext.RENDER_SERVER)
     laps.mark("model config")
-    status: int = load("quire.server.launch:serve_rendering")(options, config, laps)
+    from quire.server.launch import serve_rendering  # lazy
+
+    status: int = serve_rendering(options, config, laps)
     return status
 
 

@@ -10,7 +10,6 @@ import argparse
 from collections.abc import Sequence
 
 from quire.base.clock import Laps
-from quire.base.registry import load
 from quire.config import EngineArgs, FlexibleArgumentParser, UsageContext
 from quire.config.flags import add_flags
 from quire.config.server import ServerConfig, flats, server_config
@@ -33,11 +32,15 @@ def serve(arguments: Sequence[str], program: str) -> int:
     laps.mark("options")
     begun = None
     if not options.disable_frontend_multiprocessing:  # its imports are the longest part of a start, so they begin now
-        begun = load("quire.engine.client:begin_engine")(shared=options.api_server_count > 1)
+        from quire.engine.client import begin_engine  # lazy
+
+        begun = begin_engine(shared=options.api_server_count > 1)
     try:
         config = EngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
         laps.mark("model config")
-        status: int = load("quire.server.launch:serve")(options, config, laps, begun)
+        from quire.server.launch import serve as serve_  # lazy
+
+        status: int = serve_(options, config, laps, begun)
     finally:
         if begun is not None:
             begun.end()

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Self
 
-from quire.base.registry import load
 from quire.config.engine import EngineConfig
 from quire.config.memory import LoadConfig
 from quire.config.model import ModelConfig
@@ -92,7 +91,9 @@ class EngineArgs(_Derived):  # type: ignore[misc]  # the attributes come from th
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        load("quire.config.flags:add_flags")(parser, table().values())
+        from quire.config.flags import add_flags  # lazy
+
+        add_flags(parser, table().values())
         return parser
 
     @classmethod
@@ -103,7 +104,9 @@ class EngineArgs(_Derived):  # type: ignore[misc]  # the attributes come from th
 
     def create_engine_config(self, usage_context: str | None = None, headless: bool = False) -> EngineConfig:
         """Resolve: find the model, read it, decide everything left open. Raises ConfigError on what cannot be."""
-        config: EngineConfig = load("quire.config.resolve:resolve")(self, usage_context)
+        from quire.config.resolve import resolve  # lazy
+
+        config: EngineConfig = resolve(self, usage_context)
         return config
 
     def create_model_config(self) -> ModelConfig:
@@ -115,9 +118,9 @@ class EngineArgs(_Derived):  # type: ignore[misc]  # the attributes come from th
     @staticmethod
     def get_batch_defaults(world_size: int, device: str = "cpu") -> tuple[dict[str, int], dict[str, int]]:
         """(most tokens in a step, most requests in a step), each by usage context, on this kind of device."""
-        defaults: tuple[dict[str, int], dict[str, int]] = load("quire.config.resolve:batch_defaults")(
-            world_size, device
-        )
+        from quire.config.resolve import batch_defaults  # lazy
+
+        defaults: tuple[dict[str, int], dict[str, int]] = batch_defaults(world_size, device)
         return defaults
 
 
@@ -140,7 +143,9 @@ class AsyncEngineArgs(EngineArgs, _Async):  # type: ignore[misc]
         if not async_args_only:
             EngineArgs.add_cli_args(parser)
         mine = [Flat(name, (name,), "AsyncOptions", d) for name, d in declarations(AsyncOptions).items()]
-        load("quire.config.flags:add_flags")(parser, mine)
+        from quire.config.flags import add_flags  # lazy
+
+        add_flags(parser, mine)
         parser.add_argument(  # the old spelling of the default
             "--disable-log-requests",
             dest="enable_log_requests",

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from quire.engine.loop import EngineLoop
 
 log = logger(__name__)
-START_ENGINE = "quire.engine.proc:start_engine"
 MAIN = "quire.engine.proc:main"
 EARLY = "quire.worker.main"  # the slowest import of an engine process
 _SHUTDOWN_PATIENCE_S = 10.0
@@ -166,7 +165,9 @@ class InProcessClient:
         return self._loop
 
     def wait_ready(self) -> EngineReady:
-        started = registry.load(START_ENGINE)(self._config, self.pulse)
+        from quire.engine.proc import start_engine  # lazy
+
+        started = start_engine(self._config, self.pulse)
         self._loop = started.loop
         ready: EngineReady = started.ready
         return ready

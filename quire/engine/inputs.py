@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 _SEEDS = 1 << 64
 _MOST_ANSWERS = 16384
-LOAD_PROCESSORS, CHECK_PARAMS = "quire.sampling.processors:load_classes", "quire.sampling.processors:check_params"
-MAKE_SPEC, PARSER_CHOICE = "quire.grammar.request:make_spec", "quire.text.parse.choose:ParserChoice.of"
 PROCESSOR_GROUPS = ("quire.logits_processors", "vllm.logits_processors")
 _LONGER = 16  # how much longer than a prompt a text may be of which only a part is used
 _TOKENIZING = ("add_special_tokens", "truncate_prompt_tokens", "truncation", "max_length", "truncation_side")
@@ -299,7 +297,9 @@ class InputProcessor:
         if params.allowed_token_ids is not None:
             self._check_allowed(params, params.allowed_token_ids)
         if self._processors:
-            registry.load(CHECK_PARAMS)(self._processors, params)
+            from quire.sampling.processors import check_params  # lazy
+
+            check_params(self._processors, params)
 
     def _check_allowed(self, params: SamplingParams, allowed: Sequence[int]) -> None:
         """What is allowed must leave something to say."""
@@ -322,7 +322,9 @@ class InputProcessor:
             return f"{needs} no reasoning parser is set: start with reasoning_parser (--reasoning-parser NAME)"
         if self.tokenizer is None:
             return f"{needs} there is no tokenizer (skip_tokenizer_init=True)"
-        chosen: ParserChoice = registry.load(PARSER_CHOICE)(
+        from quire.text.parse.choose import ParserChoice  # lazy
+
+        chosen: ParserChoice = ParserChoice.of(
             self.tokenizer, reasoning=options.reasoning_parser, reasoning_plugin=options.reasoning_parser_plugin
         )
         if options.reasoning_parser and chosen.reasoning_tokens() is None:
@@ -337,7 +339,9 @@ class InputProcessor:
             raise InputError(
                 "structured_outputs need a tokenizer, and skip_tokenizer_init=True", param="structured_outputs"
             )
-        spec: GrammarSpec = registry.load(MAKE_SPEC)(given, self._structured)
+        from quire.grammar.request import make_spec  # lazy
+
+        spec: GrammarSpec = make_spec(given, self._structured)
         return spec
 
     def _check_logprobs(self, name: str, asked: int) -> None:
@@ -406,5 +410,7 @@ def _processors(names: Sequence[str]) -> list[Any]:
     """Custom LogitsProcessor classes, for their validate_params; the tensor side is only loaded if there are some."""
     if not names and not any(registry.entry_points(group=group) for group in PROCESSOR_GROUPS):
         return []
-    found: list[Any] = registry.load(LOAD_PROCESSORS)(names)
+    from quire.sampling.processors import load_classes  # lazy
+
+    found: list[Any] = load_classes(names)
     return found

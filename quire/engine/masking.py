@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
-from quire.base import registry
 from quire.grammar.backend import Vocabulary
 from quire.grammar.compiler import Limits
 from quire.grammar.masks import Masks
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from quire.text.parse.reasoning import ReasoningFormat
     from quire.text.tokenizer import Tokenizer
 
-LOAD_TOKENIZER, PARSER_CHOICE = "quire.text.tokenizer:load_tokenizer", "quire.text.parse.choose:ParserChoice.of"
-_FORMAT = "quire.text.parse.reasoning:ReasoningFormat"
 _TAIL = 64  # tokens at a prompt's end that tell whether a thought is open
 _CONTINUED = 1 << 14  # the same for a prompt that ends within an answer
 _KNOWN = 1 << 16  # tokens whose text is remembered
@@ -69,7 +66,9 @@ class _Words:
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         model = self._config.model_config
-        loaded: Tokenizer = registry.load(LOAD_TOKENIZER)(
+        from quire.text.tokenizer import load_tokenizer  # lazy
+
+        loaded: Tokenizer = load_tokenizer(
             model.tokenizer,
             mode=model.tokenizer_mode,
             revision=model.tokenizer_revision,
@@ -83,12 +82,16 @@ class _Words:
         """None: thoughts of this family have no end that could be told."""
         options, said = self._config.structured_outputs_config, self._config.reasoning_config
         tokenizer = self._tokenizer
-        chosen: ParserChoice = registry.load(PARSER_CHOICE)(
+        from quire.text.parse.choose import ParserChoice  # lazy
+
+        chosen: ParserChoice = ParserChoice.of(
             tokenizer, reasoning=options.reasoning_parser, reasoning_plugin=options.reasoning_parser_plugin
         )
         if chosen.reasoning is None and said is not None:
-            form = registry.load(_FORMAT)((said.reasoning_start_str,), (said.reasoning_end_str,))
-            chosen = replace(chosen, reasoning=form)
+            from quire.text.parse.reasoning import ReasoningFormat  # lazy
+
+            own = ReasoningFormat((said.reasoning_start_str,), (said.reasoning_end_str,))
+            chosen = replace(chosen, reasoning=own)
         form, tags = chosen.reasoning_format(), chosen.reasoning_tokens()
         if form is None or tags is None:
             return None

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from quire.base.lazy import lazy
 from quire.engine.inputs import Asked
 from quire.engine.logprobs import LogprobList
 from quire.observe.metrics import Metrics
@@ -29,13 +28,6 @@ from quire.schema.stats import RequestTimes
 if TYPE_CHECKING:
     from quire.text.detokenize import Detokenizer
     from quire.text.tokenizer import Tokenizer
-
-
-@lazy
-def _detokenizer() -> type[Detokenizer]:
-    from quire.text.detokenize import Detokenizer
-
-    return Detokenizer
 
 
 @dataclass
@@ -215,7 +207,9 @@ class _Answer:
         self.told_end = False
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
-            self._detokenizer = _detokenizer()(tokenizer, request.prompt_token_ids, params)
+            from quire.text.detokenize import Detokenizer  # lazy
+
+            self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, params)
         self._watched = bool(params.stop) and self._detokenizer is not None  # each token may end the text
         self._only_deltas = params.output_kind is RequestOutputKind.DELTA and not self._watched
         self._num_fed = 0

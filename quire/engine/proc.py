@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from quire.base import registry
 from quire.base.clock import Laps, now
 from quire.base.codec import Codec, CodecError, Frame
 from quire.base.log import logger
@@ -55,8 +54,6 @@ if TYPE_CHECKING:
     from quire.observe.kv_events import EventPublisher
 
 log = logger(__name__)
-CONFIG = "quire.config:EngineConfig"
-EVENT_PUBLISHER = "quire.observe.kv_events:EventPublisher"
 DIED = 1  # exit code after EngineDied
 _LAST_WORDS_S = 5.0
 _LONGEST_NUMBER = 6  # digits of a client's
@@ -134,7 +131,9 @@ def _event_publisher(config: EngineConfig) -> EventPublisher | None:
         return None
     if not config.cache_config.enable_prefix_caching:
         log.warning("KV events are on and prefix caching is off: there is nothing to publish")
-    publisher: EventPublisher = registry.load(EVENT_PUBLISHER)(
+    from quire.observe.kv_events import EventPublisher  # lazy
+
+    publisher: EventPublisher = EventPublisher(
         asked.endpoint,
         replay_endpoint=asked.replay_endpoint,
         topic=asked.topic,
@@ -210,7 +209,9 @@ def main(boot_bytes: bytes) -> None:
     hub.open(mailbox(OWNER))
     post = _Post(hub, Routes() if boot.shared else None)
     try:
-        config = msgspec.msgpack.decode(boot.config, type=registry.load(CONFIG))
+        from quire.config import EngineConfig  # lazy
+
+        config = msgspec.msgpack.decode(boot.config, type=EngineConfig)
         apply_logging(config.logging_config)
         started = start_engine(config, Pulse(boot.folder))
         gc.collect()

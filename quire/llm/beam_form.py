@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.base import registry
 from quire.schema.errors import QuireError
 from quire.schema.params import StructuredOutputsParams
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from quire.grammar.compiler import Compiled
     from quire.grammar.masks import Masks
 
-MAKE_MASKS, MAKE_SPEC = "quire.engine.masking:make_masks", "quire.grammar.request:make_spec"
 _WAIT = 0.01  # seconds between looks at a grammar that compiles
 Allowed = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
@@ -39,9 +37,13 @@ class BeamForms:
 
     def make(self, given: StructuredOutputsParams) -> BeamForm:
         """Waits until it is compiled."""
-        spec = registry.load(MAKE_SPEC)(given, self._config.structured_outputs_config)
+        from quire.grammar.request import make_spec  # lazy
+
+        spec = make_spec(given, self._config.structured_outputs_config)
         with self._lock:
-            self._masks = self._masks or registry.load(MAKE_MASKS)(self._config, self._size)
+            from quire.engine.masking import make_masks  # lazy
+
+            self._masks = self._masks or make_masks(self._config, self._size)
             compiler = self._masks.compiler
         compiler.submit(spec)
         while (found := compiler.fetch(spec)) is None:

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from quire.base.clock import now
-from quire.base.lazy import lazy
 from quire.base.log import logger
 from quire.engine.client import EngineClient, InProcessClient, make_client
 from quire.engine.control import VERBS
@@ -35,27 +34,6 @@ if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 log = logger(__name__)
-
-
-@lazy
-def _load_tokenizer() -> Callable[..., Tokenizer]:
-    from quire.text.tokenizer import load_tokenizer
-
-    return load_tokenizer
-
-
-@lazy
-def _tokenizer_class() -> type[Tokenizer]:
-    from quire.text.tokenizer import Tokenizer
-
-    return Tokenizer
-
-
-@lazy
-def _wrap_tokenizer() -> Callable[[Any], Tokenizer]:
-    from quire.text.forms.foreign import wrap_tokenizer
-
-    return wrap_tokenizer
 
 
 class Front:
@@ -144,8 +122,12 @@ class Front:
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Another tokenizer for all that comes: Quire's own, or one of transformers. What holds answers to a form knows
         the model's."""
-        if not isinstance(tokenizer, _tokenizer_class()):
-            tokenizer = _wrap_tokenizer()(tokenizer)
+        from quire.text.tokenizer import Tokenizer  # lazy
+
+        if not isinstance(tokenizer, Tokenizer):
+            from quire.text.forms.foreign import wrap_tokenizer  # lazy
+
+            tokenizer = wrap_tokenizer(tokenizer)
         if tokenizer.vocab_size > self.ready.vocab_size:
             raise InputError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens; the model has {self.ready.vocab_size}",
@@ -176,7 +158,9 @@ def _tokenizer(config: EngineConfig) -> Tokenizer | None:
     if model.skip_tokenizer_init:
         return None
     began = now()
-    tokenizer = _load_tokenizer()(
+    from quire.text.tokenizer import load_tokenizer  # lazy
+
+    tokenizer = load_tokenizer(
         model.tokenizer,
         mode=model.tokenizer_mode,
         revision=model.tokenizer_revision,

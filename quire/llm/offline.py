@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import msgspec
 
-from quire.base.lazy import lazy
 from quire.engine.inputs import Asked, Options
 from quire.llm.beam import BeamSearchInstance, BeamSearchOutput, check_ranks, followed
 from quire.llm.beam_form import BeamForm, BeamForms
@@ -30,26 +29,11 @@ from quire.schema.params import BeamSearchParams, RequestOutputKind, SamplingPar
 from quire.schema.prompt import TokensPrompt
 
 if TYPE_CHECKING:
-    from quire.config import EngineArgs
     from quire.text.tokenizer import Tokenizer
 
 Tqdm = bool | Callable[..., Any]
 Conversation = Sequence[Mapping[str, Any]]
 Item = TypeVar("Item")
-
-
-@lazy
-def _engine_args() -> type[EngineArgs]:
-    from quire.config import EngineArgs
-
-    return EngineArgs
-
-
-@lazy
-def _tokenize_chat() -> Callable[..., TokensPrompt]:
-    from quire.text.chat import tokenize_chat
-
-    return tokenize_chat
 
 
 def _pooling(name: str) -> Callable[..., Any]:
@@ -67,7 +51,9 @@ class LLM:
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         options.setdefault("disable_log_stats", True)
-        engine_args = _engine_args()(model=model, **options)
+        from quire.config import EngineArgs  # lazy
+
+        engine_args = EngineArgs(model=model, **options)
         self.llm_engine = self.engine_class.from_engine_args(engine_args, usage_context="LLM_CLASS")
         self.model_config = self.llm_engine.model_config
         self.input_processor = self.llm_engine.input_processor
@@ -171,9 +157,10 @@ class LLM:
         if mm_processor_kwargs is not None:
             raise NotBuiltError("mm_processor_kwargs is not in this version of Quire", param="mm_processor_kwargs")
         tokenizer = self.get_tokenizer()
-        tokenize = _tokenize_chat()
+        from quire.text.chat import tokenize_chat  # lazy
+
         return [
-            tokenize(
+            tokenize_chat(
                 tokenizer,
                 conversation,
                 chat_template=chat_template,

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import msgspec
 
-from quire.base import registry
 from quire.base.clock import now
 from quire.base.log import logger
 from quire.engine.inputs import Asked, Options
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 log = logger(__name__)
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
-BEAM_FLOW, BEAM_FORMS = "quire.llm.beam_flow:BeamFlow", "quire.llm.beam_form:BeamForms"  # numpy comes with them
 _MOST_WORK = BeamLimits()
 LONG_TEXT = 4096  # characters; tokenizing less is quicker than going to another thread
 _PER_PROMPT = 64  # what checking a prompt costs, in characters tokenized in the same time
@@ -329,7 +327,9 @@ class AsyncLLM:
         size, shown = self.front.inputs.vocab_size, asked[0].params.logprobs or 0
         lengths = [one.requests[0].max_tokens for one in asked]
         most.check(params.beam_width, lengths, size if shown == -1 else shown, size)
-        make: type[BeamFlow] = registry.load(BEAM_FLOW)
+        from quire.llm.beam_flow import BeamFlow  # lazy
+
+        make: type[BeamFlow] = BeamFlow
         flow = make(self, self._beam_forms, asked, params, options, most, self._log_asked(asked))
         self._searches.add(flow)
         return flow
@@ -340,7 +340,9 @@ class AsyncLLM:
 
     @cached_property
     def _beam_forms(self) -> BeamForms:
-        forms: BeamForms = registry.load(BEAM_FORMS)(self.vllm_config, self.front.inputs.vocab_size)
+        from quire.llm.beam_form import BeamForms  # lazy
+
+        forms: BeamForms = BeamForms(self.vllm_config, self.front.inputs.vocab_size)
         self._made_later.callback(forms.close)
         return forms
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from torch import Tensor
 from quire.base.clock import now
 from quire.base.log import logger
 from quire.base.progress import progress
-from quire.base.registry import load
 from quire.config.engine import EngineConfig, replace
 from quire.layers.stored import reopen_matrices
 from quire.loader.by_layer import check_complete
@@ -105,11 +104,13 @@ def make_model(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE
                 "own code",
                 param="quantization",
             )
-        foreign: Model = load("quire.hf_models.foreign:build_fallback")(
+        from quire.hf_models.foreign import build_fallback  # lazy
+
+        foreign = build_fallback(
             about.hf_config, about.path, dtype=dtype, device=device, max_model_len=about.max_model_len,
             trust=about.trust_remote_code, given=way.given,
         )  # fmt: skip
-        return foreign
+        return cast(Model, foreign)  # all of it but `table`: transformers reads its weights
     if config.load_config.load_format != "dummy":
         check_files(read_arch(about.hf_config), _num_bytes(weight_files(config, group)) * group.size)
     return build_model(

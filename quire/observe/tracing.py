@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from quire.base import registry
 from quire.schema.errors import MissingExtraError
 from quire.schema.outputs import RequestMetrics
 from quire.schema.params import SamplingParams
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from quire.config import EngineConfig
 
 TRACE_HEADERS: Final = ("traceparent", "tracestate")
-_TRACER = "quire.observe.otel:OtelTracer"
 DETAILS: Final = ("model", "worker", "all")
 
 
@@ -105,15 +103,14 @@ def make_tracer(config: EngineConfig) -> Tracer | None:
     if observe.otlp_traces_endpoint is None:
         return None
     try:
-        kind = registry.load(_TRACER)
+        from quire.observe.otel import OtelTracer  # lazy
     except ImportError as missing:
         raise MissingExtraError("otlp_traces_endpoint", "otel", missing.name or "opentelemetry") from None
-    tracer: Tracer = kind(
+    return OtelTracer(
         observe.otlp_traces_endpoint,
         model=config.model_config.served_model_name,
         details=frozenset(observe.collect_detailed_traces or ()),
     )
-    return tracer
 
 
 def trace_headers(headers: Mapping[str, str]) -> dict[str, str] | None:
@@ -124,7 +121,7 @@ def trace_headers(headers: Mapping[str, str]) -> dict[str, str] | None:
 
 def is_otel_available() -> bool:
     try:
-        registry.load(_TRACER)
+        import quire.observe.otel  # noqa: F401  # lazy
     except ImportError:
         return False
     return True

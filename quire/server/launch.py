@@ -22,7 +22,6 @@ from quire import __version__
 from quire.base.clock import Laps
 from quire.base.log import logger
 from quire.base.net import is_loopback, join_host_port, open_listener, open_unix_listener
-from quire.base.registry import load
 from quire.config.logs import apply_logging
 from quire.engine.absent import AbsentEngine
 from quire.engine.client import Begun, ProcessClient
@@ -35,10 +34,6 @@ if TYPE_CHECKING:
     from quire.llm.online import AsyncLLM
 
 log = logger(__name__)
-RUN, TLS_SETTINGS = "quire.server.host:run", "quire.server.tls:settings"
-CHOOSE_PARSERS = "quire.server.state:choose_parsers"
-TOOL_SERVER = "quire.server.tool_server:ToolServer"
-SUPERVISE = "quire.server.supervisor:supervise"
 _CERTIFICATE_REQUIRED = 2  # ssl_cert_reqs
 
 
@@ -51,16 +46,24 @@ def serve(options: ServerConfig, config: EngineConfig, laps: Laps, begun: Begun 
     apply_logging(config.logging_config)
     with _terminated():
         if options.tls:
-            load(TLS_SETTINGS)(options)  # wrong files are named now
+            from quire.server.tls import settings  # lazy
+
+            settings(options)  # wrong files are named now
         if options.tool_call_parser or config.structured_outputs_config.reasoning_parser:
-            load(CHOOSE_PARSERS)(config, options)  # and so are wrong parsers
+            from quire.server.state import choose_parsers  # lazy
+
+            choose_parsers(config, options)  # and so are wrong parsers
         if options.tool_server:
-            load(TOOL_SERVER).of(options.tool_server)
+            from quire.server.tool_server import ToolServer  # lazy
+
+            ToolServer.of(options.tool_server)
         with listener(options) as (opened, url):
             say_start(config)
             warn_if_open(options, opened)
             if options.api_server_count > 1:
-                status: int = load(SUPERVISE)(options, config, opened, url, laps, begun)
+                from quire.server.supervisor import supervise  # lazy
+
+                status: int = supervise(options, config, opened, url, laps, begun)
                 return status
             return _serve_alone(options, config, opened, url, laps, begun)
 
@@ -69,7 +72,7 @@ def _serve_alone(
     options: ServerConfig, config: EngineConfig, opened: socket.socket, url: str, laps: Laps, begun: Begun | None
 ) -> int:
     client = None if begun is None else ProcessClient(config, begun=begun)
-    importing = threading.Thread(target=load, args=(RUN,), name="import HTTP", daemon=True)
+    importing = threading.Thread(target=_import_http, name="import HTTP", daemon=True)
     importing.start()
     with start_errors():
         engine = open_engine(options, config, own_process=not options.disable_frontend_multiprocessing, client=client)
@@ -81,7 +84,9 @@ def _serve_alone(
         say_ready(config, options, engine.front.ready, url, laps)
 
     try:
-        status: int = load(RUN)(engine, options, opened, say)
+        from quire.server.host import run  # lazy
+
+        status: int = run(engine, options, opened, say)
     finally:
         engine.shutdown()
     return status
@@ -97,7 +102,9 @@ def serve_rendering(options: ServerConfig, config: EngineConfig, laps: Laps) -> 
         )
     with _terminated():
         if options.tls:
-            load(TLS_SETTINGS)(options)
+            from quire.server.tls import settings  # lazy
+
+            settings(options)
         with listener(options) as (opened, url), start_errors():
             warn_if_open(options, opened)
             engine = open_engine(options, config, client=AbsentEngine(config))
@@ -111,20 +118,27 @@ def serve_rendering(options: ServerConfig, config: EngineConfig, laps: Laps) -> 
                 log.info("Listening at %s (pages at /docs, metrics at /metrics); Ctrl-C stops", url)
 
             try:
-                status: int = load(RUN)(engine, options, opened, say)
+                from quire.server.host import run  # lazy
+
+                status: int = run(engine, options, opened, say)
             finally:
                 engine.shutdown()
     return status
 
 
+def _import_http() -> None:
+    """Takes as long as an engine process needs to begin."""
+    import quire.server.host  # noqa: F401  # lazy
+
+
 def open_engine(options: ServerConfig, config: EngineConfig, **how: Any) -> AsyncLLM:
     """The engine's front, with the lines about requests that were asked for."""
-    rules = load("quire.llm.request_log:LogRules")(
-        options.enable_log_outputs, options.enable_log_deltas, options.max_log_len
-    )
-    made: AsyncLLM = load("quire.llm.online:AsyncLLM")(
-        config, log_requests=options.enable_log_requests, log_rules=rules, **how
-    )
+    from quire.llm.request_log import LogRules  # lazy
+
+    rules = LogRules(options.enable_log_outputs, options.enable_log_deltas, options.max_log_len)
+    from quire.llm.online import AsyncLLM  # lazy
+
+    made: AsyncLLM = AsyncLLM(config, log_requests=options.enable_log_requests, log_rules=rules, **how)
     return made
 
 

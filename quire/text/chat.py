@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire.base.registry import load
 from quire.schema.errors import InputError
 from quire.schema.prompt import TokensPrompt
 from quire.text.messages import MediaHook, arguments_as_text, normalize_messages, refuse_media
@@ -85,7 +84,9 @@ def render_chat(
     job = ChatJob(source, messages, variables, _checked_format(content_format), continue_final_message, mark)
     if trusted:
         return render_job(job, media=media)
-    apart: Callable[[ChatJob], str] = load("quire.text.template_child:render_apart")
+    from quire.text.template_child import render_apart  # lazy
+
+    apart: Callable[[ChatJob], str] = render_apart
     return apart(job)
 
 
@@ -97,7 +98,9 @@ def tokenize_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *
 
 def render_job(job: ChatJob, limits: Limits | None = None, *, media: MediaHook = refuse_media) -> str:
     """Read the template, give it the messages in the form it wants, render it."""
-    facts: TemplateFacts = load("quire.text.template_facts:read_facts")(job.source)
+    from quire.text.template_facts import read_facts  # lazy
+
+    facts: TemplateFacts = read_facts(job.source)
     as_parts = facts.loops_content if job.content_format == "auto" else job.content_format == "openai"
     plain = normalize_messages(
         job.messages,
@@ -118,7 +121,9 @@ def find_answers(marked: str, mark: str, text: str) -> list[tuple[int, int]] | N
     the template does not say ({% generation %}), or it renders otherwise with marks in its text."""
     if not marked.startswith(mark):
         return None
-    split: Callable[[str, str], tuple[str, list[tuple[int, int]]]] = load("quire.text.template:split_marks")
+    from quire.text.template import split_marks  # lazy
+
+    split: Callable[[str, str], tuple[str, list[tuple[int, int]]]] = split_marks
     plain, places = split(marked[len(mark) :], mark)
     return places if plain == text else None
 
@@ -199,7 +204,9 @@ def _checked_list(name: str, given: Sequence[Mapping[str, Any]] | None) -> list[
 
 
 def _render(job: ChatJob, messages: list[dict[str, Any]], limits: Limits | None) -> str:
-    render: Callable[..., str] = load("quire.text.template:render")
+    from quire.text.template import render as render_  # lazy
+
+    render: Callable[..., str] = render_
     bounds: dict[str, Any] = {"mark": job.mark} if limits is None else {"mark": job.mark, "limits": limits}
     try:
         return render(job.source, {**job.variables, "messages": messages}, **bounds)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
-from quire.base.registry import Registry, load
+from quire.base.registry import Registry
 from quire.schema.errors import InputError, ModelNotFoundError, NotBuiltError
 from quire.text.chat import render_chat
 from quire.text.pieces import Pieces
@@ -251,7 +251,9 @@ def load_tokenizer(
     tokenizer: Tokenizer = form(path, trust_remote_code=trust_remote_code)
     tokenizer.name_or_path = source
     if tokenizer.render_own_chat is None and all(tokenizer.token_to_id(tag) is not None for tag in _HARMONY_TAGS):
-        tokenizer.render_own_chat = load("quire.text.harmony:render_harmony")
+        from quire.text.harmony import render_harmony  # lazy
+
+        tokenizer.render_own_chat = render_harmony
     return tokenizer
 
 
@@ -259,4 +261,6 @@ def _fetch(source: str, revision: str | None, download_dir: str | None) -> str:
     """A hub id -> a local folder with everything but the weights."""
     if not source or source.startswith((".", "~", os.sep)) or source.count("/") > 1:
         raise ModelNotFoundError(f"no tokenizer at {source!r}: no such file or folder", param="tokenizer", value=source)
-    return str(load("quire.checkpoint.source:locate")(source, revision, download_dir, weights=False).path)
+    from quire.checkpoint.source import locate  # lazy
+
+    return str(locate(source, revision, download_dir, weights=False).path)

@@ -25,7 +25,6 @@ from quire.schema.errors import NotBuiltError
 if TYPE_CHECKING:
     from quire.config import EngineConfig
 
-BUILD = "quire.worker.main:build_worker"
 _DRIVER = "libcuda.so.1"
 
 
@@ -39,7 +38,9 @@ def build_worker(config: EngineConfig, *, rank: int = 0, num_workers: int = 1) -
         if early is None:
             env.let_idle_threads_sleep()
         with no_collections():
-            build = registry.load(BUILD)
+            from quire.worker.main import build_worker as build_worker_  # lazy
+
+            build = build_worker_
         laps.mark("import")
     return build(config, laps, early)
 

@@ -26,19 +26,21 @@ if TYPE_CHECKING:
     from quire.worker.early import Early
 
 _log = logger(__name__)
-KERNELS, RECORD = "quire.ops.triton.register:compiled", "quire.ops.triton.register:record"
-WATCH, UNWATCH = "quire.ops.triton.launch:watch", "quire.ops.triton.launch:unwatch"
 
 
 def record(run: Callable[[], None], tell: Callable[[Job], None] | None) -> list[Job]:
     """The kernels that this would launch, as jobs for a compiler; none is launched."""
-    jobs: list[Job] = registry.load(RECORD)(run, tell)
+    from quire.ops.triton.register import record as record_  # lazy
+
+    jobs: list[Job] = record_(run, tell)
     return jobs
 
 
 def watch() -> None:
     """From now on every kernel that is compiled is worth a warning."""
-    registry.load(WATCH)()
+    from quire.ops.triton.launch import watch as watch_  # lazy
+
+    watch_()
 
 
 PARTS = Parts(make_model, reload_weights, update_config, select_backend, record, watch)
@@ -71,8 +73,12 @@ def set_up_gpu(laps: Laps) -> torch.device:
     torch.cuda.init()
     laps.mark("cuda")
     try:
-        registry.load(KERNELS)()
-        registry.load(UNWATCH)()
+        from quire.ops.triton.register import compiled  # lazy
+
+        compiled()
+        from quire.ops.triton.launch import unwatch  # lazy
+
+        unwatch()
     except ModuleNotFoundError as wrong:
         raise ConfigError(
             f"device cuda needs the package {wrong.name!r}, which comes with CUDA builds of torch: pip install it, or "

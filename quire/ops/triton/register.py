@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.base import env, registry
+from quire.base import env
 from quire.base.log import logger
 from quire.ops import act as act_ops
 from quire.ops import few as few_ops
@@ -130,7 +130,9 @@ def _add_few(table: FormTable, codes: dict[Callable, int], early: bool) -> None:
 def _add_skinny(table: FormTable, codes: dict[Callable, int], early: bool) -> None:
     """Products that only Hopper's instructions make worth while, in a part of Triton that may change."""
     try:
-        add_forms = registry.load("quire.ops.triton.skinny:add_forms")
+        from quire.ops.triton.skinny import add_forms as add_forms_  # lazy
+
+        add_forms = add_forms_
     except ImportError as wrong:
         _log.warning("decodes of 3 to 32 rows are left to the library, and are slower: %s", wrong)
         return

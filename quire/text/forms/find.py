@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import os
 
-from quire.base.registry import load
 from quire.schema.errors import CheckpointError, InputError
 from quire.text.forms.sidecar import Sidecar, read_sidecar
 from quire.text.tokenizer import Tokenizer
 
-IS_MISTRAL = "quire.text.forms.mistral:is_mistral"
 LOOKED_FOR = "tokenizer.json, tekken.json, tokenizer.model, *.tiktoken, vocab.json with merges.txt, vocab.txt, *.gguf"
 
 
@@ -31,12 +29,20 @@ def _load(path: str, trust_remote_code: bool, *, mistral: bool) -> Tokenizer:
         return _load_file(path)
     names = sorted(os.listdir(path))
     if "tokenizer.json" in names:
-        return _call("quire.text.forms.fast:load_json", os.path.join(path, "tokenizer.json"))
-    if mistral and any(map(load(IS_MISTRAL), names)):
-        return _call("quire.text.forms.mistral:load_mistral", path)
+        from quire.text.forms.fast import load_json  # lazy
+
+        return load_json(os.path.join(path, "tokenizer.json"))
+    from quire.text.forms.mistral import is_mistral  # lazy
+
+    if mistral and any(map(is_mistral, names)):
+        from quire.text.forms.mistral import load_mistral  # lazy
+
+        return load_mistral(path)
     sidecar = read_sidecar(path)
     if trust_remote_code and "AutoTokenizer" in (sidecar.config.get("auto_map") or {}):
-        return _call("quire.text.forms.foreign:load_remote", path)
+        from quire.text.forms.foreign import load_remote  # lazy
+
+        return load_remote(path)
     found = _load_parts(path, names, sidecar)
     if found is None:
         raise _nothing(path, names, sidecar)
@@ -48,9 +54,13 @@ def _load_parts(path: str, names: list[str], sidecar: Sidecar) -> Tokenizer | No
         if name.endswith((".tiktoken", ".model")):
             return _load_file(os.path.join(path, name))
     if "vocab.json" in names and "merges.txt" in names:
-        return _call("quire.text.forms.plain:load_vocab_merges", path, sidecar)
+        from quire.text.forms.plain import load_vocab_merges  # lazy
+
+        return load_vocab_merges(path, sidecar)
     if "vocab.txt" in names:
-        return _call("quire.text.forms.plain:load_word_pieces", path, sidecar)
+        from quire.text.forms.plain import load_word_pieces  # lazy
+
+        return load_word_pieces(path, sidecar)
     files = [name for name in names if name.endswith(".gguf")]
     if len(files) == 1 or (files and "-00001-of-" in files[0]):
         return _load_file(os.path.join(path, files[0]))
@@ -60,14 +70,30 @@ def _load_parts(path: str, names: list[str], sidecar: Sidecar) -> Tokenizer | No
 def _load_file(path: str) -> Tokenizer:
     name = os.path.basename(path)
     if name.endswith(".gguf"):
-        return _call("quire.text.forms.gguf:load_gguf", path)
-    if load(IS_MISTRAL)(name):
-        return _call("quire.text.forms.mistral:load_mistral", path)
+        from quire.text.forms.gguf import load_gguf  # lazy
+
+        return load_gguf(path)
+    from quire.text.forms.mistral import is_mistral  # lazy
+
+    if is_mistral(name):
+        from quire.text.forms.mistral import load_mistral  # lazy
+
+        return load_mistral(path)
     if name.endswith(".json"):
-        return _call("quire.text.forms.fast:load_json", path)
+        from quire.text.forms.fast import load_json  # lazy
+
+        return load_json(path)
     if name.endswith((".tiktoken", ".model")):
-        ranks = load("quire.text.forms.ranks:is_ranks")(path)
-        return _call(f"quire.text.forms.{'ranks:load_ranks' if ranks else 'sentencepiece:load_sentencepiece'}", path)
+        from quire.text.forms.ranks import is_ranks  # lazy
+
+        ranks = is_ranks(path)
+        if ranks:
+            from quire.text.forms.ranks import load_ranks  # lazy
+
+            return load_ranks(path)
+        from quire.text.forms.sentencepiece import load_sentencepiece  # lazy
+
+        return load_sentencepiece(path)
     raise InputError(
         f"{path!r} is no tokenizer file; a folder needs one of {LOOKED_FOR}", param="tokenizer", value=path
     )
@@ -82,8 +108,3 @@ def _nothing(path: str, names: list[str], sidecar: Sidecar) -> Exception:
         )
     seen = ", ".join(names[:12]) or "nothing"
     return CheckpointError(f"no tokenizer in {path!r}: looked for {LOOKED_FOR}; the folder holds {seen}")
-
-
-def _call(target: str, *args: object) -> Tokenizer:
-    found: Tokenizer = load(target)(*args)
-    return found

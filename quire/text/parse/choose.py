@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from quire.base.registry import load
 from quire.schema.errors import InputError
 from quire.text.parse.base import Delta, OutputParser, PlainParser
 from quire.text.parse.forced import forced_format
@@ -24,9 +23,6 @@ from quire.text.parse.writer import FormatParser, ToolFormat, Writer, read_text,
 
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
-
-_HARMONY = "quire.text.parse.tools.harmony"
-_FROM_TOKENIZER = "quire.text.parse.tools.hf:FromTokenizer"
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,9 @@ class ParserChoice:
         if reasoning_plugin:
             load_plugin(reasoning_plugin, "reasoning_parser_plugin")
         found = find_tool_parser(tool) if tool else None
-        if isinstance(found, load(_FROM_TOKENIZER)) and tokenizer is not None:
+        from quire.text.parse.tools.hf import FromTokenizer  # lazy
+
+        if isinstance(found, FromTokenizer) and tokenizer is not None:
             found = found(tokenizer)
         return cls(found, find_reasoning_parser(reasoning) if reasoning else None, tokenizer)
 
@@ -77,14 +75,18 @@ class ParserChoice:
         """For one answer."""
         if ask.tools and ask.forced is not None and self._is_harmony():  # a forced call is in the last channel
             plain = ParserChoice(reasoning=self.reasoning).parser(replace(ask, tools=(), forced=None))
-            return load("quire.text.parse.plugin:Chained")(plain, ParserChoice().parser(ask))  # type: ignore[no-any-return]
+            from quire.text.parse.plugin import Chained  # lazy
+
+            return Chained(plain, ParserChoice().parser(ask))
         tool = (self.tool if ask.forced is None else forced_format(ask.forced)) if ask.tools else None
         if tool is None and self.reasoning is None:
             return PlainParser()
         if _is_ours(tool, ToolFormat) and _is_ours(self.reasoning, ReasoningFormat):
             found = _compose(tool, self.reasoning, ask)
         else:
-            found = load("quire.text.parse.plugin:adapt")(tool, self.reasoning, self.tokenizer, ask)
+            from quire.text.parse.plugin import adapt  # lazy
+
+            found = adapt(tool, self.reasoning, self.tokenizer, ask)
         return found if ask.include_reasoning or self.reasoning is None else ThoughtlessParser(found)
 
     def _is_harmony(self) -> bool:
@@ -96,7 +98,9 @@ class ParserChoice:
             return False
         tags = [*self.tool.tags] if with_tools and isinstance(self.tool, ToolFormat) else []
         if isinstance(self.reasoning, ReasoningFormat):
-            tags += load(f"{_HARMONY}:TAGS") if self.reasoning.harmony else self.reasoning.tags
+            from quire.text.parse.tools.harmony import TAGS  # lazy
+
+            tags += TAGS if self.reasoning.harmony else self.reasoning.tags
         return any(mark in tag or tag in mark for tag in tags for mark in self._special.values() if mark)
 
     def adjusted(self, request: Any) -> Any:
@@ -119,7 +123,9 @@ class ParserChoice:
                 param="tools",
             )
         special = {text: token_id for token_id, text in self._special.items() if text}
-        made: dict[str, Any] = load("quire.text.parse.strict:strict_tag")(tools, forms, special, parallel=parallel)
+        from quire.text.parse.strict import strict_tag  # lazy
+
+        made: dict[str, Any] = strict_tag(tools, forms, special, parallel=parallel)
         return made
 
     @cached_property
@@ -131,7 +137,9 @@ class ParserChoice:
         """The tags of thought, a plug-in's too if it names them."""
         if self.reasoning is None or isinstance(self.reasoning, ReasoningFormat):
             return self.reasoning
-        found: ReasoningFormat = load("quire.text.parse.plugin:tags_of")(self.reasoning, self.tokenizer)
+        from quire.text.parse.plugin import tags_of  # lazy
+
+        found: ReasoningFormat = tags_of(self.reasoning, self.tokenizer)
         return found
 
     def reasoning_tokens(self) -> ReasoningTokens | None:
@@ -141,9 +149,10 @@ class ParserChoice:
         if tokenizer is None or reasoning is None:
             return None
         if reasoning.harmony:
-            final = load(f"{_HARMONY}:FINAL")
-            end, forced = _ids(tokenizer, final), _ids(tokenizer, load(f"{_HARMONY}:TO_FINAL"))
-            return ReasoningTokens((), end, ends=(final,), forced=forced, first=end, may_stop=True)
+            from quire.text.parse.tools.harmony import FINAL, TO_FINAL  # lazy
+
+            end, forced = _ids(tokenizer, FINAL), _ids(tokenizer, TO_FINAL)
+            return ReasoningTokens((), end, ends=(FINAL,), forced=forced, first=end, may_stop=True)
         if not reasoning.end:
             return None
         start, end = _ids(tokenizer, reasoning.start[0]), _ids(tokenizer, reasoning.end[0])
@@ -173,7 +182,9 @@ def _is_ours(part: Any, kind: type) -> bool:
 
 def _compose(tool: ToolFormat | None, reasoning: ReasoningFormat | None, ask: Ask) -> OutputParser:
     if reasoning is not None and reasoning.harmony and ask.forced is None:
-        tool = load(f"{_HARMONY}:{'TEXT_ONLY' if tool is None else 'FORMAT'}")
+        from quire.text.parse.tools.harmony import FORMAT, TEXT_ONLY  # lazy
+
+        tool = TEXT_ONLY if tool is None else FORMAT
         reasoning = None
     inside = reasoning is not None and reasoning.begins_inside(
         ask.prompt, continues=ask.continues, thinking=ask.thinking
