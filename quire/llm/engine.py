@@ -23,7 +23,8 @@ from quire.llm.verbs import refuse_stat_loggers, verb
 from quire.observe.log_stats import LogStats
 from quire.observe.metrics import Metrics, check_buckets
 from quire.observe.reader import Metric
-from quire.observe.tracing import Tracer, make_tracer
+from quire.observe.tracers import make_tracer
+from quire.observe.tracing import Tracer
 from quire.schema.errors import ConfigError, EngineDeadError, InputError
 from quire.schema.messages import Outputs
 from quire.schema.outputs import RequestOutput

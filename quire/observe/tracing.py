@@ -1,21 +1,17 @@
-"""Traces: which headers carry a caller's trace, what a request's span says, and who makes it.
+"""Traces: which headers carry a caller's trace, and what a request's span says.
 
-In: one RequestTrace when a caller's request has ended. Out: one span, through OpenTelemetry (otel.py, loaded only when
---otlp-traces-endpoint is given). Must not know: HTTP, or how spans are sent.
+A Tracer gets one RequestTrace when a caller's request has ended (tracers.py makes it). Must not know: HTTP, or how
+spans are sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
-from quire.schema.errors import MissingExtraError
 from quire.schema.outputs import RequestMetrics
 from quire.schema.params import SamplingParams
-
-if TYPE_CHECKING:
-    from quire.config import EngineConfig
 
 TRACE_HEADERS: Final = ("traceparent", "tracestate")
 DETAILS: Final = ("model", "worker", "all")
@@ -97,31 +93,7 @@ class Tracer(Protocol):
         """Send what has not been sent."""
 
 
-def make_tracer(config: EngineConfig) -> Tracer | None:
-    """None: no traces were asked for."""
-    observe = config.observability_config
-    if observe.otlp_traces_endpoint is None:
-        return None
-    try:
-        from quire.observe.otel import OtelTracer  # lazy
-    except ImportError as missing:
-        raise MissingExtraError("otlp_traces_endpoint", "otel", missing.name or "opentelemetry") from None
-    return OtelTracer(
-        observe.otlp_traces_endpoint,
-        model=config.model_config.served_model_name,
-        details=frozenset(observe.collect_detailed_traces or ()),
-    )
-
-
 def trace_headers(headers: Mapping[str, str]) -> dict[str, str] | None:
     """The part of a request's headers that says which trace it belongs to, if it says."""
     found = {name: value for name in TRACE_HEADERS if (value := headers.get(name)) is not None}
     return found or None
-
-
-def is_otel_available() -> bool:
-    try:
-        import quire.observe.otel  # noqa: F401  # lazy
-    except ImportError:
-        return False
-    return True

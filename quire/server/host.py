@@ -33,9 +33,9 @@ from quire.schema.errors import ShutdownError
 from quire.server import tls, watchdog
 from quire.server.app import build_app
 from quire.server.console.stats import PATH as CONSOLE_STATS
-from quire.server.launch import open_engine
 from quire.server.limits import limited_protocol
 from quire.server.middleware import QuietPaths
+from quire.server.starting import open_engine
 from quire.server.state import ServerState
 
 log = logger(__name__)

@@ -16,7 +16,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from quire import __version__
 from quire.base.clock import Laps
@@ -25,20 +25,15 @@ from quire.base.net import is_loopback, join_host_port, open_listener, open_unix
 from quire.config.logs import apply_logging
 from quire.engine.absent import AbsentEngine
 from quire.engine.client import Begun, ProcessClient
-from quire.schema.errors import ConfigError, QuireError
-from quire.schema.messages import EngineReady
+from quire.schema.errors import ConfigError
+from quire.server.starting import open_engine, say_ready, start_errors
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.config.server import ServerConfig
-    from quire.llm.online import AsyncLLM
 
 log = logger(__name__)
 _CERTIFICATE_REQUIRED = 2  # ssl_cert_reqs
-
-
-class StartError(QuireError):
-    """The engine could not start, by a fault that is no refusal of ours."""
 
 
 def serve(options: ServerConfig, config: EngineConfig, laps: Laps, begun: Begun | None = None) -> int:
@@ -131,17 +126,6 @@ def _import_http() -> None:
     import quire.server.host  # noqa: F401  # lazy
 
 
-def open_engine(options: ServerConfig, config: EngineConfig, **how: Any) -> AsyncLLM:
-    """The engine's front, with the lines about requests that were asked for."""
-    from quire.llm.request_log import LogRules  # lazy
-
-    rules = LogRules(options.enable_log_outputs, options.enable_log_deltas, options.max_log_len)
-    from quire.llm.online import AsyncLLM  # lazy
-
-    made: AsyncLLM = AsyncLLM(config, log_requests=options.enable_log_requests, log_rules=rules, **how)
-    return made
-
-
 @contextlib.contextmanager
 def listener(options: ServerConfig) -> Iterator[tuple[socket.socket, str]]:
     """The bound socket, and the address that is bound: 0.0.0.0 where it is every address of this host."""
@@ -175,30 +159,6 @@ def _cannot_listen(options: ServerConfig, wrong: OSError) -> ConfigError:
     return ConfigError(f"cannot listen on {where}: {wrong.strerror or wrong}", param="host")
 
 
-@contextlib.contextmanager
-def start_errors() -> Iterator[None]:
-    """Whatever keeps an engine from starting leaves as one line: the cause, and what to do."""
-    try:
-        yield
-    except QuireError:
-        raise
-    except Exception as failed:
-        raise StartError(
-            f"the engine could not start: {type(failed).__name__}: {failed} ({_remedy(failed)})"
-        ) from failed
-
-
-def _remedy(failed: Exception) -> str:
-    words = f"{type(failed).__name__} {failed}".lower()
-    if "out of memory" in words or "outofmemory" in words or isinstance(failed, MemoryError):
-        return "lower --max-model-len, --max-num-seqs or --gpu-memory-utilization, or free memory"
-    if isinstance(failed, ImportError):
-        return "install what is missing"
-    if isinstance(failed, TimeoutError):
-        return "raise QUIRE_ENGINE_START_TIMEOUT_S"
-    return "the traceback above is the engine's; `quire collect-env` has what a bug report needs"
-
-
 # ---- what a start says ---------------------------------------------------------------------------------------------
 
 
@@ -221,39 +181,6 @@ def warn_if_open(options: ServerConfig, opened: socket.socket) -> None:
             "for this host alone with --host 127.0.0.1",
             join_host_port(host, port),
         )
-
-
-def say_ready(config: EngineConfig, options: ServerConfig, ready: EngineReady, url: str, laps: Laps) -> None:
-    tokens = ready.num_blocks * ready.block_size
-    log.info(
-        "KV cache: %d tokens in %d blocks of %d, enough for %.1f requests of %d tokens; at most %d run at once",
-        tokens, ready.num_blocks, ready.block_size, tokens / ready.max_model_len, ready.max_model_len,
-        config.scheduler_config.max_num_seqs,
-    )  # fmt: skip
-    spent = {name: seconds for name, seconds, _ in laps.taken}
-    before = max(0.0, spent["engine"] - ready.start_seconds.get("total", 0.0))  # its interpreter and first imports
-    phases = [f"{phase.name} {phase.seconds:.2f}" for phase in ready.phases if not phase.inside]
-    inside = ", ".join((f"process {before:.2f}", *phases))
-    parts = [f"{name} {seconds:.2f}" + (f" ({inside})" if name == "engine" else "") for name, seconds, _ in laps.taken]
-    own = sum(spent.values())
-    whole = _seconds_of_life()
-    if whole is not None and whole > own:
-        parts.insert(0, f"imports {whole - own:.2f}")
-    log.info("Ready after %.2f s: %s", whole or own, ", ".join(parts))
-    chat = "" if options.disable_console else "chat at /, "
-    log.info("Listening at %s (%sAPI below /v1, pages at /docs, metrics at /metrics); Ctrl-C stops", url, chat)
-
-
-def _seconds_of_life() -> float | None:
-    """Since this process began, interpreter and imports included; None where the system does not say."""
-    try:
-        with open("/proc/self/stat") as file:
-            ticks = int(file.read().rpartition(")")[2].split()[19])
-        with open("/proc/uptime") as file:
-            uptime = float(file.read().split()[0])
-    except (OSError, ValueError, IndexError):
-        return None
-    return uptime - ticks / os.sysconf("SC_CLK_TCK")
 
 
 @contextlib.contextmanager

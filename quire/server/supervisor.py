@@ -26,7 +26,7 @@ from quire.engine.client import Begun, ProcessClient, for_children
 from quire.schema.errors import EngineDeadError
 from quire.schema.messages import Outputs
 from quire.server.callers import new_secret
-from quire.server.launch import StartError, say_ready, start_errors
+from quire.server.starting import StartError, say_ready, start_errors
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig

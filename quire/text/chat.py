@@ -8,40 +8,24 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quire.schema.errors import InputError
 from quire.schema.prompt import TokensPrompt
-from quire.text.messages import MediaHook, arguments_as_text, normalize_messages, refuse_media
+from quire.text.chat_job import ChatJob, render_job
+from quire.text.messages import MediaHook, refuse_media
 
 if TYPE_CHECKING:
-    from quire.text.template import Limits
-    from quire.text.template_facts import TemplateFacts
     from quire.text.tokenizer import Tokenizer
 
 CONTENT_FORMATS = ("auto", "string", "openai")
-# written at the end of a message to be continued; the space tells whether the template trims
-_MARK = "QUIRE-CONTINUES-HERE "
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
                   "tokenize", "conversation", "padding", "truncation", "return_dict", "return_tensors")  # fmt: skip
 _SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask"))
 # names that a template finds without being given them: Jinja's, and what the sandbox adds
 _ALWAYS_THERE = ("self", "loop", "caller", "varargs", "kwargs", "super", "range", "dict", "namespace", "cycler",
                  "joiner", "lipsum", "raise_exception", "strftime_now")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ChatJob:
-    """All that one rendering needs besides a media hook, as plain data: it may be sent to another process."""
-
-    source: str  # the template's text
-    messages: Sequence[Mapping[str, Any]]
-    variables: Mapping[str, Any]
-    content_format: str = "auto"
-    continues: bool = False  # the last message is gone on with
-    mark: str = ""  # written around what the model wrote, and first of all if the template can tell
 
 
 def render_chat(
@@ -86,34 +70,13 @@ def render_chat(
         return render_job(job, media=media)
     from quire.text.template_child import render_apart  # lazy
 
-    apart: Callable[[ChatJob], str] = render_apart
-    return apart(job)
+    return render_apart(job)
 
 
 def tokenize_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **how: Any) -> TokensPrompt:
     """A conversation as a prompt of token ids. `how`: the keywords of render_chat."""
     text = render_chat(tokenizer, messages, **how)
     return TokensPrompt(prompt=text, prompt_token_ids=tokenizer.encode(text, add_special_tokens=False))
-
-
-def render_job(job: ChatJob, limits: Limits | None = None, *, media: MediaHook = refuse_media) -> str:
-    """Read the template, give it the messages in the form it wants, render it."""
-    from quire.text.template_facts import read_facts  # lazy
-
-    facts: TemplateFacts = read_facts(job.source)
-    as_parts = facts.loops_content if job.content_format == "auto" else job.content_format == "openai"
-    plain = normalize_messages(
-        job.messages,
-        as_parts=as_parts,
-        wrap_strings=as_parts and not facts.tests_string,
-        keep_none=facts.tests_none,
-        media=media,
-    )
-    if job.continues:
-        _mark_last(plain[-1])
-    text = _render(job, plain, limits)
-    text = _cut_at_mark(text) if job.continues else text
-    return job.mark + text if facts.marks_answers else text
 
 
 def find_answers(marked: str, mark: str, text: str) -> list[tuple[int, int]] | None:
@@ -123,8 +86,7 @@ def find_answers(marked: str, mark: str, text: str) -> list[tuple[int, int]] | N
         return None
     from quire.text.template import split_marks  # lazy
 
-    split: Callable[[str, str], tuple[str, list[tuple[int, int]]]] = split_marks
-    plain, places = split(marked[len(mark) :], mark)
+    plain, places = split_marks(marked[len(mark) :], mark)
     return places if plain == text else None
 
 
@@ -201,43 +163,3 @@ def _checked_list(name: str, given: Sequence[Mapping[str, Any]] | None) -> list[
     if isinstance(given, (str, bytes, Mapping)) or not all(isinstance(entry, Mapping) for entry in given):
         raise InputError(f"{name} must be a list of dicts, got {given!r:.200}", param=name)
     return [dict(entry) for entry in given]
-
-
-def _render(job: ChatJob, messages: list[dict[str, Any]], limits: Limits | None) -> str:
-    from quire.text.template import render as render_  # lazy
-
-    render: Callable[..., str] = render_
-    bounds: dict[str, Any] = {"mark": job.mark} if limits is None else {"mark": job.mark, "limits": limits}
-    try:
-        return render(job.source, {**job.variables, "messages": messages}, **bounds)
-    except InputError as wrong:
-        textual = arguments_as_text(messages)
-        if textual == messages or not isinstance(wrong.__cause__, TypeError):
-            raise
-    # some templates join the arguments of a tool call into their text as they stand
-    return render(job.source, {**job.variables, "messages": textual}, **bounds)
-
-
-def _mark_last(message: dict[str, Any]) -> None:
-    content = message.get("content")
-    if isinstance(content, str):
-        message["content"] = content + _MARK
-        return
-    texts = [part for part in content or () if "text" in part]
-    if not texts:
-        raise InputError(
-            f"continue_final_message is set, but the last message has no text to go on with: {content!r}",
-            param="continue_final_message",
-        )
-    texts[-1]["text"] += _MARK
-
-
-def _cut_at_mark(text: str) -> str:
-    place = text.rfind(_MARK.strip())
-    if place < 0:
-        raise InputError(
-            "continue_final_message is set, but the chat template leaves the last message out",
-            param="continue_final_message",
-        )
-    # where the template trimmed the mark's space it would have trimmed the message's own
-    return text[:place] if text.startswith(_MARK, place) else text[:place].rstrip()
