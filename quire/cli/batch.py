@@ -58,7 +58,7 @@ def run_batch(arguments: Sequence[str], program: str) -> int:
                 print(f"all {total} requests were answered before", file=sys.stderr)
                 return 0
             with output_file(args, policy, earlier) as target:
-                return run_async(answer_file(args, options, Work(source, target, total, earlier.done)))
+                return run_async(answer_file(args, options, BatchRun(source, target, total, earlier.done)))
     except FetchError as wrong:
         raise InputError(str(wrong)) from None
 
@@ -86,7 +86,7 @@ def make_parser(program: str) -> FlexibleArgumentParser:
 
 
 @dataclass(frozen=True)
-class Work:
+class BatchRun:
     """What a run reads and writes; requests with a custom_id in `done` are answered already."""
 
     source: IO[bytes]
@@ -206,7 +206,7 @@ def _keep_or_drop(path: str) -> None:
         os.unlink(path)
 
 
-async def answer_file(args: argparse.Namespace, options: ServerConfig, work: Work) -> int:
+async def answer_file(args: argparse.Namespace, options: ServerConfig, work: BatchRun) -> int:
     engine_args = AsyncEngineArgs.from_cli_args(args)
     build_app, state_class = load("quire.server.app:build_app"), load("quire.server.state:ServerState")
     runner_class = load("quire.server.openai.batch:BatchRunner")
