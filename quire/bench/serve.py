@@ -81,10 +81,10 @@ async def measure_server(
     source, tokenizer = load_tokenizer(args, sources)
     rendered = args.backend in COMPLETIONS and not args.skip_chat_template
     samples = make_samples(tokenizer, dataset_options(args, apply_chat_template=rendered))
-    asked = read_asked(args, model, headers)
-    requests = encode_all(asked, pool.server, samples)
+    template = read_template(args, model, headers)
+    requests = encode_all(template, pool.server, samples)
     allow_files(min(len(requests), args.max_concurrency or len(requests)))
-    generator = Generator(pool, stream=asked.stream, max_concurrency=args.max_concurrency)
+    generator = Generator(pool, stream=template.stream, max_concurrency=args.max_concurrency)
     if args.ready_check_timeout_sec > 0:
         say(f"waiting for {pool.server.name} …")
         await generator.wait_ready(requests[0], args.ready_check_timeout_sec)
@@ -132,7 +132,7 @@ def pace_words(pace: ArrivalProcess) -> str:
     return "inf" if pace.rate == math.inf else f"{pace.rate:g} a second, burstiness {pace.burstiness:g}"
 
 
-def read_asked(args: argparse.Namespace, model: str, headers: dict[str, str]) -> RequestTemplate:
+def read_template(args: argparse.Namespace, model: str, headers: dict[str, str]) -> RequestTemplate:
     sampling = {name: value for name in SAMPLING if (value := vars(args)[name]) is not None}
     if args.use_beam_search:
         sampling["use_beam_search"] = True
@@ -152,8 +152,8 @@ def read_asked(args: argparse.Namespace, model: str, headers: dict[str, str]) ->
     )
 
 
-def encode_all(asked: RequestTemplate, server: Server, samples: Sequence[Sample]) -> list[TimedRequest]:
-    return [TimedRequest(sample, asked.encode(server, sample, str(i))) for i, sample in enumerate(samples)]
+def encode_all(template: RequestTemplate, server: Server, samples: Sequence[Sample]) -> list[TimedRequest]:
+    return [TimedRequest(sample, template.encode(server, sample, str(i))) for i, sample in enumerate(samples)]
 
 
 async def find_model(args: argparse.Namespace, pool: Pool, headers: dict[str, str]) -> tuple[str, list[str]]:

@@ -45,7 +45,7 @@ _KEEP_ALIVE_SECONDS = 5
 _BACKLOG = 2048
 
 
-class Boot(msgspec.Struct, kw_only=True):
+class HostBoot(msgspec.Struct, kw_only=True):
     """What an API process is started with, where there are several."""
 
     folder: str  # of the engine's mailboxes
@@ -61,7 +61,7 @@ class Boot(msgspec.Struct, kw_only=True):
 
 def main(boot_bytes: bytes) -> None:
     """An API process of several, from its boot bytes to its end."""
-    boot = msgspec.msgpack.decode(boot_bytes, type=Boot)
+    boot = msgspec.msgpack.decode(boot_bytes, type=HostBoot)
     options = msgspec.msgpack.decode(boot.options, type=ServerConfig)
     config = msgspec.msgpack.decode(boot.config, type=EngineConfig)
     apply_logging(config.logging_config)

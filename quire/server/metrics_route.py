@@ -69,7 +69,7 @@ class Measured:
         if scope["type"] != "http" or route_path(scope) in UNCOUNTED:
             await self._app(scope, receive, send)
             return
-        answer = _Answer(send)
+        answer = _CountedResponse(send)
         began = now()
         try:
             await self._app(scope, receive, answer)
@@ -87,7 +87,7 @@ class Measured:
             )
 
 
-class _Answer:
+class _CountedResponse:
     """Passes an answer on, and remembers what it was."""
 
     __slots__ = ("_send", "sent", "status")

@@ -23,7 +23,7 @@ from quire.server.openai.completions import prepare_completion
 from quire.server.openai.envelope import encode
 from quire.server.openai.params import prepare_requests
 from quire.server.openai.protocol import CompletionRequest, GenerateRequest
-from quire.server.route import App, Call, add_route
+from quire.server.route import App, HttpCall, add_route
 from quire.server.state import ServerState
 from quire.text.chat import find_answers
 from quire.text.offsets import token_offsets
@@ -44,7 +44,7 @@ def add_routes(app: App) -> None:
     )  # fmt: skip
 
 
-async def render_chat_completion(call: Call, request: ChatRequest) -> None:
+async def render_chat_completion(call: HttpCall, request: ChatRequest) -> None:
     """The token ids and parameters of a chat request."""
     state = call.state
     state.served.check(request.model)
@@ -62,7 +62,7 @@ async def render_chat_completion(call: Call, request: ChatRequest) -> None:
     await call.reply(encode(rendered))
 
 
-async def _answers_in(call: Call, request: ChatRequest, prepared: PreparedChat) -> list[tuple[int, int]] | None:
+async def _answers_in(call: HttpCall, request: ChatRequest, prepared: PreparedChat) -> list[tuple[int, int]] | None:
     """Where in the prompt's text the model wrote, if the template says so."""
     mark = secrets.token_hex(16)  # not to be guessed: a message could hold it
     variables = request.chat_template_kwargs or {}
@@ -88,7 +88,7 @@ def _mask(
     return mask
 
 
-async def render_completion(call: Call, request: CompletionRequest) -> None:
+async def render_completion(call: HttpCall, request: CompletionRequest) -> None:
     """The token ids and parameters of a completion request, prompt by prompt."""
     state = call.state
     state.served.check(request.model)

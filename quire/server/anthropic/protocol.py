@@ -17,7 +17,7 @@ _OPEN = ConfigDict(extra="allow")
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
 
 
-class Block(TypedDict, total=False):
+class ContentBlock(TypedDict, total=False):
     """Text, tool_use, tool_result or thinking."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
@@ -36,7 +36,7 @@ class Block(TypedDict, total=False):
 class AnthropicMessage(TypedDict, total=False):
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     role: Required[Literal["user", "assistant", "system"]]
-    content: Required[str | ListOf[Block]]
+    content: Required[str | ListOf[ContentBlock]]
 
 
 class AnthropicTool(TypedDict, total=False):
@@ -87,7 +87,7 @@ class _Prompt(BaseModel):
     """One of the served names; absent, the server's model."""
     messages: ListOf[AnthropicMessage] = Field(examples=[[{"role": "user", "content": "Say hi"}]])
     """A last message of the assistant is continued."""
-    system: str | ListOf[Block] | None = None
+    system: str | ListOf[ContentBlock] | None = None
     tools: ListOf[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None

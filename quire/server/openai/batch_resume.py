@@ -25,7 +25,7 @@ class _Response(msgspec.Struct):
     status_code: int
 
 
-class _Answer(msgspec.Struct):
+class _OutputLine(msgspec.Struct):
     """What tells an answered line from a failed one; the rest of the line is skipped."""
 
     custom_id: str | None
@@ -133,7 +133,7 @@ def _read_answers(place: str, source: IO[bytes]) -> Iterator[tuple[bytes, str | 
         if raw is None:
             raise _refused(f"line {number} of {place} is longer than {LONGEST_ANSWER} bytes")
         try:
-            line = msgspec.json.decode(raw, type=_Answer)
+            line = msgspec.json.decode(raw, type=_OutputLine)
         except msgspec.MsgspecError as wrong:
             if raw.endswith(b"\n"):
                 raise _refused(f"line {number} of {place} is not the output of a batch: {wrong}") from None

@@ -20,7 +20,7 @@ from quire.server.openai.chat_protocol import ChatRequest
 from quire.server.openai.limits import check_chat, check_request
 from quire.server.openai.params import Opened, most_tokens, open_requests, sampling_params
 from quire.server.openai.tool_choice import NO_TOOLS, ToolUse, read_tool_use
-from quire.server.route import Call
+from quire.server.route import HttpCall
 from quire.server.state import ServerState
 from quire.text.parse.base import OutputParser
 from quire.text.parse.choose import Ask
@@ -103,7 +103,9 @@ def _settle(state: ServerState, request: ChatRequest) -> _Settled:
     return _Settled(request, tools, opens, asked, params)
 
 
-async def prepare_chat(call: Call, request: ChatRequest, variables: Mapping[str, Any] | None = None) -> PreparedChat:
+async def prepare_chat(
+    call: HttpCall, request: ChatRequest, variables: Mapping[str, Any] | None = None
+) -> PreparedChat:
     """`variables` of the template are the dialect's own; those of the request go before them."""
     state = call.state
     request, tools, opens, asked, params = await call.apart(_settle, state, request)
@@ -116,7 +118,7 @@ async def prepare_chat(call: Call, request: ChatRequest, variables: Mapping[str,
 
 
 async def chat_text(
-    call: Call, request: ChatRequest, opens: bool, variables: Mapping[str, Any], *, mark: str = ""
+    call: HttpCall, request: ChatRequest, opens: bool, variables: Mapping[str, Any], *, mark: str = ""
 ) -> str:
     """`mark`: see render_chat."""
     hidden = request.tool_choice == "none" and call.state.options.exclude_tools_when_tool_choice_none
@@ -163,7 +165,7 @@ def _check_no_thought(state: ServerState, prompt: str, continues: bool, thinking
         )
 
 
-async def open_chat(call: Call, prepared: PreparedChat, public_id: str) -> OpenedChat:
+async def open_chat(call: HttpCall, prepared: PreparedChat, public_id: str) -> OpenedChat:
     """It runs from now on; close its flow."""
     request = prepared.request
     opened = await open_requests(

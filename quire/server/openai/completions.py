@@ -20,7 +20,7 @@ from quire.server.openai.limits import check_request
 from quire.server.openai.logprobs import TokenNames, completion_logprobs, prompt_logprobs
 from quire.server.openai.params import Opened, fitting_ids, most_tokens, open_requests, sampling_params
 from quire.server.openai.protocol import CompletionRequest
-from quire.server.route import Call
+from quire.server.route import HttpCall
 from quire.server.state import ServerState
 from quire.server.stream import fold, rendered, send_events
 
@@ -28,7 +28,7 @@ DEFAULT_MAX_TOKENS = 16
 _PLAIN_END = b',"logprobs":null,"finish_reason":null,"stop_reason":null,"prompt_token_ids":null,"token_ids":null}]}\n\n'
 
 
-async def create_completion(call: Call, request: CompletionRequest) -> None:
+async def create_completion(call: HttpCall, request: CompletionRequest) -> None:
     """Continue a text.
 
     Streams with `stream: true`.
@@ -98,7 +98,7 @@ def read_prompts(request: CompletionRequest, max_model_len: int) -> list[Prompt]
     return [Prompt(token_ids=fitting_ids(ids, request, max_model_len)) for ids in given]
 
 
-class _Choice:
+class _CompletionChoiceStream:
     """One growing answer."""
 
     __slots__ = ("begun", "head", "index", "num_tokens", "offset")
@@ -125,7 +125,7 @@ class CompletionAnswer:
         as_ids = state.options.return_tokens_as_token_ids if as_ids is None else as_ids
         self._names = TokenNames(state.engine.tokenizer, as_ids=as_ids)
         total = len(opened.asked) * self._n
-        self._choices = [_Choice(index, self._envelope.head) for index in range(total)]
+        self._choices = [_CompletionChoiceStream(index, self._envelope.head) for index in range(total)]
         self._echoes: list[str] = []
         self._with_logprobs = request.logprobs is not None or bool(request.logprob_token_ids)
         self._is_plain = not self._with_logprobs and not request.return_token_ids and not self._envelope.continuous
@@ -157,7 +157,7 @@ class CompletionAnswer:
             return b""
         return self._envelope.usage_chunk(sum(choice.num_tokens for choice in self._choices))
 
-    def _event(self, choice: _Choice, result: RequestOutput, output: CompletionOutput) -> bytes:
+    def _event(self, choice: _CompletionChoiceStream, result: RequestOutput, output: CompletionOutput) -> bytes:
         if self._is_plain and choice.begun and output.finish_reason is None:
             choice.num_tokens += len(output.token_ids)
             return choice.head + encode(output.text) + _PLAIN_END if output.text else b""
@@ -210,7 +210,9 @@ class CompletionAnswer:
 
     # ---- both --------------------------------------------------------------------------------------------------
 
-    def _choice(self, choice: _Choice, result: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
+    def _choice(
+        self, choice: _CompletionChoiceStream, result: RequestOutput, output: CompletionOutput
+    ) -> dict[str, Any]:
         """A choice of a whole answer, or what is new in one."""
         request = self._request
         text, token_ids, positions = output.text, output.token_ids, list(output.logprobs or ())

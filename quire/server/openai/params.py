@@ -24,7 +24,7 @@ from quire.server.openai.fan_out import check_bytes, check_logprobs
 from quire.server.openai.protocol import GenerateRequest
 from quire.server.openai.structured import constraint_of, form_name
 from quire.server.renamed import renamed
-from quire.server.route import Call
+from quire.server.route import HttpCall
 from quire.server.state import ServerState
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def fitting_ids(ids: Sequence[int], request: GenerateRequest, max_model_len: int
 
 
 async def open_requests(
-    call: Call, request: GenerateRequest, public_id: str, prompts: Sequence[Prompt], params: SamplingParams,
+    call: HttpCall, request: GenerateRequest, public_id: str, prompts: Sequence[Prompt], params: SamplingParams,
     *, add_special_tokens: bool, most: int | None, continues: bool = False,
     thinking: bool | None = None,
 ) -> Opened:  # fmt: skip
@@ -149,7 +149,7 @@ async def open_requests(
 
 
 async def prepare_requests(
-    call: Call, request: GenerateRequest, public_id: str, prompts: Sequence[Prompt], params: SamplingParams,
+    call: HttpCall, request: GenerateRequest, public_id: str, prompts: Sequence[Prompt], params: SamplingParams,
     *, add_special_tokens: bool, most: int | None, continues: bool = False,
     thinking: bool | None = None,
 ) -> list[Asked]:  # fmt: skip
