@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.base.lazy import lazy
-from quire.engine.inputs import Asked
+from quire.engine.inputs import PreparedRequest
 from quire.engine.logprobs import LogprobList
 from quire.observe.metrics import Metrics
 from quire.observe.tracing import RequestTrace, Tracer
@@ -59,7 +59,7 @@ class OutputProcessor:
         self._metrics = metrics
         self._tracer = tracer
         self._open: dict[str, _Open] = {}
-        self._answers: dict[str, tuple[_Open, _Answer]] = {}
+        self._answers: dict[str, tuple[_Open, _OutputState]] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -74,7 +74,7 @@ class OutputProcessor:
         """For requests from now on."""
         self._tokenizer = tokenizer
 
-    def add(self, asked: Asked) -> None:
+    def add(self, asked: PreparedRequest) -> None:
         taken = [r.request_id for r in asked.requests if r.request_id in self._answers]
         if asked.request_id in self._open or taken:
             raise InputError(
@@ -144,13 +144,13 @@ class OutputProcessor:
         self._open.clear()
         self._answers.clear()
 
-    def _forget(self, entry: _Open, besides: _Answer | None = None) -> list[str]:
+    def _forget(self, entry: _Open, besides: _OutputState | None = None) -> list[str]:
         """Drop a request; returns what the engine must abort."""
         self._open.pop(entry.asked.request_id, None)
         ids = [a.request_id for a in entry.answers if self._answers.pop(a.request_id, None) and a is not besides]
         return ids
 
-    def _measure(self, entry: _Open, answer: _Answer, output: EngineOutput, current: float) -> None:
+    def _measure(self, entry: _Open, answer: _OutputState, output: EngineOutput, current: float) -> None:
         if not output.new_token_ids:
             return
         first = not answer.token_ids
@@ -166,7 +166,7 @@ class OutputProcessor:
         else:
             self._metrics.token_times(gaps=[gap])
 
-    def _measure_failure(self, entry: _Open, failed: _Answer, output: EngineOutput, current: float) -> None:
+    def _measure_failure(self, entry: _Open, failed: _OutputState, output: EngineOutput, current: float) -> None:
         """The one that failed counts as an error, its siblings end with it."""
         failed.times = output.times or failed.times
         for answer in entry.answers:
@@ -175,7 +175,7 @@ class OutputProcessor:
                 entry.num_growing -= 1
                 self._measure_end(entry, answer, current, output.error)
 
-    def _measure_end(self, entry: _Open, answer: _Answer, current: float, error: str | None = None) -> None:
+    def _measure_end(self, entry: _Open, answer: _OutputState, current: float, error: str | None = None) -> None:
         if self._tracer is not None and entry.num_growing == 0:
             self._tracer.ended(entry.trace(current, error))
         if self._metrics is None or answer.finish_reason is None:
@@ -195,7 +195,7 @@ class OutputProcessor:
             self._metrics.parent_finished(entry.asked.params.n, most)
 
 
-class _Answer:
+class _OutputState:
     """One of a request's n answers, growing."""
 
     def __init__(self, index: int, request: EngineRequest, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
@@ -290,11 +290,11 @@ class _Answer:
 class _Open:
     """A caller's request until all its answers have ended."""
 
-    def __init__(self, asked: Asked, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, asked: PreparedRequest, tokenizer: Tokenizer | None) -> None:
         self.asked = asked
         self.kind = asked.params.output_kind
         self.first_seen = 0.0
-        self.answers = [_Answer(i, r, asked.params, tokenizer) for i, r in enumerate(asked.requests)]
+        self.answers = [_OutputState(i, r, asked.params, tokenizer) for i, r in enumerate(asked.requests)]
         self.prompt_logprobs: LogprobList | None = None
         if (num_ranked := asked.params.prompt_logprobs) is not None:
             self.prompt_logprobs = LogprobList(asked.params, tokenizer, num_ranked=num_ranked, prompt=True)

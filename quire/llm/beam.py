@@ -20,7 +20,7 @@ from quire.schema.outputs import LogprobsOnePosition, RequestOutput
 from quire.schema.params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from quire.engine.inputs import Asked
+    from quire.engine.inputs import PreparedRequest
 
 _MOST_NAMED = 1000  # tokens whose log probabilities are asked for by name
 
@@ -71,7 +71,7 @@ class BeamSearchInstance:
         self.beams = self.beams or [BeamSearchSequence(list(self.prompt_tokens), [])]
 
     @classmethod
-    def of(cls, asked: Asked, params: BeamSearchParams, form: BeamForm | None = None) -> BeamSearchInstance:
+    def of(cls, asked: PreparedRequest, params: BeamSearchParams, form: BeamForm | None = None) -> BeamSearchInstance:
         """The search of a prompt that was checked as any request's."""
         request = asked.requests[0]
         ends = frozenset(i for i in (request.eos_token_id, *request.stop_token_ids) if i is not None)

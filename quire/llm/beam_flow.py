@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from quire.engine.inputs import Asked, Options
+from quire.engine.inputs import Options, PreparedRequest
 from quire.llm.beam import BeamSearchInstance, BeamSearchSequence, check_ranks, followed
 from quire.schema.outputs import CompletionOutput, Logprob, LogprobsOnePosition, RequestOutput
 from quire.schema.params import BeamSearchParams, SamplingParams
@@ -35,7 +35,7 @@ Made = TypeVar("Made")
 class _Search:
     """One prompt's."""
 
-    asked: Asked
+    asked: PreparedRequest
     beams: BeamSearchInstance
     num_cached_tokens: int = 0
     cut_off: str = "length"  # why beams that have not ended go no further
@@ -59,8 +59,8 @@ class BeamFlow:
     """Touched only by its event loop. `next` is not to be left and called again."""
 
     def __init__(
-        self, engine: AsyncLLM, forms: BeamForms, asked: Sequence[Asked], params: BeamSearchParams, options: Options,
-        most: BeamLimits, log: RequestLog | None,
+        self, engine: AsyncLLM, forms: BeamForms, asked: Sequence[PreparedRequest], params: BeamSearchParams,
+        options: Options, most: BeamLimits, log: RequestLog | None,
     ) -> None:  # fmt: skip
         """`asked` says how many of the best are wanted (n) and what is shown of them; `params` how to search."""
         check_ranks(engine.model_config.logprobs_mode)
@@ -96,7 +96,7 @@ class BeamFlow:
         return results
 
     async def _round(self) -> None:
-        asked: list[Asked] = []
+        asked: list[PreparedRequest] = []
         for search, questions in zip(self._live, await self._beside(self._questions), strict=True):
             first = self._rounds * self._params.beam_width
             search.names = [f"{search.asked.request_id}-{first + number}" for number in range(len(questions))]
@@ -145,7 +145,7 @@ class BeamFlow:
             num_cached_tokens=search.num_cached_tokens,
         )
 
-    def _output(self, asked: Asked, index: int, beam: BeamSearchSequence) -> CompletionOutput:
+    def _output(self, asked: PreparedRequest, index: int, beam: BeamSearchSequence) -> CompletionOutput:
         token_ids, params = beam.tokens[len(asked.token_ids) :], asked.params
         text = ""
         if self._engine.tokenizer is not None:

@@ -18,7 +18,7 @@ from quire.base.lazy import lazy
 from quire.base.log import logger
 from quire.engine.client import EngineClient, InProcessClient, make_client
 from quire.engine.control import VERBS
-from quire.engine.inputs import Asked, InputProcessor, Options, default_params
+from quire.engine.inputs import InputProcessor, Options, PreparedRequest, default_params
 from quire.engine.outputs import OutputProcessor, Processed
 from quire.llm.verbs import refuse_stat_loggers, verb
 from quire.observe.log_stats import LogStats
@@ -102,15 +102,17 @@ class Front:
             self.tokenizer, stream_interval=interval, metrics=self.metrics, tracer=self.tracer
         )
 
-    def prepare(self, request_id: str, prompt: object, params: SamplingParams, options: Options | None = None) -> Asked:
+    def prepare(
+        self, request_id: str, prompt: object, params: SamplingParams, options: Options | None = None
+    ) -> PreparedRequest:
         """Check and tokenize; nothing is in flight yet."""
         return self.inputs.process(request_id, prompt, params, options)
 
-    def submit(self, asked: Iterable[Asked]) -> None:
+    def submit(self, asked: Iterable[PreparedRequest]) -> None:
         """All of them, or none if one is refused."""
         if self.client.dead is not None:
             raise EngineDeadError(self.client.dead.reason)
-        added: list[Asked] = []
+        added: list[PreparedRequest] = []
         try:
             for one in asked:
                 self.outputs.add(one)
@@ -253,7 +255,7 @@ class LLMEngine:
         )
         self.add([self.front.prepare(request_id, prompt, params, options)])
 
-    def add(self, asked: Iterable[Asked]) -> None:
+    def add(self, asked: Iterable[PreparedRequest]) -> None:
         """Requests that are prepared already: all of them, or none."""
         self.front.submit(asked)
 

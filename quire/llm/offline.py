@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 import msgspec
 
 from quire.base.lazy import lazy
-from quire.engine.inputs import Asked, Options
+from quire.engine.inputs import Options, PreparedRequest
 from quire.llm.beam import BeamSearchInstance, BeamSearchOutput, check_ranks, followed
 from quire.llm.beam_form import BeamForm, BeamForms
 from quire.llm.beam_limits import BeamLimits
@@ -119,8 +119,10 @@ class LLM:
         )
         priorities = pair(0 if priority is None else priority, len(prompts), int, "priority")
         final = {id(p): msgspec.structs.replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in params}
-        asked: list[Asked] = []
-        firsts: dict[int, Asked] = {}  # of all prompts with the same parameters, which are checked and sent once
+        asked: list[PreparedRequest] = []
+        firsts: dict[
+            int, PreparedRequest
+        ] = {}  # of all prompts with the same parameters, which are checked and sent once
         for prompt, one, urgency in zip(prompts, params, priorities, strict=True):
             first = firsts.get(id(one))
             how = msgspec.structs.replace(options, priority=urgency, like=first, private=first is not None)
@@ -252,10 +254,10 @@ class LLM:
                 )
         return output
 
-    def _prepare(self, prompt: Any, params: SamplingParams, options: Options) -> Asked:
+    def _prepare(self, prompt: Any, params: SamplingParams, options: Options) -> PreparedRequest:
         return self.llm_engine.front.prepare(str(next(self._ids)), prompt, params, options)
 
-    def _run(self, asked: list[Asked], use_tqdm: Tqdm) -> list[RequestOutput]:
+    def _run(self, asked: list[PreparedRequest], use_tqdm: Tqdm) -> list[RequestOutput]:
         """Turn the engine until all of these have ended."""
         engine, results = self.llm_engine, dict[str, RequestOutput]()
         mine = {one.request_id for one in asked}

@@ -22,7 +22,7 @@ import msgspec
 from quire.base import registry
 from quire.base.clock import now
 from quire.base.log import logger
-from quire.engine.inputs import Asked, Options
+from quire.engine.inputs import Options, PreparedRequest
 from quire.engine.outputs import Processed
 from quire.llm.beam_limits import BeamLimits
 from quire.llm.engine import Front
@@ -60,7 +60,11 @@ class Flow:
     """
 
     def __init__(
-        self, streams: _Streams, loop: asyncio.AbstractEventLoop, asked: Sequence[Asked], log: RequestLog | None
+        self,
+        streams: _Streams,
+        loop: asyncio.AbstractEventLoop,
+        asked: Sequence[PreparedRequest],
+        log: RequestLog | None,
     ) -> None:
         self.loop = loop
         self._streams, self._log = streams, log
@@ -137,7 +141,7 @@ class _Streams:
         self._lock = threading.Lock()  # over the front's requests in flight and the streams
         self.waiting_since = 0.0  # when the first of the streams now open was opened
 
-    def open(self, asked: Sequence[Asked], loop: asyncio.AbstractEventLoop, log: RequestLog | None) -> Flow:
+    def open(self, asked: Sequence[PreparedRequest], loop: asyncio.AbstractEventLoop, log: RequestLog | None) -> Flow:
         """One stream for all of them; they go together or not at all."""
         flow = Flow(self, loop, asked, log)
         request_ids = [one.request_id for one in asked]
@@ -309,20 +313,24 @@ class AsyncLLM:
                 for result in await flow.next():
                     yield result
 
-    def open(self, asked: Sequence[Asked], *, logged: bool = True) -> Flow:
+    def open(self, asked: Sequence[PreparedRequest], *, logged: bool = True) -> Flow:
         """Submit prepared requests and listen to all of them at once. Their ids must be new and their kinds alike."""
         self._check_alive()
         log = self._log_asked(asked) if logged else None
         return self._streams.open(asked, asyncio.get_running_loop(), log)
 
-    def _log_asked(self, asked: Sequence[Asked]) -> RequestLog | None:
+    def _log_asked(self, asked: Sequence[PreparedRequest]) -> RequestLog | None:
         if self._log is not None:
             for one in asked:
                 self._log.asked(one)
         return self._log
 
     def open_beams(
-        self, asked: Sequence[Asked], params: BeamSearchParams, options: Options, most: BeamLimits = _MOST_WORK
+        self,
+        asked: Sequence[PreparedRequest],
+        params: BeamSearchParams,
+        options: Options,
+        most: BeamLimits = _MOST_WORK,
     ) -> BeamFlow:
         """Search for the best answers to prepared requests instead of running them as they are."""
         self._check_alive()
@@ -344,7 +352,9 @@ class AsyncLLM:
         self._made_later.callback(forms.close)
         return forms
 
-    async def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams, options: Options) -> Asked:
+    async def prepare(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, options: Options
+    ) -> PreparedRequest:
         """Check and tokenize; nothing runs yet. What is long is read in another thread."""
         return await self.read(size_of([prompt], params), self.front.prepare, request_id, prompt, params, options)
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from pydantic import RootModel
 
-from quire.engine.inputs import Asked
+from quire.engine.inputs import PreparedRequest
 from quire.schema.errors import InputError
 from quire.schema.params import SamplingParams
 from quire.server.generate import NAMES, TokensRequest
@@ -71,7 +71,7 @@ async def _answers_in(call: HttpCall, request: ChatRequest, prepared: PreparedCh
 
 
 def _mask(
-    state: ServerState, one: Asked, request: GenerateRequest, places: list[tuple[int, int]] | None
+    state: ServerState, one: PreparedRequest, request: GenerateRequest, places: list[tuple[int, int]] | None
 ) -> list[int] | None:
     """1 for a token with a character in one of the places. None: it cannot be told, as for token_offsets."""
     if places is None or (offsets := _offsets(state, one, request)) is None:
@@ -101,7 +101,7 @@ async def render_completion(call: HttpCall, request: CompletionRequest) -> None:
 
 
 def _rendered(
-    state: ServerState, asked: Sequence[Asked], request: GenerateRequest, public_id: str
+    state: ServerState, asked: Sequence[PreparedRequest], request: GenerateRequest, public_id: str
 ) -> list[dict[str, Any]]:
     if request.use_beam_search:
         raise InputError("use_beam_search: a search is many requests, and has no form of one", param="use_beam_search")
@@ -125,7 +125,7 @@ def _rendered(
     ]
 
 
-def _offsets(state: ServerState, one: Asked, request: GenerateRequest) -> list[tuple[int, int]] | None:
+def _offsets(state: ServerState, one: PreparedRequest, request: GenerateRequest) -> list[tuple[int, int]] | None:
     """None: the prompt was no text or not all of it is used, or it cannot be told."""
     if one.text is None or request.truncate_prompt_tokens is not None:
         return None

@@ -29,7 +29,7 @@ from quire.sampling.plain import FILTERS
 from quire.sampling.sampler import Sampler
 from quire.schema.errors import NotBuiltError
 from quire.schema.step import FORBIDS_ALL, LogprobRows, Mask, StepPlan, StepResult
-from quire.worker.device_inputs import DeviceInputs, Sampled
+from quire.worker.device_inputs import DeviceInputs, SamplingIndices
 from quire.worker.drafts import Drafter, Drafts
 from quire.worker.graphs import DecodeGraphs
 from quire.worker.inputs import StepShape, build, refuse_unbuilt, sampled_of, shape_of
@@ -203,7 +203,7 @@ class ModelRunner:
         self._choose(flight, self.model.forward(step.batch), step.sampled, need)
 
     @torch.inference_mode()
-    def _choose(self, flight: _Flight, hidden: Tensor, sampled: Sampled, need: int | None) -> None:
+    def _choose(self, flight: _Flight, hidden: Tensor, sampled: SamplingIndices, need: int | None) -> None:
         """Tokens by the plain choice, where that is all their rows need."""
         flight.hidden, flight.logit_index = hidden, sampled.tokens
         if need is not None and flight.sample_grants:

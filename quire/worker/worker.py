@@ -60,7 +60,7 @@ def _nothing_recorded(run: Callable[[], None], tell: Callable[[Job], None] | Non
 
 
 @dataclass(frozen=True)
-class Parts:
+class WorkerParts:
     """What a worker is put together from."""
 
     make_model: Callable[[EngineConfig, Kernels], Model]
@@ -80,7 +80,7 @@ class Worker:
         self,
         config: EngineConfig,
         device: torch.device,
-        parts: Parts,
+        parts: WorkerParts,
         laps: Laps | None = None,
         early: Early | None = None,  # what was begun before torch was there; None on CPU
     ) -> None:

@@ -15,7 +15,7 @@ from quire.base import env
 from quire.base.procs import Child
 from quire.config import EngineArgs
 from quire.engine.client import for_children
-from quire.grammar.backend import Vocabulary
+from quire.grammar.backend import GrammarVocabulary
 from quire.grammar.child import JobBoot
 from quire.grammar.compiler import _Child
 from quire.text.chat import ChatJob
@@ -67,7 +67,7 @@ def test_an_operator_may_pass_some(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_grammar_compiler_gets_what_an_interpreter_needs() -> None:
-    vocabulary = Vocabulary(tokens=[bytes([i]) for i in range(256)], size=256, ends=())
+    vocabulary = GrammarVocabulary(tokens=[bytes([i]) for i in range(256)], size=256, ends=())
     child = _Child(JobBoot(vocabulary=vocabulary, memory_bytes=1 << 30))
     process = child._open()
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from quire.engine.inputs import Asked, Options
+from quire.engine.inputs import Options, PreparedRequest
 from quire.llm.beam_limits import BeamLimits
 from quire.schema.errors import InputError, NotBuiltError
 from quire.schema.params import BeamSearchParams
@@ -54,7 +54,9 @@ def check_beams(request: GenerateRequest) -> None:
         raise InputError("prompt_logprobs cannot be given with use_beam_search", param="prompt_logprobs")
 
 
-def open_beams(state: ServerState, request: GenerateRequest, asked: Sequence[Asked], options: Options) -> BeamFlow:
+def open_beams(
+    state: ServerState, request: GenerateRequest, asked: Sequence[PreparedRequest], options: Options
+) -> BeamFlow:
     """Nothing of `asked` runs yet; all of it has the same parameters."""
     params = asked[0].params
     if params.prompt_logprobs is not None:

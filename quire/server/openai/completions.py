@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from quire.engine.inputs import Asked
+from quire.engine.inputs import PreparedRequest
 from quire.schema.errors import InputError
 from quire.schema.outputs import CompletionOutput, RequestOutput
 from quire.schema.params import SamplingParams
@@ -251,7 +251,7 @@ class CompletionAnswer:
             "routed_experts": None,
         }
 
-    def _echo_of(self, asked: Asked) -> str:
+    def _echo_of(self, asked: PreparedRequest) -> str:
         """The prompt as it was given, unless only a part of it was used; of ids the whole text, as `tokens` has it."""
         if asked.text is not None and self._request.truncate_prompt_tokens is None:
             return asked.text

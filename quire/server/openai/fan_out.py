@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from quire.config.server import ServerConfig
-from quire.engine.inputs import Asked
+from quire.engine.inputs import PreparedRequest
 from quire.schema.errors import InputError
 from quire.schema.params import SamplingParams
 from quire.schema.prompt import Prompt
@@ -45,7 +45,7 @@ def check_bytes(prompts: Sequence[Prompt], params: SamplingParams, salt: str | N
         )
 
 
-def check_logprobs(asked: Sequence[Asked], vocab_size: int, options: ServerConfig) -> None:
+def check_logprobs(asked: Sequence[PreparedRequest], vocab_size: int, options: ServerConfig) -> None:
     """n × positions × log probabilities at each, of answers at their longest and of prompts."""
     params, limit = asked[0].params, options.max_logprobs_per_request
     named = len(params.logprob_token_ids or ())

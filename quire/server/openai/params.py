@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.engine.inputs import Asked, Options
+from quire.engine.inputs import Options, PreparedRequest
 from quire.llm.online import Flow, size_of
 from quire.schema.errors import InputError
 from quire.schema.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
@@ -46,7 +46,7 @@ class Opened:
     """The requests of one call: one per prompt, in order."""
 
     flow: Flow | BeamFlow
-    asked: tuple[Asked, ...]
+    asked: tuple[PreparedRequest, ...]
     indices: dict[str, int]  # engine's request id -> which prompt
 
     @property
@@ -152,7 +152,7 @@ async def prepare_requests(
     call: HttpCall, request: GenerateRequest, public_id: str, prompts: Sequence[Prompt], params: SamplingParams,
     *, add_special_tokens: bool, most: int | None, continues: bool = False,
     thinking: bool | None = None,
-) -> list[Asked]:  # fmt: skip
+) -> list[PreparedRequest]:  # fmt: skip
     """Check and tokenize every prompt; nothing runs yet. Every dialect comes by here: the salt is put in now."""
     state, engine = call.state, call.state.engine
     tokenizing: dict[str, Any] = {} if add_special_tokens else {"add_special_tokens": False}
@@ -175,9 +175,9 @@ async def prepare_requests(
         for _ in prompts
     ]
 
-    def prepare_all() -> list[Asked]:
+    def prepare_all() -> list[PreparedRequest]:
         check_bytes(prompts, params, request.cache_salt, state.options)
-        asked: list[Asked] = []
+        asked: list[PreparedRequest] = []
         for index, prompt in enumerate(prompts):
             name = own if len(prompts) == 1 else f"{own}-{index}"
             chosen = msgspec.structs.replace(options[index], like=asked[0]) if asked else options[index]
@@ -190,7 +190,7 @@ async def prepare_requests(
     return await engine.read(size_of(prompts, params), prepare_all)
 
 
-def _check_room(asked: Asked, most: int | None, max_model_len: int) -> None:
+def _check_room(asked: PreparedRequest, most: int | None, max_model_len: int) -> None:
     tokens = len(asked.token_ids)
     if most is not None and tokens + most > max_model_len:
         raise InputError(
