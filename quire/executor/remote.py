@@ -2,9 +2,9 @@
 
 What travels: to a worker WorkerCall (a verb of `WorkerProtocol`, or a call by name), back from it WorkerJoined once and
 then WorkerReply. Types of arguments and answers are read from `WorkerProtocol` (base.py), so a new verb needs nothing
-here. Verbs run in the order sent; a step's result is read in a thread of its own, so that the next step can be started meanwhile.
-`forward` and, but for rank 0, `sample` are not answered: a failure there is said all the same, and ends the executor as
-a death does.
+here. Verbs run in the order sent; a step's result is read in a thread of its own, so that the next step can be started
+meanwhile. `forward` and, but for rank 0, `sample` are not answered: a failure there is said all the same, and ends the
+executor as a death does.
 Nothing is pickled. Over TCP every message is sealed with a secret of this run, which a worker gets through its standard
 input. Must not know what a plan means.
 """

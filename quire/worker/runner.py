@@ -24,7 +24,7 @@ from torch import Tensor
 from quire.attention.backend import AttentionBackend
 from quire.base.clock import now
 from quire.ops.copy import download, upload
-from quire.sampling.logprobs import Ask, Picked, join, pick, values_of
+from quire.sampling.logprobs import LogprobRequest, Picked, join, pick, values_of
 from quire.sampling.plain import FILTERS
 from quire.sampling.sampler import Sampler
 from quire.schema.errors import NotBuiltError
@@ -52,7 +52,7 @@ class Pending:
     sample_grants: list[int] = field(default_factory=list)
     token_ids: Tensor | None = None  # [S]; None: nothing sampled
     scores: Tensor | None = None  # [S]: NaN or -inf means that nothing could be chosen
-    logprobs: list[tuple[Ask, Picked]] = field(default_factory=list)
+    logprobs: list[tuple[LogprobRequest, Picked]] = field(default_factory=list)
     prompt: dict[str, list[Picked]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
