@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from quire.base.clock import now
-from quire.base.fetch import FetchError, Policy, check, download, is_url, upload
+from quire.base.fetch import FetchError, FetchPolicy, check, download, is_url, upload
 from quire.base.log import logger
 from quire.base.progress import progress
 from quire.base.registry import load
@@ -49,7 +49,7 @@ def run_batch(arguments: Sequence[str], program: str) -> int:
     if args.model_tag is not None:
         args.model = args.model_tag
     options = server_config(**{name: vars(args)[name] for name in SERVER_OPTIONS})
-    policy = Policy(args.max_file_bytes, args.url_timeout, tuple(args.allow_url_host))
+    policy = FetchPolicy(args.max_file_bytes, args.url_timeout, tuple(args.allow_url_host))
     try:
         with input_file(args.input_file, policy) as source:
             earlier = earlier_answers(args)
@@ -117,7 +117,7 @@ def earlier_answers(args: argparse.Namespace) -> Earlier:
 
 
 @contextmanager
-def input_file(place: str, policy: Policy) -> Iterator[IO[bytes]]:
+def input_file(place: str, policy: FetchPolicy) -> Iterator[IO[bytes]]:
     if is_url(place):
         with tempfile.TemporaryFile() as fetched:
             size = download(place, fetched, policy)
@@ -134,7 +134,7 @@ def input_file(place: str, policy: Policy) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def output_file(args: argparse.Namespace, policy: Policy, earlier: Earlier) -> Iterator[IO[bytes]]:
+def output_file(args: argparse.Namespace, policy: FetchPolicy, earlier: Earlier) -> Iterator[IO[bytes]]:
     """What a failed run had written stays."""
     place = args.output_file
     if not is_url(place):

@@ -18,7 +18,7 @@ from quire.schema.prompt import TokensPrompt
 from quire.text.messages import MediaHook, arguments_as_text, normalize_messages, refuse_media
 
 if TYPE_CHECKING:
-    from quire.text.template import Limits
+    from quire.text.template import TemplateLimits
     from quire.text.template_facts import TemplateFacts
     from quire.text.tokenizer import Tokenizer
 
@@ -95,7 +95,7 @@ def tokenize_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *
     return TokensPrompt(prompt=text, prompt_token_ids=tokenizer.encode(text, add_special_tokens=False))
 
 
-def render_job(job: ChatJob, limits: Limits | None = None, *, media: MediaHook = refuse_media) -> str:
+def render_job(job: ChatJob, limits: TemplateLimits | None = None, *, media: MediaHook = refuse_media) -> str:
     """Read the template, give it the messages in the form it wants, render it."""
     facts: TemplateFacts = load("quire.text.template_facts:read_facts")(job.source)
     as_parts = facts.loops_content if job.content_format == "auto" else job.content_format == "openai"
@@ -198,7 +198,7 @@ def _checked_list(name: str, given: Sequence[Mapping[str, Any]] | None) -> list[
     return [dict(entry) for entry in given]
 
 
-def _render(job: ChatJob, messages: list[dict[str, Any]], limits: Limits | None) -> str:
+def _render(job: ChatJob, messages: list[dict[str, Any]], limits: TemplateLimits | None) -> str:
     render: Callable[..., str] = load("quire.text.template:render")
     bounds: dict[str, Any] = {"mark": job.mark} if limits is None else {"mark": job.mark, "limits": limits}
     try:

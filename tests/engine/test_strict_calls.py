@@ -18,7 +18,7 @@ from quire.schema.errors import InputError
 from quire.schema.params import StructuredOutputsParams as Constraint
 from quire.text.parse.base import Folded, fold
 from quire.text.parse.call_form import PythonValues
-from quire.text.parse.choose import Ask, ParserChoice
+from quire.text.parse.choose import ParserChoice, ParseRequest
 from quire.text.parse.registry import TOOL_PARSERS, find_tool_parser
 from tests.plain.parse_corpus import RENDER, python_call
 
@@ -122,7 +122,7 @@ class Held:
         return all(matcher.accept(token) for token in self.tokenizer.encode(text)) and matcher.can_end()
 
     def parse(self, text: str) -> Folded:
-        return fold(self.choice.parser(Ask(tools=TOOLS)).feed(text, (), final=True))
+        return fold(self.choice.parser(ParseRequest(tools=TOOLS)).feed(text, (), final=True))
 
     def say(self, begin: str, dice: random.Random) -> str:
         """`begin`, and then whatever the masks allow, to an end."""

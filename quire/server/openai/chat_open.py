@@ -23,7 +23,7 @@ from quire.server.openai.tool_choice import NO_TOOLS, ToolUse, read_tool_use
 from quire.server.route import HttpCall
 from quire.server.state import ServerState
 from quire.text.parse.base import OutputParser
-from quire.text.parse.choose import Ask
+from quire.text.parse.choose import ParseRequest
 from quire.text.parse.reasoning import ReasoningFormat
 
 
@@ -54,7 +54,7 @@ class OpenedChat:
     def new_parser(self) -> OutputParser:
         """One for each answer."""
         prepared, request = self.prepared, self.prepared.request
-        ask = Ask(
+        ask = ParseRequest(
             prompt=prepared.prompt.text,
             continues=bool(request.continue_final_message),
             thinking=prepared.thinking,
