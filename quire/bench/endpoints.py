@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from quire.bench.datasets import Sample
-from quire.bench.http_client import Reply, Server, encode_request
+from quire.bench.http_client import Reply, ServerAddress, encode_request
 from quire.schema.errors import InputError
 
 COMPLETIONS = ("openai", "vllm")
@@ -54,7 +54,7 @@ class RequestTemplate:
             body["ignore_eos"] = True
         return body | self.sampling | self.extra_body
 
-    def encode(self, server: Server, sample: Sample, name: str) -> bytes:
+    def encode(self, server: ServerAddress, sample: Sample, name: str) -> bytes:
         headers = {"Content-Type": "application/json", "X-Request-Id": f"{self.request_id_prefix}{name}"}
         body = msgspec.json.encode(self.body(sample))
         return encode_request(server, "POST", self.endpoint, headers | self.headers, body)

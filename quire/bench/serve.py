@@ -25,7 +25,7 @@ from quire.bench.arrivals import ArrivalProcess, arrival_times
 from quire.bench.datasets import Sample, make_samples
 from quire.bench.endpoints import COMPLETIONS, MeasuredResponse, RequestTemplate, check_endpoint
 from quire.bench.flags import SAMPLING, add_serve_flags, check_dataset, dataset_options
-from quire.bench.http_client import HTTPError, Pool, Server, parse_server
+from quire.bench.http_client import HTTPError, Pool, ServerAddress, parse_server
 from quire.bench.load import Generator, TimedRequest, allow_files, run_async
 from quire.checkpoint import embedded
 from quire.checkpoint.source import locate
@@ -152,7 +152,7 @@ def read_template(args: argparse.Namespace, model: str, headers: dict[str, str])
     )
 
 
-def encode_all(template: RequestTemplate, server: Server, samples: Sequence[Sample]) -> list[TimedRequest]:
+def encode_all(template: RequestTemplate, server: ServerAddress, samples: Sequence[Sample]) -> list[TimedRequest]:
     return [TimedRequest(sample, template.encode(server, sample, str(i))) for i, sample in enumerate(samples)]
 
 

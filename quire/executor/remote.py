@@ -163,7 +163,7 @@ class RemoteExecutor:
 
     def sample(self, step: int, mask: Mask | None) -> PendingResult:
         (reply,) = self._send("sample", (step, mask), (0,))
-        return _Pending(reply)
+        return _RemoteResult(reply)
 
     def call(self, verb: str, args: list[Any], kwargs: dict[str, Any], timeout: float | None) -> list[Any]:
         try:
@@ -264,7 +264,7 @@ class RemoteExecutor:
                 joined.set_exception(self._dead)
 
 
-class _Pending:
+class _RemoteResult:
     def __init__(self, reply: Future[msgspec.Raw]) -> None:
         self._reply = reply
 

@@ -91,7 +91,7 @@ class Compiler:
         self._backends: dict[str, Backend] = {}
         self._making = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._children: list[_Child] = []
+        self._children: list[_CompilerProcess] = []
         self.num_compiled = 0
 
     def submit(self, spec: GrammarSpec) -> None:
@@ -129,7 +129,7 @@ class Compiler:
             child.kill()
 
     def _run(self) -> None:
-        child: _Child | None = None
+        child: _CompilerProcess | None = None
         while (job := self._jobs.take()) is not None:
             outcome: Outcome
             began = now()
@@ -151,13 +151,13 @@ class Compiler:
         if child is not None:
             child.kill()
 
-    def _new_child(self) -> _Child:
-        child = _Child(JobBoot(vocabulary=self.vocabulary(), memory_bytes=self.limits.memory_bytes))
+    def _new_child(self) -> _CompilerProcess:
+        child = _CompilerProcess(JobBoot(vocabulary=self.vocabulary(), memory_bytes=self.limits.memory_bytes))
         with self._lock:
             self._children.append(child)
         return child
 
-    def _compile(self, child: _Child, job: CompileJob) -> Compiled:
+    def _compile(self, child: _CompilerProcess, job: CompileJob) -> Compiled:
         """With the first backend that manages."""
         refusals: list[InputError] = []
         for name in job.spec.backends:
@@ -172,7 +172,7 @@ class Compiler:
                 log.warning("Grammar backend %s: %.200s", name, failed)
         raise refusals[0]
 
-    def _compile_with(self, name: str, child: _Child, job: CompileJob) -> Compiled:
+    def _compile_with(self, name: str, child: _CompilerProcess, job: CompileJob) -> Compiled:
         spec = job.spec
         made = child.ask(Job(backend=name), _START_SECONDS)
         if made.failed or made.refused:
@@ -240,7 +240,7 @@ def _cost(compiled: Compiled) -> int:
     return max(compiled.backend.cost(compiled.loaded), compiled.num_bytes * 3 // 2)
 
 
-class _Child:
+class _CompilerProcess:
     """A compiling process, started when it is asked something and is not there."""
 
     def __init__(self, boot: JobBoot) -> None:

@@ -104,7 +104,7 @@ class Host:
         self.status = 0
         self._number = number
         self._patience = float(state.config.shutdown_timeout)
-        self._server = _Server(_uvicorn_config(state, app, self._patience), say)
+        self._server = _ApiServer(_uvicorn_config(state, app, self._patience), say)
         self._ending: asyncio.Task[None] | None = None
 
     async def serve(self, opened: socket.socket) -> None:
@@ -153,7 +153,7 @@ class Host:
             self._server.should_exit = True
 
 
-class _Server(uvicorn.Server):
+class _ApiServer(uvicorn.Server):
     """uvicorn's server, which leaves signals to us and says when it listens."""
 
     def __init__(self, config: uvicorn.Config, say: Callable[[], None]) -> None:

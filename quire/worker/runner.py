@@ -1,7 +1,7 @@
 """ModelRunner: one step on one device. forward(plan): rows, Batch, model; sample(step, mask): logits, tokens,
 results.
 
-In: StepPlan, Mask. Out: a Pending whose result() is the StepResult. Several steps may be started before the first
+In: StepPlan, Mask. Out: a PendingStep whose result() is the StepResult. Several steps may be started before the first
 result is read: each writes its tokens into the rows, where the next one finds them.
 On a device of its own (device_inputs.py) nothing here waits for it: results are copied to pinned memory behind an
 event, and a step whose rows need only the plain choice is launched whole by forward(), as a graph where one fits.
@@ -45,7 +45,7 @@ _LOGIT_BYTES = 1 << 26  # largest temporary for the logits of prompt positions
 
 
 @dataclass
-class Pending:
+class PendingStep:
     """One step's results on their way to the host; complete once `ready` has passed (None: at once)."""
 
     plan: StepPlan
@@ -57,7 +57,7 @@ class Pending:
     failed: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     ready: torch.cuda.Event | None = None
-    further: list[Pending] = field(default_factory=list)  # of the same plan: tokens after drafts that were right
+    further: list[PendingStep] = field(default_factory=list)  # of the same plan: tokens after drafts that were right
     drafts: dict[str, list[int]] = field(default_factory=dict)
 
     def result(self) -> StepResult:
@@ -119,7 +119,7 @@ class _Flight:
     hidden: Tensor | None = None  # [T, dim]; None: a graph kept it
     logits: Tensor | None = None  # [S, V], of a graph
     logit_index: Tensor | None = None
-    pending: Pending | None = None
+    pending: PendingStep | None = None
     seconds: float = 0.0  # what forward took; the caller may do other things before it samples
 
 
@@ -213,12 +213,12 @@ class ModelRunner:
             self.sampler.plain(logits, sampled.rows, sampled.positions, out, filters=filters)
             flight.pending = self._take(flight, out)
 
-    def _take(self, flight: _Flight, result: Tensor) -> Pending:
+    def _take(self, flight: _Flight, result: Tensor) -> PendingStep:
         """result int32 [2, at least S]: tokens, and the bits of their scores."""
         host = download(result)[:, : len(flight.sample_grants)]
-        return Pending(flight.plan, flight.sample_grants, host[0], host[1].view(torch.float32))
+        return PendingStep(flight.plan, flight.sample_grants, host[0], host[1].view(torch.float32))
 
-    def sample(self, step: int, mask: Mask | None) -> Pending:
+    def sample(self, step: int, mask: Mask | None) -> PendingStep:
         """Choose the tokens of the step that was started last, which the caller names."""
         began = now()
         flight, self._flight = self._flight, None
@@ -228,7 +228,7 @@ class ModelRunner:
             raise RuntimeError(f"step {step} is to be sampled, and step {flight.plan.step} was started last")
         if flight.pending is not None and mask is not None and mask.index:
             raise RuntimeError("a mask came for a step none of whose requests asked for structured outputs")
-        pending = flight.pending or Pending(flight.plan, flight.sample_grants)
+        pending = flight.pending or PendingStep(flight.plan, flight.sample_grants)
         asked = self.sampler.rows.prompt_logprobs[: self.rows.num_rows]
         if flight.hidden is not None and any(k is not None for k in asked):
             pending.prompt = self._prompt_logprobs(flight.shape, flight.hidden)
@@ -247,7 +247,7 @@ class ModelRunner:
         return pending
 
     @torch.inference_mode()
-    def _sample_all(self, flight: _Flight, mask: Mask | None, pending: Pending) -> None:
+    def _sample_all(self, flight: _Flight, mask: Mask | None, pending: PendingStep) -> None:
         """Through the whole pipeline."""
         logits = flight.logits
         if logits is None:
@@ -273,7 +273,7 @@ class ModelRunner:
         self.drafts = Drafts(drafter, self.rows)
 
     @torch.inference_mode()
-    def _check_drafts(self, flight: _Flight, mask: Mask | None, pending: Pending, drafts: Drafts) -> None:
+    def _check_drafts(self, flight: _Flight, mask: Mask | None, pending: PendingStep, drafts: Drafts) -> None:
         """A token for every row that samples; then, where it is the row's draft, the one after it, and so on: each is
         chosen as if it were a step's only one, so nothing depends on what was drafted."""
         assert flight.hidden is not None
@@ -300,7 +300,7 @@ class ModelRunner:
                     kept.append(i)
             alive, offset = kept, offset + 1
             if alive:
-                step = Pending(flight.plan)
+                step = PendingStep(flight.plan)
                 pending.further.append(step)
         for i in flight.sample_grants:
             request_id = grants[i].request_id

@@ -78,7 +78,7 @@ class OutputConfig(BaseModel):
     format: JsonOutputFormat | None = None
 
 
-class _Prompt(BaseModel):
+class _PromptFields(BaseModel):
     """What both requests share: all that the prompt is made of."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, use_attribute_docstrings=True)
@@ -100,11 +100,11 @@ class _Prompt(BaseModel):
     """Variables of the template; needs --trust-request-chat-template."""
 
 
-class AnthropicCountTokensRequest(_Prompt):
+class AnthropicCountTokensRequest(_PromptFields):
     pass
 
 
-class AnthropicMessagesRequest(_Prompt):
+class AnthropicMessagesRequest(_PromptFields):
     max_tokens: int = Field(examples=[16])
     stop_sequences: ListOf[str] | None = None
     stream: bool | None = False

@@ -32,7 +32,7 @@ class _OutputLine(msgspec.Struct):
     response: _Response
 
 
-class _Named(msgspec.Struct):
+class _InputLine(msgspec.Struct):
     custom_id: Any = None
 
 
@@ -121,7 +121,7 @@ def read_lines(source: IO[bytes], longest: int) -> Iterator[tuple[int, bytes | N
 def custom_id_of(raw: bytes) -> str | None:
     """The name of a line, also of one that is otherwise wrong, if it has one."""
     try:
-        name = msgspec.json.decode(raw, type=_Named).custom_id
+        name = msgspec.json.decode(raw, type=_InputLine).custom_id
     except (msgspec.MsgspecError, RecursionError):
         return None
     return name if isinstance(name, str) else None

@@ -73,7 +73,7 @@ def check_reasoning(state: ServerState, param: str) -> None:
         raise InputError(f"{param}: this server has no reasoning parser (--reasoning-parser)", param=param)
 
 
-class _Settled(NamedTuple):
+class _ChatSettings(NamedTuple):
     """What a chat request asks, all but its prompt."""
 
     request: ChatRequest
@@ -83,7 +83,7 @@ class _Settled(NamedTuple):
     params: SamplingParams
 
 
-def _settle(state: ServerState, request: ChatRequest) -> _Settled:
+def _settle(state: ServerState, request: ChatRequest) -> _ChatSettings:
     check_request(request, state.options, 1)
     check_chat(request, state.options)
     tools = read_tool_use(request, state.options)
@@ -100,7 +100,7 @@ def _settle(state: ServerState, request: ChatRequest) -> _Settled:
     params = sampling_params(request, state, max_tokens=most, **further)
     if (held := _held_to(state, tools, params)) is not None:
         params = replace(params, structured_outputs=held)
-    return _Settled(request, tools, opens, asked, params)
+    return _ChatSettings(request, tools, opens, asked, params)
 
 
 async def prepare_chat(

@@ -49,7 +49,7 @@ def tags_of(reasoning: Any, tokenizer: Any) -> ReasoningFormat:
     return ReasoningFormat((start,), (end,), inside=True) if start and end else ReasoningFormat()
 
 
-class Named(dict[str, Any]):
+class AttributeDict(dict[str, Any]):
     """A tool of a request, or its function, whose entries are attributes too: so plug-ins read them."""
 
     def __getattr__(self, name: str) -> Any:
@@ -73,7 +73,9 @@ def _shown(request: Any) -> Any:
         return request
     shown = copy.copy(request)
     shown.tools = [
-        Named({key: Named(value) if isinstance(value, Mapping) else value for key, value in tool.items()})
+        AttributeDict(
+            {key: AttributeDict(value) if isinstance(value, Mapping) else value for key, value in tool.items()}
+        )
         for tool in tools
     ]
     return shown
