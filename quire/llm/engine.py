@@ -108,13 +108,13 @@ class Front:
         """Check and tokenize; nothing is in flight yet."""
         return self.inputs.process(request_id, prompt, params, options)
 
-    def submit(self, asked: Iterable[PreparedRequest]) -> None:
+    def submit(self, requests: Iterable[PreparedRequest]) -> None:
         """All of them, or none if one is refused."""
         if self.client.dead is not None:
             raise EngineDeadError(self.client.dead.reason)
         added: list[PreparedRequest] = []
         try:
-            for one in asked:
+            for one in requests:
                 self.outputs.add(one)
                 added.append(one)
             self.client.submit([request for one in added for request in one.requests])
@@ -255,9 +255,9 @@ class LLMEngine:
         )
         self.add([self.front.prepare(request_id, prompt, params, options)])
 
-    def add(self, asked: Iterable[PreparedRequest]) -> None:
+    def add(self, requests: Iterable[PreparedRequest]) -> None:
         """Requests that are prepared already: all of them, or none."""
-        self.front.submit(asked)
+        self.front.submit(requests)
 
     def step(self) -> list[RequestOutput]:
         """One turn of the engine (in a process of its own: its next news). A request that fails alone is raised."""

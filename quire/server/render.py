@@ -51,14 +51,14 @@ async def render_chat_completion(call: HttpCall, request: ChatRequest) -> None:
     prepared = await prepare_chat(call, request)
     public_id = f"chatcmpl-{call.request_id(request.request_id)}"
     special = bool(prepared.request.add_special_tokens)
-    asked = await prepare_requests(
+    requests = await prepare_requests(
         call, prepared.request, public_id, [prepared.prompt], prepared.params, add_special_tokens=special,
         most=prepared.most,
     )  # fmt: skip
-    (rendered,) = await call.apart(_rendered, state, asked, request, public_id)
+    (rendered,) = await call.apart(_rendered, state, requests, request, public_id)
     if request.return_assistant_tokens_mask:
         places = await _answers_in(call, request, prepared)
-        rendered["assistant_tokens_mask"] = await call.apart(_mask, state, asked[0], request, places)
+        rendered["assistant_tokens_mask"] = await call.apart(_mask, state, requests[0], request, places)
     await call.reply(encode(rendered))
 
 
@@ -94,21 +94,21 @@ async def render_completion(call: HttpCall, request: CompletionRequest) -> None:
     state.served.check(request.model)
     ready = await call.apart(prepare_completion, state, request)
     public_id = f"cmpl-{call.request_id(request.request_id)}"
-    asked = await prepare_requests(
+    requests = await prepare_requests(
         call, request, public_id, ready.prompts, ready.params, add_special_tokens=ready.special, most=ready.most
     )
-    await call.reply(encode(await call.apart(_rendered, state, asked, request, public_id)))
+    await call.reply(encode(await call.apart(_rendered, state, requests, request, public_id)))
 
 
 def _rendered(
-    state: ServerState, asked: Sequence[PreparedRequest], request: GenerateRequest, public_id: str
+    state: ServerState, requests: Sequence[PreparedRequest], request: GenerateRequest, public_id: str
 ) -> list[dict[str, Any]]:
     if request.use_beam_search:
         raise InputError("use_beam_search: a search is many requests, and has no form of one", param="use_beam_search")
     streaming = None if request.stream_options is None else request.stream_options.model_dump()
     return [
         {
-            "request_id": public_id if len(asked) == 1 else f"{public_id}-{index}",
+            "request_id": public_id if len(requests) == 1 else f"{public_id}-{index}",
             "token_ids": one.token_ids,
             "sampling_params": _shown(one.params, one.requests[0].max_tokens),
             "model": state.served.name,
@@ -121,7 +121,7 @@ def _rendered(
             "assistant_tokens_mask": None,
             "kv_transfer_params": None,
         }
-        for index, one in enumerate(asked)
+        for index, one in enumerate(requests)
     ]
 
 

@@ -65,7 +65,7 @@ class ChatAnswer:
         self._request = request = chat.prepared.request
         self._role = chat.role
         self._forced = bool(chat.prepared.tools.forced)  # one function was named: its call is the answer
-        self._asked = chat.opened.asked[0]
+        self._prepared = chat.opened.requests[0]
         self._state = state = chat.state
         self._public_id, self._opened = public_id, chat.opened
         self._envelope = Envelope(state, request, chat.opened, public_id, "chat.completion.chunk")
@@ -107,8 +107,8 @@ class ChatAnswer:
             "finish_reason": None,
         }
         told = {
-            "prompt_token_ids": self._asked.token_ids if request.return_token_ids else None,
-            "prompt_text": self._asked.text if request.return_prompt_text else None,
+            "prompt_token_ids": self._prepared.token_ids if request.return_token_ids else None,
+            "prompt_text": self._prepared.text if request.return_prompt_text else None,
         }
         event = self._envelope.head + encode(fields) + b"]" + self._usage(choice) + b"," + encode(told)[1:] + b"\n\n"
         if self._echo:
@@ -150,7 +150,7 @@ class ChatAnswer:
     def whole(self, results: dict[str, RequestOutput]) -> bytes:
         request = self._request
         envelope = Envelope(self._state, request, self._opened, self._public_id, "chat.completion")
-        result = results[self._asked.request_id]
+        result = results[self._prepared.request_id]
         envelope.note_cached(result.request_id, result.num_cached_tokens)
         shown = [self._message(output) for output in sorted(result.outputs, key=lambda one: one.index)]
         wanted = request.prompt_logprobs is not None
@@ -159,7 +159,7 @@ class ChatAnswer:
             sum(choice.num_tokens for choice in self._choices),
             prompt_logprobs=prompt_logprobs(result.prompt_logprobs) if wanted else None,
             prompt_token_ids=result.prompt_token_ids if request.return_token_ids else None,
-            prompt_text=self._asked.text if request.return_prompt_text else None,
+            prompt_text=self._prepared.text if request.return_prompt_text else None,
         )
 
     def _message(self, output: CompletionOutput) -> dict[str, Any]:

@@ -71,8 +71,8 @@ def _each(request: BatchChatRequest) -> list[ChatRequest]:
 
 def _alone(opened: Opened, index: int) -> Opened:
     """One conversation's part of what runs."""
-    asked = opened.asked[index]
-    return Opened(opened.flow, (asked,), {asked.request_id: 0})
+    prepared = opened.requests[index]
+    return Opened(opened.flow, (prepared,), {prepared.request_id: 0})
 
 
 def _joined(answers: list[dict[str, Any]]) -> bytes:

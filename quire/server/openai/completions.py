@@ -124,7 +124,7 @@ class CompletionAnswer:
         as_ids = request.return_tokens_as_token_ids
         as_ids = state.options.return_tokens_as_token_ids if as_ids is None else as_ids
         self._names = TokenNames(state.engine.tokenizer, as_ids=as_ids)
-        total = len(opened.asked) * self._n
+        total = len(opened.requests) * self._n
         self._choices = [_CompletionChoiceStream(index, self._envelope.head) for index in range(total)]
         self._echoes: list[str] = []
         self._with_logprobs = request.logprobs is not None or bool(request.logprob_token_ids)
@@ -135,7 +135,7 @@ class CompletionAnswer:
 
     def find_echoes(self) -> None:
         """Before the first result, where prompts are to be shown."""
-        self._echoes = [self._echo_of(one) for one in self._opened.asked]
+        self._echoes = [self._echo_of(one) for one in self._opened.requests]
 
     # ---- streamed ----------------------------------------------------------------------------------------------
 
@@ -198,12 +198,12 @@ class CompletionAnswer:
 
     def whole(self, results: dict[str, RequestOutput]) -> bytes:
         shown = []
-        for asked in self._opened.asked:
-            result = results[asked.request_id]
-            self._envelope.note_cached(asked.request_id, result.num_cached_tokens)
+        for prepared in self._opened.requests:
+            result = results[prepared.request_id]
+            self._envelope.note_cached(prepared.request_id, result.num_cached_tokens)
             if self._needs_prompt:
-                self._prompts[asked.request_id] = result.prompt_logprobs or ()
-            first = self._opened.indices[asked.request_id] * self._n
+                self._prompts[prepared.request_id] = result.prompt_logprobs or ()
+            first = self._opened.indices[prepared.request_id] * self._n
             for output in sorted(result.outputs, key=lambda one: one.index):
                 shown.append(self._choice(self._choices[first + output.index], result, output))
         return self._envelope.whole(shown, sum(choice.num_tokens for choice in self._choices))
@@ -251,9 +251,9 @@ class CompletionAnswer:
             "routed_experts": None,
         }
 
-    def _echo_of(self, asked: PreparedRequest) -> str:
+    def _echo_of(self, prepared: PreparedRequest) -> str:
         """The prompt as it was given, unless only a part of it was used; of ids the whole text, as `tokens` has it."""
-        if asked.text is not None and self._request.truncate_prompt_tokens is None:
-            return asked.text
+        if prepared.text is not None and self._request.truncate_prompt_tokens is None:
+            return prepared.text
         tokenizer = self._state.engine.tokenizer
-        return "" if tokenizer is None else tokenizer.decode(asked.token_ids, skip_special_tokens=False)
+        return "" if tokenizer is None else tokenizer.decode(prepared.token_ids, skip_special_tokens=False)

@@ -46,12 +46,12 @@ class Opened:
     """The requests of one call: one per prompt, in order."""
 
     flow: Flow | BeamFlow
-    asked: tuple[PreparedRequest, ...]
+    requests: tuple[PreparedRequest, ...]
     indices: dict[str, int]  # engine's request id -> which prompt
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(len(one.token_ids) for one in self.asked)
+        return sum(len(one.token_ids) for one in self.requests)
 
 
 def sampling_params(
@@ -136,16 +136,16 @@ async def open_requests(
 ) -> Opened:  # fmt: skip
     """Check and tokenize every prompt, then submit them all. `most`: a max_tokens the client itself asked for."""
     with renamed({} if params.structured_outputs is None else {"structured_outputs": form_name(request)}):
-        asked = await prepare_requests(
+        requests = await prepare_requests(
             call, request, public_id, prompts, params, add_special_tokens=add_special_tokens, most=most,
             continues=continues, thinking=thinking,
         )  # fmt: skip
     if request.use_beam_search:
         options = Options(priority=request.priority or 0, trace_headers=call.trace_headers())
-        flow: Flow | BeamFlow = open_beams(call.state, request, asked, options)
+        flow: Flow | BeamFlow = open_beams(call.state, request, requests, options)
     else:
-        flow = call.state.engine.open(asked)
-    return Opened(flow, tuple(asked), {one.request_id: index for index, one in enumerate(asked)})
+        flow = call.state.engine.open(requests)
+    return Opened(flow, tuple(requests), {one.request_id: index for index, one in enumerate(requests)})
 
 
 async def prepare_requests(
@@ -177,21 +177,21 @@ async def prepare_requests(
 
     def prepare_all() -> list[PreparedRequest]:
         check_bytes(prompts, params, request.cache_salt, state.options)
-        asked: list[PreparedRequest] = []
+        requests: list[PreparedRequest] = []
         for index, prompt in enumerate(prompts):
             name = own if len(prompts) == 1 else f"{own}-{index}"
-            chosen = msgspec.structs.replace(options[index], like=asked[0]) if asked else options[index]
+            chosen = msgspec.structs.replace(options[index], like=requests[0]) if requests else options[index]
             salted = msgspec.structs.replace(prompt, cache_salt=salt)
-            asked.append(engine.front.prepare(name, salted, params, chosen))
-            _check_room(asked[-1], most, state.served.max_model_len)
-        check_logprobs(asked, engine.front.inputs.vocab_size, state.options)
-        return asked
+            requests.append(engine.front.prepare(name, salted, params, chosen))
+            _check_room(requests[-1], most, state.served.max_model_len)
+        check_logprobs(requests, engine.front.inputs.vocab_size, state.options)
+        return requests
 
     return await engine.read(size_of(prompts, params), prepare_all)
 
 
-def _check_room(asked: PreparedRequest, most: int | None, max_model_len: int) -> None:
-    tokens = len(asked.token_ids)
+def _check_room(prepared: PreparedRequest, most: int | None, max_model_len: int) -> None:
+    tokens = len(prepared.token_ids)
     if most is not None and tokens + most > max_model_len:
         raise InputError(
             f"This model's maximum context length is {max_model_len} tokens. However, you requested {most} output "

@@ -80,9 +80,9 @@ async def score_items(call: HttpCall, request: GenerativeScoringRequest) -> None
         results = await fold(call, flow)
     data = [
         {"index": index, "object": "score", "score": _score(results[one.request_id], request)}
-        for index, one in enumerate(opened.asked)
+        for index, one in enumerate(opened.requests)
     ]
-    tokens = sum(len(one.token_ids) for one in opened.asked)
+    tokens = sum(len(one.token_ids) for one in opened.requests)
     usage = {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
     found = {"id": public_id, "object": "list", "created": int(time.time()), "model": state.served.name, "data": data,
              "usage": usage}  # fmt: skip
