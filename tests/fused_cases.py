@@ -13,7 +13,7 @@ from quire.ops import moe as moe_ops
 from quire.ops import norm as norm_ops
 from quire.ops import rope as rope_ops
 from quire.ops import sample as sample_ops
-from quire.ops.parts import Parts
+from quire.ops.parts import PartialSums
 from quire.ops.qkv import QkvPrep
 from quire.ops.qkv import prepare_qkv as prepare_reference
 from quire.ops.triton import act, few, moe, moe_many, norm, rope, sample
@@ -69,7 +69,7 @@ def check_norms(device, dtype, tokens, width, seed=0):
     close(found, wanted, dtype)
     assert torch.equal(total, sums) and total.data_ptr() == stream.data_ptr()
     for count in (1, 3):
-        parts = Parts(draw.normal(count, tokens, width, dtype=torch.float32), dtype)
+        parts = PartialSums(draw.normal(count, tokens, width, dtype=torch.float32), dtype)
         found, total = norm.add_rms_norm(x.clone(), parts, weight, 1e-6)
         wanted, sums = norm_ops.add_rms_norm(x, parts, weight, 1e-6)
         close(found, wanted, dtype)
@@ -122,7 +122,7 @@ def check_prepare(device, dtype, tokens, heads, kv_heads, size, dim, *, pairs, q
     close(rope.prepare_qkv(untouched, prep, keys, values, slots), wanted, dtype)
     assert torch.equal(untouched, qkv)
     share = torch.rand(qkv.shape, generator=draw.dice).to(device)
-    parts = Parts(torch.stack((qkv.float() * share, qkv.float() * (1 - share))), dtype)
+    parts = PartialSums(torch.stack((qkv.float() * share, qkv.float() * (1 - share))), dtype)
     memory.fill_(torch.nan)
     close(rope.prepare_qkv(parts, prep, keys, values, slots), wanted, dtype)
     written = ~memory[:, :, :, :, 0].isnan()
@@ -197,7 +197,7 @@ def check_many(device, dtype, tokens, experts, top_k, dim, ffn, first, second, *
     b1, b2 = (draw.normal(experts, 2 * ffn), draw.normal(experts, dim)) if bias else (None, None)
     _, index = moe_ops.route(draw.normal(tokens, experts, dtype=torch.float32, scale=2.0), top_k)
     tiles, pairs, silu = moe.sort_pairs(index, experts, first.bm), tokens * top_k, (act.SILU, 0.0, 0.0)
-    plain = moe.Config(first.bm, 32, 32, 4, 2)
+    plain = moe.MoeTileConfig(first.bm, 32, 32, 4, 2)
     h = moe_many.product(x, w1, b1, tiles[:4], top_k, pairs=pairs, act=silu, config=first)
     close(h, moe.product(x, w1, b1, tiles, top_k, plain, pairs=pairs, first=True, act=silu), dtype)
     y = moe_many.product(h, w2, b2, tiles[:4], top_k, pairs=pairs, act=None, config=second)

@@ -18,7 +18,7 @@ from quire.base import env
 from quire.base.unread import UNREAD
 from quire.config.args import AsyncOptions
 from quire.config.engine import EngineConfig
-from quire.config.option import INERT, LATER, READY, Declared, declarations, limits, parts
+from quire.config.option import INERT, LATER, READY, OptionField, declarations, limits, parts
 from quire.config.server import ServerConfig
 from quire.config.table import group_of
 from quire.config.unavailable import all_rows
@@ -33,7 +33,7 @@ _WORDS = {
 
 class Row(NamedTuple):
     name: str  # how it is written
-    declared: Declared
+    declared: OptionField
     later: bool  # the mapping it is a key of cannot be given yet
 
     @property
@@ -98,7 +98,7 @@ def _walk(group: type[Any], mapping: str, later: bool) -> Iterator[tuple[str, st
             yield from _walk(inner, names.get(field.name, ""), unmade)
 
 
-def _name(mine: Declared, mapping: str) -> str:
+def _name(mine: OptionField, mapping: str) -> str:
     """How a user writes it; '' if it can only be set in Python, on the group itself."""
     if mine.option.flat:
         return mine.option.name or mine.field

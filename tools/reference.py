@@ -23,7 +23,7 @@ from quire.cli.main import COMMANDS
 from quire.config import EngineArgs, FlexibleArgumentParser
 from quire.config.flags import add_flags
 from quire.config.server import flats
-from quire.observe.declared import TABLE, Declared, http_table
+from quire.observe.declared import TABLE, MetricDeclaration, http_table
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 
@@ -61,7 +61,7 @@ def metrics() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _table(entries: tuple[Declared, ...], *, values: bool = True) -> list[str]:
+def _table(entries: tuple[MetricDeclaration, ...], *, values: bool = True) -> list[str]:
     lines = ["| metric | kind | further labels | meaning |", "|---|---|---|---|"]
     for entry in entries:
         labels = ", ".join(f"`{label}`" for label in entry.labels)

@@ -31,7 +31,7 @@ from quire.base import env, log
 from quire.base.unread import UNREAD
 from quire.cli.serve import make_parser, options_of
 from quire.config import AsyncEngineArgs, UsageContext
-from quire.config.option import Declared, parts, same
+from quire.config.option import OptionField, parts, same
 from quire.config.server import flats
 from quire.config.table import group_of, table
 from quire.llm.online import AsyncLLM
@@ -105,12 +105,12 @@ class Found(NamedTuple):
     words: str = ""
 
 
-def declared_flags() -> dict[str, Declared]:
+def declared_flags() -> dict[str, OptionField]:
     rows = [*table().values(), *flats()]
     return {row.name.replace("_", "-"): row.declared for row in rows}
 
 
-def other_values(name: str, declared: Declared | None, folder: str) -> Iterator[tuple[str, ...]]:
+def other_values(name: str, declared: OptionField | None, folder: str) -> Iterator[tuple[str, ...]]:
     """Words to write after the flag; () for a switch. The first that the flag's own checks take is used."""
     if name in _VALUES:
         yield tuple(word.format(folder=folder) for word in _VALUES[name])
@@ -165,7 +165,7 @@ def start(words: list[str], folder: str) -> list[str]:
     return [line for line in told if "have no effect here" in line]
 
 
-def try_flag(name: str, declared: Declared | None, folder: str) -> Found:
+def try_flag(name: str, declared: OptionField | None, folder: str) -> Found:
     last = Found(name, "", FAILED, "no value could be made")
     for value in other_values(name, declared, folder):
         shown = " ".join(value).replace(folder, "FOLDER")

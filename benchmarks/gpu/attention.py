@@ -22,7 +22,7 @@ from quire.attention.library import Library
 from quire.attention.triton import TritonAttention, choose_tiles
 from quire.base import registry
 from quire.layers.batch import GroupStep
-from quire.ops.triton.attention import Tiles
+from quire.ops.triton.attention import AttentionTile
 from quire.schema.kv import KVGroup, KVKind, KVSpec
 from tests.attention_case import RULES, Case
 
@@ -35,7 +35,9 @@ DEVICE = torch.device("cuda")
 class Tuned(TritonAttention):
     """With tile shapes given from outside, a number of parts against the default, and no library unless asked for."""
 
-    def __init__(self, waves: float = 1.0, library: Library | None = None, fixed: bool = False, **tiles: Tiles) -> None:
+    def __init__(
+        self, waves: float = 1.0, library: Library | None = None, fixed: bool = False, **tiles: AttentionTile
+    ) -> None:
         super().__init__(fixed=fixed, library=library)
         self.library, self.waves, self.given = library, waves, tiles
 

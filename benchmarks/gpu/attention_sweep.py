@@ -20,14 +20,14 @@ import torch
 
 from benchmarks.gpu.attention import DEVICE, MODELS, Bench, Tuned, attempt, timed
 from quire.attention.library import Dense, dense_attention
-from quire.ops.triton.attention import Tiles
+from quire.ops.triton.attention import AttentionTile
 
 PROCESSES = 14
 
 
 class Variant(NamedTuple):
     page: int
-    tiles: dict[str, Tiles]  # by their name in a TileSet
+    tiles: dict[str, AttentionTile]  # by their name in a TileSet
     waves: float = 1.0  # of parts, against the default
 
     def backend(self) -> Tuned:
@@ -65,16 +65,16 @@ def decodes(model: str, rows: int, context: int, *, shared: bool = False) -> Sha
 
 
 def many(*shape: int, page: int = 64, tma: bool = True, ahead: bool = False, max_regs: int | None = None) -> Variant:
-    return Variant(page, {"many": Tiles(*shape, True, ahead, tma, max_regs)})  # type: ignore[call-arg, arg-type]
+    return Variant(page, {"many": AttentionTile(*shape, True, ahead, tma, max_regs)})  # type: ignore[call-arg, arg-type]
 
 
 def few(*shape: int, pages: tuple[int, ...] = (64,), waves: tuple[float, ...] = (1.0,)) -> list[Variant]:
-    tiles = Tiles(*shape)  # type: ignore[arg-type]
+    tiles = AttentionTile(*shape)  # type: ignore[arg-type]
     return [Variant(page, {"few": tiles, "crowd": tiles}, wave) for page in pages for wave in waves]
 
 
 def shared(*shape: int, page: int = 64, tma: bool = True, ahead: bool = False) -> Variant:
-    return Variant(page, {"shared": Tiles(*shape, False, ahead, tma)})  # type: ignore[call-arg, arg-type]
+    return Variant(page, {"shared": AttentionTile(*shape, False, ahead, tma)})  # type: ignore[call-arg, arg-type]
 
 
 PROMPT_TILES = [

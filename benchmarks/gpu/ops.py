@@ -182,8 +182,10 @@ def experts(sweep: bool) -> Iterator[Line]:
             yield _layer(mixture, tokens, configs, check=configs is chosen and tokens <= 1024)
 
 
-def _others(chosen: tuple[moe.Config, moe.Config], tokens: int) -> Iterator[tuple[moe.Config, moe.Config]]:
-    config = moe.Config
+def _others(
+    chosen: tuple[moe.MoeTileConfig, moe.MoeTileConfig], tokens: int
+) -> Iterator[tuple[moe.MoeTileConfig, moe.MoeTileConfig]]:
+    config = moe.MoeTileConfig
     if tokens <= 128:
         tries = [
             (config(16, bn, bk, warps, stages), config(16, 2 * bn, bk, warps, stages))
@@ -211,7 +213,7 @@ def _others(chosen: tuple[moe.Config, moe.Config], tokens: int) -> Iterator[tupl
     return (pair for pair in tries if pair != chosen)
 
 
-def _layer(mixture: Mixture, tokens: int, configs: tuple[moe.Config, moe.Config], *, check: bool) -> Line:
+def _layer(mixture: Mixture, tokens: int, configs: tuple[moe.MoeTileConfig, moe.MoeTileConfig], *, check: bool) -> Line:
     form = act.gated_form(act.SILU)
     w1, w2, top_k = mixture
 

@@ -143,7 +143,7 @@ def inputs_of(shape: Product, rows: int, count: int) -> list[tuple[Tensor, Tenso
 SILU = (act.SILU, 0.0, 0.0)
 
 
-def fused(shape: Product, given: tuple, config: few.Config | None = None, early: bool = False) -> Tensor:
+def fused(shape: Product, given: tuple, config: few.FewRowsConfig | None = None, early: bool = False) -> Tensor:
     x, weight, rule, stream = given
     return few.few_linear(
         x, weight, norm=rule, act=SILU if shape.gated else None, stream=stream, config=config, early=early
@@ -166,7 +166,7 @@ def sweep_few(rows_list: Sequence[int], models: Sequence[str]) -> Iterator[str]:
         for shape in SHAPES[model]:
             weight_bytes = 2.0 * shape.n * shape.k * (2 if shape.gated else 1)
             given = inputs_of(shape, rows, sets_for(weight_bytes))
-            configs = [few.Config(*c) for c in FEW if c[1] <= 2 * shape.k]
+            configs = [few.FewRowsConfig(*c) for c in FEW if c[1] <= 2 * shape.k]
             if shape.gated:
                 configs = [c for c in configs if c.bn * c.bk <= 8192]
             if rows > 1:
@@ -182,7 +182,7 @@ def sweep_few(rows_list: Sequence[int], models: Sequence[str]) -> Iterator[str]:
             given.clear()
 
 
-def few_tries(shape: Product, given: list, configs: list[few.Config]) -> dict[Any, Callable[[int], object]]:
+def few_tries(shape: Product, given: list, configs: list[few.FewRowsConfig]) -> dict[Any, Callable[[int], object]]:
     tries: dict[Any, Callable[[int], object]] = {
         "library": lambda i: F.linear(given[i][0], given[i][1]), "plain": lambda i: plain(shape, given[i]),
     }  # fmt: skip
@@ -222,9 +222,9 @@ def sweep_chain(rows_list: Sequence[int], models: Sequence[str]) -> Iterator[str
 EXPERTS, TOP_K, DIM, FFN = 128, 8, 2048, 768
 
 
-def tiles_for(tokens: int) -> tuple[list[moe.Config], list[moe.Config]]:
+def tiles_for(tokens: int) -> tuple[list[moe.MoeTileConfig], list[moe.MoeTileConfig]]:
     """Candidates of the first and the second product."""
-    c = moe.Config
+    c = moe.MoeTileConfig
     if tokens <= 64:
         first = [c(16, bn, bk, warps, stages) for bn, bk, warps, stages in (
             (32, 128, 4, 4), (32, 128, 4, 3), (32, 64, 4, 6), (32, 256, 4, 3), (64, 64, 4, 5), (64, 128, 4, 3),
@@ -274,11 +274,11 @@ def mixed_inputs(tokens: int, w1: Tensor, w2: Tensor) -> Mixed:
     return Mixed(rand(tokens, DIM), rand(tokens * TOP_K, FFN), weights, index, w1, w2)
 
 
-def first_product(given: Mixed, config: moe.Config, tiles: moe.Tiles) -> Tensor:
+def first_product(given: Mixed, config: moe.MoeTileConfig, tiles: moe.ExpertTiles) -> Tensor:
     return moe.product(given.x, given.w1, None, tiles, TOP_K, config, pairs=len(given.h), first=True, act=SILU)
 
 
-def second_product(given: Mixed, config: moe.Config, tiles: moe.Tiles) -> Tensor:
+def second_product(given: Mixed, config: moe.MoeTileConfig, tiles: moe.ExpertTiles) -> Tensor:
     return moe.product(given.h, given.w2, None, tiles, TOP_K, config, pairs=len(given.h), first=False)
 
 
@@ -328,7 +328,7 @@ def sweep_mixture(tokens: int, sets: list[Mixed]) -> Iterator[str]:
 
 def sweep_few_tokens(tokens: int, sets: list[Mixed]) -> Iterator[str]:
     """Every pair for itself, on the plain units."""
-    config, size = moe_few.FewConfig, 2.0 * tokens * TOP_K * DIM * FFN
+    config, size = moe_few.MoeFewConfig, 2.0 * tokens * TOP_K * DIM * FFN
     shapes = [(2, 1024, 4), (4, 1024, 4), (8, 1024, 4), (4, 2048, 4), (4, 2048, 8), (2, 2048, 4), (8, 512, 4),
               (4, 512, 4), (4, 512, 2), (2, 1024, 2), (8, 1024, 8)]  # fmt: skip
     ups: dict[Any, Callable[[int], object]] = {
@@ -353,9 +353,9 @@ def sweep_few_tokens(tokens: int, sets: list[Mixed]) -> Iterator[str]:
     yield best_of(f"moe {tokens} tokens down, each", downs, len(sets), size)
 
 
-def sweep_many_tokens(tokens: int, sets: list[Mixed], tiles: dict[int, list[moe.Tiles]]) -> Iterator[str]:
+def sweep_many_tokens(tokens: int, sets: list[Mixed], tiles: dict[int, list[moe.ExpertTiles]]) -> Iterator[str]:
     """Tiles read by the copy engine."""
-    c = moe_many.ManyConfig
+    c = moe_many.MoeManyConfig
     shapes = [(128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (64, 128, 64, 4, 3), (64, 128, 64, 8, 4)]
     ways = [(8, True, True), (8, True, False), (8, False, False), (16, True, True), (4, True, True)]
     firsts = [c(*shape, *way) for shape, way in itertools.product(shapes, ways) if way[0] == 8 or shape[0] == 128]
@@ -363,12 +363,12 @@ def sweep_many_tokens(tokens: int, sets: list[Mixed], tiles: dict[int, list[moe.
     seconds = [c(*shape, *way) for shape, way in itertools.product(shapes, ways) if way[0] == 8 or shape[0] == 128]
     pairs = tokens * TOP_K
 
-    def first(config: moe_many.ManyConfig, i: int) -> Tensor:
+    def first(config: moe_many.MoeManyConfig, i: int) -> Tensor:
         given = sets[i]
         order = tiles[config.bm][i][:4]
         return moe_many.product(given.x, given.w1, None, order, TOP_K, pairs=pairs, act=SILU, config=config)
 
-    def second(config: moe_many.ManyConfig, i: int) -> Tensor:
+    def second(config: moe_many.MoeManyConfig, i: int) -> Tensor:
         given = sets[i]
         order = tiles[config.bm][i][:4]
         return moe_many.product(given.h, given.w2, None, order, TOP_K, pairs=pairs, act=None, config=config)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 
 from quire.base.registry import Registry
 from quire.text.parse.base import CallDelta, Delta, OutputParser, fold
-from quire.text.parse.choose import Ask, ParserChoice
+from quire.text.parse.choose import ParserChoice, ParseRequest
 from quire.text.parse.reasoning import ReasoningFormat, is_reasoning_end
 from quire.text.parse.registry import REASONING_PARSERS, TOOL_PARSERS, load_plugin
 from quire.text.parse.tools.hf import FromTokenizer
@@ -323,7 +323,7 @@ class QuireReasoning(ReasoningParser):
             said = _thinking(request.chat_template_kwargs)
         except AttributeError:
             said = None
-        ask = Ask(prompt=self.FORMAT.start[0] if inside else None, thinking=thinking if said is None else said)
+        ask = ParseRequest(prompt=self.FORMAT.start[0] if inside else None, thinking=thinking if said is None else said)
         return ParserChoice(None, self.FORMAT).parser(ask)
 
 
@@ -362,7 +362,7 @@ def _parser(form: Any, request: Any, own: Any) -> OutputParser:
     except AttributeError:
         given = own
     tools = [tool if isinstance(tool, dict) else tool.model_dump() for tool in given or ()]
-    return ParserChoice(form).parser(Ask(tools=tools or [{}]))
+    return ParserChoice(form).parser(ParseRequest(tools=tools or [{}]))
 
 
 def _message(deltas: Sequence[Delta]) -> DeltaMessage | None:

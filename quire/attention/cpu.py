@@ -85,7 +85,7 @@ class Pack:
 
 
 @dataclass
-class Tile:
+class QueryTile:
     """Queries [start, stop) of a chunk row, over keys [first, last) counted from the row's first gathered key."""
 
     start: int
@@ -95,17 +95,17 @@ class Tile:
 
 
 @dataclass
-class Chunk:
+class PrefillChunk:
     """One row with several queries. `slots` None: fresh, its keys are the step's own."""
 
     begin: int  # first token in the step
     end: int
     slots: Tensor | None
     plain: bool  # fresh and nothing but causality hides a key: one call without a mask
-    tiles: list[Tile] = field(default_factory=list)
+    tiles: list[QueryTile] = field(default_factory=list)
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """What one layer asks of the plan."""
 
     q: Tensor
@@ -157,7 +157,7 @@ class CpuPlan:
         self.num_tokens = sum(step.query_lens)
         self._tables = step.block_tables.long()
         self.packs: list[Pack] = []
-        self.chunks: list[Chunk] = []
+        self.chunks: list[PrefillChunk] = []
         self._cut(step)
 
     # --- planning: once per step ---------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class CpuPlan:
         tokens = None if whole else torch.tensor([token for _, _, token in rows])
         return Pack(tokens, slots, keys, width, ragged=int(keys.min()) < width)
 
-    def _chunk(self, row: int, token: int, count: int, context: int) -> Chunk:
+    def _chunk(self, row: int, token: int, count: int, context: int) -> PrefillChunk:
         start = context - count
         if self.fixed:
             return self._fixed_chunk(row, token, count, context)
@@ -209,9 +209,9 @@ class CpuPlan:
             blocks = self._tables[row, positions // self.block_size]
             slots = blocks.mul_(self.block_size).add_(positions % self.block_size)
         open_ = not (self.window and context > self.window) and not (self.chunk and context > self.chunk)
-        return Chunk(token, token + count, slots, fresh and open_, list(self._tiles(start, context, base)))
+        return PrefillChunk(token, token + count, slots, fresh and open_, list(self._tiles(start, context, base)))
 
-    def _fixed_chunk(self, row: int, token: int, count: int, context: int) -> Chunk:
+    def _fixed_chunk(self, row: int, token: int, count: int, context: int) -> PrefillChunk:
         """Whole tiles around the queries; keys that are not there repeat one that is, and no query sees them."""
         start = context - count
         borders = [self._border(start)]
@@ -222,8 +222,8 @@ class CpuPlan:
         positions = torch.arange(base, high).clamp_(self._first_key(start), context - 1)
         blocks = self._tables[row, positions // self.block_size]
         slots = blocks.mul_(self.block_size).add_(positions % self.block_size)
-        tiles = [Tile(a - start, b - start, self._first_key(a) - base, b - base) for a, b in pairwise(borders)]
-        return Chunk(token, token + count, slots, False, tiles)
+        tiles = [QueryTile(a - start, b - start, self._first_key(a) - base, b - base) for a, b in pairwise(borders)]
+        return PrefillChunk(token, token + count, slots, False, tiles)
 
     def _border(self, position: int) -> int:
         """Where the tile that holds `position` begins: a multiple of FIXED_TILE, or the begin of an attention chunk."""
@@ -235,12 +235,12 @@ class CpuPlan:
         tile = (position // FIXED_TILE + 1) * FIXED_TILE
         return min(tile, (position // self.chunk + 1) * self.chunk) if self.chunk else tile
 
-    def _tiles(self, start: int, context: int, base: int) -> Iterator[Tile]:
+    def _tiles(self, start: int, context: int, base: int) -> Iterator[QueryTile]:
         """Tiles never cross a chunk border, so that one band fits all queries of a tile."""
         at = start
         while at < context:
             stop = min(at + TILE, context, (at // self.chunk + 1) * self.chunk if self.chunk else context)
-            yield Tile(at - start, stop - start, self._first_key(at) - base, stop - base)
+            yield QueryTile(at - start, stop - start, self._first_key(at) - base, stop - base)
             at = stop
 
     # --- running: once per layer -----------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class CpuPlan:
         if not isinstance(cache, CpuCache):
             raise ConfigError(f"the CPU attention plan was given a cache of type {type(cache).__name__}")
         _write(cache.rows, self.slots, k, v)
-        call = Call(q, k, v, cache, v_size or cache.value_size, alibi, sinks, scale, softcap)
+        call = AttentionCall(q, k, v, cache, v_size or cache.value_size, alibi, sinks, scale, softcap)
         if len(self.packs) == 1 and self.packs[0].tokens is None:
             return self._run_pack(self.packs[0], call, q)
         out = torch.empty((q.shape[0], q.shape[1], call.out_size), dtype=q.dtype)
@@ -272,7 +272,7 @@ class CpuPlan:
             self._run_chunk(chunk, call, out)
         return out
 
-    def _run_pack(self, pack: Pack, call: Call, q: Tensor) -> Tensor:
+    def _run_pack(self, pack: Pack, call: AttentionCall, q: Tensor) -> Tensor:
         """q [B, Hq, D] -> [B, Hq, Dv]. Query heads that share a kv head become its queries."""
         (batch, heads, size), kv_heads = q.shape, call.cache.heads
         per = heads // kv_heads
@@ -299,7 +299,7 @@ class CpuPlan:
             pack.masks[key] = bias.masked_fill(hidden, float("-inf")).expand(-1, -1, per, -1)
         return pack.masks[key]
 
-    def _run_chunk(self, chunk: Chunk, call: Call, out: Tensor) -> None:
+    def _run_chunk(self, chunk: PrefillChunk, call: AttentionCall, out: Tensor) -> None:
         q = call.q[chunk.begin : chunk.end].transpose(0, 1)[None]  # [1, Hq, M, D]
         keys, values = self._chunk_keys(chunk, call)
         sinks = None if call.sinks is None else call.sinks[:, None]
@@ -326,7 +326,7 @@ class CpuPlan:
             out[place] = found[0, ..., : call.out_size].transpose(0, 1)
 
     @staticmethod
-    def _chunk_keys(chunk: Chunk, call: Call) -> tuple[Tensor, Tensor]:
+    def _chunk_keys(chunk: PrefillChunk, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """Keys and values [1, Hkv, L, size] of a chunk's context."""
         if chunk.slots is not None:
             return call.cache.read(chunk.slots, 1, call.q.dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
 from quire.ops.cpu.block import NativeCache, NativeStep
 from quire.ops.cpu.native import CACHE_DTYPES, DTYPES, AttentionWork
-from quire.ops.parts import Parts, whole
+from quire.ops.parts import PartialSums, whole
 from quire.ops.qkv import QkvPrep
 from quire.schema.errors import ConfigError
 from quire.schema.kv import KVGroup, KVKind, KVSpec
@@ -52,7 +52,7 @@ class NativePlan(NativeStep):
 
     def run_fused(
         self,
-        qkv: Tensor | Parts,
+        qkv: Tensor | PartialSums,
         prep: QkvPrep,
         cache: LayerCache | None,
         *,

@@ -26,17 +26,17 @@ from quire.attention.library import Dense, Library, dense_attention
 from quire.base import env
 from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
 from quire.ops.copy import upload
-from quire.ops.parts import Parts
+from quire.ops.parts import PartialSums
 from quire.ops.qkv import QkvPrep, prepare_qkv
 from quire.ops.triton.attention import (
     FIELDS,
     MAX_SPLITS,
+    AttentionTile,
+    AttentionWorkList,
     Rule,
     Shape,
-    Shared,
+    SharedPrefix,
     Space,
-    Tiles,
-    Work,
     attend,
     width_of,
     workspace_sizes,
@@ -114,13 +114,13 @@ class Workspace:
 class TileSet(NamedTuple):
     """Tile shapes of a layer's launches."""
 
-    few: Tiles  # rows of few queries
-    crowd: Tiles  # the same, where a step has CROWD of them
-    many: Tiles  # prompt chunks
-    shared: Tiles  # a prefix that many rows share
+    few: AttentionTile  # rows of few queries
+    crowd: AttentionTile  # the same, where a step has CROWD of them
+    many: AttentionTile  # prompt chunks
+    shared: AttentionTile  # a prefix that many rows share
 
 
-class Call(NamedTuple):
+class WorkListKey(NamedTuple):
     """What decides the shape of a work list: layers that agree in these share it."""
 
     group: int  # query heads per kv head
@@ -132,7 +132,7 @@ class Call(NamedTuple):
     @classmethod
     def of(
         cls, backend: TritonAttention, dtype: torch.dtype, heads: int, cache: TritonCache, v_size: int, plain: bool
-    ) -> Call:
+    ) -> WorkListKey:
         """plain: nothing but causality changes the scores, and this step's keys and values are at hand."""
         kv_heads, dk = cache.keys.shape[2:]
         dv = v_size if cache.values is None else cache.values.shape[3]
@@ -149,18 +149,25 @@ def choose_tiles(dtype: torch.dtype, dk: int, dv: int, *, latent: bool, group: i
     m = 64 if group > 16 else 16  # a decode's heads
     if dtype == torch.float32:  # no tensor cores: exactness is why one runs in float32
         if width > 128:
-            return TileSet(*[Tiles(16, 16, 8, 1)] * 4)
-        return TileSet(Tiles(16, 16, 4, 2), Tiles(16, 16, 4, 2), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1))
+            return TileSet(*[AttentionTile(16, 16, 8, 1)] * 4)
+        return TileSet(
+            AttentionTile(16, 16, 4, 2),
+            AttentionTile(16, 16, 4, 2),
+            AttentionTile(32, 32, 8, 1),
+            AttentionTile(32, 32, 8, 1),
+        )
     if width > 256:
-        few = Tiles(64, 32, 8, 2) if group > 16 else Tiles(16, 32, 8, 3)
-        return TileSet(few, few, Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2))
+        few = AttentionTile(64, 32, 8, 2) if group > 16 else AttentionTile(16, 32, 8, 3)
+        return TileSet(few, few, AttentionTile(64, 32, 8, 2), AttentionTile(64, 32, 8, 2))
     if width > 128:
-        few = Tiles(m, 32, 4, 3)
-        return TileSet(few, few, Tiles(128, 32, 8, 3, True), Tiles(64, 32, 4, 3))
+        few = AttentionTile(m, 32, 4, 3)
+        return TileSet(few, few, AttentionTile(128, 32, 8, 3, True), AttentionTile(64, 32, 4, 3))
     return TileSet(
-        Tiles(m, 64, 4, 3), Tiles(m, 64, 4, 3 if group > 16 else 5), Tiles(64, 64, 4, 3, True, tma=True),
-        Tiles(64, 64, 4, 3, tma=True),
-    )  # fmt: skip
+        AttentionTile(m, 64, 4, 3),
+        AttentionTile(m, 64, 4, 3 if group > 16 else 5),
+        AttentionTile(64, 64, 4, 3, True, tma=True),
+        AttentionTile(64, 64, 4, 3, tma=True),
+    )
 
 
 class Cutter(NamedTuple):
@@ -170,7 +177,9 @@ class Cutter(NamedTuple):
     sms: int
     fixed: bool
 
-    def items(self, entries: np.ndarray, call: Call, tiles: Tiles) -> tuple[np.ndarray, int, int, Tiles]:
+    def items(
+        self, entries: np.ndarray, call: WorkListKey, tiles: AttentionTile
+    ) -> tuple[np.ndarray, int, int, AttentionTile]:
         """(items, partials, flats held, tiles) of entries [R, 4] (row, start, count, context), longest work first."""
         is_few = tiles is call.tiles.few
         cuts = _cdiv(entries[:, 2] * call.group, tiles.block_m)  # tiles per row
@@ -193,11 +202,11 @@ class Cutter(NamedTuple):
         held = min(tiles.block_m, int(entries[:, 2].max()) * call.group)
         return items[order], int(kept.sum()), held, tiles
 
-    def most_items(self, num_tiles: int, call: Call) -> int:
+    def most_items(self, num_tiles: int, call: WorkListKey) -> int:
         """No list of so many tiles is longer."""
         return num_tiles + parts_wanted(self.sms + 1, call.kv_heads, self.sms)
 
-    def _key_tiles(self, entry: np.ndarray, flat: np.ndarray, group: int, tiles: Tiles) -> np.ndarray:
+    def _key_tiles(self, entry: np.ndarray, flat: np.ndarray, group: int, tiles: AttentionTile) -> np.ndarray:
         """How many tiles of keys each tile of queries reads; as _attend_kernel counts them. None of padding."""
         before, count = entry[:, 3] - entry[:, 2], entry[:, 2]
         low = before + flat // group
@@ -213,7 +222,7 @@ def entries_of(step: GroupStep, rows: np.ndarray) -> np.ndarray:
     return np.stack((rows.astype(np.int32), starts, counts, np.asarray(step.context_lens, np.int32)), 1)
 
 
-def few_of(entries: np.ndarray, call: Call) -> np.ndarray:
+def few_of(entries: np.ndarray, call: WorkListKey) -> np.ndarray:
     """Which entries go into small tiles."""
     return (entries[:, 2] * call.group <= call.tiles.few.block_m) | (entries[:, 2] == 1)
 
@@ -248,11 +257,11 @@ class HostLists:
 
         self.keeps = backend.library is not None and int(counts.sum()) >= backend.library.least
 
-    def prompts(self, call: Call) -> list[Dense]:
+    def prompts(self, call: WorkListKey) -> list[Dense]:
         """What goes to the library."""
         return self.runs if call.library else []
 
-    def make(self, call: Call) -> list[Work]:
+    def make(self, call: WorkListKey) -> list[AttentionWorkList]:
         left = self.entries[:, 2] > 0
         if self.prompts(call):
             left &= ~self.taken
@@ -276,7 +285,7 @@ class HostLists:
         for items, partials, held, tiles in lists:
             made = sent[at : at + items.size].view(-1, FIELDS.value)
             shared = self.backend.no_prefix(call, self.shape, self.device)
-            out.append(Work(made, partials, held, tiles, not self.fixed, shared))
+            out.append(AttentionWorkList(made, partials, held, tiles, not self.fixed, shared))
             at += items.size
         return out
 
@@ -301,10 +310,10 @@ class RefilledLists:
         self.tables, self.shape, self.backend, self.group = tables, shape, backend, group
         self.tokens, self.cutter = len(step.slots), backend.cutter(shape, tables.device)
 
-    def prompts(self, call: Call) -> list[Dense]:
+    def prompts(self, call: WorkListKey) -> list[Dense]:
         return []
 
-    def make(self, call: Call) -> list[Work]:
+    def make(self, call: WorkListKey) -> list[AttentionWorkList]:
         rooms = self.backend.rooms.setdefault(self.group, {})
         few, many = self._sizes(call)
         if call not in rooms:
@@ -317,7 +326,7 @@ class RefilledLists:
         splittable = not self.cutter.fixed
         lists = ((room.items[:few], call.tiles.few), (room.items[room.num_few : room.num_few + many], call.tiles.many))
         return [
-            Work(items, len(items) if splittable else 0, tiles.block_m, tiles, splittable, shared)
+            AttentionWorkList(items, len(items) if splittable else 0, tiles.block_m, tiles, splittable, shared)
             for items, tiles in lists
         ]
 
@@ -348,7 +357,7 @@ class RefilledLists:
             room.items.copy_(upload(whole, room.items.device), non_blocking=True)
         return True
 
-    def _sizes(self, call: Call) -> tuple[int, int]:
+    def _sizes(self, call: WorkListKey) -> tuple[int, int]:
         """Room for items of few queries, and of prompt chunks."""
         few = min(MIXED_ROWS, self.tokens) * _cdiv(call.group, call.tiles.few.block_m)
         many = min(MIXED_PROMPTS, self.tokens) + _cdiv(self.tokens * call.group, call.tiles.many.block_m)
@@ -364,18 +373,18 @@ class DeviceLists:
         self.rows, self.contexts, self.starts = step.row_index, step.contexts, step.query_starts
         self.tables, self.shape, self.backend, self.keeps = tables, shape, backend, False
 
-    def prompts(self, call: Call) -> list[Dense]:
+    def prompts(self, call: WorkListKey) -> list[Dense]:
         return []
 
-    def make(self, call: Call) -> list[Work]:
+    def make(self, call: WorkListKey) -> list[AttentionWorkList]:
         starts = self.starts[: len(self.contexts)]
         return [decode_work(self.tables, self.rows, self.contexts, starts, call, self.shape, self.backend)]
 
 
 def decode_work(
-    tables: Tensor, rows: Tensor, contexts: Tensor, starts: Tensor, call: Call, shape: Shape,
+    tables: Tensor, rows: Tensor, contexts: Tensor, starts: Tensor, call: WorkListKey, shape: Shape,
     backend: TritonAttention,
-) -> Work:  # fmt: skip
+) -> AttentionWorkList:  # fmt: skip
     """Work for entries of one query each, planned on the device."""
     fixed, sms = backend.fixed, backend.sms(tables.device)
     entries, group, kv_heads = len(contexts), call.group, call.kv_heads
@@ -394,7 +403,7 @@ def decode_work(
     )  # fmt: skip
     held = min(tiles.block_m, group)
     shared = shared or backend.no_prefix(call, shape, tables.device)
-    return Work(items, 0 if fixed else len(items), held, tiles, not fixed, shared)
+    return AttentionWorkList(items, 0 if fixed else len(items), held, tiles, not fixed, shared)
 
 
 class TritonPlan:
@@ -413,7 +422,7 @@ class TritonPlan:
             self.lists = DeviceLists(step, self.tables, self.shape, backend)
         else:
             self.lists = RefilledLists(step, self.tables, self.shape, backend, group)
-        self._made: dict[Call, list[Work]] = {}
+        self._made: dict[WorkListKey, list[AttentionWorkList]] = {}
         self._captured = False
         self._prepare = prepare_qkv.on(step.slots.device)
 
@@ -424,7 +433,7 @@ class TritonPlan:
 
     def run_fused(
         self,
-        qkv: Tensor | Parts,
+        qkv: Tensor | PartialSums,
         prep: QkvPrep,
         cache: LayerCache | None,
         *,
@@ -437,9 +446,9 @@ class TritonPlan:
         if not isinstance(cache, TritonCache) or cache.values is None:
             raise ConfigError(f"a fused run needs a cache of keys and values, not {type(cache).__name__}")
         plain = not softcap and sinks is None and alibi is None
-        call = Call.of(self.backend, qkv.dtype, prep.heads, cache, 0, plain=plain)
+        call = WorkListKey.of(self.backend, qkv.dtype, prep.heads, cache, 0, plain=plain)
         rule = Rule(scale, softcap, sinks, alibi)
-        if isinstance(qkv, Parts):
+        if isinstance(qkv, PartialSums):
             if not self.lists.prompts(call):
                 q = self._prepare(qkv, prep, cache.keys, cache.values, self.slots, False)
                 return self._attend(call, q, None, None, cache, rule)
@@ -475,11 +484,11 @@ class TritonPlan:
         if alibi is not None and alibi.dim() == 2:
             raise NotBuiltError("attention with learned distances (T5) is not built for GPUs; use a CPU")
         plain = k is not None and v is not None and not softcap and sinks is None and alibi is None
-        call = Call.of(self.backend, q.dtype, q.shape[1], cache, v_size, plain=plain)
+        call = WorkListKey.of(self.backend, q.dtype, q.shape[1], cache, v_size, plain=plain)
         return self._attend(call, q, k, v, cache, Rule(scale, softcap, sinks, alibi))
 
     def _attend(
-        self, call: Call, q: Tensor, k: Tensor | None, v: Tensor | None, cache: TritonCache, rule: Rule
+        self, call: WorkListKey, q: Tensor, k: Tensor | None, v: Tensor | None, cache: TritonCache, rule: Rule
     ) -> Tensor:
         runs = self.lists.prompts(call)
         if runs and k is not None and v is not None and runs[0].rows * runs[0].length == q.shape[0]:
@@ -496,7 +505,7 @@ class TritonPlan:
             out[run.tokens] = dense_attention(q, k, v, run, rule.scale)
         return out
 
-    def _works(self, call: Call) -> list[Work]:
+    def _works(self, call: WorkListKey) -> list[AttentionWorkList]:
         """Made once per step. A list made outside a capture is made again inside it: the graph must hold the kernel."""
         captured = self.slots.is_cuda and torch.cuda.is_current_stream_capturing()
         if captured != self._captured:
@@ -521,7 +530,7 @@ class TritonAttention:
         self.forms: set[tuple[int, int, int, torch.dtype, torch.device]] = (
             set()
         )  # of fused projections: heads, kv heads, size
-        self.rooms: dict[KVGroup, dict[Call, Room]] = {}  # of captured mixed steps
+        self.rooms: dict[KVGroup, dict[WorkListKey, Room]] = {}  # of captured mixed steps
         self._sms: dict[torch.device, int] = {}
         self._nothing: dict[torch.device, Tensor] = {}
         self._tiles: dict[tuple[torch.dtype, int, int, bool, int], TileSet] = {}
@@ -559,14 +568,14 @@ class TritonAttention:
             self._sms[device] = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 8
         return self._sms[device]
 
-    def no_prefix(self, call: Call, shape: Shape, device: torch.device) -> Shared | None:
+    def no_prefix(self, call: WorkListKey, shape: Shape, device: torch.device) -> SharedPrefix | None:
         """For lists without a shared prefix: one kernel serves them and those with one."""
         if self.fixed or shape.window or shape.chunk:
             return None
         if device not in self._nothing:
             self._nothing[device] = torch.zeros(8, dtype=torch.int32, device=device)
         nothing = self._nothing[device]
-        return Shared(nothing, nothing, nothing, nothing, 0, call.tiles.shared)
+        return SharedPrefix(nothing, nothing, nothing, nothing, 0, call.tiles.shared)
 
     def tiles(self, dtype: torch.dtype, dk: int, dv: int, latent: bool, group: int) -> TileSet:
         key = (dtype, dk, dv, latent, group)
@@ -597,7 +606,7 @@ def parts_wanted(tiles: int, kv_heads: int, sms: int) -> int:
     return max(1, _cdiv(waves * sms, kv_heads))
 
 
-def least_tiles(tiles: int, kv_heads: int, sms: int, shape: Tiles) -> int:
+def least_tiles(tiles: int, kv_heads: int, sms: int, shape: AttentionTile) -> int:
     """Key tiles of a part at least."""
     keys = LEAST_KEYS // 2 if tiles * kv_heads <= sms else LEAST_KEYS
     return max(1, keys // shape.block_n)

@@ -2,7 +2,7 @@
 
 A URL is read once, here. Its host is resolved once, every address it has must be public (or the host must be on the
 list of those allowed), and the connection goes to the very address that was checked; Host and TLS keep the name. Each
-redirect goes through the same checks. In: a URL and a Policy. Out: bytes in a file, or FetchError, which says why.
+redirect goes through the same checks. In: a URL and a FetchPolicy. Out: bytes in a file, or FetchError, which says why.
 Must not know: what the file holds. Proxies of the environment are not used.
 """
 
@@ -32,14 +32,14 @@ class FetchError(Exception):
 
 
 @dataclass(frozen=True)
-class Policy:
+class FetchPolicy:
     max_bytes: int
     timeout_s: float = 60.0  # for each wait, not for the whole
     allowed_hosts: tuple[str, ...] = ()  # may lie in a private network; others must be public
     max_redirects: int = 5
 
 
-class Target(NamedTuple):
+class ParsedUrl(NamedTuple):
     """A URL, taken apart."""
 
     tls: bool
@@ -55,7 +55,7 @@ def is_url(text: str) -> bool:
     return "://" in text
 
 
-def parse(url: str) -> Target:
+def parse(url: str) -> ParsedUrl:
     """http(s) only, no credentials, nothing that two parsers could read differently."""
     shown = url[:200]
     if any(character <= " " or character in "\\\x7f" for character in url) or not url.isascii():
@@ -73,7 +73,7 @@ def parse(url: str) -> Target:
         raise FetchError(f"URL {shown!r} names no host")
     tls = parts.scheme == "https"
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    return Target(tls, parts.hostname, port or (443 if tls else 80), path)
+    return ParsedUrl(tls, parts.hostname, port or (443 if tls else 80), path)
 
 
 def check_address(text: str) -> None:
@@ -96,7 +96,7 @@ def _public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     return address.is_global and not address.is_multicast and not address.is_reserved
 
 
-def resolve(target: Target, policy: Policy) -> tuple[str, int]:
+def resolve(target: ParsedUrl, policy: FetchPolicy) -> tuple[str, int]:
     """One address of the host, all of which were checked."""
     try:
         found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
@@ -114,7 +114,7 @@ def resolve(target: Target, policy: Policy) -> tuple[str, int]:
     return addresses[0], target.port
 
 
-def check(url: str, policy: Policy) -> None:
+def check(url: str, policy: FetchPolicy) -> None:
     """Refuse a URL before there is anything to send to it."""
     resolve(parse(url), policy)
 
@@ -122,7 +122,7 @@ def check(url: str, policy: Policy) -> None:
 class _Pinned(http.client.HTTPConnection):
     """Connects to the checked address; TLS is made for the name."""
 
-    def __init__(self, target: Target, policy: Policy) -> None:
+    def __init__(self, target: ParsedUrl, policy: FetchPolicy) -> None:
         super().__init__(target.host, target.port, timeout=policy.timeout_s)
         self._address = resolve(target, policy)
         self._tls = ssl.create_default_context() if target.tls else None
@@ -133,7 +133,7 @@ class _Pinned(http.client.HTTPConnection):
             self.sock = self._tls.wrap_socket(self.sock, server_hostname=self.host)
 
 
-def download(url: str, into: IO[bytes], policy: Policy) -> int:
+def download(url: str, into: IO[bytes], policy: FetchPolicy) -> int:
     """The file at a URL; the number of its bytes."""
     target = parse(url)
     for _ in range(policy.max_redirects + 1):
@@ -146,7 +146,7 @@ def download(url: str, into: IO[bytes], policy: Policy) -> int:
     raise FetchError(f"more than {policy.max_redirects} redirects, the last to {target}")
 
 
-def upload(url: str, file: IO[bytes], size: int, policy: Policy) -> None:
+def upload(url: str, file: IO[bytes], size: int, policy: FetchPolicy) -> None:
     """PUT a file, as presigned URLs of object stores take it."""
     target = parse(url)
     for _ in range(policy.max_redirects + 1):
@@ -162,7 +162,7 @@ def upload(url: str, file: IO[bytes], size: int, policy: Policy) -> None:
 
 @contextmanager
 def _ask(
-    target: Target, method: str, policy: Policy, body: IO[bytes] | None = None, size: int = 0
+    target: ParsedUrl, method: str, policy: FetchPolicy, body: IO[bytes] | None = None, size: int = 0
 ) -> Iterator[http.client.HTTPResponse]:
     connection = _Pinned(target, policy)
     headers = {"Accept-Encoding": "identity", "User-Agent": "quire"}
@@ -177,7 +177,7 @@ def _ask(
         connection.close()
 
 
-def _next(target: Target, answer: http.client.HTTPResponse) -> Target:
+def _next(target: ParsedUrl, answer: http.client.HTTPResponse) -> ParsedUrl:
     place = answer.getheader("location") or ""
     base = f"{target}{target.path}"
     found = parse(urljoin(base, place))
@@ -186,12 +186,12 @@ def _next(target: Target, answer: http.client.HTTPResponse) -> Target:
     return found
 
 
-def _check_status(target: Target, method: str, answer: http.client.HTTPResponse) -> None:
+def _check_status(target: ParsedUrl, method: str, answer: http.client.HTTPResponse) -> None:
     if not 200 <= answer.status < 300:
         raise FetchError(f"{method} {target}: HTTP {answer.status} {answer.reason}")
 
 
-def _copy(target: Target, answer: http.client.HTTPResponse, into: IO[bytes], policy: Policy) -> int:
+def _copy(target: ParsedUrl, answer: http.client.HTTPResponse, into: IO[bytes], policy: FetchPolicy) -> int:
     stated = answer.getheader("content-length")
     if stated is not None and stated.isdigit() and int(stated) > policy.max_bytes:
         raise FetchError(f"{target} offers {stated} bytes; the limit is {policy.max_bytes}")

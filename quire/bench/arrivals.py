@@ -18,7 +18,7 @@ STRATEGIES = ("linear", "exponential")
 
 
 @dataclass(frozen=True)
-class Pace:
+class ArrivalProcess:
     rate: float = math.inf  # requests a second
     burstiness: float = 1.0
     ramp: str | None = None  # one of STRATEGIES
@@ -53,7 +53,7 @@ class Pace:
         return self.rate
 
 
-def arrival_times(count: int, pace: Pace, random: Random) -> list[float]:
+def arrival_times(count: int, pace: ArrivalProcess, random: Random) -> list[float]:
     if pace.ramp is None and pace.rate == math.inf:
         return [0.0] * count
     times: list[float] = []

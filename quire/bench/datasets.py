@@ -79,7 +79,7 @@ def _enough(samples: list[Sample], options: DatasetOptions) -> list[Sample]:
 # ---- random ----------------------------------------------------------------------------------------------------------
 
 
-class Words:
+class RandomTexts:
     """Texts of an exact number of tokens.
 
     Words that the vocabulary holds whole, each with its space, read back as the very tokens they were made of; where a
@@ -115,7 +115,7 @@ class Words:
 
 def random_samples(tokenizer: Tokenizer, options: DatasetOptions) -> list[Sample]:
     random = Random(options.seed)
-    words = Words(tokenizer, random)
+    words = RandomTexts(tokenizer, random)
     input_len = options.random_input_len if options.input_len is None else options.input_len
     output_len = options.random_output_len if options.output_len is None else options.output_len
     added = len(tokenizer.encode(""))  # special tokens that the server will put around the prompt
@@ -149,7 +149,7 @@ def _bounds(length: int, ratio: float, name: str) -> tuple[int, int]:
 def prefix_repetition_samples(tokenizer: Tokenizer, options: DatasetOptions) -> list[Sample]:
     """A few long beginnings, each followed by many different ends: what a prefix cache is for."""
     random = Random(options.seed)
-    words = Words(tokenizer, random)
+    words = RandomTexts(tokenizer, random)
     num_prefixes = options.prefix_repetition_num_prefixes
     if not 1 <= num_prefixes <= options.num_prompts:
         raise InputError(

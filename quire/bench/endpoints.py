@@ -1,7 +1,7 @@
 """What a request looks like to each kind of endpoint, and how its streamed answer is read.
 
 In: samples of a dataset, the asked parameters. Out: whole requests as bytes, made before the clock starts, and one
-Outcome per answer. A token's moment is the moment its bytes arrived. Must not know: when requests are sent.
+MeasuredResponse per answer. A token's moment is the moment its bytes arrived. Must not know: when requests are sent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from quire.bench.datasets import Sample
-from quire.bench.http_client import Reply, Server, encode_request
+from quire.bench.http_client import Reply, ServerAddress, encode_request
 from quire.schema.errors import InputError
 
 COMPLETIONS = ("openai", "vllm")
@@ -22,7 +22,7 @@ BACKENDS = COMPLETIONS + CHAT
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestTemplate:
     """What every request of a run has in common."""
 
     backend: str
@@ -54,7 +54,7 @@ class Asked:
             body["ignore_eos"] = True
         return body | self.sampling | self.extra_body
 
-    def encode(self, server: Server, sample: Sample, name: str) -> bytes:
+    def encode(self, server: ServerAddress, sample: Sample, name: str) -> bytes:
         headers = {"Content-Type": "application/json", "X-Request-Id": f"{self.request_id_prefix}{name}"}
         body = msgspec.json.encode(self.body(sample))
         return encode_request(server, "POST", self.endpoint, headers | self.headers, body)
@@ -74,7 +74,7 @@ def check_endpoint(backend: str, endpoint: str) -> None:
         )
 
 
-class Delta(msgspec.Struct):
+class StreamDelta(msgspec.Struct):
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -83,28 +83,28 @@ class Delta(msgspec.Struct):
 
 class Choice(msgspec.Struct):
     text: str | None = None
-    delta: Delta | None = None
-    message: Delta | None = None
+    delta: StreamDelta | None = None
+    message: StreamDelta | None = None
     finish_reason: str | None = None
 
 
-class Usage(msgspec.Struct):
+class StreamUsage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int | None = None
 
 
-class Chunk(msgspec.Struct):
+class StreamChunk(msgspec.Struct):
     """The fields of a streamed piece, or of a whole answer, that are measured."""
 
     choices: list[Choice] = []
-    usage: Usage | None = None
+    usage: StreamUsage | None = None
     error: Any = None
 
 
-_decode = msgspec.json.Decoder(Chunk).decode
+_decode = msgspec.json.Decoder(StreamChunk).decode
 
 
-class Outcome:
+class MeasuredResponse:
     """One answer, being read and then measured. Seconds on this process's clock."""
 
     __slots__ = (
@@ -215,7 +215,7 @@ class Outcome:
         opens = choice.delta is not None and choice.delta.role is not None
         return choice.finish_reason is None and not opens
 
-    def _usage(self, usage: Usage) -> None:
+    def _usage(self, usage: StreamUsage) -> None:
         self.prompt_len = usage.prompt_tokens or self.prompt_len
         if usage.completion_tokens is not None:
             self.output_len = usage.completion_tokens

@@ -24,7 +24,7 @@ class HTTPError(Exception):
     """The exchange failed below HTTP: refused, cut off, or not HTTP at all."""
 
 
-class Server(NamedTuple):
+class ServerAddress(NamedTuple):
     """Where to connect, and what to say in Host."""
 
     host: str
@@ -43,8 +43,8 @@ class Reply(NamedTuple):
     headers: dict[str, str]  # names in lower case
 
 
-def parse_server(url: str, *, insecure: bool = False) -> Server:
-    """'http(s)://host[:port][/prefix]' -> Server."""
+def parse_server(url: str, *, insecure: bool = False) -> ServerAddress:
+    """'http(s)://host[:port][/prefix]' -> ServerAddress."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -60,10 +60,10 @@ def parse_server(url: str, *, insecure: bool = False) -> Server:
         if insecure:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
-    return Server(parts.hostname, port or (443 if context else 80), context, parts.path.rstrip("/"))
+    return ServerAddress(parts.hostname, port or (443 if context else 80), context, parts.path.rstrip("/"))
 
 
-def encode_request(server: Server, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> bytes:
+def encode_request(server: ServerAddress, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> bytes:
     """A whole request as bytes."""
     lines = [f"{method} {server.path}{path} HTTP/1.1", f"Host: {server.name}", "Accept-Encoding: identity"]
     for name, value in headers.items():
@@ -237,7 +237,7 @@ class Connection(asyncio.Protocol):
 class Pool:
     """As many connections to one server as there are exchanges at once; the idle ones are kept."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ServerAddress) -> None:
         self.server = server
         self._idle: list[Connection] = []
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from quire.base.clock import now
 from quire.base.registry import load
 from quire.bench.datasets import Sample
-from quire.bench.endpoints import Outcome
+from quire.bench.endpoints import MeasuredResponse
 from quire.bench.http_client import HTTPError, Pool
 from quire.schema.errors import InputError, QuireError
 
@@ -27,7 +27,7 @@ _SPARE_FILES = 64
 
 
 @dataclass(frozen=True)
-class Request:
+class TimedRequest:
     sample: Sample
     data: bytes
 
@@ -39,9 +39,9 @@ class Generator:
         self._pool, self._stream = pool, stream
         self._limit = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
 
-    async def one(self, request: Request) -> Outcome:
+    async def one(self, request: TimedRequest) -> MeasuredResponse:
         """Send it now. Whatever goes wrong is in the outcome."""
-        outcome = Outcome(request.sample, now(), stream=self._stream)
+        outcome = MeasuredResponse(request.sample, now(), stream=self._stream)
         try:
             reply = await self._pool.exchange(request.data, outcome.feed)
         except HTTPError as wrong:
@@ -51,11 +51,11 @@ class Generator:
         return outcome
 
     async def run(
-        self, requests: Sequence[Request], times: Sequence[float], tell: Callable[[], object]
-    ) -> tuple[list[Outcome], float]:
+        self, requests: Sequence[TimedRequest], times: Sequence[float], tell: Callable[[], object]
+    ) -> tuple[list[MeasuredResponse], float]:
         """All of them, each at its time after the start (or when a place is free); `tell` hears of each end."""
         began = now()
-        tasks: list[asyncio.Task[Outcome]] = []
+        tasks: list[asyncio.Task[MeasuredResponse]] = []
         try:
             for request, time in zip(requests, times, strict=True):
                 wait = began + time - now()
@@ -68,7 +68,7 @@ class Generator:
                 task.cancel()
         return outcomes, now() - began
 
-    async def _limited(self, request: Request, tell: Callable[[], object]) -> Outcome:
+    async def _limited(self, request: TimedRequest, tell: Callable[[], object]) -> MeasuredResponse:
         if self._limit is None:
             outcome = await self.one(request)
         else:
@@ -77,7 +77,7 @@ class Generator:
         tell()
         return outcome
 
-    async def wait_ready(self, request: Request, seconds: float) -> None:
+    async def wait_ready(self, request: TimedRequest, seconds: float) -> None:
         """Until one request succeeds."""
         end = now() + seconds
         while True:

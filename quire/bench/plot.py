@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.base.registry import load
 from quire.bench.datasets import Sample
-from quire.bench.endpoints import Outcome
+from quire.bench.endpoints import MeasuredResponse
 from quire.bench.report import token_times
 from quire.schema.errors import InputError, MissingExtraError
 
@@ -40,7 +40,7 @@ def parse_limits(text: str) -> tuple[float, ...]:
     return found
 
 
-def timeline(outcomes: Sequence[Outcome], base: Path, limits: tuple[float, ...]) -> Path:
+def timeline(outcomes: Sequence[MeasuredResponse], base: Path, limits: tuple[float, ...]) -> Path:
     """One line per request: grey until the first token, then coloured by the gap before each token."""
     figure, (rows, rate) = _figure(2, heights=(3, 1))
     done = sorted((outcome for outcome in outcomes if outcome.success), key=lambda outcome: outcome.start)
@@ -67,7 +67,7 @@ def timeline(outcomes: Sequence[Outcome], base: Path, limits: tuple[float, ...])
     return _save(figure, base, "timeline")
 
 
-def lengths(samples: Sequence[Sample], outcomes: Sequence[Outcome], base: Path) -> Path:
+def lengths(samples: Sequence[Sample], outcomes: Sequence[MeasuredResponse], base: Path) -> Path:
     figure, axes = _figure(2, heights=(1, 1))
     answers = [outcome.output_len for outcome in outcomes if outcome.success]
     for axis, values, name in (

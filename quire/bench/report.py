@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.bench.endpoints import Outcome
+from quire.bench.endpoints import MeasuredResponse
 from quire.schema.errors import InputError
 
 WIDTH = 50
@@ -91,12 +91,12 @@ def spread(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, f
     return found | {f"p{share:g}": percentile(ordered, share) for share in percentiles}
 
 
-def tpot(outcome: Outcome) -> float:
+def tpot(outcome: MeasuredResponse) -> float:
     """Seconds per token after the first; nothing came after the first: 0."""
     return (outcome.latency - outcome.ttft) / (outcome.output_len - 1) if outcome.output_len > 1 else 0.0
 
 
-def measure(outcomes: Sequence[Outcome], duration: float, wanted: Wanted) -> dict[str, Any]:
+def measure(outcomes: Sequence[MeasuredResponse], duration: float, wanted: Wanted) -> dict[str, Any]:
     """Every figure of a run, under the names of the JSON result."""
     done = [outcome for outcome in outcomes if outcome.success]
     total_input = sum(outcome.prompt_len for outcome in done)
@@ -127,7 +127,7 @@ def measure(outcomes: Sequence[Outcome], duration: float, wanted: Wanted) -> dic
     return found
 
 
-_VALUES: dict[str, Callable[[Sequence[Outcome]], list[float]]] = {
+_VALUES: dict[str, Callable[[Sequence[MeasuredResponse]], list[float]]] = {
     "ttft": lambda done: [outcome.ttft for outcome in done],
     "tpot": lambda done: [tpot(outcome) for outcome in done if outcome.output_len > 1],
     "itl": lambda done: [gap for outcome in done for gap in outcome.itls],
@@ -135,9 +135,9 @@ _VALUES: dict[str, Callable[[Sequence[Outcome]], list[float]]] = {
 }
 
 
-def _goodput(done: Sequence[Outcome], goals: Sequence[tuple[str, float]]) -> int:
+def _goodput(done: Sequence[MeasuredResponse], goals: Sequence[tuple[str, float]]) -> int:
     """How many met every goal."""
-    value: dict[str, Callable[[Outcome], float]] = {
+    value: dict[str, Callable[[MeasuredResponse], float]] = {
         "ttft": lambda outcome: outcome.ttft,
         "tpot": tpot,
         "e2el": lambda outcome: outcome.latency,
@@ -145,7 +145,7 @@ def _goodput(done: Sequence[Outcome], goals: Sequence[tuple[str, float]]) -> int
     return sum(all(value[name](outcome) * 1e3 <= limit for name, limit in goals) for outcome in done)
 
 
-def token_times(outcome: Outcome) -> list[float]:
+def token_times(outcome: MeasuredResponse) -> list[float]:
     """When each streamed piece came."""
     at = outcome.start + outcome.ttft
     times = [at]
@@ -155,7 +155,7 @@ def token_times(outcome: Outcome) -> list[float]:
     return times
 
 
-def peak_tokens(done: Sequence[Outcome]) -> float:
+def peak_tokens(done: Sequence[MeasuredResponse]) -> float:
     """Most tokens in any one second of the run, counted from its first request."""
     if not done:
         return 0.0
@@ -169,7 +169,7 @@ def peak_tokens(done: Sequence[Outcome]) -> float:
     return max(seconds.values())
 
 
-def peak_requests(done: Sequence[Outcome]) -> int:
+def peak_requests(done: Sequence[MeasuredResponse]) -> int:
     """Most requests under way at once."""
     moments = sorted(
         [(outcome.start, 1) for outcome in done] + [(outcome.start + outcome.latency, -1) for outcome in done]
@@ -213,7 +213,7 @@ def _row(name: str, value: int | float) -> str:
     return f"{name + ':':<40} {shown:<10}".rstrip()
 
 
-def failures(outcomes: Sequence[Outcome], most: int = 3) -> list[str]:
+def failures(outcomes: Sequence[MeasuredResponse], most: int = 3) -> list[str]:
     """What went wrong, most frequent first."""
     counts: dict[str, int] = {}
     for outcome in outcomes:

@@ -21,12 +21,12 @@ import msgspec
 from quire.base import env
 from quire.base.registry import load
 from quire.bench import plot, report
-from quire.bench.arrivals import Pace, arrival_times
+from quire.bench.arrivals import ArrivalProcess, arrival_times
 from quire.bench.datasets import Sample, make_samples
-from quire.bench.endpoints import COMPLETIONS, Asked, Outcome, check_endpoint
+from quire.bench.endpoints import COMPLETIONS, MeasuredResponse, RequestTemplate, check_endpoint
 from quire.bench.flags import SAMPLING, add_serve_flags, check_dataset, dataset_options
-from quire.bench.http_client import HTTPError, Pool, Server, parse_server
-from quire.bench.load import Generator, Request, allow_files, run_async
+from quire.bench.http_client import HTTPError, Pool, ServerAddress, parse_server
+from quire.bench.load import Generator, TimedRequest, allow_files, run_async
 from quire.checkpoint import embedded
 from quire.checkpoint.source import locate
 from quire.config import FlexibleArgumentParser
@@ -72,8 +72,8 @@ async def run(args: argparse.Namespace) -> int:
 
 
 async def measure_server(
-    args: argparse.Namespace, pool: Pool, wanted: report.Wanted, pace: Pace
-) -> tuple[dict[str, Any], list[Outcome], list[Sample]]:
+    args: argparse.Namespace, pool: Pool, wanted: report.Wanted, pace: ArrivalProcess
+) -> tuple[dict[str, Any], list[MeasuredResponse], list[Sample]]:
     headers = dict(args.header)
     if (key := env.OPENAI_API_KEY.get()) and not any(name.lower() == "authorization" for name in headers):
         headers["Authorization"] = f"Bearer {key}"
@@ -81,10 +81,10 @@ async def measure_server(
     source, tokenizer = load_tokenizer(args, sources)
     rendered = args.backend in COMPLETIONS and not args.skip_chat_template
     samples = make_samples(tokenizer, dataset_options(args, apply_chat_template=rendered))
-    asked = read_asked(args, model, headers)
-    requests = encode_all(asked, pool.server, samples)
+    template = read_template(args, model, headers)
+    requests = encode_all(template, pool.server, samples)
     allow_files(min(len(requests), args.max_concurrency or len(requests)))
-    generator = Generator(pool, stream=asked.stream, max_concurrency=args.max_concurrency)
+    generator = Generator(pool, stream=template.stream, max_concurrency=args.max_concurrency)
     if args.ready_check_timeout_sec > 0:
         say(f"waiting for {pool.server.name} …")
         await generator.wait_ready(requests[0], args.ready_check_timeout_sec)
@@ -115,30 +115,30 @@ def read_wanted(args: argparse.Namespace) -> report.Wanted:
     )
 
 
-def read_pace(args: argparse.Namespace) -> Pace:
+def read_pace(args: argparse.Namespace) -> ArrivalProcess:
     start, end = args.ramp_up_start_rps, args.ramp_up_end_rps
     if args.ramp_up_strategy is None:
         if start is not None or end is not None:
             raise InputError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
-        return Pace(args.request_rate, args.burstiness)
+        return ArrivalProcess(args.request_rate, args.burstiness)
     if start is None or end is None:
         raise InputError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
-    return Pace(args.request_rate, args.burstiness, args.ramp_up_strategy, start, end)
+    return ArrivalProcess(args.request_rate, args.burstiness, args.ramp_up_strategy, start, end)
 
 
-def pace_words(pace: Pace) -> str:
+def pace_words(pace: ArrivalProcess) -> str:
     if pace.ramp is not None:
         return f"{pace.ramp} from {pace.ramp_start:g} to {pace.ramp_end:g} a second"
     return "inf" if pace.rate == math.inf else f"{pace.rate:g} a second, burstiness {pace.burstiness:g}"
 
 
-def read_asked(args: argparse.Namespace, model: str, headers: dict[str, str]) -> Asked:
+def read_template(args: argparse.Namespace, model: str, headers: dict[str, str]) -> RequestTemplate:
     sampling = {name: value for name in SAMPLING if (value := vars(args)[name]) is not None}
     if args.use_beam_search:
         sampling["use_beam_search"] = True
     if args.chat_template_kwargs is not None:
         sampling["chat_template_kwargs"] = args.chat_template_kwargs
-    return Asked(
+    return RequestTemplate(
         backend=args.backend,
         endpoint=args.endpoint,
         model=model,
@@ -152,8 +152,8 @@ def read_asked(args: argparse.Namespace, model: str, headers: dict[str, str]) ->
     )
 
 
-def encode_all(asked: Asked, server: Server, samples: Sequence[Sample]) -> list[Request]:
-    return [Request(sample, asked.encode(server, sample, str(i))) for i, sample in enumerate(samples)]
+def encode_all(template: RequestTemplate, server: ServerAddress, samples: Sequence[Sample]) -> list[TimedRequest]:
+    return [TimedRequest(sample, template.encode(server, sample, str(i))) for i, sample in enumerate(samples)]
 
 
 async def find_model(args: argparse.Namespace, pool: Pool, headers: dict[str, str]) -> tuple[str, list[str]]:
@@ -201,7 +201,7 @@ def load_tokenizer(args: argparse.Namespace, sources: Sequence[str]) -> tuple[st
 # ---- around the run --------------------------------------------------------------------------------------------------
 
 
-async def warm_up(generator: Generator, request: Request, count: int) -> None:
+async def warm_up(generator: Generator, request: TimedRequest, count: int) -> None:
     if count < 1:
         return
     outcomes, _ = await generator.run([request] * count, [0.0] * count, lambda: None)
@@ -223,7 +223,7 @@ def bar(total: int, *, hidden: bool) -> Any:
     return load("tqdm:tqdm")(total=total, disable=hidden, dynamic_ncols=True, mininterval=0.5)
 
 
-def count_missing(outcomes: Sequence[Outcome], tokenizer: Tokenizer) -> None:
+def count_missing(outcomes: Sequence[MeasuredResponse], tokenizer: Tokenizer) -> None:
     """A server that reports no usage: its answers are counted here."""
     for outcome in outcomes:
         if outcome.success and outcome.output_len == 0:

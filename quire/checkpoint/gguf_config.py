@@ -43,18 +43,18 @@ _RANGES = {
 _MISREAD = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, struct.error)
 
 
-class Family(NamedTuple):
+class GGUFArchitecture(NamedTuple):
     """What a GGUF architecture is called elsewhere. `keys`: GGUF key (without the architecture) -> our key."""
 
     architecture: str
     model_type: str
     keys: Mapping[str, str] = {}
     fixed: Mapping[str, Any] = {}  # what every model of the family has and the file does not say
-    finish: Callable[["Source", Config], None] | None = None
+    finish: Callable[["GGUFSource", Config], None] | None = None
     biases: str = "attention_bias"  # the key that says the q, k and v projections have biases; '' if there is none
 
 
-class Source:
+class GGUFSource:
     """An open file as the families see it."""
 
     def __init__(self, file: GGUFFile) -> None:
@@ -99,7 +99,7 @@ class Source:
 
 def config_of(file: GGUFFile) -> Config:
     """The configuration of a GGUF model; CheckpointError for an unknown family."""
-    source = Source(file)
+    source = GGUFSource(file)
     family = FAMILIES.get(source.arch)
     if family is None:
         raise CheckpointError(
@@ -119,7 +119,7 @@ def config_of(file: GGUFFile) -> Config:
         raise CheckpointError(f"{file.path}: its metadata cannot be read ({type(wrong).__name__}: {wrong})") from wrong
 
 
-def _config_of(source: Source, family: Family) -> Config:
+def _config_of(source: GGUFSource, family: GGUFArchitecture) -> Config:
     config = _common(source)
     for key, name in family.keys.items():
         if (value := source.get(key)) is not None:
@@ -132,7 +132,7 @@ def _config_of(source: Source, family: Family) -> Config:
     return config
 
 
-def _common(source: Source) -> Config:
+def _common(source: GGUFSource) -> Config:
     heads = source.number("attention.head_count")
     hidden = source.number("embedding_length")
     head_dim = source.get("attention.key_length") or hidden // heads
@@ -157,11 +157,11 @@ def _common(source: Source) -> Config:
     }
 
 
-def _grouped(source: Source) -> bool:
+def _grouped(source: GGUFSource) -> bool:
     return bool(source.get("attention.head_count_kv"))
 
 
-def _eps(source: Source) -> Config:
+def _eps(source: GGUFSource) -> Config:
     rms, layer = source.get("attention.layer_norm_rms_epsilon"), source.get("attention.layer_norm_epsilon")
     found = {}
     if rms is not None:
@@ -187,14 +187,14 @@ def special_ids(metadata: Mapping[str, Any]) -> Config:
     }
 
 
-def _qkv_biases(source: Source) -> bool:
+def _qkv_biases(source: GGUFSource) -> bool:
     return source.has_in_layers("attn_q.bias") or source.has_in_layers("attn_qkv.bias")
 
 
 # Rope
 
 
-def rope_parameters(source: Source, head_dim: int) -> Config:
+def rope_parameters(source: GGUFSource, head_dim: int) -> Config:
     rope: Config = {"rope_type": "default", "rope_theta": float(source.get("rope.freq_base", 10000.0))}
     dim = source.get("rope.dimension_count")
     if dim and dim != head_dim and not source.get("attention.kv_lora_rank"):
@@ -218,7 +218,7 @@ def rope_parameters(source: Source, head_dim: int) -> Config:
     return rope
 
 
-def _yarn(source: Source, factor: float) -> Config:
+def _yarn(source: GGUFSource, factor: float) -> Config:
     names = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
     found = {name: source.get(f"rope.scaling.{key}") for key, name in names.items()}
     context = source.get("rope.scaling.original_context_length") or int(source.number("context_length") / factor)
@@ -230,7 +230,7 @@ def _yarn(source: Source, factor: float) -> Config:
     }
 
 
-def _scaled_freqs(source: Source, freqs: list[float], theta: float) -> Config:
+def _scaled_freqs(source: GGUFSource, freqs: list[float], theta: float) -> Config:
     """A divisor per frequency. All the known ones are Llama 3's formula; anything else is given number by number."""
     if all(abs(f - 1.0) < 1e-6 for f in freqs):
         return {}
@@ -274,7 +274,7 @@ def _llama3_divisors(rope: Config, theta: float, dim: int) -> list[float]:
     return out
 
 
-def _longrope(source: Source, long: list[float], short: list[float]) -> Config:
+def _longrope(source: GGUFSource, long: list[float], short: list[float]) -> Config:
     context = source.number("context_length")
     original = source.get("rope.scaling.original_context_length") or context
     found: Config = {
@@ -292,10 +292,10 @@ def _longrope(source: Source, long: list[float], short: list[float]) -> Config:
 # What a family does beyond renaming keys
 
 
-def _windows(pattern: int) -> Callable[[Source, Config], None]:
+def _windows(pattern: int) -> Callable[[GGUFSource, Config], None]:
     """Every `pattern`-th layer sees everything, the others a window; no window in the file, no windows."""
 
-    def finish(source: Source, config: Config) -> None:
+    def finish(source: GGUFSource, config: Config) -> None:
         window = source.get("attention.sliding_window")
         config["sliding_window"] = window or None
         kinds = ["full_attention" if not window or (i + 1) % pattern == 0 else "sliding_attention"
@@ -305,7 +305,7 @@ def _windows(pattern: int) -> Callable[[Source, Config], None]:
     return finish
 
 
-def _llama(source: Source, config: Config) -> None:
+def _llama(source: GGUFSource, config: Config) -> None:
     config["mlp_bias"] = source.has_in_layers("ffn_up.bias")
     if source.get("expert_count"):
         config |= {
@@ -317,7 +317,7 @@ def _llama(source: Source, config: Config) -> None:
         }
 
 
-def _ministral3(source: Source, config: Config) -> None:
+def _ministral3(source: GGUFSource, config: Config) -> None:
     config["sliding_window"] = None
     rope = config["rope_parameters"]
     if rope["rope_type"] == "yarn":
@@ -326,13 +326,13 @@ def _ministral3(source: Source, config: Config) -> None:
         rope["llama_4_scaling_beta"] = _short(beta)
 
 
-def _smollm3(source: Source, config: Config) -> None:
+def _smollm3(source: GGUFSource, config: Config) -> None:
     layers = config["num_hidden_layers"]
     config["no_rope_layers"] = [0 if (i + 1) % 4 == 0 else 1 for i in range(layers)]
     config |= {"layer_types": ["full_attention"] * layers, "use_sliding_window": False, "sliding_window": None}
 
 
-def _olmo2(source: Source, config: Config) -> None:
+def _olmo2(source: GGUFSource, config: Config) -> None:
     if source.get("attention.sliding_window"):
         config |= {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"}
         _windows(4)(source, config)
@@ -341,12 +341,12 @@ def _olmo2(source: Source, config: Config) -> None:
         config["rope_parameters"] = {"full_attention": whole, "sliding_attention": plain}
 
 
-def _qwen_window(source: Source, config: Config) -> None:
+def _qwen_window(source: GGUFSource, config: Config) -> None:
     config |= {"use_sliding_window": False, "sliding_window": None}
     config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
 
 
-def _sigmoid_experts(source: Source, config: Config) -> None:
+def _sigmoid_experts(source: GGUFSource, config: Config) -> None:
     """Groups default to one, weights to unscaled; the gate is softmax unless the file says otherwise."""
     config.setdefault("n_group", 1)
     config.setdefault("topk_group", 1)
@@ -355,17 +355,17 @@ def _sigmoid_experts(source: Source, config: Config) -> None:
     config["scoring_func"] = "sigmoid" if source.get("expert_gating_func") == 2 else "softmax"
 
 
-def _glm4_moe(source: Source, config: Config) -> None:
+def _glm4_moe(source: GGUFSource, config: Config) -> None:
     _sigmoid_experts(source, config)
     config["use_qk_norm"] = source.has_in_layers("attn_q_norm.weight")
 
 
-def _dots1(source: Source, config: Config) -> None:
+def _dots1(source: GGUFSource, config: Config) -> None:
     _sigmoid_experts(source, config)
     config |= {"sliding_window": None, "layer_types": ["full_attention"] * config["num_hidden_layers"]}
 
 
-def _deepseek(source: Source, config: Config) -> None:
+def _deepseek(source: GGUFSource, config: Config) -> None:
     _sigmoid_experts(source, config)
     rotated = source.number("rope.dimension_count")
     keys = source.get("attention.key_length_mla") or source.number("attention.key_length")
@@ -391,7 +391,7 @@ def _deepseek(source: Source, config: Config) -> None:
         config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
 
 
-def _gpt_oss(source: Source, config: Config) -> None:
+def _gpt_oss(source: GGUFSource, config: Config) -> None:
     _windows(2)(source, config)
     config["intermediate_size"] = source.get("expert_feed_forward_length") or config["intermediate_size"]
     rope = config["rope_parameters"]
@@ -399,10 +399,10 @@ def _gpt_oss(source: Source, config: Config) -> None:
         rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 
 
-def _gemma(pattern: int, large: int) -> Callable[[Source, Config], None]:
+def _gemma(pattern: int, large: int) -> Callable[[GGUFSource, Config], None]:
     """The file does not say the query scale: the largest model (by layers) has its own."""
 
-    def finish(source: Source, config: Config) -> None:
+    def finish(source: GGUFSource, config: Config) -> None:
         _windows(pattern)(source, config)
         big = config["num_hidden_layers"] == large
         config["query_pre_attn_scalar"] = (
@@ -413,7 +413,7 @@ def _gemma(pattern: int, large: int) -> Callable[[Source, Config], None]:
     return finish
 
 
-def _gemma3(source: Source, config: Config) -> None:
+def _gemma3(source: GGUFSource, config: Config) -> None:
     _gemma(6, 62)(source, config)
     local = {"rope_type": "default", "rope_theta": float(source.get("rope.freq_base_swa") or 10000.0)}
     config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
@@ -421,32 +421,32 @@ def _gemma3(source: Source, config: Config) -> None:
     config.setdefault("final_logit_softcapping", None)
 
 
-def _cohere(source: Source, config: Config) -> None:
+def _cohere(source: GGUFSource, config: Config) -> None:
     config["use_qk_norm"] = source.has_in_layers("attn_q_norm.weight")
 
 
-def _phi3(source: Source, config: Config) -> None:
+def _phi3(source: GGUFSource, config: Config) -> None:
     rope = config["rope_parameters"]
     original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
     config["original_max_position_embeddings"] = original
     config.setdefault("sliding_window", None)
 
 
-def _starcoder2(source: Source, config: Config) -> None:
+def _starcoder2(source: GGUFSource, config: Config) -> None:
     config |= {"norm_epsilon": config.get("layer_norm_eps", 1e-5), "use_bias": _qkv_biases(source)}
     config.setdefault("sliding_window", None)
 
 
-def _stablelm(source: Source, config: Config) -> None:
+def _stablelm(source: GGUFSource, config: Config) -> None:
     config["qk_layernorm"] = source.has_in_layers("attn_q_norm.weight")
     config.setdefault("use_parallel_residual", not source.has_in_layers("ffn_norm.weight"))
 
 
-def _nemotron(source: Source, config: Config) -> None:
+def _nemotron(source: GGUFSource, config: Config) -> None:
     config |= {"norm_eps": config.get("layer_norm_eps", 1e-5), "mlp_bias": source.has_in_layers("ffn_up.bias")}
 
 
-def _gpt2(source: Source, config: Config) -> None:
+def _gpt2(source: GGUFSource, config: Config) -> None:
     config |= {
         "n_embd": config["hidden_size"],
         "n_layer": config["num_hidden_layers"],
@@ -457,7 +457,7 @@ def _gpt2(source: Source, config: Config) -> None:
     }
 
 
-def _bloom(source: Source, config: Config) -> None:
+def _bloom(source: GGUFSource, config: Config) -> None:
     config |= {
         "n_layer": config["num_hidden_layers"],
         "n_head": config["num_attention_heads"],
@@ -466,7 +466,7 @@ def _bloom(source: Source, config: Config) -> None:
     }
 
 
-def _falcon(source: Source, config: Config) -> None:
+def _falcon(source: GGUFSource, config: Config) -> None:
     grouped = config["num_key_value_heads"] > 1
     two_norms = source.has_in_layers("attn_norm_2.weight")
     config |= {
@@ -510,21 +510,21 @@ _SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 _TANH = {"hidden_act": "gelu_pytorch_tanh"}
 
-FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", "llama", finish=_llama),
-    "mistral3": Family("Ministral3ForCausalLM", "ministral3", finish=_ministral3),
-    "arcee": Family("ArceeForCausalLM", "arcee", fixed={"hidden_act": "relu2", "mlp_bias": False}),
-    "smollm3": Family("SmolLM3ForCausalLM", "smollm3", fixed={"mlp_bias": False}, finish=_smollm3),
-    "granite": Family("GraniteForCausalLM", "granite", _GRANITE, {"mlp_bias": False}),
-    "granitemoe": Family("GraniteMoeForCausalLM", "granitemoe", {**_GRANITE, **_LOCAL}),
-    "olmo": Family("OlmoForCausalLM", "olmo", {"attention.clamp_kqv": "clip_qkv"}),
-    "olmo2": Family("Olmo2ForCausalLM", "olmo2", finish=_olmo2),
-    "olmoe": Family(
+FAMILIES: dict[str, GGUFArchitecture] = {
+    "llama": GGUFArchitecture("LlamaForCausalLM", "llama", finish=_llama),
+    "mistral3": GGUFArchitecture("Ministral3ForCausalLM", "ministral3", finish=_ministral3),
+    "arcee": GGUFArchitecture("ArceeForCausalLM", "arcee", fixed={"hidden_act": "relu2", "mlp_bias": False}),
+    "smollm3": GGUFArchitecture("SmolLM3ForCausalLM", "smollm3", fixed={"mlp_bias": False}, finish=_smollm3),
+    "granite": GGUFArchitecture("GraniteForCausalLM", "granite", _GRANITE, {"mlp_bias": False}),
+    "granitemoe": GGUFArchitecture("GraniteMoeForCausalLM", "granitemoe", {**_GRANITE, **_LOCAL}),
+    "olmo": GGUFArchitecture("OlmoForCausalLM", "olmo", {"attention.clamp_kqv": "clip_qkv"}),
+    "olmo2": GGUFArchitecture("Olmo2ForCausalLM", "olmo2", finish=_olmo2),
+    "olmoe": GGUFArchitecture(
         "OlmoeForCausalLM", "olmoe", {**_EXPERTS, "expert_count": "num_experts"}, {"norm_topk_prob": False}
     ),
-    "qwen2": Family("Qwen2ForCausalLM", "qwen2", finish=_qwen_window, biases="qkv_bias"),
-    "qwen3": Family("Qwen3ForCausalLM", "qwen3", finish=_qwen_window),
-    "qwen2moe": Family(
+    "qwen2": GGUFArchitecture("Qwen2ForCausalLM", "qwen2", finish=_qwen_window, biases="qkv_bias"),
+    "qwen3": GGUFArchitecture("Qwen3ForCausalLM", "qwen3", finish=_qwen_window),
+    "qwen2moe": GGUFArchitecture(
         "Qwen2MoeForCausalLM",
         "qwen2_moe",
         _QWEN_EXPERTS,
@@ -532,45 +532,53 @@ FAMILIES: dict[str, Family] = {
         _qwen_window,
         "qkv_bias",
     ),
-    "qwen3moe": Family(
+    "qwen3moe": GGUFArchitecture(
         "Qwen3MoeForCausalLM", "qwen3_moe", _QWEN_EXPERTS, {**_SPARSE, "norm_topk_prob": True}, _qwen_window
     ),
-    "command-r": Family("CohereForCausalLM", "cohere", {"logit_scale": "logit_scale"}, finish=_cohere),
-    "cohere2": Family("Cohere2ForCausalLM", "cohere2", {"logit_scale": "logit_scale"}, finish=_windows(4)),
-    "dots1": Family("Dots1ForCausalLM", "dots1", _ROUTED, finish=_dots1),
-    "glm4moe": Family("Glm4MoeForCausalLM", "glm4_moe", _ROUTED, finish=_glm4_moe),
-    "deepseek2": Family("DeepseekV2ForCausalLM", "deepseek_v2", _ROUTED, finish=_deepseek),
-    "gpt-oss": Family("GptOssForCausalLM", "gpt_oss", _LOCAL, {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}, _gpt_oss),
-    "gemma": Family("GemmaForCausalLM", "gemma", fixed=_TANH),
-    "gemma2": Family("Gemma2ForCausalLM", "gemma2", _SOFTCAPS, _TANH, _gemma(2, 46)),
-    "gemma3": Family("Gemma3ForCausalLM", "gemma3_text", _SOFTCAPS, _TANH, _gemma3),
-    "exaone4": Family("Exaone4ForCausalLM", "exaone4", fixed={"sliding_window_pattern": 4}, finish=_windows(4)),
-    "seed_oss": Family("SeedOssForCausalLM", "seed_oss", fixed={"attention_out_bias": False, "mlp_bias": False}),
-    "chatglm": Family("GlmForCausalLM", "glm"),
-    "glm4": Family("Glm4ForCausalLM", "glm4"),
-    "phi2": Family("PhiForCausalLM", "phi", fixed={"hidden_act": "gelu_new", "qk_layernorm": False}, biases=""),
-    "phi3": Family("Phi3ForCausalLM", "phi3", _WINDOW, finish=_phi3),
-    "starcoder2": Family("Starcoder2ForCausalLM", "starcoder2", _WINDOW, _TANH, _starcoder2, ""),
-    "stablelm": Family(
+    "command-r": GGUFArchitecture("CohereForCausalLM", "cohere", {"logit_scale": "logit_scale"}, finish=_cohere),
+    "cohere2": GGUFArchitecture("Cohere2ForCausalLM", "cohere2", {"logit_scale": "logit_scale"}, finish=_windows(4)),
+    "dots1": GGUFArchitecture("Dots1ForCausalLM", "dots1", _ROUTED, finish=_dots1),
+    "glm4moe": GGUFArchitecture("Glm4MoeForCausalLM", "glm4_moe", _ROUTED, finish=_glm4_moe),
+    "deepseek2": GGUFArchitecture("DeepseekV2ForCausalLM", "deepseek_v2", _ROUTED, finish=_deepseek),
+    "gpt-oss": GGUFArchitecture(
+        "GptOssForCausalLM", "gpt_oss", _LOCAL, {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}, _gpt_oss
+    ),
+    "gemma": GGUFArchitecture("GemmaForCausalLM", "gemma", fixed=_TANH),
+    "gemma2": GGUFArchitecture("Gemma2ForCausalLM", "gemma2", _SOFTCAPS, _TANH, _gemma(2, 46)),
+    "gemma3": GGUFArchitecture("Gemma3ForCausalLM", "gemma3_text", _SOFTCAPS, _TANH, _gemma3),
+    "exaone4": GGUFArchitecture(
+        "Exaone4ForCausalLM", "exaone4", fixed={"sliding_window_pattern": 4}, finish=_windows(4)
+    ),
+    "seed_oss": GGUFArchitecture(
+        "SeedOssForCausalLM", "seed_oss", fixed={"attention_out_bias": False, "mlp_bias": False}
+    ),
+    "chatglm": GGUFArchitecture("GlmForCausalLM", "glm"),
+    "glm4": GGUFArchitecture("Glm4ForCausalLM", "glm4"),
+    "phi2": GGUFArchitecture(
+        "PhiForCausalLM", "phi", fixed={"hidden_act": "gelu_new", "qk_layernorm": False}, biases=""
+    ),
+    "phi3": GGUFArchitecture("Phi3ForCausalLM", "phi3", _WINDOW, finish=_phi3),
+    "starcoder2": GGUFArchitecture("Starcoder2ForCausalLM", "starcoder2", _WINDOW, _TANH, _starcoder2, ""),
+    "stablelm": GGUFArchitecture(
         "StableLmForCausalLM",
         "stablelm",
         {"use_parallel_residual": "use_parallel_residual"},
         finish=_stablelm,
         biases="use_qkv_bias",
     ),
-    "nemotron": Family("NemotronForCausalLM", "nemotron", fixed={"hidden_act": "relu2"}, finish=_nemotron),
-    "gpt2": Family("GPT2LMHeadModel", "gpt2", fixed={"hidden_act": "gelu_new"}, finish=_gpt2, biases=""),
-    "gptneox": Family(
+    "nemotron": GGUFArchitecture("NemotronForCausalLM", "nemotron", fixed={"hidden_act": "relu2"}, finish=_nemotron),
+    "gpt2": GGUFArchitecture("GPT2LMHeadModel", "gpt2", fixed={"hidden_act": "gelu_new"}, finish=_gpt2, biases=""),
+    "gptneox": GGUFArchitecture(
         "GPTNeoXForCausalLM", "gpt_neox", {"use_parallel_residual": "use_parallel_residual"}, {"hidden_act": "gelu"}
     ),
-    "bloom": Family(
+    "bloom": GGUFArchitecture(
         "BloomForCausalLM",
         "bloom",
         fixed={"hidden_act": "gelu", "apply_residual_connection_post_layernorm": False},
         finish=_bloom,
         biases="",
     ),
-    "falcon": Family(
+    "falcon": GGUFArchitecture(
         "FalconForCausalLM",
         "falcon",
         fixed={"activation": "gelu", "alibi": False, "parallel_attn": True, "bias": False},

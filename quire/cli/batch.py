@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from quire.base.clock import now
-from quire.base.fetch import FetchError, Policy, check, download, is_url, upload
+from quire.base.fetch import FetchError, FetchPolicy, check, download, is_url, upload
 from quire.base.log import logger
 from quire.base.progress import progress
 from quire.base.registry import load
@@ -49,7 +49,7 @@ def run_batch(arguments: Sequence[str], program: str) -> int:
     if args.model_tag is not None:
         args.model = args.model_tag
     options = server_config(**{name: vars(args)[name] for name in SERVER_OPTIONS})
-    policy = Policy(args.max_file_bytes, args.url_timeout, tuple(args.allow_url_host))
+    policy = FetchPolicy(args.max_file_bytes, args.url_timeout, tuple(args.allow_url_host))
     try:
         with input_file(args.input_file, policy) as source:
             earlier = earlier_answers(args)
@@ -58,7 +58,7 @@ def run_batch(arguments: Sequence[str], program: str) -> int:
                 print(f"all {total} requests were answered before", file=sys.stderr)
                 return 0
             with output_file(args, policy, earlier) as target:
-                return run_async(answer_file(args, options, Work(source, target, total, earlier.done)))
+                return run_async(answer_file(args, options, BatchRun(source, target, total, earlier.done)))
     except FetchError as wrong:
         raise InputError(str(wrong)) from None
 
@@ -86,7 +86,7 @@ def make_parser(program: str) -> FlexibleArgumentParser:
 
 
 @dataclass(frozen=True)
-class Work:
+class BatchRun:
     """What a run reads and writes; requests with a custom_id in `done` are answered already."""
 
     source: IO[bytes]
@@ -117,7 +117,7 @@ def earlier_answers(args: argparse.Namespace) -> Earlier:
 
 
 @contextmanager
-def input_file(place: str, policy: Policy) -> Iterator[IO[bytes]]:
+def input_file(place: str, policy: FetchPolicy) -> Iterator[IO[bytes]]:
     if is_url(place):
         with tempfile.TemporaryFile() as fetched:
             size = download(place, fetched, policy)
@@ -134,7 +134,7 @@ def input_file(place: str, policy: Policy) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def output_file(args: argparse.Namespace, policy: Policy, earlier: Earlier) -> Iterator[IO[bytes]]:
+def output_file(args: argparse.Namespace, policy: FetchPolicy, earlier: Earlier) -> Iterator[IO[bytes]]:
     """What a failed run had written stays."""
     place = args.output_file
     if not is_url(place):
@@ -206,7 +206,7 @@ def _keep_or_drop(path: str) -> None:
         os.unlink(path)
 
 
-async def answer_file(args: argparse.Namespace, options: ServerConfig, work: Work) -> int:
+async def answer_file(args: argparse.Namespace, options: ServerConfig, work: BatchRun) -> int:
     engine_args = AsyncEngineArgs.from_cli_args(args)
     from quire.server.app import build_app as build_app_  # lazy
     from quire.server.state import ServerState  # lazy

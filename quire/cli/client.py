@@ -20,7 +20,7 @@ from typing import Any
 from quire.base import env
 from quire.base.clock import now
 from quire.base.log import logger
-from quire.cli.conversation import ONE_REQUEST, SETTINGS, Answered, Conversation, Message
+from quire.cli.conversation import ONE_REQUEST, SETTINGS, ChatReply, Conversation, Message
 from quire.cli.remote import LOCAL_URL, Remote, RemoteSpeaker, find_local, local_server
 from quire.cli.terminal import messages, writer
 from quire.config import EngineArgs, FlexibleArgumentParser
@@ -87,7 +87,7 @@ def make_parser(program: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def make_speaker(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Speaker | RemoteSpeaker:
+def make_speaker(args: argparse.Namespace, parser: argparse.ArgumentParser) -> LocalSpeaker | RemoteSpeaker:
     """A server that was named or found, or an engine here."""
     if args.model_tag is not None:
         args.model = args.model_tag
@@ -96,7 +96,7 @@ def make_speaker(args: argparse.Namespace, parser: argparse.ArgumentParser) -> S
     hush()
     remote = choose_server(args, parser)
     if remote is None:
-        return Speaker(args, asked)
+        return LocalSpeaker(args, asked)
     speaker = RemoteSpeaker(remote, args.model_name or args.model, asked, args.__dict__.get("chat_template"))
     print(f"{speaker.model} at {remote.url}", file=sys.stderr)
     return speaker
@@ -125,7 +125,7 @@ def choose_server(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     return find_local()
 
 
-class Speaker:
+class LocalSpeaker:
     """An engine in this process whose answers are written to stdout as they come."""
 
     def __init__(self, args: argparse.Namespace, asked: dict[str, Any]) -> None:
@@ -138,17 +138,17 @@ class Speaker:
         self._count = 0
         self.status = 0  # of the last answer: 130 if Ctrl-C stopped it
 
-    def answer(self, messages: list[Message]) -> Answered:
+    def answer(self, messages: list[Message]) -> ChatReply:
         """The assistant's next message."""
         return self._stream(tokenize_chat(self._tokenizer, messages, chat_template=self._template))
 
-    def complete(self, text: str) -> Answered:
+    def complete(self, text: str) -> ChatReply:
         return self._stream(text)
 
     def close(self) -> None:
         self._engine.close()
 
-    def _stream(self, prompt: Any) -> Answered:
+    def _stream(self, prompt: Any) -> ChatReply:
         self._count += 1
         request_id = f"terminal-{self._count}"
         params = SamplingParams(**(self._defaults | self.asked), output_kind=RequestOutputKind.DELTA)
@@ -173,7 +173,7 @@ class Speaker:
         out.close()
         first, rest = (times[0] - began, times[-1] - times[0]) if times else (0.0, 0.0)
         is_cut = finish == "length"
-        return Answered("".join(pieces), num_tokens, first, rest, is_cut, is_cut and num_tokens >= room)
+        return ChatReply("".join(pieces), num_tokens, first, rest, is_cut, is_cut and num_tokens >= room)
 
 
 @contextmanager

@@ -44,7 +44,7 @@ _ROLES = ("system", "user", "assistant", "tool")
 _LARGEST_FILE = 16 << 20
 
 
-class Answered(NamedTuple):
+class ChatReply(NamedTuple):
     """An answer, and how it came."""
 
     text: str
@@ -59,7 +59,7 @@ class Speaker(Protocol):
     status: int
     asked: dict[str, Any]  # sampling that was asked for, as SETTINGS and `stop` name it
 
-    def answer(self, messages: list[Message]) -> Answered: ...
+    def answer(self, messages: list[Message]) -> ChatReply: ...
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Conversation:
         if self.is_terminal:
             self._remark(answered)
 
-    def _remark(self, answered: Answered) -> None:
+    def _remark(self, answered: ChatReply) -> None:
         words = [f"{answered.num_tokens} token{'s' if answered.num_tokens != 1 else ''}"]
         if answered.num_tokens > 1 and answered.rest_s > 0:
             words.append(f"{(answered.num_tokens - 1) / answered.rest_s:.1f} tokens/s")

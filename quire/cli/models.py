@@ -21,7 +21,7 @@ from quire.schema.errors import ModelNotFoundError
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
 
-class Row(NamedTuple):
+class ModelListing(NamedTuple):
     name: str
     size: int
     form: str
@@ -72,15 +72,15 @@ def list_models(arguments: Sequence[str], program: str) -> int:
     return 0
 
 
-def the_default() -> Iterator[Row]:
+def the_default() -> Iterator[ModelListing]:
     try:
         found = locate(None)
     except ModelNotFoundError:
         return
-    yield Row(embedded.NAME, size_of(found.path), "gguf, the default", None)
+    yield ModelListing(embedded.NAME, size_of(found.path), "gguf, the default", None)
 
 
-def cached(folder: str | None) -> Iterator[Row]:
+def cached(folder: str | None) -> Iterator[ModelListing]:
     """What the hub library has fetched, by its own account; repositories without weights are no models."""
     if find_spec("huggingface_hub") is None:
         return
@@ -91,7 +91,9 @@ def cached(folder: str | None) -> Iterator[Row]:
     for repository in sorted(held.repos, key=lambda one: str(one.repo_id).lower()):
         files = {str(file.file_name) for revision in repository.revisions for file in revision.files}
         if repository.repo_type == "model" and (form := form_of(files)):
-            yield Row(str(repository.repo_id), int(repository.size_on_disk), form, float(repository.last_modified))
+            yield ModelListing(
+                str(repository.repo_id), int(repository.size_on_disk), form, float(repository.last_modified)
+            )
 
 
 def form_of(files: set[str]) -> str:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from quire.base.clock import now
-from quire.cli.conversation import Answered
+from quire.cli.conversation import ChatReply
 from quire.cli.terminal import writer
 from quire.schema.errors import ConfigError, EngineGenerateError, InputError, QuireError
 
@@ -40,7 +40,7 @@ class RefusedError(ServerError, InputError):
         self.http_status = status
 
 
-class Piece(NamedTuple):
+class AnswerPiece(NamedTuple):
     text: str
     finish_reason: str | None
     num_tokens: int | None  # of the whole answer, where the server says
@@ -73,7 +73,7 @@ class Remote:
             except (ValueError, KeyError, TypeError):
                 raise ServerError(f"{self.url}/models does not answer as an OpenAI server does") from None
 
-    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[Piece]:
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[AnswerPiece]:
         """The answer, as it comes."""
         with self._ask("POST", path, {**body, "stream": True}) as answer:
             for line in answer:
@@ -148,17 +148,17 @@ class RemoteSpeaker:
         self._template = {} if template is None else {"chat_template": read_template(template)}
         self.status = 0
 
-    def answer(self, messages: list[dict[str, Any]]) -> Answered:
+    def answer(self, messages: list[dict[str, Any]]) -> ChatReply:
         body = {"model": self.model, "messages": messages} | self._template | self.asked
         return self._print("/chat/completions", body)
 
-    def complete(self, text: str) -> Answered:
+    def complete(self, text: str) -> ChatReply:
         return self._print("/completions", {"model": self.model, "prompt": text} | self.asked)
 
     def close(self) -> None:
         """Nothing is kept open."""
 
-    def _print(self, path: str, body: Mapping[str, Any]) -> Answered:
+    def _print(self, path: str, body: Mapping[str, Any]) -> ChatReply:
         out, pieces, times, finish, counted = writer(), list[str](), list[float](), None, None
         began = now()
         self.status = 0
@@ -176,7 +176,7 @@ class RemoteSpeaker:
             if pieces or self.status:
                 out.close()
         first, rest = (times[0] - began, times[-1] - times[0]) if times else (0.0, 0.0)
-        return Answered("".join(pieces), counted or len(pieces), first, rest, finish == "length")
+        return ChatReply("".join(pieces), counted or len(pieces), first, rest, finish == "length")
 
 
 def read_template(given: str) -> str:
@@ -186,7 +186,7 @@ def read_template(given: str) -> str:
     return given
 
 
-def _piece(event: bytes) -> Piece:
+def _piece(event: bytes) -> AnswerPiece:
     try:
         chunk = json.loads(event)
         if chunk.get("error"):
@@ -194,7 +194,7 @@ def _piece(event: bytes) -> Piece:
         choice = (chunk.get("choices") or [{}])[0]
         text = str(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
         counted = (chunk.get("usage") or {}).get("completion_tokens")
-        return Piece(text, choice.get("finish_reason"), counted if isinstance(counted, int) else None)
+        return AnswerPiece(text, choice.get("finish_reason"), counted if isinstance(counted, int) else None)
     except (ValueError, AttributeError, TypeError) as wrong:
         raise EngineGenerateError(f"the server sent an event nobody can read ({wrong}): {event[:100]!r}") from None
 

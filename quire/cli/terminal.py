@@ -22,17 +22,17 @@ _MORE = "...> "
 _BINDINGS = ("set enable-bracketed-paste on", r'"\e\C-m": "\C-v\C-j"', r'"\e\C-j": "\C-v\C-j"')
 
 
-class Writer(Protocol):
+class AnswerWriter(Protocol):
     """Takes an answer as it comes."""
 
     def write(self, piece: str) -> None: ...
     def close(self) -> None: ...
 
 
-def writer() -> Writer:
+def writer() -> AnswerWriter:
     """For stdout as it is now."""
     if not sys.stdout.isatty():
-        return Plain()
+        return PlainWriter()
     return Coloured() if has_colours() else Visible()
 
 
@@ -45,7 +45,7 @@ def dim(text: str) -> str:
     return f"{_DIM}{text}{_OFF}" if has_colours() and sys.stderr.isatty() else text
 
 
-class Plain:
+class PlainWriter:
     def write(self, piece: str) -> None:
         print(piece, end="", flush=True)
 
@@ -53,7 +53,7 @@ class Plain:
         print(flush=True)
 
 
-class Visible(Plain):
+class Visible(PlainWriter):
     """At a terminal without colours."""
 
     def write(self, piece: str) -> None:

@@ -14,8 +14,8 @@ from quire.config.engine import EngineConfig
 from quire.config.memory import LoadConfig
 from quire.config.model import ModelConfig
 from quire.config.option import (
-    Declared,
     Group,
+    OptionField,
     UnknownOptionError,
     declarations,
     group,
@@ -47,7 +47,7 @@ def _field(default: Any) -> Any:
     return dataclasses.field(default=default)
 
 
-def _derive(name: str, declared: Mapping[str, Declared]) -> Any:
+def _derive(name: str, declared: Mapping[str, OptionField]) -> Any:
     """A dataclass with a field per option. It has a docstring because dataclasses would else make one up, slowly."""
     fields = [(name, Any, _field(mine.option.unset)) for name, mine in declared.items()]
     return dataclasses.make_dataclass(name, fields, namespace={"__doc__": "Options."}, init=False, repr=False, eq=False)

@@ -15,11 +15,11 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, dataclass
 
 import msgspec
 
-from quire.config.unavailable import Row, read_kind, rows_of
+from quire.config.unavailable import UnavailableRow, read_kind, rows_of
 from quire.schema.errors import ConfigError, NotBuiltError
 
 
-class Status(enum.Enum):
+class OptionStatus(enum.Enum):
     """Whether an option may be set. Making one available is moving its row of unavailable.txt into a declaration."""
 
     READY = "available"
@@ -27,7 +27,7 @@ class Status(enum.Enum):
     INERT = "no effect"  # accepted, and named in the log with its `why`
 
 
-READY, LATER, INERT = Status.READY, Status.LATER, Status.INERT
+READY, LATER, INERT = OptionStatus.READY, OptionStatus.LATER, OptionStatus.INERT
 SAME: Any = object()  # a keyword that is not given has the field's own default
 _KEY = "option"
 _SECRETS = ("hf_token", "api_key")
@@ -42,7 +42,7 @@ class Option(NamedTuple):
     """The declaration of one field. `unset` is the default of the keyword and the flag; None there means: decide."""
 
     doc: str
-    status: Status
+    status: OptionStatus
     default: Any
     unset: Any
     name: str | None = None  # the flat keyword where it is not the field's name
@@ -63,7 +63,7 @@ class Option(NamedTuple):
     repeat: bool = False  # a list whose flag may be given several times, each time with more of it
 
 
-def option(default: Any, doc: str, status: Status = READY, *, unset: Any = SAME, **more: Any) -> Any:
+def option(default: Any, doc: str, status: OptionStatus = READY, *, unset: Any = SAME, **more: Any) -> Any:
     """A dataclass field that carries its declaration; `more` are fields of Option."""
     declared = Option(doc, status, default, default if unset is SAME else unset, **more)
     if isinstance(default, type) and issubclass(default, Group):
@@ -85,7 +85,7 @@ def unavailable(*, accepts: Any = None, take: Callable[[Any], Any] | None = None
     return Unavailable(accepts, take)
 
 
-class Declared(NamedTuple):
+class OptionField(NamedTuple):
     """A field with its option; `type` is what is stored, `given` what a user may write."""
 
     field: str
@@ -169,7 +169,7 @@ def group(cls: type[T]) -> type[T]:
 _groups: dict[str, type[Any]] = {}
 
 
-def _from_row(row: Row, kind: Any, written: Unavailable) -> Any:
+def _from_row(row: UnavailableRow, kind: Any, written: Unavailable) -> Any:
     """Of a kind that cannot be None, None means: not given, and the second default (or the group's own) holds."""
     unset, *equal = row.defaults
     default = unset
@@ -182,15 +182,15 @@ def _from_row(row: Row, kind: Any, written: Unavailable) -> Any:
     )  # fmt: skip
 
 
-def declarations(group: type[Any]) -> dict[str, Declared]:
+def declarations(group: type[Any]) -> dict[str, OptionField]:
     """Field name -> declaration, in the order they are written. Fields without one are results, not options."""
     if group not in _declarations:
         found = ((f, f.metadata[_KEY]) for f in fields(group) if _KEY in f.metadata)
-        _declarations[group] = {f.name: Declared(f.name, f.type, declared) for f, declared in found}
+        _declarations[group] = {f.name: OptionField(f.name, f.type, declared) for f, declared in found}
     return _declarations[group]
 
 
-_declarations: dict[type[Any], dict[str, Declared]] = {}
+_declarations: dict[type[Any], dict[str, OptionField]] = {}
 
 
 def make(group: type[Any], values: Mapping[str, Any], where: str = "") -> Any:

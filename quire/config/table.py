@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from quire.base.log import logger, once
 from quire.config.engine import EngineConfig
 from quire.config.option import (
-    Declared,
     Group,
     Option,
+    OptionField,
     declarations,
     has_no_effect,
     make,
@@ -34,7 +34,7 @@ class Flat(NamedTuple):
     name: str
     path: tuple[str, ...]
     group: str  # name of the class that declares it
-    declared: Declared
+    declared: OptionField
 
 
 def group_of(kind: Any) -> type[Group] | None:

@@ -23,7 +23,7 @@ _KINDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Row(NamedTuple):
+class UnavailableRow(NamedTuple):
     """One option. `kind` is as it is written: it may name a config class, which only option.py knows."""
 
     field: str
@@ -40,12 +40,12 @@ class Row(NamedTuple):
     why: str
 
 
-def rows_of(group: str) -> list[Row]:
+def rows_of(group: str) -> list[UnavailableRow]:
     """What the file adds to the config class of this name."""
     return all_rows().get(group, [])
 
 
-def all_rows() -> dict[str, list[Row]]:
+def all_rows() -> dict[str, list[UnavailableRow]]:
     """By config class."""
     return _read()[0]
 
@@ -69,11 +69,11 @@ def _one_of(values: list[str]) -> Any:
 
 
 @cache
-def _read() -> tuple[dict[str, list[Row]], dict[str, str]]:
+def _read() -> tuple[dict[str, list[UnavailableRow]], dict[str, str]]:
     with open(_FILE, encoding="utf-8") as file:
         lines = [line for line in file.read().splitlines() if line and line[0] != "#"]
     reasons: dict[str, str] = {}
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[UnavailableRow]] = {}
     section = ""
     for line in lines:
         if line[0] == "[":
@@ -87,14 +87,14 @@ def _read() -> tuple[dict[str, list[Row]], dict[str, str]]:
     return groups, reasons
 
 
-def _row(cells: list[str], reasons: dict[str, str]) -> Row:
+def _row(cells: list[str], reasons: dict[str, str]) -> UnavailableRow:
     option, value, default, since, doc, why = cells
     field, *rest = option.split()
     name = None
     if rest and rest[0] == ">":
         _, name, *rest = rest
     what, _, words = why.partition(" ")
-    return Row(
+    return UnavailableRow(
         field.removeprefix("."), name, field[0] != ".", tuple(rest), *_value(value), _defaults(default), since, doc,
         _OUTCOMES[what.rstrip(":")], words if what.endswith(":") else reasons[words],
     )  # fmt: skip

@@ -321,7 +321,7 @@ class ProcessClient:
 
     def _connect(self, wire: Wire, peer: Child | _Elsewhere) -> None:
         self.pulse = Pulse(wire.folder)
-        self._reader = _Reader(wire, peer)
+        self._reader = _WireReader(wire, peer)
         self._codec: Codec[ToEngine] = Codec(ToEngine)
         self._finalizer = weakref.finalize(self, _hang_up, self._reader, self._codec, os.getpid())
 
@@ -409,7 +409,7 @@ def _wire(folder: str, client: int) -> Wire:
     return Wire(folder, mine=f"client-{client}", theirs="engine", sender=str(client).encode())
 
 
-class _Reader:
+class _WireReader:
     """The thread that reads the wire, and what it fills. Knows nothing of the client, so that one can be collected."""
 
     def __init__(self, wire: Wire, peer: Child | _Elsewhere) -> None:
@@ -512,7 +512,7 @@ class _Reader:
         return self.dead
 
 
-def _hang_up(reader: _Reader, codec: Codec[ToEngine], owner: int) -> None:
+def _hang_up(reader: _WireReader, codec: Codec[ToEngine], owner: int) -> None:
     if os.getpid() != owner:  # a fork of ours ends; the engine is not its own
         return
     reader.closing = True

@@ -26,13 +26,13 @@ SAVE_SHARDED = "quire.worker.saving:save_sharded_state"
 START_PROFILE, STOP_PROFILE = "quire.worker.profile:start", "quire.worker.profile:stop"
 
 
-class Place(enum.StrEnum):
+class VerbScope(enum.StrEnum):
     ENGINE = "engine"
     WORKERS = "workers"
 
 
 class Verb(NamedTuple):
-    place: Place
+    place: VerbScope
     run: Callable[..., Any]  # gets the loop, then the call's arguments
     doc: str
 
@@ -112,27 +112,27 @@ def _refuse(feature: str) -> Callable[..., Any]:
 
 
 VERBS: dict[str, Verb] = {
-    "reset_prefix_cache": Verb(Place.ENGINE, _reset_prefix_cache, "Forget every cached prefix; True if all went."),
-    "pause": Verb(Place.ENGINE, _pause, "Hold new requests; abort or finish those in flight."),
-    "resume": Verb(Place.ENGINE, lambda loop: loop.resume(), "Take up the held requests."),
-    "abort_requests": Verb(Place.ENGINE, _abort_requests, "End requests whose ids match, or all; how many."),
-    "is_paused": Verb(Place.ENGINE, lambda loop: loop.paused, "Whether new requests are held."),
-    "check_health": Verb(Place.ENGINE, lambda loop: None, "Answers if the loop turns."),
-    "stats": Verb(Place.ENGINE, _stats, "The last step's numbers."),
-    "reset_mm_cache": Verb(Place.ENGINE, lambda loop: None, "Forget cached media; there are none without media."),
-    "is_sleeping": Verb(Place.ENGINE, lambda loop: False, "Whether memory was given back."),
-    "collective_rpc": Verb(Place.WORKERS, _collective_rpc, "A method of every worker."),
-    "apply_model": Verb(Place.WORKERS, _apply_model, "A function of every worker's model."),
-    "sleep": Verb(Place.WORKERS, _refuse("sleep mode"), "Give memory back."),
-    "wake_up": Verb(Place.WORKERS, _refuse("sleep mode"), "Take memory again."),
-    "start_profile": Verb(Place.WORKERS, _start_profile, "Open a profile window."),
-    "stop_profile": Verb(Place.WORKERS, _stop_profile, "Close it; where each worker wrote its trace."),
-    "add_lora": Verb(Place.WORKERS, _refuse("LoRA"), "Load an adapter."),
-    "remove_lora": Verb(Place.WORKERS, _refuse("LoRA"), "Drop an adapter."),
-    "list_loras": Verb(Place.WORKERS, _refuse("LoRA"), "Ids of loaded adapters."),
-    "pin_lora": Verb(Place.WORKERS, _refuse("LoRA"), "Keep an adapter loaded."),
-    "save_sharded_state": Verb(Place.WORKERS, _save_sharded_state, "Write weights per rank; the files' names."),
-    "scale_elastic_ep": Verb(Place.ENGINE, _refuse("elastic expert parallelism"), "Change the number of ranks."),
+    "reset_prefix_cache": Verb(VerbScope.ENGINE, _reset_prefix_cache, "Forget every cached prefix; True if all went."),
+    "pause": Verb(VerbScope.ENGINE, _pause, "Hold new requests; abort or finish those in flight."),
+    "resume": Verb(VerbScope.ENGINE, lambda loop: loop.resume(), "Take up the held requests."),
+    "abort_requests": Verb(VerbScope.ENGINE, _abort_requests, "End requests whose ids match, or all; how many."),
+    "is_paused": Verb(VerbScope.ENGINE, lambda loop: loop.paused, "Whether new requests are held."),
+    "check_health": Verb(VerbScope.ENGINE, lambda loop: None, "Answers if the loop turns."),
+    "stats": Verb(VerbScope.ENGINE, _stats, "The last step's numbers."),
+    "reset_mm_cache": Verb(VerbScope.ENGINE, lambda loop: None, "Forget cached media; there are none without media."),
+    "is_sleeping": Verb(VerbScope.ENGINE, lambda loop: False, "Whether memory was given back."),
+    "collective_rpc": Verb(VerbScope.WORKERS, _collective_rpc, "A method of every worker."),
+    "apply_model": Verb(VerbScope.WORKERS, _apply_model, "A function of every worker's model."),
+    "sleep": Verb(VerbScope.WORKERS, _refuse("sleep mode"), "Give memory back."),
+    "wake_up": Verb(VerbScope.WORKERS, _refuse("sleep mode"), "Take memory again."),
+    "start_profile": Verb(VerbScope.WORKERS, _start_profile, "Open a profile window."),
+    "stop_profile": Verb(VerbScope.WORKERS, _stop_profile, "Close it; where each worker wrote its trace."),
+    "add_lora": Verb(VerbScope.WORKERS, _refuse("LoRA"), "Load an adapter."),
+    "remove_lora": Verb(VerbScope.WORKERS, _refuse("LoRA"), "Drop an adapter."),
+    "list_loras": Verb(VerbScope.WORKERS, _refuse("LoRA"), "Ids of loaded adapters."),
+    "pin_lora": Verb(VerbScope.WORKERS, _refuse("LoRA"), "Keep an adapter loaded."),
+    "save_sharded_state": Verb(VerbScope.WORKERS, _save_sharded_state, "Write weights per rank; the files' names."),
+    "scale_elastic_ep": Verb(VerbScope.ENGINE, _refuse("elastic expert parallelism"), "Change the number of ranks."),
 }
 
 

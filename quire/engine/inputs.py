@@ -36,7 +36,7 @@ _LONGER = 16  # how much longer than a prompt a text may be of which only a part
 _TOKENIZING = ("add_special_tokens", "truncate_prompt_tokens", "truncation", "max_length", "truncation_side")
 
 
-class Asked(msgspec.Struct, frozen=True):
+class PreparedRequest(msgspec.Struct, frozen=True):
     """One caller's request, ready to go: `requests` are its n answers-to-be."""
 
     request_id: str
@@ -63,7 +63,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     continues: bool = False  # the prompt ends within an answer, which is gone on with
     thinking: bool | None = None  # False: the request switched thinking off, which a prompt need not show
     private: bool = False  # nobody else holds the params, and they have not changed since they were checked
-    like: Asked | None = None  # for an earlier prompt with these very params: what was made of them is used again
+    like: PreparedRequest | None = None  # for an earlier prompt with these very params: its work is used again
 
 
 class _Shared(NamedTuple):
@@ -75,7 +75,7 @@ class _Shared(NamedTuple):
     grammar: GrammarSpec | None
 
 
-def _shared_again(like: Asked) -> _Shared:
+def _shared_again(like: PreparedRequest) -> _Shared:
     first, last = like.requests[0], like.requests[-1]
     return _Shared(last.sampling, first.stop_token_ids, first.trace_headers, first.grammar)
 
@@ -111,7 +111,9 @@ class InputProcessor:
         with self._drawing:
             return self._random.getrandbits(64)
 
-    def process(self, request_id: str, given: object, params: SamplingParams, options: Options | None = None) -> Asked:
+    def process(
+        self, request_id: str, given: object, params: SamplingParams, options: Options | None = None
+    ) -> PreparedRequest:
         options = options or Options()
         if not isinstance(request_id, str) or not _is_text(request_id):
             raise InputError(f"request_id must be a non-empty string, got {request_id!r}", param="request_id")
@@ -153,7 +155,7 @@ class InputProcessor:
             )
             for index in range(params.n)
         )
-        return Asked(
+        return PreparedRequest(
             request_id, prompt.text, token_ids, params, requests, arrival, stream_interval=options.stream_interval
         )
 

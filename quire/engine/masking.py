@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
-from quire.grammar.backend import Vocabulary
-from quire.grammar.compiler import Limits
+from quire.grammar.backend import GrammarVocabulary
+from quire.grammar.compiler import CompileLimits
 from quire.grammar.masks import Masks
 from quire.grammar.thought import Marks, Thought
 from quire.schema.errors import ConfigError
@@ -32,7 +32,7 @@ _KNOWN = 1 << 16  # tokens whose text is remembered
 
 def make_masks(config: EngineConfig, vocab_size: int) -> Masks:
     options = config.structured_outputs_config
-    limits = Limits(seconds=options.compile_timeout, num_workers=options.compile_workers)
+    limits = CompileLimits(seconds=options.compile_timeout, num_workers=options.compile_workers)
     words = _Words(config, vocab_size)
     thinks = config.thinks
     if thinks:
@@ -109,7 +109,7 @@ class _Words:
         special = tokenizer.id_to_token(token_id) if token_id in tokenizer.skipped_ids else None
         return tokenizer.token_bytes(token_id) if special is None else special.encode()
 
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> GrammarVocabulary:
         tokenizer, size = self.tokenizer(), self._vocab_size
         silent = tokenizer.skipped_ids
         own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
@@ -119,7 +119,7 @@ class _Words:
         count = min(tokenizer.vocab_size, size)
         tokens = [b"" if i in silent or i in ends else tokenizer.token_bytes(i) for i in range(count)]
         special = {i: (tokenizer.id_to_token(i) or "").encode() for i in silent if i < count and i not in ends}
-        return Vocabulary(tokens=tokens, size=size, ends=ends, special=special)
+        return GrammarVocabulary(tokens=tokens, size=size, ends=ends, special=special)
 
     def thought(self, request: EngineRequest) -> Thought | None:
         """None: there is none, it is over where the prompt ends, or nothing asks about it."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from quire.engine.inputs import Asked
+from quire.engine.inputs import PreparedRequest
 from quire.engine.logprobs import LogprobList
 from quire.observe.metrics import Metrics
 from quire.observe.tracing import RequestTrace, Tracer
@@ -51,7 +51,7 @@ class OutputProcessor:
         self._metrics = metrics
         self._tracer = tracer
         self._open: dict[str, _Open] = {}
-        self._answers: dict[str, tuple[_Open, _Answer]] = {}
+        self._answers: dict[str, tuple[_Open, _OutputState]] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -66,16 +66,16 @@ class OutputProcessor:
         """For requests from now on."""
         self._tokenizer = tokenizer
 
-    def add(self, asked: Asked) -> None:
-        taken = [r.request_id for r in asked.requests if r.request_id in self._answers]
-        if asked.request_id in self._open or taken:
+    def add(self, prepared: PreparedRequest) -> None:
+        taken = [r.request_id for r in prepared.requests if r.request_id in self._answers]
+        if prepared.request_id in self._open or taken:
             raise InputError(
-                f"request_id {asked.request_id!r} is already in use by a running request",
+                f"request_id {prepared.request_id!r} is already in use by a running request",
                 param="request_id",
-                value=asked.request_id,
+                value=prepared.request_id,
             )
-        entry = _Open(asked, self._tokenizer)
-        self._open[asked.request_id] = entry
+        entry = _Open(prepared, self._tokenizer)
+        self._open[prepared.request_id] = entry
         for answer in entry.answers:
             self._answers[answer.request_id] = (entry, answer)
 
@@ -94,8 +94,8 @@ class OutputProcessor:
                 elif output.limit and self._metrics is not None:
                     self._metrics.rejected(output.limit)
                 done.aborts.extend(self._forget(entry, besides=answer))
-                done.failures.append((entry.asked.request_id, _error_of(output)))
-                touched.pop(entry.asked.request_id, None)
+                done.failures.append((entry.prepared.request_id, _error_of(output)))
+                touched.pop(entry.prepared.request_id, None)
                 continue
             self._measure(entry, answer, output, current)
             if output.prompt_logprobs is not None and entry.prompt_logprobs is not None:
@@ -107,7 +107,7 @@ class OutputProcessor:
                 entry.num_growing -= 1
                 self._measure_end(entry, answer, current)
             if entry.num_growing == 0 or entry.kind is not RequestOutputKind.FINAL_ONLY:
-                touched[entry.asked.request_id] = entry
+                touched[entry.prepared.request_id] = entry
         for request_id, entry in touched.items():
             if (result := entry.tell(self._interval)) is not None:
                 done.results.append(result)
@@ -136,13 +136,13 @@ class OutputProcessor:
         self._open.clear()
         self._answers.clear()
 
-    def _forget(self, entry: _Open, besides: _Answer | None = None) -> list[str]:
+    def _forget(self, entry: _Open, besides: _OutputState | None = None) -> list[str]:
         """Drop a request; returns what the engine must abort."""
-        self._open.pop(entry.asked.request_id, None)
+        self._open.pop(entry.prepared.request_id, None)
         ids = [a.request_id for a in entry.answers if self._answers.pop(a.request_id, None) and a is not besides]
         return ids
 
-    def _measure(self, entry: _Open, answer: _Answer, output: EngineOutput, current: float) -> None:
+    def _measure(self, entry: _Open, answer: _OutputState, output: EngineOutput, current: float) -> None:
         if not output.new_token_ids:
             return
         first = not answer.token_ids
@@ -153,12 +153,12 @@ class OutputProcessor:
         if self._metrics is None:
             return
         if first:
-            self._metrics.prompt_done(len(entry.asked.token_ids), output.num_cached_tokens)
-            self._metrics.token_times(first=current - entry.asked.arrival)
+            self._metrics.prompt_done(len(entry.prepared.token_ids), output.num_cached_tokens)
+            self._metrics.token_times(first=current - entry.prepared.arrival)
         else:
             self._metrics.token_times(gaps=[gap])
 
-    def _measure_failure(self, entry: _Open, failed: _Answer, output: EngineOutput, current: float) -> None:
+    def _measure_failure(self, entry: _Open, failed: _OutputState, output: EngineOutput, current: float) -> None:
         """The one that failed counts as an error, its siblings end with it."""
         failed.times = output.times or failed.times
         for answer in entry.answers:
@@ -167,27 +167,27 @@ class OutputProcessor:
                 entry.num_growing -= 1
                 self._measure_end(entry, answer, current, output.error)
 
-    def _measure_end(self, entry: _Open, answer: _Answer, current: float, error: str | None = None) -> None:
+    def _measure_end(self, entry: _Open, answer: _OutputState, current: float, error: str | None = None) -> None:
         if self._tracer is not None and entry.num_growing == 0:
             self._tracer.ended(entry.trace(current, error))
         if self._metrics is None or answer.finish_reason is None:
             return
         self._metrics.request_finished(
             answer.times,
-            arrival=entry.asked.arrival,
+            arrival=entry.prepared.arrival,
             now=current,
             finish_reason=answer.finish_reason,
-            num_prompt_tokens=len(entry.asked.token_ids),
+            num_prompt_tokens=len(entry.prepared.token_ids),
             num_generation_tokens=len(answer.token_ids),
-            params=entry.asked.params,
+            params=entry.prepared.params,
             num_cached_tokens=answer.num_cached_tokens,
         )
         if entry.num_growing == 0:
             most = max(len(a.token_ids) for a in entry.answers)
-            self._metrics.parent_finished(entry.asked.params.n, most)
+            self._metrics.parent_finished(entry.prepared.params.n, most)
 
 
-class _Answer:
+class _OutputState:
     """One of a request's n answers, growing."""
 
     def __init__(self, index: int, request: EngineRequest, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
@@ -284,24 +284,24 @@ class _Answer:
 class _Open:
     """A caller's request until all its answers have ended."""
 
-    def __init__(self, asked: Asked, tokenizer: Tokenizer | None) -> None:
-        self.asked = asked
-        self.kind = asked.params.output_kind
+    def __init__(self, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> None:
+        self.prepared = prepared
+        self.kind = prepared.params.output_kind
         self.first_seen = 0.0
-        self.answers = [_Answer(i, r, asked.params, tokenizer) for i, r in enumerate(asked.requests)]
+        self.answers = [_OutputState(i, r, prepared.params, tokenizer) for i, r in enumerate(prepared.requests)]
         self.prompt_logprobs: LogprobList | None = None
-        if (num_ranked := asked.params.prompt_logprobs) is not None:
-            self.prompt_logprobs = LogprobList(asked.params, tokenizer, num_ranked=num_ranked, prompt=True)
+        if (num_ranked := prepared.params.prompt_logprobs) is not None:
+            self.prompt_logprobs = LogprobList(prepared.params, tokenizer, num_ranked=num_ranked, prompt=True)
         self.num_growing = len(self.answers)
         self._told = False  # the prompt's log probabilities
-        self._prompt_token_ids = list(asked.token_ids)  # one list for all results
+        self._prompt_token_ids = list(prepared.token_ids)  # one list for all results
 
     def tell(self, interval: int) -> RequestOutput | None:
         """What the caller should see now, if anything."""
         finished = self.num_growing == 0
         if self.kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
-        interval = self.asked.stream_interval or interval
+        interval = self.prepared.stream_interval or interval
         answers = self.answers
         due = answers if len(answers) == 1 and answers[0].due(interval) else [a for a in answers if a.due(interval)]
         if not due and not finished:
@@ -310,12 +310,12 @@ class _Open:
         shown = [answer.show(delta) for answer in (due if delta else answers)]
         prompt_logprobs = self.prompt_logprobs
         if prompt_logprobs is not None:  # told when whole: the first answer, which brings them, may be behind others
-            whole = finished or len(prompt_logprobs) == len(self.asked.token_ids)
+            whole = finished or len(prompt_logprobs) == len(self.prepared.token_ids)
             prompt_logprobs = prompt_logprobs if whole and not (delta and self._told) else None
             self._told |= whole
         return RequestOutput(
-            request_id=self.asked.request_id,
-            prompt=self.asked.text,
+            request_id=self.prepared.request_id,
+            prompt=self.prepared.text,
             prompt_token_ids=self._prompt_token_ids,
             prompt_logprobs=None if prompt_logprobs is None else prompt_logprobs.prompt(),
             outputs=shown,
@@ -325,13 +325,13 @@ class _Open:
         )
 
     def trace(self, ended: float, error: str | None) -> RequestTrace:
-        asked = self.asked
+        prepared = self.prepared
         return RequestTrace(
-            request_id=asked.request_id,
-            headers=asked.requests[0].trace_headers,
-            params=asked.params,
-            max_tokens=asked.requests[0].max_tokens,
-            num_prompt_tokens=len(asked.token_ids),
+            request_id=prepared.request_id,
+            headers=prepared.requests[0].trace_headers,
+            params=prepared.params,
+            max_tokens=prepared.requests[0].max_tokens,
+            num_prompt_tokens=len(prepared.token_ids),
             metrics=self._metrics(),
             ended=ended,
             finish_reasons=tuple(a.finish_reason.value for a in self.answers if a.finish_reason is not None),
@@ -344,12 +344,12 @@ class _Open:
         times = [answer.times for answer in self.answers]
         started = [t for t in times if t.scheduled] or times[:1]
         return RequestMetrics(
-            arrival_time=self.asked.arrival,
+            arrival_time=self.prepared.arrival,
             queued_ts=min(t.queued for t in started),
             scheduled_ts=min(t.scheduled for t in started),
             first_token_ts=min(t.first_token for t in started),
             last_token_ts=max(t.last_token for t in times),
-            first_token_latency=max(0.0, self.first_seen - self.asked.arrival) if self.first_seen else 0.0,
+            first_token_latency=max(0.0, self.first_seen - self.prepared.arrival) if self.first_seen else 0.0,
             num_generation_tokens=sum(len(answer.token_ids) for answer in self.answers),
             num_preemptions=sum(t.num_preemptions for t in times),
         )

@@ -30,7 +30,7 @@ from quire.engine.masking import make_masks
 from quire.engine.pulse import Pulse
 from quire.engine.route import OWNER, Routes
 from quire.engine.together import unpack
-from quire.executor.base import Executor, Worker, make_executor, one_model
+from quire.executor.base import Executor, WorkerProtocol, make_executor, one_model
 from quire.sched.kv_layout import fit_length, place
 from quire.sched.scheduler import Scheduler
 from quire.schema.errors import ConfigError, InputError, kind_of, message_of
@@ -64,7 +64,7 @@ class Started(NamedTuple):
     ready: EngineReady
 
 
-class Boot(msgspec.Struct, kw_only=True):
+class EngineBoot(msgspec.Struct, kw_only=True):
     """What an engine process is started with."""
 
     folder: str  # where the mailboxes are
@@ -85,14 +85,14 @@ def start_engine(config: EngineConfig, pulse: Pulse | None = None) -> Started:
     executor = make_executor(config)
     try:
         laps.mark("device")
-        info = one_model(executor.ask(Worker.load))
+        info = one_model(executor.ask(WorkerProtocol.load))
         laps.mark("load")
-        free_bytes = min(executor.ask(Worker.free_bytes))  # every rank holds the same blocks
+        free_bytes = min(executor.ask(WorkerProtocol.free_bytes))  # every rank holds the same blocks
         laps.mark("profile")
         layout, max_model_len = _place(config, info, free_bytes)
-        executor.ask(Worker.init_kv, layout)
+        executor.ask(WorkerProtocol.init_kv, layout)
         laps.mark("kv")
-        executor.ask(Worker.warm_up)
+        executor.ask(WorkerProtocol.warm_up)
         laps.mark("warm_up")
     except BaseException:
         executor.shutdown()
@@ -204,7 +204,7 @@ def _place(config: EngineConfig, info: ModelInfo, free_bytes: int) -> tuple[KVLa
 
 def main(boot_bytes: bytes) -> None:
     """An engine process, from its boot bytes to its end."""
-    boot = msgspec.msgpack.decode(boot_bytes, type=Boot)
+    boot = msgspec.msgpack.decode(boot_bytes, type=EngineBoot)
     hub = Hub(boot.folder, mine="engine")
     hub.open(mailbox(OWNER))
     post = _Post(hub, Routes() if boot.shared else None)

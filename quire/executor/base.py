@@ -1,8 +1,8 @@
 """Executor: the way by which an engine reaches its workers, the same for every kind of worker.
 
-`Worker` declares what can be asked of a worker, once: an executor asks for a verb by naming it (`ask(Worker.load)`),
-and a wire reads the types of its arguments and of its answer from there (remote.py). An executor must not know what a
-plan means, nor import anything of the tensor side (it reaches a worker by import path).
+`WorkerProtocol` declares what can be asked of a worker, once: an executor asks for a verb by naming it
+(`ask(WorkerProtocol.load)`), and a wire reads the types of its arguments and of its answer from there (remote.py). An
+executor must not know what a plan means, nor import anything of the tensor side (it reaches a worker by import path).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PendingResult(Protocol):
         """Wait for it."""
 
 
-class Worker(Protocol):
+class WorkerProtocol(Protocol):
     """One rank. The verbs of a start come in the order of this list; `model_runner.model` is the model itself."""
 
     model_runner: Any
@@ -62,11 +62,11 @@ class Executor(Protocol):
 
     def ask(
         self,
-        verb: Callable[Concatenate[Worker, Arguments], Answer],
+        verb: Callable[Concatenate[WorkerProtocol, Arguments], Answer],
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> list[Answer]:
-        """Run a verb of `Worker` on every rank; their answers by rank."""
+        """Run a verb of `WorkerProtocol` on every rank; their answers by rank."""
 
     def forward(self, plan: StepPlan) -> None:
         """Start a step on every rank."""
@@ -143,7 +143,7 @@ def resolve_verb(verb: str) -> Callable[..., Any]:
     return run_method
 
 
-def apply_to_model(worker: Worker, path: str) -> Any:
+def apply_to_model(worker: WorkerProtocol, path: str) -> Any:
     """Call the function at an import path with the worker's model: apply_model across processes."""
     return registry.load(path)(worker.model_runner.model)
 

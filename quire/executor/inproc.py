@@ -9,7 +9,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Concatenate
 
 from quire.base import registry
-from quire.executor.base import WORKER, Answer, Arguments, PendingResult, Worker, resolve_verb
+from quire.executor.base import WORKER, Answer, Arguments, PendingResult, WorkerProtocol, resolve_verb
 from quire.schema.step import Mask, StepPlan
 
 if TYPE_CHECKING:
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 class DriverWorker:
     """The documented attribute path to the model: model_executor.driver_worker.worker.model_runner.model."""
 
-    worker: Worker
+    worker: WorkerProtocol
 
 
 class InProcessExecutor:
     def __init__(self, config: EngineConfig) -> None:
-        self._worker: Worker | None = registry.load(WORKER)(config, rank=0, num_workers=1)
+        self._worker: WorkerProtocol | None = registry.load(WORKER)(config, rank=0, num_workers=1)
 
     @property
-    def worker(self) -> Worker:
+    def worker(self) -> WorkerProtocol:
         if self._worker is None:
             raise RuntimeError("the executor was shut down")
         return self._worker
@@ -39,7 +39,7 @@ class InProcessExecutor:
 
     def ask(
         self,
-        verb: Callable[Concatenate[Worker, Arguments], Answer],
+        verb: Callable[Concatenate[WorkerProtocol, Arguments], Answer],
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> list[Answer]:

@@ -1,10 +1,10 @@
 """Workers in processes of their own: any number, reached by rank over one hub, on this host or by TCP.
 
-What travels: to a worker WorkerCall (a verb of `Worker`, or a call by name), back from it WorkerJoined once and then
-WorkerReply. Types of arguments and answers are read from `Worker` (base.py), so a new verb needs nothing here. Verbs
-run in the order sent; a step's result is read in a thread of its own, so that the next step can be started meanwhile.
-`forward` and, but for rank 0, `sample` are not answered: a failure there is said all the same, and ends the executor as
-a death does.
+What travels: to a worker WorkerCall (a verb of `WorkerProtocol`, or a call by name), back from it WorkerJoined once and
+then WorkerReply. Types of arguments and answers are read from `WorkerProtocol` (base.py), so a new verb needs nothing
+here. Verbs run in the order sent; a step's result is read in a thread of its own, so that the next step can be started
+meanwhile. `forward` and, but for rank 0, `sample` are not answered: a failure there is said all the same, and ends the
+executor as a death does.
 Nothing is pickled. Over TCP every message is sealed with a secret of this run, which a worker gets through its standard
 input. Must not know what a plan means.
 """
@@ -28,7 +28,7 @@ from quire.base.folders import remove_folder
 from quire.base.procs import Child
 from quire.base.seal import Seal, new_secret
 from quire.base.sockets import Hub, PeerGoneError, Wire, private_folder
-from quire.executor.base import WORKER, Answer, Arguments, PendingResult, Worker, resolve_verb
+from quire.executor.base import WORKER, Answer, Arguments, PendingResult, WorkerProtocol, resolve_verb
 from quire.schema.errors import EngineDeadError, InputError, kind_of, message_of, rebuild_error
 from quire.schema.step import Mask, StepPlan, StepResult
 
@@ -45,7 +45,7 @@ _NOBODY = -1  # call id of an WorkerCall that is not answered
 class WorkerCall(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     call_id: int
     verb: str
-    args: msgspec.Raw  # of a verb of `Worker`: msgpack of its arguments in order; of a call: of CallArguments
+    args: msgspec.Raw  # of a verb of `WorkerProtocol`: msgpack of its arguments in order; of a call: of CallArguments
     is_call: bool = False
 
 
@@ -88,8 +88,8 @@ class _Types(NamedTuple):
 
 @cache
 def types_of(verb: str) -> _Types:
-    """Of a verb's arguments and its answer, as declared in `Worker`; LookupError: there is no such verb."""
-    declared = vars(Worker).get(verb)
+    """Of a verb's arguments and its answer, as declared in `WorkerProtocol`; LookupError: there is no such verb."""
+    declared = vars(WorkerProtocol).get(verb)
     if verb.startswith("_") or not callable(declared):
         raise LookupError(f"a worker has no verb {verb!r}")
     hints = get_type_hints(declared)
@@ -148,7 +148,7 @@ class RemoteExecutor:
 
     def ask(
         self,
-        verb: Callable[Concatenate[Worker, Arguments], Answer],
+        verb: Callable[Concatenate[WorkerProtocol, Arguments], Answer],
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> list[Answer]:
@@ -163,7 +163,7 @@ class RemoteExecutor:
 
     def sample(self, step: int, mask: Mask | None) -> PendingResult:
         (reply,) = self._send("sample", (step, mask), (0,))
-        return _Pending(reply)
+        return _RemoteResult(reply)
 
     def call(self, verb: str, args: list[Any], kwargs: dict[str, Any], timeout: float | None) -> list[Any]:
         try:
@@ -264,7 +264,7 @@ class RemoteExecutor:
                 joined.set_exception(self._dead)
 
 
-class _Pending:
+class _RemoteResult:
     def __init__(self, reply: Future[msgspec.Raw]) -> None:
         self._reply = reply
 
@@ -308,7 +308,7 @@ class _End:
         self._rank, self._wire = rank, wire
         self._results: queue.SimpleQueue[tuple[int, PendingResult]] = queue.SimpleQueue()
 
-    def serve(self, worker: Worker) -> None:
+    def serve(self, worker: WorkerProtocol) -> None:
         """Until `shutdown` was asked for."""
         threading.Thread(target=self._read_results, name="results", daemon=True).start()
         while True:
@@ -350,7 +350,7 @@ class _End:
         self._wire.send(_FROM.encode(WorkerReply(self._rank, call_id, _NIL, message_of(failed), kind_of(failed))))
 
 
-def _run(worker: Worker, asked: WorkerCall) -> Any:
+def _run(worker: WorkerProtocol, asked: WorkerCall) -> Any:
     if asked.is_call:
         given = msgspec.msgpack.decode(asked.args, type=CallArguments)
         return resolve_verb(asked.verb)(worker, *given.args, **given.kwargs)

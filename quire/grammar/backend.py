@@ -38,7 +38,7 @@ PACKAGES = {  # package, extra
 }
 
 
-class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
+class GrammarVocabulary(msgspec.Struct, frozen=True, kw_only=True):
     """`tokens[i]`: the bytes token i adds to a text; empty for special tokens, which only a tag may ask for, by id.
     `special`: what they are called."""
 
@@ -82,6 +82,6 @@ class Backend(Protocol):
         """Bytes it keeps, for the cache."""
 
 
-def make_backend(name: str, vocabulary: Vocabulary) -> Backend:
+def make_backend(name: str, vocabulary: GrammarVocabulary) -> Backend:
     backend: Backend = BACKENDS.get(name)(vocabulary)
     return backend

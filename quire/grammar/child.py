@@ -1,6 +1,6 @@
 """The child process that compiles: whatever a grammar does here, it does to this process alone.
 
-    stdin:  frames of JobBoot, then Job …      stdout: one Answer each      end of stdin: the parent is gone, leave
+    stdin:  frames of JobBoot, then Job …      stdout: one CompileReply each     end of stdin: the parent is gone, leave
 Its memory may grow by a fixed amount over what it has at start; its time the parent watches. Neither torch nor
 transformers is loaded: xgrammar imports both by name and its compiler uses neither, and they cost seconds.
 """
@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from quire.base import allocator
-from quire.grammar.backend import Backend, Vocabulary, make_backend
+from quire.grammar.backend import Backend, GrammarVocabulary, make_backend
 from quire.schema.grammar import GrammarSpec
 
 LENGTH_BYTES = 8
@@ -26,7 +26,7 @@ _TRIAL_STEPS = 12
 
 
 class JobBoot(msgspec.Struct, frozen=True, kw_only=True):
-    vocabulary: Vocabulary
+    vocabulary: GrammarVocabulary
     memory_bytes: int
 
 
@@ -35,7 +35,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     spec: GrammarSpec | None = None  # None: only get the backend ready
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class CompileReply(msgspec.Struct, frozen=True, kw_only=True):
     compiled: bytes = b""
     refused: str | None = None  # what is wrong with the grammar
     failed: str | None = None  # what is wrong with this process
@@ -88,34 +88,34 @@ def main() -> None:
         allocator.trim()  # it may be idle from now on
 
 
-def _work(job: Job, boot: JobBoot, made: dict[str, Backend]) -> Answer:
+def _work(job: Job, boot: JobBoot, made: dict[str, Backend]) -> CompileReply:
     try:
         if job.backend not in made:
             _limit_memory(None)
             made[job.backend] = make_backend(job.backend, boot.vocabulary)
             _limit_memory(boot.memory_bytes)
         if job.spec is None:
-            return Answer()
+            return CompileReply()
         return _compiled(made[job.backend], job.spec, boot.vocabulary)
     except MemoryError:
-        return Answer(refused=f"compiling it needs more than {boot.memory_bytes >> 20} MiB")
+        return CompileReply(refused=f"compiling it needs more than {boot.memory_bytes >> 20} MiB")
     except ValueError as wrong:
-        return Answer(refused=str(wrong))
+        return CompileReply(refused=str(wrong))
     except Exception as wrong:  # noqa: BLE001  # the answer says that the backend failed, and how
-        return Answer(failed=f"{type(wrong).__name__}: {wrong}")
+        return CompileReply(failed=f"{type(wrong).__name__}: {wrong}")
 
 
-def _compiled(backend: Backend, spec: GrammarSpec, vocabulary: Vocabulary) -> Answer:
+def _compiled(backend: Backend, spec: GrammarSpec, vocabulary: GrammarVocabulary) -> CompileReply:
     """A backend that stumbles over a constraint refuses it, in whatever words: what it was given is all it has read."""
     try:
         compiled = backend.compile(spec)
         _try_out(backend, spec, compiled, vocabulary)
     except (TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, RecursionError) as wrong:
-        return Answer(refused=f"{type(wrong).__name__}: {wrong}")
-    return Answer(compiled=compiled)
+        return CompileReply(refused=f"{type(wrong).__name__}: {wrong}")
+    return CompileReply(compiled=compiled)
 
 
-def _try_out(backend: Backend, spec: GrammarSpec, compiled: bytes, vocabulary: Vocabulary) -> None:
+def _try_out(backend: Backend, spec: GrammarSpec, compiled: bytes, vocabulary: GrammarVocabulary) -> None:
     """Walk a few tokens: what hangs or crashes a matcher should do so here, not in the engine."""
     matcher = backend.start(backend.load(spec, compiled))
     rows = np.zeros((1, vocabulary.words), np.int32)

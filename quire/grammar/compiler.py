@@ -26,9 +26,9 @@ from quire.base.clock import now
 from quire.base.env import sandbox_environment
 from quire.base.log import logger
 from quire.base.procs import background_command, processor_seconds
-from quire.grammar.backend import Backend, Vocabulary, make_backend
+from quire.grammar.backend import Backend, GrammarVocabulary, make_backend
 from quire.grammar.cache import GrammarCache
-from quire.grammar.child import LENGTH_BYTES, Answer, Job, JobBoot
+from quire.grammar.child import LENGTH_BYTES, CompileReply, Job, JobBoot
 from quire.grammar.jobs import CompileJob, Jobs
 from quire.schema.errors import InputError, QuireError
 from quire.schema.grammar import GrammarSpec
@@ -44,7 +44,7 @@ _LOOK_SECONDS = 0.05  # between two looks at whether a job still has to go on
 
 
 @dataclass(frozen=True)
-class Limits:
+class CompileLimits:
     seconds: float = 10.0  # of the processor
     memory_bytes: int = 1 << 30  # that a child may grow by
     compiled_bytes: int = 1 << 26  # of one compiled grammar
@@ -74,7 +74,9 @@ class _StoppedError(Exception):
 
 
 class Compiler:
-    def __init__(self, vocabulary: Callable[[], Vocabulary], limits: Limits, done: Callable[[], None]) -> None:
+    def __init__(
+        self, vocabulary: Callable[[], GrammarVocabulary], limits: CompileLimits, done: Callable[[], None]
+    ) -> None:
         """`done` is called from a worker thread whenever something is ready to be fetched."""
         self._make_vocabulary = vocabulary
         self.limits = limits
@@ -85,11 +87,11 @@ class Compiler:
         self._lock = threading.Lock()
         self._cache: GrammarCache[Outcome] = GrammarCache(limits.cache_bytes)
         self._loading = threading.Lock()  # one at a time: it takes many times what is kept
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary: GrammarVocabulary | None = None
         self._backends: dict[str, Backend] = {}
         self._making = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._children: list[_Child] = []
+        self._children: list[_CompilerProcess] = []
         self.num_compiled = 0
 
     def submit(self, spec: GrammarSpec) -> None:
@@ -113,7 +115,7 @@ class Compiler:
         with self._lock:
             return self._cache.use(spec)
 
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> GrammarVocabulary:
         with self._making:
             if self._vocabulary is None:
                 self._vocabulary = self._make_vocabulary()
@@ -127,7 +129,7 @@ class Compiler:
             child.kill()
 
     def _run(self) -> None:
-        child: _Child | None = None
+        child: _CompilerProcess | None = None
         while (job := self._jobs.take()) is not None:
             outcome: Outcome
             began = now()
@@ -149,13 +151,13 @@ class Compiler:
         if child is not None:
             child.kill()
 
-    def _new_child(self) -> _Child:
-        child = _Child(JobBoot(vocabulary=self.vocabulary(), memory_bytes=self.limits.memory_bytes))
+    def _new_child(self) -> _CompilerProcess:
+        child = _CompilerProcess(JobBoot(vocabulary=self.vocabulary(), memory_bytes=self.limits.memory_bytes))
         with self._lock:
             self._children.append(child)
         return child
 
-    def _compile(self, child: _Child, job: CompileJob) -> Compiled:
+    def _compile(self, child: _CompilerProcess, job: CompileJob) -> Compiled:
         """With the first backend that manages."""
         refusals: list[InputError] = []
         for name in job.spec.backends:
@@ -170,7 +172,7 @@ class Compiler:
                 log.warning("Grammar backend %s: %.200s", name, failed)
         raise refusals[0]
 
-    def _compile_with(self, name: str, child: _Child, job: CompileJob) -> Compiled:
+    def _compile_with(self, name: str, child: _CompilerProcess, job: CompileJob) -> Compiled:
         spec = job.spec
         made = child.ask(Job(backend=name), _START_SECONDS)
         if made.failed or made.refused:
@@ -238,14 +240,14 @@ def _cost(compiled: Compiled) -> int:
     return max(compiled.backend.cost(compiled.loaded), compiled.num_bytes * 3 // 2)
 
 
-class _Child:
+class _CompilerProcess:
     """A compiling process, started when it is asked something and is not there."""
 
     def __init__(self, boot: JobBoot) -> None:
         self._boot = boot
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, job: Job, seconds: float, stop: Callable[[float], bool] = lambda spent: False) -> Answer:
+    def ask(self, job: Job, seconds: float, stop: Callable[[float], bool] = lambda spent: False) -> CompileReply:
         """`seconds` of the processor. EOFError: it died over it. _TimeoutError: it was killed. _StoppedError: `stop`
         said so of the seconds spent, and it was killed if it had begun."""
         if stop(0.0):
@@ -267,7 +269,7 @@ class _Child:
 
         try:
             size = int.from_bytes(_read(process, LENGTH_BYTES, look), "little")
-            return msgspec.msgpack.decode(_read(process, size, look), type=Answer)
+            return msgspec.msgpack.decode(_read(process, size, look), type=CompileReply)
         except (_TimeoutError, _StoppedError, EOFError):
             self.kill()
             raise

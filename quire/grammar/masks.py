@@ -19,8 +19,8 @@ import numpy as np
 
 from quire.base.clock import now
 from quire.base.log import logger
-from quire.grammar.backend import MOST_ROLLBACK, Backend, Matcher, Rows, Vocabulary
-from quire.grammar.compiler import Compiled, Compiler, Limits
+from quire.grammar.backend import MOST_ROLLBACK, Backend, GrammarVocabulary, Matcher, Rows
+from quire.grammar.compiler import Compiled, CompileLimits, Compiler
 from quire.grammar.thought import Stage, Thought
 from quire.schema.errors import OverloadedError, QuireError
 from quire.schema.grammar import GrammarSpec
@@ -83,16 +83,16 @@ Watch = Callable[[EngineRequest], Thought | None]
 class Masks:
     def __init__(
         self,
-        vocabulary: Callable[[], Vocabulary],
+        vocabulary: Callable[[], GrammarVocabulary],
         *,
-        limits: Limits | None = None,
+        limits: CompileLimits | None = None,
         watch: Watch | None = None,
         vocab_size: int | None = None,
     ) -> None:
         """`watch`: whether a request's answer may begin with a thought. `vocab_size`: the vocabulary's, to be known
         without making it."""
         self._news = threading.Event()
-        self.compiler = Compiler(vocabulary, limits or Limits(), self._news.set)
+        self.compiler = Compiler(vocabulary, limits or CompileLimits(), self._news.set)
         self._watch = watch
         self._vocab_size = vocab_size
         self._alone = False  # each mask is timed alone

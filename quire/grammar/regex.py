@@ -47,7 +47,7 @@ class Regex:
 def read_regex(source: str) -> Regex:
     if len(source) > MOST_CHARS:
         raise _refuse(f"the regex has {len(source)} characters; the limit is {MOST_CHARS}", value=len(source))
-    reader = _Reader(source)
+    reader = _RegexReader(source)
     for found in _PIECE.finditer(source):
         reader.take(found.group(), found.start())
     if reader.depth or reader.in_class:
@@ -55,7 +55,7 @@ def read_regex(source: str) -> Regex:
     return Regex("".join(reader.out), "".join(reader.common), reader.reasons)
 
 
-class _Reader:
+class _RegexReader:
     def __init__(self, source: str) -> None:
         self.source, self.last, self.negated = source, len(source) - 1, False
         self.out: list[str] = []

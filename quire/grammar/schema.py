@@ -71,7 +71,7 @@ class Needs:
         return next((name for name in self.keywords if name not in known), None)
 
 
-class _Part(NamedTuple):
+class _Subschema(NamedTuple):
     """A schema within a schema."""
 
     node: object
@@ -88,7 +88,7 @@ def tag_part(name: object) -> str:
 def read_schema(schema: object) -> Needs:
     """Walk the whole schema once, without recursion."""
     needs, references, num_nodes = Needs(), References(schema), 0
-    waiting = [_Part(schema, "", 0, "")]
+    waiting = [_Subschema(schema, "", 0, "")]
     referring: list[Mapping[str, Any]] = []
     while waiting:
         while waiting:
@@ -102,13 +102,13 @@ def read_schema(schema: object) -> Needs:
             base = references.enter(node, part.base)
             if "$ref" in node:
                 referring.append(node)
-            waiting += [_Part(child, place, part.depth + 1, base) for child, place in _children(node, part.path)]
+            waiting += [_Subschema(child, place, part.depth + 1, base) for child, place in _children(node, part.path)]
         waiting = _read_references(referring, references, needs)
         referring = []
     return needs
 
 
-def _read_part(part: _Part, needs: Needs) -> Mapping[str, Any] | None:
+def _read_part(part: _Subschema, needs: Needs) -> Mapping[str, Any] | None:
     """None: it is true or false, and has no parts."""
     node, path = part.node, part.path
     if part.depth > MOST_DEPTH:
@@ -125,16 +125,16 @@ def _read_part(part: _Part, needs: Needs) -> Mapping[str, Any] | None:
     return node
 
 
-def _read_references(referring: list[Mapping[str, Any]], references: References, needs: Needs) -> list[_Part]:
+def _read_references(referring: list[Mapping[str, Any]], references: References, needs: Needs) -> list[_Subschema]:
     """Those that are named, and stand where no schema was looked for."""
-    found: dict[int, _Part] = {}
+    found: dict[int, _Subschema] = {}
     for node in referring:
         target = references.find(node)
         if not references.is_plain(node):
             needs.note("a '$ref' that is no plain pointer")
             needs.keywords["a '$ref' that is no plain pointer"] = None
         if isinstance(target, Mapping) and not references.entered(target):
-            found[id(target)] = _Part(target, f"/…/{str(node['$ref']).rpartition('/')[2]}", 0, "")
+            found[id(target)] = _Subschema(target, f"/…/{str(node['$ref']).rpartition('/')[2]}", 0, "")
     return list(found.values())
 
 

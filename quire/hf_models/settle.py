@@ -23,13 +23,13 @@ from quire.layers.batch import Batch
 _log = logger(__name__)
 
 
-class Settled(NamedTuple):
+class TrialResult(NamedTuple):
     split: BodyAndHead
     way: Taps | ByRow
     vocab: int
 
 
-def settle(model: Any, name: str) -> Settled:
+def settle(model: Any, name: str) -> TrialResult:
     """The first way whose logits are right: all rows at once if possible, else row by row."""
     first, config = next(model.parameters()), model.config.to_dict()
     texts = make_texts(model.get_input_embeddings().weight.shape[0], special_ids(config), first.device)
@@ -53,7 +53,7 @@ def settle(model: Any, name: str) -> Settled:
         else:
             manner = "through Quire's attention" if how == "attention" else f"row by row, since {reasons[0]}"
             _log.info("%s runs with transformers' own code, %s", name, manner)
-            return Settled(split, way, wanted[0].shape[-1])
+            return TrialResult(split, way, wanted[0].shape[-1])
         split.undo()
         set_attention(model, "eager")
     raise RefusalError(

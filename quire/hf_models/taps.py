@@ -89,7 +89,7 @@ def _boundaries(size: int) -> tuple[Tensor, Tensor]:
     return both[:, 0], both[:, 1]
 
 
-class Source(Protocol):
+class PlanSource(Protocol):
     """Where a call's plan and cache come from."""
 
     def plan_of(self, layer: str, shape: CallShape | None) -> tuple[AttentionPlan, LayerCache | None]:
@@ -102,14 +102,14 @@ class Taps:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._source: Source | None = None
+        self._source: PlanSource | None = None
         self._calls: Counter[str] = Counter()
         self.shapes: dict[str, CallShape] = {}  # by layer, in order; filled by a trial
         for module in model.modules():
             _OWNERS[module] = self
 
     @contextmanager
-    def reading(self, source: Source) -> Iterator[None]:
+    def reading(self, source: PlanSource) -> Iterator[None]:
         """One forward pass."""
         self._source = source
         self._calls.clear()

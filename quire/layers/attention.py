@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from quire.layers.batch import Batch, LayerCache
 from quire.layers.linear import Linear
 from quire.layers.norm import RMS, Norm, NormKind
-from quire.layers.rope import Rope, Turn
+from quire.layers.rope import Rope, RotaryTables
 from quire.ops.act import logarithm, sigmoid
 from quire.ops.attention import alibi_slopes
-from quire.ops.parts import Parts
+from quire.ops.parts import PartialSums
 from quire.ops.qkv import QkvPrep
 from quire.quant.scheme import Slot, Storage
 from quire.quant.shard import ShardGroup, Span, cut_to
@@ -112,17 +112,17 @@ class Attention(KVLayer):
     def sizes(self) -> tuple[int, int, int]:
         return self.kind.kv_heads, self.kind.head_dim, -1
 
-    def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, turn: RotaryTables | None) -> Tensor:
         return self.o(self.attend(self.qkv(x), batch, turn))
 
-    def attend(self, qkv: Tensor | Parts, batch: Batch, turn: Turn | None) -> Tensor:
+    def attend(self, qkv: Tensor | PartialSums, batch: Batch, turn: RotaryTables | None) -> Tensor:
         """From the fused product to what the product back takes [T, heads * size]."""
         kind, plan, gate = self.kind, batch.plans[self.group], None
-        if isinstance(qkv, Parts) and (kind.gated or plan.run_fused is None or not self.fusable):
+        if isinstance(qkv, PartialSums) and (kind.gated or plan.run_fused is None or not self.fusable):
             qkv = qkv.whole()
-        tokens = qkv.rows if isinstance(qkv, Parts) else qkv.shape[0]
+        tokens = qkv.rows if isinstance(qkv, PartialSums) else qkv.shape[0]
         if kind.gated:
-            assert not isinstance(qkv, Parts)
+            assert not isinstance(qkv, PartialSums)
             gate, qkv = qkv.split((kind.heads * kind.head_dim, qkv.shape[1] - kind.heads * kind.head_dim), 1)
         if plan.run_fused is not None and self.fusable:
             out = plan.run_fused(
@@ -130,7 +130,7 @@ class Attention(KVLayer):
                 scale=kind.scale, softcap=kind.softcap, sinks=self.sinks, alibi=self.alibi,
             )  # fmt: skip
         else:
-            assert not isinstance(qkv, Parts)
+            assert not isinstance(qkv, PartialSums)
             q, k, v = self._project(qkv, turn)
             if kind.grow[0]:
                 beta, length, shift = kind.grow
@@ -144,7 +144,7 @@ class Attention(KVLayer):
             out = out * self._sigmoid(gate)
         return out if self.out_norm is None else self.out_norm(out)
 
-    def prep(self, turn: Turn | None) -> QkvPrep:
+    def prep(self, turn: RotaryTables | None) -> QkvPrep:
         """What happens between the fused product and attending, as data for a plan that does it in one pass."""
         kind, turn = self.kind, None if self.rope is None else turn
         norm, q_norm, k_norm = kind.qk_norm_kind, self.q_norm, self.k_norm
@@ -155,7 +155,7 @@ class Attention(KVLayer):
             self.rope is not None and self.rope.kind.pairs,
         )  # fmt: skip
 
-    def _project(self, qkv: Tensor, turn: Turn | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, qkv: Tensor, turn: RotaryTables | None) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, Hq, D], k and v [T, Hkv, D], normalised and rotated."""
         kind, tokens, heads, kv_heads = self.kind, qkv.shape[0], self.kind.heads, self.kind.kv_heads
         if self.q_norm is None or self.k_norm is None:

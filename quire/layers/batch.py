@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.ops.parts import Parts
+from quire.ops.parts import PartialSums
 from quire.ops.qkv import QkvPrep
 from quire.schema.kv import KVSpec
 
@@ -33,7 +33,7 @@ class FusedRun(Protocol):
 
     def __call__(
         self,
-        qkv: Tensor | Parts,  # [T, (Hq + 2 Hkv) * D]
+        qkv: Tensor | PartialSums,  # [T, (Hq + 2 Hkv) * D]
         prep: QkvPrep,
         cache: LayerCache | None,
         *,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.layers.batch import Batch
 from quire.layers.linear import Linear
-from quire.layers.rope import Turn
+from quire.layers.rope import RotaryTables
 from quire.layers.ssm import Conv, StateLayer
 from quire.ops.act import sigmoid, softplus
 from quire.ops.norm import unit_rms
@@ -49,7 +49,7 @@ class Kda(StateLayer):
         self._sigmoid, self._softplus = storage.of(sigmoid), storage.of(softplus)
         self._norm = storage.of(unit_rms)
 
-    def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, turn: RotaryTables | None) -> Tensor:
         kind, tokens = self.kind, x.shape[0]
         shape = (tokens, kind.heads, kind.head_dim)
         work, (states, windows) = self.step(x, batch)

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.layers.batch import Batch
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm, NormKind
-from quire.layers.rope import Turn
+from quire.layers.rope import RotaryTables
 from quire.layers.ssm import StateLayer
 from quire.ops.act import plain_on, sigmoid
 from quire.ops.ssm import ssd_scan
@@ -47,7 +47,7 @@ class Lightning(StateLayer):
         self._act, self._scan = plain_on(kind.act, storage.kernels), storage.of(ssd_scan)
         self._sigmoid = storage.of(sigmoid)
 
-    def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, turn: RotaryTables | None) -> Tensor:
         kind, tokens = self.kind, x.shape[0]
         work, (states, _) = self.step(x, batch)
         q, k, v = self._act(self.up(x)).view(tokens, 3, kind.heads, kind.head_dim).unbind(1)

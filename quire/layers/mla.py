@@ -16,7 +16,7 @@ from quire.layers.attention import KVLayer
 from quire.layers.batch import Batch
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm, NormKind
-from quire.layers.rope import Rope, Turn
+from quire.layers.rope import Rope, RotaryTables
 from quire.ops.linear import heads_matmul
 from quire.quant.scheme import Storage
 
@@ -64,7 +64,7 @@ class LatentAttention(KVLayer):
     def sizes(self) -> tuple[int, int, int]:
         return 1, self.kind.kv_rank + self.kind.rope, 0
 
-    def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, turn: RotaryTables | None) -> Tensor:
         kind, tokens = self.kind, x.shape[0]
         compressed = x if self.q_a is None or self.q_norm is None else self.q_norm(self.q_a(x))
         q_nope, q_rope = self.q(compressed).view(tokens, kind.heads, -1).split([kind.nope, kind.rope], -1)

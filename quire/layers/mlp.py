@@ -11,7 +11,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import Norm, NormKind
 from quire.ops.act import gated_on, plain_on, xielu
 from quire.ops.few import NormRule, linear_act, linear_add, linear_parts, norm_linear
-from quire.ops.parts import Parts
+from quire.ops.parts import PartialSums
 from quire.quant.scheme import Slot, Storage
 from quire.quant.shard import Span
 
@@ -40,7 +40,7 @@ class Mlp(nn.Module):
         h = self._norm_linear(x, norm, *self.up.read_plain(), self._act)
         return self._linear_add(h, *self.down.read_plain(), x)
 
-    def in_parts(self, x: Tensor) -> Tensor | Parts:
+    def in_parts(self, x: Tensor) -> Tensor | PartialSums:
         """mlp(x), to be added up by the next norm: see ops/few.py."""
         h = self._linear_act(x, *self.up.read_plain(), self._act)
         return self._linear_parts(h, *self.down.read_plain())

@@ -15,7 +15,7 @@ from quire.layers.stored import ExpertLayer
 from quire.ops.act import PLAIN, clamped_swiglu, gated_on, plain_on, sigmoid
 from quire.ops.few import NormRule, norm_router
 from quire.ops.moe import route, sum_choices
-from quire.ops.parts import Parts
+from quire.ops.parts import PartialSums
 from quire.quant.experts import ExpertShape, Rule
 from quire.quant.scheme import Slot, Storage
 
@@ -139,7 +139,7 @@ class Moe(nn.Module):
         weights, index = self._weigh(logits, x.dtype)
         return self.experts(h, weights, index, x)
 
-    def in_parts(self, x: Tensor) -> Tensor | Parts:
+    def in_parts(self, x: Tensor) -> Tensor | PartialSums:
         """moe(x); the sum over experts leaves nothing to be added up."""
         return self(x)
 

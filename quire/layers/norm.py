@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from quire.ops.few import NormRule
 from quire.ops.norm import add_rms_norm, add_rms_norm_wide, layer_norm, rms_norm, rms_norm_wide
-from quire.ops.parts import Parts, whole
+from quire.ops.parts import PartialSums, whole
 from quire.quant.scheme import Slot, Storage
 from quire.schema.errors import ConfigError
 
@@ -58,7 +58,7 @@ class Norm(nn.Module):
         rms = storage.of(rms_norm)
         return lambda x: rms(x, weight, eps)
 
-    def _choose_add(self, storage: Storage) -> Callable[[Tensor, Tensor | Parts], tuple[Tensor, Tensor]]:
+    def _choose_add(self, storage: Storage) -> Callable[[Tensor, Tensor | PartialSums], tuple[Tensor, Tensor]]:
         kind, weight, eps, offset = self.kind, self.weight, self.kind.eps, 1.0 if self.kind.plus_one else 0.0
         assert weight is not None
         if kind.plus_one or kind.wide:
@@ -70,7 +70,7 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self._function(x)
 
-    def add(self, x: Tensor, delta: Tensor | Parts | None) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, delta: Tensor | PartialSums | None) -> tuple[Tensor, Tensor]:
         """(norm(x + delta), x + delta); delta None is nothing to add."""
         if delta is None:
             return self._function(x), x
@@ -104,6 +104,6 @@ class NoNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x
 
-    def add(self, x: Tensor, delta: Tensor | Parts | None) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, delta: Tensor | PartialSums | None) -> tuple[Tensor, Tensor]:
         total = x if delta is None else x + whole(delta)
         return total, total

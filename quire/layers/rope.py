@@ -27,7 +27,7 @@ class RopeKind:
     sections: tuple[int, ...] = ()  # M-RoPE: how many frequencies, in order, turn by each channel of positions
 
 
-class Turn(NamedTuple):
+class RotaryTables(NamedTuple):
     """A step's rotation: what layers hand to `turn`."""
 
     cos: Tensor  # [T, 1, dim]
@@ -45,13 +45,13 @@ class Rope(nn.Module):
         self._tables, self._rotate = storage.of(rope_tables), storage.of(rotate)
         self._channel_of = _channel_of(kind).to(storage.device) if kind.sections else None
 
-    def forward(self, positions: Tensor, channels: Tensor | None = None) -> Turn:
+    def forward(self, positions: Tensor, channels: Tensor | None = None) -> RotaryTables:
         """Positions [T]; channels [C, T] where they are not all the same."""
         if channels is not None:
             return self._by_channel(channels)
-        return Turn(*self._tables(positions, self.inv_freq, self.gain, self.kind.pairs, self.dtype))
+        return RotaryTables(*self._tables(positions, self.inv_freq, self.gain, self.kind.pairs, self.dtype))
 
-    def _by_channel(self, channels: Tensor) -> Turn:
+    def _by_channel(self, channels: Tensor) -> RotaryTables:
         if self._channel_of is None or len(channels) != len(self.kind.sections):
             raise ConfigError(
                 f"positions have {len(channels)} channels, this rotary embedding {len(self.kind.sections) or 'one'}"
@@ -60,9 +60,9 @@ class Rope(nn.Module):
         for at in range(1, len(channels)):
             turn, is_own = self(channels[at]), self._channel_of == at
             cos, sin = torch.where(is_own, turn.cos, cos), torch.where(is_own, turn.sin, sin)
-        return Turn(cos, sin)
+        return RotaryTables(cos, sin)
 
-    def turn(self, x: Tensor, turn: Turn) -> Tensor:
+    def turn(self, x: Tensor, turn: RotaryTables) -> Tensor:
         """x [T, H, D] rotated."""
         return self._rotate(x, turn.cos, turn.sin, self.kind.pairs)
 

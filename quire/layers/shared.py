@@ -15,7 +15,7 @@ from quire.layers.attention import KVLayer
 from quire.layers.batch import Batch
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm, NormKind
-from quire.layers.rope import Rope, Turn
+from quire.layers.rope import Rope, RotaryTables
 from quire.ops.act import gated_on
 from quire.quant.scheme import Storage
 
@@ -35,7 +35,7 @@ class SharedKind:
     attn_adapters: bool = False  # adapters on queries, keys and values too
 
 
-class Shared(nn.Module):
+class SharedWeights(nn.Module):
     """The matrices."""
 
     def __init__(self, prefix: str, width: int, kind: SharedKind, norm: NormKind, storage: Storage) -> None:
@@ -73,7 +73,7 @@ class SharedUse(KVLayer):
         super().__init__(f"{prefix}self_attn.attn", 0, 0)
         self.kind, self.rope, self.turn_of_use = kind, rope, self_index
         first = self_index < kind.blocks
-        self.shared = Shared(f"model.shared.{self_index}.", width, kind, norm, storage) if first else None
+        self.shared = SharedWeights(f"model.shared.{self_index}.", width, kind, norm, storage) if first else None
         self.out = Linear(prefix, width, {"linear": width}, storage)
         self.mlp_adapter = (
             Adapter(f"{prefix}adapter.", "mlp", width, kind.rank, 2 * kind.ffn, storage) if kind.rank else None
@@ -92,7 +92,7 @@ class SharedUse(KVLayer):
     def sizes(self) -> tuple[int, int, int]:
         return self.kind.kv_heads, self.kind.head_dim, -1
 
-    def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, turn: RotaryTables | None) -> Tensor:
         """What is added to the layer's input."""
         shared, kind, tokens = self.shared, self.kind, x.shape[0]
         assert shared is not None and batch.embedded is not None

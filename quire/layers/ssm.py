@@ -18,7 +18,7 @@ from quire.layers.attention import KVLayer
 from quire.layers.batch import Batch, LayerCache
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm, NormKind
-from quire.layers.rope import Turn
+from quire.layers.rope import RotaryTables
 from quire.ops.act import silu
 from quire.ops.norm import unit_rms
 from quire.ops.ssm import StateWork, causal_conv, delta_scan, gated_rms_norm, selective_scan, ssd_scan
@@ -162,7 +162,7 @@ class Mamba2(StateLayer):
         self._convolve, self._scan = storage.of(causal_conv), storage.of(ssd_scan)
         self._norm, self._silu = storage.of(gated_rms_norm), storage.of(silu)
 
-    def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, turn: RotaryTables | None) -> Tensor:
         kind, tokens = self.kind, x.shape[0]
         work, (states, windows) = self.step(x, batch)
         gate, xbc, dt = self.up(x).split((self.inner, self.inner + 2 * self.shared, kind.heads), -1)
@@ -223,7 +223,7 @@ class Mamba(StateLayer):
         self._convolve, self._scan = storage.of(causal_conv), storage.of(selective_scan)
         self._silu, self._plain_norm = storage.of(silu), storage.of(unit_rms)
 
-    def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, turn: RotaryTables | None) -> Tensor:
         kind = self.kind
         work, (states, windows) = self.step(x, batch)
         inputs, gate = self.up(x).chunk(2, -1)
@@ -276,7 +276,7 @@ class DeltaNet(StateLayer):
         self._convolve, self._scan = storage.of(causal_conv), storage.of(delta_scan)
         self._norm = storage.of(gated_rms_norm)
 
-    def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, turn: RotaryTables | None) -> Tensor:
         kind, tokens = self.kind, x.shape[0]
         work, (states, windows) = self.step(x, batch)
         qkv, gate = self.up(x).split((2 * self.keys + self.values, self.values), -1)
@@ -315,7 +315,7 @@ class ShortConv(StateLayer):
         self.conv_weight, self.conv_bias = conv.weight, conv.bias
         self._convolve = storage.of(causal_conv)
 
-    def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, turn: RotaryTables | None) -> Tensor:
         work, (windows,) = self.step(x, batch)
         before, after, inputs = self.up(x).chunk(3, -1)
         return self.down(after * self._convolve(before * inputs, self.conv_weight, self.conv_bias, windows, work, ""))

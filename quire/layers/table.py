@@ -20,7 +20,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from quire.quant.scheme import Slot, StoredRows, Target
+from quire.quant.scheme import Slot, StoredRows, WeightTarget
 from quire.schema.errors import CheckpointError
 
 JUNK = (r"rotary_emb\.inv_freq$", r"\.rotary_emb\.(cos|sin)_cached$", r"\.att(?:n|ention)\.(masked_)?bias$")
@@ -90,7 +90,7 @@ class WeightTable:
             self._missing.pop(filled, None)
         return True
 
-    def _fill(self, name: str, slot: Slot, target: Tensor | Target, given: Tensor | StoredRows) -> None:
+    def _fill(self, name: str, slot: Slot, target: Tensor | WeightTarget, given: Tensor | StoredRows) -> None:
         wanted = tuple(target.shape) if slot.cut is None else slot.cut.uncut(target.shape)
         if given.shape != wanted:
             raise CheckpointError(
@@ -108,11 +108,13 @@ class WeightTable:
         else:
             target.copy_(given)
 
-    def _arranged(self, canonical: str, given: Tensor | StoredRows, target: Tensor | Target) -> Tensor | StoredRows:
+    def _arranged(
+        self, canonical: str, given: Tensor | StoredRows, target: Tensor | WeightTarget
+    ) -> Tensor | StoredRows:
         """Blocks stay as they are where the place takes them and the layout asks for no change."""
         if isinstance(given, StoredRows):
             probe = torch.empty(given.shape, device="meta")
-            takes_blocks = isinstance(target, Target) and target.takes_blocks
+            takes_blocks = isinstance(target, WeightTarget) and target.takes_blocks
             if takes_blocks and self._arrange(canonical, probe) is probe:
                 return given
             given = given.numbers()

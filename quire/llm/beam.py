@@ -20,7 +20,7 @@ from quire.schema.outputs import LogprobsOnePosition, RequestOutput
 from quire.schema.params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from quire.engine.inputs import Asked
+    from quire.engine.inputs import PreparedRequest
 
 _MOST_NAMED = 1000  # tokens whose log probabilities are asked for by name
 
@@ -71,11 +71,13 @@ class BeamSearchInstance:
         self.beams = self.beams or [BeamSearchSequence(list(self.prompt_tokens), [])]
 
     @classmethod
-    def of(cls, asked: Asked, params: BeamSearchParams, form: BeamForm | None = None) -> BeamSearchInstance:
+    def of(
+        cls, prepared: PreparedRequest, params: BeamSearchParams, form: BeamForm | None = None
+    ) -> BeamSearchInstance:
         """The search of a prompt that was checked as any request's."""
-        request = asked.requests[0]
+        request = prepared.requests[0]
         ends = frozenset(i for i in (request.eos_token_id, *request.stop_token_ids) if i is not None)
-        return cls(list(asked.token_ids), params, request.max_tokens, ends, request.cache_salt, form=form)
+        return cls(list(prepared.token_ids), params, request.max_tokens, ends, request.cache_salt, form=form)
 
     @property
     def num_logprobs(self) -> int:
@@ -88,15 +90,15 @@ class BeamSearchInstance:
             same = _one_token(most, [])
             return [(beam.tokens, same) for beam in self.beams]
         self._allowed = [self.form.allowed(beam.tokens[len(self.prompt_tokens) :]) for beam in self.beams]
-        asked = []
+        questions = []
         for beam, allowed in zip(self.beams, self._allowed, strict=True):
             named: list[int] = allowed.nonzero()[0].tolist()
             most = max(1, self.num_shown)
             if len(named) > _MOST_NAMED:  # enough of the likeliest then, even if all that is forbidden is among them
                 most = max(most, self.num_logprobs + vocab_size - len(named))
                 named = []
-            asked.append((beam.tokens, _one_token(min(most, vocab_size), named)))
-        return asked
+            questions.append((beam.tokens, _one_token(min(most, vocab_size), named)))
+        return questions
 
     def _held(self, order: int, position: LogprobsOnePosition) -> LogprobsOnePosition:
         """What follows a beam and may."""

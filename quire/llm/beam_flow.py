@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from quire.engine.inputs import Asked, Options
+from quire.engine.inputs import Options, PreparedRequest
 from quire.llm.beam import BeamSearchInstance, BeamSearchSequence, check_ranks, followed
 from quire.schema.outputs import CompletionOutput, Logprob, LogprobsOnePosition, RequestOutput
 from quire.schema.params import BeamSearchParams, SamplingParams
@@ -35,7 +35,7 @@ Made = TypeVar("Made")
 class _Search:
     """One prompt's."""
 
-    asked: Asked
+    prepared: PreparedRequest
     beams: BeamSearchInstance
     num_cached_tokens: int = 0
     cut_off: str = "length"  # why beams that have not ended go no further
@@ -59,18 +59,18 @@ class BeamFlow:
     """Touched only by its event loop. `next` is not to be left and called again."""
 
     def __init__(
-        self, engine: AsyncLLM, forms: BeamForms, asked: Sequence[Asked], params: BeamSearchParams, options: Options,
-        most: BeamLimits, log: RequestLog | None,
+        self, engine: AsyncLLM, forms: BeamForms, requests: Sequence[PreparedRequest], params: BeamSearchParams,
+        options: Options, most: BeamLimits, log: RequestLog | None,
     ) -> None:  # fmt: skip
-        """`asked` says how many of the best are wanted (n) and what is shown of them; `params` how to search."""
+        """`requests` say how many of the best are wanted (n) and what is shown of them; `params` how to search."""
         check_ranks(engine.model_config.logprobs_mode)
         self.loop = asyncio.get_running_loop()
         self._engine, self._forms, self._params, self._most, self._log = engine, forms, params, most, log
         self._options = msgspec.structs.replace(options, any_logprobs=True, private=True)
         self._size = engine.front.inputs.vocab_size
-        self._live = [_Search(one, BeamSearchInstance.of(one, params)) for one in asked]
+        self._live = [_Search(one, BeamSearchInstance.of(one, params)) for one in requests]
         for search in self._live:
-            shown = search.asked.params.logprobs or 0
+            shown = search.prepared.params.logprobs or 0
             search.beams.num_shown = self._size if shown == -1 else shown
         self._rounds = 0
         self._flow: Flow | None = None
@@ -96,16 +96,16 @@ class BeamFlow:
         return results
 
     async def _round(self) -> None:
-        asked: list[Asked] = []
+        requests: list[PreparedRequest] = []
         for search, questions in zip(self._live, await self._beside(self._questions), strict=True):
             first = self._rounds * self._params.beam_width
-            search.names = [f"{search.asked.request_id}-{first + number}" for number in range(len(questions))]
+            search.names = [f"{search.prepared.request_id}-{first + number}" for number in range(len(questions))]
             for name, (tokens, params) in zip(search.names, questions, strict=True):
                 prompt = Prompt(token_ids=tuple(tokens), cache_salt=search.beams.cache_salt)
-                asked.append(await self._engine.prepare(name, prompt, params, self._options))
+                requests.append(await self._engine.prepare(name, prompt, params, self._options))
         self._check()
         found: dict[str, RequestOutput] = {}
-        with self._engine.open(asked, logged=False) as self._flow:
+        with self._engine.open(requests, logged=False) as self._flow:
             while not self._flow.finished:
                 found |= {result.request_id: result for result in await self._flow.next()}
         self._rounds += 1
@@ -133,25 +133,25 @@ class BeamFlow:
             raise self._error
 
     def _result(self, search: _Search) -> RequestOutput:
-        asked = search.asked
-        best = search.beams.output(search.cut_off).sequences[: asked.params.n]
+        prepared = search.prepared
+        best = search.beams.output(search.cut_off).sequences[: prepared.params.n]
         return RequestOutput(
-            request_id=asked.request_id,
-            prompt=asked.text,
-            prompt_token_ids=list(asked.token_ids),
+            request_id=prepared.request_id,
+            prompt=prepared.text,
+            prompt_token_ids=list(prepared.token_ids),
             prompt_logprobs=None,
-            outputs=[self._output(asked, index, beam) for index, beam in enumerate(best)],
+            outputs=[self._output(prepared, index, beam) for index, beam in enumerate(best)],
             finished=True,
             num_cached_tokens=search.num_cached_tokens,
         )
 
-    def _output(self, asked: Asked, index: int, beam: BeamSearchSequence) -> CompletionOutput:
-        token_ids, params = beam.tokens[len(asked.token_ids) :], asked.params
+    def _output(self, prepared: PreparedRequest, index: int, beam: BeamSearchSequence) -> CompletionOutput:
+        token_ids, params = beam.tokens[len(prepared.token_ids) :], prepared.params
         text = ""
         if self._engine.tokenizer is not None:
             skip = params.skip_special_tokens and not params.include_stop_str_in_output  # as LLM.beam_search does
             shown_as = msgspec.structs.replace(params, skip_special_tokens=skip)
-            words = Detokenizer(self._engine.tokenizer, asked.token_ids, shown_as)
+            words = Detokenizer(self._engine.tokenizer, prepared.token_ids, shown_as)
             words.feed(token_ids, stop_terminated=beam.finish_reason == "stop")
             text = words.take(finished=True, delta=False)
         shown = None
@@ -164,7 +164,7 @@ class BeamFlow:
 
     async def abort(self, wanted: Callable[[str], object]) -> int:
         """End the searches whose ids are wanted, with what they have; how many these were."""
-        ended = [one for one in self._live if one.cut_off != ABORTED and wanted(one.asked.request_id)]
+        ended = [one for one in self._live if one.cut_off != ABORTED and wanted(one.prepared.request_id)]
         for search in ended:
             search.cut_off = ABORTED
         await self._engine.abort([name for search in ended for name in search.names])
@@ -181,7 +181,7 @@ class BeamFlow:
             self._flow.close()
         if self._log is not None:
             for search in self._live:
-                self._log.dropped(search.asked.request_id)
+                self._log.dropped(search.prepared.request_id)
         self._live = []
 
     def __enter__(self) -> BeamFlow:

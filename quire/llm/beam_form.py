@@ -19,7 +19,7 @@ from quire.schema.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
-    from quire.grammar.backend import Matcher, Vocabulary
+    from quire.grammar.backend import GrammarVocabulary, Matcher
     from quire.grammar.compiler import Compiled
     from quire.grammar.masks import Masks
 
@@ -60,7 +60,7 @@ class BeamForms:
 class BeamForm:
     """One constraint."""
 
-    def __init__(self, compiled: Compiled, vocabulary: Vocabulary) -> None:
+    def __init__(self, compiled: Compiled, vocabulary: GrammarVocabulary) -> None:
         self._compiled = compiled
         self._size, self._ends = vocabulary.size, list(vocabulary.ends)
 

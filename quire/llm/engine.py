@@ -17,7 +17,7 @@ from quire.base.clock import now
 from quire.base.log import logger
 from quire.engine.client import EngineClient, InProcessClient, make_client
 from quire.engine.control import VERBS
-from quire.engine.inputs import Asked, InputProcessor, Options, default_params
+from quire.engine.inputs import InputProcessor, Options, PreparedRequest, default_params
 from quire.engine.outputs import OutputProcessor, Processed
 from quire.llm.verbs import refuse_stat_loggers, verb
 from quire.observe.log_stats import LogStats
@@ -81,17 +81,19 @@ class Front:
             self.tokenizer, stream_interval=interval, metrics=self.metrics, tracer=self.tracer
         )
 
-    def prepare(self, request_id: str, prompt: object, params: SamplingParams, options: Options | None = None) -> Asked:
+    def prepare(
+        self, request_id: str, prompt: object, params: SamplingParams, options: Options | None = None
+    ) -> PreparedRequest:
         """Check and tokenize; nothing is in flight yet."""
         return self.inputs.process(request_id, prompt, params, options)
 
-    def submit(self, asked: Iterable[Asked]) -> None:
+    def submit(self, requests: Iterable[PreparedRequest]) -> None:
         """All of them, or none if one is refused."""
         if self.client.dead is not None:
             raise EngineDeadError(self.client.dead.reason)
-        added: list[Asked] = []
+        added: list[PreparedRequest] = []
         try:
-            for one in asked:
+            for one in requests:
                 self.outputs.add(one)
                 added.append(one)
             self.client.submit([request for one in added for request in one.requests])
@@ -238,9 +240,9 @@ class LLMEngine:
         )
         self.add([self.front.prepare(request_id, prompt, params, options)])
 
-    def add(self, asked: Iterable[Asked]) -> None:
+    def add(self, requests: Iterable[PreparedRequest]) -> None:
         """Requests that are prepared already: all of them, or none."""
-        self.front.submit(asked)
+        self.front.submit(requests)
 
     def step(self) -> list[RequestOutput]:
         """One turn of the engine (in a process of its own: its next news). A request that fails alone is raised."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import msgspec
 
-from quire.engine.inputs import Asked, Options
+from quire.engine.inputs import Options, PreparedRequest
 from quire.llm.beam import BeamSearchInstance, BeamSearchOutput, check_ranks, followed
 from quire.llm.beam_form import BeamForm, BeamForms
 from quire.llm.beam_limits import BeamLimits
@@ -105,14 +105,16 @@ class LLM:
         )
         priorities = pair(0 if priority is None else priority, len(prompts), int, "priority")
         final = {id(p): msgspec.structs.replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in params}
-        asked: list[Asked] = []
-        firsts: dict[int, Asked] = {}  # of all prompts with the same parameters, which are checked and sent once
+        requests: list[PreparedRequest] = []
+        firsts: dict[
+            int, PreparedRequest
+        ] = {}  # of all prompts with the same parameters, which are checked and sent once
         for prompt, one, urgency in zip(prompts, params, priorities, strict=True):
             first = firsts.get(id(one))
             how = msgspec.structs.replace(options, priority=urgency, like=first, private=first is not None)
-            asked.append(self._prepare(prompt, final[id(one)] if first is None else first.params, how))
-            firsts.setdefault(id(one), asked[-1])
-        return self._run(asked, use_tqdm)
+            requests.append(self._prepare(prompt, final[id(one)] if first is None else first.params, how))
+            firsts.setdefault(id(one), requests[-1])
+        return self._run(requests, use_tqdm)
 
     def chat(
         self,
@@ -208,19 +210,19 @@ class LLM:
     def _search(
         self, prompt: Any, params: BeamSearchParams, options: Options, form: BeamForm | None
     ) -> BeamSearchInstance:
-        asked = self._prepare(prompt, SamplingParams(max_tokens=params.max_tokens), options)
-        return BeamSearchInstance.of(asked, params, form)
+        prepared = self._prepare(prompt, SamplingParams(max_tokens=params.max_tokens), options)
+        return BeamSearchInstance.of(prepared, params, form)
 
     def _run_searches(self, searches: list[BeamSearchInstance], options: Options, progress: Progress) -> None:
         """Each round extends every live beam of every search by one request of one token."""
         live = [search for search in searches if not search.done]
         while live:
-            asked = []
+            requests = []
             for search in live:
                 salt = {} if search.cache_salt is None else {"cache_salt": search.cache_salt}
                 for tokens, params in search.questions(self.input_processor.vocab_size):
-                    asked.append(self._prepare({"prompt_token_ids": tokens} | salt, params, options))
-            results = iter(self._run(asked, False))
+                    requests.append(self._prepare({"prompt_token_ids": tokens} | salt, params, options))
+            results = iter(self._run(requests, False))
             for search in live:
                 search.advance([followed(next(results)) for _ in list(search.beams)])
                 if search.done:
@@ -239,17 +241,17 @@ class LLM:
                 )
         return output
 
-    def _prepare(self, prompt: Any, params: SamplingParams, options: Options) -> Asked:
+    def _prepare(self, prompt: Any, params: SamplingParams, options: Options) -> PreparedRequest:
         return self.llm_engine.front.prepare(str(next(self._ids)), prompt, params, options)
 
-    def _run(self, asked: list[Asked], use_tqdm: Tqdm) -> list[RequestOutput]:
+    def _run(self, requests: list[PreparedRequest], use_tqdm: Tqdm) -> list[RequestOutput]:
         """Turn the engine until all of these have ended."""
         engine, results = self.llm_engine, dict[str, RequestOutput]()
-        mine = {one.request_id for one in asked}
-        engine.add(asked)
+        mine = {one.request_id for one in requests}
+        engine.add(requests)
         try:
-            with Progress.make(use_tqdm, total=len(asked), words="Processed prompts") as progress:
-                while len(results) < len(asked):
+            with Progress.make(use_tqdm, total=len(requests), words="Processed prompts") as progress:
+                while len(results) < len(requests):
                     for result in engine.step():
                         if result.finished and result.request_id in mine:
                             results[result.request_id] = result
@@ -257,7 +259,7 @@ class LLM:
         except BaseException:
             engine.abort_request(mine - results.keys())
             raise
-        return [results[one.request_id] for one in asked]
+        return [results[one.request_id] for one in requests]
 
     # ---- the model and the engine ------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import msgspec
 
 from quire.base.clock import now
 from quire.base.log import logger
-from quire.engine.inputs import Asked, Options
+from quire.engine.inputs import Options, PreparedRequest
 from quire.engine.outputs import Processed
 from quire.llm.beam_limits import BeamLimits
 from quire.llm.engine import Front
@@ -58,12 +58,16 @@ class Flow:
     """
 
     def __init__(
-        self, streams: _Streams, loop: asyncio.AbstractEventLoop, asked: Sequence[Asked], log: RequestLog | None
+        self,
+        streams: _Streams,
+        loop: asyncio.AbstractEventLoop,
+        requests: Sequence[PreparedRequest],
+        log: RequestLog | None,
     ) -> None:
         self.loop = loop
         self._streams, self._log = streams, log
-        self._delta = asked[0].params.output_kind is RequestOutputKind.DELTA
-        self._growing = {one.request_id for one in asked}
+        self._delta = requests[0].params.output_kind is RequestOutputKind.DELTA
+        self._growing = {one.request_id for one in requests}
         self._waiting: dict[str, RequestOutput] = {}
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -135,12 +139,14 @@ class _Streams:
         self._lock = threading.Lock()  # over the front's requests in flight and the streams
         self.waiting_since = 0.0  # when the first of the streams now open was opened
 
-    def open(self, asked: Sequence[Asked], loop: asyncio.AbstractEventLoop, log: RequestLog | None) -> Flow:
+    def open(
+        self, requests: Sequence[PreparedRequest], loop: asyncio.AbstractEventLoop, log: RequestLog | None
+    ) -> Flow:
         """One stream for all of them; they go together or not at all."""
-        flow = Flow(self, loop, asked, log)
-        request_ids = [one.request_id for one in asked]
+        flow = Flow(self, loop, requests, log)
+        request_ids = [one.request_id for one in requests]
         with self._lock:
-            self._front.submit(asked)
+            self._front.submit(requests)
             if not self._streams:
                 self.waiting_since = now()
             for request_id in request_ids:
@@ -297,40 +303,43 @@ class AsyncLLM:
             seed=self.front.inputs.draw_seed(),
         )
         try:
-            asked = await self.prepare(request_id, _with_text(prompt, prompt_text), sampling_params, options)
+            prepared = await self.prepare(request_id, _with_text(prompt, prompt_text), sampling_params, options)
         except InputError as wrong:
             if type(wrong) is not InputError:
                 raise
             raise RefusedRequestError(str(wrong), param=wrong.param, value=wrong.value) from wrong
-        with self.open([asked]) as flow:
+        with self.open([prepared]) as flow:
             while not flow.finished:
                 for result in await flow.next():
                     yield result
 
-    def open(self, asked: Sequence[Asked], *, logged: bool = True) -> Flow:
+    def open(self, requests: Sequence[PreparedRequest], *, logged: bool = True) -> Flow:
         """Submit prepared requests and listen to all of them at once. Their ids must be new and their kinds alike."""
         self._check_alive()
-        log = self._log_asked(asked) if logged else None
-        return self._streams.open(asked, asyncio.get_running_loop(), log)
+        log = self._log_asked(requests) if logged else None
+        return self._streams.open(requests, asyncio.get_running_loop(), log)
 
-    def _log_asked(self, asked: Sequence[Asked]) -> RequestLog | None:
+    def _log_asked(self, requests: Sequence[PreparedRequest]) -> RequestLog | None:
         if self._log is not None:
-            for one in asked:
+            for one in requests:
                 self._log.asked(one)
         return self._log
 
     def open_beams(
-        self, asked: Sequence[Asked], params: BeamSearchParams, options: Options, most: BeamLimits = _MOST_WORK
+        self,
+        requests: Sequence[PreparedRequest],
+        params: BeamSearchParams,
+        options: Options,
+        most: BeamLimits = _MOST_WORK,
     ) -> BeamFlow:
         """Search for the best answers to prepared requests instead of running them as they are."""
         self._check_alive()
-        size, shown = self.front.inputs.vocab_size, asked[0].params.logprobs or 0
-        lengths = [one.requests[0].max_tokens for one in asked]
+        size, shown = self.front.inputs.vocab_size, requests[0].params.logprobs or 0
+        lengths = [one.requests[0].max_tokens for one in requests]
         most.check(params.beam_width, lengths, size if shown == -1 else shown, size)
         from quire.llm.beam_flow import BeamFlow  # lazy
 
-        make: type[BeamFlow] = BeamFlow
-        flow = make(self, self._beam_forms, asked, params, options, most, self._log_asked(asked))
+        flow = BeamFlow(self, self._beam_forms, requests, params, options, most, self._log_asked(requests))
         self._searches.add(flow)
         return flow
 
@@ -346,7 +355,9 @@ class AsyncLLM:
         self._made_later.callback(forms.close)
         return forms
 
-    async def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams, options: Options) -> Asked:
+    async def prepare(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, options: Options
+    ) -> PreparedRequest:
         """Check and tokenize; nothing runs yet. What is long is read in another thread."""
         return await self.read(size_of([prompt], params), self.front.prepare, request_id, prompt, params, options)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from quire.base.log import logger
-from quire.engine.inputs import Asked
+from quire.engine.inputs import PreparedRequest
 from quire.schema.outputs import RequestOutput
 from quire.schema.params import RequestOutputKind
 
@@ -27,7 +27,7 @@ class RequestLog:
         self._texts: dict[tuple[str, int], list[str]] = {}  # of answers that come in pieces
         self._streamed: set[str] = set()
 
-    def asked(self, one: Asked) -> None:
+    def asked(self, one: PreparedRequest) -> None:
         log.info(
             "Request %s: %d prompt tokens, %s, prompt %r",
             one.request_id, len(one.token_ids), one.params, self._cut(one.text),

@@ -58,7 +58,7 @@ class WeightFiles(NamedTuple):
 Named = Iterable[tuple[str, Tensor | StoredRows]]
 
 
-class Piece(NamedTuple):
+class WeightPiece(NamedTuple):
     """Pieces may be read in any thread; a tensor is good as long as it is held."""
 
     num_bytes: int  # of the file, for progress
@@ -99,7 +99,7 @@ def read_weights(
     strategy: str | None = None,
     map_location: str | dict[str, str] = "cpu",
     keeps: Callable[[int], bool] = lambda type_id: False,
-) -> Iterator[Piece]:
+) -> Iterator[WeightPiece]:
     """Every tensor once. `dtype` and `device` are what decoding aims at; plain numbers come as they are stored.
     `keeps`: types of GGUF blocks that are wanted as StoredRows."""
     if strategy not in (None, "lazy", "eager"):
@@ -195,28 +195,28 @@ def _nothing_found(folder: str, load_format: str) -> str:
     )
 
 
-def _read_safetensors(path: str, eager: bool, owners: Mapping[str, str]) -> Iterator[Piece]:
+def _read_safetensors(path: str, eager: bool, owners: Mapping[str, str]) -> Iterator[WeightPiece]:
     mine = os.path.basename(path)
     file = SafetensorsFile(path, eager=eager)
     for entry in file.entries:
         if owners.get(entry.name, mine) == mine:
             file.expect(entry)
-            yield Piece(entry.num_bytes, partial(file.read, entry))
+            yield WeightPiece(entry.num_bytes, partial(file.read, entry))
 
 
 def _read_gguf(
     path: str, dtype: torch.dtype, device: torch.device | str, keeps: Callable[[int], bool]
-) -> Iterator[Piece]:
+) -> Iterator[WeightPiece]:
     weights = GGUFWeights(path)
     if keeps(_Q8_0) and (decoded := weights.decoded(keeps)):
         what = ", ".join(f"{count} of {name}" for name, count in decoded.items())
         _log.info("Decoded while loading, because nothing multiplies them as they are stored: %s", what)
     for recipe in weights.recipes:
         weights.expect(recipe)
-        yield Piece(weights.num_bytes(recipe), partial(weights.read, recipe, dtype, device, keeps))
+        yield WeightPiece(weights.num_bytes(recipe), partial(weights.read, recipe, dtype, device, keeps))
 
 
-def _read_torch(path: str, map_location: str | dict[str, str], owners: Mapping[str, str]) -> Iterator[Piece]:
+def _read_torch(path: str, map_location: str | dict[str, str], owners: Mapping[str, str]) -> Iterator[WeightPiece]:
     """Only tensors and plain containers are unpickled (weights_only); zip files are mapped, not read."""
     try:
         state: Any = torch.load(path, weights_only=True, mmap=zipfile.is_zipfile(path), map_location=map_location)
@@ -230,7 +230,7 @@ def _read_torch(path: str, map_location: str | dict[str, str], owners: Mapping[s
     for name in list(state):
         tensor = state.pop(name).detach()
         if owners.get(name, mine) == mine:
-            yield Piece(tensor.nbytes, partial(_given, name, tensor))
+            yield WeightPiece(tensor.nbytes, partial(_given, name, tensor))
         del tensor
 
 

@@ -5,7 +5,8 @@ Owns: which GGUF tensors make which checkpoint tensors, and undoing what the GGU
 In: metadata and the names in the file. Out: recipes; nothing is read here.
 Must not know: how bytes are decoded (gguf_types.py), or which model the tensors go to.
 
-A family is data: a rule per GGUF stem ("attn_q" of "blk.3.attn_q.weight"). A rule sees its Place and gives a Recipe.
+A family is data: a rule per GGUF stem ("attn_q" of "blk.3.attn_q.weight"). A rule sees its TensorLocation and gives a
+Recipe.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Recipe(NamedTuple):
     by_rows: bool = False  # it only names, splits or reorders whole rows, so it works on rows of bytes too
 
 
-class Place(NamedTuple):
+class TensorLocation(NamedTuple):
     """Where a tensor stands: all that a rule may look at."""
 
     source: str  # the whole GGUF name
@@ -46,11 +47,11 @@ class Place(NamedTuple):
         return self.source.replace(f"{self.stem}.", f"{stem}.")
 
 
-Rule = Callable[[Place], Recipe | None]  # None: a sibling's recipe takes this tensor along
-Change = Callable[[Place, Tensor], Tensor]
+Rule = Callable[[TensorLocation], Recipe | None]  # None: a sibling's recipe takes this tensor along
+Change = Callable[[TensorLocation, Tensor], Tensor]
 
 
-class Family(NamedTuple):
+class TensorNaming(NamedTuple):
     rules: dict[str, Rule]  # inside blk.N.
     top: dict[str, Rule]
     layers: str = "model.layers"
@@ -76,7 +77,7 @@ def recipes(metadata: Mapping[str, Any], present: Mapping[str, Any]) -> list[Rec
         heads = _per_layer(metadata, f"{arch}.attention.head_count", layer)
         kv_heads = _per_layer(metadata, f"{arch}.attention.head_count_kv", layer) or heads
         prefix = f"{family.layers}.{layer}." if layer >= 0 else ""
-        recipe = rule(Place(name, stem, suffix, prefix, heads, kv_heads, present))
+        recipe = rule(TensorLocation(name, stem, suffix, prefix, heads, kv_heads, present))
         if recipe is not None:
             out.append(recipe)
     if unknown:
@@ -97,7 +98,7 @@ def _parse(name: str) -> tuple[int, str, str]:
     return (-1, stem, suffix) if stem else (-1, name, "weight")
 
 
-def _layer_rule(family: Family, stem: str) -> Rule | None:
+def _layer_rule(family: TensorNaming, stem: str) -> Rule | None:
     if (match := _ONE_EXPERT.fullmatch(stem)) and "ffn_gate_exps" in family.rules:
         return lambda here: Recipe(
             (here.source,), lambda t: [(f"{here.prefix}{_mixtral_name(match[1], int(match[2]))}", t)]
@@ -131,7 +132,7 @@ def _mlp_name(part: str, e: int) -> str:
 
 
 def named(to: str, change: Change | None = None) -> Rule:
-    def rule(here: Place) -> Recipe:
+    def rule(here: TensorLocation) -> Recipe:
         by_rows = change is None or change in (unpair_q, unpair_k, qkv_per_head, qkv_per_group)
         return Recipe((here.source,), lambda t: [(here.hf(to), t if change is None else change(here, t))], by_rows)
 
@@ -146,7 +147,7 @@ def exactly(to: str) -> Rule:
 def split_qkv(change_q: Change | None = None, change_k: Change | None = None) -> Rule:
     """Rows of q, then k, then v, where the checkpoint has three tensors."""
 
-    def make(here: Place, t: Tensor) -> Pieces:
+    def make(here: TensorLocation, t: Tensor) -> Pieces:
         size = _rows_per(here, t, here.num_heads + 2 * here.num_kv_heads)
         q, k, v = t.split([here.num_heads * size, here.num_kv_heads * size, here.num_kv_heads * size])
         yield here.hf("self_attn.q_proj"), change_q(here, q) if change_q else q
@@ -159,23 +160,25 @@ def split_qkv(change_q: Change | None = None, change_k: Change | None = None) ->
 def experts(part: str, name: Callable[[str, int], str]) -> Rule:
     """[experts, ...] -> one tensor each."""
 
-    def make(here: Place, stacked: Tensor) -> Pieces:
+    def make(here: TensorLocation, stacked: Tensor) -> Pieces:
         for e, t in enumerate(stacked):
             yield f"{here.prefix}{name(part, e)}", t
 
     return lambda here: Recipe((here.source,), lambda t: make(here, t), by_rows=True)
 
 
-def joined(first: str, second: str, join: Callable[[Place, Tensor, Tensor], tuple[str, Tensor]]) -> dict[str, Rule]:
+def joined(
+    first: str, second: str, join: Callable[[TensorLocation, Tensor, Tensor], tuple[str, Tensor]]
+) -> dict[str, Rule]:
     """Two GGUF tensors that are one in the checkpoint; the recipe hangs on the first."""
 
-    def rule(here: Place) -> Recipe:
+    def rule(here: TensorLocation) -> Recipe:
         other = here.sibling(second)
         if other not in here.present:
             raise CheckpointError(f"GGUF file has {here.source!r} but not {other!r}")
         return Recipe((here.source, other), lambda a, b: [join(here, a, b)])
 
-    def along(here: Place) -> None:
+    def along(here: TensorLocation) -> None:
         if here.sibling(first) not in here.present:
             raise CheckpointError(f"GGUF file has {here.source!r} but not {here.sibling(first)!r}")
 
@@ -185,7 +188,7 @@ def joined(first: str, second: str, join: Callable[[Place, Tensor, Tensor], tupl
 def head_norms(to: str) -> Rule:
     """[heads, head size] -> one norm per head."""
 
-    def make(here: Place, stacked: Tensor) -> Pieces:
+    def make(here: TensorLocation, stacked: Tensor) -> Pieces:
         for h, t in enumerate(stacked):
             yield f"{here.prefix}{to}.norms.{h}.{here.suffix}", t
 
@@ -195,7 +198,7 @@ def head_norms(to: str) -> Rule:
 # Changes
 
 
-def _rows_per(here: Place, t: Tensor, parts: int) -> int:
+def _rows_per(here: TensorLocation, t: Tensor, parts: int) -> int:
     if parts < 1 or t.shape[0] % parts:
         raise CheckpointError(
             f"GGUF tensor {here.source!r} has {t.shape[0]} rows, which {here.num_heads} query heads and "
@@ -204,39 +207,39 @@ def _rows_per(here: Place, t: Tensor, parts: int) -> int:
     return t.shape[0] // parts
 
 
-def _unpair(here: Place, t: Tensor, heads: int) -> Tensor:
+def _unpair(here: TensorLocation, t: Tensor, heads: int) -> Tensor:
     """Rows in rotation pairs (0, half, 1, half + 1, …) within a head -> the two halves one after the other."""
     half = _rows_per(here, t, 2 * heads)
     return t.view(heads, half, 2, *t.shape[1:]).transpose(1, 2).reshape(t.shape)
 
 
-def unpair_q(here: Place, t: Tensor) -> Tensor:
+def unpair_q(here: TensorLocation, t: Tensor) -> Tensor:
     return _unpair(here, t, here.num_heads)
 
 
-def unpair_k(here: Place, t: Tensor) -> Tensor:
+def unpair_k(here: TensorLocation, t: Tensor) -> Tensor:
     return _unpair(here, t, here.num_kv_heads)
 
 
-def minus_one(here: Place, t: Tensor) -> Tensor:
+def minus_one(here: TensorLocation, t: Tensor) -> Tensor:
     return (t.float() - 1).to(t.dtype) if here.suffix == "weight" else t
 
 
-def turned(here: Place, t: Tensor) -> Tensor:
+def turned(here: TensorLocation, t: Tensor) -> Tensor:
     return t.T if here.suffix == "weight" else t
 
 
-def one_row(_: Place, t: Tensor) -> Tensor:
+def one_row(_: TensorLocation, t: Tensor) -> Tensor:
     return t.view(1, -1)
 
 
-def qkv_per_head(here: Place, t: Tensor) -> Tensor:
+def qkv_per_head(here: TensorLocation, t: Tensor) -> Tensor:
     """[3, heads, size] -> [heads, 3, size]"""
     size = _rows_per(here, t, 3 * here.num_heads)
     return t.view(3, here.num_heads, size, *t.shape[1:]).transpose(0, 1).reshape(t.shape)
 
 
-def qkv_per_group(here: Place, t: Tensor) -> Tensor:
+def qkv_per_group(here: TensorLocation, t: Tensor) -> Tensor:
     """All q, all k, all v -> per key head: its q heads, its k, its v."""
     groups = here.num_kv_heads
     size = _rows_per(here, t, here.num_heads + 2 * groups)
@@ -244,16 +247,16 @@ def qkv_per_group(here: Place, t: Tensor) -> Tensor:
     return torch.cat([part.view(groups, -1, *t.shape[1:]) for part in parts], 1).reshape(t.shape)
 
 
-def _kv_b(here: Place, k: Tensor, v: Tensor) -> tuple[str, Tensor]:
+def _kv_b(here: TensorLocation, k: Tensor, v: Tensor) -> tuple[str, Tensor]:
     """k [heads, rank, nope] and v [heads, size, rank] -> [heads × (nope + size), rank]"""
     return here.hf("self_attn.kv_b_proj"), torch.cat([k.transpose(1, 2), v], 1).flatten(0, 1)
 
 
-def _input_linear(here: Place, gate: Tensor, up: Tensor) -> tuple[str, Tensor]:
+def _input_linear(here: TensorLocation, gate: Tensor, up: Tensor) -> tuple[str, Tensor]:
     return here.hf("block_sparse_moe.input_linear"), torch.cat([gate, up], 1)
 
 
-def _interleaved(here: Place, gate: Tensor, up: Tensor) -> tuple[str, Tensor]:
+def _interleaved(here: TensorLocation, gate: Tensor, up: Tensor) -> tuple[str, Tensor]:
     """gpt-oss: gate and up take turns, and weights are [experts, in, out]."""
     both = torch.stack([gate, up], 2).flatten(1, 2)
     if here.suffix == "bias":
@@ -261,13 +264,13 @@ def _interleaved(here: Place, gate: Tensor, up: Tensor) -> tuple[str, Tensor]:
     return here.prefix + "mlp.experts.gate_up_proj", both.transpose(1, 2)
 
 
-def _oss_down(here: Place) -> Recipe | None:
+def _oss_down(here: TensorLocation) -> Recipe | None:
     if here.suffix == "bias":
         return exactly("mlp.experts.down_proj_bias")(here)
     return Recipe((here.source,), lambda t: [(here.prefix + "mlp.experts.down_proj", t.transpose(1, 2))])
 
 
-def _falcon_norm(here: Place) -> Recipe | None:
+def _falcon_norm(here: TensorLocation) -> Recipe | None:
     """With two norms in front, the first belongs to the MLP."""
     return named("ln_mlp" if here.sibling("attn_norm_2") in here.present else "input_layernorm")(here)
 
@@ -348,8 +351,8 @@ _GEMMA2 = _shifted(
     post_attention_norm="post_attention_layernorm",
     post_ffw_norm="post_feedforward_layernorm",
 )
-_LLAMA = Family({**_PAIRED, **_MLP, **_PRE, **_MIXTRAL_MOE}, _TOP)
-_PLAIN = Family({**_ATTN, **_MLP, **_PRE}, _TOP)
+_LLAMA = TensorNaming({**_PAIRED, **_MLP, **_PRE, **_MIXTRAL_MOE}, _TOP)
+_PLAIN = TensorNaming({**_ATTN, **_MLP, **_PRE}, _TOP)
 _GATE_UP = _names(ffn_up="mlp.gate_up_proj")
 _H_TO_4H = _names(
     attn_norm="input_layernorm",
@@ -364,14 +367,14 @@ _TRANSFORMER_TOP = _names(
     output="lm_head",
 )
 
-FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, TensorNaming] = {
     "llama": _LLAMA,
     "mistral3": _LLAMA,
     "arcee": _LLAMA,
     "smollm3": _LLAMA,
     "granite": _LLAMA,
     "olmo": _LLAMA,
-    "granitemoe": Family(
+    "granitemoe": TensorNaming(
         {
             **_PAIRED,
             **_PRE,
@@ -384,7 +387,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": _PLAIN,
     "command-r": _PLAIN,
     "cohere2": _PLAIN,
-    "qwen2moe": Family(
+    "qwen2moe": TensorNaming(
         {
             **_PLAIN.rules,
             **_MOE,
@@ -397,12 +400,12 @@ FAMILIES: dict[str, Family] = {
         },
         _TOP,
     ),
-    "qwen3moe": Family({**_PLAIN.rules, **_MOE}, _TOP),
-    "olmoe": Family({**_PLAIN.rules, **_MOE}, _TOP),
-    "dots1": Family({**_PLAIN.rules, **_MOE, **_SHARED}, _TOP),
-    "glm4moe": Family({**_PLAIN.rules, **_MOE, **_SHARED, **_POST}, _TOP),
-    "deepseek2": Family({**_PLAIN.rules, **_MOE, **_SHARED, **_MLA}, _TOP),
-    "gpt-oss": Family(
+    "qwen3moe": TensorNaming({**_PLAIN.rules, **_MOE}, _TOP),
+    "olmoe": TensorNaming({**_PLAIN.rules, **_MOE}, _TOP),
+    "dots1": TensorNaming({**_PLAIN.rules, **_MOE, **_SHARED}, _TOP),
+    "glm4moe": TensorNaming({**_PLAIN.rules, **_MOE, **_SHARED, **_POST}, _TOP),
+    "deepseek2": TensorNaming({**_PLAIN.rules, **_MOE, **_SHARED, **_MLA}, _TOP),
+    "gpt-oss": TensorNaming(
         {
             **_ATTN,
             **_PRE,
@@ -414,14 +417,14 @@ FAMILIES: dict[str, Family] = {
         },
         _TOP,
     ),
-    "gemma": Family(_GEMMA, _GEMMA_TOP),
-    "gemma2": Family(_GEMMA2, _GEMMA_TOP),
-    "gemma3": Family(_GEMMA2, _GEMMA_TOP),
-    "olmo2": Family({**_ATTN, **_MLP, **_POST}, _TOP),
-    "exaone4": Family({**_ATTN, **_MLP, **_POST}, _TOP),
-    "seed_oss": Family({**_PLAIN.rules, **_POST}, _TOP),
-    "chatglm": Family({**_PLAIN.rules, **_GATE_UP}, _TOP),
-    "glm4": Family(
+    "gemma": TensorNaming(_GEMMA, _GEMMA_TOP),
+    "gemma2": TensorNaming(_GEMMA2, _GEMMA_TOP),
+    "gemma3": TensorNaming(_GEMMA2, _GEMMA_TOP),
+    "olmo2": TensorNaming({**_ATTN, **_MLP, **_POST}, _TOP),
+    "exaone4": TensorNaming({**_ATTN, **_MLP, **_POST}, _TOP),
+    "seed_oss": TensorNaming({**_PLAIN.rules, **_POST}, _TOP),
+    "chatglm": TensorNaming({**_PLAIN.rules, **_GATE_UP}, _TOP),
+    "glm4": TensorNaming(
         {
             **_PLAIN.rules,
             **_GATE_UP,
@@ -429,13 +432,13 @@ FAMILIES: dict[str, Family] = {
         },
         _TOP,
     ),
-    "phi2": Family(
+    "phi2": TensorNaming(
         {**_ATTN, **_PRE, **_names(attn_output="self_attn.dense", ffn_up="mlp.fc1", ffn_down="mlp.fc2")},
         {**_TOP, **_names(output_norm="model.final_layernorm")},
     ),
-    "phi3": Family({**_PLAIN.rules, **_GATE_UP, **_names(attn_qkv="self_attn.qkv_proj")}, _TOP),
-    "starcoder2": Family({**_ATTN, **_PRE, **_names(ffn_up="mlp.c_fc", ffn_down="mlp.c_proj")}, _TOP),
-    "stablelm": Family(
+    "phi3": TensorNaming({**_PLAIN.rules, **_GATE_UP, **_names(attn_qkv="self_attn.qkv_proj")}, _TOP),
+    "starcoder2": TensorNaming({**_ATTN, **_PRE, **_names(ffn_up="mlp.c_fc", ffn_down="mlp.c_proj")}, _TOP),
+    "stablelm": TensorNaming(
         {
             **_PLAIN.rules,
             "attn_q_norm": head_norms("self_attn.q_layernorm"),
@@ -443,11 +446,11 @@ FAMILIES: dict[str, Family] = {
         },
         _TOP,
     ),
-    "nemotron": Family(
+    "nemotron": TensorNaming(
         _shifted({**_ATTN, **_MLP}, attn_norm="input_layernorm", ffn_norm="post_attention_layernorm"),
         _GEMMA_TOP,
     ),
-    "gpt2": Family(
+    "gpt2": TensorNaming(
         {
             **_names(attn_norm="ln_1", ffn_norm="ln_2"),
             "attn_qkv": named("attn.c_attn", turned),
@@ -463,7 +466,7 @@ FAMILIES: dict[str, Family] = {
         ),
         "transformer.h",
     ),
-    "gptneox": Family(
+    "gptneox": TensorNaming(
         {
             **_H_TO_4H,
             "attn_qkv": named("attention.query_key_value", qkv_per_head),
@@ -472,7 +475,7 @@ FAMILIES: dict[str, Family] = {
         _names(token_embd="gpt_neox.embed_in", output_norm="gpt_neox.final_layer_norm", output="embed_out"),
         "gpt_neox.layers",
     ),
-    "bloom": Family(
+    "bloom": TensorNaming(
         {
             **_H_TO_4H,
             "attn_qkv": named("self_attention.query_key_value", qkv_per_head),
@@ -481,7 +484,7 @@ FAMILIES: dict[str, Family] = {
         _TRANSFORMER_TOP,
         "transformer.h",
     ),
-    "falcon": Family(
+    "falcon": TensorNaming(
         {
             **_H_TO_4H,
             "attn_norm": _falcon_norm,

@@ -27,7 +27,7 @@ from quire.base.progress import progress
 from quire.config.engine import EngineConfig, replace
 from quire.layers.stored import reopen_matrices
 from quire.loader.by_layer import check_complete
-from quire.loader.files import Piece, WeightFiles, find_weights, read_weights
+from quire.loader.files import WeightFiles, WeightPiece, find_weights, read_weights
 from quire.loader.gguf_file import pieces_of
 from quire.loader.mistral_names import renamed
 from quire.loader.packed_cache import kept_for
@@ -228,7 +228,7 @@ def _keeps(model: Model) -> Callable[[int], bool]:
 
 
 def stream(
-    pieces: Iterable[Piece], take: Callable[[str, Tensor | StoredRows], bool], advance: Callable[[int], object]
+    pieces: Iterable[WeightPiece], take: Callable[[str, Tensor | StoredRows], bool], advance: Callable[[int], object]
 ) -> list[str]:
     """Read, decode and place pieces on all threads at once; returns the names that were not taken.
 
@@ -237,7 +237,7 @@ def stream(
     """
     refused: list[str] = []
 
-    def place(piece: Piece) -> int:
+    def place(piece: WeightPiece) -> int:
         for name, tensor in piece.read():
             if not take(name, tensor):
                 refused.append(name)

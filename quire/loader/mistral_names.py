@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quire.loader.files import Named, Piece
+from quire.loader.files import Named, WeightPiece
 from quire.schema.errors import CheckpointError
 
 _NAMES = (
@@ -40,14 +40,14 @@ def hf_name(name: str) -> str:
     return name
 
 
-def renamed(pieces: Iterable[Piece], config: Mapping[str, Any]) -> Iterator[Piece]:
+def renamed(pieces: Iterable[WeightPiece], config: Mapping[str, Any]) -> Iterator[WeightPiece]:
     """The same pieces under Hugging Face names. `config` gives the numbers of heads."""
     heads = {"q": int(config["num_attention_heads"]), "k": int(config["num_key_value_heads"])}
     for piece in pieces:
-        yield Piece(piece.num_bytes, partial(_read, piece, heads))
+        yield WeightPiece(piece.num_bytes, partial(_read, piece, heads))
 
 
-def _read(piece: Piece, heads: Mapping[str, int]) -> Named:
+def _read(piece: WeightPiece, heads: Mapping[str, int]) -> Named:
     for name, tensor in piece.read():
         if name.endswith((".qscale_weight", ".qscale_act")):
             raise CheckpointError(f"tensor {name!r}: quantized weights in Mistral's own form are not built")

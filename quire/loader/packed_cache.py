@@ -56,7 +56,7 @@ _ABANDONED_S = 3600.0  # a file that nobody finished writing
 
 
 @dataclass
-class Entry:
+class PackedEntry:
     """One parameter, or one part of a packed matrix."""
 
     module: str
@@ -109,7 +109,7 @@ class PackedCache:
         _log.info("Packed weights mapped from %s in %.2f s", self.path, now() - began)
         return True
 
-    def _header(self, file: MappedFile) -> tuple[int, list[Entry]]:
+    def _header(self, file: MappedFile) -> tuple[int, list[PackedEntry]]:
         if file.size < _HEAD.size:
             raise ValueError("it is cut short")
         magic, length, total = _HEAD.unpack_from(file.map)
@@ -123,7 +123,7 @@ class PackedCache:
             raise ValueError("the checkpoint, the options or Quire changed since")
         if header["size"] != file.size:
             raise ValueError(f"it has {file.size} bytes of {header['size']}")
-        return _aligned(_HEAD.size + length), [Entry(**entry) for entry in header["entries"]]
+        return _aligned(_HEAD.size + length), [PackedEntry(**entry) for entry in header["entries"]]
 
     def keep(self) -> None:
         """Whole or not at all; where it cannot be written, the next start packs again and nothing else happens."""
@@ -149,7 +149,7 @@ class PackedCache:
             return
         _log.info("Packed weights kept in %s (%.0f MB, %.2f s)", self.path, size / 1e6, now() - began)
 
-    def _write(self, path: Path, entries: list[Entry], tensors: list[Tensor], size: int) -> None:
+    def _write(self, path: Path, entries: list[PackedEntry], tensors: list[Tensor], size: int) -> None:
         text, at = b"", 0
         while True:  # the header says how large the file is, and is itself a part of it
             header = {"key": self.key, "size": at + size, "entries": [asdict(entry) for entry in entries]}
@@ -174,7 +174,7 @@ class PackedCache:
                     path.unlink()
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[Entry, Tensor]]:
+def _parameters(model: nn.Module) -> Iterator[tuple[PackedEntry, Tensor]]:
     """Every parameter, as bytes."""
     seen = set()
     for where, matrix in packed_matrices(model).items():
@@ -183,16 +183,16 @@ def _parameters(model: nn.Module) -> Iterator[tuple[Entry, Tensor]]:
             shape = (kept.rows, kept.width) if isinstance(kept, Packed) else tuple(kept.shape)
             seen.add(numbers.data_ptr())
             yield (
-                Entry(where, part, True, kept.kind if isinstance(kept, Packed) else _name(kept), shape),
+                PackedEntry(where, part, True, kept.kind if isinstance(kept, Packed) else _name(kept), shape),
                 _bytes(numbers),
             )
     for name, parameter in model.named_parameters():
         if parameter.data_ptr() not in seen:
             where, _, leaf = name.rpartition(".")
-            yield Entry(where, leaf, False, _name(parameter), tuple(parameter.shape)), _bytes(parameter.data)
+            yield PackedEntry(where, leaf, False, _name(parameter), tuple(parameter.shape)), _bytes(parameter.data)
 
 
-def _check_sizes(model: nn.Module, entries: list[Entry], room: int) -> None:
+def _check_sizes(model: nn.Module, entries: list[PackedEntry], room: int) -> None:
     """Every entry lies in the file, has the bytes that its shape takes, and the shape that the model gives it."""
     matrices, parameters = packed_matrices(model), dict(model.named_parameters())
     rows = dict.fromkeys((e.module for e in entries if e.is_part), 0)
@@ -218,7 +218,7 @@ def _check_sizes(model: nn.Module, entries: list[Entry], room: int) -> None:
             raise ValueError(f"{name} has other rows than {count}")
 
 
-def _bytes_of(entry: Entry) -> int:
+def _bytes_of(entry: PackedEntry) -> int:
     if entry.form in FORMS:
         rows, width = entry.shape
         if width % BLOCK:
@@ -230,7 +230,7 @@ def _bytes_of(entry: Entry) -> int:
     return math.prod(entry.shape) * dtype.itemsize
 
 
-def _place(model: nn.Module, entries: list[Entry], data: Tensor) -> None:
+def _place(model: nn.Module, entries: list[PackedEntry], data: Tensor) -> None:
     matrices, parameters = packed_matrices(model), dict(model.named_parameters())
     if {entry.module for entry in entries if entry.is_part} != matrices.keys():
         raise ValueError("it holds other matrices than the model has")
@@ -250,11 +250,11 @@ def _place(model: nn.Module, entries: list[Entry], data: Tensor) -> None:
             parameters[_full_name(entry)].data.copy_(numbers)
 
 
-def _full_name(entry: Entry) -> str:
+def _full_name(entry: PackedEntry) -> str:
     return f"{entry.module}.{entry.name}".lstrip(".")
 
 
-def _sound(entries: list[Entry], data: Tensor) -> bool:
+def _sound(entries: list[PackedEntry], data: Tensor) -> bool:
     """Whether every byte is as it was written. Each thread takes its share at once: most entries are small."""
     threads = torch.get_num_threads()
 
@@ -263,7 +263,7 @@ def _sound(entries: list[Entry], data: Tensor) -> bool:
         ThreadPoolExecutor(threads) as pool,
     ):
 
-        def is_sound(entry: Entry) -> bool:
+        def is_sound(entry: PackedEntry) -> bool:
             advance(entry.num_bytes)
             return entry.sum == checksum(data[entry.start : entry.start + entry.num_bytes])
 

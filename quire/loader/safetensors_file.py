@@ -33,7 +33,7 @@ _MAX_NUMBERS = 1 << 48  # of a tensor
 _READ = 256 << 20  # bytes per read call
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -49,12 +49,12 @@ class SafetensorsFile:
         self._mapped = None if eager else MappedFile(path)
         self._whole = as_bytes(self._read() if self._mapped is None else self._mapped.map)
 
-    def expect(self, entry: Entry) -> None:
+    def expect(self, entry: TensorEntry) -> None:
         """It is read soon: let the system fetch it and what follows."""
         if self._mapped is not None:
             self._mapped.expect(entry.start, entry.num_bytes)
 
-    def read(self, entry: Entry) -> Iterator[tuple[str, Tensor]]:
+    def read(self, entry: TensorEntry) -> Iterator[tuple[str, Tensor]]:
         """Its name and a view of its bytes; its pages are given back once the next item is asked for."""
         yield entry.name, cut(self._whole, entry.start, entry.num_bytes, entry.dtype, entry.shape)
         if self._mapped is not None:
@@ -72,7 +72,7 @@ class SafetensorsFile:
     def _wrong(self, reason: str) -> CheckpointError:
         return CheckpointError(f"{self.path} is not a usable safetensors file: {reason}")
 
-    def _directory(self) -> list[Entry]:
+    def _directory(self) -> list[TensorEntry]:
         if self.size < 8:
             raise self._wrong(f"{self.size} bytes are too few for a header")
         with open(self.path, "rb") as file:
@@ -93,7 +93,7 @@ class SafetensorsFile:
         self._check_places(entries, 8 + length)
         return entries
 
-    def _entry(self, name: str, info: Any, data_start: int) -> Entry:
+    def _entry(self, name: str, info: Any, data_start: int) -> TensorEntry:
         try:
             kind, shape, (start, end) = info["dtype"], info["shape"], info["data_offsets"]
         except (TypeError, KeyError, ValueError):
@@ -108,9 +108,9 @@ class SafetensorsFile:
             raise self._wrong(f"tensor {name!r} ({kind} {shape}) needs {wanted} bytes, its place has {end - start}")
         if math.prod(max(size, 1) for size in shape) > _MAX_NUMBERS:  # one of them may be 0
             raise self._wrong(f"tensor {name!r} has shape {shape!r}")
-        return Entry(name, _DTYPES[kind], tuple(shape), data_start + start, wanted)
+        return TensorEntry(name, _DTYPES[kind], tuple(shape), data_start + start, wanted)
 
-    def _check_places(self, entries: list[Entry], data_start: int) -> None:
+    def _check_places(self, entries: list[TensorEntry], data_start: int) -> None:
         at, before = data_start, "the header"
         for entry in entries:
             if entry.start != at:

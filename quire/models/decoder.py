@@ -25,7 +25,7 @@ from quire.layers.mla import LatentAttention, MlaKind
 from quire.layers.mlp import Mlp, NormedMlp, XieluMlp
 from quire.layers.moe import Moe
 from quire.layers.norm import NoNorm, Norm
-from quire.layers.rope import Rope, Turn
+from quire.layers.rope import Rope, RotaryTables
 from quire.layers.shared import SharedUse
 from quire.layers.ssm import DeltaKind, DeltaNet, Mamba, Mamba2, Mamba2Kind, MambaKind, ShortConv, ShortConvKind
 from quire.layers.stored import finish_matrices
@@ -59,7 +59,7 @@ NORMS = {
 COMMON_NAMES = ((r"^(layers\.\d+|embed_tokens|norm)\.", r"model.\1."),)  # checkpoints saved without their head
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """Norm, attention, norm, mlp: in sequence (norms before, after, or both)."""
 
     def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
@@ -75,7 +75,7 @@ class Block(nn.Module):
         self.in_parts = InParts.of(self, storage) if self.few is not None else None
         self.whole = Whole.of(self, arch)
 
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: RotaryTables | None) -> tuple[Tensor, Delta]:
         if self.few is not None and not batch.through_linears:
             if delta is None and x.shape[0] <= self.few.rows:
                 return self.few(x, batch, turn), None
@@ -101,7 +101,7 @@ class Few:
         self._norm_linear, self._linear_add = storage.of(norm_linear), storage.of(linear_add)
 
     @classmethod
-    def of(cls, block: Block, arch: Arch, storage: Storage) -> Few | None:
+    def of(cls, block: DecoderBlock, arch: Arch, storage: Storage) -> Few | None:
         """None where the block is not stream + attention(norm(stream)), then the same with the mlp, in plain numbers;
         or where the device knows no better way."""
         attn, mlp, norms = block.attn, block.mlp, (block.before_attn, block.before_mlp)
@@ -113,7 +113,7 @@ class Few:
         few = cls(attn, mlp, (rules[0], rules[1]), storage)
         return few if few.rows else None
 
-    def __call__(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
+    def __call__(self, x: Tensor, batch: Batch, turn: RotaryTables | None) -> Tensor:
         attn = self.attn
         qkv = self._norm_linear(x, self.norms[0], *attn.qkv.read_plain())
         x = self._linear_add(attn.attend(qkv, batch, turn), *attn.o.read_plain(), x)
@@ -129,14 +129,14 @@ class InParts:
         self._linear_parts = storage.of(linear_parts)
 
     @classmethod
-    def of(cls, block: Block, storage: Storage) -> InParts | None:
+    def of(cls, block: DecoderBlock, storage: Storage) -> InParts | None:
         """For blocks that have a way for a few rows; None where the device knows no better way."""
         attn, mlp, norms = block.attn, block.mlp, (block.before_attn, block.before_mlp)
         assert isinstance(attn, Attention) and isinstance(norms[0], Norm) and isinstance(norms[1], Norm)
         found = cls(attn, mlp, (norms[0], norms[1]), storage)
         return found if found.rows else None
 
-    def __call__(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
+    def __call__(self, x: Tensor, delta: Delta, batch: Batch, turn: RotaryTables | None) -> tuple[Tensor, Delta]:
         attn = self.attn
         h, x = self.norms[0].add(x, delta)
         qkv = self._linear_parts(h, *attn.qkv.read_plain())
@@ -145,7 +145,7 @@ class InParts:
         return x, self.mlp.in_parts(h)
 
 
-class ParallelBlock(Block):
+class ParallelBlock(DecoderBlock):
     """Attention and mlp read the same stream; their outputs join it together."""
 
     def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
@@ -154,36 +154,36 @@ class ParallelBlock(Block):
             self.before_mlp = NoNorm()
         self.one_norm = arch.one_norm
 
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: RotaryTables | None) -> tuple[Tensor, Delta]:
         h, x = self.before_attn.add(x, delta)
         out = self.attn(h, batch, turn) + self.mlp(h if self.one_norm else self.before_mlp(x))
         return x, out if self.scale == 1.0 else out * self.scale
 
 
-class AfterBlock(Block):
+class AfterBlock(DecoderBlock):
     """The norm takes the sum: x = norm(x + sublayer(x))."""
 
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: RotaryTables | None) -> tuple[Tensor, Delta]:
         assert self.after_attn is not None and self.after_mlp is not None
         x = self.after_attn(x + self.attn(x, batch, turn))
         return self.after_mlp(x + self.mlp(x)), None
 
 
-class KeptBlock(Block):
+class KeptBlock(DecoderBlock):
     """A norm's output is what the stream goes on with: h = norm(x); x = a h + b sublayer(h)."""
 
     def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
         super().__init__(arch, index, rope, storage)
         self.joins = arch.layers[index].joins
 
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: RotaryTables | None) -> tuple[Tensor, Delta]:
         stream, attn, other, mlp = self.joins
         h, _ = self.before_attn.add(x, delta)
         h, _ = self.before_mlp.add(h * stream, self.attn(h, batch, turn) * attn)
         return h * other, self.mlp(h) * mlp
 
 
-class CrossBlock(Block):
+class CrossBlock(DecoderBlock):
     """Attention over the text so far, attention over an encoder's output, mlp; each behind a norm."""
 
     def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
@@ -196,7 +196,7 @@ class CrossBlock(Block):
         self.cross = CrossAttention(f"{prefix}attn.", arch.width, kind, max(arch.cross, 0), storage)
         self.cross_norm = Norm(f"{prefix}layernorm", (arch.width,), arch.norm, storage)
 
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: RotaryTables | None) -> tuple[Tensor, Delta]:
         h, x = self.before_attn.add(x, delta)
         h, x = self.cross_norm.add(x, self.attn(h, batch, turn))
         h, x = self.before_mlp.add(x, self.cross(h, batch))
@@ -206,7 +206,7 @@ class CrossBlock(Block):
 class CrossAfterBlock(CrossBlock):
     """The same, each norm taking the sum."""
 
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: RotaryTables | None) -> tuple[Tensor, Delta]:
         assert self.after_attn is not None and self.after_mlp is not None
         x = self.after_attn(x + self.attn(x, batch, turn))
         x = self.cross_norm(x + self.cross(x, batch))
@@ -224,7 +224,7 @@ class SingleBlock(nn.Module):
         self.attn = None if only_mlp else _mixer(arch, layer, prefix, rope, storage)
         self.mlp = _mlp(arch, layer, f"{prefix}mlp.", storage) if only_mlp else None
 
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: RotaryTables | None) -> tuple[Tensor, Delta]:
         h, x = self.norm.add(x, delta)
         if self.attn is not None:
             return x, self.attn(h, batch, turn)
@@ -240,15 +240,15 @@ class SharedBlock(SingleBlock):
         assert arch.shared is not None
         self.use = SharedUse(index, arch.width, arch.shared, arch.norm, rope, storage)
 
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: Turn | None) -> tuple[Tensor, Delta]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: RotaryTables | None) -> tuple[Tensor, Delta]:
         x = x if delta is None else x + whole(delta)
         assert self.attn is not None
         return x, self.attn(self.norm(x + self.use(x, batch, turn)), batch, turn)
 
 
 BLOCKS = {
-    "pre": Block, "post": Block, "sandwich": Block, "pre_post": Block, "parallel": ParallelBlock, "after": AfterBlock,
-    "single": SingleBlock, "kept": KeptBlock, "shared": SharedBlock,
+    "pre": DecoderBlock, "post": DecoderBlock, "sandwich": DecoderBlock, "pre_post": DecoderBlock,
+    "parallel": ParallelBlock, "after": AfterBlock, "single": SingleBlock, "kept": KeptBlock, "shared": SharedBlock,
     "cross_pre": CrossBlock, "cross_after": CrossAfterBlock,
 }  # fmt: skip
 
@@ -272,7 +272,7 @@ class BothMixers(nn.Module):
         super().__init__()
         self.attn, self.state = attn, state
 
-    def forward(self, x: Tensor, batch: Batch, turn: Turn | None) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, turn: RotaryTables | None) -> Tensor:
         return self.state(x, batch, turn) + self.attn(x, batch, turn)
 
 
@@ -357,7 +357,7 @@ class Decoder(nn.Module):
         uses = [layer.use for layer in self.layers if isinstance(layer, SharedBlock)]
         for use in uses:
             use.link(uses)
-        wholes = [layer.whole if type(layer) is Block else None for layer in self.layers]
+        wholes = [layer.whole if type(layer) is DecoderBlock else None for layer in self.layers]
         self._stretches = Stretch.cut(self.layers, self.rope_of, wholes, storage)
         self._veto = HookVeto(self.layers.modules())
         self.norm = Norm("model.norm", (width,), arch.norm, storage) if arch.final_norm else NoNorm()

@@ -19,7 +19,7 @@ from quire.layers.batch import Batch
 from quire.layers.linear import Linear
 from quire.layers.mlp import Mlp
 from quire.layers.norm import Norm
-from quire.layers.rope import Turn
+from quire.layers.rope import RotaryTables
 from quire.models.arch import Arch
 from quire.ops.act import PLAIN
 from quire.ops.blocks import BlockParts, BlocksRun, StepTurn, Weights, join_blocks
@@ -105,7 +105,7 @@ class Stretch:
         """Weights or caches were replaced."""
         self._call, self._is_stale = None, bool(self._wholes)
 
-    def __call__(self, x: Tensor, delta: Delta, batch: Batch, turns: Sequence[Turn]) -> tuple[Tensor, Delta]:
+    def __call__(self, x: Tensor, delta: Delta, batch: Batch, turns: Sequence[RotaryTables]) -> tuple[Tensor, Delta]:
         if self._is_stale:
             self._make()
         if self._call is not None and not batch.through_linears:

@@ -80,7 +80,7 @@ def _view(descriptor: int, access: int) -> Row[float]:
     return memoryview(mmap.mmap(descriptor, 0, access=access))[_HEAD_BYTES:].cast("d")
 
 
-class Turn:
+class LeaderLock:
     """Who of several processes does a thing that only one must do. The turn passes on when its holder dies."""
 
     def __init__(self, folder: str | None, name: str) -> None:

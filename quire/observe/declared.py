@@ -30,7 +30,7 @@ Values = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Declared:
+class MetricDeclaration:
     """One metric. `labels` are those beyond model_name and engine; `values` every combination they can have."""
 
     name: str
@@ -55,63 +55,67 @@ _NO_TIER = "stays 0: no cache outside the engine is in this version"
 _NO_MEDIA = "stays 0: this version takes text only"
 
 TABLE = (
-    Declared("vllm:estimated_flops_per_gpu", "counter", f"Arithmetic done; {_NO_MFU}."),
-    Declared("vllm:estimated_read_bytes_per_gpu", "counter", f"Bytes read; {_NO_MFU}."),
-    Declared("vllm:estimated_write_bytes_per_gpu", "counter", f"Bytes written; {_NO_MFU}."),
-    Declared("vllm:num_requests_running", "gauge", "Requests that hold a row on the device."),
-    Declared("vllm:num_requests_waiting", "gauge", "Requests that wait to be scheduled."),
-    Declared(
+    MetricDeclaration("vllm:estimated_flops_per_gpu", "counter", f"Arithmetic done; {_NO_MFU}."),
+    MetricDeclaration("vllm:estimated_read_bytes_per_gpu", "counter", f"Bytes read; {_NO_MFU}."),
+    MetricDeclaration("vllm:estimated_write_bytes_per_gpu", "counter", f"Bytes written; {_NO_MFU}."),
+    MetricDeclaration("vllm:num_requests_running", "gauge", "Requests that hold a row on the device."),
+    MetricDeclaration("vllm:num_requests_waiting", "gauge", "Requests that wait to be scheduled."),
+    MetricDeclaration(
         "vllm:num_requests_waiting_by_reason",
         "gauge",
         "The same by reason: no room yet, or held back although there may be room (a paused engine).",
         ("reason",),
         _each("capacity", "deferred"),
     ),
-    Declared(
+    MetricDeclaration(
         "vllm:engine_sleep_state",
         "gauge",
         "1 at the state the engine is in.",
         ("sleep_state",),
         _each("awake", "weights_offloaded", "discard_all"),
     ),
-    Declared(
+    MetricDeclaration(
         "vllm:kv_cache_usage_perc",
         "gauge",
         "Share of KV blocks held; 1 means all.",
         old_names=("vllm:gpu_cache_usage_perc",),
     ),
-    Declared(
+    MetricDeclaration(
         "vllm:prefix_cache_queries",
         "counter",
         "Prompt tokens looked up in the prefix cache.",
         old_names=("vllm:gpu_prefix_cache_queries",),
     ),
-    Declared(
+    MetricDeclaration(
         "vllm:prefix_cache_hits",
         "counter",
         "Prompt tokens found in the prefix cache.",
         old_names=("vllm:gpu_prefix_cache_hits",),
     ),
-    Declared("vllm:external_prefix_cache_queries", "counter", f"Tokens looked up outside the engine; {_NO_TIER}."),
-    Declared("vllm:external_prefix_cache_hits", "counter", f"Tokens found outside the engine; {_NO_TIER}."),
-    Declared("vllm:mm_cache_queries", "counter", f"Media items looked up in the media cache; {_NO_MEDIA}."),
-    Declared("vllm:mm_cache_hits", "counter", f"Media items found in the media cache; {_NO_MEDIA}."),
-    Declared("vllm:num_preemptions", "counter", "Times a request lost its blocks and was computed again."),
-    Declared("vllm:prompt_tokens", "counter", "Prompt tokens processed, cached ones included."),
-    Declared(
+    MetricDeclaration(
+        "vllm:external_prefix_cache_queries", "counter", f"Tokens looked up outside the engine; {_NO_TIER}."
+    ),
+    MetricDeclaration("vllm:external_prefix_cache_hits", "counter", f"Tokens found outside the engine; {_NO_TIER}."),
+    MetricDeclaration("vllm:mm_cache_queries", "counter", f"Media items looked up in the media cache; {_NO_MEDIA}."),
+    MetricDeclaration("vllm:mm_cache_hits", "counter", f"Media items found in the media cache; {_NO_MEDIA}."),
+    MetricDeclaration("vllm:num_preemptions", "counter", "Times a request lost its blocks and was computed again."),
+    MetricDeclaration("vllm:prompt_tokens", "counter", "Prompt tokens processed, cached ones included."),
+    MetricDeclaration(
         "vllm:prompt_tokens_by_source", "counter", "Prompt tokens by where they came from.", ("source",), _SOURCES
     ),
-    Declared("vllm:prompt_tokens_cached", "counter", "Prompt tokens taken from a cache."),
-    Declared(
+    MetricDeclaration("vllm:prompt_tokens_cached", "counter", "Prompt tokens taken from a cache."),
+    MetricDeclaration(
         "vllm:prompt_tokens_cached_by_source",
         "counter",
         "Prompt tokens taken from a cache, by which.",
         ("source",),
         _CACHED_SOURCES,
     ),
-    Declared("vllm:generation_tokens", "counter", "Tokens generated."),
-    Declared("vllm:request_success", "counter", "Requests that ended, by reason.", ("finished_reason",), _REASONS),
-    Declared(
+    MetricDeclaration("vllm:generation_tokens", "counter", "Tokens generated."),
+    MetricDeclaration(
+        "vllm:request_success", "counter", "Requests that ended, by reason.", ("finished_reason",), _REASONS
+    ),
+    MetricDeclaration(
         "vllm:admission_rejections",
         "counter",
         "Requests refused because the queue was full, by the limit that was reached.",
@@ -119,44 +123,52 @@ TABLE = (
         _each("max_num_queued_reqs", "max_num_queued_tokens"),
         per_engine=False,
     ),
-    Declared("vllm:request_prompt_tokens", "histogram", "Prompt tokens per request.", buckets=UP_TO_LENGTH),
-    Declared("vllm:request_generation_tokens", "histogram", "Tokens generated per request.", buckets=UP_TO_LENGTH),
-    Declared("vllm:iteration_tokens_total", "histogram", "Tokens per step.", buckets=_STEP_TOKENS),
-    Declared(
+    MetricDeclaration("vllm:request_prompt_tokens", "histogram", "Prompt tokens per request.", buckets=UP_TO_LENGTH),
+    MetricDeclaration(
+        "vllm:request_generation_tokens", "histogram", "Tokens generated per request.", buckets=UP_TO_LENGTH
+    ),
+    MetricDeclaration("vllm:iteration_tokens_total", "histogram", "Tokens per step.", buckets=_STEP_TOKENS),
+    MetricDeclaration(
         "vllm:request_max_num_generation_tokens",
         "histogram",
         "Most tokens generated by any of a request's n answers.",
         buckets=UP_TO_LENGTH,
     ),
-    Declared("vllm:request_params_n", "histogram", "n of each request.", buckets=_SMALL),
-    Declared("vllm:request_params_max_tokens", "histogram", "max_tokens of each request.", buckets=UP_TO_LENGTH),
-    Declared("vllm:time_to_first_token_seconds", "histogram", "Arrival to first token.", buckets=_FIRST_TOKEN),
-    Declared(
+    MetricDeclaration("vllm:request_params_n", "histogram", "n of each request.", buckets=_SMALL),
+    MetricDeclaration(
+        "vllm:request_params_max_tokens", "histogram", "max_tokens of each request.", buckets=UP_TO_LENGTH
+    ),
+    MetricDeclaration("vllm:time_to_first_token_seconds", "histogram", "Arrival to first token.", buckets=_FIRST_TOKEN),
+    MetricDeclaration(
         "vllm:inter_token_latency_seconds",
         "histogram",
         "From one token to the next.",
         buckets=_TOKEN_GAP,
         old_names=("vllm:time_per_output_token_seconds",),
     ),
-    Declared(
+    MetricDeclaration(
         "vllm:request_time_per_output_token_seconds",
         "histogram",
         "A request's mean time between tokens.",
         buckets=_TOKEN_GAP,
     ),
-    Declared("vllm:e2e_request_latency_seconds", "histogram", "Arrival to end.", buckets=_REQUEST),
-    Declared("vllm:request_queue_time_seconds", "histogram", "Queued to first grant.", buckets=_REQUEST),
-    Declared("vllm:request_inference_time_seconds", "histogram", "First grant to last token.", buckets=_REQUEST),
-    Declared("vllm:request_prefill_time_seconds", "histogram", "First grant to first token.", buckets=_REQUEST),
-    Declared("vllm:request_decode_time_seconds", "histogram", "First token to last token.", buckets=_REQUEST),
-    Declared("vllm:request_num_preemptions", "histogram", "Preemptions per request.", buckets=_PREEMPTIONS),
-    Declared(
+    MetricDeclaration("vllm:e2e_request_latency_seconds", "histogram", "Arrival to end.", buckets=_REQUEST),
+    MetricDeclaration("vllm:request_queue_time_seconds", "histogram", "Queued to first grant.", buckets=_REQUEST),
+    MetricDeclaration(
+        "vllm:request_inference_time_seconds", "histogram", "First grant to last token.", buckets=_REQUEST
+    ),
+    MetricDeclaration(
+        "vllm:request_prefill_time_seconds", "histogram", "First grant to first token.", buckets=_REQUEST
+    ),
+    MetricDeclaration("vllm:request_decode_time_seconds", "histogram", "First token to last token.", buckets=_REQUEST),
+    MetricDeclaration("vllm:request_num_preemptions", "histogram", "Preemptions per request.", buckets=_PREEMPTIONS),
+    MetricDeclaration(
         "vllm:request_prefill_kv_computed_tokens",
         "histogram",
         "Prompt tokens per request that no cache had.",
         buckets=UP_TO_LENGTH,
     ),
-    Declared("vllm:cache_config_info", "gauge", "1, with the cache configuration as labels."),
+    MetricDeclaration("vllm:cache_config_info", "gauge", "1, with the cache configuration as labels."),
 )
 
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "other")
@@ -164,23 +176,25 @@ STATUSES = ("1xx", "2xx", "3xx", "4xx", "5xx")
 OTHER_HANDLER = "none"  # a path that is no route
 
 
-def http_table(handlers: tuple[str, ...]) -> tuple[Declared, ...]:
+def http_table(handlers: tuple[str, ...]) -> tuple[MetricDeclaration, ...]:
     """The metrics of a server's HTTP side, for the routes it has. They have no model and no engine."""
     named = (*handlers, OTHER_HANDLER)
     by_status = tuple((h, m, s) for h in named for m in METHODS for s in STATUSES)
     by_method = tuple((h, m) for h in named for m in METHODS)
     per_handler = _each(*named)
     return (
-        Declared("http_requests", "counter", "Requests answered.", ("handler", "method", "status"), by_status),
-        Declared("http_request_size_bytes", "summary", "Bytes of request bodies.", ("handler",), per_handler),
-        Declared("http_response_size_bytes", "summary", "Bytes of response bodies.", ("handler",), per_handler),
-        Declared(
+        MetricDeclaration("http_requests", "counter", "Requests answered.", ("handler", "method", "status"), by_status),
+        MetricDeclaration("http_request_size_bytes", "summary", "Bytes of request bodies.", ("handler",), per_handler),
+        MetricDeclaration(
+            "http_response_size_bytes", "summary", "Bytes of response bodies.", ("handler",), per_handler
+        ),
+        MetricDeclaration(
             "http_request_duration_highr_seconds",
             "histogram",
             "Time to the last byte of the answer, all routes.",
             buckets=_HTTP_FINE,
         ),
-        Declared(
+        MetricDeclaration(
             "http_request_duration_seconds",
             "histogram",
             "Time to the last byte of the answer.",

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from quire.base import env
 from quire.base.clock import now
 from quire.base.log import logger
-from quire.observe.cells import Turn
+from quire.observe.cells import LeaderLock
 from quire.observe.metrics import Totals
 
 log = logger(__name__)
@@ -33,7 +33,7 @@ class LogStats:
         self._read = read
         self._engine = engine_index
         self._clock = clock
-        self._turn = Turn(folder, f"log-{engine_index}")
+        self._turn = LeaderLock(folder, f"log-{engine_index}")
         self._since = clock()
         self._last = read()
         self._quiet = True  # the last line already said that nothing happens

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from quire.observe.declared import TABLE, Declared
+from quire.observe.declared import TABLE, MetricDeclaration
 from quire.observe.reader import Gauge, Metric
 from quire.observe.sheet import Sheet
 from quire.schema.errors import ConfigError
@@ -21,7 +21,7 @@ from quire.schema.messages import FinishReason
 from quire.schema.params import SamplingParams
 from quire.schema.stats import RequestTimes, StepStats
 
-__all__ = ["TABLE", "Declared", "Ended", "Metrics", "Totals", "check_buckets", "one_two_five"]
+__all__ = ["TABLE", "Ended", "MetricDeclaration", "Metrics", "Totals", "check_buckets", "one_two_five"]
 
 _INFO = "vllm:cache_config_info"
 _PREFIX = "vllm:"
@@ -183,7 +183,7 @@ class Metrics:
             observe("vllm:request_time_per_output_token_seconds", decode / (num_generation_tokens - 1))
 
 
-def check_buckets(asked: Mapping[str, tuple[float, ...]] | None) -> tuple[Declared, ...]:
+def check_buckets(asked: Mapping[str, tuple[float, ...]] | None) -> tuple[MetricDeclaration, ...]:
     """The table, with other limits for the histograms that were named (with or without the prefix)."""
     asked = asked or {}
     left = {name if name.startswith(_PREFIX) else _PREFIX + name: bounds for name, bounds in asked.items()}

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, core, exposit
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from quire.base import env
-from quire.observe.declared import Declared
+from quire.observe.declared import MetricDeclaration
 from quire.observe.reader import Counter, Gauge, Histogram, Metric, Summary
 from quire.observe.sheet import Sheet
 
@@ -25,7 +25,7 @@ _VERSION = "1.0.0"
 _AS_THEY_ARE = openmetrics.ALLOWUTF8
 
 
-class Source(Protocol):
+class MetricSource(Protocol):
     """Whoever counts: Metrics, HttpMetrics."""
 
     @property
@@ -36,7 +36,7 @@ class Source(Protocol):
 class Page:
     """One per process that answers /metrics. `alone`: no other process serves, so this one's own numbers are shown."""
 
-    def __init__(self, sources: Sequence[Source], *, alone: bool = True) -> None:
+    def __init__(self, sources: Sequence[MetricSource], *, alone: bool = True) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         if alone:
             ProcessCollector(registry=self._registry)
@@ -54,7 +54,7 @@ class Page:
 
 
 class _Collector:
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[MetricSource]) -> None:
         self._sources = sources
 
     def describe(self) -> list[core.Metric]:
@@ -66,7 +66,7 @@ class _Collector:
             yield from _families(source, source.snapshot())
 
 
-def _families(source: Source, found: list[Metric]) -> Iterator[core.Metric]:
+def _families(source: MetricSource, found: list[Metric]) -> Iterator[core.Metric]:
     grouped: dict[str, list[Metric]] = {}
     for metric in found:
         grouped.setdefault(metric.name, []).append(metric)
@@ -76,7 +76,7 @@ def _families(source: Source, found: list[Metric]) -> Iterator[core.Metric]:
             yield _family(name, entry, grouped.get(entry.name, []), created)
 
 
-def _family(name: str, entry: Declared, metrics: list[Metric], created: float | None) -> core.Metric:
+def _family(name: str, entry: MetricDeclaration, metrics: list[Metric], created: float | None) -> core.Metric:
     doc = entry.doc if name == entry.name else f"Old name of {entry.name}. {entry.doc}"
     family = core.Metric(name, doc, entry.kind)
     for metric in metrics:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from quire.base.clock import now
 from quire.observe.cells import Cells, Row
-from quire.observe.declared import Declared, Values
+from quire.observe.declared import MetricDeclaration, Values
 from quire.observe.reader import Counter, Gauge, Histogram, Metric, Summary
 
 _STAMP, _CREATED, _FIRST = 0, 1, 2  # when a gauge was last set; when the row was made; the first number
@@ -30,7 +30,12 @@ class _Spread(NamedTuple):
 
 class Sheet:
     def __init__(
-        self, table: Sequence[Declared], *, kind: str, lengths: tuple[float, ...] = (), folder: str | None = None
+        self,
+        table: Sequence[MetricDeclaration],
+        *,
+        kind: str,
+        lengths: tuple[float, ...] = (),
+        folder: str | None = None,
     ) -> None:
         self.table = table
         self._places: dict[tuple[str, Values], int] = {}
@@ -103,7 +108,7 @@ class Sheet:
         return found
 
 
-def _entries(table: Sequence[Declared]) -> Iterator[tuple[Declared, Values]]:
+def _entries(table: Sequence[MetricDeclaration]) -> Iterator[tuple[MetricDeclaration, Values]]:
     return itertools.chain.from_iterable(((entry, values) for values in entry.values) for entry in table)
 
 

@@ -4,7 +4,7 @@ Each op is the plain ops one after another, and gives what they give. A device t
 `part_rows` says up to how many rows its forms are to be preferred; where that is 0, layers call the plain ops.
 
     few_rows     norm_linear, linear_add, norm_router: everything around a product is part of it
-    part_rows    linear_parts, linear_act: a product is cut along K, and whoever reads it adds the parts up (`Parts`)
+    part_rows    linear_parts, linear_act: a product is cut along K, and whoever reads it adds up the `PartialSums`
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.ops.linear import linear
 from quire.ops.norm import rms_norm, rms_norm_wide
 from quire.ops.op import op
-from quire.ops.parts import Parts
+from quire.ops.parts import PartialSums
 
 
 class NormRule(NamedTuple):
@@ -71,9 +71,9 @@ def part_rows(width: int, dtype: torch.dtype) -> int:
 
 
 @op
-def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Parts:
+def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> PartialSums:
     """x weight' + bias, for who can add parts up: `add_rms_norm`, `add_rms_norm_wide` and `prepare_qkv`."""
-    return Parts(linear.reference(x, weight, bias).float()[None], x.dtype)
+    return PartialSums(linear.reference(x, weight, bias).float()[None], x.dtype)
 
 
 @op

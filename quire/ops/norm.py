@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.ops.alone import keep_apart
 from quire.ops.op import op
-from quire.ops.parts import Parts, whole
+from quire.ops.parts import PartialSums, whole
 
 
 @op
@@ -69,7 +69,7 @@ def layer_norm_cpu(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
 
 
 @op
-def add_rms_norm(x: Tensor, delta: Tensor | Parts, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, delta: Tensor | PartialSums, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + delta), x + delta): a sublayer's output joins the stream and the next norm reads it. A form may
     write the sum over x: go on with the one returned."""
     total = x + whole(delta)
@@ -77,14 +77,14 @@ def add_rms_norm(x: Tensor, delta: Tensor | Parts, weight: Tensor, eps: float) -
 
 
 @add_rms_norm.form("cpu")
-def add_rms_norm_cpu(x: Tensor, delta: Tensor | Parts, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm_cpu(x: Tensor, delta: Tensor | PartialSums, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = x + whole(delta)
     return rms_norm_cpu(total, weight, eps), total
 
 
 @op
 def add_rms_norm_wide(
-    x: Tensor, delta: Tensor | Parts, weight: Tensor, eps: float, offset: float = 0.0
+    x: Tensor, delta: Tensor | PartialSums, weight: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm_wide(x + delta), x + delta). A form may write the sum over x."""
     total = x + whole(delta)

@@ -40,7 +40,7 @@ def same_bits(kernels: Kernels) -> bool:
     return kernels.batch_invariant
 
 
-class Form(NamedTuple):
+class OpForm(NamedTuple):
     """A faster way to compute an op on one kind of device; `fits` says whether these kernels include it."""
 
     device: str
@@ -53,7 +53,7 @@ class Op(Generic[P, R]):
     def __init__(self, reference: Callable[P, R]) -> None:
         self.name = reference.__name__
         self.reference = reference
-        self.forms: list[Form] = []  # those in torch, declared beside the op
+        self.forms: list[OpForm] = []  # those in torch, declared beside the op
         self.__doc__ = reference.__doc__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -66,7 +66,7 @@ class Op(Generic[P, R]):
         """Decorator: another form for this device type; the form added last is preferred."""
 
         def add(function: Callable[P, R]) -> Callable[P, R]:
-            self.forms.append(Form(device, fits, function))
+            self.forms.append(OpForm(device, fits, function))
             return function
 
         return add
@@ -76,7 +76,7 @@ class Op(Generic[P, R]):
         it and the kernels they hold."""
 
         def add(make: Make[P, R]) -> Make[P, R]:
-            self.forms.append(Form(device, fits, make, is_made=True))
+            self.forms.append(OpForm(device, fits, make, is_made=True))
             return make
 
         return add
@@ -91,13 +91,13 @@ class FormTable:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self._forms: dict[Op[Any, Any], list[Form]] = {}
+        self._forms: dict[Op[Any, Any], list[OpForm]] = {}
 
     def form(self, op: Op[P, R], fits: Fits = always) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Decorator, as Op.form."""
 
         def add(function: Callable[P, R]) -> Callable[P, R]:
-            self._forms.setdefault(op, []).append(Form(self.device, fits, function))
+            self._forms.setdefault(op, []).append(OpForm(self.device, fits, function))
             return function
 
         return add
@@ -106,12 +106,12 @@ class FormTable:
         """Decorator, as Op.made."""
 
         def add(make: Make[P, R]) -> Make[P, R]:
-            self._forms.setdefault(op, []).append(Form(self.device, fits, make, is_made=True))
+            self._forms.setdefault(op, []).append(OpForm(self.device, fits, make, is_made=True))
             return make
 
         return add
 
-    def forms_of(self, op: Op[Any, Any]) -> list[Form]:
+    def forms_of(self, op: Op[Any, Any]) -> list[OpForm]:
         return self._forms.get(op, [])
 
 

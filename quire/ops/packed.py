@@ -19,7 +19,7 @@ from quire.ops.op import op
 PANEL, BLOCK = 16, 32
 
 
-class Form(NamedTuple):
+class PackedFormat(NamedTuple):
     """How a kind stores a number: value = scale * (q - zero), or scale * q + added; 16 bits are the number itself."""
 
     bits: int
@@ -40,9 +40,14 @@ class Form(NamedTuple):
 
 
 FORMS = {
-    "Q4M": Form(4, added=True), "Q4Z": Form(4, 8), "Q5M": Form(5, added=True), "Q5Z": Form(5, 16),
-    "Q6Z": Form(6, 32, halves=True), "Q8Z": Form(8), "B16": Form(16),
-}  # fmt: skip
+    "Q4M": PackedFormat(4, added=True),
+    "Q4Z": PackedFormat(4, 8),
+    "Q5M": PackedFormat(5, added=True),
+    "Q5Z": PackedFormat(5, 16),
+    "Q6Z": PackedFormat(6, 32, halves=True),
+    "Q8Z": PackedFormat(8),
+    "B16": PackedFormat(16),
+}
 
 
 @dataclass
@@ -89,7 +94,7 @@ def unpack(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
     return values.transpose(1, 2).reshape(panels * PANEL, packed.width)[: packed.rows].to(dtype)
 
 
-def _quads(raw: Tensor, form: Form) -> Tensor:
+def _quads(raw: Tensor, form: PackedFormat) -> Tensor:
     """Planes [P, B, bytes] -> whole numbers [P, B, 8, 64] as float32."""
     if form.bits == 8:
         return raw.contiguous().view(torch.int8).unflatten(2, (8, 64)).float()

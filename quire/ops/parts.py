@@ -1,4 +1,4 @@
-"""Parts: a product that is not added up yet, from `linear_parts` (ops/few.py) to norms and to `prepare_qkv`."""
+"""PartialSums: a product that is not added up yet, from `linear_parts` (ops/few.py) to norms and to `prepare_qkv`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Parts(NamedTuple):
+class PartialSums(NamedTuple):
     """Programs that share the columns of a product need not wait for each other: whoever reads it adds them up."""
 
     sums: Tensor  # [S, M, N] float32; the product is their sum over S
@@ -22,8 +22,8 @@ class Parts(NamedTuple):
         return self.sums.sum(0).to(self.dtype)
 
 
-def whole(product: Tensor | Parts) -> Tensor:
-    return product.whole() if isinstance(product, Parts) else product
+def whole(product: Tensor | PartialSums) -> Tensor:
+    return product.whole() if isinstance(product, PartialSums) else product
 
 
-Delta = Tensor | Parts | None  # what is still to be added to a stream
+Delta = Tensor | PartialSums | None  # what is still to be added to a stream

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.ops.norm import rms_norm, rms_norm_wide
 from quire.ops.op import op
-from quire.ops.parts import Parts, whole
+from quire.ops.parts import PartialSums, whole
 from quire.ops.rope import rotate
 
 
@@ -33,7 +33,7 @@ class QkvPrep(NamedTuple):
 
 @op
 def prepare_qkv(
-    qkv: Tensor | Parts,  # [T, (heads + 2 * kv_heads) * D]
+    qkv: Tensor | PartialSums,  # [T, (heads + 2 * kv_heads) * D]
     prep: QkvPrep,
     keys: Tensor,  # [num_blocks, block_size, kv_heads, D], any strides
     values: Tensor,

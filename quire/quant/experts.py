@@ -24,8 +24,8 @@ from quire.quant.scheme import (
     Slot,
     StoredMatrix,
     StoredRows,
-    Target,
     WeightScheme,
+    WeightTarget,
     new_parameter,
 )
 from quire.quant.shard import Span, cut_to
@@ -225,10 +225,10 @@ class Separate:
         return SeparateExperts(shape, self._scheme, self._kernels)
 
 
-class StackTarget(Target):
+class StackTarget(WeightTarget):
     """A place that all experts share: [experts, rows, width], or [experts, rows] of biases."""
 
-    def __init__(self, targets: Sequence[Sequence[Tensor | Target]]) -> None:
+    def __init__(self, targets: Sequence[Sequence[Tensor | WeightTarget]]) -> None:
         self._targets = targets  # of each expert: places one under another
         rows = sum(place.shape[0] for place in targets[0])
         self.shape = (len(targets), rows, *targets[0][0].shape[1:])

@@ -20,11 +20,11 @@ from quire.quant.experts import ExpertScheme, Separate
 from quire.quant.scheme import (
     MatrixShape,
     PartSlot,
-    Plain,
+    PlainScheme,
     StoredMatrix,
     StoredRows,
-    Target,
     WeightScheme,
+    WeightTarget,
     new_parameter,
 )
 
@@ -127,7 +127,7 @@ class PackedMatrix(StoredMatrix):
         return torch.cat([unpack(part, dtype) if isinstance(part, Packed) else part for part in self.parts.values()])
 
 
-class PartTarget(Target):
+class PartTarget(WeightTarget):
     takes_blocks = True
 
     def __init__(self, matrix: PackedMatrix, part: str, shape: tuple[int, int]) -> None:
@@ -141,7 +141,7 @@ class PackedChoice:
     """Packed, but plain where layers read the numbers."""
 
     def __init__(self, dtype: torch.dtype, arena: Arena, kernels: Kernels, kind: str | None) -> None:
-        self._plain, self._packed = Plain(dtype, arena, kernels), PackedScheme(dtype, arena, kernels, kind)
+        self._plain, self._packed = PlainScheme(dtype, arena, kernels), PackedScheme(dtype, arena, kernels, kind)
         self._outer = PackedScheme(dtype, arena, kernels, "Q8Z") if kind == "Q4M" else self._packed
         self._experts = Separate(self._packed, kernels)
 

@@ -17,10 +17,10 @@ from quire.ops.packed import BLOCK, PANEL, Matrix, Packed, lay_panels, packed_li
 from quire.quant.arena import Arena
 from quire.quant.experts import ExpertScheme, Stacked
 from quire.quant.packed import PLAIN_NAMES
-from quire.quant.scheme import MatrixShape, PartSlot, Plain, PlainMatrix, StoredMatrix, WeightScheme
+from quire.quant.scheme import MatrixShape, PartSlot, PlainMatrix, PlainScheme, StoredMatrix, WeightScheme
 
 
-class PanelScheme(Plain):
+class PanelScheme(PlainScheme):
     name = "panels"
 
     def __init__(self, dtype: torch.dtype, arena: Arena, kernels: Kernels) -> None:
@@ -87,7 +87,7 @@ class PanelChoice:
     """Panels, but plain where layers or kernels of experts read the numbers."""
 
     def __init__(self, dtype: torch.dtype, arena: Arena, kernels: Kernels) -> None:
-        self._plain, self._panels = Plain(dtype, arena, kernels), PanelScheme(dtype, arena, kernels)
+        self._plain, self._panels = PlainScheme(dtype, arena, kernels), PanelScheme(dtype, arena, kernels)
         self._experts = Stacked(dtype, arena, kernels)
 
     def of_matrix(self, name: str) -> WeightScheme:

@@ -7,13 +7,13 @@ import torch
 from quire.ops.op import Kernels
 from quire.quant.arena import Arena
 from quire.quant.experts import ExpertScheme, Stacked
-from quire.quant.scheme import Plain, Storage, WeightScheme
+from quire.quant.scheme import PlainScheme, Storage, WeightScheme
 from quire.quant.shard import ALONE, ShardGroup
 
 
 class PlainChoice:
     def __init__(self, dtype: torch.dtype, arena: Arena, kernels: Kernels) -> None:
-        self._plain, self._experts = Plain(dtype, arena, kernels), Stacked(dtype, arena, kernels)
+        self._plain, self._experts = PlainScheme(dtype, arena, kernels), Stacked(dtype, arena, kernels)
 
     def of_matrix(self, name: str) -> WeightScheme:
         return self._plain

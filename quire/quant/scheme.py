@@ -56,7 +56,7 @@ class StoredRows(NamedTuple):
         return self._replace(raw=Cut(1, self.raw.shape[1], ends).of(self.raw), width=width)
 
 
-class Target(ABC):
+class WeightTarget(ABC):
     """A place for numbers that is no tensor."""
 
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class Slot(NamedTuple):
     """One place a checkpoint tensor goes. With `fills`, a place that holds all of those slots at once."""
 
     name: str
-    target: Tensor | Target | None  # None: it lies on another rank
+    target: Tensor | WeightTarget | None  # None: it lies on another rank
     fills: tuple[str, ...] = ()
     cut: Cut | None = None  # what is kept of the tensor, once it is arranged; None: all of it
 
@@ -79,7 +79,7 @@ class PartSlot(NamedTuple):
     """A Slot of a matrix, by the last part of its name."""
 
     leaf: str
-    target: Tensor | Target | None
+    target: Tensor | WeightTarget | None
     cut: Cut | None
 
 
@@ -193,7 +193,7 @@ class PlainMatrix(StoredMatrix):
     name = "plain"
     is_plain = True
 
-    def __init__(self, shape: MatrixShape, scheme: Plain) -> None:
+    def __init__(self, shape: MatrixShape, scheme: PlainScheme) -> None:
         self.shape, self._linear = shape, scheme.linear
         rows = shape.rows
         self.weight = new_parameter((rows, shape.width.count), scheme.dtype, scheme.arena)
@@ -230,7 +230,7 @@ class PlainMatrix(StoredMatrix):
         return F.embedding(index, self.weight)
 
 
-class Plain:
+class PlainScheme:
     name = "plain"
 
     def __init__(self, dtype: torch.dtype, arena: Arena, kernels: Kernels) -> None:

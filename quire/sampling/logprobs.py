@@ -19,7 +19,7 @@ from quire.schema.step import LogprobRows
 MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
-class Ask(NamedTuple):
+class LogprobRequest(NamedTuple):
     """What some rows of one step want to see: the k largest (the whole vocabulary: k = V), and named ids."""
 
     where: Tensor  # [m] int64, into the step's sampled rows

@@ -20,7 +20,7 @@ FILTERS = needs.TOP_K | needs.TOP_P
 _WORDS = 5  # int32 words of a row: two of the seed, temperature, top_p, top_k
 
 
-class PlainChoice:
+class PlainSampler:
     def __init__(self, rows: SamplingRows, tokens: Tensor) -> None:
         """`tokens` [max_rows + 1, width] int32: the rows' tokens; the choice is written there."""
         self._rows, self._tokens = rows, tokens

@@ -20,7 +20,7 @@ from quire.schema.step import NewRow
 
 
 @dataclass
-class Lists:
+class RowLists:
     """Parameters of one row that are lists."""
 
     allowed: np.ndarray | None = None
@@ -39,7 +39,7 @@ class SamplingRows:
         self.temperature, self.min_p, self.top_p, self.presence, self.frequency, self.repetition = floats
         integers = np.zeros((4, max_rows), np.int64)
         self.top_k, self.seed, self.num_prompt, self.min_tokens = integers
-        self.lists: list[Lists | None] = [None] * max_rows
+        self.lists: list[RowLists | None] = [None] * max_rows
         self.prompt_logprobs: list[int | None] = [None] * max_rows  # k per row; the whole vocabulary is given as V
         self._numbers = (floats, integers)
         self._kept: Selection | None = None
@@ -94,8 +94,8 @@ class SamplingRows:
             flags |= needs.TOP_P if params.top_p < 1 else 0
         return flags
 
-    def _read_lists(self, new: NewRow) -> tuple[int, Lists | None]:
-        params, lists, flags = new.sampling, Lists(), 0
+    def _read_lists(self, new: NewRow) -> tuple[int, RowLists | None]:
+        params, lists, flags = new.sampling, RowLists(), 0
         if params.allowed_token_ids is not None:
             lists.allowed = self._ids("allowed_token_ids", params.allowed_token_ids)
             flags |= needs.ALLOWED

@@ -17,9 +17,9 @@ from torch import Tensor
 from quire.ops import sample
 from quire.ops.copy import upload
 from quire.sampling.custom import CustomSteps
-from quire.sampling.logprobs import MODES, Ask, Picked, pick, values_of
+from quire.sampling.logprobs import MODES, LogprobRequest, Picked, pick, values_of
 from quire.sampling.pipeline import Pipeline, StepRows
-from quire.sampling.plain import PlainChoice
+from quire.sampling.plain import PlainSampler
 from quire.sampling.processors import BatchUpdate, MoveDirectionality
 from quire.sampling.rows import SamplingRows
 from quire.sampling.selection import Selection, columns_of
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Sampled:
+class SampledTokens:
     """What came of one step, still on the device. Everything is in the order of the rows given."""
 
     token_ids: Tensor  # [S] int64
     scores: Tensor  # [S]: what the chosen token had in the end; NaN or -inf means that nothing could be chosen
-    logprobs: list[tuple[Ask, Picked]] = field(default_factory=list)
+    logprobs: list[tuple[LogprobRequest, Picked]] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)  # batch row -> why a custom processor lost it
 
 
@@ -51,7 +51,7 @@ class Sampler:
         self.rows = SamplingRows(vocab_size, tokens.shape[0], tokens.device)
         self.custom = CustomSteps(config, tokens.device)
         self._pipeline = Pipeline(self.custom, tokens)
-        self.plain = PlainChoice(self.rows, tokens)
+        self.plain = PlainSampler(self.rows, tokens)
         choose = sample.draw.on(tokens.device)
         self._choose = None if choose is sample.draw.reference or self.custom else choose  # one call for all rows
         self._tokens = tokens
@@ -98,7 +98,7 @@ class Sampler:
         *,
         num_rows: int,
         mask: tuple[Tensor, Tensor] | None = None,
-    ) -> Sampled:
+    ) -> SampledTokens:
         chosen = self.rows.select(rows)
         step = StepRows(positions, upload(positions, logits.device), num_rows, mask)
         raw = self.mode.startswith("raw")
@@ -123,7 +123,7 @@ class Sampler:
         picked = [(a, pick(v, token_ids[a.where], a.k, a.ids)) for a, v in zip(chosen.asks, seen, strict=True)]
         if self.custom:
             self._unseen = rows.tolist(), token_ids
-        return Sampled(token_ids, scores, picked, self.custom.take_failures())
+        return SampledTokens(token_ids, scores, picked, self.custom.take_failures())
 
     def _narrowed(self, logits: Tensor, chosen: Selection, step: StepRows) -> Tensor:
         """What tokens were chosen from."""

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from quire.ops.copy import upload
-from quire.sampling.logprobs import Ask
+from quire.sampling.logprobs import LogprobRequest
 
 if TYPE_CHECKING:
-    from quire.sampling.rows import Lists, SamplingRows
+    from quire.sampling.rows import RowLists, SamplingRows
 
 RANDOM, MIN_P, TOP_K, TOP_P, ALLOWED, WORDS, MIN_TOKENS, BIAS, PENALTY, LOGPROBS, GRAMMAR = (1 << i for i in range(11))
-Owners = list[tuple[int, "Lists"]]  # place, that row's lists
+Owners = list[tuple[int, "RowLists"]]  # place, that row's lists
 
 
 class Filter(NamedTuple):
@@ -39,7 +39,7 @@ class Pairs(NamedTuple):
     values: Tensor  # logit bias: what is added. min_tokens: pairs are banned below this position
 
 
-class Words(NamedTuple):
+class BannedWords(NamedTuple):
     """Banned words, over all rows of the step."""
 
     rows: Tensor  # [W]
@@ -80,12 +80,12 @@ class Selection:
     top_k: Filter | None = None
     top_p: Filter | None = None
     allowed: tuple[Tensor, Tensor] | None = None  # places [m], bool [m, V]
-    words: Words | None = None
+    words: BannedWords | None = None
     min_tokens: Pairs | None = None
     last_min_position: int = 0  # no min_tokens pair is active from this position on
     bias: Pairs | None = None
     penalties: Penalties | None = None
-    asks: list[Ask] = field(default_factory=list)
+    asks: list[LogprobRequest] = field(default_factory=list)
 
 
 def columns_of(store: SamplingRows, rows: np.ndarray) -> tuple[Tensor, Columns]:
@@ -166,7 +166,7 @@ def _gather_words(store: SamplingRows, chosen: Selection, owners: Owners) -> Non
         line[width - len(word) + 1 :] = word[:-1]
     places = np.array([place for place, _ in own])
     columns = (places, prefixes, np.array([word[-1] for _, word in own]), store.num_prompt[chosen.rows[places]])
-    chosen.words = Words(*(upload(column, store.device) for column in columns))
+    chosen.words = BannedWords(*(upload(column, store.device) for column in columns))
 
 
 def _gather_pairs(store: SamplingRows, chosen: Selection, owners: Owners) -> None:
@@ -197,4 +197,4 @@ def _gather_asks(store: SamplingRows, chosen: Selection, owners: Owners) -> None
             groups.setdefault((lists.num_logprobs, lists.logprob_ids), []).append(place)
     for (k, ids), own in groups.items():
         named = upload(np.array(ids, np.int64), store.device) if ids else None
-        chosen.asks.append(Ask(upload(np.array(own), store.device), tuple(own), k, named))
+        chosen.asks.append(LogprobRequest(upload(np.array(own), store.device), tuple(own), k, named))

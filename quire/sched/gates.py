@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-from quire.sched.pace import Pace
+from quire.sched.pace import StepTimeEstimator
 from quire.sched.request import Request
 from quire.sched.settings import SchedulerSettings
 
@@ -19,7 +19,7 @@ CLOSED = -1
 NO_LIMIT = 1 << 60
 
 
-class Load(NamedTuple):
+class SchedulerLoad(NamedTuple):
     """What there is to do when a step begins."""
 
     running: int  # requests
@@ -29,7 +29,7 @@ class Load(NamedTuple):
 class Gate:
     """A constraint that lets everything pass; each kind overrides what it needs."""
 
-    def open(self, load: Load) -> None:
+    def open(self, load: SchedulerLoad) -> None:
         """A new step begins."""
 
     def closed(self) -> bool:
@@ -64,7 +64,7 @@ class Sequences(Gate):
         self.most = most
         self.left = most
 
-    def open(self, load: Load) -> None:
+    def open(self, load: SchedulerLoad) -> None:
         self.left = self.most - load.running
 
     def closed(self) -> bool:
@@ -150,7 +150,7 @@ class TokenBudget(Gate):
         self.most = most
         self.left = most
 
-    def open(self, load: Load) -> None:
+    def open(self, load: SchedulerLoad) -> None:
         self.left = self.most
 
     def closed(self) -> bool:
@@ -181,7 +181,7 @@ class LatencyGoal(Gate):
     SLIVER = 4  # a prompt is not begun with less than this part of a step, as its inverse
     UNKNOWN = 4  # times the least, where the goal always binds and no step was long enough to tell
 
-    def __init__(self, goal: float, least: int, deep: int, pace: Pace) -> None:
+    def __init__(self, goal: float, least: int, deep: int, pace: StepTimeEstimator) -> None:
         """`goal` in seconds; `least`: tokens that a step holds whatever it is; `deep`: waiting tokens, in what a step
         may hold, from which on the queue comes first, 0: never."""
         self.goal, self.least, self.deep, self.pace = goal, least, deep, pace
@@ -189,7 +189,7 @@ class LatencyGoal(Gate):
         self.most = NO_LIMIT
         self.prompts = self.decodes = 0  # tokens of this step
 
-    def open(self, load: Load) -> None:
+    def open(self, load: SchedulerLoad) -> None:
         within = self.pace.tokens_within(self.goal)
         if within is None:
             self.most = NO_LIMIT if self.deep else self.UNKNOWN * self.least
@@ -243,7 +243,7 @@ class PartialPrefills(Gate):
         self.threshold = threshold or NO_LIMIT
         self.partial = self.long = 0
 
-    def open(self, load: Load) -> None:
+    def open(self, load: SchedulerLoad) -> None:
         self.partial = self.long = 0
 
     def admit(self, request: Request, count: int) -> int:
@@ -280,7 +280,7 @@ class NoSlivers(Gate):
         self.budget = budget
         self.prompts = 0  # tokens of prompts in this step
 
-    def open(self, load: Load) -> None:
+    def open(self, load: SchedulerLoad) -> None:
         self.prompts = 0
 
     def admit(self, request: Request, count: int) -> int:
@@ -295,7 +295,7 @@ class NoSlivers(Gate):
             self.prompts += count
 
 
-def make_gates(settings: SchedulerSettings, pace: Pace) -> list[Gate]:
+def make_gates(settings: SchedulerSettings, pace: StepTimeEstimator) -> list[Gate]:
     """In the order they are asked: those that judge the final count come last."""
     gates: list[Gate] = [Sequences(settings.max_num_seqs)]
     if settings.overlap is not None and settings.overlap < settings.depth:

@@ -21,7 +21,7 @@ from typing import Protocol
 from quire.schema.kv import KVGroup, KVKind
 
 
-class Policy(Protocol):
+class KVPolicy(Protocol):
     block_size: int
 
     def first_needed(self, computed: int) -> int:
@@ -76,7 +76,7 @@ class Window:
         return min(-(-tokens // self.block_size), -(-span // self.block_size) + 1)
 
 
-class Chunk(Window):
+class ChunkedLocal(Window):
     """Chunked local attention: a query reads its own chunk only."""
 
     def first_needed(self, computed: int) -> int:
@@ -107,14 +107,14 @@ class Cross:
         return -(-self.longest_input // self.block_size)
 
 
-def make_policy(group: KVGroup) -> Policy:
+def make_policy(group: KVGroup) -> KVPolicy:
     match group.kind:
         case KVKind.FULL:
             return Full(group.block_size)
         case KVKind.WINDOW:
             return Window(group.block_size, group.window)
         case KVKind.CHUNK:
-            return Chunk(group.block_size, group.window)
+            return ChunkedLocal(group.block_size, group.window)
         case KVKind.STATE:
             return State(group.block_size)
         case KVKind.CROSS:

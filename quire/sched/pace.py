@@ -14,7 +14,7 @@ LEAST = 256  # tokens of a step from which on a GPU's time grows with them: fewe
 SHARE = 0.125  # of a new step in the average
 
 
-class Pace:
+class StepTimeEstimator:
     def __init__(self, least: int = LEAST) -> None:
         """`least`: tokens of a step from which on its time tells how long a token takes."""
         self._least = least

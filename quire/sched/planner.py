@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.sched.gates import CLOSED, SKIP, Holds, Load, make_gates
+from quire.sched.gates import CLOSED, SKIP, Holds, SchedulerLoad, make_gates
 from quire.sched.kv_cache import Hit, KVCache, Tables
 from quire.sched.order import Queue
-from quire.sched.pace import Pace
+from quire.sched.pace import StepTimeEstimator
 from quire.sched.request import Request
 from quire.sched.settings import SchedulerSettings
-from quire.sched.tally import Tally
+from quire.sched.tally import SchedulerCounts
 from quire.schema.step import Grant, NewRow
 
 MOST_SKIPPED = 64  # waiting requests that gates may turn away in one step before the rest is left for the next
@@ -38,7 +38,12 @@ class OpenPlan:
 
 class Planner:
     def __init__(
-        self, settings: SchedulerSettings, kv: KVCache, tally: Tally, clock: Callable[[], float], pace: Pace
+        self,
+        settings: SchedulerSettings,
+        kv: KVCache,
+        tally: SchedulerCounts,
+        clock: Callable[[], float],
+        pace: StepTimeEstimator,
     ) -> None:
         self.kv, self.tally, self.clock = kv, tally, clock
         self.holds = Holds()
@@ -49,7 +54,7 @@ class Planner:
         self.watermark = int(settings.watermark * kv.pool.num_blocks)
 
     def fill(self) -> OpenPlan:
-        plan, load = OpenPlan(), Load(len(self.running), self.waiting.num_tokens)
+        plan, load = OpenPlan(), SchedulerLoad(len(self.running), self.waiting.num_tokens)
         for gate in self.gates:
             gate.open(load)
         reserved = self._grant_running(plan)

@@ -23,12 +23,12 @@ from quire.sched.events import Event
 from quire.sched.gates import Hold
 from quire.sched.kv_cache import KVCache
 from quire.sched.order import POLICIES
-from quire.sched.pace import LEAST, Pace
+from quire.sched.pace import LEAST, StepTimeEstimator
 from quire.sched.planner import Planner
 from quire.sched.request import Request
 from quire.sched.settings import SchedulerSettings
 from quire.sched.stop import Ending
-from quire.sched.tally import Tally
+from quire.sched.tally import SchedulerCounts
 from quire.schema.errors import ConfigError, InputError, OverloadedError
 from quire.schema.kv import KVLayout
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
@@ -70,7 +70,7 @@ class Scheduler:
             raise ConfigError(
                 f"num_drafts={config.num_drafts}: a recurrent state cannot be taken back to before drafts"
             )
-        self.tally, self.pace = Tally(), Pace(min(LEAST, config.latency_tokens))
+        self.tally, self.pace = SchedulerCounts(), StepTimeEstimator(min(LEAST, config.latency_tokens))
         self.clock = clock
         self.planner = Planner(config, self.kv, self.tally, clock, self.pace)
         self.limits_overlap = config.overlap is not None and config.overlap < config.depth

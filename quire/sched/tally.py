@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Tally:
+class SchedulerCounts:
     def __init__(self) -> None:
         self.step = 0  # the last one committed
         self.queries = 0  # prompt tokens looked up in the prefix cache

@@ -26,7 +26,7 @@ from quire.server.openai.chat import create_chat_completion
 from quire.server.openai.chat_protocol import ChatChunk, ChatRequest, ChatResponse
 from quire.server.openai.completions import create_completion
 from quire.server.openai.protocol import CompletionChunk, CompletionRequest, CompletionResponse
-from quire.server.route import App, Call, add_route
+from quire.server.route import App, HttpCall, add_route
 
 if TYPE_CHECKING:
     from quire.server.state import ServerState
@@ -118,7 +118,7 @@ async def kv_event_sources() -> list[dict[str, Any]]:
     return []
 
 
-async def invocations(call: Call, request: ChatRequest | CompletionRequest) -> None:
+async def invocations(call: HttpCall, request: ChatRequest | CompletionRequest) -> None:
     """Where SageMaker sends everything: a body with `messages` is a chat, one with `prompt` a completion."""
     if isinstance(request, ChatRequest):
         await create_chat_completion(call, request)

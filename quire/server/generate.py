@@ -21,7 +21,7 @@ from quire.server.openai.limits import check_request
 from quire.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from quire.server.openai.params import Opened, fitting_ids, most_tokens, open_requests
 from quire.server.openai.protocol import INT64, CompletionRequest, PromptLogprobs, StreamOptions, Tokens, Usage
-from quire.server.route import App, Call, add_route
+from quire.server.route import App, HttpCall, add_route
 from quire.server.state import ServerState
 from quire.server.stream import drain, send_events
 
@@ -85,7 +85,7 @@ def add_routes(app: App) -> None:
     )  # fmt: skip
 
 
-async def generate_tokens(call: Call, request: TokensRequest) -> None:
+async def generate_tokens(call: HttpCall, request: TokensRequest) -> None:
     """Continue token ids.
 
     Streams with `stream: true`.

@@ -45,7 +45,7 @@ _KEEP_ALIVE_SECONDS = 5
 _BACKLOG = 2048
 
 
-class Boot(msgspec.Struct, kw_only=True):
+class HostBoot(msgspec.Struct, kw_only=True):
     """What an API process is started with, where there are several."""
 
     folder: str  # of the engine's mailboxes
@@ -61,7 +61,7 @@ class Boot(msgspec.Struct, kw_only=True):
 
 def main(boot_bytes: bytes) -> None:
     """An API process of several, from its boot bytes to its end."""
-    boot = msgspec.msgpack.decode(boot_bytes, type=Boot)
+    boot = msgspec.msgpack.decode(boot_bytes, type=HostBoot)
     options = msgspec.msgpack.decode(boot.options, type=ServerConfig)
     config = msgspec.msgpack.decode(boot.config, type=EngineConfig)
     apply_logging(config.logging_config)
@@ -104,7 +104,7 @@ class Host:
         self.status = 0
         self._number = number
         self._patience = float(state.config.shutdown_timeout)
-        self._server = _Server(_uvicorn_config(state, app, self._patience), say)
+        self._server = _ApiServer(_uvicorn_config(state, app, self._patience), say)
         self._ending: asyncio.Task[None] | None = None
 
     async def serve(self, opened: socket.socket) -> None:
@@ -153,7 +153,7 @@ class Host:
             self._server.should_exit = True
 
 
-class _Server(uvicorn.Server):
+class _ApiServer(uvicorn.Server):
     """uvicorn's server, which leaves signals to us and says when it listens."""
 
     def __init__(self, config: uvicorn.Config, say: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.base.clock import now
 from quire.observe.http import HttpMetrics
-from quire.observe.prometheus import Page, Source
+from quire.observe.prometheus import MetricSource, Page
 from quire.server.console.stats import PATH as CONSOLE_STATS
 from quire.server.middleware import route_path
 from quire.server.orca import LoadHeader
@@ -32,7 +32,7 @@ def install(app: FastAPI, state: ServerState) -> None:
     metrics, folder = state.engine.front.metrics, state.engine.front.metrics_folder
     handlers = {path for route in app.routes if (path := _path_of(route)) is not None}
     http = HttpMetrics(handlers - UNCOUNTED, folder=folder)
-    sources: list[Source] = [http] if metrics is None else [metrics, http]
+    sources: list[MetricSource] = [http] if metrics is None else [metrics, http]
     page = Page(sources, alone=folder is None)
 
     async def show(request: Request) -> Response:
@@ -69,7 +69,7 @@ class Measured:
         if scope["type"] != "http" or route_path(scope) in UNCOUNTED:
             await self._app(scope, receive, send)
             return
-        answer = _Answer(send)
+        answer = _CountedResponse(send)
         began = now()
         try:
             await self._app(scope, receive, answer)
@@ -87,7 +87,7 @@ class Measured:
             )
 
 
-class _Answer:
+class _CountedResponse:
     """Passes an answer on, and remembers what it was."""
 
     __slots__ = ("_send", "sent", "status")

@@ -44,7 +44,7 @@ def install(app: FastAPI, state: ServerState, *, open_paths: frozenset[str] = fr
     outermost_first = [
         Middleware(RequestIds, answer=options.enable_request_id_headers),
         *_cors(options),
-        *([Middleware(Keys, options=options, open_paths=open_paths)] if options.keys else []),
+        *([Middleware(ApiKeyAuth, options=options, open_paths=open_paths)] if options.keys else []),
         Middleware(BodySize, limit=options.max_request_bytes),
         *map(_users_own, options.middleware),
     ]
@@ -88,7 +88,7 @@ class RequestIds:
         await self.app(scope, receive, send_with_id)
 
 
-class Keys:
+class ApiKeyAuth:
     """Lets in whoever shows one of the keys, and notes which. Every key is compared, in constant time, whatever the
     first ones said."""
 

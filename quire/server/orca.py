@@ -11,14 +11,14 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.observe.prometheus import Source
+from quire.observe.prometheus import MetricSource
 from quire.observe.reader import Gauge
 
 _ASKED, _TOLD = b"endpoint-load-metrics-format", b"endpoint-load-metrics"
 _NAMES = {"vllm:kv_cache_usage_perc": "kv_cache_usage_perc", "vllm:num_requests_waiting": "num_requests_waiting"}
 
 
-def load_of(metrics: Source) -> dict[str, float]:
+def load_of(metrics: MetricSource) -> dict[str, float]:
     """How full the engine is, by the names that load balancers look for."""
     found: dict[str, float] = {}
     for metric in metrics.snapshot():
@@ -41,7 +41,7 @@ class LoadHeader:
     """The ASGI layer. `routes`: those that generate."""
 
     def __init__(
-        self, app: ASGIApp, *, metrics: Source, path_of: Callable[[Scope], str], routes: frozenset[str]
+        self, app: ASGIApp, *, metrics: MetricSource, path_of: Callable[[Scope], str], routes: frozenset[str]
     ) -> None:
         self._app, self._metrics, self._path_of, self._routes = app, metrics, path_of, routes
 

@@ -1,4 +1,4 @@
-"""Parts: an answer's Deltas as an ordered list of text, thought and calls, for dialects that show an answer in pieces.
+"""AnswerParts: an answer's Deltas as an ordered list of text, thought and calls, for dialects that show it in pieces.
 
 In: Deltas as a parser gives them. Out: what to tell a client: a part opens, grows, is closed. The list that is left at
 the end is the whole answer, so both forms of a dialect come from here. Must not know: any dialect.
@@ -52,7 +52,7 @@ class Step(NamedTuple):
     text: str = ""  # what the part grew by
 
 
-class Parts:
+class AnswerParts:
     """A growing answer. One part is open at a time: calls come one after the other."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from pydantic import RootModel
 
-from quire.engine.inputs import Asked
+from quire.engine.inputs import PreparedRequest
 from quire.schema.errors import InputError
 from quire.schema.params import SamplingParams
 from quire.server.generate import NAMES, TokensRequest
@@ -23,7 +23,7 @@ from quire.server.openai.completions import prepare_completion
 from quire.server.openai.envelope import encode
 from quire.server.openai.params import prepare_requests
 from quire.server.openai.protocol import CompletionRequest, GenerateRequest
-from quire.server.route import App, Call, add_route
+from quire.server.route import App, HttpCall, add_route
 from quire.server.state import ServerState
 from quire.text.chat import find_answers
 from quire.text.offsets import token_offsets
@@ -44,25 +44,25 @@ def add_routes(app: App) -> None:
     )  # fmt: skip
 
 
-async def render_chat_completion(call: Call, request: ChatRequest) -> None:
+async def render_chat_completion(call: HttpCall, request: ChatRequest) -> None:
     """The token ids and parameters of a chat request."""
     state = call.state
     state.served.check(request.model)
     prepared = await prepare_chat(call, request)
     public_id = f"chatcmpl-{call.request_id(request.request_id)}"
     special = bool(prepared.request.add_special_tokens)
-    asked = await prepare_requests(
+    requests = await prepare_requests(
         call, prepared.request, public_id, [prepared.prompt], prepared.params, add_special_tokens=special,
         most=prepared.most,
     )  # fmt: skip
-    (rendered,) = await call.apart(_rendered, state, asked, request, public_id)
+    (rendered,) = await call.apart(_rendered, state, requests, request, public_id)
     if request.return_assistant_tokens_mask:
         places = await _answers_in(call, request, prepared)
-        rendered["assistant_tokens_mask"] = await call.apart(_mask, state, asked[0], request, places)
+        rendered["assistant_tokens_mask"] = await call.apart(_mask, state, requests[0], request, places)
     await call.reply(encode(rendered))
 
 
-async def _answers_in(call: Call, request: ChatRequest, prepared: PreparedChat) -> list[tuple[int, int]] | None:
+async def _answers_in(call: HttpCall, request: ChatRequest, prepared: PreparedChat) -> list[tuple[int, int]] | None:
     """Where in the prompt's text the model wrote, if the template says so."""
     mark = secrets.token_hex(16)  # not to be guessed: a message could hold it
     variables = request.chat_template_kwargs or {}
@@ -71,7 +71,7 @@ async def _answers_in(call: Call, request: ChatRequest, prepared: PreparedChat) 
 
 
 def _mask(
-    state: ServerState, one: Asked, request: GenerateRequest, places: list[tuple[int, int]] | None
+    state: ServerState, one: PreparedRequest, request: GenerateRequest, places: list[tuple[int, int]] | None
 ) -> list[int] | None:
     """1 for a token with a character in one of the places. None: it cannot be told, as for token_offsets."""
     if places is None or (offsets := _offsets(state, one, request)) is None:
@@ -88,27 +88,27 @@ def _mask(
     return mask
 
 
-async def render_completion(call: Call, request: CompletionRequest) -> None:
+async def render_completion(call: HttpCall, request: CompletionRequest) -> None:
     """The token ids and parameters of a completion request, prompt by prompt."""
     state = call.state
     state.served.check(request.model)
     ready = await call.apart(prepare_completion, state, request)
     public_id = f"cmpl-{call.request_id(request.request_id)}"
-    asked = await prepare_requests(
+    requests = await prepare_requests(
         call, request, public_id, ready.prompts, ready.params, add_special_tokens=ready.special, most=ready.most
     )
-    await call.reply(encode(await call.apart(_rendered, state, asked, request, public_id)))
+    await call.reply(encode(await call.apart(_rendered, state, requests, request, public_id)))
 
 
 def _rendered(
-    state: ServerState, asked: Sequence[Asked], request: GenerateRequest, public_id: str
+    state: ServerState, requests: Sequence[PreparedRequest], request: GenerateRequest, public_id: str
 ) -> list[dict[str, Any]]:
     if request.use_beam_search:
         raise InputError("use_beam_search: a search is many requests, and has no form of one", param="use_beam_search")
     streaming = None if request.stream_options is None else request.stream_options.model_dump()
     return [
         {
-            "request_id": public_id if len(asked) == 1 else f"{public_id}-{index}",
+            "request_id": public_id if len(requests) == 1 else f"{public_id}-{index}",
             "token_ids": one.token_ids,
             "sampling_params": _shown(one.params, one.requests[0].max_tokens),
             "model": state.served.name,
@@ -121,11 +121,11 @@ def _rendered(
             "assistant_tokens_mask": None,
             "kv_transfer_params": None,
         }
-        for index, one in enumerate(asked)
+        for index, one in enumerate(requests)
     ]
 
 
-def _offsets(state: ServerState, one: Asked, request: GenerateRequest) -> list[tuple[int, int]] | None:
+def _offsets(state: ServerState, one: PreparedRequest, request: GenerateRequest) -> list[tuple[int, int]] | None:
     """None: the prompt was no text or not all of it is used, or it cannot be told."""
     if one.text is None or request.truncate_prompt_tokens is not None:
         return None

@@ -2,7 +2,7 @@
 
 FastAPI documents such a route from the same wire types that read its bodies, and does nothing else for it: no
 dependencies, no response models, no exit stacks. In: path, wire type, handler. Out: a route of the app.
-`Call` is one HTTP request under way: its headers, its body, whether its client is still there.
+`HttpCall` is one HTTP request under way: its headers, its body, whether its client is still there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LONGEST_ID = 256
 _JSON = (b"content-type", b"application/json")
 
 
-class Call:
+class HttpCall:
     """One HTTP request under way."""
 
     __slots__ = ("_deadline", "_held", "_listening", "receive", "scope", "send", "size", "started", "state")
@@ -166,7 +166,7 @@ class Call:
         await self.send({"type": "http.response.body", "body": body})
 
 
-Handler = Callable[[Call, Any], Awaitable[None]]
+Handler = Callable[[HttpCall, Any], Awaitable[None]]
 Reader = Callable[[bytes | bytearray, JsonLimits], Any]
 
 
@@ -300,7 +300,7 @@ def add_route(
     app.direct[path] = route
 
 
-async def _read(call: Call, reader: Reader) -> Any:
+async def _read(call: HttpCall, reader: Reader) -> Any:
     """The body, whose bytes are gone when this is done."""
     raw = await call.read()
     call.check_type()
@@ -309,7 +309,7 @@ async def _read(call: Call, reader: Reader) -> Any:
 
 async def _run(app: App, handler: Handler, reader: Reader, scope: Scope, receive: Receive, send: Send) -> None:
     state: ServerState = app.state.quire
-    call = Call(state, scope, receive, send)
+    call = HttpCall(state, scope, receive, send)
     state.load.count += 1
     try:
         await handler(call, await _read(call, reader))

@@ -1,6 +1,6 @@
 """ServerState: all that the routes of one API process share, at `app.state.quire`.
 
-Made once by whoever starts the server; routes read it. Only Load changes. Must not know: HTTP, dialects.
+Made once by whoever starts the server; routes read it. Only InFlightCount changes. Must not know: HTTP, dialects.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _TEMPLATES = 4  # chat templates of requests rendered at the same time, each in a process of its own
 
 
-class Load:
+class InFlightCount:
     """Requests in flight, or a part of them. Touched by one event loop."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class ServerState:
     salts: Salts  # of the prefix cache
     parsers: ParserChoice = field(default_factory=ParserChoice)
     tool_server: ToolServer | None = None
-    load: Load = field(default_factory=Load)
+    load: InFlightCount = field(default_factory=InFlightCount)
     started_at: float = field(default_factory=time.time)
     prefix: str = field(default_factory=lambda: secrets.token_hex(4))  # with a serial: a request id of its own
     serials: Iterator[int] = field(default_factory=itertools.count)
@@ -87,7 +87,7 @@ class ServerState:
     templates: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_TEMPLATES, thread_name_prefix="template")
     )
-    templates_load: Load = field(default_factory=Load)
+    templates_load: InFlightCount = field(default_factory=InFlightCount)
 
     @classmethod
     def of(cls, engine: AsyncLLM, options: ServerConfig, secret: bytes | None = None) -> ServerState:

@@ -14,7 +14,7 @@ from typing import ParamSpec, Protocol, TypeVar
 from quire.schema.outputs import RequestOutput
 from quire.server.errors import ClientGoneError, Refusal, refusal_of
 from quire.server.flow import Results
-from quire.server.route import Call
+from quire.server.route import HttpCall
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
@@ -43,7 +43,12 @@ def _last_event(told: Refusal) -> bytes:
 
 
 async def send_events(
-    call: Call, flow: Results, answer: Answer, *, done: bytes = DONE, failed: Callable[[Refusal], bytes] = _last_event
+    call: HttpCall,
+    flow: Results,
+    answer: Answer,
+    *,
+    done: bytes = DONE,
+    failed: Callable[[Refusal], bytes] = _last_event,
 ) -> None:
     """The whole response. The caller closes the flow: leaving early, by an error or a client that went, ends it.
     `done` and `failed` are how the dialect ends a stream, well or not."""
@@ -74,7 +79,7 @@ async def send_events(
 
 
 async def rendered(
-    call: Call, results: Iterable[RequestOutput], render: Callable[Given, Found], *args: Given.args,
+    call: HttpCall, results: Iterable[RequestOutput], render: Callable[Given, Found], *args: Given.args,
     **kwargs: Given.kwargs,
 ) -> Found:  # fmt: skip
     """What an answer makes of results: in a lane where log probabilities of a whole prompt, or a long answer that comes
@@ -94,7 +99,7 @@ def _num_positions(result: RequestOutput) -> int:
     return len(result.prompt_logprobs or ()) + sum(len(output.token_ids) for output in result.outputs)
 
 
-async def fold(call: Call, flow: Results) -> dict[str, RequestOutput]:
+async def fold(call: HttpCall, flow: Results) -> dict[str, RequestOutput]:
     """All results of a call, each whole, by request id."""
     call.watch(flow)
     whole: dict[str, RequestOutput] = {}
@@ -107,7 +112,7 @@ async def fold(call: Call, flow: Results) -> dict[str, RequestOutput]:
     return whole
 
 
-async def drain(call: Call, flow: Results, answer: Answer) -> None:
+async def drain(call: HttpCall, flow: Results, answer: Answer) -> None:
     """Let an answer take in all results without sending any: it is whole then."""
     call.watch(flow)
     while not flow.finished:
@@ -116,13 +121,13 @@ async def drain(call: Call, flow: Results, answer: Answer) -> None:
     answer.end()
 
 
-async def start_events(call: Call) -> None:
+async def start_events(call: HttpCall) -> None:
     """The status and headers of a stream."""
     call.started = True
     await call.send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
 
 
-async def _next_or_comment(call: Call, flow: Results, silence: float) -> list[RequestOutput]:
+async def _next_or_comment(call: HttpCall, flow: Results, silence: float) -> list[RequestOutput]:
     while True:
         try:
             return await asyncio.wait_for(flow.next(), silence)

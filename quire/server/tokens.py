@@ -20,7 +20,7 @@ from quire.server.openai.chat_protocol import Message, Tool
 from quire.server.openai.envelope import encode
 from quire.server.openai.limits import check_extra, check_template_trust
 from quire.server.openai.protocol import ListOf, Tokens
-from quire.server.route import App, Call, add_route
+from quire.server.route import App, HttpCall, add_route
 from quire.server.state import ServerState
 
 _TAG = "tokens"
@@ -90,7 +90,7 @@ def _read_either(raw: bytes | bytearray, limits: JsonLimits) -> TokenizeCompleti
     return read_body(TokenizeCompletionRequest, raw, limits)
 
 
-async def tokenize(call: Call, request: TokenizeCompletionRequest | TokenizeChatRequest) -> None:
+async def tokenize(call: HttpCall, request: TokenizeCompletionRequest | TokenizeChatRequest) -> None:
     """Token ids of a text, or of a chat as the model would get it."""
     state = call.state
     state.served.check(request.model)
@@ -116,7 +116,7 @@ def _tokenized(state: ServerState, text: str, special: bool, with_strings: bool)
     )
 
 
-async def detokenize(call: Call, request: DetokenizeRequest) -> None:
+async def detokenize(call: HttpCall, request: DetokenizeRequest) -> None:
     """The text of token ids."""
     state = call.state
     state.served.check(request.model)
@@ -140,7 +140,7 @@ def _detokenized(state: ServerState, tokens: Sequence[int]) -> bytes:
     return encode({"prompt": state.tokenizer.decode(tokens)})
 
 
-async def _chat_text(call: Call, request: TokenizeChatRequest) -> str:
+async def _chat_text(call: HttpCall, request: TokenizeChatRequest) -> str:
     check_template_trust(request.chat_template, request.chat_template_kwargs, call.state.options)
     opens = request.add_generation_prompt
     return await render_prompt(

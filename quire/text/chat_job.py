@@ -14,7 +14,7 @@ from quire.schema.errors import InputError
 from quire.text.messages import MediaHook, arguments_as_text, normalize_messages, refuse_media
 
 if TYPE_CHECKING:
-    from quire.text.template import Limits
+    from quire.text.template import TemplateLimits
 
 # written at the end of a message to be continued; the space tells whether the template trims
 _MARK = "QUIRE-CONTINUES-HERE "
@@ -32,7 +32,7 @@ class ChatJob:
     mark: str = ""  # written around what the model wrote, and first of all if the template can tell
 
 
-def render_job(job: ChatJob, limits: Limits | None = None, *, media: MediaHook = refuse_media) -> str:
+def render_job(job: ChatJob, limits: TemplateLimits | None = None, *, media: MediaHook = refuse_media) -> str:
     """Read the template, give it the messages in the form it wants, render it."""
     from quire.text.template_facts import read_facts  # lazy
 
@@ -52,7 +52,7 @@ def render_job(job: ChatJob, limits: Limits | None = None, *, media: MediaHook =
     return job.mark + text if facts.marks_answers else text
 
 
-def _render(job: ChatJob, messages: list[dict[str, Any]], limits: Limits | None) -> str:
+def _render(job: ChatJob, messages: list[dict[str, Any]], limits: TemplateLimits | None) -> str:
     from quire.text.template import render  # lazy
 
     bounds: dict[str, Any] = {"mark": job.mark} if limits is None else {"mark": job.mark, "limits": limits}

@@ -1,11 +1,11 @@
 """Jinja chat templates: the sandbox they run in, its limits, and what a template's syntax tells about it.
 
 Imported only when a chat is rendered (jinja2 is slow to import). Comes in: template text and variables. Goes out: text.
-Bounds on one rendering, all in Limits: length of the template, loop turns and macro calls, seconds (looked at on every
-such turn), characters of output, size of any value made by * + ~ % ** and by the string methods and filters that can
-grow a value, and range(). Reading a template built to explode, or a single step on shared data, can still outlast them
-in this process, and what was read stays in a cache: a template that nobody vouches for is neither read nor rendered
-here but by text/template_child.py, which the system bounds.
+Bounds on one rendering, all in TemplateLimits: length of the template, loop turns and macro calls, seconds (looked at
+on every such turn), characters of output, size of any value made by * + ~ % ** and by the string methods and filters
+that can grow a value, and range(). Reading a template built to explode, or a single step on shared data, can still
+outlast them in this process, and what was read stays in a cache: a template that nobody vouches for is neither read nor
+rendered here but by text/template_child.py, which the system bounds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from quire.schema.errors import InputError
 
 
 @dataclass(frozen=True)
-class Limits:
+class TemplateLimits:
     template_chars: int = 1 << 20
     turns: int = 2_000_000
     seconds: float = 5.0
@@ -44,7 +44,7 @@ class Limits:
     power_bits: int = 4096
 
 
-LIMITS = Limits()
+LIMITS = TemplateLimits()
 
 
 _ENDS = ("<", ">")  # after a mark: what the model wrote begins, and ends
@@ -57,7 +57,7 @@ class LimitError(TemplateError):
 class Meter:
     """What one rendering has used, and the mark it is to write where {% generation %} begins and ends."""
 
-    def __init__(self, limits: Limits, mark: str = "") -> None:
+    def __init__(self, limits: TemplateLimits, mark: str = "") -> None:
         self.limits = limits
         self.mark = mark
         self.turns = 0
@@ -183,7 +183,7 @@ def _environment_call(name: str, args: list[nodes.Expr], line: int) -> nodes.Cal
     return nodes.Call(nodes.EnvironmentAttribute(name, lineno=line), args, [], None, None, lineno=line)
 
 
-def render(source: str, variables: Mapping[str, Any], limits: Limits = LIMITS, mark: str = "") -> str:
+def render(source: str, variables: Mapping[str, Any], limits: TemplateLimits = LIMITS, mark: str = "") -> str:
     """Template text and variables -> the rendered text; any fault of the template is an InputError that names it.
 
     With a `mark`, which nothing else in the text may hold, the text is for `split_marks`.

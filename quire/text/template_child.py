@@ -20,7 +20,7 @@ from quire.base.env import sandbox_environment
 from quire.base.procs import background_command
 from quire.schema.errors import InputError
 from quire.text.chat_job import ChatJob, render_job
-from quire.text.template import LIMITS, Limits
+from quire.text.template import LIMITS, TemplateLimits
 
 SECONDS_TO_START = 20.0  # on top of the rendering's own, for a busy machine
 MEMORY_BYTES = 1 << 30
@@ -30,7 +30,7 @@ _MAIN = "quire.text.template_child:main"
 _LONGEST_ERROR = 4096  # characters; a template may put anything into its own errors
 
 
-def render_apart(job: ChatJob, limits: Limits = APART) -> str:
+def render_apart(job: ChatJob, limits: TemplateLimits = APART) -> str:
     try:
         sent = json.dumps({"job": vars(job), "limits": asdict(limits)}).encode()
     except (TypeError, ValueError) as wrong:
@@ -64,7 +64,7 @@ def render_apart(job: ChatJob, limits: Limits = APART) -> str:
 def main() -> None:
     """The child: one job from stdin, one answer to stdout."""
     given = json.loads(sys.stdin.buffer.read())
-    limits = Limits(**given["limits"])
+    limits = TemplateLimits(**given["limits"])
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     seconds = math.ceil(time.process_time() + limits.seconds)  # whole seconds of processor time, start-up included

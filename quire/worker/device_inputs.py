@@ -30,7 +30,7 @@ CHANGES = 1 << 14  # table entries that travel with a step; more go by a copy of
 _WORDS_PER_CHANGE = 3
 
 
-class Sampled(NamedTuple):
+class SamplingIndices(NamedTuple):
     """What samples in a step, [S] int32 each."""
 
     tokens: Tensor  # their place in the step
@@ -40,7 +40,7 @@ class Sampled(NamedTuple):
 
 class DeviceStep(NamedTuple):
     batch: Batch
-    sampled: Sampled
+    sampled: SamplingIndices
 
 
 class GraphFields(NamedTuple):
@@ -95,7 +95,7 @@ class DeviceInputs:
             steps.append(step)
         fields = fields_of(shape, self.device)
         batch = Batch(buffers.token_ids, buffers.positions, plans, views[5], len(positions), steps, **fields)
-        return DeviceStep(batch, Sampled(*views[5:]))
+        return DeviceStep(batch, SamplingIndices(*views[5:]))
 
     def holds(self, shape: StepShape) -> bool:
         """Whether graphs have a place for everything that this step brings."""
@@ -110,14 +110,14 @@ class DeviceInputs:
         self._check_blocks(shape.rows, shape.starts)
         self._send(self._static_parts(shape, shape.rows, shape.starts, bucket))
 
-    def send_mixed(self, shape: StepShape, bucket: int) -> Sampled:
+    def send_mixed(self, shape: StepShape, bucket: int) -> SamplingIndices:
         """Fill the static inputs of a graph of any mix; tokens past the step's own are padding."""
         token_rows, positions = places_of(shape)
         self._check_blocks(token_rows, positions)
         places = sampled_places(shape)
         static = self._static_parts(shape, token_rows, positions, bucket)
         sampled = (places.tokens, shape.rows[places.entries], places.positions)
-        return Sampled(*self._send([*static, *(part.astype(np.int32) for part in sampled)])[len(static) :])
+        return SamplingIndices(*self._send([*static, *(part.astype(np.int32) for part in sampled)])[len(static) :])
 
     def _static_parts(self, shape: StepShape, rows: np.ndarray, positions: np.ndarray, bucket: int) -> list[np.ndarray]:
         """[bucket] int32 each: rows and positions of the tokens, then the fields of a graph; padding behind them."""

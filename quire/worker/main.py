@@ -19,7 +19,7 @@ from quire.loader.load import make_model, reload_weights, update_config
 from quire.ops.cpu.forms import register
 from quire.schema.errors import ConfigError, NotBuiltError
 from quire.worker.threads import bind, num_threads
-from quire.worker.worker import Job, Parts, Worker
+from quire.worker.worker import Job, Worker, WorkerParts
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -43,7 +43,7 @@ def watch() -> None:
     watch_()
 
 
-PARTS = Parts(make_model, reload_weights, update_config, select_backend, record, watch)
+PARTS = WorkerParts(make_model, reload_weights, update_config, select_backend, record, watch)
 
 
 def build_worker(config: EngineConfig, laps: Laps | None = None, early: Early | None = None) -> Worker:

@@ -30,7 +30,7 @@ from quire.base.log import logger
 from quire.layers.batch import GroupStep, RefilledPlan
 from quire.schema.kv import KVGroup, KVKind
 from quire.worker.capture import Capturer, borrow
-from quire.worker.device_inputs import DeviceInputs, Sampled
+from quire.worker.device_inputs import DeviceInputs, SamplingIndices
 from quire.worker.inputs import StepShape
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class MixedStep(NamedTuple):
     """A step whose inputs lie ready for the graph of `bucket`."""
 
     bucket: int
-    sampled: Sampled
+    sampled: SamplingIndices
 
 
 class MixedGraphs:

@@ -1,7 +1,7 @@
 """ModelRunner: one step on one device. forward(plan): rows, Batch, model; sample(step, mask): logits, tokens,
 results.
 
-In: StepPlan, Mask. Out: a Pending whose result() is the StepResult. Several steps may be started before the first
+In: StepPlan, Mask. Out: a PendingStep whose result() is the StepResult. Several steps may be started before the first
 result is read: each writes its tokens into the rows, where the next one finds them.
 On a device of its own (device_inputs.py) nothing here waits for it: results are copied to pinned memory behind an
 event, and a step whose rows need only the plain choice is launched whole by forward(), as a graph where one fits.
@@ -24,12 +24,12 @@ from torch import Tensor
 from quire.attention.backend import AttentionBackend
 from quire.base.clock import now
 from quire.ops.copy import download, upload
-from quire.sampling.logprobs import Ask, Picked, join, pick, values_of
+from quire.sampling.logprobs import LogprobRequest, Picked, join, pick, values_of
 from quire.sampling.plain import FILTERS
 from quire.sampling.sampler import Sampler
 from quire.schema.errors import NotBuiltError
 from quire.schema.step import FORBIDS_ALL, LogprobRows, Mask, StepPlan, StepResult
-from quire.worker.device_inputs import DeviceInputs, Sampled
+from quire.worker.device_inputs import DeviceInputs, SamplingIndices
 from quire.worker.drafts import Drafter, Drafts
 from quire.worker.graphs import DecodeGraphs
 from quire.worker.inputs import StepShape, build, refuse_unbuilt, sampled_of, shape_of
@@ -45,19 +45,19 @@ _LOGIT_BYTES = 1 << 26  # largest temporary for the logits of prompt positions
 
 
 @dataclass
-class Pending:
+class PendingStep:
     """One step's results on their way to the host; complete once `ready` has passed (None: at once)."""
 
     plan: StepPlan
     sample_grants: list[int] = field(default_factory=list)
     token_ids: Tensor | None = None  # [S]; None: nothing sampled
     scores: Tensor | None = None  # [S]: NaN or -inf means that nothing could be chosen
-    logprobs: list[tuple[Ask, Picked]] = field(default_factory=list)
+    logprobs: list[tuple[LogprobRequest, Picked]] = field(default_factory=list)
     prompt: dict[str, list[Picked]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     ready: torch.cuda.Event | None = None
-    further: list[Pending] = field(default_factory=list)  # of the same plan: tokens after drafts that were right
+    further: list[PendingStep] = field(default_factory=list)  # of the same plan: tokens after drafts that were right
     drafts: dict[str, list[int]] = field(default_factory=dict)
 
     def result(self) -> StepResult:
@@ -119,7 +119,7 @@ class _Flight:
     hidden: Tensor | None = None  # [T, dim]; None: a graph kept it
     logits: Tensor | None = None  # [S, V], of a graph
     logit_index: Tensor | None = None
-    pending: Pending | None = None
+    pending: PendingStep | None = None
     seconds: float = 0.0  # what forward took; the caller may do other things before it samples
 
 
@@ -203,7 +203,7 @@ class ModelRunner:
         self._choose(flight, self.model.forward(step.batch), step.sampled, need)
 
     @torch.inference_mode()
-    def _choose(self, flight: _Flight, hidden: Tensor, sampled: Sampled, need: int | None) -> None:
+    def _choose(self, flight: _Flight, hidden: Tensor, sampled: SamplingIndices, need: int | None) -> None:
         """Tokens by the plain choice, where that is all their rows need."""
         flight.hidden, flight.logit_index = hidden, sampled.tokens
         if need is not None and flight.sample_grants:
@@ -213,12 +213,12 @@ class ModelRunner:
             self.sampler.plain(logits, sampled.rows, sampled.positions, out, filters=filters)
             flight.pending = self._take(flight, out)
 
-    def _take(self, flight: _Flight, result: Tensor) -> Pending:
+    def _take(self, flight: _Flight, result: Tensor) -> PendingStep:
         """result int32 [2, at least S]: tokens, and the bits of their scores."""
         host = download(result)[:, : len(flight.sample_grants)]
-        return Pending(flight.plan, flight.sample_grants, host[0], host[1].view(torch.float32))
+        return PendingStep(flight.plan, flight.sample_grants, host[0], host[1].view(torch.float32))
 
-    def sample(self, step: int, mask: Mask | None) -> Pending:
+    def sample(self, step: int, mask: Mask | None) -> PendingStep:
         """Choose the tokens of the step that was started last, which the caller names."""
         began = now()
         flight, self._flight = self._flight, None
@@ -228,7 +228,7 @@ class ModelRunner:
             raise RuntimeError(f"step {step} is to be sampled, and step {flight.plan.step} was started last")
         if flight.pending is not None and mask is not None and mask.index:
             raise RuntimeError("a mask came for a step none of whose requests asked for structured outputs")
-        pending = flight.pending or Pending(flight.plan, flight.sample_grants)
+        pending = flight.pending or PendingStep(flight.plan, flight.sample_grants)
         asked = self.sampler.rows.prompt_logprobs[: self.rows.num_rows]
         if flight.hidden is not None and any(k is not None for k in asked):
             pending.prompt = self._prompt_logprobs(flight.shape, flight.hidden)
@@ -247,7 +247,7 @@ class ModelRunner:
         return pending
 
     @torch.inference_mode()
-    def _sample_all(self, flight: _Flight, mask: Mask | None, pending: Pending) -> None:
+    def _sample_all(self, flight: _Flight, mask: Mask | None, pending: PendingStep) -> None:
         """Through the whole pipeline."""
         logits = flight.logits
         if logits is None:
@@ -273,7 +273,7 @@ class ModelRunner:
         self.drafts = Drafts(drafter, self.rows)
 
     @torch.inference_mode()
-    def _check_drafts(self, flight: _Flight, mask: Mask | None, pending: Pending, drafts: Drafts) -> None:
+    def _check_drafts(self, flight: _Flight, mask: Mask | None, pending: PendingStep, drafts: Drafts) -> None:
         """A token for every row that samples; then, where it is the row's draft, the one after it, and so on: each is
         chosen as if it were a step's only one, so nothing depends on what was drafted."""
         assert flight.hidden is not None
@@ -300,7 +300,7 @@ class ModelRunner:
                     kept.append(i)
             alive, offset = kept, offset + 1
             if alive:
-                step = Pending(flight.plan)
+                step = PendingStep(flight.plan)
                 pending.further.append(step)
         for i in flight.sample_grants:
             request_id = grants[i].request_id

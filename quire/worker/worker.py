@@ -35,7 +35,7 @@ from quire.worker.kv_memory import KVMemory
 from quire.worker.memory import kv_bytes
 from quire.worker.mixed_graphs import MixedGraphs, mixed_sizes
 from quire.worker.rows import Rows
-from quire.worker.runner import ModelRunner, Pending
+from quire.worker.runner import ModelRunner, PendingStep
 from quire.worker.state_specs import settle_states
 from quire.worker.trial import Trial, allow_nothing, scratch_layout
 
@@ -60,7 +60,7 @@ def _nothing_recorded(run: Callable[[], None], tell: Callable[[Job], None] | Non
 
 
 @dataclass(frozen=True)
-class Parts:
+class WorkerParts:
     """What a worker is put together from."""
 
     make_model: Callable[[EngineConfig, Kernels], Model]
@@ -80,7 +80,7 @@ class Worker:
         self,
         config: EngineConfig,
         device: torch.device,
-        parts: Parts,
+        parts: WorkerParts,
         laps: Laps | None = None,
         early: Early | None = None,  # what was begun before torch was there; None on CPU
     ) -> None:
@@ -268,7 +268,7 @@ class Worker:
     def forward(self, plan: StepPlan) -> None:
         self.model_runner.forward(plan)
 
-    def sample(self, step: int, mask: Mask | None) -> Pending:
+    def sample(self, step: int, mask: Mask | None) -> PendingStep:
         return self.model_runner.sample(step, mask)
 
     def shutdown(self) -> None:

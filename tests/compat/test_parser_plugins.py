@@ -15,7 +15,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 
 from quire.text.parse.base import fold
-from quire.text.parse.choose import Ask, ParserChoice
+from quire.text.parse.choose import ParserChoice, ParseRequest
 from quire.text.parse.registry import REASONING_PARSERS, TOOL_PARSERS
 from tests.plain.parse_corpus import RENDER, SCENES, TOOLS
 
@@ -325,7 +325,7 @@ def test_a_users_classes_in_our_parser(plugin: str) -> None:
     assert choice.adjusted(request()).skip_special_tokens is False
     text = 'so-look =>get_weather {"city": "Paris"}'
     for pieces in ([text], list(text)):
-        parser = choice.parser(Ask(tools=TOOLS, request=request()))
+        parser = choice.parser(ParseRequest(tools=TOOLS, request=request()))
         deltas: list[Any] = []
         for number, piece in enumerate(pieces):
             ids = [ord(letter) for letter in piece]
@@ -337,7 +337,7 @@ def test_a_users_classes_in_our_parser(plugin: str) -> None:
 
 def test_a_users_tools_beside_our_reasoning(plugin: str) -> None:
     choice = ParserChoice.of(None, tool="test_arrow", tool_plugin=plugin, reasoning="qwen3")
-    parser = choice.parser(Ask(tools=TOOLS, request=request()))
+    parser = choice.parser(ParseRequest(tools=TOOLS, request=request()))
     found = fold(parser.feed("<think>hm</think>=>now {}", (), final=True))
     assert (found.reasoning, found.calls[0].name, found.calls[0].arguments) == ("hm", "now", "{}")
 

@@ -143,12 +143,12 @@ def test_library_attention_for_fresh_prompts(size):
 @pytest.mark.parametrize("form", [{}, {"tma": True}, {"ahead": True}, {"ahead": True, "tma": True}], ids=str)
 def test_forms_of_the_prompt_kernel(form, page):
     from quire.attention.triton import TileSet
-    from quire.ops.triton.attention import Tiles
+    from quire.ops.triton.attention import AttentionTile
 
     lens = [(3000, 9), (64, 64), (65, 33), (1280, 640), (333, 333), (1, 1), (2000, 150), (700, 700)]
     for shape in [(64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3)]:
         case = Case(lens, heads=16, kv_heads=4, size=128, block_size=page, dtype=torch.bfloat16, device="cuda")
-        attention, few, tiles = backend(), Tiles(16, 64, 4, 3), Tiles(*shape, True, **form)
+        attention, few, tiles = backend(), AttentionTile(16, 64, 4, 3), AttentionTile(*shape, True, **form)
         attention.tiles = lambda *key, few=few, tiles=tiles: TileSet(few, few, tiles, tiles)
         close(case.run(attention)[0], case.reference(), torch.bfloat16)
 

@@ -16,7 +16,7 @@ from quire.base import env
 from quire.config import EngineArgs
 from quire.engine.loop import EngineLoop
 from quire.engine.masking import make_masks
-from quire.executor.base import Worker, one_model
+from quire.executor.base import WorkerProtocol, one_model
 from quire.executor.inproc import InProcessExecutor
 from quire.grammar.masks import Masks
 from quire.sched.kv_layout import place
@@ -64,9 +64,9 @@ class Engine:
         )  # fmt: skip
         self.config = args.create_engine_config()
         self.executor = InProcessExecutor(self.config)
-        info = one_model(self.executor.ask(Worker.load))
+        info = one_model(self.executor.ask(WorkerProtocol.load))
         self.layout = place(info.specs, 0, num_blocks=80, max_model_len=LENGTH, max_num_seqs=8)
-        self.executor.ask(Worker.init_kv, self.layout)
+        self.executor.ask(WorkerProtocol.init_kv, self.layout)
         self.vocab_size = info.vocab_size
         self.masks: Masks = make_masks(self.config, info.vocab_size)
         self.num_grants = self.num_drafting = 0

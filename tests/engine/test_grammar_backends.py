@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from quire.config.extras import StructuredOutputsConfig
-from quire.grammar.backend import BACKENDS, PACKAGES, Backend, Matcher, Vocabulary, make_backend
+from quire.grammar.backend import BACKENDS, PACKAGES, Backend, GrammarVocabulary, Matcher, make_backend
 from quire.grammar.request import make_spec
 from quire.schema.errors import InputError
 from quire.schema.grammar import GrammarSpec
@@ -24,7 +24,7 @@ from tests.engine.schema_corpus import GRAMMARS, REGEXES, SCHEMAS, random_schema
 EOS = 128
 WORDS = [b'{"', b'":', b'", "', b'"}', b"tr", b"ue", b"alse", b"null", b"12", b" ", b"  ", b"},", b"]}", b"name", b"ab"]
 WORDS += [letter.encode() for letter in "éèêüключ"]  # whole letters: what \w means beyond them is each backend's own
-VOCABULARY = Vocabulary(tokens=[bytes([i]) for i in range(128)] + [b""] + WORDS, size=300, ends=(EOS,))
+VOCABULARY = GrammarVocabulary(tokens=[bytes([i]) for i in range(128)] + [b""] + WORDS, size=300, ends=(EOS,))
 CLOSERS = [i for i, word in enumerate(VOCABULARY.tokens) if word[-1:] in (b'"', b"}", b"]", b")")]
 CHOICES = [["red", "green"], ["yes"], ["a", "ab", "abc"], ["a.b", "c|d", "(e)"], ["é", "ü"]]
 LEAST = {"xgrammar": 20, "guidance": 45, "outlines": 20, "lm-format-enforcer": 12}  # schemas it takes of those below
@@ -116,7 +116,9 @@ def test_regexes(name: str) -> None:
 def test_classes_of_letters_are_pythons(name: str) -> None:
     """Letters that Unicode, ASCII and Python's re do not agree about."""
     letters = [chr(code) for code in (*range(33, 127), 0x1C, 0xB2, 0xBD, 0xE9, 0x301, 0x660, 0x200D, 0x2167, 0x4E00)]
-    vocabulary = Vocabulary(tokens=[*(letter.encode() for letter in letters), b""], size=200, ends=(len(letters),))
+    vocabulary = GrammarVocabulary(
+        tokens=[*(letter.encode() for letter in letters), b""], size=200, ends=(len(letters),)
+    )
     backend = make_backend(name, vocabulary)
     for source in (r"\w", r"[\w.-]", r"[^\w\s]", r"\W", r"\S", r"\d", r"[^\d]", r"[^\W\d]"):
         for given in ({"regex": source}, {"json": {"type": "string", "pattern": f"^{source}$"}}):

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from quire.config import EngineArgs
 from quire.layers.stored import reopen_matrices
 from quire.loader import load as loading
-from quire.loader.files import Piece
+from quire.loader.files import WeightPiece
 from quire.loader.gguf_file import GGUFWeights
 from quire.loader.to_device import Sender
 from quire.ops.packed import likes_panels
@@ -227,7 +227,7 @@ def test_an_error_in_a_thread_reaches_the_caller_and_threads_are_put_back():
     def fail():
         raise CheckpointError("broken piece")
 
-    pieces = [Piece(1, lambda: [("a", torch.ones(1))]), Piece(1, fail)]
+    pieces = [WeightPiece(1, lambda: [("a", torch.ones(1))]), WeightPiece(1, fail)]
     with pytest.raises(CheckpointError, match="broken piece"):
         loading.stream(pieces, lambda name, t: True, lambda n: None)
     assert torch.get_num_threads() == before

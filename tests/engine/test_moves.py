@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.config import EngineArgs
-from quire.executor.base import Worker, one_model
+from quire.executor.base import WorkerProtocol, one_model
 from quire.executor.inproc import InProcessExecutor
 from quire.sched.kv_layout import place
 from quire.sched.scheduler import Scheduler
@@ -32,9 +32,9 @@ class Steps:
             max_num_batched_tokens=64, block_size=16, device="cpu",
         )  # fmt: skip
         self.executor = InProcessExecutor(args.create_engine_config())
-        info = one_model(self.executor.ask(Worker.load))
+        info = one_model(self.executor.ask(WorkerProtocol.load))
         layout = place(info.specs, 0, num_blocks=12, max_model_len=64, max_num_seqs=4)
-        self.executor.ask(Worker.init_kv, layout)
+        self.executor.ask(WorkerProtocol.init_kv, layout)
         self.executor.worker.model_runner.copies.reserve(NUM_SLOTS)
         self.scheduler = Scheduler(SchedulerSettings(max_model_len=64), layout)
         self.moves: list[Move] = []

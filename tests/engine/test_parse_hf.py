@@ -11,7 +11,7 @@ import pytest
 
 from quire.schema.errors import ConfigError
 from quire.text.parse.base import Delta, Folded, fold
-from quire.text.parse.choose import Ask, ParserChoice
+from quire.text.parse.choose import ParserChoice, ParseRequest
 from quire.text.parse.registry import find_tool_parser
 from tests.plain.parse_corpus import RENDER, SCENES, TOOLS
 
@@ -104,7 +104,7 @@ SCENE["lines"] = ["one call", "parallel"]
 def feed(template: Any, pieces: list[str], **asked: Any) -> list[Delta]:
     tokenizer: Any = SimpleNamespace(response_template=template)
     choice = ParserChoice.of(tokenizer, tool="hf")
-    parser = choice.parser(Ask(tools=TOOLS, **asked))
+    parser = choice.parser(ParseRequest(tools=TOOLS, **asked))
     return [d for n, piece in enumerate(pieces) for d in parser.feed(piece, (), final=n == len(pieces) - 1)]
 
 

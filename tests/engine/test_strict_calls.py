@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from quire.config.extras import StructuredOutputsConfig
-from quire.grammar.backend import Backend, Vocabulary, make_backend
+from quire.grammar.backend import Backend, GrammarVocabulary, make_backend
 from quire.grammar.request import make_spec
 from quire.schema.errors import InputError
 from quire.schema.params import StructuredOutputsParams as Constraint
 from quire.text.parse.base import Folded, fold
 from quire.text.parse.call_form import PythonValues
-from quire.text.parse.choose import Ask, ParserChoice
+from quire.text.parse.choose import ParserChoice, ParseRequest
 from quire.text.parse.registry import TOOL_PARSERS, find_tool_parser
 from tests.plain.parse_corpus import RENDER, python_call
 
@@ -79,10 +79,10 @@ class Tokenizer:
     def id_to_token(self, token_id: int) -> str:
         return "<eos>" if token_id == EOS else self.tags[token_id - FIRST]
 
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> GrammarVocabulary:
         special = {FIRST + i: tag.encode() for i, tag in enumerate(self.tags)}
         tokens = [bytes([i]) for i in range(256)] + [b""] * (1 + len(self.tags)) + [w.encode() for w in self.words]
-        return Vocabulary(tokens=tokens, size=len(tokens) + 3, ends=(EOS,), special=special)
+        return GrammarVocabulary(tokens=tokens, size=len(tokens) + 3, ends=(EOS,), special=special)
 
     def encode(self, text: str) -> list[int]:
         found: list[int] = []
@@ -122,7 +122,7 @@ class Held:
         return all(matcher.accept(token) for token in self.tokenizer.encode(text)) and matcher.can_end()
 
     def parse(self, text: str) -> Folded:
-        return fold(self.choice.parser(Ask(tools=TOOLS)).feed(text, (), final=True))
+        return fold(self.choice.parser(ParseRequest(tools=TOOLS)).feed(text, (), final=True))
 
     def say(self, begin: str, dice: random.Random) -> str:
         """`begin`, and then whatever the masks allow, to an end."""

@@ -16,7 +16,7 @@ from quire.worker.device_inputs import DeviceInputs
 from quire.worker.gpu_memory import MARGIN, PER_GRAPH
 from quire.worker.graphs import DecodeGraphs
 from quire.worker.trial import Trial, scratch_layout
-from quire.worker.worker import Parts, Worker
+from quire.worker.worker import Worker, WorkerParts
 from tests.engine.worker_fakes import FakeBackend, FakeModel, make_config
 
 GIB = 1 << 30
@@ -64,7 +64,7 @@ class GpuWorker(Worker):
 
 
 def make_worker(backend: BlindBackend) -> GpuWorker:
-    parts = Parts(
+    parts = WorkerParts(
         make_model=lambda config, device: FakeModel(),
         reload_weights=lambda model, config: 0,
         update_config=lambda config, changes: config,
@@ -130,7 +130,7 @@ def out_of_memory(*_: object, **__: object) -> None:
 
 def test_weights_that_do_not_fit(device: SimpleNamespace) -> None:
     worker = make_worker(BlindBackend())
-    worker._parts = Parts(**{**vars(worker._parts), "make_model": out_of_memory})
+    worker._parts = WorkerParts(**{**vars(worker._parts), "make_model": out_of_memory})
     with pytest.raises(ConfigError, match=r"the weights does not fit.*60\.00 of 100\.00 GiB are free.*5\.00 GiB"):
         worker.load()
 
@@ -192,7 +192,7 @@ def test_a_start_without_kernels_compiles_and_keeps_the_list(
     )  # fmt: skip
     manifest = SimpleNamespace(current=False, write=lambda given: ran.append(f"write {given}"))
     worker = make_worker(BlindBackend())
-    worker._parts = Parts(
+    worker._parts = WorkerParts(
         **{**vars(worker._parts), "record": lambda run, tell: run() or [tell(job) or job for job in jobs]}
     )
     worker._early = SimpleNamespace(manifest=manifest, compilers=compilers)

@@ -18,7 +18,7 @@ from quire.schema.params import SamplingParams
 from quire.schema.step import Grant, NewRow, StepPlan
 from quire.worker import kv_memory, memory, threads
 from quire.worker.main import build_worker, worker_class
-from quire.worker.worker import Parts, Worker
+from quire.worker.worker import Worker, WorkerParts
 from tests.engine.worker_fakes import FakeBackend, FakeModel, make_config, make_layout
 
 GIB = 1 << 30
@@ -30,7 +30,7 @@ def make_worker(cls=Worker, **changes) -> Worker:
     def update_config(config, overrides):
         return SimpleNamespace(**{**vars(config), "load_config": SimpleNamespace(**overrides["load_config"])})
 
-    parts = Parts(
+    parts = WorkerParts(
         make_model=lambda config, device: FakeModel(),
         reload_weights=lambda model, config: notes.reloaded.append((id(model), config.load_config.load_format)),
         update_config=update_config,

@@ -21,7 +21,7 @@ from quire.ops.few import few_rows, part_rows
 from quire.ops.op import Kernels
 from quire.quant.arena import Arena
 from quire.quant.plain import PlainChoice
-from quire.quant.scheme import MatrixShape, Plain, PlainMatrix, Storage, WeightScheme
+from quire.quant.scheme import MatrixShape, PlainMatrix, PlainScheme, Storage, WeightScheme
 from tests.paged import Paged
 from tests.tiny_models import tiny_config
 
@@ -118,7 +118,7 @@ class HiddenMatrix(PlainMatrix):
         return self._linear(x, self._true, bias)
 
 
-class Hidden(Plain):
+class Hidden(PlainScheme):
     def create(self, shape: MatrixShape) -> HiddenMatrix:
         return HiddenMatrix(shape, self)
 

@@ -17,7 +17,7 @@ from quire.attention.library import Dense, Library, shape_of
 from quire.attention.triton import TileSet, TritonAttention, parts_wanted, write_kv
 from quire.ops.qkv import QkvPrep, prepare_qkv
 from quire.ops.triton import attention_plan, rope
-from quire.ops.triton.attention import Tiles
+from quire.ops.triton.attention import AttentionTile
 from quire.schema.errors import ConfigError
 from tests.attention_case import RULE_NAMES, RULES, Case
 
@@ -168,12 +168,14 @@ def test_long_contexts_are_cut_into_parts(lens, rule):
 
 @pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize("rule", [{}, {"sinks": True}, {"softcap": 3.0}], ids=["plain", "sinks", "softcap"])
-@pytest.mark.parametrize("tiles", [Tiles(32, 32, 4, 3, True, True), Tiles(32, 32, 4, 3, True, True, True)], ids=str)
+@pytest.mark.parametrize(
+    "tiles", [AttentionTile(32, 32, 4, 3, True, True), AttentionTile(32, 32, 4, 3, True, True, True)], ids=str
+)
 def test_forms_of_the_prompt_kernel(tiles, page, rule):
     """Multiplying ahead, and whole pages by the copy engine: for chunks that end anywhere, cut into parts or not."""
     lens = [(300, 9), (64, 64), (65, 33), (128, 64), (33, 33), (1, 1), (200, 150)]
     case = Case(lens, heads=4, kv_heads=2, size=32, block_size=page, rule=rule, dtype=torch.float16)
-    backend, few = TritonAttention(fixed=False), Tiles(16, 32, 4, 3)
+    backend, few = TritonAttention(fixed=False), AttentionTile(16, 32, 4, 3)
     backend.tiles = lambda *shape: TileSet(few, few, tiles, tiles)
     close(case.run(backend)[0], case.reference(), torch.float16)
     one = Case([(400, 30)], heads=4, kv_heads=1, size=32, block_size=page, rule=rule, dtype=torch.float16)
@@ -252,8 +254,8 @@ class TestSharedPrefix:
         """The shared kernel multiplying ahead, over whole pages by the copy engine."""
         case = Case(self.LENS, heads=4, kv_heads=2, size=32, block_size=32, dtype=torch.float16,
                     shared=(128, self.MEMBERS))  # fmt: skip
-        backend, few = TritonAttention(fixed=False), Tiles(16, 32, 4, 3)
-        tiles = Tiles(16, 32, 4, 3, True, True, True)
+        backend, few = TritonAttention(fixed=False), AttentionTile(16, 32, 4, 3)
+        tiles = AttentionTile(16, 32, 4, 3, True, True, True)
         backend.tiles = lambda *shape: TileSet(few, few, tiles, tiles)
         found, shared = self.run(case, backend, static=8)
         close(found[:7], case.reference(), torch.float16)

@@ -61,7 +61,7 @@ def test_few(shape, norm_kind, early):
 
 @pytest.mark.parametrize("early", [False, True])
 def test_few_tokens_of_a_mixture(early):
-    up, down = moe_few.FewConfig()
+    up, down = moe_few.MoeFewConfig()
     kinds = {
         "x": HALF, "index": WHOLE, "w": HALF, "bias": "none", "out": HALF, "x_stride": "i32", "w_stride_e": "i32",
         "w_stride_n": "i32", "alpha": "fp32", "limit": "fp32",

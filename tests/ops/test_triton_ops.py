@@ -111,20 +111,20 @@ def test_sorting_pairs(tokens, top_k, experts, bm):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 24, 64), (1, 10, 100), (3, 13, 72)])
 def test_few_rows(rows, n, k, dtype):
-    cases.check_few("cpu", dtype, rows, n, k, config=few.Config(4, 32, 4))
+    cases.check_few("cpu", dtype, rows, n, k, config=few.FewRowsConfig(4, 32, 4))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 2, 19])
 def test_experts(tokens, dtype):
     cases.check_experts("cpu", dtype, tokens, 6, 2, 48, 40, bias=True)
-    small = (moe.Config(16, 32, 32, 4, 2), moe.Config(16, 64, 16, 4, 2))
+    small = (moe.MoeTileConfig(16, 32, 32, 4, 2), moe.MoeTileConfig(16, 64, 16, 4, 2))
     cases.check_experts("cpu", dtype, tokens, 5, 3, 64, 96, configs=small)
 
 
 @pytest.mark.parametrize(("resident", "flat"), [(True, True), (False, False)])
 def test_grouped_products_of_many_tokens(resident, flat):
-    first, second = (moe_many.ManyConfig(16, bn, 16, 4, 2, 8, resident, flat) for bn in (16, 32))
+    first, second = (moe_many.MoeManyConfig(16, bn, 16, 4, 2, 8, resident, flat) for bn in (16, 32))
     cases.check_many("cpu", torch.float16, 23, 3, 2, 32, 48, first, second, bias=True)
 
 

@@ -11,15 +11,17 @@ from statistics import mean, pvariance
 import pytest
 
 from quire.bench import report
-from quire.bench.arrivals import Pace, arrival_times
+from quire.bench.arrivals import ArrivalProcess, arrival_times
 from quire.bench.datasets import Sample
-from quire.bench.endpoints import Outcome
+from quire.bench.endpoints import MeasuredResponse
 from quire.bench.serve import save
 from quire.schema.errors import InputError
 
 
-def outcome(start: float, ttft: float, itls: list[float], tokens: int | None = None, *, ok: bool = True) -> Outcome:
-    made = Outcome(Sample("x", 10, 5), start, stream=True)
+def outcome(
+    start: float, ttft: float, itls: list[float], tokens: int | None = None, *, ok: bool = True
+) -> MeasuredResponse:
+    made = MeasuredResponse(Sample("x", 10, 5), start, stream=True)
     made.ttft, made.itls, made.success = ttft, itls, ok
     made.latency = ttft + sum(itls)
     made.output_len = len(itls) + 1 if tokens is None else tokens
@@ -29,12 +31,12 @@ def outcome(start: float, ttft: float, itls: list[float], tokens: int | None = N
 
 
 def test_everything_at_once_without_a_rate() -> None:
-    assert arrival_times(4, Pace(), Random(0)) == [0.0] * 4
+    assert arrival_times(4, ArrivalProcess(), Random(0)) == [0.0] * 4
 
 
 @pytest.mark.parametrize("burstiness", [0.2, 1.0, 5.0])
 def test_a_rate_is_kept_and_burstiness_is_the_spread(burstiness: float) -> None:
-    times = arrival_times(4000, Pace(20.0, burstiness), Random(1))
+    times = arrival_times(4000, ArrivalProcess(20.0, burstiness), Random(1))
     gaps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
     assert times == sorted(times)
     assert times[-1] == pytest.approx(4000 / 20.0)
@@ -43,15 +45,15 @@ def test_a_rate_is_kept_and_burstiness_is_the_spread(burstiness: float) -> None:
 
 
 def test_infinite_burstiness_is_even() -> None:
-    assert arrival_times(4, Pace(2.0, math.inf), Random(0)) == pytest.approx([0.5, 1.0, 1.5, 2.0])
+    assert arrival_times(4, ArrivalProcess(2.0, math.inf), Random(0)) == pytest.approx([0.5, 1.0, 1.5, 2.0])
 
 
 @pytest.mark.parametrize("strategy", ["linear", "exponential"])
 def test_a_ramp_gets_faster(strategy: str) -> None:
-    times = arrival_times(1000, Pace(ramp=strategy, ramp_start=1.0, ramp_end=50.0), Random(0))
+    times = arrival_times(1000, ArrivalProcess(ramp=strategy, ramp_start=1.0, ramp_end=50.0), Random(0))
     first, last = times[99] - times[0], times[-1] - times[-100]
     assert first > 5 * last
-    assert Pace(ramp=strategy, ramp_start=1.0, ramp_end=50.0).rate_at(1.0) == pytest.approx(50.0)
+    assert ArrivalProcess(ramp=strategy, ramp_start=1.0, ramp_end=50.0).rate_at(1.0) == pytest.approx(50.0)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ def test_a_ramp_gets_faster(strategy: str) -> None:
 )  # fmt: skip
 def test_impossible_paces_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(InputError):
-        Pace(**wrong)
+        ArrivalProcess(**wrong)
 
 
 @pytest.mark.parametrize("share", [0, 10, 25, 50, 75, 90, 99, 99.9, 100])

@@ -15,9 +15,9 @@ from quire.base import env
 from quire.base.procs import Child
 from quire.config import EngineArgs
 from quire.engine.client import for_children
-from quire.grammar.backend import Vocabulary
+from quire.grammar.backend import GrammarVocabulary
 from quire.grammar.child import JobBoot
-from quire.grammar.compiler import _Child
+from quire.grammar.compiler import _CompilerProcess
 from quire.text.chat import ChatJob
 from quire.text.template_child import render_apart
 from tests.fake_engine import write_model
@@ -67,8 +67,8 @@ def test_an_operator_may_pass_some(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_grammar_compiler_gets_what_an_interpreter_needs() -> None:
-    vocabulary = Vocabulary(tokens=[bytes([i]) for i in range(256)], size=256, ends=())
-    child = _Child(JobBoot(vocabulary=vocabulary, memory_bytes=1 << 30))
+    vocabulary = GrammarVocabulary(tokens=[bytes([i]) for i in range(256)], size=256, ends=())
+    child = _CompilerProcess(JobBoot(vocabulary=vocabulary, memory_bytes=1 << 30))
     process = child._open()
     try:
         found = environment_of(process.pid)

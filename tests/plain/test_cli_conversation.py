@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.cli import terminal
-from quire.cli.conversation import Answered, Conversation
+from quire.cli.conversation import ChatReply, Conversation
 from quire.schema.errors import InputError
 
 
@@ -20,11 +20,11 @@ class Speaker:
         self.status, self.asked, self.room = 0, dict[str, Any](), room
         self.heard: list[list[dict[str, Any]]] = []
 
-    def answer(self, messages: list[dict[str, Any]]) -> Answered:
+    def answer(self, messages: list[dict[str, Any]]) -> ChatReply:
         if len(messages) > self.room:
             raise InputError(f"the prompt has {len(messages)} tokens; that is more than max_model_len ({self.room})")
         self.heard.append(list(messages))
-        return Answered(f"answer {len(self.heard)}", 11, 0.25, 0.5)
+        return ChatReply(f"answer {len(self.heard)}", 11, 0.25, 0.5)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_question_that_never_fits_is_one_error(capsys: pytest.CaptureFixture[s
 def test_an_answer_that_filled_the_context_makes_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     speaker = Speaker()
     talk = Conversation(speaker, "quire chat", is_terminal=True)
-    monkeypatch.setattr(speaker, "answer", lambda messages: Answered("cut", 5, 0.1, 0.1, True, True))
+    monkeypatch.setattr(speaker, "answer", lambda messages: ChatReply("cut", 5, 0.1, 0.1, True, True))
     talk.ask("one")
     monkeypatch.undo()
     talk.ask("two")
@@ -181,4 +181,4 @@ def test_a_terminal_without_colours_is_not_steered_either(capsys: pytest.Capture
 def test_a_pipe_gets_what_the_model_wrote(capsys: pytest.CaptureFixture[str]) -> None:
     out = terminal.writer()
     out.write("**a**\x1b[2J")
-    assert isinstance(out, terminal.Plain) and capsys.readouterr().out == "**a**\x1b[2J"
+    assert isinstance(out, terminal.PlainWriter) and capsys.readouterr().out == "**a**\x1b[2J"

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from quire.config import AsyncEngineArgs, CompilationConfig, EngineArgs, EngineConfig, FlexibleArgumentParser
-from quire.config.option import LATER, Declared, Status, declarations, parts, same
+from quire.config.option import LATER, OptionField, OptionStatus, declarations, parts, same
 from quire.config.table import Flat, assemble, group_of, refuse_unbuilt, table
 from quire.schema.errors import ConfigError, NotBuiltError
 
@@ -19,7 +19,7 @@ def assembled(**kwargs: Any) -> EngineConfig:
     return assemble(vars(EngineArgs(**kwargs)))
 
 
-def other_values(declared: Declared) -> Iterator[Any]:
+def other_values(declared: OptionField) -> Iterator[Any]:
     """Values of the option's types that are neither its default nor one that works. Some may still be out of range."""
     o = declared.option
     tries: list[Any] = []
@@ -38,7 +38,7 @@ def other_values(declared: Declared) -> Iterator[Any]:
     yield from (value for value in tries if not any(same(value, other) for other in ready))
 
 
-def refused(make: Callable[[Any], dict[str, Any]], declared: Declared) -> str:
+def refused(make: Callable[[Any], dict[str, Any]], declared: OptionField) -> str:
     """The message of the refusal, for the first value that the option's own checks let through."""
     for value in other_values(declared):
         try:
@@ -60,7 +60,7 @@ def test_every_unbuilt_option_is_refused_by_name(flat: Flat) -> None:
     assert message.startswith(f"{flat.name}=") and "is not available in this version" in message
 
 
-def unbuilt_keys() -> Iterator[tuple[str, str, Declared]]:
+def unbuilt_keys() -> Iterator[tuple[str, str, OptionField]]:
     for flat in table().values():
         group = group_of(flat.declared.type)
         if group is not None and flat.declared.option.status is not LATER:
@@ -69,7 +69,7 @@ def unbuilt_keys() -> Iterator[tuple[str, str, Declared]]:
 
 
 @pytest.mark.parametrize("name, key, declared", unbuilt_keys(), ids=[f"{n}.{k}" for n, k, _ in unbuilt_keys()])
-def test_every_unbuilt_key_is_refused_by_name(name: str, key: str, declared: Declared) -> None:
+def test_every_unbuilt_key_is_refused_by_name(name: str, key: str, declared: OptionField) -> None:
     assert key in refused(lambda value: {name: {key: value}}, declared)
 
 
@@ -230,4 +230,4 @@ def test_batch_defaults() -> None:
 
 def test_statuses_are_all_used() -> None:
     used = {flat.declared.option.status for flat in table().values()}
-    assert used == set(Status)
+    assert used == set(OptionStatus)

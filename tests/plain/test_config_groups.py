@@ -25,7 +25,7 @@ from quire.config import (
     replace,
 )
 from quire.config.local import is_local, name_of, thing_of
-from quire.config.option import Group, Status, declarations, describe, limits
+from quire.config.option import Group, OptionStatus, declarations, describe, limits
 from quire.config.table import group_of, table
 from quire.schema.errors import ConfigError
 
@@ -63,7 +63,9 @@ def test_every_group_is_whole(kind: type[Group]) -> None:
     for name, declared in declarations(kind).items():
         o = declared.option
         assert o.doc.endswith("."), name
-        assert o.status is not Status.INERT or o.why, f"{name} has no effect, and the declaration does not say why"
+        assert o.status is not OptionStatus.INERT or o.why, (
+            f"{name} has no effect, and the declaration does not say why"
+        )
         value = getattr(made, name)
         again = kind(**{name: copy.copy(value)})
         assert getattr(again, name) == value, name

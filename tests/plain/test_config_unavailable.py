@@ -34,7 +34,7 @@ def test_every_section_is_a_config_class_and_every_row_one_of_its_options() -> N
 
 
 @pytest.mark.parametrize(("group", "row"), ROWS, ids=lambda value: value if isinstance(value, str) else value.field)
-def test_a_row_says_since_when_and_why_not(group: str, row: unavailable.Row) -> None:
+def test_a_row_says_since_when_and_why_not(group: str, row: unavailable.UnavailableRow) -> None:
     assert row.since in ("0.13", "<0.32", "0.32")
     assert row.doc.endswith(".") and row.why and not row.why.endswith(".")
     assert re.fullmatch("[a-z][a-z0-9_]*", row.field) and all(flag.startswith("-") for flag in row.flags)

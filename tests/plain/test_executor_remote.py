@@ -15,7 +15,7 @@ import zmq
 
 from quire.base.seal import Seal, SealError, new_secret
 from quire.base.sockets import Hub, Wire
-from quire.executor.base import Executor, Worker, one_model
+from quire.executor.base import Executor, WorkerProtocol, one_model
 from quire.executor.remote import RemoteExecutor, types_of
 from quire.schema.errors import CheckpointError, EngineDeadError, InputError, NotBuiltError
 from quire.schema.kv import KVGroup, KVKind, KVLayout, KVSpec, ModelInfo
@@ -123,10 +123,10 @@ def executor(request: pytest.FixtureRequest) -> Iterator[RemoteExecutor]:
 
 
 def test_every_rank_answers_for_itself(executor: RemoteExecutor) -> None:
-    infos = executor.ask(Worker.load)
+    infos = executor.ask(WorkerProtocol.load)
     assert one_model(infos).weight_bytes == 300 and one_model(infos).num_parameters == 30
-    assert executor.ask(Worker.free_bytes) == [1000, 999, 998]
-    assert executor.ask(Worker.init_kv, LAYOUT) == [None, None, None]
+    assert executor.ask(WorkerProtocol.free_bytes) == [1000, 999, 998]
+    assert executor.ask(WorkerProtocol.init_kv, LAYOUT) == [None, None, None]
     executor.forward(PLAN)
     pending = executor.sample(4, Mask(index=(0,), rows=bytes(8), words=2))
     assert pending.result() == StepResult(step=4, sampled=[[40]])  # the first rank's
@@ -166,7 +166,7 @@ def test_the_next_step_starts_while_a_result_is_awaited() -> None:
 def test_a_failure_nobody_waits_for_ends_the_executor(verb: str) -> None:
     executor = start(2, fails=verb)
     try:
-        executor.ask(Worker.load)
+        executor.ask(WorkerProtocol.load)
         executor.forward(PLAN)
         with pytest.raises(EngineDeadError, match=f"worker 1 failed: {verb} went wrong"):
             for _ in range(600):  # rank 0 answers, so the news may come with a later step
@@ -180,8 +180,8 @@ def test_an_error_in_one_rank_is_raised_as_what_it_was() -> None:
     executor = start(2, fails="load")
     try:
         with pytest.raises(CheckpointError, match="load went wrong"):
-            executor.ask(Worker.load)
-        assert executor.ask(Worker.free_bytes) == [1000, 999]
+            executor.ask(WorkerProtocol.load)
+        assert executor.ask(WorkerProtocol.free_bytes) == [1000, 999]
     finally:
         executor.shutdown()
 
@@ -190,8 +190,8 @@ def test_a_worker_that_cannot_be_built_says_why() -> None:
     executor = start(2, fails="build")
     try:
         with pytest.raises(EngineDeadError, match=r"build went wrong|exit code 1"):
-            executor.ask(Worker.load)
-            executor.ask(Worker.free_bytes)
+            executor.ask(WorkerProtocol.load)
+            executor.ask(WorkerProtocol.free_bytes)
     finally:
         executor.shutdown()
 
@@ -209,7 +209,7 @@ def test_a_killed_worker_fails_whatever_waits() -> None:
 
 
 def test_types_are_read_from_the_one_declaration() -> None:
-    for name, verb in vars(Worker).items():
+    for name, verb in vars(WorkerProtocol).items():
         if not name.startswith("_") and callable(verb):
             assert types_of(name).args == tuple[tuple(v for k, v in get_type_hints(verb).items() if k != "return")]
     assert types_of("sample").answer is StepResult

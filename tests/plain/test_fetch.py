@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from quire.base import fetch
-from quire.base.fetch import FetchError, Policy, check_address, download, parse, upload
+from quire.base.fetch import FetchError, FetchPolicy, check_address, download, parse, upload
 
-LOCAL = Policy(max_bytes=10_000, timeout_s=10, allowed_hosts=("127.0.0.1",))
+LOCAL = FetchPolicy(max_bytes=10_000, timeout_s=10, allowed_hosts=("127.0.0.1",))
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -70,7 +70,7 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
-def get(url: str, policy: Policy = LOCAL) -> bytes:
+def get(url: str, policy: FetchPolicy = LOCAL) -> bytes:
     into = io.BytesIO()
     assert download(url, into, policy) == len(into.getvalue())
     return into.getvalue()
@@ -114,7 +114,7 @@ def test_the_largest_file_that_is_allowed(url: str) -> None:
 )  # fmt: skip
 def test_private_addresses_are_refused(text: str) -> None:
     with pytest.raises(FetchError, match=r"not public|cannot be resolved"):
-        get(text, Policy(max_bytes=10))
+        get(text, FetchPolicy(max_bytes=10))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_the_connection_goes_to_the_address_that_was_checked(url: str, monkeypat
         return answers.pop() if host == "files.example" else real(host, *rest, **more)
 
     monkeypatch.setattr(fetch.socket, "getaddrinfo", resolve)
-    policy = Policy(max_bytes=100, timeout_s=10, allowed_hosts=("files.example",))
+    policy = FetchPolicy(max_bytes=100, timeout_s=10, allowed_hosts=("files.example",))
     assert get(f"http://files.example:{port}/file", policy) == b"hello"
     assert answers == []
 
@@ -192,7 +192,7 @@ def test_a_file_goes(url: str) -> None:
     with pytest.raises(FetchError, match="HTTP 403"):
         upload(f"{url}/no", io.BytesIO(b"answers"), 7, LOCAL)
     with pytest.raises(FetchError, match="not public"):
-        upload(f"{url}/store", io.BytesIO(b"answers"), 7, Policy(max_bytes=100))
+        upload(f"{url}/store", io.BytesIO(b"answers"), 7, FetchPolicy(max_bytes=100))
 
 
 def test_a_server_that_is_not_there(url: str) -> None:

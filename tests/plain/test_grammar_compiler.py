@@ -14,21 +14,21 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from quire.grammar.backend import PACKAGES, Vocabulary
-from quire.grammar.compiler import Compiled, Compiler, Limits
+from quire.grammar.backend import PACKAGES, GrammarVocabulary
+from quire.grammar.compiler import Compiled, CompileLimits, Compiler
 from quire.schema.errors import InputError, OverloadedError, QuireError
 from quire.schema.grammar import GrammarKind, GrammarSpec
 
 pytest.importorskip("llguidance")
 EOS = 256
-VOCABULARY = Vocabulary(tokens=[bytes([i]) for i in range(256)] + [b""], size=300, ends=(EOS,))
+VOCABULARY = GrammarVocabulary(tokens=[bytes([i]) for i in range(256)] + [b""], size=300, ends=(EOS,))
 PATIENCE = 120.0
 
 
 class Bench:
     def __init__(self, **limits: float) -> None:
         self.news = threading.Event()
-        self.compiler = Compiler(lambda: VOCABULARY, Limits(**limits), self.news.set)
+        self.compiler = Compiler(lambda: VOCABULARY, CompileLimits(**limits), self.news.set)
 
     def outcome(self, spec: GrammarSpec) -> Compiled | QuireError:
         self.compiler.submit(spec)

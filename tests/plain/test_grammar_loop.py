@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from quire.engine.loop import EngineLoop
-from quire.grammar.backend import Vocabulary
-from quire.grammar.compiler import Limits
+from quire.grammar.backend import GrammarVocabulary
+from quire.grammar.compiler import CompileLimits
 from quire.grammar.masks import Masks
 from quire.grammar.thought import Marks, Stage, Thought
 from quire.sched.kv_layout import place
@@ -48,12 +48,12 @@ class Obedient(FakeExecutor):
 
 
 @pytest.fixture(scope="module")
-def vocabulary() -> Vocabulary:
-    return Vocabulary(tokens=[b""] * 4 + [bytes([i]) for i in range(256)], size=VOCAB, ends=(EOS, FURTHER_EOS))
+def vocabulary() -> GrammarVocabulary:
+    return GrammarVocabulary(tokens=[b""] * 4 + [bytes([i]) for i in range(256)], size=VOCAB, ends=(EOS, FURTHER_EOS))
 
 
 @pytest.fixture
-def made(vocabulary: Vocabulary) -> Iterator[list[Masks]]:
+def made(vocabulary: GrammarVocabulary) -> Iterator[list[Masks]]:
     opened: list[Masks] = []
     yield opened
     for masks in opened:
@@ -61,7 +61,7 @@ def made(vocabulary: Vocabulary) -> Iterator[list[Masks]]:
 
 
 def make_loop(
-    made: list[Masks], vocabulary: Vocabulary, ahead: int = 0, num_blocks: int = 64, **more: Any
+    made: list[Masks], vocabulary: GrammarVocabulary, ahead: int = 0, num_blocks: int = 64, **more: Any
 ) -> EngineLoop:
     fake = Obedient(SimpleNamespace(cache_config=SimpleNamespace(block_size=4), additional_config={}))
     layout = place(fake.load().specs, 0, num_blocks=num_blocks, max_model_len=100, max_num_seqs=8)
@@ -97,7 +97,7 @@ def run(loop: EngineLoop) -> dict[str, tuple[str, EngineOutput]]:
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("num_blocks", [64, 26])  # the second preempts
 def test_every_text_follows_its_own_grammar(
-    made: list[Masks], vocabulary: Vocabulary, ahead: int, num_blocks: int
+    made: list[Masks], vocabulary: GrammarVocabulary, ahead: int, num_blocks: int
 ) -> None:
     loop = make_loop(made, vocabulary, ahead, num_blocks)
     for i in range(6):
@@ -111,7 +111,7 @@ def test_every_text_follows_its_own_grammar(
         assert text == "abcdeab" and last.finish_reason is FinishReason.LENGTH
 
 
-def test_a_compiling_request_is_overtaken(made: list[Masks], vocabulary: Vocabulary) -> None:
+def test_a_compiling_request_is_overtaken(made: list[Masks], vocabulary: GrammarVocabulary) -> None:
     loop = make_loop(made, vocabulary)
     for i in range(100):  # more than the scheduler turns away in one step
         loop.submit(request(f"waits{i}", f"w{i}"))
@@ -126,7 +126,7 @@ def test_a_compiling_request_is_overtaken(made: list[Masks], vocabulary: Vocabul
 
 
 def test_a_grammar_is_dropped_with_the_last_request_that_waits_for_it(
-    made: list[Masks], vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+    made: list[Masks], vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, dropped = make_loop(made, vocabulary), []
     monkeypatch.setattr(made[0].compiler, "submit", lambda spec: None)
@@ -139,8 +139,8 @@ def test_a_grammar_is_dropped_with_the_last_request_that_waits_for_it(
     assert dropped == ["y", "x"] and not made[0]._num_waiting
 
 
-def test_a_full_compiler_refuses_as_a_full_queue_does(made: list[Masks], vocabulary: Vocabulary) -> None:
-    loop = make_loop(made, vocabulary, limits=Limits(num_workers=1, most_queued=3))
+def test_a_full_compiler_refuses_as_a_full_queue_does(made: list[Masks], vocabulary: GrammarVocabulary) -> None:
+    loop = make_loop(made, vocabulary, limits=CompileLimits(num_workers=1, most_queued=3))
     for i in range(50):
         loop.submit(request(f"r{i}", f"a{i}"))
     found = run(loop)
@@ -150,7 +150,7 @@ def test_a_full_compiler_refuses_as_a_full_queue_does(made: list[Masks], vocabul
     assert run(loop)["later"][0] == "later"
 
 
-def test_a_refused_grammar_ends_its_request_alone(made: list[Masks], vocabulary: Vocabulary) -> None:
+def test_a_refused_grammar_ends_its_request_alone(made: list[Masks], vocabulary: GrammarVocabulary) -> None:
     loop = make_loop(made, vocabulary)
     loop.submit(request("bad", "a(?=b)"))
     loop.submit(request("good", "[a-c]{3}"))
@@ -165,7 +165,7 @@ def test_a_refused_grammar_ends_its_request_alone(made: list[Masks], vocabulary:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_ends(made: list[Masks], vocabulary: Vocabulary, ahead: int) -> None:
+def test_ends(made: list[Masks], vocabulary: GrammarVocabulary, ahead: int) -> None:
     loop = make_loop(made, vocabulary, ahead)
     early = {"extra_args": {"eos_at": 2}}  # the worker would end at its second token
     loop.submit(request("held", "[a-e]{5}", **early))
@@ -180,7 +180,7 @@ def test_ends(made: list[Masks], vocabulary: Vocabulary, ahead: int) -> None:
     }  # fmt: skip
 
 
-def test_abort_while_compiling(made: list[Masks], vocabulary: Vocabulary) -> None:
+def test_abort_while_compiling(made: list[Masks], vocabulary: GrammarVocabulary) -> None:
     loop = make_loop(made, vocabulary)
     loop.submit(request("gone", "[a-z]{2}"))
     loop.abort(["gone"])
@@ -190,9 +190,9 @@ def test_abort_while_compiling(made: list[Masks], vocabulary: Vocabulary) -> Non
 
 
 def test_a_vocabulary_that_cannot_be_had_fails_the_request_not_the_engine(
-    made: list[Masks], vocabulary: Vocabulary
+    made: list[Masks], vocabulary: GrammarVocabulary
 ) -> None:
-    def broken() -> Vocabulary:
+    def broken() -> GrammarVocabulary:
         raise OSError("no such tokenizer")
 
     loop = make_loop(made, vocabulary)
@@ -214,7 +214,7 @@ def test_a_vocabulary_that_cannot_be_had_fails_the_request_not_the_engine(
     ],
 )
 def test_a_grammar_does_not_apply_to_a_thought(
-    made: list[Masks], vocabulary: Vocabulary, start: str, inside: bool, text: str
+    made: list[Masks], vocabulary: GrammarVocabulary, start: str, inside: bool, text: str
 ) -> None:
     marks = make_marks(vocabulary, start)
     loop = make_loop(made, vocabulary, watch=lambda given: Thought(marks, inside=inside, bound=True))
@@ -224,7 +224,7 @@ def test_a_grammar_does_not_apply_to_a_thought(
 
 @pytest.mark.parametrize(("regex", "text"), [("(a0|[0-9])1", "abcd01"), ("a[b-e]cc", "abcc"), ("a[c-e]", "abcdac")])
 def test_a_start_tag_that_could_be_the_answer_too(
-    made: list[Masks], vocabulary: Vocabulary, regex: str, text: str
+    made: list[Masks], vocabulary: GrammarVocabulary, regex: str, text: str
 ) -> None:
     marks = make_marks(vocabulary, "abx" if regex == "a[b-e]cc" else "ab")
     loop = make_loop(made, vocabulary, watch=lambda given: Thought(marks, inside=False, bound=True))
@@ -232,7 +232,7 @@ def test_a_start_tag_that_could_be_the_answer_too(
     assert run(loop)["thinks"][0] == text
 
 
-def make_marks(vocabulary: Vocabulary, start: str, end: str = "cd", said: str = "") -> Marks:
+def make_marks(vocabulary: GrammarVocabulary, start: str, end: str = "cd", said: str = "") -> Marks:
     starts, tokens = (start.encode(),) if start else (), vocabulary.tokens
     return Marks(starts, (end.encode(),), tuple(ids_of(start)), tuple(ids_of(said or end)), tokens.__getitem__)
 
@@ -250,7 +250,7 @@ def make_marks(vocabulary: Vocabulary, start: str, end: str = "cd", said: str = 
     ],
 )
 def test_a_budget_closes_a_thought(
-    made: list[Masks], vocabulary: Vocabulary, ahead: int, num_blocks: int, budget: int | None, text: str
+    made: list[Masks], vocabulary: GrammarVocabulary, ahead: int, num_blocks: int, budget: int | None, text: str
 ) -> None:
     marks = make_marks(vocabulary, "", said="xy")
     loop = make_loop(
@@ -269,7 +269,9 @@ def test_a_budget_closes_a_thought(
         assert found[f"free{i}"][0][: len(free)] == free and len(found[f"free{i}"][0]) == 9
 
 
-def test_no_end_of_text_inside_a_thought_that_a_grammar_waits_for(made: list[Masks], vocabulary: Vocabulary) -> None:
+def test_no_end_of_text_inside_a_thought_that_a_grammar_waits_for(
+    made: list[Masks], vocabulary: GrammarVocabulary
+) -> None:
     marks = make_marks(vocabulary, "")
     loop = make_loop(made, vocabulary, watch=lambda given: Thought(marks, inside=True, bound=True))
     loop.submit(request("thinks", "[0-9]{2}", extra_args={"eos_at": 2}))
@@ -307,7 +309,7 @@ def allowed(mask: Mask) -> dict[tuple[int, int], str]:
     return dict(zip(places, texts, strict=True))
 
 
-def ready_masks(made: list[Masks], vocabulary: Vocabulary, *requests: EngineRequest, **more: Any) -> Masks:
+def ready_masks(made: list[Masks], vocabulary: GrammarVocabulary, *requests: EngineRequest, **more: Any) -> Masks:
     made.append(masks := Masks(lambda: vocabulary, **more))
     for one in requests:
         masks.add(one)
@@ -323,7 +325,7 @@ def checks(name: str, num_drafts: int) -> Grant:
     return Grant(name, 5, 1 + num_drafts, True, 0, (), num_drafts)
 
 
-def test_drafts_get_a_row_for_every_place_they_may_reach(made: list[Masks], vocabulary: Vocabulary) -> None:
+def test_drafts_get_a_row_for_every_place_they_may_reach(made: list[Masks], vocabulary: GrammarVocabulary) -> None:
     masks = ready_masks(made, vocabulary, request("a", "ab[cd]e?"), request("b", "x*y"), request("c", "[k-m]z"))
     plan = StepPlan(step=1, grants=(checks("a", 4), checks("b", 3), Grant("c", 5, 1, True, 0), checks("free", 3)))
     masks.propose({"a": ids_of("abd."), "b": ids_of("xzx"), "gone": [1]})
@@ -342,7 +344,7 @@ def test_drafts_get_a_row_for_every_place_they_may_reach(made: list[Masks], voca
     )
 
 
-def test_min_tokens_counts_drafts_before_an_end(made: list[Masks], vocabulary: Vocabulary) -> None:
+def test_min_tokens_counts_drafts_before_an_end(made: list[Masks], vocabulary: GrammarVocabulary) -> None:
     masks = ready_masks(made, vocabulary, request("a", "a*", min_tokens=2))
     masks.propose({"a": ids_of("aaa")})
     mask, _ = masks.mask(StepPlan(step=1, grants=(checks("a", 3),)))

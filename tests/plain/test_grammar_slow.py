@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.grammar import masks as masks_module
-from quire.grammar.backend import Rows, Vocabulary
+from quire.grammar.backend import GrammarVocabulary, Rows
 from quire.grammar.masks import MOST_SECONDS, Masks, _Place
 from quire.schema.messages import EngineOutput, EngineRequest
 from quire.schema.params import SamplingParams
@@ -48,7 +48,7 @@ class Backend:
 def test_only_the_slow_one_ends(monkeypatch: pytest.MonkeyPatch, count: int, seconds: float) -> None:
     backend: Any = Backend()
     monkeypatch.setattr(masks_module, "now", lambda: backend.now)
-    masks = Masks(lambda: Vocabulary(tokens=[b"a"] * 64, size=64, ends=(3,)), vocab_size=64)
+    masks = Masks(lambda: GrammarVocabulary(tokens=[b"a"] * 64, size=64, ends=(3,)), vocab_size=64)
     for number in range(count):
         given = EngineRequest(
             request_id=str(number), prompt_token_ids=[1], params=SamplingParams(), seed=0, max_tokens=999
@@ -73,7 +73,7 @@ def test_each_token_said_buys_more_time(monkeypatch: pytest.MonkeyPatch, seconds
     """A long answer under a steady grammar goes on; one that outspends two seconds and 0.05 a token is ended then."""
     backend: Any = Backend()
     monkeypatch.setattr(masks_module, "now", lambda: backend.now)
-    masks = Masks(lambda: Vocabulary(tokens=[b"a"] * 64, size=64, ends=(3,)), vocab_size=64)
+    masks = Masks(lambda: GrammarVocabulary(tokens=[b"a"] * 64, size=64, ends=(3,)), vocab_size=64)
     given = EngineRequest(request_id="0", prompt_token_ids=[1], params=SamplingParams(), seed=0, max_tokens=999)
     matcher: Any = Matcher(seconds)
     masks._places["0"] = _Place(given, matcher, backend)

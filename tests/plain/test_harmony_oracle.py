@@ -16,7 +16,7 @@ from quire.schema.errors import InputError
 from quire.text.chat import render_chat
 from quire.text.harmony import render_harmony
 from quire.text.parse.base import fold
-from quire.text.parse.choose import Ask, ParserChoice
+from quire.text.parse.choose import ParserChoice, ParseRequest
 from quire.text.tokenizer import load_tokenizer
 from quire.text.typescript import write_type
 
@@ -245,7 +245,7 @@ def test_answers_are_read_as_the_oracle_reads_them(encoding: Any) -> None:
         ids = encoding.encode(text, allowed_special="all")
         there = encoding.parse_messages_from_completion_tokens(ids, harmony.Role.ASSISTANT)
         parts = [(one.channel, one.recipient, one.content[0].text) for one in there]
-        parser = choice.parser(Ask(prompt="<|start|>assistant", tools=TOOLS))
+        parser = choice.parser(ParseRequest(prompt="<|start|>assistant", tools=TOOLS))
         cuts = sorted(draw.sample(range(len(text)), min(8, len(text))))
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         deltas = [d for piece in pieces for d in parser.feed(piece, [], final=False)]

@@ -12,7 +12,7 @@ import pytest
 
 from quire.schema.errors import ConfigError
 from quire.text.parse.base import Folded, fold
-from quire.text.parse.choose import Ask, ParserChoice
+from quire.text.parse.choose import ParserChoice, ParseRequest
 from quire.text.parse.reasoning import ReasoningTokens, is_reasoning_end
 from quire.text.parse.registry import (
     REASONING_PARSERS,
@@ -50,7 +50,7 @@ ENDED_BY_A_CALL = ["glm45", "glm47", "hy_v3", "ling3", "mimo", "poolside_v1", "q
 
 def parse(name: str, text: str, *, tool: str | None = None, every: int = 0, **asked: object) -> Folded:
     choice = ParserChoice(find_tool_parser(tool) if tool else None, find_reasoning_parser(name))
-    parser = choice.parser(Ask(tools=TOOLS if tool else (), **asked))
+    parser = choice.parser(ParseRequest(tools=TOOLS if tool else (), **asked))
     step = every or max(1, len(text))
     pieces = [text[at : at + step] for at in range(0, len(text), step)] or [""]
     return fold(delta for n, piece in enumerate(pieces) for delta in parser.feed(piece, (), final=n == len(pieces) - 1))
@@ -113,7 +113,7 @@ def test_any_cut_gives_the_same(name: str) -> None:
 
 
 def parse_pieces(name: str, pieces: list[str], tool: str) -> Folded:
-    parser = ParserChoice(find_tool_parser(tool), find_reasoning_parser(name)).parser(Ask(tools=TOOLS))
+    parser = ParserChoice(find_tool_parser(tool), find_reasoning_parser(name)).parser(ParseRequest(tools=TOOLS))
     return fold(d for n, piece in enumerate(pieces) for d in parser.feed(piece, (), final=n == len(pieces) - 1))
 
 
@@ -172,7 +172,7 @@ def test_a_call_ends_a_thought(name: str) -> None:
     assert parse(name, f"<think>{text}</think>So.").reasoning == text  # no tools: nothing but thought
     choice = ParserChoice(find_tool_parser("hermes"), find_reasoning_parser(name))
     strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
-    held = fold(choice.parser(Ask(tools=strict)).feed(f"<think>{text}</think>So.", (), final=True))
+    held = fold(choice.parser(ParseRequest(tools=strict)).feed(f"<think>{text}</think>So.", (), final=True))
     assert (held.reasoning, held.content, held.calls) == (text, "So.", [])
 
 
@@ -327,7 +327,7 @@ def test_a_plugin_file(tmp_path: Path) -> None:
     )
     try:
         choice = ParserChoice.of(None, tool="test_mine", tool_plugin=str(file))
-        parser = choice.parser(Ask(tools=TOOLS))
+        parser = choice.parser(ParseRequest(tools=TOOLS))
         found = fold(parser.feed('a <<{"name": "now", "arguments": {}}>>', (), final=True))
         assert [(call.name, call.arguments) for call in found.calls] == [("now", "{}")]
     finally:

@@ -10,7 +10,7 @@ import pytest
 
 from quire.text.messages import normalize_messages
 from quire.text.parse.base import fold
-from quire.text.parse.choose import Ask, ParserChoice
+from quire.text.parse.choose import ParserChoice, ParseRequest
 from quire.text.parse.registry import find_tool_parser
 from quire.text.template import render
 from tests.plain.parse_corpus import SCENES, TOOLS
@@ -59,7 +59,7 @@ def test_what_is_written_can_be_read(name: str, scene: str) -> None:
     for word in ("Be brief.", "Weather?", "rainy", "get_weather", "metric"):
         assert word in text
     said = text.split(before, 1)[1].split(end, 1)[0]
-    found = fold(ParserChoice(find_tool_parser(parser)).parser(Ask(tools=TOOLS)).feed(said, (), final=True))
+    found = fold(ParserChoice(find_tool_parser(parser)).parser(ParseRequest(tools=TOOLS)).feed(said, (), final=True))
     assert [(call.name, json.loads(call.arguments)) for call in found.calls] == calls
     assert found.content.strip() == ""
     plain = render(source, {**variables, "tools": None, "messages": messages[:2]})

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from quire.text.parse.base import Delta, Folded, fold
-from quire.text.parse.choose import Ask, ParserChoice
+from quire.text.parse.choose import ParserChoice, ParseRequest
 from quire.text.parse.forced import forced_schema
 from quire.text.parse.registry import TOOL_PARSERS, find_tool_parser
 from tests.plain.parse_corpus import BARE, LITERAL, RENDER, SCENES, SINGLE, TOOLS, Case
@@ -25,7 +25,7 @@ WORD = re.compile(r"[A-Za-z]{4,}")
 
 def feed(name: str, pieces: Sequence[str], **asked: Any) -> list[Delta]:
     choice = ParserChoice(find_tool_parser(name))
-    parser = choice.parser(Ask(tools=TOOLS, **asked))
+    parser = choice.parser(ParseRequest(tools=TOOLS, **asked))
     found: list[Delta] = []
     for number, piece in enumerate(pieces):
         found += parser.feed(piece, (), final=number == len(pieces) - 1)

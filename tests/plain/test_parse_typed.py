@@ -10,7 +10,7 @@ import pytest
 
 from quire.schema.errors import InputError
 from quire.text.parse.base import fold
-from quire.text.parse.choose import Ask, ParserChoice
+from quire.text.parse.choose import ParserChoice, ParseRequest
 from quire.text.parse.forced import forced_schema
 from quire.text.parse.python_values import literal_as_json
 from quire.text.parse.typed import as_json, parameter_types, tool_schemas
@@ -107,7 +107,7 @@ def test_forced_answers_are_read_back() -> None:
         ("", "f", []),
     ):
         for every in (1, 1000):
-            parser = ParserChoice().parser(Ask(tools=tools, forced=forced))
+            parser = ParserChoice().parser(ParseRequest(tools=tools, forced=forced))
             pieces = [text[at : at + every] for at in range(0, len(text), every)]
             found = fold(d for piece in pieces for d in parser.feed(piece, (), final=False))
             rest = fold(parser.feed("", (), final=True))

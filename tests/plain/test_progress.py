@@ -15,7 +15,7 @@ import pytest
 
 from quire.base import clock
 from quire.base import progress as shown
-from quire.base.fetch import Policy, download
+from quire.base.fetch import FetchPolicy, download
 from quire.base.log import logger
 
 LOG = logger("quire.test_progress")
@@ -152,7 +152,7 @@ def test_a_download_shows_itself(ticking: Clock, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(fetch, "_ask", lambda *_: Asked())
     into = io.BytesIO()
-    assert download("https://files.example/a", into, Policy(max_bytes=10_000_000)) == 3_000_000
+    assert download("https://files.example/a", into, FetchPolicy(max_bytes=10_000_000)) == 3_000_000
     assert said[0].startswith("Fetching from files.example: 1.05 MB of 3 MB (34%)")
 
 

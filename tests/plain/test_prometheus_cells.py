@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from quire.observe.cells import Cells, Turn
+from quire.observe.cells import Cells, LeaderLock
 from quire.observe.metrics import Metrics
 from quire.observe.reader import Counter, Gauge, Histogram
 from quire.schema.stats import StepStats
@@ -18,13 +18,13 @@ from quire.schema.stats import StepStats
 OTHER = """
 import sys, time
 from quire.observe.metrics import Metrics
-from quire.observe.cells import Turn
+from quire.observe.cells import LeaderLock
 from quire.schema.stats import StepStats
 metrics = Metrics("tiny", 64, folder=sys.argv[1])
 metrics.prompt_done(7, 3)
 metrics.token_times(first=0.3, gaps=[0.2])
 metrics.step(StepStats(step=1, running=5, waiting=6, prompt_tokens=4, generated_tokens=2, preempted=1, kv_usage=0.5))
-print("turn" if Turn(sys.argv[1], "log").mine() else "no turn", flush=True)
+print("turn" if LeaderLock(sys.argv[1], "log").mine() else "no turn", flush=True)
 time.sleep(600)
 """
 
@@ -48,11 +48,11 @@ def test_a_killed_process_stays_counted(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", OTHER, folder], stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None and child.stdout.readline() == "turn\n"
-        assert not Turn(folder, "log").mine()
+        assert not LeaderLock(folder, "log").mine()
     finally:
         child.send_signal(signal.SIGKILL)
         child.wait()
-    assert Turn(folder, "log").mine(), "a dead process keeps no turn"
+    assert LeaderLock(folder, "log").mine(), "a dead process keeps no turn"
     found = read(ours)
     assert found["vllm:prompt_tokens"] == 9
     assert found["vllm:prompt_tokens_by_source local_cache_hit"] == 3
@@ -102,4 +102,4 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: object
     cells.mine[1] = 2.0
     assert [list(row) for row in cells.rows()] == [[0.0, 2.0]]
     assert set(os.listdir(tmp_path)) == before
-    assert Turn(None, "log").mine()
+    assert LeaderLock(None, "log").mine()

@@ -7,7 +7,7 @@ import queue
 import pytest
 
 from quire.engine import loop as loop_module
-from quire.sched.pace import KEPT, LEAST, Pace
+from quire.sched.pace import KEPT, LEAST, StepTimeEstimator
 from quire.schema.messages import Stop
 from tests.plain.sched_kit import Bench, counts
 from tests.plain.sched_kit import request as engine_request
@@ -15,7 +15,7 @@ from tests.plain.test_engine_loop import make_loop, request
 
 
 def test_a_step_is_expected_to_take_what_the_fastest_of_its_size_took_lately() -> None:
-    pace = Pace()
+    pace = StepTimeEstimator()
     assert pace.expect(3) == 0.0 and pace.tokens_within(1.0) is None
     for seconds in (5.0, 2.0, 3.0):
         pace.learn(3, seconds)
@@ -29,7 +29,7 @@ def test_a_step_is_expected_to_take_what_the_fastest_of_its_size_took_lately() -
 
 
 def test_tokens_within_a_time_follow_the_steps() -> None:
-    pace = Pace()
+    pace = StepTimeEstimator()
     pace.learn(LEAST, LEAST * 1e-3)
     assert pace.tokens_within(0.5) == 500
     for _ in range(100):

@@ -10,7 +10,7 @@ import pytest
 from quire.base import registry
 from quire.sched.blocks import BlockPool
 from quire.sched.events import AllBlocksCleared, BlockRemoved, BlockStored
-from quire.sched.kv_policy import Chunk, Cross, Full, State, Window
+from quire.sched.kv_policy import ChunkedLocal, Cross, Full, State, Window
 from quire.sched.prefix_hash import ALGORITHMS, BlockHasher
 from quire.schema.errors import MissingExtraError
 from quire.schema.kv import KVKind
@@ -118,7 +118,7 @@ def test_xxhash_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_still_needed() -> None:
-    full, window, chunk, state = Full(4), Window(4, 6), Chunk(4, 8), State(4)
+    full, window, chunk, state = Full(4), Window(4, 6), ChunkedLocal(4, 8), State(4)
     at = (0, 1, 5, 6, 8, 9, 13, 16, 17)
     assert [full.first_needed(n) for n in at] == [0] * 9
     assert [window.first_needed(n) for n in at] == [0, 0, 0, 0, 0, 1, 2, 2, 3]
@@ -138,8 +138,8 @@ def test_what_is_still_needed() -> None:
         (Window(4, 6), "235", 4),
         (Window(4, 6), "0", 1),
         (Window(4, 6), "5", 0),
-        (Chunk(4, 8), "", 4),  # at 16 a new chunk begins: nothing before it is read
-        (Chunk(4, 8), "4", 5),
+        (ChunkedLocal(4, 8), "", 4),  # at 16 a new chunk begins: nothing before it is read
+        (ChunkedLocal(4, 8), "4", 5),
         (State(4), "0", 1),
         (State(4), "035", 6),
         (State(4), "02", 3),
@@ -149,7 +149,7 @@ def test_what_is_still_needed() -> None:
 )
 def test_longest_prefix(policy: Full, present: str, longest: int) -> None:
     names = [bytes([i]) for i in range(6)]
-    most = 5 if isinstance(policy, Chunk) else 6
+    most = 5 if isinstance(policy, ChunkedLocal) else 6
     assert policy.longest(names, {names[int(i)]: 0 for i in present}, most) == longest
 
 

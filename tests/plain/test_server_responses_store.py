@@ -1,4 +1,4 @@
-"""The store of responses keeps to its limits, and Parts gives the same answer however its Deltas are cut."""
+"""The store of responses keeps to its limits, and AnswerParts gives the same answer however its Deltas are cut."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.base import env
 from quire.config.server import server_config
 from quire.schema.errors import ConfigError, InputError, OverloadedError
 from quire.server.openai.responses_store import NoSuchResponseError, Record, ResponseStore
-from quire.server.parts import Change, Kind, Parts
+from quire.server.parts import AnswerParts, Change, Kind
 from quire.text.parse.base import CallDelta, Delta
 
 
@@ -186,7 +186,7 @@ def test_parts() -> None:
                     deltas.append(Delta(call=CallDelta(call, part)))
                 else:
                     deltas.append(Delta(part) if kind is Kind.TEXT else Delta(reasoning=part))
-        parts = Parts()
+        parts = AnswerParts()
         steps = [*parts.feed(deltas), *parts.end(), *parts.end()]
         assert [(part.kind, part.text) for part in parts.all] == pieces
         assert [part.call_id for part in parts.all if part.kind is Kind.CALL] == ["id0", "id1"]

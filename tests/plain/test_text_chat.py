@@ -18,7 +18,7 @@ from tokenizers import models, pre_tokenizers
 from quire.schema.errors import InputError, NotBuiltError
 from quire.text.chat import ChatJob, choose_template, render_chat
 from quire.text.forms.fast import FastTokenizer
-from quire.text.template import LIMITS, Limits, Sandbox, compile_template, render
+from quire.text.template import LIMITS, Sandbox, TemplateLimits, compile_template, render
 from quire.text.template_child import render_apart
 from quire.text.template_facts import TemplateFacts, read_facts
 
@@ -387,7 +387,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_end_soon_with_an_error(name: str) -> None:
     start = time.process_time()
-    limits = Limits(seconds=0.5, output_chars=1 << 22)
+    limits = TemplateLimits(seconds=0.5, output_chars=1 << 22)
     with pytest.raises(InputError):
         text = render(HOSTILE[name], {"messages": [{"role": "user", "content": "x"}]}, limits)
         assert text == "", "an escape shows nothing"
@@ -407,7 +407,7 @@ BOMBS = {"grows": _DEEP + "{{ n.a }}", "takes forever": _DEEP + "{{ n.a == n.b }
 def test_a_template_apart_cannot_hang_or_fill_the_machine(name: str) -> None:
     start = time.perf_counter()
     with pytest.raises(InputError, match=r"the chat template (used more than|failed)"):
-        render_apart(ChatJob(BOMBS[name], HELLO, {}), Limits(seconds=1.0))
+        render_apart(ChatJob(BOMBS[name], HELLO, {}), TemplateLimits(seconds=1.0))
     assert time.perf_counter() - start < 20
 
 

@@ -1,10 +1,11 @@
-"""docs/glossary.md holds: no forbidden part in any name, no refused spelling of a word."""
+"""docs/glossary.md holds: no forbidden part in any name, no refused spelling of a word, no class name twice."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,25 @@ def test_no_variable_has_a_refused_name() -> None:
         if found := sorted({name for name in variables(ast.parse(path.read_text())) if name in REFUSED}):
             bad[path.relative_to(ROOT).as_posix()] = found
     assert not bad
+
+
+def repeated_classes(sources: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Class names that several definitions share, with where these are; a leading underscore makes no other name."""
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for where, source in sources:
+        for name, is_class in definitions(ast.parse(source)):
+            if is_class:
+                places[name.lstrip("_")].append(where)
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_the_rule_finds_a_class_name_given_twice() -> None:
+    one, two = "class Call: ...\nclass Row: ...\n", "def make():\n    class _Call: ...\n"
+    assert repeated_classes([("a/x.py", one), ("b/y.py", two)]) == {"Call": ["a/x.py", "b/y.py"]}
+    assert repeated_classes([("a/x.py", two + two)]) == {"Call": ["a/x.py", "a/x.py"]}
+    assert not repeated_classes([("a/x.py", one)])
+
+
+def test_no_class_name_is_given_twice() -> None:
+    sources = [(path.relative_to(ROOT).as_posix(), path.read_text()) for path in FILES]
+    assert not repeated_classes(sources)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.inputs import Asked
+from quire.engine.inputs import PreparedRequest
 from quire.schema.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.schema.params import SamplingParams
 from quire.schema.prompt import Prompt
@@ -54,7 +54,7 @@ def results(*, logprobs: bool = False) -> list[RequestOutput]:
 
 def opened() -> Opened:
     flow: Any = None
-    return Opened(flow, (Asked("r", "The", (1, 2, 3), SamplingParams(), (), 0.0),), {"r": 0})
+    return Opened(flow, (PreparedRequest("r", "The", (1, 2, 3), SamplingParams(), (), 0.0),), {"r": 0})
 
 
 def completion(fake: Live, **body: Any) -> CompletionAnswer:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from quire.base.registry import load
-from quire.grammar.backend import Rows, Vocabulary
+from quire.grammar.backend import GrammarVocabulary, Rows
 from quire.grammar.backends.tag_lark import tag_as_lark
 from quire.grammar.regex import read_regex
 from quire.schema.grammar import GrammarKind, GrammarSpec
@@ -26,7 +26,7 @@ _LONGEST = 32  # bytes of a token that is tried where text is cut
 
 
 class Guidance:
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
         package = "llguidance"
         self._matcher = load(f"{package}:LLMatcher")
         self._special = {name.decode(): token_id for token_id, name in vocabulary.special.items() if name}
@@ -129,7 +129,7 @@ class _Tokens:
     """The vocabulary as llguidance asks for it. Text that a grammar forces is cut as it is here, the longest token
     first: about as a tokenizer would, and in as few steps."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
         texts = vocabulary.tokens + [b""] * (vocabulary.size - len(vocabulary.tokens))
         # no two special tokens may be alike, or a mask that has one of them has all
         self.tokens = [text or vocabulary.special.get(i) or b"<%d>" % i for i, text in enumerate(texts)]

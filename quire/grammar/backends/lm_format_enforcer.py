@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from quire.base.registry import load
-from quire.grammar.backend import Rows, Vocabulary
+from quire.grammar.backend import GrammarVocabulary, Rows
 from quire.grammar.backends.outlines import bare_regex, literal
 from quire.schema.grammar import GrammarKind, GrammarSpec
 
@@ -35,7 +35,7 @@ class _Table(msgspec.Struct):
 
 
 class LMFormatEnforcer:
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
         tokens = [(i, _text(word)) for i, word in enumerate(vocabulary.tokens)]
         regular = [(i, text, True) for i, text in tokens if text]
         data = load(f"{PACKAGE}:TokenEnforcerTokenizerData")(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.base.registry import load
-from quire.grammar.backend import MOST_ROLLBACK, Rows, Vocabulary
+from quire.grammar.backend import MOST_ROLLBACK, GrammarVocabulary, Rows
 from quire.schema.grammar import GrammarKind, GrammarSpec
 
 WHITESPACE = r"[ \n\r\t]{0,20}"
@@ -21,7 +21,7 @@ _STATE_BYTES = 1 << 20  # a table is about as large as its binary form; at least
 
 
 class Outlines:
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
         package = "outlines_core"
         self._index, self._guide = load(f"{package}:Index"), load(f"{package}:Guide")
         self._regex_of = load(f"{package}:json_schema.build_regex_from_schema")

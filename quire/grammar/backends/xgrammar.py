@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from quire.base.registry import load
-from quire.grammar.backend import Rows, Vocabulary
+from quire.grammar.backend import GrammarVocabulary, Rows
 from quire.grammar.regex import read_regex
 from quire.schema.grammar import GrammarKind, GrammarSpec
 
@@ -20,7 +20,7 @@ _NO_TEXT = b"\xff"
 
 
 class XGrammar:
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
         package = "xgrammar"
         self._compiled = load(f"{package}:CompiledGrammar")
         self._matcher = load(f"{package}:GrammarMatcher")

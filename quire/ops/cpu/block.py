@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.ops.blocks import BlockParts, BlocksRun, StepTurn, Weights, join_blocks
 from quire.ops.cpu.native import CACHE_DTYPES, DTYPES, KINDS, AttentionWork, Segment
 from quire.ops.op import FormTable, Kernels
-from quire.ops.parts import Delta, Parts
+from quire.ops.parts import Delta, PartialSums
 
 
 class NativeStep:
@@ -87,7 +87,7 @@ class BlocksCall:
 
     def __call__(self, x: Tensor, delta: Delta, turns: Sequence[StepTurn]) -> tuple[Tensor, Tensor] | None:
         """(stream after the last attention, what the last mlp adds); None: not this step."""
-        if x.shape[0] > self._most or not x.is_contiguous() or isinstance(delta, Parts):
+        if x.shape[0] > self._most or not x.is_contiguous() or isinstance(delta, PartialSums):
             return None
         if delta is not None and not delta.is_contiguous():
             return None

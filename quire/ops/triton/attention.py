@@ -32,7 +32,7 @@ MAX_SPLITS = 64  # parts of one tile
 _LISTS = ["tables", "items", "info", "members", "starts", "contexts"]  # may begin at any address
 
 
-class Tiles(NamedTuple):
+class AttentionTile(NamedTuple):
     """Shape of the work of one program, and how it is compiled."""
 
     block_m: int
@@ -45,7 +45,7 @@ class Tiles(NamedTuple):
     max_regs: int | None = None  # per thread, so that more programs share a multiprocessor
 
 
-class Shared(NamedTuple):
+class SharedPrefix(NamedTuple):
     """A prefix that many rows of a step may share, found on the device: their queries read it together, in tiles."""
 
     info: Tensor  # [5] int32: tokens of the prefix (0: none) | queries | row that has it | tiles | parts of a tile
@@ -53,18 +53,18 @@ class Shared(NamedTuple):
     starts: Tensor  # [n] int32: the token of an entry in q
     contexts: Tensor  # [n] int32, of entries
     programs: int  # per kv head; tiles * parts of a tile never exceeds it. 0: there is no prefix, info is all zero
-    tiles: Tiles
+    tiles: AttentionTile
 
 
-class Work(NamedTuple):
+class AttentionWorkList(NamedTuple):
     """What one call of `attend` does."""
 
     items: Tensor  # [n, 10] int32
     partials: int  # partial results to keep room for, per kv head and flat
     held: int  # flats of a tile that can be in use
-    tiles: Tiles
+    tiles: AttentionTile
     splittable: bool = True  # False: compiled without parts, for lists that never have any
-    shared: Shared | None = None
+    shared: SharedPrefix | None = None
 
 
 class Shape(NamedTuple):
@@ -492,7 +492,7 @@ def attend(
     keys: Tensor,  # [num_blocks, page, Hkv, D]; the tokens of one head lie side by side: stride(1) == D
     values: Tensor | None,  # [num_blocks, page, Hkv, Dv], likewise; None: the first Dv entries of the keys
     tables: Tensor,  # [rows, blocks] int32
-    work: Work,
+    work: AttentionWorkList,
     out: Tensor,  # [T, Hq, Dv], contiguous
     space: Space,
     shape: Shape,
@@ -527,7 +527,7 @@ def _early(early: bool) -> dict[str, bool]:
 
 
 def _attend_shared(
-    q: Tensor, keys: Tensor, values: Tensor | None, tables: Tensor, shared: Shared, rooms: Rooms, shape: Shape,
+    q: Tensor, keys: Tensor, values: Tensor | None, tables: Tensor, shared: SharedPrefix, rooms: Rooms, shape: Shape,
     rule: Rule, dv: int, early: bool,
 ) -> None:  # fmt: skip
     stored, kv_heads = keys if values is None else values, keys.shape[2]
@@ -542,7 +542,7 @@ def _attend_shared(
     )  # fmt: skip
 
 
-def _ahead(q: Tensor, keys: Tensor, values: Tensor | None, tiles: Tiles, rule: Rule) -> bool:
+def _ahead(q: Tensor, keys: Tensor, values: Tensor | None, tiles: AttentionTile, rule: Rule) -> bool:
     """Only for plain rules, and where nothing is cast between loading and multiplying."""
     plain = not rule.softcap and rule.alibi is None and values is not None
     return tiles.ahead and plain and q.dtype == keys.dtype and q.dtype != torch.float32
@@ -555,7 +555,9 @@ def _factors(rule: Rule) -> tuple[float, float]:
     return rule.scale * LOG2E.value, 0.0
 
 
-def _shapes(q: Tensor, keys: Tensor, values: Tensor | None, tiles: Tiles, dv: int) -> dict[str, int | str | None]:
+def _shapes(
+    q: Tensor, keys: Tensor, values: Tensor | None, tiles: AttentionTile, dv: int
+) -> dict[str, int | str | None]:
     dk, latent = keys.shape[3], values is None
     return {
         "GROUP": q.shape[1] // keys.shape[2], "DK": dk, "DV": dv, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
@@ -566,7 +568,7 @@ def _shapes(q: Tensor, keys: Tensor, values: Tensor | None, tiles: Tiles, dv: in
 
 
 def _pages(
-    q: Tensor, keys: Tensor, values: Tensor | None, tiles: Tiles
+    q: Tensor, keys: Tensor, values: Tensor | None, tiles: AttentionTile
 ) -> tuple[TensorDescriptor, TensorDescriptor] | None:
     """Keys and values as rows of entries for the copy engine; None where a tile of keys is not one box of memory."""
     if not tiles.tma or values is None or keys.element_size() != 2 or q.dtype != keys.dtype:
@@ -578,17 +580,17 @@ def _pages(
     return TensorDescriptor(keys, shape, strides, box), TensorDescriptor(values, shape, strides, box)
 
 
-def workspace_sizes(work: Work, kv_heads: int, dv: int) -> tuple[int, int]:
+def workspace_sizes(work: AttentionWorkList, kv_heads: int, dv: int) -> tuple[int, int]:
     """(floats, counters) of a Space."""
     return sum(_lengths(work, kv_heads, dv)), work.partials * kv_heads
 
 
-def _rooms(workspace: Tensor, work: Work, kv_heads: int, dv: int) -> Rooms:
+def _rooms(workspace: Tensor, work: AttentionWorkList, kv_heads: int, dv: int) -> Rooms:
     lengths = _lengths(work, kv_heads, dv)
     return Rooms(*workspace[: sum(lengths)].split(lengths))
 
 
-def _lengths(work: Work, kv_heads: int, dv: int) -> list[int]:
+def _lengths(work: AttentionWorkList, kv_heads: int, dv: int) -> list[int]:
     """Of Rooms. Rounded up, so that what lies behind starts where wide loads and stores want it."""
     own, shared = work.partials * work.held, work.shared
     joint = 0 if shared is None else shared.programs * shared.tiles.block_m

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.triton.attention import FIELDS, MAX_SPLITS, Shape, Shared, Tiles
+from quire.ops.triton.attention import FIELDS, MAX_SPLITS, AttentionTile, Shape, SharedPrefix
 from quire.ops.triton.sizes import cdiv, next_power_of_2
 
 PROBE = 256  # tokens: shorter prefixes are not looked for
@@ -36,7 +36,7 @@ def probe_column(page: int, probe: int = PROBE) -> int:
 class Sharing(NamedTuple):
     """When a common prefix is worth a kernel of its own."""
 
-    tiles: Tiles
+    tiles: AttentionTile
     programs: int  # per kv head
     probe: int = PROBE
     rows: int = LEAST_ROWS
@@ -154,12 +154,12 @@ def plan_decodes(
     shape: Shape,
     *,
     group: int,
-    tiles: Tiles,
+    tiles: AttentionTile,
     target: int,  # parts wanted in all
     least: int,  # key tiles of a part
     most: int,  # parts of a tile, up to MAX_SPLITS
     sharing: Sharing | None,
-) -> tuple[Tensor, Shared | None]:
+) -> tuple[Tensor, SharedPrefix | None]:
     """(items, shared) of one query per entry. There are items for all parts there can be: target + tiles."""
     device, entries = contexts.device, len(contexts)
     m_tiles = cdiv(group, tiles.block_m)
@@ -168,7 +168,7 @@ def plan_decodes(
     shared = None
     if sharing is not None:
         info, members = torch.empty(8 + entries, dtype=torch.int32, device=device).split([8, entries])
-        shared = Shared(info, members, starts, contexts, sharing.programs, sharing.tiles)
+        shared = SharedPrefix(info, members, starts, contexts, sharing.programs, sharing.tiles)
     used = sharing or Sharing(tiles, 0)
     align = math.lcm(shape.page, tiles.block_n, used.tiles.block_n)
     _plan_kernel[(1,)](

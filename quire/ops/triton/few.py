@@ -31,7 +31,7 @@ _TALL = 1 << 16  # columns of a matrix past which a launch is nothing
 _ALONE = 1  # rows up to which a product without anything around it is taken from here
 
 
-class Config(NamedTuple):
+class FewRowsConfig(NamedTuple):
     """BN counts result columns (a gated product reads twice as many rows of the matrix)."""
 
     bn: int
@@ -218,7 +218,7 @@ def few_linear(
     out: Tensor | None = None,  # [M, N], of any dtype
     normed: Tensor | None = None,  # [M, K], gets norm(x)
     rounded: bool = True,  # to the dtype of x, before what follows
-    config: Config | None = None,
+    config: FewRowsConfig | None = None,
     early: bool = False,
 ) -> Tensor:
     rows, k = x.shape
@@ -259,18 +259,18 @@ def few_rows(width: int, dtype: torch.dtype) -> int:
     return next(rows for most, rows in _FEW_ROWS if width <= most)
 
 
-def config_of(rows: int, n: int, k: int, *, gated: bool) -> Config:
+def config_of(rows: int, n: int, k: int, *, gated: bool) -> FewRowsConfig:
     """As measured on an H200 (benchmarks/gpu/sweep.py few)."""
     bk = triton.next_power_of_2(k)
     if gated and k <= 1024:
-        return Config(2, min(512, bk), 2) if rows == 1 else Config(8, bk, 4)
+        return FewRowsConfig(2, min(512, bk), 2) if rows == 1 else FewRowsConfig(8, bk, 4)
     if gated:
-        return Config(4, 1024, 4)
+        return FewRowsConfig(4, 1024, 4)
     if n > _TALL:
-        return Config(2, min(1024, bk), 4)
+        return FewRowsConfig(2, min(1024, bk), 4)
     if n > k:
-        return Config(4, min(1024, bk), 2 if k <= 2048 else 4)
-    return Config(4, min(2048, bk), 8) if n * k <= 1 << 24 else Config(4, 1024, 2)
+        return FewRowsConfig(4, min(1024, bk), 2 if k <= 2048 else 4)
+    return FewRowsConfig(4, min(2048, bk), 8) if n * k <= 1 << 24 else FewRowsConfig(4, 1024, 2)
 
 
 # --- forms of ops/few.py and of ops/linear.py

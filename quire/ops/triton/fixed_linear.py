@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-class Tile(NamedTuple):
+class MatmulTile(NamedTuple):
     rows: int
     columns: int
     depth: int
@@ -63,16 +63,16 @@ def _product_kernel(
     tl.store(at, acc.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < N)[None, :])
 
 
-def tile_for(rows: int, columns: int, depth: int, dtype: torch.dtype) -> Tile:
+def tile_for(rows: int, columns: int, depth: int, dtype: torch.dtype) -> MatmulTile:
     if dtype is torch.float32:  # no tensor cores: another instruction, and one tile for all
-        return Tile(32, 32, 32, 4, 2)
+        return MatmulTile(32, 32, 32, 4, 2)
     if not is_regular(depth):
-        return Tile(64, 64, 32, 4, 3)
+        return MatmulTile(64, 64, 32, 4, 3)
     if rows <= 16:
-        return Tile(16, 32 if columns <= 8192 else 64, 128, 4, 4)
+        return MatmulTile(16, 32 if columns <= 8192 else 64, 128, 4, 4)
     if rows <= 256:
-        return Tile(64, 32 if columns <= 4096 else 64, 128, 4, 4)
-    return Tile(128, 256, 64, 8, 3)
+        return MatmulTile(64, 32 if columns <= 4096 else 64, 128, 4, 4)
+    return MatmulTile(128, 256, 64, 8, 3)
 
 
 def is_regular(depth: int) -> bool:
@@ -85,7 +85,7 @@ def fixed_product(
     x: Tensor,  # [T, H, K]
     w: Tensor,  # [H, K, N], any strides
     bias: Tensor | None = None,  # [N]
-    tile: Tile | None = None,
+    tile: MatmulTile | None = None,
 ) -> Tensor:
     """One matrix per head: [T, H, N], each summed over k in one order."""
     rows, heads, depth = x.shape

@@ -35,7 +35,7 @@ _INLINE = 4096  # pairs up to which none are counted first: each is compared wit
 _TILE_ROWS = 32  # rows of the tile table that one program fills
 
 
-class Config(NamedTuple):
+class MoeTileConfig(NamedTuple):
     """Tile of a grouped product; BN counts result columns (a gated product reads twice as many rows of weights)."""
 
     bm: int
@@ -45,7 +45,7 @@ class Config(NamedTuple):
     stages: int
 
 
-class Tiles(NamedTuple):
+class ExpertTiles(NamedTuple):
     order: Tensor  # [P] pairs sorted by expert
     expert: Tensor  # [most tiles] of each tile; -1: there is no such tile
     start: Tensor  # [most tiles] its first place in `order`
@@ -256,11 +256,11 @@ def _sort_kernel(
             tl.store(end + EXPERTS, tl.sum(tiles, 0))
 
 
-def sort_pairs(index: Tensor, experts: int, bm: int) -> Tiles:
+def sort_pairs(index: Tensor, experts: int, bm: int) -> ExpertTiles:
     """index [T, k] (contiguous): pairs by expert, in rising order within one."""
     pairs, device = index.numel(), index.device
     if index.shape[0] == 1:
-        return Tiles(index, index, index, index, direct=True)
+        return ExpertTiles(index, index, index, index, direct=True)
     inline = pairs <= _INLINE
     chunks = triton.cdiv(pairs, _CHUNK)
     placers = triton.cdiv(pairs, _PIECE) if inline else chunks
@@ -276,7 +276,7 @@ def sort_pairs(index: Tensor, experts: int, bm: int) -> Tiles:
         index, counts, order, expert, start, end, pairs, chunks, placers, most_tiles, bm, EXPERTS=experts,
         BLOCK_E=block_e, CHUNK=_CHUNK, PIECE=_PIECE, TILES=_TILE_ROWS, INLINE=inline, num_warps=4,
     )  # fmt: skip
-    return Tiles(order, expert, start, end)
+    return ExpertTiles(order, expert, start, end)
 
 
 # --- the grouped product
@@ -337,8 +337,8 @@ def _experts_kernel(
 
 
 def product(
-    a: Tensor, w: Tensor, bias: Tensor | None, tiles: Tiles, top_k: int, config: Config, *, pairs: int, first: bool,
-    act: tuple[int, float, float] | None = None,
+    a: Tensor, w: Tensor, bias: Tensor | None, tiles: ExpertTiles, top_k: int, config: MoeTileConfig, *,
+    pairs: int, first: bool, act: tuple[int, float, float] | None = None,
 ) -> Tensor:  # fmt: skip
     """One grouped product. `act` (code, alpha, limit): w is [E, 2 N, K] and the result [P, N]; else [E, N, K]."""
     gated = act is not None
@@ -387,26 +387,28 @@ def combine(y: Tensor, weights: Tensor, stream: Tensor | None = None) -> Tensor:
     return out
 
 
-def configs_of(pairs: int, experts: int, dtype: torch.dtype, *, fixed: bool = False) -> tuple[Config, Config]:
+def configs_of(
+    pairs: int, experts: int, dtype: torch.dtype, *, fixed: bool = False
+) -> tuple[MoeTileConfig, MoeTileConfig]:
     """Tiles of the first and the second product, by how many pairs an expert has on average, as measured on an H200.
     `fixed`: no result may depend on how many tokens there are. Tensor cores add up in one order whatever the tile; in
     float32 one tile serves all."""
     each = 32 if fixed and dtype is torch.float32 else pairs / experts
     if dtype is torch.float32:
-        return (Config(16, 32, 32, 4, 3), Config(16, 32, 32, 4, 3)) if each < 32 else (Config(64, 32, 32, 4, 2),) * 2
+        return (MoeTileConfig(16, 32, 32, 4, 3) if each < 32 else MoeTileConfig(64, 32, 32, 4, 2),) * 2
     if each <= 12:
-        return Config(16, 64, 128, 4, 3), Config(16, 128, 128, 4, 3)
+        return MoeTileConfig(16, 64, 128, 4, 3), MoeTileConfig(16, 128, 128, 4, 3)
     if each <= 48:
-        return Config(32, 64, 128, 4, 3), Config(32, 128, 128, 4, 3)
+        return MoeTileConfig(32, 64, 128, 4, 3), MoeTileConfig(32, 128, 128, 4, 3)
     if each <= 96:
-        return Config(64, 128, 64, 8, 3), Config(64, 256, 64, 8, 3)
-    return Config(128, 128, 64, 8, 3), Config(128, 256, 64, 8, 3)
+        return MoeTileConfig(64, 128, 64, 8, 3), MoeTileConfig(64, 256, 64, 8, 3)
+    return MoeTileConfig(128, 128, 64, 8, 3), MoeTileConfig(128, 256, 64, 8, 3)
 
 
 def run_experts(
     x: Tensor, weights: Tensor, index: Tensor, w1: Tensor, w2: Tensor, *, b1: Tensor | None, b2: Tensor | None,
     act: Callable[[Tensor], Tensor], codes: dict[Callable, int], stream: Tensor | None = None,
-    configs: tuple[Config, Config] | None = None, fixed: bool = False, early: bool = False,
+    configs: tuple[MoeTileConfig, MoeTileConfig] | None = None, fixed: bool = False, early: bool = False,
 ) -> Tensor:  # fmt: skip
     """`codes`: which gated activations can join the first product; others run between the two. `fixed`: results do not
     depend on how many tokens there are. `early`: see few.py; only where a few tokens are."""

@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.ops.triton.act import gate_up
 
 
-class FewConfig(NamedTuple):
+class MoeFewConfig(NamedTuple):
     """Result columns, entries of a piece, warps: of the first product, then of the second."""
 
     up: tuple[int, int, int] = (2, 1024, 4)
@@ -128,7 +128,7 @@ def _down_kernel(
 
 def up(
     x: Tensor, index: Tensor, w1: Tensor, b1: Tensor | None, act: tuple[int, float, float] | None, *,
-    config: FewConfig = FewConfig(), early: bool = False,
+    config: MoeFewConfig = MoeFewConfig(), early: bool = False,
 ) -> Tensor:  # fmt: skip
     """x [T, dim], index [T, k] -> [T * k, F]; without `act` the whole product [T * k, 2 F]."""
     rows, k = w1.shape[1:]
@@ -148,7 +148,7 @@ def up(
 
 def down(
     h: Tensor, weights: Tensor, index: Tensor, w2: Tensor, b2: Tensor | None, stream: Tensor | None, *,
-    config: FewConfig = FewConfig(), early: bool = False,
+    config: MoeFewConfig = MoeFewConfig(), early: bool = False,
 ) -> Tensor:  # fmt: skip
     """h [T * k, F] -> [T, dim], weighted and summed; `stream` [T, dim] is added."""
     (tokens, top_k), (n, k) = index.shape, w2.shape[1:]

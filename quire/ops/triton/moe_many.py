@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.ops.triton.act import gate_up
 
 
-class ManyConfig(NamedTuple):
+class MoeManyConfig(NamedTuple):
     """BN counts result columns. `resident`: programs stay and take several tiles; `flat`: their loops are one."""
 
     bm: int
@@ -34,8 +34,8 @@ class ManyConfig(NamedTuple):
     flat: bool = True
 
 
-FIRST = ManyConfig(128, 128, 64, 8, 3)
-SECOND = ManyConfig(128, 256, 64, 8, 3)
+FIRST = MoeManyConfig(128, 128, 64, 8, 3)
+SECOND = MoeManyConfig(128, 256, 64, 8, 3)
 LEAST = 96  # pairs an expert has on average, from which on these products are taken
 
 
@@ -117,7 +117,7 @@ def _sms(device: torch.device) -> int:
 
 def product(
     a: Tensor, w: Tensor, bias: Tensor | None, tiles: tuple[Tensor, Tensor, Tensor, Tensor], top_k: int,
-    *, pairs: int, act: tuple[int, float, float] | None, config: ManyConfig | None = None,
+    *, pairs: int, act: tuple[int, float, float] | None, config: MoeManyConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """As moe.product: with `act` the first product (a are tokens), without it the second (a are sorted pairs). `tiles`:
     order, expert and start of each tile, end of each expert and after them the number of tiles."""

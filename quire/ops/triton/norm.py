@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.ops.parts import Parts
+from quire.ops.parts import PartialSums
 from quire.ops.triton.sizes import cdiv, next_power_of_2
 
 MAX_WIDTH = 16384
@@ -67,7 +67,7 @@ def _launch(
     weight: Tensor | None,  # [W] or [H, W]
     eps: float,
     *,
-    delta: Tensor | Parts | None = None,
+    delta: Tensor | PartialSums | None = None,
     bias: Tensor | None = None,
     offset: float = 0.0,
     layer: bool = False,
@@ -83,7 +83,7 @@ def _launch(
     block = next_power_of_2(width)
     rows = max(1, _TILE // block)  # by the width alone: a row's sum must not depend on how many there are
     per_head = weight is not None and weight.ndim == 2
-    parts = None if delta is None else delta.sums if isinstance(delta, Parts) else delta[None]
+    parts = None if delta is None else delta.sums if isinstance(delta, PartialSums) else delta[None]
     _norm_kernel[(cdiv(tokens * heads, rows),)](
         x, parts, weight, bias, out, tokens * heads, x.stride(0), x.stride(1) if x.ndim == 3 else 0,
         *((0, 0) if parts is None else (parts.stride(1), parts.stride(0))), width if per_head else 0, eps, offset,
@@ -94,7 +94,7 @@ def _launch(
     return out
 
 
-def fits(x: Tensor, weight: Tensor | None, delta: Tensor | Parts | None = None) -> bool:
+def fits(x: Tensor, weight: Tensor | None, delta: Tensor | PartialSums | None = None) -> bool:
     """Shapes and strides the kernel takes. What it does not take goes to the reference."""
     return (
         x.ndim in (2, 3)
@@ -105,8 +105,8 @@ def fits(x: Tensor, weight: Tensor | None, delta: Tensor | Parts | None = None) 
     )
 
 
-def _adds(x: Tensor, delta: Tensor | Parts) -> bool:
-    step = delta.sums[0] if isinstance(delta, Parts) else delta
+def _adds(x: Tensor, delta: Tensor | PartialSums) -> bool:
+    step = delta.sums[0] if isinstance(delta, PartialSums) else delta
     return step.shape == x.shape and step.stride(-1) == 1
 
 
@@ -125,14 +125,14 @@ def layer_norm(
 
 
 def add_rms_norm(
-    x: Tensor, delta: Tensor | Parts, weight: Tensor, eps: float, *, early: bool = False, warps: int = 0
+    x: Tensor, delta: Tensor | PartialSums, weight: Tensor, eps: float, *, early: bool = False, warps: int = 0
 ) -> tuple[Tensor, Tensor]:
     """The sum is written over x."""
     return _launch(x, weight, eps, delta=delta, early=early, warps=warps), x
 
 
 def add_rms_norm_wide(
-    x: Tensor, delta: Tensor | Parts, weight: Tensor, eps: float, offset: float = 0.0, *, early: bool = False
+    x: Tensor, delta: Tensor | PartialSums, weight: Tensor, eps: float, offset: float = 0.0, *, early: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The sum is written over x."""
     return _launch(x, weight, eps, delta=delta, offset=offset, wide=True, early=early), x

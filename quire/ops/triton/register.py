@@ -26,7 +26,7 @@ from quire.ops import rope as rope_ops
 from quire.ops import sample as sample_ops
 from quire.ops import ssm as ssm_ops
 from quire.ops.op import FormTable, Kernels, same_bits
-from quire.ops.parts import Parts
+from quire.ops.parts import PartialSums
 from quire.ops.triton import (
     act,
     attention,
@@ -71,7 +71,7 @@ def _layer_norm(
 
 
 def _add_rms_norm(
-    x: Tensor, delta: Tensor | Parts, weight: Tensor, eps: float, *, early: bool
+    x: Tensor, delta: Tensor | PartialSums, weight: Tensor, eps: float, *, early: bool
 ) -> tuple[Tensor, Tensor]:
     if norm.fits(x, weight, delta):
         return norm.add_rms_norm(x, delta, weight, eps, early=early)
@@ -79,7 +79,7 @@ def _add_rms_norm(
 
 
 def _add_rms_norm_wide(
-    x: Tensor, delta: Tensor | Parts, weight: Tensor, eps: float, offset: float = 0.0, *, early: bool
+    x: Tensor, delta: Tensor | PartialSums, weight: Tensor, eps: float, offset: float = 0.0, *, early: bool
 ) -> tuple[Tensor, Tensor]:
     if norm.fits(x, weight, delta):
         return norm.add_rms_norm_wide(x, delta, weight, eps, offset, early=early)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.ops.parts import Parts
+from quire.ops.parts import PartialSums
 from quire.ops.qkv import QkvPrep
 from quire.ops.triton.sizes import cdiv, next_power_of_2
 
@@ -107,11 +107,11 @@ def _prepare_kernel(
 
 
 def prepare_qkv(
-    qkv: Tensor | Parts, prep: QkvPrep, keys: Tensor, values: Tensor, slots: Tensor, keep: bool = False, *,
+    qkv: Tensor | PartialSums, prep: QkvPrep, keys: Tensor, values: Tensor, slots: Tensor, keep: bool = False, *,
     tile: tuple[int, int] | None = None, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    parts, dtype = (qkv.sums, qkv.dtype) if isinstance(qkv, Parts) else (qkv[None], qkv.dtype)
-    if keep and isinstance(qkv, Parts):
+    parts, dtype = (qkv.sums, qkv.dtype) if isinstance(qkv, PartialSums) else (qkv[None], qkv.dtype)
+    if keep and isinstance(qkv, PartialSums):
         raise ValueError("parts of a product have no place to keep keys in")
     tokens, total = parts.shape[1], prep.heads + 2 * prep.kv_heads
     size, half = parts.shape[2] // total, 0 if prep.cos is None else prep.cos.shape[-1] // 2

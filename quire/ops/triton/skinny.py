@@ -33,7 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops import few as few_ops
 from quire.ops.op import Fits, FormTable
-from quire.ops.parts import Parts
+from quire.ops.parts import PartialSums
 from quire.ops.triton import launch
 from quire.ops.triton.act import SILU
 
@@ -213,9 +213,9 @@ def _rows_of(count: int) -> int:
 def linear_parts(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, processors: int, early: bool = False,
     shape: tuple[Ring, int] | None = None,
-) -> Parts:  # fmt: skip
+) -> PartialSums:  # fmt: skip
     if not fits(x, weight):
-        return Parts(F.linear(x, weight, bias).float()[None], x.dtype)
+        return PartialSums(F.linear(x, weight, bias).float()[None], x.dtype)
     (rows, k), columns = x.shape, weight.shape[0]
     ring, parts = shape or shape_of(columns, k, processors)
     sums = torch.empty((parts, rows, columns), dtype=torch.float32, device=x.device)
@@ -225,7 +225,7 @@ def linear_parts(
         k // ring.entries, parts, ROWS=held, ENTRIES=ring.entries, BUFFERS=ring.buffers, BIAS=bias is not None,
         EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
-    return Parts(sums, x.dtype)
+    return PartialSums(sums, x.dtype)
 
 
 def linear_act(

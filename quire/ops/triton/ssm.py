@@ -26,7 +26,7 @@ MOST_TAPS = 8  # inputs a convolution sees
 _WIDEST = 16384  # entries of a norm's group
 
 
-class Lists(NamedTuple):
+class ScanLists(NamedTuple):
     """Pieces and rows of a step, for kernels that walk rows. A row is one or more pieces that follow each other."""
 
     rows: Tensor  # [M, 2] int32: first piece, end
@@ -36,7 +36,7 @@ class Lists(NamedTuple):
     num_chunks: int
 
 
-def lists_of(work: StateWork, chunk: int) -> Lists:
+def lists_of(work: StateWork, chunk: int) -> ScanLists:
     """Made once per step and chunk length, by the first layer that asks."""
     key = f"lists {chunk}"
     if key not in work.made:
@@ -56,11 +56,11 @@ def lists_of(work: StateWork, chunk: int) -> Lists:
         cuts = cuts.view(-1, 4)
         loads = work.pieces[cuts[:, 3].long(), 2:3]
         cuts = torch.cat((cuts[:, :3], loads), 1)
-        work.made[key] = Lists(own.view(-1, 2).contiguous(), pieces, cuts, len(rows), len(chunks))
+        work.made[key] = ScanLists(own.view(-1, 2).contiguous(), pieces, cuts, len(rows), len(chunks))
     return work.made[key]
 
 
-def step_lists(work: StateWork) -> Lists:
+def step_lists(work: StateWork) -> ScanLists:
     """The same for rows of one token: what must take the way of longer rows, bit for bit, goes by these."""
     key = "steps"
     if key not in work.made:
@@ -71,11 +71,11 @@ def step_lists(work: StateWork) -> Lists:
         rows = torch.stack((number[:-1], number[1:]), 1).int()
         pieces = torch.stack((tokens, tokens + 1, work.load, work.store, nothing, tokens), 1).int()
         chunks = torch.stack((tokens, tokens + 1, tokens, work.load), 1).int()
-        work.made[key] = Lists(rows, pieces, chunks, count, count)
+        work.made[key] = ScanLists(rows, pieces, chunks, count, count)
     return work.made[key]
 
 
-def walks_of(work: StateWork, fixed: bool) -> list[Lists]:
+def walks_of(work: StateWork, fixed: bool) -> list[ScanLists]:
     """Rows to walk: the longer ones, and in fixed mode all."""
     found = [step_lists(work)] if fixed and len(work.load) else []
     return [*found, lists_of(work, 64)] if len(work.spans) else found
@@ -314,7 +314,7 @@ def ssd_steps(
         )  # fmt: skip
 
 
-def _launches(work: StateWork, walk: bool) -> list[tuple[int, Lists | None]]:
+def _launches(work: StateWork, walk: bool) -> list[tuple[int, ScanLists | None]]:
     """(programs, lists): steps without lists, or everything walked."""
     if walk:
         return [(lists.num_rows, lists) for lists in walks_of(work, True)]

@@ -1,7 +1,8 @@
 """MessageAnswer: one call's results as Anthropic's messages, streamed or whole.
 
 In: results of the engine, through the answer's parser. Out: events (message_start, blocks, message_delta,
-message_stop), or after the last result the whole message. Both are made of the same Parts. Must not know: engines.
+message_stop), or after the last result the whole message. Both are made of the same AnswerParts. Must not know:
+engines.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from quire.schema.outputs import RequestOutput
 from quire.server.openai.chat_open import OpenedChat
 from quire.server.openai.envelope import encode
-from quire.server.parts import Change, Kind, Part, Parts, Step
+from quire.server.parts import AnswerParts, Change, Kind, Part, Step
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
@@ -26,7 +27,7 @@ class MessageAnswer:
         self._num_prompt_tokens = chat.opened.num_prompt_tokens
         self._num_tokens = 0
         self._parser = chat.new_parser()
-        self._parts = Parts()
+        self._parts = AnswerParts()
         self._begun = False
         self._reason: str | None = None
         self._sequence: str | None = None

@@ -20,7 +20,7 @@ from quire.server.openai.chat_open import PreparedChat, check_reasoning, open_ch
 from quire.server.openai.envelope import encode
 from quire.server.openai.limits import forget_unused
 from quire.server.renamed import renamed
-from quire.server.route import App, Call, add_route
+from quire.server.route import App, HttpCall, add_route
 from quire.server.state import ServerState
 from quire.server.stream import drain, send_events
 
@@ -43,7 +43,7 @@ def install(app: App) -> None:
     app.add_middleware(AnthropicErrors)
 
 
-async def create_message(call: Call, request: AnthropicMessagesRequest) -> None:
+async def create_message(call: HttpCall, request: AnthropicMessagesRequest) -> None:
     """Answer a conversation, as Anthropic's API does.
 
     Streams with `stream: true`.
@@ -63,7 +63,7 @@ async def create_message(call: Call, request: AnthropicMessagesRequest) -> None:
             await call.reply(answer.whole())
 
 
-async def count_message_tokens(call: Call, request: AnthropicCountTokensRequest) -> None:
+async def count_message_tokens(call: HttpCall, request: AnthropicCountTokensRequest) -> None:
     """How many tokens the prompt of such a message has."""
     state = call.state
     state.served.check(request.model)
@@ -77,7 +77,7 @@ def _num_tokens(state: ServerState, text: str) -> int:
     return len(state.tokenizer.encode(text, False))
 
 
-async def _prepare(call: Call, request: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> PreparedChat:
+async def _prepare(call: HttpCall, request: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> PreparedChat:
     if request.thinking is not None and request.thinking.type == "enabled":
         check_reasoning(call.state, "thinking")
     with renamed(NAMES):

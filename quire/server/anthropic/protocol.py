@@ -17,7 +17,7 @@ _OPEN = ConfigDict(extra="allow")
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
 
 
-class Block(TypedDict, total=False):
+class ContentBlock(TypedDict, total=False):
     """Text, tool_use, tool_result or thinking."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
@@ -36,7 +36,7 @@ class Block(TypedDict, total=False):
 class AnthropicMessage(TypedDict, total=False):
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     role: Required[Literal["user", "assistant", "system"]]
-    content: Required[str | ListOf[Block]]
+    content: Required[str | ListOf[ContentBlock]]
 
 
 class AnthropicTool(TypedDict, total=False):
@@ -78,7 +78,7 @@ class OutputConfig(BaseModel):
     format: JsonOutputFormat | None = None
 
 
-class _Prompt(BaseModel):
+class _PromptFields(BaseModel):
     """What both requests share: all that the prompt is made of."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, use_attribute_docstrings=True)
@@ -87,7 +87,7 @@ class _Prompt(BaseModel):
     """One of the served names; absent, the server's model."""
     messages: ListOf[AnthropicMessage] = Field(examples=[[{"role": "user", "content": "Say hi"}]])
     """A last message of the assistant is continued."""
-    system: str | ListOf[Block] | None = None
+    system: str | ListOf[ContentBlock] | None = None
     tools: ListOf[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
@@ -100,11 +100,11 @@ class _Prompt(BaseModel):
     """Variables of the template; needs --trust-request-chat-template."""
 
 
-class AnthropicCountTokensRequest(_Prompt):
+class AnthropicCountTokensRequest(_PromptFields):
     pass
 
 
-class AnthropicMessagesRequest(_Prompt):
+class AnthropicMessagesRequest(_PromptFields):
     max_tokens: int = Field(examples=[16])
     stop_sequences: ListOf[str] | None = None
     stream: bool | None = False

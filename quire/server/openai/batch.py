@@ -46,14 +46,14 @@ class RefusedLineError(Exception):
 
 
 @dataclass(frozen=True)
-class Answered:
+class BatchResponse:
     status: int
     headers: dict[bytes, bytes]
     body: bytes
 
 
 @dataclass
-class Tally:
+class BatchCounts:
     completed: int = 0
     failed: int = 0
     nameless: int = 0  # of those that failed: lines without a custom_id, whose answers nobody can tell apart
@@ -73,7 +73,7 @@ class BatchRunner:
     ) -> None:
         self._app, self._window, self._longest, self._alive = app, max(1, window), longest_line, alive
         self._headers = [(name.lower().encode(), value.encode()) for name, value in headers]
-        self.tally = Tally()
+        self.tally = BatchCounts()
 
     async def run(
         self,
@@ -81,7 +81,7 @@ class BatchRunner:
         target: IO[bytes],
         tell: Callable[[], object] = lambda: None,
         done: Collection[str] = frozenset(),
-    ) -> Tally:
+    ) -> BatchCounts:
         """Every line but those whose custom_id is `done`; `tell` hears of each that is written."""
         pending: deque[asyncio.Task[bytes]] = deque()
         try:
@@ -145,7 +145,7 @@ class BatchRunner:
             raise RefusedLineError(400, "invalid_request", "stream: a batch has whole answers only", line.custom_id)
         return line
 
-    async def _ask(self, line: BatchLine) -> Answered:
+    async def _ask(self, line: BatchLine) -> BatchResponse:
         """A full queue is no failure here: the line waits."""
         body = msgspec.json.encode(line.body)
         wait = 0.0
@@ -158,7 +158,7 @@ class BatchRunner:
             await asyncio.sleep(wait)
 
 
-async def call_app(app: ASGIApp, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> Answered:
+async def call_app(app: ASGIApp, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> BatchResponse:
     """One POST to an ASGI app, without a socket."""
     scope: Scope = {
         "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
@@ -189,10 +189,10 @@ async def call_app(app: ASGIApp, path: str, body: bytes, headers: list[tuple[byt
             pieces.append(message.get("body", b""))
 
     await app(scope, receive, send)
-    return Answered(status, found, b"".join(pieces))
+    return BatchResponse(status, found, b"".join(pieces))
 
 
-def answered_line(answered: Answered, custom_id: str) -> bytes:
+def answered_line(answered: BatchResponse, custom_id: str) -> bytes:
     """An answer of a route; one that is no success is repeated under "error"."""
     response = {
         "status_code": answered.status,
@@ -209,7 +209,7 @@ def refused_line(wrong: RefusedLineError, custom_id: str | None) -> bytes:
     return msgspec.json.encode({"id": _new_id(), "custom_id": custom_id, "response": response, "error": error})
 
 
-def _error_of(answered: Answered) -> Any:
+def _error_of(answered: BatchResponse) -> Any:
     try:
         said = msgspec.json.decode(answered.body)
     except msgspec.MsgspecError:
@@ -217,7 +217,7 @@ def _error_of(answered: Answered) -> Any:
     return said["error"] if isinstance(said, dict) and "error" in said else said
 
 
-def _is_json(answered: Answered) -> bool:
+def _is_json(answered: BatchResponse) -> bool:
     return answered.headers.get(b"content-type", b"").startswith(b"application/json") and bool(answered.body)
 
 

@@ -25,14 +25,14 @@ class _Response(msgspec.Struct):
     status_code: int
 
 
-class _Answer(msgspec.Struct):
+class _OutputLine(msgspec.Struct):
     """What tells an answered line from a failed one; the rest of the line is skipped."""
 
     custom_id: str | None
     response: _Response
 
 
-class _Named(msgspec.Struct):
+class _InputLine(msgspec.Struct):
     custom_id: Any = None
 
 
@@ -121,7 +121,7 @@ def read_lines(source: IO[bytes], longest: int) -> Iterator[tuple[int, bytes | N
 def custom_id_of(raw: bytes) -> str | None:
     """The name of a line, also of one that is otherwise wrong, if it has one."""
     try:
-        name = msgspec.json.decode(raw, type=_Named).custom_id
+        name = msgspec.json.decode(raw, type=_InputLine).custom_id
     except (msgspec.MsgspecError, RecursionError):
         return None
     return name if isinstance(name, str) else None
@@ -133,7 +133,7 @@ def _read_answers(place: str, source: IO[bytes]) -> Iterator[tuple[bytes, str | 
         if raw is None:
             raise _refused(f"line {number} of {place} is longer than {LONGEST_ANSWER} bytes")
         try:
-            line = msgspec.json.decode(raw, type=_Answer)
+            line = msgspec.json.decode(raw, type=_OutputLine)
         except msgspec.MsgspecError as wrong:
             if raw.endswith(b"\n"):
                 raise _refused(f"line {number} of {place} is not the output of a batch: {wrong}") from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from quire.engine.inputs import Asked, Options
+from quire.engine.inputs import Options, PreparedRequest
 from quire.llm.beam_limits import BeamLimits
 from quire.schema.errors import InputError, NotBuiltError
 from quire.schema.params import BeamSearchParams
@@ -54,9 +54,11 @@ def check_beams(request: GenerateRequest) -> None:
         raise InputError("prompt_logprobs cannot be given with use_beam_search", param="prompt_logprobs")
 
 
-def open_beams(state: ServerState, request: GenerateRequest, asked: Sequence[Asked], options: Options) -> BeamFlow:
-    """Nothing of `asked` runs yet; all of it has the same parameters."""
-    params = asked[0].params
+def open_beams(
+    state: ServerState, request: GenerateRequest, requests: Sequence[PreparedRequest], options: Options
+) -> BeamFlow:
+    """None of `requests` runs yet; all have the same parameters."""
+    params = requests[0].params
     if params.prompt_logprobs is not None:
         raise InputError("echo with logprobs cannot be given with use_beam_search", param="echo")
     structured = state.config.structured_outputs_config
@@ -69,7 +71,7 @@ def open_beams(state: ServerState, request: GenerateRequest, asked: Sequence[Ask
         )
     beams = BeamSearchParams(
         beam_width=beam_width(request),
-        max_tokens=max(one.requests[0].max_tokens for one in asked),
+        max_tokens=max(one.requests[0].max_tokens for one in requests),
         ignore_eos=params.ignore_eos,
         temperature=0.0 if request.temperature is None else request.temperature,
         length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
@@ -80,4 +82,4 @@ def open_beams(state: ServerState, request: GenerateRequest, asked: Sequence[Ask
         state.options.max_beam_tokens, state.options.max_logprobs_per_request, " (--max-beam-tokens)",
         " (--max-logprobs-per-request)",
     )  # fmt: skip
-    return state.engine.open_beams(asked, beams, options, most)
+    return state.engine.open_beams(requests, beams, options, most)

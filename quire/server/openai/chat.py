@@ -17,7 +17,7 @@ from quire.server.openai.chat_open import OpenedChat, open_chat, prepare_chat
 from quire.server.openai.chat_protocol import ChatRequest
 from quire.server.openai.envelope import Envelope, encode
 from quire.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from quire.server.route import Call
+from quire.server.route import HttpCall
 from quire.server.stream import fold, rendered, send_events
 from quire.text.parse.base import Delta, OutputParser
 from quire.text.parse.base import fold as fold_deltas
@@ -25,7 +25,7 @@ from quire.text.parse.base import fold as fold_deltas
 _PLAIN_END = b'},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
 
 
-async def create_chat_completion(call: Call, request: ChatRequest) -> None:
+async def create_chat_completion(call: HttpCall, request: ChatRequest) -> None:
     """Answer a conversation.
 
     Streams with `stream: true`.
@@ -44,7 +44,7 @@ async def create_chat_completion(call: Call, request: ChatRequest) -> None:
             await call.reply(await rendered(call, results.values(), answer.whole, results))
 
 
-class _Choice:
+class _ChatChoiceStream:
     """One growing answer."""
 
     __slots__ = ("begun", "called", "head", "index", "lost", "num_tokens", "parser", "start")
@@ -65,14 +65,14 @@ class ChatAnswer:
         self._request = request = chat.prepared.request
         self._role = chat.role
         self._forced = bool(chat.prepared.tools.forced)  # one function was named: its call is the answer
-        self._asked = chat.opened.asked[0]
+        self._prepared = chat.opened.requests[0]
         self._state = state = chat.state
         self._public_id, self._opened = public_id, chat.opened
         self._envelope = Envelope(state, request, chat.opened, public_id, "chat.completion.chunk")
         as_ids = request.return_tokens_as_token_ids
         as_ids = state.options.return_tokens_as_token_ids if as_ids is None else as_ids
         self._names = TokenNames(state.engine.tokenizer, as_ids=as_ids)
-        self._choices = [_Choice(i, self._envelope.head, chat.new_parser()) for i in range(request.n or 1)]
+        self._choices = [_ChatChoiceStream(i, self._envelope.head, chat.new_parser()) for i in range(request.n or 1)]
         self._echo = self._last_message() if request.echo else ""
         self._with_logprobs = bool(request.logprobs or request.logprob_token_ids)
         self._is_plain = not self._with_logprobs and not request.return_token_ids and not self._envelope.continuous
@@ -97,7 +97,7 @@ class ChatAnswer:
             return b""
         return self._envelope.usage_chunk(sum(choice.num_tokens for choice in self._choices))
 
-    def _opening(self, choice: _Choice) -> bytes:
+    def _opening(self, choice: _ChatChoiceStream) -> bytes:
         """The role, and with echo the last message."""
         request = self._request
         fields = {
@@ -107,15 +107,15 @@ class ChatAnswer:
             "finish_reason": None,
         }
         told = {
-            "prompt_token_ids": self._asked.token_ids if request.return_token_ids else None,
-            "prompt_text": self._asked.text if request.return_prompt_text else None,
+            "prompt_token_ids": self._prepared.token_ids if request.return_token_ids else None,
+            "prompt_text": self._prepared.text if request.return_prompt_text else None,
         }
         event = self._envelope.head + encode(fields) + b"]" + self._usage(choice) + b"," + encode(told)[1:] + b"\n\n"
         if self._echo:
             event += choice.head + encode(self._echo) + _PLAIN_END
         return event
 
-    def _event(self, choice: _Choice, output: CompletionOutput) -> bytes:
+    def _event(self, choice: _ChatChoiceStream, output: CompletionOutput) -> bytes:
         choice.num_tokens += len(output.token_ids)
         ended = output.finish_reason is not None
         deltas = _shown(choice, choice.parser.feed(output.text, output.token_ids, final=ended))
@@ -138,7 +138,7 @@ class ChatAnswer:
         events.append(self._envelope.head + encode(fields) + b"]" + self._usage(choice) + b"}\n\n")
         return b"".join(events)
 
-    def _usage(self, choice: _Choice) -> bytes:
+    def _usage(self, choice: _ChatChoiceStream) -> bytes:
         if not self._envelope.continuous:
             return b""
         usage = self._envelope.usage(choice.num_tokens)
@@ -150,7 +150,7 @@ class ChatAnswer:
     def whole(self, results: dict[str, RequestOutput]) -> bytes:
         request = self._request
         envelope = Envelope(self._state, request, self._opened, self._public_id, "chat.completion")
-        result = results[self._asked.request_id]
+        result = results[self._prepared.request_id]
         envelope.note_cached(result.request_id, result.num_cached_tokens)
         shown = [self._message(output) for output in sorted(result.outputs, key=lambda one: one.index)]
         wanted = request.prompt_logprobs is not None
@@ -159,7 +159,7 @@ class ChatAnswer:
             sum(choice.num_tokens for choice in self._choices),
             prompt_logprobs=prompt_logprobs(result.prompt_logprobs) if wanted else None,
             prompt_token_ids=result.prompt_token_ids if request.return_token_ids else None,
-            prompt_text=self._asked.text if request.return_prompt_text else None,
+            prompt_text=self._prepared.text if request.return_prompt_text else None,
         )
 
     def _message(self, output: CompletionOutput) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class ChatAnswer:
 
     # ---- both --------------------------------------------------------------------------------------------------
 
-    def _finish_reason(self, choice: _Choice, output: CompletionOutput) -> str | None:
+    def _finish_reason(self, choice: _ChatChoiceStream, output: CompletionOutput) -> str | None:
         """An answer that stopped after a call it chose to make stopped for that."""
         chosen = choice.called and not choice.lost and not self._forced and output.finish_reason == "stop"
         return "tool_calls" if chosen else output.finish_reason
@@ -207,7 +207,7 @@ class ChatAnswer:
         return "\n".join(str(text) for text in texts)
 
 
-def _shown(choice: _Choice, deltas: Sequence[Delta]) -> Sequence[Delta]:
+def _shown(choice: _ChatChoiceStream, deltas: Sequence[Delta]) -> Sequence[Delta]:
     """Without the word that a call broke off, which is for whole answers; here it has been shown."""
     if deltas and (last := deltas[-1].call) is not None and last.broken is not None:
         choice.lost = last.index == 0
@@ -215,13 +215,13 @@ def _shown(choice: _Choice, deltas: Sequence[Delta]) -> Sequence[Delta]:
     return deltas
 
 
-def _wire(choice: _Choice, delta: Delta) -> dict[str, Any]:
+def _wire(choice: _ChatChoiceStream, delta: Delta) -> dict[str, Any]:
     if delta.call is not None:
         choice.called = True
     return wire_delta(delta)
 
 
-def _plain(choice: _Choice, delta: Delta) -> bytes:
+def _plain(choice: _ChatChoiceStream, delta: Delta) -> bytes:
     """A chunk that holds nothing but its delta."""
     if delta.content:
         return choice.head + encode(delta.content) + _PLAIN_END

@@ -19,7 +19,7 @@ from quire.server.openai.envelope import encode
 from quire.server.openai.limits import check_request
 from quire.server.openai.params import Opened, open_requests
 from quire.server.openai.protocol import ListOf
-from quire.server.route import App, Call, add_route
+from quire.server.route import App, HttpCall, add_route
 from quire.server.stream import fold
 
 PATH = "/v1/chat/completions/batch"
@@ -38,7 +38,7 @@ def add_routes(app: App) -> None:
     add_route(app, PATH, create_chat_batch, BatchChatRequest, answer=ChatResponse, tag="generate")
 
 
-async def create_chat_batch(call: Call, request: BatchChatRequest) -> None:
+async def create_chat_batch(call: HttpCall, request: BatchChatRequest) -> None:
     """Answer several conversations."""
     state = call.state
     state.served.check(request.model)
@@ -71,8 +71,8 @@ def _each(request: BatchChatRequest) -> list[ChatRequest]:
 
 def _alone(opened: Opened, index: int) -> Opened:
     """One conversation's part of what runs."""
-    asked = opened.asked[index]
-    return Opened(opened.flow, (asked,), {asked.request_id: 0})
+    prepared = opened.requests[index]
+    return Opened(opened.flow, (prepared,), {prepared.request_id: 0})
 
 
 def _joined(answers: list[dict[str, Any]]) -> bytes:

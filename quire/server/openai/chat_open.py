@@ -20,10 +20,10 @@ from quire.server.openai.chat_protocol import ChatRequest
 from quire.server.openai.limits import check_chat, check_request
 from quire.server.openai.params import Opened, most_tokens, open_requests, sampling_params
 from quire.server.openai.tool_choice import NO_TOOLS, ToolUse, read_tool_use
-from quire.server.route import Call
+from quire.server.route import HttpCall
 from quire.server.state import ServerState
 from quire.text.parse.base import OutputParser
-from quire.text.parse.choose import Ask
+from quire.text.parse.choose import ParseRequest
 from quire.text.parse.reasoning import ReasoningFormat
 
 
@@ -54,7 +54,7 @@ class OpenedChat:
     def new_parser(self) -> OutputParser:
         """One for each answer."""
         prepared, request = self.prepared, self.prepared.request
-        ask = Ask(
+        ask = ParseRequest(
             prompt=prepared.prompt.text,
             continues=bool(request.continue_final_message),
             thinking=prepared.thinking,
@@ -73,7 +73,7 @@ def check_reasoning(state: ServerState, param: str) -> None:
         raise InputError(f"{param}: this server has no reasoning parser (--reasoning-parser)", param=param)
 
 
-class _Settled(NamedTuple):
+class _ChatSettings(NamedTuple):
     """What a chat request asks, all but its prompt."""
 
     request: ChatRequest
@@ -83,7 +83,7 @@ class _Settled(NamedTuple):
     params: SamplingParams
 
 
-def _settle(state: ServerState, request: ChatRequest) -> _Settled:
+def _settle(state: ServerState, request: ChatRequest) -> _ChatSettings:
     check_request(request, state.options, 1)
     check_chat(request, state.options)
     tools = read_tool_use(request, state.options)
@@ -100,10 +100,12 @@ def _settle(state: ServerState, request: ChatRequest) -> _Settled:
     params = sampling_params(request, state, max_tokens=most, **further)
     if (held := _held_to(state, tools, params)) is not None:
         params = replace(params, structured_outputs=held)
-    return _Settled(request, tools, opens, asked, params)
+    return _ChatSettings(request, tools, opens, asked, params)
 
 
-async def prepare_chat(call: Call, request: ChatRequest, variables: Mapping[str, Any] | None = None) -> PreparedChat:
+async def prepare_chat(
+    call: HttpCall, request: ChatRequest, variables: Mapping[str, Any] | None = None
+) -> PreparedChat:
     """`variables` of the template are the dialect's own; those of the request go before them."""
     state = call.state
     request, tools, opens, asked, params = await call.apart(_settle, state, request)
@@ -116,7 +118,7 @@ async def prepare_chat(call: Call, request: ChatRequest, variables: Mapping[str,
 
 
 async def chat_text(
-    call: Call, request: ChatRequest, opens: bool, variables: Mapping[str, Any], *, mark: str = ""
+    call: HttpCall, request: ChatRequest, opens: bool, variables: Mapping[str, Any], *, mark: str = ""
 ) -> str:
     """`mark`: see render_chat."""
     hidden = request.tool_choice == "none" and call.state.options.exclude_tools_when_tool_choice_none
@@ -163,7 +165,7 @@ def _check_no_thought(state: ServerState, prompt: str, continues: bool, thinking
         )
 
 
-async def open_chat(call: Call, prepared: PreparedChat, public_id: str) -> OpenedChat:
+async def open_chat(call: HttpCall, prepared: PreparedChat, public_id: str) -> OpenedChat:
     """It runs from now on; close its flow."""
     request = prepared.request
     opened = await open_requests(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.schema.errors import InputError, OverloadedError
-from quire.server.route import Call
+from quire.server.route import HttpCall
 from quire.server.state import ServerState
 from quire.text.chat import check_variables, render_chat
 
@@ -22,7 +22,7 @@ _MOST_APART = 64  # templates of requests that are rendered or wait for it
 
 
 async def render_prompt(
-    call: Call,
+    call: HttpCall,
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] | None,

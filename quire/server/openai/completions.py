@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from quire.engine.inputs import Asked
+from quire.engine.inputs import PreparedRequest
 from quire.schema.errors import InputError
 from quire.schema.outputs import CompletionOutput, RequestOutput
 from quire.schema.params import SamplingParams
@@ -20,7 +20,7 @@ from quire.server.openai.limits import check_request
 from quire.server.openai.logprobs import TokenNames, completion_logprobs, prompt_logprobs
 from quire.server.openai.params import Opened, fitting_ids, most_tokens, open_requests, sampling_params
 from quire.server.openai.protocol import CompletionRequest
-from quire.server.route import Call
+from quire.server.route import HttpCall
 from quire.server.state import ServerState
 from quire.server.stream import fold, rendered, send_events
 
@@ -28,7 +28,7 @@ DEFAULT_MAX_TOKENS = 16
 _PLAIN_END = b',"logprobs":null,"finish_reason":null,"stop_reason":null,"prompt_token_ids":null,"token_ids":null}]}\n\n'
 
 
-async def create_completion(call: Call, request: CompletionRequest) -> None:
+async def create_completion(call: HttpCall, request: CompletionRequest) -> None:
     """Continue a text.
 
     Streams with `stream: true`.
@@ -98,7 +98,7 @@ def read_prompts(request: CompletionRequest, max_model_len: int) -> list[Prompt]
     return [Prompt(token_ids=fitting_ids(ids, request, max_model_len)) for ids in given]
 
 
-class _Choice:
+class _CompletionChoiceStream:
     """One growing answer."""
 
     __slots__ = ("begun", "head", "index", "num_tokens", "offset")
@@ -124,8 +124,8 @@ class CompletionAnswer:
         as_ids = request.return_tokens_as_token_ids
         as_ids = state.options.return_tokens_as_token_ids if as_ids is None else as_ids
         self._names = TokenNames(state.engine.tokenizer, as_ids=as_ids)
-        total = len(opened.asked) * self._n
-        self._choices = [_Choice(index, self._envelope.head) for index in range(total)]
+        total = len(opened.requests) * self._n
+        self._choices = [_CompletionChoiceStream(index, self._envelope.head) for index in range(total)]
         self._echoes: list[str] = []
         self._with_logprobs = request.logprobs is not None or bool(request.logprob_token_ids)
         self._is_plain = not self._with_logprobs and not request.return_token_ids and not self._envelope.continuous
@@ -135,7 +135,7 @@ class CompletionAnswer:
 
     def find_echoes(self) -> None:
         """Before the first result, where prompts are to be shown."""
-        self._echoes = [self._echo_of(one) for one in self._opened.asked]
+        self._echoes = [self._echo_of(one) for one in self._opened.requests]
 
     # ---- streamed ----------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class CompletionAnswer:
             return b""
         return self._envelope.usage_chunk(sum(choice.num_tokens for choice in self._choices))
 
-    def _event(self, choice: _Choice, result: RequestOutput, output: CompletionOutput) -> bytes:
+    def _event(self, choice: _CompletionChoiceStream, result: RequestOutput, output: CompletionOutput) -> bytes:
         if self._is_plain and choice.begun and output.finish_reason is None:
             choice.num_tokens += len(output.token_ids)
             return choice.head + encode(output.text) + _PLAIN_END if output.text else b""
@@ -198,19 +198,21 @@ class CompletionAnswer:
 
     def whole(self, results: dict[str, RequestOutput]) -> bytes:
         shown = []
-        for asked in self._opened.asked:
-            result = results[asked.request_id]
-            self._envelope.note_cached(asked.request_id, result.num_cached_tokens)
+        for prepared in self._opened.requests:
+            result = results[prepared.request_id]
+            self._envelope.note_cached(prepared.request_id, result.num_cached_tokens)
             if self._needs_prompt:
-                self._prompts[asked.request_id] = result.prompt_logprobs or ()
-            first = self._opened.indices[asked.request_id] * self._n
+                self._prompts[prepared.request_id] = result.prompt_logprobs or ()
+            first = self._opened.indices[prepared.request_id] * self._n
             for output in sorted(result.outputs, key=lambda one: one.index):
                 shown.append(self._choice(self._choices[first + output.index], result, output))
         return self._envelope.whole(shown, sum(choice.num_tokens for choice in self._choices))
 
     # ---- both --------------------------------------------------------------------------------------------------
 
-    def _choice(self, choice: _Choice, result: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
+    def _choice(
+        self, choice: _CompletionChoiceStream, result: RequestOutput, output: CompletionOutput
+    ) -> dict[str, Any]:
         """A choice of a whole answer, or what is new in one."""
         request = self._request
         text, token_ids, positions = output.text, output.token_ids, list(output.logprobs or ())
@@ -249,9 +251,9 @@ class CompletionAnswer:
             "routed_experts": None,
         }
 
-    def _echo_of(self, asked: Asked) -> str:
+    def _echo_of(self, prepared: PreparedRequest) -> str:
         """The prompt as it was given, unless only a part of it was used; of ids the whole text, as `tokens` has it."""
-        if asked.text is not None and self._request.truncate_prompt_tokens is None:
-            return asked.text
+        if prepared.text is not None and self._request.truncate_prompt_tokens is None:
+            return prepared.text
         tokenizer = self._state.engine.tokenizer
-        return "" if tokenizer is None else tokenizer.decode(asked.token_ids, skip_special_tokens=False)
+        return "" if tokenizer is None else tokenizer.decode(prepared.token_ids, skip_special_tokens=False)

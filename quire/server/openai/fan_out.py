@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from quire.config.server import ServerConfig
-from quire.engine.inputs import Asked
+from quire.engine.inputs import PreparedRequest
 from quire.schema.errors import InputError
 from quire.schema.params import SamplingParams
 from quire.schema.prompt import Prompt
@@ -45,20 +45,20 @@ def check_bytes(prompts: Sequence[Prompt], params: SamplingParams, salt: str | N
         )
 
 
-def check_logprobs(asked: Sequence[Asked], vocab_size: int, options: ServerConfig) -> None:
+def check_logprobs(requests: Sequence[PreparedRequest], vocab_size: int, options: ServerConfig) -> None:
     """n × positions × log probabilities at each, of answers at their longest and of prompts."""
-    params, limit = asked[0].params, options.max_logprobs_per_request
+    params, limit = requests[0].params, options.max_logprobs_per_request
     named = len(params.logprob_token_ids or ())
     each = 0 if params.logprobs is None and not named else _at_each(params.logprobs or 0, vocab_size) + named
     of_prompts = 0 if params.prompt_logprobs is None else _at_each(params.prompt_logprobs, vocab_size)
     if not each and not of_prompts:
         return
-    tokens = params.n * sum(one.requests[0].max_tokens for one in asked)
-    prompts = params.n * sum(len(one.token_ids) for one in asked)
+    tokens = params.n * sum(one.requests[0].max_tokens for one in requests)
+    prompts = params.n * sum(len(one.token_ids) for one in requests)
     found = tokens * each + prompts * of_prompts
     if found > limit:
         raise InputError(
-            f"n ({params.n}) times {len(asked)} prompts may have {tokens} tokens of answers with {each} log "
+            f"n ({params.n}) times {len(requests)} prompts may have {tokens} tokens of answers with {each} log "
             f"probabilities each, and {prompts} of prompts with {of_prompts} each: {found}; the limit is {limit} "
             "(--max-logprobs-per-request): ask for fewer logprobs, or give a max_tokens",
             param="logprobs" if tokens * each >= prompts * of_prompts else "prompt_logprobs",

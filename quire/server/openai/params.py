@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.engine.inputs import Asked, Options
+from quire.engine.inputs import Options, PreparedRequest
 from quire.llm.online import Flow, size_of
 from quire.schema.errors import InputError
 from quire.schema.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
@@ -24,7 +24,7 @@ from quire.server.openai.fan_out import check_bytes, check_logprobs
 from quire.server.openai.protocol import GenerateRequest
 from quire.server.openai.structured import constraint_of, form_name
 from quire.server.renamed import renamed
-from quire.server.route import Call
+from quire.server.route import HttpCall
 from quire.server.state import ServerState
 
 if TYPE_CHECKING:
@@ -46,12 +46,12 @@ class Opened:
     """The requests of one call: one per prompt, in order."""
 
     flow: Flow | BeamFlow
-    asked: tuple[Asked, ...]
+    requests: tuple[PreparedRequest, ...]
     indices: dict[str, int]  # engine's request id -> which prompt
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(len(one.token_ids) for one in self.asked)
+        return sum(len(one.token_ids) for one in self.requests)
 
 
 def sampling_params(
@@ -130,29 +130,29 @@ def fitting_ids(ids: Sequence[int], request: GenerateRequest, max_model_len: int
 
 
 async def open_requests(
-    call: Call, request: GenerateRequest, public_id: str, prompts: Sequence[Prompt], params: SamplingParams,
+    call: HttpCall, request: GenerateRequest, public_id: str, prompts: Sequence[Prompt], params: SamplingParams,
     *, add_special_tokens: bool, most: int | None, continues: bool = False,
     thinking: bool | None = None,
 ) -> Opened:  # fmt: skip
     """Check and tokenize every prompt, then submit them all. `most`: a max_tokens the client itself asked for."""
     with renamed({} if params.structured_outputs is None else {"structured_outputs": form_name(request)}):
-        asked = await prepare_requests(
+        requests = await prepare_requests(
             call, request, public_id, prompts, params, add_special_tokens=add_special_tokens, most=most,
             continues=continues, thinking=thinking,
         )  # fmt: skip
     if request.use_beam_search:
         options = Options(priority=request.priority or 0, trace_headers=call.trace_headers())
-        flow: Flow | BeamFlow = open_beams(call.state, request, asked, options)
+        flow: Flow | BeamFlow = open_beams(call.state, request, requests, options)
     else:
-        flow = call.state.engine.open(asked)
-    return Opened(flow, tuple(asked), {one.request_id: index for index, one in enumerate(asked)})
+        flow = call.state.engine.open(requests)
+    return Opened(flow, tuple(requests), {one.request_id: index for index, one in enumerate(requests)})
 
 
 async def prepare_requests(
-    call: Call, request: GenerateRequest, public_id: str, prompts: Sequence[Prompt], params: SamplingParams,
+    call: HttpCall, request: GenerateRequest, public_id: str, prompts: Sequence[Prompt], params: SamplingParams,
     *, add_special_tokens: bool, most: int | None, continues: bool = False,
     thinking: bool | None = None,
-) -> list[Asked]:  # fmt: skip
+) -> list[PreparedRequest]:  # fmt: skip
     """Check and tokenize every prompt; nothing runs yet. Every dialect comes by here: the salt is put in now."""
     state, engine = call.state, call.state.engine
     tokenizing: dict[str, Any] = {} if add_special_tokens else {"add_special_tokens": False}
@@ -175,23 +175,23 @@ async def prepare_requests(
         for _ in prompts
     ]
 
-    def prepare_all() -> list[Asked]:
+    def prepare_all() -> list[PreparedRequest]:
         check_bytes(prompts, params, request.cache_salt, state.options)
-        asked: list[Asked] = []
+        requests: list[PreparedRequest] = []
         for index, prompt in enumerate(prompts):
             name = own if len(prompts) == 1 else f"{own}-{index}"
-            chosen = msgspec.structs.replace(options[index], like=asked[0]) if asked else options[index]
+            chosen = msgspec.structs.replace(options[index], like=requests[0]) if requests else options[index]
             salted = msgspec.structs.replace(prompt, cache_salt=salt)
-            asked.append(engine.front.prepare(name, salted, params, chosen))
-            _check_room(asked[-1], most, state.served.max_model_len)
-        check_logprobs(asked, engine.front.inputs.vocab_size, state.options)
-        return asked
+            requests.append(engine.front.prepare(name, salted, params, chosen))
+            _check_room(requests[-1], most, state.served.max_model_len)
+        check_logprobs(requests, engine.front.inputs.vocab_size, state.options)
+        return requests
 
     return await engine.read(size_of(prompts, params), prepare_all)
 
 
-def _check_room(asked: Asked, most: int | None, max_model_len: int) -> None:
-    tokens = len(asked.token_ids)
+def _check_room(prepared: PreparedRequest, most: int | None, max_model_len: int) -> None:
+    tokens = len(prepared.token_ids)
     if most is not None and tokens + most > max_model_len:
         raise InputError(
             f"This model's maximum context length is {max_model_len} tokens. However, you requested {most} output "

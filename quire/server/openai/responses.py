@@ -44,7 +44,7 @@ from quire.server.openai.responses_protocol import (
 from quire.server.openai.responses_rounds import MOST_ROUNDS, Rounds, ServerTools, server_tools, shown
 from quire.server.openai.responses_store import NoSuchResponseError, Record, ResponseStore
 from quire.server.renamed import renamed
-from quire.server.route import App, Call, add_route
+from quire.server.route import App, HttpCall, add_route
 from quire.server.state import ServerState
 from quire.server.stream import drain, send_events
 
@@ -93,7 +93,7 @@ class Responses:
 
     # ---- create ------------------------------------------------------------------------------------------------
 
-    async def create_response(self, call: Call, request: ResponsesRequest) -> None:
+    async def create_response(self, call: HttpCall, request: ResponsesRequest) -> None:
         """Answer an input.
 
         Streams with `stream: true`; with `background: true` it answers at once and goes on by itself.
@@ -105,7 +105,7 @@ class Responses:
         with contextlib.nullcontext() if store is None else store.take(call.caller, public_id):
             await self._create(call, request, given, public_id)
 
-    async def count_input_tokens(self, call: Call, request: ResponsesRequest) -> None:
+    async def count_input_tokens(self, call: HttpCall, request: ResponsesRequest) -> None:
         """How many tokens the prompt of such a request has."""
         state = self._state
         state.served.check(request.model)
@@ -120,7 +120,7 @@ class Responses:
         ids = await state.engine.read(len(text), state.tokenizer.encode, text, False)
         await call.reply(encode({"object": "response.input_tokens", "input_tokens": len(ids)}))
 
-    async def _create(self, call: Call, request: ResponsesRequest, given: Messages, public_id: str) -> None:
+    async def _create(self, call: HttpCall, request: ResponsesRequest, given: Messages, public_id: str) -> None:
         first: Messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
         tools = await server_tools(request, self._state.tool_server)
         chat = await self._open(call, request, first + given, public_id, tools)
@@ -143,7 +143,7 @@ class Responses:
                 await call.reply(answer.whole())
 
     async def _open(
-        self, call: Call, request: ResponsesRequest, messages: Messages, public_id: str, tools: ServerTools
+        self, call: HttpCall, request: ResponsesRequest, messages: Messages, public_id: str, tools: ServerTools
     ) -> OpenedChat:
         in_pieces = bool(request.stream or request.background or LOGPROBS in (request.include or ()))
         own = [shown(tool) for tool in tools.values()]
@@ -153,7 +153,7 @@ class Responses:
             return await open_chat(call, await prepare_chat(call, asked), public_id)
 
     def _rounds(
-        self, call: Call, chat: OpenedChat, answer: ResponseAnswer, request: ResponsesRequest, messages: Messages,
+        self, call: HttpCall, chat: OpenedChat, answer: ResponseAnswer, request: ResponsesRequest, messages: Messages,
         tools: ServerTools,
     ) -> Rounds:  # fmt: skip
         """Later requests have the results so far, may call again as long as the bounds allow, and need not."""
@@ -170,7 +170,7 @@ class Responses:
 
         return Rounds(chat, answer, tools, server, open_next)
 
-    def _conversation(self, call: Call, request: ResponsesRequest, given: Messages) -> Messages:
+    def _conversation(self, call: HttpCall, request: ResponsesRequest, given: Messages) -> Messages:
         """All messages but the instructions. Whether the store can do what is asked is checked here too."""
         if request.background and self._store is None:
             raise InputError(f"background: {_OFF}", param="background")
@@ -193,7 +193,7 @@ class Responses:
             )
         return record.messages() + given
 
-    def _new_id(self, call: Call, request: ResponsesRequest) -> str:
+    def _new_id(self, call: HttpCall, request: ResponsesRequest) -> str:
         """Not to be guessed, unless the client names it."""
         named = request.request_id is not None or call.header(b"x-request-id") is not None
         own = call.request_id(request.request_id).removeprefix("resp_") if named else secrets.token_hex(16)
@@ -246,7 +246,7 @@ class Responses:
                 deadline.cancel()
             store.grow(record, record.end())
 
-    async def _reply_from(self, call: Call, record: Record) -> None:
+    async def _reply_from(self, call: HttpCall, record: Record) -> None:
         if record.events is None:
             await call.reply(record.body)
             return

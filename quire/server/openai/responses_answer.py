@@ -1,7 +1,7 @@
 """ResponseAnswer: one call's results as an answer of /v1/responses, in events or whole.
 
 In: results of the engine, through the answer's parser. Out: events with their numbers, and at any time the response as
-it stands. Items are made of Parts: reasoning, messages and function calls, in the order in which they came.
+it stands. Items are made of AnswerParts: reasoning, messages and function calls, in the order in which they came.
 Must not know: engines, sockets, stores.
 """
 
@@ -20,7 +20,7 @@ from quire.server.openai.logprobs import TokenNames, chat_logprobs
 from quire.server.openai.responses_input import Messages, assistant_message, namespaces
 from quire.server.openai.responses_protocol import ResponsesRequest
 from quire.server.openai.responses_rounds import ServerTools
-from quire.server.parts import Change, Kind, Part, Parts, Step
+from quire.server.parts import AnswerParts, Change, Kind, Part, Step
 from quire.server.tool_server import ToolResult
 from quire.text.parse.base import Delta
 
@@ -43,7 +43,7 @@ class ResponseAnswer:
         self._chat, self._request = chat, request
         self._created = int(time.time())
         self._parser = chat.new_parser()
-        self._parts = Parts()
+        self._parts = AnswerParts()
         self._items: list[_Item] = []
         self._names = TokenNames(chat.state.engine.tokenizer, as_ids=chat.state.options.return_tokens_as_token_ids)
         self._logprobs: list[Any] = []  # of tokens whose text is not out yet

@@ -74,7 +74,7 @@ def read_input(request: ResponsesRequest) -> Messages:
         return [{"role": "user", "content": request.input}]
     if not request.input:
         raise InputError("input is empty; give a text or at least one item", param="input")
-    reader = _Reader()
+    reader = _MessageBuilder()
     for number, item in enumerate(request.input):
         reader.add(item, f"input[{number}]")
     return reader.done()
@@ -106,7 +106,7 @@ def input_items(request: ResponsesRequest) -> Messages:
     return found
 
 
-class _Reader:
+class _MessageBuilder:
     """Puts items together to messages."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ _UNBUILT = ("server_url", "connector_id", "authorization", "headers", "tunnel_id
 ServerTools = dict[str, ServerTool]  # by the name that the model sees
 
 
-class Answer(Protocol):
+class ToolRoundAnswer(Protocol):
     """What the rounds ask of the answer that they fill."""
 
     def waiting(self) -> Sequence[Part]:
@@ -47,7 +47,7 @@ class Rounds:
     def __init__(
         self,
         chat: OpenedChat,
-        answer: Answer,
+        answer: ToolRoundAnswer,
         tools: ServerTools,
         server: ToolServer,
         open_next: Callable[[int], Awaitable[OpenedChat]],

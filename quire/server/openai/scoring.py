@@ -20,7 +20,7 @@ from quire.schema.prompt import Prompt
 from quire.server.openai.envelope import encode
 from quire.server.openai.params import open_requests
 from quire.server.openai.protocol import CompletionRequest, ListOf, Tokens, Usage
-from quire.server.route import App, Call, add_route
+from quire.server.route import App, HttpCall, add_route
 from quire.server.stream import fold
 
 PATH = "/generative_scoring"
@@ -59,7 +59,7 @@ def add_routes(app: App) -> None:
     add_route(app, PATH, score_items, GenerativeScoringRequest, answer=GenerativeScoringResponse, tag="generate")
 
 
-async def score_items(call: Call, request: GenerativeScoringRequest) -> None:
+async def score_items(call: HttpCall, request: GenerativeScoringRequest) -> None:
     """How likely the first label is to follow the query and each item."""
     state = call.state
     state.served.check(request.model)
@@ -80,9 +80,9 @@ async def score_items(call: Call, request: GenerativeScoringRequest) -> None:
         results = await fold(call, flow)
     data = [
         {"index": index, "object": "score", "score": _score(results[one.request_id], request)}
-        for index, one in enumerate(opened.asked)
+        for index, one in enumerate(opened.requests)
     ]
-    tokens = sum(len(one.token_ids) for one in opened.asked)
+    tokens = sum(len(one.token_ids) for one in opened.requests)
     usage = {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
     found = {"id": public_id, "object": "list", "created": int(time.time()), "model": state.served.name, "data": data,
              "usage": usage}  # fmt: skip

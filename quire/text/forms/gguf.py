@@ -23,7 +23,7 @@ from quire.text.forms.marked import (
     NORMAL,
     SPACE_MARK,
     UNKNOWN,
-    Vocabulary,
+    PieceVocabulary,
     add_marked_tokens,
     bpe_pipeline,
     unigram_pipeline,
@@ -64,12 +64,12 @@ class Metadata:
         pairs = (merge.partition(" ") for merge in self._list("merges", str))
         return [(left, right) for left, _, right in pairs]
 
-    def vocabulary(self, *, space_prefix: bool = True) -> Vocabulary:
+    def vocabulary(self, *, space_prefix: bool = True) -> PieceVocabulary:
         """For the sentencepiece family; `space_prefix` is what holds where the file does not say."""
         scores = self._list("scores", float)
         if len(scores) != len(self.tokens):
             raise CheckpointError(f"{self.path}: {len(self.tokens)} tokens but {len(scores)} scores")
-        return Vocabulary(
+        return PieceVocabulary(
             tokens=self.tokens,
             kinds=self.kinds,
             scores=scores,

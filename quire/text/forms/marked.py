@@ -1,7 +1,7 @@
 """Pipelines of the sentencepiece family, where a space is written as a mark (▁) inside the tokens.
 
-Comes in: a Vocabulary, from a GGUF file or a sentencepiece model. Goes out: a `tokenizers` pipeline without begin and
-end tokens. Must not know: files.
+Comes in: a PieceVocabulary, from a GGUF file or a sentencepiece model. Goes out: a `tokenizers` pipeline without begin
+and end tokens. Must not know: files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SPACE_MARK = "▁"
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class PieceVocabulary:
     """Tokens by id with their kinds, and how text is prepared before it meets them."""
 
     tokens: list[str]
@@ -31,7 +31,7 @@ class Vocabulary:
     charsmap: bytes = b""  # sentencepiece's compiled character normalisation
 
 
-def bpe_pipeline(vocabulary: Vocabulary, merges: list[tuple[str, str]] | None = None) -> Pipeline:
+def bpe_pipeline(vocabulary: PieceVocabulary, merges: list[tuple[str, str]] | None = None) -> Pipeline:
     """`merges` None: sentencepiece's own rule, the pair with the best score first."""
     v = vocabulary
     ids = {token: i for i, token in enumerate(v.tokens)}
@@ -49,7 +49,7 @@ def bpe_pipeline(vocabulary: Vocabulary, merges: list[tuple[str, str]] | None = 
     return pipeline
 
 
-def unigram_pipeline(vocabulary: Vocabulary) -> Pipeline:
+def unigram_pipeline(vocabulary: PieceVocabulary) -> Pipeline:
     v = vocabulary
     pieces = list(zip(v.tokens, v.scores, strict=True))
     pipeline = Pipeline(models.Unigram(pieces, unk_id=v.unknown, byte_fallback=BYTE in v.kinds))
@@ -71,13 +71,13 @@ def add_marked_tokens(pipeline: Pipeline, tokens: list[str], kinds: list[int]) -
     )
 
 
-def _merges(v: Vocabulary) -> list[tuple[str, str]]:
+def _merges(v: PieceVocabulary) -> list[tuple[str, str]]:
     usable = [i for i, kind in enumerate(v.kinds) if kind in (NORMAL, USER_DEFINED, UNUSED)]
     usable.sort(key=lambda i: -v.scores[i])
     return merges_by_rank([v.tokens[i] for i in usable])
 
 
-def _normalizer(v: Vocabulary) -> Any:
+def _normalizer(v: PieceVocabulary) -> Any:
     steps: list[Any] = []
     if v.charsmap:
         steps.append(normalizers.Precompiled(v.charsmap))
@@ -88,6 +88,6 @@ def _normalizer(v: Vocabulary) -> Any:
     return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE_MARK)])
 
 
-def _decoder(v: Vocabulary) -> Any:
+def _decoder(v: PieceVocabulary) -> Any:
     steps: list[Any] = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if v.space_prefix else steps)

@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.schema.errors import CheckpointError, NotBuiltError
 from quire.text.forms.fast import FastTokenizer, finish
-from quire.text.forms.marked import NORMAL, UNKNOWN, Vocabulary, bpe_pipeline, unigram_pipeline
+from quire.text.forms.marked import NORMAL, UNKNOWN, PieceVocabulary, bpe_pipeline, unigram_pipeline
 from quire.text.forms.sidecar import Sidecar, read_sidecar
 
 UNIGRAM, BPE = 1, 2
@@ -54,7 +54,7 @@ def load_sentencepiece(path: str, *, sidecar: Sidecar | None = None) -> FastToke
     return finish(path, pipeline, sidecar)
 
 
-def read_model(data: bytes) -> tuple[int, Vocabulary, dict[str, str]]:
+def read_model(data: bytes) -> tuple[int, PieceVocabulary, dict[str, str]]:
     """The kind of model, its vocabulary and its named special tokens."""
     tokens: list[str] = []
     scores: list[float] = []
@@ -73,7 +73,7 @@ def read_model(data: bytes) -> tuple[int, Vocabulary, dict[str, str]]:
             normalizer = dict(_fields(value))
     if not tokens:
         raise ValueError("it holds no pieces")
-    vocabulary = Vocabulary(
+    vocabulary = PieceVocabulary(
         tokens=tokens,
         kinds=kinds,
         scores=scores,

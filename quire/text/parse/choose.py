@@ -17,16 +17,16 @@ from quire.text.parse.base import Delta, OutputParser, PlainParser
 from quire.text.parse.forced import forced_format
 from quire.text.parse.reasoning import ReasoningFormat, ReasoningTokens
 from quire.text.parse.registry import TOOL_PARSERS, find_reasoning_parser, find_tool_parser, load_plugin
-from quire.text.parse.tags import Source, Steps
+from quire.text.parse.tags import Steps, TextSource
 from quire.text.parse.typed import tool_schemas
-from quire.text.parse.writer import FormatParser, ToolFormat, Writer, read_text, read_thought
+from quire.text.parse.writer import DeltaWriter, FormatParser, ToolFormat, read_text, read_thought
 
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Ask:
+class ParseRequest:
     """What a parser has to know of one request. `tools`: those whose calls are looked for; none, no calls are.
     `forced`: calls are a must (forced.py). `prompt`: its end says whether a thought is open. `thinking`: False where
     the request switched it off. `request`: for plug-ins, whatever the dialect's is."""
@@ -71,7 +71,7 @@ class ParserChoice:
             found = found(tokenizer)
         return cls(found, find_reasoning_parser(reasoning) if reasoning else None, tokenizer)
 
-    def parser(self, ask: Ask) -> OutputParser:
+    def parser(self, ask: ParseRequest) -> OutputParser:
         """For one answer."""
         if ask.tools and ask.forced is not None and self._is_harmony():  # a forced call is in the last channel
             plain = ParserChoice(reasoning=self.reasoning).parser(replace(ask, tools=(), forced=None))
@@ -180,7 +180,7 @@ def _is_ours(part: Any, kind: type) -> bool:
     return part is None or isinstance(part, kind)
 
 
-def _compose(tool: ToolFormat | None, reasoning: ReasoningFormat | None, ask: Ask) -> OutputParser:
+def _compose(tool: ToolFormat | None, reasoning: ReasoningFormat | None, ask: ParseRequest) -> OutputParser:
     if reasoning is not None and reasoning.harmony and ask.forced is None:
         from quire.text.parse.tools.harmony import FORMAT, TEXT_ONLY  # lazy
 
@@ -191,7 +191,7 @@ def _compose(tool: ToolFormat | None, reasoning: ReasoningFormat | None, ask: As
     )
     held = any(tool_is_strict(one) for one in ask.tools)
 
-    def read(source: Source, out: Writer) -> Steps[None]:
+    def read(source: TextSource, out: DeltaWriter) -> Steps[None]:
         hidden: tuple[str, ...] = ()
         if reasoning is not None:
             calls_end_it = tool is not None and not held and ask.forced is None
@@ -210,9 +210,9 @@ def _compose(tool: ToolFormat | None, reasoning: ReasoningFormat | None, ask: As
             yield from (tool.read if tool.after is None or not begun else tool.after(begun))(source, out)
 
     writer = (
-        Writer(keep_space=True)
+        DeltaWriter(keep_space=True)
         if tool is None or not ask.tools
-        else Writer(tool_schemas(ask.tools), new_id=tool.new_id, first_only=not ask.parallel)
+        else DeltaWriter(tool_schemas(ask.tools), new_id=tool.new_id, first_only=not ask.parallel)
     )
     return FormatParser(read, writer, shows_broken=tool is not None and tool.tells_broken and not tool.is_answer)
 

@@ -14,8 +14,8 @@ from quire.schema.errors import InputError
 from quire.text.parse.closed import closed
 from quire.text.parse.json_calls import JsonBlocks
 from quire.text.parse.json_text import skip_space
-from quire.text.parse.tags import ANYTHING, Source, Steps
-from quire.text.parse.writer import ToolFormat, Writer
+from quire.text.parse.tags import ANYTHING, Steps, TextSource
+from quire.text.parse.writer import DeltaWriter, ToolFormat
 
 _DEFINITIONS = ("$defs", "definitions")
 _LIST = ToolFormat(JsonBlocks((), bare="[{"), is_answer=True)
@@ -63,7 +63,7 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole_answer(name: str) -> Any:
-    def read(source: Source, out: Writer) -> Steps[None]:
+    def read(source: TextSource, out: DeltaWriter) -> Steps[None]:
         if (yield from skip_space(source)):
             out.open(name)
             yield from source.span(ANYTHING, out.arguments)

@@ -13,22 +13,22 @@ import re
 from dataclasses import dataclass
 
 from quire.text.parse.json_text import depth_of, quoted, raw_value, skim, skip_space, string, string_value
-from quire.text.parse.tags import ANYTHING, SPACE, Emit, Source, Steps, Tags, drop
-from quire.text.parse.writer import LONGEST_NAME, Writer
+from quire.text.parse.tags import ANYTHING, SPACE, Emit, Steps, Tags, TextSource, drop
+from quire.text.parse.writer import LONGEST_NAME, DeltaWriter
 
 _BEFORE = re.compile(r"[\s,;\[]*")
 _AFTER = re.compile(r"[\s,;\[\]}]*")
 _JSON_OBJECT = re.compile(r'[\s,;\[]*\{\s*"')
 
 
-class Outcome(enum.Enum):
+class CallOutcome(enum.Enum):
     DONE = "a whole call"
     NO_CALL = "something else; nothing was written"
     BROKEN = "a call whose arguments broke off"
 
 
 @dataclass(frozen=True)
-class Keys:
+class CallKeys:
     """What an object's keys are called. `id`: of the call, if the model expects to see it again; it counts where it
     comes before the arguments. `strict`: an object that begins with another key is no call. `whole`: nor is one
     without arguments."""
@@ -41,10 +41,10 @@ class Keys:
     whole: bool = False
 
 
-KEYS = Keys()
+KEYS = CallKeys()
 
 
-def read_object(source: Source, out: Writer, keys: Keys) -> Steps[Outcome]:
+def read_object(source: TextSource, out: DeltaWriter, keys: CallKeys) -> Steps[CallOutcome]:
     """One call; the next character is its brace."""
     yield from source.take(1)
     name: str | None = None
@@ -65,14 +65,14 @@ def read_object(source: Source, out: Writer, keys: Keys) -> Steps[Outcome]:
         key = (yield from _key(source)) if mark == '"' else None
         if key is None:
             out.content(source.recorded() if opened else "")
-            return Outcome.DONE if opened else Outcome.NO_CALL
+            return CallOutcome.DONE if opened else CallOutcome.NO_CALL
         if opened:
             source.recorded()
         mark = yield from source.peek()
         if key in keys.name and name is None and mark == '"':
             name = yield from string_value(source, LONGEST_NAME)
             if not name:
-                return Outcome.NO_CALL
+                return CallOutcome.NO_CALL
             if early is not None:
                 opened = _open(source, out, name, spare, call_id)
                 out.arguments("".join(early))
@@ -80,33 +80,33 @@ def read_object(source: Source, out: Writer, keys: Keys) -> Steps[Outcome]:
             if name is None:
                 early = []
                 if not (yield from read_arguments(source, early.append)):
-                    return Outcome.NO_CALL
+                    return CallOutcome.NO_CALL
                 continue
             opened = _open(source, out, name, spare, call_id)
             if not (yield from read_arguments(source, out.arguments)):
-                return Outcome.BROKEN
+                return CallOutcome.BROKEN
         elif key == keys.id and mark == '"':
             call_id = yield from string_value(source, LONGEST_NAME)
             if call_id is None:
-                return Outcome.DONE if opened else Outcome.NO_CALL
+                return CallOutcome.DONE if opened else CallOutcome.NO_CALL
         elif key in keys.others:
             if not (yield from raw_value(source, drop)):
-                return Outcome.DONE if opened else Outcome.NO_CALL
+                return CallOutcome.DONE if opened else CallOutcome.NO_CALL
         elif opened:
             out.content(f"{quoted(key)}: ")
             if not (yield from raw_value(source, out.content)):
-                return Outcome.DONE
+                return CallOutcome.DONE
         else:
             spare.append(f"{quoted(key)}: ")
             if keys.strict or not (yield from raw_value(source, spare.append)):
-                return Outcome.NO_CALL
+                return CallOutcome.NO_CALL
     if not opened and name is not None and not spare and not keys.whole:
         opened = _open(source, out, name, spare, call_id)
         out.arguments("{}")
-    return Outcome.DONE if opened else Outcome.NO_CALL
+    return CallOutcome.DONE if opened else CallOutcome.NO_CALL
 
 
-def read_arguments(source: Source, emit: Emit) -> Steps[bool]:
+def read_arguments(source: TextSource, emit: Emit) -> Steps[bool]:
     """A value that is a call's arguments: an object, JSON text within a string, or nothing at all."""
     mark = yield from source.peek()
     if mark == '"':
@@ -120,7 +120,7 @@ def read_arguments(source: Source, emit: Emit) -> Steps[bool]:
     return whole
 
 
-def read_calls(source: Source, out: Writer, keys: Keys = KEYS, ends: Tags | None = None) -> Steps[int]:
+def read_calls(source: TextSource, out: DeltaWriter, keys: CallKeys = KEYS, ends: Tags | None = None) -> Steps[int]:
     """Calls in a row or in a list, as many as come; how many. What was recorded before is given back if none does."""
     count = 0
     while True:
@@ -130,11 +130,11 @@ def read_calls(source: Source, out: Writer, keys: Keys = KEYS, ends: Tags | None
         if count:
             source.record()
         outcome = yield from read_object(source, out, keys)
-        if outcome is Outcome.NO_CALL:
+        if outcome is CallOutcome.NO_CALL:
             out.content(source.recorded())
             return count
         count += 1
-        if outcome is Outcome.BROKEN:
+        if outcome is CallOutcome.BROKEN:
             yield from read_broken(source, out, ends)
             return count
     if not count:
@@ -142,7 +142,7 @@ def read_calls(source: Source, out: Writer, keys: Keys = KEYS, ends: Tags | None
     return count
 
 
-def read_broken(source: Source, out: Writer, ends: Tags | None) -> Steps[None]:
+def read_broken(source: TextSource, out: DeltaWriter, ends: Tags | None) -> Steps[None]:
     """The rest of arguments that are no JSON."""
     if ends is None:
         yield from source.span(ANYTHING, out.arguments)
@@ -150,7 +150,7 @@ def read_broken(source: Source, out: Writer, ends: Tags | None) -> Steps[None]:
         yield from source.until(ends, out.arguments, keep=ends.tags)
 
 
-def read_body(source: Source, out: Writer, ends: Tags) -> Steps[str]:
+def read_body(source: TextSource, out: DeltaWriter, ends: Tags) -> Steps[str]:
     """Arguments that stand alone before an end tag; the tag, read."""
     mark = yield from skip_space(source)
     if mark != "{":
@@ -174,7 +174,7 @@ class JsonBlocks:
         opens: tuple[str, ...],
         closes: tuple[str, ...] = (),
         *,
-        keys: Keys = KEYS,
+        keys: CallKeys = KEYS,
         bare: str = "",
         again: tuple[str, ...] = (),
         anywhere: bool = False,
@@ -187,7 +187,7 @@ class JsonBlocks:
         self._marks = Tags(*marks) if marks else None
         self._later = Tags(*marks, *closes) if marks else None
 
-    def __call__(self, source: Source, out: Writer) -> Steps[None]:
+    def __call__(self, source: TextSource, out: DeltaWriter) -> Steps[None]:
         if self._bare:
             yield from self._begin(source, out)
         if self._marks is None or self._later is None:
@@ -208,7 +208,7 @@ class JsonBlocks:
                 out.content(tag)
                 yield from self._begin(source, out)
 
-    def _begin(self, source: Source, out: Writer) -> Steps[None]:
+    def _begin(self, source: TextSource, out: DeltaWriter) -> Steps[None]:
         """An answer that may be calls and nothing else."""
         source.record()
         yield from skip_space(source)
@@ -219,18 +219,18 @@ class JsonBlocks:
         else:
             out.content(source.recorded())
 
-    def _bare_calls(self, source: Source, out: Writer, keys: Keys) -> Steps[None]:
+    def _bare_calls(self, source: TextSource, out: DeltaWriter, keys: CallKeys) -> Steps[None]:
         if not (yield from read_calls(source, out, keys)):
             text = source.last_recorded
             if _JSON_OBJECT.match(text):  # no call is looked for within it
                 yield from skim(source, out.content, depth_of(text))
 
-    def _block(self, source: Source, out: Writer) -> Steps[None]:
+    def _block(self, source: TextSource, out: DeltaWriter) -> Steps[None]:
         if (yield from read_calls(source, out, self._keys, self._ends)):
             yield from source.accept_any(self._closes)
 
 
-def _key(source: Source) -> Steps[str | None]:
+def _key(source: TextSource) -> Steps[str | None]:
     """A key and its colon; the next character is its value's."""
     key = yield from string_value(source, LONGEST_NAME)
     if key is None or (yield from skip_space(source)) != ":":
@@ -240,7 +240,7 @@ def _key(source: Source) -> Steps[str | None]:
     return key
 
 
-def _open(source: Source, out: Writer, name: str, spare: list[str], call_id: str | None) -> bool:
+def _open(source: TextSource, out: DeltaWriter, name: str, spare: list[str], call_id: str | None) -> bool:
     source.recorded()
     out.content("".join(spare))
     out.open(name, call_id or None)

@@ -2,8 +2,8 @@
 
 `raw_value` hands a value's text on as it stands, with the slips that models make put right: control characters inside
 strings, escapes that JSON does not have, Python's True, False and None. `string` decodes a string. Both stop where the
-text can be no JSON any more and say so; neither builds anything, so depth and size cost nothing but time. In: a Source.
-Must not know: calls.
+text can be no JSON any more and say so; neither builds anything, so depth and size cost nothing but time. In: a
+TextSource. Must not know: calls.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 
-from quire.text.parse.tags import SPACE, Emit, Source, Steps
+from quire.text.parse.tags import SPACE, Emit, Steps, TextSource
 
 _OUTSIDE = re.compile(r'[^"{}\[\]]*')
 _IN_STRING = re.compile(r'[^"\\]*')
@@ -33,7 +33,7 @@ def inside_quotes(text: str) -> str:
     return quoted(text)[1:-1]
 
 
-def raw_value(source: Source, emit: Emit) -> Steps[bool]:
+def raw_value(source: TextSource, emit: Emit) -> Steps[bool]:
     """One value. False: it broke off, or what comes next cannot belong to it."""
     first = yield from source.peek()
     if first == '"':
@@ -66,7 +66,7 @@ def raw_value(source: Source, emit: Emit) -> Steps[bool]:
             emit(_WORDS.get(word, word))
 
 
-def raw_string(source: Source, emit: Emit) -> Steps[bool]:
+def raw_string(source: TextSource, emit: Emit) -> Steps[bool]:
     """A string with its quotes, as it stands. False: it broke off."""
 
     def clean(text: str) -> None:
@@ -105,7 +105,7 @@ def depth_of(text: str) -> int:
     return 0 if inside else max(0, depth)
 
 
-def skim(source: Source, emit: Emit, depth: int) -> Steps[None]:
+def skim(source: TextSource, emit: Emit, depth: int) -> Steps[None]:
     """The rest of some JSON with so many brackets open, word for word."""
     while depth > 0:
         yield from source.span(_OUTSIDE, emit)
@@ -125,7 +125,7 @@ def skim(source: Source, emit: Emit, depth: int) -> Steps[None]:
             emit((yield from source.take(1)))
 
 
-def string(source: Source, emit: Emit) -> Steps[bool]:
+def string(source: TextSource, emit: Emit) -> Steps[bool]:
     """A string's meaning. False: it broke off."""
     yield from source.take(1)
     while True:
@@ -142,7 +142,7 @@ def string(source: Source, emit: Emit) -> Steps[bool]:
             emit(_ESCAPES.get(escape, "\\" + escape))
 
 
-def string_value(source: Source, longest: int) -> Steps[str | None]:
+def string_value(source: TextSource, longest: int) -> Steps[str | None]:
     """A short string, whole; None if it broke off or is too long."""
     pieces: list[str] = []
     if not (yield from string(source, pieces.append)):
@@ -151,7 +151,7 @@ def string_value(source: Source, longest: int) -> Steps[str | None]:
     return text if len(text) <= longest else None
 
 
-def skip_space(source: Source) -> Steps[str]:
+def skip_space(source: TextSource) -> Steps[str]:
     """The next character that is no white space, unread."""
     yield from source.span(SPACE)
     return (yield from source.peek())
@@ -161,7 +161,7 @@ def _escaped(match: re.Match[str]) -> str:
     return inside_quotes(match.group())
 
 
-def _code_point(source: Source) -> Steps[str]:
+def _code_point(source: TextSource) -> Steps[str]:
     """What \\uXXXX means, with the second half of a pair."""
     digits = yield from source.take(4)
     code = _hex(digits)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from quire.text.parse.json_calls import read_body
 from quire.text.parse.json_text import skip_space
-from quire.text.parse.tags import Source, Steps, Tags
-from quire.text.parse.writer import LONGEST_NAME, Writer
+from quire.text.parse.tags import Steps, Tags, TextSource
+from quire.text.parse.writer import LONGEST_NAME, DeltaWriter
 
 Named = tuple[str, str | None]  # a function and the id the model gave the call
 
@@ -45,7 +45,7 @@ class MarkedCalls:
         ):
             object.__setattr__(self, name, made)
 
-    def __call__(self, source: Source, out: Writer) -> Steps[None]:
+    def __call__(self, source: TextSource, out: DeltaWriter) -> Steps[None]:
         while True:
             tag = yield from source.until(self._starts if out.index < 0 else self._later, out.content)
             if not tag:
@@ -62,7 +62,7 @@ class MarkedCalls:
                 continue
             yield from self._one(source, out)
 
-    def _one(self, source: Source, out: Writer) -> Steps[None]:
+    def _one(self, source: TextSource, out: DeltaWriter) -> Steps[None]:
         header, tag = yield from source.text_until(self._header, keep=(self.call, self.call_close, *self.closes))
         name, call_id = self.name(header)
         if tag != self.separator or not name or len(header) > LONGEST_NAME:

@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass, field
 
 from quire.text.parse.json_text import quoted, skip_space
-from quire.text.parse.tags import Source, Steps, Tags
+from quire.text.parse.tags import Steps, Tags, TextSource
 from quire.text.parse.typed import Types, parameter_types
-from quire.text.parse.writer import LONGEST_NAME, Writer
+from quire.text.parse.writer import LONGEST_NAME, DeltaWriter
 from quire.text.parse.xml_calls import read_value
 
 _NAME = re.compile(r"[\w.:/\-]+")
@@ -55,7 +55,7 @@ class PairCalls:
         found = (self.open, self.close, self.key, self.key_end, self.value, self.value_end, self.name_end, *self.around)
         return tuple(tag for tag in found if tag)
 
-    def __call__(self, source: Source, out: Writer) -> Steps[None]:
+    def __call__(self, source: TextSource, out: DeltaWriter) -> Steps[None]:
         while tag := (yield from source.until(self._later if out.index >= 0 else self._starts, out.content)):
             if tag == self.open:
                 source.record(tag)
@@ -63,7 +63,7 @@ class PairCalls:
             elif tag in self.around:
                 yield from skip_space(source)
 
-    def _one(self, source: Source, out: Writer) -> Steps[None]:
+    def _one(self, source: TextSource, out: DeltaWriter) -> Steps[None]:
         header, tag = yield from source.text_until(self._name_ends, keep=(self.open, self.close))
         name = header.strip()
         if tag in ("", self.open) or len(name) > LONGEST_NAME or not _NAME.fullmatch(name):

@@ -15,12 +15,12 @@ from typing import Any
 
 from quire.schema.errors import ConfigError
 from quire.text.parse.base import CallDelta, Delta, OutputParser, PlainParser
-from quire.text.parse.choose import Ask, ParserChoice
+from quire.text.parse.choose import ParserChoice, ParseRequest
 from quire.text.parse.reasoning import ReasoningFormat
 from quire.text.parse.writer import ToolFormat, random_id
 
 
-def adapt(tool: Any, reasoning: Any, tokenizer: Any, ask: Ask) -> OutputParser:
+def adapt(tool: Any, reasoning: Any, tokenizer: Any, ask: ParseRequest) -> OutputParser:
     """One parser of both, where at least one is a plug-in class."""
     ask = dataclasses.replace(ask, request=_shown(ask.request))
     inner: OutputParser = PlainParser()
@@ -31,7 +31,7 @@ def adapt(tool: Any, reasoning: Any, tokenizer: Any, ask: Ask) -> OutputParser:
     if reasoning is None:
         return inner
     if isinstance(reasoning, ReasoningFormat):
-        bare = Ask(prompt=ask.prompt, continues=ask.continues)
+        bare = ParseRequest(prompt=ask.prompt, continues=ask.continues)
         return Chained(ParserChoice(reasoning=reasoning).parser(bare), inner)
     return Chained(PluginReasoning(reasoning(tokenizer), ask), inner)
 
@@ -49,7 +49,7 @@ def tags_of(reasoning: Any, tokenizer: Any) -> ReasoningFormat:
     return ReasoningFormat((start,), (end,), inside=True) if start and end else ReasoningFormat()
 
 
-class Named(dict[str, Any]):
+class AttributeDict(dict[str, Any]):
     """A tool of a request, or its function, whose entries are attributes too: so plug-ins read them."""
 
     def __getattr__(self, name: str) -> Any:
@@ -73,7 +73,9 @@ def _shown(request: Any) -> Any:
         return request
     shown = copy.copy(request)
     shown.tools = [
-        Named({key: Named(value) if isinstance(value, Mapping) else value for key, value in tool.items()})
+        AttributeDict(
+            {key: AttributeDict(value) if isinstance(value, Mapping) else value for key, value in tool.items()}
+        )
         for tool in tools
     ]
     return shown
@@ -112,7 +114,7 @@ class _History:
 
 
 class PluginTools:
-    def __init__(self, parser: Any, ask: Ask) -> None:
+    def __init__(self, parser: Any, ask: ParseRequest) -> None:
         self._parser, self._request, self._first_only = parser, ask.request, not ask.parallel
         self._history, self._named = _History(), set[int]()
 
@@ -150,7 +152,7 @@ class PluginTools:
 class PluginReasoning:
     """Once the plug-in says that the thought is over, all further text is content, as in vLLM."""
 
-    def __init__(self, parser: Any, ask: Ask) -> None:
+    def __init__(self, parser: Any, ask: ParseRequest) -> None:
         self._parser, self._request = parser, ask.request
         self._history, self._over = _History(), False
 

@@ -11,8 +11,8 @@ import re
 
 from quire.text.parse.json_text import quoted, skip_space
 from quire.text.parse.python_values import value
-from quire.text.parse.tags import Source, Steps, Tags
-from quire.text.parse.writer import LONGEST_NAME, Writer
+from quire.text.parse.tags import Steps, Tags, TextSource
+from quire.text.parse.writer import LONGEST_NAME, DeltaWriter
 
 _NAME = re.compile(r"[\w.\-]*")
 _KEYWORD = re.compile(r"\w*")
@@ -34,7 +34,7 @@ class PythonCalls:
         self._marks = Tags(*opens, *again) if opens or again else None
         self._later = Tags(*opens, *again, *closes) if opens or again else None
 
-    def __call__(self, source: Source, out: Writer) -> Steps[None]:
+    def __call__(self, source: TextSource, out: DeltaWriter) -> Steps[None]:
         if self._bare:
             yield from self._begin(source, out)
         if self._marks is None or self._later is None:
@@ -51,7 +51,7 @@ class PythonCalls:
                 out.content(tag)
                 yield from self._begin(source, out)
 
-    def _begin(self, source: Source, out: Writer) -> Steps[None]:
+    def _begin(self, source: TextSource, out: DeltaWriter) -> Steps[None]:
         """An answer that may be a list of calls and nothing else."""
         source.record()
         if (yield from skip_space(source)) == "[":
@@ -60,7 +60,7 @@ class PythonCalls:
             out.content(source.recorded())
 
 
-def read_calls(source: Source, out: Writer) -> Steps[int]:
+def read_calls(source: TextSource, out: DeltaWriter) -> Steps[int]:
     """As many as come; how many. What was recorded before is given back if none does."""
     count = 0
     while True:
@@ -82,7 +82,7 @@ def read_calls(source: Source, out: Writer) -> Steps[int]:
     return count
 
 
-def _open(source: Source, out: Writer) -> Steps[str | None]:
+def _open(source: TextSource, out: DeltaWriter) -> Steps[str | None]:
     """`name(` and its first keyword with `=`; "" after `name()`, a whole call; None: no call."""
     name = yield from source.word(_NAME)
     if not name or len(name) > LONGEST_NAME or not (yield from source.accept("(")):
@@ -97,7 +97,7 @@ def _open(source: Source, out: Writer) -> Steps[str | None]:
     return keyword
 
 
-def _keyword(source: Source) -> Steps[str | None]:
+def _keyword(source: TextSource) -> Steps[str | None]:
     yield from skip_space(source)
     keyword = yield from source.word(_KEYWORD)
     yield from skip_space(source)
@@ -106,7 +106,7 @@ def _keyword(source: Source) -> Steps[str | None]:
     return keyword
 
 
-def _arguments(source: Source, out: Writer) -> Steps[bool]:
+def _arguments(source: TextSource, out: DeltaWriter) -> Steps[bool]:
     """From the first value to the closing bracket. False: broken; the arguments are whole JSON all the same."""
     while True:
         whole = yield from value(source, out.arguments, argument=True)

@@ -3,7 +3,7 @@
 Strings, numbers, True, False and None (also true, false, null), lists, tuples, sets, dicts. A bare word that is none of
 these becomes a string: nothing is evaluated, and no parser of Python runs. Models forget to escape a quote within a
 string: one after which the string cannot be over is part of it. What was written stays whole JSON even where the
-text breaks: every bracket that was opened is closed. In: a Source. Must not know: calls.
+text breaks: every bracket that was opened is closed. In: a TextSource. Must not know: calls.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import re
 
 from quire.text.parse.json_text import inside_quotes, quoted, skip_space
-from quire.text.parse.tags import Emit, Source, Steps
+from quire.text.parse.tags import Emit, Steps, TextSource
 
 DEEPEST = 64
 _FAR = 256  # characters looked ahead to see whether a string is over
@@ -29,7 +29,7 @@ _ESCAPES = {
 _DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
-def value(source: Source, emit: Emit, depth: int = 0, *, argument: bool = False) -> Steps[bool]:
+def value(source: TextSource, emit: Emit, depth: int = 0, *, argument: bool = False) -> Steps[bool]:
     """One value. False: it broke off, or is nested too deep; what was written is whole all the same. `argument`: of a
     call, so that a keyword or a closing bracket follows."""
     mark = yield from skip_space(source)
@@ -64,7 +64,7 @@ def scalar(text: str) -> str:
 
 def literal_as_json(text: str) -> str | None:
     """A whole literal; None if the text is none."""
-    source, pieces = Source(text, final=True), list[str]()
+    source, pieces = TextSource(text, final=True), list[str]()
 
     def read() -> Steps[bool]:
         whole = yield from value(source, pieces.append)
@@ -78,7 +78,7 @@ def literal_as_json(text: str) -> str | None:
         return "".join(pieces) if end.value else None
 
 
-def _items(source: Source, emit: Emit, depth: int, closer: str, first: bool = True) -> Steps[bool]:
+def _items(source: TextSource, emit: Emit, depth: int, closer: str, first: bool = True) -> Steps[bool]:
     """What a list holds. Not `first`: its first item is written."""
     whole = depth < DEEPEST
     while whole:
@@ -103,7 +103,7 @@ def _items(source: Source, emit: Emit, depth: int, closer: str, first: bool = Tr
     return whole
 
 
-def _braces(source: Source, emit: Emit, depth: int) -> Steps[bool]:
+def _braces(source: TextSource, emit: Emit, depth: int) -> Steps[bool]:
     """A dict, or a set, which becomes a list: what stands after the first item tells."""
     yield from source.take(1)
     mark = yield from skip_space(source)
@@ -133,7 +133,7 @@ def _braces(source: Source, emit: Emit, depth: int) -> Steps[bool]:
     return (yield from _pairs(source, emit, depth, first=False))
 
 
-def _pairs(source: Source, emit: Emit, depth: int, first: bool = True) -> Steps[bool]:
+def _pairs(source: TextSource, emit: Emit, depth: int, first: bool = True) -> Steps[bool]:
     """What a dict holds. Not `first`: its first pair is written."""
     whole = depth < DEEPEST
     while whole:
@@ -159,7 +159,7 @@ def _pairs(source: Source, emit: Emit, depth: int, first: bool = True) -> Steps[
     return whole
 
 
-def _key(source: Source) -> Steps[str | None]:
+def _key(source: TextSource) -> Steps[str | None]:
     """A key as a JSON string; the colon is read too. If it is none, what was read stays recorded."""
     source.record()
     item = yield from _key_text(source)
@@ -170,7 +170,7 @@ def _key(source: Source) -> Steps[str | None]:
     return item[0]
 
 
-def _key_text(source: Source) -> Steps[tuple[str, str] | None]:
+def _key_text(source: TextSource) -> Steps[tuple[str, str] | None]:
     """A string or a word: (as a key, as a value)."""
     pieces: list[str] = []
     if (yield from source.peek()) in ("'", '"'):
@@ -182,7 +182,7 @@ def _key_text(source: Source) -> Steps[tuple[str, str] | None]:
     return (quoted(text), scalar(text)) if text else None
 
 
-def _string(source: Source, emit: Emit, *, argument: bool = False) -> Steps[bool]:
+def _string(source: TextSource, emit: Emit, *, argument: bool = False) -> Steps[bool]:
     quote = yield from source.take(1)
     emit('"')
     whole = yield from _string_text(source, quote, lambda text: emit(inside_quotes(text)), argument)
@@ -190,7 +190,7 @@ def _string(source: Source, emit: Emit, *, argument: bool = False) -> Steps[bool
     return whole
 
 
-def _is_closed(source: Source, argument: bool) -> Steps[bool]:
+def _is_closed(source: TextSource, argument: bool) -> Steps[bool]:
     """Whether a string may be over, after a quote of its kind: by what comes next."""
     at, mark = yield from _next_mark(source, 0)
     if not argument or mark in ("", "+", "*", "%", "."):
@@ -210,7 +210,7 @@ def _is_closed(source: Source, argument: bool) -> Steps[bool]:
     return mark == ""
 
 
-def _next_mark(source: Source, at: int) -> Steps[tuple[int, str]]:
+def _next_mark(source: TextSource, at: int) -> Steps[tuple[int, str]]:
     """(where, which) is the next character from `at` on that is no white space; nothing is read."""
     for place in range(at, at + _FAR):
         mark = yield from source.glance(place)
@@ -219,7 +219,7 @@ def _next_mark(source: Source, at: int) -> Steps[tuple[int, str]]:
     return at + _FAR, ""
 
 
-def _string_text(source: Source, quote: str, emit: Emit, argument: bool) -> Steps[bool]:
+def _string_text(source: TextSource, quote: str, emit: Emit, argument: bool) -> Steps[bool]:
     triple = False
     if (yield from source.accept(quote)):  # an empty string, or the second of three
         if not (yield from source.accept(quote)):
@@ -239,7 +239,7 @@ def _string_text(source: Source, quote: str, emit: Emit, argument: bool) -> Step
         emit((yield from _escape(source)))
 
 
-def _escape(source: Source) -> Steps[str]:
+def _escape(source: TextSource) -> Steps[str]:
     letter = yield from source.take(1)
     if letter in _DIGITS:
         digits = yield from source.take(_DIGITS[letter])

@@ -2,7 +2,7 @@
 
 ReasoningFormat is one family's tags and habits (reasoning_table.py). Whether an answer begins inside a thought is read
 off its prompt's end, since chat templates open or close the block there; only where the prompt says nothing does the
-family's habit count. Tool calls are looked for after the thought only. In: a Source. Must not know: tools.
+family's habit count. Tool calls are looked for after the thought only. In: a TextSource. Must not know: tools.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.text.parse.json_text import skip_space
-from quire.text.parse.tags import Source, Steps, Tags
-from quire.text.parse.writer import Writer
+from quire.text.parse.tags import Steps, Tags, TextSource
+from quire.text.parse.writer import DeltaWriter
 
 _TAIL = 1 << 16  # characters of a prompt that is being continued in which a thought may have begun
 
@@ -57,7 +57,7 @@ class ReasoningFormat:
         opens = any(tail.endswith(tag.strip()) for tag in self.start)
         return opens or (self.inside and thinking is not False)
 
-    def read(self, source: Source, out: Writer, inside: bool, calls: bool = False) -> Steps[tuple[str, ...]]:
+    def read(self, source: TextSource, out: DeltaWriter, inside: bool, calls: bool = False) -> Steps[tuple[str, ...]]:
         """The thought, if there is one; the marks to hide in what follows, which is left. `calls`: are looked for."""
         if self.prefix:
             out.content(self.prefix)

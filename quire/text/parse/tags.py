@@ -1,9 +1,9 @@
-"""Tags and Source: the text of one answer as it arrives, read up to the next of some tags.
+"""Tags and TextSource: the text of one answer as it arrives, read up to the next of some tags.
 
-A format is written as a generator over a Source: it yields when it needs more text than has arrived, so it reads as if
-the whole answer were there, and it cannot depend on how the answer was cut into pieces. Nothing is held back but what
-could still become one of the tags looked for. Every method is linear in the text it passes over. Must not know: what
-the tags mean.
+A format is written as a generator over a TextSource: it yields when it needs more text than has arrived, so it reads as
+if the whole answer were there, and it cannot depend on how the answer was cut into pieces. Nothing is held back but
+what could still become one of the tags looked for. Every method is linear in the text it passes over. Must not know:
+what the tags mean.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Tags:
         return len(text)
 
 
-class Source:
+class TextSource:
     """What has arrived and is not yet read. One reader."""
 
     __slots__ = ("_at", "_final", "_hidden", "_last", "_record", "_since", "_text", "_unseen")

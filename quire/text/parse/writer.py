@@ -1,8 +1,8 @@
-"""Writer and FormatParser: what a format says of an answer, as Deltas.
+"""DeltaWriter and FormatParser: what a format says of an answer, as Deltas.
 
-A format (a generator over a Source) tells a Writer what it found: content, thought, the opening of a call, more of its
-arguments. FormatParser runs the format as text arrives. White space alone, before, between and after calls, belongs to
-the calls and is not content. Must not know: any format.
+A format (a generator over a TextSource) tells a DeltaWriter what it found: content, thought, the opening of a call,
+more of its arguments. FormatParser runs the format as text arrives. White space alone, before, between and after calls,
+belongs to the calls and is not content. Must not know: any format.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.text.parse.base import CallDelta, Delta
 from quire.text.parse.call_form import CallForm
-from quire.text.parse.tags import ANYTHING, SPACE, Source, Steps, Tags
+from quire.text.parse.tags import ANYTHING, SPACE, Steps, Tags, TextSource
 
 LONGEST_NAME = 256  # characters of a function's or a parameter's name; what is longer is no name
 NewId = Callable[[str, int], str]
@@ -25,7 +25,7 @@ def random_id(name: str, index: int) -> str:
     return f"chatcmpl-tool-{secrets.token_hex(16)}"
 
 
-class Writer:
+class DeltaWriter:
     """Collects one answer's Deltas. `tools`: the functions' parameter schemas, by name."""
 
     __slots__ = (
@@ -123,7 +123,7 @@ class Writer:
         self._kind = ""
 
 
-Read = Callable[[Source, Writer], Steps[None]]
+Read = Callable[[TextSource, DeltaWriter], Steps[None]]
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,8 @@ class ToolFormat:
 class FormatParser:
     """An OutputParser that runs a format."""
 
-    def __init__(self, read: Read, writer: Writer, *, shows_broken: bool = True) -> None:
-        self._source, self._writer, self._shows_broken = Source(), writer, shows_broken
+    def __init__(self, read: Read, writer: DeltaWriter, *, shows_broken: bool = True) -> None:
+        self._source, self._writer, self._shows_broken = TextSource(), writer, shows_broken
         self._steps = _whole(read, self._source, writer)
         if shows_broken:
             writer.on_open(self._source.begin_call)
@@ -163,17 +163,17 @@ class FormatParser:
         return self._writer.take(final)
 
 
-def _whole(read: Read, source: Source, out: Writer) -> Steps[None]:
+def _whole(read: Read, source: TextSource, out: DeltaWriter) -> Steps[None]:
     yield from read(source, out)
     yield from read_text(source, out)
 
 
-def read_text(source: Source, out: Writer) -> Steps[None]:
+def read_text(source: TextSource, out: DeltaWriter) -> Steps[None]:
     """All that is left is content."""
     yield from source.span(ANYTHING, out.content)
 
 
-def read_thought(source: Source, out: Writer, tags: tuple[str, str], inside: bool) -> Steps[None]:
+def read_thought(source: TextSource, out: DeltaWriter, tags: tuple[str, str], inside: bool) -> Steps[None]:
     """A thought that an answer begins with, as content. `inside`: the prompt has begun it."""
     begin, end = tags
     source.record()
@@ -194,7 +194,7 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def each_call(source: Source, out: Writer, tags: tuple[Tags, Tags], opens: str, read: Read) -> Steps[None]:
+def each_call(source: TextSource, out: DeltaWriter, tags: tuple[Tags, Tags], opens: str, read: Read) -> Steps[None]:
     """Text up to each tag, and a call where one `opens`. `tags`: those before the first call, those after it."""
     while tag := (yield from source.until(tags[out.index >= 0], out.content)):
         if tag == opens:

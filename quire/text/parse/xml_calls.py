@@ -11,9 +11,9 @@ import re
 from dataclasses import dataclass, field
 
 from quire.text.parse.json_text import inside_quotes, quoted, skip_space
-from quire.text.parse.tags import Emit, Source, Steps, Tags, drop
+from quire.text.parse.tags import Emit, Steps, Tags, TextSource, drop
 from quire.text.parse.typed import ANY, TEXT, Types, as_json, as_members, has_parameter, is_text, parameter_types
-from quire.text.parse.writer import LONGEST_NAME, Writer
+from quire.text.parse.writer import LONGEST_NAME, DeltaWriter
 
 _CDATA, _CDATA_END = "<![CDATA[", Tags("]]>")
 _SAID_TYPE = re.compile(r'\btype="(\w{1,32})"')
@@ -65,7 +65,7 @@ class XmlCalls:
         ):
             object.__setattr__(self, name, made)
 
-    def __call__(self, source: Source, out: Writer) -> Steps[None]:
+    def __call__(self, source: TextSource, out: DeltaWriter) -> Steps[None]:
         while True:
             tag = yield from source.until(self._starts if out.index < 0 else self._later, out.content)
             if not tag:
@@ -77,7 +77,7 @@ class XmlCalls:
                 source.record(*(() if self.known_only else (tag,)))
                 yield from self._block(source, out)
 
-    def _block(self, source: Source, out: Writer) -> Steps[None]:
+    def _block(self, source: TextSource, out: DeltaWriter) -> Steps[None]:
         count = 0
         while True:
             yield from skip_space(source)
@@ -95,7 +95,7 @@ class XmlCalls:
         else:
             out.content(source.recorded())
 
-    def _one(self, source: Source, out: Writer, tag: str) -> Steps[bool]:
+    def _one(self, source: TextSource, out: DeltaWriter, tag: str) -> Steps[bool]:
         """A call, after its opening; False if it is none."""
         header = yield from self._header(source, tag)
         if header is None or (self.known_only and out.tools and header[0] not in out.tools):
@@ -134,7 +134,7 @@ class XmlCalls:
             out.arguments("{}" if first else "}")
         return True
 
-    def _value(self, source: Source, emit: Emit, types: Types) -> Steps[str]:
+    def _value(self, source: TextSource, emit: Emit, types: Types) -> Steps[str]:
         """A parameter's; the tag that ends it, "" where the answer does."""
         if self.cdata:
             source.record()
@@ -149,7 +149,7 @@ class XmlCalls:
                 return (yield from _read_text(source, emit, self._ends, self.trim, self._breaks))
         return (yield from read_value(source, emit, self._ends, types, self.trim, self._breaks))
 
-    def _header(self, source: Source, tag: str) -> Steps[tuple[str, Types] | None]:
+    def _header(self, source: TextSource, tag: str) -> Steps[tuple[str, Types] | None]:
         """(name, types if the tag itself says) from the rest of an opening tag."""
         text, end = yield from source.text_until(self._header_ends, keep=("\n", "<"))
         if end != self.header_end or len(text) > LONGEST_NAME:
@@ -170,7 +170,7 @@ class XmlCalls:
 
 
 def read_value(
-    source: Source, emit: Emit, ends: Tags, types: Types, trim: bool, keep: tuple[str, ...] = ()
+    source: TextSource, emit: Emit, ends: Tags, types: Types, trim: bool, keep: tuple[str, ...] = ()
 ) -> Steps[str]:
     """The text before the next of `ends`, as JSON of its type; that tag. "": the answer ended."""
     if not is_text(types):
@@ -184,7 +184,7 @@ def read_value(
     return (yield from _read_text(source, emit, ends, trim, keep))
 
 
-def _read_text(source: Source, emit: Emit, ends: Tags, trim: bool, keep: tuple[str, ...]) -> Steps[str]:
+def _read_text(source: TextSource, emit: Emit, ends: Tags, trim: bool, keep: tuple[str, ...]) -> Steps[str]:
     """A string whose opening quote is written, and its closing one."""
     held = ""  # a newline that may be the last character
 

@@ -10,15 +10,15 @@ import re
 from quire.text.parse.call_form import CallForm
 from quire.text.parse.json_calls import read_arguments, read_broken
 from quire.text.parse.json_text import skip_space, string_value
-from quire.text.parse.tags import Source, Steps, Tags
-from quire.text.parse.writer import LONGEST_NAME, ToolFormat, Writer
+from quire.text.parse.tags import Steps, Tags, TextSource
+from quire.text.parse.writer import LONGEST_NAME, DeltaWriter, ToolFormat
 
 _OPEN, _CLOSE = "<|tools_prefix|>", "<|tools_suffix|>"
 _STARTS, _LATER, _ENDS = Tags(_OPEN), Tags(_OPEN, _CLOSE), Tags(_CLOSE)
 _BEFORE, _AFTER = re.compile(r"[\s,\[]*"), re.compile(r"[\s,\[\]}]*")
 
 
-def read(source: Source, out: Writer) -> Steps[None]:
+def read(source: TextSource, out: DeltaWriter) -> Steps[None]:
     while True:
         tag = yield from source.until(_STARTS if out.index < 0 else _LATER, out.content)
         if not tag:
@@ -28,7 +28,7 @@ def read(source: Source, out: Writer) -> Steps[None]:
             yield from _calls(source, out)
 
 
-def _calls(source: Source, out: Writer) -> Steps[None]:
+def _calls(source: TextSource, out: DeltaWriter) -> Steps[None]:
     count = 0
     while True:
         yield from source.span(_AFTER if count else _BEFORE)

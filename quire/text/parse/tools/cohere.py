@@ -8,12 +8,12 @@ Text stands between <|START_RESPONSE|> and <|END_RESPONSE|> (Command 4: <|START_
 """
 
 from quire.text.parse.call_form import CallForm, json_call
-from quire.text.parse.json_calls import JsonBlocks, Keys
+from quire.text.parse.json_calls import CallKeys, JsonBlocks
 from quire.text.parse.writer import ToolFormat
 
 _TAGS = ("<|START_ACTION|>", "<|END_ACTION|>")
 _HIDDEN = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
-_KEYS = Keys(name=("tool_name", "name"), arguments=("parameters", "arguments"), id="tool_call_id")
+_KEYS = CallKeys(name=("tool_name", "name"), arguments=("parameters", "arguments"), id="tool_call_id")
 _FORM = CallForm(
     json_call("tool_name", "parameters", first='"tool_call_id": "{number}", '),
     "}",

@@ -27,8 +27,8 @@ from quire.text.parse.call_form import CallForm, TaggedValues
 from quire.text.parse.json_calls import read_body
 from quire.text.parse.json_text import raw_value, skip_space
 from quire.text.parse.marked_calls import MarkedCalls
-from quire.text.parse.tags import Source, Steps, Tags
-from quire.text.parse.writer import LONGEST_NAME, ToolFormat, Writer
+from quire.text.parse.tags import Steps, Tags, TextSource
+from quire.text.parse.writer import LONGEST_NAME, DeltaWriter, ToolFormat
 from quire.text.parse.xml_calls import XmlCalls
 
 _OPEN, _CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -41,7 +41,7 @@ _FENCES = ("```json", "```")
 class FencedCalls(MarkedCalls):
     """The name stands on a line after the separator, the arguments in a fence below it."""
 
-    def _one(self, source: Source, out: Writer) -> Steps[None]:
+    def _one(self, source: TextSource, out: DeltaWriter) -> Steps[None]:
         kind, tag = yield from source.text_until(self._header, keep=(self.call, self.call_close, *self.closes))
         if tag != self.separator:
             out.content(source.recorded())

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from quire.text.parse.call_form import BareValues, CallForm
 from quire.text.parse.json_text import inside_quotes, quoted, raw_string, skip_space
 from quire.text.parse.python_values import DEEPEST, scalar
-from quire.text.parse.tags import Emit, Source, Steps, Tags
-from quire.text.parse.writer import LONGEST_NAME, ToolFormat, Writer, each_call
+from quire.text.parse.tags import Emit, Steps, Tags, TextSource
+from quire.text.parse.writer import LONGEST_NAME, DeltaWriter, ToolFormat, each_call
 
 _NAME = re.compile(r"[\w.\-]*")
 _KEY = re.compile(r"[^:={}\[\],<]*")
@@ -38,10 +38,10 @@ class BareCalls:
         ):
             object.__setattr__(self, name, made)
 
-    def __call__(self, source: Source, out: Writer) -> Steps[None]:
+    def __call__(self, source: TextSource, out: DeltaWriter) -> Steps[None]:
         yield from each_call(source, out, (self._starts, self._later), self.open, self._one)
 
-    def _one(self, source: Source, out: Writer) -> Steps[None]:
+    def _one(self, source: TextSource, out: DeltaWriter) -> Steps[None]:
         yield from skip_space(source)
         named = yield from source.accept("call:")
         name = yield from source.word(_NAME)
@@ -55,7 +55,7 @@ class BareCalls:
         yield from skip_space(source)
         yield from source.accept(self.close)
 
-    def _value(self, source: Source, emit: Emit, depth: int) -> Steps[bool]:
+    def _value(self, source: TextSource, emit: Emit, depth: int) -> Steps[bool]:
         """One value as JSON. False: broken, yet what was written is whole."""
         if (yield from source.accept(self.quote)):
             emit('"')
@@ -71,7 +71,7 @@ class BareCalls:
         emit(scalar(text))
         return bool(text)
 
-    def _items(self, source: Source, emit: Emit, depth: int) -> Steps[bool]:
+    def _items(self, source: TextSource, emit: Emit, depth: int) -> Steps[bool]:
         opener = yield from source.take(1)
         closer = "}" if opener == "{" else "]"
         emit(opener)
@@ -97,7 +97,7 @@ class BareCalls:
         emit(closer)
         return whole
 
-    def _key(self, source: Source) -> Steps[str | None]:
+    def _key(self, source: TextSource) -> Steps[str | None]:
         """A key and its colon, as JSON. If it is none, what was read stays recorded."""
         source.record()
         if (yield from source.accept(self.quote)):

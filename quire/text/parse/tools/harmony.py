@@ -14,8 +14,8 @@ import re
 from quire.text.parse.call_form import CallForm
 from quire.text.parse.json_calls import read_body
 from quire.text.parse.json_text import skip_space
-from quire.text.parse.tags import Emit, Source, Steps, Tags
-from quire.text.parse.writer import LONGEST_NAME, ToolFormat, Writer
+from quire.text.parse.tags import Emit, Steps, Tags, TextSource
+from quire.text.parse.writer import LONGEST_NAME, DeltaWriter, ToolFormat
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _CLOSES = ("<|end|>", "<|return|>", "<|call|>")
@@ -37,7 +37,7 @@ class Harmony:
     def __init__(self, calls: bool = True) -> None:
         self._calls = calls
 
-    def __call__(self, source: Source, out: Writer) -> Steps[None]:
+    def __call__(self, source: TextSource, out: DeltaWriter) -> Steps[None]:
         said: set[str] = set()
         while True:
             tag = yield from source.until(_HEADS, out.content)
@@ -47,7 +47,7 @@ class Harmony:
                 source.record(tag)
                 yield from self._message(source, out, said)
 
-    def _message(self, source: Source, out: Writer, said: set[str]) -> Steps[None]:
+    def _message(self, source: TextSource, out: DeltaWriter, said: set[str]) -> Steps[None]:
         _, tag = yield from source.text_until(_HEADER_ENDS, keep=(_START,))
         header = source.recorded()
         if tag != _MESSAGE:

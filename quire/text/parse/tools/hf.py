@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.schema.errors import ConfigError
-from quire.text.parse.json_calls import Keys, read_broken, read_calls
+from quire.text.parse.json_calls import CallKeys, read_broken, read_calls
 from quire.text.parse.json_text import quoted, raw_value, skip_space
-from quire.text.parse.tags import Emit, Source, Steps
+from quire.text.parse.tags import Emit, Steps, TextSource
 from quire.text.parse.template_fields import Field, Found, Mark, Template, read_template
 from quire.text.parse.typed import as_json, parameter_types, read_json
-from quire.text.parse.writer import LONGEST_NAME, Read, ToolFormat, Writer
+from quire.text.parse.writer import LONGEST_NAME, DeltaWriter, Read, ToolFormat
 
 _THOUGHTS = ("thinking", "reasoning", "reasoning_content")
 _PLACE = re.compile(r"\{(\w+(?:\.\w+)*)\}")
@@ -46,8 +46,8 @@ FORMAT = FromTokenizer()
 
 
 def _reader(template: Template, prompt: str) -> Read:
-    def read(source: Source, out: Writer) -> Steps[None]:
-        answer = _Answer(template, out)
+    def read(source: TextSource, out: DeltaWriter) -> Steps[None]:
+        answer = _FieldReader(template, out)
         if prompt:
             answer.begin(template.begun(prompt))
         while True:
@@ -60,10 +60,10 @@ def _reader(template: Template, prompt: str) -> Read:
     return read
 
 
-class _Answer:
+class _FieldReader:
     """Follows the fields of one answer."""
 
-    def __init__(self, template: Template, out: Writer) -> None:
+    def __init__(self, template: Template, out: DeltaWriter) -> None:
         self.template, self.out = template, out
         self.text, self.at = "", 0
         self.region: _Region = self._outside()
@@ -71,7 +71,7 @@ class _Answer:
 
     def begin(self, said: str) -> None:
         """What the prompt has said already is shown to nobody; it may have opened a field."""
-        silent = _Answer(self.template, Writer())
+        silent = _FieldReader(self.template, DeltaWriter())
         silent.feed(said, False)
         if silent.inside and silent.region.field.name in _THOUGHTS:
             self.region, self.inside = _Text(silent.region.field, self.out.reasoning), True
@@ -166,15 +166,15 @@ class _Text(_Region):
         self._held = ""
 
 
-Plan = Callable[[Source, Writer, str], Steps[Any]]
+Plan = Callable[[TextSource, DeltaWriter, str], Steps[Any]]
 
 
 class _Streamed(_Region):
     """Calls in JSON, read as they arrive."""
 
-    def __init__(self, field: Field, out: Writer, plan: Plan, said: str) -> None:
+    def __init__(self, field: Field, out: DeltaWriter, plan: Plan, said: str) -> None:
         super().__init__(field)
-        self._source = Source()
+        self._source = TextSource()
         self._steps = plan(self._source, out, said)
         self._out, self._said = out, said
 
@@ -199,20 +199,20 @@ def _plan(field: Field, names: Mapping[str, str]) -> Plan | None:
     if field.content != "json" or {"unquoted_keys", "string_delims"} & set(field.args):
         return None
     if function == "{content}":
-        return _objects(Keys())
+        return _objects(CallKeys())
     if not isinstance(function, Mapping):
         return None
     name, arguments = (_place(function.get(key)) for key in ("name", "arguments"))
     if name in names and arguments == "content" and len(names[name]) <= LONGEST_NAME:
         return _named(names[name].strip())
     if field.each and name and arguments and "." not in name + arguments:
-        return _objects(Keys((name,), (arguments,)))
+        return _objects(CallKeys((name,), (arguments,)))
     if (
         name.startswith("content.")
         and arguments.startswith("content.")
         and name.count(".") == arguments.count(".") == 1
     ):
-        return _objects(Keys((name[8:],), (arguments[8:],)))
+        return _objects(CallKeys((name[8:],), (arguments[8:],)))
     return None
 
 
@@ -221,8 +221,8 @@ def _place(given: Any) -> str:
     return match.group(1) if match else ""
 
 
-def _objects(keys: Keys) -> Plan:
-    def read(source: Source, out: Writer, said: str) -> Steps[Any]:
+def _objects(keys: CallKeys) -> Plan:
+    def read(source: TextSource, out: DeltaWriter, said: str) -> Steps[Any]:
         source.record(said)
         yield from read_calls(source, out, keys)
 
@@ -230,7 +230,7 @@ def _objects(keys: Keys) -> Plan:
 
 
 def _named(name: str) -> Plan:
-    def read(source: Source, out: Writer, said: str) -> Steps[Any]:
+    def read(source: TextSource, out: DeltaWriter, said: str) -> Steps[Any]:
         out.open(name)
         if (yield from skip_space(source)) in ("{", "["):
             if not (yield from raw_value(source, out.arguments)):
@@ -244,7 +244,7 @@ def _named(name: str) -> Plan:
 class _Collected(_Region):
     """Calls in any other form, read when they are whole."""
 
-    def __init__(self, field: Field, out: Writer, names: Mapping[str, str], said: str) -> None:
+    def __init__(self, field: Field, out: DeltaWriter, names: Mapping[str, str], said: str) -> None:
         super().__init__(field)
         self._out, self._names, self._said = out, names, said
         self._pieces: list[str] = []

@@ -9,12 +9,12 @@ Pythonic (Llama 4): [get_weather(city="Paris"), now()], with <|python_start|> an
 """
 
 from quire.text.parse.call_form import CallForm, PythonValues, json_call
-from quire.text.parse.json_calls import JsonBlocks, Keys
+from quire.text.parse.json_calls import CallKeys, JsonBlocks
 from quire.text.parse.python_calls import PythonCalls
 from quire.text.parse.writer import ToolFormat
 
 _OPEN, _START, _END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
-_KEYS = Keys(name=("name", "function"), arguments=("parameters", "arguments"), strict=True)
+_KEYS = CallKeys(name=("name", "function"), arguments=("parameters", "arguments"), strict=True)
 _CALL = json_call(arguments="parameters")
 _FORM = CallForm(_CALL, "}", triggers=(_OPEN,), between="; ", bare="{[", alone=True)
 _FORM_4 = CallForm(_CALL, "}", triggers=(_START,), between="; ", end=_END, alone=True)

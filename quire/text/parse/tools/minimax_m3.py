@@ -22,9 +22,9 @@ from typing import Any
 from quire.text.parse.call_form import CallForm, ElementValues
 from quire.text.parse.json_text import quoted, skip_space
 from quire.text.parse.python_values import DEEPEST
-from quire.text.parse.tags import Source, Steps, Tags
+from quire.text.parse.tags import Steps, Tags, TextSource
 from quire.text.parse.typed import Types, as_json, is_text, parameter_schema, types_of
-from quire.text.parse.writer import LONGEST_NAME, ToolFormat, Writer
+from quire.text.parse.writer import LONGEST_NAME, DeltaWriter, ToolFormat
 from quire.text.parse.xml_calls import read_value
 
 MARK = "]<]minimax[>["
@@ -36,7 +36,7 @@ _HEADER_END = Tags(">", "<", "\n")
 _NAME = re.compile(r"[\w.:\-]+")
 
 
-def read(source: Source, out: Writer) -> Steps[None]:
+def read(source: TextSource, out: DeltaWriter) -> Steps[None]:
     while tag := (yield from source.until(_LATER if out.index >= 0 else _STARTS, out.content)):
         if tag == _CLOSE:
             continue
@@ -49,7 +49,7 @@ def read(source: Source, out: Writer) -> Steps[None]:
         yield from _call(source, out)
 
 
-def _call(source: Source, out: Writer) -> Steps[None]:
+def _call(source: TextSource, out: DeltaWriter) -> Steps[None]:
     header, tag = yield from source.text_until(_HEADER_END, keep=("<", "\n"))
     name = header.partition('"')[0].strip()
     if tag != ">" or len(header) > LONGEST_NAME or not _NAME.fullmatch(name):
@@ -94,13 +94,13 @@ def _end(name: str) -> str:
     return f"{MARK}</{name}>"
 
 
-def _tag_name(source: Source) -> Steps[str | None]:
+def _tag_name(source: TextSource) -> Steps[str | None]:
     """The rest of an opening tag."""
     text, tag = yield from source.text_until(_HEADER_END, keep=("<", "\n"))
     return text if tag == ">" and len(text) <= LONGEST_NAME and _NAME.fullmatch(text) else None
 
 
-def _element(source: Source, name: str, schema: Any, root: Mapping[str, Any], depth: int) -> Steps[str | None]:
+def _element(source: TextSource, name: str, schema: Any, root: Mapping[str, Any], depth: int) -> Steps[str | None]:
     """What stands between two tags, as JSON; the second one is read. None: it never came, or the text is no value."""
     text, tag = yield from source.text_until(_MARKS, keep=(MARK,))
     if not tag or depth > DEEPEST:

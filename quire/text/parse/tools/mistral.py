@@ -14,8 +14,8 @@ import string
 from quire.text.parse.call_form import CallForm, json_call
 from quire.text.parse.json_calls import read_broken, read_calls
 from quire.text.parse.json_text import raw_value, skip_space
-from quire.text.parse.tags import Source, Steps, Tags
-from quire.text.parse.writer import LONGEST_NAME, ToolFormat, Writer
+from quire.text.parse.tags import Steps, Tags, TextSource
+from quire.text.parse.writer import LONGEST_NAME, DeltaWriter, ToolFormat
 
 _OPEN, _ARGS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _STARTS = Tags(_OPEN)
@@ -28,7 +28,7 @@ def new_id(name: str, index: int) -> str:
     return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
 
-def read(source: Source, out: Writer) -> Steps[None]:
+def read(source: TextSource, out: DeltaWriter) -> Steps[None]:
     while (tag := (yield from source.until(_STARTS, out.content))) != "":
         source.record(tag)
         if (yield from skip_space(source)) in ("[", "{"):
@@ -37,7 +37,7 @@ def read(source: Source, out: Writer) -> Steps[None]:
             yield from _named(source, out)
 
 
-def _named(source: Source, out: Writer) -> Steps[None]:
+def _named(source: TextSource, out: DeltaWriter) -> Steps[None]:
     name, tag = yield from source.text_until(_NAME_ENDS, keep=("{", _OPEN))
     name, call_id = name.strip(), None
     if tag == _ID:

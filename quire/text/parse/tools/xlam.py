@@ -10,14 +10,14 @@
 A list of other objects, or other JSON in a fence, is content. A thought may stand before the call.
 """
 
-from quire.text.parse.json_calls import JsonBlocks, Keys
+from quire.text.parse.json_calls import CallKeys, JsonBlocks
 from quire.text.parse.writer import ToolFormat
 
 _OPENS = ("```json", "[TOOL_CALLS]", "<tool_call>")
 _CLOSES = ("```", "[/TOOL_CALLS]", "</tool_call>")
 _THOUGHT = ("<think>", "</think>")
 FORMAT = ToolFormat(
-    JsonBlocks(_OPENS, _CLOSES, keys=Keys(strict=True), bare="[{", again=_THOUGHT[1:]),
+    JsonBlocks(_OPENS, _CLOSES, keys=CallKeys(strict=True), bare="[{", again=_THOUGHT[1:]),
     (*_OPENS[1:], *_CLOSES[1:]),
     thought=_THOUGHT,
 )
