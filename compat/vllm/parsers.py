@@ -14,7 +14,8 @@ from pydantic import BaseModel, Field
 
 from quire.base.registry import Registry
 from quire.text.parse.base import CallDelta, Delta, OutputParser, fold
-from quire.text.parse.choose import ParserChoice, ParseRequest
+from quire.text.parse.choose import ParserChoice
+from quire.text.parse.compose import ParseRequest
 from quire.text.parse.reasoning import ReasoningFormat, is_reasoning_end
 from quire.text.parse.registry import REASONING_PARSERS, TOOL_PARSERS, load_plugin
 from quire.text.parse.tools.hf import FromTokenizer

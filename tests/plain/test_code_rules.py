@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import grimp
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "quire"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -142,3 +144,16 @@ def test_no_string_names_a_module_of_ours() -> None:
     """Outside of the tables of plug-ins and the first functions of child processes."""
     pattern = re.compile(r'load\(f?"quire\.')
     assert not [place(path) for path in FILES if pattern.search(path.read_text())]
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Late imports count; those for types alone do not."""
+    graph = grimp.build_graph("quire", exclude_type_checking_imports=True, cache_dir=None)
+    below = {module: set(graph.find_modules_directly_imported_by(module)) for module in graph.modules}
+    while leaves := [module for module, imported in below.items() if not imported]:  # what is left is in a circle
+        for module in leaves:
+            del below[module]
+        for imported in below.values():
+            imported.difference_update(leaves)
+    above = {module for imported in below.values() for module in imported}
+    assert not above, f"circles among, or above, {sorted(above)}"

@@ -23,7 +23,7 @@ from quire.server.openai.tool_choice import NO_TOOLS, ToolUse, read_tool_use
 from quire.server.route import HttpCall
 from quire.server.state import ServerState
 from quire.text.parse.base import OutputParser
-from quire.text.parse.choose import ParseRequest
+from quire.text.parse.compose import ParseRequest
 from quire.text.parse.reasoning import ReasoningFormat
 
 

@@ -1,8 +1,8 @@
 """Which parser reads an answer: a reasoning format around a tool format around content, chosen once per server.
 
-In: the names of the options, then for each answer its prompt and tools. Out: an OutputParser. The parts are one
-generator after the other over the same text, so any reasoning parser goes with any tool parser. Plug-ins in the form of
-vLLM's classes are adapted (plugin.py). Must not know: dialects, HTTP.
+In: the names of the options, then for each answer its prompt and tools. Out: an OutputParser. Any reasoning parser goes
+with any tool parser (compose.py); plug-ins in the form of vLLM's classes are adapted (plugin.py). Must not know: dialects,
+HTTP.
 """
 
 from __future__ import annotations
@@ -14,31 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from quire.schema.errors import InputError
 from quire.text.parse.base import Delta, OutputParser, PlainParser
+from quire.text.parse.compose import ParseRequest, compose, tool_is_strict
 from quire.text.parse.forced import forced_format
 from quire.text.parse.reasoning import ReasoningFormat, ReasoningTokens
 from quire.text.parse.registry import TOOL_PARSERS, find_reasoning_parser, find_tool_parser, load_plugin
-from quire.text.parse.tags import Steps, TextSource
-from quire.text.parse.typed import tool_schemas
-from quire.text.parse.writer import DeltaWriter, FormatParser, ToolFormat, read_text, read_thought
+from quire.text.parse.writer import ToolFormat
 
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class ParseRequest:
-    """What a parser has to know of one request. `tools`: those whose calls are looked for; none, no calls are.
-    `forced`: calls are a must (forced.py). `prompt`: its end says whether a thought is open. `thinking`: False where
-    the request switched it off. `request`: for plug-ins, whatever the dialect's is."""
-
-    prompt: str | None = None
-    thinking: bool | None = None
-    continues: bool = False
-    tools: Sequence[Mapping[str, Any]] = ()
-    forced: str | None = None
-    parallel: bool = True
-    include_reasoning: bool = True
-    request: Any = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +65,7 @@ class ParserChoice:
         if tool is None and self.reasoning is None:
             return PlainParser()
         if _is_ours(tool, ToolFormat) and _is_ours(self.reasoning, ReasoningFormat):
-            found = _compose(tool, self.reasoning, ask)
+            found = compose(tool, self.reasoning, ask)
         else:
             from quire.text.parse.plugin import adapt  # lazy
 
@@ -170,51 +153,8 @@ class ThoughtlessParser:
         return [delta for delta in self._inner.feed(text, token_ids, final=final) if not delta.reasoning]
 
 
-def tool_is_strict(tool: Mapping[str, Any]) -> bool:
-    """Whether the calls of this tool are held to its schema."""
-    function = tool.get("function")
-    return isinstance(function, Mapping) and function.get("strict") is True
-
-
 def _is_ours(part: Any, kind: type) -> bool:
     return part is None or isinstance(part, kind)
-
-
-def _compose(tool: ToolFormat | None, reasoning: ReasoningFormat | None, ask: ParseRequest) -> OutputParser:
-    if reasoning is not None and reasoning.harmony and ask.forced is None:
-        from quire.text.parse.tools.harmony import FORMAT, TEXT_ONLY  # lazy
-
-        tool = TEXT_ONLY if tool is None else FORMAT
-        reasoning = None
-    inside = reasoning is not None and reasoning.begins_inside(
-        ask.prompt, continues=ask.continues, thinking=ask.thinking
-    )
-    held = any(tool_is_strict(one) for one in ask.tools)
-
-    def read(source: TextSource, out: DeltaWriter) -> Steps[None]:
-        hidden: tuple[str, ...] = ()
-        if reasoning is not None:
-            calls_end_it = tool is not None and not held and ask.forced is None
-            hidden = yield from reasoning.read(source, out, inside, calls_end_it)
-        if tool is None:
-            yield from read_text(source, out)
-            return
-        source.hide((*tool.hidden, *hidden))
-        begun = ask.prompt if reasoning is None else None  # a thought that it opened is read by now
-        if tool.thought is not None and (reasoning is None or not reasoning.end):
-            opened = (ask.prompt or "").rstrip().endswith(tool.thought[0])
-            yield from read_thought(source, out, tool.thought, opened)
-        if held and tool.held is not None:
-            yield from tool.held(source, out)
-        else:
-            yield from (tool.read if tool.after is None or not begun else tool.after(begun))(source, out)
-
-    writer = (
-        DeltaWriter(keep_space=True)
-        if tool is None or not ask.tools
-        else DeltaWriter(tool_schemas(ask.tools), new_id=tool.new_id, first_only=not ask.parallel)
-    )
-    return FormatParser(read, writer, shows_broken=tool is not None and tool.tells_broken and not tool.is_answer)
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

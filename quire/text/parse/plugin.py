@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.schema.errors import ConfigError
 from quire.text.parse.base import CallDelta, Delta, OutputParser, PlainParser
-from quire.text.parse.choose import ParserChoice, ParseRequest
+from quire.text.parse.compose import ParseRequest, compose
 from quire.text.parse.reasoning import ReasoningFormat
 from quire.text.parse.writer import ToolFormat, random_id
 
@@ -25,14 +25,14 @@ def adapt(tool: Any, reasoning: Any, tokenizer: Any, ask: ParseRequest) -> Outpu
     ask = dataclasses.replace(ask, request=_shown(ask.request))
     inner: OutputParser = PlainParser()
     if isinstance(tool, ToolFormat):
-        inner = ParserChoice(tool).parser(ask)
+        inner = compose(tool, None, ask)
     elif tool is not None:
         inner = PluginTools(tool(tokenizer), ask)
     if reasoning is None:
         return inner
     if isinstance(reasoning, ReasoningFormat):
         bare = ParseRequest(prompt=ask.prompt, continues=ask.continues)
-        return Chained(ParserChoice(reasoning=reasoning).parser(bare), inner)
+        return Chained(compose(None, reasoning, bare), inner)
     return Chained(PluginReasoning(reasoning(tokenizer), ask), inner)
 
 
