@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import grimp
+import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "quire"
@@ -148,6 +148,7 @@ def test_no_string_names_a_module_of_ours() -> None:
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
     """Late imports count; those for types alone do not."""
+    grimp = pytest.importorskip("grimp", reason="comes with import-linter")
     graph = grimp.build_graph("quire", exclude_type_checking_imports=True, cache_dir=None)
     below = {module: set(graph.find_modules_directly_imported_by(module)) for module in graph.modules}
     while leaves := [module for module, imported in below.items() if not imported]:  # what is left is in a circle

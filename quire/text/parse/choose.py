@@ -1,8 +1,8 @@
 """Which parser reads an answer: a reasoning format around a tool format around content, chosen once per server.
 
 In: the names of the options, then for each answer its prompt and tools. Out: an OutputParser. Any reasoning parser goes
-with any tool parser (compose.py); plug-ins in the form of vLLM's classes are adapted (plugin.py). Must not know: dialects,
-HTTP.
+with any tool parser (compose.py); plug-ins in the form of vLLM's classes are adapted (plugin.py). Must not know:
+dialects, HTTP.
 """
 
 from __future__ import annotations
