@@ -1,0 +1,29 @@
+"""The path of a request in docs/architecture.md is the one that it takes: traced on the embedded model."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PATH = (ROOT / "docs/architecture.md").read_text().split("## The path of a request", 1)[1].split("\n## ", 1)[0]
+NAMED = set(re.findall(r"(?:[a-z_]+/)+[a-z_]+\.py", PATH))
+MUCH = 50  # lines of a file that one request runs
+MOST_FILES = {"offline": 63, "chat": 97}  # may shrink, not grow
+
+
+@pytest.mark.parametrize("subject", MOST_FILES)
+def test_the_page_names_the_files_that_do_the_work(subject: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools/spine.py"), "--only", subject, "--json"],
+        capture_output=True, text=True, check=True, cwd=ROOT, timeout=600,
+    )  # fmt: skip
+    counts = json.loads(done.stdout)[subject]
+    missing = {name: lines for name, (_, lines) in counts.items() if lines > MUCH and name not in NAMED}
+    assert not missing, f"docs/architecture.md does not name {missing}"
+    assert 20 < len(counts) <= MOST_FILES[subject], sorted(counts)
