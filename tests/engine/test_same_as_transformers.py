@@ -61,9 +61,10 @@ def oracle():
 def assert_greedy(oracle, outputs) -> None:
     for out in outputs:
         ids = out.prompt_token_ids + out.outputs[0].token_ids
-        with torch.inference_mode():
-            logits = oracle(torch.tensor([ids])).logits[0]
-        want = logits[len(out.prompt_token_ids) - 1 : -1].argmax(-1).tolist()
+        with torch.inference_mode():  # logits of the positions before each output token, and of the last
+            logits = oracle(torch.tensor([ids]), logits_to_keep=len(out.outputs[0].token_ids) + 1).logits[0]
+        assert len(logits) == len(out.outputs[0].token_ids) + 1
+        want = logits[:-1].argmax(-1).tolist()
         assert out.outputs[0].token_ids == want, f"prompt {out.prompt!r} differs from transformers"
 
 
