@@ -19,7 +19,11 @@ from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
+from openai import LengthFinishReasonError
 
+# What a small model may do wrong: an answer that is not what the test wants, or that never ends. Anything else, such as
+# an error of the server, is not excused.
+_WRONG_ANSWER = (AssertionError, LengthFinishReasonError)
 # Greedy, so the same each time on one machine; other kernels round otherwise and give another text. Not strict.
 _ROUNDING = "a model of this size goes on to the length limit, or writes something else"
 _LENGTH = "a model of this size goes on to the length limit"
@@ -51,19 +55,19 @@ class TestChatOpenAI(ChatModelIntegrationTests):  # type: ignore[misc]
     def supports_json_mode(self) -> bool:
         return True
 
-    @pytest.mark.xfail(reason=_SMALL, strict=True)
+    @pytest.mark.xfail(reason=_SMALL, raises=_WRONG_ANSWER, strict=True)
     def test_agent_loop(self, model: BaseChatModel) -> None:
         super().test_agent_loop(model)
 
-    @pytest.mark.xfail(reason=_ROUNDING)
+    @pytest.mark.xfail(reason=_ROUNDING, raises=_WRONG_ANSWER)
     def test_json_mode(self, model: BaseChatModel) -> None:
         super().test_json_mode(model)
 
-    @pytest.mark.xfail(reason=_ROUNDING)
+    @pytest.mark.xfail(reason=_ROUNDING, raises=_WRONG_ANSWER)
     def test_unicode_tool_call_integration(self, model: BaseChatModel) -> None:  # type: ignore[override]
         super().test_unicode_tool_call_integration(model)
 
-    @pytest.mark.xfail(reason=_LENGTH, strict=True)
+    @pytest.mark.xfail(reason=_LENGTH, raises=_WRONG_ANSWER, strict=True)
     def test_structured_output_optional_param(self, model: BaseChatModel) -> None:
         super().test_structured_output_optional_param(model)
 
@@ -89,6 +93,5 @@ class TestChatOpenAIUnit(ChatModelUnitTests):  # type: ignore[misc]
     def chat_model_params(self) -> dict[str, Any]:
         return {"model": "smol", "base_url": "http://localhost:1/v1", "api_key": "none"}
 
-    @pytest.mark.xfail(reason="compares the client's own fields with a stored file, which is not here", strict=True)
-    def test_serdes(self, model: BaseChatModel, request: pytest.FixtureRequest) -> None:  # type: ignore[override]
-        super().test_serdes(model, request.getfixturevalue("snapshot"))
+    @pytest.mark.skip(reason="compares the client's own fields with a stored file; nothing of the server is in it")
+    def test_serdes(self) -> None: ...
