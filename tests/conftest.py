@@ -4,6 +4,7 @@ Nothing else: a file of tests passes whichever came before it in the process. `-
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
@@ -21,6 +22,7 @@ os.environ.setdefault("QUIRE_CPU_PACKED_CACHE", "0")  # nothing of the user's ca
 import pytest
 
 from quire.base import env
+from quire.base.log import logger as set_up_logger
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with Ctrl-C ignored
 
@@ -31,6 +33,17 @@ def _fresh_environment() -> Iterator[None]:
     env.forget_all()
     yield
     env.forget_all()
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """pytest's own, which hears every logger of ours whatever an earlier test of the process did to them."""
+    set_up_logger("quire")
+    for name in [*(name for name in logging.root.manager.loggerDict if name.startswith("quire.")), "quire"]:
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+        monkeypatch.setattr(logging.getLogger(name), "disabled", False)
+        caplog.set_level(logging.INFO if name == "quire" else logging.NOTSET, name)
+    return caplog
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

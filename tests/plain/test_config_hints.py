@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,6 @@ HINTS = [
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(log, "_said", set())
-    monkeypatch.setattr(log.logger("quire"), "propagate", True)
-    caplog.set_level(logging.INFO)
     return caplog
 
 

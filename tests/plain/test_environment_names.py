@@ -28,7 +28,6 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         if name != "QUIRE_TARGET_DEVICE":
             monkeypatch.delenv(name)
     monkeypatch.setattr(log, "_said", set())
-    monkeypatch.setattr(log.logger("quire"), "propagate", True)
     return monkeypatch
 
 

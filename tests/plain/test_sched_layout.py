@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from quire.sched.kv_layout import arrange, blocks_needed, fit_length, place
@@ -147,7 +145,6 @@ def test_specs_that_make_no_sense(specs: list[KVSpec], message: str) -> None:
 
 
 def test_too_few_blocks_for_all_sequences_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("quire").addHandler(caplog.handler)
     place([attention("a")], 0, num_blocks=9, max_model_len=16, max_num_seqs=10)
     assert "9 KV blocks are fewer than one per group for each of max_num_seqs=10" in caplog.text
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -325,13 +324,7 @@ def test_progress_counts_what_was_done(
 ) -> None:
     monkeypatch.setattr("quire.base.progress.LINE_SECONDS", 0.0)
     (tmp_path / "out.jsonl").write_text("".join(answer_of(str(i)) + "\n" for i in range(8)))
-    own = logging.getLogger("quire.base.progress")  # whatever the loggers above it do with its lines
-    own.addHandler(caplog.handler)
-    try:
-        with caplog.at_level(logging.INFO, own.name):
-            resume([short(str(i)) for i in range(10)])
-    finally:
-        own.removeHandler(caplog.handler)
+    resume([short(str(i)) for i in range(10)])
     shown = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Answering")]
     assert list(dict.fromkeys(words.partition(" (")[0] for words in shown)) == [
         "Answering: 9 requests of 10 requests", "Answering: 10 requests of 10 requests",
