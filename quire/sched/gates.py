@@ -174,7 +174,8 @@ class LatencyGoal(Gate):
 
     The number follows the time that steps take (pace.py). Prompts are cut to what decodes leave of it, half of it at
     least. While nobody decodes it does not bind, nor, where larger steps pay, while so much waits that prompts would be
-    late themselves.
+    late themselves. A prompt may be asked about before the decodes are, since it may be older: requests that run and
+    were not left with a partial prompt by the step before are taken for decodes from the start.
     """
 
     GRAIN = 128  # tokens: a step takes as long as one of the next multiple, so a budget between two is no use
@@ -188,6 +189,8 @@ class LatencyGoal(Gate):
         self.grain = min(self.GRAIN, least)
         self.most = NO_LIMIT
         self.prompts = self.decodes = 0  # tokens of this step
+        self.partial = 0  # requests that this step leaves with a partial prompt
+        self.expected = 0  # decodes that this step will hold
 
     def open(self, load: SchedulerLoad) -> None:
         within = self.pace.tokens_within(self.goal)
@@ -197,14 +200,15 @@ class LatencyGoal(Gate):
             self.most = max(self.least, within // self.grain * self.grain)
         if self.deep and load.waiting_tokens > self.deep * self.most:
             self.most = NO_LIMIT
-        self.prompts = self.decodes = 0
+        self.expected = max(load.running - self.partial, 0)
+        self.prompts = self.decodes = self.partial = 0
 
     def closed(self) -> bool:
-        return bool(self.decodes) and self._left() <= 0
+        return self._num_decodes() > 0 and self._left() <= 0
 
     def admit(self, request: Request, count: int) -> int:
         left = self._left()
-        if request.end - request.planned == 1 or not self.decodes or count <= left:
+        if request.end - request.planned == 1 or not self._num_decodes() or count <= left:
             return count
         if request.running:
             return left if left > 0 else SKIP
@@ -215,13 +219,20 @@ class LatencyGoal(Gate):
             self.decodes += count
         else:
             self.prompts += count
+            self.partial += count < request.end - request.planned
 
     def take_singles(self, number: int) -> None:
         self.decodes += number
 
+    def pass_over(self, request: Request) -> None:
+        self.partial += request.end - request.planned > 1
+
+    def _num_decodes(self) -> int:
+        return max(self.decodes, self.expected)
+
     def _left(self) -> int:
         """For prompts."""
-        return max(self.most - self.decodes, self.most // 2) - self.prompts
+        return max(self.most - self._num_decodes(), self.most // 2) - self.prompts
 
 
 class WholePrompts(Gate):

@@ -7,6 +7,7 @@ import queue
 import pytest
 
 from quire.engine import loop as loop_module
+from quire.sched.gates import Hold
 from quire.sched.pace import KEPT, LEAST, StepTimeEstimator
 from quire.schema.messages import Stop
 from tests.plain.sched_kit import Bench, counts
@@ -96,6 +97,25 @@ def test_on_a_cpu_no_queue_of_prompts_is_reason_enough_for_a_long_step() -> None
     bench.add(*(engine_request(f"p{i}", 4000) for i in range(20)))
     for _ in range(30):
         assert 100 < sum(counts(bench.step()).values()) <= 192
+
+
+def test_a_prompt_that_is_older_than_the_decodes_is_cut_too() -> None:
+    """It comes before them in the order of arrival: one that waited for its grammar, or was preempted."""
+    bench = cpu_bench()
+    bench.add(engine_request("old", 4000))
+    bench.scheduler.hold("old", Hold.GRAMMAR)
+    bench.add(engine_request("a", 8, 60), engine_request("b", 8, 60))
+    bench.step()
+    bench.scheduler.release("old", Hold.GRAMMAR)
+    for _ in range(10):
+        assert counts(bench.step()) == {"old": 190, "a": 1, "b": 1}
+
+
+def test_prompts_alone_are_not_cut() -> None:
+    bench = cpu_bench()
+    bench.add(engine_request("p", 8000))
+    assert counts(bench.step()) == {"p": 4096}
+    assert counts(bench.step()) == {"p": 3904}
 
 
 def test_on_a_cpu_the_first_prompt_is_no_exception() -> None:
