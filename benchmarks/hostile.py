@@ -5,7 +5,8 @@
     python benchmarks/hostile.py --list                           # what is sent, by subject
 
 Starts `quire serve` on the embedded model for this machine alone, with two keys: one is honest, one is the attacker's.
-The honest streams ask for greedy answers, each recorded alone before; a stream begins anew when its answer ends. They
+The honest streams ask for greedy answers, each recorded alone before; a stream begins anew when its answer ends. After
+--warm seconds of attacks alone (modules that are imported late, caches and the allocator grow once) they
 run for --calm seconds by themselves, then for --seconds beside benchmarks/hostile_attacks.py and tests/server/fuzz.py
 (processes of their own, at low priority and with a bounded rate, because they share the processor with the server),
 then for 20 s by themselves again. One processor is left to HTTP and the attackers. A machine that others use
@@ -15,9 +16,9 @@ at the same time measures them. Exits 1 when one of these is broken:
 - the longest wait for a first piece, and the longest gap between two pieces of any answer, are at most 250 ms longer
   beside attacks than in the calm (greatest value of all answers against greatest value of all answers);
 - no answer to an attack is a 5xx other than 503, no refusal takes over 10 s, and what each attack itself demands;
-- memory of all processes, --settle seconds after the attacks, is at most --max-growth MiB over what it was before (the
-  first bodies of full size leave the allocator larger, once), and in a run of five minutes or more no process that
-  stays grows by more than --max-slope MiB a minute over the last two thirds of it;
+- memory of all processes, --settle seconds after the attacks, is at most --max-growth MiB over what it was before, and
+  in a run of five minutes or more no process that stays grows by more than --max-slope MiB a minute over the last two
+  thirds of it;
 - the server is alive, holds no request and no block, logs no stack and no line that a client made up, gives its
   children no key, and leaves nothing behind when it ends.
 """
@@ -170,11 +171,15 @@ async def attacked(
 ) -> tuple[Phase, dict[str, int]]:
     with attackers(args, url, folder, args.seconds) as running:
         phase = await stream_for(args.seconds, session, url, asked, texts, args.streams)
-        end = time.monotonic() + PATIENCE_S + 60
-        while any(process.poll() is None for process in running.values()) and time.monotonic() < end:
-            await asyncio.sleep(0.5)
+        await finished(running, PATIENCE_S + 60)
         codes = {name: -1 if (code := process.poll()) is None else code for name, process in running.items()}
     return phase, codes
+
+
+async def finished(running: dict[str, subprocess.Popen[bytes]], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while any(process.poll() is None for process in running.values()) and time.monotonic() < end:
+        await asyncio.sleep(0.5)
 
 
 # ---- the server -------------------------------------------------------------------------------------------------
@@ -183,7 +188,7 @@ async def attacked(
 def start(args: argparse.Namespace, folder: Path, log: TextIO) -> tuple[subprocess.Popen[bytes], str]:
     port = free_port()
     (folder / "tmp").mkdir()
-    command = [sys.executable, "-c", SERVE, "serve", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
+    command = [sys.executable, "-c", SERVE, "serve", "--host", "127.0.0.1", "--port", str(port),
                "--max-model-len", "2048", "--api-key", HONEST, ATTACKER, "--enable-prompt-tokens-details",
                "--trust-request-chat-template", "--open-metrics", "--disable-uvicorn-access-log"]  # fmt: skip
     threads = max(1, (os.cpu_count() or 2) - 1)
@@ -259,6 +264,12 @@ async def drive(args: argparse.Namespace, server: subprocess.Popen[bytes], url: 
         texts = [fold((await ask(session, url, case))[0])[0] for case in asked]  # alone: nothing else runs
         say(f"{len(asked)} answers recorded")
         await fill_cache(session, url)
+        cold = memory(server.pid)
+        with attackers(args, url, folder, args.warm) as running:
+            await finished(running, args.warm + PATIENCE_S)
+        await asyncio.sleep(args.settle)
+        grown = sum(memory(server.pid).values()) - sum(cold.values())
+        say(f"{args.warm:.0f} s of attacks alone: {grown:+.0f} MiB")
         await stream_for(10, session, url, asked, texts, args.streams)
         run.calm = await stream_for(args.calm, session, url, asked, texts, args.streams)
         say(f"calm: {run.calm.right} answers; attacks begin")
@@ -364,6 +375,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600.0, help="how long attacks go on")
     parser.add_argument("--calm", type=float, default=120.0, help="how long streams run without them before")
+    parser.add_argument("--warm", type=float, default=60.0, help="how long attacks go on at first, without streams")
     parser.add_argument(
         "--settle", type=float, default=30.0, help="how long nothing is sent before memory is read again"
     )

@@ -23,6 +23,7 @@ class SchedulerLoad(NamedTuple):
     """What there is to do when a step begins."""
 
     running: int  # requests
+    waiting: int  # requests
     waiting_tokens: int  # of prompts that have not begun
 
 
@@ -176,6 +177,9 @@ class LatencyGoal(Gate):
     least. While nobody decodes it does not bind, nor, where larger steps pay, while so much waits that prompts would be
     late themselves. A prompt may be asked about before the decodes are, since it may be older: requests that run and
     were not left with a partial prompt by the step before are taken for decodes from the start.
+
+    Where the goal always binds, a partial prompt leaves half of its room to prompts that have just come, and goes on
+    doing so as long as some of these join: short ones need not wait for the end of a long one.
     """
 
     GRAIN = 128  # tokens: a step takes as long as one of the next multiple, so a budget between two is no use
@@ -191,6 +195,8 @@ class LatencyGoal(Gate):
         self.prompts = self.decodes = 0  # tokens of this step
         self.partial = 0  # requests that this step leaves with a partial prompt
         self.expected = 0  # decodes that this step will hold
+        self.waiting = self.joined = 0  # requests
+        self.divided = False  # room for prompts, between partial ones and those that wait
 
     def open(self, load: SchedulerLoad) -> None:
         within = self.pace.tokens_within(self.goal)
@@ -201,13 +207,18 @@ class LatencyGoal(Gate):
         if self.deep and load.waiting_tokens > self.deep * self.most:
             self.most = NO_LIMIT
         self.expected = max(load.running - self.partial, 0)
-        self.prompts = self.decodes = self.partial = 0
+        has_news = load.waiting > self.waiting or (self.divided and self.joined > 0)
+        self.divided = has_news and load.waiting > 0 and not self.deep
+        self.waiting = load.waiting
+        self.prompts = self.decodes = self.partial = self.joined = 0
 
     def closed(self) -> bool:
         return self._num_decodes() > 0 and self._left() <= 0
 
     def admit(self, request: Request, count: int) -> int:
         left = self._left()
+        if self.divided and request.running:
+            left -= left // 2
         if request.end - request.planned == 1 or not self._num_decodes() or count <= left:
             return count
         if request.running:
@@ -220,6 +231,7 @@ class LatencyGoal(Gate):
         else:
             self.prompts += count
             self.partial += count < request.end - request.planned
+            self.joined += not request.running
 
     def take_singles(self, number: int) -> None:
         self.decodes += number

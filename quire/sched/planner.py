@@ -54,7 +54,7 @@ class Planner:
         self.watermark = int(settings.watermark * kv.pool.num_blocks)
 
     def fill(self) -> OpenPlan:
-        plan, load = OpenPlan(), SchedulerLoad(len(self.running), self.waiting.num_tokens)
+        plan, load = OpenPlan(), SchedulerLoad(len(self.running), len(self.waiting), self.waiting.num_tokens)
         for gate in self.gates:
             gate.open(load)
         reserved = self._grant_running(plan)
