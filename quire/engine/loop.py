@@ -170,8 +170,8 @@ class EngineLoop:
             self.executor.forward(plan)  # returns at once where the device works by itself
             launched = now()
             self._leads[plan.total_tokens > len(plan.grants)].learn(launched - began)
-            if not self._flying:
-                self._began = launched
+            if not self._flying:  # one step at a time: the caller may have computed it in forward()
+                self._began = launched if self.ahead else began
         self.settle(self._num_kept(plan))  # commit old steps while it does
         if plan.grants:
             self._flying.append((plan, self.executor.sample(plan.step, self._mask(plan))))

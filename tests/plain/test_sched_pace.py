@@ -220,3 +220,21 @@ def test_a_request_that_comes_while_the_device_works_is_in_its_next_step(monkeyp
     assert 6.5 < time < 7.0  # in the step that begins when the one under way ends, not the one after
     steady = [time for time, names in plans[4:joined] if names == {"a"}]
     assert all(time % 1.0 > 0.9 for time in steady)  # planned just before they are wanted
+
+
+def test_a_step_that_is_computed_in_forward_is_learned_with_its_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU, in the engine's own process. Else every step would seem to take no time, and no goal would bind."""
+    clock = Clock()
+    monkeypatch.setattr(loop_module, "now", clock)
+    loop = make_loop(latency_goal=1.0, latency_tokens=4, latency_deep=0)
+    plain_forward = loop.executor.forward
+
+    def forward(plan: object) -> None:
+        plain_forward(plan)
+        clock.time += 0.5 * plan.total_tokens
+
+    monkeypatch.setattr(loop.executor, "forward", forward)
+    loop.submit(request("a", max_tokens=30))
+    for _ in range(3):
+        loop.step()
+    assert loop.scheduler.pace.tokens_within(10.0) == 20
