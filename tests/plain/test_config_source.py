@@ -71,7 +71,7 @@ def test_a_network_that_is_not_there(tmp_path: Path) -> None:
     code = (
         "import time\nfrom quire.checkpoint.source import locate\nstart = time.time()\n"
         "try:\n    locate('some-org/some-model')\nexcept Exception as e:\n    print(type(e).__name__, e)\n"
-        "assert time.time() - start < 10"
+        "assert time.time() - start < 40"
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)

@@ -58,8 +58,8 @@ def test_calls(executor):
 def test_a_late_answer_is_a_timeout(executor):
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"0\.05 s"):
-        executor.call("nap", [1.0], {}, 0.05)
-    assert time.monotonic() - began < 0.9
+        executor.call("nap", [60.0], {}, 0.05)
+    assert time.monotonic() - began < 50
 
 
 def test_a_timeout_of_the_function_itself_is_its_own(executor):

@@ -332,18 +332,19 @@ def test_run_serves_a_queue_and_waits_without_spinning():
     thread.start()
     inbox.put(request("a", max_tokens=3))
     inbox.put(ControlCall(call_id=9, verb="is_paused"))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not any(o.finish_reason for m in said if isinstance(m, Outputs) for o in m.outputs):
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    time.sleep(0.05)
-    idle = turns
-    time.sleep(0.1)
-    assert turns == idle
+    idle = -1
+    while turns != idle:  # its last turns may come late; one that spins never comes to rest
+        assert time.monotonic() < deadline
+        idle = turns
+        time.sleep(0.1)
     assert ControlReply(call_id=9, value=False) in said
     inbox.put(Abort(request_ids=("gone",)))
     inbox.put(Stop())
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
 
 

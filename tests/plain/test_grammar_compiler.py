@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from quire.base.procs import processor_seconds
 from quire.grammar.backend import PACKAGES, GrammarVocabulary
 from quire.grammar.compiler import Compiled, CompileLimits, Compiler
 from quire.schema.errors import InputError, OverloadedError, QuireError
@@ -276,8 +277,9 @@ def test_a_running_grammar_is_killed_when_the_last_who_waited_leaves(roomy: Benc
     assert isinstance(roomy.outcome(xgrammar(GrammarKind.REGEX, "w")), Compiled)  # the backend is ready
     process = roomy.compiler._children[0]._process
     assert process is not None
+    before = processor_seconds(process.pid)
     roomy.compiler.submit(hostile(0))
-    time.sleep(0.3)
+    wait_until(lambda: processor_seconds(process.pid) > before + 0.1)  # it is at it
     assert process.poll() is None
     roomy.compiler.drop(hostile(0))
     wait_until(lambda: process.poll() is not None and not len(roomy.compiler._jobs))

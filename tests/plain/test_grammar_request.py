@@ -251,9 +251,9 @@ def test_required_is_a_list_of_names(required: Any) -> None:
 
 
 def test_a_schema_of_unknown_keywords_is_read_in_one_pass() -> None:
-    began = time.monotonic()
+    began = time.process_time()
     needs = read_schema({f"unknown-{i}": 1 for i in range(60_000)})
-    assert time.monotonic() - began < 2.0 and 0 < len(needs.not_xgrammar) < 100
+    assert time.process_time() - began < 5.0 and 0 < len(needs.not_xgrammar) < 100
 
 
 def test_a_long_name_is_not_kept_for_each_of_its_children() -> None:

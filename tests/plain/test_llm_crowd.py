@@ -70,7 +70,7 @@ def test_a_crowd(tmp_path, monkeypatch, form, seed, kill):
         if kill:
             await asyncio.sleep(0.15)
             os.kill(engine.front.client._reader.child.pid, signal.SIGKILL)
-        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 300)
         wrong = [r for r in results if r is not None and not (kill and isinstance(r, EngineDeadError))]
         assert not wrong, wrong[:3]
         assert len(engine.output_processor) == 0 and not engine._streams.request_ids()
@@ -92,7 +92,7 @@ engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=sys.argv[1]))
 reader = engine.front.client._reader
 print(reader.child.pid, reader.wire.folder, flush=True)
 async def main():
-    async for _ in engine.generate("abc", SamplingParams(max_tokens=500, extra_args={"sleep": 0.05}), "r"):
+    async for _ in engine.generate("abc", SamplingParams(max_tokens=500, extra_args={"sleep": 0.5}), "r"):
         pass
 asyncio.run(main())
 """
@@ -105,7 +105,7 @@ def test_when_the_front_is_killed_nothing_is_left(tmp_path):
     time.sleep(0.2)
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while os.path.exists(folder) or _runs(int(pid)):
         assert time.monotonic() < deadline, "the engine outlived its front"
         time.sleep(0.02)

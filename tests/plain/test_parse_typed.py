@@ -34,10 +34,10 @@ def test_types_of_a_parameter() -> None:
 
 
 def test_references_in_circles_take_no_time() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     circle = {"anyOf": [{"$ref": "#/$defs/x"}] * 1000}
     assert types(circle, {"$defs": {"x": circle}}) == set()
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(

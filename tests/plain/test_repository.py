@@ -92,7 +92,7 @@ def test_files_of_tests_run_in_the_order_of_a_seed(tmp_path: Path) -> None:
 
     def order(*options: str) -> list[str]:
         command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *options]
-        own = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # ours alone
+        own = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}  # ours alone
         done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, check=True)
         return [line for line in done.stdout.splitlines() if "::" in line]
 
@@ -101,6 +101,9 @@ def test_files_of_tests_run_in_the_order_of_a_seed(tmp_path: Path) -> None:
     assert len({tuple(plain), tuple(first), tuple(second)}) == 3 and order("--file-order", "1") == first
     for one, other in zip(first[::2], first[1::2], strict=True):
         assert one.endswith("::test_one") and other == one.replace("test_one", "test_another")
+    mixed = order("--test-order", "1")
+    assert mixed == order("--test-order", "1") != plain and sorted(mixed) == sorted(plain)
+    assert [line.partition("::")[0] for line in mixed] == [line.partition("::")[0] for line in plain]
     conftest = tmp_path / "conftest.py"
     conftest.write_text(conftest.read_text().replace("engine/test_every_architecture", "test_e test_c"))
     (tmp_path / "tests").mkdir()
