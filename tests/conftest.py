@@ -18,6 +18,7 @@ from collections.abc import Iterator
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the first engine of a process would set it
 os.environ.setdefault("QUIRE_TARGET_DEVICE", "cpu")  # tests/device name their device
 os.environ.setdefault("QUIRE_CPU_NUM_THREADS", "1")
 os.environ.setdefault("QUIRE_AUDIT", "1")

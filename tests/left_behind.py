@@ -55,12 +55,17 @@ def state_of_process() -> State:
         ("threading", "excepthook"): threading.excepthook,
         ("gc", "enabled"): gc.isenabled(),
         ("gc", "threshold"): gc.get_threshold(),
-        **{("thread", f"{one.name} {one.ident}"): True for one in threading.enumerate() if not one.daemon},
+        **{("thread", f"{one.name} {one.ident}"): True for one in threading.enumerate() if _counts(one)},
         **_loggers(),
         **_torch(),
         **_kernels(),
         **_modules(),
     }
+
+
+def _counts(thread: threading.Thread) -> bool:
+    """Daemons end with the process; litellm keeps a pool of threads for its log."""
+    return not thread.daemon and not thread.name.startswith("litellm-")
 
 
 def _umask() -> int:

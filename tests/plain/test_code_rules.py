@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,13 @@ def place(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _trees_for_this_file() -> Iterator[None]:
+    yield
+    tree.cache_clear()
+
+
+@cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 

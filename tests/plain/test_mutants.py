@@ -72,5 +72,6 @@ def test_what_tests_notice_is_counted(tool: ModuleType, tmp_path: Path, capsys: 
 
 def test_named_modules_and_tests_are_there(tool: ModuleType) -> None:
     for module, names in tool.TESTS.items():
-        assert (ROOT / module).is_file() and tool.mutants(module, (ROOT / module).read_text())
+        nodes = tool._running(ast.parse((ROOT / module).read_text()))
+        assert any(True for node in nodes for _ in tool.changes(node)), f"nothing of {module} can be changed"
         assert names and all((ROOT / f"tests/plain/{name}.py").is_file() for name in names)

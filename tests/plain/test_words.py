@@ -6,6 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,17 @@ def singular(words: set[str]) -> set[str]:
 def bad_parts(name: str, *, is_class: bool) -> set[str]:
     forbidden = FORBIDDEN if is_class else FORBIDDEN - {"base"}
     return singular(parts(name)) & singular(forbidden)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees_for_this_file() -> Iterator[None]:
+    yield
+    tree.cache_clear()
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
 
 
 def definitions(tree: ast.AST) -> Iterator[tuple[str, bool]]:
@@ -85,7 +97,7 @@ def test_no_name_has_a_forbidden_part() -> None:
         where = path.relative_to(ROOT).as_posix()
         names = [(path.stem, False)]
         if not where.startswith(FOREIGN):
-            names += definitions(ast.parse(path.read_text()))
+            names += definitions(tree(path))
         if found := sorted({name for name, is_class in names if bad_parts(name, is_class=is_class)}):
             bad[where] = found
     assert not bad
@@ -94,28 +106,28 @@ def test_no_name_has_a_forbidden_part() -> None:
 def test_no_variable_has_a_refused_name() -> None:
     bad: dict[str, list[str]] = {}
     for path in FILES:
-        if found := sorted({name for name in variables(ast.parse(path.read_text())) if name in REFUSED}):
+        if found := sorted({name for name in variables(tree(path)) if name in REFUSED}):
             bad[path.relative_to(ROOT).as_posix()] = found
     assert not bad
 
 
-def repeated_classes(sources: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+def repeated_classes(sources: Iterable[tuple[str, ast.AST]]) -> dict[str, list[str]]:
     """Class names that several definitions share, with where these are; a leading underscore makes no other name."""
     places: defaultdict[str, list[str]] = defaultdict(list)
     for where, source in sources:
-        for name, is_class in definitions(ast.parse(source)):
+        for name, is_class in definitions(source):
             if is_class:
                 places[name.lstrip("_")].append(where)
     return {name: found for name, found in places.items() if len(found) > 1}
 
 
 def test_the_rule_finds_a_class_name_given_twice() -> None:
-    one, two = "class Call: ...\nclass Row: ...\n", "def make():\n    class _Call: ...\n"
+    one, two = ast.parse("class Call: ...\nclass Row: ..."), ast.parse("def make():\n    class _Call: ...")
+    twice = ast.Module([*two.body, *two.body], [])
     assert repeated_classes([("a/x.py", one), ("b/y.py", two)]) == {"Call": ["a/x.py", "b/y.py"]}
-    assert repeated_classes([("a/x.py", two + two)]) == {"Call": ["a/x.py", "a/x.py"]}
+    assert repeated_classes([("a/x.py", twice)]) == {"Call": ["a/x.py", "a/x.py"]}
     assert not repeated_classes([("a/x.py", one)])
 
 
 def test_no_class_name_is_given_twice() -> None:
-    sources = [(path.relative_to(ROOT).as_posix(), path.read_text()) for path in FILES]
-    assert not repeated_classes(sources)
+    assert not repeated_classes([(path.relative_to(ROOT).as_posix(), tree(path)) for path in FILES])
