@@ -104,8 +104,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 LONG_FILES = frozenset(
     f"tests/{name}.py"
     for name in """
-    engine/test_every_architecture engine/test_batch_invariant_hostile engine/test_structured_outputs
-    models/test_parity ops/test_cpu_tiles server/test_hosting_doors
+    engine/test_every_architecture engine/test_same_as_transformers engine/test_structured_outputs
+    engine/test_batch_invariant_hostile engine/test_batch_invariant_cpu engine/test_docs_examples
+    models/test_parity ops/test_cpu_tiles compat/test_programs server/test_hosting_doors
     """.split()  # noqa: SIM905
 )
 
