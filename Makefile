@@ -62,7 +62,7 @@ test: lint types contract  ## all checks and all tests, files in random order
 	$(PYTEST) --file-order $(SEED) tests
 
 # What a CPU's users meet, once per instruction set that this machine has (the best is what `test` runs) and once in torch.
-ISA_TESTS := $(addprefix tests/engine/test_,cpu_blocks.py cpu_same_bits.py cpu_same_text.py one_process.py panels.py packed_weights.py structured_outputs.py worker_real_model.py)
+ISA_TESTS := $(addprefix tests/engine/test_,cpu_blocks.py cpu_same_bits.py cpu_same_text.py one_process.py panels.py packed_weights.py structured_outputs.py) tests/worker/test_real_model.py
 ISAS = $(shell $(BIN)/python -c 'from quire.ops.cpu.native import kernels, usable; found = kernels(); print(*usable(found) if found else ())')
 isas: setup  ## engine tests once per instruction set of this machine, and without kernels
 	@for isa in $(ISAS) off; do \
@@ -72,7 +72,7 @@ isas: setup  ## engine tests once per instruction set of this machine, and witho
 # one of each other kind against transformers, steps of a worker, an engine over tiny checkpoints, the API over a fake one.
 PARITY := $(foreach name,Llama Gemma2 Qwen3Moe DeepseekV3 Mamba2,tests/models/test_parity.py::test_prompts_in_one_step[$(name)ForCausalLM])
 CHECK_TESTS := tests/plain $(addprefix tests/,ops/test_norm_act_rope.py ops/test_sample_ops.py ops/test_cpu_sample.py \
-  engine/test_worker_steps.py engine/test_bad_input.py engine/test_loader_load.py engine/test_sampling_pipeline.py \
+  worker/test_steps.py engine/test_bad_input.py loader/test_load.py sampling/test_pipeline.py \
   server/test_completions_api.py server/test_limits_api.py server/test_deadlines.py) $(PARITY)
 check: lint types contract  ## format, lint, types, import contract, plain tests and some of each other kind: minutes
 	$(PYTEST) $(CHECK_TESTS)
@@ -93,8 +93,8 @@ mutants: setup  ## small faults put into modules, and how many their tests notic
 # The interpreter needs no GPU. It is no part of `test`: it takes a quarter of an hour and triton is a large package.
 kernels: setup  ## Triton kernels on the CPU, interpreted, and the dry run that lists them
 	test -d $(VENV)/kernels || $(BIN)/python -m pip install -q --no-deps --target $(VENV)/kernels 'triton>=3.6,<3.7'
-	PYTHONPATH=$(VENV)/kernels TRITON_INTERPRET=1 QUIRE_EARLY_LAUNCH=0 $(PYTEST) tests/ops tests/engine/test_worker_interpreted.py -k triton\ or\ interpreted
-	PYTHONPATH=$(VENV)/kernels $(PYTEST) tests/engine/test_worker_dry_run.py tests/ops/test_triton_launch.py
+	PYTHONPATH=$(VENV)/kernels TRITON_INTERPRET=1 QUIRE_EARLY_LAUNCH=0 $(PYTEST) tests/ops tests/worker/test_interpreted.py -k triton\ or\ interpreted
+	PYTHONPATH=$(VENV)/kernels $(PYTEST) tests/worker/test_dry_run.py tests/ops/test_triton_launch.py
 
 # Kernels that end the process at whatever C++ does not define, in a place of their own. What torch itself does is not
 # looked at, but the edges of the memory that it hands to kernels are: the sanitizer's library comes first into Python.
@@ -105,7 +105,7 @@ SANITIZE = QUIRE_CPU_KERNELS_FILE=$(SANITIZED_LIBRARY) \
   QUIRE_BUILD_FLAGS="$(SANITIZE_FLAGS)" LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so):$$($(CXX) -print-file-name=libstdc++.so)" \
   ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:alloc_dealloc_mismatch=0:allocator_may_return_null=1 \
   UBSAN_OPTIONS=print_stacktrace=1
-SANITIZE_TESTS := $(wildcard tests/ops/test_cpu_*.py) $(addprefix tests/,ops/test_few_rows.py ops/test_fused_branch.py engine/test_loader_safetensors.py engine/test_loader_gguf_types.py plain/test_gguf_container.py)
+SANITIZE_TESTS := $(wildcard tests/ops/test_cpu_*.py) $(addprefix tests/,ops/test_few_rows.py ops/test_fused_branch.py loader/test_safetensors.py loader/test_gguf_types.py plain/base/test_gguf_container.py)
 FUZZ_SECONDS ?= 90
 # Their tests take some minutes of two processors; what takes so long hangs.
 SANITIZE_SECONDS ?= 1500

@@ -1,6 +1,9 @@
-"""What every test may rely on: no network, one thread, blocks audited at every step, no environment left over.
+"""What every test may rely on: no network, one thread, blocks audited at every step, no environment left over, loggers
+as they are set up at first, and random numbers that depend on its file alone.
 
-Nothing else: a file of tests passes whichever came before it in the process. `--file-order` tries another order."""
+Nothing else: a file of tests passes whichever came before it in the process (`--file-order` tries another order), and a
+test whichever came before it in its file (`--test-order`). A file that changes the process for others fails:
+tests/left_behind.py."""
 
 from __future__ import annotations
 
@@ -8,11 +11,14 @@ import logging
 import os
 import random
 import signal
+import sys
+import zlib
 from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the first engine of a process would set it
 os.environ.setdefault("QUIRE_TARGET_DEVICE", "cpu")  # tests/device name their device
 os.environ.setdefault("QUIRE_CPU_NUM_THREADS", "1")
 os.environ.setdefault("QUIRE_AUDIT", "1")
@@ -23,8 +29,13 @@ import pytest
 
 from quire.base import env
 from quire.base.log import logger as set_up_logger
+from tests.left_behind import LeftBehind, private_containers
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with Ctrl-C ignored
+
+
+# Modules that remember what they have logged, to log it once.
+ONCE = ("quire.base.log", "quire.grammar.choose", "quire.server.openai.limits")
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +44,35 @@ def _fresh_environment() -> Iterator[None]:
     env.forget_all()
     yield
     env.forget_all()
+
+
+@pytest.fixture(autouse=True)
+def _loggers_as_they_were() -> Iterator[None]:
+    """What a test does to our loggers, by `quire chat` or a configuration of logging, is undone; what is logged once
+    per process is logged once per test."""
+    set_up_logger("quire")
+    ours = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.partition(".")[0] == "quire"]
+    before = [(log, log.level, log.propagate, log.disabled, log.handlers[:]) for log in ours]
+    formatters = [(handler, handler.formatter) for handler in logging.getLogger("quire").handlers]
+    once = [one for name in ONCE if name in sys.modules for one in private_containers(sys.modules[name]).values()]
+    for each in once:
+        each.clear()
+    yield
+    for log, level, log.propagate, log.disabled, log.handlers[:] in before:
+        if log.level != level:
+            log.setLevel(level)
+    for handler, formatter in formatters:
+        handler.setFormatter(formatter)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before any fixture: what draws numbers without a seed of its own draws the same in every order of tests."""
+    seed = zlib.crc32(item.nodeid.partition("::")[0].encode())
+    random.seed(seed)
+    for name in ("numpy.random", "torch"):
+        if (module := sys.modules.get(name)) is not None:
+            (module.seed if name == "numpy.random" else module.manual_seed)(seed)
 
 
 @pytest.fixture
@@ -48,6 +88,11 @@ def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--file-order", type=int, metavar="SEED", help="run the files in the random order of this seed")
+    parser.addoption("--test-order", type=int, metavar="SEED", help="run the tests of each file in a random order")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(LeftBehind())
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -59,8 +104,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 LONG_FILES = frozenset(
     f"tests/{name}.py"
     for name in """
-    engine/test_every_architecture engine/test_batch_invariant_hostile engine/test_structured_outputs
-    models/test_parity ops/test_cpu_tiles server/test_hosting_doors
+    engine/test_every_architecture engine/test_same_as_transformers engine/test_structured_outputs
+    engine/test_batch_invariant_hostile engine/test_batch_invariant_cpu engine/test_docs_examples
+    models/test_parity ops/test_cpu_tiles compat/test_programs server/test_hosting_doors
     """.split()  # noqa: SIM905
 )
 
@@ -75,7 +121,19 @@ def shuffle_files(items: list[pytest.Item], seed: int) -> None:
     items.sort(key=lambda item: place[item.nodeid.partition("::")[0]])
 
 
+def shuffle_tests(items: list[pytest.Item], seed: int) -> None:
+    """The tests of each file in another order, the files as they were."""
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    for name, tests in files.items():
+        random.Random(f"{seed} {name}").shuffle(tests)
+    items[:] = [item for tests in files.values() for item in tests]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (seed := config.getoption("--test-order")) is not None:
+        shuffle_tests(items, seed)
     if (seed := config.getoption("--file-order")) is not None:
         shuffle_files(items, seed)
     marked = [item for item in items if item.get_closest_marker("gpu")]

@@ -17,7 +17,7 @@ from vllm.tool_parsers import ToolParserManager
 from quire.text.parse.base import fold
 from quire.text.parse.choose import ParserChoice, ParseRequest
 from quire.text.parse.registry import REASONING_PARSERS, TOOL_PARSERS
-from tests.plain.parse_corpus import RENDER, SCENES, TOOLS
+from tests.plain.text.parse_corpus import RENDER, SCENES, TOOLS
 
 PLUGIN = """
 import json

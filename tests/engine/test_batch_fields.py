@@ -24,9 +24,9 @@ from quire.worker.device_inputs import DeviceInputs, GraphFields
 from quire.worker.inputs import StepShape, sampled_places, shape_of
 from quire.worker.row_extras import RowExtras
 from quire.worker.runner import ModelRunner
-from tests.engine.test_worker_staged import StaticBackend, UncapturedGraphs, UncapturedMixed
-from tests.engine.worker_fakes import BY_ADAPTER, FakeModel, by_channels, make_runner
 from tests.paged import Paged
+from tests.worker.fakes import BY_ADAPTER, FakeModel, by_channels, make_runner
+from tests.worker.test_staged import StaticBackend, UncapturedGraphs, UncapturedMixed
 
 CPU = torch.device("cpu")
 WAYS = {  # graphs, and what they are captured with

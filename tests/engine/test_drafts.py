@@ -27,10 +27,10 @@ from quire.schema.grammar import GrammarKind, GrammarSpec
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
 from quire.schema.params import SamplingParams, StructuredOutputsParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan
-from tests.engine.test_worker_steps import alone
-from tests.engine.worker_driver import Asked
-from tests.engine.worker_fakes import FakeModel, make_runner
 from tests.tiny_models import VOCAB, make_tiny
+from tests.worker.driver import Asked
+from tests.worker.fakes import FakeModel, make_runner
+from tests.worker.test_steps import alone
 
 LENGTH, DRAFTS = 160, 3
 SHAPES = {"digits": "[0-9]{4}-[a-f]{6}!", "list": '\\["(yes|no)"(, "(yes|no)"){4}\\]'}

@@ -12,7 +12,7 @@ from quire import LLM, SamplingParams
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny_models import ARCHS, VOCAB, make_tiny
 
-NUM_NEW = 32
+NUM_NEW = 24
 RUNS = [
     {"enable_prefix_caching": False, "block_size": 16, "num_gpu_blocks_override": 1000},
     {"max_num_batched_tokens": 24, "block_size": 4, "async_scheduling": True, "num_gpu_blocks_override": 2000},

@@ -25,8 +25,8 @@ from quire.worker.inputs import build, shape_of
 from quire.worker.kv_memory import KVMemory
 from quire.worker.rows import Rows
 from quire.worker.trial import scratch_layout
-from tests.engine.test_worker_verbs import started
-from tests.engine.worker_fakes import FakeBackend, make_runner
+from tests.worker.fakes import FakeBackend, make_runner
+from tests.worker.test_verbs import started
 
 CPU = torch.device("cpu")
 

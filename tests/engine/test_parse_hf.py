@@ -13,7 +13,7 @@ from quire.schema.errors import ConfigError
 from quire.text.parse.base import Delta, Folded, fold
 from quire.text.parse.choose import ParserChoice, ParseRequest
 from quire.text.parse.registry import find_tool_parser
-from tests.plain.parse_corpus import RENDER, SCENES, TOOLS
+from tests.plain.text.parse_corpus import RENDER, SCENES, TOOLS
 
 oracle = pytest.importorskip("transformers.utils.chat_parsing").parse_response
 CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}

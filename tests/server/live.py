@@ -50,15 +50,19 @@ def live(
     *,
     own_process: bool = False,
     engine: dict[str, Any] | None = None,
+    fake: bool = False,
     plain_loop: bool = False,
     **options: Any,
 ) -> Iterator[Live]:
-    """`plain_loop`: an event loop in Python, which can be watched, under the protocol that a server has."""
+    """`fake`: the worker that repeats its prompt, in this engine and not in those that are started while it lives.
+    `plain_loop`: an event loop in Python, which can be watched, under the protocol that a server has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUIRE_ENABLE_V1_MULTIPROCESSING", "1" if own_process else "0")
         from quire.base import env
 
         env.forget_all()
+        if fake:
+            use_fake(patch)
         args = {"disable_log_stats": True, **(engine or {})}
         if model is not None:
             args["model"] = model
@@ -101,12 +105,10 @@ def _run(config: uvicorn.Config, main: Any) -> None:
 @contextlib.contextmanager
 def live_fake(folder: Path, **given: Any) -> Iterator[Live]:
     """Over the worker that repeats its prompt."""
-    with pytest.MonkeyPatch.context() as patch:
-        use_fake(patch)
-        given.setdefault("served_model_name", ["fake", "alias"])
-        engine = {"max_model_len": 512, "served_model_name": given.pop("served_model_name"), **given.pop("engine", {})}
-        with live(write_model(folder), engine=engine, **given) as server:
-            yield server
+    given.setdefault("served_model_name", ["fake", "alias"])
+    engine = {"max_model_len": 512, "served_model_name": given.pop("served_model_name"), **given.pop("engine", {})}
+    with live(write_model(folder), engine=engine, fake=True, **given) as server:
+        yield server
 
 
 def events(text: str) -> list[Any]:

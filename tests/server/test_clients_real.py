@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from typing import Any
 
 import openai
@@ -100,6 +101,13 @@ def test_leaving_an_openai_stream_ends_the_request(client: openai.OpenAI, smol: 
     pytest.fail("the request still runs")
 
 
+@pytest.fixture
+def same_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """litellm puts folders into sys.path when it is imported."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
+
+
+@pytest.mark.usefixtures("same_path")
 def test_litellm(smol: Live) -> None:
     litellm = pytest.importorskip("litellm")
     given = {"model": "hosted_vllm/smol", "api_base": f"{smol.url}/v1", "api_key": "none", "messages": ASKED,
@@ -112,6 +120,7 @@ def test_litellm(smol: Live) -> None:
     assert as_openai.choices[0].message.content == whole.choices[0].message.content
 
 
+@pytest.mark.usefixtures("same_path")
 async def test_litellm_async(smol: Live) -> None:
     litellm = pytest.importorskip("litellm")
     found = await litellm.acompletion(

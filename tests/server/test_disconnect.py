@@ -50,8 +50,8 @@ def send(server: Live, path: str, body: dict[str, Any]) -> socket.socket:
 )
 def test_the_engine_is_rid_of_it(fake: Live, path: str, prompt: dict[str, Any], stream: bool) -> None:
     number = 4 if "n" in prompt else 1
-    # 33 tokens at this pace last three times as long as is allowed below
-    body = {**prompt, "stream": stream, "vllm_xargs": {"sleep": STEP_S}, "max_tokens": 33}
+    # 200 tokens at this pace last twice as long as is allowed below
+    body = {**prompt, "stream": stream, "vllm_xargs": {"sleep": STEP_S}, "max_tokens": 200}
     client = send(fake, path, body)
     wait_for(lambda: running(fake)[0], number)
     if stream:
@@ -62,7 +62,7 @@ def test_the_engine_is_rid_of_it(fake: Live, path: str, prompt: dict[str, Any], 
     wait_for(lambda: len(fake.engine.front.outputs), 0)
     wait_for(lambda: running(fake), (0, 0.0))
     # the step under way ends first
-    assert time.monotonic() - began < STEP_S * number * 10
+    assert time.monotonic() - began < STEP_S * number * 100
 
 
 def test_a_client_that_never_sends_its_body(fake: Live) -> None:

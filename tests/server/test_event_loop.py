@@ -109,10 +109,24 @@ BODIES: dict[str, tuple[str, Callable[[], str]]] = {
 def test_the_loop_goes_on(server: Live, name: str) -> None:
     path, make = BODIES[name]
     raw = make().encode()
-    with heartbeat(server) as heart:
+
+    def ask() -> None:
         answer = post(server, path, raw)
-    assert answer.status_code in (200, 400), answer.text[:300]
-    assert heart.longest < LONGEST, f"{heart.longest:.3f} s, answer {answer.status_code} {answer.text[:300]}"
+        assert answer.status_code in (200, 400), answer.text[:300]
+
+    check_that_the_loop_goes_on(server, ask)
+
+
+def check_that_the_loop_goes_on(server: Live, ask: Callable[[], None]) -> None:
+    """What holds up the loop does so every time; what others on the machine took does not."""
+    held_up = []
+    for _ in range(3):
+        with heartbeat(server) as heart:
+            ask()
+        if heart.longest < LONGEST:
+            return
+        held_up.append(round(heart.longest, 3))
+    raise AssertionError(f"the loop did not come round for {held_up} seconds")
 
 
 def test_several_at_once(server: Live) -> None:
@@ -124,9 +138,10 @@ def test_several_at_once(server: Live) -> None:
             answers = await asyncio.gather(*(client.post(server.url + CHAT, content=raw) for _ in range(4)))
             return [answer.status_code for answer in answers]
 
-    with heartbeat(server) as heart:
+    def ask_and_look() -> None:
         assert asyncio.run(ask()) == [400] * 4  # too long for the model
-    assert heart.longest < LONGEST
+
+    check_that_the_loop_goes_on(server, ask_and_look)
 
 
 def test_ids_in_an_array_are_the_same_prompt(tmp_path: Path) -> None:
@@ -200,7 +215,7 @@ def test_a_light_prompt_does_not_wait_for_heavy_ones(server: Live, monkeypatch: 
             monkeypatch.setattr(type(server.engine.front.inputs), "check_length", lambda *args, **kwargs: None)
             waiting = [asyncio.ensure_future(client.post(server.url + TEXT, json=heavy)) for _ in range(6)]
             await asyncio.sleep(1.0)
-            first = await asyncio.wait_for(client.post(server.url + TEXT, json=light), 20)
+            first = await asyncio.wait_for(client.post(server.url + TEXT, json=light), 60)
             ended = any(one.done() for one in waiting)
             release.append(True)
             assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200] * 6

@@ -361,7 +361,7 @@ def live_protocol():
         yield listening.getsockname()
     finally:
         server.should_exit = server.force_exit = True
-        thread.join(30)
+        thread.join(60)
         listening.close()
 
 
@@ -387,7 +387,7 @@ def test_pause_and_resume(server):
     wait_until(lambda: server.get("/load", headers=GOOD).json()["server_load"] == 1)
     assert server.get("/health").status_code == 200 and not held
     assert server.post("/resume", headers=GOOD).status_code == 200
-    asking.join(30)
+    asking.join(60)
     assert held[0].status_code == 200
 
 
@@ -405,7 +405,7 @@ def test_abort_by_id(server):
     assert server.post("/abort_requests", others, headers=GOOD).json() == {"aborted": 0}
     ids = {"request_ids": ["another", "endless"]}
     wait_until(lambda: server.post("/abort_requests", ids, headers=GOOD).json()["aborted"] == 1)
-    asking.join(30)
+    asking.join(60)
     assert answers[0].json()["choices"][0]["finish_reason"] == "abort"
 
 
@@ -435,9 +435,9 @@ def test_invocations_go_to_the_right_handler(server):
 def test_a_deadline_of_the_client_ends_the_request(server):
     began = time.monotonic()
     late = server.post(
-        "/v1/completions", completion("abc", 400, sleep=0.05), headers=GOOD | {"X-Request-Timeout": "0.5"}
+        "/v1/completions", completion("abc", 400, sleep=0.2), headers=GOOD | {"X-Request-Timeout": "0.5"}
     )
-    assert late.status_code == 504 and "0.5 s" in late.json()["error"]["message"] and time.monotonic() - began < 10
+    assert late.status_code == 504 and "0.5 s" in late.json()["error"]["message"] and time.monotonic() - began < 40
     for wrong in ("-1", "0", "nan", "inf", "soon"):
         refused = server.post("/v1/completions", completion(), headers=GOOD | {"X-Request-Timeout": wrong})
         assert refused.status_code == 400

@@ -45,7 +45,7 @@ class Site:
         return found
 
     async def until(self, name: str, value: float, *labels: str) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while (got := (await self.page())[name, labels]) != value:
             assert time.monotonic() < deadline, f"{name} is {got}, not {value}"
             await asyncio.sleep(0.01)

@@ -59,7 +59,7 @@ def weather_server() -> Any:
     async def wait_long() -> str:
         """Takes a while."""
         counts["waits"] = counts.get("waits", 0) + 1
-        await asyncio.sleep(30)
+        await asyncio.sleep(100)
         return "late"
 
     return server
@@ -74,7 +74,7 @@ def mcp_port() -> Iterator[int]:
     wait_for(lambda: server.started, True)
     yield listening.getsockname()[1]
     server.should_exit = server.force_exit = True
-    thread.join(10)
+    thread.join(60)
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +194,7 @@ def test_cancelled_while_a_tool_runs(server: Live) -> None:
     wait_for(lambda: [item["status"] for item in client.get(f"{PATH}/{made['id']}").json()["output"]], ["calling"])
     began = time.monotonic()
     assert client.post(f"{PATH}/{made['id']}/cancel").json()["status"] == "cancelled"
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_what_is_refused(server: Live, tmp_path: Any) -> None:

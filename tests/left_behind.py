@@ -1,0 +1,193 @@
+"""The state of the process that a file of tests must leave as it was: files run in any order, several in one process.
+
+Looked at before the first test of a file and after the last one, when its fixtures are gone; what differs fails the
+last test of the file, by name. Warning filters are not here: pytest puts them back after each test."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from quire.base.registry import Registry
+
+State = dict[tuple[str, str], Any]
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGALRM,
+           signal.SIGPIPE, signal.SIGWINCH]  # fmt: skip
+OURS = ("quire", "vllm")
+TABLES = frozenset(("quire.config.outside", "quire.base.plugins"))  # filled by those who register something
+NEW_IS_FINE = frozenset(
+    ("names of", "module", "logger", "torch", "kernels", "table")
+)  # with a module that is now imported
+PATCHED_OFTEN: tuple[Any, ...] = (time, os, socket, builtins, threading, asyncio)
+ABSENT = object()
+# Set by libraries that are imported first in a test, and by pytest itself.
+OTHERS_VARIABLES = frozenset((
+    "PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR", "TIKTOKEN_CACHE_DIR",
+))  # fmt: skip
+
+
+def state_of_process() -> State:
+    return {
+        **{("environment variable", name): value for name, value in os.environ.items() if name not in OTHERS_VARIABLES},
+        **{("handler of", one.name): signal.getsignal(one) for one in SIGNALS},
+        ("process", "working directory"): os.getcwd(),
+        ("process", "umask"): _umask(),
+        ("process", "limit of open files"): resource.getrlimit(resource.RLIMIT_NOFILE),
+        ("process", "processors"): tuple(sorted(os.sched_getaffinity(0))) if sys.platform == "linux" else (),
+        ("sys", "path"): tuple(sys.path),
+        ("sys", "recursion limit"): sys.getrecursionlimit(),
+        ("sys", "switch interval"): sys.getswitchinterval(),
+        ("sys", "excepthook"): sys.excepthook,
+        ("threading", "excepthook"): threading.excepthook,
+        ("gc", "enabled"): gc.isenabled(),
+        ("gc", "threshold"): gc.get_threshold(),
+        **{("thread", f"{one.name} {one.ident}"): True for one in threading.enumerate() if _counts(one)},
+        **_loggers(),
+        **_torch(),
+        **_kernels(),
+        **_modules(),
+    }
+
+
+def _counts(thread: threading.Thread) -> bool:
+    """Daemons end with the process; litellm keeps a pool of threads for its log."""
+    return not thread.daemon and not thread.name.startswith("litellm-")
+
+
+def _umask() -> int:
+    value = os.umask(0o077)
+    os.umask(value)
+    return value
+
+
+def _loggers() -> State:
+    found: State = {}
+    for name in ("", *(name for name in logging.root.manager.loggerDict if name.partition(".")[0] in OURS)):
+        log = logging.getLogger(name)
+        handlers = [one for one in log.handlers if not type(one).__module__.startswith("_pytest.")]
+        found["logger", name or "root"] = (log.level, log.propagate, log.disabled, *map(id, handlers))
+    found["logging", "disabled up to"] = logging.root.manager.disable
+    return found
+
+
+def _torch() -> State:
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "get_default_device"):  # or not imported to its end
+        return {}
+    return {
+        ("torch", "threads"): torch.get_num_threads(),
+        ("torch", "default dtype"): torch.get_default_dtype(),
+        ("torch", "default device"): torch.get_default_device(),
+        ("torch", "deterministic algorithms"): torch.are_deterministic_algorithms_enabled(),
+        ("torch", "precision of matmul"): torch.get_float32_matmul_precision(),
+        ("torch", "gradients"): torch.is_grad_enabled(),
+        ("torch", "inference mode"): torch.is_inference_mode_enabled(),
+        ("torch", "mkldnn"): torch.backends.mkldnn.enabled,
+    }
+
+
+def _modules() -> State:
+    """Which object each name of ours stands for: none of our modules rebinds a name of its own."""
+    found: State = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in OURS:
+            found["module", name] = module
+            if isinstance(module, ModuleType):
+                found |= _names(module) | _plugins(module)
+    for module in PATCHED_OFTEN:
+        found |= _names(module)
+    return found
+
+
+def _plugins(module: ModuleType) -> State:
+    """Names that were registered; what the names stand for is loaded at first use."""
+    tables = {name: one.names() for name, one in list(vars(module).items()) if isinstance(one, Registry)}
+    if module.__name__ in TABLES:
+        tables |= private_containers(module)
+    return {("table", f"{module.__name__}.{name}"): tuple(sorted(map(str, table))) for name, table in tables.items()}
+
+
+def private_containers(module: ModuleType) -> dict[str, Any]:
+    """Sets and dictionaries of a module that its functions fill."""
+    return {
+        name: value
+        for name, value in list(vars(module).items())
+        if name.startswith("_") and not name.startswith("__") and name.islower() and type(value) in (set, dict)
+    }
+
+
+def _kernels() -> State:
+    native = sys.modules.get("quire.ops.cpu.native")
+    library = native and native.kernels()
+    return {("kernels", "instruction set"): library.qc_isa()} if library else {}
+
+
+def _names(module: ModuleType) -> State:
+    found: State = {("names of", module.__name__): dict(vars(module))}
+    if module.__name__.partition(".")[0] in OURS:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                found["names of", f"{module.__name__}.{name}"] = dict(vars(value))
+    return found
+
+
+def differences(before: State, after: State) -> list[str]:
+    """What was there before and is something else now, and what is new where that can only be something left over."""
+    out = []
+    for key in before.keys() | after.keys():
+        old, new = before.get(key, ABSENT), after.get(key, ABSENT)
+        if (old is ABSENT and key[0] in NEW_IS_FINE) or (new is ABSENT and key[0] == "thread"):
+            continue
+        if key[0] == "names of":
+            now = {} if new is ABSENT else new
+            out += [
+                f"{key[1]}.{name}: {_show(one)} -> {_show(now.get(name, ABSENT))}"
+                for name, one in old.items()
+                if now.get(name, ABSENT) is not one
+            ]
+        elif old is not new and (key[0] == "module" or old != new):
+            out.append(f"{key[0]} {key[1]}: {_show(old)} -> {_show(new)}")
+    return sorted(out)
+
+
+def _show(value: Any) -> str:
+    return "absent" if value is ABSENT else repr(value)[:200]
+
+
+class LeftBehind:
+    """The plug-in: one look per file."""
+
+    def __init__(self) -> None:
+        self.before: State = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        if not self.before:
+            self.before = state_of_process()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+        yield
+        if nextitem is not None and _file(nextitem) == _file(item):
+            return
+        before, self.before = self.before, state_of_process()  # nothing runs between two files
+        if changed := differences(before, self.before):
+            pytest.fail(f"{_file(item)} leaves behind:\n  " + "\n  ".join(changed), pytrace=False)
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]

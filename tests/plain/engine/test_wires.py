@@ -1,0 +1,310 @@
+"""base/codec.py, sockets.py, procs.py and net.py: frames arrive whole, and every death is noticed and explained."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+
+import msgspec
+import pytest
+
+from quire.base import env
+from quire.base.codec import Buffer, Codec, CodecError
+from quire.base.net import free_port, host_ip, join_host_port
+from quire.base.procs import Child, held_interrupt
+from quire.base.sockets import PeerGoneError, Wire, private_folder
+from quire.schema.messages import (
+    Abort,
+    ControlCall,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    FromEngine,
+    Outputs,
+    Stop,
+    ToEngine,
+)
+from quire.schema.params import SamplingParams, StructuredOutputsParams
+from quire.schema.step import LogprobRows
+
+TO, FROM = Codec(ToEngine), Codec(FromEngine)
+
+REQUEST = EngineRequest(
+    request_id="a",
+    prompt_token_ids=tuple(range(100_000)),
+    params=SamplingParams(
+        n=2,
+        stop=["x"],
+        seed=(1 << 63) - 1,
+        logit_bias={3: -5.0},
+        extra_args={"deep": [1, {"b": None}]},
+        structured_outputs=StructuredOutputsParams(choice=["a"]),
+    ),
+    seed=(1 << 63) - 1,
+    max_tokens=5,
+    stop_token_ids=(1, 2),
+    cache_salt="s",
+)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        REQUEST,
+        Abort(request_ids=("a", "b")),
+        Stop(),
+        ControlCall(call_id=7, verb="v", args=[1, b"x"], kwargs={"k": 1.5}),
+    ],
+    ids=lambda m: type(m).__name__,
+)
+def test_messages_to_an_engine_survive(message):
+    assert TO.decode(TO.encode(message)) == message
+
+
+def test_outputs_survive():
+    rows = LogprobRows([[1, 2]], [[-0.5, -1.0]], [1])
+    outputs = Outputs(
+        outputs=[
+            EngineOutput(
+                request_id="a", new_token_ids=[1], finish_reason=FinishReason.STOP, stop_reason=3, logprobs=rows
+            )
+        ]
+    )
+    assert FROM.decode(FROM.encode(outputs)) == outputs
+
+
+def test_large_buffers_travel_beside_the_message():
+    big, small = os.urandom(50_000), b"small"
+    frames = TO.encode(ControlCall(call_id=1, verb="v", args=[Buffer(big), {"x": Buffer(small)}, Buffer(big)]))
+    assert len(frames) == 3 and len(frames[0]) < 1000
+    args = TO.decode(frames).args
+    assert [bytes(args[0].data), bytes(args[1]["x"].data), bytes(args[2].data)] == [big, small, big]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [b""],
+        [b"\x00"],
+        [b"\xc1" * 40],
+        [TO.encode(REQUEST)[0][:50]],
+        [msgspec.msgpack.encode({"type": "nothing"})],
+        [msgspec.msgpack.encode({"type": "abort", "request_ids": 5})],
+        TO.encode(ControlCall(call_id=1, verb="v", args=[Buffer(bytes(9000))]))[:1],  # names a frame that is not there
+    ],
+    ids=lambda f: repr(f)[:20],
+)
+def test_what_cannot_be_read_is_an_error(frames):
+    with pytest.raises(CodecError):
+        TO.decode(frames)
+
+
+def test_what_cannot_be_sent_is_an_error_that_names_the_type():
+    with pytest.raises(CodecError, match=r"socket\.socket"):
+        TO.encode(ControlCall(call_id=1, verb="v", args=[socket.socket()]))
+    with pytest.raises(CodecError):
+        TO.encode(ControlCall(call_id=1, verb="v", args=[1 << 70]))
+
+
+def test_limits():
+    small = Codec(ToEngine, max_bytes=100)
+    with pytest.raises(CodecError, match="100"):
+        small.encode(REQUEST)
+    with pytest.raises(CodecError, match="100"):
+        small.decode(TO.encode(REQUEST))
+
+
+# ---- the wire
+
+
+@pytest.fixture
+def wires():
+    folder = private_folder()
+    ends = (Wire(folder, mine="a", theirs="b"), Wire(folder, mine="b", theirs="a"))
+    yield ends
+    for end in ends:
+        end.close()
+    ends[0].remove_folder()
+    assert not os.path.exists(folder)
+
+
+def test_frames_arrive_in_order_and_only_for_us(wires):
+    a, b = wires
+    for i in range(200):
+        a.send([b"%d" % i, bytes(i)])
+    got = [b.receive(5.0) for _ in range(200)]
+    assert [(bytes(f[0]), len(f[1])) for f in got] == [(b"%d" % i, i) for i in range(200)]
+    assert b.receive(0.01) is None
+    assert stat.S_IMODE(os.stat(a.folder).st_mode) == 0o700
+
+
+def test_a_send_before_the_peer_exists_is_kept():
+    folder = private_folder()
+    a = Wire(folder, mine="a", theirs="b")
+    a.send([b"early"])
+    b = Wire(folder, mine="b", theirs="a")
+    assert bytes(b.receive(5.0)[0]) == b"early"
+    a.close()
+    b.close()
+    b.remove_folder()
+
+
+def test_a_death_notice_ends_a_receive_after_the_last_words(wires):
+    a, b = wires
+    notice, closing = os.pipe()
+    a.send([b"last words"])
+    os.close(closing)
+    assert bytes(b.receive(5.0, notice=notice)[0]) == b"last words"
+    with pytest.raises(PeerGoneError):
+        b.receive(5.0, notice=notice)
+    os.close(notice)
+
+
+def test_closing_ends_a_receive_in_another_thread(wires):
+    a, _ = wires
+    ended = threading.Event()
+
+    def receive():
+        with pytest.raises(PeerGoneError):
+            a.receive(300.0)
+        ended.set()
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    time.sleep(0.05)
+    a.close()
+    assert ended.wait(60.0)
+    with pytest.raises(PeerGoneError):
+        a.send([b"x"])
+
+
+# ---- children
+
+
+def child(code: str) -> Child:
+    return Child("builtins:exec", code.encode(), name="a child")
+
+
+def test_a_child_gets_its_boot_bytes_and_its_parents_path(tmp_path, monkeypatch):
+    (tmp_path / "only_here.py").write_text("import sys\ndef main(boot):\n    sys.exit(len(boot) % 251)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    started = Child("only_here:main", bytes(1_000_003), name="a child")
+    assert started.wait(60.0)
+    assert f"left with exit code {1_000_003 % 251}" in started.why_dead()
+    started.stop(0.0)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import os; os._exit(3)", "exit code 3"),
+        ("raise ValueError('no')", "exit code 1"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
+    ],
+)
+def test_how_a_child_died_is_said(code, words, capfd):
+    started = child(code)
+    assert os.read(started.notice, 1) == b""  # the notice turns readable
+    assert words in started.why_dead() and str(started.pid) in started.why_dead()
+    assert not started.alive
+    started.stop(0.0)
+
+
+def test_a_child_that_will_not_leave_is_made_to():
+    started = child("import os, signal, time; os.kill(os.getpid(), signal.SIGSTOP); time.sleep(600)")
+    _wait_until(lambda: _state(started.pid) == "T")
+    began = time.monotonic()
+    started.stop(0.1)
+    assert "SIGKILL" in started.why_dead() and time.monotonic() - began < 60
+
+
+def test_ctrl_c_is_the_parents(tmp_path):
+    began, hit = tmp_path / "began", tmp_path / "hit"
+    started = child(
+        f"import os, time; open({str(began)!r}, 'w').close()\n"
+        f"while not os.path.exists({str(hit)!r}): time.sleep(0.01)\n"
+        "time.sleep(0.2); os._exit(9)"
+    )
+    _wait_until(began.exists)
+    os.kill(started.pid, signal.SIGINT)
+    hit.touch()
+    assert started.wait(60.0)
+    assert "exit code 9" in started.why_dead()
+    started.stop(0.0)
+
+
+def test_a_child_leaves_when_its_parent_is_killed(tmp_path):
+    program = tmp_path / "parent.py"
+    program.write_text(
+        "from quire.base.procs import Child\n"
+        "import time\n"
+        "started = Child('builtins:exec', b'import time; time.sleep(600)', name='c')\n"
+        "print(started.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE)
+    pid = int(parent.stdout.readline())
+    time.sleep(0.5)
+    assert os.path.exists(f"/proc/{pid}")
+    parent.kill()
+    parent.wait()
+    _wait_until(lambda: _state(pid) in ("Z", ""))
+
+
+def _state(pid: int) -> str:
+    """The letter that the system has for what a process does; nothing: it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _wait_until(test) -> None:
+    deadline = time.monotonic() + 60
+    while not test():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def test_an_interrupt_waits_for_the_end_of_a_block():
+    done = []
+    with pytest.raises(KeyboardInterrupt), held_interrupt():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        done.append(1)
+    assert done == [1]
+    with pytest.raises(KeyboardInterrupt), held_interrupt():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        done.append(2)
+    assert done == [1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# ---- the host
+
+
+def test_free_port_can_be_bound_and_counts_up():
+    with socket.socket() as taken:
+        taken.bind(("", free_port()))
+        taken.listen()
+        first = taken.getsockname()[1]
+        assert free_port(first) > first
+
+
+def test_host_ip(monkeypatch):
+    assert host_ip()
+    monkeypatch.setenv("QUIRE_HOST_IP", "203.0.113.9")
+    env.forget_all()
+    assert host_ip() == "203.0.113.9"
+    assert join_host_port("::1", 80) == "[::1]:80" and join_host_port("h", 80) == "h:80"

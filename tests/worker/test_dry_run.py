@@ -1,0 +1,205 @@
+"""The dry run of a start lists every kernel that serving wants afterwards: else somebody's first token waits for a
+compiler. Runs without a GPU: no kernel is launched, here or there; both lists are what Triton would have compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
+    pytest.skip("needs Triton's compiler and no GPU", allow_module_level=True)
+
+from quire import LLM, SamplingParams
+from quire.attention.triton import TritonAttention
+from quire.base import env
+from quire.layers.moe import Moe
+from quire.ops.op import Kernels
+from quire.ops.triton import launch, register, warm
+from quire.sampling.sampler import Sampler
+from quire.schema.step import Mask
+from quire.worker import worker as module
+from quire.worker.capture import Capturer
+from quire.worker.device_inputs import DeviceInputs
+from quire.worker.inputs import StepShape
+from quire.worker.mixed_graphs import MixedStep
+from quire.worker.runner import ModelRunner
+from tests.ops.test_triton_launch import FakeDriver, driver
+from tests.worker.test_staged import UncapturedGraphs, UncapturedMixed
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tiny_models import VOCAB, make_tiny
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 64, 72, 128)
+OPTIONS: dict[str, Any] = {
+    "device": "cpu", "dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 128, "max_num_batched_tokens": 512,
+    "block_size": 64, "async_scheduling": True, "num_gpu_blocks_override": 2000, "load_format": "dummy",
+    "skip_tokenizer_init": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The ops' forms for CUDA, Triton's attention, staged inputs and the captured step, all on CPU tensors."""
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")  # a GPU has none of them
+    env.forget_all()
+    driver.set_active(FakeDriver())
+    forms = Kernels(torch.device("cuda"), register.compiled()[0])
+    monkeypatch.setattr(launch, "current_stream", lambda: lambda: 7)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w, b=None: x.new_zeros((*x.shape[:-1], len(w))))
+    usual = Kernels.of
+
+    def of(self: Kernels, op: Any) -> Any:
+        found = usual(forms, op)
+        return usual(self, op) if found is op.reference else found
+
+    monkeypatch.setattr(Kernels, "of", of)
+    plain_make, plain_take = module.Worker._make_runner, ModelRunner._take
+
+    def make_runner(self: module.Worker, layout: Any) -> ModelRunner:
+        for layer in self.get_model().modules():
+            if isinstance(layer, Moe):
+                layer.experts.stored.one_by_one = False  # a CPU's way
+        backend = TritonAttention()
+        backend._sms[torch.device("cpu")] = 132
+        parts, self._parts = self._parts, dataclasses.replace(self._parts, select_backend=lambda *_: backend)
+        runner = plain_make(self, layout)
+        self._parts = parts
+        runner.inputs = DeviceInputs(runner.rows, 1024)
+        capturer = Capturer(torch.device("cpu"))
+        runner.graphs = UncapturedGraphs(
+            SIZES, runner.model, runner.backend, runner.inputs, runner.sampler.plain, capturer, max_context=512
+        )
+        runner.mixed = DryMixed((16, 64, 256, 1024), runner.model, runner.backend, runner.inputs, capturer)
+        runner.mixed.capture()
+        return runner
+
+    def take(self: ModelRunner, flight: Any, result: torch.Tensor) -> Any:
+        with torch.inference_mode():
+            result.zero_()  # nothing was launched, so nothing was chosen
+        return plain_take(self, flight, result)
+
+    monkeypatch.setattr(module.Worker, "_make_runner", make_runner)
+    monkeypatch.setattr(ModelRunner, "_take", take)
+    yield
+    driver._active = None
+    env.forget_all()
+
+
+class DryMixed(UncapturedMixed):
+    """The room of all sizes is made by the largest, as it is where steps are captured."""
+
+    def send(self, shape: StepShape) -> MixedStep | None:
+        if not self.used:
+            self.run_uncaptured(self.sizes[-1])
+        return super().send(shape)
+
+
+@pytest.fixture
+def masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step that is not sampled plainly comes with a grammar's mask: the tiny models have no tokenizer for one."""
+    plain, plain_call = ModelRunner._sample_all, Sampler.__call__
+
+    def call(self: Sampler, logits: torch.Tensor, *args: Any, **named: Any) -> Any:
+        return plain_call(self, logits.zero_(), *args, **named)  # nothing was launched, so they are any numbers or none
+
+    def sample_all(self: ModelRunner, flight: Any, mask: Mask | None, pending: Any) -> None:
+        words = -(-self.sampler.rows.vocab_size // 32)
+        index = tuple(flight.sample_grants)
+        plain(self, flight, Mask(index=index, rows=b"\xff" * (4 * words * len(index)), words=words), pending)
+
+    monkeypatch.setattr(Sampler, "__call__", call)
+    monkeypatch.setattr(ModelRunner, "_sample_all", sample_all)
+
+
+def serve(llm: LLM, rng: random.Random) -> None:
+    """Short and long prompts, chunks, many decodes, a shared prefix, filters; and all that the sampler does beside the
+    plain choice, under masks."""
+
+    def ids(count: int) -> list[int]:
+        return [rng.randrange(4, VOCAB) for _ in range(count)]
+
+    def run(prompts: list[list[int]], outputs: int, **sampling: Any) -> None:
+        params = SamplingParams(ignore_eos=True, max_tokens=outputs, detokenize=False, **sampling)
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+
+    run([ids(5)], 3, temperature=0.0)
+    run([ids(rng.randint(1, 300)) for _ in range(40)], 6, temperature=0.6)
+    shared = ids(320)
+    run([[*shared, *ids(8)]], 1, temperature=0.0)
+    run([[*shared, *ids(rng.randint(3, 60))] for _ in range(70)], 5, temperature=1.0, top_k=20)
+    run([ids(480), ids(3), ids(480), ids(40)], 4, temperature=0.0)
+    run([ids(10) for _ in range(128)], 3, temperature=0.0)
+    more: list[dict[str, Any]] = [
+        {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2}, {"min_p": 0.1},
+        {"logit_bias": {7: 2.0}}, {"logprobs": 3}, {"prompt_logprobs": 2}, {"allowed_token_ids": [4, 5, 6]},
+        {"min_tokens": 2, "stop_token_ids": [9]},
+    ]  # fmt: skip
+    for sampling in more:
+        run([ids(rng.randint(1, 90)) for _ in range(rng.choice((1, 2, 40)))], 3, temperature=0.7, **sampling)
+
+
+@pytest.mark.parametrize(
+    "arch", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "DeepseekV3ForCausalLM"]
+)
+def test_serving_wants_no_kernel_that_was_not_listed(
+    arch: str, as_on_a_gpu: None, masks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny(arch, tmp_path)
+    listed, wanted = warm.Recorder(90), warm.Recorder(90)
+    stack = ExitStack()
+    plain_load, plain_init = module.Worker.load, module.Worker.init_kv
+
+    def load(self: module.Worker) -> Any:
+        info = plain_load(self)
+        with self._trial() as trial, launch.recorded(register.launchers(), listed):
+            trial.all(self.config.scheduler_config.max_num_batched_tokens, SIZES)
+        return info
+
+    def init_kv(self: module.Worker, layout: Any) -> None:
+        plain_init(self, layout)
+        stack.enter_context(launch.recorded(register.launchers(), wanted))
+
+    monkeypatch.setattr(module.Worker, "load", load)
+    monkeypatch.setattr(module.Worker, "init_kv", init_kv)
+    with stack:
+        llm = LLM(str(tmp_path), **OPTIONS)
+        serve(llm, random.Random(3))
+        llm.close()
+    assert len(wanted.jobs) > 15 and any(job["name"] == "_allow_kernel" for job in wanted.jobs.values())
+    known = list(listed.jobs.values())
+    missing = [job for job in wanted.jobs.values() if job not in known]
+    assert not missing, [(job["name"], job["signature"], job["constant_vals"], job["attrs_keys"]) for job in missing]
+
+
+@pytest.mark.parametrize("max_model_len", [33, 128])
+def test_contexts_shorter_than_what_rows_may_share(
+    max_model_len: int, as_on_a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial steps and a step of many decodes: no table is read past its last column."""
+    make_tiny("Qwen3ForCausalLM", tmp_path)
+    plain_load = module.Worker.load
+
+    def load(self: module.Worker) -> Any:
+        info = plain_load(self)
+        with self._trial() as trial, launch.recorded(register.launchers(), warm.Recorder(90)):
+            trial.all(self.config.scheduler_config.max_num_batched_tokens, SIZES)
+        return info
+
+    monkeypatch.setattr(module.Worker, "load", load)
+    with launch.recorded(register.launchers(), warm.Recorder(90)):
+        llm = LLM(str(tmp_path), **OPTIONS | {"max_model_len": max_model_len, "block_size": 4})
+        params = SamplingParams(ignore_eos=True, max_tokens=3, detokenize=False, temperature=0.0)
+        found = llm.generate([{"prompt_token_ids": [5] * 20}] * 64, params, use_tqdm=False)
+        llm.close()
+    assert [len(out.outputs[0].token_ids) for out in found] == [3] * 64
