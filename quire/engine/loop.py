@@ -98,7 +98,8 @@ class EngineLoop:
         except QuireError as refused:
             self._news.append(failed_output(request.request_id, refused))
         else:
-            if request.grammar is not None or request.sampling.thinking_token_budget is not None:
+            params = request.sampling
+            if params.grammar is not None or params.thinking_token_budget is not None:
                 self._constrain(request)
 
     def _constrain(self, request: EngineRequest) -> None:

@@ -22,7 +22,7 @@ from quire.observe.tracing import RequestTrace, Tracer
 from quire.schema.errors import EngineGenerateError, InputError, rebuild_error
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
 from quire.schema.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from quire.schema.params import RequestOutputKind, SamplingParams
+from quire.schema.params import RequestOutputKind, ResolvedParams
 from quire.schema.stats import RequestTimes
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class OutputProcessor:
 class _OutputState:
     """One of a request's n answers, growing."""
 
-    def __init__(self, index: int, request: EngineRequest, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, index: int, request: EngineRequest, params: ResolvedParams, tokenizer: Tokenizer | None) -> None:
         self.index = index
         self.request_id = request.request_id
         self.params = params

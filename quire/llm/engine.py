@@ -28,7 +28,7 @@ from quire.observe.tracing import Tracer
 from quire.schema.errors import ConfigError, EngineDeadError, InputError
 from quire.schema.messages import Outputs
 from quire.schema.outputs import RequestOutput
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams, SamplingParams
 
 if TYPE_CHECKING:
     from quire.config import EngineArgs, EngineConfig
@@ -82,7 +82,11 @@ class Front:
         )
 
     def prepare(
-        self, request_id: str, prompt: object, params: SamplingParams, options: Options | None = None
+        self,
+        request_id: str,
+        prompt: object,
+        params: SamplingParams | ResolvedParams,
+        options: Options | None = None,
     ) -> PreparedRequest:
         """Check and tokenize; nothing is in flight yet."""
         return self.inputs.process(request_id, prompt, params, options)

@@ -25,7 +25,7 @@ from quire.llm.verbs import verb
 from quire.observe.reader import Metric
 from quire.schema.errors import InputError, NotBuiltError
 from quire.schema.outputs import RequestOutput
-from quire.schema.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.schema.params import BeamSearchParams, RequestOutputKind, ResolvedParams, SamplingParams
 from quire.schema.prompt import TokensPrompt
 
 if TYPE_CHECKING:
@@ -104,17 +104,18 @@ class LLM:
             "sampling_params",
         )
         priorities = pair(0 if priority is None else priority, len(prompts), int, "priority")
-        final = {id(p): msgspec.structs.replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in params}
-        requests: list[PreparedRequest] = []
-        firsts: dict[
-            int, PreparedRequest
-        ] = {}  # of all prompts with the same parameters, which are checked and sent once
-        for prompt, one, urgency in zip(prompts, params, priorities, strict=True):
-            first = firsts.get(id(one))
-            how = msgspec.structs.replace(options, priority=urgency, like=first, private=first is not None)
-            requests.append(self._prepare(prompt, final[id(one)] if first is None else first.params, how))
-            firsts.setdefault(id(one), requests[-1])
+        distinct = {id(one): one for one in params}  # what several prompts share is checked and sent once
+        final = {key: self._resolve(one) for key, one in distinct.items()}
+        requests = [
+            self._prepare(prompt, final[id(one)], msgspec.structs.replace(options, priority=urgency))
+            for prompt, one, urgency in zip(prompts, params, priorities, strict=True)
+        ]
         return self._run(requests, use_tqdm)
+
+    def _resolve(self, params: SamplingParams) -> ResolvedParams:
+        """Only whole answers are handed out."""
+        resolved = self.llm_engine.front.inputs.resolve(params)
+        return msgspec.structs.replace(resolved, output_kind=RequestOutputKind.FINAL_ONLY)
 
     def chat(
         self,
@@ -241,7 +242,7 @@ class LLM:
                 )
         return output
 
-    def _prepare(self, prompt: Any, params: SamplingParams, options: Options) -> PreparedRequest:
+    def _prepare(self, prompt: Any, params: SamplingParams | ResolvedParams, options: Options) -> PreparedRequest:
         return self.llm_engine.front.prepare(str(next(self._ids)), prompt, params, options)
 
     def _run(self, requests: list[PreparedRequest], use_tqdm: Tqdm) -> list[RequestOutput]:

@@ -1,4 +1,4 @@
-"""Every live request's sampling parameters, as rows: numbers in columns, lists checked against the vocabulary.
+"""Every live request's sampling parameters, as rows: numbers in columns, lists as arrays. All are checked by now.
 
 In: add, remove and move of rows as the batch changes; the rows of one step. Out: their Selection, kept until a row
 changes, so that a steady batch costs nothing. Must not know: logits, the order of the steps, or where tokens lie.
@@ -6,7 +6,6 @@ changes, so that a steady batch costs nothing. Must not know: logits, the order 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +13,7 @@ import torch
 
 from quire.sampling import selection as needs
 from quire.sampling.selection import Selection, gather
-from quire.schema.errors import InputError
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams
 from quire.schema.step import NewRow
 
 
@@ -46,7 +44,7 @@ class SamplingRows:
         self._changed = True
 
     def add(self, row: int, new: NewRow) -> None:
-        """Fill a row, whatever it held. InputError when the parameters cannot be served (the row is then neutral)."""
+        """Fill a row, whatever it held."""
         self.remove(row)
         params = new.sampling
         self.num_prompt[row] = new.num_prompt_tokens
@@ -57,7 +55,7 @@ class SamplingRows:
         self.presence[row], self.frequency[row] = params.presence_penalty, params.frequency_penalty
         self.repetition[row], self.min_tokens[row] = params.repetition_penalty, params.min_tokens
         self.top_k[row] = min(params.top_k, self.vocab_size)
-        self.flags[row] = flags | self._read_numbers(params) | (needs.GRAMMAR if params.structured_outputs else 0)
+        self.flags[row] = flags | self._read_numbers(params) | (needs.GRAMMAR if params.grammar else 0)
 
     def remove(self, row: int) -> None:
         self.flags[row] = 0
@@ -83,7 +81,7 @@ class SamplingRows:
             self._kept = gather(self, rows.copy())
         return self._kept
 
-    def _read_numbers(self, params: SamplingParams) -> int:
+    def _read_numbers(self, params: ResolvedParams) -> int:
         flags = 0
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
             flags |= needs.PENALTY
@@ -97,35 +95,25 @@ class SamplingRows:
     def _read_lists(self, new: NewRow) -> tuple[int, RowLists | None]:
         params, lists, flags = new.sampling, RowLists(), 0
         if params.allowed_token_ids is not None:
-            lists.allowed = self._ids("allowed_token_ids", params.allowed_token_ids)
+            lists.allowed = np.array(params.allowed_token_ids, np.int64)
             flags |= needs.ALLOWED
         if params.bad_words_token_ids:
-            for word in params.bad_words_token_ids:
-                self._ids("bad_words", word)
-            lists.words = tuple(tuple(word) for word in params.bad_words_token_ids if word)
-            flags |= needs.WORDS if lists.words else 0
+            lists.words = params.bad_words_token_ids
+            flags |= needs.WORDS
         if params.min_tokens and (held := [i for i in new.stop_token_ids if 0 <= i < self.vocab_size]):
             lists.held_back = np.array(sorted(set(held)), np.int64)
             flags |= needs.MIN_TOKENS
         if params.logit_bias:
-            ids = self._ids("logit_bias", list(params.logit_bias))
-            lists.bias = ids, np.array(list(params.logit_bias.values()), np.float32)
+            lists.bias = (
+                np.array(list(params.logit_bias), np.int64),
+                np.array(list(params.logit_bias.values()), np.float32),
+            )
             flags |= needs.BIAS
         if params.logprobs is not None or params.logprob_token_ids:
             lists.num_logprobs = self._count(params.logprobs) or 0
-            lists.logprob_ids = tuple(self._ids("logprob_token_ids", params.logprob_token_ids or ()).tolist())
+            lists.logprob_ids = params.logprob_token_ids
             flags |= needs.LOGPROBS
         return flags, lists if flags else None
-
-    def _ids(self, name: str, ids: Sequence[int]) -> np.ndarray:
-        wrong = [token for token in (min(ids), max(ids)) if not 0 <= token < self.vocab_size] if ids else []
-        if wrong:
-            raise InputError(
-                f"{name} holds token id {wrong[0]}; the model's vocabulary is 0 to {self.vocab_size - 1}",
-                param=name,
-                value=wrong[0],
-            )
-        return np.array(ids, np.int64)
 
     def _count(self, k: int | None) -> int | None:
         return k if k is None else self.vocab_size if k < 0 else min(k, self.vocab_size)

@@ -23,7 +23,7 @@ from quire.sampling.plain import PlainSampler
 from quire.sampling.processors import BatchUpdate, MoveDirectionality
 from quire.sampling.rows import SamplingRows
 from quire.sampling.selection import Selection, columns_of
-from quire.schema.errors import ConfigError, InputError
+from quire.schema.errors import ConfigError
 from quire.schema.step import NewRow
 
 if TYPE_CHECKING:
@@ -65,22 +65,17 @@ class Sampler:
         moved: Sequence[tuple[int, int]],
         num_rows: int,
     ) -> dict[int, str]:
-        """Once per step, before its logits: how the batch changed. Returns batch row -> why it cannot be served."""
-        refused: dict[int, str] = {}
+        """Once per step, before its logits: how the batch changed. Returns row -> why a custom processor lost it."""
         for row in removed:
             self.rows.remove(row)
         for row, new in added:
-            try:
-                self.rows.add(row, new)
-            except InputError as wrong:
-                refused[row] = str(wrong)
+            self.rows.add(row, new)
         for source, target in moved:
             self.rows.move(source, target)
-            if source in refused:
-                refused[target] = refused.pop(source)
-        if self.custom:
-            self._tell_custom(removed, added, moved, num_rows)
-        return refused | self.custom.take_failures()
+        if not self.custom:
+            return {}
+        self._tell_custom(removed, added, moved, num_rows)
+        return self.custom.take_failures()
 
     def plain_needs(self, rows: np.ndarray) -> int | None:
         """What `plain` must do for these rows; None: they need the whole pipeline."""
@@ -123,7 +118,8 @@ class Sampler:
         picked = [(a, pick(v, token_ids[a.where], a.k, a.ids)) for a, v in zip(chosen.asks, seen, strict=True)]
         if self.custom:
             self._unseen = rows.tolist(), token_ids
-        return SampledTokens(token_ids, scores, picked, self.custom.take_failures())
+            return SampledTokens(token_ids, scores, picked, self.custom.take_failures())
+        return SampledTokens(token_ids, scores, picked)
 
     def _narrowed(self, logits: Tensor, chosen: Selection, step: StepRows) -> Tensor:
         """What tokens were chosen from."""

@@ -108,4 +108,4 @@ def stop_ids(given: EngineRequest) -> frozenset[int]:
     """Every token that may end the text."""
     eos = given.eos_token_id
     ends = () if eos is None or given.sampling.ignore_eos else (eos,)
-    return frozenset((*ends, *given.stop_token_ids))
+    return frozenset((*ends, *given.sampling.stop_token_ids))

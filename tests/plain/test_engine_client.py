@@ -16,7 +16,7 @@ from quire.engine import proc
 from quire.engine.client import InProcessClient, ProcessClient, make_client
 from quire.schema.errors import CheckpointError, EngineDeadError, InputError, NotBuiltError
 from quire.schema.messages import EngineRequest, FinishReason
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams
 from tests.fake_engine import EOS, double, ids_of, name_of_model, use_fake, write_model
 from tests.fake_engine import main as fake_main
 
@@ -49,7 +49,7 @@ def ask(name: str, text: str = "abcde", max_tokens: int = 6, **extra) -> EngineR
     return EngineRequest(
         request_id=name,
         prompt_token_ids=tuple(ids_of(text)),
-        params=SamplingParams(max_tokens=max_tokens, extra_args=extra or None),
+        params=ResolvedParams(max_tokens=max_tokens, extra_args=extra or None),
         seed=0,
         max_tokens=max_tokens,
         eos_token_id=EOS,

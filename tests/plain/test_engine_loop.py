@@ -18,7 +18,7 @@ from quire.sched.settings import SchedulerSettings
 from quire.schema import errors
 from quire.schema.errors import kind_of, message_of, rebuild_error
 from quire.schema.messages import Abort, ControlCall, ControlReply, EngineRequest, FinishReason, Outputs, Stop
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams
 from tests.fake_engine import EOS, FakeExecutor, double, ids_of, name_of_model
 
 
@@ -36,7 +36,7 @@ def request(name: str, text: str = "abcde", max_tokens: int = 6, **params) -> En
     return EngineRequest(
         request_id=name,
         prompt_token_ids=tuple(ids_of(text)),
-        params=SamplingParams(max_tokens=max_tokens, **params),
+        params=ResolvedParams(max_tokens=max_tokens, **params),
         seed=0,
         max_tokens=max_tokens,
         eos_token_id=EOS,

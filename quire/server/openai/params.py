@@ -36,8 +36,7 @@ _SAME = (
     "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens", "allowed_token_ids", "bad_words",
     "prompt_logprobs", "logprob_token_ids", "thinking_token_budget",
 )  # fmt: skip
-# Too large to keep, or changed on the way to the engine: params with one of these belong to one request.
-_OWN = ("logit_bias", "allowed_token_ids", "bad_words", "logprob_token_ids", "vllm_xargs", "repetition_detection")
+_LARGE = ("logit_bias", "allowed_token_ids", "bad_words", "logprob_token_ids", "vllm_xargs", "repetition_detection")
 _FROM_MODEL = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 
 
@@ -71,7 +70,7 @@ def sampling_params(
     given["output_kind"] = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     constraint = constraint_of(request)
     plain = all(value is None or isinstance(value, int) for value in further.values())
-    if plain and constraint is None and fields.isdisjoint(_OWN):
+    if plain and constraint is None and fields.isdisjoint(_LARGE):
         return _same_again(tuple(given.items()))
     if constraint is not None:
         given["structured_outputs"] = constraint
@@ -142,7 +141,7 @@ async def open_requests(
         )  # fmt: skip
     if request.use_beam_search:
         options = Options(priority=request.priority or 0, trace_headers=call.trace_headers())
-        flow: Flow | BeamFlow = open_beams(call.state, request, requests, options)
+        flow: Flow | BeamFlow = open_beams(call.state, request, requests, options, params.structured_outputs)
     else:
         flow = call.state.engine.open(requests)
     return Opened(flow, tuple(requests), {one.request_id: index for index, one in enumerate(requests)})
@@ -170,7 +169,6 @@ async def prepare_requests(
             stream_interval=request.stream_interval,
             continues=continues,
             thinking=thinking,
-            private=True,
         )
         for _ in prompts
     ]
@@ -178,11 +176,11 @@ async def prepare_requests(
     def prepare_all() -> list[PreparedRequest]:
         check_bytes(prompts, params, request.cache_salt, state.options)
         requests: list[PreparedRequest] = []
+        resolved = engine.front.inputs.resolve(params)
         for index, prompt in enumerate(prompts):
             name = own if len(prompts) == 1 else f"{own}-{index}"
-            chosen = msgspec.structs.replace(options[index], like=requests[0]) if requests else options[index]
             salted = msgspec.structs.replace(prompt, cache_salt=salt)
-            requests.append(engine.front.prepare(name, salted, params, chosen))
+            requests.append(engine.front.prepare(name, salted, resolved, options[index]))
             _check_room(requests[-1], most, state.served.max_model_len)
         check_logprobs(requests, engine.front.inputs.vocab_size, state.options)
         return requests
