@@ -11,7 +11,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -253,14 +253,13 @@ class InputProcessor:
             )
         self._check_ids("the prompt", token_ids, param="prompt")
 
-    def _check_ids(self, what: str, token_ids: Iterable[int], *, param: str) -> None:
-        given = list(token_ids)
-        if not given or (min(given) >= 0 and max(given) < self.vocab_size):
+    def _check_ids(self, what: str, token_ids: Collection[int], *, param: str) -> None:
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
             return
-        wrong = [token_id for token_id in given if not 0 <= token_id < self.vocab_size]
-        told = "token ids" if len(wrong) > 1 else "token id"
+        wrong = [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]
+        noun = "token ids" if len(wrong) > 1 else "token id"
         raise InputError(
-            f"{what} holds {told} {some(list(map(str, wrong)), 32)} out of vocabulary; the vocabulary size is "
+            f"{what} holds {noun} {some(list(map(str, wrong)), 32)} out of vocabulary; the vocabulary size is "
             f"{self.vocab_size}, this model's ids are 0 to {self.vocab_size - 1}",
             param=param,
             value=wrong[0],

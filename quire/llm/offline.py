@@ -313,14 +313,14 @@ class LLM:
 
 
 def list_prompts(given: Any) -> list[Any]:
-    """One prompt (text, ids or dict) or several -> a list of prompts."""
+    """One prompt (text, ids or dict) or several -> a list of prompts. The first item tells which: ids are not copied."""
     given = _plain(given)
     if isinstance(given, (str, bytes, bytearray, Mapping)) or not isinstance(given, Iterable):
         return [given]
-    items = [_plain(item) for item in given]
-    if items and all(hasattr(item, "__index__") for item in items):
+    items = given if isinstance(given, Sequence) else list(given)
+    if len(items) and hasattr(_plain(items[0]), "__index__"):
         return [items]  # one prompt of token ids
-    return items
+    return [_plain(item) for item in items]
 
 
 def _plain(given: Any) -> Any:

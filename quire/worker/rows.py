@@ -181,7 +181,7 @@ class Rows:
         self.adapters[row] = new.lora_id
         count = len(new.token_ids)
         self.lengths[row] = count
-        self.tokens[row, :count] = upload(np.array(new.token_ids, np.int32), self.tokens.device)
+        self.tokens[row, :count] = upload(np.fromiter(new.token_ids, np.int32, count), self.tokens.device)
         for table, blocks in zip(self.tables, new.blocks or ((),) * len(self.tables), strict=True):
             table.append(row, blocks)
 
