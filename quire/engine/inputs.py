@@ -109,8 +109,12 @@ class InputProcessor:
         if not isinstance(params, ResolvedParams):
             params = self.resolve(params, any_logprobs=options.any_logprobs)
         token_ids = self._token_ids(prompt, params, options.tokenization_kwargs or {})
-        self._check_prompt(token_ids)
-        max_tokens = self._max_tokens(params, len(token_ids))
+        if not token_ids:
+            raise InputError("the decoder prompt cannot be empty: it needs at least one token", param="prompt")
+        check_context(self.max_model_len, len(token_ids), params.min_tokens, name="min_tokens")
+        self._check_ids("the prompt", token_ids, param="prompt")
+        room = self.max_model_len - len(token_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         sibling = params if params.n == 1 else self._sibling_params(params)
         arrival = time.time() if options.arrival is None else options.arrival
         seed = params.seed if params.seed is not None else options.seed
@@ -199,17 +203,13 @@ class InputProcessor:
         """A text that is too long whatever its tokens are is refused before it is tokenized. `is_cut`: so is one of
         which a part would do, when it is many times as long."""
         times = _LONGER if is_cut else 1
-        if len(text) <= times * self.max_model_len or len(text) <= (
-            most := times * self.max_model_len * self._longest_token
-        ):
+        if len(text) <= times * self.max_model_len:
             return
-        limit = f"{times} times max_model_len" if is_cut else "max_model_len"
-        raise InputError(
-            f"the prompt has {len(text)} characters and is longer than the maximum model length: {limit} "
-            f"({self.max_model_len}) tokens of this model have {most} at the most",
-            param=param,
-            value=len(text),
-        )
+        least = -(-len(text) // self._longest_token)
+        if least > times * self.max_model_len:
+            known = f"the prompt has {len(text)} characters, which are at least {least} input tokens"
+            known += f", more than the {times * self.max_model_len} that would be truncated," if is_cut else ""
+            check_context(self.max_model_len, least, prompt=known, param=param)
 
     @cached_property
     def _longest_token(self) -> int:
@@ -241,18 +241,6 @@ class InputProcessor:
             )
         return self.max_model_len - 1 if keep == -1 else keep  # leaves room for an answer
 
-    def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
-        if not token_ids:
-            raise InputError("the decoder prompt cannot be empty: it needs at least one token", param="prompt")
-        if len(token_ids) >= self.max_model_len:
-            raise InputError(
-                f"the prompt has {len(token_ids)} tokens; with at least one token of answer it is longer than the "
-                f"maximum model length, max_model_len ({self.max_model_len})",
-                param="prompt",
-                value=len(token_ids),
-            )
-        self._check_ids("the prompt", token_ids, param="prompt")
-
     def _check_ids(self, what: str, token_ids: Collection[int], *, param: str) -> None:
         if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
             return
@@ -266,17 +254,6 @@ class InputProcessor:
         )
 
     # ---- params ------------------------------------------------------------------------------------------------
-
-    def _max_tokens(self, params: ResolvedParams, num_prompt_tokens: int) -> int:
-        room = self.max_model_len - num_prompt_tokens
-        if params.min_tokens > room:
-            raise InputError(
-                f"min_tokens is {params.min_tokens}, but a prompt of {num_prompt_tokens} tokens leaves {room} of "
-                f"max_model_len ({self.max_model_len})",
-                param="min_tokens",
-                value=params.min_tokens,
-            )
-        return room if params.max_tokens is None else min(params.max_tokens, room)
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         ends = () if params.ignore_eos else self._further_ends
@@ -387,6 +364,40 @@ class InputProcessor:
             raise InputError(
                 f"data_parallel_rank is {rank}; there are {self._num_ranks} engines", param="data_parallel_rank"
             )
+
+
+def check_context(
+    limit: int,
+    num_prompt: int,
+    num_output: int = 0,
+    *,
+    name: str = "max_tokens",
+    prompt: str | None = None,
+    param: str = "prompt",
+) -> None:
+    """Whether a prompt and so many output tokens, at least one, fit `limit`: the only such check, and its only message.
+
+    `num_prompt` 0: there is no prompt yet. `name`: the parameter that asks for the output. `prompt`: what is known of a
+    prompt whose tokens have not been counted; `num_prompt` is then the least that they can be.
+    """
+    total = num_prompt + max(1, num_output)
+    if total <= limit:
+        return
+    is_prompt = num_prompt >= limit
+    asked = f"{name}={num_output}" if num_output > 1 else "at least one output token is needed"
+    wrong = f"{asked} cannot be greater than max_model_len={limit}"
+    if num_prompt:
+        known = prompt or f"the prompt has {num_prompt} input tokens"
+        wrong = (
+            f"The request is longer than the maximum model length. This model's maximum context length is {limit} "
+            f"tokens (max_model_len={limit}); however, {known} and {asked}, {total} in all"
+        )
+    advice = "shorten the prompt or request" if num_prompt else "request"
+    raise InputError(
+        f"{wrong}. Please {advice} fewer output tokens.",
+        param=param if is_prompt else name,
+        value=num_prompt if is_prompt else num_output,
+    )
 
 
 def _is_text(given: str) -> bool:

@@ -313,7 +313,7 @@ class LLM:
 
 
 def list_prompts(given: Any) -> list[Any]:
-    """One prompt (text, ids or dict) or several -> a list of prompts. The first item tells which: ids are not copied."""
+    """One prompt (text, ids or dict) or several -> a list. The first item tells which; ids are not copied."""
     given = _plain(given)
     if isinstance(given, (str, bytes, bytearray, Mapping)) or not isinstance(given, Iterable):
         return [given]

@@ -82,20 +82,12 @@ class Scheduler:
     # ------------------------------------------------------------------ requests come and go
 
     def add(self, request: EngineRequest) -> None:
+        """Its lengths were checked where it was made (engine/inputs.py): 0 < prompt < max_model_len, max_tokens > 0."""
         settings = self.settings
         self.check_room(request)
         if request.request_id in self.requests:
             raise InputError(f"request id {request.request_id!r} is in use by a request that has not finished")
         length = len(request.prompt_token_ids)
-        if not 0 < length < settings.max_model_len:
-            raise InputError(
-                f"the prompt has {length} tokens; it must have at least 1, and leave room for one more within "
-                f"max_model_len={settings.max_model_len}",
-                param="prompt",
-                value=length,
-            )
-        if request.max_tokens < 1:
-            raise InputError(f"max_tokens must be at least 1, got {request.max_tokens}", param="max_tokens")
         pooled = isinstance(request.params, PoolingParams)
         limit = min(length + (1 if pooled else request.max_tokens), settings.max_model_len)
         num_drafts = 0 if pooled else settings.num_drafts

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from quire.base.codec import Codec
 from quire.config import EngineArgs
-from quire.engine.inputs import InputProcessor, Options, default_params
+from quire.engine.inputs import InputProcessor, Options, check_context, default_params
 from quire.sched.request import Request
 from quire.schema.errors import InputError, NotBuiltError
 from quire.schema.messages import EngineReady, ToEngine
@@ -18,6 +19,7 @@ from quire.schema.step import NewRow
 from quire.text.tokenizer import load_tokenizer
 from tests.fake_engine import EOS, FURTHER_EOS, VOCAB, ids_of, write_model
 
+ROOT = Path(__file__).parents[2]
 CHOICE = StructuredOutputsParams(choice=["a"])
 READY = EngineReady(num_blocks=64, max_model_len=40, vocab_size=VOCAB, block_size=4)
 
@@ -111,7 +113,7 @@ def test_the_callers_params_stay_as_they_were(inputs):
 REFUSED = [
     ("", {}, ["empty"]),
     ([], {}, ["empty"]),
-    ("x" * 40, {}, ["40", "max_model_len (40)"]),
+    ("x" * 40, {}, ["40 input tokens", "max_model_len=40"]),
     ([1, VOCAB], {}, [str(VOCAB), str(VOCAB - 1)]),
     ([-1], {}, ["-1"]),
     (17, {}, ["int"]),
@@ -123,7 +125,7 @@ REFUSED = [
     ("a", {"stop_token_ids": [-3]}, ["stop_token_ids", "-3"]),
     ("a", {"logit_bias": {VOCAB: 1.0}}, ["logit_bias", str(VOCAB)]),
     ("a", {"logprob_token_ids": [VOCAB]}, ["logprob_token_ids"]),
-    ("a", {"min_tokens": 40, "max_tokens": None}, ["min_tokens", "40", "39"]),
+    ("a", {"min_tokens": 40, "max_tokens": None}, ["min_tokens=40", "41 in all", "max_model_len=40"]),
     ("a", {"truncate_prompt_tokens": 41}, ["41", "40"]),
 ]
 
@@ -133,6 +135,27 @@ def test_refusals_name_value_and_limit(inputs, prompt, params, words):
     with pytest.raises(InputError) as caught:
         inputs.process("r", prompt, SamplingParams(**params))
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_lengths_have_one_message():
+    """Whoever finds that a request is too long says so in the same words: value, limit, and which parameter it is."""
+    check_context(40, 39)
+    check_context(40, 30, 10)
+    for given, param, value in (
+        ((40, 40), "prompt", 40), ((40, 30, 11), "max_tokens", 11), ((40, 41, 3), "prompt", 41),
+        ((40, 0, 41), "max_tokens", 41),
+    ):  # fmt: skip
+        with pytest.raises(InputError) as caught:
+            check_context(*given)
+        assert (caught.value.param, caught.value.value) == (param, value)
+        assert "max_model_len=40" in str(caught.value) and str(value) in str(caught.value)
+    sources = {path: path.read_text() for path in (ROOT / "quire").rglob("*.py")}
+    for words in (
+        "longer than the maximum model length",
+        "maximum context length",
+        "cannot be greater than max_model_len",
+    ):
+        assert [path.name for path, text in sources.items() if words in text] == ["inputs.py"], words
 
 
 @pytest.mark.parametrize(

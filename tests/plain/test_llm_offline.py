@@ -81,7 +81,7 @@ def test_arrays_are_prompts_of_ids(inside):
 
 @pytest.mark.parametrize("how", ["tuple", "list", "dict", "text"])
 def test_ids_are_converted_once_on_their_way_to_the_worker(inside, monkeypatch, how):
-    """One tuple from the prompt to a worker's new row: what arrives is the caller's own, or the one made of its list."""
+    """One tuple from the prompt to a worker's new row: it is the caller's own, or the one made of its list."""
     ids = tuple(ids_of("abcdefgh" * 5))
     given = {"tuple": ids, "list": list(ids), "dict": {"prompt_token_ids": ids}, "text": "abcdefgh" * 5}[how]
     loop = inside.llm_engine.front.client.loop

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.engine.inputs import Options, PreparedRequest
+from quire.engine.inputs import Options, PreparedRequest, check_context
 from quire.llm.online import Flow, size_of
 from quire.schema.errors import InputError
 from quire.schema.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
@@ -104,12 +104,7 @@ def most_tokens(state: ServerState, asked: int | None, default: int | None, *, n
     limit = state.served.max_model_len
     if asked is not None and asked < 1:
         raise InputError(f"{name} must be at least 1, got {asked}", param=name, value=asked)
-    if asked is not None and asked > limit:
-        raise InputError(
-            f"{name}={asked} cannot be greater than max_model_len={limit}. Please request fewer output tokens.",
-            param=name,
-            value=asked,
-        )
+    check_context(limit, 0, asked or 1, name=name)
     found = [most for most in (asked or default, state.default_sampling.get("max_tokens")) if most is not None]
     return min(found) if found else None
 
@@ -118,12 +113,7 @@ def fitting_ids(ids: Sequence[int], request: GenerateRequest, max_model_len: int
     """Of ids that cannot all be used, those that may be; a Python object for each is made for no others."""
     if len(ids) > max_model_len:
         if request.truncate_prompt_tokens is None:
-            raise InputError(
-                f"the prompt has {len(ids)} tokens and is longer than the maximum model length: max_model_len is "
-                f"{max_model_len}",
-                param="prompt",
-                value=len(ids),
-            )
+            check_context(max_model_len, len(ids))
         ids = ids[:max_model_len] if request.truncation_side == "right" else ids[-max_model_len:]
     return check_ids(ids)
 
@@ -181,20 +171,8 @@ async def prepare_requests(
             name = own if len(prompts) == 1 else f"{own}-{index}"
             salted = msgspec.structs.replace(prompt, cache_salt=salt)
             requests.append(engine.front.prepare(name, salted, resolved, options[index]))
-            _check_room(requests[-1], most, state.served.max_model_len)
+            check_context(state.served.max_model_len, len(requests[-1].token_ids), most or 1)
         check_logprobs(requests, engine.front.inputs.vocab_size, state.options)
         return requests
 
     return await engine.read(size_of(prompts, params), prepare_all)
-
-
-def _check_room(prepared: PreparedRequest, most: int | None, max_model_len: int) -> None:
-    tokens = len(prepared.token_ids)
-    if most is not None and tokens + most > max_model_len:
-        raise InputError(
-            f"This model's maximum context length is {max_model_len} tokens. However, you requested {most} output "
-            f"tokens and your prompt contains {tokens} input tokens, {tokens + most} in all. Please shorten the "
-            "prompt or request fewer output tokens.",
-            param="max_tokens",
-            value=most,
-        )
