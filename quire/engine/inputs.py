@@ -11,16 +11,16 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from quire.base import registry
 from quire.schema.errors import InputError, NotBuiltError, some
 from quire.schema.messages import EngineReady, EngineRequest
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams, SamplingParams
 from quire.schema.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     request_id: str
     text: str | None
     token_ids: tuple[int, ...]
-    params: SamplingParams
+    params: ResolvedParams
     requests: tuple[EngineRequest, ...]
     arrival: float  # wall clock
     stream_interval: int | None = None  # tokens per streamed result; None: the engine's own
@@ -62,22 +62,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval: int | None = None
     continues: bool = False  # the prompt ends within an answer, which is gone on with
     thinking: bool | None = None  # False: the request switched thinking off, which a prompt need not show
-    private: bool = False  # nobody else holds the params, and they have not changed since they were checked
-    like: PreparedRequest | None = None  # for an earlier prompt with these very params: its work is used again
-
-
-class _Shared(NamedTuple):
-    """What all requests of a call have in common: checked and made once, and sent once (together.py)."""
-
-    sibling: SamplingParams  # of all answers to a prompt but the first
-    stop_token_ids: tuple[int, ...]
-    trace_headers: dict[str, str]
-    grammar: GrammarSpec | None
-
-
-def _shared_again(like: PreparedRequest) -> _Shared:
-    first, last = like.requests[0], like.requests[-1]
-    return _Shared(last.sampling, first.stop_token_ids, first.trace_headers, first.grammar)
 
 
 class InputProcessor:
@@ -95,6 +79,7 @@ class InputProcessor:
         self._random = random.Random(config.model_config.seed + (ready.client << 64))
         self._drawing = threading.Lock()
         self._serials = itertools.count()
+        self._siblings: tuple[ResolvedParams, ResolvedParams] | None = None  # params seen last, and their siblings'
         self._processors = _processors(config.model_config.logits_processors)
         self.use_tokenizer(tokenizer)
 
@@ -112,44 +97,45 @@ class InputProcessor:
             return self._random.getrandbits(64)
 
     def process(
-        self, request_id: str, given: object, params: SamplingParams, options: Options | None = None
+        self, request_id: str, given: object, params: SamplingParams | ResolvedParams, options: Options | None = None
     ) -> PreparedRequest:
+        """`params`: a caller's, or what `resolve` made of them, for several prompts."""
         options = options or Options()
         if not isinstance(request_id, str) or not _is_text(request_id):
             raise InputError(f"request_id must be a non-empty string, got {request_id!r}", param="request_id")
-        if not isinstance(params, SamplingParams):
-            raise InputError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         prompt = Prompt.of(given)
-        _refuse_unbuilt(prompt, params, options)
+        _refuse_unbuilt(prompt, options)
         self._check_options(options)
-        if not options.private:
-            params = params.clone()
-            params.__post_init__()  # the caller may have changed it since it was checked
+        if not isinstance(params, ResolvedParams):
+            params = self.resolve(params, any_logprobs=options.any_logprobs)
         token_ids = self._token_ids(prompt, params, options.tokenization_kwargs or {})
-        self._check_prompt(token_ids)
-        max_tokens = self._max_tokens(params, len(token_ids))
-        shared = self._shared(params, options) if options.like is None else _shared_again(options.like)
+        if not token_ids:
+            raise InputError("the decoder prompt cannot be empty: it needs at least one token", param="prompt")
+        check_context(self.max_model_len, len(token_ids), params.min_tokens, name="min_tokens")
+        self._check_ids("the prompt", token_ids, param="prompt")
+        room = self.max_model_len - len(token_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        sibling = params if params.n == 1 else self._sibling_params(params)
         arrival = time.time() if options.arrival is None else options.arrival
         seed = params.seed if params.seed is not None else options.seed
         seed = self.draw_seed() if seed is None else seed
         # A caller may use an id again as soon as its request has ended here; what the engine still says of the old
         # request must not be taken for news of the new one, so the engine knows each by a name of its own.
         name = f"{request_id}#{next(self._serials)}{self._mark}"
+        headers = dict(options.trace_headers or {})
         requests = tuple(
             EngineRequest(
                 request_id=name if params.n == 1 else f"{name}.{index}",
                 prompt_token_ids=token_ids,
-                params=params if index == 0 else shared.sibling,
+                params=params if index == 0 else sibling,
                 seed=(seed + index) % _SEEDS,
                 max_tokens=max_tokens,
                 eos_token_id=self.eos_token_id,
-                stop_token_ids=shared.stop_token_ids,
                 priority=options.priority,
                 arrival=arrival,
                 cache_salt=prompt.cache_salt,
                 parent_id=None if params.n == 1 else request_id,
-                trace_headers=shared.trace_headers,
-                grammar=shared.grammar,
+                trace_headers=headers,
                 continues=options.continues,
                 thinking=options.thinking,
             )
@@ -159,18 +145,47 @@ class InputProcessor:
             request_id, prompt.text, token_ids, params, requests, arrival, stream_interval=options.stream_interval
         )
 
-    def _shared(self, params: SamplingParams, options: Options) -> _Shared:
+    def _sibling_params(self, params: ResolvedParams) -> ResolvedParams:
+        """Of all answers to a prompt but the first, which brings the prompt's log probabilities for all of them. The
+        same object for prompts with the same parameters, so that it is sent once (together.py)."""
+        if params.prompt_logprobs is None:
+            return params
+        made = self._siblings
+        if made is None or made[0] is not params:
+            made = self._siblings = params, msgspec.structs.replace(params, prompt_logprobs=None)
+        return made[1]
+
+    def resolve(
+        self, params: SamplingParams, *, any_logprobs: bool = False, is_private: bool = False
+    ) -> ResolvedParams:
+        """The one place where parameters are checked against the model. `any_logprobs`: max_logprobs does not apply.
+        `is_private`: nobody else has them, so they are as they were when they were made, which checked their values."""
+        if not isinstance(params, SamplingParams):
+            raise InputError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        params = params if is_private else params.checked()
         if params.n > _MOST_ANSWERS:
             raise InputError(f"n is {params.n}; at most {_MOST_ANSWERS} answers can be asked for", param="n")
-        self._check_params(params, options)
-        # The prompt's log probabilities are the same for all n: the first answer brings them.
-        sibling = params if params.prompt_logprobs is None else msgspec.structs.replace(params, prompt_logprobs=None)
-        grammar = self._grammar(params)
-        return _Shared(sibling, self._stop_ids(params), dict(options.trace_headers or {}), grammar)
+        self._check_params(params, any_logprobs=any_logprobs)
+        bad_words = self._bad_word_ids(params)
+        stop_ids = self._stop_ids(params)
+        if params.allowed_token_ids is not None:
+            self._check_allowed(params, params.allowed_token_ids, bad_words, stop_ids)
+        if self._processors:
+            from quire.sampling.processors import check_params  # lazy
+
+            check_params(self._processors, params)
+        only_named = bool(params.logprob_token_ids) and not any_logprobs  # and not the likeliest besides
+        return params.freeze(
+            stop_token_ids=stop_ids,
+            logprobs=0 if only_named else params.logprobs,
+            detokenize=params.detokenize and self.tokenizer is not None,
+            bad_words_token_ids=bad_words,
+            grammar=self._grammar(params),
+        )
 
     # ---- prompt ------------------------------------------------------------------------------------------------
 
-    def _token_ids(self, prompt: Prompt, params: SamplingParams, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    def _token_ids(self, prompt: Prompt, params: ResolvedParams, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
         keep = self._keep(params, kwargs)
         if prompt.token_ids is not None:
             token_ids = prompt.token_ids
@@ -191,17 +206,13 @@ class InputProcessor:
         """A text that is too long whatever its tokens are is refused before it is tokenized. `is_cut`: so is one of
         which a part would do, when it is many times as long."""
         times = _LONGER if is_cut else 1
-        if len(text) <= times * self.max_model_len or len(text) <= (
-            most := times * self.max_model_len * self._longest_token
-        ):
+        if len(text) <= times * self.max_model_len:
             return
-        limit = f"{times} times max_model_len" if is_cut else "max_model_len"
-        raise InputError(
-            f"the prompt has {len(text)} characters and is longer than the maximum model length: {limit} "
-            f"({self.max_model_len}) tokens of this model have {most} at the most",
-            param=param,
-            value=len(text),
-        )
+        least = -(-len(text) // self._longest_token)
+        if least > times * self.max_model_len:
+            known = f"the prompt has {len(text)} characters, which are at least {least} input tokens"
+            known += f", more than the {times * self.max_model_len} that would be truncated," if is_cut else ""
+            check_context(self.max_model_len, least, prompt=known, param=param)
 
     @cached_property
     def _longest_token(self) -> int:
@@ -209,7 +220,7 @@ class InputProcessor:
         assert self.tokenizer is not None
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
-    def _keep(self, params: SamplingParams, kwargs: Mapping[str, Any]) -> int | None:
+    def _keep(self, params: ResolvedParams, kwargs: Mapping[str, Any]) -> int | None:
         """How many of the last prompt tokens stay; None: all."""
         if kwargs and (unknown := set(kwargs) - set(_TOKENIZING)):
             raise InputError(
@@ -233,26 +244,13 @@ class InputProcessor:
             )
         return self.max_model_len - 1 if keep == -1 else keep  # leaves room for an answer
 
-    def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
-        if not token_ids:
-            raise InputError("the decoder prompt cannot be empty: it needs at least one token", param="prompt")
-        if len(token_ids) >= self.max_model_len:
-            raise InputError(
-                f"the prompt has {len(token_ids)} tokens; with at least one token of answer it is longer than the "
-                f"maximum model length, max_model_len ({self.max_model_len})",
-                param="prompt",
-                value=len(token_ids),
-            )
-        self._check_ids("the prompt", token_ids, param="prompt")
-
-    def _check_ids(self, what: str, token_ids: Iterable[int], *, param: str) -> None:
-        given = list(token_ids)
-        if not given or (min(given) >= 0 and max(given) < self.vocab_size):
+    def _check_ids(self, what: str, token_ids: Collection[int], *, param: str) -> None:
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
             return
-        wrong = [token_id for token_id in given if not 0 <= token_id < self.vocab_size]
-        told = "token ids" if len(wrong) > 1 else "token id"
+        wrong = [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]
+        noun = "token ids" if len(wrong) > 1 else "token id"
         raise InputError(
-            f"{what} holds {told} {some(list(map(str, wrong)), 32)} out of vocabulary; the vocabulary size is "
+            f"{what} holds {noun} {some(list(map(str, wrong)), 32)} out of vocabulary; the vocabulary size is "
             f"{self.vocab_size}, this model's ids are 0 to {self.vocab_size - 1}",
             param=param,
             value=wrong[0],
@@ -260,54 +258,34 @@ class InputProcessor:
 
     # ---- params ------------------------------------------------------------------------------------------------
 
-    def _max_tokens(self, params: SamplingParams, num_prompt_tokens: int) -> int:
-        room = self.max_model_len - num_prompt_tokens
-        if params.min_tokens > room:
-            raise InputError(
-                f"min_tokens is {params.min_tokens}, but a prompt of {num_prompt_tokens} tokens leaves {room} of "
-                f"max_model_len ({self.max_model_len})",
-                param="min_tokens",
-                value=params.min_tokens,
-            )
-        return room if params.max_tokens is None else min(params.max_tokens, room)
-
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         ends = () if params.ignore_eos else self._further_ends
         return tuple(dict.fromkeys((*(params.stop_token_ids or ()), *ends)))
 
-    def _check_params(self, params: SamplingParams, options: Options) -> None:
-        for name in ("logprobs", "prompt_logprobs"):
-            asked = params.logprobs if name == "logprobs" else params.prompt_logprobs
-            if asked is not None and not options.any_logprobs:
-                self._check_logprobs(name, asked)
+    def _check_params(self, params: SamplingParams, *, any_logprobs: bool) -> None:
+        if not any_logprobs:
+            self._check_logprobs("logprobs", params.logprobs)
+            self._check_logprobs("prompt_logprobs", params.prompt_logprobs)
         self._check_ids("stop_token_ids", params.stop_token_ids or (), param="stop_token_ids")
         self._check_ids("allowed_token_ids", params.allowed_token_ids or (), param="allowed_token_ids")
         self._check_ids("logit_bias", params.logit_bias or (), param="logit_bias")
         self._check_ids("logprob_token_ids", params.logprob_token_ids or (), param="logprob_token_ids")
-        if params.logprob_token_ids and not options.any_logprobs:
-            params.logprobs = 0  # these ids are what is asked for, and not the likeliest besides
-        if self.tokenizer is None:
-            if params.stop:
-                raise InputError("stop strings need a tokenizer, and skip_tokenizer_init=True", param="stop")
-            params.detokenize = False
+        if params.stop and self.tokenizer is None:
+            raise InputError("stop strings need a tokenizer, and skip_tokenizer_init=True", param="stop")
         if params.thinking_token_budget is not None and self._no_budget is not None:
             raise InputError(self._no_budget, param="thinking_token_budget", value=params.thinking_token_budget)
-        if params.bad_words:
-            params.bad_words_token_ids = self._bad_word_ids(params.bad_words)
-        for word_ids in params.bad_words_token_ids or ():
-            self._check_ids("bad_words", word_ids, param="bad_words")
-        if params.allowed_token_ids is not None:
-            self._check_allowed(params, params.allowed_token_ids)
-        if self._processors:
-            from quire.sampling.processors import check_params  # lazy
 
-            check_params(self._processors, params)
-
-    def _check_allowed(self, params: SamplingParams, allowed: Sequence[int]) -> None:
+    def _check_allowed(
+        self,
+        params: SamplingParams,
+        allowed: Sequence[int],
+        bad_words: Iterable[Sequence[int]],
+        stop_ids: Iterable[int],
+    ) -> None:
         """What is allowed must leave something to say."""
-        banned = {word[0] for word in params.bad_words_token_ids or () if len(word) == 1}
+        banned = {word[0] for word in bad_words if len(word) == 1}
         if params.min_tokens:
-            banned.update(self._stop_ids(params))
+            banned.update(stop_ids)
             banned.update(() if params.ignore_eos or self.eos_token_id is None else (self.eos_token_id,))
         if banned.issuperset(allowed):
             raise InputError(
@@ -346,7 +324,9 @@ class InputProcessor:
         spec: GrammarSpec = make_spec(given, self._structured)
         return spec
 
-    def _check_logprobs(self, name: str, asked: int) -> None:
+    def _check_logprobs(self, name: str, asked: int | None) -> None:
+        if asked is None:
+            return
         limit = self._model.max_logprobs
         limit = self.vocab_size if limit == -1 else limit
         if asked == -1 and limit >= self.vocab_size:
@@ -356,15 +336,22 @@ class InputProcessor:
             shown = f"-1 (all {count})" if asked == -1 else str(count)
             raise InputError(f"{name} is {shown}, which is more than max_logprobs ({limit})", param=name, value=asked)
 
-    def _bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
-        """As a word is written at the start of a text and after a space."""
+    def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """As a word is written at the start of a text and after a space; without words, the ids that were given."""
+        if not params.bad_words:
+            words = tuple(tuple(word) for word in params.bad_words_token_ids or () if word)
+            for word_ids in words:
+                self._check_ids("bad_words_token_ids", word_ids, param="bad_words_token_ids")
+            return words
         if self.tokenizer is None:
             raise InputError("bad_words need a tokenizer, and skip_tokenizer_init=True", param="bad_words")
         found: dict[tuple[int, ...], None] = {}
-        for word in dict.fromkeys(word.lstrip() for word in words):
+        for word in dict.fromkeys(word.lstrip() for word in params.bad_words):
             for form in (word, f" {word}"):
                 found[tuple(self.tokenizer.encode(form, add_special_tokens=False))] = None
-        return [list(word_ids) for word_ids in found if word_ids]
+        for word_ids in found:
+            self._check_ids("bad_words", word_ids, param="bad_words")
+        return tuple(word_ids for word_ids in found if word_ids)
 
     def _check_options(self, options: Options) -> None:
         priority, rank = options.priority, options.data_parallel_rank
@@ -382,6 +369,40 @@ class InputProcessor:
             )
 
 
+def check_context(
+    limit: int,
+    num_prompt: int,
+    num_output: int = 0,
+    *,
+    name: str = "max_tokens",
+    prompt: str | None = None,
+    param: str = "prompt",
+) -> None:
+    """Whether a prompt and so many output tokens, at least one, fit `limit`: the only such check, and its only message.
+
+    `num_prompt` 0: there is no prompt yet. `name`: the parameter that asks for the output. `prompt`: what is known of a
+    prompt whose tokens have not been counted; `num_prompt` is then the least that they can be.
+    """
+    total = num_prompt + max(1, num_output)
+    if total <= limit:
+        return
+    is_prompt = num_prompt >= limit
+    asked = f"{name}={num_output}" if num_output > 1 else "at least one output token is needed"
+    wrong = f"{asked} cannot be greater than max_model_len={limit}"
+    if num_prompt:
+        known = prompt or f"the prompt has {num_prompt} input tokens"
+        wrong = (
+            f"The request is longer than the maximum model length. This model's maximum context length is {limit} "
+            f"tokens (max_model_len={limit}); however, {known} and {asked}, {total} in all"
+        )
+    advice = "shorten the prompt or request" if num_prompt else "request"
+    raise InputError(
+        f"{wrong}. Please {advice} fewer output tokens.",
+        param=param if is_prompt else name,
+        value=num_prompt if is_prompt else num_output,
+    )
+
+
 def _is_text(given: str) -> bool:
     """Not empty, and able to travel: no lone surrogates."""
     try:
@@ -395,7 +416,7 @@ def default_params(config: EngineConfig) -> SamplingParams:
     return SamplingParams(**config.model_config.default_sampling)
 
 
-def _refuse_unbuilt(prompt: Prompt, params: SamplingParams, options: Options) -> None:
+def _refuse_unbuilt(prompt: Prompt, options: Options) -> None:
     unbuilt: dict[str, Any] = {
         "prompt_embeds": prompt.embeds,
         "multi_modal_data": prompt.media,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quire.schema.outputs import FlatLogprobs, Logprob, LogprobsOnePosition, PromptLogprobs, SampleLogprobs
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams
 from quire.schema.step import LogprobRows
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class LogprobList:
     """The log probabilities of one answer, or of a prompt (whose first token has none)."""
 
     def __init__(
-        self, params: SamplingParams, tokenizer: Tokenizer | None, *, num_ranked: int, prompt: bool = False
+        self, params: ResolvedParams, tokenizer: Tokenizer | None, *, num_ranked: int, prompt: bool = False
     ) -> None:
         """`num_ranked`: how many entries after the first are the most likely ones; -1: all."""
         self.total = 0.0  # of the chosen tokens

@@ -123,7 +123,8 @@ class _Words:
 
     def thought(self, request: EngineRequest) -> Thought | None:
         """None: there is none, it is over where the prompt ends, or nothing asks about it."""
-        waits = request.grammar is not None and not request.grammar.in_thought
+        spec = request.sampling.grammar
+        waits = spec is not None and not spec.in_thought
         bound = waits and not self._config.structured_outputs_config.enable_in_reasoning
         budget = request.sampling.thinking_token_budget
         found = self.marks() if bound or budget is not None else None

@@ -22,7 +22,7 @@ from quire.observe.tracing import RequestTrace, Tracer
 from quire.schema.errors import EngineGenerateError, InputError, rebuild_error
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
 from quire.schema.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from quire.schema.params import RequestOutputKind, SamplingParams
+from quire.schema.params import RequestOutputKind, ResolvedParams
 from quire.schema.stats import RequestTimes
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class OutputProcessor:
 class _OutputState:
     """One of a request's n answers, growing."""
 
-    def __init__(self, index: int, request: EngineRequest, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, index: int, request: EngineRequest, params: ResolvedParams, tokenizer: Tokenizer | None) -> None:
         self.index = index
         self.request_id = request.request_id
         self.params = params
@@ -294,7 +294,7 @@ class _Open:
             self.prompt_logprobs = LogprobList(prepared.params, tokenizer, num_ranked=num_ranked, prompt=True)
         self.num_growing = len(self.answers)
         self._told = False  # the prompt's log probabilities
-        self._prompt_token_ids = list(prepared.token_ids)  # one list for all results
+        self._prompt_token_ids: list[int] | None = None  # as callers know it; one list for all results
 
     def tell(self, interval: int) -> RequestOutput | None:
         """What the caller should see now, if anything."""
@@ -313,6 +313,8 @@ class _Open:
             whole = finished or len(prompt_logprobs) == len(self.prepared.token_ids)
             prompt_logprobs = prompt_logprobs if whole and not (delta and self._told) else None
             self._told |= whole
+        if self._prompt_token_ids is None:
+            self._prompt_token_ids = list(self.prepared.token_ids)
         return RequestOutput(
             request_id=self.prepared.request_id,
             prompt=self.prepared.text,

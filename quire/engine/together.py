@@ -92,8 +92,7 @@ class _Packet:
 def _key(request: EngineRequest) -> tuple[Any, ...]:
     """Equal for requests that differ in nothing but what OneOfMany has: by identity where a value may be large."""
     return (
-        id(request.params), id(request.grammar), id(request.trace_headers), request.eos_token_id,
-        request.stop_token_ids, request.priority, request.cache_salt, request.lora_id, request.lora_name,
-        request.lora_generation,
-        request.media_keys, request.continues, request.thinking,
+        id(request.params), tuple(request.trace_headers.items()), request.eos_token_id, request.priority,
+        request.cache_salt, request.lora_id, request.lora_name, request.lora_generation, request.media_keys,
+        request.continues, request.thinking,
     )  # fmt: skip

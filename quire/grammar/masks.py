@@ -107,7 +107,7 @@ class Masks:
     def add(self, request: EngineRequest) -> bool:
         """True: it may run at once. False: once `poll` has named it. QuireError: it is known to be refused, or too many
         wait for theirs."""
-        spec, place = request.grammar, _Place(request)
+        spec, place = request.sampling.grammar, _Place(request)
         if spec is None:  # a budget for its thought, and nothing else
             place.thought = self._watch(request) if self._watch is not None else None
             if place.thought is not None:
@@ -240,7 +240,7 @@ class Masks:
     def _start(self, place: _Place, compiled: Compiled) -> None:
         place.backend, place.matcher = compiled.backend, compiled.backend.start(compiled.loaded)
         vocabulary, given = self.compiler.vocabulary(), place.given
-        silent = [i for i in given.stop_token_ids if i < len(vocabulary.tokens) and not vocabulary.tokens[i]]
+        silent = [i for i in given.sampling.stop_token_ids if i < len(vocabulary.tokens) and not vocabulary.tokens[i]]
         place.ends = tuple({*vocabulary.ends, *silent})
         place.thought = self._watch(given) if self._watch is not None else None
 

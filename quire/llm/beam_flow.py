@@ -66,7 +66,7 @@ class BeamFlow:
         check_ranks(engine.model_config.logprobs_mode)
         self.loop = asyncio.get_running_loop()
         self._engine, self._forms, self._params, self._most, self._log = engine, forms, params, most, log
-        self._options = msgspec.structs.replace(options, any_logprobs=True, private=True)
+        self._options = msgspec.structs.replace(options, any_logprobs=True)
         self._size = engine.front.inputs.vocab_size
         self._live = [_Search(one, BeamSearchInstance.of(one, params)) for one in requests]
         for search in self._live:

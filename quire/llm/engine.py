@@ -28,7 +28,7 @@ from quire.observe.tracing import Tracer
 from quire.schema.errors import ConfigError, EngineDeadError, InputError
 from quire.schema.messages import Outputs
 from quire.schema.outputs import RequestOutput
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams, SamplingParams
 
 if TYPE_CHECKING:
     from quire.config import EngineArgs, EngineConfig
@@ -38,6 +38,8 @@ log = logger(__name__)
 
 
 class Front:
+    tasks = ("generate",)
+
     def __init__(
         self,
         config: EngineConfig,
@@ -82,7 +84,11 @@ class Front:
         )
 
     def prepare(
-        self, request_id: str, prompt: object, params: SamplingParams, options: Options | None = None
+        self,
+        request_id: str,
+        prompt: object,
+        params: SamplingParams | ResolvedParams,
+        options: Options | None = None,
     ) -> PreparedRequest:
         """Check and tokenize; nothing is in flight yet."""
         return self.inputs.process(request_id, prompt, params, options)
@@ -121,6 +127,15 @@ class Front:
         if self.metrics is None:
             raise ConfigError("there are no metrics: start with disable_log_stats=False", param="disable_log_stats")
         return self.metrics.snapshot()
+
+    def say_stats(self) -> None:
+        if self.log_stats is not None:
+            self.log_stats.say()
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InputError("the engine has no tokenizer (skip_tokenizer_init=True)")
+        return self.tokenizer
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Another tokenizer for all that comes: Quire's own, or one of transformers. What holds answers to a form knows
@@ -186,11 +201,30 @@ class EngineCore:
         return functools.partial(self._client.call, name)
 
 
-class LLMEngine:
+class FrontEngine:
+    """What LLMEngine and AsyncLLM have in common: one Front, and the attributes of it that documented programs read."""
+
+    def __init__(self, front: Front) -> None:
+        self.front = front
+        self.vllm_config = front.config
+        self.model_config = front.config.model_config
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.front.tokenizer
+
+    @property
+    def input_processor(self) -> InputProcessor:
+        return self.front.inputs
+
+    @property
+    def output_processor(self) -> OutputProcessor:
+        return self.front.outputs
+
+
+class LLMEngine(FrontEngine):
     def __init__(self, vllm_config: EngineConfig, *, own_process: bool = False) -> None:
-        self.vllm_config = vllm_config
-        self.model_config = vllm_config.model_config
-        self.front = Front(vllm_config, own_process=own_process)
+        super().__init__(Front(vllm_config, own_process=own_process))
         self.engine_core = EngineCore(self.front.client)
         self._kept: list[RequestOutput] = []  # results of a step that also had a failure to raise
         self._failures: list[tuple[str, Exception]] = []  # failed alone, and not raised yet
@@ -308,18 +342,6 @@ class LLMEngine:
     # ---- what the documented attribute paths reach -------------------------------------------------------------
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self.front.tokenizer
-
-    @property
-    def input_processor(self) -> Any:
-        return self.front.inputs
-
-    @property
-    def output_processor(self) -> Any:
-        return self.front.outputs
-
-    @property
     def model_executor(self) -> Any:
         """Only in process: .driver_worker.worker.model_runner.model is the model."""
         client = self.front.client
@@ -331,9 +353,7 @@ class LLMEngine:
         return client.loop.executor
 
     def get_tokenizer(self) -> Tokenizer:
-        if self.front.tokenizer is None:
-            raise InputError("the engine has no tokenizer (skip_tokenizer_init=True)")
-        return self.front.tokenizer
+        return self.front.get_tokenizer()
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Another tokenizer from now on, of Quire or transformers; no request may be under way."""
@@ -345,8 +365,7 @@ class LLMEngine:
         return self.front.snapshot()
 
     def get_supported_tasks(self) -> tuple[str, ...]:
-        return ("generate",)
+        return self.front.tasks
 
     def do_log_stats(self) -> None:
-        if self.front.log_stats is not None:
-            self.front.log_stats.say()
+        self.front.say_stats()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
@@ -25,7 +26,7 @@ from quire.llm.verbs import verb
 from quire.observe.reader import Metric
 from quire.schema.errors import InputError, NotBuiltError
 from quire.schema.outputs import RequestOutput
-from quire.schema.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.schema.params import BeamSearchParams, RequestOutputKind, ResolvedParams, SamplingParams
 from quire.schema.prompt import TokensPrompt
 
 if TYPE_CHECKING:
@@ -104,17 +105,18 @@ class LLM:
             "sampling_params",
         )
         priorities = pair(0 if priority is None else priority, len(prompts), int, "priority")
-        final = {id(p): msgspec.structs.replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in params}
-        requests: list[PreparedRequest] = []
-        firsts: dict[
-            int, PreparedRequest
-        ] = {}  # of all prompts with the same parameters, which are checked and sent once
-        for prompt, one, urgency in zip(prompts, params, priorities, strict=True):
-            first = firsts.get(id(one))
-            how = msgspec.structs.replace(options, priority=urgency, like=first, private=first is not None)
-            requests.append(self._prepare(prompt, final[id(one)] if first is None else first.params, how))
-            firsts.setdefault(id(one), requests[-1])
+        distinct = {id(one): one for one in params}  # what several prompts share is checked and sent once
+        final = {key: self._resolve(one) for key, one in distinct.items()}
+        requests = [
+            self._prepare(prompt, final[id(one)], msgspec.structs.replace(options, priority=urgency))
+            for prompt, one, urgency in zip(prompts, params, priorities, strict=True)
+        ]
         return self._run(requests, use_tqdm)
+
+    def _resolve(self, params: SamplingParams) -> ResolvedParams:
+        """Only whole answers are handed out."""
+        resolved = self.llm_engine.front.inputs.resolve(params)
+        return msgspec.structs.replace(resolved, output_kind=RequestOutputKind.FINAL_ONLY)
 
     def chat(
         self,
@@ -202,7 +204,7 @@ class LLM:
         BeamLimits().check(params.beam_width, lengths, 0, self.input_processor.vocab_size)
         progress = Progress.make(use_tqdm, total=len(searches), words="Beam search")
         size = concurrency_limit or max(1, len(searches))
-        with progress:
+        with closing(progress):
             for first in range(0, len(searches), size):
                 self._run_searches(searches[first : first + size], options, progress)
         return [self._finish_search(search) for search in searches]
@@ -241,7 +243,7 @@ class LLM:
                 )
         return output
 
-    def _prepare(self, prompt: Any, params: SamplingParams, options: Options) -> PreparedRequest:
+    def _prepare(self, prompt: Any, params: SamplingParams | ResolvedParams, options: Options) -> PreparedRequest:
         return self.llm_engine.front.prepare(str(next(self._ids)), prompt, params, options)
 
     def _run(self, requests: list[PreparedRequest], use_tqdm: Tqdm) -> list[RequestOutput]:
@@ -249,16 +251,22 @@ class LLM:
         engine, results = self.llm_engine, dict[str, RequestOutput]()
         mine = {one.request_id for one in requests}
         engine.add(requests)
+        bar = None
         try:
-            with Progress.make(use_tqdm, total=len(requests), words="Processed prompts") as progress:
-                while len(results) < len(requests):
-                    for result in engine.step():
-                        if result.finished and result.request_id in mine:
-                            results[result.request_id] = result
-                            progress.advance(result)
+            if use_tqdm is not False:
+                bar = Progress.make(use_tqdm, total=len(requests), words="Processed prompts")
+            while len(results) < len(requests):
+                for result in engine.step():
+                    if result.finished and result.request_id in mine:
+                        results[result.request_id] = result
+                        if bar is not None:
+                            bar.advance(result)
         except BaseException:
             engine.abort_request(mine - results.keys())
             raise
+        finally:
+            if bar is not None:
+                bar.close()
         return [results[one.request_id] for one in requests]
 
     # ---- the model and the engine ------------------------------------------------------------------------------
@@ -312,14 +320,14 @@ class LLM:
 
 
 def list_prompts(given: Any) -> list[Any]:
-    """One prompt (text, ids or dict) or several -> a list of prompts."""
+    """One prompt (text, ids or dict) or several -> a list. The first item tells which; ids are not copied."""
     given = _plain(given)
     if isinstance(given, (str, bytes, bytearray, Mapping)) or not isinstance(given, Iterable):
         return [given]
-    items = [_plain(item) for item in given]
-    if items and all(hasattr(item, "__index__") for item in items):
+    items = given if isinstance(given, Sequence) else list(given)
+    if len(items) and hasattr(_plain(items[0]), "__index__"):
         return [items]  # one prompt of token ids
-    return items
+    return [_plain(item) for item in items]
 
 
 def _plain(given: Any) -> Any:

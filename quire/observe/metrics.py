@@ -18,7 +18,7 @@ from quire.observe.reader import Gauge, Metric
 from quire.observe.sheet import Sheet
 from quire.schema.errors import ConfigError
 from quire.schema.messages import FinishReason
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams
 from quire.schema.stats import RequestTimes, StepStats
 
 __all__ = ["TABLE", "Ended", "MetricDeclaration", "Metrics", "Totals", "check_buckets", "one_two_five"]
@@ -119,7 +119,7 @@ class Metrics:
         finish_reason: FinishReason,
         num_prompt_tokens: int,
         num_generation_tokens: int,
-        params: SamplingParams,
+        params: ResolvedParams,
         num_cached_tokens: int = 0,
     ) -> None:
         """One sequence has ended. `arrival` and `now` share one clock, `times` has the engine's."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from quire.schema.outputs import RequestMetrics
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams
 
 TRACE_HEADERS: Final = ("traceparent", "tracestate")
 DETAILS: Final = ("model", "worker", "all")
@@ -46,7 +46,7 @@ class RequestTrace:
 
     request_id: str
     headers: Mapping[str, str]
-    params: SamplingParams
+    params: ResolvedParams
     max_tokens: int  # what it could generate, whether asked for or not
     num_prompt_tokens: int
     metrics: RequestMetrics

@@ -20,7 +20,7 @@ from quire.base.log import logger
 from quire.base.registry import entry_points
 from quire.config.local import describe, thing_of
 from quire.schema.errors import ConfigError, InputError
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams, SamplingParams
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ class MoveDirectionality(enum.Enum):
 
 
 RemovedRequest = int
-AddedRequest = tuple[int, SamplingParams, list[int] | None, list[int]]
+AddedRequest = tuple[int, ResolvedParams, list[int] | None, list[int]]
 MovedRequest = tuple[int, int, MoveDirectionality]
 
 
@@ -98,7 +98,7 @@ class AdapterLogitsProcessor(LogitsProcessor):
         self.failures: dict[int, str] = {}  # batch index -> what its callable raised; read and emptied by the sampler
 
     @abstractmethod
-    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+    def new_req_logits_processor(self, params: ResolvedParams) -> RequestLogitsProcessor | None:
         """The callable for one request, or None when it does not use this processor.
 
         It takes (output ids, logits row) or (prompt ids, output ids, logits row) and returns a logits row.
@@ -121,7 +121,7 @@ class AdapterLogitsProcessor(LogitsProcessor):
         return logits
 
     def _bind(
-        self, params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]
+        self, params: ResolvedParams, prompt_ids: list[int] | None, output_ids: list[int]
     ) -> Callable[[torch.Tensor], torch.Tensor] | None:
         try:
             process: Any = self.new_req_logits_processor(params)
@@ -140,7 +140,7 @@ def _raise(wrong: Exception, logits: torch.Tensor) -> torch.Tensor:
 def process_dict_updates(
     req_entries: dict[int, State],
     batch_update: BatchUpdate | None,
-    new_state: Callable[[SamplingParams, list[int] | None, list[int]], State | None],
+    new_state: Callable[[ResolvedParams, list[int] | None, list[int]], State | None],
 ) -> bool:
     """Keep a dict from batch index to some state in step with the batch; True when the dict changed.
 

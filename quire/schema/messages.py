@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from quire.schema.grammar import GrammarSpec
-from quire.schema.params import PoolingParams, SamplingParams, sampling_of
+from quire.schema.params import PoolingParams, ResolvedParams, sampling_of
 from quire.schema.stats import RequestTimes, StartPhase, StepStats
 from quire.schema.step import LogprobRows, Pooled
 
@@ -26,11 +25,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    params: SamplingParams | PoolingParams
+    params: ResolvedParams | PoolingParams
     seed: int  # resolved: the request's own (plus the sibling's index) or drawn by the client
     max_tokens: int  # resolved: the request's own, cut to what fits the model
     eos_token_id: int | None = None  # ends the text unless ignore_eos
-    stop_token_ids: tuple[int, ...] = ()  # params' stop ids and the model's further end ids
     priority: int = 0
     arrival: float = 0.0  # wall-clock seconds; only for reporting and for order between equal priorities
     cache_salt: str | None = None
@@ -40,12 +38,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     lora_generation: int = 0  # counts loads under this name: what an earlier one has computed is another's
     media_keys: tuple[tuple[int, int, str], ...] = ()  # (first position, length, content hash) of each media item
     trace_headers: dict[str, str] = {}
-    grammar: GrammarSpec | None = None  # params.structured_outputs, checked
     continues: bool = False  # the prompt ends within an answer, which is gone on with
     thinking: bool | None = None  # False: the request switched thinking off, which a prompt need not show
 
     @property
-    def sampling(self) -> SamplingParams:
+    def sampling(self) -> ResolvedParams:
         return sampling_of(self.params)
 
 

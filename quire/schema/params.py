@@ -1,7 +1,8 @@
 """What a caller may ask of one request: SamplingParams, BeamSearchParams, PoolingParams, and their validation.
 
-Owns: names, defaults, ranges. Every check raises InputError with the field, the value and the limit.
-Must not know: the model (vocabulary size and context length are checked in engine/inputs.py), or how a field is done.
+Owns: names, defaults, ranges. Every check raises InputError with the field, the value and the limit. Callers may change
+their SamplingParams at any time; what crosses to the engine is ResolvedParams, made once by engine/inputs.py, frozen,
+neither changed nor checked again. Must not know: the model, or how a field is implemented.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import copy
 import enum
 import math
+from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 
 from quire.schema.errors import InputError
+from quire.schema.grammar import GrammarSpec
 
 SAMPLING_EPS = 1e-5  # below this a temperature means greedy
 MIN_TEMPERATURE = 1e-2  # a smaller positive one would overflow the logits; it is raised to this
@@ -70,7 +74,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True):
             raise InputError("whitespace_pattern must be a string", param="structured_outputs")
 
 
-class RepetitionDetectionParams(msgspec.Struct, kw_only=True):
+class RepetitionDetectionParams(msgspec.Struct, kw_only=True, frozen=True):
     """Stop a request whose output repeats itself."""
 
     max_pattern_size: int = 0
@@ -82,7 +86,52 @@ class RepetitionDetectionParams(msgspec.Struct, kw_only=True):
             _check_int(f"repetition_detection.{name}", getattr(self, name), 0)
 
 
-class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True, tag="sampling"):
+class ResolvedParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sampling"):
+    """How one request is sampled and reported: SamplingParams after every check, with what the model decides filled in.
+
+    Custom logits processors see this, so fields have the names of SamplingParams. Lists are tuples.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: every token
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # the caller's, then the model's further end ids unless ignore_eos
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # the caller's; EngineRequest has what fits
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    flat_logprobs: bool = False
+    detokenize: bool = True  # False where there is no tokenizer
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    grammar: GrammarSpec | None = None  # of structured_outputs
+    logit_bias: Mapping[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    thinking_token_budget: int | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
+    skip_reading_prefix_cache: bool | None = None
+    extra_args: Mapping[str, Any] | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < SAMPLING_EPS
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     """How one request is sampled and reported. Field names and defaults are the documented ones."""
 
     n: int = 1
@@ -113,7 +162,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True, tag="samplin
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    bad_words_token_ids: list[list[int]] | None = None  # filled by engine/inputs.py from bad_words
+    bad_words_token_ids: list[list[int]] | None = None  # used where bad_words is empty
     thinking_token_budget: int | None = None
     repetition_detection: RepetitionDetectionParams | None = None
     skip_reading_prefix_cache: bool | None = None
@@ -150,6 +199,27 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True, tag="samplin
     def clone(self) -> SamplingParams:
         """A private copy: deep, unless the caller promised the object is already private (skip_clone)."""
         return copy.copy(self) if self.skip_clone else copy.deepcopy(self)
+
+    def checked(self) -> SamplingParams:
+        """A copy that was checked, whatever became of this one since it was made."""
+        own = copy.copy(self)
+        own.__post_init__()
+        if not self.skip_clone:
+            own.extra_args = copy.deepcopy(self.extra_args)
+        return own
+
+    def freeze(self, **resolved: Any) -> ResolvedParams:
+        """The values of a checked copy as a value of their own; `resolved` are those that the model decides."""
+        values = dict(zip(_KEPT, _kept_values(self), strict=True))
+        for name, value in zip(_TUPLES, _tuple_values(self), strict=True):
+            if value:
+                values[name] = tuple(value)
+        if self.bad_words_token_ids:
+            values["bad_words_token_ids"] = tuple(tuple(word) for word in self.bad_words_token_ids if word)
+        if self.logit_bias:
+            values["logit_bias"] = self.logit_bias
+        values.update(resolved)
+        return ResolvedParams(**values)
 
     def _normalize(self) -> None:
         if self.logprobs is True:
@@ -249,6 +319,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True, tag="samplin
             raise InputError(f"extra_args must be a dict, got {type(self.extra_args).__name__}", param="extra_args")
 
 
+# Fields that a ResolvedParams takes over as they are, and those that become tuples.
+_TUPLES = ("stop", "stop_token_ids", "logprob_token_ids", "allowed_token_ids", "bad_words")
+_KEPT = tuple(
+    name
+    for name in ResolvedParams.__struct_fields__
+    if name not in (*_TUPLES, "logit_bias", "bad_words_token_ids", "grammar")
+)
+_kept_values, _tuple_values = attrgetter(*_KEPT), attrgetter(*_TUPLES)
 _MOST_PENALTY = 32.0  # a length to this power, and to its inverse, is still a number
 
 
@@ -356,9 +434,9 @@ def _output_kind(given: object) -> RequestOutputKind:
     return RequestOutputKind(given)
 
 
-def sampling_of(params: SamplingParams | PoolingParams) -> SamplingParams:
+def sampling_of(params: ResolvedParams | PoolingParams) -> ResolvedParams:
     """How tokens are chosen: for a request that is pooled nothing is, so the defaults."""
-    return params if isinstance(params, SamplingParams) else _NOT_SAMPLED
+    return params if isinstance(params, ResolvedParams) else _NOT_SAMPLED
 
 
-_NOT_SAMPLED = SamplingParams()
+_NOT_SAMPLED = ResolvedParams()

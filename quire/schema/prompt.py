@@ -94,7 +94,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_ids(given: object) -> tuple[int, ...]:
-    """Token ids as a tuple of plain ints. Range against the vocabulary is checked where the model is known."""
+    """Token ids as a tuple of plain ints: the one form they have from here to a worker's rows. A tuple is not copied.
+    Range against the vocabulary is checked where the model is known."""
     if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
         tolist = getattr(given, "tolist", None)  # numpy and torch arrays are welcome
         if tolist is None:

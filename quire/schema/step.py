@@ -30,7 +30,7 @@ import enum
 
 import msgspec
 
-from quire.schema.params import PoolingParams, SamplingParams, sampling_of
+from quire.schema.params import PoolingParams, ResolvedParams, sampling_of
 
 # In StepResult.failed: what a request asked for left it no token. Its own fault, unlike any other reason.
 FORBIDS_ALL = "no token could be chosen: masks, allowed_token_ids, bad_words or logits processors together forbid all"
@@ -43,7 +43,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     epoch: int  # counts preemptions; a row of an older epoch is another row
     token_ids: tuple[int, ...]  # prompt, then outputs known at this moment
     num_prompt_tokens: int
-    params: SamplingParams | PoolingParams
+    params: ResolvedParams | PoolingParams
     seed: int  # always set: the request's own, or one the engine drew. 64 bit, unsigned
     stop_token_ids: tuple[int, ...] = ()  # end-of-text and stop ids that min_tokens must hold back
     blocks: tuple[tuple[int, ...], ...] = ()  # per group, the table before this plan's grant: the reused prefix
@@ -51,7 +51,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_encoder_tokens: int = 0  # of the encoder's output, which cross-attention groups hold
 
     @property
-    def sampling(self) -> SamplingParams:
+    def sampling(self) -> ResolvedParams:
         return sampling_of(self.params)
 
 
@@ -101,10 +101,6 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     moves: tuple[Move, ...] = ()
     encode: tuple[EncodeItem, ...] = ()
     free_encoded: tuple[str, ...] = ()  # keys of encoded items that nobody needs any more
-
-    @property
-    def empty(self) -> bool:
-        return not self.grants
 
 
 class Mask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

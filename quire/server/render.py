@@ -55,7 +55,7 @@ async def render_chat_completion(call: HttpCall, request: ChatRequest) -> None:
         call, prepared.request, public_id, [prepared.prompt], prepared.params, add_special_tokens=special,
         most=prepared.most,
     )  # fmt: skip
-    (rendered,) = await call.apart(_rendered, state, requests, request, public_id)
+    (rendered,) = await call.apart(_rendered, state, requests, request, public_id, prepared.params)
     if request.return_assistant_tokens_mask:
         places = await _answers_in(call, request, prepared)
         rendered["assistant_tokens_mask"] = await call.apart(_mask, state, requests[0], request, places)
@@ -97,12 +97,13 @@ async def render_completion(call: HttpCall, request: CompletionRequest) -> None:
     requests = await prepare_requests(
         call, request, public_id, ready.prompts, ready.params, add_special_tokens=ready.special, most=ready.most
     )
-    await call.reply(encode(await call.apart(_rendered, state, requests, request, public_id)))
+    await call.reply(encode(await call.apart(_rendered, state, requests, request, public_id, ready.params)))
 
 
 def _rendered(
-    state: ServerState, requests: Sequence[PreparedRequest], request: GenerateRequest, public_id: str
-) -> list[dict[str, Any]]:
+    state: ServerState, requests: Sequence[PreparedRequest], request: GenerateRequest, public_id: str,
+    params: SamplingParams,
+) -> list[dict[str, Any]]:  # fmt: skip
     if request.use_beam_search:
         raise InputError("use_beam_search: a search is many requests, and has no form of one", param="use_beam_search")
     streaming = None if request.stream_options is None else request.stream_options.model_dump()
@@ -110,7 +111,7 @@ def _rendered(
         {
             "request_id": public_id if len(requests) == 1 else f"{public_id}-{index}",
             "token_ids": one.token_ids,
-            "sampling_params": _shown(one.params, one.requests[0].max_tokens),
+            "sampling_params": _shown(params, one.requests[0].max_tokens),
             "model": state.served.name,
             "stream": bool(request.stream),
             "stream_options": streaming,

@@ -12,7 +12,7 @@ import codecs
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams
 from quire.text.pieces import REPLACEMENT, Pieces
 from quire.text.stops import StopStrings
 
@@ -37,15 +37,14 @@ class Stream(Protocol):
 class Detokenizer:
     """The text of one answer."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: ResolvedParams) -> None:
         self._stream = make_stream(
             tokenizer,
             prompt_token_ids,
             skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
         )
-        stops = [params.stop] if isinstance(params.stop, str) else params.stop
-        self._stops = StopStrings(stops) if stops else None
+        self._stops = StopStrings(params.stop) if params.stop else None
         self._include_stop = params.include_stop_str_in_output
         self._unarmed = params.min_tokens  # so many more tokens during which no stop string counts
         self._parts: list[str] = []  # all text

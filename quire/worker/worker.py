@@ -25,7 +25,7 @@ from quire.layers.stored import num_numbers
 from quire.ops.op import Kernels
 from quire.sampling.sampler import Sampler
 from quire.schema.kv import KVLayout, KVSpec, ModelInfo
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan
 from quire.worker.capture import Capturer
 from quire.worker.device_inputs import DeviceInputs
@@ -235,7 +235,7 @@ class Worker:
         blocks = tuple(tuple(range(-(-(count + (not on_cpu)) // table.group.block_size))) for table in tables)
         row = NewRow(
             request_id="warm-up", epoch=0, token_ids=(0,) * count, num_prompt_tokens=count,
-            params=SamplingParams(temperature=0.0), seed=0, blocks=blocks,
+            params=ResolvedParams(temperature=0.0), seed=0, blocks=blocks,
         )  # fmt: skip
         with self._laps.inside("warm_up"):
             self.forward(StepPlan(step=0, grants=(Grant("warm-up", 0, count, True, 0),), joined=(row,)))

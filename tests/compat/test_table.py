@@ -128,7 +128,6 @@ def test_an_adapter_is_a_value_that_engines_refuse() -> None:
     from vllm.lora.request import LoRARequest
 
     from quire.engine.inputs import Options
-    from quire.schema.params import SamplingParams as Params
 
     one = LoRARequest("sql", 1, "/adapters/sql")
     assert (one.lora_name, one.lora_int_id, one.lora_path, one.adapter_id) == ("sql", 1, "/adapters/sql", 1)
@@ -137,7 +136,7 @@ def test_an_adapter_is_a_value_that_engines_refuse() -> None:
         with pytest.raises(ValueError, match="lora_"):
             LoRARequest(*wrong)
     with pytest.raises(NotBuiltError, match="lora_request"):
-        refuse_unbuilt(Prompt(text="x"), Params(), Options(lora_request=one))
+        refuse_unbuilt(Prompt(text="x"), Options(lora_request=one))
 
 
 def test_names_of_missing_features_import_and_refuse() -> None:

@@ -17,7 +17,7 @@ from quire.models.build import build_model
 from quire.ops.op import Kernels
 from quire.quant.plain import plain_storage
 from quire.schema.errors import ConfigError, NotBuiltError
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, NewRow, StepPlan
 from quire.worker.capture import Capturer
 from quire.worker.device_inputs import DeviceInputs, GraphFields
@@ -86,13 +86,13 @@ def made(model: FakeModel, way: str) -> ModelRunner:
 def join(runner: ModelRunner, asked: list[Brings]) -> tuple[NewRow, ...]:
     for one in asked:
         if one.channels is not None:
-            runner.rows.extras.set_channels(one.name, one.channels, one.shift)
+            runner.rows.make_extras().set_channels(one.name, one.channels, one.shift)
         for start, own in one.vectors.items():
-            runner.rows.extras.give(one.name, start, torch.tensor(own)[:, None].repeat(1, 2).float())
+            runner.rows.make_extras().give(one.name, start, torch.tensor(own)[:, None].repeat(1, 2).float())
     return tuple(
         NewRow(
             request_id=one.name, epoch=0, token_ids=tuple(one.tokens), num_prompt_tokens=len(one.tokens), seed=0,
-            params=SamplingParams(temperature=0), lora_id=one.adapter, blocks=((4 * i, 4 * i + 1, 4 * i + 2),) * 2,
+            params=ResolvedParams(temperature=0), lora_id=one.adapter, blocks=((4 * i, 4 * i + 1, 4 * i + 2),) * 2,
         )
         for i, one in enumerate(asked)
     )  # fmt: skip
@@ -214,7 +214,7 @@ def test_several_tokens_of_a_row_are_sampled(way: str, logprobs: int | None, mon
         return replace(shape_of(*given), num_sampled=np.array([3, 1, 0]))
 
     monkeypatch.setattr("quire.worker.runner.shape_of", shaped)
-    params = SamplingParams(temperature=0, logprobs=logprobs)
+    params = ResolvedParams(temperature=0, logprobs=logprobs)
     joined = tuple(
         NewRow(
             request_id=one.name, epoch=0, token_ids=tuple(one.tokens), num_prompt_tokens=len(one.tokens), seed=0,
@@ -242,7 +242,7 @@ def test_all_tokens_of_the_largest_step_may_be_sampled(monkeypatch: pytest.Monke
     runner = make_runner(num_blocks=64)
     inputs = DeviceInputs(runner.rows, 60)
     row = NewRow(
-        request_id="a", epoch=0, token_ids=(1,) * 60, num_prompt_tokens=60, params=SamplingParams(), seed=0,
+        request_id="a", epoch=0, token_ids=(1,) * 60, num_prompt_tokens=60, params=ResolvedParams(), seed=0,
         blocks=(tuple(range(15)), tuple(range(15))),
     )  # fmt: skip
     grant = Grant("a", 0, 60, True, 0)

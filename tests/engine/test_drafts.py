@@ -25,7 +25,7 @@ from quire.sched.settings import SchedulerSettings
 from quire.schema.errors import NotBuiltError
 from quire.schema.grammar import GrammarKind, GrammarSpec
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
-from quire.schema.params import SamplingParams, StructuredOutputsParams
+from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan
 from tests.tiny_models import VOCAB, make_tiny
 from tests.worker.driver import Asked
@@ -147,12 +147,11 @@ def embedded(same_bits: None) -> Iterator[Engine]:
 def ask(
     name: str, prompt: list[int], max_tokens: int, regex: str | None = None, eos: int = 2, **params: Any
 ) -> EngineRequest:
-    constraint = None if regex is None else StructuredOutputsParams(regex=regex)
     spec = None if regex is None else GrammarSpec(kind=GrammarKind.REGEX, text=regex, backends=("guidance",))
-    given = SamplingParams(max_tokens=max_tokens, structured_outputs=constraint, **params)
+    given = ResolvedParams(max_tokens=max_tokens, grammar=spec, **params)
     return EngineRequest(
         request_id=name, prompt_token_ids=tuple(prompt), params=given, seed=len(name) * 7 + max_tokens,
-        max_tokens=max_tokens, grammar=spec, eos_token_id=eos,
+        max_tokens=max_tokens, eos_token_id=eos,
     )  # fmt: skip
 
 
@@ -202,7 +201,7 @@ def test_drafts_follow_a_grammar(embedded: Engine, depth: int) -> None:
 
 
 def test_a_grant_brings_no_more_tokens_than_its_mask_has_rows() -> None:
-    runner, greedy = make_runner(), SamplingParams(temperature=0.0)
+    runner, greedy = make_runner(), ResolvedParams(temperature=0.0)
     said = alone(FakeModel(), Asked("a", [1, 2, 3], greedy, 0, 9))
     runner.draft_with(lambda request_id, known: said[len(known) - 3 : len(known) - 1])
     row = NewRow(

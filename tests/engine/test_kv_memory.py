@@ -17,7 +17,7 @@ from quire.layers.packed import Texts
 from quire.models.seq2seq import build_seq2seq
 from quire.sched.kv_layout import place
 from quire.schema.kv import KVGroup, KVKind, KVLayout, KVSpec
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, NewRow, StepPlan
 from quire.worker import kv_memory
 from quire.worker.device_inputs import DeviceInputs
@@ -128,7 +128,7 @@ def test_a_request_goes_on_from_copied_blocks() -> None:
 
     def step(name: str, start: int, count: int, blocks: tuple[int, ...] = (), new: tuple[int, ...] = ()) -> int:
         joined = NewRow(
-            request_id=name, epoch=0, token_ids=tokens, num_prompt_tokens=6, params=SamplingParams(temperature=0),
+            request_id=name, epoch=0, token_ids=tokens, num_prompt_tokens=6, params=ResolvedParams(temperature=0),
             seed=0, blocks=(blocks, blocks),
         )  # fmt: skip
         runner.forward(StepPlan(step=1, grants=(Grant(name, start, count, True, 0, (new, new)),), joined=(joined,)))
@@ -171,7 +171,7 @@ def test_tables_are_as_wide_as_their_group_s_text() -> None:
     rows = Rows([FULL, CROSS, endless], 2, 9, CPU)
     assert [table.host.shape[1] for table in rows.tables] == [3, 7, 3]
     row = NewRow(
-        request_id="a", epoch=0, token_ids=(1,), num_prompt_tokens=1, params=SamplingParams(), seed=0,
+        request_id="a", epoch=0, token_ids=(1,), num_prompt_tokens=1, params=ResolvedParams(), seed=0,
         blocks=((), tuple(range(8)), ()),
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="row 0 gets 8 blocks of a cross group, 7 at most"):
@@ -247,7 +247,7 @@ class Decoding:
                 joined.append(
                     NewRow(
                         request_id=name, epoch=0, token_ids=tuple(self.written[row]), num_prompt_tokens=1,
-                        params=SamplingParams(), seed=0, num_encoder_tokens=len(self.texts[row]),
+                        params=ResolvedParams(), seed=0, num_encoder_tokens=len(self.texts[row]),
                     )
                 )  # fmt: skip
                 lengths = (len(self.written[row]), len(self.texts[row]))
@@ -273,7 +273,7 @@ class Decoding:
 def test_an_encoder_s_output_without_blocks() -> None:
     rows = Rows([CROSS], 2, 9, CPU)
     row = NewRow(
-        request_id="a", epoch=0, token_ids=(1,), num_prompt_tokens=1, params=SamplingParams(), seed=0,
+        request_id="a", epoch=0, token_ids=(1,), num_prompt_tokens=1, params=ResolvedParams(), seed=0,
         num_encoder_tokens=9,
     )  # fmt: skip
     grant = Grant("a", 0, 1, True, 0, ((3, 4),))
@@ -298,7 +298,7 @@ def test_a_layout_without_blocks(staged: bool) -> None:
     rows = Rows(layout.groups, 2, 16, CPU)
     inputs = DeviceInputs(rows, 16) if staged else None
     row = NewRow(
-        request_id="a", epoch=0, token_ids=(7, 8, 9), num_prompt_tokens=3, params=SamplingParams(), seed=0, blocks=()
+        request_id="a", epoch=0, token_ids=(7, 8, 9), num_prompt_tokens=3, params=ResolvedParams(), seed=0, blocks=()
     )
     grant = Grant("a", 0, 3, False, 0)
     rows.apply(StepPlan(step=1, grants=(grant,), joined=(row,)))

@@ -15,7 +15,7 @@ from quire.sched.kv_layout import place
 from quire.sched.scheduler import Scheduler
 from quire.sched.settings import SchedulerSettings
 from quire.schema.messages import EngineRequest
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams
 from quire.schema.step import Move, StepPlan
 from tests.tiny_models import make_tiny
 
@@ -41,7 +41,7 @@ class Steps:
         self.num_cached = 0
 
     def add(self, name: str, prompt: tuple[int, ...] = PROMPT) -> None:
-        params = SamplingParams(temperature=0.0, ignore_eos=True)
+        params = ResolvedParams(temperature=0.0, ignore_eos=True)
         self.scheduler.add(EngineRequest(request_id=name, prompt_token_ids=prompt, params=params, seed=0, max_tokens=9))
 
     def run(self) -> list[int]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams, SamplingParams
 
 INF = math.inf
 M64, M32 = (1 << 64) - 1, (1 << 32) - 1
@@ -36,11 +37,16 @@ def noise(seed: int, position: int, token: int) -> float:
     return -math.log(-math.log1p(-u))
 
 
+def resolved(**given: Any) -> ResolvedParams:
+    """Parameters as a worker gets them."""
+    return SamplingParams(**given).freeze()
+
+
 @dataclass
 class Known:
     """One request as the sampler knows it at one step."""
 
-    params: SamplingParams
+    params: ResolvedParams
     prompt: Sequence[int]
     outputs: Sequence[int]
     seed: int = 0

@@ -13,6 +13,7 @@ from quire.sampling import processors
 from quire.sampling.processors import AdapterLogitsProcessor, BatchUpdate, LogitsProcessor, check_params, load_classes
 from quire.schema.errors import ConfigError, InputError
 from quire.schema.params import SamplingParams
+from tests.sampling.oracle import resolved
 from tests.worker.driver import Asked, Driver
 from tests.worker.fakes import FakeModel, make_runner
 
@@ -133,7 +134,7 @@ def test_processors_follow_a_living_batch(seed, ahead):
     asked, plain = [], []
     for i in range(16):
         extra = rng.choice([None, {"target_token": i}, {"say": [rng.randrange(40) for _ in range(5)]}])
-        params = SamplingParams(temperature=rng.choice([0.0, 1.0]), max_tokens=None, extra_args=extra)
+        params = resolved(temperature=rng.choice([0.0, 1.0]), max_tokens=None, extra_args=extra)
         prompt = [rng.randrange(40) for _ in range(rng.randint(1, 9))]
         asked.append(Asked(f"r{i}", prompt, params, i, rng.randint(1, 10)))
         if extra is None:
@@ -171,7 +172,7 @@ class Witness(LogitsProcessor):
 
 
 def test_updates_come_every_step_and_invariant_ones_skip_an_all_greedy_batch():
-    greedy = Asked("g", [1, 2], SamplingParams(temperature=0.0), 0, 3)
+    greedy = Asked("g", [1, 2], resolved(temperature=0.0), 0, 3)
     runner = make_runner(logits_processors=(Witness,))
     Driver(runner, random.Random(0), ahead=0).run([greedy], preempt=0.0)
     kinds = [kind for kind, _ in Witness.calls]
@@ -183,8 +184,8 @@ def test_updates_come_every_step_and_invariant_ones_skip_an_all_greedy_batch():
     assert params is greedy.params
     assert all(update is None for _, update in Witness.calls[1:3])
     both = [
-        Asked("h", [1, 2], SamplingParams(temperature=1.0), 0, 3),
-        Asked("i", [3], SamplingParams(temperature=0), 0, 3),
+        Asked("h", [1, 2], resolved(temperature=1.0), 0, 3),
+        Asked("i", [3], resolved(temperature=0), 0, 3),
     ]
     Driver(runner, random.Random(0), ahead=0).run(both, preempt=0.0)
     assert ("apply", (2, 40)) in Witness.calls

@@ -6,7 +6,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, NewRow, StepPlan
 from quire.worker.runner import ModelRunner
 
@@ -17,7 +17,7 @@ BLOCK = 4
 class Asked:
     name: str
     prompt: list[int]
-    params: SamplingParams
+    params: ResolvedParams
     seed: int
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()

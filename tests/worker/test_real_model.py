@@ -8,9 +8,9 @@ import torch
 
 from quire.config import EngineArgs
 from quire.sched.kv_layout import place
-from quire.schema.params import SamplingParams
 from quire.worker import kv_memory
 from quire.worker.main import build_worker
+from tests.sampling.oracle import resolved
 from tests.tiny_models import VOCAB, make_tiny
 from tests.worker.driver import BLOCK, Asked, Driver
 
@@ -32,7 +32,7 @@ def ask(rng, count, **params):
     return [
         Asked(
             f"r{i}", [rng.randrange(4, VOCAB) for _ in range(rng.randint(1, 20))],
-            SamplingParams(max_tokens=None, **params), i, rng.randint(1, 16),
+            resolved(max_tokens=None, **params), i, rng.randint(1, 16),
         )
         for i in range(count)
     ]  # fmt: skip
@@ -94,7 +94,7 @@ def test_seeded_text_does_not_depend_on_company(tmp_path):
     texts = []
     for company in (0, 3, 9):
         rng = random.Random(company)
-        mine = Asked("mine", [9, 8, 7], SamplingParams(temperature=0.9, top_p=0.95, max_tokens=None), 1234, 30)
+        mine = Asked("mine", [9, 8, 7], resolved(temperature=0.9, top_p=0.95, max_tokens=None), 1234, 30)
         Driver(worker.model_runner, rng, ahead=1, num_blocks=640).run([mine, *ask(rng, company, temperature=1.0)])
         texts.append(mine.outputs)
     assert texts[0] == texts[1] == texts[2]
@@ -108,7 +108,7 @@ def test_dummy_weights_then_reload_in_place(tmp_path):
     before = {name: weight.data_ptr() for name, weight in worker.model_runner.model.named_parameters()}
 
     def text():
-        request = Asked("a", [5, 6, 7, 8], SamplingParams(temperature=0.0, max_tokens=None), 0, 12)
+        request = Asked("a", [5, 6, 7, 8], resolved(temperature=0.0, max_tokens=None), 0, 12)
         Driver(worker.model_runner, random.Random(3), ahead=0, num_blocks=640).run([request])
         return request.outputs
 

@@ -7,7 +7,7 @@ import torch
 
 from quire.sampling.processors import BatchUpdate, MoveDirectionality, process_dict_updates
 from quire.schema.kv import KVGroup, KVKind
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, NewRow, StepPlan
 from quire.worker.rows import Rows
 
@@ -15,7 +15,7 @@ GROUPS = [
     KVGroup(kind=KVKind.FULL, block_size=4, window=0, layers=("a",)),
     KVGroup(kind=KVKind.WINDOW, block_size=2, window=3, layers=("b",)),
 ]
-PARAMS = SamplingParams()
+PARAMS = ResolvedParams()
 
 
 def new_row(name: str, tokens=(1, 2, 3), blocks=((), ())) -> NewRow:

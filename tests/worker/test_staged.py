@@ -11,7 +11,6 @@ from quire.ops import sample
 from quire.ops.rows import gather_inputs, make_buffers
 from quire.schema.errors import ConfigError
 from quire.schema.kv import KVGroup, KVKind
-from quire.schema.params import SamplingParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan
 from quire.worker.capture import Capturer
 from quire.worker.device_inputs import CHANGES, DeviceInputs
@@ -21,6 +20,7 @@ from quire.worker.inputs import shape_of
 from quire.worker.mixed_graphs import SIZES, MixedGraphs, _Captured, mixed_sizes
 from quire.worker.rows import Mirror, Rows
 from quire.worker.staging import DEPTH, Staging
+from tests.sampling.oracle import resolved
 from tests.worker.driver import Asked, Driver
 from tests.worker.fakes import FakeBackend, FakeModel, FakePlan, make_runner
 from tests.worker.test_steps import alone, make_requests
@@ -61,7 +61,7 @@ def test_the_mirror_follows_the_tables(seed):
             blocks = tuple(tuple(rng.randrange(-1, 99) for _ in range(2)) for _ in GROUPS)
             joined.append(
                 NewRow(
-                    request_id=name, epoch=0, token_ids=(1, 2), num_prompt_tokens=2, params=SamplingParams(), seed=0,
+                    request_id=name, epoch=0, token_ids=(1, 2), num_prompt_tokens=2, params=resolved(), seed=0,
                     blocks=blocks,
                 )
             )  # fmt: skip
@@ -89,7 +89,7 @@ def grown(count: int) -> tuple[Rows, DeviceInputs]:
     joined = tuple(
         NewRow(
             request_id=f"r{i}", epoch=0, token_ids=tuple(range(10 * i, 10 * i + 5)), num_prompt_tokens=5, seed=0,
-            params=SamplingParams(), blocks=((2 * i, 2 * i + 1), tuple(range(4 * i, 4 * i + 4))),
+            params=resolved(), blocks=((2 * i, 2 * i + 1), tuple(range(4 * i, 4 * i + 4))),
         )
         for i in range(count)
     )  # fmt: skip
@@ -118,7 +118,7 @@ def test_more_changes_than_travel_with_a_step():
     inputs = DeviceInputs(rows, 8)
     blocks = tuple(range(CHANGES + 5))
     row = NewRow(
-        request_id="a", epoch=0, token_ids=(3,), num_prompt_tokens=1, params=SamplingParams(), seed=0, blocks=(blocks,)
+        request_id="a", epoch=0, token_ids=(3,), num_prompt_tokens=1, params=resolved(), seed=0, blocks=(blocks,)
     )
     grant = Grant("a", 0, 1, True, 0)
     rows.apply(StepPlan(step=1, grants=(grant,), joined=(row,)))
@@ -287,7 +287,7 @@ def test_the_captured_step_gives_every_request_its_text(seed, ahead, plain):
         max_context=64,
     )
     asked = make_requests(rng, 10, plain=plain)
-    asked += [Asked(f"d{i}", [i, 2], SamplingParams(temperature=1.0, max_tokens=None), i, 12) for i in range(4)]
+    asked += [Asked(f"d{i}", [i, 2], resolved(temperature=1.0, max_tokens=None), i, 12) for i in range(4)]
     Driver(runner, rng, ahead=ahead).run(asked, preempt=0.02)
     assert runner.graphs.used > 5
     for request in asked:
@@ -301,7 +301,7 @@ def test_plain_choice_is_the_pipelines(filters):
     for _ in range(6):
         model, asked = FakeModel(vocab=40), []
         for i in range(8):
-            params = SamplingParams(
+            params = resolved(
                 temperature=rng.choice([0.0, 0.7, 1.6]), max_tokens=None,
                 top_k=rng.choice([0, 1, 7, 40]) if filters else 0, top_p=rng.choice([1.0, 0.7]) if filters else 1.0,
             )  # fmt: skip
@@ -331,7 +331,7 @@ def test_sample_rows_leaves_the_logits_alone_and_picks_columns_by_row():
 def test_a_mask_without_anyone_who_asked_for_it_is_an_error():
     runner = make_runner(staged=True)
     row = NewRow(
-        request_id="a", epoch=0, token_ids=(1, 2), num_prompt_tokens=2, params=SamplingParams(temperature=0.0), seed=0,
+        request_id="a", epoch=0, token_ids=(1, 2), num_prompt_tokens=2, params=resolved(temperature=0.0), seed=0,
         blocks=((0,), (1,)),
     )  # fmt: skip
     runner.forward(StepPlan(step=1, grants=(Grant("a", 0, 2, True, 0),), joined=(row,)))

@@ -14,7 +14,7 @@ import torch
 from quire.base import env
 from quire.executor.base import resolve_verb
 from quire.schema.errors import ConfigError, NotBuiltError
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, NewRow, StepPlan
 from quire.worker import kv_memory, memory, threads
 from quire.worker.main import build_worker, worker_class
@@ -61,7 +61,7 @@ def test_a_whole_life():
     assert worker.model_runner.rows.num_rows == 0  # the warm-up left
     assert worker.model_runner.model is worker.get_model()
     row = NewRow(
-        request_id="a", epoch=0, token_ids=(5, 6), num_prompt_tokens=2, params=SamplingParams(temperature=0.0), seed=1,
+        request_id="a", epoch=0, token_ids=(5, 6), num_prompt_tokens=2, params=ResolvedParams(temperature=0.0), seed=1,
         blocks=((), ()),
     )  # fmt: skip
     worker.forward(StepPlan(step=1, grants=(Grant("a", 0, 2, True, 0, ((3,), (4,))),), joined=(row,)))

@@ -23,7 +23,7 @@ from quire.sched.settings import SchedulerSettings
 from quire.schema.errors import MissingExtraError
 from quire.schema.kv import KVGroup, KVKind, KVLayout
 from quire.schema.messages import EngineRequest
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams
 from quire.schema.step import StepPlan, StepResult
 
 BLOCK_SIZE = 16
@@ -33,7 +33,7 @@ PROMPTS = (1024, 8192, 32768)
 
 def one_request(name: str, prompt: tuple[int, ...], max_tokens: int) -> EngineRequest:
     return EngineRequest(
-        request_id=name, prompt_token_ids=prompt, params=SamplingParams(), seed=0, max_tokens=max_tokens, eos_token_id=2
+        request_id=name, prompt_token_ids=prompt, params=ResolvedParams(), seed=0, max_tokens=max_tokens, eos_token_id=2
     )
 
 

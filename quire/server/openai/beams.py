@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from quire.engine.inputs import Options, PreparedRequest
 from quire.llm.beam_limits import BeamLimits
 from quire.schema.errors import InputError, NotBuiltError
-from quire.schema.params import BeamSearchParams
+from quire.schema.params import BeamSearchParams, StructuredOutputsParams
 from quire.server.openai.protocol import GenerateRequest
 from quire.server.state import ServerState
 
@@ -55,14 +55,15 @@ def check_beams(request: GenerateRequest) -> None:
 
 
 def open_beams(
-    state: ServerState, request: GenerateRequest, requests: Sequence[PreparedRequest], options: Options
-) -> BeamFlow:
+    state: ServerState, request: GenerateRequest, requests: Sequence[PreparedRequest], options: Options,
+    constraint: StructuredOutputsParams | None,
+) -> BeamFlow:  # fmt: skip
     """None of `requests` runs yet; all have the same parameters."""
     params = requests[0].params
     if params.prompt_logprobs is not None:
         raise InputError("echo with logprobs cannot be given with use_beam_search", param="echo")
     structured = state.config.structured_outputs_config
-    held, thinks = params.structured_outputs is not None, state.parsers.reasoning is not None
+    held, thinks = constraint is not None, state.parsers.reasoning is not None
     if held and thinks and not structured.enable_in_reasoning:
         raise NotBuiltError(
             "use_beam_search with a form of the answer holds from the first token on and leaves no room for thought: "
@@ -76,7 +77,7 @@ def open_beams(
         temperature=0.0 if request.temperature is None else request.temperature,
         length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
         include_stop_str_in_output=params.include_stop_str_in_output,
-        structured_outputs=params.structured_outputs,
+        structured_outputs=constraint,
     )
     most = BeamLimits(
         state.options.max_beam_tokens, state.options.max_logprobs_per_request, " (--max-beam-tokens)",

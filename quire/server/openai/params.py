@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.engine.inputs import Options, PreparedRequest
+from quire.engine.inputs import Options, PreparedRequest, check_context
 from quire.llm.online import Flow, size_of
 from quire.schema.errors import InputError
 from quire.schema.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
@@ -36,8 +36,7 @@ _SAME = (
     "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens", "allowed_token_ids", "bad_words",
     "prompt_logprobs", "logprob_token_ids", "thinking_token_budget",
 )  # fmt: skip
-# Too large to keep, or changed on the way to the engine: params with one of these belong to one request.
-_OWN = ("logit_bias", "allowed_token_ids", "bad_words", "logprob_token_ids", "vllm_xargs", "repetition_detection")
+_LARGE = ("logit_bias", "allowed_token_ids", "bad_words", "logprob_token_ids", "vllm_xargs", "repetition_detection")
 _FROM_MODEL = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 
 
@@ -71,7 +70,7 @@ def sampling_params(
     given["output_kind"] = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     constraint = constraint_of(request)
     plain = all(value is None or isinstance(value, int) for value in further.values())
-    if plain and constraint is None and fields.isdisjoint(_OWN):
+    if plain and constraint is None and fields.isdisjoint(_LARGE):
         return _same_again(tuple(given.items()))
     if constraint is not None:
         given["structured_outputs"] = constraint
@@ -105,12 +104,7 @@ def most_tokens(state: ServerState, asked: int | None, default: int | None, *, n
     limit = state.served.max_model_len
     if asked is not None and asked < 1:
         raise InputError(f"{name} must be at least 1, got {asked}", param=name, value=asked)
-    if asked is not None and asked > limit:
-        raise InputError(
-            f"{name}={asked} cannot be greater than max_model_len={limit}. Please request fewer output tokens.",
-            param=name,
-            value=asked,
-        )
+    check_context(limit, 0, asked or 1, name=name)
     found = [most for most in (asked or default, state.default_sampling.get("max_tokens")) if most is not None]
     return min(found) if found else None
 
@@ -119,12 +113,7 @@ def fitting_ids(ids: Sequence[int], request: GenerateRequest, max_model_len: int
     """Of ids that cannot all be used, those that may be; a Python object for each is made for no others."""
     if len(ids) > max_model_len:
         if request.truncate_prompt_tokens is None:
-            raise InputError(
-                f"the prompt has {len(ids)} tokens and is longer than the maximum model length: max_model_len is "
-                f"{max_model_len}",
-                param="prompt",
-                value=len(ids),
-            )
+            check_context(max_model_len, len(ids))
         ids = ids[:max_model_len] if request.truncation_side == "right" else ids[-max_model_len:]
     return check_ids(ids)
 
@@ -142,7 +131,7 @@ async def open_requests(
         )  # fmt: skip
     if request.use_beam_search:
         options = Options(priority=request.priority or 0, trace_headers=call.trace_headers())
-        flow: Flow | BeamFlow = open_beams(call.state, request, requests, options)
+        flow: Flow | BeamFlow = open_beams(call.state, request, requests, options, params.structured_outputs)
     else:
         flow = call.state.engine.open(requests)
     return Opened(flow, tuple(requests), {one.request_id: index for index, one in enumerate(requests)})
@@ -170,7 +159,6 @@ async def prepare_requests(
             stream_interval=request.stream_interval,
             continues=continues,
             thinking=thinking,
-            private=True,
         )
         for _ in prompts
     ]
@@ -178,25 +166,13 @@ async def prepare_requests(
     def prepare_all() -> list[PreparedRequest]:
         check_bytes(prompts, params, request.cache_salt, state.options)
         requests: list[PreparedRequest] = []
+        resolved = engine.front.inputs.resolve(params, is_private=True)
         for index, prompt in enumerate(prompts):
             name = own if len(prompts) == 1 else f"{own}-{index}"
-            chosen = msgspec.structs.replace(options[index], like=requests[0]) if requests else options[index]
             salted = msgspec.structs.replace(prompt, cache_salt=salt)
-            requests.append(engine.front.prepare(name, salted, params, chosen))
-            _check_room(requests[-1], most, state.served.max_model_len)
+            requests.append(engine.front.prepare(name, salted, resolved, options[index]))
+            check_context(state.served.max_model_len, len(requests[-1].token_ids), most or 1)
         check_logprobs(requests, engine.front.inputs.vocab_size, state.options)
         return requests
 
     return await engine.read(size_of(prompts, params), prepare_all)
-
-
-def _check_room(prepared: PreparedRequest, most: int | None, max_model_len: int) -> None:
-    tokens = len(prepared.token_ids)
-    if most is not None and tokens + most > max_model_len:
-        raise InputError(
-            f"This model's maximum context length is {max_model_len} tokens. However, you requested {most} output "
-            f"tokens and your prompt contains {tokens} input tokens, {tokens + most} in all. Please shorten the "
-            "prompt or request fewer output tokens.",
-            param="max_tokens",
-            value=most,
-        )

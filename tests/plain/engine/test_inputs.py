@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+
+import msgspec
 import pytest
 
+from quire.base.codec import Codec
 from quire.config import EngineArgs
-from quire.engine.inputs import InputProcessor, Options, default_params
+from quire.engine.inputs import InputProcessor, Options, check_context, default_params
+from quire.sched.request import Request
 from quire.schema.errors import InputError, NotBuiltError
-from quire.schema.messages import EngineReady
-from quire.schema.params import RepetitionDetectionParams, SamplingParams
+from quire.schema.messages import EngineReady, ToEngine
+from quire.schema.params import RepetitionDetectionParams, ResolvedParams, SamplingParams, StructuredOutputsParams
+from quire.schema.step import NewRow
 from quire.text.tokenizer import load_tokenizer
 from tests.fake_engine import EOS, FURTHER_EOS, VOCAB, ids_of, write_model
 
+ROOT = Path(__file__).parents[2]
+CHOICE = StructuredOutputsParams(choice=["a"])
 READY = EngineReady(num_blocks=64, max_model_len=40, vocab_size=VOCAB, block_size=4)
 
 
@@ -35,7 +44,7 @@ def test_a_text_prompt(inputs):
     (request,) = asked.requests
     assert asked.text == "héllo" and list(request.prompt_token_ids) == ids_of("héllo")
     assert request.request_id.startswith("r#") and request.parent_id is None and request.max_tokens == 7
-    assert request.eos_token_id == EOS and request.stop_token_ids == (9, FURTHER_EOS)
+    assert request.eos_token_id == EOS and request.params.stop_token_ids == (9, FURTHER_EOS)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +64,7 @@ def test_max_tokens_fill_the_context(inputs):
 
 def test_ignore_eos_leaves_only_the_callers_stop_ids(inputs):
     (request,) = inputs.process("r", "a", SamplingParams(ignore_eos=True, stop_token_ids=[7])).requests
-    assert request.stop_token_ids == (7,)
+    assert request.params.stop_token_ids == (7,)
 
 
 def test_n_answers_are_siblings_with_seeds_in_a_row(inputs):
@@ -92,7 +101,7 @@ def test_truncation_keeps_the_end(inputs):
 
 def test_bad_words_at_the_start_and_after_a_space(inputs):
     params = inputs.process("r", "a", SamplingParams(bad_words=["no", " yes"])).requests[0].params
-    assert params.bad_words_token_ids == [ids_of(w) for w in ("no", " no", "yes", " yes")]
+    assert params.bad_words_token_ids == tuple(tuple(ids_of(w)) for w in ("no", " no", "yes", " yes"))
 
 
 def test_the_callers_params_stay_as_they_were(inputs):
@@ -104,7 +113,7 @@ def test_the_callers_params_stay_as_they_were(inputs):
 REFUSED = [
     ("", {}, ["empty"]),
     ([], {}, ["empty"]),
-    ("x" * 40, {}, ["40", "max_model_len (40)"]),
+    ("x" * 40, {}, ["40 input tokens", "max_model_len=40"]),
     ([1, VOCAB], {}, [str(VOCAB), str(VOCAB - 1)]),
     ([-1], {}, ["-1"]),
     (17, {}, ["int"]),
@@ -116,7 +125,7 @@ REFUSED = [
     ("a", {"stop_token_ids": [-3]}, ["stop_token_ids", "-3"]),
     ("a", {"logit_bias": {VOCAB: 1.0}}, ["logit_bias", str(VOCAB)]),
     ("a", {"logprob_token_ids": [VOCAB]}, ["logprob_token_ids"]),
-    ("a", {"min_tokens": 40, "max_tokens": None}, ["min_tokens", "40", "39"]),
+    ("a", {"min_tokens": 40, "max_tokens": None}, ["min_tokens=40", "41 in all", "max_model_len=40"]),
     ("a", {"truncate_prompt_tokens": 41}, ["41", "40"]),
 ]
 
@@ -126,6 +135,27 @@ def test_refusals_name_value_and_limit(inputs, prompt, params, words):
     with pytest.raises(InputError) as caught:
         inputs.process("r", prompt, SamplingParams(**params))
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_lengths_have_one_message():
+    """Whoever finds that a request is too long says so in the same words: value, limit, and which parameter it is."""
+    check_context(40, 39)
+    check_context(40, 30, 10)
+    for given, param, value in (
+        ((40, 40), "prompt", 40), ((40, 30, 11), "max_tokens", 11), ((40, 41, 3), "prompt", 41),
+        ((40, 0, 41), "max_tokens", 41),
+    ):  # fmt: skip
+        with pytest.raises(InputError) as caught:
+            check_context(*given)
+        assert (caught.value.param, caught.value.value) == (param, value)
+        assert "max_model_len=40" in str(caught.value) and str(value) in str(caught.value)
+    sources = {path: path.read_text() for path in (ROOT / "quire").rglob("*.py")}
+    for words in (
+        "longer than the maximum model length",
+        "maximum context length",
+        "cannot be greater than max_model_len",
+    ):
+        assert [path.name for path, text in sources.items() if words in text] == ["inputs.py"], words
 
 
 @pytest.mark.parametrize(
@@ -189,6 +219,51 @@ def test_params_changed_after_their_making_are_checked_again(inputs):
         inputs.process("r", "a", params)
     with pytest.raises(InputError, match="1000000000"):
         inputs.process("r", "a", SamplingParams(n=10**9))
+
+
+def test_resolved_params_are_a_value_of_their_own(inputs):
+    """Frozen, and whatever a caller does to its own afterwards does not reach them."""
+    mine = SamplingParams(
+        stop=["x"], stop_token_ids=[7], logit_bias={5: 1.0}, allowed_token_ids=[5, 6], bad_words_token_ids=[[5, 6]],
+        extra_args={"deep": [1]}, logprob_token_ids=[5], top_k=-1,
+    )  # fmt: skip
+    before = copy.deepcopy(mine)
+    found = inputs.process("r", "a", mine).requests[0].params
+    assert mine == before, "the caller's own was changed"
+    kept = copy.deepcopy(found)
+    for value in (mine.stop, mine.stop_token_ids, mine.allowed_token_ids, mine.bad_words_token_ids[0]):
+        value.clear()
+    mine.logit_bias[5], mine.temperature = 9.0, 0.0
+    mine.extra_args["deep"].append(2)
+    assert found == kept and found.extra_args == {"deep": [1]} and found.logprobs == 0
+    for name in ResolvedParams.__struct_fields__:
+        with pytest.raises(AttributeError):
+            setattr(found, name, None)
+
+
+def test_nothing_checks_resolved_params_again(inputs, monkeypatch):
+    """Not another prompt, not the wire, not the scheduler, and not a worker's wire."""
+    resolved = inputs.resolve(SamplingParams(n=2, prompt_logprobs=1, stop=["x"], structured_outputs=CHOICE))
+    checked = []
+    for kind in (SamplingParams, StructuredOutputsParams):
+        monkeypatch.setattr(kind, "__post_init__", lambda self: checked.append(type(self)))
+    for name in ("resolve", "_check_params"):
+        monkeypatch.setattr(inputs, name, lambda *a, **k: checked.append("resolve"))
+    first, second = inputs.process("r", "a", resolved).requests
+    assert first.params is resolved and second.params.prompt_logprobs is None
+    codec = Codec(ToEngine)
+    arrived = codec.decode(codec.encode(first))
+    assert arrived == first and isinstance(arrived.params, ResolvedParams)
+    row = Request(arrived, limit=9, queued=0.0).row()
+    assert row.params is arrived.params
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(row), type=NewRow) == row
+    assert not checked
+
+
+def test_resolved_params_have_the_names_of_sampling_params():
+    mine, theirs = set(ResolvedParams.__struct_fields__), set(SamplingParams.__struct_fields__)
+    assert mine - theirs == {"grammar"}
+    assert theirs - mine == {"structured_outputs", "skip_clone", "logits_processors"}
 
 
 def test_default_params_come_from_the_generation_config(folder):

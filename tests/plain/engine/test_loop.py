@@ -18,7 +18,7 @@ from quire.sched.settings import SchedulerSettings
 from quire.schema import errors
 from quire.schema.errors import kind_of, message_of, rebuild_error
 from quire.schema.messages import Abort, ControlCall, ControlReply, EngineRequest, FinishReason, Outputs, Stop
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams
 from tests.fake_engine import EOS, FakeExecutor, double, ids_of, name_of_model
 
 
@@ -36,7 +36,7 @@ def request(name: str, text: str = "abcde", max_tokens: int = 6, **params) -> En
     return EngineRequest(
         request_id=name,
         prompt_token_ids=tuple(ids_of(text)),
-        params=SamplingParams(max_tokens=max_tokens, **params),
+        params=ResolvedParams(max_tokens=max_tokens, **params),
         seed=0,
         max_tokens=max_tokens,
         eos_token_id=EOS,
@@ -81,16 +81,17 @@ def test_end_of_text_and_late_stop():
 
 
 def test_what_was_given_back_comes_before_what_happened_since():
-    loop = make_loop()
+    loop = make_loop(max_num_queued=1)
     loop.submit(request("a", "abcdef", max_tokens=4))
     first, second = loop.step(), loop.step()
     loop.keep(second)
     loop.keep(first)
     assert loop.step()[:2] == [*first, *second]
-    loop.submit(request("long", "x" * 120))  # refused at once: news that no step has returned yet
+    loop.submit(request("b"))
+    loop.submit(request("one too many"))  # refused at once: news that no step has returned yet
     loop.keep(first)
     kept = loop.step()
-    assert kept[0] is first[0] and [output.request_id for output in kept[1:]].count("long") == 1
+    assert kept[0] is first[0] and [output.request_id for output in kept[1:]].count("one too many") == 1
 
 
 class Recorder(FakeExecutor):
@@ -141,12 +142,12 @@ def test_depth_without_overlap_waits_for_the_oldest_step_only():
 
 
 def test_a_refused_request_is_news_and_others_go_on():
-    loop = make_loop()
-    loop.submit(request("long", "x" * 120))
+    loop = make_loop(max_num_queued=1)
     loop.submit(request("fine"))
+    loop.submit(request("one too many"))
     news = loop.step()
-    assert news[0].request_id == "long" and news[0].finish_reason is FinishReason.ERROR
-    assert news[0].error_kind == "InputError" and "120" in news[0].error
+    assert news[0].request_id == "one too many" and news[0].finish_reason is FinishReason.ERROR
+    assert news[0].error_kind == "OverloadedError" and "max_num_queued_reqs=1" in news[0].error
     assert run(loop)["fine"][1] is FinishReason.LENGTH
 
 

@@ -11,11 +11,11 @@ import pytest
 from quire.base.codec import Codec
 from quire.config import EngineArgs
 from quire.engine import together
-from quire.engine.client import ProcessClient
 from quire.engine.inputs import InputProcessor, Options
+from quire.engine.process_client import ProcessClient
 from quire.engine.together import pack, unpack
 from quire.schema.messages import EngineReady, EngineRequest, EngineRequests, FinishReason, OneOfMany, ToEngine
-from quire.schema.params import SamplingParams, StructuredOutputsParams
+from quire.schema.params import ResolvedParams, SamplingParams, StructuredOutputsParams
 from quire.text.tokenizer import load_tokenizer
 from tests.fake_engine import VOCAB, ids_of, use_fake, write_model
 from tests.plain.engine.test_client import ask, receive_until
@@ -39,13 +39,11 @@ def processor(tmp_path_factory: pytest.TempPathFactory) -> InputProcessor:
 
 def call(processor: InputProcessor, num_prompts: int, **given: Any) -> list[EngineRequest]:
     """As a server prepares one."""
-    params, first, found = SamplingParams(**given), None, []
+    params, found = processor.resolve(SamplingParams(**given)), []
     for index in range(num_prompts):
-        options = Options(private=True, like=first, trace_headers={"traceparent": "t" * 50}, seed=index * 1000)
+        options = Options(trace_headers={"traceparent": "t" * 50}, seed=index * 1000)
         prompt = {"prompt": "abc" + "d" * index, "cache_salt": "s" * 2000}
-        asked = processor.process(f"r{index}", prompt, params, options)
-        first = first or asked
-        found += asked.requests
+        found += processor.process(f"r{index}", prompt, params, options).requests
     return found
 
 
@@ -78,7 +76,7 @@ def test_parameters_travel_once(processor: InputProcessor, further: dict[str, An
     one, many = call(processor, 1, **HEAVY, **further), call(processor, 20, n=3, **HEAVY, **further)
     assert size(many) < 2.2 * size(one) + 60 * 300
     arrived = again(many)
-    for name in ("params", "grammar", "cache_salt", "trace_headers"):
+    for name in ("params", "cache_salt", "trace_headers"):
         assert (
             len({id(getattr(request, name)) for request in arrived}) <= (2 if name == "params" and further else 1) * 2
         )
@@ -89,10 +87,12 @@ def test_checks_are_made_once(processor: InputProcessor, monkeypatch: pytest.Mon
     calls: list[str] = []
     for name in ("_check_params", "_grammar", "_bad_word_ids"):
         real = getattr(processor, name)
-        monkeypatch.setattr(processor, name, lambda *a, real=real, name=name: (calls.append(name), real(*a))[1])
+        monkeypatch.setattr(
+            processor, name, lambda *a, real=real, name=name, **k: (calls.append(name), real(*a, **k))[1]
+        )
     requests = call(processor, 8, n=2, **HEAVY)
     assert sorted(calls) == ["_bad_word_ids", "_check_params", "_grammar"]
-    assert all(request.params.bad_words_token_ids and request.grammar for request in requests)
+    assert all(request.params.bad_words_token_ids and request.params.grammar for request in requests)
 
 
 def test_differences_stay(processor: InputProcessor) -> None:
@@ -104,7 +104,6 @@ def test_differences_stay(processor: InputProcessor) -> None:
             "priority": rng.randint(0, 1),
             "cache_salt": rng.choice([None, "a", "b"]),
             "eos_token_id": rng.choice([None, 2]),
-            "stop_token_ids": rng.choice([(), (5,)]),
             "lora_id": rng.randint(0, 1),
             "continues": rng.random() < 0.5,
             "arrival": rng.random(),
@@ -118,7 +117,7 @@ def test_differences_stay(processor: InputProcessor) -> None:
     told = set(OneOfMany.__struct_fields__) | {"prompt_token_ids"}
     assert taken <= told  # and all other fields are part of the key:
     for name in set(EngineRequest.__struct_fields__) - taken:
-        other = {"params": SamplingParams(), "trace_headers": {"a": "b"}, "grammar": object()}.get(name, "other")
+        other = {"params": ResolvedParams(), "trace_headers": {"a": "b"}}.get(name, "other")
         assert together._key(sent[0]) != together._key(msgspec.structs.replace(sent[0], **{name: other})), name
 
 
@@ -151,8 +150,8 @@ def test_an_engine_process_answers_them_all(tmp_path: Any, monkeypatch: pytest.M
         sent = [ask(f"r{number}", "abc", 3) for number in range(20)]
         client.submit([msgspec.structs.replace(one, params=sent[0].params) for one in sent])
         wrong = [ask("x", "abc", 3), ask("y", "abc", 3)]
-        wrong[0].params.temperature = -1.0  # the message cannot be read: both hear of it
-        client.submit(wrong)
+        unreadable = msgspec.structs.replace(wrong[0].params, temperature="hot")  # both hear of it
+        client.submit([msgspec.structs.replace(wrong[0], params=unreadable), wrong[1]])
         found = receive_until(client, "x", "y", *(one.request_id for one in sent))
         assert all(found[one.request_id] == (ids_of("abc"), FinishReason.LENGTH) for one in sent)
         assert found["x"] == found["y"] == ([], FinishReason.ERROR)

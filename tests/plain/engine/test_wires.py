@@ -17,8 +17,10 @@ import pytest
 from quire.base import env
 from quire.base.codec import Buffer, Codec, CodecError
 from quire.base.net import free_port, host_ip, join_host_port
-from quire.base.procs import Child, held_interrupt
+from quire.base.procs import Child
 from quire.base.sockets import PeerGoneError, Wire, private_folder
+from quire.engine.client import held_interrupt
+from quire.schema.grammar import GrammarKind, GrammarSpec
 from quire.schema.messages import (
     Abort,
     ControlCall,
@@ -30,7 +32,7 @@ from quire.schema.messages import (
     Stop,
     ToEngine,
 )
-from quire.schema.params import SamplingParams, StructuredOutputsParams
+from quire.schema.params import ResolvedParams
 from quire.schema.step import LogprobRows
 
 TO, FROM = Codec(ToEngine), Codec(FromEngine)
@@ -38,17 +40,17 @@ TO, FROM = Codec(ToEngine), Codec(FromEngine)
 REQUEST = EngineRequest(
     request_id="a",
     prompt_token_ids=tuple(range(100_000)),
-    params=SamplingParams(
+    params=ResolvedParams(
         n=2,
-        stop=["x"],
+        stop=("x",),
+        stop_token_ids=(1, 2),
         seed=(1 << 63) - 1,
         logit_bias={3: -5.0},
         extra_args={"deep": [1, {"b": None}]},
-        structured_outputs=StructuredOutputsParams(choice=["a"]),
+        grammar=GrammarSpec(kind=GrammarKind.CHOICE, text='["a"]', backends=("guidance",)),
     ),
     seed=(1 << 63) - 1,
     max_tokens=5,
-    stop_token_ids=(1, 2),
     cache_salt="s",
 )
 

@@ -19,7 +19,7 @@ from quire.executor.base import Executor, WorkerProtocol, one_model
 from quire.executor.remote import RemoteExecutor, types_of
 from quire.schema.errors import CheckpointError, EngineDeadError, InputError, NotBuiltError
 from quire.schema.kv import KVGroup, KVKind, KVLayout, KVSpec, ModelInfo
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan, StepResult
 
 SPEC = KVSpec(layer="l0", kind=KVKind.FULL, block_size=4, num_kv_heads=1, head_size=8)
@@ -31,7 +31,7 @@ LAYOUT = KVLayout(
     specs=(SPEC,),
 )
 ROW = NewRow(
-    request_id="a", epoch=0, token_ids=(5, 6, 7), num_prompt_tokens=3, params=SamplingParams(temperature=0.5), seed=1
+    request_id="a", epoch=0, token_ids=(5, 6, 7), num_prompt_tokens=3, params=ResolvedParams(temperature=0.5), seed=1
 )
 PLAN = StepPlan(step=4, grants=(Grant("a", 0, 3, True, 0, ((1,),)),), joined=(ROW,), total_tokens=3)
 

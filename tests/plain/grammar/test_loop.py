@@ -19,7 +19,7 @@ from quire.sched.scheduler import Scheduler
 from quire.sched.settings import SchedulerSettings
 from quire.schema.grammar import GrammarKind, GrammarSpec
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, Mask, StepPlan
 from tests.fake_engine import EOS, FURTHER_EOS, VOCAB, FakeExecutor, ids_of
 
@@ -73,8 +73,9 @@ def make_loop(
 def request(name: str, regex: str | None, prompt: str = "abcde", max_tokens: int = 12, **params: Any) -> EngineRequest:
     spec = None if regex is None else GrammarSpec(kind=GrammarKind.REGEX, text=regex, backends=("guidance",))
     return EngineRequest(
-        request_id=name, prompt_token_ids=tuple(ids_of(prompt)), params=SamplingParams(max_tokens=max_tokens, **params),
-        seed=0, max_tokens=max_tokens, eos_token_id=EOS, stop_token_ids=(FURTHER_EOS,), grammar=spec,
+        request_id=name, prompt_token_ids=tuple(ids_of(prompt)), seed=0, max_tokens=max_tokens,
+        params=ResolvedParams(max_tokens=max_tokens, stop_token_ids=(FURTHER_EOS,), grammar=spec, **params),
+        eos_token_id=EOS,
     )  # fmt: skip
 
 
@@ -256,7 +257,7 @@ def test_a_budget_closes_a_thought(
     loop = make_loop(
         made, vocabulary, ahead, num_blocks,
         watch=lambda given: Thought(
-            marks, inside=True, bound=given.grammar is not None, budget=given.params.thinking_token_budget
+            marks, inside=True, bound=given.params.grammar is not None, budget=given.params.thinking_token_budget
         ),
     )  # fmt: skip
     for i in range(5):

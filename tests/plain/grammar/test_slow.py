@@ -11,7 +11,7 @@ from quire.grammar import masks as masks_module
 from quire.grammar.backend import GrammarVocabulary, Rows
 from quire.grammar.masks import MOST_SECONDS, Masks, _Place
 from quire.schema.messages import EngineOutput, EngineRequest
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, StepPlan
 
 
@@ -51,7 +51,7 @@ def test_only_the_slow_one_ends(monkeypatch: pytest.MonkeyPatch, count: int, sec
     masks = Masks(lambda: GrammarVocabulary(tokens=[b"a"] * 64, size=64, ends=(3,)), vocab_size=64)
     for number in range(count):
         given = EngineRequest(
-            request_id=str(number), prompt_token_ids=[1], params=SamplingParams(), seed=0, max_tokens=999
+            request_id=str(number), prompt_token_ids=[1], params=ResolvedParams(), seed=0, max_tokens=999
         )
         matcher: Any = Matcher(seconds if number == 0 else 0.001)
         masks._places[str(number)] = _Place(given, matcher, backend)
@@ -74,7 +74,7 @@ def test_each_token_said_buys_more_time(monkeypatch: pytest.MonkeyPatch, seconds
     backend: Any = Backend()
     monkeypatch.setattr(masks_module, "now", lambda: backend.now)
     masks = Masks(lambda: GrammarVocabulary(tokens=[b"a"] * 64, size=64, ends=(3,)), vocab_size=64)
-    given = EngineRequest(request_id="0", prompt_token_ids=[1], params=SamplingParams(), seed=0, max_tokens=999)
+    given = EngineRequest(request_id="0", prompt_token_ids=[1], params=ResolvedParams(), seed=0, max_tokens=999)
     matcher: Any = Matcher(seconds)
     masks._places["0"] = _Place(given, matcher, backend)
     plan = StepPlan(step=0, grants=(Grant("0", 0, 1, True, 0),))
@@ -87,7 +87,7 @@ def test_each_token_said_buys_more_time(monkeypatch: pytest.MonkeyPatch, seconds
 
 
 def test_the_whole_budget_may_be_spent() -> None:
-    given = EngineRequest(request_id="0", prompt_token_ids=[1], params=SamplingParams(), seed=0, max_tokens=999)
+    given = EngineRequest(request_id="0", prompt_token_ids=[1], params=ResolvedParams(), seed=0, max_tokens=999)
     for num_outputs, budget in ((0, 2.0), (10, 2.5)):
         assert not _Place(given, num_outputs=num_outputs, seconds=budget).is_slow()
         assert _Place(given, num_outputs=num_outputs, seconds=budget + 0.001).is_slow()

@@ -79,6 +79,33 @@ def test_arrays_are_prompts_of_ids(inside):
         inside.generate(b"ab", SHORT, use_tqdm=False)
 
 
+@pytest.mark.parametrize("how", ["tuple", "list", "dict", "text"])
+def test_ids_are_converted_once_on_their_way_to_the_worker(inside, monkeypatch, how):
+    """One tuple from the prompt to a worker's new row: it is the caller's own, or the one made of its list."""
+    ids = tuple(ids_of("abcdefgh" * 5))
+    given = {"tuple": ids, "list": list(ids), "dict": {"prompt_token_ids": ids}, "text": "abcdefgh" * 5}[how]
+    loop = inside.llm_engine.front.client.loop
+    made, seen = [], []
+
+    def spy(owner, name, pick, into):
+        real = getattr(owner, name)
+
+        def call(*args):
+            into.extend(pick(*args))
+            return real(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    spy(inside.llm_engine.front.outputs, "add", lambda prepared: [prepared.token_ids], made)
+    spy(loop.scheduler, "add", lambda request: [request.prompt_token_ids], seen)
+    spy(loop.executor, "forward", lambda plan: [row.token_ids for row in plan.joined], seen)
+    (output,) = inside.generate(given, SHORT, use_tqdm=False)
+    (first,) = made
+    assert first == ids and len(seen) == 2 and all(form is first for form in seen)
+    assert (first is ids) is (how in ("tuple", "dict"))
+    assert output.prompt_token_ids == list(ids) and type(output.prompt_token_ids) is list
+
+
 def test_mixed_prompts_and_the_older_keyword(inside):
     outputs = inside.generate(["ab", {"prompt_token_ids": ids_of("cd")}, ids_of("ef")], SHORT, use_tqdm=False)
     assert texts(outputs) == ["ababa", "cdcdc", "efefe"]

@@ -8,7 +8,7 @@ from quire.observe.metrics import TABLE, Metrics, one_two_five
 from quire.observe.reader import Counter, Gauge, Histogram, Metric
 from quire.schema.errors import ConfigError
 from quire.schema.messages import FinishReason
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams
 from quire.schema.stats import CacheStats, RequestTimes, StepStats
 
 
@@ -42,7 +42,7 @@ def finish(metrics: Metrics, times: RequestTimes, **given: object) -> None:
         finish_reason=FinishReason.STOP,
         num_prompt_tokens=12,
         num_generation_tokens=5,
-        params=SamplingParams(max_tokens=7),
+        params=ResolvedParams(max_tokens=7),
         num_cached_tokens=4,
     )
     metrics.request_finished(times, **(values | given))

@@ -19,6 +19,8 @@ import sys
 import time
 from collections import Counter, deque
 
+from msgspec.structs import replace
+
 from quire.sched.events import AllBlocksCleared, BlockStored
 from quire.sched.gates import SKIP, Gate, Hold
 from quire.sched.kv_layout import blocks_needed
@@ -27,7 +29,7 @@ from quire.sched.scheduler import Scheduler
 from quire.sched.settings import SchedulerSettings
 from quire.schema.kv import KVGroup, KVKind, KVLayout
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
-from quire.schema.params import RepetitionDetectionParams, SamplingParams
+from quire.schema.params import RepetitionDetectionParams, ResolvedParams
 from quire.schema.step import Direction, Grant, LogprobRows, Move, NewRow, StepPlan, StepResult
 
 VOCABULARY = 9
@@ -37,10 +39,10 @@ MIXES = [
     [(W, 7)], [(C, 6)], [(F, 0), (X, 0)], [(F, 0), (W, 3), (C, 8), (S, 0), (X, 0)], [(F, 0), (F, 0), (W, 1)],
 ]  # fmt: skip
 PARAMS = [
-    SamplingParams(), SamplingParams(), SamplingParams(), SamplingParams(min_tokens=5, max_tokens=99),
-    SamplingParams(ignore_eos=True), SamplingParams(prompt_logprobs=0), SamplingParams(logprobs=0),
-    SamplingParams(skip_reading_prefix_cache=True),
-    SamplingParams(repetition_detection=RepetitionDetectionParams(max_pattern_size=2, min_count=2)),
+    ResolvedParams(), ResolvedParams(), ResolvedParams(), ResolvedParams(min_tokens=5, max_tokens=99),
+    ResolvedParams(ignore_eos=True), ResolvedParams(prompt_logprobs=0), ResolvedParams(logprobs=0),
+    ResolvedParams(skip_reading_prefix_cache=True),
+    ResolvedParams(repetition_detection=RepetitionDetectionParams(max_pattern_size=2, min_count=2)),
 ]  # fmt: skip
 
 
@@ -270,7 +272,7 @@ class Client:
             if len(out) >= params.min_tokens:
                 if token == given.eos_token_id and not params.ignore_eos:
                     return out, FinishReason.STOP, None
-                if token in given.stop_token_ids:
+                if token in params.stop_token_ids:
                     return out, FinishReason.STOP, token
             if len(out) >= given.max_tokens or len(given.prompt_token_ids) + len(out) >= self.max_model_len:
                 return out, FinishReason.LENGTH, None
@@ -393,9 +395,10 @@ class World:
             if name in self.scheduler.requests or self.scheduler.num_waiting >= 20:
                 continue
             self.given[name] = given = EngineRequest(
-                request_id=name, prompt_token_ids=prompt, params=params, seed=rng.getrandbits(32),
+                request_id=name, prompt_token_ids=prompt, seed=rng.getrandbits(32),
                 max_tokens=max_tokens, eos_token_id=rng.choice([None, 1]),
-                stop_token_ids=rng.choice([(), (2,), (1, 3)]), priority=priority, arrival=float(self.counter),
+                params=replace(params, stop_token_ids=rng.choice([(), (2,), (1, 3)])),
+                priority=priority, arrival=float(self.counter),
                 cache_salt=salt, lora_id=lora, lora_name=f"adapter {lora}" if lora else None, parent_id=parent,
                 lora_generation=generation if lora else 0, media_keys=media,
             )  # fmt: skip

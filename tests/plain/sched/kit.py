@@ -10,7 +10,7 @@ from quire.sched.scheduler import Scheduler
 from quire.sched.settings import SchedulerSettings
 from quire.schema.kv import KVGroup, KVKind, KVLayout
 from quire.schema.messages import EngineOutput, EngineRequest
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, StepPlan, StepResult
 
 EOS = 2
@@ -28,7 +28,7 @@ def layout(num_blocks: int, *groups: tuple[KVKind, int, int]) -> KVLayout:
 def request(name: str, prompt: int | list[int] = 6, max_tokens: int = 8, **more: Any) -> EngineRequest:
     """A prompt given by its length holds tokens that differ by request, so nothing is shared by accident."""
     ids = [sum(name.encode()) * 100 + i for i in range(prompt)] if isinstance(prompt, int) else prompt
-    params = more.pop("params", None) or SamplingParams()
+    params = more.pop("params", None) or ResolvedParams()
     return EngineRequest(
         request_id=name, prompt_token_ids=tuple(ids), params=params, seed=0, max_tokens=max_tokens, eos_token_id=EOS,
         **more,

@@ -7,7 +7,7 @@ import pytest
 from quire.schema.errors import ConfigError
 from quire.schema.kv import KVKind
 from quire.schema.messages import FinishReason
-from quire.schema.params import PoolingParams, RepetitionDetectionParams, SamplingParams
+from quire.schema.params import PoolingParams, RepetitionDetectionParams, ResolvedParams
 from quire.schema.step import FORBIDS_ALL, Grant, LogprobRows, Pooled, StepResult
 from tests.plain.sched.kit import EOS, Bench, counts, request
 
@@ -38,13 +38,13 @@ def scripted(grant: Grant) -> list[int]:
 
 STOPS = [
     ({}, 9, [7, 8, EOS], FinishReason.STOP, None),
-    ({"stop_token_ids": (8,)}, 9, [7, 8], FinishReason.STOP, 8),
-    ({"stop_token_ids": (EOS,)}, 9, [7, 8, EOS], FinishReason.STOP, None),
-    ({"params": SamplingParams(ignore_eos=True), "stop_token_ids": (5,)}, 9, [7, 8, EOS, 9, 5], FinishReason.STOP, 5),
-    ({"params": SamplingParams(min_tokens=4, max_tokens=9), "stop_token_ids": (7, 5)}, 9, SCRIPT[:5], "stop", 5),
+    ({"params": ResolvedParams(stop_token_ids=(8,))}, 9, [7, 8], FinishReason.STOP, 8),
+    ({"params": ResolvedParams(stop_token_ids=(EOS,))}, 9, [7, 8, EOS], FinishReason.STOP, None),
+    ({"params": ResolvedParams(ignore_eos=True, stop_token_ids=(5,))}, 9, [7, 8, EOS, 9, 5], FinishReason.STOP, 5),
+    ({"params": ResolvedParams(min_tokens=4, max_tokens=9, stop_token_ids=(7, 5))}, 9, SCRIPT[:5], "stop", 5),
     ({}, 2, [7, 8], FinishReason.LENGTH, None),
     ({}, 3, [7, 8, EOS], FinishReason.STOP, None),
-    ({"params": SamplingParams(ignore_eos=True)}, 99, SCRIPT[:11], FinishReason.LENGTH, None),  # max_model_len 15
+    ({"params": ResolvedParams(ignore_eos=True)}, 99, SCRIPT[:11], FinishReason.LENGTH, None),  # max_model_len 15
 ]
 REPETITIONS = [
     (RepetitionDetectionParams(max_pattern_size=2, min_count=2), SCRIPT[:6]),
@@ -74,7 +74,7 @@ def test_stop_rules(
 def test_repetition_ends_a_request(rule: RepetitionDetectionParams, tokens: list[int]) -> None:
     bench = Bench(max_model_len=15)
     bench.tokens = scripted
-    bench.add(request("a", 4, 99, params=SamplingParams(ignore_eos=True, repetition_detection=rule)))
+    bench.add(request("a", 4, 99, params=ResolvedParams(ignore_eos=True, repetition_detection=rule)))
     bench.finish()
     reason = FinishReason.REPETITION if len(tokens) < 11 else FinishReason.LENGTH
     assert (bench.output("a"), bench.seen["a"][-1].finish_reason) == (tokens, reason)
@@ -83,7 +83,7 @@ def test_repetition_ends_a_request(rule: RepetitionDetectionParams, tokens: list
 def test_drafts_are_checked_in_one_step_and_the_wrong_ones_forgotten() -> None:
     bench = Bench(num_drafts=4)
     bench.tokens = Device([8, EOS, 1, 1])
-    bench.add(request("a", 4, 8, params=SamplingParams(ignore_eos=True)))
+    bench.add(request("a", 4, 8, params=ResolvedParams(ignore_eos=True)))
     (grant,) = bench.step().grants
     assert (grant.start, grant.count, grant.num_drafts) == (0, 4, 0), "there is nothing to draft from yet"
     (grant,) = bench.step().grants
@@ -98,7 +98,7 @@ def test_drafts_are_checked_in_one_step_and_the_wrong_ones_forgotten() -> None:
 def test_the_last_token_is_not_drafted_for() -> None:
     bench = Bench(num_drafts=4)
     bench.tokens = Device()
-    bench.add(request("a", 4, 2, params=SamplingParams(ignore_eos=True)))
+    bench.add(request("a", 4, 2, params=ResolvedParams(ignore_eos=True)))
     bench.step()
     assert bench.plan().grants[0].num_drafts == 0, "one token is left to generate: a draft would be for nothing"
 
@@ -116,7 +116,7 @@ def test_drafts_accepted_past_a_stop_are_cut() -> None:
 def test_every_grant_after_the_first_checks_drafts_whatever_the_depth(depth: int) -> None:
     bench = Bench(num_drafts=2, depth=depth, max_model_len=99)
     device = bench.tokens = Device(*([token, 1] for token in SCRIPT[1::2]))  # the first of two is right
-    bench.add(request("a", 4, 11, params=SamplingParams(ignore_eos=True)))
+    bench.add(request("a", 4, 11, params=ResolvedParams(ignore_eos=True)))
     grants = []
     while bench.scheduler.has_unfinished() or bench.flights:
         plan = bench.plan()
@@ -131,7 +131,7 @@ def test_every_grant_after_the_first_checks_drafts_whatever_the_depth(depth: int
 def test_plans_ahead_count_drafts_as_right_until_they_are_known_to_be_wrong() -> None:
     bench = Bench(num_drafts=2, depth=2)
     bench.tokens = Device([8, 1], [9, 5])
-    bench.add(request("a", 4, 11, params=SamplingParams(ignore_eos=True)))
+    bench.add(request("a", 4, 11, params=ResolvedParams(ignore_eos=True)))
     bench.step()
     assert [(g.start, g.count) for g in bench.plan().grants] == [(4, 3)]
     assert [(g.start, g.count) for g in bench.plan().grants] == [(7, 3)], "the furthest it can be"
@@ -146,7 +146,7 @@ def test_plans_ahead_count_drafts_as_right_until_they_are_known_to_be_wrong() ->
 def test_blocks_are_there_for_the_furthest_case() -> None:
     bench = Bench(num_drafts=3, depth=2)
     bench.tokens = Device([1, 1, 1], [1, 1, 1])
-    bench.add(request("a", 4, 30, params=SamplingParams(ignore_eos=True)))
+    bench.add(request("a", 4, 30, params=ResolvedParams(ignore_eos=True)))
     bench.step()
     ahead = [bench.plan() for _ in range(2)]
     assert [sum(map(len, plan.grants[0].new_blocks)) for plan in ahead] == [1, 1]  # positions up to 12, blocks of 4
@@ -257,7 +257,7 @@ def rows(tokens: list[int]) -> LogprobRows:
 
 def test_prompt_log_probabilities_arrive_once_though_the_prompt_is_computed_twice() -> None:
     bench = Bench(max_num_batched_tokens=3)
-    bench.add(request("a", 7, 2, params=SamplingParams(prompt_logprobs=1)))
+    bench.add(request("a", 7, 2, params=ResolvedParams(prompt_logprobs=1)))
     pieces = [[1, 2, 3], [4, 5, 6], None]  # positions that the chunks [0, 3), [3, 6), [6, 7) tell of
     for piece in pieces[:2]:
         bench.step(prompt_logprobs={"a": rows(piece)})
@@ -332,5 +332,5 @@ def test_a_block_held_by_nobody_is_noticed_when_the_engine_falls_idle(monkeypatc
 def test_an_empty_plan_commits_to_nothing() -> None:
     bench = Bench()
     plan = bench.scheduler.plan()
-    assert plan.empty and bench.scheduler.commit(plan, StepResult(step=1, sampled=[])) == []
+    assert not plan.grants and bench.scheduler.commit(plan, StepResult(step=1, sampled=[])) == []
     assert counts(plan) == {}

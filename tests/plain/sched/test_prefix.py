@@ -15,7 +15,7 @@ from quire.sched.prefix_hash import ALGORITHMS, BlockHasher
 from quire.schema.errors import MissingExtraError
 from quire.schema.kv import KVKind
 from quire.schema.messages import EngineRequest
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams
 from tests.plain.sched.kit import Bench, counts, request
 
 PROMPT = list(range(10, 27))  # 17 tokens: four full blocks of 4 and one token
@@ -205,11 +205,11 @@ def test_who_does_not_read_may_still_write() -> None:
     bench = Bench()
     bench.add(request("a", PROMPT, 1))
     bench.step()
-    for params in (SamplingParams(prompt_logprobs=1), SamplingParams(skip_reading_prefix_cache=True)):
+    for params in (ResolvedParams(prompt_logprobs=1), ResolvedParams(skip_reading_prefix_cache=True)):
         assert hit_of(bench, request("b", PROMPT, params=params))[0] == 0
     assert bench.scheduler.stats().cache.queries == 17, "only who looks is counted"
     fresh = Bench()
-    fresh.add(request("a", PROMPT, 1, params=SamplingParams(prompt_logprobs=1)))
+    fresh.add(request("a", PROMPT, 1, params=ResolvedParams(prompt_logprobs=1)))
     fresh.step()
     assert hit_of(fresh, request("b", PROMPT))[0] == 16
 

@@ -15,7 +15,7 @@ from quire.sched.prefix_hash import BlockHasher
 from quire.sched.settings import SchedulerSettings
 from quire.schema.errors import ConfigError, OverloadedError
 from quire.schema.messages import EngineRequest
-from quire.schema.params import SamplingParams
+from quire.schema.params import ResolvedParams
 from tests.fake_engine import write_model
 from tests.plain.sched.kit import Bench, request
 
@@ -50,7 +50,7 @@ def test_tokens_that_wait_are_counted_through_every_move():
 
 def names(seed: bytes) -> list[bytes]:
     found: list[bytes] = []
-    given = EngineRequest(request_id="a", prompt_token_ids=(), params=SamplingParams(), seed=0, max_tokens=1)
+    given = EngineRequest(request_id="a", prompt_token_ids=(), params=ResolvedParams(), seed=0, max_tokens=1)
     BlockHasher("sha256", 4, seed).extend(found, list(range(8)), 8, given)
     return found
 

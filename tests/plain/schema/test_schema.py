@@ -14,6 +14,7 @@ from quire.schema.params import (
     BeamSearchParams,
     PoolingParams,
     RequestOutputKind,
+    ResolvedParams,
     SamplingParams,
     StructuredOutputsParams,
 )
@@ -158,7 +159,9 @@ def test_prompt_forms():
 
 
 def test_messages_cross_a_process_unchanged():
-    params = SamplingParams(temperature=0.5, stop=["x"], logit_bias={3: 1.5}, extra_args={"a": [1, "b"]}, seed=MAX_SEED)
+    params = ResolvedParams(
+        temperature=0.5, stop=("x",), logit_bias={3: 1.5}, extra_args={"a": [1, "b"]}, seed=MAX_SEED
+    )
     request = EngineRequest(
         request_id="r", prompt_token_ids=(1, 2, 3), params=params, seed=MAX_SEED, max_tokens=5, cache_salt="s"
     )
@@ -218,7 +221,7 @@ def test_errors_say_what_to_do():
 def test_what_a_plan_does_not_say_does_not_travel() -> None:
     """Fields of features that are not used cost nothing on the wire, and come back as they were."""
     row = NewRow(
-        request_id="a", epoch=0, token_ids=(1, 2), num_prompt_tokens=2, params=SamplingParams(temperature=0.5), seed=3
+        request_id="a", epoch=0, token_ids=(1, 2), num_prompt_tokens=2, params=ResolvedParams(temperature=0.5), seed=3
     )
     plan = StepPlan(step=1, grants=(Grant("a", 0, 2, True, 0),), joined=(row,))
     data = msgspec.msgpack.encode(plan)
@@ -247,9 +250,9 @@ def test_plans_and_results_cross_with_all_they_may_hold() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(mask), type=Mask) == mask
 
 
-@pytest.mark.parametrize("params", [SamplingParams(temperature=0.3, max_tokens=4), PoolingParams(task="embed")])
-def test_parameters_are_a_tagged_union(params: SamplingParams | PoolingParams) -> None:
+@pytest.mark.parametrize("params", [ResolvedParams(temperature=0.3, max_tokens=4), PoolingParams(task="embed")])
+def test_parameters_are_a_tagged_union(params: ResolvedParams | PoolingParams) -> None:
     sent = EngineRequest(request_id="a", prompt_token_ids=(1,), params=params, seed=0, max_tokens=1)
     got = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=EngineRequest)
     assert type(got.params) is type(params) and got == sent
-    assert got.sampling == (params if isinstance(params, SamplingParams) else SamplingParams())
+    assert got.sampling == (params if isinstance(params, ResolvedParams) else ResolvedParams())
