@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
+from quire.config.server import ServerConfig
 from quire.schema.errors import InputError
 from quire.schema.outputs import CompletionOutput, RequestOutput
 from quire.schema.params import RequestOutputKind, SamplingParams
@@ -22,7 +23,7 @@ from quire.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logpr
 from quire.server.openai.params import Opened, fitting_ids, most_tokens, open_requests
 from quire.server.openai.protocol import INT64, CompletionRequest, PromptLogprobs, StreamOptions, Tokens, Usage
 from quire.server.route import App, HttpCall, add_route
-from quire.server.state import ServerState
+from quire.server.served import ServedModel
 from quire.server.stream import drain, send_events
 
 PATH = "/inference/v1/generate"
@@ -90,21 +91,20 @@ async def generate_tokens(call: HttpCall, request: TokensRequest) -> None:
 
     Streams with `stream: true`.
     """
-    state = call.state
-    state.served.check(request.model)
+    state, model = call.state, call.model
     if request.features:
         raise InputError("features: media are not in this version of Quire", param="features")
     asked = await call.apart(_as_completion, request)
     check_request(asked, state.options, 1)
     params = await call.apart(_params, request)
-    most_tokens(state, params.max_tokens, None)
+    most_tokens(model, params.max_tokens, None)
     public_id = call.request_id(request.request_id)
-    prompt = Prompt(token_ids=fitting_ids(request.token_ids, asked, state.served.max_model_len))
+    prompt = Prompt(token_ids=fitting_ids(request.token_ids, asked, model.max_model_len))
     opened = await open_requests(
         call, asked, public_id, [prompt], params, add_special_tokens=False, most=asked.max_tokens
     )
     with opened.flow as flow:
-        answer = TokensAnswer(state, request, params, opened, public_id)
+        answer = TokensAnswer(state.options, model, request, params, opened, public_id)
         if request.stream:
             await send_events(call, flow, answer)
         else:
@@ -142,11 +142,12 @@ class TokensAnswer:
     """One call's results as ids. Its state after the last result is the whole answer."""
 
     def __init__(
-        self, state: ServerState, request: TokensRequest, params: SamplingParams, opened: Opened, public_id: str
-    ) -> None:
+        self, options: ServerConfig, model: ServedModel, request: TokensRequest, params: SamplingParams,
+        opened: Opened, public_id: str,
+    ) -> None:  # fmt: skip
         self._id = public_id
         self._most, self._named = params.logprobs, params.logprob_token_ids
-        self._names = TokenNames(state.engine.tokenizer, as_ids=state.options.return_tokens_as_token_ids)
+        self._names = TokenNames(model.engine.tokenizer, as_ids=options.return_tokens_as_token_ids)
         self._num_prompt_tokens = opened.num_prompt_tokens
         self._with_usage = bool(request.stream_options and request.stream_options.include_usage)
         self._choices: dict[int, dict[str, Any]] = {}

@@ -28,6 +28,7 @@ from quire.server.callers import caller_of
 from quire.server.errors import ERROR_RESPONSES, ClientGoneError, refusal_of
 from quire.server.flow import Results
 from quire.server.middleware import route_path
+from quire.server.served import ServedModel
 from quire.server.state import ServerState
 
 log = logger(__name__)
@@ -41,7 +42,9 @@ _JSON = (b"content-type", b"application/json")
 class HttpCall:
     """One HTTP request under way."""
 
-    __slots__ = ("_deadline", "_held", "_listening", "receive", "scope", "send", "size", "started", "state")
+    __slots__ = ("_deadline", "_held", "_listening", "model", "receive", "scope", "send", "size", "started", "state")
+
+    model: ServedModel  # that the body names; there once the body is read
 
     def __init__(self, state: ServerState, scope: Scope, receive: Receive, send: Send) -> None:
         self.state, self.scope, self.receive, self.send = state, scope, receive, send
@@ -265,7 +268,8 @@ def add_route(
     ends_with_done: bool = True,
 ) -> None:
     """POST `path`. `body` is the wire type (or a union, then `read` says which), `answer` the type of its 200 (or a
-    union), `streams` that of a chunk (or several), where it can stream; `errors` what else it may answer."""
+    union), `streams` that of a chunk (or several), where it can stream; `errors` what else it may answer. A body has a
+    field `model`: the handler finds what it names in `call.model`, and asks nothing else for an engine."""
     reader = read or functools.partial(read_body, body)
 
     async def endpoint(body: Any) -> None:
@@ -312,7 +316,9 @@ async def _run(app: App, handler: Handler, reader: Reader, scope: Scope, receive
     call = HttpCall(state, scope, receive, send)
     state.load.count += 1
     try:
-        await handler(call, await _read(call, reader))
+        request = await _read(call, reader)
+        call.model = state.served.find(request.model)
+        await handler(call, request)
     except ClientGoneError:
         pass
     except Exception as error:  # the root of a request: whatever went wrong, its client is told

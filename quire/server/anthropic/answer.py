@@ -23,7 +23,7 @@ _STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 class MessageAnswer:
     def __init__(self, chat: OpenedChat, public_id: str) -> None:
         self._id = public_id
-        self._model = chat.state.served.name
+        self._model = chat.model.name
         self._num_prompt_tokens = chat.opened.num_prompt_tokens
         self._num_tokens = 0
         self._parser = chat.new_parser()

@@ -30,8 +30,6 @@ async def create_chat_completion(call: HttpCall, request: ChatRequest) -> None:
 
     Streams with `stream: true`.
     """
-    state = call.state
-    state.served.check(request.model)
     prepared = await prepare_chat(call, request)
     public_id = f"chatcmpl-{call.request_id(request.request_id)}"
     opened = await open_chat(call, prepared, public_id)
@@ -66,12 +64,12 @@ class ChatAnswer:
         self._role = chat.role
         self._forced = bool(chat.prepared.tools.forced)  # one function was named: its call is the answer
         self._prepared = chat.opened.requests[0]
-        self._state = state = chat.state
+        self._chat = chat
         self._public_id, self._opened = public_id, chat.opened
-        self._envelope = Envelope(state, request, chat.opened, public_id, "chat.completion.chunk")
+        self._envelope = Envelope(chat.options, chat.model, request, chat.opened, public_id, "chat.completion.chunk")
         as_ids = request.return_tokens_as_token_ids
-        as_ids = state.options.return_tokens_as_token_ids if as_ids is None else as_ids
-        self._names = TokenNames(state.engine.tokenizer, as_ids=as_ids)
+        as_ids = chat.options.return_tokens_as_token_ids if as_ids is None else as_ids
+        self._names = TokenNames(chat.model.engine.tokenizer, as_ids=as_ids)
         self._choices = [_ChatChoiceStream(i, self._envelope.head, chat.new_parser()) for i in range(request.n or 1)]
         self._echo = self._last_message() if request.echo else ""
         self._with_logprobs = bool(request.logprobs or request.logprob_token_ids)
@@ -149,7 +147,9 @@ class ChatAnswer:
 
     def whole(self, results: dict[str, RequestOutput]) -> bytes:
         request = self._request
-        envelope = Envelope(self._state, request, self._opened, self._public_id, "chat.completion")
+        envelope = Envelope(
+            self._chat.options, self._chat.model, request, self._opened, self._public_id, "chat.completion"
+        )
         result = results[self._prepared.request_id]
         envelope.note_cached(result.request_id, result.num_cached_tokens)
         shown = [self._message(output) for output in sorted(result.outputs, key=lambda one: one.index)]

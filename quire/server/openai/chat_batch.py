@@ -40,10 +40,8 @@ def add_routes(app: App) -> None:
 
 async def create_chat_batch(call: HttpCall, request: BatchChatRequest) -> None:
     """Answer several conversations."""
-    state = call.state
-    state.served.check(request.model)
     prepared = [await prepare_chat(call, one) for one in await call.apart(_each, request)]
-    check_request(prepared[0].request, state.options, len(prepared))
+    check_request(prepared[0].request, call.state.options, len(prepared))
     public_id = f"chatcmpl-{call.request_id(request.request_id)}"
     first = prepared[0]
     opened = await open_requests(
@@ -52,8 +50,10 @@ async def create_chat_batch(call: HttpCall, request: BatchChatRequest) -> None:
         continues=bool(first.request.continue_final_message),
     )  # fmt: skip
     with opened.flow as flow:
+        options, model = call.state.options, call.model
         answers = [
-            ChatAnswer(OpenedChat(state, one, _alone(opened, index)), public_id) for index, one in enumerate(prepared)
+            ChatAnswer(OpenedChat(options, model, one, _alone(opened, index)), public_id)
+            for index, one in enumerate(prepared)
         ]
         results = await fold(call, flow)
     await call.reply(_joined([msgspec.json.decode(answer.whole(results)) for answer in answers]))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from quire.config.server import ServerConfig
 from quire.schema.errors import InputError
 from quire.schema.params import SamplingParams, StructuredOutputsParams
 from quire.schema.prompt import Prompt
@@ -21,7 +22,7 @@ from quire.server.openai.limits import check_chat, check_request
 from quire.server.openai.params import Opened, most_tokens, open_requests, sampling_params
 from quire.server.openai.tool_choice import NO_TOOLS, ToolUse, read_tool_use
 from quire.server.route import HttpCall
-from quire.server.state import ServerState
+from quire.server.served import ServedModel
 from quire.text.parse.base import OutputParser
 from quire.text.parse.compose import ParseRequest
 from quire.text.parse.reasoning import ReasoningFormat
@@ -42,14 +43,15 @@ class PreparedChat:
 
 @dataclass(frozen=True)
 class OpenedChat:
-    state: ServerState
+    options: ServerConfig
+    model: ServedModel
     prepared: PreparedChat
     opened: Opened
 
     @property
     def role(self) -> str:
         request = self.prepared.request
-        return self.state.options.response_role if self.prepared.opens else str(request.messages[-1]["role"])
+        return self.options.response_role if self.prepared.opens else str(request.messages[-1]["role"])
 
     def new_parser(self) -> OutputParser:
         """One for each answer."""
@@ -64,12 +66,12 @@ class OpenedChat:
             include_reasoning=request.include_reasoning is not False,
             request=request,
         )
-        return self.state.parsers.parser(ask)
+        return self.model.parsers.parser(ask)
 
 
-def check_reasoning(state: ServerState, param: str) -> None:
+def check_reasoning(model: ServedModel, param: str) -> None:
     """For dialects in which thought must be asked for."""
-    if state.parsers.reasoning is None:
+    if model.parsers.reasoning is None:
         raise InputError(f"{param}: this server has no reasoning parser (--reasoning-parser)", param=param)
 
 
@@ -83,22 +85,22 @@ class _ChatSettings(NamedTuple):
     params: SamplingParams
 
 
-def _settle(state: ServerState, request: ChatRequest) -> _ChatSettings:
-    check_request(request, state.options, 1)
-    check_chat(request, state.options)
-    tools = read_tool_use(request, state.options)
+def _settle(options: ServerConfig, model: ServedModel, request: ChatRequest) -> _ChatSettings:
+    check_request(request, options, 1)
+    check_chat(request, options)
+    tools = read_tool_use(request, options)
     if tools.tools:
-        request = state.parsers.adjusted(request)
+        request = model.parsers.adjusted(request)
     opens = request.add_generation_prompt
     opens = not request.continue_final_message if opens is None else opens
     name = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
     asked = request.max_completion_tokens if name == "max_completion_tokens" else request.max_tokens
-    most = most_tokens(state, asked, None, name=name)
+    most = most_tokens(model, asked, None, name=name)
     further: dict[str, Any] = {"logprobs": request.top_logprobs or 0} if request.logprobs else {}
-    if request.skip_special_tokens is None and state.keeps_special[bool(tools.tools)]:
+    if request.skip_special_tokens is None and model.keeps_special[bool(tools.tools)]:
         further["skip_special_tokens"] = False
-    params = sampling_params(request, state, max_tokens=most, **further)
-    if (held := _held_to(state, tools, params)) is not None:
+    params = sampling_params(request, model, max_tokens=most, **further)
+    if (held := _held_to(model, tools, params)) is not None:
         params = replace(params, structured_outputs=held)
     return _ChatSettings(request, tools, opens, asked, params)
 
@@ -107,13 +109,13 @@ async def prepare_chat(
     call: HttpCall, request: ChatRequest, variables: Mapping[str, Any] | None = None
 ) -> PreparedChat:
     """`variables` of the template are the dialect's own; those of the request go before them."""
-    state = call.state
-    request, tools, opens, asked, params = await call.apart(_settle, state, request)
+    options, model = call.state.options, call.model
+    request, tools, opens, asked, params = await call.apart(_settle, options, model, request)
     variables = {**(variables or {}), **(request.chat_template_kwargs or {})}
-    thinking = _thinking({**(state.options.default_chat_template_kwargs or {}), **variables})
+    thinking = _thinking({**(options.default_chat_template_kwargs or {}), **variables})
     text = await chat_text(call, request, opens, variables)
-    if tools.schema is not None and state.config.structured_outputs_config.enable_in_reasoning:
-        _check_no_thought(state, text, bool(request.continue_final_message), thinking)
+    if tools.schema is not None and model.config.structured_outputs_config.enable_in_reasoning:
+        _check_no_thought(model, text, bool(request.continue_final_message), thinking)
     return PreparedChat(request, Prompt(text=text), params, asked, opens, tools, thinking)
 
 
@@ -142,19 +144,19 @@ def _thinking(variables: Mapping[str, Any]) -> bool | None:
     return said[0] if said else None
 
 
-def _held_to(state: ServerState, tools: ToolUse, params: SamplingParams) -> StructuredOutputsParams | None:
+def _held_to(model: ServedModel, tools: ToolUse, params: SamplingParams) -> StructuredOutputsParams | None:
     """What calls ask of the answer."""
     if tools.schema is not None:
         return StructuredOutputsParams(json=tools.schema)
     if not tools.tools or params.structured_outputs is not None:  # a form of the whole answer leaves no room for calls
         return None
-    tag = state.parsers.strict_tag(tools.tools, parallel=tools.parallel)
+    tag = model.parsers.strict_tag(tools.tools, parallel=tools.parallel)
     return None if tag is None else StructuredOutputsParams(structural_tag=tag)
 
 
-def _check_no_thought(state: ServerState, prompt: str, continues: bool, thinking: bool | None) -> None:
+def _check_no_thought(model: ServedModel, prompt: str, continues: bool, thinking: bool | None) -> None:
     """The grammar holds from the first token on, and that one would be a thought's."""
-    reasoning = state.parsers.reasoning
+    reasoning = model.parsers.reasoning
     if not isinstance(reasoning, ReasoningFormat):
         return
     if reasoning.begins_inside(prompt, continues=continues, thinking=thinking):
@@ -173,4 +175,4 @@ async def open_chat(call: HttpCall, prepared: PreparedChat, public_id: str) -> O
         add_special_tokens=bool(request.add_special_tokens), most=prepared.most,
         continues=bool(request.continue_final_message), thinking=prepared.thinking,
     )  # fmt: skip
-    return OpenedChat(call.state, prepared, opened)
+    return OpenedChat(call.state.options, call.model, prepared, opened)

@@ -35,8 +35,8 @@ async def render_prompt(
     mark: str = "",
 ) -> str:
     """The caller has checked that the request may bring a template, and that its variables are few and small."""
-    state = call.state
-    check_variables(state.tokenizer, chat_template_kwargs)
+    state, model = call.state, call.model
+    check_variables(model.tokenizer, chat_template_kwargs)
     if chat_template is not None and "{" not in chat_template:
         raise InputError(
             f"chat_template must be Jinja text, and {chat_template!r:.100} has no braces", param="chat_template"
@@ -48,10 +48,10 @@ async def render_prompt(
     apart = chat_template is not None or not all(map(_is_word, (chat_template_kwargs or {}).values()))
     render = functools.partial(
         render_chat,
-        state.tokenizer,
+        model.tokenizer,
         messages,
         tools=tools,
-        chat_template=chat_template if chat_template is not None else state.chat_template,
+        chat_template=chat_template if chat_template is not None else model.chat_template,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         template_kwargs=variables,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from quire.config.server import ServerConfig
 from quire.engine.inputs import PreparedRequest
 from quire.schema.errors import InputError
 from quire.schema.outputs import CompletionOutput, RequestOutput
@@ -21,7 +22,7 @@ from quire.server.openai.logprobs import TokenNames, completion_logprobs, prompt
 from quire.server.openai.params import Opened, fitting_ids, most_tokens, open_requests, sampling_params
 from quire.server.openai.protocol import CompletionRequest
 from quire.server.route import HttpCall
-from quire.server.state import ServerState
+from quire.server.served import ServedModel
 from quire.server.stream import fold, rendered, send_events
 
 DEFAULT_MAX_TOKENS = 16
@@ -33,17 +34,15 @@ async def create_completion(call: HttpCall, request: CompletionRequest) -> None:
 
     Streams with `stream: true`.
     """
-    state = call.state
-    state.served.check(request.model)
-    ready = await call.apart(prepare_completion, state, request)
+    ready = await call.apart(prepare_completion, call.state.options, call.model, request)
     public_id = f"cmpl-{call.request_id(request.request_id)}"
     opened = await open_requests(
         call, request, public_id, ready.prompts, ready.params, add_special_tokens=ready.special, most=ready.most
     )
     with opened.flow:
-        answer = CompletionAnswer(state, request, opened, public_id, only_echo=ready.only_echo)
+        answer = CompletionAnswer(call.state.options, call.model, request, opened, public_id, only_echo=ready.only_echo)
         if request.echo:
-            await state.engine.read(opened.num_prompt_tokens, answer.find_echoes)
+            await call.model.engine.read(opened.num_prompt_tokens, answer.find_echoes)
         if request.stream:
             await send_events(call, opened.flow, answer)
         else:
@@ -61,12 +60,12 @@ class PreparedCompletion(NamedTuple):
     only_echo: bool
 
 
-def prepare_completion(state: ServerState, request: CompletionRequest) -> PreparedCompletion:
-    check_request(request, state.options, num_prompts(request))
-    prompts = read_prompts(request, state.served.max_model_len)
+def prepare_completion(options: ServerConfig, model: ServedModel, request: CompletionRequest) -> PreparedCompletion:
+    check_request(request, options, num_prompts(request))
+    prompts = read_prompts(request, model.max_model_len)
     only_echo = bool(request.echo) and request.max_tokens == 0
     asked = None if only_echo else request.max_tokens
-    most = 1 if only_echo else most_tokens(state, asked, DEFAULT_MAX_TOKENS)
+    most = 1 if only_echo else most_tokens(model, asked, DEFAULT_MAX_TOKENS)
     further: dict[str, Any] = {}
     if request.logprobs is None and request.logprob_token_ids:
         further["logprobs"] = 0
@@ -74,7 +73,7 @@ def prepare_completion(state: ServerState, request: CompletionRequest) -> Prepar
         further["logprobs"] = request.logprobs
         if request.echo and request.prompt_logprobs is None:
             further["prompt_logprobs"] = request.logprobs
-    params = sampling_params(request, state, max_tokens=most, **further)
+    params = sampling_params(request, model, max_tokens=most, **further)
     return PreparedCompletion(prompts, params, asked, request.add_special_tokens is not False, only_echo)
 
 
@@ -115,15 +114,17 @@ class CompletionAnswer:
     """One call's results as OpenAI's text completions."""
 
     def __init__(
-        self, state: ServerState, request: CompletionRequest, opened: Opened, public_id: str, *, only_echo: bool
-    ) -> None:
-        self._request, self._state, self._opened = request, state, opened
+        self, options: ServerConfig, model: ServedModel, request: CompletionRequest, opened: Opened, public_id: str,
+        *, only_echo: bool,
+    ) -> None:  # fmt: skip
+        self._request, self._opened = request, opened
+        self._tokenizer = model.engine.tokenizer
         self._only_echo = only_echo
         self._n = request.n or 1
-        self._envelope = Envelope(state, request, opened, public_id, "text_completion")
+        self._envelope = Envelope(options, model, request, opened, public_id, "text_completion")
         as_ids = request.return_tokens_as_token_ids
-        as_ids = state.options.return_tokens_as_token_ids if as_ids is None else as_ids
-        self._names = TokenNames(state.engine.tokenizer, as_ids=as_ids)
+        as_ids = options.return_tokens_as_token_ids if as_ids is None else as_ids
+        self._names = TokenNames(self._tokenizer, as_ids=as_ids)
         total = len(opened.requests) * self._n
         self._choices = [_CompletionChoiceStream(index, self._envelope.head) for index in range(total)]
         self._echoes: list[str] = []
@@ -255,5 +256,4 @@ class CompletionAnswer:
         """The prompt as it was given, unless only a part of it was used; of ids the whole text, as `tokens` has it."""
         if prepared.text is not None and self._request.truncate_prompt_tokens is None:
             return prepared.text
-        tokenizer = self._state.engine.tokenizer
-        return "" if tokenizer is None else tokenizer.decode(prepared.token_ids, skip_special_tokens=False)
+        return "" if self._tokenizer is None else self._tokenizer.decode(prepared.token_ids, skip_special_tokens=False)

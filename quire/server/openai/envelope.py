@@ -11,24 +11,28 @@ from typing import Any
 
 import msgspec
 
+from quire.config.server import ServerConfig
 from quire.server.openai.params import Opened
 from quire.server.openai.protocol import GenerateRequest
-from quire.server.state import ServerState
+from quire.server.served import ServedModel
 
 encode = msgspec.json.Encoder().encode
 
 
 class Envelope:
-    def __init__(self, state: ServerState, request: GenerateRequest, opened: Opened, public_id: str, kind: str) -> None:
+    def __init__(
+        self, options: ServerConfig, model: ServedModel, request: GenerateRequest, opened: Opened, public_id: str,
+        kind: str,
+    ) -> None:  # fmt: skip
         self.public_id, self.kind = public_id, kind
         self.created = int(time.time())
-        self.model = state.served.name
-        self.fingerprint = state.served.fingerprint
+        self.model = model.name
+        self.fingerprint = model.fingerprint
         self.num_prompt_tokens = opened.num_prompt_tokens
-        self._details = state.options.enable_prompt_tokens_details
+        self._details = options.enable_prompt_tokens_details
         self._cached: dict[str, int] = {}
         asked = request.stream_options
-        self.include_usage = bool((asked and asked.include_usage) or state.options.enable_force_include_usage)
+        self.include_usage = bool((asked and asked.include_usage) or options.enable_force_include_usage)
         self.continuous = bool(asked and asked.include_usage and asked.continuous_usage_stats)
         common = {"id": public_id, "object": kind, "created": self.created, "model": self.model}
         self.head = b"data: " + encode(common)[:-1] + b',"choices":['

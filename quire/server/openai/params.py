@@ -25,7 +25,7 @@ from quire.server.openai.protocol import GenerateRequest
 from quire.server.openai.structured import constraint_of, form_name
 from quire.server.renamed import renamed
 from quire.server.route import HttpCall
-from quire.server.state import ServerState
+from quire.server.served import ServedModel
 
 if TYPE_CHECKING:
     from quire.llm.beam_flow import BeamFlow
@@ -55,12 +55,12 @@ class Opened:
 
 
 def sampling_params(
-    request: GenerateRequest, state: ServerState, *, max_tokens: int | None, **further: Any
+    request: GenerateRequest, model: ServedModel, *, max_tokens: int | None, **further: Any
 ) -> SamplingParams:
     """`further` is what the dialect decides: logprobs, prompt_logprobs."""
-    _check_allowed(state, request.allowed_token_ids or ())
+    _check_allowed(model, request.allowed_token_ids or ())
     given: dict[str, Any] = {
-        name: state.default_sampling[name] for name in _FROM_MODEL if name in state.default_sampling
+        name: model.default_sampling[name] for name in _FROM_MODEL if name in model.default_sampling
     }
     fields = request.model_fields_set
     for name in _SAME:
@@ -82,8 +82,8 @@ def sampling_params(
     return _made(given)
 
 
-def _check_allowed(state: ServerState, allowed: Sequence[int]) -> None:
-    if len(allowed) > (most := state.engine.front.inputs.vocab_size):
+def _check_allowed(model: ServedModel, allowed: Sequence[int]) -> None:
+    if len(allowed) > (most := model.engine.front.inputs.vocab_size):
         raise InputError(
             f"allowed_token_ids has {len(allowed)} ids, and this model has {most}", param="allowed_token_ids"
         )
@@ -100,9 +100,9 @@ def _made(given: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(skip_clone=True, **plain)
 
 
-def most_tokens(state: ServerState, asked: int | None, default: int | None, *, name: str = "max_tokens") -> int | None:
+def most_tokens(model: ServedModel, asked: int | None, default: int | None, *, name: str = "max_tokens") -> int | None:
     """What was asked, within the model's generation config; more than the model's length cannot be meant."""
-    limit = state.served.max_model_len
+    limit = model.max_model_len
     if asked is not None and asked < 1:
         raise InputError(f"{name} must be at least 1, got {asked}", param=name, value=asked)
     if asked is not None and asked > limit:
@@ -111,7 +111,7 @@ def most_tokens(state: ServerState, asked: int | None, default: int | None, *, n
             param=name,
             value=asked,
         )
-    found = [most for most in (asked or default, state.default_sampling.get("max_tokens")) if most is not None]
+    found = [most for most in (asked or default, model.default_sampling.get("max_tokens")) if most is not None]
     return min(found) if found else None
 
 
@@ -141,10 +141,12 @@ async def open_requests(
             continues=continues, thinking=thinking,
         )  # fmt: skip
     if request.use_beam_search:
-        options = Options(priority=request.priority or 0, trace_headers=call.trace_headers())
-        flow: Flow | BeamFlow = open_beams(call.state, request, requests, options)
+        options = Options(
+            priority=request.priority or 0, trace_headers=call.trace_headers(), lora_name=call.model.adapter
+        )
+        flow: Flow | BeamFlow = open_beams(call, request, requests, options)
     else:
-        flow = call.state.engine.open(requests)
+        flow = call.model.engine.open(requests)
     return Opened(flow, tuple(requests), {one.request_id: index for index, one in enumerate(requests)})
 
 
@@ -154,7 +156,7 @@ async def prepare_requests(
     thinking: bool | None = None,
 ) -> list[PreparedRequest]:  # fmt: skip
     """Check and tokenize every prompt; nothing runs yet. Every dialect comes by here: the salt is put in now."""
-    state, engine = call.state, call.state.engine
+    state, model, engine = call.state, call.model, call.model.engine
     tokenizing: dict[str, Any] = {} if add_special_tokens else {"add_special_tokens": False}
     if request.truncation_side is not None:
         tokenizing["truncation_side"] = request.truncation_side
@@ -164,6 +166,7 @@ async def prepare_requests(
     options = [
         Options(
             priority=request.priority or 0,
+            lora_name=model.adapter,
             tokenization_kwargs=tokenizing or None,
             trace_headers=trace,
             seed=engine.front.inputs.draw_seed(),
@@ -183,7 +186,7 @@ async def prepare_requests(
             chosen = msgspec.structs.replace(options[index], like=requests[0]) if requests else options[index]
             salted = msgspec.structs.replace(prompt, cache_salt=salt)
             requests.append(engine.front.prepare(name, salted, params, chosen))
-            _check_room(requests[-1], most, state.served.max_model_len)
+            _check_room(requests[-1], most, model.max_model_len)
         check_logprobs(requests, engine.front.inputs.vocab_size, state.options)
         return requests
 

@@ -98,7 +98,6 @@ class Responses:
 
         Streams with `stream: true`; with `background: true` it answers at once and goes on by itself.
         """
-        self._state.served.check(request.model)
         given = self._conversation(call, request, await call.apart(_given, request))
         public_id = self._new_id(call, request)
         store = self._store
@@ -107,17 +106,16 @@ class Responses:
 
     async def count_input_tokens(self, call: HttpCall, request: ResponsesRequest) -> None:
         """How many tokens the prompt of such a request has."""
-        state = self._state
-        state.served.check(request.model)
+        model = call.model
         first: Messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
-        tools = await server_tools(request, state.tool_server)
+        tools = await server_tools(request, self._state.tool_server)
         with renamed(NAMES):
             own = [shown(tool) for tool in tools.values()]
             given = self._conversation(call, request, await call.apart(_given, request))
             asked = chat_request(request, first + given, in_pieces=False, own=own)
             text = (await prepare_chat(call, asked)).prompt.text or ""
-        state.engine.front.inputs.check_length(text, is_cut=True, param="input")
-        ids = await state.engine.read(len(text), state.tokenizer.encode, text, False)
+        model.engine.front.inputs.check_length(text, is_cut=True, param="input")
+        ids = await model.engine.read(len(text), model.tokenizer.encode, text, False)
         await call.reply(encode({"object": "response.input_tokens", "input_tokens": len(ids)}))
 
     async def _create(self, call: HttpCall, request: ResponsesRequest, given: Messages, public_id: str) -> None:
