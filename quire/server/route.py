@@ -183,6 +183,7 @@ class App(FastAPI):
         super().__init__(**kwargs)
         self.direct = {}
         self.schemas: dict[str, Any] = {}  # of wire types that FastAPI does not see
+        self.dialects: dict[str, Callable[[ASGIApp], ASGIApp]] = {}  # path -> a layer outside all others, from there on
 
     def schema_of(self, model: type[BaseModel]) -> dict[str, str]:
         """A reference to its schema, which the OpenAPI page then holds."""
@@ -251,7 +252,22 @@ class App(FastAPI):
         app: ASGIApp = dispatch
         for layer in reversed(layers):
             app = layer.cls(app, *layer.args, **layer.kwargs)
-        return app
+        return _by_dialect(app, {path: layer(app) for path, layer in self.dialects.items()})
+
+
+def _by_dialect(app: ASGIApp, dialects: Mapping[str, ASGIApp]) -> ASGIApp:
+    """Requests to the paths of a dialect go through its own layer, whoever answers or refuses them."""
+
+    async def choose(scope: Scope, receive: Receive, send: Send) -> None:
+        chosen = app
+        if scope["type"] == "http":
+            path = route_path(scope)
+            for place, layered in dialects.items():
+                if path == place or path.startswith(f"{place}/"):
+                    chosen = layered
+        await chosen(scope, receive, send)
+
+    return choose
 
 
 def add_route(

@@ -71,7 +71,7 @@ class ServerState:
     config: EngineConfig  # of that engine
     options: ServerConfig
     served: ServedModels
-    salts: Salts  # of the prefix cache
+    salts: Salts | None  # of the prefix cache; None: all requests share its blocks
     tool_server: ToolServer | None = None
     load: InFlightCount = field(default_factory=InFlightCount)
     started_at: float = field(default_factory=time.time)
@@ -91,7 +91,7 @@ class ServerState:
             config=engine.vllm_config,
             options=options,
             served=ServedModels.of(engine, options),
-            salts=Salts(options.keys if options.prefix_cache_per_key else (), secret or new_secret()),
+            salts=Salts.of(options.keys, secret or new_secret()) if options.prefix_cache_per_key else None,
             tool_server=ToolServer.of(options.tool_server),
         )
 
@@ -104,6 +104,17 @@ class ServerState:
     def json_limits(self) -> JsonLimits:
         options = self.options
         return JsonLimits(options.max_json_depth, options.max_json_values, options.max_request_token_ids)
+
+    def trouble(self) -> str | None:
+        """Why no request can be served now; None when all is well."""
+        if not self.engine.is_running:
+            return str(self.engine.dead_error)
+        silent, limit = self.engine.stalled_for(), self.options.engine_stall_timeout
+        if limit and silent > limit:
+            return (
+                f"requests are in the engine and no step finished for {silent:.0f} s (engine_stall_timeout={limit:g})"
+            )
+        return None
 
     def close(self) -> None:
         self.templates.shutdown(wait=False, cancel_futures=True)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from quire.schema.errors import InputError
 from quire.server.body import JsonLimits, read_body
 from quire.server.errors import ERROR_RESPONSES
-from quire.server.openai.chat_prompt import render_prompt
+from quire.server.openai.chat_open import render_prompt
 from quire.server.openai.chat_protocol import Message, Tool
 from quire.server.openai.envelope import encode
 from quire.server.openai.limits import check_extra, check_template_trust

@@ -74,10 +74,9 @@ def stream(answer: Any, **kwargs: Any) -> bytes:
 
 
 def whole(answer: Any, **kwargs: Any) -> bytes:
-    first, *later = results(**kwargs)
-    for result in later:
-        first.add(result)
-    return bytes(answer.whole({"r": first}))
+    for result in results(**kwargs):
+        answer.take([result])
+    return bytes(answer.whole())
 
 
 CASES: dict[str, Any] = {

@@ -16,13 +16,13 @@ from quire.server.anthropic.protocol import (
     AnthropicMessagesRequest,
     AnthropicMessagesResponse,
 )
+from quire.server.errors import renamed
 from quire.server.openai.chat_open import PreparedChat, check_reasoning, open_chat, prepare_chat
 from quire.server.openai.envelope import encode
 from quire.server.openai.limits import forget_unused
-from quire.server.renamed import renamed
 from quire.server.route import App, HttpCall, add_route
 from quire.server.served import ServedModel
-from quire.server.stream import drain, send_events
+from quire.server.stream import drained, send_events
 
 _TAG = "anthropic"
 
@@ -39,8 +39,8 @@ def add_routes(app: App) -> None:
 
 
 def install(app: App) -> None:
-    """After all other layers: this one is outside them."""
-    app.add_middleware(AnthropicErrors)
+    """Whoever refuses a request to these paths, the client is told in its own form."""
+    app.dialects[PATH] = AnthropicErrors
 
 
 async def create_message(call: HttpCall, request: AnthropicMessagesRequest) -> None:
@@ -57,8 +57,7 @@ async def create_message(call: HttpCall, request: AnthropicMessagesRequest) -> N
         if request.stream:
             await send_events(call, flow, answer, done=b"", failed=error_event)
         else:
-            await drain(call, flow, answer)
-            await call.reply(answer.whole())
+            await call.reply(await drained(call, flow, answer))
 
 
 async def count_message_tokens(call: HttpCall, request: AnthropicCountTokensRequest) -> None:

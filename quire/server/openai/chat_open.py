@@ -1,31 +1,39 @@
 """From a chat request to requests of the engine: checked, rendered, opened. Every dialect with messages comes through.
 
 In: a ChatRequest (other dialects make one of their own). Out: PreparedChat, which is what would be sent, and
-OpenedChat, which runs and knows the parser of its answers. Must not know: how answers are written.
+OpenedChat, which runs and knows the parser of its answers. Owns: which template a request may use, and where it is read
+and rendered: the server's own in this process, one that came with the request (or variables that are more than words
+and numbers) apart, in a process with limits. Must not know: how answers are written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from quire.config.server import ServerConfig
-from quire.schema.errors import InputError
+from quire.schema.errors import InputError, OverloadedError
 from quire.schema.params import SamplingParams, StructuredOutputsParams
 from quire.schema.prompt import Prompt
-from quire.server.openai.chat_prompt import render_prompt
 from quire.server.openai.chat_protocol import ChatRequest
 from quire.server.openai.limits import check_chat, check_request
 from quire.server.openai.params import Opened, most_tokens, open_requests, sampling_params
 from quire.server.openai.tool_choice import NO_TOOLS, ToolUse, read_tool_use
 from quire.server.route import HttpCall
 from quire.server.served import ServedModel
-from quire.text.parse.base import OutputParser
+from quire.server.state import ServerState
+from quire.text.chat import check_variables, render_chat
+from quire.text.parse.base import OutputParser, PlainParser
 from quire.text.parse.compose import ParseRequest
 from quire.text.parse.reasoning import ReasoningFormat
+
+_LONG_WORD = 1024  # characters of a variable that is still a word
+_MOST_APART = 64  # templates of requests that are rendered or wait for it
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,8 @@ class OpenedChat:
     def new_parser(self) -> OutputParser:
         """One for each answer."""
         prepared, request = self.prepared, self.prepared.request
+        if not prepared.tools.tools and self.model.parsers.reasoning is None:
+            return PlainParser()
         ask = ParseRequest(
             prompt=prepared.prompt.text,
             continues=bool(request.continue_final_message),
@@ -88,7 +98,7 @@ class _ChatSettings(NamedTuple):
 def _settle(options: ServerConfig, model: ServedModel, request: ChatRequest) -> _ChatSettings:
     check_request(request, options, 1)
     check_chat(request, options)
-    tools = read_tool_use(request, options)
+    tools = NO_TOOLS if request.tool_choice is None and not request.tools else read_tool_use(request, options)
     if tools.tools:
         request = model.parsers.adjusted(request)
     opens = request.add_generation_prompt
@@ -176,3 +186,69 @@ async def open_chat(call: HttpCall, prepared: PreparedChat, public_id: str) -> O
         continues=bool(request.continue_final_message), thinking=prepared.thinking,
     )  # fmt: skip
     return OpenedChat(call.state.options, call.model, prepared, opened)
+
+
+# ---- the prompt's text ----------------------------------------------------------------------------------------------
+
+
+async def render_prompt(
+    call: HttpCall,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    chat_template: str | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+    reasoning_effort: str | None = None,
+    mark: str = "",
+) -> str:
+    """The caller has checked that the request may bring a template, and that its variables are few and small."""
+    state, model = call.state, call.model
+    check_variables(model.tokenizer, chat_template_kwargs)
+    if chat_template is not None and "{" not in chat_template:
+        raise InputError(
+            f"chat_template must be Jinja text, and {chat_template!r:.100} has no braces", param="chat_template"
+        )
+    variables = dict(state.options.default_chat_template_kwargs or {})
+    if reasoning_effort is not None:
+        variables["reasoning_effort"] = reasoning_effort
+    variables.update(chat_template_kwargs or {})
+    apart = chat_template is not None or not all(map(_is_word, (chat_template_kwargs or {}).values()))
+    render = functools.partial(
+        render_chat,
+        model.tokenizer,
+        messages,
+        tools=tools,
+        chat_template=chat_template if chat_template is not None else model.chat_template,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        template_kwargs=variables,
+        content_format=state.options.chat_template_content_format,
+        documents=documents,
+        trusted=not apart,
+        mark=mark,
+    )
+    if not apart:
+        return await call.apart(render)
+    return await _render_apart(state, render)
+
+
+async def _render_apart(state: ServerState, render: Callable[[], str]) -> str:
+    load = state.templates_load
+    if load.count >= _MOST_APART:
+        raise OverloadedError(
+            f"{load.count} chat templates of requests wait to be rendered; the limit is {_MOST_APART}"
+        )
+    load.count += 1
+    try:
+        return await asyncio.get_running_loop().run_in_executor(state.templates, render)
+    finally:
+        load.count -= 1
+
+
+def _is_word(value: Any) -> bool:
+    return (
+        value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) <= _LONG_WORD)
+    )

@@ -19,11 +19,11 @@ from quire.llm.online import Flow, size_of
 from quire.schema.errors import InputError
 from quire.schema.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from quire.schema.prompt import Prompt, check_ids
+from quire.server.errors import in_words
 from quire.server.openai.beams import open_beams
-from quire.server.openai.fan_out import check_bytes, check_logprobs
+from quire.server.openai.limits import check_bytes, check_logprobs
 from quire.server.openai.protocol import GenerateRequest
 from quire.server.openai.structured import constraint_of, form_name
-from quire.server.renamed import renamed
 from quire.server.route import HttpCall
 from quire.server.served import ServedModel
 
@@ -69,7 +69,7 @@ def sampling_params(
     given.update(further)
     given["max_tokens"] = max_tokens
     given["output_kind"] = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-    constraint = constraint_of(request)
+    constraint = constraint_of(request) if _has_form(request) else None
     plain = all(value is None or isinstance(value, int) for value in further.values())
     if plain and constraint is None and fields.isdisjoint(_OWN):
         return _same_again(tuple(given.items()))
@@ -80,6 +80,11 @@ def sampling_params(
     if request.repetition_detection is not None:
         given["repetition_detection"] = RepetitionDetectionParams(**request.repetition_detection.model_dump())
     return _made(given)
+
+
+def _has_form(request: GenerateRequest) -> bool:
+    """Whether anything is said that may be about the form of the answer."""
+    return request.response_format is not None or bool(request.structured_outputs) or bool(request.model_extra)
 
 
 def _check_allowed(model: ServedModel, allowed: Sequence[int]) -> None:
@@ -135,11 +140,16 @@ async def open_requests(
     thinking: bool | None = None,
 ) -> Opened:  # fmt: skip
     """Check and tokenize every prompt, then submit them all. `most`: a max_tokens the client itself asked for."""
-    with renamed({} if params.structured_outputs is None else {"structured_outputs": form_name(request)}):
+    try:
         requests = await prepare_requests(
             call, request, public_id, prompts, params, add_special_tokens=add_special_tokens, most=most,
             continues=continues, thinking=thinking,
         )  # fmt: skip
+    except InputError as wrong:
+        names = {} if params.structured_outputs is None else {"structured_outputs": form_name(request)}
+        if (told := in_words(wrong, names)) is wrong:
+            raise
+        raise told from wrong
     if request.use_beam_search:
         options = Options(
             priority=request.priority or 0, trace_headers=call.trace_headers(), lora_name=call.model.adapter
@@ -161,7 +171,7 @@ async def prepare_requests(
     if request.truncation_side is not None:
         tokenizing["truncation_side"] = request.truncation_side
     own = f"{public_id}-{state.prefix}{next(state.serials):x}"
-    salt = state.salts.salt(call.caller, request.cache_salt)
+    salt = request.cache_salt if state.salts is None else state.salts.salt(call.caller, request.cache_salt)
     trace = call.trace_headers()
     options = [
         Options(

@@ -19,7 +19,7 @@ from starlette.responses import StreamingResponse
 from quire.base.log import logger
 from quire.schema.errors import DeadlineError, InputError, OverloadedError
 from quire.server.callers import caller_of
-from quire.server.errors import ERROR_RESPONSES, refusal_of
+from quire.server.errors import ERROR_RESPONSES, refusal_of, renamed
 from quire.server.openai.chat_open import OpenedChat, open_chat, prepare_chat
 from quire.server.openai.envelope import encode
 from quire.server.openai.limits import forget_unused
@@ -43,10 +43,9 @@ from quire.server.openai.responses_protocol import (
 )
 from quire.server.openai.responses_rounds import MOST_ROUNDS, Rounds, ServerTools, server_tools, shown
 from quire.server.openai.responses_store import NoSuchResponseError, Record, ResponseStore
-from quire.server.renamed import renamed
 from quire.server.route import App, HttpCall, add_route
 from quire.server.state import ServerState
-from quire.server.stream import drain, send_events
+from quire.server.stream import drained, send_events
 
 log = logger(__name__)
 PATH = "/v1/responses"
@@ -137,8 +136,7 @@ class Responses:
             if request.stream:
                 await send_events(call, flow, answer, done=b"", failed=answer.failed)
             else:
-                await drain(call, flow, answer)
-                await call.reply(answer.whole())
+                await call.reply(await drained(call, flow, answer))
 
     async def _open(
         self, call: HttpCall, request: ResponsesRequest, messages: Messages, public_id: str, tools: ServerTools

@@ -225,6 +225,9 @@ class ResponseAnswer:
             found.append(_assistant(turn))
         return found
 
+    def take(self, results: list[RequestOutput]) -> None:
+        self.events(results)
+
     def whole(self) -> bytes:
         return encode(self.response())
 
