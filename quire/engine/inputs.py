@@ -53,6 +53,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     priority: int = 0
     lora_request: Any = None
+    lora_name: str | None = None  # an adapter that the engine has loaded, by name
     tokenization_kwargs: Mapping[str, Any] | None = None
     trace_headers: Mapping[str, str] | None = None
     data_parallel_rank: int | None = None
@@ -134,6 +135,7 @@ class InputProcessor:
                 priority=options.priority,
                 arrival=arrival,
                 cache_salt=prompt.cache_salt,
+                lora_name=options.lora_name,
                 parent_id=None if params.n == 1 else request_id,
                 trace_headers=headers,
                 continues=options.continues,

@@ -19,7 +19,6 @@ from pydantic import BaseModel, Field
 from quire import __version__
 from quire.base import env
 from quire.schema.errors import InputError
-from quire.server import watchdog
 from quire.server.body import JsonLimits, check_json, read_body
 from quire.server.errors import ERROR_RESPONSES, refusal
 from quire.server.openai.chat import create_chat_completion
@@ -90,8 +89,7 @@ basic = APIRouter(tags=[_TAG])
 @basic.get("/health", response_class=Response, responses={503: ERROR_RESPONSES[503]})
 async def health(request: Request) -> Response:
     """200 while requests can be served; 503 with the reason when the engine is dead or stuck."""
-    state = _state(request)
-    words = watchdog.trouble(state.engine, state.options.engine_stall_timeout)
+    words = _state(request).trouble()
     return Response(status_code=200) if words is None else refusal(503, words).response()
 
 

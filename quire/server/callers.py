@@ -47,13 +47,16 @@ class Salts:
     fast an answer begins would else tell what others have asked."""
 
     def __init__(self, keys: Sequence[str], secret: bytes) -> None:
-        found = digests(keys)
-        self._keys = found if len(found) > 1 else []
-        self._secret = secret
+        self._keys, self._secret = digests(keys), secret
+
+    @classmethod
+    def of(cls, keys: Sequence[str], secret: bytes) -> Salts | None:
+        """None where all requests show the same key, or none."""
+        return cls(keys, secret) if len(digests(keys)) > 1 else None
 
     def salt(self, caller: int, own: str | None) -> str | None:
         """`own`: the request's. A salt says nothing about the key it was made from, nor about the request's."""
-        if not self._keys or caller == NOBODY:
+        if caller == NOBODY:
             return own
         said = b"" if own is None else b"\x01" + own.encode("utf-8", "surrogatepass")
         return hmac.new(self._secret, self._keys[caller] + said, sha256).hexdigest()

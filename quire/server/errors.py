@@ -9,6 +9,8 @@ from __future__ import annotations
 import http
 import logging
 import reprlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
@@ -124,6 +126,24 @@ def refusal_of(error: BaseException, *, full: str = "503") -> Refusal:
         return refusal(error.status_code, str(error.detail), headers=dict(error.headers or {}))
     log.error("A request failed by a fault of the server", exc_info=error)
     return refusal(500, f"internal error ({type(error).__name__}); the server's log has the details")
+
+
+def in_words(wrong: InputError, names: Mapping[str, str]) -> InputError:
+    """A refusal in the client's own words. `names`: field of the chat request -> the client's name for it."""
+    if wrong.param is None or (name := names.get(wrong.param)) is None:
+        return wrong
+    return type(wrong)(str(wrong).replace(wrong.param, name), param=name, value=wrong.value)
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """For a dialect that makes a chat request of its own request, and has other names for some fields."""
+    try:
+        yield
+    except InputError as wrong:
+        if (told := in_words(wrong, names)) is wrong:
+            raise
+        raise told from wrong
 
 
 def install(app: FastAPI, *, log_stack: bool = False, full: str = "503") -> None:

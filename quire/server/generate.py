@@ -6,24 +6,26 @@ What is not said has SamplingParams' default: the model's generation config has 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
+from quire.config.server import ServerConfig
 from quire.schema.errors import InputError
 from quire.schema.outputs import CompletionOutput, RequestOutput
 from quire.schema.params import RequestOutputKind, SamplingParams
 from quire.schema.prompt import Prompt
 from quire.server.openai.chat_protocol import ChatLogprobs
-from quire.server.openai.envelope import encode
+from quire.server.openai.envelope import to_json
 from quire.server.openai.limits import check_request
 from quire.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from quire.server.openai.params import Opened, fitting_ids, most_tokens, open_requests
 from quire.server.openai.protocol import INT64, CompletionRequest, PromptLogprobs, StreamOptions, Tokens, Usage
 from quire.server.route import App, HttpCall, add_route
-from quire.server.state import ServerState
-from quire.server.stream import drain, send_events
+from quire.server.served import ServedModel
+from quire.server.stream import drained, send_events
 
 PATH = "/inference/v1/generate"
 # Parameters that say how results are handed over: the server's own business.
@@ -90,26 +92,24 @@ async def generate_tokens(call: HttpCall, request: TokensRequest) -> None:
 
     Streams with `stream: true`.
     """
-    state = call.state
-    state.served.check(request.model)
+    state, model = call.state, call.model
     if request.features:
         raise InputError("features: media are not in this version of Quire", param="features")
     asked = await call.apart(_as_completion, request)
     check_request(asked, state.options, 1)
     params = await call.apart(_params, request)
-    most_tokens(state, params.max_tokens, None)
+    most_tokens(model, params.max_tokens, None)
     public_id = call.request_id(request.request_id)
-    prompt = Prompt(token_ids=fitting_ids(request.token_ids, asked, state.served.max_model_len))
+    prompt = Prompt(token_ids=fitting_ids(request.token_ids, asked, model.max_model_len))
     opened = await open_requests(
         call, asked, public_id, [prompt], params, add_special_tokens=False, most=asked.max_tokens
     )
     with opened.flow as flow:
-        answer = TokensAnswer(state, request, params, opened, public_id)
+        answer = TokensAnswer(state.options, model, request, params, opened, public_id)
         if request.stream:
             await send_events(call, flow, answer)
         else:
-            await drain(call, flow, answer)
-            await call.reply(answer.whole())
+            await call.reply(await drained(call, flow, answer))
 
 
 def _as_completion(request: TokensRequest) -> CompletionRequest:
@@ -139,75 +139,71 @@ def _params(request: TokensRequest) -> SamplingParams:
 
 
 class TokensAnswer:
-    """One call's results as ids. Its state after the last result is the whole answer."""
+    """One call's results as ids. A whole answer is the fold of what a stream writes."""
 
     def __init__(
-        self, state: ServerState, request: TokensRequest, params: SamplingParams, opened: Opened, public_id: str
-    ) -> None:
+        self, options: ServerConfig, model: ServedModel, request: TokensRequest, params: SamplingParams,
+        opened: Opened, public_id: str,
+    ) -> None:  # fmt: skip
         self._id = public_id
         self._most, self._named = params.logprobs, params.logprob_token_ids
-        self._names = TokenNames(state.engine.tokenizer, as_ids=state.options.return_tokens_as_token_ids)
+        self._names = TokenNames(model.engine.tokenizer, as_ids=options.return_tokens_as_token_ids)
         self._num_prompt_tokens = opened.num_prompt_tokens
+        self._num_tokens = 0
         self._with_usage = bool(request.stream_options and request.stream_options.include_usage)
-        self._choices: dict[int, dict[str, Any]] = {}
-        self._prompt_logprobs: list[Any] | None = None
+        self._choices: dict[int, TokensChoice] = {}
+        self._prompt_logprobs: Any = None
 
-    def chunk(self, results: list[RequestOutput]) -> bytes:
-        events = []
+    def _news(self, results: list[RequestOutput]) -> Iterator[TokensChoice]:
         for result in results:
             if result.prompt_logprobs is not None:
                 self._prompt_logprobs = prompt_logprobs(result.prompt_logprobs)
             for output in result.outputs:
-                news = self._choice(output)
-                self._join(news)
-                events.append(_event({"request_id": self._id, "choices": [news]}))
-        return b"".join(events)
+                self._num_tokens += len(output.token_ids)
+                yield TokensChoice(
+                    index=output.index,
+                    token_ids=list(output.token_ids),
+                    logprobs=self._logprobs(output),
+                    finish_reason=output.finish_reason,
+                    stop_reason=output.stop_reason,
+                )
+
+    def _logprobs(self, output: CompletionOutput) -> Any:
+        if self._most is None:
+            return None
+        return chat_logprobs(self._names, output.token_ids, output.logprobs or (), self._most, self._named)
+
+    def _usage(self) -> Usage:
+        prompt, answer = self._num_prompt_tokens, self._num_tokens
+        return Usage(prompt_tokens=prompt, completion_tokens=answer, total_tokens=prompt + answer)
+
+    def chunk(self, results: list[RequestOutput]) -> bytes:
+        return b"".join([_event(TokensChunk(request_id=self._id, choices=[news])) for news in self._news(results)])
 
     def end(self) -> bytes:
         if not self._with_usage:
             return b""
-        return _event({"request_id": self._id, "choices": [], "usage": self._usage()})
+        return _event(TokensChunk(request_id=self._id, choices=[], usage=self._usage()))
+
+    def take(self, results: list[RequestOutput]) -> None:
+        for news in self._news(results):
+            if (earlier := self._choices.get(news.index)) is not None:
+                news.token_ids = earlier.token_ids + news.token_ids
+                if earlier.logprobs is not None and news.logprobs is not None:
+                    news.logprobs.content = [*(earlier.logprobs.content or ()), *(news.logprobs.content or ())]
+            self._choices[news.index] = news
 
     def whole(self) -> bytes:
-        """After the last result."""
-        return encode(
-            {
-                "request_id": self._id,
-                "choices": [self._choices[index] for index in sorted(self._choices)],
-                "usage": self._usage(),
-                "prompt_logprobs": self._prompt_logprobs,
-                "kv_transfer_params": None,
-            }
+        return to_json(
+            TokensResponse(
+                request_id=self._id,
+                choices=[self._choices[index] for index in sorted(self._choices)],
+                usage=self._usage(),
+                prompt_logprobs=self._prompt_logprobs,
+                kv_transfer_params=None,
+            )
         )
 
-    def _choice(self, output: CompletionOutput) -> dict[str, Any]:
-        logprobs = None
-        if self._most is not None:
-            logprobs = chat_logprobs(self._names, output.token_ids, output.logprobs or (), self._most, self._named)
-        return {
-            "index": output.index,
-            "token_ids": list(output.token_ids),
-            "logprobs": logprobs,
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-        }
 
-    def _join(self, news: dict[str, Any]) -> None:
-        earlier = self._choices.get(news["index"])
-        if earlier is None:
-            self._choices[news["index"]] = news
-            return
-        logprobs = earlier["logprobs"]
-        if logprobs is not None:
-            logprobs = {"content": logprobs["content"] + news["logprobs"]["content"]}
-        ids = earlier["token_ids"] + news["token_ids"]
-        self._choices[news["index"]] = {**news, "token_ids": ids, "logprobs": logprobs}
-
-    def _usage(self) -> dict[str, int]:
-        num_tokens = sum(len(choice["token_ids"]) for choice in self._choices.values())
-        prompt = self._num_prompt_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": num_tokens, "total_tokens": prompt + num_tokens}
-
-
-def _event(fields: dict[str, Any]) -> bytes:
-    return b"data: " + encode(fields) + b"\n\n"
+def _event(chunk: TokensChunk) -> bytes:
+    return b"data: " + to_json(chunk) + b"\n\n"

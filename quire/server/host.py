@@ -30,7 +30,7 @@ from quire.config.server import ServerConfig
 from quire.engine.process_client import AttachedClient
 from quire.llm.online import AsyncLLM
 from quire.schema.errors import ShutdownError
-from quire.server import tls, watchdog
+from quire.server import tls
 from quire.server.app import build_app
 from quire.server.console.stats import PATH as CONSOLE_STATS
 from quire.server.limits import limited_protocol
@@ -43,6 +43,7 @@ ENGINE_DIED = 1
 _FLUSH_SECONDS = 5.0  # for answers that are ready, after everything has ended
 _KEEP_ALIVE_SECONDS = 5
 _BACKLOG = 2048
+_LOOK_SECONDS = 0.2  # between two looks at the engine
 
 
 class HostBoot(msgspec.Struct, kw_only=True):
@@ -145,8 +146,18 @@ class Host:
             await asyncio.sleep(0.05)
 
     async def _watch_engine(self) -> None:
-        engine, options = self.state.engine, self.state.options
-        await watchdog.watch(engine, options.engine_stall_timeout, show_stacks=self._number <= 1)
+        """Until it is dead. A stall is logged once, with the stacks of the engine's threads."""
+        engine, stalled = self.state.engine, False
+        while engine.is_running:
+            words = self.state.trouble()
+            if words is not None and not stalled and engine.is_running:
+                log.error("The engine is stuck: %s; its stacks follow", words)
+                if self._number <= 1:
+                    engine.front.client.show_stacks()
+            elif words is None and stalled:
+                log.warning("The engine goes on")
+            stalled = words is not None
+            await asyncio.sleep(_LOOK_SECONDS)
         if not self._server.should_exit:
             log.error("%s", engine.dead_error)
             self.status = ENGINE_DIED

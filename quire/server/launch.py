@@ -45,7 +45,7 @@ def serve(options: ServerConfig, config: EngineConfig, laps: Laps, begun: Begun 
 
             settings(options)  # wrong files are named now
         if options.tool_call_parser or config.structured_outputs_config.reasoning_parser:
-            from quire.server.state import choose_parsers  # lazy
+            from quire.server.served import choose_parsers  # lazy
 
             choose_parsers(config, options)  # and so are wrong parsers
         if options.tool_server:

@@ -1,4 +1,4 @@
-"""GET /metrics, and the measuring of every HTTP answer.
+"""GET /metrics, the measuring of every HTTP answer, and the engine's load in a response header.
 
 In: an app whose routes are complete. Out: the page of all processes that share the engine (observe/prometheus.py), and
 an ASGI layer that counts answers by route, method and class of status. Probes and the page itself are not counted.
@@ -7,6 +7,7 @@ an ASGI layer that counts answers by route, method and class of status. Probes a
 from __future__ import annotations
 
 import asyncio
+import json
 
 from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,9 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.base.clock import now
 from quire.observe.http import HttpMetrics
 from quire.observe.prometheus import MetricSource, Page
+from quire.observe.reader import Gauge
 from quire.server.console.stats import PATH as CONSOLE_STATS
 from quire.server.middleware import route_path
-from quire.server.orca import LoadHeader
 from quire.server.state import ServerState
 
 PATH = "/metrics"
@@ -25,6 +26,8 @@ _GENERATING = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate"}
 )
 _CLIENT_GONE = 499  # nobody was there to answer
+_ASKED, _TOLD = b"endpoint-load-metrics-format", b"endpoint-load-metrics"
+_NAMES = {"vllm:kv_cache_usage_perc": "kv_cache_usage_perc", "vllm:num_requests_waiting": "num_requests_waiting"}
 
 
 def install(app: FastAPI, state: ServerState) -> None:
@@ -54,7 +57,7 @@ def install(app: FastAPI, state: ServerState) -> None:
     )
     app.add_api_route(f"{PATH}/", show, methods=["GET"], include_in_schema=False)
     if metrics is not None:
-        app.add_middleware(LoadHeader, metrics=metrics, path_of=route_path, routes=_GENERATING)
+        app.add_middleware(LoadHeader, metrics=metrics, routes=_GENERATING)
     app.add_middleware(Measured, metrics=http)
 
 
@@ -119,3 +122,51 @@ def _length(scope: Scope) -> int:
         if name == b"content-length":
             return int(value) if value.isdigit() else 0
     return 0
+
+
+# ---- the engine's load in a header ---------------------------------------------------------------------------------
+
+
+def load_of(metrics: MetricSource) -> dict[str, float]:
+    """How full the engine is, by the names that load balancers look for."""
+    found: dict[str, float] = {}
+    for metric in metrics.snapshot():
+        if isinstance(metric, Gauge) and metric.name in _NAMES:
+            name = _NAMES[metric.name]
+            found[name] = found.get(name, 0.0) + metric.value
+    return found
+
+
+def header_of(form: str, load: dict[str, float]) -> bytes | None:
+    """None: nobody knows that form, or nothing is known."""
+    if not load:
+        return None
+    if form.upper() == "TEXT":
+        return ("TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())).encode()
+    return f"JSON {json.dumps({'named_metrics': load})}".encode() if form.upper() == "JSON" else None
+
+
+class LoadHeader:
+    """The ASGI layer for load balancers that speak ORCA (Open Request Cost Aggregation): a client that sends
+    `endpoint-load-metrics-format: TEXT` or `JSON` is told the load in `endpoint-load-metrics`, by `routes`."""
+
+    def __init__(self, app: ASGIApp, *, metrics: MetricSource, routes: frozenset[str]) -> None:
+        self._app, self._metrics, self._routes = app, metrics, routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        form = None
+        if scope["type"] == "http" and route_path(scope) in self._routes:
+            form = next((value.decode("latin-1") for name, value in scope["headers"] if name == _ASKED), None)
+        if form is None:
+            await self._app(scope, receive, send)
+            return
+        asked = form.strip()
+
+        async def tell(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 200:
+                value = header_of(asked, load_of(self._metrics))
+                if value is not None:
+                    message = {**message, "headers": [*message.get("headers", ()), (_TOLD, value)]}
+            await send(message)
+
+        await self._app(scope, receive, tell)

@@ -24,7 +24,7 @@ from quire.server.openai.envelope import encode
 from quire.server.openai.params import prepare_requests
 from quire.server.openai.protocol import CompletionRequest, GenerateRequest
 from quire.server.route import App, HttpCall, add_route
-from quire.server.state import ServerState
+from quire.server.served import ServedModel
 from quire.text.chat import find_answers
 from quire.text.offsets import token_offsets
 
@@ -46,8 +46,7 @@ def add_routes(app: App) -> None:
 
 async def render_chat_completion(call: HttpCall, request: ChatRequest) -> None:
     """The token ids and parameters of a chat request."""
-    state = call.state
-    state.served.check(request.model)
+    model = call.model
     prepared = await prepare_chat(call, request)
     public_id = f"chatcmpl-{call.request_id(request.request_id)}"
     special = bool(prepared.request.add_special_tokens)
@@ -55,10 +54,10 @@ async def render_chat_completion(call: HttpCall, request: ChatRequest) -> None:
         call, prepared.request, public_id, [prepared.prompt], prepared.params, add_special_tokens=special,
         most=prepared.most,
     )  # fmt: skip
-    (rendered,) = await call.apart(_rendered, state, requests, request, public_id, prepared.params)
+    (rendered,) = await call.apart(_rendered, model, requests, request, public_id, prepared.params)
     if request.return_assistant_tokens_mask:
         places = await _answers_in(call, request, prepared)
-        rendered["assistant_tokens_mask"] = await call.apart(_mask, state, requests[0], request, places)
+        rendered["assistant_tokens_mask"] = await call.apart(_mask, model, requests[0], request, places)
     await call.reply(encode(rendered))
 
 
@@ -71,10 +70,10 @@ async def _answers_in(call: HttpCall, request: ChatRequest, prepared: PreparedCh
 
 
 def _mask(
-    state: ServerState, one: PreparedRequest, request: GenerateRequest, places: list[tuple[int, int]] | None
+    model: ServedModel, one: PreparedRequest, request: GenerateRequest, places: list[tuple[int, int]] | None
 ) -> list[int] | None:
     """1 for a token with a character in one of the places. None: it cannot be told, as for token_offsets."""
-    if places is None or (offsets := _offsets(state, one, request)) is None:
+    if places is None or (offsets := _offsets(model, one, request)) is None:
         return None
     mask = [0] * len(offsets)
     index = 0
@@ -90,18 +89,17 @@ def _mask(
 
 async def render_completion(call: HttpCall, request: CompletionRequest) -> None:
     """The token ids and parameters of a completion request, prompt by prompt."""
-    state = call.state
-    state.served.check(request.model)
-    ready = await call.apart(prepare_completion, state, request)
+    model = call.model
+    ready = await call.apart(prepare_completion, call.state.options, model, request)
     public_id = f"cmpl-{call.request_id(request.request_id)}"
     requests = await prepare_requests(
         call, request, public_id, ready.prompts, ready.params, add_special_tokens=ready.special, most=ready.most
     )
-    await call.reply(encode(await call.apart(_rendered, state, requests, request, public_id, ready.params)))
+    await call.reply(encode(await call.apart(_rendered, model, requests, request, public_id, ready.params)))
 
 
 def _rendered(
-    state: ServerState, requests: Sequence[PreparedRequest], request: GenerateRequest, public_id: str,
+    model: ServedModel, requests: Sequence[PreparedRequest], request: GenerateRequest, public_id: str,
     params: SamplingParams,
 ) -> list[dict[str, Any]]:  # fmt: skip
     if request.use_beam_search:
@@ -112,13 +110,13 @@ def _rendered(
             "request_id": public_id if len(requests) == 1 else f"{public_id}-{index}",
             "token_ids": one.token_ids,
             "sampling_params": _shown(params, one.requests[0].max_tokens),
-            "model": state.served.name,
+            "model": model.name,
             "stream": bool(request.stream),
             "stream_options": streaming,
             "cache_salt": request.cache_salt,
             "priority": request.priority or 0,
             "features": None,
-            "token_offsets": _offsets(state, one, request) if request.return_token_offsets else None,
+            "token_offsets": _offsets(model, one, request) if request.return_token_offsets else None,
             "assistant_tokens_mask": None,
             "kv_transfer_params": None,
         }
@@ -126,11 +124,11 @@ def _rendered(
     ]
 
 
-def _offsets(state: ServerState, one: PreparedRequest, request: GenerateRequest) -> list[tuple[int, int]] | None:
+def _offsets(model: ServedModel, one: PreparedRequest, request: GenerateRequest) -> list[tuple[int, int]] | None:
     """None: the prompt was no text or not all of it is used, or it cannot be told."""
     if one.text is None or request.truncate_prompt_tokens is not None:
         return None
-    return token_offsets(state.tokenizer, one.text, one.token_ids)
+    return token_offsets(model.tokenizer, one.text, one.token_ids)
 
 
 def _shown(params: SamplingParams, max_tokens: int) -> dict[str, Any]:

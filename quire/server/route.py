@@ -28,6 +28,7 @@ from quire.server.callers import caller_of
 from quire.server.errors import ERROR_RESPONSES, ClientGoneError, refusal_of
 from quire.server.flow import Results
 from quire.server.middleware import route_path
+from quire.server.served import ServedModel
 from quire.server.state import ServerState
 
 log = logger(__name__)
@@ -41,7 +42,9 @@ _JSON = (b"content-type", b"application/json")
 class HttpCall:
     """One HTTP request under way."""
 
-    __slots__ = ("_deadline", "_held", "_listening", "receive", "scope", "send", "size", "started", "state")
+    __slots__ = ("_deadline", "_held", "_listening", "model", "receive", "scope", "send", "size", "started", "state")
+
+    model: ServedModel  # that the body names; there once the body is read
 
     def __init__(self, state: ServerState, scope: Scope, receive: Receive, send: Send) -> None:
         self.state, self.scope, self.receive, self.send = state, scope, receive, send
@@ -180,6 +183,7 @@ class App(FastAPI):
         super().__init__(**kwargs)
         self.direct = {}
         self.schemas: dict[str, Any] = {}  # of wire types that FastAPI does not see
+        self.dialects: dict[str, Callable[[ASGIApp], ASGIApp]] = {}  # path -> a layer outside all others, from there on
 
     def schema_of(self, model: type[BaseModel]) -> dict[str, str]:
         """A reference to its schema, which the OpenAPI page then holds."""
@@ -248,7 +252,22 @@ class App(FastAPI):
         app: ASGIApp = dispatch
         for layer in reversed(layers):
             app = layer.cls(app, *layer.args, **layer.kwargs)
-        return app
+        return _by_dialect(app, {path: layer(app) for path, layer in self.dialects.items()})
+
+
+def _by_dialect(app: ASGIApp, dialects: Mapping[str, ASGIApp]) -> ASGIApp:
+    """Requests to the paths of a dialect go through its own layer, whoever answers or refuses them."""
+
+    async def choose(scope: Scope, receive: Receive, send: Send) -> None:
+        chosen = app
+        if scope["type"] == "http":
+            path = route_path(scope)
+            for place, layered in dialects.items():
+                if path == place or path.startswith(f"{place}/"):
+                    chosen = layered
+        await chosen(scope, receive, send)
+
+    return choose
 
 
 def add_route(
@@ -265,7 +284,8 @@ def add_route(
     ends_with_done: bool = True,
 ) -> None:
     """POST `path`. `body` is the wire type (or a union, then `read` says which), `answer` the type of its 200 (or a
-    union), `streams` that of a chunk (or several), where it can stream; `errors` what else it may answer."""
+    union), `streams` that of a chunk (or several), where it can stream; `errors` what else it may answer. A body has a
+    field `model`: the handler finds what it names in `call.model`, and asks nothing else for an engine."""
     reader = read or functools.partial(read_body, body)
 
     async def endpoint(body: Any) -> None:
@@ -312,7 +332,9 @@ async def _run(app: App, handler: Handler, reader: Reader, scope: Scope, receive
     call = HttpCall(state, scope, receive, send)
     state.load.count += 1
     try:
-        await handler(call, await _read(call, reader))
+        request = await _read(call, reader)
+        call.model = state.served.find(request.model)
+        await handler(call, request)
     except ClientGoneError:
         pass
     except Exception as error:  # the root of a request: whatever went wrong, its client is told

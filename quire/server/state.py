@@ -12,16 +12,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from quire.schema.errors import InputError, OverloadedError
+from quire.schema.errors import OverloadedError
 from quire.server.body import JsonLimits
 from quire.server.callers import Salts, new_secret
-from quire.server.served import ServedNames
+from quire.server.served import ServedModels
 from quire.server.tool_server import ToolServer
-from quire.text.chat import choose_template
-from quire.text.parse.choose import ParserChoice
-from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -70,14 +67,11 @@ class BodyBudget:
 
 @dataclass(frozen=True)
 class ServerState:
-    engine: AsyncLLM
-    config: EngineConfig
+    engine: AsyncLLM  # the process's own: its health, metrics and lanes; requests go to the engine of their ServedModel
+    config: EngineConfig  # of that engine
     options: ServerConfig
-    served: ServedNames
-    default_sampling: dict[str, Any]
-    chat_template: str | None  # the server's own, as text; None: the model's
-    salts: Salts  # of the prefix cache
-    parsers: ParserChoice = field(default_factory=ParserChoice)
+    served: ServedModels
+    salts: Salts | None  # of the prefix cache; None: all requests share its blocks
     tool_server: ToolServer | None = None
     load: InFlightCount = field(default_factory=InFlightCount)
     started_at: float = field(default_factory=time.time)
@@ -92,28 +86,14 @@ class ServerState:
     @classmethod
     def of(cls, engine: AsyncLLM, options: ServerConfig, secret: bytes | None = None) -> ServerState:
         """`secret`: what the API processes of one server agree on."""
-        config = engine.vllm_config
-        template = options.chat_template
-        if template is not None and engine.tokenizer is not None:
-            template = choose_template(engine.tokenizer, template)  # a wrong one is found now, not at the first chat
         return cls(
             engine=engine,
-            config=config,
+            config=engine.vllm_config,
             options=options,
-            served=ServedNames.of(config, options, engine.front.inputs.max_model_len),
-            default_sampling=dict(config.model_config.default_sampling),
-            chat_template=template,
-            salts=Salts(options.keys if options.prefix_cache_per_key else (), secret or new_secret()),
-            parsers=choose_parsers(config, options, engine.tokenizer),
+            served=ServedModels.of(engine, options),
+            salts=Salts.of(options.keys, secret or new_secret()) if options.prefix_cache_per_key else None,
             tool_server=ToolServer.of(options.tool_server),
         )
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        found = self.engine.tokenizer
-        if found is None:
-            raise InputError("the server has no tokenizer (skip_tokenizer_init): only token ids can be sent and got")
-        return found
 
     @cached_property
     def bodies(self) -> BodyBudget:
@@ -125,22 +105,16 @@ class ServerState:
         options = self.options
         return JsonLimits(options.max_json_depth, options.max_json_values, options.max_request_token_ids)
 
-    @cached_property
-    def keeps_special(self) -> tuple[bool, bool]:
-        """Whether special tokens must stay in an answer's text: without tools, with them."""
-        return self.parsers.keeps_special_tokens(with_tools=False), self.parsers.keeps_special_tokens(with_tools=True)
+    def trouble(self) -> str | None:
+        """Why no request can be served now; None when all is well."""
+        if not self.engine.is_running:
+            return str(self.engine.dead_error)
+        silent, limit = self.engine.stalled_for(), self.options.engine_stall_timeout
+        if limit and silent > limit:
+            return (
+                f"requests are in the engine and no step finished for {silent:.0f} s (engine_stall_timeout={limit:g})"
+            )
+        return None
 
     def close(self) -> None:
         self.templates.shutdown(wait=False, cancel_futures=True)
-
-
-def choose_parsers(config: EngineConfig, options: ServerConfig, tokenizer: Tokenizer | None = None) -> ParserChoice:
-    """By the options' names; a wrong one is a ConfigError. Without a tokenizer only the names are checked."""
-    reasoning = config.structured_outputs_config
-    return ParserChoice.of(
-        tokenizer,
-        tool=options.tool_call_parser,
-        reasoning=reasoning.reasoning_parser,
-        tool_plugin=options.tool_parser_plugin,
-        reasoning_plugin=reasoning.reasoning_parser_plugin,
-    )

@@ -1,7 +1,7 @@
 """Server-sent events: an answer's chunks while it grows, an error as the last of them, and [DONE].
 
 In: a Flow of results and an Answer that renders them as bytes. Out: one ASGI response. The status waits for the first
-result, so that a refusal before it has a status of its own. A whole answer is the fold of the same results (`fold`).
+result, so that a refusal before it has a status of its own. A whole answer is the drained stream (`drained`).
 Must not know: dialects.
 """
 
@@ -29,13 +29,23 @@ _HEADERS = [
 
 
 class Answer(Protocol):
-    """A dialect's rendering of one call's results."""
+    """A dialect's rendering of one call's results as events."""
 
     def chunk(self, results: list[RequestOutput]) -> bytes:
         """Events for what is new; may be empty."""
 
     def end(self) -> bytes:
         """Events after the last result."""
+
+
+class WholeAnswer(Protocol):
+    """The same as one answer: what the events would show is collected."""
+
+    def take(self, results: list[RequestOutput]) -> None: ...
+    def end(self) -> object: ...
+
+    def whole(self) -> bytes:
+        """After `end`."""
 
 
 def _last_event(told: Refusal) -> bytes:
@@ -100,7 +110,7 @@ def _num_positions(result: RequestOutput) -> int:
 
 
 async def fold(call: HttpCall, flow: Results) -> dict[str, RequestOutput]:
-    """All results of a call, each whole, by request id."""
+    """All results of a call, each whole, by request id: for what is no answer in text."""
     call.watch(flow)
     whole: dict[str, RequestOutput] = {}
     while not flow.finished:
@@ -112,13 +122,16 @@ async def fold(call: HttpCall, flow: Results) -> dict[str, RequestOutput]:
     return whole
 
 
-async def drain(call: HttpCall, flow: Results, answer: Answer) -> None:
-    """Let an answer take in all results without sending any: it is whole then."""
+async def drained(call: HttpCall, flow: Results, answer: WholeAnswer) -> bytes:
+    """The whole answer: what a stream would show, collected."""
     call.watch(flow)
+    size = 0
     while not flow.finished:
         results = await flow.next()
-        await rendered(call, results, answer.chunk, results)
+        size += sum(map(_num_positions, results))
+        await rendered(call, results, answer.take, results)
     answer.end()
+    return answer.whole() if size <= _MANY_POSITIONS else await call.state.engine.lanes.run(size, answer.whole)
 
 
 async def start_events(call: HttpCall) -> None:

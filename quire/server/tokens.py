@@ -15,12 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from quire.schema.errors import InputError
 from quire.server.body import JsonLimits, read_body
 from quire.server.errors import ERROR_RESPONSES
-from quire.server.openai.chat_prompt import render_prompt
+from quire.server.openai.chat_open import render_prompt
 from quire.server.openai.chat_protocol import Message, Tool
 from quire.server.openai.envelope import encode
 from quire.server.openai.limits import check_extra, check_template_trust
 from quire.server.openai.protocol import ListOf, Tokens
 from quire.server.route import App, HttpCall, add_route
+from quire.server.served import ServedModel
 from quire.server.state import ServerState
 
 _TAG = "tokens"
@@ -92,8 +93,7 @@ def _read_either(raw: bytes | bytearray, limits: JsonLimits) -> TokenizeCompleti
 
 async def tokenize(call: HttpCall, request: TokenizeCompletionRequest | TokenizeChatRequest) -> None:
     """Token ids of a text, or of a chat as the model would get it."""
-    state = call.state
-    state.served.check(request.model)
+    model = call.model
     if request.model_extra:
         check_extra(request.model_extra)
     if isinstance(request, TokenizeChatRequest):
@@ -102,42 +102,39 @@ async def tokenize(call: HttpCall, request: TokenizeCompletionRequest | Tokenize
     else:
         text, special = request.prompt, request.add_special_tokens is not False
     with_strings = bool(request.return_token_strs)
-    await call.reply(await state.engine.read(len(text), _tokenized, state, text, special, with_strings))
+    await call.reply(await model.engine.read(len(text), _tokenized, model, text, special, with_strings))
 
 
-def _tokenized(state: ServerState, text: str, special: bool, with_strings: bool) -> bytes:
+def _tokenized(model: ServedModel, text: str, special: bool, with_strings: bool) -> bytes:
     """The answer. A text may be longer than a prompt: its tokens are only counted."""
-    tokenizer = state.tokenizer
-    state.engine.front.inputs.check_length(text, is_cut=True)
+    tokenizer = model.tokenizer
+    model.engine.front.inputs.check_length(text, is_cut=True)
     ids = tokenizer.encode(text, special)
     strings = tokenizer.convert_ids_to_tokens(ids) if with_strings else None
-    return encode(
-        {"count": len(ids), "max_model_len": state.served.max_model_len, "tokens": ids, "token_strs": strings}
-    )
+    return encode({"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": strings})
 
 
 async def detokenize(call: HttpCall, request: DetokenizeRequest) -> None:
     """The text of token ids."""
-    state = call.state
-    state.served.check(request.model)
+    model = call.model
     if request.model_extra:
         check_extra(request.model_extra)
-    tokens, limit = request.tokens, state.served.max_model_len
+    tokens, limit = request.tokens, model.max_model_len
     if len(tokens) > limit:
         raise InputError(
             f"tokens has {len(tokens)} ids; the limit is max_model_len ({limit})", param="tokens", value=len(tokens)
         )
-    vocab_size = state.engine.front.inputs.vocab_size
+    vocab_size = model.engine.front.inputs.vocab_size
     for token_id in (min(tokens, default=0), max(tokens, default=0)):
         if not 0 <= token_id < vocab_size:
             raise InputError(
                 f"tokens holds {token_id}; this model's ids are 0 to {vocab_size - 1}", param="tokens", value=token_id
             )
-    await call.reply(await state.engine.read(len(tokens), _detokenized, state, tokens))
+    await call.reply(await model.engine.read(len(tokens), _detokenized, model, tokens))
 
 
-def _detokenized(state: ServerState, tokens: Sequence[int]) -> bytes:
-    return encode({"prompt": state.tokenizer.decode(tokens)})
+def _detokenized(model: ServedModel, tokens: Sequence[int]) -> bytes:
+    return encode({"prompt": model.tokenizer.decode(tokens)})
 
 
 async def _chat_text(call: HttpCall, request: TokenizeChatRequest) -> str:
@@ -161,13 +158,14 @@ _info = APIRouter(tags=[_TAG])
 async def tokenizer_info(request: Request) -> TokenizerInfo:
     """What the tokenizer is, and its chat template."""
     state: ServerState = request.app.state.quire
-    tokenizer = state.tokenizer
+    model = state.served.base
+    tokenizer = model.tokenizer
     return TokenizerInfo(
         tokenizer_class=type(tokenizer).__name__,
         name_or_path=tokenizer.name_or_path,
         is_fast=tokenizer.is_fast,
         vocab_size=tokenizer.vocab_size,
-        model_max_length=state.served.max_model_len,
-        chat_template=state.chat_template or tokenizer.chat_template,
+        model_max_length=model.max_model_len,
+        chat_template=model.chat_template or tokenizer.chat_template,
         special_tokens=tokenizer.special_tokens_map,
     )

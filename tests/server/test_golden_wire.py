@@ -35,10 +35,10 @@ ALWAYS = {"include_usage": True, "continuous_usage_stats": True}
 @pytest.fixture(autouse=True)
 def fixed(monkeypatch: pytest.MonkeyPatch, fake: Live) -> Iterator[None]:
     monkeypatch.setattr("quire.server.openai.envelope.time.time", lambda: 1794708338.5)
-    fingerprint = fake.state.served.fingerprint
-    object.__setattr__(fake.state.served, "fingerprint", "quire-0.1.0-3919a215")
+    fingerprint = fake.state.served.base.fingerprint
+    object.__setattr__(fake.state.served.base, "fingerprint", "quire-0.1.0-3919a215")
     yield
-    object.__setattr__(fake.state.served, "fingerprint", fingerprint)
+    object.__setattr__(fake.state.served.base, "fingerprint", fingerprint)
 
 
 def results(*, logprobs: bool = False) -> list[RequestOutput]:
@@ -59,12 +59,14 @@ def opened() -> Opened:
 
 def completion(fake: Live, **body: Any) -> CompletionAnswer:
     request = CompletionRequest(prompt="The", **body)
-    return CompletionAnswer(fake.state, request, opened(), "cmpl-8b2850b1b37d1788", only_echo=False)
+    options, model = fake.state.options, fake.state.served.base
+    return CompletionAnswer(options, model, request, opened(), "cmpl-8b2850b1b37d1788", only_echo=False)
 
 
 def chat(fake: Live, **body: Any) -> ChatAnswer:
     prepared = PreparedChat(ChatRequest(messages=HI, **body), Prompt(text="The"), SamplingParams(), None, True)
-    return ChatAnswer(OpenedChat(fake.state, prepared, opened()), "chatcmpl-b93a7cbb2516bcaf")
+    chat = OpenedChat(fake.state.options, fake.state.served.base, prepared, opened())
+    return ChatAnswer(chat, "chatcmpl-b93a7cbb2516bcaf")
 
 
 def stream(answer: Any, **kwargs: Any) -> bytes:
@@ -72,10 +74,9 @@ def stream(answer: Any, **kwargs: Any) -> bytes:
 
 
 def whole(answer: Any, **kwargs: Any) -> bytes:
-    first, *later = results(**kwargs)
-    for result in later:
-        first.add(result)
-    return bytes(answer.whole({"r": first}))
+    for result in results(**kwargs):
+        answer.take([result])
+    return bytes(answer.whole())
 
 
 CASES: dict[str, Any] = {

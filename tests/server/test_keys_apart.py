@@ -201,7 +201,7 @@ def test_salts() -> None:
     made = [one.salt(caller, own) for caller, own in asked]
     assert len(set(made)) == len(made) and not set(made) & {other.salt(caller, own) for caller, own in asked}
     assert one.salt(NOBODY, None) is None and one.salt(NOBODY, "a") == "a"
-    assert Salts(["alice"], b"1" * 32).salt(0, "a") == "a"
+    assert Salts.of(["alice", "alice"], b"1" * 32) is None and Salts.of(KEYS, b"1" * 32) is not None
 
 
 def test_processes_of_one_server_agree(tmp_path: Path) -> None:

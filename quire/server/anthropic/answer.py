@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from quire.schema.outputs import RequestOutput
@@ -16,14 +17,11 @@ from quire.server.openai.chat_open import OpenedChat
 from quire.server.openai.envelope import encode
 from quire.server.parts import AnswerParts, Change, Kind, Part, Step
 
-_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
-_STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
-
 
 class MessageAnswer:
     def __init__(self, chat: OpenedChat, public_id: str) -> None:
         self._id = public_id
-        self._model = chat.state.served.name
+        self._model = chat.model.name
         self._num_prompt_tokens = chat.opened.num_prompt_tokens
         self._num_tokens = 0
         self._parser = chat.new_parser()
@@ -32,30 +30,40 @@ class MessageAnswer:
         self._reason: str | None = None
         self._sequence: str | None = None
 
-    def chunk(self, results: list[RequestOutput]) -> bytes:
-        events: list[bytes] = []
+    def _news(self, results: list[RequestOutput]) -> Iterator[dict[str, Any]]:
+        """What is new, as events that are not encoded yet; the parts grow with it."""
         if not self._begun:
             self._begun = True
-            events += [_event({"type": "message_start", "message": self._message([])}), _PING]
+            yield {"type": "message_start", "message": self._message([])}
+            yield {"type": "ping"}
         for result in results:
             for output in result.outputs:
                 self._num_tokens += len(output.token_ids)
                 ended = output.finish_reason is not None
                 deltas = self._parser.feed(output.text, output.token_ids, final=ended)
                 for step in self._parts.feed(deltas):
-                    events.append(_block_event(step))
+                    yield from _block_events(step)
                 if ended:
                     self._ended(output.finish_reason, output.stop_reason)
-        return b"".join(events)
+
+    def _last_news(self) -> Iterator[dict[str, Any]]:
+        for step in self._parts.end():
+            yield from _block_events(step)
+        delta = {"stop_reason": self._reason, "stop_sequence": self._sequence}
+        yield {"type": "message_delta", "delta": delta, "usage": self._usage()}
+        yield {"type": "message_stop"}
+
+    def chunk(self, results: list[RequestOutput]) -> bytes:
+        return b"".join(map(_event, self._news(results)))
 
     def end(self) -> bytes:
-        events = [_block_event(step) for step in self._parts.end()]
-        delta = {"stop_reason": self._reason, "stop_sequence": self._sequence}
-        events.append(_event({"type": "message_delta", "delta": delta, "usage": self._usage()}))
-        return b"".join([*events, _STOP])
+        return b"".join(map(_event, self._last_news()))
+
+    def take(self, results: list[RequestOutput]) -> None:
+        for _ in self._news(results):
+            pass
 
     def whole(self) -> bytes:
-        """After the last result."""
         return encode(self._message([_block(part) for part in self._parts.all]))
 
     def _ended(self, finish_reason: str | None, stop_reason: int | str | None) -> None:
@@ -89,18 +97,18 @@ def _event(fields: dict[str, Any]) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + encode(fields) + b"\n\n"
 
 
-def _block_event(step: Step) -> bytes:
+def _block_events(step: Step) -> Iterator[dict[str, Any]]:
     part = step.part
     if step.change is Change.GREW:
-        delta = {"type": "content_block_delta", "index": part.index, "delta": _delta(part.kind, step.text)}
-        return _event(delta)
+        yield {"type": "content_block_delta", "index": part.index, "delta": _delta(part.kind, step.text)}
+        return
     if step.change is Change.OPENED:
-        return _event({"type": "content_block_start", "index": part.index, "content_block": _opening(part)})
-    events = b""
+        yield {"type": "content_block_start", "index": part.index, "content_block": _opening(part)}
+        return
     if part.kind is Kind.THOUGHT:
         delta = {"type": "signature_delta", "signature": _signature(part)}
-        events = _event({"type": "content_block_delta", "index": part.index, "delta": delta})
-    return events + _event({"type": "content_block_stop", "index": part.index})
+        yield {"type": "content_block_delta", "index": part.index, "delta": delta}
+    yield {"type": "content_block_stop", "index": part.index}
 
 
 def _delta(kind: Kind, text: str) -> dict[str, str]:
@@ -132,7 +140,7 @@ def _block(part: Part) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """A model may write what is no JSON, or be cut off; its words are then kept under a name of ours."""
+    """A model may write what is not JSON, or be cut off; its words are then kept under a name of ours."""
     try:
         found = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
 """Errors as Anthropic's clients read them: {"type": "error", "error": {"type", "message"}}.
 
-`AnthropicErrors` is a layer outside all others: whoever refused a request to this dialect's routes (keys, size, the
-route itself), the client gets Anthropic's form and status. Must not know: who refused, or why.
+`AnthropicErrors` is a layer outside all others on the paths of this dialect: whoever refused a request (keys, size,
+the route itself), the client gets Anthropic's form and status. Must not know: who refused, or why.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.anthropic.protocol import AnthropicErrorResponse
 from quire.server.errors import ERROR_RESPONSES, Refusal
-from quire.server.middleware import route_path
 
 PATH = "/v1/messages"
 _OVERLOADED = 529
@@ -60,17 +59,13 @@ def _body(status: int, message: str, request_id: str | None) -> bytes:
 
 
 class AnthropicErrors:
-    """Rewrites refusals under /v1/messages, and names every answer there in the header that its clients read."""
+    """Rewrites refusals, and names every answer there in the header that its clients read."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] != "OPTIONS":
-            path = route_path(scope)
-            if path == PATH or path.startswith(PATH + "/"):
-                send = _Rewriter(send)
-        await self.app(scope, receive, send)
+        await self.app(scope, receive, send if scope["method"] == "OPTIONS" else _Rewriter(send))
 
 
 class _Rewriter:

@@ -16,13 +16,13 @@ from quire.server.anthropic.protocol import (
     AnthropicMessagesRequest,
     AnthropicMessagesResponse,
 )
+from quire.server.errors import renamed
 from quire.server.openai.chat_open import PreparedChat, check_reasoning, open_chat, prepare_chat
 from quire.server.openai.envelope import encode
 from quire.server.openai.limits import forget_unused
-from quire.server.renamed import renamed
 from quire.server.route import App, HttpCall, add_route
-from quire.server.state import ServerState
-from quire.server.stream import drain, send_events
+from quire.server.served import ServedModel
+from quire.server.stream import drained, send_events
 
 _TAG = "anthropic"
 
@@ -39,8 +39,8 @@ def add_routes(app: App) -> None:
 
 
 def install(app: App) -> None:
-    """After all other layers: this one is outside them."""
-    app.add_middleware(AnthropicErrors)
+    """Whoever refuses a request to these paths, the client is told in its own form."""
+    app.dialects[PATH] = AnthropicErrors
 
 
 async def create_message(call: HttpCall, request: AnthropicMessagesRequest) -> None:
@@ -48,8 +48,6 @@ async def create_message(call: HttpCall, request: AnthropicMessagesRequest) -> N
 
     Streams with `stream: true`.
     """
-    state = call.state
-    state.served.check(request.model)
     prepared = await _prepare(call, request)
     public_id = f"msg_{call.request_id(None)}"
     with renamed(NAMES):
@@ -59,27 +57,25 @@ async def create_message(call: HttpCall, request: AnthropicMessagesRequest) -> N
         if request.stream:
             await send_events(call, flow, answer, done=b"", failed=error_event)
         else:
-            await drain(call, flow, answer)
-            await call.reply(answer.whole())
+            await call.reply(await drained(call, flow, answer))
 
 
 async def count_message_tokens(call: HttpCall, request: AnthropicCountTokensRequest) -> None:
     """How many tokens the prompt of such a message has."""
-    state = call.state
-    state.served.check(request.model)
+    model = call.model
     text = (await _prepare(call, request)).prompt.text or ""
-    count = await state.engine.read(len(text), _num_tokens, state, text)
+    count = await model.engine.read(len(text), _num_tokens, model, text)
     await call.reply(encode({"input_tokens": count}))
 
 
-def _num_tokens(state: ServerState, text: str) -> int:
-    state.engine.front.inputs.check_length(text, is_cut=True, param="messages")
-    return len(state.tokenizer.encode(text, False))
+def _num_tokens(model: ServedModel, text: str) -> int:
+    model.engine.front.inputs.check_length(text, is_cut=True, param="messages")
+    return len(model.tokenizer.encode(text, False))
 
 
 async def _prepare(call: HttpCall, request: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> PreparedChat:
     if request.thinking is not None and request.thinking.type == "enabled":
-        check_reasoning(call.state, "thinking")
+        check_reasoning(call.model, "thinking")
     with renamed(NAMES):
         asked = await call.apart(chat_request, request)
         forget_unused(request.model_extra)

@@ -61,7 +61,7 @@ async def console_stats(request: Request) -> EngineStats:
     front = state.engine.front
     facts = EngineStats(
         version=__version__,
-        model=state.served.names[0],
+        model=state.served.base.name,
         uptime=time.time() - state.started_at,
         max_model_len=front.ready.max_model_len,
         max_num_seqs=state.config.scheduler_config.max_num_seqs,

@@ -14,7 +14,7 @@ from quire.llm.beam_limits import BeamLimits
 from quire.schema.errors import InputError, NotBuiltError
 from quire.schema.params import BeamSearchParams, StructuredOutputsParams
 from quire.server.openai.protocol import GenerateRequest
-from quire.server.state import ServerState
+from quire.server.route import HttpCall
 
 if TYPE_CHECKING:
     from quire.llm.beam_flow import BeamFlow
@@ -55,15 +55,16 @@ def check_beams(request: GenerateRequest) -> None:
 
 
 def open_beams(
-    state: ServerState, request: GenerateRequest, requests: Sequence[PreparedRequest], options: Options,
+    call: HttpCall, request: GenerateRequest, requests: Sequence[PreparedRequest], options: Options,
     constraint: StructuredOutputsParams | None,
 ) -> BeamFlow:  # fmt: skip
     """None of `requests` runs yet; all have the same parameters."""
     params = requests[0].params
     if params.prompt_logprobs is not None:
         raise InputError("echo with logprobs cannot be given with use_beam_search", param="echo")
-    structured = state.config.structured_outputs_config
-    held, thinks = constraint is not None, state.parsers.reasoning is not None
+    model, limits = call.model, call.state.options
+    structured = model.config.structured_outputs_config
+    held, thinks = constraint is not None, model.parsers.reasoning is not None
     if held and thinks and not structured.enable_in_reasoning:
         raise NotBuiltError(
             "use_beam_search with a form of the answer holds from the first token on and leaves no room for thought: "
@@ -80,7 +81,7 @@ def open_beams(
         structured_outputs=constraint,
     )
     most = BeamLimits(
-        state.options.max_beam_tokens, state.options.max_logprobs_per_request, " (--max-beam-tokens)",
+        limits.max_beam_tokens, limits.max_logprobs_per_request, " (--max-beam-tokens)",
         " (--max-logprobs-per-request)",
     )  # fmt: skip
-    return state.engine.open_beams(requests, beams, options, most)
+    return model.engine.open_beams(requests, beams, options, most)

@@ -6,21 +6,19 @@ next. Each conversation is a chat like any other (chat_open.py). Must not know: 
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 from pydantic import Field
 
 from quire.schema.errors import InputError
+from quire.schema.outputs import RequestOutput
 from quire.server.openai.chat import ChatAnswer
-from quire.server.openai.chat_open import OpenedChat, prepare_chat
+from quire.server.openai.chat_open import OpenedChat, PreparedChat, prepare_chat
 from quire.server.openai.chat_protocol import ChatRequest, ChatResponse, Message
-from quire.server.openai.envelope import encode
+from quire.server.openai.envelope import to_json
 from quire.server.openai.limits import check_request
 from quire.server.openai.params import Opened, open_requests
 from quire.server.openai.protocol import ListOf
 from quire.server.route import App, HttpCall, add_route
-from quire.server.stream import fold
+from quire.server.stream import drained
 
 PATH = "/v1/chat/completions/batch"
 _ALONE = ("stream", "tools", "tool_choice")  # of one conversation only
@@ -40,10 +38,8 @@ def add_routes(app: App) -> None:
 
 async def create_chat_batch(call: HttpCall, request: BatchChatRequest) -> None:
     """Answer several conversations."""
-    state = call.state
-    state.served.check(request.model)
     prepared = [await prepare_chat(call, one) for one in await call.apart(_each, request)]
-    check_request(prepared[0].request, state.options, len(prepared))
+    check_request(prepared[0].request, call.state.options, len(prepared))
     public_id = f"chatcmpl-{call.request_id(request.request_id)}"
     first = prepared[0]
     opened = await open_requests(
@@ -52,11 +48,36 @@ async def create_chat_batch(call: HttpCall, request: BatchChatRequest) -> None:
         continues=bool(first.request.continue_final_message),
     )  # fmt: skip
     with opened.flow as flow:
-        answers = [
-            ChatAnswer(OpenedChat(state, one, _alone(opened, index)), public_id) for index, one in enumerate(prepared)
-        ]
-        results = await fold(call, flow)
-    await call.reply(_joined([msgspec.json.decode(answer.whole(results)) for answer in answers]))
+        answer = _BatchAnswer(call, prepared, opened, public_id)
+        await call.reply(await drained(call, flow, answer))
+
+
+class _BatchAnswer:
+    """The answers to all conversations as one."""
+
+    def __init__(self, call: HttpCall, prepared: list[PreparedChat], opened: Opened, public_id: str) -> None:
+        options, model = call.state.options, call.model
+        chats = [OpenedChat(options, model, one, _alone(opened, index)) for index, one in enumerate(prepared)]
+        self._answers = [ChatAnswer(chat, public_id) for chat in chats]
+        self._indices = opened.indices
+
+    def take(self, results: list[RequestOutput]) -> None:
+        for result in results:
+            self._answers[self._indices[result.request_id]].take([result])
+
+    def end(self) -> None:
+        """Nothing follows a whole answer."""
+
+    def whole(self) -> bytes:
+        responses = [answer.response() for answer in self._answers]
+        first = responses[0]
+        first.choices = [choice for response in responses for choice in response.choices]
+        for index, choice in enumerate(first.choices):
+            choice.index = index
+        for later in responses[1:]:
+            for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+                setattr(first.usage, name, getattr(first.usage, name) + getattr(later.usage, name))
+        return to_json(first)
 
 
 def _each(request: BatchChatRequest) -> list[ChatRequest]:
@@ -73,14 +94,3 @@ def _alone(opened: Opened, index: int) -> Opened:
     """One conversation's part of what runs."""
     prepared = opened.requests[index]
     return Opened(opened.flow, (prepared,), {prepared.request_id: 0})
-
-
-def _joined(answers: list[dict[str, Any]]) -> bytes:
-    whole = answers[0]
-    choices = [choice for answer in answers for choice in answer["choices"]]
-    for index, choice in enumerate(choices):
-        choice["index"] = index
-    usage = whole["usage"]
-    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
-        usage[name] = sum(answer["usage"][name] for answer in answers)
-    return encode({**whole, "choices": choices, "usage": usage})

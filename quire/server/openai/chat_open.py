@@ -1,30 +1,39 @@
 """From a chat request to requests of the engine: checked, rendered, opened. Every dialect with messages comes through.
 
 In: a ChatRequest (other dialects make one of their own). Out: PreparedChat, which is what would be sent, and
-OpenedChat, which runs and knows the parser of its answers. Must not know: how answers are written.
+OpenedChat, which runs and knows the parser of its answers. Owns: which template a request may use, and where it is read
+and rendered: the server's own in this process, one that came with the request (or variables that are more than words
+and numbers) apart, in a process with limits. Must not know: how answers are written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from quire.schema.errors import InputError
+from quire.config.server import ServerConfig
+from quire.schema.errors import InputError, OverloadedError
 from quire.schema.params import SamplingParams, StructuredOutputsParams
 from quire.schema.prompt import Prompt
-from quire.server.openai.chat_prompt import render_prompt
 from quire.server.openai.chat_protocol import ChatRequest
 from quire.server.openai.limits import check_chat, check_request
 from quire.server.openai.params import Opened, most_tokens, open_requests, sampling_params
 from quire.server.openai.tool_choice import NO_TOOLS, ToolUse, read_tool_use
 from quire.server.route import HttpCall
+from quire.server.served import ServedModel
 from quire.server.state import ServerState
-from quire.text.parse.base import OutputParser
+from quire.text.chat import check_variables, render_chat
+from quire.text.parse.base import OutputParser, PlainParser
 from quire.text.parse.compose import ParseRequest
 from quire.text.parse.reasoning import ReasoningFormat
+
+_LONG_WORD = 1024  # characters of a variable that is still a word
+_MOST_APART = 64  # templates of requests that are rendered or wait for it
 
 
 @dataclass(frozen=True)
@@ -42,18 +51,21 @@ class PreparedChat:
 
 @dataclass(frozen=True)
 class OpenedChat:
-    state: ServerState
+    options: ServerConfig
+    model: ServedModel
     prepared: PreparedChat
     opened: Opened
 
     @property
     def role(self) -> str:
         request = self.prepared.request
-        return self.state.options.response_role if self.prepared.opens else str(request.messages[-1]["role"])
+        return self.options.response_role if self.prepared.opens else str(request.messages[-1]["role"])
 
     def new_parser(self) -> OutputParser:
         """One for each answer."""
         prepared, request = self.prepared, self.prepared.request
+        if not prepared.tools.tools and self.model.parsers.reasoning is None:
+            return PlainParser()
         ask = ParseRequest(
             prompt=prepared.prompt.text,
             continues=bool(request.continue_final_message),
@@ -64,12 +76,12 @@ class OpenedChat:
             include_reasoning=request.include_reasoning is not False,
             request=request,
         )
-        return self.state.parsers.parser(ask)
+        return self.model.parsers.parser(ask)
 
 
-def check_reasoning(state: ServerState, param: str) -> None:
+def check_reasoning(model: ServedModel, param: str) -> None:
     """For dialects in which thought must be asked for."""
-    if state.parsers.reasoning is None:
+    if model.parsers.reasoning is None:
         raise InputError(f"{param}: this server has no reasoning parser (--reasoning-parser)", param=param)
 
 
@@ -83,22 +95,22 @@ class _ChatSettings(NamedTuple):
     params: SamplingParams
 
 
-def _settle(state: ServerState, request: ChatRequest) -> _ChatSettings:
-    check_request(request, state.options, 1)
-    check_chat(request, state.options)
-    tools = read_tool_use(request, state.options)
+def _settle(options: ServerConfig, model: ServedModel, request: ChatRequest) -> _ChatSettings:
+    check_request(request, options, 1)
+    check_chat(request, options)
+    tools = NO_TOOLS if request.tool_choice is None and not request.tools else read_tool_use(request, options)
     if tools.tools:
-        request = state.parsers.adjusted(request)
+        request = model.parsers.adjusted(request)
     opens = request.add_generation_prompt
     opens = not request.continue_final_message if opens is None else opens
     name = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
     asked = request.max_completion_tokens if name == "max_completion_tokens" else request.max_tokens
-    most = most_tokens(state, asked, None, name=name)
+    most = most_tokens(model, asked, None, name=name)
     further: dict[str, Any] = {"logprobs": request.top_logprobs or 0} if request.logprobs else {}
-    if request.skip_special_tokens is None and state.keeps_special[bool(tools.tools)]:
+    if request.skip_special_tokens is None and model.keeps_special[bool(tools.tools)]:
         further["skip_special_tokens"] = False
-    params = sampling_params(request, state, max_tokens=most, **further)
-    if (held := _held_to(state, tools, params)) is not None:
+    params = sampling_params(request, model, max_tokens=most, **further)
+    if (held := _held_to(model, tools, params)) is not None:
         params = replace(params, structured_outputs=held)
     return _ChatSettings(request, tools, opens, asked, params)
 
@@ -107,13 +119,13 @@ async def prepare_chat(
     call: HttpCall, request: ChatRequest, variables: Mapping[str, Any] | None = None
 ) -> PreparedChat:
     """`variables` of the template are the dialect's own; those of the request go before them."""
-    state = call.state
-    request, tools, opens, asked, params = await call.apart(_settle, state, request)
+    options, model = call.state.options, call.model
+    request, tools, opens, asked, params = await call.apart(_settle, options, model, request)
     variables = {**(variables or {}), **(request.chat_template_kwargs or {})}
-    thinking = _thinking({**(state.options.default_chat_template_kwargs or {}), **variables})
+    thinking = _thinking({**(options.default_chat_template_kwargs or {}), **variables})
     text = await chat_text(call, request, opens, variables)
-    if tools.schema is not None and state.config.structured_outputs_config.enable_in_reasoning:
-        _check_no_thought(state, text, bool(request.continue_final_message), thinking)
+    if tools.schema is not None and model.config.structured_outputs_config.enable_in_reasoning:
+        _check_no_thought(model, text, bool(request.continue_final_message), thinking)
     return PreparedChat(request, Prompt(text=text), params, asked, opens, tools, thinking)
 
 
@@ -142,19 +154,19 @@ def _thinking(variables: Mapping[str, Any]) -> bool | None:
     return said[0] if said else None
 
 
-def _held_to(state: ServerState, tools: ToolUse, params: SamplingParams) -> StructuredOutputsParams | None:
+def _held_to(model: ServedModel, tools: ToolUse, params: SamplingParams) -> StructuredOutputsParams | None:
     """What calls ask of the answer."""
     if tools.schema is not None:
         return StructuredOutputsParams(json=tools.schema)
     if not tools.tools or params.structured_outputs is not None:  # a form of the whole answer leaves no room for calls
         return None
-    tag = state.parsers.strict_tag(tools.tools, parallel=tools.parallel)
+    tag = model.parsers.strict_tag(tools.tools, parallel=tools.parallel)
     return None if tag is None else StructuredOutputsParams(structural_tag=tag)
 
 
-def _check_no_thought(state: ServerState, prompt: str, continues: bool, thinking: bool | None) -> None:
+def _check_no_thought(model: ServedModel, prompt: str, continues: bool, thinking: bool | None) -> None:
     """The grammar holds from the first token on, and that one would be a thought's."""
-    reasoning = state.parsers.reasoning
+    reasoning = model.parsers.reasoning
     if not isinstance(reasoning, ReasoningFormat):
         return
     if reasoning.begins_inside(prompt, continues=continues, thinking=thinking):
@@ -173,4 +185,70 @@ async def open_chat(call: HttpCall, prepared: PreparedChat, public_id: str) -> O
         add_special_tokens=bool(request.add_special_tokens), most=prepared.most,
         continues=bool(request.continue_final_message), thinking=prepared.thinking,
     )  # fmt: skip
-    return OpenedChat(call.state, prepared, opened)
+    return OpenedChat(call.state.options, call.model, prepared, opened)
+
+
+# ---- the prompt's text ----------------------------------------------------------------------------------------------
+
+
+async def render_prompt(
+    call: HttpCall,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    chat_template: str | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+    reasoning_effort: str | None = None,
+    mark: str = "",
+) -> str:
+    """The caller has checked that the request may bring a template, and that its variables are few and small."""
+    state, model = call.state, call.model
+    check_variables(model.tokenizer, chat_template_kwargs)
+    if chat_template is not None and "{" not in chat_template:
+        raise InputError(
+            f"chat_template must be Jinja text, and {chat_template!r:.100} has no braces", param="chat_template"
+        )
+    variables = dict(state.options.default_chat_template_kwargs or {})
+    if reasoning_effort is not None:
+        variables["reasoning_effort"] = reasoning_effort
+    variables.update(chat_template_kwargs or {})
+    apart = chat_template is not None or not all(map(_is_word, (chat_template_kwargs or {}).values()))
+    render = functools.partial(
+        render_chat,
+        model.tokenizer,
+        messages,
+        tools=tools,
+        chat_template=chat_template if chat_template is not None else model.chat_template,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        template_kwargs=variables,
+        content_format=state.options.chat_template_content_format,
+        documents=documents,
+        trusted=not apart,
+        mark=mark,
+    )
+    if not apart:
+        return await call.apart(render)
+    return await _render_apart(state, render)
+
+
+async def _render_apart(state: ServerState, render: Callable[[], str]) -> str:
+    load = state.templates_load
+    if load.count >= _MOST_APART:
+        raise OverloadedError(
+            f"{load.count} chat templates of requests wait to be rendered; the limit is {_MOST_APART}"
+        )
+    load.count += 1
+    try:
+        return await asyncio.get_running_loop().run_in_executor(state.templates, render)
+    finally:
+        load.count -= 1
+
+
+def _is_word(value: Any) -> bool:
+    return (
+        value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) <= _LONG_WORD)
+    )

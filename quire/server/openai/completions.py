@@ -1,8 +1,8 @@
 """POST /v1/completions: prompts in, continuations out.
 
-In: a CompletionRequest. Out: one JSON answer, or its chunks. Choice i of prompt p has index p * n + i. Both forms are
-made from the same results; a chunk that holds nothing but text is put together from bytes encoded beforehand.
-Must not know: engines, sockets.
+In: a CompletionRequest. Out: one JSON answer, or its chunks. Choice i of prompt p has index p * n + i. A whole answer
+is the fold of what a stream writes piece by piece; a chunk that holds nothing but text is put together from bytes
+encoded beforehand. Must not know: engines, sockets.
 """
 
 from __future__ import annotations
@@ -10,22 +10,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from quire.config.server import ServerConfig
 from quire.engine.inputs import PreparedRequest
 from quire.schema.errors import InputError
 from quire.schema.outputs import CompletionOutput, RequestOutput
 from quire.schema.params import SamplingParams
 from quire.schema.prompt import Prompt
-from quire.server.openai.envelope import Envelope, encode
+from quire.server.openai.envelope import Envelope, WireTemplate, encode, to_json
 from quire.server.openai.limits import check_request
 from quire.server.openai.logprobs import TokenNames, completion_logprobs, prompt_logprobs
 from quire.server.openai.params import Opened, fitting_ids, most_tokens, open_requests, sampling_params
-from quire.server.openai.protocol import CompletionRequest
+from quire.server.openai.protocol import (
+    CompletionChoice,
+    CompletionChunk,
+    CompletionChunkChoice,
+    CompletionRequest,
+    CompletionResponse,
+)
 from quire.server.route import HttpCall
-from quire.server.state import ServerState
-from quire.server.stream import fold, rendered, send_events
+from quire.server.served import ServedModel
+from quire.server.stream import drained, send_events
 
 DEFAULT_MAX_TOKENS = 16
-_PLAIN_END = b',"logprobs":null,"finish_reason":null,"stop_reason":null,"prompt_token_ids":null,"token_ids":null}]}\n\n'
+# a chunk that holds nothing but text, in two halves
+_PLAIN = CompletionChunkChoice(
+    index=0, text="", logprobs=None, finish_reason=None, stop_reason=None, prompt_token_ids=None, token_ids=None
+)
+_PLAIN_START, _PLAIN_END = (to_json(_PLAIN) + b"]}\n\n").split(b'""')
+_LAST = WireTemplate(
+    CompletionChunkChoice(
+        index=-1, text="<text>", logprobs=None, finish_reason="<why>", stop_reason="<stop>", prompt_token_ids=None,
+        token_ids=None,
+    ),
+    -1, "<text>", "<why>", "<stop>",
+)  # fmt: skip
 
 
 async def create_completion(call: HttpCall, request: CompletionRequest) -> None:
@@ -33,22 +51,19 @@ async def create_completion(call: HttpCall, request: CompletionRequest) -> None:
 
     Streams with `stream: true`.
     """
-    state = call.state
-    state.served.check(request.model)
-    ready = await call.apart(prepare_completion, state, request)
+    ready = await call.apart(prepare_completion, call.state.options, call.model, request)
     public_id = f"cmpl-{call.request_id(request.request_id)}"
     opened = await open_requests(
         call, request, public_id, ready.prompts, ready.params, add_special_tokens=ready.special, most=ready.most
     )
     with opened.flow:
-        answer = CompletionAnswer(state, request, opened, public_id, only_echo=ready.only_echo)
+        answer = CompletionAnswer(call.state.options, call.model, request, opened, public_id, only_echo=ready.only_echo)
         if request.echo:
-            await state.engine.read(opened.num_prompt_tokens, answer.find_echoes)
+            await call.model.engine.read(opened.num_prompt_tokens, answer.find_echoes)
         if request.stream:
             await send_events(call, opened.flow, answer)
         else:
-            results = await fold(call, opened.flow)
-            await call.reply(await rendered(call, results.values(), answer.whole, results))
+            await call.reply(await drained(call, opened.flow, answer))
 
 
 class PreparedCompletion(NamedTuple):
@@ -61,12 +76,12 @@ class PreparedCompletion(NamedTuple):
     only_echo: bool
 
 
-def prepare_completion(state: ServerState, request: CompletionRequest) -> PreparedCompletion:
-    check_request(request, state.options, num_prompts(request))
-    prompts = read_prompts(request, state.served.max_model_len)
+def prepare_completion(options: ServerConfig, model: ServedModel, request: CompletionRequest) -> PreparedCompletion:
+    check_request(request, options, num_prompts(request))
+    prompts = read_prompts(request, model.max_model_len)
     only_echo = bool(request.echo) and request.max_tokens == 0
     asked = None if only_echo else request.max_tokens
-    most = 1 if only_echo else most_tokens(state, asked, DEFAULT_MAX_TOKENS)
+    most = 1 if only_echo else most_tokens(model, asked, DEFAULT_MAX_TOKENS)
     further: dict[str, Any] = {}
     if request.logprobs is None and request.logprob_token_ids:
         further["logprobs"] = 0
@@ -74,7 +89,7 @@ def prepare_completion(state: ServerState, request: CompletionRequest) -> Prepar
         further["logprobs"] = request.logprobs
         if request.echo and request.prompt_logprobs is None:
             further["prompt_logprobs"] = request.logprobs
-    params = sampling_params(request, state, max_tokens=most, **further)
+    params = sampling_params(request, model, max_tokens=most, **further)
     return PreparedCompletion(prompts, params, asked, request.add_special_tokens is not False, only_echo)
 
 
@@ -98,135 +113,98 @@ def read_prompts(request: CompletionRequest, max_model_len: int) -> list[Prompt]
     return [Prompt(token_ids=fitting_ids(ids, request, max_model_len)) for ids in given]
 
 
-class _CompletionChoiceStream:
-    """One growing answer."""
+class _TextChoice:
+    """One growing answer. Its pieces are collected only where the answer is to be whole."""
 
-    __slots__ = ("begun", "head", "index", "num_tokens", "offset")
+    __slots__ = (
+        "begun", "end", "index", "logprobs", "num_tokens", "offset", "pieces", "plain_start", "prompt", "token_ids",
+    )  # fmt: skip
 
-    def __init__(self, index: int, head: bytes) -> None:
-        self.index = index
-        self.head = head + b'{"index":%d,"text":' % index
+    def __init__(self, index: int, prompt: int) -> None:
+        self.index, self.prompt = index, prompt
+        self.plain_start = b""
         self.begun = False
         self.num_tokens = 0
         self.offset = 0  # where the next token's text begins
+        self.pieces: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: dict[str, list[Any]] | None = None
+        self.end: tuple[str | None, int | str | None] = None, None
+
+
+_Piece = tuple[str, Sequence[int], Any, bool]  # text, token ids and log probabilities; whether it is the first
 
 
 class CompletionAnswer:
-    """One call's results as OpenAI's text completions."""
+    """One call's results as OpenAI's text completions. `_piece` is the one producer of both forms: a stream writes its
+    pieces, a whole answer is their fold."""
 
     def __init__(
-        self, state: ServerState, request: CompletionRequest, opened: Opened, public_id: str, *, only_echo: bool
-    ) -> None:
-        self._request, self._state, self._opened = request, state, opened
+        self, options: ServerConfig, model: ServedModel, request: CompletionRequest, opened: Opened, public_id: str,
+        *, only_echo: bool,
+    ) -> None:  # fmt: skip
+        self._request, self._opened = request, opened
+        self._tokenizer = model.engine.tokenizer
         self._only_echo = only_echo
         self._n = request.n or 1
-        self._envelope = Envelope(state, request, opened, public_id, "text_completion")
+        self._envelope = Envelope(options, model, request, opened, public_id, CompletionChunk)
         as_ids = request.return_tokens_as_token_ids
-        as_ids = state.options.return_tokens_as_token_ids if as_ids is None else as_ids
-        self._names = TokenNames(state.engine.tokenizer, as_ids=as_ids)
+        as_ids = options.return_tokens_as_token_ids if as_ids is None else as_ids
+        self._names = TokenNames(self._tokenizer, as_ids=as_ids)
         total = len(opened.requests) * self._n
-        self._choices = [_CompletionChoiceStream(index, self._envelope.head) for index in range(total)]
+        self._choices = [_TextChoice(index, index // self._n) for index in range(total)]
         self._echoes: list[str] = []
         self._with_logprobs = request.logprobs is not None or bool(request.logprob_token_ids)
         self._is_plain = not self._with_logprobs and not request.return_token_ids and not self._envelope.continuous
         self._needs_prompt = bool(request.echo) and request.logprobs is not None
-        self._held: dict[str, RequestOutput] = {}  # until the prompt's log probabilities are there
-        self._prompts: dict[str, Sequence[Any]] = {}
+        self._waiting: dict[str, RequestOutput] = {}  # for the log probabilities of their prompts
+        self._prompts: dict[str, Sequence[Any]] = {}  # these, by request
 
     def find_echoes(self) -> None:
         """Before the first result, where prompts are to be shown."""
         self._echoes = [self._echo_of(one) for one in self._opened.requests]
 
-    # ---- streamed ----------------------------------------------------------------------------------------------
-
-    def chunk(self, results: list[RequestOutput]) -> bytes:
-        parts: list[bytes] = []
-        for found in results:
-            result = self._with_prompt(found) if self._needs_prompt else found
-            if result is None:
-                continue
+    def _ready(self, results: Sequence[RequestOutput]) -> Sequence[RequestOutput]:
+        """Those of which something can be shown."""
+        if self._needs_prompt:
+            results = [ready for result in results if (ready := self._with_prompt(result)) is not None]
+        for result in results:
             if result.finished:
                 self._envelope.note_cached(result.request_id, result.num_cached_tokens)
-            first = self._opened.indices[result.request_id] * self._n
-            for output in result.outputs:
-                parts.append(self._event(self._choices[first + output.index], result, output))
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def end(self) -> bytes:
-        if not self._envelope.include_usage:
-            return b""
-        return self._envelope.usage_chunk(sum(choice.num_tokens for choice in self._choices))
-
-    def _event(self, choice: _CompletionChoiceStream, result: RequestOutput, output: CompletionOutput) -> bytes:
-        if self._is_plain and choice.begun and output.finish_reason is None:
-            choice.num_tokens += len(output.token_ids)
-            return choice.head + encode(output.text) + _PLAIN_END if output.text else b""
-        first = not choice.begun
-        shown = self._choice(choice, result, output)
-        ids = shown["prompt_token_ids"] if first else None
-        if self._is_plain and not shown["text"] and shown["finish_reason"] is None and not first:
-            return b""
-        fields = {
-            "index": choice.index,
-            "text": shown["text"],
-            "logprobs": shown["logprobs"],
-            "finish_reason": shown["finish_reason"],
-            "stop_reason": shown["stop_reason"],
-            "prompt_token_ids": ids,
-            "token_ids": shown["token_ids"],
-        }
-        end = b"]}\n\n"
-        if self._envelope.continuous:
-            prompt_tokens = len(result.prompt_token_ids or ())
-            end = b'],"usage":' + encode(self._envelope.usage(choice.num_tokens, prompt_tokens)) + b"}\n\n"
-        return self._envelope.head + encode(fields) + end
+            if result.prompt_logprobs is not None:
+                self._prompts[result.request_id] = result.prompt_logprobs
+        return results
 
     def _with_prompt(self, result: RequestOutput) -> RequestOutput | None:
         """None while the prompt's log probabilities, which come before all text, are not there yet."""
         if result.request_id in self._prompts:
             return result
-        if (earlier := self._held.pop(result.request_id, None)) is not None:
+        if (earlier := self._waiting.pop(result.request_id, None)) is not None:
             earlier.add(result)
             result = earlier
-        if result.prompt_logprobs is None:
-            self._held[result.request_id] = result
+        if result.prompt_logprobs is None and not result.finished:
+            self._waiting[result.request_id] = result
             return None
-        self._prompts[result.request_id] = result.prompt_logprobs
         return result
 
-    # ---- whole -------------------------------------------------------------------------------------------------
-
-    def whole(self, results: dict[str, RequestOutput]) -> bytes:
-        shown = []
-        for prepared in self._opened.requests:
-            result = results[prepared.request_id]
-            self._envelope.note_cached(prepared.request_id, result.num_cached_tokens)
-            if self._needs_prompt:
-                self._prompts[prepared.request_id] = result.prompt_logprobs or ()
-            first = self._opened.indices[prepared.request_id] * self._n
-            for output in sorted(result.outputs, key=lambda one: one.index):
-                shown.append(self._choice(self._choices[first + output.index], result, output))
-        return self._envelope.whole(shown, sum(choice.num_tokens for choice in self._choices))
-
-    # ---- both --------------------------------------------------------------------------------------------------
-
-    def _choice(
-        self, choice: _CompletionChoiceStream, result: RequestOutput, output: CompletionOutput
-    ) -> dict[str, Any]:
-        """A choice of a whole answer, or what is new in one."""
+    def _piece(self, choice: _TextChoice, result: RequestOutput, output: CompletionOutput) -> _Piece:
+        """What is new in an answer: the one way from results to what is shown of them."""
+        if self._is_plain and choice.begun:
+            choice.num_tokens += len(output.token_ids)
+            return output.text, output.token_ids, None, False
         request = self._request
-        text, token_ids, positions = output.text, output.token_ids, list(output.logprobs or ())
+        text, token_ids, positions = output.text, output.token_ids, output.logprobs or ()
         if self._only_echo:
-            text, token_ids, positions = "", [], []
+            text, token_ids, positions = "", [], ()
         choice.num_tokens += len(token_ids)
         first, choice.begun = not choice.begun, True
         all_ids: Sequence[int] = token_ids
         all_positions: Sequence[Any] = positions
         echo, num_echoed = "", 0
         if first and request.echo:
-            echo = self._echoes[self._opened.indices[result.request_id]]
+            echo = self._echoes[choice.prompt]
             text = echo + text
-            if self._needs_prompt:
+            if self._needs_prompt and result.request_id in self._prompts:
                 num_echoed = len(result.prompt_token_ids or ())
                 all_ids = [*(result.prompt_token_ids or ()), *token_ids]
                 all_positions = [*self._prompts[result.request_id], *positions]
@@ -238,22 +216,93 @@ class CompletionAnswer:
                 self._names, all_ids, all_positions, choice.offset, echo=echo, num_echoed=num_echoed,
                 skips_special=request.skip_special_tokens is not False,
             )  # fmt: skip
-        wanted = request.prompt_logprobs is not None
-        return {
-            "index": choice.index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-            "token_ids": token_ids if request.return_token_ids else None,
-            "prompt_logprobs": prompt_logprobs(result.prompt_logprobs) if wanted else None,
-            "prompt_token_ids": result.prompt_token_ids if request.return_token_ids else None,
-            "routed_experts": None,
-        }
+        return text, token_ids, logprobs, first
+
+    # ---- streamed ----------------------------------------------------------------------------------------------
+
+    def chunk(self, results: list[RequestOutput]) -> bytes:
+        parts: list[bytes] = []
+        for result in self._ready(results):
+            first = self._opened.indices[result.request_id] * self._n
+            for output in result.outputs:
+                parts.append(self._event(self._choices[first + output.index], result, output))
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def end(self) -> bytes:
+        if not self._envelope.include_usage:
+            return b""
+        return self._envelope.usage_chunk(sum(choice.num_tokens for choice in self._choices))
+
+    def _event(self, choice: _TextChoice, result: RequestOutput, output: CompletionOutput) -> bytes:
+        text, token_ids, logprobs, first = self._piece(choice, result, output)
+        if self._is_plain:
+            if not first and output.finish_reason is None:
+                return choice.plain_start + encode(text) + _PLAIN_END if text else b""
+            if first:
+                choice.plain_start = self._envelope.head + _PLAIN_START.replace(b"0", b"%d" % choice.index, 1)
+            last = _LAST.fill(choice.index, text, output.finish_reason, output.stop_reason)
+            return self._envelope.head + last + b"]}\n\n"
+        shows_ids = self._request.return_token_ids
+        prompt_ids = self._opened.requests[choice.prompt].token_ids
+        news = CompletionChunkChoice(
+            index=choice.index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+            prompt_token_ids=list(prompt_ids) if shows_ids and first else None,
+            token_ids=list(token_ids) if shows_ids else None,
+        )
+        usage = self._envelope.usage(choice.num_tokens, len(prompt_ids)) if self._envelope.continuous else None
+        return self._envelope.event(news, usage)
+
+    # ---- whole -------------------------------------------------------------------------------------------------
+
+    def take(self, results: list[RequestOutput]) -> None:
+        for result in self._ready(results):
+            first = self._opened.indices[result.request_id] * self._n
+            for output in result.outputs:
+                self._collect(self._choices[first + output.index], result, output)
+
+    def _collect(self, choice: _TextChoice, result: RequestOutput, output: CompletionOutput) -> None:
+        text, token_ids, logprobs, _ = self._piece(choice, result, output)
+        choice.pieces.append(text)
+        if self._request.return_token_ids:
+            choice.token_ids += token_ids
+        if choice.logprobs is None:
+            choice.logprobs = logprobs
+        else:
+            for name, entries in choice.logprobs.items():
+                entries += logprobs[name]
+        choice.end = output.finish_reason, output.stop_reason
+
+    def whole(self) -> bytes:
+        """After the last result."""
+        choices = [self._whole_choice(choice) for choice in self._choices if choice.begun]
+        return to_json(
+            self._envelope.whole(CompletionResponse, choices, sum(choice.num_tokens for choice in self._choices))
+        )
+
+    def _whole_choice(self, choice: _TextChoice) -> CompletionChoice:
+        request, prepared = self._request, self._opened.requests[choice.prompt]
+        finish_reason, stop_reason = choice.end
+        logprobs: Any = choice.logprobs
+        positions = self._prompts.get(prepared.request_id) if request.prompt_logprobs is not None else None
+        of_prompt: Any = prompt_logprobs(positions)
+        return CompletionChoice(
+            index=choice.index,
+            text="".join(choice.pieces),
+            logprobs=logprobs,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            token_ids=choice.token_ids if request.return_token_ids else None,
+            prompt_logprobs=of_prompt,
+            prompt_token_ids=list(prepared.token_ids) if request.return_token_ids else None,
+            routed_experts=None,
+        )
 
     def _echo_of(self, prepared: PreparedRequest) -> str:
         """The prompt as it was given, unless only a part of it was used; of ids the whole text, as `tokens` has it."""
         if prepared.text is not None and self._request.truncate_prompt_tokens is None:
             return prepared.text
-        tokenizer = self._state.engine.tokenizer
-        return "" if tokenizer is None else tokenizer.decode(prepared.token_ids, skip_special_tokens=False)
+        return "" if self._tokenizer is None else self._tokenizer.decode(prepared.token_ids, skip_special_tokens=False)

@@ -1,6 +1,7 @@
 """What a request may not ask: too much of something, or what this version does not have. Each refusal names the field.
 
-In: a request of the wire, the server's limits. Out: nothing, or one InputError. Checked before anything is allocated.
+In: a request of the wire, the server's limits; then its prompts and parameters, before and after tokenizing. Out:
+nothing, or one InputError. Checked before anything is allocated.
 Must not know: models (engine/inputs.py checks what depends on one), dialects' answers.
 """
 
@@ -10,9 +11,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from quire.base.log import logger, once
 from quire.config.server import ServerConfig
+from quire.engine.inputs import PreparedRequest
 from quire.schema.errors import InputError, NotBuiltError
+from quire.schema.params import SamplingParams
+from quire.schema.prompt import Prompt
 from quire.server.openai.beams import beam_width, check_beams
 from quire.server.openai.chat_protocol import ChatRequest
 from quire.server.openai.protocol import GenerateRequest
@@ -45,14 +51,24 @@ _HINTS = {
     "functions": "functions is not in this version of Quire; give tools, which the chat template is shown",
 }
 
+_BYTES_PER_ID = 8  # a token id in a list
+# Parameters of any size, each with the name that a request has for it.
+_LARGE = {
+    "structured_outputs": "structured_outputs", "logit_bias": "logit_bias", "allowed_token_ids": "allowed_token_ids",
+    "bad_words": "bad_words", "stop": "stop", "stop_token_ids": "stop_token_ids",
+    "logprob_token_ids": "logprob_token_ids", "extra_args": "vllm_xargs",
+}  # fmt: skip
+
 
 def check_request(request: GenerateRequest, options: ServerConfig, num_prompts: int) -> None:
     """Everything but the prompt itself."""
     _check_unbuilt(request)
     if request.model_extra:
         check_extra(request.model_extra)
-    check_beams(request)
-    width = beam_width(request)
+    width = request.n or 1
+    if request.use_beam_search or request.length_penalty is not None or "best_of" in (request.model_extra or ()):
+        check_beams(request)
+        width = beam_width(request)
     if width != (request.n or 1):
         if not request.use_beam_search:
             raise InputError(f"best_of is {width}; it can only be n ({request.n or 1}): use n", param="best_of")
@@ -155,3 +171,63 @@ def _check_most(name: str, given: int, limit: int, flag: str | None, what: str =
         where = f" (--{flag})" if flag else ""
         raise InputError(f"{name} has {given} {what}; the limit is {limit}{where}" if what else
                          f"{name} is {given}; the limit is {limit}{where}", param=name, value=given)  # fmt: skip
+
+
+# ---- products that a small body can make large: what it brings, and what it asks for, times prompts times n ---------
+# Parameters are sent to the engine once per call (engine/together.py), but every answer is held to them, and holds its
+# prompt.
+
+
+def check_bytes(prompts: Sequence[Prompt], params: SamplingParams, salt: str | None, options: ServerConfig) -> None:
+    """n × (prompts × bytes of the parameters + bytes of all prompts)."""
+    if params.n * len(prompts) == 1:
+        return  # no more than the body
+    sizes = {name: _size(name, getattr(params, field)) for field, name in _LARGE.items() if getattr(params, field)}
+    sizes["cache_salt"] = len(salt or "")
+    own, texts = sum(sizes.values()), sum(map(_prompt_size, prompts))
+    found, limit = params.n * (len(prompts) * own + texts), options.max_fan_out_bytes
+    if found > limit:
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise InputError(
+            f"n ({params.n}) times {len(prompts)} prompts with {own} bytes of parameters (most of them {largest}), and "
+            f"{texts} bytes of prompts in all, is {found} bytes; the limit is {limit} (--max-fan-out-bytes)",
+            param=largest if len(prompts) * own > texts else "prompt",
+            value=found,
+        )
+
+
+def check_logprobs(requests: Sequence[PreparedRequest], vocab_size: int, options: ServerConfig) -> None:
+    """n × positions × log probabilities at each, of answers at their longest and of prompts."""
+    params, limit = requests[0].params, options.max_logprobs_per_request
+    named = len(params.logprob_token_ids or ())
+    each = 0 if params.logprobs is None and not named else _at_each(params.logprobs or 0, vocab_size) + named
+    of_prompts = 0 if params.prompt_logprobs is None else _at_each(params.prompt_logprobs, vocab_size)
+    if not each and not of_prompts:
+        return
+    tokens = params.n * sum(one.requests[0].max_tokens for one in requests)
+    prompts = params.n * sum(len(one.token_ids) for one in requests)
+    found = tokens * each + prompts * of_prompts
+    if found > limit:
+        raise InputError(
+            f"n ({params.n}) times {len(requests)} prompts may have {tokens} tokens of answers with {each} log "
+            f"probabilities each, and {prompts} of prompts with {of_prompts} each: {found}; the limit is {limit} "
+            "(--max-logprobs-per-request): ask for fewer logprobs, or give a max_tokens",
+            param="logprobs" if tokens * each >= prompts * of_prompts else "prompt_logprobs",
+            value=found,
+        )
+
+
+def _at_each(most_likely: int, vocab_size: int) -> int:
+    """And the token itself."""
+    return (vocab_size if most_likely == -1 else most_likely) + 1
+
+
+def _prompt_size(prompt: Prompt) -> int:
+    return _BYTES_PER_ID * len(prompt.token_ids or ()) + len(prompt.text or "")
+
+
+def _size(name: str, value: Any) -> int:
+    try:
+        return len(msgspec.msgpack.encode(value))
+    except (TypeError, ValueError, OverflowError, RecursionError) as wrong:
+        raise InputError(f"{name} cannot be sent to the engine: {wrong}", param=name) from None

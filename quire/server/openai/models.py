@@ -1,4 +1,4 @@
-"""GET /v1/models: every name the model is served under.
+"""GET /v1/models: every name that is served, with the model behind it.
 
 Must not know: requests.
 """
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from quire.schema.errors import ModelNotFoundError
 from quire.server.errors import ERROR_RESPONSES
-from quire.server.served import ServedNames
+from quire.server.served import ServedModel, ServedModels
 
 router = APIRouter(tags=["models"])
 _ERRORS = {status: ERROR_RESPONSES[status] for status in (401, 404)}
@@ -51,27 +51,27 @@ class ModelList(BaseModel):
 
 @router.get("/v1/models", operation_id="list_models", responses={401: _ERRORS[401]})
 async def list_models(request: Request) -> ModelList:
-    """All served names."""
-    served: ServedNames = request.app.state.quire.served
-    return ModelList(data=[_card(served, name) for name in served.names])
+    """All served names: of base models and of adapters, whose `parent` is their base model."""
+    served: ServedModels = request.app.state.quire.served
+    return ModelList(data=[_card(name, model) for name, model in served.entries()])
 
 
 @router.get("/v1/models/{model:path}", operation_id="retrieve_model", responses=_ERRORS)  # type: ignore[arg-type]
 async def retrieve_model(request: Request, model: str) -> ModelCard:
     """One served name."""
-    served: ServedNames = request.app.state.quire.served
+    served: ServedModels = request.app.state.quire.served
     if not model:
         raise ModelNotFoundError("The model name is empty.", param="model")
-    served.check(model)
-    return _card(served, model)
+    return _card(model, served.find(model))
 
 
-def _card(served: ServedNames, name: str) -> ModelCard:
-    permission = ModelPermission(id=f"modelperm-{served.created:x}", created=served.created)
+def _card(name: str, model: ServedModel) -> ModelCard:
+    permission = ModelPermission(id=f"modelperm-{model.created:x}", created=model.created)
     return ModelCard(
         id=name,
-        created=served.created,
-        root=served.root,
-        max_model_len=served.max_model_len,
+        created=model.created,
+        root=model.root,
+        parent=model.parent,
+        max_model_len=model.max_model_len,
         permission=[permission],
     )

@@ -19,13 +19,13 @@ from quire.llm.online import Flow, size_of
 from quire.schema.errors import InputError
 from quire.schema.params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from quire.schema.prompt import Prompt, check_ids
+from quire.server.errors import in_words
 from quire.server.openai.beams import open_beams
-from quire.server.openai.fan_out import check_bytes, check_logprobs
+from quire.server.openai.limits import check_bytes, check_logprobs
 from quire.server.openai.protocol import GenerateRequest
 from quire.server.openai.structured import constraint_of, form_name
-from quire.server.renamed import renamed
 from quire.server.route import HttpCall
-from quire.server.state import ServerState
+from quire.server.served import ServedModel
 
 if TYPE_CHECKING:
     from quire.llm.beam_flow import BeamFlow
@@ -54,12 +54,12 @@ class Opened:
 
 
 def sampling_params(
-    request: GenerateRequest, state: ServerState, *, max_tokens: int | None, **further: Any
+    request: GenerateRequest, model: ServedModel, *, max_tokens: int | None, **further: Any
 ) -> SamplingParams:
     """`further` is what the dialect decides: logprobs, prompt_logprobs."""
-    _check_allowed(state, request.allowed_token_ids or ())
+    _check_allowed(model, request.allowed_token_ids or ())
     given: dict[str, Any] = {
-        name: state.default_sampling[name] for name in _FROM_MODEL if name in state.default_sampling
+        name: model.default_sampling[name] for name in _FROM_MODEL if name in model.default_sampling
     }
     fields = request.model_fields_set
     for name in _SAME:
@@ -68,7 +68,7 @@ def sampling_params(
     given.update(further)
     given["max_tokens"] = max_tokens
     given["output_kind"] = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-    constraint = constraint_of(request)
+    constraint = constraint_of(request) if _has_form(request) else None
     plain = all(value is None or isinstance(value, int) for value in further.values())
     if plain and constraint is None and fields.isdisjoint(_LARGE):
         return _same_again(tuple(given.items()))
@@ -81,8 +81,13 @@ def sampling_params(
     return _made(given)
 
 
-def _check_allowed(state: ServerState, allowed: Sequence[int]) -> None:
-    if len(allowed) > (most := state.engine.front.inputs.vocab_size):
+def _has_form(request: GenerateRequest) -> bool:
+    """Whether anything is said that may be about the form of the answer."""
+    return request.response_format is not None or bool(request.structured_outputs) or bool(request.model_extra)
+
+
+def _check_allowed(model: ServedModel, allowed: Sequence[int]) -> None:
+    if len(allowed) > (most := model.engine.front.inputs.vocab_size):
         raise InputError(
             f"allowed_token_ids has {len(allowed)} ids, and this model has {most}", param="allowed_token_ids"
         )
@@ -99,13 +104,13 @@ def _made(given: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(skip_clone=True, **plain)
 
 
-def most_tokens(state: ServerState, asked: int | None, default: int | None, *, name: str = "max_tokens") -> int | None:
+def most_tokens(model: ServedModel, asked: int | None, default: int | None, *, name: str = "max_tokens") -> int | None:
     """What was asked, within the model's generation config; more than the model's length cannot be meant."""
-    limit = state.served.max_model_len
+    limit = model.max_model_len
     if asked is not None and asked < 1:
         raise InputError(f"{name} must be at least 1, got {asked}", param=name, value=asked)
     check_context(limit, 0, asked or 1, name=name)
-    found = [most for most in (asked or default, state.default_sampling.get("max_tokens")) if most is not None]
+    found = [most for most in (asked or default, model.default_sampling.get("max_tokens")) if most is not None]
     return min(found) if found else None
 
 
@@ -124,16 +129,23 @@ async def open_requests(
     thinking: bool | None = None,
 ) -> Opened:  # fmt: skip
     """Check and tokenize every prompt, then submit them all. `most`: a max_tokens the client itself asked for."""
-    with renamed({} if params.structured_outputs is None else {"structured_outputs": form_name(request)}):
+    try:
         requests = await prepare_requests(
             call, request, public_id, prompts, params, add_special_tokens=add_special_tokens, most=most,
             continues=continues, thinking=thinking,
         )  # fmt: skip
+    except InputError as wrong:
+        names = {} if params.structured_outputs is None else {"structured_outputs": form_name(request)}
+        if (told := in_words(wrong, names)) is wrong:
+            raise
+        raise told from wrong
     if request.use_beam_search:
-        options = Options(priority=request.priority or 0, trace_headers=call.trace_headers())
-        flow: Flow | BeamFlow = open_beams(call.state, request, requests, options, params.structured_outputs)
+        options = Options(
+            priority=request.priority or 0, trace_headers=call.trace_headers(), lora_name=call.model.adapter
+        )
+        flow: Flow | BeamFlow = open_beams(call, request, requests, options, params.structured_outputs)
     else:
-        flow = call.state.engine.open(requests)
+        flow = call.model.engine.open(requests)
     return Opened(flow, tuple(requests), {one.request_id: index for index, one in enumerate(requests)})
 
 
@@ -143,16 +155,17 @@ async def prepare_requests(
     thinking: bool | None = None,
 ) -> list[PreparedRequest]:  # fmt: skip
     """Check and tokenize every prompt; nothing runs yet. Every dialect comes by here: the salt is put in now."""
-    state, engine = call.state, call.state.engine
+    state, model, engine = call.state, call.model, call.model.engine
     tokenizing: dict[str, Any] = {} if add_special_tokens else {"add_special_tokens": False}
     if request.truncation_side is not None:
         tokenizing["truncation_side"] = request.truncation_side
     own = f"{public_id}-{state.prefix}{next(state.serials):x}"
-    salt = state.salts.salt(call.caller, request.cache_salt)
+    salt = request.cache_salt if state.salts is None else state.salts.salt(call.caller, request.cache_salt)
     trace = call.trace_headers()
     options = [
         Options(
             priority=request.priority or 0,
+            lora_name=model.adapter,
             tokenization_kwargs=tokenizing or None,
             trace_headers=trace,
             seed=engine.front.inputs.draw_seed(),
@@ -171,7 +184,7 @@ async def prepare_requests(
             name = own if len(prompts) == 1 else f"{own}-{index}"
             salted = msgspec.structs.replace(prompt, cache_salt=salt)
             requests.append(engine.front.prepare(name, salted, resolved, options[index]))
-            check_context(state.served.max_model_len, len(requests[-1].token_ids), most or 1)
+            check_context(model.max_model_len, len(requests[-1].token_ids), most or 1)
         check_logprobs(requests, engine.front.inputs.vocab_size, state.options)
         return requests
 

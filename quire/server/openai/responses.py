@@ -19,7 +19,7 @@ from starlette.responses import StreamingResponse
 from quire.base.log import logger
 from quire.schema.errors import DeadlineError, InputError, OverloadedError
 from quire.server.callers import caller_of
-from quire.server.errors import ERROR_RESPONSES, refusal_of
+from quire.server.errors import ERROR_RESPONSES, refusal_of, renamed
 from quire.server.openai.chat_open import OpenedChat, open_chat, prepare_chat
 from quire.server.openai.envelope import encode
 from quire.server.openai.limits import forget_unused
@@ -43,10 +43,9 @@ from quire.server.openai.responses_protocol import (
 )
 from quire.server.openai.responses_rounds import MOST_ROUNDS, Rounds, ServerTools, server_tools, shown
 from quire.server.openai.responses_store import NoSuchResponseError, Record, ResponseStore
-from quire.server.renamed import renamed
 from quire.server.route import App, HttpCall, add_route
 from quire.server.state import ServerState
-from quire.server.stream import drain, send_events
+from quire.server.stream import drained, send_events
 
 log = logger(__name__)
 PATH = "/v1/responses"
@@ -98,7 +97,6 @@ class Responses:
 
         Streams with `stream: true`; with `background: true` it answers at once and goes on by itself.
         """
-        self._state.served.check(request.model)
         given = self._conversation(call, request, await call.apart(_given, request))
         public_id = self._new_id(call, request)
         store = self._store
@@ -107,17 +105,16 @@ class Responses:
 
     async def count_input_tokens(self, call: HttpCall, request: ResponsesRequest) -> None:
         """How many tokens the prompt of such a request has."""
-        state = self._state
-        state.served.check(request.model)
+        model = call.model
         first: Messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
-        tools = await server_tools(request, state.tool_server)
+        tools = await server_tools(request, self._state.tool_server)
         with renamed(NAMES):
             own = [shown(tool) for tool in tools.values()]
             given = self._conversation(call, request, await call.apart(_given, request))
             asked = chat_request(request, first + given, in_pieces=False, own=own)
             text = (await prepare_chat(call, asked)).prompt.text or ""
-        state.engine.front.inputs.check_length(text, is_cut=True, param="input")
-        ids = await state.engine.read(len(text), state.tokenizer.encode, text, False)
+        model.engine.front.inputs.check_length(text, is_cut=True, param="input")
+        ids = await model.engine.read(len(text), model.tokenizer.encode, text, False)
         await call.reply(encode({"object": "response.input_tokens", "input_tokens": len(ids)}))
 
     async def _create(self, call: HttpCall, request: ResponsesRequest, given: Messages, public_id: str) -> None:
@@ -139,8 +136,7 @@ class Responses:
             if request.stream:
                 await send_events(call, flow, answer, done=b"", failed=answer.failed)
             else:
-                await drain(call, flow, answer)
-                await call.reply(answer.whole())
+                await call.reply(await drained(call, flow, answer))
 
     async def _open(
         self, call: HttpCall, request: ResponsesRequest, messages: Messages, public_id: str, tools: ServerTools

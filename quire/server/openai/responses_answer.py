@@ -45,7 +45,7 @@ class ResponseAnswer:
         self._parser = chat.new_parser()
         self._parts = AnswerParts()
         self._items: list[_Item] = []
-        self._names = TokenNames(chat.state.engine.tokenizer, as_ids=chat.state.options.return_tokens_as_token_ids)
+        self._names = TokenNames(chat.model.engine.tokenizer, as_ids=chat.options.return_tokens_as_token_ids)
         self._logprobs: list[Any] = []  # of tokens whose text is not out yet
         self._num_tokens = self._num_cached = self._number = 0
         self._final = "completed"  # the status it will have
@@ -225,6 +225,9 @@ class ResponseAnswer:
             found.append(_assistant(turn))
         return found
 
+    def take(self, results: list[RequestOutput]) -> None:
+        self.events(results)
+
     def whole(self) -> bytes:
         return encode(self.response())
 
@@ -240,7 +243,7 @@ class ResponseAnswer:
             "incomplete_details": None if self._reason is None else {"reason": self._reason},
             "instructions": request.instructions,
             "metadata": request.metadata,
-            "model": self._chat.state.served.name,
+            "model": self._chat.model.name,
             "object": "response",
             "output": [item.shown() for item in self._items],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
@@ -272,7 +275,7 @@ class ResponseAnswer:
     def _usage(self) -> dict[str, Any]:
         prompt = self._num_prompt
         thought = "".join(part.text for part in self._parts.all if part.kind is Kind.THOUGHT)
-        tokenizer = self._chat.state.engine.tokenizer
+        tokenizer = self._chat.model.engine.tokenizer
         num_thought = len(tokenizer.encode(thought, False)) if thought and tokenizer is not None else 0
         return {
             "input_tokens": prompt,

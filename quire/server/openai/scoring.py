@@ -61,9 +61,8 @@ def add_routes(app: App) -> None:
 
 async def score_items(call: HttpCall, request: GenerativeScoringRequest) -> None:
     """How likely the first label is to follow the query and each item."""
-    state = call.state
-    state.served.check(request.model)
-    _check(request, state.engine.front.inputs.vocab_size, state.options.max_prompts_per_request)
+    model = call.model
+    _check(request, model.engine.front.inputs.vocab_size, call.state.options.max_prompts_per_request)
     public_id = f"generative-scoring-{call.request_id(request.request_id)}"
     labels = tuple(dict.fromkeys(request.label_token_ids))
     params = SamplingParams(
@@ -84,7 +83,7 @@ async def score_items(call: HttpCall, request: GenerativeScoringRequest) -> None
     ]
     tokens = sum(len(one.token_ids) for one in opened.requests)
     usage = {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
-    found = {"id": public_id, "object": "list", "created": int(time.time()), "model": state.served.name, "data": data,
+    found = {"id": public_id, "object": "list", "created": int(time.time()), "model": model.name, "data": data,
              "usage": usage}  # fmt: skip
     await call.reply(encode(found))
 
