@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -174,25 +173,21 @@ def test_ids_that_are_none(server: Live, given: str) -> None:
     assert error["param"] in ("prompt", "body"), error
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_many_log_probabilities_are_written_in_a_lane(
-    server: Live, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of a few hundred tokens are not worth it."""
-    seen = []
-    choice = CompletionAnswer._choice
+def test_many_log_probabilities_are_written_in_a_lane(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a few hundred tokens are not worth it. What comes in one step is bounded in the same way."""
+    seen: list[str] = []
+    whole = CompletionAnswer.whole
 
-    def spy(self: CompletionAnswer, *args: Any) -> dict[str, Any]:
+    def spy(self: CompletionAnswer) -> bytes:
         seen.append(threading.current_thread().name)
-        return choice(self, *args)
+        return whole(self)
 
-    monkeypatch.setattr(CompletionAnswer, "_choice", spy)
-    body = {"prompt": ["a" * 500] * 4, "echo": True, "logprobs": 2, "max_tokens": 2, "stream": stream}
-    assert server.post(TEXT, body).status_code == 200
-    many, seen = seen, []
+    monkeypatch.setattr(CompletionAnswer, "whole", spy)
+    body = {"echo": True, "logprobs": 2, "max_tokens": 2}
+    assert server.post(TEXT, body | {"prompt": ["a" * 500] * 4}).status_code == 200
     assert server.post(TEXT, body | {"prompt": "a" * 500}).status_code == 200
-    assert not any("lane" in name for name in seen)
-    assert stream or all("lane" in name for name in many)
+    many, few = seen
+    assert "lane" in many and "lane" not in few
 
 
 def test_a_light_prompt_does_not_wait_for_heavy_ones(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
