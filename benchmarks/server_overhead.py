@@ -33,7 +33,7 @@ from fastapi.responses import Response, StreamingResponse
 from quire.base import registry
 from quire.config import AsyncEngineArgs
 from quire.config.server import server_config
-from quire.engine import client
+from quire.engine import process_client
 from quire.llm.online import AsyncLLM
 from quire.server.app import build_app
 from quire.server.state import ServerState
@@ -89,7 +89,7 @@ def whole(kind: str) -> Any:
                              "generation_config": "vllm"}  # fmt: skip
     if kind == "scripted":
         sys.path.insert(0, str(ROOT))
-        client.MAIN = "tests.fake_engine:main"
+        process_client.MAIN = "tests.fake_engine:main"
         write_model = registry.load("tests.fake_engine:write_model")
         given |= {"model": write_model(Path(tempfile.mkdtemp())), "num_gpu_blocks_override": 16384}
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**given))

@@ -245,8 +245,8 @@ def _byte_names() -> dict[int, str]:
 def use_fake(monkeypatch: Any) -> None:
     """Engines started from now on, here or in a process of their own, have the fake worker."""
     monkeypatch.setitem(BACKENDS._paths, "uni", FakeExecutor)
-    monkeypatch.setattr("quire.engine.client.MAIN", "tests.fake_engine:main")
-    monkeypatch.setattr("quire.engine.client.EARLY", "")
+    monkeypatch.setattr("quire.engine.process_client.MAIN", "tests.fake_engine:main")
+    monkeypatch.setattr("quire.engine.process_client.EARLY", "")
 
 
 def main(boot: bytes) -> None:

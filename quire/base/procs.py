@@ -20,8 +20,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
-from types import FrameType
 from typing import IO
 
 from quire.base import env, registry
@@ -148,29 +146,6 @@ def processor_seconds(pid: int) -> float:
     except OSError:
         return 0.0
     return (int(fields[11]) + int(fields[12])) / _TICKS  # utime, stime
-
-
-@contextlib.contextmanager
-def held_interrupt() -> Iterator[None]:
-    """Hold back a first Ctrl-C until the block is done; a second one interrupts at once."""
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held: list[int] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        if held:
-            raise KeyboardInterrupt
-        held.append(number)
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if held:
-        raise KeyboardInterrupt
 
 
 def enter(target: str, litter: str | None, early: str) -> None:

@@ -32,7 +32,7 @@ def serve(arguments: Sequence[str], program: str) -> int:
     laps.mark("options")
     begun = None
     if not options.disable_frontend_multiprocessing:  # its imports are the longest part of a start, so they begin now
-        from quire.engine.client import begin_engine  # lazy
+        from quire.engine.process_client import begin_engine  # lazy
 
         begun = begin_engine(shared=options.api_server_count > 1)
     try:

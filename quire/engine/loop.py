@@ -34,6 +34,7 @@ from quire.schema.messages import (
     Stop,
     ToEngine,
 )
+from quire.schema.params import sampling_of
 from quire.schema.stats import CacheStats, StepStats
 from quire.schema.step import Mask, StepPlan
 
@@ -60,6 +61,7 @@ class EngineLoop:
         self.scheduler = scheduler
         self.ahead = scheduler.settings.depth - 1  # steps under way while the next is planned
         self.masks = masks  # None: no request may have a grammar
+        self._constrained: set[str] = set()  # requests that masks know; without any, masks are not asked
         self.kv_events = kv_events  # None: nobody is told
         self.paused = False
         self.pulse = pulse or Pulse()
@@ -98,7 +100,7 @@ class EngineLoop:
         except QuireError as refused:
             self._news.append(failed_output(request.request_id, refused))
         else:
-            params = request.sampling
+            params = sampling_of(request.params)
             if params.grammar is not None or params.thinking_token_budget is not None:
                 self._constrain(request)
 
@@ -106,6 +108,7 @@ class EngineLoop:
         """It waits in the queue until its grammar is compiled."""
         if self.masks is None:
             raise RuntimeError(f"request {request.request_id!r} is constrained, and this loop was made without masks")
+        self._constrained.add(request.request_id)
         try:
             if not self.masks.add(request):
                 self.scheduler.hold(request.request_id, Hold.GRAMMAR)
@@ -160,7 +163,7 @@ class EngineLoop:
     def step(self) -> list[EngineOutput]:
         """One turn; returns the news since the last one."""
         began = now()
-        if self.masks is not None and self.masks.compiling:
+        if self._constrained:
             self._take_compiled()
         plan = self.scheduler.plan()
         self._plan_seconds = now() - began
@@ -189,7 +192,7 @@ class EngineLoop:
         nothing was granted, what the oldest step brings is needed to go on."""
         if not plan.grants:
             return len(self._flying) - 1
-        if self.ahead > 1 and self.masks is not None and self.masks.constrains(plan):
+        if self.ahead > 1 and self._constrained and self.masks is not None and self.masks.constrains(plan):
             return 0
         return self.ahead - 1
 
@@ -204,7 +207,7 @@ class EngineLoop:
             if self.charge is not None:
                 self.charge.ended(plan, result.forward_seconds)
             outputs = self.scheduler.commit(plan, result)
-            if self.masks is not None:
+            if self._constrained and self.masks is not None:
                 self.masks.advance(outputs)
                 self.masks.propose(result.drafts)
             self._tell(outputs)
@@ -229,12 +232,13 @@ class EngineLoop:
         for output in outputs:
             if output.finish_reason is not None:
                 self._live.discard(output.request_id)
-                if self.masks is not None:
+                if self.masks is not None and output.request_id in self._constrained:
+                    self._constrained.remove(output.request_id)
                     self.masks.drop(output.request_id)
 
     def _mask(self, plan: StepPlan) -> Mask | None:
         """The grammars' rows for a step that was started; what came before it is committed."""
-        if self.masks is None:
+        if self.masks is None or not self._constrained:
             return None
         mask, lost = self.masks.mask(plan)
         for one in lost:  # the step's token for it is thrown away
@@ -248,6 +252,8 @@ class EngineLoop:
 
     def _take_compiled(self) -> None:
         assert self.masks is not None
+        if not self.masks.compiling:
+            return
         if not self._flying and not self._news and self.scheduler.num_running == 0:
             self.masks.wait(_COMPILE_WAIT)  # rather than turn in vain
             self._stalled = 0

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from quire.base.clock import now
 from quire.base.log import logger
-from quire.engine.client import EngineClient, InProcessClient, make_client
+from quire.engine.client import EngineClient, InProcessClient
 from quire.engine.control import VERBS
 from quire.engine.inputs import InputProcessor, Options, PreparedRequest, default_params
 from quire.engine.outputs import OutputProcessor, Processed
+from quire.engine.process_client import make_client
 from quire.llm.verbs import refuse_stat_loggers, verb
 from quire.observe.log_stats import LogStats
 from quire.observe.metrics import Metrics, check_buckets
@@ -38,6 +39,8 @@ log = logger(__name__)
 
 
 class Front:
+    tasks = ("generate",)
+
     def __init__(
         self,
         config: EngineConfig,
@@ -126,6 +129,15 @@ class Front:
             raise ConfigError("there are no metrics: start with disable_log_stats=False", param="disable_log_stats")
         return self.metrics.snapshot()
 
+    def say_stats(self) -> None:
+        if self.log_stats is not None:
+            self.log_stats.say()
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InputError("the engine has no tokenizer (skip_tokenizer_init=True)")
+        return self.tokenizer
+
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Another tokenizer for all that comes: Quire's own, or one of transformers. What holds answers to a form knows
         the model's."""
@@ -190,11 +202,30 @@ class EngineCore:
         return functools.partial(self._client.call, name)
 
 
-class LLMEngine:
+class FrontEngine:
+    """What LLMEngine and AsyncLLM have in common: one Front, and the attributes of it that documented programs read."""
+
+    def __init__(self, front: Front) -> None:
+        self.front = front
+        self.vllm_config = front.config
+        self.model_config = front.config.model_config
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.front.tokenizer
+
+    @property
+    def input_processor(self) -> InputProcessor:
+        return self.front.inputs
+
+    @property
+    def output_processor(self) -> OutputProcessor:
+        return self.front.outputs
+
+
+class LLMEngine(FrontEngine):
     def __init__(self, vllm_config: EngineConfig, *, own_process: bool = False) -> None:
-        self.vllm_config = vllm_config
-        self.model_config = vllm_config.model_config
-        self.front = Front(vllm_config, own_process=own_process)
+        super().__init__(Front(vllm_config, own_process=own_process))
         self.engine_core = EngineCore(self.front.client)
         self._kept: list[RequestOutput] = []  # results of a step that also had a failure to raise
         self._failures: list[tuple[str, Exception]] = []  # failed alone, and not raised yet
@@ -312,18 +343,6 @@ class LLMEngine:
     # ---- what the documented attribute paths reach -------------------------------------------------------------
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self.front.tokenizer
-
-    @property
-    def input_processor(self) -> Any:
-        return self.front.inputs
-
-    @property
-    def output_processor(self) -> Any:
-        return self.front.outputs
-
-    @property
     def model_executor(self) -> Any:
         """Only in process: .driver_worker.worker.model_runner.model is the model."""
         client = self.front.client
@@ -335,9 +354,7 @@ class LLMEngine:
         return client.loop.executor
 
     def get_tokenizer(self) -> Tokenizer:
-        if self.front.tokenizer is None:
-            raise InputError("the engine has no tokenizer (skip_tokenizer_init=True)")
-        return self.front.tokenizer
+        return self.front.get_tokenizer()
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Another tokenizer from now on, of Quire or transformers; no request may be under way."""
@@ -349,8 +366,7 @@ class LLMEngine:
         return self.front.snapshot()
 
     def get_supported_tasks(self) -> tuple[str, ...]:
-        return ("generate",)
+        return self.front.tasks
 
     def do_log_stats(self) -> None:
-        if self.front.log_stats is not None:
-            self.front.log_stats.say()
+        self.front.say_stats()

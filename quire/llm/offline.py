@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
@@ -203,7 +204,7 @@ class LLM:
         BeamLimits().check(params.beam_width, lengths, 0, self.input_processor.vocab_size)
         progress = Progress.make(use_tqdm, total=len(searches), words="Beam search")
         size = concurrency_limit or max(1, len(searches))
-        with progress:
+        with closing(progress):
             for first in range(0, len(searches), size):
                 self._run_searches(searches[first : first + size], options, progress)
         return [self._finish_search(search) for search in searches]
@@ -250,16 +251,22 @@ class LLM:
         engine, results = self.llm_engine, dict[str, RequestOutput]()
         mine = {one.request_id for one in requests}
         engine.add(requests)
+        bar = None
         try:
-            with Progress.make(use_tqdm, total=len(requests), words="Processed prompts") as progress:
-                while len(results) < len(requests):
-                    for result in engine.step():
-                        if result.finished and result.request_id in mine:
-                            results[result.request_id] = result
-                            progress.advance(result)
+            if use_tqdm is not False:
+                bar = Progress.make(use_tqdm, total=len(requests), words="Processed prompts")
+            while len(results) < len(requests):
+                for result in engine.step():
+                    if result.finished and result.request_id in mine:
+                        results[result.request_id] = result
+                        if bar is not None:
+                            bar.advance(result)
         except BaseException:
             engine.abort_request(mine - results.keys())
             raise
+        finally:
+            if bar is not None:
+                bar.close()
         return [results[one.request_id] for one in requests]
 
     # ---- the model and the engine ------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from quire.base.log import logger
 from quire.engine.inputs import Options, PreparedRequest
 from quire.engine.outputs import Processed
 from quire.llm.beam_limits import BeamLimits
-from quire.llm.engine import Front
+from quire.llm.engine import Front, FrontEngine
 from quire.llm.lanes import Lanes
 from quire.llm.request_log import LogRules, RequestLog
 from quire.llm.verbs import async_verb, refuse_stat_loggers
@@ -218,7 +218,7 @@ def _put_all(pairs: list[tuple[Flow, RequestOutput | Exception]]) -> None:
         stream.put(result)
 
 
-class AsyncLLM:
+class AsyncLLM(FrontEngine):
     def __init__(
         self,
         vllm_config: EngineConfig,
@@ -233,11 +233,9 @@ class AsyncLLM:
         """`client` and `metrics_folder`: see Front."""
         if log_stats is not None and log_stats == vllm_config.disable_log_stats:
             vllm_config = dataclasses.replace(vllm_config, disable_log_stats=not log_stats)
-        self.vllm_config = vllm_config
-        self.model_config = vllm_config.model_config
+        super().__init__(Front(vllm_config, own_process=own_process, client=client, metrics_folder=metrics_folder))
         self.log_requests = log_requests
         self._log = RequestLog(log_rules or LogRules()) if log_requests else None
-        self.front = Front(vllm_config, own_process=own_process, client=client, metrics_folder=metrics_folder)
         self.io_processor = None
         self._streams = _Streams(self.front)
         self.lanes = Lanes()
@@ -429,19 +427,16 @@ class AsyncLLM:
         self._check_alive()
 
     async def get_tokenizer(self) -> Tokenizer:
-        if self.front.tokenizer is None:
-            raise InputError("the engine has no tokenizer (skip_tokenizer_init=True)")
-        return self.front.tokenizer
+        return self.front.get_tokenizer()
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
-        return ("generate",)
+        return self.front.tasks
 
     async def is_tracing_enabled(self) -> bool:
         return self.front.tracer is not None
 
     async def do_log_stats(self) -> None:
-        if self.front.log_stats is not None:
-            self.front.log_stats.say()
+        self.front.say_stats()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the engine. Requests in flight fail."""
@@ -449,18 +444,6 @@ class AsyncLLM:
         self._finalizer()
 
     # ---- state -------------------------------------------------------------------------------------------------
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self.front.tokenizer
-
-    @property
-    def input_processor(self) -> Any:
-        return self.front.inputs
-
-    @property
-    def output_processor(self) -> Any:
-        return self.front.outputs
 
     @property
     def is_running(self) -> bool:

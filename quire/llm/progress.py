@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from quire.base import registry
 from quire.base.clock import now
@@ -41,10 +40,7 @@ class Progress:
             self._bar.postfix = _speed(self._num_in / seconds, self._num_out / seconds)
         self._bar.update(1)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
 

@@ -7,6 +7,7 @@ processor every request of the batch (its state is then unknown, so it starts an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.base.log import logger
-from quire.sampling.processors import AdapterLogitsProcessor, BatchUpdate, LogitsProcessor, load_classes
+from quire.sampling.processors import AdapterLogitsProcessor, BatchUpdate, LogitsProcessor
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -23,13 +24,10 @@ _log = logger(__name__)
 
 
 class CustomSteps:
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+    def __init__(self, classes: Sequence[type[LogitsProcessor]], config: EngineConfig, device: torch.device) -> None:
         self._config, self._device = config, device
-        self._processors = [self._make(found) for found in load_classes(config.model_config.logits_processors)]
+        self._processors = [self._make(one) for one in classes]
         self._failed: dict[int, str] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._processors)
 
     def update(self, update: BatchUpdate | None, num_rows: int) -> None:
         """Once per step, before any logits."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from quire.ops import sample
 from quire.sampling.custom import CustomSteps
-from quire.sampling.selection import Filter, Selection
+from quire.sampling.rows import Filter, Selection
 
 
 class StepRows(NamedTuple):
@@ -38,7 +38,7 @@ class StepRows(NamedTuple):
 
 
 class Pipeline:
-    def __init__(self, custom: CustomSteps, tokens: Tensor) -> None:
+    def __init__(self, custom: CustomSteps | None, tokens: Tensor) -> None:
         self.custom = custom
         self._tokens = tokens  # [max_rows, width] int32: the rows' tokens, kept by the worker
         self._allow = sample.allow_words_.on(tokens.device)
@@ -55,7 +55,7 @@ class Pipeline:
             _hold_back(logits, rows, step)
         if rows.bias is not None:
             sample.bias_(logits, *rows.bias)
-        if self.custom:
+        if self.custom is not None:
             logits = self.custom.apply(logits, rows.rows, step.num_rows, invariant=False)
         if rows.penalties is not None:
             self._penalize(logits, rows, step)
@@ -67,7 +67,7 @@ class Pipeline:
         sample.scale_(logits, rows.temperature)
         if rows.min_p is not None:
             _on(logits, rows.min_p, sample.min_p_)
-        if self.custom:
+        if self.custom is not None:
             drawing = rows.rows if rows.random is None else rows.rows[rows.random.cpu().numpy()]
             logits = self.custom.apply(logits, drawing, step.num_rows, invariant=True)
         if rows.top_k is not None:

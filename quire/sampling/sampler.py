@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from quire.ops import sample
@@ -19,15 +20,18 @@ from quire.ops.copy import upload
 from quire.sampling.custom import CustomSteps
 from quire.sampling.logprobs import MODES, LogprobRequest, Picked, pick, values_of
 from quire.sampling.pipeline import Pipeline, StepRows
-from quire.sampling.plain import PlainSampler
-from quire.sampling.processors import BatchUpdate, MoveDirectionality
-from quire.sampling.rows import SamplingRows
-from quire.sampling.selection import Selection, columns_of
+from quire.sampling.processors import BatchUpdate, MoveDirectionality, load_classes
+from quire.sampling.rows import RANDOM, TOP_K, TOP_P, SamplingRows, Selection, columns_of
 from quire.schema.errors import ConfigError
 from quire.schema.step import NewRow
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
+
+
+PLAIN = RANDOM | TOP_K | TOP_P
+FILTERS = TOP_K | TOP_P
+_WORDS = 5  # int32 words of a row: two of the seed, temperature, top_p, top_k
 
 
 @dataclass
@@ -49,7 +53,8 @@ class Sampler:
                 f"logprobs_mode is {self.mode!r}; it must be one of {', '.join(MODES)}", param="logprobs_mode"
             )
         self.rows = SamplingRows(vocab_size, tokens.shape[0], tokens.device)
-        self.custom = CustomSteps(config, tokens.device)
+        classes = load_classes(config.model_config.logits_processors)
+        self.custom = CustomSteps(classes, config, tokens.device) if classes else None
         self._pipeline = Pipeline(self.custom, tokens)
         self.plain = PlainSampler(self.rows, tokens)
         choose = sample.draw.on(tokens.device)
@@ -72,7 +77,7 @@ class Sampler:
             self.rows.add(row, new)
         for source, target in moved:
             self.rows.move(source, target)
-        if not self.custom:
+        if self.custom is None:
             return {}
         self._tell_custom(removed, added, moved, num_rows)
         return self.custom.take_failures()
@@ -98,7 +103,8 @@ class Sampler:
         step = StepRows(positions, upload(positions, logits.device), num_rows, mask)
         raw = self.mode.startswith("raw")
         seen = [values_of(logits[ask.where], self.mode) for ask in chosen.asks] if raw else []
-        logits = self._pipeline.adjust(logits, chosen, step)
+        if chosen.adjusts or mask is not None or self.custom is not None:
+            logits = self._pipeline.adjust(logits, chosen, step)
         if self._choose is not None:
             if chosen.columns is None:
                 chosen.columns = columns_of(self.rows, rows)
@@ -116,7 +122,7 @@ class Sampler:
                 seen = [values_of(kept[ask.where], self.mode) for ask in chosen.asks]
         self._tokens[chosen.row_index, step.places] = token_ids.to(self._tokens.dtype)
         picked = [(a, pick(v, token_ids[a.where], a.k, a.ids)) for a, v in zip(chosen.asks, seen, strict=True)]
-        if self.custom:
+        if self.custom is not None:
             self._unseen = rows.tolist(), token_ids
             return SampledTokens(token_ids, scores, picked, self.custom.take_failures())
         return SampledTokens(token_ids, scores, picked)
@@ -174,4 +180,54 @@ class Sampler:
             self._outputs[target], self._outputs[source] = self._outputs[source], []
         one_way = [(source, target, MoveDirectionality.UNIDIRECTIONAL) for source, target in moved]
         changed = bool(removed or told or one_way)
+        assert self.custom is not None
         self.custom.update(BatchUpdate(num_rows, list(removed), told, one_way) if changed else None, num_rows)
+
+
+class PlainSampler:
+    """The choice for rows that need only the best token, or a draw after temperature, top_k and top_p.
+
+    Their parameters are columns on the device, sent again when a row changed, and everything is decided there: nothing
+    is read back and no shape depends on what a row asks for, so this also runs inside a graph. Rows that need more go
+    through the whole pipeline. The last column belongs to padding: greedy.
+    """
+
+    def __init__(self, rows: SamplingRows, tokens: Tensor) -> None:
+        """`tokens` [max_rows + 1, width] int32: the rows' tokens; the choice is written there."""
+        self._rows, self._tokens = rows, tokens
+        self._count = tokens.shape[0]
+        self._words = torch.zeros(_WORDS * self._count, dtype=torch.int32, device=tokens.device)
+        self.seeds = self._words[: 2 * self._count].view(torch.int64)
+        self.temperature, self.top_p = (self._column(i).view(torch.float32) for i in (2, 3))
+        self.top_k = self._column(4)
+        self._choose = sample.sample_rows.on(tokens.device)
+        self._is_new = True
+
+    def _column(self, i: int) -> Tensor:
+        return self._words[i * self._count : (i + 1) * self._count]
+
+    def needs_of(self, rows: np.ndarray) -> int | None:
+        """None: these rows need more than the plain choice. Else which of its parts they use."""
+        used = int(np.bitwise_or.reduce(self._rows.flags[rows])) if rows.size else 0
+        return None if used & ~PLAIN else used
+
+    def refresh(self) -> None:
+        """Send the columns, if a row changed since the last time."""
+        if not (self._rows.take_changed() or self._is_new):
+            return
+        self._is_new = False
+        rows, flags, n = self._rows, self._rows.flags, self._count
+        sent = torch.empty(_WORDS * n, dtype=torch.int32, pin_memory=self._words.device.type != "cpu")
+        words = sent.numpy()
+        words[: 2 * n].view(np.int64)[:] = rows.seed
+        words[2 * n : 3 * n].view(np.float32)[:] = np.where(flags & RANDOM, rows.temperature, 0.0)
+        words[3 * n : 4 * n].view(np.float32)[:] = np.where(flags & TOP_P, rows.top_p, 1.0)
+        words[4 * n :] = np.where(flags & TOP_K, rows.top_k, 0)
+        self._words.copy_(sent, non_blocking=True)
+
+    def __call__(self, logits: Tensor, row_index: Tensor, positions: Tensor, out: Tensor, *, filters: bool) -> None:
+        """logits [n, V], left alone; row_index and positions [n] int32; out int32 [2, n]: token, bits of its score."""
+        self._choose(
+            logits, row_index, positions, self.seeds, self.temperature, self.top_k, self.top_p, filters=filters,
+            out=out[0], scores=out[1].view(torch.float32), tokens=self._tokens,
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Self-audit: free + held = all, and every count agrees with what it counts. Whole on demand, in short when idle."""
+"""Self-audit on demand: free + held = all, and every count agrees with what it counts. In short: KVCache.check_idle."""
 
 from __future__ import annotations
 
@@ -10,13 +10,6 @@ if TYPE_CHECKING:
     from quire.sched.kv_cache import KVCache
     from quire.sched.request import Request
     from quire.sched.scheduler import Scheduler
-
-
-def check_idle(scheduler: Scheduler) -> None:
-    """No request is left, so no block may be held."""
-    pool, pinned = scheduler.kv.pool, len(set(scheduler.kv.moves.pinned))
-    held = pool.num_blocks - pool.num_free - pinned
-    assert not held, f"{held} blocks are held by no request"
 
 
 def check(scheduler: Scheduler) -> None:

@@ -196,6 +196,11 @@ class KVCache:
             self.pool.drop(reversed(table))
         request.held.tables = []
 
+    def check_idle(self) -> None:
+        """No request is left, so no block may be held."""
+        held = self.pool.num_blocks - self.pool.num_free - len(set(self.moves.pinned))
+        assert not held, f"{held} blocks are held by no request"
+
     def _set_marks(self, request: Request) -> None:
         idle = not self.caching and not self.tails
         request.next_block = NEVER if idle else (request.computed // self.unit + 1) * self.unit

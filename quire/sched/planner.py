@@ -15,9 +15,8 @@ from collections.abc import Callable
 
 from quire.sched.gates import CLOSED, SKIP, Holds, SchedulerLoad, make_gates
 from quire.sched.kv_cache import Hit, KVCache, Tables
-from quire.sched.order import Queue
 from quire.sched.pace import StepTimeEstimator
-from quire.sched.request import Request
+from quire.sched.request import Queue, Request
 from quire.sched.settings import SchedulerSettings
 from quire.sched.tally import SchedulerCounts
 from quire.schema.step import Grant, NewRow

@@ -1,4 +1,4 @@
-"""Request: the engine's private, and only mutable, copy of one request's state.
+"""Request: the engine's private, and only mutable, copy of one request's state; when it ends, and who goes first.
 
 Scheduling reads no phase, only counts of tokens:
 
@@ -9,14 +9,25 @@ Scheduling reads no phase, only counts of tokens:
 Drafts in flight count as right until their result is in; then those that were not are taken back from all four. So
 `planned` and `end` are the furthest the row can be, and the row itself, on the device, knows where it is.
 
-Must not know: gates, order, blocks (it only carries what kv_cache.py holds for it).
+It ends by the rules that need token ids only, in order, for each new token: end-of-text or a stop id (not before
+min_tokens), the length limit, repetition. Stop strings are the client's business.
+
+A policy gives each request one sortable key for life; a Queue keeps requests in that order. The last of the running is
+the first to be preempted, so nothing granted earlier in a plan is ever withdrawn.
+Must not know: gates, blocks (it only carries what kv_cache.py holds for it).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from operator import attrgetter
+from typing import NamedTuple
+
 from quire.sched.kv_cache import Holding
 from quire.sched.repetition import Repetition
-from quire.schema.messages import EngineRequest
+from quire.schema.messages import EngineRequest, FinishReason
+from quire.schema.params import sampling_of
 from quire.schema.stats import RequestTimes
 from quire.schema.step import Grant, NewRow
 
@@ -24,20 +35,21 @@ from quire.schema.step import Grant, NewRow
 class Request:
     __slots__ = (
         "computed", "end", "epoch", "given", "held", "id", "last", "last_token", "limit", "next_block", "num_cached",
-        "num_drafts", "num_flights", "num_prompt", "num_prompt_logprobs", "order", "planned", "reach",
+        "num_drafts", "num_flights", "num_prompt", "num_prompt_logprobs", "order", "params", "planned", "reach",
         "repetition", "room", "running", "stops", "target", "times", "tokens", "watch_from",
     )  # fmt: skip
 
     def __init__(self, given: EngineRequest, *, limit: int, queued: float, num_drafts: int = 0) -> None:
-        self.given, self.id = given, given.request_id
+        self.given, self.id, self.params = given, given.request_id, sampling_of(given.params)
         self.tokens: list[int] = list(given.prompt_token_ids)
         self.num_prompt = len(self.tokens)
         self.limit = limit  # tokens in all, prompt included, at which it ends
         self.last = limit - 1  # tokens to compute at most
         self.num_drafts = num_drafts  # that a step may check, once a token was sampled to draft from
         self.reach = num_drafts + 1  # tokens that a grant may bring
-        self.stops = stop_ids(given)
-        rule = given.sampling.repetition_detection
+        eos = () if given.eos_token_id is None or self.params.ignore_eos else (given.eos_token_id,)
+        self.stops = frozenset((*eos, *self.params.stop_token_ids))  # every token that may end the text
+        rule = self.params.repetition_detection
         self.repetition = None if rule is None else Repetition(rule, start=self.num_prompt)
         self.watch_from = limit if rule is None else 0  # length from which any token may end
         self.order: tuple[float, ...] = ()
@@ -61,8 +73,7 @@ class Request:
     @property
     def reads_cache(self) -> bool:
         """Prompt log probabilities need every prompt position computed."""
-        params = self.given.sampling
-        return params.prompt_logprobs is None and not params.skip_reading_prefix_cache
+        return self.params.prompt_logprobs is None and not self.params.skip_reading_prefix_cache
 
     @property
     def num_outputs(self) -> int:
@@ -104,8 +115,72 @@ class Request:
         )
 
 
-def stop_ids(given: EngineRequest) -> frozenset[int]:
-    """Every token that may end the text."""
-    eos = given.eos_token_id
-    ends = () if eos is None or given.sampling.ignore_eos else (eos,)
-    return frozenset((*ends, *given.sampling.stop_token_ids))
+class Ending(NamedTuple):
+    reason: FinishReason
+    stop_id: int | None = None
+
+
+def append(request: Request, new: list[int]) -> tuple[list[int], Ending | None]:
+    """Add new tokens up to the one that ends it; those kept, and why it ended if it did."""
+    tokens, before = request.tokens, len(request.tokens)
+    for token in new:
+        tokens.append(token)
+        if (token in request.stops or len(tokens) >= request.watch_from) and (ending := ends(request, token)):
+            return new[: len(tokens) - before], ending
+    return new, None
+
+
+def ends(request: Request, token: int) -> Ending | None:
+    """`token` is its last; does it end here?"""
+    params = request.params
+    may_stop = request.num_outputs >= params.min_tokens
+    if may_stop and token in request.stops:
+        is_eos = token == request.given.eos_token_id and not params.ignore_eos
+        return Ending(FinishReason.STOP, None if is_eos else token)
+    if len(request.tokens) >= request.limit:
+        return Ending(FinishReason.LENGTH)
+    if may_stop and request.repetition is not None and request.repetition.found(request.tokens):
+        return Ending(FinishReason.REPETITION)
+    return None
+
+
+Key = tuple[float, ...]
+_key = attrgetter("order")
+
+
+def fcfs(request: Request, number: int) -> Key:
+    return (number,)
+
+
+def priority(request: Request, number: int) -> Key:
+    """Lower value first, then arrival."""
+    return (request.given.priority, request.given.arrival, number)
+
+
+POLICIES: dict[str, Callable[[Request, int], Key]] = {"fcfs": fcfs, "priority": priority}
+
+
+class Queue:
+    """Requests sorted by their key. `items` is public: the planner walks it, and drops from its end."""
+
+    def __init__(self) -> None:
+        self.items: list[Request] = []
+        self.num_tokens = 0  # of their prompts
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def add(self, request: Request) -> None:
+        self.num_tokens += request.num_prompt
+        if not self.items or self.items[-1].order < request.order:
+            self.items.append(request)
+        else:
+            insort(self.items, request, key=_key)
+
+    def remove(self, request: Request) -> None:
+        index = bisect_left(self.items, request.order, key=_key)
+        assert self.items[index] is request, f"{request.id} is not where its order says"
+        self.drop(index)
+
+    def drop(self, index: int) -> None:
+        self.num_tokens -= self.items.pop(index).num_prompt

@@ -4,7 +4,7 @@ Several plans may be out at once (`depth`), and one request in several of them (
 wants both, stages of a pipeline want depth alone. Plans are committed in order. A result that comes back for a request
 which ended or was preempted meanwhile carries an old epoch and is dropped.
 Owns: the life of requests from add to their last output. How a step is filled is planner.py, where KV lies kv_cache.py,
-when a text ends stop.py. Must not know: devices, text, sockets. Time only stamps records.
+when a text ends request.py. Must not know: devices, text, sockets. Time only stamps records.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ import msgspec
 
 from quire.base import env
 from quire.base.clock import now as monotonic
-from quire.sched import audit, stop
+from quire.sched import audit
 from quire.sched.events import Event
 from quire.sched.gates import Hold
 from quire.sched.kv_cache import KVCache
-from quire.sched.order import POLICIES
 from quire.sched.pace import LEAST, StepTimeEstimator
 from quire.sched.planner import Planner
-from quire.sched.request import Request
+from quire.sched.request import POLICIES, Ending, Request, append, ends
 from quire.sched.settings import SchedulerSettings
-from quire.sched.stop import Ending
 from quire.sched.tally import SchedulerCounts
 from quire.schema.errors import ConfigError, InputError, OverloadedError
 from quire.schema.kv import KVLayout
@@ -58,6 +56,7 @@ class Scheduler:
         if config.policy not in POLICIES:
             raise ConfigError(f"scheduling_policy={config.policy!r} is unknown; choose one of {', '.join(POLICIES)}")
         self.settings = config
+        self.audits = env.AUDIT.get()  # after every step
         self.kv = KVCache(
             layout,
             caching=config.prefix_caching,
@@ -181,12 +180,12 @@ class Scheduler:
             joined=tuple(filled.joined),
             left=left,
             total_tokens=sum([grant.count for grant in filled.grants]),
-            moves=self.kv.moves.take(),
+            moves=self.kv.moves.take() if self.kv.moves.waiting else (),
         )
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
         """Take in the result of the oldest plan that is out; news of every request that has some."""
-        if plan.empty:
+        if not plan.grants:
             return []
         step, requests = self.flights.popleft()
         assert step == plan.step == result.step, f"step {step} is due; got plan {plan.step}, result {result.step}"
@@ -212,13 +211,13 @@ class Scheduler:
                     continue
                 if grant.num_drafts:
                     request.take_back(grant.num_drafts + 1 - len(new))
-                if len(new) == 1:  # nearly always: as stop.append does it, without the call
+                if len(new) == 1:  # nearly always: as `append` does it, without the call
                     tokens, token = request.tokens, new[0]
                     tokens.append(token)
                     if token in request.stops or len(tokens) >= request.watch_from:
-                        ending = stop.ends(request, token)
+                        ending = ends(request, token)
                 else:
-                    new, ending = stop.append(request, new)
+                    new, ending = append(request, new)
                 generated_tokens += len(new)
             if request.computed >= request.next_block:
                 kv.commit(request)
@@ -235,10 +234,10 @@ class Scheduler:
         self.tally.step = step
         self.tally.prompt_tokens += prompt_tokens
         self.tally.generated_tokens += generated_tokens
-        if env.AUDIT.get():
+        if self.audits:
             self.audit()
         elif not self.requests:
-            audit.check_idle(self)
+            kv.check_idle()
         return outputs
 
     def _report(
@@ -335,7 +334,7 @@ class Scheduler:
             forward_seconds=forward_seconds,
             commit_seconds=commit_seconds,
         )
-        tally.begin()
+        tally.queries = tally.hits = tally.prompt_tokens = tally.generated_tokens = tally.preempted = 0
         return report
 
     def take_events(self) -> list[Event]:

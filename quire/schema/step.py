@@ -102,10 +102,6 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     encode: tuple[EncodeItem, ...] = ()
     free_encoded: tuple[str, ...] = ()  # keys of encoded items that nobody needs any more
 
-    @property
-    def empty(self) -> bool:
-        return not self.grants
-
 
 class Mask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Grammar bitmask rows for one plan: `rows[i]` belongs to plan.grants[index[i]]; bit set = allowed.

@@ -27,7 +27,7 @@ from quire.base.log import logger
 from quire.config import EngineConfig
 from quire.config.logs import apply_logging
 from quire.config.server import ServerConfig
-from quire.engine.client import AttachedClient
+from quire.engine.process_client import AttachedClient
 from quire.llm.online import AsyncLLM
 from quire.schema.errors import ShutdownError
 from quire.server import tls, watchdog

@@ -24,7 +24,7 @@ from quire.base.log import logger
 from quire.base.net import is_loopback, join_host_port, open_listener, open_unix_listener
 from quire.config.logs import apply_logging
 from quire.engine.absent import AbsentEngine
-from quire.engine.client import Begun, ProcessClient
+from quire.engine.process_client import Begun, ProcessClient
 from quire.schema.errors import ConfigError
 from quire.server.starting import open_engine, say_ready, start_errors
 

@@ -22,7 +22,7 @@ import msgspec
 from quire.base.clock import Laps, now
 from quire.base.log import logger
 from quire.base.procs import Child
-from quire.engine.client import Begun, ProcessClient, for_children
+from quire.engine.process_client import Begun, ProcessClient, for_children
 from quire.schema.errors import EngineDeadError
 from quire.schema.messages import Outputs
 from quire.server.callers import new_secret

@@ -40,7 +40,7 @@ from quire.base.clock import now
 from quire.base.log import logger
 from quire.base.progress import progress
 from quire.layers.batch import AttentionPlan, GroupStep
-from quire.sampling.plain import PlainSampler
+from quire.sampling.sampler import PlainSampler
 from quire.worker.capture import Capturer, borrow
 from quire.worker.device_inputs import DeviceInputs
 from quire.worker.inputs import StepShape

@@ -150,15 +150,18 @@ def shape_of(grants: Sequence[Grant], rows: Rows) -> StepShape:
     shape = StepShape(own, starts, counts, np.cumsum(counts), samples, order)
     if rows.has_cross:
         shape = _with_encoders(shape, rows)
-    return _with_extras(shape, rows) if rows.has_adapters or rows.extras else shape
+    return _with_extras(shape, rows) if rows.has_adapters or rows.extras is not None else shape
 
 
 def _with_extras(shape: StepShape, rows: Rows) -> StepShape:
     """What the step's own rows bring; a step of rows that bring nothing stays as it is."""
-    adapters, names = rows.adapters[shape.rows], [rows.request_of[row] for row in shape.rows.tolist()]
+    adapters = rows.adapters[shape.rows]
+    shape = replace(shape, adapters=adapters if adapters.any() else None)
+    if rows.extras is None:
+        return shape
+    names = [rows.request_of[row] for row in shape.rows.tolist()]
     return replace(
         shape,
-        adapters=adapters if adapters.any() else None,
         channels=rows.extras.channels_of(names, shape.counts, places_of(shape)[1]),
         vectors=rows.extras.vectors_of(names, shape.starts, shape.counts),
     )

@@ -122,11 +122,17 @@ class Rows:
         self.has_cross = any(group.kind is KVKind.CROSS for group in groups)
         self.adapters = np.zeros(max_rows, np.int32)  # 0: none
         self.has_adapters = False
-        self.extras = RowExtras()
+        self.extras: RowExtras | None = None  # until a request brings some
         self.tables = [BlockTable(group, max_rows, width) for group in groups]
         self.row_of: dict[str, int] = {}
         self.request_of: list[str] = []  # row -> request id
         self.max_rows = max_rows
+
+    def make_extras(self) -> RowExtras:
+        """What requests bring beside tokens is put here, before their first step."""
+        if self.extras is None:
+            self.extras = RowExtras()
+        return self.extras
 
     @property
     def num_rows(self) -> int:
@@ -142,9 +148,10 @@ class Rows:
 
     def _change(self, plan: StepPlan) -> RowChanges:
         changes = RowChanges()
-        if self.extras:
+        if self.extras is not None:
             for name in plan.left:
                 self.extras.forget(name)
+            self.extras = self.extras or None
         holes = sorted((self.row_of.pop(name) for name in plan.left if name in self.row_of), reverse=True)
         for new in plan.joined:
             if new.request_id in self.row_of:

@@ -25,8 +25,7 @@ from quire.attention.backend import AttentionBackend
 from quire.base.clock import now
 from quire.ops.copy import download, upload
 from quire.sampling.logprobs import LogprobRequest, Picked, join, pick, values_of
-from quire.sampling.plain import FILTERS
-from quire.sampling.sampler import Sampler
+from quire.sampling.sampler import FILTERS, Sampler
 from quire.schema.errors import NotBuiltError
 from quire.schema.step import FORBIDS_ALL, LogprobRows, Mask, StepPlan, StepResult
 from quire.worker.device_inputs import DeviceInputs, SamplingIndices
@@ -268,7 +267,7 @@ class ModelRunner:
 
     def draft_with(self, drafter: Drafter) -> None:
         """From now on, grants may check what this proposes."""
-        if self.inputs is not None or self.sampler.custom:
+        if self.inputs is not None or self.sampler.custom is not None:
             raise NotBuiltError("drafts are checked on CPU only, and not beside custom logits processors")
         self.drafts = Drafts(drafter, self.rows)
 

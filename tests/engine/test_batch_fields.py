@@ -86,9 +86,9 @@ def made(model: FakeModel, way: str) -> ModelRunner:
 def join(runner: ModelRunner, asked: list[Brings]) -> tuple[NewRow, ...]:
     for one in asked:
         if one.channels is not None:
-            runner.rows.extras.set_channels(one.name, one.channels, one.shift)
+            runner.rows.make_extras().set_channels(one.name, one.channels, one.shift)
         for start, own in one.vectors.items():
-            runner.rows.extras.give(one.name, start, torch.tensor(own)[:, None].repeat(1, 2).float())
+            runner.rows.make_extras().give(one.name, start, torch.tensor(own)[:, None].repeat(1, 2).float())
     return tuple(
         NewRow(
             request_id=one.name, epoch=0, token_ids=tuple(one.tokens), num_prompt_tokens=len(one.tokens), seed=0,

@@ -14,7 +14,7 @@ import pytest
 from quire.base import env
 from quire.base.procs import Child
 from quire.config import EngineArgs
-from quire.engine.client import for_children
+from quire.engine.process_client import for_children
 from quire.grammar.backend import GrammarVocabulary
 from quire.grammar.child import JobBoot
 from quire.grammar.compiler import _CompilerProcess

@@ -13,7 +13,8 @@ import pytest
 from quire.base import env
 from quire.config import EngineArgs
 from quire.engine import proc
-from quire.engine.client import InProcessClient, ProcessClient, make_client
+from quire.engine.client import InProcessClient
+from quire.engine.process_client import ProcessClient, make_client
 from quire.schema.errors import CheckpointError, EngineDeadError, InputError, NotBuiltError
 from quire.schema.messages import EngineRequest, FinishReason
 from quire.schema.params import ResolvedParams
@@ -199,7 +200,7 @@ def test_dying_while_starting_is_explained(tmp_path, monkeypatch):
 
 
 def test_a_start_that_takes_too_long_is_given_up(config, monkeypatch):
-    monkeypatch.setattr("quire.engine.client.MAIN", "tests.plain.test_engine_client:never_ready")
+    monkeypatch.setattr("quire.engine.process_client.MAIN", "tests.plain.test_engine_client:never_ready")
     monkeypatch.setenv("QUIRE_ENGINE_START_TIMEOUT_S", "1")
     env.forget_all()
     client = ProcessClient(config)
@@ -251,7 +252,7 @@ def test_frames_that_are_no_message_leave_an_engine_that_hears(process, frames):
 
 
 def test_an_engine_that_cannot_read_its_mailbox_dies_and_says_why(config, monkeypatch):
-    monkeypatch.setattr("quire.engine.client.MAIN", "tests.plain.test_engine_client:deafened")
+    monkeypatch.setattr("quire.engine.process_client.MAIN", "tests.plain.test_engine_client:deafened")
     client = ProcessClient(config)
     client.wait_ready()
     with pytest.raises(EngineDeadError, match="the mailbox is broken"):

@@ -10,7 +10,7 @@ import pytest
 
 from quire.base.clock import now
 from quire.config import EngineArgs
-from quire.engine.client import AttachedClient, ProcessClient
+from quire.engine.process_client import AttachedClient, ProcessClient
 from quire.engine.pulse import FILE, Pulse
 from quire.engine.route import OWNER, Routes
 from quire.schema.messages import (

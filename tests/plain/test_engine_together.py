@@ -11,8 +11,8 @@ import pytest
 from quire.base.codec import Codec
 from quire.config import EngineArgs
 from quire.engine import together
-from quire.engine.client import ProcessClient
 from quire.engine.inputs import InputProcessor, Options
+from quire.engine.process_client import ProcessClient
 from quire.engine.together import pack, unpack
 from quire.schema.messages import EngineReady, EngineRequest, EngineRequests, FinishReason, OneOfMany, ToEngine
 from quire.schema.params import ResolvedParams, SamplingParams, StructuredOutputsParams

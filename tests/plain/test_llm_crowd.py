@@ -85,8 +85,8 @@ def test_a_crowd(tmp_path, monkeypatch, form, seed, kill):
 
 PARENT = """
 import asyncio, os, sys
-import quire.engine.client
-quire.engine.client.MAIN = "tests.fake_engine:main"
+import quire.engine.process_client
+quire.engine.process_client.MAIN = "tests.fake_engine:main"
 from quire import AsyncEngineArgs, AsyncLLM, SamplingParams
 engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=sys.argv[1]))
 reader = engine.front.client._reader

@@ -332,5 +332,5 @@ def test_a_block_held_by_nobody_is_noticed_when_the_engine_falls_idle(monkeypatc
 def test_an_empty_plan_commits_to_nothing() -> None:
     bench = Bench()
     plan = bench.scheduler.plan()
-    assert plan.empty and bench.scheduler.commit(plan, StepResult(step=1, sampled=[])) == []
+    assert not plan.grants and bench.scheduler.commit(plan, StepResult(step=1, sampled=[])) == []
     assert counts(plan) == {}

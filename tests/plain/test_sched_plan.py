@@ -223,7 +223,7 @@ def test_look_ahead_plans_on_tokens_that_are_not_known_yet() -> None:
     spans += [(g.start, g.count, g.samples) for g in bench.plan().grants]
     assert spans == [(0, 4, True), (4, 1, True), (5, 1, True)]
     bench.commit()
-    assert bench.plan().empty, "its third and last token is in flight"
+    assert not bench.plan().grants, "its third and last token is in flight"
     (last,) = bench.commit()
     assert last.finish_reason is FinishReason.LENGTH and bench.output("a") == [7, 7, 7]
 
@@ -234,7 +234,7 @@ def test_depth_without_overlap_keeps_a_request_to_one_plan() -> None:
     assert [counts(bench.plan()) for _ in range(3)] == [{"a": 6}, {"b": 6}, {}]
     bench.commit()
     assert counts(bench.plan()) == {"a": 1}  # b is still in flight
-    assert bench.plan().empty
+    assert not bench.plan().grants
     bench.commit()
     assert counts(bench.plan()) == {"b": 1}
     bench.finish()
@@ -247,7 +247,7 @@ def test_overlap_counts_the_plans_of_one_request() -> None:
     assert [counts(bench.plan()) for _ in range(3)] == [{"a": 6}, {"a": 1}, {}]
     bench.commit()
     assert counts(bench.plan()) == {"a": 1}
-    assert bench.plan().empty
+    assert not bench.plan().grants
     bench.scheduler.reset_prefix_cache(reset_running_requests=True)  # preempted: its plans out count no longer
     assert counts(bench.plan()) == {"a": 7}
     while bench.flights:

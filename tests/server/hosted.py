@@ -26,7 +26,7 @@ from tests.fake_engine import write_model
 ROOT = Path(__file__).parents[2]
 START_S, STOP_S = 60.0, 30.0
 _FAKE = (
-    "import sys; import quire.engine.client as c; c.MAIN = 'tests.fake_engine:main'; c.EARLY = ''; "
+    "import sys; import quire.engine.process_client as c; c.MAIN = 'tests.fake_engine:main'; c.EARLY = ''; "
     "from tests.fake_engine import FakeExecutor; from quire.executor.base import BACKENDS; "
     "BACKENDS.register('uni', FakeExecutor); from quire.cli.main import main; sys.exit(main(sys.argv[1:]))"
 )

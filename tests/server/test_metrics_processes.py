@@ -22,8 +22,8 @@ from tests.fake_engine import write_model
 ROOT = Path(__file__).parents[2]
 SERVE = """
 import sys
-import quire.engine.client
-quire.engine.client.MAIN = "tests.fake_engine:main"
+import quire.engine.process_client
+quire.engine.process_client.MAIN = "tests.fake_engine:main"
 from quire.cli.main import main
 sys.exit(main(["serve", *sys.argv[1:]]))
 """
