@@ -155,11 +155,14 @@ class InputProcessor:
             made = self._siblings = params, msgspec.structs.replace(params, prompt_logprobs=None)
         return made[1]
 
-    def resolve(self, params: SamplingParams, *, any_logprobs: bool = False) -> ResolvedParams:
-        """The one place where parameters are checked against the model. `any_logprobs`: max_logprobs does not apply."""
+    def resolve(
+        self, params: SamplingParams, *, any_logprobs: bool = False, is_private: bool = False
+    ) -> ResolvedParams:
+        """The one place where parameters are checked against the model. `any_logprobs`: max_logprobs does not apply.
+        `is_private`: nobody else has them, so they are as they were when they were made, which checked their values."""
         if not isinstance(params, SamplingParams):
             raise InputError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-        params = params.checked()
+        params = params if is_private else params.checked()
         if params.n > _MOST_ANSWERS:
             raise InputError(f"n is {params.n}; at most {_MOST_ANSWERS} answers can be asked for", param="n")
         self._check_params(params, any_logprobs=any_logprobs)

@@ -11,6 +11,7 @@ import copy
 import enum
 import math
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -209,13 +210,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
 
     def freeze(self, **resolved: Any) -> ResolvedParams:
         """The values of a checked copy as a value of their own; `resolved` are those that the model decides."""
-        same = {name: getattr(self, name) for name in _KEPT}
-        same |= {name: tuple(value) for name in _TUPLES if (value := getattr(self, name)) is not None}
+        values = dict(zip(_KEPT, _kept_values(self), strict=True))
+        for name, value in zip(_TUPLES, _tuple_values(self), strict=True):
+            if value:
+                values[name] = tuple(value)
         if self.bad_words_token_ids:
-            same["bad_words_token_ids"] = tuple(tuple(word) for word in self.bad_words_token_ids if word)
+            values["bad_words_token_ids"] = tuple(tuple(word) for word in self.bad_words_token_ids if word)
         if self.logit_bias:
-            same["logit_bias"] = self.logit_bias
-        return ResolvedParams(**(same | resolved))
+            values["logit_bias"] = self.logit_bias
+        values.update(resolved)
+        return ResolvedParams(**values)
 
     def _normalize(self) -> None:
         if self.logprobs is True:
@@ -322,6 +326,7 @@ _KEPT = tuple(
     for name in ResolvedParams.__struct_fields__
     if name not in (*_TUPLES, "logit_bias", "bad_words_token_ids", "grammar")
 )
+_kept_values, _tuple_values = attrgetter(*_KEPT), attrgetter(*_TUPLES)
 _MOST_PENALTY = 32.0  # a length to this power, and to its inverse, is still a number
 
 

@@ -166,7 +166,7 @@ async def prepare_requests(
     def prepare_all() -> list[PreparedRequest]:
         check_bytes(prompts, params, request.cache_salt, state.options)
         requests: list[PreparedRequest] = []
-        resolved = engine.front.inputs.resolve(params)
+        resolved = engine.front.inputs.resolve(params, is_private=True)
         for index, prompt in enumerate(prompts):
             name = own if len(prompts) == 1 else f"{own}-{index}"
             salted = msgspec.structs.replace(prompt, cache_salt=salt)
