@@ -12,7 +12,6 @@ import contextlib
 import faulthandler
 import itertools
 import queue
-import random
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,9 +19,7 @@ from concurrent.futures import Future
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from quire.base import env
 from quire.base.log import logger
-from quire.config.logs import apply_logging
 from quire.engine.pulse import Pulse
 from quire.schema.errors import EngineDeadError, rebuild_error
 from quire.schema.messages import (
@@ -281,20 +278,3 @@ def held_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
     if held:
         raise KeyboardInterrupt
-
-
-def make_client(config: EngineConfig, *, own_process: bool) -> EngineClient:
-    """`own_process` is the caller's default; QUIRE_ENABLE_V1_MULTIPROCESSING overrules it."""
-    apply_logging(config.logging_config)
-    asked = env.ENABLE_V1_MULTIPROCESSING.get()
-    own_process = own_process if asked is None else asked
-    if asked is False:
-        # Documented for reproducible runs: asked for by name, an engine in this process seeds this process too.
-        log.info("Seeding Python's random with %d, because the engine runs in this process", config.model_config.seed)
-        random.seed(config.model_config.seed)
-    if not own_process:
-        return InProcessClient(config)
-    from quire.engine.process_client import ProcessClient  # lazy
-
-    client: EngineClient = ProcessClient(config)
-    return client

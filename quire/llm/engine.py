@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from quire.base.clock import now
 from quire.base.log import logger
-from quire.engine.client import EngineClient, InProcessClient, make_client
+from quire.engine.client import EngineClient, InProcessClient
 from quire.engine.control import VERBS
 from quire.engine.inputs import InputProcessor, Options, PreparedRequest, default_params
 from quire.engine.outputs import OutputProcessor, Processed
+from quire.engine.process_client import make_client
 from quire.llm.verbs import refuse_stat_loggers, verb
 from quire.observe.log_stats import LogStats
 from quire.observe.metrics import Metrics, check_buckets
