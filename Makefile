@@ -74,7 +74,12 @@ PARITY := $(foreach name,Llama Gemma2 Qwen3Moe DeepseekV3 Mamba2,tests/models/te
 CHECK_TESTS := tests/plain $(addprefix tests/,ops/test_norm_act_rope.py ops/test_sample_ops.py ops/test_cpu_sample.py \
   worker/test_steps.py engine/test_bad_input.py loader/test_load.py sampling/test_pipeline.py \
   server/test_completions_api.py server/test_limits_api.py server/test_deadlines.py) $(PARITY)
-check: lint types contract  ## format, lint, types, import contract, plain tests and some of each other kind: minutes
+# The type checker uses one processor for longer than the others take together, so tests run beside it.
+check: setup  ## format, lint, types, import contract, plain tests and some of each other kind: minutes
+	$(MAKE) -j 2 lint types contract check-tests
+
+.PHONY: check-tests
+check-tests: setup
 	$(PYTEST) $(CHECK_TESTS)
 
 # Slower than `test` by half, so no part of it. Processes that tests start are counted too.

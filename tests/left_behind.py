@@ -1,7 +1,9 @@
 """The state of the process that a file of tests must leave as it was: files run in any order, several in one process.
 
 Looked at before the first test of a file and after the last one, when its fixtures are gone; what differs fails the
-last test of the file, by name. Warning filters are not here: pytest puts them back after each test."""
+last test of the file, by name. Only what tests do is looked at: what a library does when it is first imported
+(variables, handlers of the root logger, hooks, folders in sys.path) would fail whichever file comes first. Warning
+filters are not here either: pytest puts them back after each test."""
 
 from __future__ import annotations
 
@@ -10,13 +12,14 @@ import builtins
 import gc
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -34,33 +37,35 @@ NEW_IS_FINE = frozenset(
 )  # with a module that is now imported
 PATCHED_OFTEN: tuple[Any, ...] = (time, os, socket, builtins, threading, asyncio)
 ABSENT = object()
-# Set by libraries that are imported first in a test, and by pytest itself.
-OTHERS_VARIABLES = frozenset((
-    "PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR", "TIKTOKEN_CACHE_DIR",
-))  # fmt: skip
+OUR_VARIABLES = ("QUIRE_", "VLLM_", "HF_", "OPENAI_", "OTEL_")
+OUR_FOLDERS = (tempfile.gettempdir(), str(Path(__file__).parent))
+PYDANTIC = "__pydantic_"  # names of a class that it fills in at first use
+THREAD_PATIENCE_S = 30.0
 
 
 def state_of_process() -> State:
     return {
-        **{("environment variable", name): value for name, value in os.environ.items() if name not in OTHERS_VARIABLES},
+        **{
+            ("environment variable", name): value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"
+        },
         **{("handler of", one.name): signal.getsignal(one) for one in SIGNALS},
         ("process", "working directory"): os.getcwd(),
         ("process", "umask"): _umask(),
-        ("process", "limit of open files"): resource.getrlimit(resource.RLIMIT_NOFILE),
         ("process", "processors"): tuple(sorted(os.sched_getaffinity(0))) if sys.platform == "linux" else (),
-        ("sys", "path"): tuple(sys.path),
-        ("sys", "recursion limit"): sys.getrecursionlimit(),
+        **{("sys.path", folder): True for folder in sys.path},
         ("sys", "switch interval"): sys.getswitchinterval(),
-        ("sys", "excepthook"): sys.excepthook,
-        ("threading", "excepthook"): threading.excepthook,
         ("gc", "enabled"): gc.isenabled(),
         ("gc", "threshold"): gc.get_threshold(),
-        **{("thread", f"{one.name} {one.ident}"): True for one in threading.enumerate() if _counts(one)},
+        **{("thread", _name(one)): True for one in threading.enumerate() if _counts(one)},
         **_loggers(),
         **_torch(),
         **_kernels(),
         **_modules(),
     }
+
+
+def _name(thread: threading.Thread) -> str:
+    return f"{thread.name} {thread.ident}"
 
 
 def _counts(thread: threading.Thread) -> bool:
@@ -76,10 +81,10 @@ def _umask() -> int:
 
 def _loggers() -> State:
     found: State = {}
-    for name in ("", *(name for name in logging.root.manager.loggerDict if name.partition(".")[0] in OURS)):
+    for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in OURS]:
         log = logging.getLogger(name)
         handlers = [one for one in log.handlers if not type(one).__module__.startswith("_pytest.")]
-        found["logger", name or "root"] = (log.level, log.propagate, log.disabled, *map(id, handlers))
+        found["logger", name] = (log.level, log.propagate, log.disabled, *map(id, handlers))
     found["logging", "disabled up to"] = logging.root.manager.disable
     return found
 
@@ -150,18 +155,33 @@ def differences(before: State, after: State) -> list[str]:
     out = []
     for key in before.keys() | after.keys():
         old, new = before.get(key, ABSENT), after.get(key, ABSENT)
-        if (old is ABSENT and key[0] in NEW_IS_FINE) or (new is ABSENT and key[0] == "thread"):
+        if (old is ABSENT and _is_others(*key)) or (new is ABSENT and key[0] == "thread"):
             continue
         if key[0] == "names of":
             now = {} if new is ABSENT else new
             out += [
                 f"{key[1]}.{name}: {_show(one)} -> {_show(now.get(name, ABSENT))}"
                 for name, one in old.items()
-                if now.get(name, ABSENT) is not one
+                if now.get(name, ABSENT) is not one and not name.startswith(PYDANTIC)
             ]
         elif old is not new and (key[0] == "module" or old != new):
             out.append(f"{key[0]} {key[1]}: {_show(old)} -> {_show(new)}")
     return sorted(out)
+
+
+def _is_others(kind: str, name: str) -> bool:
+    """Of something new: whether it came with a module that is now imported."""
+    if kind == "environment variable":
+        return not name.startswith(OUR_VARIABLES)
+    return kind in NEW_IS_FINE or (kind == "sys.path" and not name.startswith(OUR_FOLDERS))
+
+
+def _let_threads_end(before: State) -> None:
+    """Those that are at their end are not left behind."""
+    until = time.monotonic() + THREAD_PATIENCE_S
+    for thread in threading.enumerate():
+        if _counts(thread) and ("thread", _name(thread)) not in before and thread is not threading.current_thread():
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 def _show(value: Any) -> str:
@@ -184,6 +204,7 @@ class LeftBehind:
         yield
         if nextitem is not None and _file(nextitem) == _file(item):
             return
+        _let_threads_end(self.before)
         before, self.before = self.before, state_of_process()  # nothing runs between two files
         if changed := differences(before, self.before):
             pytest.fail(f"{_file(item)} leaves behind:\n  " + "\n  ".join(changed), pytrace=False)

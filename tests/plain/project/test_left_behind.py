@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,8 +53,9 @@ def _folder() -> Callable[[], None]:
 
 
 def _path() -> Callable[[], None]:
-    sys.path.append("/left")
-    return lambda: sys.path.remove("/left")
+    folder = f"{tempfile.gettempdir()}/left"
+    sys.path.append(folder)
+    return lambda: sys.path.remove(folder)
 
 
 def _module() -> Callable[[], None]:
@@ -79,7 +81,7 @@ CHANGES: dict[str, Callable[[], Callable[[], None]]] = {
     "logger quire": _level,
     "handler of SIGUSR1": _signal,
     "process working directory": _folder,
-    "sys path": _path,
+    f"sys.path {tempfile.gettempdir()}/left": _path,
     "module quire.base.clock": _module,
     "quire.base.clock.now": lambda: _swap(quire.base.clock, "now"),
     "quire.base.procs.Child.wait": lambda: _swap(Child, "wait"),
@@ -119,14 +121,16 @@ def test_the_file_that_leaves_something_behind_fails_and_no_other(tmp_path: Path
     (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
     (tmp_path / "test_a.py").write_text(
         "import os, random\n"
-        "def test_leaves(): os.environ['LEFT'] = '1'; test_leaves.drawn = random.random()\n"
+        "def test_leaves():\n"
+        "    os.environ['QUIRE_LEFT'] = os.environ['OTHERS'] = '1'\n"
+        "    test_leaves.drawn = random.random()\n"
         "def test_draws_the_same(): assert random.random() == test_leaves.drawn\n"
     )
     (tmp_path / "test_b.py").write_text(
-        "import os\ndef test_innocent(monkeypatch): assert 'LEFT' in os.environ; monkeypatch.setenv('B', '1')\n"
+        "import os\ndef test_innocent(monkeypatch): assert 'QUIRE_LEFT' in os.environ; monkeypatch.setenv('B', '1')\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_a.py", "test_b.py"]
     own = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, check=False, timeout=300)
     assert "3 passed, 1 error" in done.stdout, done.stdout
-    assert "test_a.py leaves behind:\n  environment variable LEFT: absent -> '1'" in done.stdout
+    assert "test_a.py leaves behind:\n  environment variable QUIRE_LEFT: absent -> '1'" in done.stdout

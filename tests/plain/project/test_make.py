@@ -55,6 +55,12 @@ def test_kernels_compile_while_torch_is_unpacked(tmp_path: Path) -> None:
     assert "QUIRE_BUILD_ISAS" not in steps("test", tmp_path).split(".[dev]")[1], "tests have every instruction set"
 
 
+def test_check_runs_every_check(tmp_path: Path) -> None:
+    text = steps("check", tmp_path)
+    for part in ("ruff format --check", "ruff check", "bin/mypy", "lint-imports", "bin/pytest -q -n 2"):
+        assert part in text
+
+
 def test_the_readme_says_where_the_command_is() -> None:
     text = (ROOT / "README.md").read_text()
     assert ". .venv/bin/activate" in text and "pipx install" in text and "uv tool install" in text
