@@ -281,10 +281,10 @@ NUMBER = {"type": "integer"}
 @pytest.mark.parametrize(
     ("ref", "words"),
     [
-        ("#/nowhere", "names nothing"), ("#/$defs/missing", "names nothing"), ("#/$defs/n/type", "names"),
-        ("#missing", "names nothing"), ("other.json", "names nothing"), ("https://example.com/s#/x", "names nothing"),
-        ("file:///etc/passwd", "names nothing"), ("http://[", "names nothing"), ("#/required/0", "names nothing"),
-        ("#/required/99999999999", "names nothing"), (5, "no string"), (None, "no string"), (["#"], "no string"),
+        ("#/nowhere", "does not exist"), ("#/$defs/missing", "does not exist"), ("#/$defs/n/type", "exist"),
+        ("#missing", "does not exist"), ("other.json", "does not exist"), ("https://a.example/s#/x", "does not exist"),
+        ("file:///etc/passwd", "does not exist"), ("http://[", "does not exist"), ("#/required/0", "does not exist"),
+        ("#/required/99999999999", "does not exist"), (5, "no string"), (None, "no string"), (["#"], "no string"),
         ("#/properties/a", "back to itself"), ("#/$defs/x", "back to itself"),
     ],
 )  # fmt: skip
