@@ -219,7 +219,7 @@ def test_the_extras_that_are_missing(monkeypatch: pytest.MonkeyPatch, name: str)
 
 
 def test_the_reason_for_another_backend_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    choose._told.clear()
+    choose._logged.clear()
     with caplog.at_level("INFO", logger="quire.grammar.choose"):
         assert spec_of(json={"type": "integer", "multipleOf": 7}).backends == ("guidance",)
     assert "xgrammar does not do 'multipleOf'" in caplog.text
@@ -267,7 +267,7 @@ def test_a_long_name_is_not_kept_for_each_of_its_children() -> None:
 
 
 def test_words_of_a_client_come_to_the_log_escaped(caplog: pytest.LogCaptureFixture) -> None:
-    choose._told.clear()
+    choose._logged.clear()
     with caplog.at_level("INFO", logger="quire.grammar.choose"):
         spec_of(json={"type": "object", "made\nup \x1b[31m": 1})
     assert "made\\nup" in caplog.text and "\x1b" not in caplog.text
