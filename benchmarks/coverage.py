@@ -367,8 +367,8 @@ def first_part(found: dict[str, Row]) -> str:
         "# Models", "",
         "Written by `python benchmarks/coverage.py --write`; do not edit. Every causal language model type that",
         "transformers lists, as a tiny random checkpoint: `native` has a declaration in `quire/models/zoo`, `fallback`",
-        "runs transformers' own modules under Quire's paged attention and batching, and both mean that greedy tokens",
-        "are those of transformers. `not counted`: transformers itself does not build or generate with such a model.",
+        "runs transformers' modules with Quire's paged attention and batching; both mean that greedy tokens match",
+        "those of transformers. `not counted`: transformers itself cannot build such a model or generate with it.",
         "How a family is declared: [adding-a-model.md](adding-a-model.md).", "",
     ]  # fmt: skip
     return "\n".join([*head, *summary(found), "", *table(found), ""])
@@ -377,7 +377,7 @@ def first_part(found: dict[str, Row]) -> str:
 def gpu_part(found: dict[str, Row], ran: dict[str, str]) -> str:
     head = [
         GPU_PART, "",
-        f"The same walk with Quire on one {ran['name']} in float32 (torch {ran['torch']}), against transformers on the",
+        f"The same run with Quire on one {ran['name']} in float32 (torch {ran['torch']}), against transformers on the",
         "CPU of that machine: `python benchmarks/coverage.py --device cuda --jobs 14 --write`.", "",
     ]  # fmt: skip
     return "\n".join([*head, *summary(found, ran["transformers"]), "", *table(found), ""])

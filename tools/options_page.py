@@ -110,7 +110,7 @@ def _row(row: Row) -> str:
     name = f"`{row.name}`"
     if o.flags:
         name += " " + " ".join(f"`{flag}`" for flag in o.flags)
-    values = " or ".join(dict.fromkeys(_values(part) for part in parts(row.declared.given) if part is not NoneType))
+    values = " or ".join(dict.fromkeys(_values(part) for part in parts(row.declared.accepted) if part is not NoneType))
     if o.choices:
         values = ", ".join(f"`{choice}`" for choice in o.choices)
     if bounds := limits(o):

@@ -17,8 +17,8 @@ from options_page import NOTE, environment_page, options_page
 from python_api import python_page
 
 from quire.base.registry import load
-from quire.cli.bench import BENCHES
-from quire.cli.launch import PARTS
+from quire.cli.bench import BENCHMARKS
+from quire.cli.launch import COMPONENTS
 from quire.cli.main import COMMANDS
 from quire.config import EngineArgs, FlexibleArgumentParser
 from quire.config.flags import add_flags
@@ -111,7 +111,7 @@ def commands() -> str:
     ]
     for name, command in COMMANDS.items():
         lines += [f"## quire {name}", "", f"{_sentence(command.summary)}", ""]
-        further = {"bench": BENCHES, "launch": PARTS}.get(name, {})
+        further = {"bench": BENCHMARKS, "launch": COMPONENTS}.get(name, {})
         for second, (path, summary) in further.items():
             program = f"quire {name} {second}"
             lines += [f"### {program}", "", _sentence(summary), "", *_options(path, program)]

@@ -119,7 +119,7 @@ def other_values(name: str, declared: OptionField | None, folder: str) -> Iterat
         yield ()
         return
     o = declared.option
-    for kind in parts(declared.given):
+    for kind in parts(declared.accepted):
         if kind is bool:
             yield ()
         elif get_origin(kind) is Literal:

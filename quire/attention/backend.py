@@ -1,4 +1,4 @@
-"""AttentionBackend: what a way of attending must offer, and the table of those we have.
+"""AttentionBackend: the interface of an attention implementation, and the table of those that exist.
 
 A backend turns one step of one KV group into a plan (all index work, once per step) that every layer of the group
 then runs. It owns the inside of the caches it makes. It must not know models, requests or the scheduler.
@@ -19,7 +19,7 @@ class AttentionBackend(Protocol):
     name: str
 
     def supports(self, spec: KVSpec) -> str | None:
-        """None when this backend can serve the layer, else the reason why not."""
+        """None if this backend supports the layer, else the reason why not."""
         ...
 
     def make_cache(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> LayerCache:
@@ -31,7 +31,7 @@ class AttentionBackend(Protocol):
         ...
 
     def prepare(self, tokens: int, longest: int) -> None:
-        """Told once, after the first steps and before requests come: the most tokens of a step, and of a row."""
+        """Called once, after the first steps and before requests arrive: the most tokens of a step, and of a row."""
         ...
 
 

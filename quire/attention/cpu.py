@@ -1,16 +1,16 @@
 """Attention on CPU: decodes of similar length in one padded call, prompt chunks row by row, all indices per step.
 
 A layer's cache is [num_slots, row]: a token's keys of all heads, then its values. Reading a context is one gather of
-rows by slot; a padded place repeats the row's own last token under a mask, so that no memory of another request, and
-none that was never written, is ever read.
+rows by slot; padding repeats the row's last token under a mask, so no memory of another request, and
+no uninitialized memory, is ever read.
 
     one step:  rows with 1 query  ──sort by length──▶ packs of similar length, each: gather, one padded call
                rows with more     ──▶ fresh (context is the chunk itself): no gather, keys as just computed
                                   ──▶ continued: gather the context once, tiles of queries over it
 
-In batch-invariant mode every row is a continued chunk, and its tiles are FIXED_TILE positions each, cut at multiples of
-that and filled up where the step holds only some of them: what is multiplied has a shape that follows from the position
-alone, and lies in memory of its own, whose alignment does not follow from the step.
+In batch-invariant mode every row is a continued chunk, and its tiles are FIXED_TILE positions each, starting at
+multiples of that and padded if the step has only some of them: the shape of a matmul depends on the position
+alone, and its operands are copied to new memory, whose alignment does not depend on the step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from quire.ops.cpu.native import kernels
 from quire.schema.errors import ConfigError
 from quire.schema.kv import DTYPE_BYTES, KVGroup, KVKind, KVSpec
 
-TILE = 256  # queries per call where a mask is needed
+TILE = 256  # queries per call if a mask is needed
 FIXED_TILE = 16  # queries per call in batch-invariant mode
 PACK_TOKENS = 1 << 14  # gathered tokens per call: about 25 MB at a width of 384 float32
 BAND_KEYS = 1 << 13  # keys before a tile up to which its mask is a slice of a stored band
@@ -49,7 +49,7 @@ class CpuCache(NativeCache):
         pages = memory.view(dtype)
         if pages.shape[1] % spec.block_size or memory.shape[0] < num_blocks:
             raise ConfigError(
-                f"KV memory {tuple(memory.shape)} does not hold {num_blocks} blocks of {spec.block_size} tokens"
+                f"KV memory {tuple(memory.shape)} is too small for {num_blocks} blocks of {spec.block_size} tokens"
             )
         values = spec.head_size if spec.v_head_size < 0 else spec.v_head_size
         width, stride = spec.token_bytes // DTYPE_BYTES[spec.dtype], pages.shape[1] // spec.block_size
@@ -78,10 +78,10 @@ class Pack:
 
     tokens: Tensor | None  # [B] index into the step's tokens
     slots: Tensor  # [B * L]
-    lengths: Tensor  # [B] keys each row really has
+    lengths: Tensor  # [B] keys of each row without padding
     width: int  # L
     ragged: bool
-    masks: dict[int, Tensor] = field(default_factory=dict)  # by slopes; made at the first layer that asks
+    masks: dict[int, Tensor] = field(default_factory=dict)  # by slopes; made by the first layer that needs one
 
 
 @dataclass
@@ -96,17 +96,17 @@ class QueryTile:
 
 @dataclass
 class PrefillChunk:
-    """One row with several queries. `slots` None: fresh, its keys are the step's own."""
+    """One row with several queries. `slots` None: fresh, its keys are those of this step."""
 
     begin: int  # first token in the step
     end: int
     slots: Tensor | None
-    plain: bool  # fresh and nothing but causality hides a key: one call without a mask
+    plain: bool  # fresh, with causality as the only mask: one call without a mask tensor
     tiles: list[QueryTile] = field(default_factory=list)
 
 
 class AttentionCall(NamedTuple):
-    """What one layer asks of the plan."""
+    """One layer's call of the plan."""
 
     q: Tensor
     k: Tensor
@@ -120,7 +120,7 @@ class AttentionCall(NamedTuple):
 
 
 class Bands:
-    """Masks of tiles, as slices of one band per window: 0 where a query sees a key, -inf where not."""
+    """Masks of tiles, as slices of one band per window: 0 where a query attends to a key, -inf elsewhere."""
 
     def __init__(self) -> None:
         self._stored: dict[int, Tensor] = {}
@@ -130,11 +130,11 @@ class Bands:
         if before > BAND_KEYS:
             return self._make(queries, before, window)
         band = self._stored.get(window)
-        room = 0 if band is None else band.shape[1] - TILE
-        if band is None or room < before:
-            room = min(BAND_KEYS, max(256, 1 << before.bit_length()))
-            band = self._stored[window] = self._make(TILE, room, window)
-        return band[:queries, room - before : room + queries]
+        length = 0 if band is None else band.shape[1] - TILE
+        if band is None or length < before:
+            length = min(BAND_KEYS, max(256, 1 << before.bit_length()))
+            band = self._stored[window] = self._make(TILE, length, window)
+        return band[:queries, length - before : length + queries]
 
     @staticmethod
     def _make(queries: int, before: int, window: int) -> Tensor:
@@ -212,7 +212,7 @@ class CpuPlan:
         return PrefillChunk(token, token + count, slots, fresh and open_, list(self._tiles(start, context, base)))
 
     def _fixed_chunk(self, row: int, token: int, count: int, context: int) -> PrefillChunk:
-        """Whole tiles around the queries; keys that are not there repeat one that is, and no query sees them."""
+        """Full tiles around the queries; missing keys repeat an existing one and are masked."""
         start = context - count
         borders = [self._border(start)]
         while borders[-1] < context:
@@ -226,17 +226,17 @@ class CpuPlan:
         return PrefillChunk(token, token + count, slots, False, tiles)
 
     def _border(self, position: int) -> int:
-        """Where the tile that holds `position` begins: a multiple of FIXED_TILE, or the begin of an attention chunk."""
+        """Start of the tile that contains `position`: a multiple of FIXED_TILE, or the start of an attention chunk."""
         tile = position // FIXED_TILE * FIXED_TILE
         return max(tile, position // self.chunk * self.chunk) if self.chunk else tile
 
     def _border_after(self, position: int) -> int:
-        """Where the tile after the one that holds `position` begins; a tile lies within one attention chunk."""
+        """Start of the tile after the one that contains `position`; a tile is within one attention chunk."""
         tile = (position // FIXED_TILE + 1) * FIXED_TILE
         return min(tile, (position // self.chunk + 1) * self.chunk) if self.chunk else tile
 
     def _tiles(self, start: int, context: int, base: int) -> Iterator[QueryTile]:
-        """Tiles never cross a chunk border, so that one band fits all queries of a tile."""
+        """Tiles never cross a chunk boundary, so one band fits all queries of a tile."""
         at = start
         while at < context:
             stop = min(at + TILE, context, (at // self.chunk + 1) * self.chunk if self.chunk else context)
@@ -285,16 +285,16 @@ class CpuPlan:
 
     @staticmethod
     def _pack_mask(pack: Pack, alibi: Tensor | None, kv_heads: int, per: int) -> Tensor | None:
-        """[B, 1, per, L] (with slopes [B, Hkv, per, L]), or None where nothing is to be hidden."""
+        """[B, 1, per, L] (with slopes [B, Hkv, per, L]), or None if nothing is masked."""
         if not pack.ragged and alibi is None:
             return None
         key = 0 if alibi is None else alibi.data_ptr()
         if key not in pack.masks:
-            place = torch.arange(pack.width)
-            hidden = (place[None] >= pack.lengths[:, None])[:, None, None]  # [B, 1, 1, L]
+            columns = torch.arange(pack.width)
+            hidden = (columns[None] >= pack.lengths[:, None])[:, None, None]  # [B, 1, 1, L]
             bias = torch.zeros(hidden.shape)
             if alibi is not None:
-                gap = pack.lengths[:, None] - 1 - place
+                gap = pack.lengths[:, None] - 1 - columns
                 bias = by_distance(alibi, gap).transpose(0, 1).unflatten(1, (kv_heads, per))
             pack.masks[key] = bias.masked_fill(hidden, float("-inf")).expand(-1, -1, per, -1)
         return pack.masks[key]
@@ -304,8 +304,8 @@ class CpuPlan:
         keys, values = self._chunk_keys(chunk, call)
         sinks = None if call.sinks is None else call.sinks[:, None]
         if chunk.plain and sinks is None and call.alibi is None and not call.softcap:
-            found = _attend(q, keys, values, None, causal=True, scale=call.scale)
-            out[chunk.begin : chunk.end] = found[0, ..., : call.out_size].transpose(0, 1)
+            attended = _attend(q, keys, values, None, causal=True, scale=call.scale)
+            out[chunk.begin : chunk.end] = attended[0, ..., : call.out_size].transpose(0, 1)
             return
         for tile in chunk.tiles:
             queries, span = tile.stop - tile.start, slice(tile.first, tile.last)
@@ -317,13 +317,13 @@ class CpuPlan:
             part = q[:, :, here]
             if part.shape[2] < queries:
                 part = F.pad(part, (0, 0, here.start - tile.start, tile.stop - here.stop))
-            own = [part, keys[:, :, span], values[:, :, span], mask]
+            operands = [part, keys[:, :, span], values[:, :, span], mask]
             if self.fixed:
-                own = [fresh(tensor) for tensor in own]
-            found = _attend(*own, sinks=sinks, scale=call.scale, softcap=call.softcap)
-            found = found[:, :, here.start - tile.start : here.stop - tile.start]
-            place = slice(chunk.begin + here.start, chunk.begin + here.stop)
-            out[place] = found[0, ..., : call.out_size].transpose(0, 1)
+                operands = [fresh(tensor) for tensor in operands]
+            attended = _attend(*operands, sinks=sinks, scale=call.scale, softcap=call.softcap)
+            attended = attended[:, :, here.start - tile.start : here.stop - tile.start]
+            tokens = slice(chunk.begin + here.start, chunk.begin + here.stop)
+            out[tokens] = attended[0, ..., : call.out_size].transpose(0, 1)
 
     @staticmethod
     def _chunk_keys(chunk: PrefillChunk, call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -333,7 +333,7 @@ class CpuPlan:
         k = call.k[chunk.begin : chunk.end].transpose(0, 1)[None]
         v = k if call.v is None else call.v[chunk.begin : chunk.end].transpose(0, 1)[None]
         stored = call.cache.rows.dtype
-        if stored is not k.dtype:  # rounded to what later steps will read
+        if stored is not k.dtype:  # rounded to the dtype that later steps read
             k, v = k.to(stored).to(k.dtype), v.to(stored).to(v.dtype)
         return k, v
 
@@ -344,13 +344,13 @@ def _distances(queries: int, before: int) -> Tensor:
 
 
 def _alike(keys: list[int]) -> bool:
-    """Few padded places: at most a quarter, or a block's worth."""
+    """Little padding: at most a quarter, or a block."""
     longest = max(keys)
     return longest * len(keys) - sum(keys) <= max(sum(keys) // 4, 16 * len(keys))
 
 
 def _packs(decodes: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    """Cut decodes (sorted by length, or alike) where padding or size gets too large."""
+    """Split decodes (sorted by length, or equally long) where padding or size gets too large."""
     part: list[tuple[int, int, int]] = []
     longest = 0
     for row in decodes:
@@ -368,13 +368,13 @@ class CpuAttention:
     name = "CPU_ATTN"
 
     def __init__(self, *, fixed: bool | None = None, native: bool = True) -> None:
-        """fixed: batch-invariant arithmetic. native: through the compiled kernels, where there are some."""
+        """fixed: batch-invariant arithmetic. native: through the compiled kernels, if there are any."""
         self._bands = Bands()
         self._fixed = env.BATCH_INVARIANT.get() if fixed is None else fixed
         self._library = kernels() if native else None
         if self._library is not None:
             self._attend = self._library.qc_attend
-        self._unserved: set[str] = set()  # layers that the kernels cannot attend for
+        self._unserved: set[str] = set()  # layers that the kernels do not support
 
     def supports(self, spec: KVSpec) -> str | None:
         if spec.kind not in (KVKind.FULL, KVKind.WINDOW, KVKind.CHUNK):
@@ -401,4 +401,4 @@ class CpuAttention:
         return CpuPlan(step, group, self._bands, fixed=self._fixed)
 
     def prepare(self, tokens: int, longest: int) -> None:
-        """Nothing takes time only once."""
+        """There is nothing to prepare."""

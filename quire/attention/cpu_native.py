@@ -1,9 +1,9 @@
-"""Attention on CPU through the compiled kernels: one call per layer, from the fused projection to the attended values.
+"""Attention on CPU through the compiled kernels: one call per layer, from the fused projection to its output.
 
-In: a step's shape, as tensors that live as long as the plan. The kernel reads block tables itself, so that planning is
-a few addresses; its results do not depend on how rows are batched or cut, so that batch-invariant mode is the same
-code. What it cannot do (latent attention, heads wider than 256, learned distances) goes the torch way, through the plan
-it was given.
+In: a step's shape, as tensors that live as long as the plan. The kernel reads block tables itself, so planning only
+collects addresses; its results do not depend on how rows are batched or chunked, so batch-invariant mode is the same
+code. What it does not support (latent attention, heads wider than 256, learned distances) runs in torch, through the
+other plan.
 Must not know: models, requests.
 """
 
@@ -27,7 +27,7 @@ MAX_SIZE = 256
 
 
 def serves(spec: KVSpec) -> bool:
-    """Whether the kernel attends over such a cache."""
+    """Whether the kernel supports such a cache."""
     return spec.head_size <= MAX_SIZE and spec.v_head_size in (-1, spec.head_size)
 
 
@@ -40,7 +40,7 @@ class NativePlan(NativeStep):
         self._other: AttentionPlan | None = None
         tables = step.block_tables if step.block_tables.stride(1) == 1 else step.block_tables.contiguous()
         contexts = torch.tensor(step.context_lens, dtype=torch.int32)
-        self._held = (tables, contexts, step.query_starts, step.slots)
+        self._alive = (tables, contexts, step.query_starts, step.slots)
         work = self.work = AttentionWork()
         work.tables, work.table_stride = tables.data_ptr(), tables.stride(0)
         work.contexts, work.query_starts = contexts.data_ptr(), step.query_starts.data_ptr()
@@ -88,7 +88,7 @@ class NativePlan(NativeStep):
 
     @staticmethod
     def _prepare(work: AttentionWork, prep: QkvPrep, dtype: torch.dtype) -> list[Tensor]:
-        """Norm and rotation; returns the tensors whose addresses were taken."""
+        """Norm and rotary embedding; returns the tensors whose addresses were taken."""
         alive = []
         weights: list[int | None] = [None, None]
         for i, weight in enumerate((prep.q_weight, prep.k_weight)):
@@ -123,7 +123,7 @@ class NativePlan(NativeStep):
         sinks: Tensor | None = None,
         alibi: Tensor | None = None,
     ) -> Tensor:
-        learned = alibi is not None and alibi.dim() == 2  # scores by distance: the kernel knows slopes only
+        learned = alibi is not None and alibi.dim() == 2  # learned scores by distance: the kernel supports slopes only
         if v is None or cache is None or learned or not serves(cache.spec):
             if self._other is None:
                 self._other = self._make_other()

@@ -1,9 +1,9 @@
-"""Cross attention beside self attention: plans for KV groups of kind CROSS, and the backend that joins the two.
+"""Cross-attention: plans for KV groups of kind CROSS, and the backend that adds them to self-attention.
 
-In: one step of one such group, where GroupStep speaks of two texts: `query_lens` are the row's own tokens of this step,
-`context_lens` the tokens of its encoder's output (whole from the row's first step on), `slots` where the keys and
-values of the outputs that come with this step go. Out: a plan that writes those and lets every query read all of its
-row's. Plain torch on any device: reading a context is one gather. Must not know: models, requests.
+In: one step of one such group, where GroupStep describes two texts: `query_lens` are the row's tokens in this step,
+`context_lens` the tokens of its encoder output (complete from the row's first step on), `slots` the slots of the keys
+and values of encoder outputs that arrive with this step. Out: a plan that writes those, and lets every query read
+all of its row's. Plain torch on any device: reading a context is one gather. Must not know: models, requests.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class CrossPlan:
         self.query_lens, self.key_lens, self.slots = step.query_lens, step.context_lens, step.slots
         counts = np.asarray(step.context_lens, np.int64)
         rows = np.repeat(np.arange(len(counts)), counts)
-        places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         tables = step.block_tables
-        index = upload(np.stack((rows, places // block_size, places % block_size)), tables.device)
-        own = index[0] if step.row_index is None else step.row_index[index[0]].long()
-        self.read = tables[own, index[1]].long() * block_size + index[2]  # a slot for every key of every row
+        index = upload(np.stack((rows, offsets // block_size, offsets % block_size)), tables.device)
+        row_of_key = index[0] if step.row_index is None else step.row_index[index[0]].long()
+        self.read = tables[row_of_key, index[1]].long() * block_size + index[2]  # a slot for every key of every row
 
     def run(
         self,
@@ -52,30 +52,30 @@ class CrossPlan:
         sinks: Tensor | None = None,
         alibi: Tensor | None = None,
     ) -> Tensor:
-        """k and v [S, Hkv, D]: of the encoder's outputs that come with this step; S may be 0."""
+        """k and v [S, Hkv, D]: of the encoder outputs that arrive with this step; S may be 0."""
         if not isinstance(cache, CpuCache) or v is None or alibi is not None:
-            raise ConfigError("cross attention takes keys and values, a cache of its own, and no distances")
+            raise ConfigError("cross attention takes keys and values, a separate cache, and no distances")
         if len(k):
             write_cache.on(q.device)(cache.rows, self.slots, k, v)
-        found = cache.read(self.read, 1, q.dtype)
-        keys, values = (part[0].transpose(0, 1) for part in found)
+        kv = cache.read(self.read, 1, q.dtype)
+        keys, values = (part[0].transpose(0, 1) for part in kv)
         attend = partial(ragged_attention.on(q.device), scale=scale, softcap=softcap, sinks=sinks)
         if q.device.type == "cpu" and env.BATCH_INVARIANT.get():
             return self._one_by_one(attend, q, keys, values)
         return attend(q, keys, values, self.query_lens, self.key_lens)
 
     def _one_by_one(self, attend: Callable[..., Tensor], q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """A call for each query, in memory of its own: how many of a row come in one step must not show."""
+        """A call for each query, in new memory: results must not depend on how many of a row are in one step."""
         out, at, first = [], 0, 0
         for count, length in zip(self.query_lens, self.key_lens, strict=True):
-            own = [fresh(part[first : first + length]) for part in (keys, values)]
-            out += [attend(fresh(q[i : i + 1]), *own, [1], [length]) for i in range(at, at + count)]
+            row_kv = [fresh(part[first : first + length]) for part in (keys, values)]
+            out += [attend(fresh(q[i : i + 1]), *row_kv, [1], [length]) for i in range(at, at + count)]
             at, first = at + count, first + length
         return torch.cat(out)
 
 
 class WithCross:
-    """An attention backend, and cross attention for the groups that ask for it."""
+    """An attention backend, plus cross-attention for the groups that need it."""
 
     def __init__(self, attention: AttentionBackend) -> None:
         self.attention, self.name = attention, attention.name

@@ -1,11 +1,11 @@
-"""Fresh prompts through the attention of cuDNN, as dense batches.
+"""Fresh prompts through cuDNN's attention, as dense batches.
 
-A prompt whose context is the chunk itself needs no cache, so the library's dense attention can take it. In: a step's
-entries. Out: the runs of adjacent prompts that go there, and their attention. cuDNN prepares a plan of its own for
-every shape, which takes tens of milliseconds, so shapes must return: a prompt is computed as if it had the next of
-SHAPES_PER_OCTAVE lengths, which causality allows (what lies behind its end is read but changes nothing before it). A
-few shapes have their plan from the start; any other gets one once the work it would have saved pays for it, so lengths
-that come once never pay. Must not know: caches, blocks, rows.
+A prompt whose context is the chunk itself needs no cache, so the library's dense attention can compute it. In: a step's
+entries. Out: the runs of adjacent prompts that go there, and their attention. cuDNN prepares a plan for
+every shape, which takes tens of milliseconds, so shapes must recur: a prompt is padded to the next of
+SHAPES_PER_OCTAVE lengths, which causality allows (the padding is read but changes nothing before it). A
+few shapes are planned at start-up; any other is planned once the work it would have saved pays for it, so lengths
+that occur once never are. Must not know: caches, blocks, rows.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 
 from quire.base.log import logger
 
-LEAST_TOKENS = 1024  # of a prompt: shorter ones are no faster there
-PREPARED_RUN = 2048  # tokens of a prompt: a full step of such prompts is ready at the start
-PREPARED = (4096, 8192)  # tokens: so is one prompt of these
+LEAST_TOKENS = 1024  # of a prompt: shorter ones are not faster there
+PREPARED_RUN = 2048  # tokens of a prompt: a full step of such prompts is planned at start-up
+PREPARED = (4096, 8192)  # tokens: so is one prompt of these lengths
 SHAPES_PER_OCTAVE = 16  # lengths from one power of two to the next: a prompt is padded by 3% on average
-WORTH = 16 * 8 * 2048**2  # rows times squared lengths seen, before a shape gets its plan; about as many more pay for it
-SHAPES = 4096  # remembered
+WORTH = 16 * 8 * 2048**2  # rows times squared lengths seen before a shape is planned; about as many more pay for it
+SHAPES = 4096  # tracked
 _log = logger(__name__)
 
 
@@ -43,13 +43,13 @@ class Dense(NamedTuple):
 
 
 def shape_of(length: int) -> int:
-    """The next length that has a shape of its own."""
+    """The next length that has a shape."""
     step = max(1, (1 << (length - 1).bit_length()) // 2 // SHAPES_PER_OCTAVE)
     return -(-length // step) * step
 
 
 class Library:
-    """Which shapes have come often enough, and whether the library can be used at all."""
+    """Which shapes have occurred often enough, and whether the library can be used at all."""
 
     def __init__(self, *, least: int = LEAST_TOKENS, worth: int = WORTH) -> None:
         self.least, self.worth = least, worth
@@ -57,26 +57,26 @@ class Library:
         self._usable: dict[torch.device, bool] = {}
 
     def choose(self, entries: np.ndarray, fresh: np.ndarray, device: torch.device) -> tuple[list[Dense], np.ndarray]:
-        """entries [R, 4]: row | first token | tokens | context. (runs, which entries they hold [R] bool)."""
+        """entries [R, 4]: row | first token | tokens | context. (runs, which entries they contain [R] bool)."""
         taken = np.zeros(len(entries), np.bool_)
-        places = np.flatnonzero(fresh & (entries[:, 2] >= self.least))
-        if not len(places) or not self.usable(device):
+        candidates = np.flatnonzero(fresh & (entries[:, 2] >= self.least))
+        if not len(candidates) or not self.usable(device):
             return [], taken
         runs: list[list[int]] = []
-        for place in places.tolist():
-            start, length = entries[place, 1:3].tolist()
+        for entry in candidates.tolist():
+            start, length = entries[entry, 1:3].tolist()
             if runs and entries[runs[-1][0], 2] == length and entries[runs[-1][-1], 1] + length == start:
-                runs[-1].append(place)
+                runs[-1].append(entry)
             else:
-                runs.append([place])
+                runs.append([entry])
         if len(self._seen) > SHAPES:
             self._seen.clear()
         chosen = []
         for run in runs:
             start, length = entries[run[0], 1:3].tolist()
-            found = self._shapes(start, length, len(run))
-            taken[run] = bool(found)
-            chosen += found
+            padded_shapes = self._shapes(start, length, len(run))
+            taken[run] = bool(padded_shapes)
+            chosen += padded_shapes
         return chosen, taken
 
     def _shapes(self, start: int, length: int, rows: int) -> list[Dense]:
@@ -95,7 +95,7 @@ class Library:
         return self._seen[rows, length] >= self.worth
 
     def prepare(self, heads: int, qkv: Tensor, longest: int) -> None:
-        """Plans for the shapes that are ready at the start, in the form of qkv, [T, Hq + 2 Hkv, D]; its contents do
+        """Plan the shapes prepared at start-up, with the layout of qkv, [T, Hq + 2 Hkv, D]; its contents do
         not matter."""
         if not self.usable(qkv.device):
             return
@@ -112,7 +112,7 @@ class Library:
                 self._seen[rows, length] = self.worth
 
     def usable(self, device: torch.device) -> bool:
-        """Asked once per device, by a small problem. A CPU has its own kernels behind the same interface."""
+        """Tested once per device, with a small problem. A CPU has other kernels behind the same interface."""
         if device not in self._usable:
             self._usable[device] = device.type == "cpu" or _works(device)
         return self._usable[device]
@@ -136,18 +136,18 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, run: Dense, scale: float) -
     q, k, v = (_padded(t, run, is_query=t is q).unflatten(0, shape).transpose(1, 2) for t in (q, k, v))
     if q.is_cuda:
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-        found = cudnn(q, k, v, None, False, 0.0, True, False, scale=scale)[0]
+        result = cudnn(q, k, v, None, False, 0.0, True, False, scale=scale)[0]
     else:
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    return found.transpose(1, 2).flatten(0, 1)[: run.rows * run.length]
+        result = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    return result.transpose(1, 2).flatten(0, 1)[: run.rows * run.length]
 
 
 def _padded(x: Tensor, run: Dense, *, is_query: bool) -> Tensor:
-    """The run's tokens and what follows them; at the end of the step, a copy with zeros behind it.
+    """The run's tokens and what follows them; at the end of the step, a zero-padded copy.
 
-    The copy has the strides of x, because a plan is one for shapes and strides. Zeros, because a NaN behind the end
-    would get through a weight of zero. A query's result stays its own, so for queries whatever the memory holds will
-    do, where it goes on far enough (`prepare_qkv` leaves room).
+    The copy has the strides of x, because a plan is specific to shapes and strides. Zeros, because a NaN in the padding
+    would propagate through a weight of zero. Queries are independent, so their padding may be any
+    memory, if there is enough of it (`prepare_qkv` allocates more).
     """
     last = run.start + run.rows * run.padded
     if last <= len(x):

@@ -1,6 +1,6 @@
-"""Which attention backend serves a device: the configured one, or the device's default; refused where it cannot serve.
+"""Which attention backend a device uses: the configured one, or the device's default; an error if it is unsupported.
 
-In: a device name, an optional backend name, the layers' KV specs. Out: a backend. Knows no kernel itself.
+In: a device name, an optional backend name, the layers' KV specs. Out: a backend. Must not know: kernels.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ NEEDS = {"CPU_ATTN": "cpu", "TRITON_ATTN": "cuda"}  # the device a backend runs 
 
 
 def select_backend(device: str, specs: Sequence[KVSpec], name: str | None = None) -> AttentionBackend:
-    """`device` is a torch device string; only its type counts."""
+    """`device` is a torch device string; only its type matters."""
     kind = device.partition(":")[0]
     if kind not in BY_DEVICE:
         raise NotBuiltError(f"no attention backend for device {device!r}; built: {', '.join(BY_DEVICE)}", value=device)
-    wanted = BY_DEVICE[kind] if name is None else OTHER_NAMES.get(name.upper(), name.upper())
-    if wanted not in BACKENDS:
+    chosen = BY_DEVICE[kind] if name is None else OTHER_NAMES.get(name.upper(), name.upper())
+    if chosen not in BACKENDS:
         raise NotBuiltError(
             f"attention backend {name!r} is not built; built: {', '.join(BACKENDS)}", param="backend", value=name
         )
-    if NEEDS.get(wanted, kind) != kind:
+    if NEEDS.get(chosen, kind) != kind:
         raise ConfigError(
-            f"attention backend {wanted} runs on {NEEDS[wanted]}, not on {device}", param="backend", value=name
+            f"attention backend {chosen} runs on {NEEDS[chosen]}, not on {device}", param="backend", value=name
         )
-    backend: AttentionBackend = BACKENDS.get(wanted)()
+    backend: AttentionBackend = BACKENDS.get(chosen)()
     if any(spec.kind is KVKind.STATE for spec in specs):
         backend = WithStates(backend)
     if any(spec.kind is KVKind.CROSS for spec in specs):
@@ -40,5 +40,5 @@ def select_backend(device: str, specs: Sequence[KVSpec], name: str | None = None
     for spec in specs:
         reason = backend.supports(spec)
         if reason is not None:
-            raise ConfigError(f"attention backend {wanted} cannot serve layer {spec.layer!r}: {reason}")
+            raise ConfigError(f"attention backend {chosen} cannot serve layer {spec.layer!r}: {reason}")
     return backend

@@ -1,9 +1,9 @@
-"""States beside attention: plans and caches for KV groups of running states, and the backend that joins the two.
+"""Recurrent states: plans and caches for KV groups of kind STATE, and the backend that adds them to attention.
 
-In: one step of one KV group of kind STATE. Out: a StatePlan, whose StateWork says for every token which block holds the
-state before it and which gets the state after. A state's block i belongs to positions [i * size, (i + 1) * size) of its
-row: it holds the state after the last of them that was computed, so a step reads the block of the position before its
-first one and writes every block it touches. Must not know: models, requests, what a state is made of.
+In: one step of one KV group of kind STATE. Out: a StatePlan, whose StateWork has for every token the block of the
+state before it and that of the state after it. Block i of a state covers positions [i * size, (i + 1) * size) of its
+row: it holds the state after the last computed one of them, so a step reads the block of the position before its
+first one and writes every block it touches. Must not know: models, requests, the contents of a state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.schema.kv import KVGroup, KVKind, KVSpec
 
 
 class WithStates:
-    """An attention backend, and states for the groups that keep them."""
+    """An attention backend, plus recurrent states for the groups that have them."""
 
     def __init__(self, attention: AttentionBackend) -> None:
         self.attention, self.name = attention, attention.name
@@ -50,7 +50,7 @@ class WithStates:
 
 
 def decode_work(step: GroupStep, size: int) -> StateWork:
-    """Every entry computes one token; all of it is worked out on the device, for a graph to hold."""
+    """Every entry computes one token; everything is computed on the device, so it can be captured."""
     assert step.contexts is not None
     load, store = state_places.on(step.contexts.device)(step.block_tables, step.row_index, step.contexts, size)
     pieces = step.contexts.new_empty((0, 4))
@@ -58,8 +58,8 @@ def decode_work(step: GroupStep, size: int) -> StateWork:
 
 
 def mixed_work(step: GroupStep, size: int, *, single: bool = False) -> StateWork:
-    """Rows of one token, and longer ones cut where their blocks end. `single`: all of them cut into single tokens, each
-    from the stored state of the one before, so that nothing depends on where a step begins or who is in it."""
+    """Rows of one token, and longer ones split at block boundaries. `single`: all split into single tokens, each
+    from the stored state of the previous one, so nothing depends on where a step starts or what else is in it."""
     counts, contexts = np.asarray(step.query_lens, np.int64), np.asarray(step.context_lens, np.int64)
     ends = np.cumsum(counts)
     rows = np.flatnonzero((counts == 1) & (not single))
@@ -75,11 +75,11 @@ def mixed_work(step: GroupStep, size: int, *, single: bool = False) -> StateWork
         )
         edges = [first, *inner, int(contexts[row])]
         for start, end in pairwise(edges):
-            kept = int(start > first and not single)
-            cuts.append((token + end - 1, row, -1 if kept else start, end - 1))
-            spans.append((token + start, token + end, kept))
-    places = np.concatenate((decodes, np.array(cuts, np.int64).reshape(-1, 4)))
-    load, store = _blocks(step, places, size)
+            is_continued = int(start > first and not single)
+            cuts.append((token + end - 1, row, -1 if is_continued else start, end - 1))
+            spans.append((token + start, token + end, is_continued))
+    positions = np.concatenate((decodes, np.array(cuts, np.int64).reshape(-1, 4)))
+    load, store = _blocks(step, positions, size)
     num = len(rows)
     span = np.array(spans, np.int32).reshape(-1, 3)
     device = load.device
@@ -91,12 +91,12 @@ def mixed_work(step: GroupStep, size: int, *, single: bool = False) -> StateWork
     return StateWork(None if whole else tokens, load[:num], store[:num], pieces, span)
 
 
-def _blocks(step: GroupStep, places: np.ndarray, size: int) -> tuple[Tensor, Tensor]:
-    """Blocks read and written by [n, 4] (token, row, start or -1, last position): int64 [n] each, FRESH at a start."""
-    start, last = places[:, 2], places[:, 3]
+def _blocks(step: GroupStep, positions: np.ndarray, size: int) -> tuple[Tensor, Tensor]:
+    """Blocks read and written by [n, 4] (token, row, start or -1, last position): int64 [n], FRESH at a start."""
+    start, last = positions[:, 2], positions[:, 3]
     before = np.where(start > 0, (start - 1) // size, 0)
     tables = step.block_tables
-    index = upload(np.stack((places[:, 1], before, last // size, start > 0)), tables.device)
+    index = upload(np.stack((positions[:, 1], before, last // size, start > 0)), tables.device)
     rows = index[0] if step.row_index is None else step.row_index[index[0]].long()
     load = torch.where(index[3] > 0, tables[rows, index[1]].long(), FRESH)
     return load, tables[rows, index[2]].long()

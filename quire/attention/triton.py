@@ -1,7 +1,7 @@
 """Attention on CUDA: Triton kernels over paged caches, for eager steps of any mix and for captured decode steps.
 
-In memory a page is [kv heads, tokens, entries] of keys, then the same of values. One step becomes one or two work lists
-(ops/triton/attention.py), made at the first layer that runs and shared by those of the same shape:
+In memory a block is [kv heads, tokens, entries] of keys, then the same of values. A step becomes one or two work lists
+(ops/triton/attention.py), made by the first layer that runs and shared by those of the same shape:
 
     host lists    eager: rows of few queries ──▶ "few", small tiles; all others ──▶ "many", large tiles
     refilled      captured steps of any mix: the same two lists in fixed room, written by the host before each replay
@@ -46,11 +46,11 @@ from quire.ops.triton.attention_plan import LEAST_ROWS, PROBE, Sharing, plan_dec
 from quire.schema.errors import ConfigError, NotBuiltError
 from quire.schema.kv import KVGroup, KVKind, KVSpec
 
-LEAST_KEYS = 256  # worth a part of their own; half as many where tiles alone do not fill the device
-SHARE_ROWS = 16  # decodes in a step from which on a shared prefix is looked for
-MOST_ENTRIES, MOST_LATENT = 512, 1024  # of a head: with values of its own; with values that are a slice of the keys
-CROWD = 64  # decodes in a step that fill the device without being cut
-MIXED_ROWS = 320  # rows of few queries that the lists of a captured mixed step have room for
+LEAST_KEYS = 256  # of a split; half as many if tiles alone do not fill the device
+SHARE_ROWS = 16  # decodes in a step from which a shared prefix is searched
+MOST_ENTRIES, MOST_LATENT = 512, 1024  # of a head: with separate values; with values that are a slice of the keys
+CROWD = 64  # decodes in a step that fill the device without being split
+MIXED_ROWS = 320  # most rows of few queries in the lists of a captured mixed step
 MIXED_PROMPTS = 64  # and prompt chunks
 
 
@@ -64,7 +64,7 @@ class TritonCache:
         value = size if spec.v_head_size < 0 else spec.v_head_size
         if memory.shape[0] < num_blocks or pages.shape[1] < heads * page * (size + value):
             raise ConfigError(
-                f"KV memory {tuple(memory.shape)} does not hold {num_blocks} blocks of {spec.page_bytes} bytes"
+                f"KV memory {tuple(memory.shape)} is too small for {num_blocks} blocks of {spec.page_bytes} bytes"
             )
         at, stride = pages.storage_offset(), pages.stride(0)
         self.keys = pages.as_strided((num_blocks, page, heads, size), (stride, size, page * size, 1), at)
@@ -74,12 +74,12 @@ class TritonCache:
             self.values = pages.as_strided((num_blocks, page, heads, value), strides, at + heads * page * size)
 
     def read(self, slots: Tensor, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Tokens at slots [batch * L] -> keys and values [batch, Hkv, L, size]; for models that attend themselves."""
-        blocks, places = slots // self.spec.block_size, slots % self.spec.block_size
-        k = self.keys[blocks, places].unflatten(0, (batch, -1)).transpose(1, 2).to(dtype)
+        """Tokens at slots [batch * L] -> keys and values [batch, Hkv, L, size]; for models with their own attention."""
+        blocks, offsets = slots // self.spec.block_size, slots % self.spec.block_size
+        k = self.keys[blocks, offsets].unflatten(0, (batch, -1)).transpose(1, 2).to(dtype)
         if self.values is None:
             return k, k
-        return k, self.values[blocks, places].unflatten(0, (batch, -1)).transpose(1, 2).to(dtype)
+        return k, self.values[blocks, offsets].unflatten(0, (batch, -1)).transpose(1, 2).to(dtype)
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
         write_kv(k, v, self, slots)
@@ -91,7 +91,7 @@ def write_kv(k: Tensor, v: Tensor | None, cache: TritonCache, slots: Tensor) -> 
 
 
 class Workspace:
-    """Room for partial results. It only grows, and old pieces stay: a captured graph may still point there."""
+    """Memory for partial results. It only grows, and old buffers stay alive: a captured graph may still use them."""
 
     def __init__(self) -> None:
         self._pieces: dict[torch.device, list[Space]] = {}
@@ -115,13 +115,13 @@ class TileSet(NamedTuple):
     """Tile shapes of a layer's launches."""
 
     few: AttentionTile  # rows of few queries
-    crowd: AttentionTile  # the same, where a step has CROWD of them
+    crowd: AttentionTile  # the same, if a step has CROWD of them
     many: AttentionTile  # prompt chunks
     shared: AttentionTile  # a prefix that many rows share
 
 
 class WorkListKey(NamedTuple):
-    """What decides the shape of a work list: layers that agree in these share it."""
+    """What determines the shape of a work list: layers with equal keys share it."""
 
     group: int  # query heads per kv head
     kv_heads: int
@@ -133,7 +133,7 @@ class WorkListKey(NamedTuple):
     def of(
         cls, backend: TritonAttention, dtype: torch.dtype, heads: int, cache: TritonCache, v_size: int, plain: bool
     ) -> WorkListKey:
-        """plain: nothing but causality changes the scores, and this step's keys and values are at hand."""
+        """plain: causality is the only mask, scores are unmodified, and this step's keys and values are available."""
         kv_heads, dk = cache.keys.shape[2:]
         dv = v_size if cache.values is None else cache.values.shape[3]
         group = heads // kv_heads
@@ -143,11 +143,11 @@ class WorkListKey(NamedTuple):
 
 
 def choose_tiles(dtype: torch.dtype, dk: int, dv: int, *, latent: bool, group: int) -> TileSet:
-    """For Hopper: what benchmarks/gpu/attention.py --sweep found best. Shared memory holds the queries of a tile and
+    """For Hopper: the best of benchmarks/gpu/attention.py --sweep. Shared memory holds the queries of a tile and
     num_stages - 1 tiles of keys and values."""
     width = max(width_of(dv if latent else dk), width_of(dv))
     m = 64 if group > 16 else 16  # a decode's heads
-    if dtype == torch.float32:  # no tensor cores: exactness is why one runs in float32
+    if dtype == torch.float32:  # no tensor cores: float32 is chosen for exactness
         if width > 128:
             return TileSet(*[AttentionTile(16, 16, 8, 1)] * 4)
         return TileSet(
@@ -171,7 +171,7 @@ def choose_tiles(dtype: torch.dtype, dk: int, dv: int, *, latent: bool, group: i
 
 
 class Cutter(NamedTuple):
-    """How queries are cut into tiles, and the keys of a tile into parts."""
+    """How queries are split into tiles, and the keys of a tile into splits."""
 
     shape: Shape
     sms: int
@@ -180,7 +180,7 @@ class Cutter(NamedTuple):
     def items(
         self, entries: np.ndarray, call: WorkListKey, tiles: AttentionTile
     ) -> tuple[np.ndarray, int, int, AttentionTile]:
-        """(items, partials, flats held, tiles) of entries [R, 4] (row, start, count, context), longest work first."""
+        """(items, partials, flats in use, tiles) of entries [R, 4] (row, start, count, context), longest work first."""
         is_few = tiles is call.tiles.few
         cuts = _cdiv(entries[:, 2] * call.group, tiles.block_m)  # tiles per row
         entry = np.repeat(entries, cuts, 0)  # [tiles, 4]
@@ -189,25 +189,29 @@ class Cutter(NamedTuple):
         splits = np.ones(len(entry), np.int64)
         if not self.fixed and (is_few or len(entry) * call.kv_heads < 2 * self.sms):
             least = least_tiles(len(entry), call.kv_heads, self.sms, tiles)
-            target = parts_wanted(len(entry), call.kv_heads, self.sms)
+            target = target_splits(len(entry), call.kv_heads, self.sms)
             splits = np.clip(_cdiv(keys, max(least, _cdiv(int(keys.sum()), target))), 1, MAX_SPLITS)
-        many = splits > 1
-        kept = np.where(many, splits, 0)
+        is_split = splits > 1
+        num_splits = np.where(is_split, splits, 0)
         record = np.zeros((len(entry), FIELDS.value), np.int32)
         record[:, :4], record[:, 4] = entry, flat
-        record[:, 6], record[:, 7], record[:, 9] = splits, np.where(many, np.cumsum(kept) - kept, -1), -1
+        record[:, 6], record[:, 7], record[:, 9] = (
+            splits,
+            np.where(is_split, np.cumsum(num_splits) - num_splits, -1),
+            -1,
+        )
         items = np.repeat(record, splits, 0)
         items[:, 5] = np.arange(len(items)) - np.repeat(np.cumsum(splits) - splits, splits)
         order = np.argsort(-np.repeat(keys / splits, splits), kind="stable")
-        held = min(tiles.block_m, int(entries[:, 2].max()) * call.group)
-        return items[order], int(kept.sum()), held, tiles
+        flats = min(tiles.block_m, int(entries[:, 2].max()) * call.group)
+        return items[order], int(num_splits.sum()), flats, tiles
 
     def most_items(self, num_tiles: int, call: WorkListKey) -> int:
-        """No list of so many tiles is longer."""
-        return num_tiles + parts_wanted(self.sms + 1, call.kv_heads, self.sms)
+        """The longest possible list of this many tiles."""
+        return num_tiles + target_splits(self.sms + 1, call.kv_heads, self.sms)
 
     def _key_tiles(self, entry: np.ndarray, flat: np.ndarray, group: int, tiles: AttentionTile) -> np.ndarray:
-        """How many tiles of keys each tile of queries reads; as _attend_kernel counts them. None of padding."""
+        """How many tiles of keys each tile of queries reads, as in _attend_kernel; 0 for padding."""
         before, count = entry[:, 3] - entry[:, 2], entry[:, 2]
         low = before + flat // group
         high = before + np.minimum((flat + tiles.block_m - 1) // group, count - 1)
@@ -228,7 +232,7 @@ def few_of(entries: np.ndarray, call: WorkListKey) -> np.ndarray:
 
 
 def may_share(ones: np.ndarray, entries: np.ndarray, step: GroupStep, shape: Shape) -> bool:
-    """Whether to look for a shared prefix on the device: enough decodes, and as far as the host knows some agree."""
+    """Whether to search for a shared prefix on the device: enough decodes, and the host knows of some that agree."""
     if ones.sum() < SHARE_ROWS or shape.window or shape.chunk:
         return False
     if step.host_tables is None or step.host_rows is None:
@@ -242,7 +246,7 @@ def may_share(ones: np.ndarray, entries: np.ndarray, step: GroupStep, shape: Sha
 
 
 class HostLists:
-    """Work lists of one eager step, made with numpy and sent in one copy."""
+    """Work lists of one eager step, made with numpy and copied to the device at once."""
 
     def __init__(self, step: GroupStep, tables: Tensor, shape: Shape, backend: TritonAttention) -> None:
         self.tables, self.shape, self.device, self.backend = tables, shape, tables.device, backend
@@ -282,26 +286,26 @@ class HostLists:
         if count:
             rows, contexts, starts = sent[: 3 * count].view(3, count)
             out.append(decode_work(self.tables, rows, contexts, starts, call, self.shape, self.backend))
-        for items, partials, held, tiles in lists:
+        for items, partials, flats, tiles in lists:
             made = sent[at : at + items.size].view(-1, FIELDS.value)
             shared = self.backend.no_prefix(call, self.shape, self.device)
-            out.append(AttentionWorkList(made, partials, held, tiles, not self.fixed, shared))
+            out.append(AttentionWorkList(made, partials, flats, tiles, not self.fixed, shared))
             at += items.size
         return out
 
 
-class Room(NamedTuple):
-    """Where the items of captured mixed steps lie: those of few queries, then those of prompt chunks."""
+class MixedLists(NamedTuple):
+    """Buffer of the items of captured mixed steps: those of few queries, then those of prompt chunks."""
 
     items: Tensor  # [n, FIELDS] int32
     num_few: int
-    num_many: int
+    num_prompts: int
 
 
 class RefilledLists:
-    """The work lists of a captured step of any mix: fixed room, which the host writes before every replay.
+    """The work lists of a captured step of any mix: a fixed buffer, which the host writes before every replay.
 
-    All captured sizes of a KV group share the room, so it is made by the first step that runs, outside of any capture.
+    All captured sizes of a KV group share the buffer, so it is allocated by the first step, outside of any capture.
     """
 
     keeps = False
@@ -314,58 +318,61 @@ class RefilledLists:
         return []
 
     def make(self, call: WorkListKey) -> list[AttentionWorkList]:
-        rooms = self.backend.rooms.setdefault(self.group, {})
-        few, many = self._sizes(call)
-        if call not in rooms:
-            items = torch.zeros((few + many, FIELDS.value), dtype=torch.int32, device=self.tables.device)
-            rooms[call] = Room(items, few, many)
-        room = rooms[call]
-        if few > room.num_few or many > room.num_many:
+        mixed_lists = self.backend.mixed_lists.setdefault(self.group, {})
+        few, prompts = self._sizes(call)
+        if call not in mixed_lists:
+            items = torch.zeros((few + prompts, FIELDS.value), dtype=torch.int32, device=self.tables.device)
+            mixed_lists[call] = MixedLists(items, few, prompts)
+        static = mixed_lists[call]
+        if few > static.num_few or prompts > static.num_prompts:
             raise RuntimeError("the largest mixed step has to run before smaller ones are captured")
         shared = self.backend.no_prefix(call, self.shape, self.tables.device)
         splittable = not self.cutter.fixed
-        lists = ((room.items[:few], call.tiles.few), (room.items[room.num_few : room.num_few + many], call.tiles.many))
+        lists = (
+            (static.items[:few], call.tiles.few),
+            (static.items[static.num_few : static.num_few + prompts], call.tiles.many),
+        )
         return [
             AttentionWorkList(items, len(items) if splittable else 0, tiles.block_m, tiles, splittable, shared)
             for items, tiles in lists
         ]
 
     def refill(self, step: GroupStep) -> bool:
-        """Write this step's lists; False, and nothing is written, where it does not fit."""
+        """Write this step's lists; False, and nothing is written, if they do not fit."""
         assert step.host_rows is not None
         entries = entries_of(step, step.host_rows)
         if may_share(entries[:, 2] == 1, entries, step, self.shape):
-            return False  # reading a common prefix once is worth more than a graph
+            return False  # reading a shared prefix once gains more than a graph
         used = int(entries[:, 2].sum())
-        if used < self.tokens:  # context 0: zeros for the tokens of nobody
+        if used < self.tokens:  # context 0: zeros for padding tokens
             padding = np.array([[0, used, self.tokens - used, 0]], np.int32)
             entries = np.concatenate((entries, padding))
         sent = []
-        for call, room in self.backend.rooms.get(self.group, {}).items():
-            few, (num_few, num_many) = few_of(entries, call), self._sizes(call)
-            whole = np.zeros((len(room.items), FIELDS.value), np.int32)
+        for call, lists in self.backend.mixed_lists.get(self.group, {}).items():
+            few, (num_few, num_prompts) = few_of(entries, call), self._sizes(call)
+            whole = np.zeros((len(lists.items), FIELDS.value), np.int32)
             for which, tiles, start, most in (
-                (few, call.tiles.few, 0, num_few), (~few, call.tiles.many, room.num_few, num_many)
+                (few, call.tiles.few, 0, num_few), (~few, call.tiles.many, lists.num_few, num_prompts)
             ):  # fmt: skip
                 if which.any():
                     items = self.cutter.items(entries[which], call, tiles)[0]
                     if len(items) > most:
                         return False
                     whole[start : start + len(items)] = items
-            sent.append((room, whole))
-        for room, whole in sent:
-            room.items.copy_(upload(whole, room.items.device), non_blocking=True)
+            sent.append((lists, whole))
+        for lists, whole in sent:
+            lists.items.copy_(upload(whole, lists.items.device), non_blocking=True)
         return True
 
     def _sizes(self, call: WorkListKey) -> tuple[int, int]:
-        """Room for items of few queries, and of prompt chunks."""
+        """Capacity for items of few queries, and of prompt chunks."""
         few = min(MIXED_ROWS, self.tokens) * _cdiv(call.group, call.tiles.few.block_m)
-        many = min(MIXED_PROMPTS, self.tokens) + _cdiv(self.tokens * call.group, call.tiles.many.block_m)
-        return self.cutter.most_items(few, call), self.cutter.most_items(many, call)
+        prompts = min(MIXED_PROMPTS, self.tokens) + _cdiv(self.tokens * call.group, call.tiles.many.block_m)
+        return self.cutter.most_items(few, call), self.cutter.most_items(prompts, call)
 
 
 class DeviceLists:
-    """The work list of a captured decode step: fixed room, filled by a kernel from the contexts of the moment."""
+    """The work list of a captured decode step: a fixed buffer, filled by a kernel from the current contexts."""
 
     def __init__(self, step: GroupStep, tables: Tensor, shape: Shape, backend: TritonAttention) -> None:
         if step.row_index is None or step.contexts is None or not step.is_decode:
@@ -390,8 +397,8 @@ def decode_work(
     entries, group, kv_heads = len(contexts), call.group, call.kv_heads
     tiles = call.tiles.crowd if entries >= CROWD else call.tiles.few
     num = entries * _cdiv(group, tiles.block_m)
-    # In fixed mode one part each: no room for more is needed, so none is made.
-    target = 0 if fixed else parts_wanted(num, kv_heads, sms)
+    # In fixed mode there is one split each: no memory for more is needed.
+    target = 0 if fixed else target_splits(num, kv_heads, sms)
     sharing = None
     if entries >= SHARE_ROWS and not (fixed or shape.window or shape.chunk):
         joint = call.tiles.shared
@@ -401,9 +408,9 @@ def decode_work(
         tables, rows, contexts, starts, shape, group=group, tiles=tiles, target=target,
         least=least_tiles(num, kv_heads, sms, tiles), most=1 if fixed else min(MAX_SPLITS, target), sharing=sharing,
     )  # fmt: skip
-    held = min(tiles.block_m, group)
+    flats = min(tiles.block_m, group)
     shared = shared or backend.no_prefix(call, shape, tables.device)
-    return AttentionWorkList(items, 0 if fixed else len(items), held, tiles, not fixed, shared)
+    return AttentionWorkList(items, 0 if fixed else len(items), flats, tiles, not fixed, shared)
 
 
 class TritonPlan:
@@ -413,7 +420,7 @@ class TritonPlan:
         self.shape = Shape(group.block_size, window, chunk)
         self.slots, self.tables, self.backend = step.slots, step.block_tables, backend
         if not step.is_static and step.row_index is not None:
-            # entries are numbered by their place in the step; their rows of the table are known to the device only
+            # entries are numbered by their index in the step; only the device knows their rows of the table
             self.tables = self.tables.index_select(0, step.row_index)
         self.lists: HostLists | DeviceLists | RefilledLists
         if not step.is_static:
@@ -427,7 +434,7 @@ class TritonPlan:
         self._prepare = prepare_qkv.on(step.slots.device)
 
     def refill(self, step: GroupStep) -> bool:
-        """Of a captured mixed step: let the next replay serve this one; False where its lists do not fit."""
+        """Of a captured mixed step: prepare the next replay for this step; False if its lists do not fit."""
         assert isinstance(self.lists, RefilledLists)
         return self.lists.refill(step)
 
@@ -442,7 +449,7 @@ class TritonPlan:
         sinks: Tensor | None = None,
         alibi: Tensor | None = None,
     ) -> Tensor:
-        """Norm, rotation and the write to the cache in one pass over the fused projection; then attend."""
+        """Norm, rotary embedding and cache write in one pass over the fused projection; then attention."""
         if not isinstance(cache, TritonCache) or cache.values is None:
             raise ConfigError(f"a fused run needs a cache of keys and values, not {type(cache).__name__}")
         plain = not softcap and sinks is None and alibi is None
@@ -475,7 +482,7 @@ class TritonPlan:
         sinks: Tensor | None = None,
         alibi: Tensor | None = None,
     ) -> Tensor:
-        """k None: this step's keys and values already lie in the cache (written by the op that made them)."""
+        """k None: this step's keys and values are already in the cache (written by the op that computed them)."""
         if not isinstance(cache, TritonCache):
             raise ConfigError(f"the Triton attention plan was given a cache of type {type(cache).__name__}")
         if k is not None:
@@ -492,13 +499,13 @@ class TritonPlan:
     ) -> Tensor:
         runs = self.lists.prompts(call)
         if runs and k is not None and v is not None and runs[0].rows * runs[0].length == q.shape[0]:
-            return dense_attention(q, k, v, runs[0], rule.scale)  # the whole step
+            return dense_attention(q, k, v, runs[0], rule.scale)  # the full step
         out = torch.empty((q.shape[0], q.shape[1], call.value), dtype=q.dtype, device=q.device)
         for work in self._works(call):
             floats, counters = workspace_sizes(work, call.kv_heads, call.value)
-            space = self.backend.workspace.get(floats, counters, q.device)
+            static = self.backend.workspace.get(floats, counters, q.device)
             attend(
-                q, cache.keys, cache.values, self.tables, work, out, space, self.shape, rule, early=self.backend.early
+                q, cache.keys, cache.values, self.tables, work, out, static, self.shape, rule, early=self.backend.early
             )
         for run in runs:
             assert k is not None and v is not None
@@ -506,7 +513,7 @@ class TritonPlan:
         return out
 
     def _works(self, call: WorkListKey) -> list[AttentionWorkList]:
-        """Made once per step. A list made outside a capture is made again inside it: the graph must hold the kernel."""
+        """Made once per step. A list made outside a capture is made again inside: the graph must contain the kernel."""
         captured = self.slots.is_cuda and torch.cuda.is_current_stream_capturing()
         if captured != self._captured:
             self._made.clear()
@@ -520,7 +527,7 @@ class TritonAttention:
     name = "TRITON_ATTN"
 
     def __init__(self, *, fixed: bool | None = None, library: Library | None = None) -> None:
-        """fixed: batch-invariant arithmetic. library: takes fresh prompts; None: on a GPU, the shapes that return."""
+        """fixed: batch-invariant arithmetic. library: computes fresh prompts; None: on a GPU, recurring shapes."""
         self.fixed = env.BATCH_INVARIANT.get() if fixed is None else fixed
         self.library = None if self.fixed else library or (Library() if torch.cuda.is_available() else None)
         self.early = (
@@ -530,7 +537,7 @@ class TritonAttention:
         self.forms: set[tuple[int, int, int, torch.dtype, torch.device]] = (
             set()
         )  # of fused projections: heads, kv heads, size
-        self.rooms: dict[KVGroup, dict[WorkListKey, Room]] = {}  # of captured mixed steps
+        self.mixed_lists: dict[KVGroup, dict[WorkListKey, MixedLists]] = {}  # of captured mixed steps
         self._sms: dict[torch.device, int] = {}
         self._nothing: dict[torch.device, Tensor] = {}
         self._tiles: dict[tuple[torch.dtype, int, int, bool, int], TileSet] = {}
@@ -569,7 +576,7 @@ class TritonAttention:
         return self._sms[device]
 
     def no_prefix(self, call: WorkListKey, shape: Shape, device: torch.device) -> SharedPrefix | None:
-        """For lists without a shared prefix: one kernel serves them and those with one."""
+        """For lists without a shared prefix: the same kernel runs lists with and without one."""
         if self.fixed or shape.window or shape.chunk:
             return None
         if device not in self._nothing:
@@ -586,10 +593,10 @@ class TritonAttention:
 
 
 def invariant(tiles: TileSet) -> TileSet:
-    """The same arithmetic for a query in whichever tile: keys in steps of one length, from first to last."""
-    many = tiles.many._replace(ahead=False)
-    few, crowd = (t if t.block_n == many.block_n else many for t in tiles[:2])
-    return TileSet(few, crowd, many, tiles.shared)
+    """The same arithmetic for a query in any tile: keys in steps of one length, from first to last."""
+    prompt_tile = tiles.many._replace(ahead=False)
+    few, crowd = (t if t.block_n == prompt_tile.block_n else prompt_tile for t in tiles[:2])
+    return TileSet(few, crowd, prompt_tile, tiles.shared)
 
 
 def first_key(position: np.ndarray, shape: Shape) -> np.ndarray:
@@ -599,15 +606,15 @@ def first_key(position: np.ndarray, shape: Shape) -> np.ndarray:
     return position // shape.chunk * shape.chunk if shape.chunk else np.zeros_like(position)
 
 
-def parts_wanted(tiles: int, kv_heads: int, sms: int) -> int:
-    """Parts to aim for, per kv head: two programs on every multiprocessor; more where there are many tiles, so that a
-    part is short against the whole."""
+def target_splits(tiles: int, kv_heads: int, sms: int) -> int:
+    """Target number of splits per kv head: two programs on every multiprocessor; more if there are many tiles, so a
+    split is short compared to the total."""
     waves = 2 if 2 * tiles * kv_heads <= sms else 4
     return max(1, _cdiv(waves * sms, kv_heads))
 
 
 def least_tiles(tiles: int, kv_heads: int, sms: int, shape: AttentionTile) -> int:
-    """Key tiles of a part at least."""
+    """Fewest key tiles of a split."""
     keys = LEAST_KEYS // 2 if tiles * kv_heads <= sms else LEAST_KEYS
     return max(1, keys // shape.block_n)
 

@@ -62,8 +62,8 @@ class DatasetOptions:
 def make_samples(tokenizer: Tokenizer, options: DatasetOptions) -> list[Sample]:
     if options.num_prompts < 1:
         raise InputError(f"--num-prompts must be at least 1, got {options.num_prompts}", param="num_prompts")
-    found = DATASETS[options.dataset_name](tokenizer, options)
-    return _enough(found, options)
+    samples = DATASETS[options.dataset_name](tokenizer, options)
+    return _enough(samples, options)
 
 
 def _enough(samples: list[Sample], options: DatasetOptions) -> list[Sample]:
@@ -91,9 +91,9 @@ class RandomTexts:
         special = set(tokenizer.all_special_ids)
         ids = [i for i in range(tokenizer.vocab_size) if i not in special]
         texts = {i: tokenizer.token_text(i) for i in ids}
-        words = [i for i in ids if re.fullmatch(r" [a-z]{2,}", texts[i])]
+        candidates = [i for i in ids if re.fullmatch(r" [a-z]{2,}", texts[i])]
         plain = [i for i in ids if texts[i].isascii() and texts[i].isprintable() and texts[i].strip()]
-        self._ids = next(some for some in (words, plain, ids) if len(some) >= min(_FEW, len(ids)))
+        self._ids = next(some for some in (candidates, plain, ids) if len(some) >= min(_FEW, len(ids)))
 
     def draw(self, length: int) -> list[int]:
         return self._random.choices(self._ids, k=length)
@@ -115,24 +115,24 @@ class RandomTexts:
 
 def random_samples(tokenizer: Tokenizer, options: DatasetOptions) -> list[Sample]:
     random = Random(options.seed)
-    words = RandomTexts(tokenizer, random)
+    texts = RandomTexts(tokenizer, random)
     input_len = options.random_input_len if options.input_len is None else options.input_len
     output_len = options.random_output_len if options.output_len is None else options.output_len
     added = len(tokenizer.encode(""))  # special tokens that the server will put around the prompt
     low_in, high_in = _bounds(input_len, _ratio(options, "input"), "--random-input-len")
     low_out, high_out = _bounds(output_len, _ratio(options, "output"), "--random-output-len")
-    prefix = words.draw(options.random_prefix_len)
+    prefix = texts.draw(options.random_prefix_len)
     samples = []
     for _ in range(options.num_prompts):
         length = max(1, random.randint(low_in, high_in) - added)
-        text = words.text(prefix + words.draw(length))
+        text = texts.text(prefix + texts.draw(length))
         samples.append(Sample(text, len(prefix) + length + added, random.randint(low_out, high_out)))
     return samples
 
 
 def _ratio(options: DatasetOptions, side: str) -> float:
-    given = options.random_range_ratio
-    ratio = given.get(side, 0.0) if isinstance(given, dict) else given
+    ratios = options.random_range_ratio
+    ratio = ratios.get(side, 0.0) if isinstance(ratios, dict) else ratios
     if not 0.0 <= ratio < 1.0:
         raise InputError(
             f"--random-range-ratio must be at least 0 and below 1, got {ratio}", param="random_range_ratio"
@@ -149,7 +149,7 @@ def _bounds(length: int, ratio: float, name: str) -> tuple[int, int]:
 def prefix_repetition_samples(tokenizer: Tokenizer, options: DatasetOptions) -> list[Sample]:
     """A few long beginnings, each followed by many different ends: what a prefix cache is for."""
     random = Random(options.seed)
-    words = RandomTexts(tokenizer, random)
+    texts = RandomTexts(tokenizer, random)
     num_prefixes = options.prefix_repetition_num_prefixes
     if not 1 <= num_prefixes <= options.num_prompts:
         raise InputError(
@@ -157,12 +157,12 @@ def prefix_repetition_samples(tokenizer: Tokenizer, options: DatasetOptions) -> 
             f"got {num_prefixes}"
         )
     suffix_len = max(1, options.prefix_repetition_suffix_len)
-    prefixes = [words.draw(options.prefix_repetition_prefix_len) for _ in range(num_prefixes)]
+    prefixes = [texts.draw(options.prefix_repetition_prefix_len) for _ in range(num_prefixes)]
     added = len(tokenizer.encode(""))
     samples = []
     for index in range(options.num_prompts):
-        ids = prefixes[index % num_prefixes] + words.draw(suffix_len)
-        samples.append(Sample(words.text(ids), len(ids) + added, options.prefix_repetition_output_len))
+        ids = prefixes[index % num_prefixes] + texts.draw(suffix_len)
+        samples.append(Sample(texts.text(ids), len(ids) + added, options.prefix_repetition_output_len))
     if not options.disable_shuffle:
         random.shuffle(samples)
     return samples
@@ -182,14 +182,16 @@ def sharegpt_samples(tokenizer: Tokenizer, options: DatasetOptions) -> list[Samp
     ]
     if not options.disable_shuffle:
         Random(options.seed).shuffle(pairs)
-    wanted = options.output_len if options.sharegpt_output_len is None else options.sharegpt_output_len
+    output_len_option = options.output_len if options.sharegpt_output_len is None else options.sharegpt_output_len
     samples: list[Sample] = []
     for question, answer in pairs:
         if len(samples) == options.num_prompts:
             break
         prompt_len = len(tokenizer.encode(question))
-        output_len = len(tokenizer.encode(answer, add_special_tokens=False)) if wanted is None else wanted
-        too_short = prompt_len < SHORTEST or (wanted is None and output_len < SHORTEST)
+        output_len = (
+            len(tokenizer.encode(answer, add_special_tokens=False)) if output_len_option is None else output_len_option
+        )
+        too_short = prompt_len < SHORTEST or (output_len_option is None and output_len < SHORTEST)
         if not too_short and prompt_len <= LONGEST_PROMPT and prompt_len + output_len <= LONGEST_TOTAL:
             samples.append(Sample(question, prompt_len, output_len))
     return samples
@@ -201,13 +203,13 @@ def custom_samples(tokenizer: Tokenizer, options: DatasetOptions) -> list[Sample
     lines = list(_read_lines(path))
     if not options.disable_shuffle:
         Random(options.seed).shuffle(lines)
-    wanted = options.custom_output_len if options.output_len is None else options.output_len
+    output_len_option = options.custom_output_len if options.output_len is None else options.output_len
     samples = []
     for number, line in lines[: options.num_prompts]:
         prompt = line.get("prompt")
         if not isinstance(prompt, str):
             raise InputError(f"{path}, line {number}: 'prompt' must be a string, got {prompt!r}", param="dataset_path")
-        output_len = line.get("output_tokens") if wanted == -1 else wanted
+        output_len = line.get("output_tokens") if output_len_option == -1 else output_len_option
         if not isinstance(output_len, int) or output_len < 1:
             raise InputError(
                 f"{path}, line {number}: 'output_tokens' must be a number of at least 1, got {output_len!r}",

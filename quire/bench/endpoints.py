@@ -62,13 +62,13 @@ class RequestTemplate:
 
 def check_endpoint(backend: str, endpoint: str) -> None:
     """A chat backend at a completions address gives answers nobody can read."""
-    wanted = "chat/completions" if backend in CHAT else "completions"
+    suffix = "chat/completions" if backend in CHAT else "completions"
     is_chat = endpoint.rstrip("/").endswith("chat/completions")
     if not endpoint.startswith("/"):
         raise InputError(f"--endpoint must begin with '/', got {endpoint!r}", param="endpoint", value=endpoint)
     if is_chat is not (backend in CHAT):
         raise InputError(
-            f"--backend {backend} talks to an endpoint like /v1/{wanted}; --endpoint is {endpoint!r}",
+            f"--backend {backend} talks to an endpoint like /v1/{suffix}; --endpoint is {endpoint!r}",
             param="endpoint",
             value=endpoint,
         )
@@ -141,15 +141,15 @@ class MeasuredResponse:
     def text(self) -> str:
         return "".join(self.texts)
 
-    def feed(self, piece: bytes, at: float) -> None:
+    def feed(self, data: bytes, at: float) -> None:
         """A piece of the body."""
         if self._whole:
-            self._buffer += piece
+            self._buffer += data
             self._last = at
             return
         if not self._first:
-            self._first = piece
-        for event in self._events(piece):
+            self._first = data
+        for event in self._events(data):
             if event == b"[DONE]":
                 self.finished = True
                 continue
@@ -176,9 +176,9 @@ class MeasuredResponse:
     def fail(self, why: str) -> None:
         self.error = why
 
-    def _events(self, piece: bytes) -> Iterator[bytes]:
+    def _events(self, new: bytes) -> Iterator[bytes]:
         """Payloads of the `data:` lines that are complete; each of our events is one line."""
-        data = self._buffer + piece if self._buffer else piece
+        data = self._buffer + new if self._buffer else new
         *lines, self._buffer = data.split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
@@ -191,7 +191,7 @@ class MeasuredResponse:
             self.error = f"an event is not what it should be: {wrong}: {event[:200].decode(errors='replace')}"
             return
         if chunk.error is not None:
-            self.error = _words(chunk.error)
+            self.error = _message_of(chunk.error)
             return
         if chunk.usage is not None:
             self._usage(chunk.usage)
@@ -227,7 +227,7 @@ class MeasuredResponse:
             self.error = f"the answer is not what it should be: {wrong}"
             return
         if answer.error is not None:
-            self.error = _words(answer.error)
+            self.error = _message_of(answer.error)
             return
         if answer.usage is not None:
             self._usage(answer.usage)
@@ -238,10 +238,10 @@ class MeasuredResponse:
     def _complaint(self) -> str:
         body = self._first or self._buffer
         try:
-            said = msgspec.json.decode(body)
+            parsed = msgspec.json.decode(body)
         except msgspec.MsgspecError:
             return body[:300].decode(errors="replace")
-        return _words(said["error"] if isinstance(said, dict) and "error" in said else said)
+        return _message_of(parsed["error"] if isinstance(parsed, dict) and "error" in parsed else parsed)
 
 
 def _text(choice: Choice) -> str:
@@ -253,5 +253,5 @@ def _text(choice: Choice) -> str:
     return (part.reasoning_content or part.reasoning or "") + (part.content or "")
 
 
-def _words(error: Any) -> str:
+def _message_of(error: Any) -> str:
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)

@@ -50,12 +50,12 @@ def key_value(text: str) -> tuple[str, str]:
 
 def json_mapping(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except ValueError as wrong:
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {wrong}") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise argparse.ArgumentTypeError(f"{text!r} must be a JSON mapping")
-    return found
+    return parsed
 
 
 def number_or_mapping(text: str) -> float | dict[str, float]:
@@ -99,16 +99,16 @@ def add_dataset_flags(parser: argparse.ArgumentParser, *, num_prompts: int = 100
 def check_dataset(name: str) -> None:
     """Before anything is loaded or asked."""
     if name in LATER:
-        told = f"--dataset-name {name} is not available in this version of Quire; there are {', '.join(DATASETS)}"
-        raise NotBuiltError(told, param="dataset_name", value=name)
+        message = f"--dataset-name {name} is not available in this version of Quire; there are {', '.join(DATASETS)}"
+        raise NotBuiltError(message, param="dataset_name", value=name)
     if name not in DATASETS:
         raise InputError(f"--dataset-name must be one of {', '.join(DATASETS)}, got {name!r}", param="dataset_name")
 
 
 def dataset_options(args: argparse.Namespace, *, apply_chat_template: bool) -> DatasetOptions:
     names = {field.name for field in dataclasses.fields(DatasetOptions)}
-    given = {name: value for name, value in vars(args).items() if name in names}
-    return DatasetOptions(**given, apply_chat_template=apply_chat_template)
+    chosen = {name: value for name, value in vars(args).items() if name in names}
+    return DatasetOptions(**chosen, apply_chat_template=apply_chat_template)
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:

@@ -172,9 +172,9 @@ class Connection(asyncio.Protocol):
         return rest
 
     def _counted(self, data: bytes, at: float) -> bytes:
-        piece, rest = data[: self._left], data[self._left :]
-        self._left -= len(piece)
-        self._hand_over(piece, at)
+        chunk, rest = data[: self._left], data[self._left :]
+        self._left -= len(chunk)
+        self._hand_over(chunk, at)
         if self._left == 0:
             self._end()
         return rest
@@ -197,9 +197,9 @@ class Connection(asyncio.Protocol):
 
     def _chunk(self, data: bytes, at: float) -> bytes | None:
         if len(data) >= self._left + 2:  # the usual case: the whole chunk, and its line end
-            piece, rest = data[: self._left], data[self._left + 2 :]
+            chunk, rest = data[: self._left], data[self._left + 2 :]
             self._left, self._read = 0, self._chunk_size
-            self._hand_over(piece, at)
+            self._hand_over(chunk, at)
             return rest
         if len(data) < self._left:
             self._left -= len(data)
@@ -215,9 +215,9 @@ class Connection(asyncio.Protocol):
             self._end()
         return data[end + 2 :]
 
-    def _hand_over(self, piece: bytes, at: float) -> None:
+    def _hand_over(self, chunk: bytes, at: float) -> None:
         if self._sink is not None:
-            self._sink(piece, at)
+            self._sink(chunk, at)
 
     def _end(self) -> None:
         assert self._reply is not None
@@ -259,10 +259,10 @@ class Pool:
 
     async def ask(self, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> tuple[Reply, bytes]:
         """An exchange whose body is wanted whole."""
-        pieces: list[bytes] = []
+        chunks: list[bytes] = []
         request = encode_request(self.server, method, path, headers, body)
-        reply = await self.exchange(request, lambda piece, at: pieces.append(piece))
-        return reply, b"".join(pieces)
+        reply = await self.exchange(request, lambda chunk, at: chunks.append(chunk))
+        return reply, b"".join(chunks)
 
     def close(self) -> None:
         for connection in self._idle:

@@ -86,8 +86,8 @@ def timed(once: Callable[[], object]) -> float:
     return now() - start
 
 
-def bar(count: int, words: str) -> Any:
-    return load("tqdm:tqdm")(range(count), desc=words, dynamic_ncols=True)
+def bar(count: int, label: str) -> Any:
+    return load("tqdm:tqdm")(range(count), desc=label, dynamic_ncols=True)
 
 
 def tell(seconds: list[float], path: str | None) -> int:
@@ -107,8 +107,8 @@ def tell(seconds: list[float], path: str | None) -> int:
     return 0
 
 
-def write_json(path: str | None, found: dict[str, Any]) -> None:
+def write_json(path: str | None, result: dict[str, Any]) -> None:
     if path is None:
         return
-    Path(path).write_text(json.dumps(found, indent=4) + "\n")
+    Path(path).write_text(json.dumps(result, indent=4) + "\n")
     print(f"wrote {path}", file=sys.stderr)

@@ -97,10 +97,10 @@ class Generator:
 
 def allow_files(count: int) -> None:
     """Every connection is an open file; the soft limit is often 1024."""
-    wanted = count * _FILES_PER_REQUEST + _SPARE_FILES
+    needed = count * _FILES_PER_REQUEST + _SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 

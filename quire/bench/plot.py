@@ -32,12 +32,12 @@ def require() -> None:
 def parse_limits(text: str) -> tuple[float, ...]:
     """Milliseconds where an inter-token gap changes its colour."""
     try:
-        found = tuple(sorted(float(part) for part in text.split(",")))
+        limits = tuple(sorted(float(part) for part in text.split(",")))
     except ValueError:
         raise InputError(f"--timeline-itl-thresholds must be numbers like 25,50, got {text!r}") from None
-    if len(found) >= len(_COLOURS):
-        raise InputError(f"--timeline-itl-thresholds takes at most {len(_COLOURS) - 1} numbers, got {len(found)}")
-    return found
+    if len(limits) >= len(_COLOURS):
+        raise InputError(f"--timeline-itl-thresholds takes at most {len(_COLOURS) - 1} numbers, got {len(limits)}")
+    return limits
 
 
 def timeline(outcomes: Sequence[MeasuredResponse], base: Path, limits: tuple[float, ...]) -> Path:
@@ -53,10 +53,10 @@ def timeline(outcomes: Sequence[MeasuredResponse], base: Path, limits: tuple[flo
             spans[_colour(gap * 1e3, limits)].append((at, gap, row))
             at += gap
     names = dict(zip((_TTFT, *_COLOURS), _names(limits), strict=False))
-    for colour, found in spans.items():
-        if found:
-            starts, widths, places = zip(*found, strict=True)
-            rows.barh(places, widths, left=starts, color=colour, height=0.9, label=names[colour])
+    for colour, bars in spans.items():
+        if bars:
+            starts, widths, positions = zip(*bars, strict=True)
+            rows.barh(positions, widths, left=starts, color=colour, height=0.9, label=names[colour])
     rows.set_ylabel("request")
     rows.legend(loc="upper left", fontsize="small")
     times = [at - began for outcome in done for at in token_times(outcome)]

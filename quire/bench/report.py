@@ -26,7 +26,7 @@ _GOALS = ("ttft", "tpot", "e2el")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ReportOptions:
     """Which figures are asked for."""
 
     metrics: tuple[str, ...] = ("ttft", "tpot", "itl")
@@ -46,18 +46,18 @@ def parse_metrics(text: str) -> tuple[str, ...]:
 
 def parse_percentiles(text: str) -> tuple[float, ...]:
     try:
-        found = tuple(float(part) for part in text.split(",") if part.strip())
+        values = tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError:
         raise InputError(f"--metric-percentiles must be numbers like 25,50,99, got {text!r}") from None
-    for value in found:
+    for value in values:
         if not 0 <= value <= 100:
             raise InputError(f"--metric-percentiles must lie between 0 and 100, got {value:g}")
-    return found
+    return values
 
 
 def parse_goodput(pairs: Iterable[str]) -> tuple[tuple[str, float], ...]:
     """'ttft:200' and so on, in milliseconds."""
-    found = {}
+    goals = {}
     for pair in pairs:
         name, colon, limit = pair.partition(":")
         try:
@@ -68,18 +68,18 @@ def parse_goodput(pairs: Iterable[str]) -> tuple[tuple[str, float], ...]:
             raise InputError(
                 f"--goodput {pair!r}: write metric:milliseconds with a metric of {', '.join(_GOALS)}", param="goodput"
             )
-        found[name] = value
-    return tuple(found.items())
+        goals[name] = value
+    return tuple(goals.items())
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
     """Between the two nearest values, by distance; `ordered` rises."""
     if not ordered:
         return 0.0
-    place = (len(ordered) - 1) * share / 100
-    low = math.floor(place)
+    position = (len(ordered) - 1) * share / 100
+    low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def spread(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
@@ -87,8 +87,8 @@ def spread(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, f
     ordered = sorted(values)
     mean = sum(ordered) / len(ordered) if ordered else 0.0
     variance = sum((value - mean) ** 2 for value in ordered) / len(ordered) if ordered else 0.0
-    found = {"mean": mean, "median": percentile(ordered, 50), "std": math.sqrt(variance)}
-    return found | {f"p{share:g}": percentile(ordered, share) for share in percentiles}
+    stats = {"mean": mean, "median": percentile(ordered, 50), "std": math.sqrt(variance)}
+    return stats | {f"p{share:g}": percentile(ordered, share) for share in percentiles}
 
 
 def tpot(outcome: MeasuredResponse) -> float:
@@ -96,19 +96,19 @@ def tpot(outcome: MeasuredResponse) -> float:
     return (outcome.latency - outcome.ttft) / (outcome.output_len - 1) if outcome.output_len > 1 else 0.0
 
 
-def measure(outcomes: Sequence[MeasuredResponse], duration: float, wanted: Wanted) -> dict[str, Any]:
+def measure(outcomes: Sequence[MeasuredResponse], duration: float, options: ReportOptions) -> dict[str, Any]:
     """Every figure of a run, under the names of the JSON result."""
     done = [outcome for outcome in outcomes if outcome.success]
     total_input = sum(outcome.prompt_len for outcome in done)
     total_output = sum(outcome.output_len for outcome in done)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "duration": duration,
         "completed": len(done),
         "failed": len(outcomes) - len(done),
         "total_input_tokens": total_input,
         "total_output_tokens": total_output,
         "request_throughput": len(done) / duration,
-        "request_goodput": _goodput(done, wanted.goodput) / duration if wanted.goodput else None,
+        "request_goodput": _goodput(done, options.goodput) / duration if options.goodput else None,
         "output_throughput": total_output / duration,
         "total_token_throughput": (total_input + total_output) / duration,
         "max_output_tokens_per_s": peak_tokens(done),
@@ -121,10 +121,10 @@ def measure(outcomes: Sequence[MeasuredResponse], duration: float, wanted: Wante
         "generated_texts": [outcome.text for outcome in outcomes],
         "errors": [outcome.error for outcome in outcomes],
     }
-    for name in wanted.metrics:
-        figures = spread(_VALUES[name](done), wanted.percentiles)
-        found |= {f"{figure}_{name}_ms": value * 1e3 for figure, value in figures.items()}
-    return found
+    for name in options.metrics:
+        figures = spread(_VALUES[name](done), options.percentiles)
+        result |= {f"{figure}_{name}_ms": value * 1e3 for figure, value in figures.items()}
+    return result
 
 
 _VALUES: dict[str, Callable[[Sequence[MeasuredResponse]], list[float]]] = {
@@ -181,30 +181,30 @@ def peak_requests(done: Sequence[MeasuredResponse]) -> int:
     return most
 
 
-def table(found: dict[str, Any], wanted: Wanted) -> list[str]:
+def table(result: dict[str, Any], options: ReportOptions) -> list[str]:
     """The printed result."""
     rows: list[tuple[str, int | float | None]] = [
-        ("Successful requests", found["completed"]),
-        ("Failed requests", found["failed"]),
-        ("Maximum request concurrency", wanted.max_concurrency),
-        ("Request rate configured (RPS)", None if wanted.request_rate == math.inf else wanted.request_rate),
-        ("Benchmark duration (s)", found["duration"]),
-        ("Total input tokens", found["total_input_tokens"]),
-        ("Total generated tokens", found["total_output_tokens"]),
-        ("Request throughput (req/s)", found["request_throughput"]),
-        ("Request goodput (req/s)", found["request_goodput"]),
-        ("Output token throughput (tok/s)", found["output_throughput"]),
-        ("Peak output token throughput (tok/s)", found["max_output_tokens_per_s"]),
-        ("Peak concurrent requests", float(found["max_concurrent_requests"])),
-        ("Total token throughput (tok/s)", found["total_token_throughput"]),
+        ("Successful requests", result["completed"]),
+        ("Failed requests", result["failed"]),
+        ("Maximum request concurrency", options.max_concurrency),
+        ("Request rate configured (RPS)", None if options.request_rate == math.inf else options.request_rate),
+        ("Benchmark duration (s)", result["duration"]),
+        ("Total input tokens", result["total_input_tokens"]),
+        ("Total generated tokens", result["total_output_tokens"]),
+        ("Request throughput (req/s)", result["request_throughput"]),
+        ("Request goodput (req/s)", result["request_goodput"]),
+        ("Output token throughput (tok/s)", result["output_throughput"]),
+        ("Peak output token throughput (tok/s)", result["max_output_tokens_per_s"]),
+        ("Peak concurrent requests", float(result["max_concurrent_requests"])),
+        ("Total token throughput (tok/s)", result["total_token_throughput"]),
     ]
     lines = [" Serving Benchmark Result ".center(WIDTH, "=")]
     lines += [_row(name, value) for name, value in rows if value is not None]
-    for name in wanted.metrics:
+    for name in options.metrics:
         short, long = METRICS[name]
         lines.append(long.center(WIDTH, "-"))
-        for figure in ("mean", "median", *(f"p{share:g}" for share in wanted.percentiles)):
-            lines.append(_row(f"{figure.capitalize()} {short} (ms)", float(found[f"{figure}_{name}_ms"])))
+        for figure in ("mean", "median", *(f"p{share:g}" for share in options.percentiles)):
+            lines.append(_row(f"{figure.capitalize()} {short} (ms)", float(result[f"{figure}_{name}_ms"])))
     return [*lines, "=" * WIDTH]
 
 

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str], program: str) -> int:
 
 
 async def run(args: argparse.Namespace) -> int:
-    wanted, pace = read_wanted(args), read_pace(args)
+    options, pace = read_report_options(args), read_pace(args)
     check_endpoint(args.backend, args.endpoint)
     check_dataset(args.dataset_name)
     plotting = args.plot_timeline or args.plot_dataset_stats
@@ -53,26 +53,26 @@ async def run(args: argparse.Namespace) -> int:
     server = parse_server(args.base_url or f"http://{_bracketed(args.host)}:{args.port}", insecure=args.insecure)
     pool = Pool(server)
     try:
-        found, outcomes, samples = await measure_server(args, pool, wanted, pace)
+        result, outcomes, samples = await measure_server(args, pool, options, pace)
     finally:
         pool.close()
     for line in report.failures(outcomes):
         print(line, file=sys.stderr)
-    print("\n".join(report.table(found, wanted)))
-    base = result_path(args, found["model_id"])
+    print("\n".join(report.table(result, options)))
+    base = result_path(args, result["model_id"])
     if args.save_result or args.append_result:
-        save(found, base, detailed=args.save_detailed, append=args.append_result)
+        save(result, base, detailed=args.save_detailed, append=args.append_result)
     if args.plot_timeline:
         print(
             f"wrote {plot.timeline(outcomes, base, plot.parse_limits(args.timeline_itl_thresholds))}", file=sys.stderr
         )
     if args.plot_dataset_stats:
         print(f"wrote {plot.lengths(samples, outcomes, base)}", file=sys.stderr)
-    return 0 if found["completed"] else 1
+    return 0 if result["completed"] else 1
 
 
 async def measure_server(
-    args: argparse.Namespace, pool: Pool, wanted: report.Wanted, pace: ArrivalProcess
+    args: argparse.Namespace, pool: Pool, options: report.ReportOptions, pace: ArrivalProcess
 ) -> tuple[dict[str, Any], list[MeasuredResponse], list[Sample]]:
     headers = dict(args.header)
     if (key := env.OPENAI_API_KEY.get()) and not any(name.lower() == "authorization" for name in headers):
@@ -91,22 +91,22 @@ async def measure_server(
     await warm_up(generator, requests[0], args.num_warmups)
     if args.profile:
         await profile(pool, "/start_profile", headers)
-    say(f"{len(requests)} requests, rate {pace_words(pace)}, at once {args.max_concurrency or 'any number'}")
+    say(f"{len(requests)} requests, rate {describe_pace(pace)}, at once {args.max_concurrency or 'any number'}")
     with bar(len(requests), hidden=args.disable_tqdm) as progress:
         times = arrival_times(len(requests), pace, Random(args.seed))
         outcomes, duration = await generator.run(requests, times, progress.update)
     if args.profile:
         await profile(pool, "/stop_profile", headers)
     count_missing(outcomes, tokenizer)
-    found = about(args, model, source) | report.measure(outcomes, duration, wanted)
-    return found, outcomes, samples
+    result = about(args, model, source) | report.measure(outcomes, duration, options)
+    return result, outcomes, samples
 
 
 # ---- what was asked --------------------------------------------------------------------------------------------------
 
 
-def read_wanted(args: argparse.Namespace) -> report.Wanted:
-    return report.Wanted(
+def read_report_options(args: argparse.Namespace) -> report.ReportOptions:
+    return report.ReportOptions(
         metrics=report.parse_metrics(args.percentile_metrics),
         percentiles=report.parse_percentiles(args.metric_percentiles),
         goodput=report.parse_goodput(args.goodput),
@@ -126,7 +126,7 @@ def read_pace(args: argparse.Namespace) -> ArrivalProcess:
     return ArrivalProcess(args.request_rate, args.burstiness, args.ramp_up_strategy, start, end)
 
 
-def pace_words(pace: ArrivalProcess) -> str:
+def describe_pace(pace: ArrivalProcess) -> str:
     if pace.ramp is not None:
         return f"{pace.ramp} from {pace.ramp_start:g} to {pace.ramp_end:g} a second"
     return "inf" if pace.rate == math.inf else f"{pace.rate:g} a second, burstiness {pace.burstiness:g}"
@@ -185,14 +185,14 @@ def load_tokenizer(args: argparse.Namespace, sources: Sequence[str]) -> tuple[st
     failures: list[str] = []
     for source in sources:
         try:
-            found = locate(None if source == embedded.NAME else source, weights=False)
+            located = locate(None if source == embedded.NAME else source, weights=False)
         except QuireError as wrong:
             failures.append(str(wrong))
             continue
         from quire.text.tokenizer import load_tokenizer as load_tokenizer_  # lazy
 
         tokenizer: Tokenizer = load_tokenizer_(
-            found.path, mode=args.tokenizer_mode, trust_remote_code=args.trust_remote_code
+            located.path, mode=args.tokenizer_mode, trust_remote_code=args.trust_remote_code
         )
         return source, tokenizer
     raise ModelNotFoundError(f"no tokenizer to count with: {'; '.join(failures)}. Name one with --tokenizer")
@@ -232,7 +232,7 @@ def count_missing(outcomes: Sequence[MeasuredResponse], tokenizer: Tokenizer) ->
 
 def about(args: argparse.Namespace, model: str, tokenizer: str) -> dict[str, Any]:
     """The first keys of a result: what was run."""
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "date": datetime.datetime.now().strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": args.backend,
         "backend": args.backend,
@@ -245,12 +245,12 @@ def about(args: argparse.Namespace, model: str, tokenizer: str) -> dict[str, Any
         "max_concurrency": args.max_concurrency,
     }
     if args.ramp_up_strategy is not None:
-        found |= {
+        result |= {
             "ramp_up_strategy": args.ramp_up_strategy,
             "ramp_up_start_rps": args.ramp_up_start_rps,
             "ramp_up_end_rps": args.ramp_up_end_rps,
         }
-    return found | dict(args.metadata)
+    return result | dict(args.metadata)
 
 
 def result_path(args: argparse.Namespace, model: str) -> Path:
@@ -264,18 +264,18 @@ def result_path(args: argparse.Namespace, model: str) -> Path:
     return Path(args.result_dir or ".") / name
 
 
-def save(found: dict[str, Any], path: Path, *, detailed: bool, append: bool) -> None:
-    kept = found if detailed else {key: value for key, value in found.items() if key not in report.DETAILS}
+def save(result: dict[str, Any], path: Path, *, detailed: bool, append: bool) -> None:
+    stored = result if detailed else {key: value for key, value in result.items() if key not in report.DETAILS}
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a" if append else "w", encoding="utf-8") as file:
         if append and file.tell():
             file.write("\n")
-        json.dump(kept, file)
+        json.dump(stored, file)
     say(f"wrote {path}")
 
 
-def say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _bracketed(host: str) -> str:

@@ -42,11 +42,11 @@ def main(arguments: Sequence[str], program: str) -> int:
     with tempfile.TemporaryDirectory(prefix="quire-startup-") as folder:
         run = Runner(engine_options, Path(folder))
         if args.num_iters_cold:
-            starts["cold"] = [run.cold(evict=args.evict_weights) for _ in told("cold", args.num_iters_cold)]
+            starts["cold"] = [run.cold(evict=args.evict_weights) for _ in numbered("cold", args.num_iters_cold)]
         if args.num_iters_warm:
-            for _ in told("warm-up", args.num_iters_warmup):
+            for _ in numbered("warm-up", args.num_iters_warmup):
                 run.warm()
-            starts["warm"] = [run.warm() for _ in told("warm", args.num_iters_warm)]
+            starts["warm"] = [run.warm() for _ in numbered("warm", args.num_iters_warm)]
     print("\n".join(table(starts)))
     write_json(args.output_json, result(starts))
     return 0
@@ -112,7 +112,7 @@ class Runner:
                 evict_file(path)
         with tempfile.TemporaryDirectory(dir=self._folder) as empty:
             caches = {"QUIRE_CACHE_ROOT": "quire", "TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda"}
-            return self._run({name: os.path.join(empty, place) for name, place in caches.items()})
+            return self._run({name: os.path.join(empty, subfolder) for name, subfolder in caches.items()})
 
     def _locate(self) -> str:
         parser = FlexibleArgumentParser()
@@ -135,8 +135,8 @@ class Runner:
 
 
 def weight_files(path: str) -> list[Path]:
-    place = Path(path)
-    return [place] if place.is_file() else [found for found in place.iterdir() if found.suffix in _WEIGHTS]
+    location = Path(path)
+    return [location] if location.is_file() else [file for file in location.iterdir() if file.suffix in _WEIGHTS]
 
 
 def evict_file(path: Path) -> None:
@@ -145,9 +145,9 @@ def evict_file(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def told(words: str, count: int) -> Iterator[int]:
+def numbered(label: str, count: int) -> Iterator[int]:
     for index in range(count):
-        print(f"{words} start {index + 1} of {count} …", file=sys.stderr, flush=True)
+        print(f"{label} start {index + 1} of {count} …", file=sys.stderr, flush=True)
         yield index
 
 
@@ -163,14 +163,14 @@ def phase_names(starts: Sequence[Start]) -> list[tuple[str, str]]:
 
 
 def seconds_of(start: Start, name: str, around: str) -> float:
-    return sum(seconds for found, seconds, outside in start.phases if (found, outside) == (name, around))
+    return sum(seconds for phase, seconds, outside in start.phases if (phase, outside) == (name, around))
 
 
 def table(starts: dict[str, list[Start]]) -> list[str]:
     """Phases down, cold and warm across, average seconds."""
     kinds = list(starts)
     lines = [f"{'phase, average seconds':<28}" + "".join(f"{f'{kind} ({len(starts[kind])})':>12}" for kind in kinds)]
-    every = [start for found in starts.values() for start in found]
+    every = [start for group in starts.values() for start in group]
     for name, around in phase_names(every):
         shown = f"  {name}" if around else name
         values = (mean([seconds_of(start, name, around) for start in starts[kind]]) for kind in kinds)
@@ -182,24 +182,24 @@ def table(starts: dict[str, list[Start]]) -> list[str]:
         ("  most", max, lambda start: start.total),
     ]
     lines.append("-" * len(lines[0]))
-    for words, fold, value in rows:
-        lines.append(f"{words:<28}" + "".join(f"{fold([value(s) for s in starts[kind]]):>12.3f}" for kind in kinds))
+    for label, fold, value in rows:
+        lines.append(f"{label:<28}" + "".join(f"{fold([value(s) for s in starts[kind]]):>12.3f}" for kind in kinds))
     return lines
 
 
 def result(starts: dict[str, list[Start]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for kind, many in starts.items():
-        totals = [start.ready for start in many]
-        found |= {
+    summary: dict[str, Any] = {}
+    for kind, runs in starts.items():
+        totals = [start.ready for start in runs]
+        summary |= {
             f"avg_{kind}_startup_time": mean(totals),
             f"{kind}_startup_times": totals,
             f"{kind}_startup_percentiles": {str(p): percentile(sorted(totals), p) for p in PERCENTILES},
-            f"avg_{kind}_first_token_time": mean([start.total for start in many]),
-            f"{kind}_first_token_times": [start.total for start in many],
+            f"avg_{kind}_first_token_time": mean([start.total for start in runs]),
+            f"{kind}_first_token_times": [start.total for start in runs],
             f"{kind}_phases": {
-                f"{around}/{name}" if around else name: mean([seconds_of(start, name, around) for start in many])
-                for name, around in phase_names(many)
+                f"{around}/{name}" if around else name: mean([seconds_of(start, name, around) for start in runs])
+                for name, around in phase_names(runs)
             },
         }
-    return found
+    return summary

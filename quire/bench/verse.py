@@ -17,7 +17,7 @@ _VERBS = (
     "carries", "remembers", "gathers", "forgives", "measures", "awakens", "answers", "covers", "surrenders", "follows",
     "borrows", "repairs",
 )  # fmt: skip
-_THINGS = (
+_OBJECTS = (
     "the silver road", "a broken bell", "the patient sea", "my father's coat", "an open door", "the falling snow",
     "her quiet hands", "a hundred names", "the copper moon", "our narrow boat", "the weathered stone",
     "a field of rye", "the ash and ember", "that stubborn clock",
@@ -33,7 +33,7 @@ def write_lines(count: int, *, seed: int) -> list[str]:
     random = Random(seed)
     lines: dict[str, None] = {}
     while len(lines) < count:
-        parts = [random.choice(_OPENINGS), random.choice(_VERBS), random.choice(_THINGS)]
+        parts = [random.choice(_OPENINGS), random.choice(_VERBS), random.choice(_OBJECTS)]
         if random.random() < 0.6:
             parts[-1] += ","
             parts.append(random.choice(_CLOSINGS))

@@ -1,1 +1,1 @@
-"""A model's files before any weight is read: where they are, and what they say of the model."""
+"""A model's files before any weight is read: their location, and the model's configuration."""

@@ -1,4 +1,4 @@
-"""ModelFacts: what a model is, read once from its raw configuration under all the names its fields go by.
+"""ModelFacts: properties of a model, read once from its raw configuration under all the names of its fields.
 
 In: the dict of a config.json (or the one gguf_config.py makes). Out: plain numbers and names.
 The only reader of raw Hugging Face configurations outside models/.
@@ -25,13 +25,15 @@ _STATE_TYPES = frozenset({
     "olmo_hybrid", "kimi_linear", "bailing_hybrid", "minimax", "recurrent_gemma", "plamo2",
 })  # fmt: skip
 _NO_ID = (1 << 32) - 1  # -1, written without a sign
-_MOST_IDS = 4096  # that end an answer, or begin one
-_UNSTRETCHED = frozenset({"default", "mrope", "longrope", "su", "llama3", "proportional"})  # length already includes it
+_MOST_IDS = 4096  # of end-of-text or beginning-of-text tokens
+_UNSTRETCHED = frozenset(
+    {"default", "mrope", "longrope", "su", "llama3", "proportional"}
+)  # the length already includes the scaling
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """Plain numbers and names; 0, '' or () where the configuration does not say."""
+    """Plain numbers and names; 0, '' or () if the configuration has no value."""
 
     architectures: tuple[str, ...] = ()
     model_type: str = ""
@@ -53,17 +55,17 @@ class ModelFacts:
     is_encoder_decoder: bool = False
     tie_word_embeddings: bool | None = None
     uses_mla: bool = False
-    has_states: bool = False  # some layers keep a running state instead of keys and values
+    has_states: bool = False  # some layers have a recurrent state instead of keys and values
     is_multimodal: bool = False
 
     @property
     def all_windowed(self) -> bool:
-        """Every layer sees only its window."""
+        """Every layer attends only to its window."""
         return self.sliding_window > 0 and "full_attention" not in self.layer_types
 
 
 def read_facts(config: Mapping[str, Any]) -> ModelFacts:
-    """Facts of a raw configuration. A number out of its limits is a CheckpointError that names its key."""
+    """Facts of a raw configuration. A number out of range is a CheckpointError that names its key."""
     text = text_part(config)
     for part in (config, text):
         check_config(part)
@@ -99,7 +101,7 @@ def read_facts(config: Mapping[str, Any]) -> ModelFacts:
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part that describes the language model: the whole, or a sub-configuration of a multimodal model."""
+    """The language model's part: the configuration itself, or a sub-configuration of a multimodal model."""
     if config.get("hidden_size") or config.get("n_embd") or config.get("d_model"):
         return config
     for name in _TEXT_PARTS:
@@ -110,7 +112,7 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def max_positions(config: Mapping[str, Any]) -> int:
-    """The smallest length the configuration names, stretched by its rope scaling; 0 if it names none."""
+    """The smallest length in the configuration, extended by its rope scaling; 0 if there is none."""
     text = text_part(config)
     named = [n for key in _LENGTHS if 0 < (n := _number(text, key)) < 1 << 40]  # some say "no limit" with 1e30
     if not named:
@@ -129,7 +131,7 @@ def max_positions(config: Mapping[str, Any]) -> int:
 
 
 def rope_of(text: Mapping[str, Any]) -> Mapping[str, Any]:
-    """rope_parameters (or the older rope_scaling) of full attention, where they differ by kind of layer."""
+    """rope_parameters (or the older rope_scaling); those of full attention if they differ by layer type."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         return {}
@@ -138,7 +140,7 @@ def rope_of(text: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def window_of(text: Mapping[str, Any]) -> int:
-    """Tokens of the sliding window; 0 where there is none or it is switched off."""
+    """Tokens of the sliding window; 0 if there is none or it is disabled."""
     if text.get("use_sliding_window") is False:
         return 0
     kinds = text.get("layer_types")
@@ -148,25 +150,25 @@ def window_of(text: Mapping[str, Any]) -> int:
 
 
 def dtype_of(config: Mapping[str, Any]) -> str:
-    """'bfloat16' whether it is written as dtype or torch_dtype, with or without 'torch.'."""
+    """The dtype from dtype or torch_dtype, with or without 'torch.'."""
     text = text_part(config)
-    found = _either(config, text, "dtype") or _either(config, text, "torch_dtype")
-    return str(found).removeprefix("torch.") if isinstance(found, str) and found != "auto" else ""
+    dtype = _either(config, text, "dtype") or _either(config, text, "torch_dtype")
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, str) and dtype != "auto" else ""
 
 
 def quantization_of(config: Mapping[str, Any]) -> str:
-    """The storage method a checkpoint declares, '' if none."""
+    """The quantization method a checkpoint declares, '' if none."""
     text = text_part(config)
     for key in ("quantization_config", "compression_config"):
-        found = _either(config, text, key)
-        if isinstance(found, Mapping):
+        quantization = _either(config, text, key)
+        if isinstance(quantization, Mapping):
             default = "compressed-tensors" if key == "compression_config" else ""
-            return str(found.get("quant_method") or default).lower()
+            return str(quantization.get("quant_method") or default).lower()
     return ""
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """A token id, a list of them, or nothing -> a tuple; duplicates and None go."""
+    """A token id, a list of them, or nothing -> a tuple without duplicates and None."""
     items = [item for item in (value if isinstance(value, list | tuple) else [value]) if item != _NO_ID]
     if len(items) > _MOST_IDS or any(isinstance(item, int) and item > INT32 for item in items):
         raise CheckpointError(
@@ -177,9 +179,9 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 
 def _kv_heads(text: Mapping[str, Any], heads: int) -> int:
-    found = _number(text, "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
-    if found:
-        return found
+    heads_kv = _number(text, "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+    if heads_kv:
+        return heads_kv
     return 1 if text.get("multi_query") is True and not text.get("new_decoder_architecture") else heads
 
 
@@ -188,7 +190,7 @@ def _either(config: Mapping[str, Any], text: Mapping[str, Any], key: str) -> Any
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int:
-    """The first of these keys that holds something, as a whole number; 0 if none does."""
+    """The first of these keys that has a value, as an integer; 0 if none does."""
     for name in names:
         value = config.get(name)
         if value is None or value is False:

@@ -1,6 +1,6 @@
-"""GGUF metadata -> the configuration dict a Hugging Face checkpoint of the same model would carry.
+"""GGUF metadata -> the configuration dict that a Hugging Face checkpoint of the same model would have.
 
-Owns: which GGUF key is which configuration key, family by family, as a table, and what a GGUF file only says through
+Owns: the table of GGUF keys and configuration keys, family by family, and what a GGUF file only reveals through
 its tensors (biases, tied heads, rope factors). In: an open GGUFFile. Out: a plain dict.
 Must not know: how tensors are decoded or renamed (loader/).
 """
@@ -44,18 +44,18 @@ _MISREAD = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError,
 
 
 class GGUFArchitecture(NamedTuple):
-    """What a GGUF architecture is called elsewhere. `keys`: GGUF key (without the architecture) -> our key."""
+    """How a GGUF architecture maps to a model type. `keys`: GGUF key (without the architecture) -> config key."""
 
     architecture: str
     model_type: str
     keys: Mapping[str, str] = {}
-    fixed: Mapping[str, Any] = {}  # what every model of the family has and the file does not say
+    fixed: Mapping[str, Any] = {}  # values that all models of the family share and the file lacks
     finish: Callable[["GGUFSource", Config], None] | None = None
-    biases: str = "attention_bias"  # the key that says the q, k and v projections have biases; '' if there is none
+    biases: str = "attention_bias"  # the key for biases of the q, k and v projections; '' if there is none
 
 
 class GGUFSource:
-    """An open file as the families see it."""
+    """A family's view of an open file."""
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
@@ -68,7 +68,7 @@ class GGUFSource:
         return self.file.metadata.get(f"{self.arch}.{key}", default)
 
     def number(self, key: str) -> Any:
-        """A number that must be there; a list (one per layer) only if all entries are equal."""
+        """A required number; a list (one per layer) only if all entries are equal."""
         value = self.get(key)
         if isinstance(value, list) and value:
             if any(item != value[0] for item in value):
@@ -163,21 +163,21 @@ def _grouped(source: GGUFSource) -> bool:
 
 def _eps(source: GGUFSource) -> Config:
     rms, layer = source.get("attention.layer_norm_rms_epsilon"), source.get("attention.layer_norm_epsilon")
-    found = {}
+    values = {}
     if rms is not None:
-        found["rms_norm_eps"] = _short(rms)
+        values["rms_norm_eps"] = _short(rms)
     if layer is not None:
-        found["layer_norm_eps"] = _short(layer)
-    return found
+        values["layer_norm_eps"] = _short(layer)
+    return values
 
 
 def _short(value: float) -> float:
-    """A float32 written as what was meant: 9.999999747378752e-06 is 1e-05."""
+    """A float32 as the decimal that was meant: 9.999999747378752e-06 is 1e-05."""
     return float(f"{value:.7g}")
 
 
 def special_ids(metadata: Mapping[str, Any]) -> Config:
-    """Beginning, padding, and every token that ends an answer (end of text, of turn, of message)."""
+    """Beginning of text, padding, and every end token (of text, turn, message)."""
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ids = list(dict.fromkeys(i for i in ends if isinstance(i, int)))
     return {
@@ -220,18 +220,18 @@ def rope_parameters(source: GGUFSource, head_dim: int) -> Config:
 
 def _yarn(source: GGUFSource, factor: float) -> Config:
     names = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-    found = {name: source.get(f"rope.scaling.{key}") for key, name in names.items()}
+    scaling = {name: source.get(f"rope.scaling.{key}") for key, name in names.items()}
     context = source.get("rope.scaling.original_context_length") or int(source.number("context_length") / factor)
     return {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": context,
-        **{name: float(value) for name, value in found.items() if value is not None},
+        **{name: float(value) for name, value in scaling.items() if value is not None},
     }
 
 
 def _scaled_freqs(source: GGUFSource, freqs: list[float], theta: float) -> Config:
-    """A divisor per frequency. All the known ones are Llama 3's formula; anything else is given number by number."""
+    """A divisor per frequency. All known ones follow Llama 3's formula; anything else is listed number by number."""
     if all(abs(f - 1.0) < 1e-6 for f in freqs):
         return {}
     for context in (8192, source.get("rope.scaling.original_context_length") or 8192):
@@ -256,7 +256,7 @@ def _scaled_freqs(source: GGUFSource, freqs: list[float], theta: float) -> Confi
 
 
 def _llama3_divisors(rope: Config, theta: float, dim: int) -> list[float]:
-    """How much Llama 3 scaling divides each frequency by."""
+    """The divisor of each frequency in Llama 3's scaling."""
     out = []
     low = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
     high = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
@@ -277,7 +277,7 @@ def _llama3_divisors(rope: Config, theta: float, dim: int) -> list[float]:
 def _longrope(source: GGUFSource, long: list[float], short: list[float]) -> Config:
     context = source.number("context_length")
     original = source.get("rope.scaling.original_context_length") or context
-    found: Config = {
+    scaling: Config = {
         "rope_type": "longrope",
         "long_factor": long,
         "short_factor": short,
@@ -285,15 +285,15 @@ def _longrope(source: GGUFSource, long: list[float], short: list[float]) -> Conf
         "original_max_position_embeddings": original,
     }
     if attention := source.get("rope.scaling.attn_factor"):
-        found["attention_factor"] = float(attention)
-    return found
+        scaling["attention_factor"] = float(attention)
+    return scaling
 
 
-# What a family does beyond renaming keys
+# What families do beyond renaming keys
 
 
 def _windows(pattern: int) -> Callable[[GGUFSource, Config], None]:
-    """Every `pattern`-th layer sees everything, the others a window; no window in the file, no windows."""
+    """Every `pattern`-th layer has full attention, the others a window, if the file has one."""
 
     def finish(source: GGUFSource, config: Config) -> None:
         window = source.get("attention.sliding_window")
@@ -347,7 +347,7 @@ def _qwen_window(source: GGUFSource, config: Config) -> None:
 
 
 def _sigmoid_experts(source: GGUFSource, config: Config) -> None:
-    """Groups default to one, weights to unscaled; the gate is softmax unless the file says otherwise."""
+    """Groups default to one, weights to unscaled; the gate is softmax unless the file specifies another."""
     config.setdefault("n_group", 1)
     config.setdefault("topk_group", 1)
     config["routed_scaling_factor"] = _short(float(source.get("expert_weights_scale") or 1.0))
@@ -400,7 +400,7 @@ def _gpt_oss(source: GGUFSource, config: Config) -> None:
 
 
 def _gemma(pattern: int, large: int) -> Callable[[GGUFSource, Config], None]:
-    """The file does not say the query scale: the largest model (by layers) has its own."""
+    """The file lacks the query scale: the largest model (by layers) has a different one."""
 
     def finish(source: GGUFSource, config: Config) -> None:
         _windows(pattern)(source, config)

@@ -1,7 +1,7 @@
-"""Limits of the numbers in a model's configuration: those that size buffers, are divided by, or are counted up to.
+"""Limits of the numbers in a model's configuration: buffer sizes, divisors and loop bounds.
 
-In: a raw configuration, whoever wrote it, before anything is computed from it. Out: a CheckpointError that names the
-key, its value and what is allowed. How numbers must fit one another is checked once a declaration has read them
+In: an untrusted raw configuration, before anything is computed from it. Out: a CheckpointError that names the
+key, its value and what is allowed. Consistency between numbers is checked once a declaration has read them
 (models/limits.py). Must not know: architectures.
 """
 
@@ -27,7 +27,7 @@ SOME_LAYERS = Range(0, LAYERS.most)
 HEADS = Range(1, 1 << 16)
 HEAD_DIM = Range(1, 1 << 16)
 WIDTH = Range(1, 1 << 20)
-FFN = Range(0, 1 << 24)  # 0: none, where every layer has experts
+FFN = Range(0, 1 << 24)  # 0: none, if every layer has experts
 VOCAB = Range(1, 1 << 28)
 EXPERTS = Range(0, 1 << 16)  # 0: none
 WINDOW = Range(0, INT32)
@@ -61,14 +61,14 @@ _ROPES = ("rope_parameters", "rope_scaling")
 
 
 def check_numbers(config: Mapping[str, Any], ranges: Mapping[str, Range] = _RANGES) -> None:
-    """Every number whose key is known lies in its range. Absent and null keys say nothing; a list has one per layer."""
+    """Check every number whose key is known. Absent and null keys are skipped; a list has one per layer."""
     for key, allowed in ranges.items():
         if (value := config.get(key)) is not None:
             check_number(key, value, allowed)
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """One level of a config.json: its numbers, its lists of names, and how much of a head is rotated."""
+    """One level of a config.json: its numbers, its lists of names, and the rotary dimensions."""
     for key in _LISTS_OF_NAMES:
         check_names(key, config.get(key))
     check_numbers(config)
@@ -84,14 +84,14 @@ def check_number(key: str, value: Any, allowed: Range) -> None:
 
 
 def is_within(value: Any, allowed: Range) -> bool:
-    """Of a list (one per layer), every entry; a layer may have none of it."""
+    """Every entry of a list (one per layer); an entry may be null."""
     if not isinstance(value, list):
         return _is_whole(value) and allowed.least <= value <= allowed.most
     return 0 < len(value) <= LAYERS.most and all(_is_whole(entry) and 0 <= entry <= allowed.most for entry in value)
 
 
 def check_share(key: str, value: Any) -> None:
-    """The part of a head that is rotated: more than the head would write past it."""
+    """The rotary part of a head: more than the head would write past its end."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
@@ -108,7 +108,7 @@ def check_names(key: str, value: Any) -> None:
 
 
 def _check_rope(key: str, rope: Any, inner: bool = False) -> None:
-    """Of all layers, or one per kind of layer."""
+    """Of all layers, or one per layer type."""
     if rope is None or (inner and not isinstance(rope, Mapping)):
         return
     if not isinstance(rope, Mapping):
@@ -134,6 +134,6 @@ def _refusal(key: str, value: Any, expected: str) -> CheckpointError:
 
 
 def shown(value: Any) -> str:
-    """A value of any size, in an error."""
+    """A value of any size, shortened for an error message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}…"

@@ -1,7 +1,7 @@
-"""Mistral's own configuration file (params.json), translated to the keys of a config.json.
+"""Mistral's native configuration file (params.json), translated to the keys of a config.json.
 
-In: the mapping of params.json. Out: the raw configuration that the rest of Quire reads. What has no counterpart here
-(vision, audio, quantized weights) is refused by name. Must not know: weights; their names are loader/mistral_names.py.
+In: the mapping of params.json. Out: the raw configuration that the rest of Quire reads. Unsupported features
+(vision, audio, quantized weights) are refused by name. Must not know: weights; see loader/mistral_names.py.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ def config_of(params: Mapping[str, Any], path: str) -> dict[str, Any]:
     for key in (*_NOT_TEXT, *_OTHER_FORMS):
         if params.get(key):
             raise NotBuiltError(
-                f"{path} has {key!r}, which is not built for Mistral's own form; use this model's Hugging Face form",
+                f"{path} has {key!r}, which is not built for Mistral's format; use its Hugging Face checkpoint",
                 param="config_format",
             )
     heads, moe = params["n_heads"], _part(params, "moe", tuple(_MOE_RANGES), path)
@@ -62,7 +62,7 @@ def config_of(params: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _part(params: Mapping[str, Any], name: str, needed: tuple[str, ...], path: str) -> Mapping[str, Any]:
-    """A mapping within params.json that holds these keys; empty if there is none."""
+    """A mapping within params.json that has these keys; empty if there is none."""
     part = params.get(name) or {}
     if part and not (isinstance(part, Mapping) and all(part.get(key) is not None for key in needed)):
         raise CheckpointError(f"{path}: {name!r} must be a mapping with {', '.join(needed)}", param=name)
@@ -77,7 +77,7 @@ def _window(params: Mapping[str, Any], path: str) -> int | None:
 
 
 def _yarn(yarn: Mapping[str, Any]) -> dict[str, Any]:
-    found = {
+    rope = {
         "rope_type": "yarn",
         "factor": yarn["factor"],
         "original_max_position_embeddings": yarn["original_max_position_embeddings"],
@@ -85,5 +85,5 @@ def _yarn(yarn: Mapping[str, Any]) -> dict[str, Any]:
         "beta_slow": yarn.get("alpha", 1.0),
     }
     if not yarn.get("apply_scale", True):
-        found["attention_factor"] = 1.0
-    return found
+        rope["attention_factor"] = 1.0
+    return rope

@@ -1,7 +1,7 @@
-"""The raw configuration of a model: the mapping of its config.json, in whichever of the known forms it was written.
+"""The raw configuration of a model as the mapping of a config.json, whatever format it was stored in.
 
-In: a path, and the user's patches (hf_overrides). Out: a plain dict, which facts.py and the declarations of models
-read. Must not know: what a key means.
+In: a path, and the user's hf_overrides. Out: a plain dict, which facts.py and the model declarations read.
+Must not know: what a key means.
 """
 
 import copy
@@ -20,32 +20,32 @@ log = logger(__name__)
 
 
 def read_raw(path: str, form: str) -> dict[str, Any]:
-    """Of a folder or a GGUF file; `form` is auto, hf or mistral."""
+    """The configuration of a folder or a GGUF file; `form` is auto, hf or mistral."""
     if path.endswith(".gguf"):
         try:
             from quire.checkpoint.gguf_config import config_of  # lazy
 
-            found: dict[str, Any] = config_of(shared(path))
+            config: dict[str, Any] = config_of(shared(path))
         except GGUFError as wrong:
             raise CheckpointError(str(wrong)) from None
-        return found
+        return config
     if is_mistral(path, form):
         return mistral_config.config_of(read_json(path, CONFIG_FILE), path)
     return read_json(path, "config.json")
 
 
 def read_elsewhere(
-    place: str, revision: str | None, download_dir: str | None, token: bool | str | None
+    source: str, revision: str | None, download_dir: str | None, token: bool | str | None
 ) -> dict[str, Any]:
     """The config.json of another folder or hub id, or a JSON file by its path."""
-    path = os.path.expanduser(place)
+    path = os.path.expanduser(source)
     if path.endswith(".json") and os.path.isfile(path):
         return read_json(*os.path.split(path))
     return read_json(locate(path, revision, download_dir, token, weights=False).path, "config.json")
 
 
 def is_mistral(path: str, form: str) -> bool:
-    """Whether a folder is read in Mistral's own form: as asked, else if it has no other."""
+    """Whether a folder is read in Mistral's native format: as requested, else if it has no other."""
     if form != "auto":
         return form == "mistral"
     there = [os.path.exists(os.path.join(path, name)) for name in ("config.json", CONFIG_FILE)]
@@ -53,7 +53,7 @@ def is_mistral(path: str, form: str) -> bool:
 
 
 def apply_overrides(raw: dict[str, Any], patch: Any) -> dict[str, Any]:
-    """A mapping is merged into the configuration, level by level; a callable returns the new one."""
+    """Merge a mapping into the configuration, level by level, or call a function that returns the new one."""
     if not patch:
         return raw
     if callable(patch):
@@ -63,14 +63,14 @@ def apply_overrides(raw: dict[str, Any], patch: Any) -> dict[str, Any]:
                 f"the hf_overrides callable returned {type(changed).__name__}; it must return the configuration",
                 param="hf_overrides",
             )
-        log.info("hf_overrides: the configuration went through %s", patch)
+        log.info("hf_overrides: the configuration was changed by %s", patch)
         return {str(key): _plain(value) for key, value in changed.items()}
     log.info("hf_overrides: %s", ", ".join(f"{key}={value!r}" for key, value in patch.items()))
     return _merged(raw, patch)
 
 
 class RawConfig(dict[str, Any]):
-    """A configuration whose keys can also be read and set as attributes, as patches written for vLLM do."""
+    """A configuration whose keys are attributes too, as hf_overrides functions written for vLLM expect."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:

@@ -1,4 +1,4 @@
-"""Where a model's files are: the embedded default, a folder, a GGUF file, or a hub id fetched into the local cache.
+"""Where a model's files are: the embedded default, a folder, a GGUF file, or a hub id downloaded into the local cache.
 
 In: the model argument. Out: Located(path, kind, name), or one clear ModelNotFoundError.
 Must not know: what is inside the files (facts.py, gguf_config.py, loader/).
@@ -31,7 +31,7 @@ _SMALL = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "*.voca
 class Located(NamedTuple):
     path: str  # a folder or a .gguf file
     kind: Literal["folder", "gguf"]
-    name: str  # what to call the model unless the user names it
+    name: str  # the model's name unless the user sets one
 
 
 def locate(
@@ -43,7 +43,7 @@ def locate(
     *,
     weights: bool = True,
 ) -> Located:
-    """Find a model on this machine, or fetch it. `weights=False` fetches only the small files (a tokenizer)."""
+    """Find a model on this machine, or download it. `weights=False` downloads only the small files (a tokenizer)."""
     if not model:
         return Located(embedded.find(), "gguf", embedded.NAME)
     path = os.path.expanduser(model)
@@ -62,11 +62,11 @@ def locate(
     return _hub(name, revision, download_dir, token, ignore_patterns, weights)
 
 
-def _folder(path: str, name: str, wanted: str = "") -> Located:
-    """A folder of a checkpoint; one that holds nothing but GGUF files stands for the one that fits."""
-    if os.path.exists(os.path.join(path, "config.json")) and not wanted:
+def _folder(path: str, name: str, variant: str = "") -> Located:
+    """A checkpoint folder; if it has only GGUF files, the matching one is the model."""
+    if os.path.exists(os.path.join(path, "config.json")) and not variant:
         return Located(path, "folder", name)
-    files = sorted(f for f in os.listdir(path) if f.endswith(".gguf") and wanted.lower() in f.lower())
+    files = sorted(f for f in os.listdir(path) if f.endswith(".gguf") and variant.lower() in f.lower())
     if len(files) == 1:
         return Located(os.path.join(path, files[0]), "gguf", name)
     if files:
@@ -74,8 +74,8 @@ def _folder(path: str, name: str, wanted: str = "") -> Located:
             f"{path} holds {len(files)} GGUF files ({', '.join(files[:4])}{', …' if len(files) > 4 else ''}); name one",
             param="model",
         )
-    if wanted:
-        raise ModelNotFoundError(f"{path} holds no GGUF file with {wanted!r} in its name", param="model")
+    if variant:
+        raise ModelNotFoundError(f"{path} holds no GGUF file with {variant!r} in its name", param="model")
     return Located(path, "folder", name)
 
 
@@ -89,7 +89,7 @@ def _hub(
 ) -> Located:
     if importlib.util.find_spec("huggingface_hub") is None:
         raise MissingExtraError(f"fetching {model!r} from the model hub", "hub", "huggingface_hub")
-    repository, _, wanted = model.partition(":")
+    repository, _, variant = model.partition(":")
     token = token if token is not None else env.HF_TOKEN.get()
     ask: dict[str, Any] = {"repo_id": repository, "revision": revision, "cache_dir": download_dir, "token": token}
     download = load("huggingface_hub:snapshot_download")
@@ -97,10 +97,10 @@ def _hub(
     why: BaseException | None = None
     if not env.HF_HUB_OFFLINE.get():
         try:
-            allow = _wanted_files(repository, revision, token, wanted, weights)
+            allow = _files_to_fetch(repository, revision, token, variant, weights)
             with waiting(log, f"Fetching {repository} from the model hub"):
                 path = download(**ask, allow_patterns=allow, ignore_patterns=list(ignore_patterns))
-            return _folder(path, model, wanted)
+            return _folder(path, model, variant)
         except failures as wrong:
             why = wrong
     try:
@@ -109,19 +109,19 @@ def _hub(
         raise ModelNotFoundError(_hub_message(model, why or absent), param="model", value=model) from None
     if why is not None:
         log.warning("%s: the hub did not answer (%s); using the copy in the local cache", model, _first_line(why))
-    return _folder(path, model, wanted)
+    return _folder(path, model, variant)
 
 
-def _wanted_files(repository: str, revision: str | None, token: Any, wanted: str, weights: bool) -> list[str]:
-    """Only one form of the weights is fetched: safetensors if there are any, then GGUF, then .bin and .pt.
+def _files_to_fetch(repository: str, revision: str | None, token: Any, variant: str, weights: bool) -> list[str]:
+    """Only one format of the weights is downloaded: safetensors if there are any, then GGUF, then .bin and .pt.
 
-    Asked through model_info, which gives up at once without a network; the library's other calls try for half a minute.
+    Uses model_info, which fails at once without a network; the library's other calls retry for half a minute.
     """
     info = load("huggingface_hub:HfApi")().model_info(repository, revision=revision, token=token, timeout=20)
     if not weights:
         return list(_SMALL)
-    if wanted:
-        return [*_SMALL, f"*{wanted}*.gguf", f"*{wanted.upper()}*.gguf", f"*{wanted.lower()}*.gguf"]
+    if variant:
+        return [*_SMALL, f"*{variant}*.gguf", f"*{variant.upper()}*.gguf", f"*{variant.lower()}*.gguf"]
     files = [entry.rfilename for entry in info.siblings or ()]
     for forms in (("*.safetensors",), ("*.gguf",), ("*.bin", "*.pt", "*.pth")):
         if any(name.endswith(form[1:]) for name in files for form in forms):
@@ -130,7 +130,7 @@ def _wanted_files(repository: str, revision: str | None, token: Any, wanted: str
 
 
 def _hub_failures() -> tuple[type[BaseException], ...]:
-    """What the hub library raises when something cannot be had: its own errors and those of its HTTP library."""
+    """Exceptions of the hub library when something is unavailable: its own and those of its HTTP library."""
     http = load("huggingface_hub.errors:HfHubHTTPError")
     above = [kind for kind in http.__mro__ if issubclass(kind, Exception) and kind is not Exception]
     named = ("HFValidationError", "LocalEntryNotFoundError")
@@ -193,7 +193,7 @@ def stored_dtype(folder: str) -> str:
         except (ValueError, RecursionError):
             entries = None
         if not isinstance(entries, dict):
-            return ""  # the loader reports the damage, with more to say about it
+            return ""  # the loader reports the damage in more detail
     kinds = [str(e["dtype"]) for e in entries.values() if isinstance(e, dict) and "dtype" in e]
     return names.get(max(set(kinds), key=kinds.count), "") if kinds else ""
 

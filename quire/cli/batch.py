@@ -1,7 +1,7 @@
 """`quire run-batch`: a file of requests in, a file of answers out, both local or behind http(s) URLs.
 
-Owns: flags, where the files are, the progress bar and the engine's life. The answers come from the server's own routes
-(server/openai/batch.py). A local output grows in its place; one for a URL is written aside and sent when complete.
+Owns: flags, input and output files, the progress bar and the lifetime of the engine. Answers come from the server's
+routes (server/openai/batch.py). A local output is appended to; one for a URL is a temporary file until it is complete.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from quire.schema.errors import EngineDeadError, InputError
 from quire.server.openai.batch_resume import Earlier, check_input, read_earlier
 
 log = logger(__name__)
-# Options of the server that mean something without a socket.
+# Options of the server that apply without a socket.
 SERVER_OPTIONS = (
     "chat_template", "chat_template_content_format", "trust_request_chat_template", "default_chat_template_kwargs",
     "response_role", "return_tokens_as_token_ids", "enable_prompt_tokens_details", "enable_log_requests",
@@ -41,7 +41,7 @@ SERVER_OPTIONS = (
     "max_logit_bias", "max_bad_words", "max_messages", "request_timeout", "fingerprint_mode", "fingerprint_value",
 )  # fmt: skip
 _LARGEST_FILE = 16 << 30
-_IN_FLIGHT_PER_SEAT = 4  # requests submitted for each the engine runs at once: the slow first must not idle the rest
+_IN_FLIGHT_PER_SEAT = 4  # requests submitted per running one: a slow first request must not idle the engine
 
 
 def run_batch(arguments: Sequence[str], program: str) -> int:
@@ -55,7 +55,7 @@ def run_batch(arguments: Sequence[str], program: str) -> int:
             earlier = earlier_answers(args)
             total = check_input(earlier, source, options.max_request_bytes)
             if total and len(earlier.done) == total:
-                print(f"all {total} requests were answered before", file=sys.stderr)
+                print(f"all {total} requests are answered already", file=sys.stderr)
                 return 0
             with output_file(args, policy, earlier) as target:
                 return run_async(answer_file(args, options, BatchRun(source, target, total, earlier.done)))
@@ -69,15 +69,15 @@ def make_parser(program: str) -> FlexibleArgumentParser:
     add_flags(parser, [flat for flat in flats() if flat.name in SERVER_OPTIONS])
     add = parser.add_argument
     add("model_tag", nargs="?", metavar="MODEL", help="folder, GGUF file or hub id (or --model)")
-    add("-i", "--input-file", required=True, help="JSON lines: a path, or an http(s) URL to get them from")
+    add("-i", "--input-file", required=True, help="JSON lines: a path, or an http(s) URL to GET")
     add("-o", "--output-file", required=True, help="a path, or an http(s) URL to PUT the answers to")
     add("--resume", action="store_true",
-        help="go on with an interrupted batch: answers in --output-file stay, the rest is asked")  # fmt: skip
-    add("--output-tmp-dir", default=None, help="folder for answers that are sent to a URL, before they are")
+        help="continue an interrupted batch: keep the answers in --output-file, run the rest")  # fmt: skip
+    add("--output-tmp-dir", default=None, help="folder for answers before they are sent to a URL")
     add("--allow-url-host", action="append", default=[], metavar="HOST",
-        help="a host whose address is not public; others in private networks are refused; repeatable")  # fmt: skip
-    add("--max-file-bytes", type=human_readable_int, default=_LARGEST_FILE, help="largest input behind a URL")
-    add("--url-timeout", type=float, default=60.0, help="seconds a URL may keep silent (default: 60)")
+        help="allow this host in a private network; others are refused; repeatable")  # fmt: skip
+    add("--max-file-bytes", type=human_readable_int, default=_LARGEST_FILE, help="maximum size of an input URL")
+    add("--url-timeout", type=float, default=60.0, help="seconds without data before a URL fails (default: 60)")
     add("--enable-metrics", action="store_true", help="serve /metrics while the batch runs")
     add("--host", "--url", default="0.0.0.0", help="address of /metrics (default: 0.0.0.0)")
     add("--port", type=int, default=8000, help="port of /metrics (default: 8000)")
@@ -87,7 +87,7 @@ def make_parser(program: str) -> FlexibleArgumentParser:
 
 @dataclass(frozen=True)
 class BatchRun:
-    """What a run reads and writes; requests with a custom_id in `done` are answered already."""
+    """Input and output of a run; requests whose custom_id is in `done` are answered already."""
 
     source: IO[bytes]
     target: IO[bytes]
@@ -96,61 +96,61 @@ class BatchRun:
 
 
 def earlier_answers(args: argparse.Namespace) -> Earlier:
-    """Of the run that --resume goes on with; without it, none."""
-    place = args.output_file
+    """Answers of the run that --resume continues; without it, none."""
+    output = args.output_file
     if not args.resume:
-        return Earlier(place)
-    if is_url(place):
+        return Earlier(output)
+    if is_url(output):
         raise InputError("--resume needs an --output-file that is a path: answers are sent to a URL all at once",
                          param="resume")  # fmt: skip
     try:
-        found = read_earlier(place)
+        earlier = read_earlier(output)
     except OSError as wrong:
-        raise InputError(f"--output-file {place}: {wrong.strerror}", param="output_file") from None
+        raise InputError(f"--output-file {output}: {wrong.strerror}", param="output_file") from None
     log.info(
-        "%s has %d answers, which stay; %d lines that failed or are torn are asked again",
-        place,
-        len(found.done),
-        found.dropped,
+        "%s has %d answers, which are kept; %d failed or truncated lines are run again",
+        output,
+        len(earlier.done),
+        earlier.dropped,
     )
-    return found
+    return earlier
 
 
 @contextmanager
-def input_file(place: str, policy: FetchPolicy) -> Iterator[IO[bytes]]:
-    if is_url(place):
+def input_file(source: str, policy: FetchPolicy) -> Iterator[IO[bytes]]:
+    if is_url(source):
         with tempfile.TemporaryFile() as fetched:
-            size = download(place, fetched, policy)
+            size = download(source, fetched, policy)
             log.info("Fetched %d bytes of requests", size)
             fetched.seek(0)
             yield fetched
         return
     with contextlib.ExitStack() as opened:
         try:
-            file = opened.enter_context(open(place, "rb"))
+            file = opened.enter_context(open(source, "rb"))
         except OSError as wrong:
-            raise InputError(f"--input-file {place}: {wrong.strerror}", param="input_file") from None
+            raise InputError(f"--input-file {source}: {wrong.strerror}", param="input_file") from None
         yield file
 
 
 @contextmanager
 def output_file(args: argparse.Namespace, policy: FetchPolicy, earlier: Earlier) -> Iterator[IO[bytes]]:
-    """What a failed run had written stays."""
-    place = args.output_file
-    if not is_url(place):
-        folder = os.path.dirname(place) or "."
-        if os.path.isdir(place) or not os.access(place if os.path.exists(place) else folder, os.W_OK):
-            raise InputError(f"--output-file {place}: it cannot be written", param="output_file")
-        with contextlib.closing(Growing(place, earlier if args.resume else None)) as grows:
+    """What a failed run has written is kept."""
+    output = args.output_file
+    if not is_url(output):
+        folder = os.path.dirname(output) or "."
+        if os.path.isdir(output) or not os.access(output if os.path.exists(output) else folder, os.W_OK):
+            raise InputError(f"--output-file {output}: not writable", param="output_file")
+        with contextlib.closing(Growing(output, earlier if args.resume else None)) as grows:
             try:
                 yield cast(IO[bytes], grows)
             except BaseException:
                 if grows.size:
-                    print(f"the answers so far are in {place}", file=sys.stderr)
+                    print(f"the answers so far are in {output}", file=sys.stderr)
                 raise
             grows.write(b"")
         return
-    check(place, policy)  # now, and not after hours of work
+    check(output, policy)  # fail now, not after hours of work
     try:
         number, path = tempfile.mkstemp(dir=args.output_tmp_dir, prefix="run-batch-", suffix=".jsonl")
     except OSError as wrong:
@@ -163,20 +163,20 @@ def output_file(args: argparse.Namespace, policy: FetchPolicy, earlier: Earlier)
         raise
     with open(path, "rb") as finished:
         try:
-            upload(place, finished, os.path.getsize(path), policy)
+            upload(output, finished, os.path.getsize(path), policy)
         except FetchError as wrong:
             raise InputError(f"{wrong}; the answers are in {path}") from None
     os.unlink(path)
 
 
 class Growing:
-    """A file that begins with the first word written: a run that never begins leaves an older one alone.
+    """A file that is opened by the first write: a run that fails before leaves an older file unchanged.
 
-    It begins anew, or after the answers of an `earlier` run.
+    It is truncated, or continues after the answers of an `earlier` run.
     """
 
-    def __init__(self, place: str, earlier: Earlier | None) -> None:
-        self._place, self._earlier, self.size = place, earlier, 0
+    def __init__(self, output: str, earlier: Earlier | None) -> None:
+        self._path, self._earlier, self.size = output, earlier, 0
         self._file: IO[bytes] | None = None
 
     def write(self, data: bytes) -> int:
@@ -184,9 +184,9 @@ class Growing:
             try:
                 if self._earlier is not None:
                     self._earlier.cut_back()
-                self._file = open(self._place, "wb" if self._earlier is None else "ab")  # noqa: SIM115
+                self._file = open(self._path, "wb" if self._earlier is None else "ab")  # noqa: SIM115
             except OSError as wrong:
-                raise InputError(f"--output-file {self._place}: {wrong.strerror}", param="output_file") from None
+                raise InputError(f"--output-file {self._path}: {wrong.strerror}", param="output_file") from None
         self.size += len(data)
         return self._file.write(data)
 
@@ -238,16 +238,16 @@ async def answer_file(args: argparse.Namespace, options: ServerConfig, work: Bat
                 tally = await runner.run(work.source, work.target, lambda: advance(1), work.done)
     finally:
         engine.shutdown()
-    earlier = f"{len(work.done)} answered before, " if work.done else ""
+    earlier = f"{len(work.done)} answered earlier, " if work.done else ""
     print(f"{earlier}{tally.completed} answered, {tally.failed} failed, {now() - began:.1f} s", file=sys.stderr)
     if tally.nameless:
-        print(f"{tally.nameless} lines have no custom_id that could be read", file=sys.stderr)
+        print(f"{tally.nameless} lines have no readable custom_id", file=sys.stderr)
     return 1 if tally.nameless else 0
 
 
 @asynccontextmanager
 async def metrics_page(app: Any, args: argparse.Namespace) -> AsyncIterator[None]:
-    """Only /metrics of the app, over HTTP."""
+    """Serves only /metrics of the app over HTTP."""
     if not args.enable_metrics:
         yield
         return

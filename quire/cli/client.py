@@ -1,9 +1,9 @@
 """`quire chat` and `quire complete`: a model in the terminal, streamed.
 
-Who answers: the server at --url; else, when neither a model nor an engine option is given, a server that answers at
-http://localhost:8000/v1; else an engine in this process, with every engine option as a flag. --local never looks for a
-server. Answers go to stdout and nothing else does; status, warnings and errors go to stderr. Ctrl-C stops an answer,
-Ctrl-D ends. At a terminal a conversation has commands (conversation.py) and colours (terminal.py).
+Who answers: the server at --url; else, if neither a model nor an engine option is set, a server at
+http://localhost:8000/v1 if one responds; else an engine in this process, with every engine option as a flag. --local
+skips servers. Only answers go to stdout; status, warnings and errors go to stderr. Ctrl-C stops an answer, Ctrl-D
+quits. On a terminal a conversation has commands (conversation.py) and colours (terminal.py).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from quire.text.chat import tokenize_chat
 
 
 def chat(arguments: Sequence[str], program: str) -> int:
-    parser = make_parser(program, "Talk with a model in the terminal.")
-    parser.add_argument("--system-prompt", help="what the model is told before the conversation")
+    parser = make_parser(program, "Chat with a model in the terminal.")
+    parser.add_argument("--system-prompt", help="system prompt of the conversation")
     parser.add_argument("-q", "--quick", metavar="MESSAGE", help="answer this message and exit")
-    parser.add_argument("--chat-template", help="Jinja template, as a file or as text; the model's own if not given")
+    parser.add_argument("--chat-template", help="Jinja template, as a file or as text; default: the model's")
     args = parser.parse_args(arguments)
     start: list[Message] = []
     if args.system_prompt is not None:
@@ -44,22 +44,22 @@ def chat(arguments: Sequence[str], program: str) -> int:
             speaker.answer([*start, {"role": "user", "content": args.quick}])
             return speaker.status
         conversation = Conversation(speaker, program, start, is_terminal=sys.stdin.isatty())
-        for message in messages("you> ", "Ctrl-C stops an answer, Ctrl-D ends, /help lists commands."):
+        for message in messages("you> ", "Ctrl-C stops an answer, Ctrl-D quits, /help lists commands."):
             if not conversation.take(message):
                 break
     return 0
 
 
 def complete(arguments: Sequence[str], program: str) -> int:
-    parser = make_parser(program, "Let a model continue a text.")
-    parser.add_argument("-q", "--quick", metavar="TEXT", help="continue this text and exit")
+    parser = make_parser(program, "Complete a prompt.")
+    parser.add_argument("-q", "--quick", metavar="TEXT", help="complete this prompt and exit")
     parser.set_defaults(max_tokens=128)
     args = parser.parse_args(arguments)
     with closing(make_speaker(args, parser)) as speaker:
         if args.quick is not None:
             speaker.complete(args.quick)
             return speaker.status
-        for line in messages("text> ", "Ctrl-C stops a continuation, Ctrl-D ends."):
+        for line in messages("text> ", "Ctrl-C stops a completion, Ctrl-D quits."):
             try:
                 speaker.complete(line)
             except ONE_REQUEST as wrong:
@@ -68,36 +68,36 @@ def complete(arguments: Sequence[str], program: str) -> int:
 
 
 def make_parser(program: str, description: str) -> argparse.ArgumentParser:
-    """Options of the engine, of sampling, and of both commands. Here -q is --quick: what is added later wins."""
+    """Options of the engine, of sampling, and of both commands. -q is --quick: the flag added last wins."""
     parser = FlexibleArgumentParser(prog=program, description=description, conflict_handler="resolve")
     EngineArgs.add_cli_args(parser)
     parser.set_defaults(disable_log_stats=True)
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder, GGUF file or hub id (or --model)")
     server = parser.add_argument_group("server")
     server.add_argument("--url", help=f"base URL of a server, such as {LOCAL_URL}")
-    server.add_argument("--api-key", help="its key; unset takes OPENAI_API_KEY")
-    server.add_argument("--model-name", help="which of its models; unset takes the first")
+    server.add_argument("--api-key", help="its API key; unset is OPENAI_API_KEY")
+    server.add_argument("--model-name", help="which of its models; unset is the first")
     server.add_argument(
-        "--local", action="store_true", help=f"run a model here even if a server answers at {LOCAL_URL}"
+        "--local", action="store_true", help=f"run a model in this process even if a server responds at {LOCAL_URL}"
     )
     sampling = parser.add_argument_group("sampling")
     for name, (kind, text) in SETTINGS.items():
         sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, default=None, help=text)
-    sampling.add_argument("--stop", action="append", default=None, help="end before this text; may be repeated")
+    sampling.add_argument("--stop", action="append", default=None, help="stop before this text; repeatable")
     return parser
 
 
 def make_speaker(args: argparse.Namespace, parser: argparse.ArgumentParser) -> LocalSpeaker | RemoteSpeaker:
-    """A server that was named or found, or an engine here."""
+    """The server at --url or on this machine, or an engine in this process."""
     if args.model_tag is not None:
         args.model = args.model_tag
-    asked = {name: value for name in (*SETTINGS, "stop") if (value := vars(args)[name]) is not None}
-    SamplingParams(**asked)  # a wrong value is refused before anything is loaded or sent
+    chosen = {name: value for name in (*SETTINGS, "stop") if (value := vars(args)[name]) is not None}
+    SamplingParams(**chosen)  # an invalid value is refused before anything is loaded or sent
     hush()
     remote = choose_server(args, parser)
     if remote is None:
-        return LocalSpeaker(args, asked)
-    speaker = RemoteSpeaker(remote, args.model_name or args.model, asked, args.__dict__.get("chat_template"))
+        return LocalSpeaker(args, chosen)
+    speaker = RemoteSpeaker(remote, args.model_name or args.model, chosen, args.__dict__.get("chat_template"))
     print(f"{speaker.model} at {remote.url}", file=sys.stderr)
     return speaker
 
@@ -110,7 +110,7 @@ def choose_server(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     ]
     if args.url is not None:
         if args.local:
-            raise ConfigError("--url and --local exclude each other")
+            raise ConfigError("--url and --local are mutually exclusive")
         if changed:
             raise ConfigError(
                 f"--{changed[0].replace('_', '-')} is an option of an engine in this process; the server at --url has "
@@ -126,14 +126,14 @@ def choose_server(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 
 
 class LocalSpeaker:
-    """An engine in this process whose answers are written to stdout as they come."""
+    """An engine in this process whose answers are streamed to stdout."""
 
-    def __init__(self, args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    def __init__(self, args: argparse.Namespace, chosen: dict[str, Any]) -> None:
         with status(args.model or "the embedded model"):
             self._engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(args))
         self._tokenizer = self._engine.get_tokenizer()
         self._defaults = {"max_tokens": None} | self._engine.model_config.default_sampling
-        self.asked = asked
+        self.sampling = chosen
         self._template = args.__dict__.get("chat_template")
         self._count = 0
         self.status = 0  # of the last answer: 130 if Ctrl-C stopped it
@@ -151,21 +151,21 @@ class LocalSpeaker:
     def _stream(self, prompt: Any) -> ChatReply:
         self._count += 1
         request_id = f"terminal-{self._count}"
-        params = SamplingParams(**(self._defaults | self.asked), output_kind=RequestOutputKind.DELTA)
+        params = SamplingParams(**(self._defaults | self.sampling), output_kind=RequestOutputKind.DELTA)
         began = now()
         self._engine.add_request(request_id, prompt, params)
-        out, pieces, times, finish = writer(), list[str](), list[float](), None
-        num_tokens, room = 0, self._engine.model_config.max_model_len
+        out, chunks, times, finish = writer(), list[str](), list[float](), None
+        num_tokens, context_left = 0, self._engine.model_config.max_model_len
         self.status = 0
         with interrupted() as stopped:
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
-                    pieces.append(output.outputs[0].text)
+                    chunks.append(output.outputs[0].text)
                     num_tokens += len(output.outputs[0].token_ids)
                     finish = output.outputs[0].finish_reason
-                    room = self._engine.model_config.max_model_len - len(output.prompt_token_ids or ())
+                    context_left = self._engine.model_config.max_model_len - len(output.prompt_token_ids or ())
                     times.append(now())
-                    out.write(pieces[-1])
+                    out.write(chunks[-1])
                 if stopped():
                     self._engine.abort_request([request_id])
                     self.status = 130
@@ -173,14 +173,14 @@ class LocalSpeaker:
         out.close()
         first, rest = (times[0] - began, times[-1] - times[0]) if times else (0.0, 0.0)
         is_cut = finish == "length"
-        return ChatReply("".join(pieces), num_tokens, first, rest, is_cut, is_cut and num_tokens >= room)
+        return ChatReply("".join(chunks), num_tokens, first, rest, is_cut, is_cut and num_tokens >= context_left)
 
 
 @contextmanager
 def interrupted() -> Iterator[Callable[[], bool]]:
-    """While an answer runs, Ctrl-C only raises a flag: an engine must not be torn out of the middle of a step.
+    """While an answer runs, Ctrl-C only sets a flag: an engine must not be interrupted in the middle of a step.
 
-    A second one does tear it out, and ends the command.
+    A second one does interrupt it, and ends the command.
     """
     seen: list[int] = []
 
@@ -206,12 +206,12 @@ def status(model: str) -> Iterator[None]:
     except BaseException:
         print(file=sys.stderr)
         raise
-    again = f"\rloading {model} ... " if sys.stderr.isatty() else ""  # a bar may have stood there
+    again = f"\rloading {model} ... " if sys.stderr.isatty() else ""  # a progress bar may have overwritten it
     print(f"{again}{now() - start:.1f} s", file=sys.stderr)
 
 
 def hush() -> None:
-    """Warnings only, unless the environment asks for a level."""
+    """Warnings only, unless the environment sets a level."""
     logger("quire")
     if not env.LOGGING_LEVEL.is_set():
         logging.getLogger("quire").setLevel(logging.WARNING)

@@ -1,6 +1,6 @@
-"""`quire pull NAME` and `quire list`: models fetched from the hub, and those that are here.
+"""`quire pull NAME` and `quire list`: download models from the hub, and list local ones.
 
-Where a name leads is checkpoint/source.py's to say; what the local cache holds, the hub library's.
+checkpoint/source.py resolves names; the hub library lists its cache.
 Must not know: engines.
 """
 
@@ -31,7 +31,7 @@ class ModelListing(NamedTuple):
 def pull(arguments: Sequence[str], program: str) -> int:
     parser = FlexibleArgumentParser(
         prog=program,
-        description="Fetch a model from the hub, or the small default one; it then starts without a network.",
+        description="Download a model from the hub, or the small default one; it then loads offline.",
         epilog="example:  quire pull Qwen/Qwen3-0.6B     quire pull hf.co/org/repo:Q4_K_M     quire pull default",
     )  # fmt: skip
     parser.add_argument(
@@ -43,10 +43,10 @@ def pull(arguments: Sequence[str], program: str) -> int:
     for name in args.model:
         if os.path.exists(os.path.expanduser(name)):
             raise ModelNotFoundError(
-                f"{name!r} is here already; pull takes the name of a model on the hub", param="model"
+                f"{name!r} is a local path; pull takes the name of a model on the hub", param="model"
             )
-        found = fetched(name, args.revision, args.download_dir)
-        print(f"{found.name}  {shown_size(size_of(found.path))}  {found.path}")
+        located = fetched(name, args.revision, args.download_dir)
+        print(f"{located.name}  {shown_size(size_of(located.path))}  {located.path}")
     return 0
 
 
@@ -62,7 +62,7 @@ def list_models(arguments: Sequence[str], program: str) -> int:
     args = parser.parse_args(arguments)
     rows = [*the_default(), *cached(args.download_dir)]
     if not rows:
-        print("no models here: `quire pull org/repo` fetches one, `quire pull default` the small default model")
+        print("no local models: `quire pull org/repo` downloads one, `quire pull default` the small default model")
         return 0
     width = max(len("NAME"), *(len(row.name) for row in rows))
     print(f"{'NAME':<{width}}  {'SIZE':>9}  {'FORM':<24}  CHANGED")
@@ -74,21 +74,21 @@ def list_models(arguments: Sequence[str], program: str) -> int:
 
 def the_default() -> Iterator[ModelListing]:
     try:
-        found = locate(None)
+        located = locate(None)
     except ModelNotFoundError:
         return
-    yield ModelListing(embedded.NAME, size_of(found.path), "gguf, the default", None)
+    yield ModelListing(embedded.NAME, size_of(located.path), "gguf, the default", None)
 
 
 def cached(folder: str | None) -> Iterator[ModelListing]:
-    """What the hub library has fetched, by its own account; repositories without weights are no models."""
+    """Models in the hub library's cache; repositories without weights are skipped."""
     if find_spec("huggingface_hub") is None:
         return
     try:
-        held = load("huggingface_hub:scan_cache_dir")(folder)
+        hub_cache = load("huggingface_hub:scan_cache_dir")(folder)
     except load("huggingface_hub.errors:CacheNotFound"):
         return
-    for repository in sorted(held.repos, key=lambda one: str(one.repo_id).lower()):
+    for repository in sorted(hub_cache.repos, key=lambda one: str(one.repo_id).lower()):
         files = {str(file.file_name) for revision in repository.revisions for file in revision.files}
         if repository.repo_type == "model" and (form := form_of(files)):
             yield ModelListing(
@@ -97,10 +97,10 @@ def cached(folder: str | None) -> Iterator[ModelListing]:
 
 
 def form_of(files: set[str]) -> str:
-    """'safetensors', or 'gguf: ' and the files by what tells them apart; '' without weights."""
-    found = next((ending for ending in _WEIGHTS if any(name.endswith(ending) for name in files)), "")
-    if found != ".gguf":
-        return found.removeprefix(".")
+    """'safetensors', or 'gguf: ' and the variants of the files; '' without weights."""
+    suffix = next((ending for ending in _WEIGHTS if any(name.endswith(ending) for name in files)), "")
+    if suffix != ".gguf":
+        return suffix.removeprefix(".")
     stems = sorted(os.path.basename(name).removesuffix(".gguf") for name in files if name.endswith(".gguf"))
     kinds = [stem.replace(".", "-").rpartition("-")[2] for stem in stems]
     return f"gguf: {', '.join(kinds[:3])}{', …' if len(kinds) > 3 else ''}"

@@ -1,7 +1,7 @@
-"""A model behind a server of OpenAI's kind, for `quire chat` and `quire complete`: the same face as an engine here.
+"""A model behind an OpenAI-compatible server, for `quire chat` and `quire complete`: the interface of a local engine.
 
-In: a base URL such as http://localhost:8000/v1, messages or a text. Out: the answer, written to stdout as it comes.
-What the server refuses is one line; Ctrl-C closes the connection, which ends the request there.
+In: a base URL such as http://localhost:8000/v1, messages or a prompt. Out: the answer, streamed to stdout.
+A refusal of the server is one line; Ctrl-C closes the connection, which aborts the request there.
 Must not know: engines.
 """
 
@@ -29,25 +29,25 @@ _SILENCE_S = 600.0  # a long prompt may wait in a queue
 
 
 class ServerError(QuireError):
-    """The server cannot be reached, or does not answer as it should."""
+    """The server cannot be reached, or its response is invalid."""
 
 
 class RefusedError(ServerError, InputError):
-    """The server is fine and says no."""
+    """The server works and refused the request."""
 
     def __init__(self, message: str, status: int) -> None:
         InputError.__init__(self, message)
         self.http_status = status
 
 
-class AnswerPiece(NamedTuple):
+class AnswerChunk(NamedTuple):
     text: str
     finish_reason: str | None
-    num_tokens: int | None  # of the whole answer, where the server says
+    num_tokens: int | None  # of the complete answer, if the server reports it
 
 
 class Remote:
-    """One server. Connections are made for each question: a terminal waits for its user, not for a handshake."""
+    """One server. Each request opens a connection: a terminal waits for its user, not for a handshake."""
 
     def __init__(self, url: str, api_key: str | None, *, connect_s: float = _CONNECT_S) -> None:
         try:
@@ -56,7 +56,7 @@ class Remote:
         except ValueError as wrong:
             raise ConfigError(f"--url {url!r}: {wrong}", param="url") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--url must look like {LOCAL_URL}, got {url!r}", param="url", value=url)
+            raise ConfigError(f"--url must be a URL such as {LOCAL_URL}, got {url!r}", param="url", value=url)
         self.url = url.rstrip("/")
         self._tls, self._host, self._path = parts.scheme == "https", parts.hostname, parts.path.rstrip("/")
         self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
@@ -65,16 +65,18 @@ class Remote:
         self._connect_s = connect_s
 
     def models(self) -> list[str]:
-        """Names of the models it serves."""
+        """Names of the served models."""
         with self._ask("GET", "/models", None) as answer:
             try:
                 listed = json.loads(answer.read(1 << 20))["data"]
                 return [str(entry["id"]) for entry in listed]
             except (ValueError, KeyError, TypeError):
-                raise ServerError(f"{self.url}/models does not answer as an OpenAI server does") from None
+                raise ServerError(
+                    f"{self.url}/models: the response is not that of an OpenAI-compatible server"
+                ) from None
 
-    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[AnswerPiece]:
-        """The answer, as it comes."""
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[AnswerChunk]:
+        """The answer, chunk by chunk."""
         with self._ask("POST", path, {**body, "stream": True}) as answer:
             for line in answer:
                 if not line.startswith(b"data:"):
@@ -82,7 +84,7 @@ class Remote:
                 event = line[5:].strip()
                 if event == b"[DONE]":
                     return
-                yield _piece(event)
+                yield _chunk(event)
         raise EngineGenerateError("the server ended the answer before it was complete")
 
     @contextlib.contextmanager
@@ -114,19 +116,19 @@ class Remote:
 
 
 def local_server(api_key: str | None, *, connect_s: float = _CONNECT_S) -> Remote:
-    """The usual place."""
+    """The default URL."""
     return Remote(LOCAL_URL, api_key, connect_s=connect_s)
 
 
 def find_local() -> Remote | None:
-    """A server on this machine at the usual place, if one answers there at once. It gets no key: it may be anybody."""
+    """A server on this machine at the default URL, if one responds at once. It gets no key: it could be anybody's."""
     probe = local_server(None, connect_s=_PROBE_S)
     try:
         probe.models()
     except RefusedError as wrong:
         if wrong.http_status in (401, 403):
             raise ConfigError(
-                f"the server at {LOCAL_URL} asks for a key: give --api-key, or --local to run a model here"
+                f"the server at {LOCAL_URL} requires a key: set --api-key, or --local to run a model in this process"
             ) from None
         return None
     except ServerError:
@@ -135,10 +137,10 @@ def find_local() -> Remote | None:
 
 
 class RemoteSpeaker:
-    """Answers of a server, written to stdout as they come."""
+    """Answers of a server, streamed to stdout."""
 
-    def __init__(self, remote: Remote, model: str | None, asked: Mapping[str, Any], template: str | None) -> None:
-        self._remote, self.asked = remote, dict(asked)
+    def __init__(self, remote: Remote, model: str | None, sampling: Mapping[str, Any], template: str | None) -> None:
+        self._remote, self.sampling = remote, dict(sampling)
         if model is None:
             listed = remote.models()
             if not listed:
@@ -149,65 +151,65 @@ class RemoteSpeaker:
         self.status = 0
 
     def answer(self, messages: list[dict[str, Any]]) -> ChatReply:
-        body = {"model": self.model, "messages": messages} | self._template | self.asked
+        body = {"model": self.model, "messages": messages} | self._template | self.sampling
         return self._print("/chat/completions", body)
 
     def complete(self, text: str) -> ChatReply:
-        return self._print("/completions", {"model": self.model, "prompt": text} | self.asked)
+        return self._print("/completions", {"model": self.model, "prompt": text} | self.sampling)
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """No connection is kept open."""
 
     def _print(self, path: str, body: Mapping[str, Any]) -> ChatReply:
-        out, pieces, times, finish, counted = writer(), list[str](), list[float](), None, None
+        out, chunks, times, finish, counted = writer(), list[str](), list[float](), None, None
         began = now()
         self.status = 0
-        usage = {"stream_options": {"include_usage": True}} if sys.stdin.isatty() else {}  # for the line after it
+        usage = {"stream_options": {"include_usage": True}} if sys.stdin.isatty() else {}  # for the statistics line
         try:
-            for piece in self._remote.stream(path, {**body, **usage}):
-                finish, counted = piece.finish_reason or finish, piece.num_tokens or counted
-                if piece.text:
-                    pieces.append(piece.text)
+            for chunk in self._remote.stream(path, {**body, **usage}):
+                finish, counted = chunk.finish_reason or finish, chunk.num_tokens or counted
+                if chunk.text:
+                    chunks.append(chunk.text)
                     times.append(now())
-                    out.write(piece.text)
+                    out.write(chunk.text)
         except KeyboardInterrupt:  # the connection is closed by now, and the server stops generating
             self.status = 130
         finally:
-            if pieces or self.status:
+            if chunks or self.status:
                 out.close()
         first, rest = (times[0] - began, times[-1] - times[0]) if times else (0.0, 0.0)
-        return ChatReply("".join(pieces), counted or len(pieces), first, rest, finish == "length")
+        return ChatReply("".join(chunks), counted or len(chunks), first, rest, finish == "length")
 
 
-def read_template(given: str) -> str:
-    if os.path.isfile(given):
-        with open(given, encoding="utf-8") as file:
+def read_template(text_or_path: str) -> str:
+    if os.path.isfile(text_or_path):
+        with open(text_or_path, encoding="utf-8") as file:
             return file.read()
-    return given
+    return text_or_path
 
 
-def _piece(event: bytes) -> AnswerPiece:
+def _chunk(event: bytes) -> AnswerChunk:
     try:
         chunk = json.loads(event)
         if chunk.get("error"):
-            raise EngineGenerateError(f"the server failed: {_words(chunk['error'])}")
+            raise EngineGenerateError(f"the server failed: {_message_of(chunk['error'])}")
         choice = (chunk.get("choices") or [{}])[0]
         text = str(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
         counted = (chunk.get("usage") or {}).get("completion_tokens")
-        return AnswerPiece(text, choice.get("finish_reason"), counted if isinstance(counted, int) else None)
+        return AnswerChunk(text, choice.get("finish_reason"), counted if isinstance(counted, int) else None)
     except (ValueError, AttributeError, TypeError) as wrong:
-        raise EngineGenerateError(f"the server sent an event nobody can read ({wrong}): {event[:100]!r}") from None
+        raise EngineGenerateError(f"the server sent an invalid event ({wrong}): {event[:100]!r}") from None
 
 
 def _complaint(answer: http.client.HTTPResponse) -> str:
     body = answer.read(1 << 16)
     try:
-        said = json.loads(body)
-        words = _words(said.get("error", said))
+        content = json.loads(body)
+        reason = _message_of(content.get("error", content))
     except (ValueError, AttributeError):
-        words = body[:300].decode("utf-8", "replace").strip() or answer.reason
-    return f"the server refused: HTTP {answer.status}: {words}"
+        reason = body[:300].decode("utf-8", "replace").strip() or answer.reason
+    return f"the server refused: HTTP {answer.status}: {reason}"
 
 
-def _words(error: Any) -> str:
+def _message_of(error: Any) -> str:
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)

@@ -1,6 +1,6 @@
-"""`quire serve [MODEL]`: flags and option file in, a server until it is told to stop.
+"""`quire serve [MODEL]`: runs a server from flags and an option file until it is stopped.
 
-Owns: the parser (every engine option, every server option) and what is decided before anything heavy is imported.
+Owns: the parser (every engine option, every server option) and decisions made before anything heavy is imported.
 The server itself is server/launch.py.
 """
 
@@ -14,7 +14,7 @@ from quire.config import EngineArgs, FlexibleArgumentParser, UsageContext
 from quire.config.flags import add_flags
 from quire.config.server import ServerConfig, flats, server_config
 
-# What people set first; --help lists these and only names the groups of the others.
+# The most common options; --help lists these and only names the groups of the others.
 FIRST = (
     "--host", "--port", "--api-key", "--served-model-name", "--max-model-len", "--max-num-seqs",
     "--gpu-memory-utilization", "--dtype", "--chat-template", "--enable-auto-tool-choice", "--tool-call-parser",
@@ -31,7 +31,7 @@ def serve(arguments: Sequence[str], program: str) -> int:
     options = options_of(args)
     laps.mark("options")
     begun = None
-    if not options.disable_frontend_multiprocessing:  # its imports are the longest part of a start, so they begin now
+    if not options.disable_frontend_multiprocessing:  # its imports take the longest, so they start now
         from quire.engine.process_client import begin_engine  # lazy
 
         begun = begin_engine(shared=options.api_server_count > 1)
@@ -51,7 +51,7 @@ def make_parser(program: str) -> FlexibleArgumentParser:
     parser = FlexibleArgumentParser(
         prog=program,
         description="Serve a model over HTTP: OpenAI's API with vLLM's options. Without MODEL, the embedded one.",
-        epilog=f"{_EXAMPLE}\n\n--help=Frontend lists the server's own options, --help=WORD finds options, "
+        epilog=f"{_EXAMPLE}\n\n--help=Frontend lists the server's options, --help=WORD finds options, "
         "--help=all lists every one, --help=page in a pager. --config FILE.yaml reads options from a file.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

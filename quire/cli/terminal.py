@@ -1,7 +1,7 @@
-"""A terminal: what it can show, messages typed or pasted into it, and answers written to it as they come.
+"""A terminal: its capabilities, messages typed or pasted into it, and answers streamed to it.
 
-In: pieces of Markdown. Out: the same with colours where the terminal has them, else as they are. What a model writes
-cannot steer a terminal: control characters are shown, not obeyed. A pipe gets every byte as it came.
+In: chunks of Markdown. Out: the same with colours if the terminal supports them, else unchanged. Model output
+cannot control a terminal: control characters are escaped. A pipe gets every byte unchanged.
 Must not know: models, conversations.
 """
 
@@ -18,19 +18,19 @@ from quire.base.registry import load
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BOLD, _DIM, _CODE, _HEAD, _OFF = "\x1b[1m", "\x1b[2m", "\x1b[36m", "\x1b[1;35m", "\x1b[0m"
 _MORE = "...> "
-# a paste is one piece of input, and Alt-Enter puts a line break into it
+# a paste is one message, and Alt-Enter inserts a line break
 _BINDINGS = ("set enable-bracketed-paste on", r'"\e\C-m": "\C-v\C-j"', r'"\e\C-j": "\C-v\C-j"')
 
 
 class AnswerWriter(Protocol):
-    """Takes an answer as it comes."""
+    """Takes the chunks of an answer."""
 
-    def write(self, piece: str) -> None: ...
+    def write(self, text: str) -> None: ...
     def close(self) -> None: ...
 
 
 def writer() -> AnswerWriter:
-    """For stdout as it is now."""
+    """For the current stdout."""
     if not sys.stdout.isatty():
         return PlainWriter()
     return Coloured() if has_colours() else Visible()
@@ -41,67 +41,67 @@ def has_colours() -> bool:
 
 
 def dim(text: str) -> str:
-    """For remarks beside answers."""
+    """For notices on stderr."""
     return f"{_DIM}{text}{_OFF}" if has_colours() and sys.stderr.isatty() else text
 
 
 class PlainWriter:
-    def write(self, piece: str) -> None:
-        print(piece, end="", flush=True)
+    def write(self, text: str) -> None:
+        print(text, end="", flush=True)
 
     def close(self) -> None:
         print(flush=True)
 
 
 class Visible(PlainWriter):
-    """At a terminal without colours."""
+    """For a terminal without colours."""
 
-    def write(self, piece: str) -> None:
-        super().write(visible(piece))
+    def write(self, text: str) -> None:
+        super().write(visible(text))
 
 
 def visible(text: str) -> str:
-    return _CONTROL.sub(lambda found: ascii(found.group())[1:-1], text)
+    return _CONTROL.sub(lambda match: ascii(match.group())[1:-1], text)
 
 
 class Coloured(Visible):
-    """Markdown's marks become colours: headings, bold, code and its fences, bullets.
+    """Markdown markup becomes colours: headings, bold, code and its fences, bullets.
 
-    What could be the beginning of a mark is held back until the next piece says.
+    A possible start of markup is held back until the next chunk.
     """
 
     def __init__(self) -> None:
-        self._held = ""
+        self._pending = ""
         self._line_begins = True
         self._in_fence = self._in_code = self._in_bold = self._in_heading = False
 
-    def write(self, piece: str) -> None:
-        shown = self._take(self._held + visible(piece), final=False)
+    def write(self, text: str) -> None:
+        shown = self._take(self._pending + visible(text), final=False)
         if shown:
             print(shown, end="", flush=True)
 
     def close(self) -> None:
-        print(self._take(self._held, final=True) + _OFF, flush=True)
+        print(self._take(self._pending, final=True) + _OFF, flush=True)
 
     def _take(self, text: str, *, final: bool) -> str:
         shown: list[str] = []
-        self._held = ""
+        self._pending = ""
         while text:
             if self._line_begins and (rest := self._begin_line(text, shown, final)) is not text:
                 if rest is None:
-                    self._held = text
+                    self._pending = text
                     break
                 text = rest
                 continue
             self._line_begins = False
             if text in ("*", "`") and not final and not self._in_fence:
-                self._held = text
+                self._pending = text
                 break
             text = self._next(text, shown)
         return "".join(shown)
 
     def _begin_line(self, text: str, shown: list[str], final: bool) -> str | None:
-        """What is left after a mark at the beginning of a line; None: more must come; the text itself: no mark."""
+        """The text after markup at the start of a line; None: more input is needed; the text itself: no markup."""
         line, newline, rest = text.partition("\n")
         if line.lstrip(" ").startswith("```"):
             if not newline and not final:
@@ -124,7 +124,7 @@ class Coloured(Visible):
         return text
 
     def _next(self, text: str, shown: list[str]) -> str:
-        """One mark, or the text up to the next."""
+        """One span of markup, or the text up to the next."""
         if text[0] == "\n":
             self._line_begins = True
             off = self._in_heading or self._in_bold or self._in_code
@@ -145,13 +145,13 @@ class Coloured(Visible):
         return text[length:]
 
 
-# ---- what is typed -------------------------------------------------------------------------------------------------
+# ---- input ---------------------------------------------------------------------------------------------------------
 
 
 def messages(prompt: str, greeting: str) -> Iterator[str]:
-    """Messages from a terminal, or lines of a pipe; empty ones are skipped, Ctrl-C clears what was typed, Ctrl-D ends.
+    """Messages from a terminal, or lines of a pipe; empty ones are skipped, Ctrl-C clears the input, Ctrl-D quits.
 
-    At a terminal a paste is one message, and a message goes on after a backslash at a line's end or Alt-Enter.
+    On a terminal a paste is one message, and a message continues after a backslash at the end of a line or Alt-Enter.
     """
     terminal = sys.stdin.isatty()
     if terminal:
@@ -180,7 +180,7 @@ def _typed(prompt: str) -> str:
 
 
 def set_up_editing() -> None:
-    """Importing readline gives input() history and editing, where the platform has it."""
+    """Importing readline gives input() history and editing, if the platform has it."""
     try:
         bind: Any = load("readline:parse_and_bind")
     except ImportError:

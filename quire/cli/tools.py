@@ -1,4 +1,4 @@
-"""Commands that only look: collect-env prints what a bug report needs, and no secrets.
+"""collect-env: prints what a bug report needs, and no secrets.
 
 Package versions are read from metadata; only torch is imported, because only it knows its build and its devices.
 """
@@ -91,7 +91,7 @@ def packages() -> Iterator[tuple[str, str]]:
 
 
 def environment() -> Iterator[tuple[str, str]]:
-    """Variables that Quire reads and that are set; what may be a secret is only said to be there."""
+    """Variables that Quire reads and that are set; of possible secrets only that they are set."""
     for name, variable in sorted(env.ALL.items()):
         if variable.is_set():
             secret = any(part in name for part in _SECRET)

@@ -1,6 +1,6 @@
-"""The options a user gives, and what is decided from them: frozen config groups, EngineArgs, flags, and resolution.
+"""User options and what is resolved from them: frozen config groups, EngineArgs, flags, and resolution.
 
-Names are loaded on first use, so that `import quire.config` costs nothing.
+Names are loaded on first use, so `import quire.config` costs nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GROUPS = (
     "PoolerConfig", "PrefetchOffloadConfig", "ProfilerConfig", "ReasoningConfig", "SchedulerConfig",
     "SpeculativeConfig", "SpeechToTextConfig", "StructuredOutputsConfig", "UVAOffloadConfig", "WeightTransferConfig",
 )  # fmt: skip
-_PLACES = {
+_PATHS = {
     **{name: f"quire.config.groups:{name}" for name in _GROUPS},
     "EngineArgs": "quire.config.args:EngineArgs",
     "AsyncEngineArgs": "quire.config.args:AsyncEngineArgs",
@@ -40,7 +40,7 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _PATHS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = load(_PLACES[name])
+    value = globals()[name] = load(_PATHS[name])
     return value

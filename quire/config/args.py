@@ -1,4 +1,4 @@
-"""EngineArgs: every option flat, as keywords, flags and attributes. Derived from the declarations, never written out.
+"""EngineArgs: every option flat, as keywords, flags and attributes. Derived from the declarations, not written by hand.
 
 In: keywords, a parsed namespace, or attributes set by hand. Out: `create_engine_config()`, the resolved EngineConfig.
 """
@@ -28,7 +28,7 @@ from quire.config.table import Flat, table
 
 
 class UsageContext(enum.StrEnum):
-    """Who asks; it chooses defaults of batch size, and for one that only renders what need not be known."""
+    """Who creates the engine; it determines default batch sizes, and which steps of resolution run."""
 
     UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
     LLM_CLASS = "LLM_CLASS"
@@ -48,7 +48,7 @@ def _field(default: Any) -> Any:
 
 
 def _derive(name: str, declared: Mapping[str, OptionField]) -> Any:
-    """A dataclass with a field per option. It has a docstring because dataclasses would else make one up, slowly."""
+    """A dataclass with a field per option. Its docstring keeps dataclasses from generating one, which is slow."""
     fields = [(name, Any, _field(mine.option.unset)) for name, mine in declared.items()]
     return dataclasses.make_dataclass(name, fields, namespace={"__doc__": "Options."}, init=False, repr=False, eq=False)
 
@@ -98,12 +98,12 @@ class EngineArgs(_Derived):  # type: ignore[misc]  # the attributes come from th
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """Takes the attributes this class has; anything else in the namespace is the caller's own."""
+        """Takes the attributes this class has; anything else in the namespace belongs to the caller."""
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
     def create_engine_config(self, usage_context: str | None = None, headless: bool = False) -> EngineConfig:
-        """Resolve: find the model, read it, decide everything left open. Raises ConfigError on what cannot be."""
+        """Resolve: find the model, read it, fill in everything unset. Raises ConfigError if that is impossible."""
         from quire.config.resolve import resolve  # lazy
 
         config: EngineConfig = resolve(self, usage_context)
@@ -136,7 +136,7 @@ _Async: Any = _derive("_Async", declarations(AsyncOptions))
 
 @dataclasses.dataclass(init=False, repr=False, eq=False)
 class AsyncEngineArgs(EngineArgs, _Async):  # type: ignore[misc]
-    """EngineArgs, and what only a serving engine has."""
+    """EngineArgs plus the options of a serving engine."""
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser, async_args_only: bool = False) -> argparse.ArgumentParser:

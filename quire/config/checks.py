@@ -1,7 +1,7 @@
-"""Steps of resolve.py that decide nothing: variables without effect are reported, impossible traces refused.
+"""Steps of resolve.py that only check: variables without effect are reported, impossible tracing options refused.
 
 In: the names of variables that are set. Out: at most two warnings, or an error (fail_on_environ_validation) for unknown
-names. Must not know: values; reading variables is base/env.py's.
+names. Must not know: values; base/env.py reads variables.
 """
 
 import difflib
@@ -21,8 +21,8 @@ log = logger(__name__)
 _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp")
 
 
-def check_environment(given: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
-    """Variables without effect are named with the reason; unknown ones are warned about or refused."""
+def check_environment(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
+    """Variables without effect are logged with the reason; unknown ones are warned about or refused."""
     known, unknown = sort_names()
     if unknown and config.fail_on_environ_validation:
         raise ConfigError(
@@ -32,7 +32,7 @@ def check_environment(given: Mapping[str, Any], config: EngineConfig) -> EngineC
         )
     if known:
         notes = "; ".join(f"{', '.join(names)} ({why})" for why, names in _by_reason(known).items())
-        once(log, logging.WARNING, "Environment variables that have no effect here: %s", notes)
+        once(log, logging.WARNING, "Environment variables that have no effect: %s", notes)
     if unknown:
         once(log, logging.WARNING, "Environment variables that Quire does not know: %s", _with_hints(unknown))
     return config
@@ -46,19 +46,19 @@ def _by_reason(known: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _with_hints(unknown: list[str]) -> str:
-    """Each with the name that was most likely meant."""
+    """Each with the name that was probably meant."""
     known = [spelling for variable in env.ALL.values() for spelling in variable.spellings]
     near = ((name, difflib.get_close_matches(name, known, n=1, cutoff=0.85)) for name in unknown)
     return ", ".join(f"{name} (did you mean {close[0]}?)" if close else name for name, close in near)
 
 
-def check_traces(given: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
+def check_traces(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
     """An endpoint needs OpenTelemetry; details need an endpoint."""
     observe = config.observability_config
     endpoint, details = observe.otlp_traces_endpoint, observe.collect_detailed_traces
     if details and endpoint is None:
         raise ConfigError(
-            f"collect_detailed_traces={list(details)} needs otlp_traces_endpoint: traces carry the times",
+            f"collect_detailed_traces={list(details)} needs otlp_traces_endpoint: the times are part of traces",
             param="collect_detailed_traces",
             value=details,
         )
@@ -75,8 +75,8 @@ def check_traces(given: Mapping[str, Any], config: EngineConfig) -> EngineConfig
         )
     if details and {"model", "all"} & set(details) and config.device_config.device == "cuda":
         raise NotBuiltError(
-            f"collect_detailed_traces={list(details)}: 'model' is measured on CPU only in this version (a GPU's "
-            "forward pass runs by itself); ask for 'worker' to get the time of whole steps",
+            f"collect_detailed_traces={list(details)}: 'model' is measured on CPU only in this version (a GPU runs "
+            "its forward pass asynchronously); use 'worker' for the time of complete steps",
             param="collect_detailed_traces",
         )
     return config

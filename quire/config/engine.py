@@ -1,4 +1,4 @@
-"""EngineConfig: the whole tree. Asked for through EngineArgs (args.py), decided in resolve.py, then never changed.
+"""EngineConfig: the root of the config tree, set through EngineArgs (args.py), resolved in resolve.py, then final.
 
 Plain data all the way down: msgspec encodes it, and another process decodes it without importing anything else.
 """
@@ -29,9 +29,9 @@ from quire.schema.errors import ConfigError
 G = TypeVar("G", bound=Group)
 
 
-def level_number(given: Any) -> Any:
+def level_number(level: Any) -> Any:
     """2, '2' and 'O2' are the same level."""
-    return int(given[1:] if given[:1] in "oO" else given) if isinstance(given, str) and given else given
+    return int(level[1:] if level[:1] in "oO" else level) if isinstance(level, str) and level else level
 
 
 @group
@@ -58,24 +58,24 @@ class EngineConfig(Group):
     compilation_config: CompilationConfig = option(
         CompilationConfig, "Compilation and graphs, as a mapping; a number is its mode.", unset=None, flags=("-cc",),
         accepts=CompilationConfig | int,
-        take=lambda given: {"mode": given} if isinstance(given, int) else given,
+        take=lambda value: {"mode": value} if isinstance(value, int) else value,
     )  # fmt: skip
     kernel_config: KernelConfig = option(KernelConfig, "Kernels, as a mapping.", unset=None)
     speculative_config: SpeculativeConfig | None = unavailable()
     kv_events_config: KVEventsConfig | None = option(None, "Events about cached blocks, as a mapping.")
     profiler_config: ProfilerConfig = option(ProfilerConfig, "Profiling, as a mapping.", unset=None)
-    reasoning_config: ReasoningConfig | None = option(None, "Where thinking begins and ends, as a mapping.")
-    additional_config: dict[str, Any] = option({}, "Anything a plug-in wants to find here; carried, never read.")
+    reasoning_config: ReasoningConfig | None = option(None, "Tags of reasoning, as a mapping.")
+    additional_config: dict[str, Any] = option({}, "Data for plug-ins; passed through, never read.")
     optimization_level: int = option(
-        2, "-O0 to -O3: how much time start-up may spend on speed. 0: no CUDA graphs; the others are alike.", low=0,
+        2, "-O0 to -O3: trade start-up time for speed. 0: no CUDA graphs; the others are equivalent.", low=0,
         high=3, flags=("-O",), take=level_number,
     )  # fmt: skip
     shutdown_timeout: int = option(
-        0, "Seconds a server that was told to stop lets running requests finish in; 0 ends them at once.", low=0
+        0, "Seconds a stopping server gives running requests to finish; 0 aborts them at once.", low=0
     )
-    disable_log_stats: bool = option(False, "No periodic line of numbers.")
+    disable_log_stats: bool = option(False, "No metrics and no periodic log line.")
     fail_on_environ_validation: bool = option(
-        False, "Unknown environment variables that begin with QUIRE_ or VLLM_ are errors, not warnings."
+        False, "Unknown environment variables that start with QUIRE_ or VLLM_ are errors, not warnings."
     )
     tokens_only: bool = option(False, "Token ids in and out: implies skip_tokenizer_init.")
     # results
@@ -89,12 +89,12 @@ class EngineConfig(Group):
 
     @property
     def thinks(self) -> bool:
-        """Whether it is known where a thought of this model ends."""
+        """Whether the end of this model's reasoning can be recognized."""
         return bool(self.structured_outputs_config.reasoning_parser) or self.reasoning_config is not None
 
     @property
     def renders_only(self) -> bool:
-        """For a server that makes token ids of requests and has no engine."""
+        """For a server that only tokenizes requests and has no engine."""
         return self.usage_context == "RENDER_SERVER"
 
     @property
@@ -103,7 +103,7 @@ class EngineConfig(Group):
 
 
 def encode(config: EngineConfig) -> bytes:
-    """For another process; `decode` reads it back equal."""
+    """For another process; `decode` returns an equal config."""
     check_portable(config)
     return msgspec.msgpack.encode(config)
 
@@ -113,7 +113,7 @@ def decode(data: bytes) -> EngineConfig:
 
 
 def check_portable(config: EngineConfig) -> None:
-    """ConfigError if the config names a class that only this process can find."""
+    """ConfigError if the config names a class that only this process can import."""
     named = {
         "logits_processors": config.model_config.logits_processors,
         "scheduler_cls": (config.scheduler_config.scheduler_cls,),
@@ -124,13 +124,13 @@ def check_portable(config: EngineConfig) -> None:
             if value is not None and is_local(value):
                 raise ConfigError(
                     f"{name} names {describe(value)}, which an engine in another process cannot import: move it into "
-                    "a module of its own, or run the engine in this process (QUIRE_ENABLE_V1_MULTIPROCESSING=0)",
+                    "an importable module, or run the engine in this process (QUIRE_ENABLE_V1_MULTIPROCESSING=0)",
                     param=name,
                 )
 
 
 def replace(config: G, **changes: Any) -> G:
-    """A copy with other values, checked again; a dotted key such as cache_config.block_size reaches into a group."""
+    """A copy with changed values, validated again; a dotted key such as cache_config.block_size sets a nested field."""
     direct = {key: value for key, value in changes.items() if "." not in key}
     for key, value in changes.items():
         head, dot, rest = key.partition(".")

@@ -1,6 +1,6 @@
-"""Everything a plain engine runs without: adapters, drafts, grammars, reasoning, numbers for operators.
+"""Optional features of an engine: adapters, drafts, grammars, reasoning, metrics and logs.
 
-Declarations only (option.py says what they mean).
+Declarations only (see option.py).
 """
 
 from typing import Any, Literal
@@ -10,13 +10,13 @@ from quire.config.option import Group, group, option, unavailable
 from quire.schema.errors import ConfigError
 
 
-def split_words(given: Any) -> Any:
-    """'model,worker' and ['model,worker'] are both two words."""
-    if isinstance(given, str):
-        given = [given]
-    if not isinstance(given, list | tuple) or not all(isinstance(word, str) for word in given):
-        return given
-    return tuple(part.strip() for word in given for part in word.split(",") if part.strip())
+def split_at_commas(value: Any) -> Any:
+    """'model,worker' and ['model,worker'] both have two entries."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list | tuple) or not all(isinstance(word, str) for word in value):
+        return value
+    return tuple(part.strip() for word in value for part in word.split(",") if part.strip())
 
 
 @group
@@ -40,26 +40,24 @@ class DiffusionConfig(Group):
 
 @group
 class StructuredOutputsConfig(Group):
-    """Output that must follow a grammar, and where thinking ends."""
+    """Output constrained by a grammar, and the reasoning parser."""
 
     backend: Literal["auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer"] = option(
-        "auto", "Which grammar engine; auto takes the one that does what a constraint needs.", flat=False
+        "auto", "Grammar backend; auto picks one that supports the constraint.", flat=False
     )
-    disable_fallback: bool = option(False, "Refuse what that engine does not do, and try no other.", flat=False)
+    disable_fallback: bool = option(False, "Refuse constraints that backend lacks, and try no other.", flat=False)
     disable_any_whitespace: bool = option(
-        False, "JSON without whitespace; names the backend too (xgrammar, guidance).", flat=False
+        False, "JSON without whitespace; needs backend xgrammar or guidance.", flat=False
     )
     disable_additional_properties: bool = option(
-        False, "No JSON keys but those a schema names; needs backend guidance.", flat=False
+        False, "Only the JSON keys that a schema lists; needs backend guidance.", flat=False
     )
     max_grammar_bytes: int = option(1 << 20, "Longest constraint of one request, in characters.", flat=False, low=1)
-    compile_timeout: float = option(
-        10.0, "Seconds of the processor that compiling one constraint may take.", flat=False, above=0
-    )
-    compile_workers: int = option(2, "Constraints compiled at once, each in a process.", flat=False, low=1, high=64)
-    reasoning_parser: str = option("", "How the model marks its thinking: a family's name.")
+    compile_timeout: float = option(10.0, "CPU seconds that compiling one constraint may take.", flat=False, above=0)
+    compile_workers: int = option(2, "Constraints compiled in parallel, each in a process.", flat=False, low=1, high=64)
+    reasoning_parser: str = option("", "Parser of the model's reasoning, by name.")
     reasoning_parser_plugin: str = option("", "Python file that registers further reasoning parsers.")
-    enable_in_reasoning: bool = option(False, "Grammar inside thinking too.", flat=False)
+    enable_in_reasoning: bool = option(False, "Constrain the reasoning too.", flat=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,12 +75,12 @@ class StructuredOutputsConfig(Group):
 
 @group
 class ReasoningConfig(Group):
-    """Where thinking begins and ends."""
+    """Where reasoning starts and ends."""
 
-    reasoning_parser: str = option("", "Parser that knows the marks; the same as --reasoning-parser.", flat=False)
-    reasoning_start_str: str = option("", "Text that opens it, where there is no parser.", flat=False)
+    reasoning_parser: str = option("", "Parser that knows the tags; the same as --reasoning-parser.", flat=False)
+    reasoning_start_str: str = option("", "Tag that opens reasoning, if there is no parser.", flat=False)
     reasoning_end_str: str = option(
-        "", "Text that closes it; with a parser, what a budget that is spent says to close it.", flat=False
+        "", "Tag that closes it; with a parser, the text inserted when the budget is used up.", flat=False
     )
 
 
@@ -90,24 +88,24 @@ class ReasoningConfig(Group):
 class ObservabilityConfig(Group):
     """Metrics and traces."""
 
-    otlp_traces_endpoint: str | None = option(None, "Where a span per request is sent (OpenTelemetry, OTLP).")
+    otlp_traces_endpoint: str | None = option(None, "OTLP endpoint that receives a span per request (OpenTelemetry).")
     collect_detailed_traces: tuple[Literal["model", "worker", "all"], ...] | None = option(
-        None, "Parts whose time a span reports too: model (the forward pass, on CPU), worker (the whole step), all.",
-        take=split_words,
+        None, "Additional times in a span: model (the forward pass, on CPU), worker (the complete step), all.",
+        take=split_at_commas,
     )  # fmt: skip
     custom_histogram_buckets: dict[str, tuple[float, ...]] | None = option(
-        None, "Limits of histograms by metric name, where the usual ones do not fit."
+        None, "Histogram buckets by metric name, instead of the defaults."
     )
 
 
 @group
 class ProfilerConfig(Group):
-    """Recording what the device does, between start_profile and stop_profile."""
+    """Profiling of the device, between start_profile and stop_profile."""
 
     profiler: Literal["torch", "cuda"] | None = option(
-        None, "Which profiler: torch writes a trace file, cuda opens the window of an outside profiler.", flat=False
+        None, "Which profiler: torch writes a trace file, cuda marks the range for an external profiler.", flat=False
     )
-    torch_profiler_dir: str = option("", "Folder of traces; needs profiler torch.", flat=False)
+    torch_profiler_dir: str = option("", "Folder for traces; needs profiler torch.", flat=False)
     torch_profiler_with_stack: bool = option(True, "Record Python stacks.", flat=False)
     torch_profiler_with_flops: bool = option(False, "Count operations.", flat=False)
     torch_profiler_use_gzip: bool = option(True, "Compress traces.", flat=False)
@@ -119,7 +117,7 @@ class ProfilerConfig(Group):
         super().__post_init__()
         if (self.profiler == "torch") != bool(self.torch_profiler_dir):
             raise ConfigError(
-                "profiler_config: profiler='torch' and torch_profiler_dir go together, got "
+                "profiler_config: profiler='torch' and torch_profiler_dir must be set together, got "
                 f"profiler={self.profiler!r} and torch_profiler_dir={self.torch_profiler_dir!r}",
                 param="profiler_config",
             )
@@ -131,10 +129,10 @@ class LoggingConfig(Group):
 
     log_level: Literal["CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET"] | None = option(
         None, "Lowest level that is logged; unset takes QUIRE_LOGGING_LEVEL.",
-        take=lambda given: given.upper() if isinstance(given, str) else given,
+        take=lambda value: value.upper() if isinstance(value, str) else value,
     )  # fmt: skip
     log_config_file: str | None = option(
         None, "A JSON file with a Python logging configuration (dictConfig); unset takes QUIRE_LOGGING_CONFIG_PATH."
     )
     logging_config: dict[str, Any] | None = option(None, "The same as a mapping.")
-    log_format: Literal["text", "json"] = option("text", "json: each record is one line of JSON. Quire's own.")
+    log_format: Literal["text", "json"] = option("text", "json: one JSON object per line. Quire only.")

@@ -1,4 +1,4 @@
-"""A declaration -> an argparse flag. Owns: how a type is written on a command line, and how its text is read.
+"""A declaration -> an argparse flag. Owns: how a type is written on a command line, and how its text is parsed.
 
 In: Flat rows of table.py. Out: arguments of an argparse parser, grouped by the config class that declares them.
 """
@@ -43,12 +43,12 @@ def human_readable_int(text: str) -> int:
 
 
 def human_readable_int_or_auto(text: str) -> int:
-    """The same, and 'auto' (or -1) for: decide."""
+    """The same, and 'auto' (or -1)."""
     return -1 if text.strip().lower() == "auto" else human_readable_int(text)
 
 
 def json_value(text: str) -> Any:
-    """JSON text; an error says where it went wrong."""
+    """JSON text; an error says where it is invalid."""
     try:
         return json.loads(text)
     except ValueError as wrong:
@@ -72,7 +72,7 @@ def optional_type(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 class Gather(argparse.Action):
-    """A flag that may come several times: all it was given, instead of the default."""
+    """A flag that may be repeated: all its values, instead of the default."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
         before = getattr(namespace, self.dest)
@@ -94,15 +94,15 @@ def arguments_for(flat: Flat) -> dict[str, Any]:
     declared, o = flat.declared, flat.declared.option
     default = list(o.unset) if isinstance(o.unset, tuple) else o.unset
     works = [value for value in o.ready if value not in (None, False, o.unset, o.default)]
-    absent = o.status is LATER and not works  # any value that means something is refused, so help does not offer it
+    absent = o.status is LATER and not works  # every value with an effect is refused, so help does not list it
     arguments: dict[str, Any] = {"default": default, "help": argparse.SUPPRESS if absent else help_text(o)}
-    kinds = [kind for kind in parts(declared.given) if kind is not NoneType]
-    optional = o.unset is None or NoneType in parts(declared.given)
+    kinds = [kind for kind in parts(declared.accepted) if kind is not NoneType]
+    optional = o.unset is None or NoneType in parts(declared.accepted)
     if kinds == [bool]:
         return arguments | {"action": argparse.BooleanOptionalAction}
     if bool in kinds:
         return arguments | {"nargs": "?", "const": True, "type": str}
-    if group_of(declared.given) is not None:
+    if group_of(declared.accepted) is not None:
         return arguments | {"type": optional_type(json_value)}
     return arguments | _typed(kinds, optional, o)
 

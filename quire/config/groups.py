@@ -1,4 +1,4 @@
-"""Every config group under one roof; the declarations live in the files they are imported from."""
+"""Every config group in one module; the declarations are in the files they are imported from."""
 
 from quire.checkpoint.facts import ModelFacts
 from quire.config.engine import EngineConfig

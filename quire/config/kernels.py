@@ -1,7 +1,6 @@
 """How the device computes: attention, kernels, compilation and CUDA graphs.
 
-Declarations only (option.py says what they mean). No model is compiled: kernels are written by hand, graphs do the
-rest.
+Declarations only (see option.py). No model is compiled: kernels are handwritten, CUDA graphs hide launch overhead.
 """
 
 import enum
@@ -13,7 +12,7 @@ from quire.schema.errors import ConfigError
 
 
 class CompilationMode(enum.IntEnum):
-    """Who compiles the model."""
+    """How the model is compiled."""
 
     NONE = 0
     STOCK_TORCH_COMPILE = 1
@@ -40,39 +39,39 @@ class CUDAGraphMode(enum.Enum):
         return self is not CUDAGraphMode.NONE
 
 
-def _member_name(kind: type[enum.Enum], given: str, param: str) -> str:
-    if given.upper() not in kind.__members__:
+def _member_name(kind: type[enum.Enum], value: str, param: str) -> str:
+    if value.upper() not in kind.__members__:
         names = ", ".join(kind.__members__)
-        raise ConfigError(f"{param} {given!r} is none of {names}", param=param, value=given)
-    return given.upper()
+        raise ConfigError(f"{param} {value!r} is not one of {names}", param=param, value=value)
+    return value.upper()
 
 
-def mode_number(given: Any) -> Any:
+def mode_number(value: Any) -> Any:
     """A compile mode by number, name (any case) or member."""
-    if isinstance(given, str) and not given.lstrip("-").isdigit():
-        given = CompilationMode[_member_name(CompilationMode, given, "compilation_config.mode")]
-    return int(given) if isinstance(given, str | enum.IntEnum) else given
+    if isinstance(value, str) and not value.lstrip("-").isdigit():
+        value = CompilationMode[_member_name(CompilationMode, value, "compilation_config.mode")]
+    return int(value) if isinstance(value, str | enum.IntEnum) else value
 
 
-def graph_mode_name(given: Any) -> Any:
+def graph_mode_name(value: Any) -> Any:
     """A CUDA graph mode by name (any case) or member, as its name: plain data that may cross processes."""
-    if isinstance(given, CUDAGraphMode):
-        return given.name
-    return _member_name(CUDAGraphMode, given, "cudagraph_mode") if isinstance(given, str) else given
+    if isinstance(value, CUDAGraphMode):
+        return value.name
+    return _member_name(CUDAGraphMode, value, "cudagraph_mode") if isinstance(value, str) else value
 
 
-def upper(given: Any) -> Any:
-    """Kernel names are written in capitals; 'auto' is the same as none."""
-    if isinstance(given, str):
-        return None if given.lower() == "auto" else given.upper()
-    return given.name if isinstance(given, enum.Enum) else given
+def upper(value: Any) -> Any:
+    """Kernel names are upper case; 'auto' is the same as None."""
+    if isinstance(value, str):
+        return None if value.lower() == "auto" else value.upper()
+    return value.name if isinstance(value, enum.Enum) else value
 
 
-def snake(given: Any) -> Any:
-    return given.lower().replace("-", "_") if isinstance(given, str) else given
+def snake(value: Any) -> Any:
+    return value.lower().replace("-", "_") if isinstance(value, str) else value
 
 
-# Kernels of vLLM that compute the same attention; asking for one is a hint.
+# vLLM's kernels for the same attention; naming one is a hint without effect.
 _ATTENTION = (
     "FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TREE_ATTN", "XFORMERS", "FLASH_ATTN_VLLM_V1", "FLASHINFER_VLLM_V1",
     "TRITON_ATTN_VLLM_V1", "FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA", "TRITON_MLA",

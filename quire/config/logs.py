@@ -1,7 +1,7 @@
-"""Applies the logging options to this process: the lowest level, the format, a dictConfig file or mapping.
+"""Applies the logging options to this process: the level, the format, a dictConfig file or mapping.
 
-Configurations that were written for vLLM hold: what they say about the logger `vllm` applies to `quire`, and one that
-configures only the root logger gets Quire's records there. In: LoggingConfig. base/log.py has what holds without them.
+Configurations written for vLLM work: settings of the logger `vllm` apply to `quire`, and if only the root logger is
+configured, Quire's records go there. In: LoggingConfig. base/log.py has the defaults.
 Must not know: who logs what.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def apply_logging(options: LoggingConfig) -> None:
-    """Every process of an engine or a server does this when it starts."""
+    """Called once in every process of an engine or a server."""
     mapping = options.logging_config
     path = options.log_config_file or env.LOGGING_CONFIG_PATH.get()
     if mapping is None and path:

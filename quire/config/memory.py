@@ -1,6 +1,6 @@
-"""Where bytes lie: weights on disk (LoadConfig), KV in memory (CacheConfig), and what may live elsewhere.
+"""Memory: weights on disk (LoadConfig), the KV cache (CacheConfig), and offloading and transfer of both.
 
-Declarations only (option.py says what they mean); values are decided in resolve.py.
+Declarations only (see option.py); values are resolved in resolve.py.
 """
 
 from typing import Any, ClassVar, Literal
@@ -26,8 +26,8 @@ class CacheConfig(Group):
     )  # fmt: skip
     cache_dtype: str = option(
         "auto",
-        "Precision of cached keys and values; auto is the model's, or 16 bits where blocks of a GGUF file are "
-        "multiplied as stored. On CPU also another 16-bit type, or bytes with a scale for each token and head.",
+        "Precision of cached keys and values; auto is the model's, or 16 bits if GGUF blocks are used as "
+        "stored. On CPU also another 16-bit type, or int8 with a scale for each token and head.",
         LATER,
         ready=("auto", "bfloat16", "float16", "int8_per_token_head"),
         why="auto, bfloat16, float16 and int8_per_token_head (the last on CPU) are built",
@@ -44,17 +44,19 @@ class CacheConfig(Group):
     )
     num_gpu_blocks_override: int | None = option(None, "Exact number of KV blocks.", low=1)
     enable_prefix_caching: bool = option(
-        True, "Reuse the KV of shared prefixes; unset is on where the model allows it.", unset=None
+        True, "Reuse the KV of shared prefixes; unset is on if the model allows it.", unset=None
     )
     prefix_caching_hash_algo: Literal["sha256", "sha256_cbor", "blake2b", "xxhash", "xxhash_cbor"] = option(
         "sha256",
-        "Hash of prefix blocks; the xxhash variants are faster, but not safe between users who distrust each other.",
+        "Hash of prefix blocks; the xxhash variants are faster, but not safe between mutually untrusted users.",
     )
     mamba_block_size: int | None = option(
-        None, "Tokens between saved states; needs prefix caching, and is rounded up to whole attention blocks.", low=1
+        None,
+        "Tokens between saved states; needs prefix caching, and is rounded up to a multiple of the block size.",
+        low=1,
     )
     mamba_cache_dtype: MambaDtype = option(
-        "auto", "Precision of recurrent states; auto is the model's for windows of inputs, float32 for the rest."
+        "auto", "Precision of recurrent states; auto is the model's for convolution inputs, float32 for the rest."
     )
     mamba_ssm_cache_dtype: MambaDtype = option(
         "auto", "Precision of the state-space part alone; auto is mamba_cache_dtype, then float32."
@@ -75,8 +77,8 @@ class LoadConfig(Group):
 
     load_format: str = option(
         "auto",
-        "Form of the weight files; auto takes safetensors, then .bin and .pt, and gguf for a .gguf file. mistral is "
-        "consolidated*.safetensors, sharded_state what save_sharded_state wrote.",
+        "Format of the weight files; auto takes safetensors, then .bin and .pt, and gguf for a .gguf file. mistral is "
+        "consolidated*.safetensors, sharded_state the output of save_sharded_state.",
         LATER,
         choices=(
             "auto", "pt", "safetensors", "gguf", "dummy", "npcache", "mistral", "bitsandbytes", "sharded_state",
@@ -87,18 +89,18 @@ class LoadConfig(Group):
     )  # fmt: skip
     download_dir: str | None = option(None, "Folder for downloads; unset is the hub's own cache.")
     safetensors_load_strategy: Literal["lazy", "eager", "prefetch", "torchao"] | None = option(
-        None, "lazy maps files into memory, eager reads them whole.", LATER, ready=("lazy", "eager"),
+        None, "lazy maps files into memory, eager reads them completely.", LATER, ready=("lazy", "eager"),
         hints=("prefetch",), why=reason("mapped"),
     )  # fmt: skip
     model_loader_extra_config: dict[str, Any] = option(
-        {}, "Options of a particular loader: with sharded_state, pattern is the form of the files' names."
+        {}, "Options of a particular loader: with sharded_state, pattern is the template of the file names."
     )
     ignore_patterns: tuple[str, ...] = option(
         ("original/**/*",), "Files left out of a download.", accepts=tuple[str, ...],
-        take=lambda given: (given,) if isinstance(given, str) else given,
+        take=lambda value: (value,) if isinstance(value, str) else value,
     )  # fmt: skip
     use_tqdm_on_load: bool = option(True, "A progress bar while loading.")
-    pt_load_map_location: str | dict[str, str] = option("cpu", "Where .bin and .pt tensors are put.")
+    pt_load_map_location: str | dict[str, str] = option("cpu", "Device that .bin and .pt tensors are loaded to.")
 
 
 @group
@@ -121,17 +123,19 @@ class OffloadConfig(Group):
 
 @group
 class KVTransferConfig(Group):
-    """KV that comes from or goes to another place."""
+    """Transfer of KV from or to another engine."""
 
 
 @group
 class KVEventsConfig(Group):
-    """Telling others which blocks are cached."""
+    """Events about which blocks are cached."""
 
     enable_kv_cache_events: bool = option(False, "Publish stored and removed blocks.", flat=False)
-    publisher: Literal["null", "zmq"] | None = option(None, "How; unset follows the switch above.", flat=False)
+    publisher: Literal["null", "zmq"] | None = option(
+        None, "Publisher; unset follows enable_kv_cache_events.", flat=False
+    )
     endpoint: str = option("tcp://*:5557", "Where events are published.", flat=False)
-    replay_endpoint: str | None = option(None, "Where missed events may be asked for.", flat=False)
+    replay_endpoint: str | None = option(None, "Where missed events can be requested.", flat=False)
     buffer_steps: int = option(10000, "Steps kept for replay.", flat=False, low=1)
     hwm: int = option(100000, "Messages a socket holds before it drops.", flat=False, low=1)
     max_queue_size: int = option(100000, "Events waiting to be published.", flat=False, low=1)
@@ -139,13 +143,13 @@ class KVEventsConfig(Group):
 
     @property
     def publishes(self) -> bool:
-        """Unset, the publisher follows the switch."""
+        """An unset publisher follows enable_kv_cache_events."""
         return self.enable_kv_cache_events and self.publisher != "null"
 
 
 @group
 class ECTransferConfig(Group):
-    """Encoder outputs that come from or go to another engine."""
+    """Transfer of encoder outputs from or to another engine."""
 
 
 @group

@@ -1,7 +1,7 @@
-"""Which model to run and how its inputs and outputs are treated: ModelConfig and the groups inside it.
+"""Which model to run and how its inputs and outputs are handled: ModelConfig and its nested groups.
 
-Declarations only (option.py says what they mean); values are decided in resolve.py. The fields after "results" are
-not options: resolution fills them.
+Declarations only (see option.py); values are resolved in resolve.py. The fields after "results" are not options:
+resolution fills them.
 """
 
 from dataclasses import field
@@ -16,20 +16,20 @@ Modality = dict[str, int | dict[str, int]]
 _DTYPES = {"half": "float16", "float": "float32"}
 
 
-def dtype_name(given: Any) -> str:
+def dtype_name(value: Any) -> str:
     """'half', 'torch.float16' and torch.float16 are all 'float16'."""
-    text = given if isinstance(given, str) else str(given)
+    text = value if isinstance(value, str) else str(value)
     text = text.strip().lower().removeprefix("torch.")
     return _DTYPES.get(text, text)
 
 
-def lower(given: Any) -> Any:
-    return given.lower() if isinstance(given, str) else given
+def lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
 
 
-def quantization_name(given: Any) -> Any:
+def quantization_name(value: Any) -> Any:
     """int8_weight_only, int8wo, INT8-WO: rounding at load has several spellings."""
-    name = lower(given)
+    name = lower(value)
     plain = name.replace("-", "_").removeprefix("torchao_") if isinstance(name, str) else name
     return _ROUNDED.get(plain, name)
 
@@ -41,18 +41,18 @@ _ROUNDED = {
 }
 
 
-def first_name(given: Any) -> Any:
-    """The name that is reported is the first of the list."""
-    if isinstance(given, list | tuple):
-        if not given:
-            raise ConfigError("served_model_name is an empty list; give at least one name", param="served_model_name")
-        return given[0]
-    return given
+def first_name(value: Any) -> Any:
+    """Responses report the first name of the list."""
+    if isinstance(value, list | tuple):
+        if not value:
+            raise ConfigError("served_model_name is an empty list; name at least one", param="served_model_name")
+        return value[0]
+    return value
 
 
-def patch_only(given: Any) -> Any:
-    """A callable patch is applied during resolution and leaves its result in hf_config."""
-    return {} if callable(given) else given
+def patch_only(value: Any) -> Any:
+    """A callable patch is applied during resolution; its result is in hf_config."""
+    return {} if callable(value) else value
 
 
 @group
@@ -67,7 +67,7 @@ class MultiModalConfig(Group):
 
 @group
 class SpeechToTextConfig(Group):
-    """How long audio is cut for transcription. Chosen by the model, not by flags."""
+    """How long audio is split for transcription. Chosen by the model, not by flags."""
 
     sample_rate: float = 16000
     max_audio_clip_s: int | None = 30
@@ -79,12 +79,12 @@ class SpeechToTextConfig(Group):
         return self.min_energy_split_window_size is not None and self.max_audio_clip_s is not None
 
 
-def length_given(given: Any) -> Any:
-    """'auto' is -1; no other text is a length (flags read 4k before it comes here)."""
-    if not isinstance(given, str):
-        return given
-    if given.lower() != "auto":
-        raise ConfigError(f"max_model_len must be a whole number or 'auto', got {given!r}", param="max_model_len")
+def read_length(value: Any) -> Any:
+    """'auto' is -1; no other text is a length (flags have already converted values such as 4k)."""
+    if not isinstance(value, str):
+        return value
+    if value.lower() != "auto":
+        raise ConfigError(f"max_model_len must be a whole number or 'auto', got {value!r}", param="max_model_len")
     return -1
 
 
@@ -94,15 +94,15 @@ class ModelConfig(Group):
 
     model: str = option(
         "", "A folder, a .gguf file or a hub id; unset is the small embedded model (`quire pull default`).", unset=None,
-        take=lambda given: "" if given is None else str(given),
+        take=lambda value: "" if value is None else str(value),
     )  # fmt: skip
     runner: Literal["auto", "generate", "pooling", "draft"] = option(
-        "auto", "What the model is run for.", LATER, ready=("generate",)
+        "auto", "What the model is used for.", LATER, ready=("generate",)
     )
     convert: Literal["auto", "none", "embed", "classify"] = option(
         "auto", "Turn a generator into an embedding or classification model.", LATER, ready=("none",)
     )
-    tokenizer: str = option("", "Folder, file or hub id of the tokenizer; unset is the model's own.", unset=None)
+    tokenizer: str = option("", "Folder, file or hub id of the tokenizer; unset is the model's.", unset=None)
     tokenizer_mode: str = option(
         "auto", "Tokenizer implementation.", LATER,
         choices=("auto", "hf", "slow", "mistral", "cohere", "deepseek_v32", "deepseek_v4", "inkling", "kimi_k3"),
@@ -111,43 +111,45 @@ class ModelConfig(Group):
     trust_remote_code: bool = option(False, "Allow running Python code that comes with a checkpoint.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "auto",
-        "Precision of weights and activations. auto on CPU: what the checkpoint says, with float16 run as bfloat16 "
-        "(CPUs have no fast float16) and float32 kept exact; the blocks of a GGUF file are multiplied as stored, "
-        "between float32 activations (any explicit dtype decodes them at load, unless quantization=gguf is given too).",
+        "Precision of weights and activations. auto on CPU: the checkpoint's, with float16 run as bfloat16 "
+        "(CPUs have no fast float16); GGUF blocks are used as stored, with float32 activations (any explicit dtype "
+        "decodes them at load, unless quantization=gguf is set too).",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"), accepts=str, take=dtype_name,
     )  # fmt: skip
     seed: int = option(
-        0, "Seed of everything random that no request seeds itself.", low=0,
-        take=lambda given: 0 if given is None else given,
+        0, "Random seed, except for requests that have their own.", low=0,
+        take=lambda value: 0 if value is None else value,
     )  # fmt: skip
     hf_config_path: str | None = option(None, "Folder or hub id whose config.json is read instead.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     tokenizer_revision: str | None = option(None, "Branch, tag or commit of a hub tokenizer; unset is revision's.")
     max_model_len: int = option(
         8192,
-        "Tokens of prompt and answer together; unset is the model's own limit, -1 or auto the most that memory holds.",
-        unset=None, low=-1, human=True, auto=True, accepts=int | str | None, take=length_given,
+        "Maximum tokens of prompt and answer together; unset is the model's limit, -1 or auto what fits into memory.",
+        unset=None, low=-1, human=True, auto=True, accepts=int | str | None, take=read_length,
     )  # fmt: skip
     quantization: str | None = option(
-        None, "How weights are stored; unset is what the checkpoint says. On CPU int8_wo and int4_wo round an "
-        "unquantized checkpoint to blocks of 8 or 4 bits while loading.", LATER, flags=("-q",),
+        None, "Quantization method; unset is the checkpoint's. On CPU int8_wo and int4_wo quantize an unquantized "
+        "checkpoint to blocks of 8 or 4 bits while loading.", LATER, flags=("-q",),
         ready=("gguf", "int8_wo", "int4_wo"), take=quantization_name,
         why="only unquantized and GGUF checkpoints can be loaded",
     )  # fmt: skip
-    enforce_eager: bool = option(False, "No compilation and no CUDA graphs; a CPU worker has neither.")
-    max_logprobs: int = option(20, "Most log probabilities a request may ask for; -1 is no limit.", low=-1)
+    enforce_eager: bool = option(False, "No compilation and no CUDA graphs; no effect on CPU.")
+    max_logprobs: int = option(20, "Most log probabilities per token a request may ask for; -1 is no limit.", low=-1)
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = option(
         "raw_logprobs", "Log probabilities or logits, before (raw) or after (processed) penalties and temperature."
     )
-    disable_sliding_window: bool = option(False, "Cap the context at the model's window, so that none is cut.")
+    disable_sliding_window: bool = option(
+        False, "Limit the context to the model's sliding window, and do not slide it."
+    )
     skip_tokenizer_init: bool = option(False, "No tokenizer: token ids in, token ids out.")
     served_model_name: str = option(
-        "", "The name requests and metrics use; of several, the first is reported.", unset=None,
+        "", "Model name in requests and metrics; if there are several, the first is reported.", unset=None,
         accepts=str | tuple[str, ...] | None, take=first_name,
     )  # fmt: skip
     config_format: str = option(
         "auto",
-        "Form of the model's configuration file: hf is config.json, mistral is params.json, auto the first there.",
+        "Format of the model's configuration: hf is config.json, mistral is params.json, auto the first that exists.",
         choices=("auto", "hf", "mistral"),
     )
     hf_token: bool | str | None = option(None, "Token for the model hub; True is the stored login.")
@@ -161,9 +163,9 @@ class ModelConfig(Group):
     override_generation_config: dict[str, Any] = option({}, "Default sampling values that override those.")
     model_impl: str = option(
         "auto",
-        "Whose model code runs: quire (a declaration; vllm means the same), transformers, or auto: the first if there "
-        "is one, else the second.", LATER, choices=("auto", "quire", "vllm", "transformers", "terratorch"),
-        ready=("quire", "vllm", "transformers"), take=lambda given: {"vllm": "quire"}.get(lower(given), lower(given)),
+        "Model implementation: quire (vllm means the same), transformers, or auto: Quire's if there is one, else "
+        "transformers'.", LATER, choices=("auto", "quire", "vllm", "transformers", "terratorch"),
+        ready=("quire", "vllm", "transformers"), take=lambda value: {"vllm": "quire"}.get(lower(value), lower(value)),
     )  # fmt: skip
     model_class_overrides: dict[str, str] = option(
         {}, "Classes for named architectures, as import paths; overrides ModelRegistry and Quire's own declarations."
@@ -174,13 +176,13 @@ class ModelConfig(Group):
     )  # fmt: skip
     multimodal_config: MultiModalConfig | None = None  # made when one of its options is set
     # results
-    path: str = ""  # the folder or .gguf file that was found
+    path: str = ""  # the folder or .gguf file
     served_model_names: tuple[str, ...] = ()
     hf_config: dict[str, Any] = field(default_factory=dict)  # raw configuration after hf_overrides
     facts: ModelFacts = field(default_factory=ModelFacts)
     default_sampling: dict[str, Any] = field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()  # further ends of text besides the tokenizer's
-    original_max_model_len: int | None = None  # as given
+    original_max_model_len: int | None = None  # as requested
     model_weights: str = ""
     weight_form: str = "plain"  # plain | stored (blocks of a GGUF file) | int8 | int4 (rounded to blocks at load)
 

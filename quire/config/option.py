@@ -1,7 +1,7 @@
 """One option, declared once: its keyword, flag, file key, EngineArgs attribute, default, limits, docs and availability.
 
-Owns: `option(...)`, which a config group writes beside a field, and `Group`, which checks and normalises every field
-of a group the moment it is made. In: whatever a user typed. Out: frozen groups of plain values.
+Owns: `option(...)`, the declaration of a config group's field, and `Group`, which validates and normalizes every field
+of a group when it is created. In: whatever a user typed. Out: frozen groups of plain values.
 Must not know: which options exist (the group files), argparse (flags.py), or models (resolve.py).
 """
 
@@ -23,23 +23,23 @@ class OptionStatus(enum.Enum):
     """Whether an option may be set. Making one available is moving its row of unavailable.txt into a declaration."""
 
     READY = "available"
-    LATER = "not yet"  # any value but the default (or one listed in `ready`) is refused by name
-    INERT = "no effect"  # accepted, and named in the log with its `why`
+    LATER = "not yet"  # any value except the default (or one listed in `ready`) is refused by name
+    INERT = "no effect"  # accepted, and logged with its `why`
 
 
 READY, LATER, INERT = OptionStatus.READY, OptionStatus.LATER, OptionStatus.INERT
-SAME: Any = object()  # a keyword that is not given has the field's own default
+SAME: Any = object()  # an unset keyword has the field's default
 _KEY = "option"
 _SECRETS = ("hf_token", "api_key")
 T = TypeVar("T")
 
 
 class UnknownOptionError(ConfigError, TypeError):
-    """A keyword that no option has. A TypeError too, as for any Python call with a wrong keyword."""
+    """An unknown keyword. A TypeError too, as for any Python call with a wrong keyword."""
 
 
 class Option(NamedTuple):
-    """The declaration of one field. `unset` is the default of the keyword and the flag; None there means: decide."""
+    """The declaration of one field. `unset` is the default of the keyword and the flag; None: to be resolved."""
 
     doc: str
     status: OptionStatus
@@ -50,17 +50,17 @@ class Option(NamedTuple):
     flags: tuple[str, ...] = ()  # further spellings of the flag
     choices: tuple[str, ...] = ()  # known values of an open set; a closed set is a Literal type
     ready: tuple[Any, ...] = ()  # values that work although the status is LATER
-    hints: tuple[Any, ...] = ()  # values that are taken as if the status were INERT, although it is LATER
+    hints: tuple[Any, ...] = ()  # values that are treated as INERT although the status is LATER
     why: str = ""
     low: float | None = None
     high: float | None = None
     above: float | None = None  # exclusive lower bound
     below: float | None = None  # exclusive upper bound
-    human: bool = False  # 25.6k and 4K are numbers too
+    human: bool = False  # accepts 25.6k and 4K
     auto: bool = False  # "auto" means -1
-    accepts: Any = None  # the type a user may give, where it is wider than the field's
-    take: Callable[[Any], Any] | None = None  # given value -> value of the field's type
-    repeat: bool = False  # a list whose flag may be given several times, each time with more of it
+    accepts: Any = None  # the type a user may pass, if it is wider than the field's
+    take: Callable[[Any], Any] | None = None  # user's value -> value of the field's type
+    repeat: bool = False  # a list whose flag may be repeated, each time with further entries
 
 
 def option(default: Any, doc: str, status: OptionStatus = READY, *, unset: Any = SAME, **more: Any) -> Any:
@@ -74,34 +74,34 @@ def option(default: Any, doc: str, status: OptionStatus = READY, *, unset: Any =
 
 
 class Unavailable:
-    """What a row of unavailable.txt cannot say about its option."""
+    """What a row of unavailable.txt cannot express about its option."""
 
     def __init__(self, accepts: Any, take: Callable[[Any], Any] | None) -> None:
         self.accepts, self.take = accepts, take
 
 
 def unavailable(*, accepts: Any = None, take: Callable[[Any], Any] | None = None) -> Any:
-    """A field whose declaration is a row of unavailable.txt: written out where code reads it, or converts its value."""
+    """A field declared by a row of unavailable.txt; listed in a class because code reads or converts its value."""
     return Unavailable(accepts, take)
 
 
 class OptionField(NamedTuple):
-    """A field with its option; `type` is what is stored, `given` what a user may write."""
+    """A field with its option; `type` is what is stored, `accepted` what a user may pass."""
 
     field: str
     type: Any
     option: Option
 
     @property
-    def given(self) -> Any:
+    def accepted(self) -> Any:
         return self.option.accepts or self.type
 
 
 class Group:
-    """Parent of every config group: keyword-only, frozen, compared by value, each declared field checked when made.
+    """Parent of every config group: keyword-only, frozen, compared by value, each declared field validated on creation.
 
-    The methods are written here once because `dataclass` would compile them anew for every group, which costs
-    a tenth of a second at a start.
+    The methods are defined here once because `dataclass` would compile them for every group, which costs
+    a tenth of a second at start-up.
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -127,7 +127,7 @@ class Group:
         return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self))
 
     def __repr__(self) -> str:
-        """Only what differs from the defaults: the whole is 400 fields long."""
+        """Only what differs from the defaults: there are 400 fields."""
         values = ((f, getattr(self, f.name)) for f in fields(self))
         shown = ((f.name, value) for f, value in values if value != _default(f))
         return f"{type(self).__name__}({', '.join(f'{name}={shown_value(name, value)}' for name, value in shown)})"
@@ -151,8 +151,7 @@ _PLAIN = Unavailable(None, None)
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def group(cls: type[T]) -> type[T]:
-    """Make a Group subclass a dataclass (its fields are listed; Group does the rest), with its rows of unavailable.txt
-    as further fields."""
+    """Make a Group subclass a dataclass, with its rows of unavailable.txt as additional fields."""
     kinds = dict(cls.__annotations__)
     for row in rows_of(cls.__name__):
         written = vars(cls).get(row.field, _PLAIN)
@@ -170,7 +169,7 @@ _groups: dict[str, type[Any]] = {}
 
 
 def _from_row(row: UnavailableRow, kind: Any, written: Unavailable) -> Any:
-    """Of a kind that cannot be None, None means: not given, and the second default (or the group's own) holds."""
+    """If the type excludes None, None means unset: the second default (or the group's own) applies."""
     unset, *equal = row.defaults
     default = unset
     if unset is None and NoneType not in parts(kind):
@@ -183,10 +182,10 @@ def _from_row(row: UnavailableRow, kind: Any, written: Unavailable) -> Any:
 
 
 def declarations(group: type[Any]) -> dict[str, OptionField]:
-    """Field name -> declaration, in the order they are written. Fields without one are results, not options."""
+    """Field name -> declaration, in source order. Fields without one are results, not options."""
     if group not in _declarations:
-        found = ((f, f.metadata[_KEY]) for f in fields(group) if _KEY in f.metadata)
-        _declarations[group] = {f.name: OptionField(f.name, f.type, declared) for f, declared in found}
+        declared_fields = ((f, f.metadata[_KEY]) for f in fields(group) if _KEY in f.metadata)
+        _declarations[group] = {f.name: OptionField(f.name, f.type, declared) for f, declared in declared_fields}
     return _declarations[group]
 
 
@@ -194,7 +193,7 @@ _declarations: dict[type[Any], dict[str, OptionField]] = {}
 
 
 def make(group: type[Any], values: Mapping[str, Any], where: str = "") -> Any:
-    """A group from a mapping; an unknown key is an error that names the nearest known one."""
+    """A group from a mapping; an unknown key is an error that suggests the closest known one."""
     known = [f.name for f in fields(group)]
     for key in values:
         if key not in known:
@@ -209,13 +208,13 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def settle(name: str, value: Any, kind: Any, declared: Option) -> Any:
-    """The value as the field's type, or a ConfigError that names option, value and limit."""
+    """The value converted to the field's type, or a ConfigError that names option, value and limit."""
     if declared.take is not None:
         value = declared.take(value)
     if value is None:
         if declared.default is None or NoneType in parts(kind):
             return None
-        if declared.unset is None:  # not given
+        if declared.unset is None:  # unset
             return _fresh(declared.default)
         raise _wrong(name, value, kind, declared)
     group = next((k for k in parts(kind) if isinstance(k, type) and issubclass(k, Group)), None)
@@ -253,7 +252,7 @@ def _check_bounds(name: str, value: Any, o: Option) -> None:
 
 
 def shown_value(name: str, value: Any) -> str:
-    """For logs and messages; a token stays out of them."""
+    """For logs and messages; secrets are masked."""
     return "'***'" if name in _SECRETS and value not in (None, True, False) else repr(value)
 
 
@@ -264,12 +263,12 @@ def limits(o: Option) -> str:
 
 
 def _wrong(name: str, value: Any, kind: Any, declared: Option) -> ConfigError:
-    wanted = describe(declared.accepts or kind)
+    expected = describe(declared.accepts or kind)
     if isinstance(value, str) and (known := choices_of(kind)):
         near = difflib.get_close_matches(value, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return ConfigError(f"{name} is {value!r}; it must be one of {', '.join(known)}{hint}", param=name, value=value)
-    return ConfigError(f"{name} must be {wanted}, got {value!r}", param=name, value=value)
+    return ConfigError(f"{name} must be {expected}, got {value!r}", param=name, value=value)
 
 
 def parts(kind: Any) -> tuple[Any, ...]:
@@ -283,11 +282,11 @@ def choices_of(kind: Any) -> list[str]:
 
 
 def describe(kind: Any) -> str:
-    """A type in words a user reads: 'a whole number or None'."""
-    return " or ".join(_WORDS.get(part) or _describe_one(part) for part in parts(kind))
+    """A type as shown to users: 'a whole number or None'."""
+    return " or ".join(_TYPE_NAMES.get(part) or _describe_one(part) for part in parts(kind))
 
 
-_WORDS: dict[Any, str] = {
+_TYPE_NAMES: dict[Any, str] = {
     int: "a whole number", float: "a number", str: "a string", bool: "True or False", NoneType: "None",
     Any: "any value",
 }  # fmt: skip
@@ -299,21 +298,21 @@ def _describe_one(part: Any) -> str:
         return "one of " + ", ".join(repr(v) for v in get_args(part))
     if origin in (tuple, list):
         inner = [a for a in get_args(part) if a is not Ellipsis]
-        return f"a list of {_WORDS.get(inner[0], 'values').removeprefix('a ')}s" if inner else "a list"
+        return f"a list of {_TYPE_NAMES.get(inner[0], 'values').removeprefix('a ')}s" if inner else "a list"
     if origin is dict:
         return "a mapping"
     return f"a {part.__name__}" if isinstance(part, type) else str(part)
 
 
 def has_no_effect(value: Any, o: Option) -> bool:
-    """Whether it was set, is taken, and changes nothing."""
+    """Whether it was set and is accepted, but changes nothing."""
     if any(same(value, usual) for usual in (o.unset, o.default, *o.ready)):
         return False
     return o.status is INERT or any(same(value, hint) for hint in o.hints)
 
 
 def refuse(name: str, value: Any, o: Option) -> None:
-    """NotBuiltError if this value asks for something this version cannot do."""
+    """NotBuiltError if this value requires a feature that this version does not have."""
     if o.status is not LATER or same(value, o.unset) or same(value, o.default):
         return
     if any(same(value, allowed) for allowed in (*o.ready, *o.hints)):
@@ -331,7 +330,7 @@ def refuse(name: str, value: Any, o: Option) -> None:
 
 
 def same(value: Any, other: Any) -> bool:
-    """Equal as a setting: a list is its tuple, and True is not 1."""
+    """Equal as a setting: a list equals its tuple, and True is not 1."""
     if isinstance(value, set | frozenset) and isinstance(other, tuple):
         return sorted(value) == sorted(other)
     if isinstance(value, list | tuple) and isinstance(other, list | tuple):

@@ -1,7 +1,7 @@
-"""ModelRegistry: architectures from outside the package, by the name that a checkpoint's config.json gives them.
+"""ModelRegistry: out-of-tree architectures, by their name in a checkpoint's config.json.
 
-In: a name, and a class or function, or the import path of one. Out: names that a configuration can carry to another
-process (local.py). What such a thing must be is docs/plugins.md. Must not know: torch, or how a model is built.
+In: a name, and a class or function, or its import path. Out: names that a configuration can pass to another
+process (local.py). docs/plugins.md has the requirements. Must not know: torch, or how a model is built.
 """
 
 from collections.abc import Mapping
@@ -29,10 +29,10 @@ class ModelRegistry:
 
     @classmethod
     def get_supported_archs(cls) -> set[str]:
-        """Names registered from outside; those that ship with Quire are in docs/models.md."""
+        """Registered names; those that ship with Quire are in docs/models.md."""
         return set(_registered)
 
 
 def registered(overrides: Mapping[str, str]) -> dict[str, str]:
-    """Architecture -> name of its class: what was registered in this process, under what an option says."""
+    """Architecture -> name of its class: registrations in this process, overridden by the option."""
     return {**_registered, **overrides}

@@ -1,8 +1,8 @@
-"""FlexibleArgumentParser: argparse with the spellings people use for engine options.
+"""FlexibleArgumentParser: argparse that accepts the common spellings of engine options.
 
 Dashes or underscores; `--flag.key.sub value` and `-cc.key=value` for keys of a JSON option, `key+` to append to a
-list; `--config file.yaml` under the command line; `--help=GroupName|word|all|page`. In: strings. Out: a namespace.
-Must not know: which options exist (flags.py adds them), except those of other programs, for a hint (foreign.py).
+list; `--config file.yaml` below the command line; `--help=GroupName|word|all|page`. In: strings. Out: a namespace.
+Must not know: which options exist (flags.py adds them), except those of other programs, for hints (foreign.py).
 """
 
 import argparse
@@ -21,13 +21,13 @@ _FILES = (".yaml", ".yml", ".json")
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """A parser whose every flag may be written with dashes or underscores, and whose JSON flags take dotted keys."""
+    """A parser whose flags may be written with dashes or underscores, and whose JSON flags take dotted keys."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("allow_abbrev", False)  # a shortened name that works today is ambiguous tomorrow
+        kwargs.setdefault("allow_abbrev", False)  # an abbreviation that works today is ambiguous tomorrow
         super().__init__(*args, **kwargs)
-        self.topic = ""  # what --help=... asked for
-        self.first: tuple[str, ...] = ()  # flags that --help lists, of those whose groups it only names
+        self.topic = ""  # the argument of --help=...
+        self.first: tuple[str, ...] = ()  # flags that --help lists although their groups are folded
 
     def parse_args(  # type: ignore[override]  # one signature instead of argparse's overloads
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -41,30 +41,30 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        given = list(sys.argv[1:] if args is None else args)
-        given = [self._known_spelling(arg) if i < _end(given) else arg for i, arg in enumerate(given)]
-        self._answer_help(given)
-        if self._has_commands():  # the command's own parser does the rest
-            return super().parse_known_args(given, namespace)
-        given, from_file = _OptionFile(self).cut(given)
-        given = _Dotted(self, from_file).fold(given)
-        kept = [(action, action.default) for action in from_file]
+        arguments = list(sys.argv[1:] if args is None else args)
+        arguments = [self._known_spelling(arg) if i < _end(arguments) else arg for i, arg in enumerate(arguments)]
+        self._answer_help(arguments)
+        if self._has_commands():  # the subparser does the rest
+            return super().parse_known_args(arguments, namespace)
+        arguments, from_file = _OptionFile(self).cut(arguments)
+        arguments = _Dotted(self, from_file).fold(arguments)
+        defaults = [(action, action.default) for action in from_file]
         try:
             for action, value in from_file.items():
                 action.default = value
-            return super().parse_known_args(given, namespace)
+            return super().parse_known_args(arguments, namespace)
         finally:
-            for action, value in kept:
+            for action, value in defaults:
                 action.default = value
 
     def _refuse_foreign(self, args: list[str]) -> None:
-        """Before argparse sees them: it would take -c for the beginning of -cc."""
+        """Before argparse sees them: it would take -c for a prefix of -cc."""
         if self._has_commands():
             return
         flags = [arg.partition("=")[0] for arg in args[: _end(args)]]
-        hints = {flag: words for flag in flags if self.find(flag) is None and (words := meant_by(flag))}
+        hints = {flag: advice for flag in flags if self.find(flag) is None and (advice := meant_by(flag))}
         if hints:
-            self.error("; ".join(f"there is no {flag} here: {words}" for flag, words in hints.items()))
+            self.error("; ".join(f"there is no flag {flag}: {advice}" for flag, advice in hints.items()))
 
     def find(self, flag: str) -> argparse.Action | None:
         return self._option_string_actions.get(flag)
@@ -78,7 +78,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return formatter.format_help().rstrip("\n") + (tail or "\n")
 
     def format_help(self) -> str:
-        """Groups of engine options are named, not listed, unless --help=... asks for them."""
+        """Groups of engine options are only named, unless --help=... requests them."""
         if not self._folded():
             return super().format_help()
         if self.topic and self.topic != "all":
@@ -169,7 +169,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return f" (did you mean {', '.join(hints)}?)" if hints else ""
 
 
-FOLDED = "\u200b"  # description that marks a group as folded in help; identity is what counts
+FOLDED = "\u200b"  # description that marks a group as folded in help; compared by identity
 
 
 class _OptionFile:
@@ -179,7 +179,7 @@ class _OptionFile:
         self.parser = parser
 
     def cut(self, args: list[str]) -> tuple[list[str], dict[argparse.Action, Any]]:
-        """The arguments without the file, and what the file says."""
+        """The arguments without the file, and the values of the file."""
         rest: list[str] = []
         path = None
         i = 0
@@ -189,7 +189,7 @@ class _OptionFile:
                 value = value if equals else (args[i + 1] if i + 1 < len(args) else "")
                 if value.endswith(_FILES) or self.parser.find("--config") is None:
                     if path is not None:
-                        self.parser.error("--config was given twice; one file is read")
+                        self.parser.error("--config may be given only once")
                     path = value
                     i += 1 if equals else 2
                     continue
@@ -209,7 +209,7 @@ class _OptionFile:
         except (load("yaml:YAMLError"), UnicodeDecodeError) as wrong:
             parser.error(f"--config {path}: not readable as YAML: {wrong}")
         if not isinstance(content, dict):
-            parser.error(f"--config {path}: expected option names with values, got {type(content).__name__}")
+            parser.error(f"--config {path}: expected a mapping of option names to values, got {type(content).__name__}")
         for key, value in content.items():
             action = parser.action_called(str(key))
             if action is None:
@@ -217,7 +217,7 @@ class _OptionFile:
             yield action, self._value(path, str(key), action, value)
 
     def _value(self, path: str, key: str, action: argparse.Action, value: Any) -> Any:
-        """A value of the file as the flag would have produced it."""
+        """A value of the file, converted as the flag would convert it."""
         if value is None:
             return action.default
         if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
@@ -242,7 +242,7 @@ class _OptionFile:
 
 
 class _Dotted:
-    """Folds `--flag.key value` into one `--flag {...}` per flag, left to right; a whole value starts over."""
+    """Folds `--flag.key value` into one `--flag {...}` per flag, left to right; a complete value starts over."""
 
     def __init__(self, parser: FlexibleArgumentParser, from_file: dict[argparse.Action, Any]) -> None:
         self.parser = parser
@@ -253,7 +253,7 @@ class _Dotted:
         dotted = {a for arg in args[: _end(args)] if (a := self._split(arg)[0]) is not None and self._split(arg)[1]}
         if not dotted:
             return args
-        out: list[Any] = []  # an action stands where its folded value will go
+        out: list[Any] = []  # an action is the placeholder of its folded value
         i = 0
         while i < len(args):
             action, key, value = self._split(args[i]) if i < _end(args) else (None, "", None)
@@ -289,7 +289,7 @@ class _Dotted:
         if not key:
             whole = _value(text)
             if not isinstance(whole, dict):
-                self.parser.error(f"{flag} {text}: keys such as {flag}.key can only be added to a JSON mapping")
+                self.parser.error(f"{flag} {text}: keys such as {flag}.key can only be added to a JSON object")
             self.values[action] = whole
             return
         append = key.endswith("+")
@@ -315,7 +315,7 @@ class _Dotted:
 
 
 def _value(text: str) -> Any:
-    """JSON where it is JSON, otherwise the text; Python's True, False and None are understood too."""
+    """JSON if it parses, otherwise the text; Python's True, False and None are accepted too."""
     spelled = {"True": "true", "False": "false", "None": "null"}.get(text, text)
     try:
         return json.loads(spelled)
@@ -324,7 +324,7 @@ def _value(text: str) -> Any:
 
 
 def _end(args: list[str]) -> int:
-    """Where options stop: at '--', or at the end."""
+    """The index where options end: at '--', or at the end."""
     return args.index("--") if "--" in args else len(args)
 
 

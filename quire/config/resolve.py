@@ -1,8 +1,8 @@
-"""From the user's options to the configuration that runs: ordered pure steps EngineConfig -> EngineConfig.
+"""From the user's options to the final configuration: ordered pure steps EngineConfig -> EngineConfig.
 
-Each step is one function, named for what it decides; it logs a decision with its reason (INFO if it could surprise,
-DEBUG if not) and raises ConfigError on what is impossible. `given` holds the user's own values (None: not given), so
-that a step can tell a default from a choice. In: EngineArgs. Out: a finished EngineConfig; nothing in it is measured.
+Each step is one function, named after what it decides; it logs a decision with its reason (INFO if it could surprise,
+DEBUG if not) and raises ConfigError if the options are impossible. `requested` has the user's values (None: unset), to
+tell a default from a choice. In: EngineArgs. Out: a resolved EngineConfig; nothing in it is measured.
 """
 
 import os
@@ -27,67 +27,67 @@ from quire.schema.errors import CheckpointError, ConfigError, ModelNotFoundError
 
 log = logger(__name__)
 
-Given = Mapping[str, Any]
-Step = Callable[[Given, EngineConfig], EngineConfig]
+Requested = Mapping[str, Any]
+Step = Callable[[Requested, EngineConfig], EngineConfig]
 USAGES = ("LLM_CLASS", "OPENAI_API_SERVER")
-_QUEUED_REQUESTS, _QUEUED_TOKENS = 10_000, 4 << 20  # that may wait in a server
-GPU_BLOCK_SIZE = 64  # tokens: a tile of keys of the attention kernels is then one page
+_QUEUED_REQUESTS, _QUEUED_TOKENS = 10_000, 4 << 20  # limits of a server's queue
+GPU_BLOCK_SIZE = 64  # tokens: a key tile of the attention kernels is then one block
 ONLINE = {"int8_wo": "int8", "int4_wo": "int4"}  # quantization at load -> weight_form
-_UNKNOWN_LENGTH = 2048  # tokens, for a model that does not say
+_UNKNOWN_LENGTH = 2048  # tokens, for a model whose configuration has no limit
 
 
 def resolve(args: Any, usage_context: Any = None) -> EngineConfig:
     """Run every step in order."""
     call_plugins()
-    given = dict(vars(args))
+    requested = dict(vars(args))
     usage = str(usage_context) if usage_context is not None else ""
-    config = replace(table.assemble(given), usage_context=usage.rpartition(".")[2])
+    config = replace(table.assemble(requested), usage_context=usage.rpartition(".")[2])
     for step in RENDER_STEPS if config.renders_only else STEPS:
-        config = step(given, config)
+        config = step(requested, config)
     return config
 
 
-def refuse(given: Given, config: EngineConfig) -> EngineConfig:
-    """First of all: options of missing features are refused by name, and hints meant for another engine are dropped."""
+def refuse(requested: Requested, config: EngineConfig) -> EngineConfig:
+    """The first step: options of missing features are refused by name, and hints for another engine are dropped."""
     table.refuse_unbuilt(config)
     plain: EngineConfig = table.without_hints(config)
     return plain
 
 
-def choose_device(given: Given, config: EngineConfig) -> EngineConfig:
-    """The device asked for; else a GPU where there is one."""
+def choose_device(requested: Requested, config: EngineConfig) -> EngineConfig:
+    """The requested device; else a GPU if there is one."""
     device: str = config.device_config.device
     if device == "auto":
         device, why = env.TARGET_DEVICE.get(), "QUIRE_TARGET_DEVICE"
         if not device:
             gpu = find_gpu()
             device = "cpu" if gpu is None else "cuda"
-            why = "no usable GPU was found" if gpu is None else gpu.name or "an NVIDIA driver is there"
+            why = "no usable GPU was found" if gpu is None else gpu.name or "an NVIDIA driver is present"
         log.info("device: %s (%s)", device, why)
     return replace(config, **{"device_config.device": device})
 
 
-def find_model(given: Given, config: EngineConfig) -> EngineConfig:
-    """Where the files are, and under which names the model is served."""
+def find_model(requested: Requested, config: EngineConfig) -> EngineConfig:
+    """Locate the files, and determine the served names."""
     model, files = config.model_config, config.load_config
-    if given.get("model") == "":  # most likely an unset variable of a script, not a request for the embedded model
-        raise ModelNotFoundError("model is '': name a folder, a .gguf file or a hub id, or leave it out", param="model")
-    found = locate(
+    if requested.get("model") == "":  # most likely an unset shell variable, not a request for the embedded model
+        raise ModelNotFoundError("model is '': name a folder, a .gguf file or a hub id, or omit it", param="model")
+    located = locate(
         model.model or None, model.revision, files.download_dir, model.hf_token, files.ignore_patterns,
         weights=not config.renders_only,
     )  # fmt: skip
     if not model.model:
-        log.info("No model was named: using the embedded %s", found.name)
-    served = given.get("served_model_name")
-    names = tuple(served) if isinstance(served, list | tuple) else (model.served_model_name or found.name,)
-    changes = {"path": found.path, "served_model_name": names[0], "served_model_names": names}
+        log.info("No model was named: using the embedded %s", located.name)
+    served = requested.get("served_model_name")
+    names = tuple(served) if isinstance(served, list | tuple) else (model.served_model_name or located.name,)
+    changes = {"path": located.path, "served_model_name": names[0], "served_model_names": names}
     if not model.model:
-        changes["model"] = found.name
+        changes["model"] = located.name
     return replace(config, model_config=replace(model, **changes))
 
 
-def find_tokenizer(given: Given, config: EngineConfig) -> EngineConfig:
-    """The model's own files unless another tokenizer was named; a hub id is fetched here."""
+def find_tokenizer(requested: Requested, config: EngineConfig) -> EngineConfig:
+    """The model's files unless another tokenizer was named; a hub id is downloaded here."""
     model = config.model_config
     revision = model.tokenizer_revision or model.revision
     source = model.tokenizer or model.path
@@ -103,14 +103,14 @@ def find_tokenizer(given: Given, config: EngineConfig) -> EngineConfig:
     )
 
 
-def read_model(given: Given, config: EngineConfig) -> EngineConfig:
-    """The raw configuration with the user's patches, and the facts in it."""
+def read_model(requested: Requested, config: EngineConfig) -> EngineConfig:
+    """The raw configuration with the user's overrides, and the facts read from it."""
     model, files = config.model_config, config.load_config
     if model.hf_config_path is None:
         raw = read_raw(model.path, model.config_format)
     else:
         raw = read_elsewhere(model.hf_config_path, model.revision, files.download_dir, model.hf_token)
-    raw = apply_overrides(raw, given.get("hf_overrides"))
+    raw = apply_overrides(raw, requested.get("hf_overrides"))
     facts = read_facts(raw)
     if not facts.architectures:
         raise CheckpointError(f"the configuration of {model.model!r} names no architecture")
@@ -124,8 +124,8 @@ def read_model(given: Given, config: EngineConfig) -> EngineConfig:
     return replace(config, model_config=replace(model, hf_config=raw, facts=facts, model_class_overrides=ours))
 
 
-def choose_storage(given: Given, config: EngineConfig) -> EngineConfig:
-    """How weights are stored: as the checkpoint says, which the options must not contradict."""
+def choose_storage(requested: Requested, config: EngineConfig) -> EngineConfig:
+    """How weights are stored: as the checkpoint declares, which the options must not contradict."""
     model, files = config.model_config, config.load_config
     is_gguf = model.path.endswith(".gguf")
     stored = "gguf" if is_gguf else model.facts.quantization
@@ -147,29 +147,29 @@ def choose_storage(given: Given, config: EngineConfig) -> EngineConfig:
     check_loader(files.load_format, files.model_loader_extra_config)
     if is_gguf != (form == "gguf") and form != "dummy":
         raise ConfigError(
-            f"load_format={form!r} does not fit {model.path}: it is {'a' if is_gguf else 'not a'} GGUF file",
+            f"load_format={form!r} does not match {model.path}: it is {'a' if is_gguf else 'not a'} GGUF file",
             param="load_format",
         )
     return replace(config, **{"model_config.quantization": stored or None, "load_config.load_format": form})
 
 
 def check_loader(load_format: str, extra: Mapping[str, Any]) -> None:
-    """Keys of model_loader_extra_config that the loader would not read are refused."""
+    """Refuse keys of model_loader_extra_config that the loader does not know."""
     known = ("pattern",) if load_format == "sharded_state" else ()
     if unknown := [str(key) for key in extra if key not in known]:
         raise NotBuiltError(
-            f"model_loader_extra_config: {', '.join(unknown)} means nothing to load_format={load_format!r}"
+            f"model_loader_extra_config: {', '.join(unknown)} is unknown to load_format={load_format!r}"
             + (f", which takes {', '.join(known)}" if known else ""),
             param="model_loader_extra_config",
         )
 
 
 def _choose_online(config: EngineConfig, stored: str) -> EngineConfig:
-    """Numbers rounded to blocks of 8 or 4 bits while they are loaded."""
+    """Weights quantized to blocks of 8 or 4 bits while they are loaded."""
     model = config.model_config
     if stored:
         raise ConfigError(
-            f"quantization={model.quantization!r} rounds unquantized checkpoints, but this one is stored as {stored}",
+            f"quantization={model.quantization!r} needs an unquantized checkpoint, but this one is stored as {stored}",
             param="quantization",
         )
     if config.device_config.device != "cpu":
@@ -184,14 +184,14 @@ def _choose_online(config: EngineConfig, stored: str) -> EngineConfig:
     return replace(config, **{"model_config.weight_form": ONLINE[str(model.quantization)]})
 
 
-def choose_dtype(given: Given, config: EngineConfig) -> EngineConfig:
-    """auto: what the checkpoint was saved in, where the device computes it well."""
+def choose_dtype(requested: Requested, config: EngineConfig) -> EngineConfig:
+    """auto: the checkpoint's dtype, if the device is fast at it."""
     model = config.model_config
     on_gpu = config.device_config.device == "cuda"
     if model.dtype != "auto":
         if model.dtype == "float16" and not on_gpu:
-            log.info("dtype: float16 as asked; CPUs compute it slowly, bfloat16 and float32 are faster")
-        if given.get("quantization") == "gguf" and not on_gpu:
+            log.info("dtype: float16 as requested; it is slow on CPUs, bfloat16 and float32 are faster")
+        if requested.get("quantization") == "gguf" and not on_gpu:
             return replace(config, **{"model_config.weight_form": "stored"})
         return config
     if on_gpu:
@@ -201,22 +201,22 @@ def choose_dtype(given: Given, config: EngineConfig) -> EngineConfig:
     saved = _saved_dtype(config)
     dtype = "bfloat16" if saved in ("bfloat16", "float16") else "float32"
     if saved == "float16":
-        log.info("dtype: bfloat16 (the checkpoint is float16, which CPUs compute slowly; dtype=float16 insists)")
+        log.info("dtype: bfloat16 (the checkpoint is float16, which is slow on CPUs; dtype=float16 forces it)")
     elif saved != dtype:
-        log.warning("dtype: %s (the checkpoint says %s, which is not a dtype to compute in)", dtype, saved)
+        log.warning("dtype: %s (the checkpoint says %s, which is not a supported compute dtype)", dtype, saved)
     else:
         log.debug("dtype: %s, as saved", dtype)
     return replace(config, **{"model_config.dtype": dtype})
 
 
 def _gguf_on_cpu(config: EngineConfig) -> EngineConfig:
-    """Blocks are multiplied as they are stored, between float32 activations; plain numbers as the CPU does it best."""
+    """Blocks are multiplied as stored, with float32 activations; plain weights in the dtype this CPU is fastest at."""
     if native.library() is not None and holds_blocks(config.model_config.path):
         log.info("dtype: float32, weights as the GGUF file stores them (dtype=float32 decodes them)")
         return replace(config, **{"model_config.dtype": "float32", "model_config.weight_form": "stored"})
     has_units = cpu_multiplies_bfloat16()
     dtype = "bfloat16" if has_units else "float32"
-    log.info("dtype: %s (GGUF; this CPU %s bfloat16)", dtype, "multiplies" if has_units else "does not multiply")
+    log.info("dtype: %s (GGUF; this CPU has %sinstructions for bfloat16)", dtype, "" if has_units else "no ")
     return replace(config, **{"model_config.dtype": dtype})
 
 
@@ -226,71 +226,69 @@ def _saved_dtype(config: EngineConfig) -> str:
 
 
 def _gpu_dtype(config: EngineConfig) -> str:
-    """float16 for float32 and float16 checkpoints, bfloat16 for bfloat16 ones (and for GGUF, which says neither)."""
+    """float16 for float32 and float16 checkpoints, bfloat16 for bfloat16 ones (and for GGUF, which has neither)."""
     saved = "bfloat16" if config.model_config.path.endswith(".gguf") else _saved_dtype(config)
     dtype = "bfloat16" if saved == "bfloat16" else "float16"
     if saved not in ("float16", "bfloat16"):
-        log.info("dtype: float16 (the checkpoint is %s; dtype=float32 insists)", saved)
+        log.info("dtype: float16 (the checkpoint is %s; dtype=float32 forces float32)", saved)
     return dtype
 
 
-def choose_length(given: Given, config: EngineConfig) -> EngineConfig:
-    """max_model_len: the model's own limit, or less."""
+def choose_length(requested: Requested, config: EngineConfig) -> EngineConfig:
+    """max_model_len: the model's limit, or less."""
     model = config.model_config
-    wanted = None if given.get("max_model_len") is None else model.max_model_len
+    requested_len = None if requested.get("max_model_len") is None else model.max_model_len
     limit = model.facts.max_positions
     if not limit:
-        log.warning("the configuration names no context length; assuming %d tokens", _UNKNOWN_LENGTH)
-        limit = max(_UNKNOWN_LENGTH, wanted or 0)
+        log.warning("the configuration has no context length; assuming %d tokens", _UNKNOWN_LENGTH)
+        limit = max(_UNKNOWN_LENGTH, requested_len or 0)
     window = model.facts.sliding_window
     if model.disable_sliding_window and 0 < window < limit:
         log.info("max_model_len: at most %d, the model's window (disable_sliding_window)", window)
         limit = window
-    if wanted is None or wanted == -1:
+    if requested_len is None or requested_len == -1:
         length = limit
-        log.info("max_model_len: %d (%s)", length, "the model's own limit" if wanted is None else "or less, by memory")
+        why = "the model's limit" if requested_len is None else "or less, depending on memory"
+        log.info("max_model_len: %d (%s)", length, why)
     else:
-        length = _checked_length(wanted, limit)
-    return replace(config, model_config=replace(model, max_model_len=length, original_max_model_len=wanted))
+        length = _checked_length(requested_len, limit)
+    return replace(config, model_config=replace(model, max_model_len=length, original_max_model_len=requested_len))
 
 
-def _checked_length(wanted: int, limit: int) -> int:
-    if wanted < 1:
-        raise ConfigError(f"max_model_len must be at least 1, or -1 for auto; got {wanted}", param="max_model_len")
-    if wanted <= limit:
-        return wanted
+def _checked_length(length: int, limit: int) -> int:
+    if length < 1:
+        raise ConfigError(f"max_model_len must be at least 1, or -1 for auto; got {length}", param="max_model_len")
+    if length <= limit:
+        return length
     if env.ALLOW_LONG_MAX_MODEL_LEN.get():
-        log.warning("max_model_len: %d although the model's own limit is %d; answers may be nonsense", wanted, limit)
-        return wanted
+        log.warning("max_model_len: %d although the model's limit is %d; answers may be nonsense", length, limit)
+        return length
     raise ConfigError(
-        f"max_model_len={wanted} is more than the model's own limit of {limit} tokens; lower it, or set "
-        "QUIRE_ALLOW_LONG_MAX_MODEL_LEN=1 if you know that the model can do more",
+        f"max_model_len={length} is more than the model's limit of {limit} tokens; lower it, or set "
+        "QUIRE_ALLOW_LONG_MAX_MODEL_LEN=1 if you know that the model supports more",
         param="max_model_len",
-        value=wanted,
+        value=length,
     )
 
 
-def choose_reuse(given: Given, config: EngineConfig) -> EngineConfig:
-    """Chunked prefill and prefix caching: on. Where layers keep running states, reuse costs memory for saved ones: only
-    if asked for."""
+def choose_reuse(requested: Requested, config: EngineConfig) -> EngineConfig:
+    """Chunked prefill and prefix caching: on. With recurrent states, prefix caching costs memory: only on request."""
     has_states, cache = config.model_config.facts.has_states, config.cache_config
     changes: dict[str, Any] = {}
-    if given.get("enable_chunked_prefill") is None:
+    if requested.get("enable_chunked_prefill") is None:
         changes["scheduler_config.enable_chunked_prefill"] = True
-    caching = given.get("enable_prefix_caching")
+    caching = requested.get("enable_prefix_caching")
     if caching is None:
         caching = not has_states or cache.mamba_cache_mode != "none"
         changes["cache_config.enable_prefix_caching"] = caching
         if not caching:
-            log.info(
-                "enable_prefix_caching: off (some layers keep running states; enable_prefix_caching=True saves them)"
-            )
+            log.info("enable_prefix_caching: off (some layers have recurrent states; True would save them)")
     if has_states and caching and cache.mamba_cache_mode == "none":
         changes["cache_config.mamba_cache_mode"] = "align"
         log.info("mamba_cache_mode: align (prefix caching is on: states are saved at block ends)")
     if cache.mamba_block_size is not None and not caching:
         raise ConfigError(
-            f"mamba_block_size={cache.mamba_block_size} says where states are saved for reuse, which needs "
+            f"mamba_block_size={cache.mamba_block_size} sets where states are saved for reuse, which needs "
             "enable_prefix_caching=True",
             param="mamba_block_size",
             value=cache.mamba_block_size,
@@ -317,27 +315,27 @@ def batch_defaults(world_size: int, device: str = "cpu") -> tuple[dict[str, int]
     return tokens, requests
 
 
-# Of a server: on a GPU about two steps of decodes with a large model; on a CPU what a reader of a stream bears.
+# Of a server: on a GPU about two decode steps of a large model; on a CPU what a reader of a stream tolerates.
 LATENCY_GOALS_MS = {"cuda": 12.0, "cpu": 500.0}
 
 
-def choose_batch(given: Given, config: EngineConfig) -> EngineConfig:
-    """How much a step holds: by usage, then so that the two limits and the context length fit each other."""
+def choose_batch(requested: Requested, config: EngineConfig) -> EngineConfig:
+    """The size of a step: by usage, then adjusted so that both limits are consistent with the context length."""
     scheduler, length = config.scheduler_config, config.model_config.max_model_len
     by_tokens, by_requests = batch_defaults(config.parallel_config.world_size, config.device_config.device)
     tokens, requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-    if given.get("max_num_seqs") is None:
+    if requested.get("max_num_seqs") is None:
         requests = by_requests.get(config.usage_context, scheduler.DEFAULT_MAX_NUM_SEQS)
-    if given.get("max_num_batched_tokens") is None:
+    if requested.get("max_num_batched_tokens") is None:
         tokens = by_tokens.get(config.usage_context, scheduler.DEFAULT_MAX_NUM_BATCHED_TOKENS)
         if not scheduler.enable_chunked_prefill:
             tokens = max(tokens, length)
-        tokens = max(min(tokens, requests * length), requests if given.get("max_num_seqs") else 1)
-    if given.get("max_num_seqs") is None:
+        tokens = max(min(tokens, requests * length), requests if requested.get("max_num_seqs") else 1)
+    if requested.get("max_num_seqs") is None:
         requests = min(requests, tokens)
-    log.debug("a step holds at most %d tokens of %d requests", tokens, requests)
+    log.debug("a step has at most %d tokens of %d requests", tokens, requests)
     goal = scheduler.inter_token_latency_goal_ms
-    if given.get("inter_token_latency_goal_ms") is None:
+    if requested.get("inter_token_latency_goal_ms") is None:
         is_server = config.usage_context == "OPENAI_API_SERVER"
         goal = LATENCY_GOALS_MS.get(config.device_config.device, 0.0) if is_server else 0.0
     return replace(
@@ -348,8 +346,8 @@ def choose_batch(given: Given, config: EngineConfig) -> EngineConfig:
     )
 
 
-def choose_queue(given: Given, config: EngineConfig) -> EngineConfig:
-    """How much may wait: a server refuses early rather than let its queue grow without bound."""
+def choose_queue(requested: Requested, config: EngineConfig) -> EngineConfig:
+    """Limits of the queue: a server refuses early rather than let its queue grow without bound."""
     if config.usage_context != "OPENAI_API_SERVER":
         return config
     scheduler, length = config.scheduler_config, config.model_config.max_model_len
@@ -361,7 +359,7 @@ def choose_queue(given: Given, config: EngineConfig) -> EngineConfig:
     return replace(config, scheduler_config=replace(scheduler, **changes))
 
 
-def check_scheduler(given: Given, config: EngineConfig) -> EngineConfig:
+def check_scheduler(requested: Requested, config: EngineConfig) -> EngineConfig:
     """Limits that contradict each other are errors."""
     s, length = config.scheduler_config, config.model_config.max_model_len
     if s.max_num_batched_tokens < s.max_num_seqs:
@@ -407,23 +405,23 @@ def _long_threshold(config: EngineConfig) -> int:
     return threshold
 
 
-def choose_scheduling(given: Given, config: EngineConfig) -> EngineConfig:
-    """Planning ahead pays off where the device computes while the host plans; on CPU the two share the cores."""
-    if given.get("async_scheduling") is not None:
+def choose_scheduling(requested: Requested, config: EngineConfig) -> EngineConfig:
+    """Planning ahead pays off if the device computes while the host plans; on CPU both share the cores."""
+    if requested.get("async_scheduling") is not None:
         return config
     is_on = config.device_config.device == "cuda"
-    log.debug("async_scheduling: %s", "on (a GPU)" if is_on else "off (on CPU plan and step share the cores)")
+    log.debug("async_scheduling: %s", "on (a GPU)" if is_on else "off (on CPU planning and computing share the cores)")
     return replace(config, **{"scheduler_config.async_scheduling": is_on})
 
 
-def choose_cache(given: Given, config: EngineConfig) -> EngineConfig:
-    """The KV cache's precision, and what it copies from the model."""
+def choose_cache(requested: Requested, config: EngineConfig) -> EngineConfig:
+    """The precision of the KV cache, and fields copied from the model."""
     facts, chosen = config.model_config.facts, config.cache_config.cache_dtype
     cache_dtype = _cache_dtype(config) if chosen == "auto" else None
     if config.device_config.device != "cpu" and chosen not in ("auto", config.model_config.dtype):
         raise NotBuiltError(
-            f"kv_cache_dtype={chosen!r} is built for device=cpu only in this version; a GPU keeps keys and values "
-            f"as the model computes them ({config.model_config.dtype})",
+            f"kv_cache_dtype={chosen!r} is built for device=cpu only in this version; on a GPU keys and values are "
+            f"stored as the model computes them ({config.model_config.dtype})",
             param="kv_cache_dtype",
         )
     if chosen == "int8_per_token_head" and native.library() is None:
@@ -432,27 +430,27 @@ def choose_cache(given: Given, config: EngineConfig) -> EngineConfig:
         )
     changes: dict[str, Any] = {
         "sliding_window": facts.sliding_window if facts.all_windowed else None,
-        "user_specified_block_size": given.get("block_size") is not None,
+        "user_specified_block_size": requested.get("block_size") is not None,
     }
-    if given.get("block_size") is None and config.device_config.device == "cuda":
+    if requested.get("block_size") is None and config.device_config.device == "cuda":
         changes["block_size"] = GPU_BLOCK_SIZE
-        log.debug("block_size: %d (a GPU reads whole tiles of keys)", GPU_BLOCK_SIZE)
+        log.debug("block_size: %d (the size of a key tile)", GPU_BLOCK_SIZE)
     if cache_dtype is not None:
         changes["cache_dtype"] = cache_dtype
     return replace(config, cache_config=replace(config.cache_config, **changes))
 
 
 def _cache_dtype(config: EngineConfig) -> str:
-    """The model's; but 16 bits beside blocks of a few bits, where float32 keys and values would add no precision."""
+    """The model's; but 16 bits with quantized blocks, where float32 keys and values would add no precision."""
     model = config.model_config
     if model.weight_form != "stored" or model.dtype != "float32" or native.library() is None:
         return model.dtype
     by_tiles = "amx_bf16" in cpu_flags() and env.CPU_KERNELS.get() in ("auto", "amx")
-    return "bfloat16" if by_tiles else "float16"  # attention by tiles knows bfloat16 alone
+    return "bfloat16" if by_tiles else "float16"  # tiled attention supports bfloat16 only
 
 
-def finish(given: Given, config: EngineConfig) -> EngineConfig:
-    """A name for this run, and what other fields repeat from the model."""
+def finish(requested: Requested, config: EngineConfig) -> EngineConfig:
+    """An id for this run, and fields copied from the model."""
     model = config.model_config
     quantized = model.hf_config.get("quantization_config")
     return replace(
@@ -463,28 +461,28 @@ def finish(given: Given, config: EngineConfig) -> EngineConfig:
     )
 
 
-def choose_thinking(given: Given, config: EngineConfig) -> EngineConfig:
-    """The reasoning parser can be given in two places; either is enough, and both must agree."""
-    marks, own = config.reasoning_config, config.structured_outputs_config.reasoning_parser
+def choose_thinking(requested: Requested, config: EngineConfig) -> EngineConfig:
+    """The reasoning parser has two options; either is enough, and both must agree."""
+    marks, parser = config.reasoning_config, config.structured_outputs_config.reasoning_parser
     if marks is None:
         return config
-    if not (marks.reasoning_parser or own or (marks.reasoning_start_str and marks.reasoning_end_str)):
+    if not (marks.reasoning_parser or parser or (marks.reasoning_start_str and marks.reasoning_end_str)):
         raise ConfigError(
             "reasoning_config needs reasoning_parser, or both reasoning_start_str and reasoning_end_str",
             param="reasoning_config",
         )
-    if not marks.reasoning_parser or marks.reasoning_parser == own:
+    if not marks.reasoning_parser or marks.reasoning_parser == parser:
         return config
-    if own:
+    if parser:
         raise ConfigError(
-            f"reasoning_parser is {own!r}, and reasoning_config.reasoning_parser is {marks.reasoning_parser!r}",
+            f"reasoning_parser is {parser!r}, and reasoning_config.reasoning_parser is {marks.reasoning_parser!r}",
             param="reasoning_config",
         )
     return replace(config, **{"structured_outputs_config.reasoning_parser": marks.reasoning_parser})
 
 
-def choose_harmony(given: Given, config: EngineConfig) -> EngineConfig:
-    """gpt-oss always answers in channels; the parser `identity` leaves its text as it is."""
+def choose_harmony(requested: Requested, config: EngineConfig) -> EngineConfig:
+    """gpt-oss always answers in channels; the parser `identity` leaves its text unparsed."""
     if config.model_config.facts.model_type != "gpt_oss" or config.structured_outputs_config.reasoning_parser:
         return config
     return replace(config, **{"structured_outputs_config.reasoning_parser": "openai_gptoss"})

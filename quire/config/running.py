@@ -1,6 +1,6 @@
-"""How work is ordered and spread: SchedulerConfig, ParallelConfig, DeviceConfig.
+"""How work is scheduled and distributed: SchedulerConfig, ParallelConfig, DeviceConfig.
 
-Declarations only (option.py says what they mean); values are decided in resolve.py.
+Declarations only (see option.py); values are resolved in resolve.py.
 """
 
 from typing import ClassVar, Literal
@@ -12,7 +12,7 @@ from quire.config.unavailable import reason
 
 @group
 class SchedulerConfig(Group):
-    """How many requests and tokens a step may hold, and who goes first."""
+    """How many requests and tokens a step may have, and which go first."""
 
     DEFAULT_MAX_NUM_BATCHED_TOKENS: ClassVar[int] = 2048
     DEFAULT_MAX_NUM_BATCHED_TOKENS_FOR_BATCHED_DP: ClassVar[int] = 256
@@ -28,40 +28,40 @@ class SchedulerConfig(Group):
     )  # fmt: skip
     inter_token_latency_goal_ms: float = option(
         0.0,
-        "Milliseconds that a decoding request should wait for a token at most while prompts are computed beside it: "
-        "bounds the prompt tokens of a step, on a GPU not below 512 and not while many prompts wait, on a CPU not "
-        "below 64. 0 is no goal; unset is 12 for a server on a GPU, 500 for one on a CPU, else 0.", unset=None, low=0,
+        "Target for the time between tokens of a decoding request while prompts are computed, in milliseconds: "
+        "limits the prompt tokens of a step, on a GPU not below 512 and not while many prompts wait, on a CPU not "
+        "below 64. 0 is no target; unset is 12 for a server on a GPU, 500 for one on a CPU, else 0.", unset=None, low=0,
     )  # fmt: skip
     max_num_queued_reqs: int | None = option(
-        None, "Requests that may wait; more are refused. 0 is no bound; unset is 10000 for a server, else no bound.",
+        None, "Most queued requests; more are refused. 0 is no limit; unset is 10000 for a server, else no limit.",
         low=0,
     )  # fmt: skip
     max_num_queued_tokens: int | None = option(
-        None, "Prompt tokens that may wait; more are refused. 0 is no bound; unset is 4M for a server (at least 8 "
-        "prompts of max_model_len), else no bound.", low=0, human=True,
+        None, "Most queued prompt tokens; more are refused. 0 is no limit; unset is 4M for a server (at least 8 "
+        "prompts of max_model_len), else no limit.", low=0, human=True,
     )  # fmt: skip
     max_num_partial_prefills: int = option(1, "Prompts that may be partially computed at once.", low=1)
     max_long_partial_prefills: int = option(1, "How many of those may be long.", low=1)
     long_prefill_token_threshold: int = option(
-        0, "From how many tokens a prompt is long; 0 is none, or 4% of max_model_len with several partial prefills.",
+        0, "Tokens from which a prompt is long; 0 is never, or 4% of max_model_len with several partial prefills.",
         low=0,
     )  # fmt: skip
     enable_chunked_prefill: bool = option(
-        True, "Spread a prompt over several steps; unset is on where the model allows it.", unset=None
+        True, "Split a prompt over several steps; unset is on if the model allows it.", unset=None
     )
     policy: Literal["fcfs", "priority"] = option(
         "fcfs", "First come first served, or by priority (lower first).", name="scheduling_policy"
     )
     scheduler_cls: str | None = option(
-        None, "A class made from quire.sched.scheduler:Scheduler to use instead, or its import path.",
-        accepts=str | None, take=lambda given: given if given is None else name_of(given),
+        None, "A subclass of quire.sched.scheduler:Scheduler to use instead, or its import path.",
+        accepts=str | None, take=lambda value: value if value is None else name_of(value),
     )  # fmt: skip
-    scheduler_reserve_full_isl: bool = option(True, "Admit a request only when its whole prompt fits.")
-    watermark: float = option(0.0, "Share of blocks kept free when requests are admitted.", low=0, below=1)
+    scheduler_reserve_full_isl: bool = option(True, "Admit a request only if its entire prompt fits.")
+    watermark: float = option(0.0, "Fraction of blocks left free when requests are admitted.", low=0, below=1)
     async_scheduling: bool = option(
         False, "Plan a step while the previous one still runs; unset is on for a GPU, off on CPU.", unset=None
     )
-    stream_interval: int = option(1, "Tokens gathered before a streamed piece is sent.", low=1)
+    stream_interval: int = option(1, "Tokens per streamed chunk.", low=1)
     # results
     runner_type: str = "generate"
     is_multimodal_model: bool = False
@@ -77,7 +77,7 @@ class SchedulerConfig(Group):
 
 @group
 class EPLBConfig(Group):
-    """Balancing of experts over devices."""
+    """Expert load balancing across devices."""
 
 
 @group
@@ -87,7 +87,7 @@ class FaultToleranceConfig(Group):
 
 @group
 class ParallelConfig(Group):
-    """How one model is spread over processes and devices."""
+    """How one model is distributed over processes and devices."""
 
     tensor_parallel_size: int = unavailable()
     pipeline_parallel_size: int = unavailable()
@@ -95,11 +95,11 @@ class ParallelConfig(Group):
     data_parallel_size: int = unavailable()
     eplb_config: EPLBConfig = option(EPLBConfig, "How experts are balanced.", unset=None)
     distributed_executor_backend: str | None = option(
-        None, "How workers are run.", LATER, choices=("uni", "mp", "ray", "external_launcher"), ready=("uni",),
+        None, "How workers are started.", LATER, choices=("uni", "mp", "ray", "external_launcher"), ready=("uni",),
         hints=("mp", "ray"), why=f"on one device mp and ray have no effect: {reason('one-device')}", accepts=str | None,
-        take=lambda given: given if given is None else name_of(given),
+        take=lambda value: value if value is None else name_of(value),
     )  # fmt: skip
-    worker_extension_cls: str = option("", "Import path of a class whose methods the worker gains.")
+    worker_extension_cls: str = option("", "Import path of a class whose methods are added to the worker.")
     assigned_physical_gpu_ids: str | tuple[int, ...] | None = unavailable(accepts=str | None)
     # results
     rank: int = 0
@@ -107,7 +107,7 @@ class ParallelConfig(Group):
 
     @property
     def world_size(self) -> int:
-        """Workers of one engine."""
+        """Number of workers of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.prefill_context_parallel_size
 
     @property
@@ -120,8 +120,8 @@ class DeviceConfig(Group):
     """The device."""
 
     device: Literal["auto", "cpu", "cuda"] = option(
-        "auto", "The device that computes; auto is a GPU where there is one, else the CPU.",
-        accepts=str, take=lambda given: str(given).partition(":")[0],
+        "auto", "The compute device; auto is a GPU if there is one, else the CPU.",
+        accepts=str, take=lambda value: str(value).partition(":")[0],
     )  # fmt: skip
 
     @property

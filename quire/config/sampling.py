@@ -1,4 +1,4 @@
-"""Default sampling of a model: its generation_config.json, the user's word over it, and what ends an answer.
+"""Default sampling of a model: its generation_config.json, the user's overrides, and the end-of-text tokens.
 
 In: an EngineConfig whose model was found. Out: the same with default_sampling and eos_token_ids.
 """
@@ -20,24 +20,24 @@ HONOURED = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max
 _FILE = "generation_config.json"
 
 
-def choose_sampling(given: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
-    """What a request gets when it does not say."""
+def choose_sampling(requested: Mapping[str, Any], config: EngineConfig) -> EngineConfig:
+    """Sampling values for requests that do not set them."""
     model = config.model_config
     beside = _read(model.path)
     source = model.generation_config
     if source == "auto":
-        values = beside if given.get("model") else embedded.SAMPLING
+        values = beside if requested.get("model") else embedded.SAMPLING
     elif source == "vllm":
         values = {}
     else:
         files = config.load_config
-        found = locate(source, model.revision, files.download_dir, model.hf_token, weights=False)
-        values = read_json(found.path, _FILE)
+        located = locate(source, model.revision, files.download_dir, model.hf_token, weights=False)
+        values = read_json(located.path, _FILE)
     sampling = {key: values[key] for key in HONOURED if _is_number(_FILE, key, values.get(key))}
     for key, value in model.override_generation_config.items():
         if key not in HONOURED:
             raise ConfigError(
-                f"override_generation_config has {key!r}; these are honoured: {', '.join(HONOURED)}",
+                f"override_generation_config has {key!r}; allowed are {', '.join(HONOURED)}",
                 param="override_generation_config",
             )
         if _is_number("override_generation_config", key, value):
@@ -54,7 +54,7 @@ def choose_sampling(given: Mapping[str, Any], config: EngineConfig) -> EngineCon
 
 
 def _read(path: str) -> dict[str, Any]:
-    """The file beside the weights, {} if there is none."""
+    """The file next to the weights, {} if there is none."""
     return read_json(path, _FILE) if os.path.isfile(os.path.join(path, _FILE)) else {}
 
 

@@ -1,6 +1,6 @@
-"""The flat view of the tree: every keyword and flag, where its value lives, and how the given values become a tree.
+"""The flat view of the tree: every keyword and flag, the path of its field, and how values are assembled into a tree.
 
-In: a mapping keyword -> value. Out: an EngineConfig with every value in its place and checked, nothing decided yet.
+In: a mapping keyword -> value. Out: an EngineConfig with every value set and validated, nothing resolved yet.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ def group_of(kind: Any) -> type[Group] | None:
 
 @cache
 def table() -> dict[str, Flat]:
-    """Keyword -> where it lives, in the order of declaration. A name declared twice is a bug."""
+    """Keyword -> its field, in the order of declaration. A name declared twice is a bug."""
     rows: dict[str, Flat] = {}
     for flat in _walk(EngineConfig, ()):
         if flat.name in rows:
@@ -68,24 +68,24 @@ def _walk(group: type[Any], path: tuple[str, ...]) -> Iterator[Flat]:
             yield from _walk(inner, here)
 
 
-def assemble(given: Mapping[str, Any]) -> EngineConfig:
-    """Put every given value into its place. What was left unset takes its group's own default."""
+def assemble(requested: Mapping[str, Any]) -> EngineConfig:
+    """Set every requested value in the tree. Unset fields keep their group's default."""
     tree: dict[str, Any] = {}
-    given_at: dict[tuple[str, ...], str] = {}
+    set_by: dict[tuple[str, ...], str] = {}
     for flat in sorted(table().values(), key=lambda f: len(f.path)):
-        value = given.get(flat.name, flat.declared.option.unset)
+        value = requested.get(flat.name, flat.declared.option.unset)
         if same(value, flat.declared.option.unset):
             continue
         if group_of(flat.declared.type) is not None and value is not None:
-            _place_mapping(tree, given_at, flat, value)
+            _insert_mapping(tree, set_by, flat, value)
         else:
-            _place(tree, given_at, flat.path, value, flat.name)
+            _insert(tree, set_by, flat.path, value, flat.name)
     config: EngineConfig = _build(EngineConfig, tree)
     return config
 
 
-def _place_mapping(tree: dict[str, Any], given_at: dict[tuple[str, ...], str], flat: Flat, value: Any) -> None:
-    """A whole group given as a mapping, an instance, or the shorthand its option takes."""
+def _insert_mapping(tree: dict[str, Any], set_by: dict[tuple[str, ...], str], flat: Flat, value: Any) -> None:
+    """A complete group as a mapping, an instance, or the shorthand that its option accepts."""
     take = flat.declared.option.take
     value = take(value) if take is not None else value
     if isinstance(value, Group):
@@ -97,9 +97,9 @@ def _place_mapping(tree: dict[str, Any], given_at: dict[tuple[str, ...], str], f
             param=flat.name,
             value=value,
         )
-    _place(tree, given_at, flat.path, {}, flat.name)
+    _insert(tree, set_by, flat.path, {}, flat.name)
     for key, inner in value.items():
-        _place(tree, given_at, (*flat.path, str(key)), inner, f"{flat.name}.{key}")
+        _insert(tree, set_by, (*flat.path, str(key)), inner, f"{flat.name}.{key}")
 
 
 def _set_fields(group: Group) -> dict[str, Any]:
@@ -109,12 +109,12 @@ def _set_fields(group: Group) -> dict[str, Any]:
     return {name: value for name, value in values.items() if not same(value, getattr(plain, name))}
 
 
-def _place(
-    tree: dict[str, Any], given_at: dict[tuple[str, ...], str], path: tuple[str, ...], value: Any, name: str
+def _insert(
+    tree: dict[str, Any], set_by: dict[tuple[str, ...], str], path: tuple[str, ...], value: Any, name: str
 ) -> None:
-    if path in given_at and value != {}:
-        raise ConfigError(f"{name} and {given_at[path]} set the same thing; give one of them", param=name, value=value)
-    given_at[path] = name
+    if path in set_by and value != {}:
+        raise ConfigError(f"{name} and {set_by[path]} set the same field; use only one", param=name, value=value)
+    set_by[path] = name
     *above, last = path
     for key in above:
         tree = tree.setdefault(key, {})
@@ -126,25 +126,25 @@ def _build(group: type[Any], tree: Mapping[str, Any], where: str = "") -> Any:
     for field in dataclasses.fields(group):
         inner = group_of(field.type)
         if inner is not None and isinstance(values.get(field.name), dict):
-            place = f"{where}.{field.name}" if where else field.name
-            values[field.name] = _build(inner, values[field.name], place)
+            inner_path = f"{where}.{field.name}" if where else field.name
+            values[field.name] = _build(inner, values[field.name], inner_path)
     return make(group, values, where)
 
 
 def refuse_unbuilt(config: Any) -> None:
-    """Every set option whose feature is missing is refused by name, wherever in the tree it was set. Options that are
-    accepted without effect are named in one line of the log."""
+    """Refuse every set option whose feature is missing, by name, wherever in the tree it was set. Options that are
+    accepted without effect are listed in one line of the log."""
     notes = []
     for name, value, declared in _set_options(config):
         refuse(name, value, declared)
         if has_no_effect(value, declared):
             notes.append(f"{name}={shown_value(name, value)} ({declared.why})")
     if notes:
-        once(log, logging.WARNING, "Options that have no effect here: %s", "; ".join(notes))
+        once(log, logging.WARNING, "Options that have no effect: %s", "; ".join(notes))
 
 
 def _set_options(config: Any, where: str = "") -> Iterator[tuple[str, Any, Option]]:
-    """Name, value and declaration of every option, except those of mappings that were left alone."""
+    """Name, value and declaration of every option, except those in groups that were left at their defaults."""
     declared = declarations(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -160,7 +160,7 @@ def _set_options(config: Any, where: str = "") -> Iterator[tuple[str, Any, Optio
 
 
 def without_hints(config: Any) -> Any:
-    """The same, with hints meant for another engine back at their defaults, so that no other code has to know them."""
+    """The same, with hints for another engine reset to their defaults, so no other code has to know them."""
     declared = declarations(type(config))
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(config):

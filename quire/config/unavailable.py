@@ -1,8 +1,8 @@
 """Options that vLLM documents and Quire does not have: the rows of unavailable.txt, which explains its columns.
 
-In: the file. Out: for each config class, the options it gets beside those that it declares (option.py adds them), and
-the reasons by name. An option becomes available by leaving the file for a declaration in its class.
-Must not know: what an option's value is checked against, or who refuses it (option.py).
+In: the file. Out: for each config class, its additional options (option.py adds them), and
+the reasons by name. To make an option available, move it from the file to a declaration in its class.
+Must not know: how an option's value is validated or refused (option.py).
 """
 
 import os
@@ -24,10 +24,10 @@ _KINDS: dict[str, Any] = {
 
 
 class UnavailableRow(NamedTuple):
-    """One option. `kind` is as it is written: it may name a config class, which only option.py knows."""
+    """One option. `kind` is unparsed: it may name a config class, which only option.py knows."""
 
     field: str
-    name: str | None  # the keyword where it is not the field's name
+    name: str | None  # the keyword if it differs from the field's name
     flat: bool  # False: only a key inside its group's mapping
     flags: tuple[str, ...]
     kind: str
@@ -41,7 +41,7 @@ class UnavailableRow(NamedTuple):
 
 
 def rows_of(group: str) -> list[UnavailableRow]:
-    """What the file adds to the config class of this name."""
+    """The file's options of the config class of this name."""
     return all_rows().get(group, [])
 
 
@@ -93,10 +93,10 @@ def _row(cells: list[str], reasons: dict[str, str]) -> UnavailableRow:
     name = None
     if rest and rest[0] == ">":
         _, name, *rest = rest
-    what, _, words = why.partition(" ")
+    what, _, reason_text = why.partition(" ")
     return UnavailableRow(
         field.removeprefix("."), name, field[0] != ".", tuple(rest), *_value(value), _defaults(default), since, doc,
-        _OUTCOMES[what.rstrip(":")], words if what.endswith(":") else reasons[words],
+        _OUTCOMES[what.rstrip(":")], reason_text if what.endswith(":") else reasons[reason_text],
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from quire.base.clock import Laps, now
 from quire.base.codec import Codec, CodecError, Frame
 from quire.base.log import logger
 from quire.base.sockets import Hub, PeerGoneError
-from quire.config.local import thing_of
+from quire.config.local import object_of
 from quire.config.logs import apply_logging
 from quire.engine.charge import Charge
 from quire.engine.control import reply_with_error
@@ -149,7 +149,7 @@ def _scheduler_class(config: EngineConfig) -> type[Scheduler]:
     if named is None:
         return Scheduler
     try:
-        found = thing_of(named)
+        found = object_of(named)
     except ImportError as wrong:
         raise ConfigError(f"scheduler_cls {named!r} cannot be imported: {wrong}", param="scheduler_cls") from None
     if not (isinstance(found, type) and issubclass(found, Scheduler)):

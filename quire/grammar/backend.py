@@ -1,4 +1,4 @@
-"""What a grammar backend must do, and what it is given: five methods, and the tokens of the vocabulary as bytes.
+"""The interface of a grammar backend, and its input: five methods, and the tokens of the vocabulary as bytes.
 
     child process:   compile(spec) ──▶ bytes                   may take long, may be killed
     engine:          load(spec, bytes) ──▶ compiled, start(compiled) ──▶ Matcher, fill(matchers, rows, places)
@@ -39,8 +39,8 @@ PACKAGES = {  # package, extra
 
 
 class GrammarVocabulary(msgspec.Struct, frozen=True, kw_only=True):
-    """`tokens[i]`: the bytes token i adds to a text; empty for special tokens, which only a tag may ask for, by id.
-    `special`: what they are called."""
+    """`tokens[i]`: the bytes token i adds to a text; empty for special tokens, which only a tag may require, by id.
+    `special`: their names."""
 
     tokens: list[bytes]
     size: int  # of the model's logits, padding included
@@ -53,33 +53,33 @@ class GrammarVocabulary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Matcher(Protocol):
-    """One request's place in its grammar. Tokens that were only drafted are accepted too, and taken back."""
+    """One request's state in its grammar. Drafted tokens are accepted too, and rolled back."""
 
     def accept(self, token_id: int) -> bool:
-        """False: it does not follow, and the place is what it was."""
+        """False: it does not follow, and the state is unchanged."""
 
     def rollback(self, count: int) -> None:
-        """Back over the last tokens that were accepted, MOST_ROLLBACK at the most."""
+        """Undo the last accepted tokens, at most MOST_ROLLBACK."""
 
     def can_end(self) -> bool: ...
 
     def fault(self) -> str | None:
-        """Why it can go no further, if so."""
+        """Why it cannot continue, if so."""
 
 
 class Backend(Protocol):
     def compile(self, spec: GrammarSpec) -> bytes:
-        """All the slow work. ValueError: this grammar cannot be served, and why."""
+        """All the slow work. ValueError: why this grammar cannot be used."""
 
     def load(self, spec: GrammarSpec, compiled: bytes) -> Any: ...
 
     def start(self, loaded: Any) -> Matcher: ...
 
-    def fill(self, matchers: Sequence[Any], rows: Rows, places: Sequence[int]) -> None:
-        """rows[places[i]] becomes what may follow matchers[i]. End tokens are the caller's business."""
+    def fill(self, matchers: Sequence[Any], rows: Rows, indices: Sequence[int]) -> None:
+        """rows[places[i]] becomes the tokens that may follow matchers[i]. End tokens are up to the caller."""
 
     def cost(self, loaded: Any) -> int:
-        """Bytes it keeps, for the cache."""
+        """Its memory in bytes, for the cache."""
 
 
 def make_backend(name: str, vocabulary: GrammarVocabulary) -> Backend:

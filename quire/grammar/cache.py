@@ -1,8 +1,8 @@
-"""GrammarCache: what came of grammars, up to a number of bytes, so that grammars sent once do not push out others' own.
+"""GrammarCache: results of compilations, up to a number of bytes; grammars used once do not evict reused ones.
 
-An outcome is new until a second request uses it. New ones have an eighth of the room; whoever sends one new grammar
-after another therefore fills that eighth, and those that come again and again stay. Refusals are outcomes too.
-One thread at a time. Must not know: how grammars are compiled, who asks for them.
+A result is new until a second request uses it. New ones have an eighth of the capacity; a client that sends one new
+grammar after another therefore fills only that eighth, and recurring grammars stay. Refusals are results too.
+Not thread-safe. Must not know: how grammars are compiled, who requests them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class GrammarCache(Generic[Outcome]):
     def __init__(self, most_bytes: int) -> None:
         self._new: _Shelf[Outcome] = _Shelf(most_bytes // _NEW_PART)
         self._reused: _Shelf[Outcome] = _Shelf(most_bytes - most_bytes // _NEW_PART)
-        self._used: set[GrammarSpec] = set()  # of the new ones, those that one request has used
+        self._used: set[GrammarSpec] = set()  # of the new ones, those used by one request
 
     @property
     def num_bytes(self) -> int:
@@ -34,7 +34,7 @@ class GrammarCache(Generic[Outcome]):
         return spec in self._new.entries or spec in self._reused.entries
 
     def put(self, spec: GrammarSpec, outcome: Outcome, cost: int) -> None:
-        """`cost` in bytes. The last one put is there whatever it costs, until another comes."""
+        """`cost` in bytes. The latest entry is kept whatever it costs, until the next one."""
         self._reused.take(spec)
         self._used.discard(spec)
         self._used.difference_update(self._new.put(spec, outcome, cost))
@@ -64,7 +64,7 @@ class _Shelf(Generic[Outcome]):
         self._most_bytes = most_bytes
 
     def put(self, spec: GrammarSpec, outcome: Outcome, cost: int) -> list[GrammarSpec]:
-        """Returns those that had to make way."""
+        """Returns those that were evicted."""
         self.take(spec)
         self.entries[spec] = outcome, cost
         self.num_bytes += cost

@@ -1,7 +1,7 @@
-"""The child process that compiles: whatever a grammar does here, it does to this process alone.
+"""The child process that compiles: whatever a grammar breaks here, it breaks only this process.
 
     stdin:  frames of JobBoot, then Job …      stdout: one CompileReply each     end of stdin: the parent is gone, leave
-Its memory may grow by a fixed amount over what it has at start; its time the parent watches. Neither torch nor
+Its memory may grow by a fixed amount; the parent limits its time. Neither torch nor
 transformers is loaded: xgrammar imports both by name and its compiler uses neither, and they cost seconds.
 """
 
@@ -42,7 +42,7 @@ class CompileReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _AbsentType(type):
-    """Any attribute is the thing itself, calling it gives it, and it is false: enough to be imported and left alone."""
+    """Every attribute and call returns the object itself, and it is false: enough to be imported and not used."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -71,7 +71,7 @@ class _AbsentModule(types.ModuleType):
 
 def main() -> None:
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not get among the answers
+    os.dup2(2, 1)  # output of libraries must not mix with the replies
     for name in ("torch", "transformers"):
         module = _AbsentModule(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
@@ -106,7 +106,7 @@ def _work(job: Job, boot: JobBoot, made: dict[str, Backend]) -> CompileReply:
 
 
 def _compiled(backend: Backend, spec: GrammarSpec, vocabulary: GrammarVocabulary) -> CompileReply:
-    """A backend that stumbles over a constraint refuses it, in whatever words: what it was given is all it has read."""
+    """Any exception of a backend is a refusal of the constraint: the constraint is its only input."""
     try:
         compiled = backend.compile(spec)
         _try_out(backend, spec, compiled, vocabulary)
@@ -116,24 +116,24 @@ def _compiled(backend: Backend, spec: GrammarSpec, vocabulary: GrammarVocabulary
 
 
 def _try_out(backend: Backend, spec: GrammarSpec, compiled: bytes, vocabulary: GrammarVocabulary) -> None:
-    """Walk a few tokens: what hangs or crashes a matcher should do so here, not in the engine."""
+    """Accept a few tokens: a matcher that hangs or crashes should do so here, not in the engine."""
     matcher = backend.start(backend.load(spec, compiled))
     rows = np.zeros((1, vocabulary.words), np.int32)
     for step in range(_TRIAL_STEPS):
         backend.fill([matcher], rows, [0])
         if (fault := matcher.fault()) is not None:
             raise ValueError(fault)
-        found = np.flatnonzero(np.unpackbits(rows.view(np.uint8)[0], bitorder="little"))
-        allowed = found[~np.isin(found, vocabulary.ends)]
+        following = np.flatnonzero(np.unpackbits(rows.view(np.uint8)[0], bitorder="little"))
+        allowed = following[~np.isin(following, vocabulary.ends)]
         if not allowed.size:
             if step == 0 and not matcher.can_end():
-                raise ValueError("nothing this model can say follows it")
+                raise ValueError("no token of this model can follow it")
             return
         matcher.accept(int(allowed[(step * 7919) % allowed.size]))
 
 
 def _limit_memory(more: int | None) -> None:
-    """Address space: what is used now and so much more."""
+    """Limit the address space to what is used now and this much more."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if more is None:
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))

@@ -1,8 +1,8 @@
 """Which backends may compile a constraint, in which order, and why.
 
-The one asked for (or, with `auto`, xgrammar) goes first if it does what the constraint needs; the others follow in a
-fixed order, unless disable_fallback. Whoever would not hold the constraint to the letter is left out, with the reason
-in the log.
+The requested one (or, with `auto`, xgrammar) goes first if it supports the constraint; the others follow in a
+fixed order, unless disable_fallback is set. Backends that would not enforce the constraint exactly are skipped, with
+the reason in the log.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ log = logger(__name__)
 XGRAMMAR, GUIDANCE, OUTLINES, ENFORCER = "xgrammar", "guidance", "outlines", "lm-format-enforcer"
 ORDER = (XGRAMMAR, GUIDANCE, OUTLINES, ENFORCER)  # fast and general first
 _LOGGED = 256
-_told: dict[tuple[str, str], None] = {}
+_logged: dict[tuple[str, str], None] = {}
 _PLAIN = frozenset((
     "type", "properties", "required", "additionalProperties", "enum", "const", "items", "minItems", "maxItems",
     "minLength", "maxLength", "anyOf", "a value that is not plain ASCII text",
 ))  # fmt: skip
-# Of a JSON schema, what they hold to the letter.
+# JSON schema keywords that they enforce exactly.
 _KNOWN = {
     OUTLINES: _PLAIN | {"pattern", "several types"},
     ENFORCER: _PLAIN - {"minLength", "maxLength", "anyOf", "const", "a value that is not plain ASCII text"},
@@ -39,20 +39,20 @@ _TEXT_ONLY = (GrammarKind.JSON, GrammarKind.REGEX, GrammarKind.CHOICE)
 
 
 def candidates(config: StructuredOutputsConfig) -> list[str]:
-    """Those installed, the preferred one first."""
-    asked = config.backend
-    order = [asked] if asked != "auto" else [XGRAMMAR]
+    """The installed ones, the preferred one first."""
+    preferred = config.backend
+    order = [preferred] if preferred != "auto" else [XGRAMMAR]
     if not config.disable_fallback:
         order += [name for name in ORDER if name not in order]
     present = [name for name in order if _is_installed(name)]
-    if not present or (asked != "auto" and asked not in present):
+    if not present or (preferred != "auto" and preferred not in present):
         missing, extra = PACKAGES[order[0]]
         raise MissingExtraError("structured output", extra, missing)
     return present
 
 
 def choose(spec: GrammarSpec, needs: Needs, config: StructuredOutputsConfig) -> tuple[str, ...]:
-    """The backends to try, in order. `needs`: what the reading of the constraint found."""
+    """The backends to try, in order. `needs`: what the constraint requires."""
     present, fit = candidates(config), []
     for name in present:
         reason = _unfit(name, spec, needs)
@@ -66,7 +66,7 @@ def choose(spec: GrammarSpec, needs: Needs, config: StructuredOutputsConfig) -> 
             f"the structured output backend {present[0]!r} does not support {reason}{_hint(spec, needs, config)}",
             param="structured_outputs",
         )
-    # a constraint that is too much for the first two is not given to one after the other: each may take its time
+    # a constraint that is too complex is not tried with all backends: each may use up the time limit
     first = [name for name in fit if name in ORDER[:2] or name not in ORDER or name == config.backend]
     return tuple(first or fit)
 
@@ -109,15 +109,15 @@ def _hint(spec: GrammarSpec, needs: Needs, config: StructuredOutputsConfig) -> s
 
 
 def _tell(name: str, reason: str) -> None:
-    """Once per reason, and not without end: a client may make up any number of them."""
-    known = (name, reason) in _told
-    if not known and len(_told) < _LOGGED:
-        _told[name, reason] = None
+    """Once per reason, and at most a fixed number: a client may cause any number of them."""
+    known = (name, reason) in _logged
+    if not known and len(_logged) < _LOGGED:
+        _logged[name, reason] = None
         log.log(logging.INFO, "Structured output goes to another backend: %s", reason)
 
 
 @lru_cache(maxsize=8)
 def _is_installed(name: str) -> bool:
-    if name not in PACKAGES:  # from an entry point: it says itself what it lacks
+    if name not in PACKAGES:  # from an entry point: it reports missing packages itself
         return name in BACKENDS
     return importlib.util.find_spec(PACKAGES[name][0]) is not None

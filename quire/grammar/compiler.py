@@ -1,9 +1,9 @@
-"""Compiler: specs to compiled grammars, off the step's path, in children that are killed when they take too long.
+"""Compiler: specs to compiled grammars, outside of steps, in child processes that are killed when they take too long.
 
     submit(spec) ──▶ a worker thread ──▶ its child: backend.compile ──▶ the thread: backend.load ──▶ Compiled
-Which is next is for jobs.py to say; one that nobody waits for any more is stopped, and its child with it. What came of
-grammars is kept (cache.py), refusals too, so that a hostile grammar costs its time once. Threads and children start
-with the first spec; children come after everyone else in line, so their time is the processor's. Must not know:
+jobs.py decides which is next; a job that nobody waits for any more is stopped, and its child killed. Results are
+cached (cache.py), including refusals, so a hostile grammar costs its time only once. Threads and children start
+with the first spec; children have the lowest priority, so their limits are CPU time. Must not know:
 requests, steps.
 """
 
@@ -36,22 +36,22 @@ from quire.schema.grammar import GrammarSpec
 log = logger(__name__)
 _MAIN = "quire.grammar.child:main"
 _START_SECONDS = 120.0  # for imports and the vocabulary
-_WALL_FACTOR = 3.0  # what a limit in seconds of the processor is on the clock, for a machine that others use too
+_WALL_FACTOR = 3.0  # wall-clock seconds per CPU second, for a busy machine
 _PARAM = "structured_outputs"
 _REFUSAL_BYTES = 1000
-_LARGE = 1 << 20  # bytes of a compiled grammar; reading it takes some ten times its own, which are then free
-_LOOK_SECONDS = 0.05  # between two looks at whether a job still has to go on
+_LARGE = 1 << 20  # bytes of a compiled grammar; loading it takes about ten times that, which is then freed
+_LOOK_SECONDS = 0.05  # between two checks whether a job must continue
 
 
 @dataclass(frozen=True)
 class CompileLimits:
-    seconds: float = 10.0  # of the processor
+    seconds: float = 10.0  # of CPU time
     memory_bytes: int = 1 << 30  # that a child may grow by
     compiled_bytes: int = 1 << 26  # of one compiled grammar
     cache_bytes: int = 1 << 29  # of all that are kept
     num_workers: int = 2
     most_queued: int = 256  # that wait for a worker; more are refused
-    first_seconds: float = 1.0  # after which a grammar makes way for those that have not had their try
+    first_seconds: float = 1.0  # after which a grammar yields to those that have not been tried
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class _TimeoutError(Exception):
 
 
 class _StoppedError(Exception):
-    """The job is to be given back."""
+    """The job must be returned to the queue."""
 
 
 class Compiler:
     def __init__(
         self, vocabulary: Callable[[], GrammarVocabulary], limits: CompileLimits, done: Callable[[], None]
     ) -> None:
-        """`done` is called from a worker thread whenever something is ready to be fetched."""
+        """`done` is called from a worker thread whenever a result is ready."""
         self._make_vocabulary = vocabulary
         self.limits = limits
         self._done = done
@@ -86,7 +86,7 @@ class Compiler:
         )
         self._lock = threading.Lock()
         self._cache: GrammarCache[Outcome] = GrammarCache(limits.cache_bytes)
-        self._loading = threading.Lock()  # one at a time: it takes many times what is kept
+        self._loading = threading.Lock()  # one at a time: it needs much more memory than its result
         self._vocabulary: GrammarVocabulary | None = None
         self._backends: dict[str, Backend] = {}
         self._making = threading.Lock()
@@ -95,7 +95,7 @@ class Compiler:
         self.num_compiled = 0
 
     def submit(self, spec: GrammarSpec) -> None:
-        """Start it, unless it is there or under way already. OverloadedError: too many wait."""
+        """Start it, unless it is cached or in progress. OverloadedError: too many are queued."""
         with self._lock:
             if spec in self._cache:
                 return
@@ -107,11 +107,11 @@ class Compiler:
                 thread.start()
 
     def drop(self, spec: GrammarSpec) -> None:
-        """Whoever submitted it is gone: it need not be compiled."""
+        """Nobody waits for it any more: it need not be compiled."""
         self._jobs.drop(spec)
 
     def fetch(self, spec: GrammarSpec) -> Outcome | None:
-        """What came of it, for one request; None while it is under way."""
+        """The result, for one request; None while it is in progress."""
         with self._lock:
             return self._cache.use(spec)
 
@@ -158,7 +158,7 @@ class Compiler:
         return child
 
     def _compile(self, child: _CompilerProcess, job: CompileJob) -> Compiled:
-        """With the first backend that manages."""
+        """With the first backend that succeeds."""
         refusals: list[InputError] = []
         for name in job.spec.backends:
             try:
@@ -241,7 +241,7 @@ def _cost(compiled: Compiled) -> int:
 
 
 class _CompilerProcess:
-    """A compiling process, started when it is asked something and is not there."""
+    """A compiling process, started on demand."""
 
     def __init__(self, boot: JobBoot) -> None:
         self._boot = boot
@@ -259,7 +259,7 @@ class _CompilerProcess:
         began, before = now(), processor_seconds(process.pid)
 
         def look() -> float:
-            """How long to wait before the next look."""
+            """How long to wait before the next check."""
             spent = processor_seconds(process.pid) - before
             if stop(spent):
                 raise _StoppedError
@@ -294,11 +294,11 @@ def _read(process: subprocess.Popen[bytes], count: int, look: Callable[[], float
     while count:
         if not select.select([pipe], [], [], look())[0]:
             continue
-        piece = pipe.read1(min(count, 1 << 20))
-        if not piece:
+        chunk = pipe.read1(min(count, 1 << 20))
+        if not chunk:
             raise EOFError
-        parts.append(piece)
-        count -= len(piece)
+        parts.append(chunk)
+        count -= len(chunk)
     return b"".join(parts)
 
 

@@ -1,10 +1,10 @@
-"""Jobs: which grammar is compiled next, whom a running one has to make way for, and when nobody wants it any more.
+"""Jobs: which grammar is compiled next, when a running one must yield, and when it is no longer needed.
 
     put(spec) ──▶ new ──▶ take() ──▶ done(job)
                            └─ took long while new ones waited, or was dropped ──▶ give_back(job) ──▶ long, or gone
-How long a grammar takes is not known before, so each gets a short first try; one that outlives it while others wait
-starts again among the long ones, which leave at least one worker to the new. The queue is bounded. Every method may
-be called by any thread. Must not know: processes, backends, requests.
+How long a grammar takes is not known in advance, so each gets a short first attempt; one that exceeds it while others
+wait is requeued among the long ones, which leave at least one worker to new ones. The queue is bounded. Thread-safe.
+Must not know: processes, backends, requests.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from quire.schema.errors import OverloadedError
 from quire.schema.grammar import GrammarSpec
 
-_NEW_PER_LONG = 4  # new ones that go first while a long one waits and a worker is free for it
+_NEW_PER_LONG = 4  # new ones that go first while a long one is waiting
 
 
 @dataclass(eq=False)
 class CompileJob:
     spec: GrammarSpec
-    is_long: bool = False  # it outlived its first try
+    is_long: bool = False  # it exceeded its first attempt
     dropped: bool = False  # nobody waits for it
 
 
@@ -43,7 +43,7 @@ class Jobs:
             return len(self._new) + len(self._long) + len(self._running)
 
     def put(self, spec: GrammarSpec) -> None:
-        """Once, however often it is asked for. OverloadedError: too many wait already."""
+        """Enqueue it, once. OverloadedError: too many are queued."""
         with self._changed:
             if (running := self._running.get(spec)) is not None:
                 running.dropped = False
@@ -57,7 +57,7 @@ class Jobs:
             self._changed.notify_all()
 
     def take(self) -> CompileJob | None:
-        """The next, once there is one; None: there will be no more."""
+        """The next job, once there is one; None: closed."""
         with self._changed:
             while True:
                 if self._closed:
@@ -76,13 +76,13 @@ class Jobs:
                 running.dropped = True
 
     def must_stop(self, job: CompileJob, seconds: float) -> bool:
-        """Whether a job that has run so long is to be given back."""
+        """Whether a job that has run this long must be returned to the queue."""
         if job.dropped or self._closed:
             return True
         return not job.is_long and seconds > self._first_seconds and bool(self._new)
 
     def give_back(self, job: CompileJob) -> None:
-        """It was stopped: it waits again, unless nobody waits for it."""
+        """It was stopped: queue it again, unless nobody waits for it."""
         with self._changed:
             self._running.pop(job.spec, None)
             if not job.dropped:

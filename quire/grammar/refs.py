@@ -1,7 +1,7 @@
-"""References: what each `$ref` of a JSON schema names, by pointer, by anchor or by `$id`, within the schema alone.
+"""References: the target of each `$ref` of a JSON schema, by pointer, by anchor or by `$id`, within the schema only.
 
-In: the schemas within a schema, as schema.py walks them. Out: those that references name, or an InputError for one that
-names nothing, or leads only back to itself. Nothing is ever fetched.
+In: the subschemas, as schema.py walks them. Out: the targets of references, or an InputError for one that
+does not exist or only leads back to itself. Nothing is ever fetched.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ class References:
         self._root = root
         self._roots: dict[str, object] = {"": root}
         self._anchors: dict[tuple[str, str], object] = {}
-        self._bases: dict[int, str] = {}  # by the identity of a node: what its references are relative to
+        self._bases: dict[int, str] = {}  # by node identity: the base of its references
         self._sound: set[int] = set()  # nodes, by identity, whose reference ends at a schema that is none
 
     def enter(self, node: Mapping[str, Any], base: str) -> str:
-        """Take in the names that a schema has; the base of its parts."""
-        own, anchor = node.get("$id"), node.get("$anchor")
-        if isinstance(own, str) and own.startswith("#"):  # an anchor, as it was written before there were any
-            self._anchors.setdefault((base, own[1:]), node)
-        elif isinstance(own, str):
-            base = _join(base, own)
+        """Record the names of a schema; returns the base of its subschemas."""
+        schema_id, anchor = node.get("$id"), node.get("$anchor")
+        if isinstance(schema_id, str) and schema_id.startswith(
+            "#"
+        ):  # an anchor, as it was written before there were any
+            self._anchors.setdefault((base, schema_id[1:]), node)
+        elif isinstance(schema_id, str):
+            base = _join(base, schema_id)
             self._roots.setdefault(base, node)
         if isinstance(anchor, str):
             self._anchors.setdefault((base, anchor), node)
@@ -41,7 +43,7 @@ class References:
         return id(node) in self._bases
 
     def is_plain(self, node: Mapping[str, Any]) -> bool:
-        """A pointer by names alone, from the root of the whole: the form that every backend reads alike."""
+        """A plain pointer from the root: the form that all backends read the same way."""
         text = str(node["$ref"])
         if self._bases.get(id(node), "") != self._bases.get(id(self._root), ""):
             return False
@@ -50,8 +52,8 @@ class References:
         return text == "#" or by_name
 
     def find(self, node: Mapping[str, Any]) -> object:
-        """The schema that its `$ref` names. Only once everything was entered."""
-        found = step = self._named(node)
+        """The target of its `$ref`. Call after everything was entered."""
+        target = step = self._named(node)
         passed = {id(node)}
         while isinstance(step, Mapping) and "$ref" in step and id(step) not in self._sound:
             if id(step) in passed:
@@ -59,7 +61,7 @@ class References:
             passed.add(id(step))
             step = self._named(step)
         self._sound |= passed
-        return found
+        return target
 
     def _named(self, node: Mapping[str, Any]) -> object:
         text = node["$ref"]
@@ -71,16 +73,16 @@ class References:
             base = _join(base, address)
         fragment = unquote(fragment)
         if fragment and not fragment.startswith("/"):
-            found = self._anchors.get((base, fragment))
+            target = self._anchors.get((base, fragment))
         else:
-            found = _walk(self._roots.get(base), fragment)
-        if not isinstance(found, Mapping | bool):
-            raise _refuse(text, "names nothing within the schema")
-        return found
+            target = _walk(self._roots.get(base), fragment)
+        if not isinstance(target, Mapping | bool):
+            raise _refuse(text, "does not exist within the schema")
+        return target
 
 
 def _walk(node: object, pointer: str) -> object:
-    """What a JSON pointer leads to; None: nothing."""
+    """The target of a JSON pointer; None: it does not exist."""
     for step in pointer.split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(node, Mapping):

@@ -1,7 +1,7 @@
-"""A regular expression read for what a backend would take otherwise than Python's `re.fullmatch` does.
+"""Checks a regular expression for constructs that a backend interprets differently than Python's `re.fullmatch`.
 
-Not a parser: it steps over escapes and character classes and looks at what stands outside and inside them. What no
-backend has (look-around, back references, word boundaries) is refused by name.
+Not a parser: it skips escapes and character classes and looks at what is outside and inside them. What no
+backend supports (look-around, back references, word boundaries) is refused by name.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _PARAM = "structured_outputs"
 _ESCAPES = {
     "b": "a word boundary (\\b)", "B": "a word boundary (\\B)", "A": "\\A", "Z": "\\Z", "z": "\\z", "G": "\\G",
 }  # fmt: skip
-_PIECE = re.compile(
-    # possessive and bounded: what has no end is not looked through again from every place
+_TOKEN = re.compile(
+    # possessive and bounded: an unterminated construct is not scanned again from every position
     r"\\(?:[pP]\{[^{}]{0,64}+\}|.)|\(\?(?:<[=!]|[=!:>]|P?<\w++>|P=\w++\)|[a-zA-Z-]++[:)]|.?)|\{\d*+,?+\d*+\}|.",
     re.S,
 )
@@ -37,7 +37,7 @@ _COMMON = {
 @dataclass
 class Regex:
     """`for_xgrammar`: the same expression with `.` spelt out, because there it would match a newline too.
-    `for_guidance`: with \\w and \\s as the letters that Python and Unicode both count among them."""
+    `for_guidance`: with \\w and \\s as the characters that Python and Unicode agree on."""
 
     for_xgrammar: str
     for_guidance: str
@@ -48,8 +48,8 @@ def read_regex(source: str) -> Regex:
     if len(source) > MOST_CHARS:
         raise _refuse(f"the regex has {len(source)} characters; the limit is {MOST_CHARS}", value=len(source))
     reader = _RegexReader(source)
-    for found in _PIECE.finditer(source):
-        reader.take(found.group(), found.start())
+    for match in _TOKEN.finditer(source):
+        reader.take(match.group(), match.start())
     if reader.depth or reader.in_class:
         raise _refuse(f"the regex is not closed: {'[' if reader.in_class else '('} has no end")
     return Regex("".join(reader.out), "".join(reader.common), reader.reasons)
@@ -67,56 +67,56 @@ class _RegexReader:
         self.closed = 1  # repeats inside the group or atom that just ended
         self.inner: list[int] = [1]  # the most repeats met so far, per open group
 
-    def take(self, piece: str, at: int) -> None:
-        self.common.append(_COMMON.get((piece, self.in_class and self.negated), piece))
-        if piece[0] == "\\" and len(piece) > 1:
-            self._escape(piece)
+    def take(self, token: str, at: int) -> None:
+        self.common.append(_COMMON.get((token, self.in_class and self.negated), token))
+        if token[0] == "\\" and len(token) > 1:
+            self._escape(token)
         elif self.in_class:
-            if piece[0] == "]" and at > self.class_start:
+            if token[0] == "]" and at > self.class_start:
                 self.in_class, self.closed = False, 1
-        elif piece[0] == "[":
+        elif token[0] == "[":
             self.in_class, self.class_start = True, at + 1
             self.negated = self.source.startswith("[^", at)
-        elif piece[0] == "(":
-            self._open(piece)
-        elif piece[0] == ")":
+        elif token[0] == "(":
+            self._open(token)
+        elif token[0] == ")":
             self._close()
-        elif piece[0] == "{" and len(piece) > 2:
-            self._repeat(piece)
-        elif piece not in "*+?":
+        elif token[0] == "{" and len(token) > 2:
+            self._repeat(token)
+        elif token not in "*+?":
             self.closed = 1
-            if piece in "^$" and at not in (0, self.last):
-                self.reasons.append(f"'{piece}' inside the expression")
-        if piece == "." and not self.in_class:
-            piece = "[^\\n]"
-        self.out.append(piece)
+            if token in "^$" and at not in (0, self.last):
+                self.reasons.append(f"'{token}' inside the expression")
+        if token == "." and not self.in_class:
+            token = "[^\\n]"
+        self.out.append(token)
 
-    def _escape(self, piece: str) -> None:
-        letter = piece[1]
+    def _escape(self, token: str) -> None:
+        letter = token[1]
         if not self.in_class and letter in _ESCAPES:
-            raise _refuse(f"the regex has {_ESCAPES[letter]}, which no grammar backend supports", value=piece)
+            raise _refuse(f"the regex has {_ESCAPES[letter]}, which no grammar backend supports", value=token)
         if not self.in_class and letter.isdigit() and letter != "0":
-            raise _refuse(f"the regex has a back reference ({piece}), which no grammar is able to follow", value=piece)
-        if letter in "pPNQWDS":  # its classes are ASCII's, so what is outside of one is not what Python means
-            self.reasons.append(f"'{piece}'")
+            raise _refuse(f"the regex has a back reference ({token}), which no grammar can enforce", value=token)
+        if letter in "pPNQWDS":  # its classes are ASCII, so their complement differs from Python's
+            self.reasons.append(f"'{token}'")
         elif letter in "wds" and self.in_class and self.negated:
-            self.reasons.append(f"'{piece}' in [^...]")
+            self.reasons.append(f"'{token}' in [^...]")
         self.closed = 1
 
-    def _open(self, piece: str) -> None:
+    def _open(self, token: str) -> None:
         self.depth += 1
         if self.depth > MOST_NESTING:
             raise _refuse(f"the regex nests groups deeper than {MOST_NESTING}", value=self.depth)
         self.inner.append(1)
-        if piece.startswith(("(?=", "(?!", "(?<=", "(?<!")):
-            raise _refuse(f"the regex has look-around ('{piece}'), which no grammar backend supports", value=piece)
-        if piece.startswith("(?P="):
+        if token.startswith(("(?=", "(?!", "(?<=", "(?<!")):
+            raise _refuse(f"the regex has look-around ('{token}'), which no grammar backend supports", value=token)
+        if token.startswith("(?P="):
             raise _refuse(
-                f"the regex has a back reference ('{piece}'), which no grammar is able to follow", value=piece
+                f"the regex has a back reference ('{token}'), which no grammar is able to follow", value=token
             )
-        if piece not in ("(", "(?:"):
-            self.reasons.append(f"'{piece}'")
-            if piece.endswith(")"):  # (?i): flags alone open no group
+        if token not in ("(", "(?:"):
+            self.reasons.append(f"'{token}'")
+            if token.endswith(")"):  # (?i): flags alone open no group
                 self.depth -= 1
                 self.inner.pop()
 
@@ -127,8 +127,8 @@ class _RegexReader:
         self.closed = self.inner.pop()
         self.inner[-1] = max(self.inner[-1], self.closed)
 
-    def _repeat(self, piece: str) -> None:
-        counts = [n.lstrip("0") or "0" for n in piece[1:-1].split(",") if n]
+    def _repeat(self, token: str) -> None:
+        counts = [n.lstrip("0") or "0" for n in token[1:-1].split(",") if n]
         if (longest := max(map(len, counts), default=0)) > _MOST_DIGITS:
             raise _refuse(f"the regex has a number of {longest} digits in braces; the limit is {MOST_REPEAT}")
         most = max(map(int, counts), default=1)

@@ -1,7 +1,7 @@
-"""From StructuredOutputsParams to a GrammarSpec: checked, sized, and with backends named. Runs where the caller is.
+"""From StructuredOutputsParams to a GrammarSpec: validated, with its backends. Runs in the caller's process.
 
-Every refusal is an InputError that names the limit or the keyword, made in time and memory bounded by the size of what
-was given. Must not know: tokens, how anything is compiled.
+Every refusal is an InputError that names the limit or the keyword, in time and memory bounded by the size of the
+input. Must not know: tokens, how anything is compiled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from quire.config.extras import StructuredOutputsConfig
 from quire.grammar import choose
 from quire.grammar.regex import read_regex
-from quire.grammar.schema import MANY_VALUES, Needs, read_schema, tag_part
+from quire.grammar.schema import LARGE_VALUES, Needs, read_schema, tag_part
 from quire.schema.errors import InputError
 from quire.schema.grammar import GrammarKind, GrammarSpec
 from quire.schema.params import StructuredOutputsParams
@@ -25,47 +25,47 @@ _PARAM = "structured_outputs"
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
-def make_spec(given: StructuredOutputsParams, config: StructuredOutputsConfig) -> GrammarSpec:
-    compact = given.disable_any_whitespace or config.disable_any_whitespace
-    if given.whitespace_pattern is not None:
-        if given.json is None and not given.json_object:
+def make_spec(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> GrammarSpec:
+    compact = params.disable_any_whitespace or config.disable_any_whitespace
+    if params.whitespace_pattern is not None:
+        if params.json is None and not params.json_object:
             raise _refuse("whitespace_pattern is for json only")
         if compact:
-            raise _refuse("whitespace_pattern and disable_any_whitespace cannot both be given")
-        read_regex(given.whitespace_pattern)
-    kind, text, needs = _read(given, config)
+            raise _refuse("whitespace_pattern and disable_any_whitespace cannot both be set")
+        read_regex(params.whitespace_pattern)
+    kind, text, needs = _read(params, config)
     if len(text) > config.max_grammar_bytes:
         raise _too_long(kind, len(text), config)
     spec = GrammarSpec(
         kind=kind,
         text=text,
         compact=compact and kind is GrammarKind.JSON,
-        whitespace=given.whitespace_pattern,
-        in_thought=isinstance(given.structural_tag, dict) and given.structural_tag.get("in_reasoning") is True,
+        whitespace=params.whitespace_pattern,
+        in_thought=isinstance(params.structural_tag, dict) and params.structural_tag.get("in_reasoning") is True,
     )
     return replace(spec, backends=choose.choose(spec, needs, config))
 
 
-def _read(given: StructuredOutputsParams, config: StructuredOutputsConfig) -> tuple[GrammarKind, str, Needs]:
-    """Kind, text, and what it needs of a backend."""
-    if given.json is not None:
-        closed = given.disable_additional_properties or config.disable_additional_properties
-        return _json(given.json, config, closed=closed)
-    if given.json_object is not None:
-        if given.json_object is not True:
-            raise _refuse(f"json_object is {given.json_object!r}; leave it out or give true")
+def _read(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> tuple[GrammarKind, str, Needs]:
+    """Kind, text, and its requirements for a backend."""
+    if params.json is not None:
+        closed = params.disable_additional_properties or config.disable_additional_properties
+        return _json(params.json, config, closed=closed)
+    if params.json_object is not None:
+        if params.json_object is not True:
+            raise _refuse(f"json_object is {params.json_object!r}; omit it or set it to true")
         return GrammarKind.JSON, json.dumps(_ANY_OBJECT), read_schema(_ANY_OBJECT)
-    if given.regex is not None:
-        if not isinstance(given.regex, str):
-            raise _refuse(f"regex must be a string, got {type(given.regex).__name__}")
-        return GrammarKind.REGEX, given.regex, Needs(read_regex(given.regex).not_xgrammar)
-    if given.choice is not None:
-        return _choice(given.choice)
-    if given.grammar is not None:
-        if not isinstance(given.grammar, str) or not given.grammar.strip():
+    if params.regex is not None:
+        if not isinstance(params.regex, str):
+            raise _refuse(f"regex must be a string, got {type(params.regex).__name__}")
+        return GrammarKind.REGEX, params.regex, Needs(read_regex(params.regex).not_xgrammar)
+    if params.choice is not None:
+        return _choice(params.choice)
+    if params.grammar is not None:
+        if not isinstance(params.grammar, str) or not params.grammar.strip():
             raise _refuse("grammar must be a string that is not empty")
-        return (GrammarKind.EBNF if "::=" in given.grammar else GrammarKind.LARK), given.grammar, Needs()
-    return _tag(given.structural_tag, config)
+        return (GrammarKind.EBNF if "::=" in params.grammar else GrammarKind.LARK), params.grammar, Needs()
+    return _tag(params.structural_tag, config)
 
 
 def _json(schema: object, config: StructuredOutputsConfig, *, closed: bool) -> tuple[GrammarKind, str, Needs]:
@@ -78,12 +78,12 @@ def _json(schema: object, config: StructuredOutputsConfig, *, closed: bool) -> t
     try:
         schema = _whole_numbers(schema)
     except RecursionError:
-        raise _refuse("the schema is nested too deeply to be read") from None
+        raise _refuse("the schema is nested too deeply") from None
     needs = read_schema(schema)
     if schema is False:
         raise _refuse("the schema is false, so no answer could be valid")
     if schema is True or schema == {}:
-        schema = _ANY_OBJECT  # any value would do; a bare number has no natural end
+        schema = _ANY_OBJECT  # any value is valid; a bare number has no natural end
         needs = read_schema(schema)
     if closed:
         schema = _close(schema)
@@ -91,7 +91,7 @@ def _json(schema: object, config: StructuredOutputsConfig, *, closed: bool) -> t
 
 
 def _whole_numbers(schema: Any) -> Any:
-    """1.0 as 1: to JSON schema they are the same, and backends want counts and bounds without a point."""
+    """1.0 as 1: in JSON schema they are equal, and backends expect integers for counts and bounds."""
     if isinstance(schema, list):
         return [_whole_numbers(part) for part in schema]
     if isinstance(schema, dict):
@@ -99,23 +99,23 @@ def _whole_numbers(schema: Any) -> Any:
     return int(schema) if isinstance(schema, float) and schema.is_integer() and abs(schema) < 1 << 53 else schema
 
 
-def _choice(words: object) -> tuple[GrammarKind, str, Needs]:
-    if not isinstance(words, list | tuple) or not words or not all(isinstance(word, str) for word in words):
+def _choice(entries: object) -> tuple[GrammarKind, str, Needs]:
+    if not isinstance(entries, list | tuple) or not entries or not all(isinstance(word, str) for word in entries):
         raise _refuse("choice must be a list of strings that is not empty")
-    if len(words) > MOST_CHOICES:
-        raise _refuse(f"choice has {len(words)} entries; the limit is {MOST_CHOICES}", value=len(words))
-    kept = list(dict.fromkeys(words))
-    reasons = [f"a choice of {len(kept)}"] if len(kept) > MANY_VALUES else []
-    if any(not word or any(ord(letter) < 32 for letter in word) for word in kept):
+    if len(entries) > MOST_CHOICES:
+        raise _refuse(f"choice has {len(entries)} entries; the limit is {MOST_CHOICES}", value=len(entries))
+    distinct = list(dict.fromkeys(entries))
+    reasons = [f"a choice of {len(distinct)}"] if len(distinct) > LARGE_VALUES else []
+    if any(not word or any(ord(letter) < 32 for letter in word) for word in distinct):
         reasons.append("a choice with control characters, or an empty one")
-    return GrammarKind.CHOICE, _dump(kept), Needs(reasons)
+    return GrammarKind.CHOICE, _dump(distinct), Needs(reasons)
 
 
-def _tag(given: object, config: StructuredOutputsConfig) -> tuple[GrammarKind, str, Needs]:
+def _tag(tag: object, config: StructuredOutputsConfig) -> tuple[GrammarKind, str, Needs]:
     """Either {structures, triggers}, or {"type": "structural_tag", "format": ...}."""
-    if isinstance(given, str) and len(given) > config.max_grammar_bytes:
-        raise _too_long(GrammarKind.STRUCTURAL_TAG, len(given), config)
-    parsed = _parse(given, "structural_tag") if isinstance(given, str) else given
+    if isinstance(tag, str) and len(tag) > config.max_grammar_bytes:
+        raise _too_long(GrammarKind.STRUCTURAL_TAG, len(tag), config)
+    parsed = _parse(tag, "structural_tag") if isinstance(tag, str) else tag
     if not isinstance(parsed, dict):
         raise _refuse("structural_tag must be JSON of an object")
     if "structures" not in parsed:
@@ -133,14 +133,14 @@ def _tag(given: object, config: StructuredOutputsConfig) -> tuple[GrammarKind, s
         if not any(isinstance(t, str) and t and one["begin"].startswith(t) for t in triggers):
             raise _refuse(f"no trigger begins the structural tag {one['begin']!r:.80}")
         reasons += read_schema(one.get("schema") or {}).not_xgrammar
-    kept: dict[str, Any] = {"structures": structures, "triggers": triggers}
+    rebuilt: dict[str, Any] = {"structures": structures, "triggers": triggers}
     if parsed.get("stop_after_first") is True:  # one of them, and the text ends; guidance has no word for it
-        kept["stop_after_first"] = True
-    return GrammarKind.STRUCTURAL_TAG, _dump({"type": "structural_tag", **kept}), Needs(reasons)
+        rebuilt["stop_after_first"] = True
+    return GrammarKind.STRUCTURAL_TAG, _dump({"type": "structural_tag", **rebuilt}), Needs(reasons)
 
 
 def _read_parts(form: object) -> Needs:
-    """What the parts of a structural tag need, without recursion. What a part may be, the backend says."""
+    """Requirements of the parts of a structural tag, without recursion. The backend validates the parts."""
     needs, waiting, num_parts = Needs(), [form], 0
     while waiting:
         part = waiting.pop()
@@ -155,8 +155,8 @@ def _read_parts(form: object) -> Needs:
         if kind is not None:
             needs.keywords[tag_part(kind)] = None
         if "json_schema" in part:
-            found = read_schema(part["json_schema"])
-            needs.not_xgrammar += found.not_xgrammar
+            needs_of_part = read_schema(part["json_schema"])
+            needs.not_xgrammar += needs_of_part.not_xgrammar
             if part.get("style", "json") != "json":
                 needs.keywords["'style' of a structural tag"] = None
         if kind == "regex":
@@ -170,22 +170,22 @@ def _read_parts(form: object) -> Needs:
 
 
 def _close(schema: Any) -> Any:
-    """Objects that name their properties and do not say otherwise take no others. The depth is bounded by now."""
+    """Close objects that list properties, unless they are explicitly open. The depth is already bounded."""
     if isinstance(schema, list):
         return [_close(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {key: part if key in ("enum", "const", "default") else _close(part) for key, part in schema.items()}
-    if isinstance(kept.get("properties"), dict):
-        kept.setdefault("additionalProperties", False)
-    return kept
+    closed = {key: part if key in ("enum", "const", "default") else _close(part) for key, part in schema.items()}
+    if isinstance(closed.get("properties"), dict):
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
 def _parse(text: str, name: str) -> object:
     try:
         return json.loads(text)
     except RecursionError:
-        raise _refuse(f"{name} is nested too deeply to be read") from None
+        raise _refuse(f"{name} is nested too deeply") from None
     except ValueError as wrong:
         raise _refuse(f"{name} is not valid JSON: {wrong}") from None
 

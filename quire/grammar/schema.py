@@ -1,8 +1,8 @@
-"""A JSON schema read for what it needs: keywords, sizes, and what a backend would not hold to the letter.
+"""Requirements of a JSON schema: keywords, sizes, and what a backend would not enforce exactly.
 
-In: a parsed schema. Out: Needs, or an InputError that names the keyword and where it stands. Nothing is compiled here.
-A keyword that neither backend enforces is refused, because an answer that ignores it would not be valid; so is a
-reference that names nothing, which some would take for a schema of anything. What references name is read too.
+In: a parsed schema. Out: Needs, or an InputError that names the keyword and its location. Nothing is compiled here.
+A keyword that no backend enforces is refused, because an answer that ignores it would not be valid; so is a
+dangling reference, which some backends would treat as a schema of anything. Targets of references are checked too.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from quire.schema.errors import InputError
 
 MOST_DEPTH = 64
 MOST_NODES = 20_000
-MANY_OPTIONAL = 24  # optional properties of one object from which xgrammar's compile time grows with their square
-MANY_VALUES = 1000
+LARGE_OPTIONAL = 24  # optional properties of one object from which xgrammar's compile time grows with their square
+LARGE_VALUES = 1000
 _PARAM = "structured_outputs"
-_ENOUGH = 32  # reasons against a backend; a client may give any number
-_SHOWN = 200  # characters of a place
+_ENOUGH = 32  # reasons against a backend; a client may cause any number
+_SHOWN = 200  # characters of a location
 
 _NOTES = frozenset((
     "$schema", "$id", "$comment", "$anchor", "$vocabulary", "title", "description", "default", "example", "examples",
     "deprecated", "readOnly", "writeOnly", "discriminator", "contentEncoding", "contentMediaType", "strict", "nullable",
 ))  # fmt: skip
 _ONE = ("items", "additionalProperties", "additionalItems")
-_MANY = ("anyOf", "oneOf", "allOf", "prefixItems")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES = frozenset((
     "type", "enum", "const", "$ref", "required", "minLength", "maxLength", "pattern", "format", "minimum", "maximum",
     "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minItems", "maxItems", "minProperties", "maxProperties",
 ))  # fmt: skip
-_KNOWN = _VALUES | {*_ONE, *_MANY, *_NAMED}
-# Constrain nothing unless a keyword of another group is there too; the standard says so.
+_KNOWN = _VALUES | {*_ONE, *_LISTS, *_NAMED}
+# No constraint unless a keyword of another group is present too, by the standard.
 _HARMLESS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 _REFUSED = frozenset((
     "not", "if", "dependentRequired", "dependentSchemas", "dependencies", "uniqueItems", "contains", "contentSchema",
     "unevaluatedItems", "unevaluatedProperties", "propertyNames", "$dynamicRef", "$recursiveRef", "$dynamicAnchor",
     "$recursiveAnchor",
 ))  # fmt: skip
-# What xgrammar leaves out or takes otherwise than the standard says.
+# What xgrammar ignores or interprets differently than the standard.
 _NOT_XGRAMMAR = (
     "pattern", "patternProperties", "format", "multipleOf", "oneOf", "allOf", "additionalItems", "minProperties",
     "maxProperties",
@@ -56,8 +56,8 @@ _ALONE = ("$ref", "anyOf", "enum", "const")  # beside these xgrammar reads no ot
 
 @dataclass
 class Needs:
-    """What a constraint needs of a backend. `not_xgrammar`: reasons, in the order found, why xgrammar would not do.
-    `keywords`: those of a schema, and words for what stands in an unusual form."""
+    """A constraint's requirements for a backend. `not_xgrammar`: reasons, in order of discovery, against xgrammar.
+    `keywords`: those of a schema, and descriptions of unusual forms."""
 
     not_xgrammar: list[str] = field(default_factory=list)
     keywords: dict[str, None] = field(default_factory=dict)
@@ -81,12 +81,12 @@ class _Subschema(NamedTuple):
 
 
 def tag_part(name: object) -> str:
-    """The word for a part of a structural tag."""
+    """The description of a part of a structural tag."""
     return f"the part {name!r:.40} of a structural tag"
 
 
 def read_schema(schema: object) -> Needs:
-    """Walk the whole schema once, without recursion."""
+    """Walk the schema once, without recursion."""
     needs, references, num_nodes = Needs(), References(schema), 0
     waiting = [_Subschema(schema, "", 0, "")]
     referring: list[Mapping[str, Any]] = []
@@ -102,14 +102,14 @@ def read_schema(schema: object) -> Needs:
             base = references.enter(node, part.base)
             if "$ref" in node:
                 referring.append(node)
-            waiting += [_Subschema(child, place, part.depth + 1, base) for child, place in _children(node, part.path)]
+            waiting += [_Subschema(child, path, part.depth + 1, base) for child, path in _children(node, part.path)]
         waiting = _read_references(referring, references, needs)
         referring = []
     return needs
 
 
 def _read_part(part: _Subschema, needs: Needs) -> Mapping[str, Any] | None:
-    """None: it is true or false, and has no parts."""
+    """None: it is true or false, and has no subschemas."""
     node, path = part.node, part.path
     if part.depth > MOST_DEPTH:
         raise _refuse(f"the schema is nested deeper than {MOST_DEPTH} levels", value=part.depth)
@@ -126,20 +126,20 @@ def _read_part(part: _Subschema, needs: Needs) -> Mapping[str, Any] | None:
 
 
 def _read_references(referring: list[Mapping[str, Any]], references: References, needs: Needs) -> list[_Subschema]:
-    """Those that are named, and stand where no schema was looked for."""
-    found: dict[int, _Subschema] = {}
+    """Targets of references that are not in the position of a subschema."""
+    extra: dict[int, _Subschema] = {}
     for node in referring:
         target = references.find(node)
         if not references.is_plain(node):
             needs.note("a '$ref' that is no plain pointer")
             needs.keywords["a '$ref' that is no plain pointer"] = None
         if isinstance(target, Mapping) and not references.entered(target):
-            found[id(target)] = _Subschema(target, f"/…/{str(node['$ref']).rpartition('/')[2]}", 0, "")
-    return list(found.values())
+            extra[id(target)] = _Subschema(target, f"/…/{str(node['$ref']).rpartition('/')[2]}", 0, "")
+    return list(extra.values())
 
 
 def _children(node: Mapping[str, Any], path: str) -> Iterator[tuple[object, str]]:
-    path = path[: _SHOWN + 1]  # it is only shown; each of many children has one
+    path = path[: _SHOWN + 1]  # only for messages; each of many children has one
     for name in _ONE:
         if name in node:
             value = node[name]
@@ -147,7 +147,7 @@ def _children(node: Mapping[str, Any], path: str) -> Iterator[tuple[object, str]
                 yield from ((child, f"{path}/{name}/{i}") for i, child in enumerate(value))
             else:
                 yield value, f"{path}/{name}"
-    for name in _MANY:
+    for name in _LISTS:
         if name in node:
             if not isinstance(node[name], list) or not node[name]:
                 raise _refuse(f"{name} at {_at(path)} must be a list of schemas that is not empty")
@@ -172,7 +172,7 @@ def _read_node(node: Mapping[str, Any], path: str, needs: Needs) -> None:
             needs.note(f"'{name}'")
         if name not in _NOTES:
             needs.keywords[name] = None
-    _read_object(node, path, needs)  # before anything takes `required` for a list of names
+    _read_object(node, path, needs)  # before anything assumes that `required` is a list of names
     _read_forms(node, needs)
     if "pattern" in node:
         _read_pattern(node["pattern"], path)
@@ -181,46 +181,50 @@ def _read_node(node: Mapping[str, Any], path: str, needs: Needs) -> None:
     values = node.get("enum")
     if values is not None and (not isinstance(values, list) or not values):
         raise _refuse(f"enum at {_at(path)} must be a list that is not empty")
-    if isinstance(values, list) and len(values) > MANY_VALUES:
+    if isinstance(values, list) and len(values) > LARGE_VALUES:
         needs.note(f"an enum of {len(values)} values")
     if isinstance(node.get("items"), list):
         needs.note("'items' as a list")
 
 
 def _read_forms(node: Mapping[str, Any], needs: Needs) -> None:
-    """What the simpler backends cannot do although they know the keyword."""
-    found = needs.keywords
-    own = [name for name in node if name in _KNOWN and name not in ("$defs", "definitions")]
+    """What the simpler backends do not support although they know the keyword."""
+    keywords = needs.keywords
+    constraining = [name for name in node if name in _KNOWN and name not in ("$defs", "definitions")]
     kind = node.get("type")
     if isinstance(kind, list):
-        found["several types"] = None
-    if not own:
-        found["a schema that takes anything"] = None
-    if own == ["type"] and kind in ("object", "array"):
-        found[f"an {kind} of anything"] = None
-    if any(name in node for name in _ALONE) and len(own) > 1 and own not in (["type", "enum"], ["enum", "type"]):
-        found["a constraint beside another"] = None
+        keywords["several types"] = None
+    if not constraining:
+        keywords["a schema that takes anything"] = None
+    if constraining == ["type"] and kind in ("object", "array"):
+        keywords[f"an {kind} of anything"] = None
+    if (
+        any(name in node for name in _ALONE)
+        and len(constraining) > 1
+        and constraining not in (["type", "enum"], ["enum", "type"])
+    ):
+        keywords["a constraint beside another"] = None
     if "type" not in node and not any(name in node for name in _ALONE):
-        found["a constraint without a 'type'"] = None
+        keywords["a constraint without a 'type'"] = None
     if kind == "array" and "items" not in node:
-        found["an array of anything"] = None
+        keywords["an array of anything"] = None
     if "pattern" in node and ("minLength" in node or "maxLength" in node):
-        found["'pattern' beside a length"] = None
+        keywords["'pattern' beside a length"] = None
     values = node["enum"] if isinstance(node.get("enum"), list) else [node["const"]] if "const" in node else []
     for value in values:
         if not isinstance(value, str) or not value.isascii() or any(c in '\\"/' or ord(c) < 32 for c in value):
-            found["a value that is not plain ASCII text"] = None
+            keywords["a value that is not plain ASCII text"] = None
         if not isinstance(value, str | int | float | bool | None):
-            found["a value that is a list or an object"] = None
+            keywords["a value that is a list or an object"] = None
     if "properties" in node and isinstance(node["properties"], Mapping):
         if set(node.get("required") or ()) - set(node["properties"]):
-            found["a required property that is not declared"] = None
+            keywords["a required property that is not declared"] = None
         if any(not name.isascii() or any(c in '\\"/' or ord(c) < 32 for c in name) for name in node["properties"]):
-            found["a property whose name is not plain ASCII text"] = None
+            keywords["a property whose name is not plain ASCII text"] = None
     elif kind == "object":
-        found["an object of anything"] = None
+        keywords["an object of anything"] = None
     if isinstance(node.get("additionalProperties"), Mapping):
-        found["'additionalProperties' with a schema"] = None
+        keywords["'additionalProperties' with a schema"] = None
 
 
 def _read_pattern(pattern: object, path: str) -> None:
@@ -250,23 +254,23 @@ def _all_of_type(node: Mapping[str, Any]) -> bool:
 
 
 def _is_of(value: object, kind: object) -> bool:
-    wanted = _TYPES.get(kind) if isinstance(kind, str) else None
-    if wanted is None or (isinstance(value, bool) and kind != "boolean"):
+    expected = _TYPES.get(kind) if isinstance(kind, str) else None
+    if expected is None or (isinstance(value, bool) and kind != "boolean"):
         return False
-    return isinstance(value, wanted)  # type: ignore[arg-type]
+    return isinstance(value, expected)  # type: ignore[arg-type]
 
 
 def _read_type(node: Mapping[str, Any], path: str, needs: Needs) -> None:
-    given = node.get("type")
-    kinds = given if isinstance(given, list) else [] if given is None else [given]
-    if given is not None and not kinds:
+    declared = node.get("type")
+    kinds = declared if isinstance(declared, list) else [] if declared is None else [declared]
+    if declared is not None and not kinds:
         raise _refuse(f"type at {_at(path)} is an empty list")
     for kind in kinds:
         if not isinstance(kind, str) or kind not in _TYPES:
             raise _refuse(
                 f"type at {_at(path)} is {kind!r:.80}; it must be one of {', '.join(_TYPES)}", value=str(kind)[:80]
             )
-    if given is None and any(name in node for name in _VALUES - {"$ref", "enum", "const", "required"}):
+    if declared is None and any(name in node for name in _VALUES - {"$ref", "enum", "const", "required"}):
         needs.note("a constraint without a 'type'")
     bounds = [n for n in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum") if n in node]
     if bounds and (kinds != ["integer"] or any(isinstance(node[n], bool | float) for n in bounds)):
@@ -274,8 +278,8 @@ def _read_type(node: Mapping[str, Any], path: str, needs: Needs) -> None:
     if len(kinds) > 1 and any(name in node for name in _KNOWN - {"type", "$defs", "definitions"}):
         needs.note("a constraint beside several types")
     if node.get("maxLength") is not None or node.get("minLength"):
-        needs.note("a string's length")  # it then lets control characters into the string, and takes seconds
-    if isinstance(most := node.get("maxItems"), int) and most > MANY_VALUES:
+        needs.note("a string's length")  # it would allow control characters in the string, and take seconds
+    if isinstance(most := node.get("maxItems"), int) and most > LARGE_VALUES:
         needs.note(f"a maxItems of {most}")
 
 
@@ -286,7 +290,7 @@ def _read_object(node: Mapping[str, Any], path: str, needs: Needs) -> None:
     named = set(properties) if isinstance(properties, Mapping) else set()
     if set(required) - named:
         needs.note("a required property that is not declared")
-    if len(named - set(required)) > MANY_OPTIONAL:
+    if len(named - set(required)) > LARGE_OPTIONAL:
         needs.note(f"{len(named - set(required))} optional properties")
 
 

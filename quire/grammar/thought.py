@@ -1,10 +1,10 @@
-"""A thought before the answer, token by token: a grammar waits for its end, and a budget may force that end.
+"""Reasoning before the answer, token by token: a grammar waits for its end, and a budget may force that end.
 
     may open ──start tag──▶ opening ──its last token──▶ inside ──end tag, or the budget's──▶ over
          └── anything else ──────┴──▶ over
-Tags are found in the bytes that tokens add, because a tag that is no token of its own may be cut in any way; what is
-forced is said in tokens. A thought moves only by tokens that were committed. Must not know: which model marks its
-thoughts how, grammars.
+Tags are found in the bytes that tokens add, because a tag that is not a single token may be split in any way; a forced
+end is a sequence of tokens. The state advances only by committed tokens. Must not know: the tags of models,
+grammars.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 
 class Stage(enum.Enum):
-    MAY_OPEN = enum.auto()  # a thought or the answer may come
-    OPENING = enum.auto()  # the start tag has begun
+    MAY_OPEN = enum.auto()  # reasoning or the answer may start
+    OPENING = enum.auto()  # inside the start tag
     INSIDE = enum.auto()
     OVER = enum.auto()
 
@@ -55,19 +55,19 @@ class Thought:
         self._tail = b""  # the last bytes
 
     def opener(self) -> int | None:
-        """The start tag's next token, where a grammar waits to see whether a thought opens."""
+        """The start tag's next token, while a grammar waits to see whether reasoning starts."""
         return self.marks.start[len(self._seen)] if self.bound and self.stage in _BEFORE else None
 
     def forced(self) -> int | None:
-        """The one token that must come next, because the budget is spent."""
+        """The one token that must come next, because the budget is used up."""
         if self.stage is not Stage.INSIDE or self.budget is None or self.count < self.budget:
             return None
         if self.count == 0 and self.marks.first:
             self._closer = self.marks.first
-        return self._closer[self._said()]
+        return self._closer[self._num_forced()]
 
     def feed(self, token_id: int) -> bool:
-        """Whether this token belongs to the thought."""
+        """Whether this token belongs to the reasoning."""
         if self.stage is Stage.OVER:
             return False
         if self.stage is Stage.INSIDE:
@@ -79,19 +79,19 @@ class Thought:
         return True
 
     def _think(self, token_id: int) -> None:
-        wanted = self.forced()
-        done = 0 if wanted is None else self._said() + 1
+        forced_id = self.forced()
+        done = 0 if forced_id is None else self._num_forced() + 1
         self.count += 1
         self._seen = [*self._seen, token_id][-len(self._closer) :]
         self._tail += self.marks.text_of(token_id)
-        if wanted == token_id and done < len(self._closer):
-            return  # the end that is forced is said to its own end, whatever other tag is part of it
+        if forced_id == token_id and done < len(self._closer):
+            return  # a forced end is completed, whatever other tag it contains
         if done == len(self._closer) or any(tag in self._tail for tag in self.marks.ends):
             self.stage = Stage.OVER
         self._tail = self._tail[-self._longest :]
 
-    def _said(self) -> int:
-        """How much of the end the last tokens are."""
+    def _num_forced(self) -> int:
+        """How many tokens of the forced end have been generated."""
         closer = self._closer
         for size in range(min(len(closer) - 1, len(self._seen)), 0, -1):
             if tuple(self._seen[-size:]) == closer[:size]:

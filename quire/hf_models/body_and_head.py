@@ -1,8 +1,8 @@
-"""A transformers model split into body and head, so that only the tokens that are sampled need logits.
+"""A transformers model split into body and head, so logits are only computed for sampled tokens.
 
-The body is a module inside the model. For hidden states the whole model is called and stopped when the body returns;
-for logits it is called again with the body answering at once with the hidden states it is given. So whatever a class
-does around its body (scales, caps, biases, several heads) stays as it wrote it. Without a body, the "hidden states" are
+The body is a module inside the model. For hidden states the model is called and stopped when the body returns;
+for logits it is called again with a body that returns the given hidden states at once. So whatever a class
+does around its body (scales, caps, biases, several heads) is unchanged. Without a body, the "hidden states" are
 the logits of every token. Must not know: attention, caches.
 """
 
@@ -26,9 +26,9 @@ class _DoneError(Exception):
 class BodyAndHead:
     def __init__(self, model: nn.Module, body: nn.Module | None) -> None:
         self.model, self.body = model, body
-        self._given: Tensor | None = None
+        self._hidden: Tensor | None = None
         self._stops = False
-        self._form: Any = None  # what the body returns: the class of an output, or the length of a tuple
+        self._form: Any = None  # the body's return type: the class of an output, or the length of a tuple
         if body is not None:
             self._run_body = body.forward
             body.forward = self._answer
@@ -54,17 +54,17 @@ class BodyAndHead:
         """[S, width] -> [S, vocab]."""
         if self.body is None:
             return hidden
-        self._given = hidden[None]
+        self._hidden = hidden[None]
         try:
             ids = torch.zeros((1, len(hidden)), dtype=torch.long, device=hidden.device)
             return logits_of(self.model(input_ids=ids, use_cache=False))[0]
         finally:
-            self._given = None
+            self._hidden = None
 
     def _answer(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the body's forward."""
-        if self._given is not None:
-            return self._like_before(self._given)
+        if self._hidden is not None:
+            return self._like_before(self._hidden)
         out = self._run_body(*args, **kwargs)
         if not self._stops:
             return out
@@ -79,14 +79,14 @@ class BodyAndHead:
 
 
 def logits_of(out: Any) -> Tensor:
-    found: Tensor = out["logits"] if isinstance(out, ModelOutput) else out[0] if isinstance(out, tuple) else out
-    return found
+    logits: Tensor = out["logits"] if isinstance(out, ModelOutput) else out[0] if isinstance(out, tuple) else out
+    return logits
 
 
 def bodies(model: nn.Module) -> list[nn.Module]:
-    """Modules that may be the body, the likeliest first."""
+    """Modules that may be the body, the most likely first."""
     prefix = model.base_model_prefix if hasattr(model, "base_model_prefix") else "model"
-    found = [child for name, child in model.named_children() if name in (prefix, "model", "transformer")]
-    for module in list(found):
-        found += [child for name, child in module.named_children() if name in ("decoder", "language_model")]
-    return found
+    candidates = [child for name, child in model.named_children() if name in (prefix, "model", "transformer")]
+    for module in list(candidates):
+        candidates += [child for name, child in module.named_children() if name in ("decoder", "language_model")]
+    return candidates

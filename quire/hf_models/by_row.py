@@ -1,8 +1,8 @@
 """Rows of a step one after another, each with transformers' own cache filled from Quire's blocks.
 
 For models whose attention does not use transformers' table of attention functions, or that derive positions from the
-length of the cache: they run as transformers wrote them, one request at a time, and what they append to the cache is
-copied to the request's blocks. Slower than taps.py, and correct for every model that caches only keys and values.
+length of the cache: they run unmodified, one request at a time, and what they append to the cache is
+copied to the request's blocks. Slower than taps.py, but correct for every model that caches only keys and values.
 Must not know: which model it is, how blocks are laid out in memory.
 """
 
@@ -22,7 +22,7 @@ from quire.schema.kv import KVKind
 
 
 class RowSpan(NamedTuple):
-    """One row's tokens in a step: its index, the first position computed, how many, and where in the step they lie."""
+    """One row's tokens in a step: its index, the first position computed, their number and their offset."""
 
     row: int
     start: int
@@ -43,7 +43,7 @@ class RowMemory(Protocol):
     """Keys and values of rows, by layer."""
 
     def read(self, layer: str, span: RowSpan) -> tuple[Tensor, Tensor]:
-        """What lies before the span: [1, Hkv, start, size] each."""
+        """Keys and values before the span: [1, Hkv, start, size] each."""
         ...
 
     def write(self, layer: str, span: RowSpan, k: Tensor, v: Tensor) -> None:
@@ -61,7 +61,7 @@ class RowCache(Protocol):
 
 
 class PagedRows:
-    """A step's rows in the blocks of the KV cache. `steps` by KV group, `groups` says which is a layer's."""
+    """A step's rows in the blocks of the KV cache. `steps` by KV group, `groups`: the group of each layer."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class KeysOnly(DynamicCache):
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise RefusalError(
-            "some of its layers keep a running state (state space, convolution, linear attention or an index)"
+            "some of its layers have a recurrent state (state space, convolution, linear attention or an index)"
         )
 
     get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = _refuse
@@ -110,7 +110,7 @@ class KeysOnly(DynamicCache):
 
 
 class ByRow:
-    """`call(ids, positions, cache)` runs the model on one row and gives its hidden states [T, width]."""
+    """`call(ids, positions, cache)` runs the model on one row and returns its hidden states [T, width]."""
 
     def __init__(self, call: Callable[[Tensor, Tensor, Any], Tensor]) -> None:
         self._call = call
@@ -133,7 +133,7 @@ class ByRow:
                 )
             self.shapes[str(index)] = CallShape(k.shape[1], k.shape[3], v.shape[3], KVKind.FULL, 0)
         if not self.shapes:
-            raise RefusalError("it puts no keys and values into the cache it is given")
+            raise RefusalError("it stores no keys and values in its cache")
 
     def run(self, batch: Batch, spans: list[RowSpan], memory: RowMemory) -> Tensor:
         rows = []

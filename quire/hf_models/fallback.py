@@ -1,9 +1,9 @@
-"""Fallback: a causal language model class of transformers (or of the same form) as one of Quire's models.
+"""Fallback: a causal language model class of transformers (or with the same interface) as one of Quire's models.
 
-The modules are transformers' own, unchanged. Attention goes through Quire's plans (taps.py) where modules look it up in
+The modules are transformers', unchanged. Attention goes through Quire's plans (taps.py) if modules look it up in
 transformers' table of attention functions; else each row runs with transformers' cache, filled from Quire's blocks
-(by_row.py). A rehearsal after the weights are loaded decides between the two, records what every layer caches and
-checks the logits (settle.py); a model that fits neither way is refused with the reasons. Must not know: blocks,
+(by_row.py). A rehearsal after the weights are loaded chooses between the two, records what every layer caches and
+checks the logits (settle.py); a model that supports neither is refused with the reasons. Must not know: blocks,
 backends, requests.
 
     class of transformers ──weights──▶ rehearsal ──▶ kv_specs ──bind_kv──▶ forward(batch) ─▶ hidden ─▶ logits
@@ -31,7 +31,7 @@ _log = logger(__name__)
 
 @dataclass(frozen=True)
 class ForeignArch:
-    """What the engine needs to know of an architecture that has no declaration."""
+    """What the engine needs to know about an architecture without a declaration."""
 
     vocab: int
 
@@ -47,7 +47,7 @@ class BoundSource:
 
 
 class Fallback:
-    """`make()` gives the module on its device, in its dtype, without weights; `read(folder, safetensors)` with them."""
+    """`make()` returns the module on its device, in its dtype, without weights; `read(folder, safetensors)` with."""
 
     captures = False  # its forward may wait for the device, so it is never captured in a graph
 
@@ -63,7 +63,7 @@ class Fallback:
         self._make, self._read, self._longest = make, read, max_model_len
         self._model: nn.Module | None = None
         self._split: BodyAndHead | None = None
-        self._way: Taps | ByRow | None = None
+        self._runner: Taps | ByRow | None = None
         self._caches: dict[str, LayerCache] = {}
         self._groups: dict[str, int] = {}
         self._vocab = 0
@@ -72,36 +72,37 @@ class Fallback:
 
     @property
     def model(self) -> nn.Module:
-        """The transformers module; made without weights where none were read yet."""
+        """The transformers module; created without weights if none were read yet."""
         if self._model is None:
             self._model = self._make()
         return self._model
 
     def read_folder(self, folder: str, safetensors: bool = True) -> None:
-        """All weights from a checkpoint folder, by transformers' own loader."""
-        self._model = self._split = None  # before another copy is made
+        """Load all weights from a checkpoint folder, with transformers' loader."""
+        self._model = self._split = None  # freed before another copy is made
         self._model = self._read(folder, safetensors)
         self.finish_weights()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """By the names of transformers' state dict."""
-        places = dict(self.model.state_dict(keep_vars=True))
+        parameters = dict(self.model.state_dict(keep_vars=True))
         taken = set()
         for name, tensor in weights:
-            if name not in places:
-                raise CheckpointError(f"{self.name} has no place for tensor {name!r}", param=name)
-            if places[name].shape != tensor.shape:
+            if name not in parameters:
+                raise CheckpointError(f"{self.name} has no parameter for tensor {name!r}", param=name)
+            if parameters[name].shape != tensor.shape:
                 raise CheckpointError(
-                    f"tensor {name!r} has shape {list(tensor.shape)}, {self.name} asks for {list(places[name].shape)}"
+                    f"tensor {name!r} has shape {list(tensor.shape)}; {self.name} expects "
+                    f"{list(parameters[name].shape)}"
                 )
-            places[name].data.copy_(tensor)
+            parameters[name].data.copy_(tensor)
             taken.add(name)
-        if self._way is None:
+        if self._runner is None:
             self.finish_weights()
         return taken
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters, and buffers that a checkpoint holds."""
+        """Parameters, and buffers that are part of a checkpoint."""
         yield from self.model.state_dict(keep_vars=True).items()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -117,19 +118,19 @@ class Fallback:
 
     @torch.inference_mode()
     def finish_weights(self) -> None:
-        """The rehearsal: decides how the model runs, or refuses it."""
-        self._split = self._way = None
+        """The rehearsal: determines how the model runs, or refuses it."""
+        self._split = self._runner = None
         model = self.model.eval().requires_grad_(False)
         fix_ropes(model, self._longest)
-        self._split, self._way, self._vocab = settle(model, self.name)
+        self._split, self._runner, self._vocab = settle(model, self.name)
 
     @property
     def arch(self) -> ForeignArch:
         return ForeignArch(self._vocab)
 
     def kv_specs(self, block_size: int, kv_dtype: str) -> list[KVSpec]:
-        assert self._way is not None
-        return [shape.spec(layer, block_size, kv_dtype) for layer, shape in self._way.shapes.items()]
+        assert self._runner is not None
+        return [shape.spec(layer, block_size, kv_dtype) for layer, shape in self._runner.shapes.items()]
 
     def bind_kv(self, caches: Mapping[str, LayerCache], groups: Mapping[str, int]) -> None:
         self._caches, self._groups = dict(caches), dict(groups)
@@ -137,15 +138,15 @@ class Fallback:
     # --- running
 
     def forward(self, batch: Batch) -> Tensor:
-        split, way = self._split, self._way
+        split, runner = self._split, self._runner
         assert split is not None
         _refuse_extras(batch, self.name)
-        if isinstance(way, ByRow):
+        if isinstance(runner, ByRow):
             dtype = next(split.model.parameters()).dtype
             memory = PagedRows(batch.steps, self._caches, self._groups, dtype)
-            return way.run(batch, spans_of(batch.steps[0]), memory)
-        assert way is not None
-        with way.reading(BoundSource(batch, self._caches, self._groups)):
+            return runner.run(batch, spans_of(batch.steps[0]), memory)
+        assert runner is not None
+        with runner.reading(BoundSource(batch, self._caches, self._groups)):
             return split.hidden(**inputs_of(split.model, batch.token_ids, batch.positions))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -157,7 +158,7 @@ class Fallback:
 
 
 def _refuse_extras(batch: Batch, name: str) -> None:
-    """What a step may bring and transformers' code is not given here."""
+    """Optional inputs of a step that the fallback does not support."""
     extras = {
         "input embeddings": batch.given,
         "adapters": batch.adapter_index,
@@ -166,22 +167,22 @@ def _refuse_extras(batch: Batch, name: str) -> None:
     }
     for what, brought in extras.items():
         if brought is not None:
-            raise NotBuiltError(f"{name} runs through transformers' code, which takes no {what} here")
+            raise NotBuiltError(f"{name} runs through transformers' code, which does not support {what} here")
 
 
 def fix_ropes(model: nn.Module, longest: int) -> None:
     """Rotary embeddings whose frequencies depend on the longest sequence of a batch get those of the longest sequence
-    allowed, so that a request's tokens do not depend on its neighbours."""
+    allowed, so a request's tokens do not depend on its neighbours."""
     for module in model.modules():
         kinds = module.__dict__.get("rope_type")
         named = kinds if isinstance(kinds, dict) else {None: kinds}
         moving = [layer for layer, kind in named.items() if isinstance(kind, str) and _moves(kind)]
         if not moving or not isinstance(kinds, dict | str):
             continue
-        place = torch.tensor([[longest - 1]], device=next(model.parameters()).device)
-        probe = torch.zeros((1, 1, 1), device=place.device)
+        position = torch.tensor([[longest - 1]], device=next(model.parameters()).device)
+        probe = torch.zeros((1, 1, 1), device=position.device)
         for layer in moving:
-            module(probe, place) if layer is None else module(probe, place, layer)
+            module(probe, position) if layer is None else module(probe, position, layer)
             if isinstance(kinds, dict):
                 kinds[layer] = "default"
         if isinstance(kinds, str):

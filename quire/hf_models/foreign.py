@@ -1,7 +1,7 @@
 """From a checkpoint's configuration to a class of transformers, of a registered plug-in, or of the checkpoint itself.
 
-In: the raw config.json, the folder, and whether its Python code may run. Out: a Fallback that can make and fill the
-module. Nothing of a checkpoint is executed without trust_remote_code. Must not know: attention, steps.
+In: the raw config.json, the folder, and whether its Python code may run. Out: a Fallback that can create and load the
+module. No code of a checkpoint is executed without trust_remote_code. Must not know: attention, steps.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ def build_fallback(
     device: torch.device,
     max_model_len: int,
     trust: bool = False,
-    given: type | None = None,
+    registered: type | None = None,
 ) -> Fallback:
-    """`given` is a registered class; None finds one by the configuration."""
+    """`registered` is a registered class; None: find one by the configuration."""
     if path.endswith(".gguf"):
         raise ConfigError(
             f"{path} is a GGUF file of an architecture without a declaration; transformers' code needs a folder in its "
             "own form",
             param="model",
         )
-    config = config_of(raw, path, trust, given)
-    kind = given or class_of(raw, config, path, trust)
+    config = config_of(raw, path, trust, registered)
+    kind = registered or class_of(raw, config, path, trust)
 
     def make() -> nn.Module:
         with quiet(), torch.device(device), default_dtype(dtype):
@@ -53,19 +53,19 @@ def build_fallback(
     return Fallback(kind.__name__, make, read, max_model_len=max_model_len)
 
 
-def config_of(raw: Mapping[str, Any], path: str, trust: bool, given: type | None = None) -> PreTrainedConfig:
-    """The configuration object that the class wants."""
-    own = (raw.get("auto_map") or {}).get("AutoConfig")
+def config_of(raw: Mapping[str, Any], path: str, trust: bool, registered: type | None = None) -> PreTrainedConfig:
+    """The configuration object of the class."""
+    code_ref = (raw.get("auto_map") or {}).get("AutoConfig")
     model_type = str(raw.get("model_type") or "")
-    if given is not None and isinstance(vars(given).get("config_class"), type):
-        kind = vars(given)["config_class"]
-    elif own and trust:
-        kind = get_class_from_dynamic_module(own, path)
+    if registered is not None and isinstance(vars(registered).get("config_class"), type):
+        kind = vars(registered)["config_class"]
+    elif code_ref and trust:
+        kind = get_class_from_dynamic_module(code_ref, path)
     elif model_type in CONFIG_MAPPING:
         kind = CONFIG_MAPPING[model_type]
-    elif own:
+    elif code_ref:
         raise needs_trust(raw, path)
-    elif given is not None:
+    elif registered is not None:
         kind = PreTrainedConfig
     else:
         raise ConfigError(
@@ -82,15 +82,15 @@ def config_of(raw: Mapping[str, Any], path: str, trust: bool, given: type | None
 
 def class_of(raw: Mapping[str, Any], config: PreTrainedConfig, path: str, trust: bool) -> type[PreTrainedModel]:
     names = list(raw.get("architectures") or ())
-    own = (raw.get("auto_map") or {}).get(_AUTO)
-    if own and trust:
-        remote: type[PreTrainedModel] = get_class_from_dynamic_module(own, path)
+    code_ref = (raw.get("auto_map") or {}).get(_AUTO)
+    if code_ref and trust:
+        remote: type[PreTrainedModel] = get_class_from_dynamic_module(code_ref, path)
         return remote
     for name in names:
-        found = transformers.__dict__.get(name) or (hasattr(transformers, name) and getattr(transformers, name))
-        if isinstance(found, type) and issubclass(found, PreTrainedModel):
-            return found
-    if own:
+        kind = transformers.__dict__.get(name) or (hasattr(transformers, name) and getattr(transformers, name))
+        if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
+            return kind
+    if code_ref:
         raise needs_trust(raw, path)
     if type(config) in AutoModelForCausalLM._model_mapping:
         mapped: Any = AutoModelForCausalLM._model_mapping[type(config)]
@@ -105,8 +105,8 @@ def class_of(raw: Mapping[str, Any], config: PreTrainedConfig, path: str, trust:
 
 def needs_trust(raw: Mapping[str, Any], path: str) -> ConfigError:
     return ConfigError(
-        f"{path} brings Python code of its own for {', '.join(raw.get('architectures') or ['its model'])}. It is not "
-        "run unless you say so: trust_remote_code=True (--trust-remote-code), if you trust where it came from",
+        f"{path} contains Python code for {', '.join(raw.get('architectures') or ['its model'])}. It is only "
+        "run on request: trust_remote_code=True (--trust-remote-code), if you trust its origin",
         param="trust_remote_code",
     )
 
@@ -114,9 +114,11 @@ def needs_trust(raw: Mapping[str, Any], path: str) -> ConfigError:
 def read_module(
     kind: type[PreTrainedModel], config: PreTrainedConfig, folder: str, dtype: torch.dtype, safetensors: bool = True
 ) -> nn.Module:
-    """By transformers' own loader, which knows how every class's checkpoints are spelled; nothing may be left over."""
+    """With transformers' loader, which knows the names in every class's checkpoints; no tensor may be left over."""
     if not hasattr(kind, "from_pretrained"):
-        raise ConfigError(f"{kind.__name__} is not a class of transformers' form: it has no from_pretrained")
+        raise ConfigError(
+            f"{kind.__name__} does not have the interface of a transformers model: it has no from_pretrained"
+        )
     try:
         with quiet():
             read: Any = kind.from_pretrained
@@ -128,11 +130,11 @@ def read_module(
         reason = f"{type(wrong).__name__}: {(str(wrong).strip() or 'no message').splitlines()[0]}"
         raise CheckpointError(f"{folder} cannot be read as {kind.__name__}: {reason}") from None
     problems = []
-    for what, text in (("missing_keys", "are missing"), ("unexpected_keys", "have no place in it")):
+    for what, text in (("missing_keys", "are missing"), ("unexpected_keys", "are unexpected")):
         if names := sorted(report.get(what) or ()):
             problems.append(f"{len(names)} tensors {text} ({some(names)})")
     if wrong_shapes := report.get("mismatched_keys"):
-        problems.append(f"{len(wrong_shapes)} have other shapes ({some([str(one) for one in wrong_shapes])})")
+        problems.append(f"{len(wrong_shapes)} have wrong shapes ({some([str(one) for one in wrong_shapes])})")
     if problems:
         raise CheckpointError(f"{folder} does not fit {kind.__name__}: {'; '.join(problems)}")
     return model
@@ -140,7 +142,7 @@ def read_module(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers' progress bars and advice are not ours to print."""
+    """Suppress transformers' progress bars and advice."""
     level = transformers.logging.get_verbosity()
     shown = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()

@@ -1,8 +1,8 @@
 """A rehearsal at load time: two short texts through a transformers model in steps, compared with one pass over each.
 
-Logits of the whole texts are the reference: transformers' own. The steps mix chunks and single tokens of two rows, over
+The logits of a single pass by transformers are the reference. The steps mix chunks and single tokens of two rows, over
 keys and values cached in plain tensors; a layer that carries anything else between tokens, or takes positions from
-elsewhere, gives other logits and is detected here, before any request is served.
+elsewhere, gives different logits and is detected here, before any request is served.
 Must not know: backends, blocks, files.
 """
 
@@ -26,7 +26,7 @@ STEPS = (((0, 0, 10), (1, 0, 9)), ((0, 10, 12), (1, 9, 1)), ((0, 22, 1), (1, 10,
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.12}
 
 
-class Kept:
+class TrialCache:
     """Keys and values of every layer and row of a rehearsal; also a RowMemory."""
 
     def __init__(self) -> None:
@@ -48,13 +48,13 @@ class Kept:
         self.grow(layer, span.row, k[0], v[0])
 
 
-class KeptPlan:
-    """An attention plan over `Kept`."""
+class TrialPlan:
+    """An attention plan over a TrialCache."""
 
     run_fused = None
 
-    def __init__(self, kept: Kept, layer: str, shape: CallShape, spans: list[RowSpan]) -> None:
-        self._kept, self._layer, self._shape, self._spans = kept, layer, shape, spans
+    def __init__(self, trial_cache: TrialCache, layer: str, shape: CallShape, spans: list[RowSpan]) -> None:
+        self._cache, self._layer, self._shape, self._spans = trial_cache, layer, shape, spans
 
     def run(
         self,
@@ -73,12 +73,12 @@ class KeptPlan:
         out = []
         for span in self._spans:
             here = slice(span.first, span.first + span.num_tokens)
-            keys, values = self._kept.grow(self._layer, span.row, k[here].transpose(0, 1), v[here].transpose(0, 1))
-            found = padded_attention.reference(
+            keys, values = self._cache.grow(self._layer, span.row, k[here].transpose(0, 1), v[here].transpose(0, 1))
+            attended = padded_attention.reference(
                 q[here].transpose(0, 1)[None], keys[None], values[None], self._mask(span, q.device),
                 scale=scale, softcap=softcap, sinks=None if sinks is None else sinks[:, None],
             )  # fmt: skip
-            out.append(found[0].transpose(0, 1))
+            out.append(attended[0].transpose(0, 1))
         return torch.cat(out)
 
     def _mask(self, span: RowSpan, device: torch.device) -> Tensor:
@@ -95,11 +95,11 @@ class KeptPlan:
 class KeptSource:
     """Plans of one step of a rehearsal, for taps."""
 
-    def __init__(self, kept: Kept, spans: list[RowSpan], shapes: dict[str, CallShape]) -> None:
-        self._kept, self._spans, self._shapes = kept, spans, shapes
+    def __init__(self, trial_cache: TrialCache, spans: list[RowSpan], shapes: dict[str, CallShape]) -> None:
+        self._cache, self._spans, self._shapes = trial_cache, spans, shapes
 
     def plan_of(self, layer: str, shape: CallShape | None) -> tuple[AttentionPlan, LayerCache | None]:
-        return KeptPlan(self._kept, layer, shape or self._shapes[layer], self._spans), None
+        return TrialPlan(self._cache, layer, shape or self._shapes[layer], self._spans), None
 
 
 def step_of(texts: list[Tensor], step: Sequence[tuple[int, int, int]]) -> tuple[Batch, list[RowSpan]]:
@@ -109,55 +109,53 @@ def step_of(texts: list[Tensor], step: Sequence[tuple[int, int, int]]) -> tuple[
         spans.append(RowSpan(row, start, count, first))
         first += count
     ids = torch.cat([texts[span.row][span.start : span.start + span.num_tokens] for span in spans])
-    places = [torch.arange(span.start, span.start + span.num_tokens, device=ids.device) for span in spans]
-    return Batch(ids, torch.cat(places), [], torch.arange(len(ids), device=ids.device), len(ids)), spans
+    positions = [torch.arange(span.start, span.start + span.num_tokens, device=ids.device) for span in spans]
+    return Batch(ids, torch.cat(positions), [], torch.arange(len(ids), device=ids.device), len(ids)), spans
 
 
 def whole_step(text: Tensor) -> tuple[Batch, list[RowSpan]]:
     return step_of([text], ((0, 0, len(text)),))
 
 
-def run_steps(texts: list[Tensor], run: Callable[[Batch, list[RowSpan], Kept], Tensor]) -> list[Tensor]:
-    """Logits of every token of every text. `run` gives those of one step."""
-    kept = Kept()
+def run_steps(texts: list[Tensor], run: Callable[[Batch, list[RowSpan], TrialCache], Tensor]) -> list[Tensor]:
+    """Logits of every token of every text. `run` returns those of one step."""
+    trial_cache = TrialCache()
     rows: list[list[Tensor]] = [[] for _ in texts]
     for batch, spans in (step_of(texts, step) for step in STEPS):
-        logits = run(batch, spans, kept)
+        logits = run(batch, spans, trial_cache)
         for span in spans:
             rows[span.row].append(logits[span.first : span.first + span.num_tokens].float())
     return [torch.cat(parts) for parts in rows]
 
 
-def compare(wanted: list[Tensor], found: list[Tensor], dtype: torch.dtype) -> None:
-    """RefusalError unless the steps answer as the wholes do. Rounding may move a routed expert now and then in half
-    precision, so there the middle token decides; in float32 every token does."""
-    a, b = torch.cat(wanted).float(), torch.cat(found).float()
+def compare(expected: list[Tensor], actual: list[Tensor], dtype: torch.dtype) -> None:
+    """RefusalError unless the steps give the logits of a single pass. Rounding may sometimes change a routed expert in
+    half precision, so there the median token decides; in float32 every token does."""
+    a, b = torch.cat(expected).float(), torch.cat(actual).float()
     if a.shape != b.shape or not torch.isfinite(b).all():
-        raise RefusalError(
-            f"in steps it gives logits {list(b.shape)} that are not those of the whole text {list(a.shape)}"
-        )
+        raise RefusalError(f"in steps its logits have shape {list(b.shape)}, in a single pass {list(a.shape)}")
     error = (a - b).norm(dim=1) / (a - a.mean(1, keepdim=True)).norm(dim=1).clamp(min=1e-6)
     worst = float(error.max() if dtype is torch.float32 else error.median())
     if worst > TOLERANCE.get(dtype, 2e-3):
         raise RefusalError(
-            f"cut into steps it answers differently than as a whole (relative difference {worst:.2g}), so it keeps or "
+            f"in steps its logits differ from those of a single pass (relative difference {worst:.2g}), so it keeps or "
             "reads something besides keys, values and positions"
         )
 
 
 def make_texts(vocab: int, forbidden: set[int], device: torch.device) -> list[Tensor]:
-    """Fixed random tokens, none of which means something special."""
+    """Fixed random tokens without special ones."""
     allowed = torch.tensor([i for i in range(min(vocab, 2000)) if i not in forbidden])
     order = torch.Generator().manual_seed(11)
     return [allowed[torch.randint(len(allowed), (n,), generator=order)].to(device) for n in LENGTHS]
 
 
 def special_ids(config: dict[Any, Any]) -> set[int]:
-    """Every id that a configuration gives a name to, at any depth."""
-    found = set()
+    """Every named token id in a configuration, at any depth."""
+    ids = set()
     for key, value in config.items():
         if isinstance(value, dict):
-            found |= special_ids(value)
+            ids |= special_ids(value)
         elif str(key).endswith(("token_id", "token_index", "token_ids")):
-            found |= {i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)}
-    return found
+            ids |= {i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)}
+    return ids

@@ -1,9 +1,9 @@
-"""Attention calls of transformers' own modules, routed through Quire's plans.
+"""Attention calls of transformers' modules, routed through Quire's plans.
 
-transformers looks attention functions up in a table, by the name in `config._attn_implementation`; two of its names are
-ours. Under `NAME` the queries, keys and values of a module go to the plan and cache that its taps were given. Under
-`TRIAL` the same happens, and masks arrive as rules (`MaskRule`) instead of tensors, so that a trial can tell which keys
-each layer sees, however long its window is. Must not know: which model it is, or where plans come from.
+transformers looks attention functions up in a table, by the name in `config._attn_implementation`; Quire registers
+two. Under `NAME` the queries, keys and values of a module go to the plan and cache of its taps. Under
+`TRIAL` the same happens, and masks are rules (`MaskRule`) instead of tensors, so a trial can tell which keys
+each layer attends to, however long its window is. Must not know: which model it is, or where plans come from.
 
     module.forward ── ALL_ATTENTION_FUNCTIONS["quire"] ──▶ Taps of the module's model ──▶ plan.run(q, k, v, cache)
 """
@@ -26,7 +26,7 @@ from quire.schema.errors import ConfigError
 from quire.schema.kv import KVKind, KVSpec
 
 NAME, TRIAL = "quire", "quire_trial"
-_HARMLESS = frozenset({  # tensors that models hand down for other attention functions
+_HARMLESS = frozenset({  # tensors that models pass for other attention functions
     "position_ids", "cache_position", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k",
 })  # fmt: skip
 _FAR = 100_003  # a position beyond most windows
@@ -34,12 +34,12 @@ _OWNERS: WeakKeyDictionary[nn.Module, Taps] = WeakKeyDictionary()
 
 
 class RefusalError(ConfigError):
-    """Why running a model this way would not give the logits that transformers gives."""
+    """Why this method would not give transformers' logits."""
 
 
 @dataclass(frozen=True)
 class CallShape:
-    """What one attention call of a forward pass keeps per token, and which keys it sees."""
+    """What one attention call of a forward pass caches per token, and which keys it attends to."""
 
     kv_heads: int
     key_size: int
@@ -62,7 +62,7 @@ class MaskRule:
         self.rule, self.local_size = rule, local_size
 
     def keys_seen(self) -> tuple[KVKind, int]:
-        """The kind of attention that shows the same keys as the rule, at every boundary where the kinds differ."""
+        """The kind of attention with the same keys as the rule, at every boundary where the kinds differ."""
         size = self.local_size or 0
         q, k = _boundaries(size)
         zero = torch.zeros_like(q)
@@ -93,7 +93,7 @@ class PlanSource(Protocol):
     """Where a call's plan and cache come from."""
 
     def plan_of(self, layer: str, shape: CallShape | None) -> tuple[AttentionPlan, LayerCache | None]:
-        """`shape` is given in a trial only."""
+        """`shape` is passed in a trial only."""
         ...
 
 
@@ -121,7 +121,7 @@ class Taps:
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, settings: dict[str, Any]) -> Tensor:
         """q [1, Hq, T, D], k and v [1, Hkv, T, *] -> [1, T, Hq, Dv]."""
         if self._source is None:
-            raise RuntimeError("a model that runs under Quire was called from outside: it has no cache then")
+            raise RuntimeError("a model that runs under Quire was called outside of a step: it has no cache then")
         name = self._names[id(module)]
         self._calls[name] += 1
         layer = name if self._calls[name] == 1 else f"{name}#{self._calls[name]}"
@@ -140,17 +140,17 @@ class Taps:
 
 
 def _shape_of(layer: str, q: Tensor, k: Tensor, v: Tensor, mask: Any, settings: dict[str, Any]) -> CallShape:
-    """Read off a trial's call; RefusalError where it asks for something that a plan does not do."""
+    """Derived from a trial's call; RefusalError if it needs something that a plan does not support."""
     if q.shape[0] != 1 or k.shape[2] != q.shape[2] or v.shape[2] != q.shape[2]:
         raise RefusalError(
-            f"{layer} attends over other tokens than those of the step (q {list(q.shape)}, k {list(k.shape)})"
+            f"{layer} attends to other tokens than those of the step (q {list(q.shape)}, k {list(k.shape)})"
         )
     if q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]:
         raise RefusalError(f"{layer} has {q.shape[1]} query heads over {k.shape[1]} keys and {v.shape[1]} values")
     extra = [name for name, it in settings.items() if isinstance(it, Tensor) and name not in _HARMLESS]
     if extra:
         raise RefusalError(
-            f"{layer} hands {', '.join(sorted(extra))} to its attention, which Quire's attention does not take"
+            f"{layer} passes {', '.join(sorted(extra))} to its attention, which Quire's attention does not support"
         )
     if isinstance(mask, MaskRule):
         kind, window = mask.keys_seen()
@@ -158,7 +158,7 @@ def _shape_of(layer: str, q: Tensor, k: Tensor, v: Tensor, mask: Any, settings: 
         window = settings.get("sliding_window") or 0
         kind = KVKind.WINDOW if window else KVKind.FULL
     else:
-        raise RefusalError(f"{layer} makes a mask of its own")
+        raise RefusalError(f"{layer} creates its own mask")
     return CallShape(k.shape[1], k.shape[3], v.shape[3], kind, int(window))
 
 
@@ -183,7 +183,7 @@ AttentionMaskInterface.register(TRIAL, _describe_mask)
 
 
 def set_attention(model: nn.Module, name: str) -> None:
-    """Every configuration inside the model names this attention function from now on."""
+    """Make every configuration inside the model select this attention function."""
     for module in model.modules():
         config = module.__dict__.get("config")
         if isinstance(config, PreTrainedConfig):

@@ -34,7 +34,7 @@ from quire.loader.packed_cache import kept_for
 from quire.loader.sharded import ShardedTable, find_sharded, pattern_of
 from quire.loader.to_device import Sender
 from quire.models.build import Model, build_model, read_arch
-from quire.models.choose import choose_way
+from quire.models.choose import choose_code
 from quire.models.limits import check_files
 from quire.ops.op import Kernels
 from quire.ops.packed import kind_of, likes_panels
@@ -96,7 +96,7 @@ def make_model(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE
     """Without its weights: what the parameters hold is undefined. `group`: the ranks that share them."""
     about, device = config.model_config, kernels.device
     dtype = getattr(torch, about.dtype)
-    way = choose_way(about.hf_config, about.model_impl, about.model_class_overrides)
+    way = choose_code(about.hf_config, about.model_impl, about.model_class_overrides)
     if way.is_foreign:
         if about.weight_form not in ("plain", "stored"):
             raise ConfigError(
@@ -108,7 +108,7 @@ def make_model(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE
 
         foreign = build_fallback(
             about.hf_config, about.path, dtype=dtype, device=device, max_model_len=about.max_model_len,
-            trust=about.trust_remote_code, given=way.given,
+            trust=about.trust_remote_code, registered=way.registered,
         )  # fmt: skip
         return cast(Model, foreign)  # all of it but `table`: transformers reads its weights
     if config.load_config.load_format != "dummy":

@@ -1,7 +1,7 @@
-"""What an architecture is, as data: Arch for the model, Layer for each layer, and the small records of the layers.
+"""An architecture as data: Arch for the model, Layer for each layer, and the small records of the layers.
 
-A field names a behaviour, never a model. Declarations in zoo/ make an Arch from a config; decoder.py builds it.
-Knows no tensors, no checkpoints' file formats, no shards.
+A field describes a behaviour, never a model. Declarations in zoo/ make an Arch from a config; decoder.py builds it.
+Must not know: tensors, checkpoint formats, shards.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Layer:
     window: int = 0  # sliding window in tokens, the current one included; 0: none
     chunk: int = 0  # chunked local attention, in tokens; 0: none
     mixer: str = "attention"  # attention | state | both (side by side, their outputs added) | none (mlp only)
-    order: str = ""  # where this layer's norms sit; '': as in the others
-    moe: bool = False  # experts in place of the dense mlp
+    order: str = ""  # position of this layer's norms; '': as in the others
+    moe: bool = False  # experts instead of the dense mlp
     attn_scale: float = 0.0  # 0: the model's
-    qk_norm: bool = True  # False: not in this layer, where the others have one
-    grow: bool = True  # False: queries of this layer do not grow
-    fade: float = 1.0  # factor on the rates at which a lightning layer's state fades
+    qk_norm: bool = True  # False: not in this layer, although the others have one
+    grow: bool = True  # False: queries of this layer are not scaled by position
+    fade: float = 1.0  # factor on the decay rates of a lightning layer's state
     joins: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)  # order kept: factors of stream and attention, of stream and mlp
 
 
@@ -66,7 +66,7 @@ class Arch:
     # attention
     qk_norm: str = ""  # head | each | full
     qk_norm_bias: bool = False
-    qk_norm_late: bool = False  # after the rotation
+    qk_norm_late: bool = False  # after the rotary embedding
     qk_norm_weight: bool = True
     qkv_bias: bool = False
     o_bias: bool = False
@@ -75,13 +75,13 @@ class Arch:
     attn_softcap: float = 0.0
     sinks: bool = False
     alibi: float = 0.0  # factor on the slopes; 0: no alibi
-    grow: tuple[float, int, int] = (0.0, 1, 0)  # queries grow with position: (beta, length, shift)
+    grow: tuple[float, int, int] = (0.0, 1, 0)  # queries are scaled by position: (beta, length, shift)
     mla: Mla | None = None
-    cross: int = -1  # tokens of an encoder's output that orders with cross attention read at most; 0: any number
-    attn_gate: bool = False  # the output of attention is gated, head by head; q_proj holds queries and gates
+    cross: int = -1  # most tokens of an encoder's output, for orders with cross-attention; 0: any number
+    attn_gate: bool = False  # the output of attention is gated per head; q_proj has queries and gates
     gate_name: str = ""  # attn_gate: the gate is a projection of this name instead
     inner_norms: tuple[str, str] = ("", "")  # names of the norms before the output projections of attention and mlp
-    shared: SharedKind | None = None  # a block that layers of order shared use together
+    shared: SharedKind | None = None  # the block that layers of order shared share
     state: Mamba2Kind | MambaKind | DeltaKind | ShortConvKind | LightningKind | KdaKind | None = None  # of such layers
     # mlp
     act: str = "silu"
@@ -91,7 +91,7 @@ class Arch:
     moe: MoeKind | None = None
     # ends
     embed_scale: float = 1.0
-    embed_width: int = 0  # width of the token table where it differs; projected in and out
+    embed_width: int = 0  # width of the token table if it differs; projected in and out
     residual_scale: float = 1.0
     positions: int = 0  # rows of a learned position table
     position_offset: int = 0
@@ -100,24 +100,24 @@ class Arch:
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
-    # how its checkpoints spell and store things
+    # names and layouts of its checkpoints
     names: tuple[tuple[str, str], ...] = ()  # (pattern, canonical), applied in order
-    ignore: tuple[str, ...] = ()  # patterns of tensors a checkpoint may hold that are not ours
-    state_layout: str = ""  # '' | per_key_head: rows of the fused projections of a delta net lie key head by key head
+    ignore: tuple[str, ...] = ()  # patterns of checkpoint tensors that are not loaded
+    state_layout: str = ""  # '' | per_key_head: rows of a delta net's fused projections are ordered by key head
     qkv_layout: str = ""  # rows of a fused qkv: '' q, k, v | per_head (q k v)* | per_group (q.. k v)* | qvk_in_four
     transposed: bool = False  # matrices of the layers are stored [in, out]
-    fold: tuple[tuple[str, float], ...] = ()  # (pattern of canonical names, factor): scales that are part of a matrix
-    expert_layout: str = ""  # '' | transposed: [E, in, out] | transposed_interleaved: the same with gate and up in turn
+    fold: tuple[tuple[str, float], ...] = ()  # (pattern of canonical names, factor): scales folded into a matrix
+    expert_layout: str = ""  # '' | transposed: [E, in, out] | transposed_interleaved: with gate and up interleaved
 
 
 def each(arch: Arch, change: Callable[[int, Layer], dict[str, Any]], **over: Any) -> Arch:
-    """The same architecture with every layer changed by what `change(index, layer)` returns."""
+    """The same architecture with every layer updated by the result of `change(index, layer)`."""
     layers = tuple(replace(layer, **change(i, layer)) for i, layer in enumerate(arch.layers))
     return replace(arch, layers=layers, **over)
 
 
 def with_rope(arch: Arch, **over: Any) -> Arch:
-    """The same architecture with every rotary position changed."""
+    """The same architecture with every rotary embedding changed."""
     return each(arch, lambda i, layer: {"rope": replace(layer.rope, **over)} if layer.rope else {})
 
 

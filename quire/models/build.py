@@ -29,7 +29,7 @@ from quire.schema.kv import KVSpec
 
 
 class Model(Protocol):
-    """What the worker and the loader ask of a model."""
+    """The interface of a model for the worker and the loader."""
 
     arch: Arch
     captures: bool  # whether a decode step may be captured in a graph
@@ -39,7 +39,7 @@ class Model(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]: ...
 
     def finish_weights(self) -> None:
-        """After filling parameters through table(); load_weights does it by itself."""
+        """Call after filling parameters through table(); load_weights calls it."""
         ...
 
     def kv_specs(self, block_size: int, kv_dtype: str) -> list[KVSpec]: ...
@@ -51,7 +51,7 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
     def narrow_logits(self, hidden: Tensor) -> Tensor:
-        """Equal to `logits`, in whichever dtype they come."""
+        """Equal to `logits`, in the dtype of the head."""
         ...
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
@@ -65,8 +65,8 @@ def build_model(
     max_model_len: int | None = None,
     storage: Storage | None = None,
 ) -> Decoder:
-    """`max_model_len` decides long-context rope tables (dynamic, longrope); None: the config's own length.
-    `storage` decides how weights are stored; None: plain tensors of `dtype` on `device`."""
+    """`max_model_len` determines long-context rope tables (dynamic, longrope); None: the config's length.
+    `storage` determines how weights are stored; None: plain tensors of `dtype` on `device`."""
     arch = read_arch(hf_config)
     storage = storage or plain_storage(dtype, Kernels.here(device))
     return Decoder(arch, storage, max_model_len=max_model_len or arch.max_positions)
@@ -83,15 +83,15 @@ def read_arch(hf_config: Mapping[str, Any]) -> Arch:
 def architecture_name(hf_config: Mapping[str, Any]) -> str:
     names = hf_config.get("architectures") or []
     if not names:
-        raise ConfigError("config.json names no architecture (the list 'architectures' is empty or absent)")
+        raise ConfigError("config.json has no architecture (the list 'architectures' is empty or absent)")
     for name in names:
         if name in ZOO:
             return name
     near = [hit for name in names[:8] for hit in difflib.get_close_matches(name, ZOO.names(), n=3, cutoff=0.5)]
-    hint = f" Nearest: {', '.join(dict.fromkeys(near))}." if near else ""
+    hint = f" Closest: {', '.join(dict.fromkeys(near))}." if near else ""
     raise ConfigError(
         f"architecture {some([repr(name) for name in names])} is not declared.{hint} model_impl='transformers' (or "
-        "'auto') runs models without a declaration through transformers' own code.",
+        "'auto') runs models without a declaration through transformers' code.",
         param="architectures",
         value=list(names),
     )

@@ -1,7 +1,7 @@
-"""The one decoder: every text architecture is an Arch, and this builds and runs it.
+"""The decoder: every text architecture is an Arch, and this builds and runs it.
 
-In: a Batch. Out: hidden states [T, width], then logits for the rows the worker picks. Attention goes through the
-batch's plans; weights arrive through the table. It must not know which model it is: only fields of Arch.
+In: a Batch. Out: hidden states [T, width], then logits for the rows the worker selects. Attention goes through the
+batch's plans; weights are loaded through the table. Must not know: which model it is, only fields of Arch.
 
     x, delta = stream and what the last sublayer adds to it; a norm joins the two (see Norm.add), so that the sum and
     the norm after it can be one kernel.
@@ -41,7 +41,7 @@ from quire.quant.scheme import Storage
 from quire.schema.errors import ConfigError, NotBuiltError
 from quire.schema.kv import KVSpec
 
-# Where the norms of a block sit: before attention, after it, before the mlp, after it ('' = none).
+# The norms of a block: before attention, after it, before the mlp, after it ('' = none).
 NORMS = {
     "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
     "parallel": ("input_layernorm", "", "post_attention_layernorm", ""),
@@ -75,14 +75,14 @@ class DecoderBlock(nn.Module):
         self.in_parts = InParts.of(self, storage) if self.few is not None else None
         self.whole = Whole.of(self, arch)
 
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: RotaryTables | None) -> tuple[Tensor, Delta]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
         if self.few is not None and not batch.through_linears:
             if delta is None and x.shape[0] <= self.few.rows:
-                return self.few(x, batch, turn), None
+                return self.few(x, batch, rotary), None
             if self.in_parts is not None and x.shape[0] <= self.in_parts.rows:
-                return self.in_parts(x, delta, batch, turn)
+                return self.in_parts(x, delta, batch, rotary)
         h, x = self.before_attn.add(x, delta)
-        h = self.attn(h, batch, turn)
+        h = self.attn(h, batch, rotary)
         if self.after_attn is not None:
             h = self.after_attn(h)
         h, x = self.before_mlp.add(x, h if self.scale == 1.0 else h * self.scale)
@@ -93,7 +93,7 @@ class DecoderBlock(nn.Module):
 
 
 class Few:
-    """A block's way for a few rows: norms and additions are part of the products beside them (see ops/few.py)."""
+    """A block's path for a few rows: norms and additions are fused into the matmuls (see ops/few.py)."""
 
     def __init__(self, attn: Attention, mlp: Mlp | Moe, norms: tuple[NormRule, NormRule], storage: Storage) -> None:
         self.attn, self.mlp, self.norms = attn, mlp, norms
@@ -102,8 +102,8 @@ class Few:
 
     @classmethod
     def of(cls, block: DecoderBlock, arch: Arch, storage: Storage) -> Few | None:
-        """None where the block is not stream + attention(norm(stream)), then the same with the mlp, in plain numbers;
-        or where the device knows no better way."""
+        """None if the block is not stream + attention(norm(stream)), then the same with the mlp, with plain weights;
+        or if the device has no faster path."""
         attn, mlp, norms = block.attn, block.mlp, (block.before_attn, block.before_mlp)
         if arch.order != "pre" or block.scale != 1.0 or not isinstance(attn, Attention) or not mlp.joins:
             return None
@@ -113,15 +113,15 @@ class Few:
         few = cls(attn, mlp, (rules[0], rules[1]), storage)
         return few if few.rows else None
 
-    def __call__(self, x: Tensor, batch: Batch, turn: RotaryTables | None) -> Tensor:
+    def __call__(self, x: Tensor, batch: Batch, rotary: RotaryTables | None) -> Tensor:
         attn = self.attn
         qkv = self._norm_linear(x, self.norms[0], *attn.qkv.read_plain())
-        x = self._linear_add(attn.attend(qkv, batch, turn), *attn.o.read_plain(), x)
+        x = self._linear_add(attn.attend(qkv, batch, rotary), *attn.o.read_plain(), x)
         return self.mlp.join(x, self.norms[1])
 
 
 class InParts:
-    """A block's way for some more rows: its products are added up by what reads them (see ops/few.py)."""
+    """A block's path for some more rows: partial sums of matmuls are added up by their consumers (see ops/few.py)."""
 
     def __init__(self, attn: Attention, mlp: Mlp | Moe, norms: tuple[Norm, Norm], storage: Storage) -> None:
         self.attn, self.mlp, self.norms = attn, mlp, norms
@@ -130,23 +130,23 @@ class InParts:
 
     @classmethod
     def of(cls, block: DecoderBlock, storage: Storage) -> InParts | None:
-        """For blocks that have a way for a few rows; None where the device knows no better way."""
+        """For blocks that have a path for a few rows; None if the device has no faster path."""
         attn, mlp, norms = block.attn, block.mlp, (block.before_attn, block.before_mlp)
         assert isinstance(attn, Attention) and isinstance(norms[0], Norm) and isinstance(norms[1], Norm)
-        found = cls(attn, mlp, (norms[0], norms[1]), storage)
-        return found if found.rows else None
+        parts = cls(attn, mlp, (norms[0], norms[1]), storage)
+        return parts if parts.rows else None
 
-    def __call__(self, x: Tensor, delta: Delta, batch: Batch, turn: RotaryTables | None) -> tuple[Tensor, Delta]:
+    def __call__(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
         attn = self.attn
         h, x = self.norms[0].add(x, delta)
         qkv = self._linear_parts(h, *attn.qkv.read_plain())
-        out = self._linear_parts(attn.attend(qkv, batch, turn), *attn.o.read_plain())
+        out = self._linear_parts(attn.attend(qkv, batch, rotary), *attn.o.read_plain())
         h, x = self.norms[1].add(x, out)
         return x, self.mlp.in_parts(h)
 
 
 class ParallelBlock(DecoderBlock):
-    """Attention and mlp read the same stream; their outputs join it together."""
+    """Attention and mlp read the same stream; both outputs are added to it."""
 
     def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
         super().__init__(arch, index, rope, storage)
@@ -154,37 +154,37 @@ class ParallelBlock(DecoderBlock):
             self.before_mlp = NoNorm()
         self.one_norm = arch.one_norm
 
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: RotaryTables | None) -> tuple[Tensor, Delta]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
         h, x = self.before_attn.add(x, delta)
-        out = self.attn(h, batch, turn) + self.mlp(h if self.one_norm else self.before_mlp(x))
+        out = self.attn(h, batch, rotary) + self.mlp(h if self.one_norm else self.before_mlp(x))
         return x, out if self.scale == 1.0 else out * self.scale
 
 
 class AfterBlock(DecoderBlock):
-    """The norm takes the sum: x = norm(x + sublayer(x))."""
+    """Post-norm: x = norm(x + sublayer(x))."""
 
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: RotaryTables | None) -> tuple[Tensor, Delta]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
         assert self.after_attn is not None and self.after_mlp is not None
-        x = self.after_attn(x + self.attn(x, batch, turn))
+        x = self.after_attn(x + self.attn(x, batch, rotary))
         return self.after_mlp(x + self.mlp(x)), None
 
 
 class KeptBlock(DecoderBlock):
-    """A norm's output is what the stream goes on with: h = norm(x); x = a h + b sublayer(h)."""
+    """A norm's output becomes the stream: h = norm(x); x = a h + b sublayer(h)."""
 
     def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
         super().__init__(arch, index, rope, storage)
         self.joins = arch.layers[index].joins
 
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: RotaryTables | None) -> tuple[Tensor, Delta]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
         stream, attn, other, mlp = self.joins
         h, _ = self.before_attn.add(x, delta)
-        h, _ = self.before_mlp.add(h * stream, self.attn(h, batch, turn) * attn)
+        h, _ = self.before_mlp.add(h * stream, self.attn(h, batch, rotary) * attn)
         return h * other, self.mlp(h) * mlp
 
 
 class CrossBlock(DecoderBlock):
-    """Attention over the text so far, attention over an encoder's output, mlp; each behind a norm."""
+    """Self-attention, cross-attention over an encoder's output, mlp; each after a norm."""
 
     def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
         super().__init__(arch, index, rope, storage)
@@ -196,19 +196,19 @@ class CrossBlock(DecoderBlock):
         self.cross = CrossAttention(f"{prefix}attn.", arch.width, kind, max(arch.cross, 0), storage)
         self.cross_norm = Norm(f"{prefix}layernorm", (arch.width,), arch.norm, storage)
 
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: RotaryTables | None) -> tuple[Tensor, Delta]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
         h, x = self.before_attn.add(x, delta)
-        h, x = self.cross_norm.add(x, self.attn(h, batch, turn))
+        h, x = self.cross_norm.add(x, self.attn(h, batch, rotary))
         h, x = self.before_mlp.add(x, self.cross(h, batch))
         return x, self.mlp(h)
 
 
 class CrossAfterBlock(CrossBlock):
-    """The same, each norm taking the sum."""
+    """The same, with post-norms."""
 
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: RotaryTables | None) -> tuple[Tensor, Delta]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
         assert self.after_attn is not None and self.after_mlp is not None
-        x = self.after_attn(x + self.attn(x, batch, turn))
+        x = self.after_attn(x + self.attn(x, batch, rotary))
         x = self.cross_norm(x + self.cross(x, batch))
         return self.after_mlp(x + self.mlp(x)), None
 
@@ -224,26 +224,26 @@ class SingleBlock(nn.Module):
         self.attn = None if only_mlp else _mixer(arch, layer, prefix, rope, storage)
         self.mlp = _mlp(arch, layer, f"{prefix}mlp.", storage) if only_mlp else None
 
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: RotaryTables | None) -> tuple[Tensor, Delta]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
         h, x = self.norm.add(x, delta)
         if self.attn is not None:
-            return x, self.attn(h, batch, turn)
+            return x, self.attn(h, batch, rotary)
         assert self.mlp is not None
         return x, self.mlp(h)
 
 
 class SharedBlock(SingleBlock):
-    """A mixer behind a norm, whose input a shared block adds to."""
+    """A norm and a mixer, to whose input a shared block adds."""
 
     def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
         super().__init__(arch, index, rope, storage)
         assert arch.shared is not None
         self.use = SharedUse(index, arch.width, arch.shared, arch.norm, rope, storage)
 
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, turn: RotaryTables | None) -> tuple[Tensor, Delta]:
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
         x = x if delta is None else x + whole(delta)
         assert self.attn is not None
-        return x, self.attn(self.norm(x + self.use(x, batch, turn)), batch, turn)
+        return x, self.attn(self.norm(x + self.use(x, batch, rotary)), batch, rotary)
 
 
 BLOCKS = {
@@ -254,15 +254,15 @@ BLOCKS = {
 
 
 def _mixer(arch: Arch, layer: Layer, prefix: str, rope: Rope | None, storage: Storage) -> nn.Module:
-    """What mixes tokens in a layer, called as (x, batch, turn)."""
+    """The token mixer of a layer, called as (x, batch, rotary)."""
     if layer.mixer == "attention":
         return _attention(arch, layer, f"{prefix}self_attn.", rope, storage)
     if layer.mixer == "state":
         return _state(arch, layer, f"{prefix}mixer.", storage)
     if layer.mixer == "both":
-        own = _attention(arch, layer, f"{prefix}self_attn.", rope, storage)
-        return BothMixers(own, _state(arch, layer, f"{prefix}mixer.", storage))
-    raise ConfigError(f"no layer mixes tokens by {layer.mixer!r}")
+        attention = _attention(arch, layer, f"{prefix}self_attn.", rope, storage)
+        return BothMixers(attention, _state(arch, layer, f"{prefix}mixer.", storage))
+    raise ConfigError(f"unknown token mixer {layer.mixer!r}")
 
 
 class BothMixers(nn.Module):
@@ -272,8 +272,8 @@ class BothMixers(nn.Module):
         super().__init__()
         self.attn, self.state = attn, state
 
-    def forward(self, x: Tensor, batch: Batch, turn: RotaryTables | None) -> Tensor:
-        return self.state(x, batch, turn) + self.attn(x, batch, turn)
+    def forward(self, x: Tensor, batch: Batch, rotary: RotaryTables | None) -> Tensor:
+        return self.state(x, batch, rotary) + self.attn(x, batch, rotary)
 
 
 def _state(arch: Arch, layer: Layer, prefix: str, storage: Storage) -> KVLayer:
@@ -290,7 +290,7 @@ def _state(arch: Arch, layer: Layer, prefix: str, storage: Storage) -> KVLayer:
             return Lightning(prefix, arch.width, kind, layer.fade, storage)
         case KdaKind():
             return Kda(prefix, arch.width, kind, storage)
-    raise ConfigError("a layer keeps a state, but the architecture does not say which")
+    raise ConfigError("a layer has a recurrent state, but the architecture does not define it")
 
 
 def _attention(arch: Arch, layer: Layer, prefix: str, rope: Rope | None, storage: Storage) -> KVLayer:
@@ -352,8 +352,10 @@ class Decoder(nn.Module):
         self.rope_of = [None if layer.rope is None else kinds.index(layer.rope) for layer in arch.layers]
         self.layers = nn.ModuleList()
         for i, (layer, which) in enumerate(zip(arch.layers, self.rope_of, strict=True)):
-            own = replace(arch, order=layer.order or arch.order)
-            self.layers.append(BLOCKS[own.order](own, i, None if which is None else ropes[which], storage))
+            layer_arch = replace(arch, order=layer.order or arch.order)
+            self.layers.append(
+                BLOCKS[layer_arch.order](layer_arch, i, None if which is None else ropes[which], storage)
+            )
         uses = [layer.use for layer in self.layers if isinstance(layer, SharedBlock)]
         for use in uses:
             use.link(uses)
@@ -368,9 +370,9 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states [T, width of the head]."""
         if batch.adapter_index is not None:
-            raise NotBuiltError("a step names adapters, and this version of Quire cannot apply any")
+            raise NotBuiltError("a step uses adapters, which this version of Quire cannot apply")
         batch = self._veto.over(batch)
-        turns = [rope(batch.positions, batch.position_channels) for rope in self.ropes]
+        rotaries = [rope(batch.positions, batch.position_channels) for rope in self.ropes]
         x = self.embed(batch.token_ids)
         if batch.given is not None:
             x = x.index_copy(0, batch.given.places, batch.given.vectors.to(x.dtype))
@@ -384,7 +386,7 @@ class Decoder(nn.Module):
             batch = replace(batch, embedded=x)
         delta: Delta = None
         for stretch in self._stretches:
-            x, delta = stretch(x, delta, batch, turns)
+            x, delta = stretch(x, delta, batch, rotaries)
         x, _ = self.norm.add(x, delta)
         return x if self.project_out is None else self.project_out(x)
 
@@ -393,7 +395,7 @@ class Decoder(nn.Module):
         return self.narrow_logits(hidden).float()
 
     def narrow_logits(self, hidden: Tensor) -> Tensor:
-        """The same as the head gives them, without widening every number, where nothing follows the head."""
+        """The same in the head's dtype, without converting to float32, if nothing follows the head."""
         logits = self.head(hidden)
         if self.arch.logit_scale == 1.0 and not self.arch.logit_softcap:
             return logits
@@ -410,7 +412,7 @@ class Decoder(nn.Module):
         return WeightTable.of(self, names=(*arch.names, *COMMON_NAMES), ignore=ignore, arrange=arrange_for(arch))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Fill parameters from (checkpoint name, tensor) pairs, all or some; returns the names that were taken."""
+        """Fill parameters from (checkpoint name, tensor) pairs, all or some; returns the names that were used."""
         taken = self.table().load_all(weights)
         self.finish_weights()
         return taken
@@ -421,7 +423,7 @@ class Decoder(nn.Module):
         finish_matrices(self)
 
     def forget_addresses(self) -> None:
-        """Weights or caches do not lie any more where a step found them, or not in the same order."""
+        """Weights or caches were moved or rearranged since the last step."""
         for stretch in self._stretches:
             stretch.forget()
 

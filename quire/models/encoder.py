@@ -1,8 +1,8 @@
-"""Models that read a whole text at once: the decoder's blocks, attending in both directions, without a cache.
+"""Encoders: the decoder's blocks with bidirectional attention, without a cache.
 
-In: Texts. Out: hidden states [T, width], text after text. Weights arrive through the same table as a decoder's.
-What becomes of hidden states (a mean, a first token, a class) is the business of whoever calls. It must not know
-which model it is: only fields of EncoderArch.
+In: Texts. Out: hidden states [T, width], text after text. Weights are loaded through the same table as a decoder's.
+Pooling of hidden states (a mean, a first token, a class) is up to the caller. Must not know: which model it is, only
+fields of EncoderArch.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from quire.schema.errors import ConfigError, InputError
 
 @dataclass(frozen=True)
 class EncoderArch:
-    """What an encoder has beside its layers. In `core`, a layer's window counts to either side."""
+    """The parts of an encoder besides its layers. In `core`, a layer's window extends to either side."""
 
     core: Arch
     types: int = 0  # rows of a table of token types
-    first_norm: bool = True  # False: the first layer reads the embeddings as they are
+    first_norm: bool = True  # False: the first layer reads the embeddings without a norm
     relative: RelativeKind | None = None  # scores by distance, shared by all layers
     inner_bias: bool = False  # the projection of a narrower token table has a bias
     up_first: bool = False  # in a fused matrix the rows of up come before those of the gate
@@ -94,7 +94,7 @@ class Encoder(nn.Module):
         """Hidden states [T, width]."""
         if (longest := max(texts.lens)) > self.arch.core.max_positions:
             raise InputError(
-                f"a text of {longest} tokens is longer than the model reads ({self.arch.core.max_positions})",
+                f"a text of {longest} tokens is longer than the model's maximum ({self.arch.core.max_positions})",
                 value=longest,
             )
         positions = texts.positions()
@@ -103,9 +103,9 @@ class Encoder(nn.Module):
             plans=[WithinPlan(texts.lens, window) for window in self.windows],
         )  # fmt: skip
         batch = self._veto.over(batch)
-        turns, x, delta = [rope(positions) for rope in self.ropes], self._embedded(texts, positions), None
+        rotaries, x, delta = [rope(positions) for rope in self.ropes], self._embedded(texts, positions), None
         for layer, which in zip(self.layers, self.rope_of, strict=True):
-            x, delta = layer(x, delta, batch, None if which is None else turns[which])
+            x, delta = layer(x, delta, batch, None if which is None else rotaries[which])
         return self.norm.add(x, delta)[0]
 
     def _embedded(self, texts: Texts, positions: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class Encoder(nn.Module):
         if self.types is not None:
             x = x + self.types(torch.zeros_like(texts.token_ids) if texts.type_ids is None else texts.type_ids)
         elif texts.type_ids is not None and bool(texts.type_ids.any()):
-            raise InputError("this model knows no token types, but some are not 0")
+            raise InputError("this model has no token types, but some are not 0")
         if self.positions is not None:
             x = x + self.positions(positions)
         if self.embed_norm is not None:
@@ -131,7 +131,7 @@ class Encoder(nn.Module):
         return WeightTable.of(self, names=core.names, ignore=core.ignore, arrange=arranged)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Fill parameters from (checkpoint name, tensor) pairs, all or some; returns the names that were taken."""
+        """Fill parameters from (checkpoint name, tensor) pairs, all or some; returns the names that were used."""
         taken = self.table().load_all(weights)
         self.finish_weights()
         return taken
@@ -165,7 +165,7 @@ def build_encoder(
     max_model_len: int | None = None,
     storage: Storage | None = None,
 ) -> Encoder:
-    """As models/build.build_model, for a model that reads a whole text at once."""
+    """As models/build.build_model, for an encoder."""
     arch = encoder_arch(hf_config)
     if arch is None:
         raise ConfigError(
@@ -173,7 +173,7 @@ def build_encoder(
             param="architectures",
         )
     if any(layer.mixer != "attention" for layer in arch.core.layers):
-        raise ConfigError("an encoder's layers attend; states run in one direction only")
+        raise ConfigError("an encoder's layers must be attention; recurrent states are unidirectional")
     core = replace(arch.core, alibi=0.0)
     storage = storage or plain_storage(dtype, Kernels.here(device))
     return Encoder(replace(arch, core=core), storage, max_model_len=max_model_len or core.max_positions)

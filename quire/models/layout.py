@@ -1,4 +1,4 @@
-"""Layouts a checkpoint may store its matrices in, undone while loading: from an Arch to the table's `arrange`."""
+"""Matrix layouts of checkpoints, converted while loading: from an Arch to the table's `arrange`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MATRIX = re.compile(r"\.layers\.\d+\.(self_attn|mlp)\.\w+\.weight$")
 
 
 def arrange_for(arch: Arch) -> Arrange:
-    """A function (canonical name, tensor) -> the tensor as our parameters hold it."""
+    """A function (canonical name, tensor) -> the tensor in the layout of the parameters."""
 
     def arrange(name: str, tensor: Tensor) -> Tensor:
         if arch.transposed and _MATRIX.search(name):
@@ -40,7 +40,7 @@ def arrange_for(arch: Arch) -> Arrange:
 def _per_head(tensor: Tensor, arch: Arch) -> Tensor:
     """Rows (q k v) of head 0, (q k v) of head 1, ... -> all q, all k, all v."""
     if tensor.shape[0] != 3 * arch.heads * arch.head_dim:
-        return tensor  # the table will name the shapes
+        return tensor  # the table will report the shapes
     split = tensor.unflatten(0, (arch.heads, 3, arch.head_dim))
     return torch.cat([split[:, i].flatten(0, 1) for i in range(3)])
 

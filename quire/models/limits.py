@@ -1,7 +1,7 @@
-"""Whether the sizes of an architecture fit one another: the last word before modules and kernels are made of them.
+"""Whether the sizes of an architecture are consistent: the last check before modules and kernels use them.
 
-In: an Arch as a declaration read it. Out: a ConfigError that names the size, its value and its limit. Kernels divide by
-these numbers and address memory with them, so every architecture passes here, whoever declared it. Must not know:
+In: an Arch as read by a declaration. Out: a ConfigError that names the size, its value and its limit. Kernels divide by
+these numbers and address memory with them, so every architecture is checked, whoever declared it. Must not know:
 files, names of models.
 """
 
@@ -48,7 +48,7 @@ _ZERO_MEANS_NONE = ("rank", "q_rank", "shared_ffn", "latent")
 
 @contextmanager
 def reading(raw: Mapping[str, Any], name: str) -> Iterator[None]:
-    """Around a declaration that reads a config.json: whatever it stumbles over is an error of that file."""
+    """Around a declaration that reads a config.json: any exception is an error in that file."""
     check_config(raw)
     try:
         yield
@@ -85,20 +85,20 @@ def check_arch(arch: Arch) -> Arch:
 
 
 def check_files(arch: Arch, num_bytes: int) -> None:
-    """Before a model is made that its files cannot hold: no format needs less than a bit for a number."""
+    """Before a model is built that its files are too small for: no format needs less than a bit per weight."""
     numbers = arch.vocab * (arch.embed_width or arch.width)
     if arch.shared is None:
         numbers += sum(_least_numbers(arch, layer) for layer in arch.layers)
     if numbers > 8 * num_bytes:
         raise ConfigError(
             f"the model's configuration (num_hidden_layers = {len(arch.layers)}, hidden_size = {arch.width}, "
-            f"vocab_size = {arch.vocab}) describes at least {numbers} numbers, but its files have {num_bytes} bytes",
+            f"vocab_size = {arch.vocab}) describes at least {numbers} weights, but its files have {num_bytes} bytes",
             param="num_hidden_layers",
         )
 
 
 def _least_numbers(arch: Arch, layer: Layer) -> int:
-    """Of matrices that no layer of its kind does without."""
+    """The weights of matrices that every layer of its kind has."""
     attends = layer.mixer in ("attention", "both") and arch.mla is None
     return 2 * arch.width * arch.heads * arch.head_dim if attends else arch.width
 
@@ -130,33 +130,33 @@ def _check_layer(arch: Arch, layer: Layer) -> None:
 
 
 def _check_rope(rope: RopeKind, size: int) -> None:
-    """Pairs within a head (an odd width takes one number more); one number of a per-frequency scaling for each pair."""
+    """Pairs within a head (an odd width has one value more); one factor of a per-frequency scaling for each pair."""
     pairs = -(-rope.dim // 2) if isinstance(rope.dim, int) else 0
     _within("rotary width (head_dim * partial_rotary_factor)", rope.dim, Range(1, size - size % 2))
     if not _is_finite(rope.theta) or rope.theta <= 0:
         raise ConfigError(f"rope_theta = {rope.theta!r}; expected a number above 0", param="rope_theta")
     for name in ("short_factor", "long_factor"):
-        given = (rope.scaling or {}).get(name)
-        if given is not None and (not isinstance(given, list | tuple) or len(given) != pairs):
-            count = len(given) if isinstance(given, list | tuple) else shown(given)
-            raise ConfigError(f"{name} has {count} numbers for {pairs} frequencies", param=name)
+        values = (rope.scaling or {}).get(name)
+        if values is not None and (not isinstance(values, list | tuple) or len(values) != pairs):
+            count = len(values) if isinstance(values, list | tuple) else shown(values)
+            raise ConfigError(f"{name} has {count} values for {pairs} frequencies", param=name)
     _check_frequencies(rope)
 
 
 def _check_frequencies(rope: RopeKind) -> None:
-    """They are numbers, whatever the scaling is made of: for short texts and for long ones."""
+    """Frequencies are finite whatever the scaling: for short texts and for long ones."""
     try:
-        found = [frequencies(rope.theta, rope.dim, rope.scaling, length) for length in (1, INT32)]
-        fine = all(bool(inverse.isfinite().all()) and math.isfinite(gain) for inverse, gain in found)
+        spectra = [frequencies(rope.theta, rope.dim, rope.scaling, length) for length in (1, INT32)]
+        fine = all(bool(inverse.isfinite().all()) and math.isfinite(gain) for inverse, gain in spectra)
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError) as wrong:
         raise _unusable(rope, f"{type(wrong).__name__}: {wrong}") from wrong
     if not fine:
-        raise _unusable(rope, "its frequencies are not numbers")
+        raise _unusable(rope, "its frequencies are not finite")
 
 
 def _unusable(rope: RopeKind, why: str) -> ConfigError:
-    given = {**(rope.scaling or {}), "rope_theta": rope.theta}
-    few = ", ".join(f"{key}={shown(value)}" for key, value in islice(given.items(), 16))
+    values = {**(rope.scaling or {}), "rope_theta": rope.theta}
+    few = ", ".join(f"{key}={shown(value)}" for key, value in islice(values.items(), 16))
     return ConfigError(f"rope_parameters cannot be used ({why[:200]}): {few}", param="rope_parameters")
 
 
@@ -188,7 +188,7 @@ def _check_shared(kind: SharedKind) -> None:
 
 
 def _check_sizes(record: Any) -> None:
-    """Every whole number of a record is a size; 0 only where it means that there is none."""
+    """Every integer of a record is a size; 0 only where it means none."""
     for field in fields(record):
         if field.type in ("int", int):
             allowed = _MAY_BE_NONE if field.name in _ZERO_MEANS_NONE else _SIZE
@@ -209,7 +209,7 @@ def _divides(name: str, value: int, other: str, divisor: int) -> None:
 
 
 def _check_factors(record: Any) -> None:
-    """Every factor of a record is a number, and every activation one that there is."""
+    """Every factor of a record is finite, and every activation is known."""
     for field in fields(record):
         value, name = getattr(record, field.name), f"{type(record).__name__}.{field.name}"
         if field.name == "act":
@@ -241,7 +241,7 @@ def _check_numbers(name: str, values: list[Any], *, may_be_infinite: bool = Fals
 
 
 def _is_finite(value: Any) -> bool:
-    """As tensors take it: a whole number has 64 bits there."""
+    """Within the range of a tensor: an integer has 64 bits there."""
     if isinstance(value, int):
         return abs(value) < 1 << 53
     return isinstance(value, float) and abs(value) <= INT32**4 and not math.isnan(value)

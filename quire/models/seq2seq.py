@@ -1,8 +1,8 @@
-"""Encoder-decoder models: an encoder reads one text at once, a decoder writes another and attends over both.
+"""Encoder-decoder models: an encoder reads one text, a decoder generates another and attends to both.
 
-In: Texts for `encode`; for `forward` a Batch whose plans hold a group of kind CROSS, and in Batch.encoded the encoder's
-outputs of the rows that begin. Out: hidden states and logits, as from any decoder. Encoder and decoder are those of
-models/encoder.py and models/decoder.py; this joins their token table and weight tables, and knows no model by name.
+In: Texts for `encode`; for `forward` a Batch whose plans include a group of kind CROSS, with the encoder outputs of
+new rows in Batch.encoded. Out: hidden states and logits, as from any decoder. Encoder and decoder are those of
+models/encoder.py and models/decoder.py; this joins their token table and weight tables. Must not know: models by name.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from quire.schema.kv import KVSpec
 
 @dataclass(frozen=True)
 class Seq2SeqArch:
-    """`names` leads to `encoder.` and `model.` (the decoder); the tables of the two archs are not read."""
+    """`names` maps to `encoder.` and `model.` (the decoder); the tables of the two archs are not read."""
 
     encoder: EncoderArch
     decoder: Arch
-    start: int  # the token a decoder begins with
-    relative: RelativeKind | None = None  # scores by distance in the decoder's own attention, shared by its layers
+    start: int  # the first token of a decoder
+    relative: RelativeKind | None = None  # scores by distance in the decoder's self-attention, shared by its layers
     names: tuple[tuple[str, str], ...] = ()
     ignore: tuple[str, ...] = ()
 
 
 class SharedTable(WeightTable):
-    """A head that shares the token table gets one of its own if the checkpoint turns out to hold one."""
+    """A head that shares the token table becomes separate if the checkpoint turns out to have one."""
 
     model: Seq2Seq
 
-    def load(self, name: str, given: Tensor | StoredRows) -> bool:
+    def load(self, name: str, tensor: Tensor | StoredRows) -> bool:
         if self.canonical(name) == "lm_head.weight" and self.model.decoder.head.tied:
             self.model.untie()
             self._slots |= {slot.name: slot for slot in self.model.decoder.head.slots() if slot.name not in self._slots}
-        return super().load(name, given)
+        return super().load(name, tensor)
 
 
 class Seq2Seq(nn.Module):
@@ -73,7 +73,7 @@ class Seq2Seq(nn.Module):
         )
 
     def encode(self, texts: Texts) -> Tensor:
-        """[S, width], text after text: what Batch.encoded takes when these rows begin."""
+        """[S, width], text after text: the value of Batch.encoded in the first step of these rows."""
         return self.encoder(texts)
 
     def forward(self, batch: Batch) -> Tensor:
@@ -92,7 +92,7 @@ class Seq2Seq(nn.Module):
         self.decoder.bind_kv(caches, groups)
 
     def untie(self) -> None:
-        """A head of its own; its bias, if there is one, stays."""
+        """A separate head; its bias, if there is one, stays."""
         arch, old = self.arch.decoder, self.decoder.head
         head = Head("lm_head", arch.vocab, arch.embed_width or arch.width, self.storage, bias=old.bias is not None)
         if head.bias is not None and old.bias is not None:
@@ -115,7 +115,7 @@ class Seq2Seq(nn.Module):
                 yield slot._replace(name=_encoder_name(slot.name), fills=fills)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Fill parameters from (checkpoint name, tensor) pairs, all or some; returns the names that were taken."""
+        """Fill parameters from (checkpoint name, tensor) pairs, all or some; returns the names that were used."""
         taken = self.table().load_all(weights)
         self.finish_weights()
         return taken

@@ -1,8 +1,8 @@
-"""View: a checkpoint's raw config.json under a family's defaults, and the common reading of it into an Arch.
+"""View: a checkpoint's raw config.json over a family's defaults, and the common conversion to an Arch.
 
-Both spellings work: what hubs hold (rope_theta and rope_scaling at the top, patterns instead of layer_types) and what
-transformers 5 writes (rope_parameters, perhaps one per layer type). A key that is absent means the family's default; a
-key that is null means none.
+Both spellings work: that of hubs (rope_theta and rope_scaling at the top, patterns instead of layer_types) and that of
+transformers 5 (rope_parameters, possibly one per layer type). An absent key means the family's default; a
+null key means none.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class View:
         return self._raw[key] if key in self._raw else self._defaults.get(key)
 
     def refuse(self, key: str, why: str) -> None:
-        raise ConfigError(f"{self._arch} with {key} = {self.get(key)!r} cannot be served: {why}", param=key)
+        raise ConfigError(f"{self._arch} with {key} = {self.get(key)!r} is not supported: {why}", param=key)
 
 
 def read(c: View, *, kinds: Sequence[str] | None = None, ropes: Callable[[View, str], Mapping] | None = None,
          **over: Any) -> Arch:  # fmt: skip
-    """The common reading of a config. `kinds`: layer types where the config has none; `over`: what differs."""
+    """The common conversion of a config. `kinds`: layer types if the config has none; `over`: overridden fields."""
     width = c.get("hidden_size", "n_embd", "n_embed", "d_model")
     heads = c.get("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads")
     count = c.get("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
     if not width or not heads or not count:
-        raise ConfigError("config.json gives no hidden_size, num_attention_heads or num_hidden_layers")
+        raise ConfigError("config.json has no hidden_size, num_attention_heads or num_hidden_layers")
     head_dim = over.pop("head_dim", None) or c.maybe("head_dim") or width // heads
     kinds = list(c.get("layer_types", default=kinds or [FULL] * count))
     if len(kinds) < count:
@@ -89,31 +89,31 @@ def read(c: View, *, kinds: Sequence[str] | None = None, ropes: Callable[[View, 
 
 def rope_parameters(c: View, kind: str) -> Mapping[str, Any]:
     """The rope parameters of one layer type, in either spelling."""
-    found = c.get("rope_scaling") or c.get("rope_parameters") or {}
-    if FULL in found or SLIDING in found:
-        found = found.get(kind) or {}
-    return found
+    params = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    if FULL in params or SLIDING in params:
+        params = params.get(kind) or {}
+    return params
 
 
 def full_only(c: View, kind: str) -> Mapping[str, Any]:
-    """As rope_parameters, where an old-style rope_scaling stretches the full-attention layers only."""
+    """As rope_parameters, if an old-style rope_scaling applies to the full-attention layers only."""
     if c.get("rope_scaling") and kind != FULL and not c.get("rope_parameters"):
         return {}
     return rope_parameters(c, kind)
 
 
-def rope_kind(c: View, found: Mapping[str, Any], head_dim: int) -> RopeKind:
+def rope_kind(c: View, params: Mapping[str, Any], head_dim: int) -> RopeKind:
     """Rope parameters of config.json -> what ops/rope.py reads."""
-    theta = found.get("rope_theta") or c.get("rope_theta", "rotary_emb_base", default=10000.0)
-    part = found.get("partial_rotary_factor") or c.get("partial_rotary_factor", "rotary_pct", "rope_pct", default=1.0)
-    kind = found.get("rope_type") or found.get("type") or "default"
+    theta = params.get("rope_theta") or c.get("rope_theta", "rotary_emb_base", default=10000.0)
+    part = params.get("partial_rotary_factor") or c.get("partial_rotary_factor", "rotary_pct", "rope_pct", default=1.0)
+    kind = params.get("rope_type") or params.get("type") or "default"
     kind = _ROPE_NAMES.get(kind, kind)
     if kind not in SCALINGS:
         raise ConfigError(f"unknown rope type {kind!r}; known: {', '.join(SCALINGS)}", param="rope_scaling", value=kind)
     if kind == "default":
         return RopeKind(theta, int(head_dim * part))
     longest = c.get("max_position_embeddings", default=2048)
-    scaling = {k: v for k, v in found.items() if k not in ("type", "rope_theta", "partial_rotary_factor")}
+    scaling = {k: v for k, v in params.items() if k not in ("type", "rope_theta", "partial_rotary_factor")}
     scaling |= {"rope_type": kind, "max_position_embeddings": longest}
     if kind in _TRAINED:
         trained = c.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")

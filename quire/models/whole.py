@@ -1,8 +1,8 @@
-"""Decoder blocks of the common form, as many of them as follow each other, through the op `join_blocks`.
+"""Consecutive decoder blocks of the common form, run through the op `join_blocks`.
 
-A block asks `Whole.of` once whether it has that form. A `Stretch` joins its blocks when a step first runs, and again
+`Whole.of` decides once whether a block has that form. A `Stretch` joins its blocks in the first step, and again
 after `forget`: whoever replaces weights or caches calls it, because a joined call holds their addresses. Nothing is
-compared in a step. Must not know: devices, kernels, what makes caches.
+compared in a step. Must not know: devices, kernels, who makes caches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from quire.quant.scheme import Storage
 
 
 class Whole:
-    """What a block of the common form is made of."""
+    """The parts of a block of the common form."""
 
     def __init__(self, attn: Attention, mlp: Mlp, rules: tuple[NormRule, NormRule], act: str) -> None:
         self.attn, self.mlp, self.rules, self.act = attn, mlp, rules, act
@@ -49,7 +49,7 @@ class Whole:
         return cls(attn, mlp, (rules[0], rules[1]), PLAIN[arch.act].name)
 
     def parts(self) -> BlockParts | None:
-        """None where there is no cache yet, or some matrix is neither packed nor plain numbers."""
+        """None if there is no cache yet, or some matrix is neither packed nor plain."""
         attn, mlp = self.attn, self.mlp
         qkv, o, up, down = (_weights(linear) for linear in (attn.qkv, attn.o, mlp.up, mlp.down))
         if attn.cache is None or qkv is None or o is None or up is None or down is None:
@@ -66,7 +66,7 @@ def _weights(linear: Linear) -> Weights | None:
 
 
 class Stretch:
-    """Layers that follow each other. Where all are whole, a step whose attention allows it runs them in one call."""
+    """Consecutive layers. If all have the common form, a step whose attention supports it runs them in one call."""
 
     def __init__(
         self,
@@ -76,10 +76,10 @@ class Stretch:
         join: Callable[..., BlocksRun | None],
         dtype: torch.dtype,
     ) -> None:
-        """`ropes[i]` is the rotation of layer i among those of a step; None: it has none. `wholes`: all or none."""
+        """`ropes[i]` is the index of layer i's rotary embedding in a step; None: it has none. `wholes`: all or none."""
         self._layers, self._ropes, self._wholes = layers, ropes, wholes
         self._join, self._dtype = join, dtype
-        self._turns: list[tuple[int, int | None]] = []  # group and rotation
+        self._turn_keys: list[tuple[int, int | None]] = []  # group and rotary embedding
         self._call: BlocksRun | None = None
         self._is_stale = bool(wholes)
 
@@ -91,32 +91,32 @@ class Stretch:
         wholes: Sequence[Whole | None],
         storage: Storage,
     ) -> list[Stretch]:
-        """All of a decoder's layers, parted where whole blocks begin and end."""
+        """All of a decoder's layers, split where runs of the common form start and end."""
         join = storage.of(join_blocks)
         if join is join_blocks.reference:
             wholes = [None] * len(wholes)
-        found = []
+        stretches = []
         for _, run in groupby(zip(layers, ropes, wholes, strict=True), key=lambda entry: entry[2] is None):
             here, turned, made = zip(*run, strict=True)
-            found.append(cls(here, turned, [whole for whole in made if whole is not None], join, storage.dtype))
-        return found
+            stretches.append(cls(here, turned, [whole for whole in made if whole is not None], join, storage.dtype))
+        return stretches
 
     def forget(self) -> None:
         """Weights or caches were replaced."""
         self._call, self._is_stale = None, bool(self._wholes)
 
-    def __call__(self, x: Tensor, delta: Delta, batch: Batch, turns: Sequence[RotaryTables]) -> tuple[Tensor, Delta]:
+    def __call__(self, x: Tensor, delta: Delta, batch: Batch, rotaries: Sequence[RotaryTables]) -> tuple[Tensor, Delta]:
         if self._is_stale:
             self._make()
         if self._call is not None and not batch.through_linears:
             shared = []
-            for group, rope in self._turns:
-                turn = (None, None) if rope is None else turns[rope]
-                shared.append(StepTurn(batch.plans[group], *turn))
+            for group, rope in self._turn_keys:
+                rotary = (None, None) if rope is None else rotaries[rope]
+                shared.append(StepTurn(batch.plans[group], *rotary))
             if (done := self._call(x, delta, shared)) is not None:
                 return done
         for layer, rope in zip(self._layers, self._ropes, strict=True):
-            x, delta = layer(x, delta, batch, None if rope is None else turns[rope])
+            x, delta = layer(x, delta, batch, None if rope is None else rotaries[rope])
         return x, delta
 
     def _make(self) -> None:
@@ -128,5 +128,5 @@ class Stretch:
             (whole.attn.group, rope if whole.attn.rope is not None else None)
             for whole, rope in zip(self._wholes, self._ropes, strict=True)
         ]
-        self._turns = list(dict.fromkeys(kinds))
-        self._call = self._join(parts, [self._turns.index(kind) for kind in kinds], self._dtype)
+        self._turn_keys = list(dict.fromkeys(kinds))
+        self._call = self._join(parts, [self._turn_keys.index(kind) for kind in kinds], self._dtype)

@@ -53,7 +53,7 @@ class EventPublisher:
         self._next = 0
         self._num_dropped = 0
         self._waiting: queue.Queue[tuple[int, EventBatch] | None] = queue.Queue(max_queue_size)
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
+        self._recent: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._replay: zmq.Socket[bytes] | None = None
         try:
@@ -98,12 +98,12 @@ class EventPublisher:
 
     def _run(self) -> None:
         try:
-            while self._turn():
+            while self._poll_once():
                 pass
         finally:
             self._context.destroy(linger=_LINGER_MS)
 
-    def _turn(self) -> bool:
+    def _poll_once(self) -> bool:
         """Send what waits, or answer who asks; False: closed."""
         if self._replay is not None:
             while self._replay.poll(0):
@@ -116,7 +116,7 @@ class EventPublisher:
             return False
         number, batch = item
         payload = msgspec.msgpack.encode(batch)
-        self._kept.append((number, payload))
+        self._recent.append((number, payload))
         self._publish.send_multipart([self._topic, _bytes(number), payload])
         return True
 
@@ -127,7 +127,7 @@ class EventPublisher:
             log.warning("KV events: a replay was asked for without a number of %d bytes", NUMBER_BYTES)
             return
         first = int.from_bytes(frames[-1], "big")
-        for number, payload in self._kept:
+        for number, payload in self._recent:
             if number >= first:
                 replay.send_multipart([client, b"", _bytes(number), payload])
         replay.send_multipart([client, b"", END_OF_REPLAY, b""])

@@ -33,7 +33,7 @@ class LogStats:
         self._read = read
         self._engine = engine_index
         self._clock = clock
-        self._turn = LeaderLock(folder, f"log-{engine_index}")
+        self._lock = LeaderLock(folder, f"log-{engine_index}")
         self._since = clock()
         self._last = read()
         self._quiet = True  # the last line already said that nothing happens
@@ -49,7 +49,7 @@ class LogStats:
 
     def stop(self) -> None:
         self._ended.set()
-        self._turn.release()
+        self._lock.release()
 
     def say(self) -> str | None:
         """Log the interval up to now and start a new one. None: nothing new to say, or another process says it."""
@@ -57,7 +57,7 @@ class LogStats:
         seconds = max(current - self._since, 1e-9)
         totals, before = self._read(), self._last
         self._since, self._last = current, totals
-        if not self._turn.mine():
+        if not self._lock.mine():
             return None
         added = totals.prompt_tokens - before.prompt_tokens + totals.generated_tokens - before.generated_tokens
         idle = not (added or totals.running or totals.waiting)

@@ -25,7 +25,7 @@ __all__ = ["TABLE", "Ended", "MetricDeclaration", "Metrics", "Totals", "check_bu
 
 _INFO = "vllm:cache_config_info"
 _PREFIX = "vllm:"
-_ENDED_KEPT = 24
+_MOST_ENDED = 24
 
 
 class Totals(NamedTuple):
@@ -66,7 +66,7 @@ class Metrics:
         """`folder` is where processes that share an engine keep their numbers; None: there is only this one."""
         self._labels = {"model_name": model_name, "engine": str(engine_index)}
         self._info: dict[str, str] = {}
-        self.ended: deque[Ended] = deque(maxlen=_ENDED_KEPT)  # the last of this process
+        self.ended: deque[Ended] = deque(maxlen=_MOST_ENDED)  # the last of this process
         self.sheet = Sheet(
             check_buckets(buckets), kind=f"engine{engine_index}", lengths=one_two_five(max_model_len),
             folder=folder,
@@ -183,10 +183,10 @@ class Metrics:
             observe("vllm:request_time_per_output_token_seconds", decode / (num_generation_tokens - 1))
 
 
-def check_buckets(asked: Mapping[str, tuple[float, ...]] | None) -> tuple[MetricDeclaration, ...]:
+def check_buckets(custom: Mapping[str, tuple[float, ...]] | None) -> tuple[MetricDeclaration, ...]:
     """The table, with other limits for the histograms that were named (with or without the prefix)."""
-    asked = asked or {}
-    left = {name if name.startswith(_PREFIX) else _PREFIX + name: bounds for name, bounds in asked.items()}
+    custom = custom or {}
+    left = {name if name.startswith(_PREFIX) else _PREFIX + name: bounds for name, bounds in custom.items()}
     table = []
     for entry in TABLE:
         bounds = left.pop(entry.name, None) if entry.kind == "histogram" else None

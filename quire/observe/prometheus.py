@@ -44,8 +44,8 @@ class Page:
 
     def render(self, accept: str = "", names: Iterable[str] = ()) -> tuple[bytes, str]:
         """The page for a scraper's Accept header; `names` picks samples by their full names."""
-        wanted = list(names)
-        registry = self._registry.restricted_registry(wanted) if wanted else self._registry
+        selected = list(names)
+        registry = self._registry.restricted_registry(selected) if selected else self._registry
         _, content_type = exposition.choose_encoder(accept)
         if content_type.startswith(_OPENMETRICS):
             body: bytes = openmetrics.generate_latest(registry, _AS_THEY_ARE)  # type: ignore[no-untyped-call]
@@ -66,9 +66,9 @@ class _Collector:
             yield from _families(source, source.snapshot())
 
 
-def _families(source: MetricSource, found: list[Metric]) -> Iterator[core.Metric]:
+def _families(source: MetricSource, metrics: list[Metric]) -> Iterator[core.Metric]:
     grouped: dict[str, list[Metric]] = {}
-    for metric in found:
+    for metric in metrics:
         grouped.setdefault(metric.name, []).append(metric)
     created = None if env.PROMETHEUS_DISABLE_CREATED_SERIES.get() else source.sheet.created()
     for entry in source.sheet.table:

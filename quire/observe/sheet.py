@@ -38,7 +38,7 @@ class Sheet:
         folder: str | None = None,
     ) -> None:
         self.table = table
-        self._places: dict[tuple[str, Values], int] = {}
+        self._cells: dict[tuple[str, Values], int] = {}
         self._spreads: dict[tuple[str, Values], _Spread] = {}
         end = _FIRST
         for entry, values in _entries(table):
@@ -48,22 +48,22 @@ class Sheet:
                 self._spreads[key] = _Spread(end, bounds)
                 end += len(bounds) + 2
             else:
-                self._places[key] = end
+                self._cells[key] = end
                 end += 1
-        self.cells = Cells(end, kind=kind, meaning=repr((self._places, self._spreads)), folder=folder)
+        self.cells = Cells(end, kind=kind, meaning=repr((self._cells, self._spreads)), folder=folder)
         self._mine = self.cells.mine
         self._mine[_CREATED] = time.time()
 
     def add(self, name: str, amount: float = 1.0, *values: str) -> None:
-        self._mine[self._places[name, values]] += amount
+        self._mine[self._cells[name, values]] += amount
 
     def set(self, name: str, value: float, *values: str) -> None:
-        self._mine[self._places[name, values]] = value
+        self._mine[self._cells[name, values]] = value
         self._mine[_STAMP] = now()
 
     def preset(self, name: str, value: float, *values: str) -> None:
         """What a gauge is before anybody sets it: a process that only begins knows less than one that was told."""
-        self._mine[self._places[name, values]] = value
+        self._mine[self._cells[name, values]] = value
 
     def observe(self, name: str, value: float, *values: str) -> None:
         first, bounds = self._spreads[name, values]
@@ -79,8 +79,8 @@ class Sheet:
         """A counter's total, or a gauge's value."""
         kind = next(entry.kind for entry in self.table if entry.name == name)
         rows = self.cells.rows()
-        place = self._places[name, values]
-        return _newest(rows)[place] if kind == "gauge" else sum(row[place] for row in rows)
+        cell = self._cells[name, values]
+        return _newest(rows)[cell] if kind == "gauge" else sum(row[cell] for row in rows)
 
     def sum_of(self, name: str, *values: str) -> float:
         """Of everything a histogram or a summary has seen."""
@@ -89,7 +89,7 @@ class Sheet:
 
     def read(self, labels: Mapping[str, str], *, seen_only: bool = False) -> list[Metric]:
         """Every metric as it is now, in the order of the table. `seen_only` leaves out what never happened."""
-        found: list[Metric] = []
+        metrics: list[Metric] = []
         rows = self.cells.rows()
         newest = _newest(rows)
         for entry, values in _entries(self.table):
@@ -98,14 +98,14 @@ class Sheet:
             if entry.kind in ("histogram", "summary"):
                 metric = _whole(entry.name, mine, self._spreads[entry.name, values], rows)
                 if metric.count or not (seen_only and entry.labels):
-                    found.append(metric if entry.kind == "histogram" else Summary(*_summary(metric)))
+                    metrics.append(metric if entry.kind == "histogram" else Summary(*_summary(metric)))
                 continue
-            place = self._places[entry.name, values]
+            cell = self._cells[entry.name, values]
             if entry.kind == "gauge":
-                found.append(Gauge(entry.name, mine, newest[place]))
-            elif (total := sum(row[place] for row in rows)) or not (seen_only and entry.labels):
-                found.append(Counter(entry.name, mine, int(total)))
-        return found
+                metrics.append(Gauge(entry.name, mine, newest[cell]))
+            elif (total := sum(row[cell] for row in rows)) or not (seen_only and entry.labels):
+                metrics.append(Counter(entry.name, mine, int(total)))
+        return metrics
 
 
 def _entries(table: Sequence[MetricDeclaration]) -> Iterator[tuple[MetricDeclaration, Values]]:

@@ -59,7 +59,7 @@ class RequestTrace:
     def attributes(self, model: str, details: frozenset[str]) -> dict[str, str | int | float | tuple[str, ...]]:
         """Phases that it did not live to see are left out."""
         name, times, params = SpanAttributes, self.metrics, self.params
-        found: dict[str, str | int | float | tuple[str, ...]] = {
+        attributes: dict[str, str | int | float | tuple[str, ...]] = {
             name.GEN_AI_RESPONSE_MODEL: model,
             name.GEN_AI_RESPONSE_FINISH_REASONS: self.finish_reasons,
             name.GEN_AI_REQUEST_ID: self.request_id,
@@ -73,18 +73,18 @@ class RequestTrace:
             name.GEN_AI_LATENCY_E2E: self.ended - times.arrival_time,
         }
         if times.scheduled_ts:
-            found[name.GEN_AI_LATENCY_TIME_IN_QUEUE] = times.scheduled_ts - times.queued_ts
+            attributes[name.GEN_AI_LATENCY_TIME_IN_QUEUE] = times.scheduled_ts - times.queued_ts
         if times.first_token_ts:
             last = max(times.last_token_ts, times.first_token_ts)
-            found[name.GEN_AI_LATENCY_TIME_TO_FIRST_TOKEN] = times.first_token_latency
-            found[name.GEN_AI_LATENCY_TIME_IN_MODEL_PREFILL] = times.first_token_ts - times.scheduled_ts
-            found[name.GEN_AI_LATENCY_TIME_IN_MODEL_DECODE] = last - times.first_token_ts
-            found[name.GEN_AI_LATENCY_TIME_IN_MODEL_INFERENCE] = last - times.scheduled_ts
+            attributes[name.GEN_AI_LATENCY_TIME_TO_FIRST_TOKEN] = times.first_token_latency
+            attributes[name.GEN_AI_LATENCY_TIME_IN_MODEL_PREFILL] = times.first_token_ts - times.scheduled_ts
+            attributes[name.GEN_AI_LATENCY_TIME_IN_MODEL_DECODE] = last - times.first_token_ts
+            attributes[name.GEN_AI_LATENCY_TIME_IN_MODEL_INFERENCE] = last - times.scheduled_ts
         if details & {"model", "all"}:
-            found[name.GEN_AI_LATENCY_TIME_IN_MODEL_FORWARD] = self.forward_seconds
+            attributes[name.GEN_AI_LATENCY_TIME_IN_MODEL_FORWARD] = self.forward_seconds
         if details & {"worker", "all"}:
-            found[name.GEN_AI_LATENCY_TIME_IN_MODEL_EXECUTE] = self.execute_seconds
-        return found
+            attributes[name.GEN_AI_LATENCY_TIME_IN_MODEL_EXECUTE] = self.execute_seconds
+        return attributes
 
 
 class Tracer(Protocol):
@@ -95,5 +95,5 @@ class Tracer(Protocol):
 
 def trace_headers(headers: Mapping[str, str]) -> dict[str, str] | None:
     """The part of a request's headers that says which trace it belongs to, if it says."""
-    found = {name: value for name in TRACE_HEADERS if (value := headers.get(name)) is not None}
-    return found or None
+    carried = {name: value for name in TRACE_HEADERS if (value := headers.get(name)) is not None}
+    return carried or None

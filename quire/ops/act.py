@@ -19,7 +19,9 @@ def silu(x: Tensor) -> Tensor:
 
 @op
 def gelu(x: Tensor) -> Tensor:
-    return F.gelu(x.contiguous())  # on CPU torch has another kernel, of other bits, for what is not contiguous
+    return F.gelu(
+        x.contiguous()
+    )  # on CPU torch has a different kernel, with different rounding, for non-contiguous tensors
 
 
 @op
@@ -84,7 +86,7 @@ GATED: dict[str, Op] = {name: _GATED_OF[plain.name] for name, plain in PLAIN.ite
 
 
 def gated_of(name: str) -> Op[[Tensor], Tensor]:
-    """The gated activation of a plain one's own name (a value of PLAIN, not a config's word)."""
+    """The gated activation of a plain one, by the op's name (a value of PLAIN, not a config's spelling)."""
     return _GATED_OF[name]
 
 

@@ -1,7 +1,7 @@
 """Attention arithmetic: scores, masks and weighted values, over padded tensors and over paged rows.
 
-`paged_attention` is the meaning: any mix of rows, each reading its context through a block table. `padded_attention`
-is the inner piece backends build on: a batch of equally long (masked) problems. Softmax is in float32 everywhere.
+`paged_attention` is the reference: any mix of rows, each reading its context through a block table. `padded_attention`
+is the building block of backends: a batch of equally long (masked) problems. Softmax is in float32 everywhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.ops.op import cpu_dtypes, op
 
-MAX_SCORES = 1 << 24  # elements of one score tensor; longer problems are cut along the queries
+MAX_SCORES = 1 << 24  # elements of one score tensor; larger problems are split along the queries
 
 
 @op
@@ -25,7 +25,7 @@ def padded_attention(
     mask: Tensor | None,  # float32, added to the scores; broadcasts to [B, Hq, M, L]; -inf hides
     *,
     scale: float,
-    causal: bool = False,  # M == L: query i sees keys up to i
+    causal: bool = False,  # M == L: query i attends to keys up to i
     softcap: float = 0.0,
     sinks: Tensor | None = None,  # broadcasts to [Hq, M]: a score that takes weight and has no value
 ) -> Tensor:  # [B, Hq, M, Dv]
@@ -56,15 +56,15 @@ def _in_slices(
 ) -> Tensor:
     m = q.shape[2]
     rows = max(1, MAX_SCORES * m // (q.shape[0] * q.shape[1] * m * k.shape[2]))
-    pieces = []
+    outputs = []
     for start in range(0, m, rows):
         part = slice(start, min(start + rows, m))
         cut = mask if mask is None or mask.shape[-2] == 1 else mask[..., part, :]
         sink = sinks if sinks is None or sinks.shape[-1] == 1 else sinks[..., part]
-        pieces.append(
+        outputs.append(
             padded_attention.reference(q[:, :, part], k, v, cut, scale=scale, softcap=softcap, sinks=sink)
         )  # fmt: skip
-    return torch.cat(pieces, 2)
+    return torch.cat(outputs, 2)
 
 
 @padded_attention.form("cpu")
@@ -79,7 +79,7 @@ def padded_attention_cpu(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """torch's fused CPU kernel where it can express the problem (it accumulates in float32)."""
+    """torch's fused CPU kernel if it supports the problem (it accumulates in float32)."""
     if softcap or sinks is not None:
         return padded_attention.reference(q, k, v, mask, scale=scale, causal=causal, softcap=softcap, sinks=sinks)
     dtype = q.dtype
@@ -100,8 +100,8 @@ def alibi_slopes(heads: int) -> Tensor:
 
 
 def by_distance(alibi: Tensor, gap: Tensor) -> Tensor:
-    """What is added to scores, [Hq, *gap]: minus slope times distance, or learned numbers [Hq, G] of the distances
-    0, 1, .. G - 1, the last of them for all that are longer. gap: position of the query minus that of the key."""
+    """The bias of scores, [Hq, *gap]: minus slope times distance, or learned values [Hq, G] of the distances
+    0, 1, .. G - 1, the last of them for all longer ones. gap: position of the query minus that of the key."""
     if alibi.dim() == 1:
         return -alibi.view(-1, *[1] * gap.dim()) * gap
     return alibi[:, gap.clamp(0, alibi.shape[1] - 1)]
@@ -120,7 +120,7 @@ def visible(queries: Tensor, keys: Tensor, *, window: int = 0, chunk: int = 0) -
 
 @op
 def write_cache(cache: Tensor, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
-    """Put k [T, Hkv, D] and v [T, Hkv, Dv] side by side into rows `slots` of cache [num_slots, Hkv * (D + Dv)]."""
+    """Store k [T, Hkv, D] and v [T, Hkv, Dv] side by side in rows `slots` of cache [num_slots, Hkv * (D + Dv)]."""
     rows = k.flatten(1) if v is None else torch.cat((k.flatten(1), v.flatten(1)), 1)
     cache.index_copy_(0, slots, rows.to(cache.dtype))
 
@@ -143,7 +143,7 @@ def paged_attention(
     sinks: Tensor | None = None,  # [Hq]
     alibi: Tensor | None = None,  # [Hq] or [Hq, G]: see by_distance
 ) -> Tensor:  # [T, Hq, Dv]
-    """Causal attention of each row's queries over its whole context, row by row: slow, and the oracle."""
+    """Causal attention of each row's queries over its full context, row by row: slow, and the reference."""
     out, start, size = [], 0, q.shape[-1]
     for row, (count, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         if not count:
@@ -151,7 +151,7 @@ def paged_attention(
         keys = torch.arange(context, device=q.device)
         queries = torch.arange(context - count, context, device=q.device)
         seen = visible(queries, keys, window=window, chunk=chunk)
-        used = seen.any(0)  # blocks no query reads may be gone
+        used = seen.any(0)  # blocks that no query reads may have been freed
         keys, seen = keys[used], seen[:, used]
         blocks = block_tables[row].long()[keys // block_size]
         kv = cache[blocks * block_size + keys % block_size].to(q.dtype)
@@ -178,7 +178,7 @@ def ragged_attention(
     key_lens: Sequence[int],
     *,
     scale: float,
-    window: int = 0,  # keys this far away or further, on either side, are not seen; 0: all are
+    window: int = 0,  # keys at this distance or further, on either side, are masked; 0: none are
     softcap: float = 0.0,
     sinks: Tensor | None = None,  # [Hq]
     near: Tensor | None = None,  # [Hq, 2 G + 1]: added to scores by distance, key minus query from -G to G and beyond
@@ -193,8 +193,8 @@ def ragged_attention(
             continue
         mask = None
         if window or near is not None:
-            places = [torch.arange(n, device=q.device) for n in (keys, count)]
-            gap = places[0][None] - places[1][:, None]
+            positions = [torch.arange(n, device=q.device) for n in (keys, count)]
+            gap = positions[0][None] - positions[1][:, None]
             mask = torch.zeros(gap.shape, device=q.device)
             if near is not None:
                 reach = near.shape[1] // 2
@@ -202,9 +202,9 @@ def ragged_attention(
             if window:
                 mask = mask.masked_fill(gap.abs() >= window, float("-inf"))
         rows, seen, values = (t.transpose(0, 1)[None] for t in (q[begin:end], k[first:last], v[first:last]))
-        found = attend(
+        attended = attend(
             rows, seen, values, mask, scale=scale, softcap=softcap, sinks=None if sinks is None else sinks[:, None],
         )  # fmt: skip
-        out[begin:end] = found[0].transpose(0, 1)
+        out[begin:end] = attended[0].transpose(0, 1)
         begin, first = end, last
     return out

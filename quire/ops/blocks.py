@@ -1,8 +1,8 @@
-"""Decoder blocks of the common form, several of them as one call where a device has a faster way to run them.
+"""Decoder blocks of the common form, several of them in one call if a device has a faster way to run them.
 
-Common: norm, attention over a paged cache, norm, gated mlp, each added to the stream as it is. `join_blocks` takes what
-the blocks are made of and gives a function for a step; None where the device has none, and then layers run one by one.
-What it gives holds addresses: it is valid until weights or caches are replaced. Must not know: modules, architectures.
+Common form: norm, attention over a paged cache, norm, gated mlp, each added to the residual stream. `join_blocks` takes
+the parts of the blocks and returns a function for a step; None if the device has none, and then layers run one by one.
+The function holds addresses: it is valid until weights or caches are replaced. Must not know: modules, architectures.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Weights(NamedTuple):
 
 
 class BlockParts(NamedTuple):
-    """What a block is made of. `prep` without cos and sin."""
+    """The parts of a block. `prep` without cos and sin."""
 
     matrices: tuple[Weights, Weights, Weights, Weights]  # qkv, o, up, down
     norms: tuple[NormRule, NormRule]
     prep: QkvPrep
-    cache: object  # as an attention backend made it
+    cache: object  # made by an attention backend
     scale: float
     softcap: float
     sinks: Tensor | None
@@ -44,12 +44,12 @@ class BlockParts(NamedTuple):
 class StepTurn(NamedTuple):
     """What blocks of one KV group and one rotary embedding share in a step."""
 
-    plan: object  # as an attention backend made it
+    plan: object  # made by an attention backend
     cos: Tensor | None
     sin: Tensor | None
 
 
-# (stream, what is to be added to it, turns) -> the same after the last block; None: layers have to run this step
+# (stream, pending delta, turns) -> the same after the last block; None: layers have to run this step
 BlocksRun: TypeAlias = Callable[[Tensor, Delta, Sequence[StepTurn]], tuple[Tensor, Tensor] | None]
 
 

@@ -1,6 +1,6 @@
-"""Between host arrays and a device without waiting for it: through pinned memory, in the order of the device's stream.
+"""Asynchronous copies between host arrays and a device: through pinned memory, in the order of the device's stream.
 
-torch's own pool of pinned memory keeps a buffer until the copy that reads or fills it is done. On CPU nothing is
+torch's pool of pinned memory keeps a buffer alive until the copy that reads or fills it is done. On CPU nothing is
 copied: the tensor is the array.
 """
 
@@ -20,7 +20,7 @@ def upload(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def download(tensor: Tensor) -> Tensor:
-    """A host copy that is complete once the device has passed this point: record an event after it, and wait there."""
+    """A host copy that is complete once the device has reached this point: record an event after it, wait for that."""
     if tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,10 +1,10 @@
-"""Products of a few rows together with what stands before and after them, for devices where launches cost most.
+"""Matmuls of a few rows fused with the ops before and after them, for devices where launches dominate.
 
-Each op is the plain ops one after another, and gives what they give. A device that has a form of `few_rows` or of
-`part_rows` says up to how many rows its forms are to be preferred; where that is 0, layers call the plain ops.
+Each op is a sequence of plain ops with the same results. A device that has a form of `few_rows` or of
+`part_rows` says up to how many rows its forms are faster; if that is 0, layers call the plain ops.
 
-    few_rows     norm_linear, linear_add, norm_router: everything around a product is part of it
-    part_rows    linear_parts, linear_act: a product is cut along K, and whoever reads it adds up the `PartialSums`
+    few_rows     norm_linear, linear_add, norm_router: everything around a matmul is fused into it
+    part_rows    linear_parts, linear_act: a matmul is split along K, and the consumer adds up the `PartialSums`
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.ops.parts import PartialSums
 
 
 class NormRule(NamedTuple):
-    """An RMS norm of whole rows, as data; see ops/norm.py. wide or offset: rms_norm_wide."""
+    """An RMS norm over full rows, as data; see ops/norm.py. wide or offset: rms_norm_wide."""
 
     weight: Tensor | None  # [K]
     eps: float
@@ -32,7 +32,7 @@ class NormRule(NamedTuple):
 
 @op
 def few_rows(width: int, dtype: torch.dtype) -> int:
-    """Up to how many rows the ops below are to be preferred, in a model of this width."""
+    """Up to how many rows the ops below are faster, in a model of this width."""
     return 0
 
 
@@ -57,7 +57,7 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, stream: Tensor) -
 
 @op
 def norm_router(x: Tensor, norm: NormRule, weight: Tensor, bias: Tensor | None, wide: bool) -> tuple[Tensor, Tensor]:
-    """(logits [M, E] float32, norm(x)): the product of a router, which needs its input again. wide: in float32."""
+    """(logits [M, E] float32, norm(x)): the matmul of a router, which needs its input again. wide: in float32."""
     h = _normed(x, norm)
     if wide:
         return linear.reference(h.float(), weight.float(), None if bias is None else bias.float()), h
@@ -66,13 +66,13 @@ def norm_router(x: Tensor, norm: NormRule, weight: Tensor, bias: Tensor | None, 
 
 @op
 def part_rows(width: int, dtype: torch.dtype) -> int:
-    """Up to how many rows the ops below are to be preferred, in a model of this width."""
+    """Up to how many rows the ops below are faster, in a model of this width."""
     return 0
 
 
 @op
 def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> PartialSums:
-    """x weight' + bias, for who can add parts up: `add_rms_norm`, `add_rms_norm_wide` and `prepare_qkv`."""
+    """x weight' + bias, for consumers of partial sums: `add_rms_norm`, `add_rms_norm_wide` and `prepare_qkv`."""
     return PartialSums(linear.reference(x, weight, bias).float()[None], x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Matrix products with weights stored as plain tensors."""
+"""Matmuls with weights stored as plain tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @linear.form("cpu")
 def linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Where the CPU has no units for the dtype: widen, multiply in float32, round once."""
+    """If the CPU has no units for the dtype: widen, multiply in float32, round once."""
     if x.dtype in cpu_dtypes():
         return F.linear(x, weight, bias)
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Mixture of experts: choosing experts per token, and the grouped matrix products of the chosen ones."""
+"""Mixture of experts: selecting experts per token, and the grouped matmuls of the selected ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def route(
     score: str = "softmax",  # softmax | sigmoid | topk_softmax | topk_sigmoid (over the chosen only) | mixer
     renorm: bool = True,
     scale: float = 1.0,
-    bias: Tensor | None = None,  # [E] float32: moves the choice, not the weights
+    bias: Tensor | None = None,  # [E] float32: affects the selection, not the weights
     groups: int = 1,
     top_groups: int = 1,
     group_score: str = "max",  # max | top2sum: how a group of experts is ranked
@@ -58,7 +58,7 @@ keep_apart(route)
 
 @op
 def sum_choices(x: Tensor) -> Tensor:
-    """[T, k, dim] -> [T, dim]: what a token's experts gave, added up."""
+    """[T, k, dim] -> [T, dim]: the sum of the outputs of a token's experts."""
     return x.sum(1)
 
 
@@ -66,7 +66,7 @@ keep_apart(sum_choices)
 
 
 def _mixer(logits: Tensor, top_k: int, margin: float) -> tuple[Tensor, Tensor]:
-    """One expert after another: each is weighed by a softmax over those that come near it and were not taken yet."""
+    """One expert after another: each is weighted by a softmax over those close to it that are not selected yet."""
     weights, chosen, left = [], [], logits
     for _ in range(top_k):
         best, index = left.max(-1, keepdim=True)
@@ -91,8 +91,8 @@ def run_experts(
     stream: Tensor | None = None,  # [T, dim]
     matmul: Callable[..., Tensor] | None = None,
 ) -> Tensor:  # [T, dim]
-    """Sum over a token's experts of weight * expert(x); experts add up in ascending order, as transformers does. The
-    sum, rounded, is added to `stream` where one is given. `matmul`: `linear`, in the form a layer was built with."""
+    """Sum over a token's experts of weight * expert(x); experts are summed in ascending order, as in transformers. The
+    sum, rounded, is added to `stream` if there is one. `matmul`: `linear`, in the form a layer was built with."""
     matmul = matmul or linear.on(x.device)
     flat = index.flatten()
     order = flat.argsort(stable=True)
@@ -125,7 +125,7 @@ class Mixture:
     up_bias: tuple[Tensor | None, ...]
     down_bias: tuple[Tensor | None, ...]
     act: Callable[[Tensor], Tensor]  # [n, rows of up] -> [n, ffn]
-    rule: tuple[str, float, float] | None = None  # what `act` is, where it is gated and has a name; alpha, limit
+    rule: tuple[str, float, float] | None = None  # the name of `act` if it is gated and has one; alpha, limit
     handle: Any = None
 
 
@@ -138,7 +138,7 @@ def run_mixture(
     stream: Tensor | None = None,
     products: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None,
 ) -> Tensor:
-    """As `run_experts`, over experts that are matrices of their own. `products`: `linear` and `packed_linear`."""
+    """As `run_experts`, for experts stored as separate matrices. `products`: `linear` and `packed_linear`."""
     products = products or (linear.on(x.device), packed_linear.on(x.device))
 
     def multiply(rows: Tensor, matrix: Matrix | Tensor, bias: Tensor | None) -> Tensor:

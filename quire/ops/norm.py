@@ -1,6 +1,6 @@
-"""Normalisation: RMS and layer norm, each alone or after adding to the residual stream.
+"""Normalization: RMS and layer norm, each alone or after adding to the residual stream.
 
-Rounding follows transformers: `rms_norm` rounds to the input's dtype before it multiplies the weight, `rms_norm_wide`
+Rounding follows transformers: `rms_norm` rounds to the input's dtype before multiplying by the weight, `rms_norm_wide`
 multiplies in float32 and rounds once. In float32 both are the same.
 """
 
@@ -70,8 +70,8 @@ def layer_norm_cpu(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
 
 @op
 def add_rms_norm(x: Tensor, delta: Tensor | PartialSums, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + delta), x + delta): a sublayer's output joins the stream and the next norm reads it. A form may
-    write the sum over x: go on with the one returned."""
+    """(rms_norm(x + delta), x + delta): a sublayer's output is added to the stream and normalized. A form may
+    overwrite x with the sum: use the one returned."""
     total = x + whole(delta)
     return rms_norm.reference(total, weight, eps), total
 
@@ -86,7 +86,7 @@ def add_rms_norm_cpu(x: Tensor, delta: Tensor | PartialSums, weight: Tensor, eps
 def add_rms_norm_wide(
     x: Tensor, delta: Tensor | PartialSums, weight: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm_wide(x + delta), x + delta). A form may write the sum over x."""
+    """(rms_norm_wide(x + delta), x + delta). A form may overwrite x with the sum."""
     total = x + whole(delta)
     return rms_norm_wide.reference(total, weight, eps, offset), total
 

@@ -1,10 +1,10 @@
-"""Op: one meaning (a torch reference) and any number of faster forms. Kernels: which of them a model gets.
+"""Op: a torch reference and any number of faster forms. Kernels: which of them a model uses.
 
-The reference is what the op means, what runs where no form exists, and what every form is tested against. Forms in
-torch are declared beside their op; compiled ones lie in a `FormTable` per device type, which never changes once it is
-made. `Kernels` is a value: a device, the compiled forms that may be used there, and whether bits may follow the batch.
-Whoever builds a model makes one and hands it down (`Storage.kernels`); a layer asks `kernels.of(op)` when it is built
-and keeps the function, so nothing is looked up while a step runs, and models of one process share no choice.
+The reference defines the op, runs if no form exists, and is what every form is tested against. Forms in
+torch are declared next to their op; compiled ones are in a `FormTable` per device type, which is immutable once made.
+`Kernels` is a value: a device, the compiled forms that may be used there, and whether results may depend on the batch.
+Whoever builds a model creates one and passes it down (`Storage.kernels`); a layer calls `kernels.of(op)` when it is
+built and keeps the function, so nothing is looked up while a step runs, and models in one process are independent.
 Ops take tensors and numbers and return tensors. They must not know modules, models or configuration.
 """
 
@@ -22,7 +22,7 @@ import torch
 
 from quire.base import env, registry
 
-# Type of device -> what gives its compiled forms, and the package without which there are none.
+# Device type -> the function that returns its compiled forms, and the package it needs.
 COMPILED = {"cpu": ("quire.ops.cpu.forms:compiled", ""), "cuda": ("quire.ops.triton.register:compiled", "triton")}
 
 P = ParamSpec("P")
@@ -36,24 +36,24 @@ def always(kernels: Kernels) -> bool:
 
 
 def same_bits(kernels: Kernels) -> bool:
-    """For forms that only batch-invariant mode wants."""
+    """For forms that are only used in batch-invariant mode."""
     return kernels.batch_invariant
 
 
 class OpForm(NamedTuple):
-    """A faster way to compute an op on one kind of device; `fits` says whether these kernels include it."""
+    """A faster implementation of an op on one device type; `fits` says whether these kernels include it."""
 
     device: str
     fits: Fits
     function: Callable
-    is_made: bool = False  # `function` makes the form, given the one that would be taken without it, and the kernels
+    is_made: bool = False  # `function` is a factory: (the form used otherwise, the kernels) -> the form
 
 
 class Op(Generic[P, R]):
     def __init__(self, reference: Callable[P, R]) -> None:
         self.name = reference.__name__
         self.reference = reference
-        self.forms: list[OpForm] = []  # those in torch, declared beside the op
+        self.forms: list[OpForm] = []  # those in torch, declared next to the op
         self.__doc__ = reference.__doc__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -72,8 +72,8 @@ class Op(Generic[P, R]):
         return add
 
     def made(self, device: str, fits: Fits = always) -> Callable[[Make[P, R]], Make[P, R]]:
-        """Decorator: as `form`, of a function that makes the form for each who asks, given what they would get without
-        it and the kernels they hold."""
+        """Decorator: as `form`, for a factory that makes the form for each caller from the form used otherwise and the
+        kernels."""
 
         def add(make: Make[P, R]) -> Make[P, R]:
             self.forms.append(OpForm(device, fits, make, is_made=True))
@@ -82,12 +82,12 @@ class Op(Generic[P, R]):
         return add
 
     def on(self, device: torch.device | str) -> Callable[P, R]:
-        """The function to call on this device, as the machine and the environment are now."""
+        """The function to call on this device, given the current machine and environment."""
         return Kernels.here(device).of(self)
 
 
 class FormTable:
-    """Compiled forms of ops for one device type. Filled by whoever makes it, then only read."""
+    """Compiled forms of ops for one device type. Filled when it is created, then read-only."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -121,15 +121,15 @@ class Kernels:
 
     device: torch.device
     table: FormTable | None = None
-    library: ctypes.CDLL | None = None  # compiled CPU kernels, for callers that are no ops
+    library: ctypes.CDLL | None = None  # compiled CPU kernels, for callers that are not ops
     batch_invariant: bool = False
 
     @classmethod
     def here(cls, device: torch.device | str) -> Kernels:
-        """What this machine offers and the environment allows."""
+        """What this machine supports and the environment allows."""
         device = torch.device(device)
-        found = _compiled(device.type)
-        table, library = (None, None) if found is None else found()
+        compiled = _compiled(device.type)
+        table, library = (None, None) if compiled is None else compiled()
         return cls(device, table, library, env.BATCH_INVARIANT.get())
 
     def of(self, op: Op[P, R]) -> Callable[P, R]:
@@ -150,22 +150,22 @@ def _compiled(kind: str) -> Callable[[], tuple[FormTable | None, ctypes.CDLL | N
     path, package = COMPILED.get(kind, ("", ""))
     if not path or (package and importlib.util.find_spec(package) is None):
         return None
-    found: Callable[[], tuple[FormTable | None, ctypes.CDLL | None]] = registry.load(path)
-    return found
+    make_table: Callable[[], tuple[FormTable | None, ctypes.CDLL | None]] = registry.load(path)
+    return make_table
 
 
 def op(reference: Callable[P, R]) -> Op[P, R]:
-    """Decorator: this function is the meaning of an op."""
+    """Decorator: this function is the reference of an op."""
     return Op(reference)
 
 
 @cache
 def cpu_dtypes() -> frozenset[torch.dtype]:
-    """What this CPU multiplies natively. For other dtypes torch falls back to a loop, 50 times slower than float32; on
-    ARM it does so for float16 although oneDNN says otherwise."""
-    found = {torch.float32, torch.float64}
+    """The dtypes this CPU multiplies natively. For others torch falls back to a loop, 50 times slower than float32; on
+    ARM it does so for float16 although oneDNN claims support."""
+    dtypes = {torch.float32, torch.float64}
     if torch.backends.mkldnn.is_available():
-        found |= {torch.bfloat16} if torch.ops.mkldnn._is_mkldnn_bf16_supported() else set()
+        dtypes |= {torch.bfloat16} if torch.ops.mkldnn._is_mkldnn_bf16_supported() else set()
         if platform.machine() not in ("aarch64", "arm64") and torch.ops.mkldnn._is_mkldnn_fp16_supported():
-            found.add(torch.float16)
-    return frozenset(found)
+            dtypes.add(torch.float16)
+    return frozenset(dtypes)

@@ -1,8 +1,8 @@
-"""Matrices whose numbers are packed in blocks of a few bits, and products with them.
+"""Matrices packed in blocks of a few bits per weight, and matmuls with them.
 
-In: stored blocks (of a GGUF file) or plain numbers. Out: `Packed`, which compiled kernels multiply as it is. The layout
-is described in csrc/cpu/blocks.h; here it is undone in torch, which is what a packed matrix means. Packing itself has
-no other form than the compiled one: without kernels nobody packs. Must not know: files, layers, models.
+In: stored blocks (of a GGUF file) or plain weights. Out: `Packed`, which compiled kernels multiply directly. The layout
+is described in csrc/cpu/blocks.h; here it is decoded in torch, which is the reference. Packing itself exists
+only as compiled code: without kernels nothing is packed. Must not know: files, layers, models.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PANEL, BLOCK = 16, 32
 
 
 class PackedFormat(NamedTuple):
-    """How a kind stores a number: value = scale * (q - zero), or scale * q + added; 16 bits are the number itself."""
+    """How a kind stores a value: value = scale * (q - zero), or scale * q + added; 16 bits are the value itself."""
 
     bits: int
     zero: int = 0
@@ -52,7 +52,7 @@ FORMS = {
 
 @dataclass
 class Matrix:
-    """Packed parts one under another, as one product takes them. `handle` belongs to the form that multiplies."""
+    """Packed parts stacked along the rows, for one matmul. `handle` belongs to the form that multiplies."""
 
     parts: tuple[Packed, ...]
     handle: Any = None
@@ -73,7 +73,7 @@ class Packed(NamedTuple):
 
 @op
 def unpack(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[rows, width] numbers."""
+    """[rows, width] decoded values."""
     form = FORMS[packed.kind]
     panels, blocks = -(-packed.rows // PANEL), packed.width // BLOCK
     if form.bits == 16:
@@ -95,7 +95,7 @@ def unpack(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _quads(raw: Tensor, form: PackedFormat) -> Tensor:
-    """Planes [P, B, bytes] -> whole numbers [P, B, 8, 64] as float32."""
+    """Planes [P, B, bytes] -> integers [P, B, 8, 64] as float32."""
     if form.bits == 8:
         return raw.contiguous().view(torch.int8).unflatten(2, (8, 64)).float()
     top = form.num_bytes - 256 - (64 if form.added or form.halves else 32)
@@ -113,40 +113,40 @@ def _quads(raw: Tensor, form: PackedFormat) -> Tensor:
 
 @op
 def packed_linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
-    """x @ matrix.T + bias. Compiled forms round x to 8 bits, 32 numbers at a time, before they multiply; but for B16,
-    which is never beside another kind."""
+    """x @ matrix.T + bias. Compiled forms round x to 8 bits in groups of 32 before multiplying, except for B16,
+    which is never combined with another kind."""
     weight = torch.cat([unpack.reference(part) for part in matrix.parts])
     return F.linear(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
 
 
 @op
 def kind_of(type_id: int) -> str | None:
-    """The kind that blocks of a GGUF type become; None: they cannot be packed, which without kernels holds for all."""
+    """The kind that blocks of a GGUF type are packed to; None: they cannot be packed (without kernels, none can)."""
     return None
 
 
 @op
 def pack(raw: Tensor, type_id: int, rows: int, width: int) -> Packed:
-    """Stored blocks, uint8 in the order of the file, without a loss but that of scales rounded to float16."""
-    raise NotImplementedError("packing is compiled code only")
+    """Pack stored blocks, uint8 in file order; lossless except for scales rounded to float16."""
+    raise NotImplementedError("packing exists as compiled code only")
 
 
 @op
 def pack_numbers(numbers: Tensor, kind: str) -> Packed:
-    """Plain numbers [rows, width], rounded to the nearest that Q8Z or Q4M can hold."""
-    raise NotImplementedError("packing is compiled code only")
+    """Pack plain weights [rows, width], rounded to the nearest value of Q8Z or Q4M."""
+    raise NotImplementedError("packing exists as compiled code only")
 
 
 @op
 def likes_panels(dtype: torch.dtype) -> bool:
-    """Whether plain numbers of this dtype are multiplied faster once they lie in panels."""
+    """Whether matmuls with plain weights of this dtype are faster in panels."""
     return False
 
 
 @op
 def lay_panels(weight: Tensor, back: bool = False) -> None:
-    """A plain matrix [rows, width], rows a multiple of 16 and width of 32, becomes one of kind B16 where it lies: its
-    bytes are the `data` of a Packed then. With `back` it becomes a plain one again."""
+    """A plain matrix [rows, width], rows a multiple of 16 and width of 32, becomes one of kind B16 in place: its
+    bytes are then the `data` of a Packed. `back` reverses it."""
     rows, width = weight.shape
     shape = (rows // PANEL, width // 2, PANEL, 2) if back else (rows // PANEL, PANEL, width // 2, 2)
     weight.copy_(weight.view(shape).transpose(1, 2).reshape(rows, width))
@@ -154,5 +154,5 @@ def lay_panels(weight: Tensor, back: bool = False) -> None:
 
 @op
 def packed_rows(index: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
-    """Rows [*index, width] as numbers: an embedding."""
+    """Decoded rows [*index, width]: an embedding."""
     return unpack.reference(packed, dtype)[index]

@@ -1,4 +1,4 @@
-"""PartialSums: a product that is not added up yet, from `linear_parts` (ops/few.py) to norms and to `prepare_qkv`."""
+"""PartialSums: the partial sums of a split-K matmul, from `linear_parts` (ops/few.py) to norms and `prepare_qkv`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class PartialSums(NamedTuple):
-    """Programs that share the columns of a product need not wait for each other: whoever reads it adds them up."""
+    """Programs that share the columns of a matmul need not wait for each other: the consumer adds them up."""
 
-    sums: Tensor  # [S, M, N] float32; the product is their sum over S
-    dtype: torch.dtype  # that the product is rounded to
+    sums: Tensor  # [S, M, N] float32; the result is their sum over S
+    dtype: torch.dtype  # that the result is rounded to
 
     @property
     def rows(self) -> int:

@@ -1,7 +1,7 @@
-"""From one fused product [q | k | v] to queries, and to keys and values in the paged cache.
+"""From one fused projection [q | k | v] to queries, and to keys and values in the paged cache.
 
-The part of attention between the projection and the attending, as one op, so that a device may do it in one pass:
-norm of query and key heads, rotation, and the write to the cache. Must not know rows, requests or how blocks are given.
+The part of attention between the projection and the attention itself, as one op that a device may run in one pass:
+norm of query and key heads, rotary embedding, cache write. Must not know rows, requests or how blocks are allocated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.ops.rope import rotate
 
 
 class QkvPrep(NamedTuple):
-    """What is done to a layer's fused product. Weights None: no norm. cos None: no rotation."""
+    """What is applied to a layer's fused projection. Weights None: no norm. cos None: no rotary embedding."""
 
     heads: int
     kv_heads: int
@@ -37,7 +37,7 @@ def prepare_qkv(
     prep: QkvPrep,
     keys: Tensor,  # [num_blocks, block_size, kv_heads, D], any strides
     values: Tensor,
-    slots: Tensor,  # [T] block * block_size + offset; -1: this token's keys and values go nowhere
+    slots: Tensor,  # [T] block * block_size + offset; -1: this token's keys and values are not stored
     keep: bool = False,
 ) -> Tensor:  # [T, heads, D]
     """Returns the queries and writes keys and values to their slots. `keep`: keys replace their part of qkv too."""

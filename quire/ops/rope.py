@@ -1,7 +1,7 @@
-"""Rotary positions: frequencies of every scaling, their cosine and sine tables, and the rotation itself.
+"""Rotary embeddings: frequencies of every scaling, their cosine and sine tables, and the rotation itself.
 
 Two layouts of the pairs that are rotated together: halves (i, i + d/2) and neighbours (2i, 2i + 1), called `pairs`.
-The sign of the rotation is folded into the sine table, so that rotating is x * cos + swapped(x) * sin in both.
+The sign of the rotation is folded into the sine table, so rotating is x * cos + swapped(x) * sin in both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _linear(theta: float, dim: int, scaling: Mapping[str, Any], length: int) -> 
 
 
 def _dynamic(theta: float, dim: int, scaling: Mapping[str, Any], length: int) -> tuple[Tensor, float]:
-    """NTK base for sequences up to `length`; the plain base as long as that is within the trained length."""
+    """NTK base for sequences up to `length`; the plain base if that is within the trained length."""
     trained, factor = scaling["max_position_embeddings"], scaling["factor"]
     stretch = (factor * max(length, trained) / trained) - (factor - 1)
     return _plain(theta * stretch ** (dim / (dim - 2)), dim), 1.0
@@ -50,7 +50,7 @@ def _llama3(theta: float, dim: int, scaling: Mapping[str, Any], length: int) -> 
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """Yarn's growth of attention temperature with the stretch of the context."""
+    """YaRN's attention temperature, which grows with the extension of the context."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -80,7 +80,7 @@ def _yarn(theta: float, dim: int, scaling: Mapping[str, Any], length: int) -> tu
 
 
 def _longrope(theta: float, dim: int, scaling: Mapping[str, Any], length: int) -> tuple[Tensor, float]:
-    """The long factors as soon as sequences may exceed the trained length, else the short ones."""
+    """The long factors if sequences may exceed the trained length, else the short ones."""
     trained = scaling["original_max_position_embeddings"]
     factor = scaling.get("factor") or scaling["max_position_embeddings"] / trained
     gain = scaling.get("attention_factor")
@@ -112,15 +112,15 @@ def rope_tables(
     return _laid_out(angle.cos() * gain, angle.sin() * gain, pairs, dtype)
 
 
-_LANES, _SERIAL = 16, 2048  # numbers in torch's widest vector; numbers that it leaves to one thread
+_LANES, _SERIAL = 16, 2048  # elements of torch's widest vector; elements that it leaves to one thread
 
 
 @rope_tables.form("cpu")
 def rope_tables_cpu(
     positions: Tensor, inv_freq: Tensor, gain: float, pairs: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """A position's bits are always the same. torch takes numbers in vectors, and the largest of a vector decides how
-    all of it is computed; so rows begin with a vector, and there are fewer than torch would share among threads."""
+    """A position's bits are always the same. torch computes in vectors, and the largest value of a vector decides how
+    all of it is computed; so rows start with a vector, and there are fewer than torch would share among threads."""
     half = len(inv_freq)
     if half % _LANES:
         inv_freq = F.pad(inv_freq, (0, -half % _LANES))
@@ -141,7 +141,7 @@ keep_apart(rope_tables)
 
 
 def _laid_out(cos: Tensor, sin: Tensor, pairs: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """From [T, dim / 2] to what `rotate` takes."""
+    """From [T, dim / 2] to the arguments of `rotate`."""
     if pairs:
         cos, sin = cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
     else:

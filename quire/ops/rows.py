@@ -1,7 +1,7 @@
-"""From rows and positions to what a step reads: token ids out of the rows, cache slots out of the block tables.
+"""From rows and positions to the inputs of a step: token ids from the rows, cache slots from the block tables.
 
-In: tensors of one device. Out: static buffers, filled. The last row of tokens and tables is nobody's: an entry that
-names it is padding, and gets token 0, context 0 and no slot (-1). Must not know: requests, grants, models.
+In: tensors of one device. Out: static buffers, filled. The last row of tokens and tables is unused: an entry that
+refers to it is padding, and gets token 0, context 0 and no slot (-1). Must not know: requests, grants, models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class StepBuffers(NamedTuple):
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     contexts: Tensor  # [T] int32: position + 1; 0 for padding
-    slots: tuple[Tensor, ...]  # per KV group [T] int64: block * block_size + offset; -1 where there is no block
+    slots: tuple[Tensor, ...]  # per KV group [T] int64: block * block_size + offset; -1 if there is no block
 
     def first(self, count: int) -> StepBuffers:
         return StepBuffers(
@@ -44,11 +44,11 @@ def gather_inputs(
     out: StepBuffers,
 ) -> None:
     scrap = tokens.shape[0] - 1
-    index, places = rows.long(), positions.long()
+    index, long_positions = rows.long(), positions.long()
     real = index != scrap
-    out.token_ids.copy_(tokens[index, places])
-    out.positions.copy_(places)
-    out.contexts.copy_(torch.where(real, places + 1, 0))
+    out.token_ids.copy_(tokens[index, long_positions])
+    out.positions.copy_(long_positions)
+    out.contexts.copy_(torch.where(real, long_positions + 1, 0))
     for table, size, slots in zip(tables, block_sizes, out.slots, strict=True):
-        blocks = table[index, places // size].long()
-        slots.copy_(torch.where(real & (blocks >= 0), blocks * size + places % size, -1))
+        blocks = table[index, long_positions // size].long()
+        slots.copy_(torch.where(real & (blocks >= 0), blocks * size + long_positions % size, -1))

@@ -1,8 +1,8 @@
-"""Arithmetic on logits: penalties, bans, filters, seeded noise, log probabilities. The meaning of each, in torch.
+"""Arithmetic on logits: penalties, bans, filters, seeded noise, log probabilities. The torch reference of each.
 
 In: logits [n, V] float32, parameters as tensors with one entry per row. Functions ending in `_` change the logits they
 are given. Every result of a row depends on that row alone (never on n or on its neighbours), and ties are settled by
-value or by the lowest index, never by an algorithm's whim. Must not know: requests, rows of a worker, configuration.
+value or by the lowest index, never left to an algorithm. Must not know: requests, rows of a worker, configuration.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from quire.ops.op import op
 
 NEG_INF = float("-inf")
 NOISE_SPAN = 25.5  # the largest gumbel value minus the smallest is below this (22.19 and -2.81, see `gumbel`)
-_SOME = 512  # candidates that `top_p_` looks at before it sorts a whole vocabulary
-_CHUNK = 1 << 18  # elements that fit a core's cache, several buffers at a time
+_SOME = 512  # candidates that `top_p_` considers before it sorts the full vocabulary
+_CHUNK = 1 << 18  # elements that fit a core's cache, with several buffers
 _COUNT_BYTES = 1 << 26  # largest temporary for token counts
 _GOLDEN64 = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 _GOLDEN32 = -1640531535  # 0x9E3779B1 as int32
 
 
 def _alone(logits: Tensor) -> bool:
-    """Whether rows may not share a call of a library: see ops/alone.py."""
+    """Whether rows must not share a library call: see ops/alone.py."""
     return logits.device.type == "cpu" and env.BATCH_INVARIANT.get()
 
 
-# --- what may be chosen at all
+# --- masks and bans
 
 
 def ban_where_(logits: Tensor, rows: Tensor, ids: Tensor, banned: Tensor) -> None:
-    """logits[rows[i], ids[i]] = -inf where banned[i]. A pair may repeat; no length is read back."""
+    """logits[rows[i], ids[i]] = -inf where banned[i]. A pair may repeat; nothing is read back from the device."""
     cut = torch.where(banned, NEG_INF, float("inf")).to(logits.dtype)
     logits.view(-1).scatter_reduce_(0, rows * logits.shape[1] + ids, cut, "amin")
 
@@ -87,7 +87,7 @@ def ban_words_(
 
 def penalize_(
     logits: Tensor,
-    tokens: Tensor,  # [n, L] int: prompt, then outputs; what lies past `lengths` is ignored
+    tokens: Tensor,  # [n, L] int: prompt, then outputs; entries past `lengths` are ignored
     prompt_lengths: Tensor,  # [n]
     lengths: Tensor,  # [n], at least 1
     *,
@@ -108,10 +108,10 @@ def penalize_(
 def _penalize_some_(
     logits: Tensor, tokens: Tensor, prompts: Tensor, lengths: Tensor, presence: Tensor, frequency: Tensor, rep: Tensor
 ) -> None:
-    place = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-    known = place < lengths.unsqueeze(1)
-    ids = torch.where(known, tokens, tokens[:, :1]).long()  # a repeated id writes its value twice: no harm
-    is_output = (known & (place >= prompts.unsqueeze(1))).to(logits.dtype)
+    index = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+    known = index < lengths.unsqueeze(1)
+    ids = torch.where(known, tokens, tokens[:, :1]).long()  # a repeated id writes the same value twice
+    is_output = (known & (index >= prompts.unsqueeze(1))).to(logits.dtype)
     counts = torch.zeros_like(logits).scatter_add_(1, ids, is_output).gather(1, ids)
     value = logits.gather(1, ids)
     rep = rep.unsqueeze(1)
@@ -120,7 +120,7 @@ def _penalize_some_(
     logits.scatter_(1, ids, value)
 
 
-# --- filters: every token as good as the worst kept one is kept too
+# --- filters: ties with the last kept token are kept too
 
 
 def scale_(logits: Tensor, temperature: Tensor) -> None:
@@ -128,7 +128,7 @@ def scale_(logits: Tensor, temperature: Tensor) -> None:
 
 
 def min_p_(logits: Tensor, min_p: Tensor) -> None:
-    """Drop tokens less likely than min_p times the likeliest. min_p 0 drops nothing."""
+    """Drop tokens less likely than min_p times the most likely one. min_p 0 drops nothing."""
     least = logits.amax(-1, keepdim=True) + logarithm.on(min_p.device)(min_p).unsqueeze(1)
     logits.masked_fill_(logits < least, NEG_INF)
 
@@ -140,8 +140,8 @@ def top_k_(logits: Tensor, k: Tensor, largest: int) -> None:
 
 
 def top_p_(logits: Tensor, p: Tensor) -> None:
-    """Keep the fewest likeliest tokens whose probabilities reach p (a token stays while those before it sum to less
-    than p), and ties of the last one. p in (0, 1]."""
+    """Keep the smallest set of most likely tokens whose probabilities reach p (a token is kept if those before it sum
+    to less than p), and ties of the last one. p in (0, 1]."""
     if _alone(logits):
         for i in range(len(logits)):
             row = fresh(logits[i : i + 1])
@@ -154,7 +154,7 @@ def top_p_(logits: Tensor, p: Tensor) -> None:
 def _top_p_(logits: Tensor, p: Tensor) -> None:
     probs = torch.softmax(logits, -1)
     vocab_size = logits.shape[1]
-    if logits.device.type != "cpu":  # reading back how far the candidates reach would wait for the device
+    if logits.device.type != "cpu":  # reading back the number of candidates would wait for the device
         ordered = torch.sort(logits, dim=-1, descending=True, stable=True)
         logits.masked_fill_(logits < _nucleus_edge(ordered.values, ordered.indices, probs, p)[0], NEG_INF)
         return
@@ -168,7 +168,7 @@ def _top_p_(logits: Tensor, p: Tensor) -> None:
 
 
 def _nucleus_edge(values: Tensor, ids: Tensor, probs: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """(smallest kept logit [n, 1], whether the edge lies inside the candidates [n]) for candidates in falling order."""
+    """(smallest kept logit [n, 1], whether the cutoff is among the candidates [n]) for sorted candidates."""
     share = probs.gather(1, ids)
     total = share.cumsum(-1)
     before = torch.cat((torch.zeros_like(total[:, :1]), total[:, :-1]), 1)
@@ -176,12 +176,12 @@ def _nucleus_edge(values: Tensor, ids: Tensor, probs: Tensor, p: Tensor) -> tupl
     return values.gather(1, (num_kept - 1).unsqueeze(1)), num_kept < values.shape[1]
 
 
-# --- choice
+# --- selection
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """[n] int64: the best token, the lowest id among equals. A NaN counts as the best."""
-    if logits.device.type == "cpu":  # numpy's is ten times as fast as torch's, with the same meaning
+    """[n] int64: the best token, the lowest id among ties. A NaN counts as the best."""
+    if logits.device.type == "cpu":  # numpy's is ten times as fast as torch's, with the same result
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)
 
@@ -193,7 +193,7 @@ def keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _finish64(z: Tensor) -> Tensor:
-    """The splitmix64 finaliser: every input bit moves every output bit. Shifts are masked: torch's keep the sign."""
+    """The splitmix64 finalizer: every input bit affects every output bit. Shifts are masked: torch's keep the sign."""
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685  # 0x94D049BB133111EB
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
@@ -214,9 +214,9 @@ def noise_bits(low: Tensor, high: Tensor, ids: Tensor) -> Tensor:
 
 
 def gumbel(bits: Tensor) -> Tensor:
-    """Standard Gumbel noise, float32, falling with `bits`; large values (which decide) have the finest steps.
+    """Standard Gumbel noise, float32, decreasing with `bits`; large values (which decide) have the finest resolution.
 
-    u in [2^-32, 1 - 2^-24] is small where the noise is large, because float32 is dense near 0 and not near 1.
+    u in [2^-32, 1 - 2^-24] is small if the noise is large, because float32 is dense near 0 and not near 1.
     """
     u = bits.to(torch.float32)
     u.add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
@@ -247,7 +247,7 @@ def draw(
     top_k: Tensor,  # [n] int64; 0: all
     top_p: Tensor,  # [n] float32; 1: all
 ) -> tuple[Tensor, Tensor]:
-    """(token [n], what it had in the end [n]): each row after its own temperature, min_p, top_k and top_p."""
+    """(token [n], its final score [n]): each row after its temperature, min_p, top_k and top_p."""
     logits = logits.float()
     chosen = greedy(logits)
     scores = logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
@@ -266,16 +266,16 @@ def draw(
         narrowed = part[cut]
         top_p_(narrowed, top_p[rows][cut])
         part[cut] = narrowed
-    own = sample_(part, seeds[rows], positions[rows])
-    chosen[rows], scores[rows] = own, part.gather(1, own.unsqueeze(1)).squeeze(1)
+    drawn = sample_(part, seeds[rows], positions[rows])
+    chosen[rows], scores[rows] = drawn, part.gather(1, drawn.unsqueeze(1)).squeeze(1)
     return chosen, scores
 
 
 @op
 def sample_rows(
     logits: Tensor,  # [n, V], any float dtype; left alone
-    row_index: Tensor,  # [n] int: which entry of the columns below is whose
-    positions: Tensor,  # [n] int: where each new token will stand
+    row_index: Tensor,  # [n] int: the row of each entry in the columns below
+    positions: Tensor,  # [n] int: the position of each new token
     seeds: Tensor,  # [rows] int64
     temperature: Tensor,  # [rows] float32; 0: the best token, no draw
     top_k: Tensor,  # [rows] int32; 0: all
@@ -286,16 +286,16 @@ def sample_rows(
     scores: Tensor | None = None,  # [n] float32: filled with the scores
     tokens: Tensor | None = None,  # [rows, width]: the choice is also written to tokens[row_index, positions]
 ) -> tuple[Tensor, Tensor]:
-    """(token [n], what it had in the end [n] float32): greedy, or drawn after temperature, top_k and top_p.
+    """(token [n], its final score [n] float32): greedy, or drawn after temperature, top_k and top_p.
 
-    For rows that need nothing else of the pipeline. Every decision is the device's: nothing is read back.
+    For rows that need no other sampling option. All decisions are made on the device: nothing is read back.
     """
     index = row_index.long()
     heat = temperature[index].unsqueeze(1)
     draws = heat > 0
     scaled = logits.float() / torch.where(draws, heat, 1.0)
     if filters:
-        scaled = scaled.masked_fill(scaled < _least_kept(scaled, top_k[index].long(), top_p[index]), NEG_INF)
+        scaled = scaled.masked_fill(scaled < _smallest_kept(scaled, top_k[index].long(), top_p[index]), NEG_INF)
     low, high = (key.unsqueeze(1) for key in keys(seeds[index], positions))
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     scaled = torch.where(draws, scaled + gumbel(noise_bits(low, high, ids)), scaled)
@@ -308,7 +308,7 @@ def sample_rows(
     return out, scores
 
 
-def _least_kept(logits: Tensor, k: Tensor, p: Tensor) -> Tensor:
+def _smallest_kept(logits: Tensor, k: Tensor, p: Tensor) -> Tensor:
     """[n, 1]: the smallest logit that top_k and then top_p keep, by one full sort."""
     vocab_size = logits.shape[1]
     ordered = logits.sort(dim=-1, descending=True).values
@@ -316,15 +316,15 @@ def _least_kept(logits: Tensor, k: Tensor, p: Tensor) -> Tensor:
     edge = ordered.gather(1, last.unsqueeze(1))
     share = ordered.masked_fill(ordered < edge, NEG_INF).softmax(-1)
     before = share.cumsum(-1) - share
-    kept = (before < p.unsqueeze(1)).sum(-1).clamp_(min=1)
-    nucleus = ordered.gather(1, (kept - 1).unsqueeze(1))
+    num_kept = (before < p.unsqueeze(1)).sum(-1).clamp_(min=1)
+    nucleus = ordered.gather(1, (num_kept - 1).unsqueeze(1))
     return torch.maximum(edge, torch.where(p.unsqueeze(1) < 1, nucleus, NEG_INF))
 
 
 def _add_noise_where_it_counts_(logits: Tensor, low: Tensor, high: Tensor, ids: Tensor) -> None:
-    """The winner is the same as with noise everywhere. Logarithms are dear on a CPU, so tokens that cannot win are left
-    alone: first those more than NOISE_SPAN below the best; then, knowing all bits, those whom even the row's largest
-    noise would not lift above what the best token has with its own."""
+    """The winner is the same as with noise everywhere. Logarithms are expensive on a CPU, so tokens that cannot win are
+    skipped: first those more than NOISE_SPAN below the best; then, knowing all bits, those that even the row's largest
+    noise would not lift above the best token with its noise."""
     best = logits.amax(-1, keepdim=True)
     flat = _at_least(logits, best - NOISE_SPAN)
     if flat.numel() * 8 <= logits.numel():
@@ -333,14 +333,14 @@ def _add_noise_where_it_counts_(logits: Tensor, low: Tensor, high: Tensor, ids: 
     else:
         every = noise_bits(low, high, ids)  # [n, V]
         floor = best + gumbel(every.gather(1, greedy(logits).unsqueeze(1)))
-        margin = 1e-4 * (1.0 + best.abs())  # more than the rounding of these sums
+        margin = 1e-4 * (1.0 + best.abs())  # more than the rounding error of these sums
         flat = _at_least(logits, floor - gumbel(every.amin(-1, keepdim=True)) - margin)
         bits = every.view(-1)[flat]
     logits.view(-1).index_add_(0, flat, gumbel(bits))
 
 
 def _at_least(logits: Tensor, least: Tensor) -> Tensor:
-    """Flat indices, through numpy for speed. A row with a NaN gives none: it stays NaN and is found by its choice."""
+    """Flat indices, through numpy for speed. A row with a NaN has none: it stays NaN and is detected by its choice."""
     return torch.from_numpy(np.flatnonzero(logits.numpy() >= least.numpy()))
 
 
@@ -365,12 +365,12 @@ def chosen_and_top(values: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tens
     """(ids [n, 1 + k], values [n, 1 + k], rank of the chosen [n]): the chosen token, then the k largest."""
     top, top_ids = top_values(values, k)
     first = chosen.unsqueeze(1)
-    found = torch.cat((values.gather(1, first), top), 1)
-    return torch.cat((first, top_ids), 1), found, rank_of(values, chosen)
+    picked = torch.cat((values.gather(1, first), top), 1)
+    return torch.cat((first, top_ids), 1), picked, rank_of(values, chosen)
 
 
 def top_values(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """(values [n, k], ids [n, k]), largest first, equals by rising id; also which of the equals at the edge are in."""
+    """(values [n, k], ids [n, k]), largest first, ties by ascending id, including which ties at the cutoff are kept."""
     if k >= values.shape[1]:
         ordered = torch.sort(values, dim=-1, descending=True, stable=True)
         return ordered.values, ordered.indices
@@ -391,8 +391,8 @@ def top_values(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _first_equals(values: Tensor, k: int) -> Tensor:
-    """Ids of the k largest, the lowest ids among equals, in no order: one integer per token that holds both."""
+    """Ids of the k largest, the lowest ids among ties, unordered: one integer per token encodes both."""
     bits = values.contiguous().view(torch.int32).long()
-    order = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)  # integers that compare as the floats do
-    place = torch.arange(values.shape[1], device=values.device)
-    return torch.topk(order * (1 << 31) - place, k).indices
+    order = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)  # integers in the order of the floats
+    index = torch.arange(values.shape[1], device=values.device)
+    return torch.topk(order * (1 << 31) - index, k).indices

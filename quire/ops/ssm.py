@@ -1,10 +1,10 @@
-"""Mixers that carry a running state instead of keys: short convolution, Mamba 1 and 2, gated delta rule.
+"""Layers with a recurrent state instead of keys: short convolution, Mamba 1 and 2, gated delta rule.
 
-In: the tokens of one step (rows one after another), state tensors [num_blocks, ...] and a StateWork that says which
-tokens follow which state. Out: one vector per token; the states after each piece are written to their blocks.
-All arithmetic of a state is float32, whatever it is stored in. Every op has two forms inside: `decodes` (rows that
-compute one token, all at once) and pieces (longer runs, in chunks of matrix products).
-In batch-invariant mode on CPU both give way to a walk, token by token, each from a copy of the state before it.
+In: the tokens of one step (rows one after another), state tensors [num_blocks, ...] and a StateWork that maps
+tokens to states. Out: one vector per token; the states after each piece are written to their blocks.
+All arithmetic on states is float32, whatever they are stored in. Every op has two paths: decodes (rows that
+compute one token, all at once) and pieces (longer runs, as chunked matmuls).
+In batch-invariant mode on CPU both are replaced by a token-by-token loop, each from a copy of the previous state.
 Must not know: requests, block tables, layers.
 
     row   [ .................. | .......... | ...... ]      a piece ends where a block of the row ends
@@ -27,25 +27,25 @@ from quire.ops.act import PLAIN
 from quire.ops.alone import fresh, keep_apart
 from quire.ops.op import Op, op, same_bits
 
-FRESH, KEPT = -1, -2  # loads: the state is zero; the state is what the piece before left
-CHUNK = 64  # tokens whose pairwise products are made at once
-CHANNEL_CHUNK = 16  # the same where a pair has a number per channel
+FRESH, KEPT = -1, -2  # loads: the state is zero; the state is that after the previous piece
+CHUNK = 64  # tokens whose pairwise products are computed at once
+CHANNEL_CHUNK = 16  # the same if a pair has a value per channel
 
 
 @dataclass(frozen=True)
 class StateWork:
-    """How the tokens of one step move the states of one KV group. Stores of -1 write nothing."""
+    """How the tokens of one step update the states of one KV group. Stores of -1 write nothing."""
 
     tokens: Tensor | None  # [D] int64: tokens that are their row's only one in this step; None: all tokens, in order
     load: Tensor  # [D] int64: block of the state before it, or FRESH
     store: Tensor  # [D] int64
     pieces: Tensor  # [N, 4] int32: first token, end, load (a block, FRESH or KEPT), store
     spans: np.ndarray  # host [N, 3]: first token, end, 1 where load is KEPT
-    made: dict[str, Any] = field(default_factory=dict)  # lists that faster forms make of it, by their name
+    made: dict[str, Any] = field(default_factory=dict)  # lists that faster forms derive from it, by name
 
     @classmethod
     def fresh(cls, tokens: int, device: torch.device) -> StateWork:
-        """One row from its beginning; nothing is kept."""
+        """One row from its start; no state is stored."""
         none = torch.empty(0, dtype=torch.int64, device=device)
         pieces = torch.tensor([[0, tokens, FRESH, -1]], dtype=torch.int32, device=device)
         return cls(none, none, none, pieces, np.array([[0, tokens, 0]], np.int32))
@@ -62,20 +62,20 @@ def state_places(tables: Tensor, rows: Tensor | None, contexts: Tensor, size: in
 
 
 def _take(states: Tensor, load: Tensor) -> Tensor:
-    """States [D, ...] in float32; zero where there is none."""
-    found = states[load.clamp(min=0)].float()
-    return torch.where(load.view(-1, *[1] * (states.ndim - 1)) >= 0, found, 0.0)
+    """States [D, ...] in float32; zero if there is none."""
+    values = states[load.clamp(min=0)].float()
+    return torch.where(load.view(-1, *[1] * (states.ndim - 1)) >= 0, values, 0.0)
 
 
 def _put(states: Tensor, store: Tensor, values: Tensor) -> None:
-    kept = store >= 0
-    if not bool(kept.all()):
-        store, values = store[kept], values[kept]
+    valid = store >= 0
+    if not bool(valid.all()):
+        store, values = store[valid], values[valid]
     states[store] = values.to(states.dtype)
 
 
 def _runs(work: StateWork, states: Tensor) -> Iterator[tuple[int, int, Tensor, list[Tensor]]]:
-    """(first token, end, state before in float32, box for the state after) of each piece; stores what the box got."""
+    """(first token, end, float32 state before, holder of the state after) of each piece; stores the holder's state."""
     last = torch.empty(0)
     for begin, end, load, store in work.pieces.tolist():
         if load == KEPT:
@@ -98,20 +98,20 @@ def causal_conv(
     work: StateWork,
     act: str,  # "" for none
 ) -> Tensor:
-    """Each channel's own convolution over its last K inputs, then the activation. [T, C]."""
+    """Depthwise convolution over the last K inputs of each channel, then the activation. [T, C]."""
     out = torch.empty_like(x)
     wide, shift = weight.float(), None if bias is None else bias.float()
     if len(work.load):
-        own = x if work.tokens is None else x[work.tokens]
-        window = torch.cat((_take(states, work.load), own.float()[..., None]), -1)  # [D, C, K]
-        found = (window * wide).sum(-1)
-        found = found if shift is None else found + shift
-        out[slice(None) if work.tokens is None else work.tokens] = found.to(x.dtype)
+        tokens = x if work.tokens is None else x[work.tokens]
+        window = torch.cat((_take(states, work.load), tokens.float()[..., None]), -1)  # [D, C, K]
+        result = (window * wide).sum(-1)
+        result = result if shift is None else result + shift
+        out[slice(None) if work.tokens is None else work.tokens] = result.to(x.dtype)
         _put(states, work.store, window[..., 1:])
     for begin, end, state, box in _runs(work, states):
         window = torch.cat((state, x[begin:end].float().t()), -1)  # [C, K - 1 + n]
-        found = F.conv1d(window[None], wide[:, None], shift, groups=x.shape[1])[0]
-        out[begin:end] = found.t().to(x.dtype)
+        result = F.conv1d(window[None], wide[:, None], shift, groups=x.shape[1])[0]
+        out[begin:end] = result.t().to(x.dtype)
         box.append(window[:, window.shape[1] - states.shape[2] :])
     return PLAIN[act].reference(out) if act else out
 
@@ -141,12 +141,12 @@ def _linear_scan(
     per = x.shape[1] // b.shape[1]
     out = torch.empty_like(x)
     if len(work.load):
-        own = slice(None) if work.tokens is None else work.tokens
-        bs, cs = (t[own].float().repeat_interleave(per, 1) for t in (b, c))  # [D, H, N]
-        inputs = x[own].float() * step[own][..., None]
-        state = _take(states, work.load) * log_decay[own].exp()[..., None, None]
+        decoding = slice(None) if work.tokens is None else work.tokens
+        bs, cs = (t[decoding].float().repeat_interleave(per, 1) for t in (b, c))  # [D, H, N]
+        inputs = x[decoding].float() * step[decoding][..., None]
+        state = _take(states, work.load) * log_decay[decoding].exp()[..., None, None]
         state = state + inputs[..., None] * bs[:, :, None]
-        out[own] = torch.einsum("dhpn,dhn->dhp", state, cs).to(x.dtype)
+        out[decoding] = torch.einsum("dhpn,dhn->dhp", state, cs).to(x.dtype)
         _put(states, work.store, state)
     for begin, end, state, box in _runs(work, states):
         for at in range(begin, end, CHUNK):
@@ -185,16 +185,16 @@ def selective_scan(
     states: Tensor,  # [num_blocks, C, N]
     work: StateWork,
 ) -> Tensor:
-    """Mamba 1: every channel and state entry decays at its own rate. [T, C]."""
+    """Mamba 1: every channel and state entry has a separate decay rate. [T, C]."""
     step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step, a = F.softplus(step), -a_log.float().exp()
     wide, bs, cs = x.float(), b.float(), c.float()
     out = torch.empty_like(wide)
     if len(work.load):
-        own = slice(None) if work.tokens is None else work.tokens
-        state = _take(states, work.load) * (step[own][..., None] * a).exp()
-        state = state + (step[own] * wide[own])[..., None] * bs[own][:, None]
-        out[own] = torch.einsum("dcn,dn->dc", state, cs[own])
+        decoding = slice(None) if work.tokens is None else work.tokens
+        state = _take(states, work.load) * (step[decoding][..., None] * a).exp()
+        state = state + (step[decoding] * wide[decoding])[..., None] * bs[decoding][:, None]
+        out[decoding] = torch.einsum("dcn,dn->dc", state, cs[decoding])
         _put(states, work.store, state)
     for begin, end, state, box in _runs(work, states):
         for at in range(begin, end, CHUNK):
@@ -218,11 +218,11 @@ def delta_scan(
     b: Tensor,  # [T, Hv], before the sigmoid
     a_log: Tensor,  # [Hv]
     dt_bias: Tensor,  # [Hv]
-    beta_scale: float,  # 1, or 2 where states may also change sign
+    beta_scale: float,  # 1, or 2 if states may also change sign
     states: Tensor,  # [num_blocks, Hv, K, V]
     work: StateWork,
 ) -> Tensor:
-    """Gated delta rule: state = e^g state; state += beta k (v - k state); y = q state. Queries and keys of length one.
+    """Gated delta rule: state = e^g state; state += beta k (v - k state); y = q state. Unit-length queries and keys.
 
     g = -exp(a_log) softplus(a + dt_bias), beta = beta_scale sigmoid(b). [T, Hv, V].
     """
@@ -232,12 +232,12 @@ def delta_scan(
     q = _unit(q) * q.shape[-1] ** -0.5
     k = _unit(k)
     if len(work.load):
-        own = slice(None) if work.tokens is None else work.tokens
-        qs, ks = (t[own].repeat_interleave(per, 1) for t in (q, k))  # [D, Hv, K]
-        state = _take(states, work.load) * log_decay[own].exp()[..., None, None]
-        change = (v[own].float() - torch.einsum("dhkv,dhk->dhv", state, ks)) * beta[own][..., None]
+        decoding = slice(None) if work.tokens is None else work.tokens
+        qs, ks = (t[decoding].repeat_interleave(per, 1) for t in (q, k))  # [D, Hv, K]
+        state = _take(states, work.load) * log_decay[decoding].exp()[..., None, None]
+        change = (v[decoding].float() - torch.einsum("dhkv,dhk->dhv", state, ks)) * beta[decoding][..., None]
         state = state + ks[..., None] * change[:, :, None]
-        out[own] = torch.einsum("dhkv,dhk->dhv", state, qs).to(v.dtype)
+        out[decoding] = torch.einsum("dhkv,dhk->dhv", state, qs).to(v.dtype)
         _put(states, work.store, state)
     for begin, end, state, box in _runs(work, states):
         for at in range(begin, end, CHUNK):
@@ -258,14 +258,14 @@ def channel_delta_scan(
     states: Tensor,  # [num_blocks, H, K, V]
     work: StateWork,
 ) -> Tensor:
-    """The delta rule with a decay per channel. Queries and keys of length one. [T, H, V]."""
+    """The delta rule with a decay per channel. Unit-length queries and keys. [T, H, V]."""
     out, q, k = torch.empty_like(v), _unit(q) * q.shape[-1] ** -0.5, _unit(k)
     if len(work.load):
-        own = slice(None) if work.tokens is None else work.tokens
-        state = _take(states, work.load) * log_decay[own].exp()[..., None]
-        change = (v[own].float() - torch.einsum("dhkv,dhk->dhv", state, k[own])) * beta[own][..., None]
-        state = state + k[own][..., None] * change[:, :, None]
-        out[own] = torch.einsum("dhkv,dhk->dhv", state, q[own]).to(v.dtype)
+        decoding = slice(None) if work.tokens is None else work.tokens
+        state = _take(states, work.load) * log_decay[decoding].exp()[..., None]
+        change = (v[decoding].float() - torch.einsum("dhkv,dhk->dhv", state, k[decoding])) * beta[decoding][..., None]
+        state = state + k[decoding][..., None] * change[:, :, None]
+        out[decoding] = torch.einsum("dhkv,dhk->dhv", state, q[decoding]).to(v.dtype)
         _put(states, work.store, state)
     for begin, end, state, box in _runs(work, states):
         for at in range(begin, end, CHANNEL_CHUNK):
@@ -279,10 +279,10 @@ def channel_delta_scan(
 def _channel_chunk(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As _delta_chunk; what is left of a token after another differs by channel, so all pairs are made of them."""
+    """As _delta_chunk; the decay between two tokens differs by channel, so all pairs are computed explicitly."""
     qs, ks, total = (t.transpose(0, 1) for t in (q, k, log_decay.cumsum(0)))  # [H, L, K]
     weight, grown = beta.t()[..., None], total.exp()
-    pairs = (total[:, :, None] - total[:, None]).clamp(max=0).exp() * ks[:, None]  # [H, L, L, K]; right where j <= i
+    pairs = (total[:, :, None] - total[:, None]).clamp(max=0).exp() * ks[:, None]  # [H, L, L, K]; valid where j <= i
     system = ((ks * weight)[:, :, None] * pairs).sum(-1)
     known = v.float().transpose(0, 1) * weight - (ks * weight * grown) @ state
     change = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)  # [H, L, V]
@@ -300,7 +300,7 @@ def _unit(x: Tensor) -> Tensor:
 def _delta_chunk(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, per: int
 ) -> tuple[Tensor, Tensor]:
-    """(y [L, Hv, V], state after [Hv, K, V]). What each token finds of the earlier ones of its chunk is a triangular
+    """(y [L, Hv, V], state after [Hv, K, V]). The effect of earlier tokens of the chunk is a triangular
     system: change_i = beta_i (v_i - k_i (state decayed to i)), solved for all i at once."""
     qs, ks = (t.repeat_interleave(per, 1).transpose(0, 1) for t in (q, k))  # [H, L, K]
     weight = beta.t()[..., None]  # [H, L, 1]
@@ -320,7 +320,7 @@ def _delta_chunk(
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int, norm_first: bool) -> Tensor:
     """RMS norm over groups of `group` entries of the last dimension, times silu(gate) before it or after it.
 
-    weight: as long as a group (shared by all) or as the whole of x's last dimension.
+    weight: as long as a group (shared by all) or as x's last dimension.
     """
     wide, opened = x.float(), F.silu(gate.float())
     if not norm_first:
@@ -335,7 +335,7 @@ keep_apart(gated_rms_norm, 2)
 
 
 def _pieces(work: StateWork) -> list[tuple[int, int, int, int]]:
-    """All of a step's work as (first token, end, load, store); a single token is a piece of one."""
+    """All of a step's work as (first token, end, load, store); a single token is a piece of length one."""
     load, store = work.load.tolist(), work.store.tolist()
     tokens = range(len(load)) if work.tokens is None else work.tokens.tolist()
     singles = [(token, token + 1, a, b) for token, a, b in zip(tokens, load, store, strict=True)]
@@ -343,40 +343,40 @@ def _pieces(work: StateWork) -> list[tuple[int, int, int, int]]:
 
 
 def _one_token(load: int) -> StateWork:
-    """A row of one token; its state is block 0 of a tensor of its own, before and after."""
+    """A row of one token; its state is block 0 of a separate tensor, before and after."""
     none = torch.empty(0, dtype=torch.int64)
     pieces = torch.tensor([[0, 1, load, 0]], dtype=torch.int32)
     return StateWork(none, none, none, pieces, np.array([[0, 1, 0]], np.int32))
 
 
 def _walk(run: Callable[..., Tensor], rows: Sequence[Tensor], states: Tensor, work: StateWork) -> Tensor:
-    """run(one token of each of rows, [1, ...] state, its work) for every token. A state is rounded to what it is
-    stored in after each, so that it makes no difference where a step ends."""
-    found: list[Tensor] = [torch.empty(0)] * len(rows[0])
-    own = torch.empty(0)
+    """run(one token of each of rows, [1, ...] state, its work) for every token. A state is rounded to its storage
+    dtype after each, so it makes no difference where a step ends."""
+    results: list[Tensor] = [torch.empty(0)] * len(rows[0])
+    state = torch.empty(0)
     begins, goes_on = _one_token(FRESH), _one_token(0)
     for begin, end, load, store in _pieces(work):
         if load != KEPT:
-            own = fresh(states[load : load + 1]) if load >= 0 else states.new_empty((1, *states.shape[1:]))
+            state = fresh(states[load : load + 1]) if load >= 0 else states.new_empty((1, *states.shape[1:]))
         for token in range(begin, end):
             starts = load == FRESH and token == begin
-            found[token] = run([fresh(x[token : token + 1]) for x in rows], own, begins if starts else goes_on)
+            results[token] = run([fresh(x[token : token + 1]) for x in rows], state, begins if starts else goes_on)
         if store >= 0:
-            states[store] = own[0]
-    return torch.cat(found)
+            states[store] = state[0]
+    return torch.cat(results)
 
 
 def _walk_by_token(scan: Op, rows: int) -> None:
-    """Add the batch-invariant CPU form of an op whose first `rows` arguments have tokens, and where `states` and `work`
-    follow each other, with or without more behind them."""
+    """Add the batch-invariant CPU form of an op whose first `rows` arguments have tokens, and which takes `states` and
+    `work` one after the other, possibly followed by more."""
 
     def walked(*args: Any) -> Tensor:
-        at = next(i for i, given in enumerate(args) if isinstance(given, StateWork))
+        at = next(i for i, argument in enumerate(args) if isinstance(argument, StateWork))
         between, after = args[rows : at - 1], args[at + 1 :]
 
-        def run(own: Sequence[Tensor], state: Tensor, work: StateWork) -> Tensor:
-            found: Tensor = scan.reference(*own, *between, state, work, *after)
-            return found
+        def run(token: Sequence[Tensor], state: Tensor, work: StateWork) -> Tensor:
+            result: Tensor = scan.reference(*token, *between, state, work, *after)
+            return result
 
         return _walk(run, args[:rows], args[at - 1], args[at])
 

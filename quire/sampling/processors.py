@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.base.log import logger
 from quire.base.registry import entry_points
-from quire.config.local import describe, thing_of
+from quire.config.local import describe, object_of
 from quire.schema.errors import ConfigError, InputError
 from quire.schema.params import ResolvedParams, SamplingParams
 
@@ -193,7 +193,7 @@ def _load_one(given: str | type) -> type[LogitsProcessor]:
     if not isinstance(given, str):
         return _check_class(given, repr(given))
     try:
-        found = thing_of(given)
+        found = object_of(given)
     except ImportError as wrong:
         raise ConfigError(
             f"logits processor {describe(given)!r} cannot be loaded: {wrong}", param="logits_processors", value=given

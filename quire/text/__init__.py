@@ -1,1 +1,1 @@
-"""Between words and token ids: tokenizers, chat templates, incremental text. Knows no engine and no HTTP dialect."""
+"""Between text and token ids: tokenizers, chat templates, incremental detokenization. Must not know: engines, HTTP."""

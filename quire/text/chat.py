@@ -1,6 +1,6 @@
 """render_chat: messages, tools and documents -> the text of a prompt, through the model's chat template.
 
-Owns: which template, what it is given, and how a last message is continued. Comes in: a Tokenizer (its template and its
+Owns: which template is used, its variables, and how a last message is continued. In: a Tokenizer (its template and its
 special tokens) and what the caller sent. Must not know: engines, HTTP. jinja2 is loaded on the first rendering.
 """
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 CONTENT_FORMATS = ("auto", "string", "openai")
-_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
+_RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
                   "tokenize", "conversation", "padding", "truncation", "return_dict", "return_tensors")  # fmt: skip
 _SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask"))
-# names that a template finds without being given them: Jinja's, and what the sandbox adds
+# names that every template has: Jinja's, and what the sandbox adds
 _ALWAYS_THERE = ("self", "loop", "caller", "varargs", "kwargs", "super", "range", "dict", "namespace", "cycler",
                  "joiner", "lipsum", "raise_exception", "strftime_now")  # fmt: skip
 
@@ -43,15 +43,15 @@ def render_chat(
     trusted: bool = True,
     mark: str = "",
 ) -> str:
-    """The rendered prompt. It holds its special tokens, so encode it with add_special_tokens=False.
+    """The rendered prompt. It contains its special tokens, so encode it with add_special_tokens=False.
 
-    `trusted=False`: the template came with a request; it is read and rendered in a process of its own with hard limits.
+    `trusted=False`: the template came with a request; it is parsed and rendered in a separate process with hard limits.
     `mark`: the text is for `find_answers`.
     """
     if add_generation_prompt and continue_final_message:
         raise InputError(
             "add_generation_prompt and continue_final_message cannot both be true: the first opens a new message, "
-            "the second goes on with the last",
+            "the second continues the last",
             param="continue_final_message",
         )
     if tokenizer.render_own_chat is not None and chat_template is None:
@@ -80,61 +80,61 @@ def tokenize_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *
 
 
 def find_answers(marked: str, mark: str, text: str) -> list[tuple[int, int]] | None:
-    """(first, past the last) character of what the model wrote in a `text`, from the same rendered with marks. None:
-    the template does not say ({% generation %}), or it renders otherwise with marks in its text."""
+    """(start, end) characters of the model's parts of a `text`, from the same rendered with marks. None:
+    the template has no {% generation %}, or it renders differently with marks in its text."""
     if not marked.startswith(mark):
         return None
     from quire.text.template import split_marks  # lazy
 
-    plain, places = split_marks(marked[len(mark) :], mark)
-    return places if plain == text else None
+    plain, spans = split_marks(marked[len(mark) :], mark)
+    return spans if plain == text else None
 
 
-def check_variables(tokenizer: Tokenizer, given: Mapping[str, Any] | None) -> None:
-    """Variables that came with a request may add to what a template is given, and replace nothing of it."""
-    taken = {*_OWN_VARIABLES, *_SPECIAL_TOKENS, *tokenizer.special, *_ALWAYS_THERE}
-    for name in given or ():
+def check_variables(tokenizer: Tokenizer, variables: Mapping[str, Any] | None) -> None:
+    """Variables of a request may add to a template's variables, but not replace any."""
+    taken = {*_RESERVED, *_SPECIAL_TOKENS, *tokenizer.special, *_ALWAYS_THERE}
+    for name in variables or ():
         if name in taken or not name.isidentifier():
             raise InputError(f"chat_template_kwargs cannot set {name!r:.100}", param="chat_template_kwargs", value=name)
 
 
 def choose_template(tokenizer: Tokenizer, chat_template: str | None = None, *, with_tools: bool = False) -> str:
     """The template's text. `chat_template` is Jinja text, a file, or the name of one of the tokenizer's templates."""
-    own = tokenizer.chat_template
+    templates = tokenizer.chat_template
     if chat_template is not None:
-        return _given_template(chat_template, own)
-    if isinstance(own, str):
-        return own
-    if own:
-        name = "tool_use" if with_tools and "tool_use" in own else "default"
-        if name in own:
-            return own[name]
+        return _resolve_template(chat_template, templates)
+    if isinstance(templates, str):
+        return templates
+    if templates:
+        name = "tool_use" if with_tools and "tool_use" in templates else "default"
+        if name in templates:
+            return templates[name]
         raise InputError(
-            f"this tokenizer has the chat templates {', '.join(sorted(own))} and no default one; name one "
+            f"this tokenizer has the chat templates {', '.join(sorted(templates))} and no default one; name one "
             "(chat_template=…)",
             param="chat_template",
         )
     raise InputError(
-        f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, so messages cannot be made into a prompt; "
+        f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, so messages cannot become a prompt; "
         "pass one (chat_template=…: Jinja text or a file), or use a plain prompt",
         param="chat_template",
     )
 
 
-def _given_template(given: str, own: str | dict[str, str] | None) -> str:
-    if isinstance(own, dict) and given in own:
-        return own[given]
-    if "{" in given or "\n" in given:
-        return given
-    if os.path.isfile(given):
-        with open(given, encoding="utf-8") as file:
+def _resolve_template(requested: str, templates: str | dict[str, str] | None) -> str:
+    if isinstance(templates, dict) and requested in templates:
+        return templates[requested]
+    if "{" in requested or "\n" in requested:
+        return requested
+    if os.path.isfile(requested):
+        with open(requested, encoding="utf-8") as file:
             return file.read()
-    near = difflib.get_close_matches(given, own, n=1) if isinstance(own, dict) else []
+    near = difflib.get_close_matches(requested, templates, n=1) if isinstance(templates, dict) else []
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise InputError(
-        f"chat_template {given!r} is no Jinja text (it has no braces), no file and no template of the tokenizer{hint}",
+        f"chat_template {requested!r} is not Jinja text (no braces), a file or a template of the tokenizer{hint}",
         param="chat_template",
-        value=given,
+        value=requested,
     )
 
 
@@ -148,18 +148,18 @@ def _checked_format(content_format: str) -> str:
     return content_format
 
 
-def _checked_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    kwargs = dict(given or {})
-    taken = [name for name in kwargs if name in _OWN_VARIABLES]
+def _checked_kwargs(variables: Mapping[str, Any] | None) -> dict[str, Any]:
+    kwargs = dict(variables or {})
+    taken = [name for name in kwargs if name in _RESERVED]
     if taken:
         raise InputError(f"chat_template_kwargs cannot set {', '.join(taken)}", param="chat_template_kwargs")
     return kwargs
 
 
-def _checked_list(name: str, given: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """None for nothing, because templates ask whether there are any at all."""
-    if not given:
+def _checked_list(name: str, entries: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """None for an empty list, because templates test whether there are any."""
+    if not entries:
         return None
-    if isinstance(given, (str, bytes, Mapping)) or not all(isinstance(entry, Mapping) for entry in given):
-        raise InputError(f"{name} must be a list of dicts, got {given!r:.200}", param=name)
-    return [dict(entry) for entry in given]
+    if isinstance(entries, (str, bytes, Mapping)) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise InputError(f"{name} must be a list of dicts, got {entries!r:.200}", param=name)
+    return [dict(entry) for entry in entries]

@@ -1,7 +1,7 @@
-"""ChatJob: one rendering of a chat template as plain data, and render_job, which does it, here or in another process.
+"""ChatJob: one rendering of a chat template as plain data, and render_job, which runs it, here or in another process.
 
-Owns: the form of messages that a template wants, and how a last message is continued. jinja2 is loaded on the first
-rendering. Must not know: tokenizers, which template is chosen, or whether it is trusted.
+Owns: the form of messages that a template expects, and how a last message is continued. jinja2 is loaded on the first
+rendering. Must not know: tokenizers, which template is used, or whether it is trusted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.text.messages import MediaHook, arguments_as_text, normalize_messages
 if TYPE_CHECKING:
     from quire.text.template import TemplateLimits
 
-# written at the end of a message to be continued; the space tells whether the template trims
+# appended to a message to be continued; the space reveals whether the template trims
 _MARK = "QUIRE-CONTINUES-HERE "
 
 
@@ -29,11 +29,11 @@ class ChatJob:
     variables: Mapping[str, Any]
     content_format: str = "auto"
     continues: bool = False  # the last message is continued
-    mark: str = ""  # written around what the model wrote, and first of all if the template can tell
+    mark: str = ""  # written around the model's parts, and at the very start if the template supports it
 
 
 def render_job(job: ChatJob, limits: TemplateLimits | None = None, *, media: MediaHook = refuse_media) -> str:
-    """Read the template, give it the messages in the form it wants, render it."""
+    """Parse the template, convert the messages to the form it expects, render it."""
     from quire.text.template_facts import read_facts  # lazy
 
     facts = read_facts(job.source)
@@ -62,7 +62,7 @@ def _render(job: ChatJob, messages: list[dict[str, Any]], limits: TemplateLimits
         textual = arguments_as_text(messages)
         if textual == messages or not isinstance(wrong.__cause__, TypeError):
             raise
-    # some templates join the arguments of a tool call into their text as they stand
+    # some templates insert the arguments of a tool call as text
     return render(job.source, {**job.variables, "messages": textual}, **bounds)
 
 
@@ -74,18 +74,18 @@ def _mark_last(message: dict[str, Any]) -> None:
     texts = [part for part in content or () if "text" in part]
     if not texts:
         raise InputError(
-            f"continue_final_message is set, but the last message has no text to go on with: {content!r}",
+            f"continue_final_message is set, but the last message has no text to continue: {content!r}",
             param="continue_final_message",
         )
     texts[-1]["text"] += _MARK
 
 
 def _cut_at_mark(text: str) -> str:
-    place = text.rfind(_MARK.strip())
-    if place < 0:
+    index = text.rfind(_MARK.strip())
+    if index < 0:
         raise InputError(
-            "continue_final_message is set, but the chat template leaves the last message out",
+            "continue_final_message is set, but the chat template omits the last message",
             param="continue_final_message",
         )
-    # where the template trimmed the mark's space it would have trimmed the message's own
-    return text[:place] if text.startswith(_MARK, place) else text[:place].rstrip()
+    # if the template trimmed the mark's space, it would have trimmed the message's too
+    return text[:index] if text.startswith(_MARK, index) else text[:index].rstrip()

@@ -1,8 +1,8 @@
 """Detokenizer: one answer's token ids -> its text, as it grows, cut at stop strings.
 
-Comes in: new ids, a few at a time. Goes out: text that is certain. All text together equals the decode of prompt and
-answer less that of the prompt, whatever the pieces were. Half a character waits for its other half; U+FFFD appears only
-once it is certain that no other half comes. Cost: proportional to the new text, except where the whole is asked for.
+In: new ids, a few at a time. Out: text that is final. All text together equals the decoding of prompt and
+answer minus that of the prompt, however the ids were split. An incomplete character waits for its remaining bytes;
+U+FFFD appears only once it is certain that they do not come. Cost: proportional to the new text, except for `text`.
 Must not know: requests, or how text is shown.
 """
 
@@ -19,9 +19,9 @@ from quire.text.stops import StopStrings
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
-CONTEXT = 6  # tokens of the prompt that a comparison of decodes looks back on
-WINDOW = 64  # tokens such a comparison ever covers
-PATIENCE = 8  # tokens that may wait for the end of a character where only whole decodes can be compared
+CONTEXT = 6  # prompt tokens included when decodings are compared
+WINDOW = 64  # most tokens of such a comparison
+PATIENCE = 8  # tokens that may wait for the end of a character if only complete decodings can be compared
 
 
 class Stream(Protocol):
@@ -30,7 +30,7 @@ class Stream(Protocol):
     def add(self, token_id: int) -> str: ...
 
     def flush(self) -> str:
-        """What is left at the end: half characters, as U+FFFD."""
+        """The rest at the end: incomplete characters, as U+FFFD."""
         ...
 
 
@@ -46,24 +46,24 @@ class Detokenizer:
         )
         self._stops = StopStrings(params.stop) if params.stop else None
         self._include_stop = params.include_stop_str_in_output
-        self._unarmed = params.min_tokens  # so many more tokens during which no stop string counts
+        self._unarmed = params.min_tokens  # remaining tokens during which stop strings are ignored
         self._parts: list[str] = []  # all text
-        self._taken = 0  # characters already given out as deltas
+        self._taken = 0  # characters already returned as deltas
         self._untaken: list[str] = []
         self._stopped: str | None = None
         self._flushed = False
 
     @property
     def text(self) -> str:
-        """The whole answer so far, as far as it is certain."""
+        """The complete answer so far, as far as it is final."""
         if len(self._parts) > 1:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""
 
     def feed(self, new_ids: Sequence[int], *, stop_terminated: bool = False) -> str | None:
-        """Go on with these ids. Returns the stop string that ended the text, if one did; later ids are then ignored.
+        """Continue with these ids. Returns the stop string that ended the text, if one did; later ids are then ignored.
 
-        `stop_terminated`: the last id is a stop token; it is no part of the text unless the caller asked to include it.
+        `stop_terminated`: the last id is a stop token; it is not part of the text unless the caller asked for it.
         """
         if self._stopped is not None:
             return self._stopped
@@ -72,17 +72,17 @@ class Detokenizer:
         add, append, fresh = self._stream.add, self._parts.append, self._untaken.append
         for token_id in new_ids:
             self._unarmed -= 1
-            piece = add(token_id)
-            if piece:
-                append(piece)
-                fresh(piece)
-                if self._stops is not None and self._cut(self._stops, piece, armed=self._unarmed < 0):
+            text = add(token_id)
+            if text:
+                append(text)
+                fresh(text)
+                if self._stops is not None and self._cut(self._stops, text, armed=self._unarmed < 0):
                     break
         return self._stopped
 
     def next_delta(self, new_ids: Sequence[int], *, stop_terminated: bool, finished: bool) -> str:
-        """`feed` and `take` in one, for a text without stop strings that is only ever shown piece by piece: nothing of
-        it is kept. Not to be mixed with the other two."""
+        """`feed` and `take` in one, for a text without stop strings that is only ever streamed: nothing of
+        it is stored. Not to be mixed with the other two."""
         if stop_terminated and not self._include_stop:
             new_ids = new_ids[:-1]
         add = self._stream.add
@@ -93,34 +93,34 @@ class Detokenizer:
         return text
 
     def take(self, finished: bool, delta: bool) -> str:
-        """Text that is safe to show: what is new (delta) or all of it. Until the end, what may become a stop string
+        """Text that is safe to show: what is new (delta) or all of it. Until the end, a possible start of a stop string
         is held back."""
         if finished and not self._flushed and self._stopped is None:
             self._flushed = True
             rest = self._stream.flush()
             self._parts.append(rest)
             self._untaken.append(rest)
-        held = 0
+        num_held = 0
         if self._stops is not None and not (finished or self._include_stop or self._stopped is not None):
-            held = self._stops.held
+            num_held = self._stops.held
         if not delta:
             text = self.text
-            return text[: len(text) - held] if held else text
+            return text[: len(text) - num_held] if num_held else text
         shown = "".join(self._untaken)
         self._untaken = []
-        if held:
-            self._untaken.append(shown[len(shown) - held :])
-            shown = shown[: len(shown) - held]
+        if num_held:
+            self._untaken.append(shown[len(shown) - num_held :])
+            shown = shown[: len(shown) - num_held]
         self._taken += len(shown)
         return shown
 
-    def _cut(self, stops: StopStrings, piece: str, *, armed: bool) -> bool:
-        match = stops.feed(piece, armed=armed)
+    def _cut(self, stops: StopStrings, new: str, *, armed: bool) -> bool:
+        match = stops.feed(new, armed=armed)
         if match is None:
             return False
         self._stopped = match.stop
         text = self.text
-        end = len(text) - len(piece) + match.end
+        end = len(text) - len(new) + match.end
         self._parts = [text[: end if self._include_stop else end - len(match.stop)]]
         self._untaken = [self._parts[0][self._taken :]]
         return True
@@ -133,7 +133,7 @@ def make_stream(
     skip_special_tokens: bool = True,
     spaces_between_special_tokens: bool = True,
 ) -> Stream:
-    """The stream that fits the tokenizer, placed at the end of the prompt."""
+    """The stream for this tokenizer, positioned at the end of the prompt."""
     skipped = tokenizer.skipped_ids if skip_special_tokens else frozenset()
     if tokenizer.pieces is None:
         return WindowStream(tokenizer, prompt_token_ids, skipped)
@@ -144,43 +144,43 @@ def make_stream(
 
 
 class ByteStream:
-    """Token by token through bytes: exact at any cut."""
+    """Token by token through bytes: exact at any boundary."""
 
     def __init__(
         self,
-        pieces: Pieces,
+        token_bytes: Pieces,
         prompt_token_ids: Sequence[int],
         skipped: frozenset[int] = frozenset(),
         glued: frozenset[int] = frozenset(),
     ) -> None:
-        self._pieces, self._skipped, self._glued = pieces, skipped, glued
-        self._decoder = pieces.decoder()
+        self._token_bytes, self._skipped, self._glued = token_bytes, skipped, glued
+        self._decoder = token_bytes.decoder()
         last = _last_shown(prompt_token_ids, skipped, 4)
         self._first = not last  # nothing shown yet, prompt included
-        self._strip = pieces.strip if self._first else 0
+        self._strip = token_bytes.strip if self._first else 0
         self._glue = bool(last) and last[-1] in glued
-        for token_id in last:  # half a character at the end of the prompt: its other half may come
-            self._decoder.decode(pieces.of(token_id))
+        for token_id in last:  # an incomplete character at the end of the prompt may be completed
+            self._decoder.decode(token_bytes.of(token_id))
         self._borrowed = bool(self._decoder.getstate()[0])
 
     def add(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
         if self._first:
-            piece = self._pieces.of_first(token_id)
-            self._first = not self._pieces.exists(token_id)
+            data = self._token_bytes.of_first(token_id)
+            self._first = not self._token_bytes.exists(token_id)
         else:
-            piece = self._pieces.of(token_id)
+            data = self._token_bytes.of(token_id)
         if self._glued:
             is_glued = token_id in self._glued
             if is_glued and self._glue:
-                piece = piece.removeprefix(b" ")
+                data = data.removeprefix(b" ")
             self._glue = is_glued
-        if not piece:
+        if not data:
             return ""
         if self._borrowed:
-            self._settle(piece[:1])
-        text = self._decoder.decode(piece)
+            self._settle(data[:1])
+        text = self._decoder.decode(data)
         if self._strip and text:
             text = self._strip_start(text)
         return text
@@ -191,7 +191,7 @@ class ByteStream:
         return self._decoder.decode(b"", final=True)
 
     def _settle(self, byte: bytes) -> None:
-        """The first byte after a prompt that ends inside a character: if it does not go on with it, forget it."""
+        """The first byte after a prompt that ends inside a character: if it does not continue it, drop it."""
         self._borrowed = False
         strict = codecs.getincrementaldecoder("utf-8")("strict")
         try:
@@ -207,14 +207,14 @@ class ByteStream:
 
 
 class WindowStream:
-    """For tokenizers that only decode whole lists: compare the decode with and without the new tokens, over a window
-    that starts at tokens whose text is certain."""
+    """For tokenizers that only decode complete lists: compare the decoding with and without the new tokens, over a
+    window that starts at tokens whose text is final."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skipped: frozenset[int]) -> None:
         self._tokenizer, self._skipped = tokenizer, skipped
         self._ids = _last_shown(prompt_token_ids, skipped, CONTEXT)
         self._read_text = tokenizer.decode(self._ids)
-        while self._read_text.startswith(REPLACEMENT) and len(self._ids) > 1:  # it begins inside a character
+        while self._read_text.startswith(REPLACEMENT) and len(self._ids) > 1:  # it starts inside a character
             self._ids = self._ids[1:]
             self._read_text = tokenizer.decode(self._ids)
         self._num_read = len(self._ids)  # tokens of the window whose text is out
@@ -233,7 +233,7 @@ class WindowStream:
         return self._move(self._tokenizer.decode(self._ids))
 
     def _move(self, text: str) -> str:
-        """Give out what is new; the window then starts with the tokens that made it."""
+        """Return what is new; the window then starts with the tokens that produced it."""
         new = text[len(self._read_text) :]
         self._ids = self._ids[self._num_read :]
         self._num_read = len(self._ids)
@@ -243,10 +243,10 @@ class WindowStream:
 
 def _last_shown(token_ids: Sequence[int], skipped: frozenset[int], count: int) -> list[int]:
     """The last ids that have text, in order."""
-    found: list[int] = []
+    last_ids: list[int] = []
     for token_id in reversed(token_ids):
         if token_id not in skipped:
-            found.append(token_id)
-            if len(found) == count:
+            last_ids.append(token_id)
+            if len(last_ids) == count:
                 break
-    return found[::-1]
+    return last_ids[::-1]

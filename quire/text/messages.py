@@ -1,7 +1,7 @@
-"""Chat messages as callers write them -> the plain dicts a template reads.
+"""Chat messages as callers send them -> the plain dicts a template reads.
 
-Comes in: dicts in the OpenAI form (content a string, a list of parts, or none). Goes out: new dicts, whose content is a
-string or a list of parts, as the template wants it. Must not know: templates' text, or what a media part becomes (one
+In: dicts in OpenAI's format (content a string, a list of parts, or none). Out: new dicts, whose content is a
+string or a list of parts, as the template expects. Must not know: templates' text, or how media parts are handled (one
 hook, which refuses them until media are supported).
 """
 
@@ -42,7 +42,7 @@ def normalize_messages(
         raise InputError(f"messages must be a list of dicts, got {type(messages).__name__}", param="messages")
     if not messages:
         raise InputError("messages is empty; a chat needs at least one message", param="messages")
-    found = []
+    converted = []
     for number, message in enumerate(messages):
         clean = _checked(message, number)
         content = clean.get("content")
@@ -55,8 +55,8 @@ def normalize_messages(
         else:
             parts = [_part(part, number, media) for part in content]
             clean["content"] = parts if as_parts else "\n".join(map(_text_of, parts))
-        found.append(clean)
-    return found
+        converted.append(clean)
+    return converted
 
 
 def arguments_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -114,9 +114,9 @@ def _too_deep(where: str) -> InputError:
 
 
 def _call_as_data(call: Any, where: str) -> Any:
-    """Templates want the arguments of a call as data; clients send them as JSON text."""
+    """Templates expect the arguments of a call as data; clients send them as JSON text."""
     if not isinstance(call, Mapping):
-        raise InputError(f"{where} has a tool call that is no dict: {call!r}", param="messages")
+        raise InputError(f"{where} has a tool call that is not a dict: {call!r}", param="messages")
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return dict(call)

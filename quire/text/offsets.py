@@ -1,7 +1,7 @@
-"""Where tokens stand in the text they were made from.
+"""The character offsets of tokens in their text.
 
-In: a text, its token ids, and what each token's bytes are. Out: (first, past the last) character of each token.
-Must not know: how a tokenizer cuts.
+In: a text, its token ids, and each token's bytes. Out: (start, end) characters of each token.
+Must not know: how a tokenizer splits text.
 """
 
 from __future__ import annotations
@@ -14,27 +14,29 @@ if TYPE_CHECKING:
 
 
 def token_offsets(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -> list[tuple[int, int]] | None:
-    """A special token that the tokenizer added takes no room. A character that is cut belongs to every token that has
-    a part of it. None: the tokens do not say the text word for word, as where a tokenizer changes it first."""
+    """A special token that the tokenizer added is empty. A character that is split belongs to every token that has
+    a part of it. None: the tokens do not reproduce the text exactly, because the tokenizer normalizes it first."""
     data = text.encode("utf-8", "surrogatepass")
-    places: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     at = 0
     for token_id in token_ids:
-        said = tokenizer.token_bytes(token_id)
-        if not data.startswith(said, at):
+        token_text = tokenizer.token_bytes(token_id)
+        if not data.startswith(token_text, at):
             if token_id in tokenizer.skipped_ids:
-                said = b""
-            elif said.startswith(b" ") and data.startswith(said[1:], at):  # a blank that was put before a word
-                said = said[1:]
+                token_text = b""
+            elif token_text.startswith(b" ") and data.startswith(
+                token_text[1:], at
+            ):  # a blank that was put before a word
+                token_text = token_text[1:]
             else:
                 return None
-        places.append((at, at + len(said)))
-        at += len(said)
+        spans.append((at, at + len(token_text)))
+        at += len(token_text)
     if at != len(data):
         return None
     before = [0]  # characters that begin before each byte
     for byte in data:
         before.append(before[-1] + (byte & 0xC0 != 0x80))
     # a byte within a character belongs to the character that began before it
-    firsts = [before[start] - (start < len(data) and data[start] & 0xC0 == 0x80) for start, _ in places]
-    return [(first, before[end] if end > start else first) for first, (start, end) in zip(firsts, places, strict=True)]
+    firsts = [before[start] - (start < len(data) and data[start] & 0xC0 == 0x80) for start, _ in spans]
+    return [(first, before[end] if end > start else first) for first, (start, end) in zip(firsts, spans, strict=True)]

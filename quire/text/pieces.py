@@ -1,7 +1,7 @@
-"""What one token adds to the text, in bytes, for decoders that ask no more than the token and whether it is first.
+"""What one token adds to the text, in bytes, for decoders that depend only on the token and whether it is first.
 
-Comes in: the `decoder` part of a tokenizer.json and a way to look a token up. Goes out: Pieces, or None where the
-decoder looks further than one token (text/detokenize.py then compares whole decodes instead).
+In: the `decoder` part of a tokenizer.json and a function that looks a token up. Out: Pieces, or None if the
+decoder depends on more than one token (text/detokenize.py then compares complete decodings instead).
 Must not know: where the tokenizer came from, or what the text is for.
 """
 
@@ -62,12 +62,12 @@ class Pieces:
         self._known: dict[int, bytes] = {}
 
     def of(self, token_id: int) -> bytes:
-        """What the token adds when it is not the first; an id outside the vocabulary adds nothing."""
-        found = self._known.get(token_id)
-        if found is None:
+        """The bytes of a token that is not the first; an id outside the vocabulary adds nothing."""
+        data = self._known.get(token_id)
+        if data is None:
             token = self._token_of(token_id)
-            found = self._known[token_id] = b"" if token is None else self._piece(token)
-        return found
+            data = self._known[token_id] = b"" if token is None else self._piece(token)
+        return data
 
     def of_first(self, token_id: int) -> bytes:
         token = self._token_of(token_id)
@@ -93,7 +93,7 @@ class Pieces:
 
 
 def make_pieces(decoder: dict[str, Any] | None, token_of: Callable[[int], str | None]) -> Pieces | None:
-    """Read a tokenizer.json `decoder`. None: it is of a kind that cannot be taken token by token."""
+    """Read a tokenizer.json `decoder`. None: it cannot be applied token by token."""
     if decoder is None:
         return Pieces(token_of, lambda t: b" " + t.encode(), str.encode, joined=True)
     steps = _flatten(decoder)

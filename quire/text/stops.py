@@ -1,7 +1,7 @@
-"""Stop strings over growing text: where the first one ends, and how much of the end of the text may still become one.
+"""Stop strings in streamed text: where the first one ends, and how much of the end of the text may still become one.
 
-Comes in: text as it grows, in any pieces. The answer never depends on where the pieces were cut: the stop string that
-is complete first wins, and of two that end together the longer one. Work is proportional to the new text.
+In: text in chunks. The result never depends on the chunk boundaries: the stop string that
+is complete first wins, and of two that end together the longer one. Cost is proportional to the new text.
 Must not know: tokens.
 """
 
@@ -17,13 +17,13 @@ class Match(NamedTuple):
 
 
 class StopStrings:
-    """Watches for several strings at once; each is one automaton that knows how much of it the text ends with."""
+    """Searches for several strings at once, each with an automaton whose state is the matched prefix."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._watches = [_Watch(stop) for stop in dict.fromkeys(stops)]
 
     def feed(self, text: str, *, armed: bool = True) -> Match | None:
-        """Go on with `text`. Not armed: strings that become complete here do not count. A match ends the watching."""
+        """Continue with `text`. Not armed: strings that become complete here are ignored. A match ends the search."""
         best: Match | None = None
         for watch in self._watches:
             end = watch.feed(text, armed)
@@ -33,7 +33,7 @@ class StopStrings:
 
     @property
     def held(self) -> int:
-        """How many characters at the end of the text could be the beginning of a stop string."""
+        """How many characters at the end of the text could be the start of a stop string."""
         return max((watch.state for watch in self._watches), default=0)
 
 
@@ -45,12 +45,12 @@ class _Watch:
         self.state = 0
         self._back = [0] * len(stop)  # longest proper prefix that is also a suffix, for each length
         state = 0
-        for place in range(1, len(stop)):
-            while state and stop[place] != stop[state]:
+        for index in range(1, len(stop)):
+            while state and stop[index] != stop[state]:
                 state = self._back[state - 1]
-            if stop[place] == stop[state]:
+            if stop[index] == stop[state]:
                 state += 1
-            self._back[place] = state
+            self._back[index] = state
 
     def feed(self, text: str, armed: bool) -> int | None:
         stop, back, state = self.stop, self._back, self.state
@@ -59,8 +59,8 @@ class _Watch:
             start = text.find(stop[0])
             if start < 0:
                 return None
-        for place in range(start, len(text)):
-            char = text[place]
+        for index in range(start, len(text)):
+            char = text[index]
             while state and char != stop[state]:
                 state = back[state - 1]
             if char == stop[state]:
@@ -69,6 +69,6 @@ class _Watch:
                     state = back[state - 1]
                     if armed:
                         self.state = state
-                        return place + 1
+                        return index + 1
         self.state = state
         return None

@@ -1,11 +1,11 @@
-"""Jinja chat templates: the sandbox they run in, its limits, and what a template's syntax tells about it.
+"""Jinja chat templates: the sandbox they run in, its limits, and what can be derived from a template's syntax.
 
-Imported only when a chat is rendered (jinja2 is slow to import). Comes in: template text and variables. Goes out: text.
-Bounds on one rendering, all in TemplateLimits: length of the template, loop turns and macro calls, seconds (looked at
-on every such turn), characters of output, size of any value made by * + ~ % ** and by the string methods and filters
-that can grow a value, and range(). Reading a template built to explode, or a single step on shared data, can still
-outlast them in this process, and what was read stays in a cache: a template that nobody vouches for is neither read nor
-rendered here but by text/template_child.py, which the system bounds.
+Imported only when a chat is rendered (jinja2 is slow to import). In: template text and variables. Out: text.
+Limits of one rendering, all in TemplateLimits: length of the template, loop iterations and macro calls, seconds
+(checked at every iteration), characters of output, size of any value made by * + ~ % ** and by the string methods and
+filters that can grow a value, and range(). Parsing a malicious template, or one operation on shared data, can still
+exceed them in this process, and parsed templates stay in a cache: untrusted templates are neither parsed nor
+rendered here but by text/template_child.py, which is limited by the system.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class TemplateLimits:
 LIMITS = TemplateLimits()
 
 
-_ENDS = ("<", ">")  # after a mark: what the model wrote begins, and ends
+_ENDS = ("<", ">")  # after a mark: a part written by the model starts, and ends
 
 
 class LimitError(TemplateError):
-    """The template asked for more than it may have."""
+    """The template exceeded a limit."""
 
 
 class Meter:
-    """What one rendering has used, and the mark it is to write where {% generation %} begins and ends."""
+    """What one rendering has used, and the mark it writes where {% generation %} starts and ends."""
 
     def __init__(self, limits: TemplateLimits, mark: str = "") -> None:
         self.limits = limits
@@ -75,8 +75,8 @@ _meter: ContextVar[Meter] = ContextVar("quire_template_meter")
 
 
 class Generation(Extension):
-    """{% generation %}…{% endgeneration %} stands around what the model wrote. It is rendered as if it was not there,
-    or with marks at both ends, by which `split_marks` tells where it was."""
+    """{% generation %}…{% endgeneration %} encloses the model's parts. It is rendered as if it was absent,
+    or with marks at both ends, by which `split_marks` finds them."""
 
     tags = {"generation"}
 
@@ -92,14 +92,14 @@ class Generation(Extension):
 
 
 class SafeNamespace(Namespace):
-    """namespace(), without names that begin with an underscore."""
+    """namespace(), without names that start with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a keyword here too
         self, rest = args[0], args[1:]
-        given = dict(*rest, **kwargs)
-        for name in given:
+        values = dict(*rest, **kwargs)
+        for name in values:
             _check_name(name)
-        Namespace.__init__(self, given)
+        Namespace.__init__(self, values)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)
@@ -112,7 +112,7 @@ def _check_name(name: object) -> None:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """No attribute that leads out, no change to what was handed in, and nothing that grows without end."""
+    """No attributes that escape the sandbox, no mutation of inputs, and nothing that grows without limit."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -158,7 +158,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Metered(NodeTransformer):
-    """Counts every turn of a loop and every call of a macro, and puts `~` under the size limit."""
+    """Counts every loop iteration and macro call, and applies the size limit to `~`."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
         return self._counted(node)
@@ -184,9 +184,9 @@ def _environment_call(name: str, args: list[nodes.Expr], line: int) -> nodes.Cal
 
 
 def render(source: str, variables: Mapping[str, Any], limits: TemplateLimits = LIMITS, mark: str = "") -> str:
-    """Template text and variables -> the rendered text; any fault of the template is an InputError that names it.
+    """Template text and variables -> the rendered text; any failure of the template is an InputError.
 
-    With a `mark`, which nothing else in the text may hold, the text is for `split_marks`.
+    With a `mark`, which must not occur elsewhere in the text, the text is for `split_marks`.
     """
     template = compile_template(source)
     token = _meter.set(Meter(limits, mark))
@@ -209,23 +209,23 @@ def render(source: str, variables: Mapping[str, Any], limits: TemplateLimits = L
 
 
 def split_marks(text: str, mark: str) -> tuple[str, list[tuple[int, int]]]:
-    """A text rendered with marks -> the text without them, and (first, past the last) character of what the model
-    wrote. A part whose end was cut off goes on to the end of the text."""
-    first, *pieces = text.split(mark)
+    """A text rendered with marks -> the text without them, and (start, end) characters of the model's parts.
+    A part whose end was cut off extends to the end of the text."""
+    first, *segments = text.split(mark)
     out, at, begun = [first], len(first), -1
-    places: list[tuple[int, int]] = []
-    for piece in pieces:
-        end, words = piece[:1], piece[1:]
+    spans: list[tuple[int, int]] = []
+    for segment in segments:
+        end, text_part = segment[:1], segment[1:]
         if end == _ENDS[0]:
             begun = at
         elif begun >= 0:
-            places.append((begun, at))
+            spans.append((begun, at))
             begun = -1
-        out.append(words)
-        at += len(words)
+        out.append(text_part)
+        at += len(text_part)
     if begun >= 0:
-        places.append((begun, at))
-    return "".join(out), places
+        spans.append((begun, at))
+    return "".join(out), spans
 
 
 @lru_cache(maxsize=1)
@@ -243,7 +243,7 @@ def compile_template(source: str) -> jinja2.Template:
             f"the chat template is not valid Jinja, line {wrong.lineno}: {wrong.message}", param="chat_template"
         ) from None
     except (RecursionError, MemoryError, SyntaxError, ValueError, TypeError, ArithmeticError, LookupError) as wrong:
-        # the compiler's own limits, Python's below it, or a constant expression that fails while it is folded
+        # limits of the compiler or of Python, or a constant expression that fails while it is folded
         raise InputError(
             f"the chat template cannot be compiled: {type(wrong).__name__}: {wrong}", param="chat_template"
         ) from None
@@ -299,9 +299,9 @@ def _check_numbers(*args: Any, **kwargs: Any) -> None:
 
 
 def _check_product(left: Any, right: Any) -> None:
-    for many, times in ((left, right), (right, left)):
-        if isinstance(times, int) and isinstance(many, (str, list, tuple)):
-            _check_size(len(many) * max(times, 0))
+    for sequence, times in ((left, right), (right, left)):
+        if isinstance(times, int) and isinstance(sequence, (str, list, tuple)):
+            _check_size(len(sequence) * max(times, 0))
     if isinstance(left, int) and isinstance(right, int):
         _check_bits(left.bit_length() + right.bit_length())
 

@@ -1,8 +1,8 @@
-"""Reading and rendering a template that nobody vouches for, in a process of its own with bounded time and memory.
+"""Parsing and rendering an untrusted template, in a separate process with limited time and memory.
 
     parent: render_apart(job) ── JSON on stdin ──▶ child: limits on itself, render_job ── JSON, text on stdout ──▶
-The parent never looks into such a template: its syntax, what it says of the messages it wants, and its rendering are
-the child's business, and nothing of it is kept. A child that hangs is killed; one that grows dies by itself. Either is
+The parent never inspects such a template: parsing, deriving the form of messages it expects, and rendering happen in
+the child, and nothing is cached. A child that hangs is killed; one that exceeds its memory fails. Both are
 an InputError about the template.
 """
 
@@ -22,12 +22,12 @@ from quire.schema.errors import InputError
 from quire.text.chat_job import ChatJob, render_job
 from quire.text.template import LIMITS, TemplateLimits
 
-SECONDS_TO_START = 20.0  # on top of the rendering's own, for a busy machine
+SECONDS_TO_START = 20.0  # in addition to the rendering's, for a busy machine
 MEMORY_BYTES = 1 << 30
-# A prompt of a million tokens has some four characters to each; what is longer is only carried around to be refused.
+# A prompt of a million tokens has about four characters per token; longer texts would only be refused later.
 APART = replace(LIMITS, output_chars=1 << 24)
 _MAIN = "quire.text.template_child:main"
-_LONGEST_ERROR = 4096  # characters; a template may put anything into its own errors
+_LONGEST_ERROR = 4096  # characters; a template may raise any message
 
 
 def render_apart(job: ChatJob, limits: TemplateLimits = APART) -> str:
@@ -63,15 +63,15 @@ def render_apart(job: ChatJob, limits: TemplateLimits = APART) -> str:
 
 def main() -> None:
     """The child: one job from stdin, one answer to stdout."""
-    given = json.loads(sys.stdin.buffer.read())
-    limits = TemplateLimits(**given["limits"])
+    message = json.loads(sys.stdin.buffer.read())
+    limits = TemplateLimits(**message["limits"])
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    seconds = math.ceil(time.process_time() + limits.seconds)  # whole seconds of processor time, start-up included
+    seconds = math.ceil(time.process_time() + limits.seconds)  # full seconds of CPU time, start-up included
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     text = b""
     try:
-        text = render_job(ChatJob(**given["job"]), limits).encode("utf-8", "surrogatepass")
+        text = render_job(ChatJob(**message["job"]), limits).encode("utf-8", "surrogatepass")
         head = {}
     except InputError as wrong:
         head = {"error": str(wrong)[:_LONGEST_ERROR], "param": wrong.param}

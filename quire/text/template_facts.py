@@ -1,7 +1,7 @@
-"""What a chat template expects of a message's content, read from its syntax tree without running it.
+"""What a chat template expects of a message's content, derived from its syntax tree without running it.
 
-Comes in: template text. Goes out: TemplateFacts. Names are followed through assignments, loops, slices, filters and
-macro arguments; a template that hides its loops better than that is taken to want plain strings.
+In: template text. Out: TemplateFacts. Names are followed through assignments, loops, slices, filters and
+macro arguments; if no loop over content is found that way, the template is assumed to expect plain strings.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from quire.text.template import Generation, parse_template
 
 @dataclass(frozen=True)
 class TemplateFacts:
-    loops_content: bool  # goes through content part by part
-    tests_string: bool  # asks whether content is a string, so it takes those as well
-    tests_none: bool  # tells no content from empty content
-    marks_answers: bool  # has {% generation %}, around what the model wrote
+    loops_content: bool  # iterates over content parts
+    tests_string: bool  # tests whether content is a string, so it accepts those as well
+    tests_none: bool  # distinguishes no content from empty content
+    marks_answers: bool  # has {% generation %} around the model's parts
 
 
 @lru_cache(maxsize=64)
@@ -37,7 +37,7 @@ def read_facts(source: str) -> TemplateFacts:
 
 
 class _Names:
-    """Which names stand for the list of messages, for one message, and for a message's content."""
+    """Which names refer to the list of messages, to one message, and to a message's content."""
 
     def __init__(self, tree: nodes.Template) -> None:
         self.tree = tree

@@ -1,8 +1,8 @@
-"""Tokenizer: the one face of every tokenizer, and load_tokenizer, which finds the form that a source comes in.
+"""Tokenizer: the common interface of all tokenizers, and load_tokenizer, which detects the format of a source.
 
-Owns: names and behaviour callers see (they follow the Hugging Face tokenizer, because programs reach for those).
-Comes in: a folder, a tokenizer file, a .gguf file or a hub id. Must not know: engines, or how a form is read
-(text/forms, reached by registry string so that nothing heavy is imported before a tokenizer is wanted).
+Owns: names and behaviour callers see (they follow the Hugging Face tokenizer, because programs rely on those).
+In: a folder, a tokenizer file, a .gguf file or a hub id. Must not know: engines, or how a format is read
+(text/forms, loaded by registry string so that nothing heavy is imported before a tokenizer is needed).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OwnChat = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | N
 
 
 class Encoding(dict[str, Any]):
-    """What calling a tokenizer gives: a dict whose keys can be read as attributes too."""
+    """The result of calling a tokenizer: a dict whose keys are attributes too."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -48,9 +48,9 @@ class Tokenizer(abc.ABC):
     """Text <-> token ids. Read-only after construction, so threads may share one."""
 
     is_fast = False
-    pieces: Pieces | None = None  # bytes of each token, where the form has them
-    response_template: Any = None  # how its answers are read, in transformers' words
-    render_own_chat: OwnChat | None = None  # a way from messages to a prompt that is no template
+    pieces: Pieces | None = None  # bytes of each token, if they are known
+    response_template: Any = None  # how its answers are parsed, in transformers' format
+    render_own_chat: OwnChat | None = None  # renders messages without a template
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Tokenizer(abc.ABC):
 
     @property
     def skipped_ids(self) -> frozenset[int]:
-        """What skip_special_tokens leaves out."""
+        """The ids that skip_special_tokens omits."""
         return frozenset(self.all_special_ids)
 
     @property
@@ -130,7 +130,7 @@ class Tokenizer(abc.ABC):
     @overload
     def convert_ids_to_tokens(self, ids: Sequence[int], skip_special_tokens: bool = False) -> list[str]: ...
     def convert_ids_to_tokens(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str | list[str]:
-        """Tokens as the vocabulary writes them; an id without a token gives an empty string."""
+        """Tokens as the vocabulary writes them; an unknown id gives an empty string."""
         if isinstance(ids, int):
             return self.id_to_token(ids) or ""
         skipped = set(self.all_special_ids) if skip_special_tokens else ()
@@ -143,8 +143,8 @@ class Tokenizer(abc.ABC):
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | list[int | None] | None:
         """Ids of tokens; an unknown token gives the unknown token's id, or None where there is none."""
         if isinstance(tokens, str):
-            found = self.token_to_id(tokens)
-            return self.unk_token_id if found is None else found
+            token_id = self.token_to_id(tokens)
+            return self.unk_token_id if token_id is None else token_id
         return [self.convert_tokens_to_ids(token) for token in tokens]
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -154,7 +154,7 @@ class Tokenizer(abc.ABC):
         return self.decode([token_id]).encode()
 
     def token_text(self, token_id: int) -> str:
-        """The text of this token alone, as it reads inside a text; half a character reads as U+FFFD."""
+        """The text of this token alone, as inside a text; an incomplete character is U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def apply_chat_template(
@@ -258,7 +258,7 @@ def load_tokenizer(
 
 
 def _fetch(source: str, revision: str | None, download_dir: str | None) -> str:
-    """A hub id -> a local folder with everything but the weights."""
+    """A hub id -> a local folder with everything except the weights."""
     if not source or source.startswith((".", "~", os.sep)) or source.count("/") > 1:
         raise ModelNotFoundError(f"no tokenizer at {source!r}: no such file or folder", param="tokenizer", value=source)
     from quire.checkpoint.source import locate  # lazy

@@ -1,6 +1,6 @@
-"""A JSON schema as the TypeScript that gpt-oss was shown in training. In: a schema. Out: text, to the letter.
+"""A JSON schema as the TypeScript that gpt-oss was trained on. In: a schema. Out: text, exactly as in oss-harmony.
 
-As the package oss-harmony writes it: what that does not know (anyOf, $ref, const) is `any`.
+What that package does not support (anyOf, $ref, const) is `any`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def write_type(schema: Any, indent: str = "") -> str:
         return _object(schema, indent)
     if kind == "array":
         return f"{write_type(schema['items'], indent)}[]" if schema.get("items") is not None else "Array<any>"
-    if kind == "string" and (words := _words(schema)):
-        return " | ".join(words)
+    if kind == "string" and (choices := _choices(schema)):
+        return " | ".join(choices)
     return _NAMES.get(str(kind), "any")
 
 
@@ -42,60 +42,60 @@ def _object(schema: Mapping[str, Any], indent: str) -> str:
 
 
 def _property(name: str, schema: Any, indent: str, *, optional: bool) -> str:
-    given: Mapping[str, Any] = schema if isinstance(schema, Mapping) else {}
-    variants = given.get("oneOf")
-    about = given.get("description")
+    field: Mapping[str, Any] = schema if isinstance(schema, Mapping) else {}
+    variants = field.get("oneOf")
+    about = field.get("description")
     lines = []
-    if isinstance(given.get("title"), str):
-        lines += [f"// {given['title']}", "//"]
+    if isinstance(field.get("title"), str):
+        lines += [f"// {field['title']}", "//"]
     if isinstance(about, str) and not isinstance(variants, list):
         lines.append(f"// {about}")
-    if isinstance(given.get("examples"), list) and given["examples"]:
+    if isinstance(field.get("examples"), list) and field["examples"]:
         lines.append("// Examples:")
-        lines += [f"// - {json.dumps(one, ensure_ascii=False)}" for one in given["examples"] if isinstance(one, str)]
+        lines += [f"// - {json.dumps(one, ensure_ascii=False)}" for one in field["examples"] if isinstance(one, str)]
     named = f"{name}?" if optional else name
     if isinstance(variants, list):
         first = variants[0] if variants and isinstance(variants[0], Mapping) else {}
         if isinstance(about, str) and first.get("description") != about:
             lines.append(f"// {about}")
-        if "default" in given:
-            lines.append(f"// default: {_value(given['default'])}")
+        if "default" in field:
+            lines.append(f"// default: {_value(field['default'])}")
         lines.append(f"{named}:{_variants(variants, indent, about if isinstance(about, str) else None)}\n{indent},")
     else:
-        ending = f", // default: {_default(given)}" if "default" in given else ","
-        lines.append(f"{named}: {_or_null(given, write_type(given, indent + '    '))}{ending}")
+        ending = f", // default: {_default(field)}" if "default" in field else ","
+        lines.append(f"{named}: {_or_null(field, write_type(field, indent + '    '))}{ending}")
     return "".join(f"{indent}{line}\n" for line in lines)
 
 
 def _variants(variants: list[Any], indent: str, about: str | None = None, default: Default | None = None) -> str:
     """`about`: what the property says of itself, which no variant says again, and the first then says nothing."""
-    found = ""
+    text = ""
     for number, one in enumerate(variants):
-        given: Mapping[str, Any] = one if isinstance(one, Mapping) else {}
-        words = []
-        said = given.get("description")
-        if isinstance(said, str) and said != about and not (number == 0 and about is not None):
-            words.append(said)
-        if "default" in given:
-            words.append(f"default: {(default or _default)(given)}")
-        comment = f" // {' '.join(words)}" if words else ""
-        found += f"\n{indent} | {_or_null(given, write_type(given, indent + '   '))}{comment}"
-    return found
+        variant: Mapping[str, Any] = one if isinstance(one, Mapping) else {}
+        notes = []
+        description = variant.get("description")
+        if isinstance(description, str) and description != about and not (number == 0 and about is not None):
+            notes.append(description)
+        if "default" in variant:
+            notes.append(f"default: {(default or _default)(variant)}")
+        comment = f" // {' '.join(notes)}" if notes else ""
+        text += f"\n{indent} | {_or_null(variant, write_type(variant, indent + '   '))}{comment}"
+    return text
 
 
 def _or_null(schema: Mapping[str, Any], written: str) -> str:
     return f"{written} | null" if schema.get("nullable") is True and "null" not in written else written
 
 
-def _words(schema: Mapping[str, Any]) -> list[str]:
-    given = schema.get("enum")
-    return [f'"{word}"' for word in given if isinstance(word, str)] if isinstance(given, list) else []
+def _choices(schema: Mapping[str, Any]) -> list[str]:
+    values = schema.get("enum")
+    return [f'"{word}"' for word in values if isinstance(word, str)] if isinstance(values, list) else []
 
 
 def _default(schema: Mapping[str, Any]) -> str:
     """Of a choice of words without its quotes."""
     default = schema["default"]
-    return default if isinstance(default, str) and _words(schema) else _value(default)
+    return default if isinstance(default, str) and _choices(schema) else _value(default)
 
 
 def _value(value: Any) -> str:

@@ -129,7 +129,7 @@ def test_new_weights_replace_old_ones(tmp_path):
 
 
 def test_refusals(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="rounds unquantized checkpoints"):
+    with pytest.raises(ConfigError, match="needs an unquantized checkpoint"):
         EngineArgs(device="cpu", quantization="int8_wo").create_engine_config()
     make_tiny("LlamaForCausalLM", tmp_path)
     monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")

@@ -261,7 +261,7 @@ def remote(tmp_path, monkeypatch):
 
 def test_remote_code_needs_trust(remote):
     folder, _ = remote
-    with pytest.raises(ConfigError, match=r"Python code of its own for OwnModel.*trust_remote_code=True"):
+    with pytest.raises(ConfigError, match=r"contains Python code for OwnModel.*trust_remote_code=True"):
         tokens(folder)
 
 

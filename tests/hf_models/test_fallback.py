@@ -115,7 +115,7 @@ def test_each_model_takes_the_way_that_fits_it(tmp_path, caplog):
         make_tiny(arch, tmp_path / arch)
         model = open_fallback(tmp_path / arch)
         model.read_folder(str(tmp_path / arch))
-        assert isinstance(model._way, way), arch
+        assert isinstance(model._runner, way), arch
         assert model.arch.vocab == VOCAB
 
 
@@ -151,12 +151,12 @@ def test_running_states_are_refused(arch, tmp_path):
     model = open_fallback(tmp_path)
     with pytest.raises(RefusalError, match=f"{arch} cannot run through transformers' code") as refused:
         model.read_folder(str(tmp_path))
-    assert "running state" in str(refused.value) or "no keys and values" in str(refused.value)
+    assert "recurrent state" in str(refused.value) or "no keys and values" in str(refused.value)
 
 
 def test_the_engine_refuses_states_with_the_reason(tmp_path):
     make_tiny("Lfm2ForCausalLM", tmp_path)
-    with pytest.raises(ConfigError, match="running state"):
+    with pytest.raises(ConfigError, match="recurrent state"):
         LLM(str(tmp_path), dtype="float32", max_model_len=64, model_impl="transformers")
 
 
@@ -165,7 +165,7 @@ def test_the_rehearsal_finds_wrong_answers():
     compare(right, [right[0] + 1e-5], torch.float32)
     with pytest.raises(RefusalError, match="relative difference"):
         compare(right, [torch.cat((right[0][:23], right[0][:1]))], torch.float32)
-    with pytest.raises(RefusalError, match="not those of the whole"):
+    with pytest.raises(RefusalError, match="in a single pass"):
         compare(right, [right[0] * float("nan")], torch.float32)
 
 

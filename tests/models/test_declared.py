@@ -322,7 +322,7 @@ def test_latent_attention_keeps_one_head():
 def test_unknown_architecture_names_the_nearest():
     with pytest.raises(ConfigError, match=r"'LlamaForCausalLN' is not declared.*LlamaForCausalLM.*transformers"):
         build_model({"architectures": ["LlamaForCausalLN"]}, dtype=torch.float32)
-    with pytest.raises(ConfigError, match="names no architecture"):
+    with pytest.raises(ConfigError, match="has no architecture"):
         build_model({"hidden_size": 64}, dtype=torch.float32)
 
 

@@ -172,7 +172,7 @@ def test_through_the_loader(tmp_path):
 def test_what_is_refused():
     config = {"architectures": ["BertModel"], **SMALL}
     encoder = build_encoder(config, dtype=torch.float32)
-    with pytest.raises(InputError, match="65 tokens is longer than the model reads \\(64\\)"):
+    with pytest.raises(InputError, match="65 tokens is longer than the model's maximum \\(64\\)"):
         encoder(Texts.of([[5] * 65]))
     with pytest.raises(InputError, match=r"lengths given: \[2, 0\]"):
         Texts.of([[5, 6], []])

@@ -50,8 +50,8 @@ def tiny_dict(name: str) -> dict[str, Any]:
         (LLAMA, {"rope_scaling": {**YARN, "beta_fast": -1}}, "rope_parameters cannot be used .ValueError"),
         (LLAMA, {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "rope_parameters cannot be used .KeyError"),
         (LLAMA, {"rope_scaling": {"type": "nobody's", "factor": 8.0}}, "nobody's"),
-        (LLAMA, {"rope_scaling": {**YARN, "attention_factor": float("nan")}}, "its frequencies are not numbers"),
-        (LLAMA, {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 8}}, "1 numbers"),
+        (LLAMA, {"rope_scaling": {**YARN, "attention_factor": float("nan")}}, "its frequencies are not finite"),
+        (LLAMA, {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 8}}, "1 values"),
         (MIXTRAL, {"num_experts_per_tok": 5}, "num_experts_per_tok = 5; expected a number from 1 to 4"),
         (MIXTRAL, {"num_local_experts": 0}, "num_experts"),
         ({**LLAMA, "architectures": ["GPTJForCausalLM"]}, {"rotary_dim": 66}, "rotary width .* = 66"),
@@ -107,7 +107,7 @@ def test_a_model_that_its_files_cannot_hold() -> None:
         check_files(arch, 2 * arch.vocab * arch.width)  # far less than any of them has
     deep, wide = read_arch({**LLAMA, "num_hidden_layers": 4096}), read_arch({**LLAMA, "vocab_size": 1 << 28})
     for arch in (deep, wide):
-        with pytest.raises(ConfigError, match=r"describes at least .* numbers, but its files have 1000000 bytes"):
+        with pytest.raises(ConfigError, match=r"describes at least .* weights, but its files have 1000000 bytes"):
             check_files(arch, 1_000_000)
 
 

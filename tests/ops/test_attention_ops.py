@@ -306,7 +306,7 @@ def test_selection_says_what_is_built_and_why_not():
 
 def test_wrong_memory_is_refused():
     spec = KVSpec(layer="x", kind=KVKind.FULL, block_size=4, num_kv_heads=1, head_size=8)
-    with pytest.raises(ConfigError, match="does not hold 9 blocks"):
+    with pytest.raises(ConfigError, match="is too small for 9 blocks"):
         CpuAttention().make_cache(spec, 9, torch.zeros((8, spec.page_bytes), dtype=torch.uint8))
     rows = Rows([(4, 4)], heads=1, kv_heads=1, size=4, value=4, block_size=4)
     _, plan, _ = rows.backend({})

@@ -29,7 +29,7 @@ def test_what_does_not_fit_is_refused() -> None:
         capture_output=True, text=True, timeout=300, check=False, cwd=HEADER.parents[2],
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout.endswith("all refused\n"), done.stdout[-800:] + done.stderr[-2000:]
-    assert "a rotation that is not pairs of numbers within a head" in done.stdout
+    assert "a rotary embedding that is not pairs of values within a head" in done.stdout
     assert "heads=4, kv_heads=8" in done.stdout
     for name in CHECKED:
         assert f"  refused: {name}: the CPU kernels were given " in done.stdout, name

@@ -163,7 +163,9 @@ def test_zeros_and_wrong_sizes():
     assert torch.equal(multiply(torch.zeros(2, 64), [matrix]), torch.zeros(2, 16))
     assert library.qc_packed_bytes(0, 16, 40) < 0
     for type_id, width in ((12, 64), (10, 256)):  # 64 is no multiple of 256; Q2_K has no kernel
-        with pytest.raises(ValueError, match=f"a matrix whose rows, width or kind do not fit .{type_id}, 16, {width}"):
+        with pytest.raises(
+            ValueError, match=f"a matrix with an invalid number of rows, width or kind .{type_id}, 16, {width}"
+        ):
             library.qc_pack(type_id, matrix.data.data_ptr(), 16, width, matrix.data.data_ptr())
 
 

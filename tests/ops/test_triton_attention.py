@@ -14,7 +14,7 @@ pytest.importorskip("tests.interpreted")
 import quire.attention.library as library_room
 import quire.attention.triton as attention
 from quire.attention.library import Dense, Library, shape_of
-from quire.attention.triton import TileSet, TritonAttention, parts_wanted, write_kv
+from quire.attention.triton import TileSet, TritonAttention, target_splits, write_kv
 from quire.ops.qkv import QkvPrep, prepare_qkv
 from quire.ops.triton import attention_plan, rope
 from quire.ops.triton.attention import AttentionTile
@@ -83,7 +83,7 @@ def test_a_mix_that_has_no_room_is_refused():
     backend = TritonAttention(fixed=False)
     with pytest.raises(AssertionError):
         case.run_refilled(backend, sum(case.counts))
-    (room,) = backend.rooms[case.group()].values()
+    (room,) = backend.mixed_lists[case.group()].values()
     assert not room.items.any()  # nothing was written
 
 
@@ -428,14 +428,14 @@ def test_writing_skips_negative_slots():
 
 
 def test_parts_fill_the_device():
-    assert parts_wanted(1, 8, 132) * 8 >= 264
-    assert parts_wanted(256, 8, 132) < 256  # enough tiles: only rows far longer than the others are cut
+    assert target_splits(1, 8, 132) * 8 >= 264
+    assert target_splits(256, 8, 132) < 256  # enough tiles: only rows far longer than the others are cut
 
 
 def test_wrong_caches_are_refused():
     case = Case([(4, 4)], heads=1, kv_heads=1, size=16)
     backend = TritonAttention(fixed=False)
-    with pytest.raises(ConfigError, match="does not hold"):
+    with pytest.raises(ConfigError, match="is too small"):
         backend.make_cache(case.spec(), 9, torch.zeros((8, case.spec().page_bytes), dtype=torch.uint8))
     with pytest.raises(ConfigError, match="NoneType"):
         backend.plan(case.step(), case.group()).run(*case.inputs(), None, **case.options())

@@ -112,7 +112,7 @@ def test_the_short_way_hands_over_the_same(fake: list[tuple]) -> None:
             slow = list(fake)
     assert all(launcher.kernel.run is launcher for launcher in launchers)
     own = next(launcher for launcher in launchers if launcher.kernel is norm._norm_kernel)
-    used = [known for _, known in own._ways.values()]
+    used = [known for _, known in own._readers.values()]
     assert sum(map(len, used)) == 8  # four kinds of tensors, with and without the addition
 
     def plain(calls: list[tuple]) -> list[tuple]:
@@ -140,7 +140,7 @@ def test_an_integer_beyond_32_bits_is_another_kernel(fake: list[tuple]) -> None:
 
     for count in (4, 5, 1 << 31, 1 << 33):
         run(count)
-    (known,) = [known for _, known in launcher._ways.values()]
+    (known,) = [known for _, known in launcher._readers.values()]
     assert len(known) == 2
     assert [call[9][5] for call in fake] == [4, 5, 1 << 31, 1 << 33]
 

@@ -316,7 +316,7 @@ def test_nothing_left_starts_no_engine(
     monkeypatch.setattr(command.AsyncLLM, "from_engine_args", lambda *_, **__: pytest.fail("an engine was started"))
     (tmp_path / "out.jsonl").write_text(answer_of("a") + "\n")
     assert not was_asked(resume([short("a")])[0])
-    assert "all 1 requests were answered before" in capsys.readouterr().err
+    assert "all 1 requests are answered already" in capsys.readouterr().err
 
 
 def test_progress_counts_what_was_done(

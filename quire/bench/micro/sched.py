@@ -61,7 +61,7 @@ def decode_steps(num_running: int, num_steps: int, look_ahead: int) -> dict[str,
         scheduler.add(one_request(f"request-{index}", prompt, num_steps + 64))
     flights: deque[tuple[StepPlan, StepResult]] = deque()
 
-    def turn() -> tuple[float, float]:
+    def step() -> tuple[float, float]:
         before = now()
         plan = scheduler.plan()
         planned = now()
@@ -75,11 +75,11 @@ def decode_steps(num_running: int, num_steps: int, look_ahead: int) -> dict[str,
         return planned - before, committed
 
     while scheduler.num_waiting or len(flights) < look_ahead:
-        turn()
+        step()
     for _ in range(8):
-        turn()
+        step()
     gc.collect()
-    times = [turn() for _ in range(num_steps)]
+    times = [step() for _ in range(num_steps)]
     per_request = 1e6 / num_running
     return {
         "plan": median(planned for planned, _ in times) * per_request,
@@ -91,19 +91,19 @@ def decode_steps(num_running: int, num_steps: int, look_ahead: int) -> dict[str,
 def hashing() -> dict[str, float]:
     """Nanoseconds per token of hashing an 8k prompt, for each algorithm that is there."""
     tokens = list(range(1000, 1000 + 8192))
-    given, times = one_request("request", tuple(tokens), 1), {}
+    request, times = one_request("request", tuple(tokens), 1), {}
     for algorithm in ALGORITHMS:
         try:
             hasher = BlockHasher(algorithm, BLOCK_SIZE)
         except MissingExtraError:
             continue
-        times[algorithm] = min(_time(hasher.extend, [], tokens, len(tokens), given) for _ in range(ROUNDS))
+        times[algorithm] = min(_time(hasher.extend, [], tokens, len(tokens), request) for _ in range(ROUNDS))
     return {name: seconds * 1e9 / len(tokens) for name, seconds in times.items()}
 
 
 def matching() -> dict[int, dict[str, float]]:
     """Microseconds to find a prompt of each length in the cache: hashes known (a retry), and new (hashing included)."""
-    found = {}
+    times = {}
     for length in PROMPTS:
         scheduler = build(2, length + 64, 0)
         prompt = tuple(range(length))
@@ -117,8 +117,8 @@ def matching() -> dict[int, dict[str, float]]:
             fresh = min(fresh, _time(scheduler.kv.match, request))
             known = min(known, _time(scheduler.kv.match, request))
             assert scheduler.kv.match(request).length == (length - 1) // BLOCK_SIZE * BLOCK_SIZE
-        found[length] = {"known": known * 1e6, "new": fresh * 1e6}
-    return found
+        times[length] = {"known": known * 1e6, "new": fresh * 1e6}
+    return times
 
 
 def _time(function: Any, *args: Any) -> float:
@@ -134,16 +134,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000, help="steps measured")
     parser.add_argument("--look-ahead", type=int, default=None, help="plans out besides the newest; unset: 0 and 1")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    asked = parser.parse_args()
-    depths = (0, 1) if asked.look_ahead is None else (asked.look_ahead,)
-    steps = {depth: decode_steps(asked.running, asked.steps, depth) for depth in depths}
+    options = parser.parse_args()
+    depths = (0, 1) if options.look_ahead is None else (options.look_ahead,)
+    steps = {depth: decode_steps(options.running, options.steps, depth) for depth in depths}
     hashes, matches = hashing(), matching()
-    if asked.json:
-        print(json.dumps({"running": asked.running, "step_us": steps, "hash_ns": hashes, "match_us": matches}))
+    if options.json:
+        print(json.dumps({"running": options.running, "step_us": steps, "hash_ns": hashes, "match_us": matches}))
         return
     for depth, times in steps.items():
         print(
-            f"{asked.running} decodes, look-ahead {depth}: plan {times['plan']:.2f} + commit {times['commit']:.2f} = "
+            f"{options.running} decodes, look-ahead {depth}: plan {times['plan']:.2f} + commit {times['commit']:.2f} = "
             f"{times['total']:.2f} us per request per step"
         )
     print("hashing, ns per token: " + ", ".join(f"{name} {value:.1f}" for name, value in hashes.items()))

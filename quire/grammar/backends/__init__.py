@@ -1,1 +1,1 @@
-"""The grammar packages that Quire can use, one file each."""
+"""The supported grammar packages, one file each."""

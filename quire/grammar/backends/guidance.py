@@ -1,6 +1,6 @@
-"""llguidance: reads JSON schema to the letter, regex, Lark, GBNF and tags; bounded by its own limits at every step.
+"""llguidance: exact JSON schema, regex, Lark, GBNF and tags; with its own limits at every step.
 
-Its compiled form cannot travel, but is made in a millisecond: the child tries it out, the engine makes it again.
+Its compiled form cannot be serialized, but takes a millisecond: the child tests it, the engine compiles it again.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from quire.grammar.backends.tag_lark import tag_as_lark
 from quire.grammar.regex import read_regex
 from quire.schema.grammar import GrammarKind, GrammarSpec
 
-WHITESPACE = r"[ \n\r\t]{1,20}"  # bounded: no endless blanks
+WHITESPACE = r"[ \n\r\t]{1,20}"  # bounded: no endless whitespace
 _LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000,
            "max_lexer_states": 50_000, "max_grammar_size": 500_000, "max_items_in_row": 20_000,
            "verbose_errors": False}  # fmt: skip
-_MANY = 8
-_LONGEST = 32  # bytes of a token that is tried where text is cut
+_PARALLEL = 8
+_LONGEST = 32  # bytes of the longest token tried when text is tokenized
 
 
 class Guidance:
@@ -67,12 +67,12 @@ class Guidance:
         except self._not_gbnf as wrong:  # not a ValueError
             raise ValueError(f"not a GBNF grammar: {wrong}") from None
 
-    def _structural_tag(self, given: dict[str, Any]) -> str:
-        if "structures" not in given:
-            return str(self._matcher.grammar_from_lark(tag_as_lark(given["format"], self._special, WHITESPACE)))
+    def _structural_tag(self, tag: dict[str, Any]) -> str:
+        if "structures" not in tag:
+            return str(self._matcher.grammar_from_lark(tag_as_lark(tag["format"], self._special, WHITESPACE)))
         tags = []
-        for one in given["structures"]:
-            trigger = next((t for t in given["triggers"] if one["begin"].startswith(t)), None)
+        for one in tag["structures"]:
+            trigger = next((t for t in tag["triggers"] if one["begin"].startswith(t)), None)
             if trigger is None:
                 raise ValueError(f"no trigger begins the tag {one['begin']!r:.80}")
             tags.append(
@@ -89,13 +89,13 @@ class Guidance:
     def start(self, loaded: Any) -> GuidanceMatcher:
         return GuidanceMatcher(loaded.deep_copy())
 
-    def fill(self, matchers: Sequence[GuidanceMatcher], rows: Rows, places: Sequence[int]) -> None:
+    def fill(self, matchers: Sequence[GuidanceMatcher], rows: Rows, indices: Sequence[int]) -> None:
         size = rows.shape[1] * rows.itemsize
-        if len(matchers) < _MANY:
-            for matcher, place in zip(matchers, places, strict=True):
-                matcher.inner.unsafe_compute_mask_ptr(rows.ctypes.data + place * size, size)
+        if len(matchers) < _PARALLEL:
+            for matcher, index in zip(matchers, indices, strict=True):
+                matcher.inner.unsafe_compute_mask_ptr(rows.ctypes.data + index * size, size)
         else:
-            pairs = [(matcher.inner, place) for matcher, place in zip(matchers, places, strict=True)]
+            pairs = [(matcher.inner, index) for matcher, index in zip(matchers, indices, strict=True)]
             self._executor.unsafe_compute_mask_ptr(pairs, rows.ctypes.data, size, rows.shape[0])
 
     @cached_property
@@ -103,7 +103,7 @@ class Guidance:
         return self._make_executor()
 
     def cost(self, loaded: Any) -> int:
-        return 1 << 20  # it does not tell
+        return 1 << 20  # it does not report it
 
 
 class GuidanceMatcher:
@@ -126,12 +126,12 @@ class GuidanceMatcher:
 
 
 class _Tokens:
-    """The vocabulary as llguidance asks for it. Text that a grammar forces is cut as it is here, the longest token
-    first: about as a tokenizer would, and in as few steps."""
+    """The vocabulary in llguidance's interface. Text that a grammar forces is tokenized here, longest token
+    first: similar to a tokenizer, and in as few steps."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         texts = vocabulary.tokens + [b""] * (vocabulary.size - len(vocabulary.tokens))
-        # no two special tokens may be alike, or a mask that has one of them has all
+        # special tokens must be distinct, or a mask with one of them has all
         self.tokens = [text or vocabulary.special.get(i) or b"<%d>" % i for i, text in enumerate(texts)]
         self.eos_token_id = vocabulary.ends[0] if vocabulary.ends else 0
         self.bos_token_id = None
@@ -141,14 +141,14 @@ class _Tokens:
 
     def __call__(self, text: bytes | str) -> list[int]:
         data = text.encode() if isinstance(text, str) else text
-        found: list[int] = []
+        tokens: list[int] = []
         at = 0
         while at < len(data):
             size = next((n for n in range(self._longest, 0, -1) if data[at : at + n] in self._known), 0)
             if size:
-                found.append(self._known[data[at : at + size]])
+                tokens.append(self._known[data[at : at + size]])
             at += size or 1
-        return found
+        return tokens
 
 
 def _common(schema: str) -> str:
@@ -178,5 +178,5 @@ def _literal(word: str) -> str:
 
 def _plain(message: str) -> str:
     if message.startswith("NoExtension"):
-        return "nothing this model can say follows it"
-    return message.split("\n<", 1)[0].strip()[:500] or "no reason was given"
+        return "no token of this model can follow it"
+    return message.split("\n<", 1)[0].strip()[:500] or "no reason given"

@@ -1,8 +1,8 @@
-"""lm-format-enforcer: regular expressions as Python writes them, and plain JSON schemas, followed letter by letter.
+"""lm-format-enforcer: Python's regular expressions, and simple JSON schemas, matched character by character.
 
-Its parsers say which letters may follow; here they are walked along a tree of the vocabulary. That is Python for every
-token: the slowest of the backends by far, for those who have to have its behaviour. A regular expression is turned into
-a table in the child, because that may take long. A walk is bounded; what goes over is the request's fault alone.
+Its parsers return the characters that may follow; here they are walked along a trie of the vocabulary. That is Python
+for every token: by far the slowest backend, for those who need its behaviour. A regular expression is turned into
+a table in the child, because that may take long. A walk is bounded; exceeding the bound fails only its request.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from quire.grammar.backends.outlines import bare_regex, literal
 from quire.schema.grammar import GrammarKind, GrammarSpec
 
 PACKAGE = "lmformatenforcer"
-MOST_VISITS = 1_000_000  # of the tree, for one mask
-_REST = "\0rest"  # in the table: every letter that it does not name
-_BYTES = 1 << 20  # what a parser may keep; it does not tell
+MOST_VISITS = 1_000_000  # of the trie, for one mask
+_REST = "\0rest"  # in the table: every other character
+_BYTES = 1 << 20  # memory of a parser; it does not report it
 
 
 class _Table(msgspec.Struct):
@@ -75,9 +75,9 @@ class LMFormatEnforcer:
         parser, known = loaded
         return EnforcerMatcher(self, parser, known)
 
-    def fill(self, matchers: Sequence[EnforcerMatcher], rows: Rows, places: Sequence[int]) -> None:
-        for matcher, place in zip(matchers, places, strict=True):
-            rows[place] = matcher.row(rows.shape[1])
+    def fill(self, matchers: Sequence[EnforcerMatcher], rows: Rows, indices: Sequence[int]) -> None:
+        for matcher, index in zip(matchers, indices, strict=True):
+            rows[index] = matcher.row(rows.shape[1])
 
     def cost(self, loaded: Any) -> int:
         return _BYTES
@@ -88,7 +88,7 @@ class EnforcerMatcher:
 
     def __init__(self, owner: LMFormatEnforcer, parser: Any, known: dict[Hashable, Any]) -> None:
         self._owner, self._known = owner, known
-        self._past = [parser]  # parsers are never changed, so going back is easy
+        self._past = [parser]  # parsers are immutable, so rollback is easy
         self._wrong: str | None = None
 
     def accept(self, token_id: int) -> bool:
@@ -116,13 +116,13 @@ class EnforcerMatcher:
     def fault(self) -> str | None:
         return self._wrong
 
-    def row(self, words: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def row(self, num_words: int) -> np.ndarray[Any, np.dtype[np.int32]]:
         """What may follow, as bits."""
         parser = self._past[-1]
         key = parser.cache_key()
         if key is not None and key in self._known:
             return self._known[key]  # type: ignore[no-any-return]
-        bits = np.zeros(words * 32, bool)
+        bits = np.zeros(num_words * 32, bool)
         try:
             bits[self._allowed(parser)] = True
         except Exception as wrong:  # noqa: BLE001  # as above
@@ -134,14 +134,14 @@ class EnforcerMatcher:
 
     def _allowed(self, parser: Any) -> list[int]:
         tree = self._owner.tree
-        found: list[int] = []
+        tokens: list[int] = []
         shortcut = parser.shortcut_key()
         waiting = [(parser, tree.root)]
         if isinstance(shortcut, tuple) and shortcut[0] == "json_freetext":  # inside a string: known by length
             _, length, least, most = shortcut
             known = tree.json_freetext_tokens
             least, most = max(0, least - length), most - length
-            found += known.lookup_allowed_tokens(
+            tokens += known.lookup_allowed_tokens(
                 min(known.max_token_len, least), min(known.max_token_len, most)
             ).allowed_tokens
             node = tree.root.children.get('"')
@@ -152,15 +152,15 @@ class EnforcerMatcher:
             parser, node = waiting.pop()
             visits += 1
             if visits > MOST_VISITS:
-                raise RuntimeError(f"more than {MOST_VISITS} ways to go on")
-            found += node.tokens
+                raise RuntimeError(f"more than {MOST_VISITS} possible continuations")
+            tokens += node.tokens
             for letter in node.children.keys() & set(parser.get_allowed_characters()):
                 waiting.append((parser.add_character(letter), node.children[letter]))
-        return found
+        return tokens
 
 
 def _table(source: str) -> _Table:
-    """interegular's machine in plain data, without the states that lead nowhere."""
+    """interegular's state machine as plain data, without dead states."""
     rest = load("interegular.fsm:anything_else")
     try:
         machine = load("interegular:parse_pattern")(source).to_fsm()
@@ -183,7 +183,7 @@ def _table(source: str) -> _Table:
 
 
 class _Machine:
-    """A table, and for every state the letters that may follow."""
+    """A table, and for every state the characters that may follow."""
 
     def __init__(self, table: _Table, letters: str) -> None:
         self.table, self.finals = table, frozenset(table.finals)
@@ -206,7 +206,7 @@ class _Machine:
 
 
 class _InMachine:
-    """A place in a machine, with the methods of lm-format-enforcer's parsers."""
+    """A state of a machine, with the methods of lm-format-enforcer's parsers."""
 
     __slots__ = ("_machine", "_state")
 
@@ -230,7 +230,7 @@ class _InMachine:
 
 
 def _text(word: bytes) -> str:
-    """Half a letter is no text: such tokens are never said."""
+    """Tokens with incomplete characters are not text and never allowed."""
     try:
         return word.decode()
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
-"""outlines-core: regular expressions, and JSON schemas as far as one can be written as a regular expression.
+"""outlines-core: regular expressions, and JSON schemas that can be expressed as a regular expression.
 
-Compiled in the child to a table of states and tokens, which travels as bytes. What the table does not hold to the
-letter (bounds of numbers, recursion, ...) `choose.py` keeps away from it.
+Compiled in the child to a table of states and tokens, which is sent as bytes. `choose.py` does not select it for what
+the table does not enforce exactly (bounds of numbers, recursion, ...).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.grammar.backend import MOST_ROLLBACK, GrammarVocabulary, Rows
 from quire.schema.grammar import GrammarKind, GrammarSpec
 
 WHITESPACE = r"[ \n\r\t]{0,20}"
-_DEPTH = 3  # recursion that is unrolled; recursive schemas are not given to it
+_DEPTH = 3  # recursion that is unrolled; recursive schemas do not get here
 _STATE_BYTES = 1 << 20  # a table is about as large as its binary form; at least this
 
 
@@ -25,14 +25,14 @@ class Outlines:
         package = "outlines_core"
         self._index, self._guide = load(f"{package}:Index"), load(f"{package}:Guide")
         self._regex_of = load(f"{package}:json_schema.build_regex_from_schema")
-        words: dict[bytes, list[int]] = {}
+        token_ids: dict[bytes, list[int]] = {}
         for token_id, word in enumerate(vocabulary.tokens):
             if word:
-                words.setdefault(word, []).append(token_id)
-        self._words = load(f"{package}:Vocabulary")(vocabulary.ends[0], words)
+                token_ids.setdefault(word, []).append(token_id)
+        self._vocabulary = load(f"{package}:Vocabulary")(vocabulary.ends[0], token_ids)
 
     def compile(self, spec: GrammarSpec) -> bytes:
-        made = self._index(self._regex(spec), self._words)
+        made = self._index(self._regex(spec), self._vocabulary)
         (binary,) = made.__reduce__()[1]
         return bytes(binary)
 
@@ -53,10 +53,10 @@ class Outlines:
         index, _ = loaded
         return OutlinesMatcher(index, self._guide(index, MOST_ROLLBACK))
 
-    def fill(self, matchers: Sequence[OutlinesMatcher], rows: Rows, places: Sequence[int]) -> None:
-        words = rows.shape[1]
-        for matcher, place in zip(matchers, places, strict=True):
-            matcher.inner.write_mask_into(rows.ctypes.data + place * words * rows.itemsize, words, rows.itemsize)
+    def fill(self, matchers: Sequence[OutlinesMatcher], rows: Rows, indices: Sequence[int]) -> None:
+        num_words = rows.shape[1]
+        for matcher, row in zip(matchers, indices, strict=True):
+            matcher.inner.write_mask_into(rows.ctypes.data + row * num_words * rows.itemsize, num_words, rows.itemsize)
 
     def cost(self, loaded: Any) -> int:
         return int(loaded[1]) + _STATE_BYTES
@@ -86,7 +86,7 @@ class OutlinesMatcher:
 
 
 def bare_regex(source: str) -> str:
-    """The whole text must match anyway: marks of its beginning and end go without saying."""
+    """The entire text must match anyway: anchors of its start and end are redundant."""
     source = source.removeprefix("^")
     ends = source.endswith("$") and (len(source) - len(source[:-1].rstrip("\\"))) % 2 == 1
     return source[:-1] if ends else source

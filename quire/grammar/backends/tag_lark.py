@@ -1,8 +1,8 @@
 """A structural tag as a Lark grammar, the way llguidance reads one.
 
     {"type": "sequence", "elements": [...]} ──▶ start: "<call>" ( %json {...} | ... ) "</call>"
-Free text up to a literal is one lazy lexeme, so that the first such literal ends it; what it must not contain is taken
-off it by negation. Special tokens stand by their id, and none of them is free text. Must not know: vocabularies.
+Free text up to a literal is one lazy lexeme, so the first such literal ends it; what it must not contain is excluded
+by negation. Special tokens are referred to by id, and none of them is free text. Must not know: vocabularies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ANY = r"(.|\n)*"
 
 
 def tag_as_lark(form: dict[str, Any], special: Mapping[str, int], whitespace: str) -> str:
-    """`special`: the ids of special tokens by name. ValueError: a part that cannot be said."""
+    """`special`: the ids of special tokens by name. ValueError: a part that cannot be expressed."""
     writer = _Writer(special, whitespace)
     start = writer.part(form)
     return "\n".join(["%llguidance {}", f"start: {start}", *writer.rules])
@@ -66,34 +66,34 @@ class _Writer:
         return {**schema, "x-guidance": {"whitespace_pattern": self.whitespace}} if isinstance(schema, dict) else schema
 
     def _sequence(self, nodes: list[Any]) -> str:
-        said: list[str] = []
+        excluded: list[str] = []
         flat = list(_flat(nodes))
         at = 0
         while at < len(flat):
             node, after = flat[at], flat[at + 1] if at + 1 < len(flat) else {}
             if node.get("type") == "any_text" and after.get("type") == "const_string":
-                said.append(self._lazy(node.get("excludes", ()), after["value"]))
+                excluded.append(self._lazy(node.get("excludes", ()), after["value"]))
                 at += 1
             else:
-                said.append(self.part(node))
+                excluded.append(self.part(node))
             at += 1
-        return " ".join(part for part in said if part)
+        return " ".join(part for part in excluded if part)
 
     def _triggered(self, node: dict[str, Any]) -> str:
         rules = []
         for trigger in node["triggers"]:
             tags = [tag for tag in node["tags"] if tag["begin"].startswith(trigger)]
-            ways = [{**tag, "begin": tag["begin"][len(trigger) :]} for tag in tags]
-            rules.append((trigger, {"type": "or", "elements": ways}))
+            variants = [{**tag, "begin": tag["begin"][len(trigger) :]} for tag in tags]
+            rules.append((trigger, {"type": "or", "elements": variants}))
         return self._dispatch(rules, node.get("excludes", ()), not node.get("stop_after_first", False))
 
     def _dispatch(self, rules: list[Any], excludes: Any, loop: bool) -> str:
         """Free text, in which each pattern is followed by its part."""
-        parts = [f"{self._found(pattern, excludes)} {self.part(part)}" for pattern, part in rules]
-        ways, text = " | ".join(parts), self._text(excludes)
-        return f"({ways})* {text}" if loop else f"({ways} | {text})"
+        parts = [f"{self._text_before(pattern, excludes)} {self.part(part)}" for pattern, part in rules]
+        variants, text = " | ".join(parts), self._text(excludes)
+        return f"({variants})* {text}" if loop else f"({variants} | {text})"
 
-    def _found(self, pattern: str, excludes: Any) -> str:
+    def _text_before(self, pattern: str, excludes: Any) -> str:
         name = next((name for name in self.special if pattern.startswith(name)), None)
         if name is None:
             return self._lazy(excludes, pattern)
@@ -120,15 +120,15 @@ class _Writer:
 
 
 def _without(schema: Any, letters: set[str]) -> Any:
-    """The schema, whose free strings have none of these letters: then they have no text that begins with one."""
+    """The schema, whose free strings have none of these characters, and thus no text that starts with one."""
     if isinstance(schema, list):
         return [_without(part, letters) for part in schema]
     if not isinstance(schema, dict) or not letters:
         return schema
-    kept = {k: part if k in ("enum", "const", "default") else _without(part, letters) for k, part in schema.items()}
-    if kept.get("type") == "string" and not {"enum", "const", "pattern", "format"} & set(kept):
-        kept["pattern"] = f"^[^{re.escape(''.join(sorted(letters)))}]*$"
-    return kept
+    limited = {k: part if k in ("enum", "const", "default") else _without(part, letters) for k, part in schema.items()}
+    if limited.get("type") == "string" and not {"enum", "const", "pattern", "format"} & set(limited):
+        limited["pattern"] = f"^[^{re.escape(''.join(sorted(letters)))}]*$"
+    return limited
 
 
 def _flat(nodes: list[Any]) -> Any:
@@ -139,8 +139,8 @@ def _flat(nodes: list[Any]) -> Any:
             yield node
 
 
-def _const(given: Any) -> dict[str, Any]:
-    return {"type": "const_string", "value": given} if isinstance(given, str) else given
+def _const(value: Any) -> dict[str, Any]:
+    return {"type": "const_string", "value": value} if isinstance(value, str) else value
 
 
 def _quoted(text: str) -> str:

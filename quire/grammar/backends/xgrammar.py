@@ -12,9 +12,9 @@ from quire.grammar.backend import GrammarVocabulary, Rows
 from quire.grammar.regex import read_regex
 from quire.schema.grammar import GrammarKind, GrammarSpec
 
-MOST_WHITESPACE = 20  # in a row, between JSON tokens: enough for indentation, and no endless blanks
-_MANY = 8  # rows from which several threads fill them
-# Begins the bytes of every special token: no text has this byte, so that only tags can ask for the token, by its id or,
+MOST_WHITESPACE = 20  # in a row, between JSON tokens: enough for indentation, but not endless
+_PARALLEL = 8  # rows from which several threads fill them
+# First byte of every special token: no text has this byte, so only tags can require the token, by its id or,
 # in free text, by its name.
 _NO_TEXT = b"\xff"
 
@@ -52,8 +52,8 @@ class XGrammar:
         if spec.kind is GrammarKind.REGEX:
             return compiler.compile_regex(read_regex(spec.text).for_xgrammar)
         if spec.kind is GrammarKind.CHOICE:
-            words = " | ".join(json.dumps(word, ensure_ascii=False) for word in json.loads(spec.text))
-            return compiler.compile_grammar(f"root ::= {words}")
+            choices = " | ".join(json.dumps(word, ensure_ascii=False) for word in json.loads(spec.text))
+            return compiler.compile_grammar(f"root ::= {choices}")
         if spec.kind is GrammarKind.EBNF:
             return compiler.compile_grammar(spec.text)
         if spec.kind is GrammarKind.STRUCTURAL_TAG:
@@ -66,12 +66,12 @@ class XGrammar:
     def start(self, loaded: Any) -> XGrammarMatcher:
         return XGrammarMatcher(self._matcher(loaded))
 
-    def fill(self, matchers: Sequence[XGrammarMatcher], rows: Rows, places: Sequence[int]) -> None:
-        if len(matchers) < _MANY:
-            for matcher, place in zip(matchers, places, strict=True):
-                matcher.inner.fill_next_token_bitmask(rows, place)
+    def fill(self, matchers: Sequence[XGrammarMatcher], rows: Rows, indices: Sequence[int]) -> None:
+        if len(matchers) < _PARALLEL:
+            for matcher, index in zip(matchers, indices, strict=True):
+                matcher.inner.fill_next_token_bitmask(rows, index)
             return
-        self._batch.batch_fill_next_token_bitmask([m.inner for m in matchers], rows, list(places))
+        self._batch.batch_fill_next_token_bitmask([m.inner for m in matchers], rows, list(indices))
 
     @cached_property
     def _batch(self) -> Any:
@@ -100,18 +100,18 @@ class XGrammarMatcher:
         return None
 
 
-def _tag(given: dict[str, Any]) -> str:
-    """{structures, triggers}, the older form, written in the newer one. Blanks between JSON tokens are bounded."""
-    if "structures" in given:
+def _tag(tag: dict[str, Any]) -> str:
+    """{structures, triggers}, the older form, written in the newer one. Whitespace between JSON tokens is bounded."""
+    if "structures" in tag:
         tags = [
             {"begin": one["begin"], "end": one["end"],
              "content": {"type": "json_schema", "json_schema": one.get("schema") or {}}}
-            for one in given["structures"]
+            for one in tag["structures"]
         ]  # fmt: skip
-        form = {"type": "triggered_tags", "triggers": given["triggers"], "tags": tags,
-                "stop_after_first": given.get("stop_after_first", False)}  # fmt: skip
-        given = {"type": "structural_tag", "format": form}
-    waiting: list[Any] = [given["format"]]
+        form = {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags,
+                "stop_after_first": tag.get("stop_after_first", False)}  # fmt: skip
+        tag = {"type": "structural_tag", "format": form}
+    waiting: list[Any] = [tag["format"]]
     while waiting:
         part = waiting.pop()
         if isinstance(part, list):
@@ -122,7 +122,7 @@ def _tag(given: dict[str, Any]) -> str:
             elif part.get("type") == "regex":
                 part["pattern"] = read_regex(part["pattern"]).for_xgrammar
             waiting += [value for key, value in part.items() if key != "json_schema"]
-    return json.dumps(given)
+    return json.dumps(tag)
 
 
 def _plain(message: str) -> str:
@@ -130,4 +130,4 @@ def _plain(message: str) -> str:
     text = message.strip()
     if text.startswith("[") and ".cc:" in text:
         text = text.split(": ", 1)[-1]
-    return text[:500] or "no reason was given"
+    return text[:500] or "no reason given"

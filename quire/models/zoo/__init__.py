@@ -139,7 +139,7 @@ ZOO = Registry(
     },
 )
 
-# Models that read a whole text at once. What a checkpoint was trained for (its head) does not change the layers.
+# Encoders. A checkpoint's head does not change the layers.
 _HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 _ENCODERS = {
     "bert": ("Bert", "Electra", "Ernie"),

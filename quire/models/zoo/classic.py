@@ -21,14 +21,14 @@ _LAYER = (
 
 
 def gpt_bigcode(c: View) -> Arch:
-    """GPT-2 with one kv head, and matrices stored the usual way."""
+    """GPT-2 with one kv head, and matrices stored [out, in]."""
     scale = 0.0 if c.scale_attn_weights else 1.0
     layout: dict[str, Any] = dict(kv_heads=1) if c.multi_query else dict(qkv_layout="per_head")
     return no_rope(classic(c, positions=c.n_positions, names=GPT2_NAMES, attn_scale=scale, **layout, **BIASES))
 
 
 def gpt_neo(c: View) -> Arch:
-    """Attention without scale; global and local layers in turn."""
+    """Attention without scale; alternating global and local layers."""
     kinds = c.get("attention_layers") or [
         kind for part, times in c.attention_types for _ in range(times) for kind in part
     ]
@@ -66,7 +66,7 @@ def mpt(c: View) -> Arch:
         (r"\.norm_2\.", ".post_attention_layernorm."),
     )
     if not attn.get("alibi", True) or attn.get("qk_ln") or attn.get("prefix_lm"):
-        c.refuse("attn_config", "transformers knows MPT with alibi, without norms of queries and prefixes")
+        c.refuse("attn_config", "transformers supports MPT only with alibi, without query norms and prefixes")
     return no_rope(
         read(
             c, gated=False, act="gelu", alibi=1.0, norm=NormKind("layer", eps=c.layer_norm_epsilon), names=names,
@@ -131,7 +131,7 @@ _DECODER = (
 
 
 def _alone(c: View, *, before: bool, offset: int, **over: Any) -> Arch:
-    """A decoder without its encoder: what attends to the encoder is left out."""
+    """A decoder without its encoder: cross-attention is left out."""
     arch = classic(
         c, order="pre" if before else "after", final_norm=before, positions=c.max_position_embeddings + offset,
         position_offset=offset, embed_scale=c.d_model**0.5 if c.scale_embedding else 1.0, names=_DECODER,

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3 (latent attention, experts chosen by groups) and models that share their experts."""
+"""DeepSeek V2 and V3 (latent attention, experts selected by groups) and models with the same experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMES = ((r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),)
 
 
 def _mixture(c: View, arch: Arch, **over: Any) -> Arch:
-    """The first layers dense, then routed and shared experts; layers beyond the last are draft heads, not ours."""
+    """The first layers dense, then routed and shared experts; layers beyond the last are draft heads and ignored."""
     experts, step = c.get("n_routed_experts", "num_experts"), c.get("moe_layer_freq", default=1)
     if not experts or not c.get("num_experts_per_tok"):
         return arch
@@ -33,7 +33,7 @@ def _mixture(c: View, arch: Arch, **over: Any) -> Arch:
 
 
 def grouped_experts(c: View, arch: Arch, renorm: bool | None = None) -> Arch:
-    """Sigmoid scores, a stored bias on the choice, groups ranked by their best two."""
+    """Sigmoid scores, a stored selection bias, groups ranked by their best two."""
     renorm = c.norm_topk_prob if renorm is None else renorm
     return _mixture(
         c, arch, score="sigmoid", select_bias=True, groups=c.get("n_group", default=1),
@@ -42,7 +42,7 @@ def grouped_experts(c: View, arch: Arch, renorm: bool | None = None) -> Arch:
 
 
 def latent(c: View, *, pairs: bool, wide: bool, value: int = 0) -> Arch:
-    """`value`: where the config does not say how wide values are."""
+    """`value`: the size of values if the config lacks it."""
     value = value or c.v_head_dim
     mla = Mla(c.kv_lora_rank, c.qk_nope_head_dim, c.qk_rope_head_dim, value, c.maybe("q_lora_rank") or 0)
     arch = read(c, mla=mla, head_dim=mla.rope)
@@ -53,7 +53,7 @@ def latent(c: View, *, pairs: bool, wide: bool, value: int = 0) -> Arch:
 
 
 def deepseek_v2(c: View) -> Arch:
-    """transformers never renormalises here, whatever norm_topk_prob says (it is false in every release)."""
+    """transformers never renormalizes here, whatever norm_topk_prob is (it is false in every release)."""
     groups: dict[str, Any] = {}
     if c.topk_method == "group_limited_greedy":
         groups = dict(groups=c.get("n_group", default=1), top_groups=c.get("topk_group", default=1))

@@ -1,6 +1,6 @@
-"""What a key means that a config.json does not hold: the defaults of transformers 5, per architecture.
+"""Defaults for keys that a config.json lacks: those of transformers 5, per architecture.
 
-Facts only. tests/models/test_declared.py compares every entry with transformers' own config classes.
+Data only. tests/models/test_declared.py compares every entry with transformers' config classes.
 """
 
 from __future__ import annotations

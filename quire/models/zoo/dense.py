@@ -1,4 +1,4 @@
-"""Dense families of one or two that lie near Llama: other norms, other rotations, other places of both."""
+"""Small dense families close to Llama: different norms, different rotary embeddings, different positions of both."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def jais2(c: View) -> Arch:
 
 
 def nanochat(c: View) -> Arch:
-    """Norms without weights, one of them on the embeddings; rotated the other way round."""
+    """Norms without weights, one of them on the embeddings; rotated in the opposite direction."""
     arch = read(
         c, gated=False, embed_norm=True, qk_norm="head", qk_norm_late=True,
         logit_softcap=c.maybe("final_logit_softcapping") or 0.0,
@@ -71,7 +71,7 @@ def hyperclovax(c: View) -> Arch:
 
 
 def granite_swa(c: View, **over: Any) -> Arch:
-    """Granite with windows, sinks and, perhaps, a base of the rotation for each layer (0: none)."""
+    """Granite with windows, sinks and possibly a rotary base per layer (0: none)."""
     kinds = [SLIDING if i % 4 else FULL for i in range(c.num_hidden_layers)]
     arch, bases = granite(c, kinds=kinds, sinks=True, **over), c.get("layer_rope_theta")
     if not bases:

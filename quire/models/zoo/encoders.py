@@ -1,4 +1,4 @@
-"""Models that read a whole text at once: BERT and its many kin."""
+"""Encoders: BERT and its relatives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EMBED = (
     (r"^(embeddings\.(LayerNorm|norm)|emb_ln)\.", "model.embed_norm."),
     (r"^embeddings_project\.", "model.project_in."),
 )
-_NORMS = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))  # checkpoints of the first days
+_NORMS = ((r"\.gamma$", ".weight"), (r"\.beta$", ".bias"))  # early checkpoints
 _BERT = (
     *_NORMS, _TRUNK, *_EMBED,
     (r"^encoder\.relative_attention_bias\.", "model.relative."),
@@ -92,12 +92,12 @@ def distilbert(c: View) -> EncoderArch:
 
 
 def _roped(c: View, theta: float, eps: float, **over: Any) -> Arch:
-    """BERT's order of norms, rotary positions."""
-    found = dict(rope_parameters(c, FULL))
-    found.setdefault("rope_theta", c.get("rope_theta", "rotary_emb_base", default=theta))
+    """BERT's order of norms, rotary embeddings."""
+    params = dict(rope_parameters(c, FULL))
+    params.setdefault("rope_theta", c.get("rope_theta", "rotary_emb_base", default=theta))
     heads = c.get("num_attention_heads", "n_head")
     size = c.get("head_dim") or c.get("hidden_size", "n_embd") // heads
-    return read(c, ropes=lambda _, kind: found, order="after", norm=_norm(c, eps), embed_norm=True, final_norm=False,
+    return read(c, ropes=lambda _, kind: params, order="after", norm=_norm(c, eps), embed_norm=True, final_norm=False,
                 kv_heads=heads, head_dim=size, names=_ROPED, ignore=_IGNORE, **over)  # fmt: skip
 
 
@@ -153,6 +153,6 @@ def modernbert(c: View) -> EncoderArch:
 
 
 def eurobert(c: View) -> EncoderArch:
-    """A Llama that looks both ways; from a checkpoint without a head or with one."""
+    """A bidirectional Llama; from a checkpoint with or without a head."""
     names = ((r"^(layers\.|embed_tokens\.|norm\.)", r"model.\1"),)
     return EncoderArch(read(c, kinds=[FULL] * c.num_hidden_layers, names=names, ignore=_IGNORE))

@@ -38,7 +38,7 @@ def gemma2(c: View) -> Arch:
 
 
 def _local_rope(c: View, kind: str) -> Mapping[str, Any]:
-    """Sliding layers have a base of their own and are never stretched."""
+    """Sliding layers have a separate rotary base and are never scaled."""
     if c.get("rope_parameters") or kind == FULL:
         return rope_parameters(c, kind)
     return {"rope_theta": c.rope_local_base_freq}

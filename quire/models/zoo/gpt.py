@@ -1,4 +1,4 @@
-"""GPT-2, GPT-J, GPT-NeoX, OPT, BLOOM and gpt-oss: the classic line, each with names and layouts of its own."""
+"""GPT-2, GPT-J, GPT-NeoX, OPT, BLOOM and gpt-oss: the classic line, each with different names and layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BIASES = dict(qkv_bias=True, o_bias=True, mlp_bias=True)
 
 
 def classic(c: View, *, norm_eps: float = 0.0, **over: Any) -> Arch:
-    """Layer norms with bias, no gate. `norm_eps`: where the code says it, not the config."""
+    """Layer norms with bias, no gate. `norm_eps`: if it is fixed in the code, not in the config."""
     arch = read(c, gated=False, **over)
     return replace(arch, norm=replace(arch.norm, kind="layer", bias=True, eps=norm_eps or arch.norm.eps))
 

@@ -1,4 +1,4 @@
-"""Models whose layers keep running states: all of them (Mamba), or most beside a few of attention."""
+"""Models with recurrent states: in all layers (Mamba), or in most, with a few layers of attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ATTENDS = (FULL, "attention")
 
 
 def _mixers(arch: Arch, kinds: Sequence[str]) -> Arch:
-    """Layers of type full_attention attend, all others keep states."""
+    """Layers of type full_attention have attention, all others states."""
     return each(arch, lambda i, layer: {"mixer": "attention" if kinds[i] in _ATTENDS else "state"})
 
 
@@ -31,7 +31,7 @@ def _no_rope(arch: Arch) -> Arch:
 
 
 def _limit(c: View) -> tuple[float, float]:
-    """Step sizes are kept within it. An endless one is written as {"__float__": "Infinity"}."""
+    """Step sizes are clamped to it. Infinity is written as {"__float__": "Infinity"}."""
     low, high = (
         float(end["__float__"] if isinstance(end, dict) else end) for end in c.get("time_step_limit", default=NO_LIMIT)
     )
@@ -39,7 +39,7 @@ def _limit(c: View) -> tuple[float, float]:
 
 
 def _only_states(c: View, kind: Mamba2Kind | MambaKind) -> Arch:
-    """Nothing but mixers, each behind a norm. Such a model has no length of its own."""
+    """Only mixers, each after a norm. Such a model has no maximum length."""
     names = (
         (r"^(backbone|model)\.embeddings?\.", "model.embed_tokens."),
         (r"^(backbone|model)\.norm_f\.", "model.norm."),
@@ -104,7 +104,7 @@ _OLMO_NAMES = (
 
 
 def olmo_hybrid(c: View) -> Arch:
-    """States behind a norm; attention before one."""
+    """Norms before states; norms after attention."""
     count, heads = c.num_hidden_layers, c.num_attention_heads
     kinds = c.get("layer_types")
     if kinds is None:
@@ -117,7 +117,7 @@ def olmo_hybrid(c: View) -> Arch:
         beta_scale=2.0 if c.linear_allow_neg_eigval else 1.0,
     )  # fmt: skip
     arch = read(c, kinds=kinds, qk_norm="full", state=delta, names=_OLMO_NAMES)
-    if (c.get("rope_parameters") or {}).get("rope_theta", 0) is None:  # how such a config says that nothing turns
+    if (c.get("rope_parameters") or {}).get("rope_theta", 0) is None:  # such a config has no rotary embedding
         arch = _no_rope(arch)
     return _mixers(each(arch, lambda i, layer: {"order": "post" if kinds[i] in _ATTENDS else "pre"}), kinds)
 
@@ -137,7 +137,7 @@ _KIMI_NAMES = (
 
 
 def kimi_linear(c: View) -> Arch:
-    """Most layers forget channel by channel; the others attend over latents, and nothing turns."""
+    """Most layers decay per channel; the others have latent attention, without rotary embeddings."""
     count, linear = c.num_hidden_layers, c.get("linear_attn_config", default={})
     kinds = c.get("layer_types")
     if kinds is None:
@@ -255,9 +255,9 @@ _NEMOTRON_KINDS = {"M": STATE, "E": "moe", "*": FULL, "-": "mlp", "mamba": STATE
 
 
 def nemotron_h(c: View) -> Arch:
-    """Every layer is one thing: Mamba 2, attention, an mlp or experts."""
-    given = c.get("layer_types", "layers_block_type", "hybrid_override_pattern")
-    kinds = [_NEMOTRON_KINDS.get(kind, kind) for kind in given]
+    """Every layer is one of Mamba 2, attention, an mlp or experts."""
+    types = c.get("layer_types", "layers_block_type", "hybrid_override_pattern")
+    kinds = [_NEMOTRON_KINDS.get(kind, kind) for kind in types]
     state = Mamba2Kind(
         c.mamba_num_heads, c.mamba_head_dim, c.ssm_state_size, groups=c.get("mamba_n_groups", "n_groups"),
         conv=c.get("mamba_d_conv", "conv_kernel"), conv_bias=c.get("mamba_conv_bias", "use_conv_bias"), bias=c.use_bias,
@@ -293,7 +293,7 @@ def nemotron_h(c: View) -> Arch:
 
 
 def zamba2(c: View) -> Arch:
-    """Mamba 2 throughout; some layers first ask one of a few transformer blocks that they share."""
+    """Mamba 2 throughout; some layers first run one of a few shared transformer blocks."""
     kinds, width, heads = c.layers_block_type, c.hidden_size, c.num_attention_heads
     users = tuple(i for i, kind in enumerate(kinds) if kind == "hybrid")
     size, blocks = 2 * width // heads, c.num_mem_blocks
@@ -308,13 +308,13 @@ def zamba2(c: View) -> Arch:
         dt_limit=(c.time_step_min, float("inf")),
     )  # fmt: skip
     names = [(r"\.mamba_decoder\.", "."), (r"\.mamba\.", ".mixer."), (r"^model\.final_layernorm\.", "model.norm.")]
-    for turn, user in enumerate(users):
-        names.append((rf"^model\.layers\.{user}\.shared_transformer\.", f"model.shared.{turn % blocks}."))
-    for turn, user in enumerate(users):
-        for place, part in enumerate(("narrow", "widen")):
+    for use, user in enumerate(users):
+        names.append((rf"^model\.layers\.{user}\.shared_transformer\.", f"model.shared.{use % blocks}."))
+    for use, user in enumerate(users):
+        for index, part in enumerate(("narrow", "widen")):
             here, there = r"^model\.shared\.\d+\.\w+\.", rf"model.layers.{user}.adapter."
-            names.append((rf"{here}linear_([qkv])_adapter_list\.{turn}\.{place}\.", rf"{there}\1_{part}."))
-            names.append((rf"{here}gate_up_proj_adapter_list\.{turn}\.{place}\.", rf"{there}mlp_{part}."))
+            names.append((rf"{here}linear_([qkv])_adapter_list\.{use}\.{index}\.", rf"{there}\1_{part}."))
+            names.append((rf"{here}gate_up_proj_adapter_list\.{use}\.{index}\.", rf"{there}mlp_{part}."))
     names += [(r"\.feed_forward\.", ".mlp."), (r"\.pre_ff_layernorm\.", ".post_attention_layernorm.")]
     rope = rope_kind(c, c.get("rope_parameters") or {}, size) if c.use_mem_rope else None
     layers = [Layer(mixer="state", order="shared", rope=rope) if i in users else Layer(mixer="state")
@@ -361,7 +361,7 @@ def jamba(c: View) -> Arch:
 
 
 def minimax(c: View) -> Arch:
-    """Experts throughout; most layers hold a fading state. What a norm gives is what the stream goes on with."""
+    """Experts throughout; most layers have a decaying state. A norm's output becomes the stream."""
     count, heads = c.num_hidden_layers, c.num_attention_heads
     kinds = c.get("layer_types", default=[STATE if i % 2 else FULL for i in range(count)])
     arch = mixtral(c, kinds=kinds)
@@ -369,9 +369,9 @@ def minimax(c: View) -> Arch:
     names = (*arch.names, (rf"\.layers\.({linear})\.self_attn\.", r".layers.\1.mixer."))
     factors = {
         kind: tuple(
-            float(c.get(f"{part}_{name}_factor", default=1)) for part in (own, "mlp") for name in ("alpha", "beta")
+            float(c.get(f"{part}_{name}_factor", default=1)) for part in (key, "mlp") for name in ("alpha", "beta")
         )
-        for kind, own in ((FULL, "full_attn"), (STATE, "linear_attn"))
+        for kind, key in ((FULL, "full_attn"), (STATE, "linear_attn"))
     }
     arch = each(
         arch,

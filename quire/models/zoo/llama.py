@@ -35,10 +35,10 @@ def arcee(c: View) -> Arch:
 
 def smollm3(c: View) -> Arch:
     count = c.num_hidden_layers
-    turns = c.get("no_rope_layers") or [int((i + 1) % c.no_rope_layer_interval != 0) for i in range(count)]
+    uses_rope = c.get("no_rope_layers") or [int((i + 1) % c.no_rope_layer_interval != 0) for i in range(count)]
     slides = c.use_sliding_window and c.maybe("sliding_window")
-    arch = read(c, kinds=[SLIDING if slides and not turn else FULL for turn in turns])
-    return each(arch, lambda i, layer: {} if turns[i] else {"rope": None})
+    arch = read(c, kinds=[SLIDING if slides and not has_rope else FULL for has_rope in uses_rope])
+    return each(arch, lambda i, layer: {} if uses_rope[i] else {"rope": None})
 
 
 def helium(c: View) -> Arch:

@@ -1,4 +1,4 @@
-"""Families with experts that share their routing with an older one: what differs is norms, windows and names."""
+"""Families with experts and the routing of an older family; norms, windows and names differ."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _all(arch: Arch) -> Arch:
 
 
 def _turning(arch: Arch) -> Arch:
-    """Only layers with a window know positions."""
+    """Only layers with a window have rotary embeddings."""
     return each(arch, lambda i, layer: {} if layer.window else {"rope": None})
 
 
@@ -135,9 +135,12 @@ def axk1(c: View) -> Arch:
 
 
 def indexed(c: View) -> Arch:
-    """DeepSeek V3.2 and GLM 5: where the context is longer than index_topk, theirs reads the best part, ours all."""
+    """DeepSeek V3.2 and GLM 5: if the context is longer than index_topk, theirs is sparse, ours dense."""
     once(
-        log, 20, "attention is dense: the indexer, which picks %s tokens of longer contexts, is left out", c.index_topk
+        log,
+        20,
+        "attention is dense: the indexer, which selects %s tokens of longer contexts, is not used",
+        c.index_topk,
     )
     arch = grouped_experts(c, latent(c, pairs=True, wide=False))
     return replace(arch, ignore=(*arch.ignore, r"\.self_attn\.indexer\."))
@@ -214,7 +217,7 @@ def granite_moe_swa(c: View) -> Arch:
 
 
 def cohere2_moe(c: View) -> Arch:
-    """The first layers may be dense; layers without a window know no positions, unless they are dense ones."""
+    """The first layers may be dense; layers without a window have no rotary embeddings, unless they are dense."""
     first, width = c.get("first_k_dense_replace", default=0), c.intermediate_size
     kinds = every(c.prefix_dense_sliding_window_pattern, first) + every(
         c.sliding_window_pattern, c.num_hidden_layers - first
@@ -232,10 +235,10 @@ def cohere2_moe(c: View) -> Arch:
     if c.maybe("rms_norm_eps") is not None:
         arch = replace(arch, norm=replace(arch.norm, kind="rms"))
     dense = c.get("mlp_layer_types", default=["dense"] * first + ["sparse"] * (len(arch.layers) - first))
-    turns = c.prefix_dense_sliding_window_pattern == 1
+    uses_rope = c.prefix_dense_sliding_window_pattern == 1
 
     def change(i: int, layer: Layer) -> dict[str, Any]:
-        rotated = layer.window or (dense[i] == "dense" and turns)
+        rotated = layer.window or (dense[i] == "dense" and uses_rope)
         return {"moe": dense[i] != "dense"} | ({} if rotated else {"rope": None})
 
     return each(arch, change)
@@ -254,11 +257,13 @@ def llama4(c: View) -> Arch:
         names=((r"^language_model\.", ""), (r"\.feed_forward\.", ".mlp."), (r"\.mlp\.router\.", ".mlp.gate.")),
         ignore=(r"^(vision_model|multi_modal_projector)\.",),
     )  # fmt: skip
-    turns = c.get("no_rope_layers") or [int((i + 1) % c.no_rope_layer_interval != 0) for i in range(count)]
+    uses_rope = c.get("no_rope_layers") or [int((i + 1) % c.no_rope_layer_interval != 0) for i in range(count)]
     sparse = c.get("moe_layers", default=range(step - 1, count, step))
     arch = with_rope(arch, pairs=True, wide=True)
     near = {"grow": False, "chunk": c.maybe("attention_chunk_size") or 0}
-    return each(arch, lambda i, layer: {"moe": i in sparse, **(near if turns[i] else {"qk_norm": False, "rope": None})})
+    return each(
+        arch, lambda i, layer: {"moe": i in sparse, **(near if uses_rope[i] else {"qk_norm": False, "rope": None})}
+    )
 
 
 def aria_text(c: View) -> Arch:

@@ -1,4 +1,4 @@
-"""Families of one or two: Falcon, StarCoder2, StableLM, Nemotron, EXAONE 4."""
+"""Small families: Falcon, StarCoder2, StableLM, Nemotron, EXAONE 4."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def exaone4(c: View) -> Arch:
     count, window, pattern = c.num_hidden_layers, c.maybe("sliding_window"), c.get("sliding_window_pattern", default=4)
     if not window:
         kinds = [FULL] * count
-    elif isinstance(pattern, str):  # such as LLLG: local and global in turn
+    elif isinstance(pattern, str):  # such as LLLG: local and global
         kinds = [SLIDING if pattern[i % len(pattern)] == "L" else FULL for i in range(count)]
     else:
         kinds = every(pattern, count)

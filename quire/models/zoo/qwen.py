@@ -10,7 +10,7 @@ from quire.models.view import FULL, SLIDING, View, read
 
 
 def _late_windows(c: View) -> list[str]:
-    """Layers from max_window_layers on slide, where the config switches sliding on at all."""
+    """Layers from max_window_layers on have a window, if the config enables it."""
     slides = c.use_sliding_window and c.maybe("sliding_window")
     return [SLIDING if slides and i >= c.max_window_layers else FULL for i in range(c.num_hidden_layers)]
 

@@ -11,7 +11,7 @@ from quire.models.encoder import EncoderArch
 from quire.models.seq2seq import Seq2SeqArch
 from quire.models.view import View
 
-_ENDLESS = 1 << 20  # scores by distance know no longest text
+_ENDLESS = 1 << 20  # scores by distance have no maximum length
 
 _T5 = (
     (r"^shared\.", "model.embed_tokens."),

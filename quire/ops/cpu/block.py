@@ -1,7 +1,7 @@
 """The CPU form of `join_blocks`: decoder blocks as one compiled call, see csrc/cpu/block.h.
 
-`NativeStep` is what an attention plan of a step has to offer, `NativeCache` what the cache of a layer has; other plans
-and caches leave the blocks to their layers. `BlocksCall` holds the addresses of the blocks' weights and caches, and
+`NativeStep` is the interface of a step's attention plan, `NativeCache` that of a layer's cache; with other plans
+and caches the layers run one by one. `BlocksCall` holds the addresses of the blocks' weights and caches, and
 keeps the tensors alive. Must not know: modules, architectures.
 """
 
@@ -26,7 +26,7 @@ from quire.ops.parts import Delta, PartialSums
 class NativeStep:
     """A step whose attention the kernels can run."""
 
-    work: AttentionWork  # what belongs to the step is filled in
+    work: AttentionWork  # with the fields of the step filled in
 
 
 class NativeCache:
@@ -54,16 +54,16 @@ class TurnWork(Structure):
     _fields_ = [("step", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("turned", c_int32), ("dtype", c_int32)]
 
 
-def matrix_work(given: Weights, held: list[Any]) -> MatrixWork:
-    """Addresses of one matrix; what they point into is added to `held`."""
-    bias = None if given.bias is None else given.bias.data_ptr()
-    matrix = given.matrix
+def matrix_work(weights: Weights, alive: list[Any]) -> MatrixWork:
+    """Addresses of one matrix; what they point into is added to `alive`."""
+    bias = None if weights.bias is None else weights.bias.data_ptr()
+    matrix = weights.matrix
     if isinstance(matrix, Tensor):
         return MatrixWork(None, matrix.data_ptr(), bias, 0, *matrix.shape, matrix.stride(0))
     segments = (Segment * len(matrix.parts))(
         *(Segment(KINDS[part.kind], part.rows, part.data.data_ptr()) for part in matrix.parts)
     )
-    held.append(segments)
+    alive.append(segments)
     return MatrixWork(ctypes.addressof(segments), None, bias, len(segments), matrix.rows, matrix.parts[0].width, 0)
 
 
@@ -77,16 +77,16 @@ class BlocksCall:
         dtype: torch.dtype,
         most_rows: int,
     ) -> None:
-        """`which[i]`: the turn that block i takes, among those of a call. Steps of more rows are refused."""
+        """`which[i]`: the index of block i's turn in a call. Steps with more rows are refused."""
         self._run, self._count, self._dtype, self._most = library.qc_run_blocks, len(blocks), dtype, most_rows
-        self._held: list[Any] = list(blocks)  # what addresses point into
-        self._works = [_block_work(parts, acts, dtype, self._held) for parts in blocks]
+        self._alive: list[Any] = list(blocks)
+        self._works = [_block_work(parts, acts, dtype, self._alive) for parts in blocks]
         self._blocks = (c_void_p * len(blocks))(*map(ctypes.addressof, self._works))
         self._which = (c_int32 * len(blocks))(*which)
         self._turns = (TurnWork * (max(which) + 1))()
 
     def __call__(self, x: Tensor, delta: Delta, turns: Sequence[StepTurn]) -> tuple[Tensor, Tensor] | None:
-        """(stream after the last attention, what the last mlp adds); None: not this step."""
+        """(stream after the last attention, output of the last mlp); None: this step cannot run here."""
         if x.shape[0] > self._most or not x.is_contiguous() or isinstance(delta, PartialSums):
             return None
         if delta is not None and not delta.is_contiguous():
@@ -113,7 +113,7 @@ class BlocksCall:
 def add_forms(
     table: FormTable, library: ctypes.CDLL, acts: Mapping[str, int], few_rows: Callable[[Kernels, torch.dtype], int]
 ) -> None:
-    """`few_rows`: more rows of plain numbers of a dtype are left to torch."""
+    """`few_rows`: with plain weights of a dtype, more rows are left to torch."""
     table.made(join_blocks)(partial(_form, library, acts, few_rows))
 
 
@@ -136,11 +136,11 @@ def _form(
     return join_blocks_native
 
 
-def _block_work(parts: BlockParts, acts: Mapping[str, int], dtype: torch.dtype, held: list[Any]) -> BlockWork:
+def _block_work(parts: BlockParts, acts: Mapping[str, int], dtype: torch.dtype, alive: list[Any]) -> BlockWork:
     assert isinstance(parts.cache, NativeCache)
     work = BlockWork()
     for name, weights in zip(("qkv", "o", "up", "down"), parts.matrices, strict=True):
-        setattr(work, name, matrix_work(weights, held))
+        setattr(work, name, matrix_work(weights, alive))
     for i, norm in enumerate(parts.norms):
         assert norm.weight is not None
         work.norm_weight[i], work.eps[i], work.offset[i] = norm.weight.data_ptr(), norm.eps, norm.offset
@@ -156,8 +156,8 @@ def _block_work(parts: BlockParts, acts: Mapping[str, int], dtype: torch.dtype, 
         attention.q_weight, attention.k_weight = prep.q_weight.data_ptr(), prep.k_weight.data_ptr()
         attention.eps, attention.offset, attention.norm_each = prep.eps, prep.offset, prep.q_weight.dim() == 2
         attention.norm_wide = prep.wide or prep.offset != 0
-    for name, given in (("sinks", parts.sinks), ("alibi", parts.alibi)):
-        if given is not None:
-            held.append(given.float().contiguous())
-            setattr(attention, name, held[-1].data_ptr())
+    for name, tensor in (("sinks", parts.sinks), ("alibi", parts.alibi)):
+        if tensor is not None:
+            alive.append(tensor.float().contiguous())
+            setattr(attention, name, alive[-1].data_ptr())
     return work

@@ -1,7 +1,7 @@
-"""The compiled forms of ops on CPU: `compiled` gives them as a table, from which `Kernels` takes what a model gets.
+"""The compiled forms of ops on CPU: `compiled` returns them as a table, from which `Kernels` picks a model's forms.
 
-Each form takes what its op takes. Where the tensors are not what the kernels know (another dtype, odd strides) it does
-what the op does without kernels. Must not know: modules, models, configuration.
+Each form has the signature of its op. If the kernels do not support the tensors (another dtype, odd strides), it falls
+back to the op without kernels. Must not know: modules, models, configuration.
 """
 
 from __future__ import annotations
@@ -35,20 +35,18 @@ from quire.ops.packed import (
 _log = logger(__name__)
 _NAMES = {number: name for name, number in KINDS.items()}
 ACTS = {"silu": 0, "gelu_tanh": 1, "relu": 2, "relu2": 3, "quick_gelu": 4}
-FEW_ROWS = (
-    32  # plain products of more rows are left to torch where it has units for the dtype and the kernels have none
-)
+FEW_ROWS = 32  # plain matmuls of more rows are left to torch if it uses units for the dtype and the kernels do not
 TILED = {"amx": torch.bfloat16}  # units that the kernels use
 PAIRED = ("amx", "avx512bf16")  # sets with instructions for pairs of bfloat16
 ALL_ROWS = 1 << 62
 
 
 def register(threads: int = 1) -> bool:
-    """Say which kernels run, on so many threads from now on; False where there are none. Threads belong to the process,
-    like torch's: every model in it computes on them, and no result follows their number."""
+    """Log which kernels run, and set the number of threads; False if there are none. Threads belong to the process,
+    like torch's: every model in it computes on them, and no result depends on their number."""
     library = kernels()
     if library is None:
-        _log.warning("compiled CPU kernels are not used, so everything runs in torch, slower: %s", why_not())
+        _log.warning("compiled CPU kernels are not used, everything runs in torch, which is slower: %s", why_not())
         return False
     library.qc_set_threads(threads)
     _log.info("CPU kernels: %s (of %s), %d threads", library.qc_isa().decode(), ", ".join(usable(library)), threads)
@@ -56,16 +54,16 @@ def register(threads: int = 1) -> bool:
 
 
 def compiled() -> tuple[FormTable | None, ctypes.CDLL | None]:
-    """The forms and the library they call; nothing where there are no kernels, or the environment refuses them."""
+    """The forms and the library they call; nothing if there are no kernels, or the environment disables them."""
     library = kernels()
     return (None, None) if library is None else (_table(library), library)
 
 
-def few_rows(held: Kernels, dtype: torch.dtype) -> int:
-    """As many rows of plain numbers as are multiplied by compiled kernels at once."""
-    if held.library is None or dtype is torch.float32 or TILED.get(held.library.qc_isa().decode()) is dtype:
+def few_rows(chosen: Kernels, dtype: torch.dtype) -> int:
+    """The most rows that compiled kernels multiply with plain weights."""
+    if chosen.library is None or dtype is torch.float32 or TILED.get(chosen.library.qc_isa().decode()) is dtype:
         return ALL_ROWS
-    return FEW_ROWS if dtype in cpu_dtypes() and not held.batch_invariant else ALL_ROWS
+    return FEW_ROWS if dtype in cpu_dtypes() and not chosen.batch_invariant else ALL_ROWS
 
 
 @cache
@@ -112,21 +110,23 @@ def _add_packed(table: FormTable, library: ctypes.CDLL) -> None:
     @table.form(lay_panels)
     def lay_panels_native(weight: Tensor, back: bool = False) -> None:
         if not weight.is_contiguous():
-            raise ValueError(f"a matrix of {tuple(weight.shape)} has gaps: it cannot be laid in panels where it is")
+            raise ValueError(
+                f"a matrix of {tuple(weight.shape)} is not contiguous: it cannot be rearranged into panels in place"
+            )
         library.qc_lay_panels(weight.data_ptr(), *weight.shape, back)
 
     @table.form(packed_rows)
     def packed_rows_native(index: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
-        wanted = index.long().contiguous()
+        indices = index.long().contiguous()
         out = torch.empty((*index.shape, packed.width), dtype=dtype)
         read_rows(
-            KINDS[packed.kind], packed.data.data_ptr(), packed.rows, packed.width, wanted.data_ptr(), wanted.numel(),
+            KINDS[packed.kind], packed.data.data_ptr(), packed.rows, packed.width, indices.data_ptr(), indices.numel(),
             out.data_ptr(), DTYPES[dtype],
         )  # fmt: skip
         return out
 
 
-def _packed_linear_form(library: ctypes.CDLL, before: Callable[..., Tensor], held: Kernels) -> Callable[..., Tensor]:
+def _packed_linear_form(library: ctypes.CDLL, before: Callable[..., Tensor], chosen: Kernels) -> Callable[..., Tensor]:
     multiply = library.qc_linear_packed
 
     def packed_linear_native(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -152,14 +152,14 @@ def _packed_linear_form(library: ctypes.CDLL, before: Callable[..., Tensor], hel
 def _packed(library: ctypes.CDLL, kind: int, rows: int, width: int) -> Packed:
     size = library.qc_packed_bytes(kind, rows, width)
     if size < 0:
-        raise ValueError(f"rows of {width} cannot be packed: wanted a multiple of 32")
+        raise ValueError(f"rows of {width} cannot be packed: expected a multiple of 32")
     return Packed(torch.empty(size, dtype=torch.uint8), _NAMES[kind], rows, width)
 
 
 def _add_rows(table: FormTable, library: ctypes.CDLL) -> None:
     norm = library.qc_rms_norm
 
-    # Never by strides, which may follow the number of rows: a row's bits must not.
+    # Never decide by strides, which may depend on the number of rows: a row's bits must not.
     def fits(x: Tensor, weight: Tensor) -> bool:
         return x.dtype in DTYPES and x.dtype is weight.dtype and weight.dim() == 1
 
@@ -184,14 +184,14 @@ def _add_rows(table: FormTable, library: ctypes.CDLL) -> None:
         return out, total
 
     @table.made(rms_norm)
-    def rms_norm_form(before: Callable[..., Tensor], held: Kernels) -> Callable[..., Tensor]:
+    def rms_norm_form(before: Callable[..., Tensor], chosen: Kernels) -> Callable[..., Tensor]:
         def rms_norm_native(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             return normed(x, weight, eps, 0.0, False) if fits(x, weight) else before(x, weight, eps)
 
         return rms_norm_native
 
     @table.made(rms_norm_wide)
-    def rms_norm_wide_form(before: Callable[..., Tensor], held: Kernels) -> Callable[..., Tensor]:
+    def rms_norm_wide_form(before: Callable[..., Tensor], chosen: Kernels) -> Callable[..., Tensor]:
         def rms_norm_wide_native(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
             return normed(x, weight, eps, offset, True) if fits(x, weight) else before(x, weight, eps, offset)
 
@@ -199,7 +199,7 @@ def _add_rows(table: FormTable, library: ctypes.CDLL) -> None:
 
     @table.made(add_rms_norm)
     def add_rms_norm_form(
-        before: Callable[..., tuple[Tensor, Tensor]], held: Kernels
+        before: Callable[..., tuple[Tensor, Tensor]], chosen: Kernels
     ) -> Callable[..., tuple[Tensor, Tensor]]:
         def add_rms_norm_native(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
             if fits(x, weight) and delta.dtype is x.dtype and delta.shape == x.shape:
@@ -210,7 +210,7 @@ def _add_rows(table: FormTable, library: ctypes.CDLL) -> None:
 
     @table.made(add_rms_norm_wide)
     def add_rms_norm_wide_form(
-        before: Callable[..., tuple[Tensor, Tensor]], held: Kernels
+        before: Callable[..., tuple[Tensor, Tensor]], chosen: Kernels
     ) -> Callable[..., tuple[Tensor, Tensor]]:
         def add_rms_norm_wide_native(
             x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
@@ -226,7 +226,7 @@ def _add_rows(table: FormTable, library: ctypes.CDLL) -> None:
 
 
 def _gated_form(
-    library: ctypes.CDLL, number: int, before: Callable[[Tensor], Tensor], held: Kernels
+    library: ctypes.CDLL, number: int, before: Callable[[Tensor], Tensor], chosen: Kernels
 ) -> Callable[[Tensor], Tensor]:
     gate = library.qc_gated
 
@@ -247,8 +247,8 @@ def _add_linear(table: FormTable, library: ctypes.CDLL) -> None:
     table.made(linear)(partial(_linear_form, library))
 
     @table.made(heads_matmul, same_bits)
-    def heads_matmul_form(before: Callable[..., Tensor], held: Kernels) -> Callable[..., Tensor]:
-        multiply = held.of(linear)
+    def heads_matmul_form(before: Callable[..., Tensor], chosen: Kernels) -> Callable[..., Tensor]:
+        multiply = chosen.of(linear)
 
         def heads_matmul_native(x: Tensor, weight: Tensor) -> Tensor:
             heads = [multiply(x[:, head], _as_rows(weight[head])) for head in range(x.shape[1])]
@@ -258,14 +258,14 @@ def _add_linear(table: FormTable, library: ctypes.CDLL) -> None:
 
 
 def _as_rows(weight: Tensor) -> Tensor:
-    """[A, B] -> [B, A] as `linear` wants it: numbers of a row side by side."""
+    """[A, B] -> [B, A] as `linear` expects it: contiguous rows."""
     turned = weight.t()
     return turned if turned.stride(1) == 1 else turned.contiguous()
 
 
-def _linear_form(library: ctypes.CDLL, before: Callable[..., Tensor], held: Kernels) -> Callable[..., Tensor]:
-    """Products of more rows than `most` are left to torch, whose sums follow the number of rows."""
-    most = {dtype: few_rows(held, dtype) for dtype in DTYPES}
+def _linear_form(library: ctypes.CDLL, before: Callable[..., Tensor], chosen: Kernels) -> Callable[..., Tensor]:
+    """Matmuls of more rows than `most` are left to torch, whose order of summation depends on the number of rows."""
+    most = {dtype: few_rows(chosen, dtype) for dtype in DTYPES}
     multiply = library.qc_linear
 
     def linear_native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

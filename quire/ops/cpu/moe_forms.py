@@ -1,6 +1,6 @@
 """The compiled form of a mixture of experts: see csrc/cpu/moe.h.
 
-Taken for experts that are all packed, or all plain numbers, of as many rows as other plain products take (`few_rows`).
+Used for experts that are all packed, or all plain with as many rows as other plain matmuls (`few_rows`).
 Must not know: routers, modules, models.
 """
 
@@ -43,7 +43,7 @@ class Handle(NamedTuple):
 def add_forms(
     table: FormTable, library: ctypes.CDLL, acts: dict[str, int], few_rows: Callable[[Kernels, torch.dtype], int]
 ) -> None:
-    """`few_rows`: more rows of plain numbers of a dtype are left to torch."""
+    """`few_rows`: with plain weights of a dtype, more rows are left to torch."""
     table.made(run_mixture)(partial(_form, library, acts, few_rows))
 
 
@@ -81,7 +81,7 @@ def _form(
 
 
 def _handle(experts: Mixture, acts: dict[str, int], dtype: torch.dtype) -> Handle | None:
-    """None: the kernels cannot run these."""
+    """None: the kernels do not support these."""
     if experts.rule is None or dtype not in DTYPES:
         return None
     name, alpha, limit = experts.rule
@@ -90,14 +90,16 @@ def _handle(experts: Mixture, acts: dict[str, int], dtype: torch.dtype) -> Handl
     plain = any(isinstance(matrix, Tensor) for matrix in matrices)
     if act is None or (plain and any(isinstance(matrix, Matrix) for matrix in matrices)):
         return None
-    held: list[Any] = []
+    alive: list[Any] = []
     arrays = [
-        (MatrixWork * len(own))(*(matrix_work(Weights(m, b), held) for m, b in zip(own, biases, strict=True)))
-        for own, biases in ((experts.up, experts.up_bias), (experts.down, experts.down_bias))
+        (MatrixWork * len(projections))(
+            *(matrix_work(Weights(m, b), alive) for m, b in zip(projections, biases, strict=True))
+        )
+        for projections, biases in ((experts.up, experts.up_bias), (experts.down, experts.down_bias))
     ]
-    held += arrays
+    alive += arrays
     last = experts.down[0]
     width = last.shape[0] if isinstance(last, Tensor) else last.rows
     work = MoeWork(up=ctypes.addressof(arrays[0]), down=ctypes.addressof(arrays[1]), experts=len(experts.up))
     work.act, work.dtype, work.alpha, work.limit = act, DTYPES[dtype], alpha, limit
-    return Handle(work, plain, width, held)
+    return Handle(work, plain, width, alive)

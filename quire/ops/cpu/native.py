@@ -1,8 +1,8 @@
 """The compiled CPU kernels (csrc/cpu) as Python functions over addresses and sizes.
 
-`kernels()` loads the library once, checks its version, chooses the instruction set, and gives None where there is
-nothing to load or the machine has none of the instruction sets it was built for. The library's C names are methods;
-see csrc/cpu/quire_cpu.h for what they take. Must not know: modules, models, configuration.
+`kernels()` loads the library once, checks its version, chooses the instruction set, and returns None if there is
+nothing to load or the machine has none of the instruction sets it was built for. The library's C functions are methods;
+csrc/cpu/quire_cpu.h has their signatures. Must not know: modules, models, configuration.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from quire.base.log import logger
 
 _log = logger(__name__)
 ABI = 3
-BY_NAME = frozenset({"avx512bf16"})  # never taken unasked: slower than avx512 where it was measured
+BY_NAME = frozenset({"avx512bf16"})  # only on request: slower than avx512 where it was measured
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CACHE_DTYPES = {**DTYPES, torch.int8: 3}  # int8: with a scale for each token and head
 WRONG = {  # qc_wrong
-    -1: "a dtype that they do not know",
-    -2: "query heads that are no multiple of the key heads",
-    -3: "heads of a size that is not from 1 to 256",
-    -4: "a rotation that is not pairs of numbers within a head",
+    -1: "an unknown dtype",
+    -2: "a number of query heads that is not a multiple of the key heads",
+    -3: "a head size outside of 1 to 256",
+    -4: "a rotary embedding that is not pairs of values within a head",
     -5: "rows too short for their heads",
-    -6: "counts of tokens, rows or keys that do not fit",
-    -7: "a matrix whose rows, width or kind do not fit",
-    -8: "an activation that they do not know",
-    -9: "a choice of experts that there are not",
-    -10: "no address where there must be one",
-    -11: "a slot, block, row, token or turn that there is not",
-    -12: "rows, widths or strides that do not fit",
+    -6: "inconsistent counts of tokens, rows or keys",
+    -7: "a matrix with an invalid number of rows, width or kind",
+    -8: "an unknown activation",
+    -9: "an invalid selection of experts",
+    -10: "a null pointer",
+    -11: "a slot, block, row, token or turn that is out of range",
+    -12: "inconsistent rows, widths or strides",
     -13: "work before an instruction set was chosen",
     -14: "more work than there is memory or threads for",
 }
@@ -46,7 +46,7 @@ KINDS = {"Q4M": 0, "Q4Z": 1, "Q5M": 2, "Q5Z": 3, "Q6Z": 4, "Q8Z": 5, "B16": 6}
 
 
 class Segment(Structure):
-    """Some rows of a fused matrix, all packed alike."""
+    """Some rows of a fused matrix, all packed in the same format."""
 
     _fields_ = [("kind", c_int64), ("rows", c_int64), ("data", c_void_p)]
 
@@ -71,7 +71,7 @@ class AttentionWork(Structure):
 
 
 class DrawWork(Structure):
-    """Rows of logits, and for each how its token is chosen."""
+    """Rows of logits, and the sampling parameters of each."""
 
     _fields_ = [
         *((name, c_void_p) for name in (
@@ -120,7 +120,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "qc_top": (c_int, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)),
     "qc_allow": (c_int, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64)),
 }
-# What only tells or takes what it can: no address, or nothing that could be wrong with it.
+# Functions without pointers, or without anything that could be invalid.
 HARMLESS = frozenset(
     ("qc_abi", "qc_num_isas", "qc_isa_name", "qc_isa_usable", "qc_use_isa", "qc_isa", "qc_checksum", "qc_threads",
      "qc_kind_of", "qc_packed_bytes")
@@ -129,7 +129,7 @@ CHECKED = tuple(name for name in _FUNCTIONS if name not in HARMLESS)  # 0, or a 
 
 
 class KernelError(ValueError):
-    """Kernels were given sizes that do not fit one another, and did nothing."""
+    """Kernels were called with inconsistent sizes, and did nothing."""
 
 
 def kernels() -> ctypes.CDLL | None:
@@ -142,7 +142,7 @@ def kernels() -> ctypes.CDLL | None:
 def _loaded(path: Path) -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(path))
-    except OSError as wrong:  # built for another kind of machine, or half copied
+    except OSError as wrong:  # built for another architecture, or truncated
         _log.warning("The compiled CPU kernels cannot be loaded (%s): `pip install` Quire again", wrong)
         return None
     if not all(hasattr(library, name) for name in _FUNCTIONS) or library.qc_abi() != ABI:
@@ -153,34 +153,34 @@ def _loaded(path: Path) -> ctypes.CDLL | None:
         function.restype, function.argtypes = result, arguments
     for name in CHECKED:
         getattr(library, name).errcheck = _done
-    asked = env.CPU_KERNELS.get()
-    if asked == "auto":
+    requested = env.CPU_KERNELS.get()
+    if requested == "auto":
         better = [name for name in usable(library) if name not in BY_NAME]
         return library if better and library.qc_use_isa(better[-1].encode()) >= 0 else None
-    if library.qc_use_isa(asked.encode()) < 0:
-        raise env.VariableError(f"QUIRE_CPU_KERNELS={asked}: this machine can run {usable(library)}")
+    if library.qc_use_isa(requested.encode()) < 0:
+        raise env.VariableError(f"QUIRE_CPU_KERNELS={requested}: this machine can run {usable(library)}")
     return library
 
 
 def _done(code: int, function: Any, arguments: tuple[Any, ...]) -> int:
     if code:
-        given = _numbers(function.argtypes, arguments)
+        sizes = _numbers(function.argtypes, arguments)
         what = f"{function.__name__}: the CPU kernels were given {WRONG.get(code, code)}"
-        raise KernelError(f"{what} ({given})" if given else what)
+        raise KernelError(f"{what} ({sizes})" if sizes else what)
     return code
 
 
 def _numbers(types: Sequence[Any], arguments: tuple[Any, ...]) -> str:
-    """Sizes of a call, for an error: what is no address, and the numbers of a work given by reference."""
-    found = [str(value) for kind, value in zip(types, arguments, strict=True) if kind in _WHOLE]
+    """Sizes of a call, for an error: the arguments that are not addresses, and the numbers of a struct."""
+    numbers = [str(value) for kind, value in zip(types, arguments, strict=True) if kind in _WHOLE]
     for work in (argument._obj for argument in arguments if hasattr(argument, "_obj")):  # of ctypes.byref
         fields = [name for name, kind in work._fields_ if kind in _WHOLE]
-        found += [f"{name}={getattr(work, name)}" for name in fields]
-    return ", ".join(found)
+        numbers += [f"{name}={getattr(work, name)}" for name in fields]
+    return ", ".join(numbers)
 
 
 def usable(library: ctypes.CDLL) -> list[str]:
-    """Names of the instruction sets that were compiled and that this machine runs, the best last."""
+    """Names of the compiled instruction sets that this machine supports, the best last."""
     every = range(library.qc_num_isas())
     return [library.qc_isa_name(i).decode() for i in every if library.qc_isa_usable(i)]
 
@@ -190,8 +190,8 @@ def why_not() -> str:
 
 
 def checksum(data: Tensor) -> int:
-    """Of uint8 without gaps. Any change of one 8-byte word changes it. Only where there are kernels."""
+    """Checksum of contiguous uint8. Any change of one 8-byte word changes it. Needs the kernels."""
     library = kernels()
     assert library is not None and data.dtype is torch.uint8 and data.is_contiguous()
-    found: int = library.qc_checksum(data.data_ptr(), data.numel())
-    return found
+    result: int = library.qc_checksum(data.data_ptr(), data.numel())
+    return result

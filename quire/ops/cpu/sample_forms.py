@@ -1,4 +1,4 @@
-"""The compiled forms of what is done to logits: the draw, masks of bits, log probabilities. See csrc/cpu/sample.h.
+"""The compiled forms of operations on logits: sampling, bitmasks, log probabilities. See csrc/cpu/sample.h.
 
 Each takes what its op takes and never changes what the op leaves alone. Must not know: requests, rows of a worker.
 """
@@ -17,7 +17,7 @@ from quire.ops.act import logarithm
 from quire.ops.cpu.native import DTYPES, DrawWork
 from quire.ops.op import FormTable, Kernels
 
-MOST_TOP = 4096  # more entries of a row than this are put in order by torch
+MOST_TOP = 4096  # longer lists than this are sorted by torch
 
 
 def add_forms(table: FormTable, library: ctypes.CDLL) -> None:
@@ -28,7 +28,7 @@ def add_forms(table: FormTable, library: ctypes.CDLL) -> None:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """As the kernels read rows: of a dtype they know, without gaps inside a row."""
+    """Rows as the kernels read them: of a supported dtype, contiguous within a row."""
     x = x if x.dtype in DTYPES else x.float()
     return x if x.stride(1) == 1 else x.contiguous()
 
@@ -49,10 +49,10 @@ def _draw(
             "temperature": temperature, "floors": log(min_p), "top_p": top_p, "top_k": top_k,
             "seeds": seeds, "positions": positions, "tokens": tokens, "scores": scores,
         }  # fmt: skip
-        held = {name: column.contiguous() for name, column in columns.items()}
+        contiguous = {name: column.contiguous() for name, column in columns.items()}
         work = DrawWork(logits=logits.data_ptr(), stride=logits.stride(0), rows=count, width=width)
         work.dtype = DTYPES[logits.dtype]
-        for name, column in held.items():
+        for name, column in contiguous.items():
             setattr(work, name, column.data_ptr())
         library.qc_draw_tokens(ctypes.byref(work))
         return tokens, scores
@@ -91,10 +91,10 @@ def _chosen_and_top(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor,
         values, chosen = values.contiguous(), chosen.long().contiguous()
         rows, width = values.shape
         ids = torch.empty((rows, 1 + k), dtype=torch.int64)
-        found, ranks = torch.empty((rows, 1 + k)), torch.empty(rows, dtype=torch.int64)
+        picked, ranks = torch.empty((rows, 1 + k)), torch.empty(rows, dtype=torch.int64)
         library.qc_top(
-            values.data_ptr(), rows, width, chosen.data_ptr(), k, found.data_ptr(), ids.data_ptr(), ranks.data_ptr()
+            values.data_ptr(), rows, width, chosen.data_ptr(), k, picked.data_ptr(), ids.data_ptr(), ranks.data_ptr()
         )
-        return ids, found, ranks
+        return ids, picked, ranks
 
     return chosen_and_top_native

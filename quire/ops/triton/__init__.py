@@ -1,1 +1,1 @@
-"""Triton forms of the ops, for CUDA. Nothing here is imported unless a worker runs on such a device."""
+"""Triton forms of the ops, for CUDA. Imported only if a worker runs on such a device."""

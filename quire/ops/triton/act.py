@@ -31,7 +31,7 @@ def _tanh(x):
 
 @triton.jit
 def gate_up(gate, up, alpha, limit, ACT: tl.constexpr):
-    """f(gate) * up, all in float32. ACT 7: (up + 1) * gate * sigmoid(alpha * gate), both clamped."""
+    """f(gate) * up, in float32. ACT 7: (up + 1) * gate * sigmoid(alpha * gate), both clamped."""
     if ACT == 0:
         return gate * tl.sigmoid(gate) * up
     elif ACT == 1:

@@ -1,18 +1,18 @@
-"""Paged attention in Triton: one kernel for prompt chunks and decodes alike, and one for a prefix that many rows share.
+"""Paged attention in Triton: one kernel for both prefill chunks and decodes, and one for a prefix shared by many rows.
 
 The queries of a row that share a kv head are one list, "flats": flat = token * group + head in group. A tile is BLOCK_M
 flats, so a decode fills a tensor-core tile with its heads and a chunk with tokens x heads, whatever the group size.
 
     item (int32 x 10)   row | start | count | context | flat | split | splits | base | skip | member
         row      of the block table; start: its first token in q; count 0: nothing to do; context 0: write zeros
-        flat     first flat of the tile; split of splits: which part of the tile's keys
-        base     of the tile's partial results, -1: there is only this part; skip: keys at the front that are left out
-        member   place of the row's first query among those that share a prefix, or -1
+        flat     first flat of the tile; split of splits: which share of the tile's keys
+        base     of the tile's partial results, -1: there is only this split; skip: leading keys that are skipped
+        member   index of the row's first query among those that share a prefix, or -1
 
-There is a program per item and kv head. One that has only a part of the keys leaves (acc / sum, log2 of the sum) in the
-workspace and counts itself; the last of a tile to do so joins all parts, those of the shared kernel too, and writes the
-result. Softmax runs in base 2. Keys are read in BLOCK_N tiles counted from position 0, so results do not depend on
-where a chunk began. Lists of items are made by the host or on the device (attention_plan.py).
+There is a program per item and kv head. One with only a split of the keys stores (acc / sum, log2 of the sum) in the
+workspace and increments a counter; the last of a tile merges all splits, including those of the shared kernel, and
+writes the result. Softmax is computed in base 2. Keys are read in BLOCK_N tiles counted from position 0, so results do
+not depend on where a chunk starts. Lists of items are made by the host or on the device (attention_plan.py).
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FIELDS = tl.constexpr(10)
-MAX_SPLITS = 64  # parts of one tile
-_LISTS = ["tables", "items", "info", "members", "starts", "contexts"]  # may begin at any address
+MAX_SPLITS = 64  # of one tile
+_LISTS = ["tables", "items", "info", "members", "starts", "contexts"]  # may start at any address
 
 
 class AttentionTile(NamedTuple):
-    """Shape of the work of one program, and how it is compiled."""
+    """The tile shape of one program, and how it is compiled."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    two_loops: bool = False  # keys that every query of the tile sees go without a mask, in a loop of their own
-    ahead: bool = False  # and multiplies the next tile of keys while it weighs this one
-    tma: bool = False  # and reads whole pages by the copy engine, where pages allow it
-    max_regs: int | None = None  # per thread, so that more programs share a multiprocessor
+    two_loops: bool = False  # keys that every query of the tile attends to are unmasked, in a separate loop
+    ahead: bool = False  # and multiplies the next tile of keys during the softmax of this one
+    tma: bool = False  # and loads full blocks by TMA, if blocks allow it
+    max_regs: int | None = None  # per thread, to fit more programs on a multiprocessor
 
 
 class SharedPrefix(NamedTuple):
-    """A prefix that many rows of a step may share, found on the device: their queries read it together, in tiles."""
+    """A prefix that many rows of a step share, detected on the device: their queries read it together, in tiles."""
 
-    info: Tensor  # [5] int32: tokens of the prefix (0: none) | queries | row that has it | tiles | parts of a tile
+    info: Tensor  # [5] int32: tokens of the prefix (0: none) | queries | row that has it | tiles | splits of a tile
     members: Tensor  # [n] int32: which entries share it
     starts: Tensor  # [n] int32: the token of an entry in q
     contexts: Tensor  # [n] int32, of entries
-    programs: int  # per kv head; tiles * parts of a tile never exceeds it. 0: there is no prefix, info is all zero
+    programs: int  # per kv head; tiles * splits of a tile never exceeds it. 0: there is no prefix, info is all zero
     tiles: AttentionTile
 
 
 class AttentionWorkList(NamedTuple):
-    """What one call of `attend` does."""
+    """The work of one call of `attend`."""
 
     items: Tensor  # [n, 10] int32
-    partials: int  # partial results to keep room for, per kv head and flat
+    partials: int  # partial results to allocate, per kv head and flat
     held: int  # flats of a tile that can be in use
     tiles: AttentionTile
-    splittable: bool = True  # False: compiled without parts, for lists that never have any
+    splittable: bool = True  # False: compiled without splits, for lists that never have any
     shared: SharedPrefix | None = None
 
 
@@ -77,7 +77,7 @@ class Shape(NamedTuple):
 
 @triton.jit
 def _rows(base, at, held, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """[len(at), WIDTH]: SIZE entries from each address; zero past SIZE and, if MASKED, in rows not held."""
+    """[len(at), WIDTH]: SIZE entries from each address; zero past SIZE and, if MASKED, in rows not `held`."""
     d = tl.arange(0, WIDTH)
     where = base + at[:, None] + d[None, :]
     if MASKED:
@@ -97,34 +97,34 @@ def _scan(
     BLOCK_R: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, LATENT: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Go over keys [begin, end). `top` is the running maximum of the scores (times log2 e), `total` the sum of weights.
+    """Iterate over keys [begin, end). `top`: running maximum of the scores (times log2 e), `total`: sum of weights.
 
-    Not MASKED: every query sees every key of the range. Keys outside [first, last) are never read.
+    Not MASKED: every query attends to every key of the range. Keys outside [first, last) are never read.
     """
     for start in tl.range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        held = (n >= first) & (n < last)
-        if PAGE % BLOCK_N == 0:  # a tile lies within one page
+        present = (n >= first) & (n < last)
+        if PAGE % BLOCK_N == 0:  # a tile is within one block
             block = tl.load(table + start // PAGE)
-            place = start % PAGE + tl.arange(0, BLOCK_N)
+            offset = start % PAGE + tl.arange(0, BLOCK_N)
         elif MASKED:
-            block = tl.load(table + n // PAGE, mask=held, other=0)
-            place = n % PAGE
+            block = tl.load(table + n // PAGE, mask=present, other=0)
+            offset = n % PAGE
         else:
             block = tl.load(table + n // PAGE)
-            place = n % PAGE
+            offset = n % PAGE
         page = block.to(tl.int64) * page_stride
-        at = page + place * DK
+        at = page + offset * DK
         if TMA:
             k = k_pages.load([block * page_rows + head_row + start % PAGE, 0])
             s = tl.dot(q, tl.trans(k))
         elif LATENT:
-            k = _rows(keys, at, held, DV, BLOCK_V, MASKED).to(q.dtype)
-            rest = _rows(keys + DV, at, held, DK - DV, BLOCK_R, MASKED).to(q.dtype)
+            k = _rows(keys, at, present, DV, BLOCK_V, MASKED).to(q.dtype)
+            rest = _rows(keys + DV, at, present, DK - DV, BLOCK_R, MASKED).to(q.dtype)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             s = tl.dot(q_rest, tl.trans(rest), s, input_precision=PRECISION)
         else:
-            k = _rows(keys, at, held, DK, BLOCK_D, MASKED).to(q.dtype)
+            k = _rows(keys, at, present, DK, BLOCK_D, MASKED).to(q.dtype)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         factor = scale
         if SOFTCAP or ALIBI:
@@ -143,7 +143,7 @@ def _scan(
             s = tl.where(seen, s, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1) * factor)
         pivot = new
-        if MASKED:  # a query that has seen no key yet keeps weights of zero
+        if MASKED:  # a query without any key so far has weights of zero
             pivot = tl.where(new == float("-inf"), 0.0, new)
         p = tl.exp2(s * factor - pivot[:, None])
         alpha = tl.exp2(top - pivot)
@@ -154,7 +154,7 @@ def _scan(
         elif TMA:
             v = v_pages.load([block * page_rows + head_row + start % PAGE, 0])
         else:
-            v = _rows(values, page + place * DV, held, DV, BLOCK_V, MASKED).to(q.dtype)
+            v = _rows(values, page + offset * DV, present, DV, BLOCK_V, MASKED).to(q.dtype)
         acc = tl.dot(p.to(q.dtype), v, acc, input_precision=PRECISION)
         top = new
     return acc, top, total
@@ -162,7 +162,7 @@ def _scan(
 
 @triton.jit
 def _blocks(table, start, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
-    """The block of each key of a tile; one for all where a tile lies within one page."""
+    """The block of each key of a tile; a single one if a tile is within one block."""
     if PAGE % BLOCK_N == 0:
         block = tl.load(table + start // PAGE)
     else:
@@ -175,7 +175,7 @@ def _tile(
     base, pages, block, start, head_row, page_rows, page_stride, SIZE: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_N, WIDTH]: a tile of keys or values, all of it written."""
+    """[BLOCK_N, WIDTH]: a tile of keys or values, unmasked."""
     if TMA:
         tile = pages.load([block * page_rows + head_row + start % PAGE, 0])
     else:
@@ -186,7 +186,7 @@ def _tile(
 
 @triton.jit
 def _weigh(acc, top, total, s, v, scale):
-    """One tile of scores, all of them seen."""
+    """One tile of scores, unmasked."""
     new = tl.maximum(top, tl.max(s, 1) * scale)
     p = tl.exp2(s * scale - new[:, None])
     alpha = tl.exp2(top - new)
@@ -200,8 +200,8 @@ def _scan_ahead(
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     PAGE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """As _scan without masks and other rules, but the scores of a tile are multiplied one turn before they are weighed:
-    the tensor cores work on the next tile while this one's exponentials are taken."""
+    """As _scan without masks and score modifications, but the scores of a tile are computed one iteration ahead:
+    the tensor cores work on the next tile during the exponentials of this one."""
     if begin < end:
         block = _blocks(table, begin, BLOCK_N, PAGE)
         k = _tile(keys, k_pages, block, begin, head_row, page_rows, page_stride, DK, BLOCK_D, BLOCK_N, PAGE, TMA)
@@ -227,7 +227,7 @@ def _scan_ahead(
 def _join(
     acc, top, total, partial, sums, place, step, parts, used, e, DV: tl.constexpr, AT_ONCE: tl.constexpr
 ):  # fmt: skip
-    """Add the parts of these flats: part 0 lies at `place` [BLOCK_M], the next ones `step` apart."""
+    """Merge the splits of these flats: split 0 is at `place` [BLOCK_M], the next ones `step` apart."""
     wide = used[:, None] & (e < DV)[None, :]
     for part in tl.range(0, parts, loop_unroll_factor=AT_ONCE):
         at = place + part * step
@@ -247,9 +247,9 @@ def _finish(
     out, out_at, partial, sums, place, step, splits, partial2, sums2, place2, step2, parts2, sink, used,
     BLOCK_M: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, SHARED_M: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Join a tile's parts, its own and those of the shared prefix, some columns at a time, and write the result."""
+    """Merge a tile's splits and those of the shared prefix, some columns at a time, and write the result."""
     WIDTH: tl.constexpr = 128 if BLOCK_V > 128 else BLOCK_V
-    AT_ONCE: tl.constexpr = 4 if BLOCK_M == 16 else 1  # parts whose loads are under way together
+    AT_ONCE: tl.constexpr = 4 if BLOCK_M == 16 else 1  # splits whose loads are in flight together
     for column in range(0, BLOCK_V, WIDTH):
         e = column + tl.arange(0, WIDTH)
         acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
@@ -277,7 +277,7 @@ def _attend_kernel(
     TWO_LOOPS: tl.constexpr, AHEAD: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, SHARED_M: tl.constexpr,
     EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """grid (kv heads, items). SHARED_M: flats of a tile of the shared kernel; 0: no item has a part there."""
+    """grid (kv heads, items). SHARED_M: flats of a tile of the shared kernel; 0: no item uses it."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -299,7 +299,7 @@ def _attend_kernel(
         tl.store(out + out_at[:, None] + e[None, :], tl.zeros((BLOCK_M, BLOCK_V), out.dtype.element_ty), mask=wide)
         return
 
-    # the keys of this tile, and of this program's part of it
+    # the keys of this tile, and of this program's split
     before = context - count
     low = before + flat0 // GROUP
     high = before + tl.minimum((flat0 + BLOCK_M - 1) // GROUP, count - 1)
@@ -348,7 +348,7 @@ def _attend_kernel(
         positions, slope, cut, end, first, last, page_stride, scale, cap, DK, DV, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_R,
         PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT, True, False, PRECISION,
     )  # fmt: skip
-    if AHEAD:  # last: ptxas gives up overlapping products where another loop follows
+    if AHEAD:  # last: ptxas does not overlap matmuls if another loop follows
         acc, top, total = _scan_ahead(
             acc, top, total, queries, k_base, v_base, k_pages, v_pages, head_row, page_rows, table, begin, cut,
             page_stride, scale, DK, DV, BLOCK_N, BLOCK_D, BLOCK_V, PAGE, TMA,
@@ -363,7 +363,7 @@ def _attend_kernel(
             first_part = base.to(tl.int64) * kv_heads + kv_head
             place, step = first_part * held + flat - flat0, kv_heads.to(tl.int64) * held
             here = place + split * step
-            total = tl.where(total == 0.0, 1.0, total)  # a query with no key in this part: top is -inf
+            total = tl.where(total == 0.0, 1.0, total)  # a query with no key in this split: top is -inf
             tl.store(sums + here, top + tl.log2(total), mask=used)
             tl.store(partial + here[:, None] * DV + e[None, :], acc / total[:, None], mask=wide)
             tl.debug_barrier()  # all of this program's stores come before its count
@@ -372,7 +372,7 @@ def _attend_kernel(
                 arrived = tl.atomic_add(counters + first_part, 1, sem="acq_rel", scope="gpu")
             if arrived == splits - 1:
                 if splits > 1:
-                    tl.store(counters + first_part, 0)  # as the next launch wants it
+                    tl.store(counters + first_part, 0)  # reset for the next launch
                 place2, step2, parts2 = place, step, splits * 0
                 if SHARED_M:
                     member = tl.load(item + 9)
@@ -402,7 +402,7 @@ def _shared_kernel(
     ALIBI: tl.constexpr, LATENT: tl.constexpr, AHEAD: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """grid (kv heads, programs): tiles of the queries of all members against the keys they share."""
+    """grid (kv heads, programs): tiles of the queries of all members against the shared keys."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -458,7 +458,7 @@ def _shared_kernel(
 
 
 def width_of(size: int) -> int:
-    """Entries of a tile that holds `size`: a power of two, at least what a tensor core takes."""
+    """Entries of a tile for `size`: a power of two, at least the tensor core's minimum."""
     return max(16, 1 << (size - 1).bit_length())
 
 
@@ -472,14 +472,14 @@ class Rule(NamedTuple):
 
 
 class Space(NamedTuple):
-    """Room for partial results, which every launch uses anew."""
+    """Memory for partial results, reused by every launch."""
 
     floats: Tensor  # float32
     counters: Tensor  # int32, all zero between launches
 
 
 class Rooms(NamedTuple):
-    """A workspace, cut: partial results and the logarithms of their sums, of rows and of the shared prefix."""
+    """A workspace, split up: partial results and the logarithms of their sums, of rows and of the shared prefix."""
 
     sums: Tensor
     partial: Tensor
@@ -489,7 +489,7 @@ class Rooms(NamedTuple):
 
 def attend(
     q: Tensor,  # [T, Hq, D], last stride 1
-    keys: Tensor,  # [num_blocks, page, Hkv, D]; the tokens of one head lie side by side: stride(1) == D
+    keys: Tensor,  # [num_blocks, page, Hkv, D]; the tokens of one head are adjacent: stride(1) == D
     values: Tensor | None,  # [num_blocks, page, Hkv, Dv], likewise; None: the first Dv entries of the keys
     tables: Tensor,  # [rows, blocks] int32
     work: AttentionWorkList,
@@ -498,9 +498,9 @@ def attend(
     shape: Shape,
     rule: Rule,
     *,
-    early: bool = False,  # programs may start while the kernel before still runs (few.py)
+    early: bool = False,  # programs may start while the previous kernel still runs (few.py)
 ) -> None:
-    """Run one work list: a shared prefix if there may be one, then the tiles."""
+    """Run one work list: the shared prefix if there may be one, then the tiles."""
     num_items, kv_heads, dv, tiles = len(work.items), keys.shape[2], out.shape[2], work.tiles
     if not num_items:
         return
@@ -543,13 +543,13 @@ def _attend_shared(
 
 
 def _ahead(q: Tensor, keys: Tensor, values: Tensor | None, tiles: AttentionTile, rule: Rule) -> bool:
-    """Only for plain rules, and where nothing is cast between loading and multiplying."""
+    """Only for plain scores, and if nothing is cast between loading and multiplying."""
     plain = not rule.softcap and rule.alibi is None and values is not None
     return tiles.ahead and plain and q.dtype == keys.dtype and q.dtype != torch.float32
 
 
 def _factors(rule: Rule) -> tuple[float, float]:
-    """(scale, cap) as the kernels want them: scores leave them times log2 e."""
+    """(scale, cap) as the kernels expect them: resulting scores are times log2 e."""
     if rule.softcap:
         return rule.scale / rule.softcap, rule.softcap * LOG2E.value
     return rule.scale * LOG2E.value, 0.0
@@ -570,7 +570,7 @@ def _shapes(
 def _pages(
     q: Tensor, keys: Tensor, values: Tensor | None, tiles: AttentionTile
 ) -> tuple[TensorDescriptor, TensorDescriptor] | None:
-    """Keys and values as rows of entries for the copy engine; None where a tile of keys is not one box of memory."""
+    """TMA descriptors of keys and values; None if a tile of keys is not one box of memory."""
     if not tiles.tma or values is None or keys.element_size() != 2 or q.dtype != keys.dtype:
         return None
     (blocks, page, heads, size), stride = keys.shape, keys.stride(0)
@@ -591,7 +591,7 @@ def _rooms(workspace: Tensor, work: AttentionWorkList, kv_heads: int, dv: int) -
 
 
 def _lengths(work: AttentionWorkList, kv_heads: int, dv: int) -> list[int]:
-    """Of Rooms. Rounded up, so that what lies behind starts where wide loads and stores want it."""
+    """Sizes of a workspace. Rounded up, so what follows is aligned for wide loads and stores."""
     own, shared = work.partials * work.held, work.shared
     joint = 0 if shared is None else shared.programs * shared.tiles.block_m
     return [-(-results * kv_heads * entries // 32) * 32 for results in (own, joint) for entries in (1, dv)]

@@ -1,8 +1,8 @@
 """Writing keys and values into paged caches.
 
-A cache is seen as [num_blocks, tokens per block, kv heads, entries]; in memory the tokens of one block and head lie
-side by side, so that a tile of keys is read in long runs. A slot is block * tokens per block + place; a negative slot
-is not written.
+A cache is viewed as [num_blocks, tokens per block, kv heads, entries]; in memory the tokens of one block and head are
+adjacent, so a tile of keys is read in long runs. A slot is block * tokens per block + offset; nothing is written to a
+negative slot.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ def _write_kernel(
     slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
         return
-    page, place = slot // PAGE * page_stride, slot % PAGE
+    page, offset = slot // PAGE * page_stride, slot % PAGE
     h = tl.arange(0, BLOCK_H)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     mask = (h < HEADS) & (d < DK)
     key = tl.load(k + token * k_token + h * k_head + d, mask=mask)
-    tl.store(keys + page + place * DK + h * cache_k_head + d, key.to(keys.dtype.element_ty), mask=mask)
+    tl.store(keys + page + offset * DK + h * cache_k_head + d, key.to(keys.dtype.element_ty), mask=mask)
     if DV:
         e = tl.arange(0, BLOCK_V)[None, :]
         mask = (h < HEADS) & (e < DV)
         value = tl.load(v + token * v_token + h * v_head + e, mask=mask)
-        tl.store(values + page + place * DV + h * cache_v_head + e, value.to(values.dtype.element_ty), mask=mask)
+        tl.store(values + page + offset * DV + h * cache_v_head + e, value.to(values.dtype.element_ty), mask=mask)
 
 
 def write_pages(k: Tensor, v: Tensor | None, keys: Tensor, values: Tensor | None, slots: Tensor) -> None:

@@ -1,13 +1,13 @@
-"""Work lists of attention made on the device: how decodes are cut into parts, and which prefix many of them share.
+"""Work lists of attention made on the device: how decodes are split, and which prefix many of them share.
 
-One program looks at the contexts and the block tables of a step's decodes and writes the items and the shared prefix
-that ops/triton/attention.py reads. Nothing is read back: the room for lists is fixed, what is left over is
-marked as nothing to do, so a captured step serves any contexts and any sharing.
+One program reads the contexts and the block tables of a step's decodes and writes the items and the shared prefix
+for ops/triton/attention.py. Nothing is read back: lists have a fixed size, unused entries are
+marked as empty, so a captured step works for any contexts and any sharing.
 
-A shared prefix is found by block numbers. A block lies in two rows only if all tokens up to its end agree, so rows that
-have the same block at a column hold the same keys and values in all columns before it. The rows that agree with one of
-CANDIDATES entries at the column of `probe` are counted, the largest set is taken, and the last common column is found
-by bisection.
+A shared prefix is detected by block numbers. A block is in two rows only if all tokens up to its end agree, so rows
+that have the same block at a column have the same keys and values in all columns before it. The rows that agree with
+one of CANDIDATES entries at the column of `probe` are counted, the largest set is taken, and the last common column is
+found by bisection.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor
 from quire.ops.triton.attention import FIELDS, MAX_SPLITS, AttentionTile, Shape, SharedPrefix
 from quire.ops.triton.sizes import cdiv, next_power_of_2
 
-PROBE = 256  # tokens: shorter prefixes are not looked for
+PROBE = 256  # tokens: shorter prefixes are not detected
 LEAST_ROWS = 4  # that share
-LEAST_KEY_TILES = 2  # of a part of the shared prefix
+LEAST_KEY_TILES = 2  # of a split of the shared prefix
 
 
 def probe_column(page: int, probe: int = PROBE) -> int:
@@ -34,7 +34,7 @@ def probe_column(page: int, probe: int = PROBE) -> int:
 
 
 class Sharing(NamedTuple):
-    """When a common prefix is worth a kernel of its own."""
+    """When a common prefix is worth a separate kernel."""
 
     tiles: AttentionTile
     programs: int  # per kv head
@@ -52,20 +52,20 @@ def _find_shared(
     """(tokens, who shares them [BLOCK], a row that has them)."""
     v = tl.arange(0, BLOCK)
     at = tables + row.to(tl.int64) * table_stride
-    asked = inside & (context > (COLUMN + 1) * PAGE)
-    block = tl.load(at + COLUMN, mask=asked, other=-1)
+    candidate = inside & (context > (COLUMN + 1) * PAGE)
+    block = tl.load(at + COLUMN, mask=candidate, other=-1)
     pick = tl.arange(0, CANDIDATES) * num // CANDIDATES // M_TILES
     long = tl.load(contexts + pick) > (COLUMN + 1) * PAGE
     pick_at = tables + tl.load(row_index + pick).to(tl.int64) * table_stride + COLUMN
-    wanted = tl.load(pick_at, mask=long, other=-2)
-    counts = tl.sum((block[:, None] == wanted[None, :]).to(tl.int32), 0)
+    expected = tl.load(pick_at, mask=long, other=-2)
+    counts = tl.sum((block[:, None] == expected[None, :]).to(tl.int32), 0)
     best = tl.max(counts, 0)
-    chosen = tl.max(tl.where(counts == best, wanted, -2), 0)
-    member = asked & (block == chosen)
+    chosen = tl.max(tl.where(counts == best, expected, -2), 0)
+    member = candidate & (block == chosen)
     rows = best // M_TILES
     leader = tl.sum(tl.where(v == tl.min(tl.where(member, v, BLOCK - 1), 0), row, 0), 0)
     low = num * 0 + COLUMN + 1  # columns known to be shared
-    high = tl.min(tl.where(member, (context - 1) // PAGE, 1 << 30), 0)  # the last token stays with its row
+    high = tl.min(tl.where(member, (context - 1) // PAGE, 1 << 30), 0)  # the last token is never shared
     high = tl.where(rows >= least_rows, high, low)
     of_leader = tables + leader.to(tl.int64) * table_stride
     while low < high:
@@ -89,8 +89,8 @@ def _plan_kernel(
     CHUNK: tl.constexpr, PAGE: tl.constexpr, COLUMN: tl.constexpr, ALIGN: tl.constexpr, SHARED_M: tl.constexpr,
     SHARED_N: tl.constexpr, LEAST_KEYS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """One program. Cut the tiles of `num` = entries * M_TILES, one query each, into parts of about equal numbers of key
-    tiles. SHARED_M: tile of the shared kernel; 0: no prefix is looked for."""
+    """One program. Split the tiles of `num` = entries * M_TILES, one query each, into about equal numbers of key
+    tiles. SHARED_M: tile of the shared kernel; 0: do not detect a prefix."""
     v = tl.arange(0, BLOCK)
     inside = v < num
     entry, flat = v // M_TILES, v % M_TILES * BLOCK_M
@@ -142,7 +142,7 @@ def _plan_kernel(
         tl.store(item + 7, base, mask=here)
         tl.store(item + 8, skip, mask=here)
         tl.store(item + 9, member_at, mask=here)
-    for start in range(tl.sum(splits, 0), capacity, BLOCK):  # what is left over does nothing
+    for start in range(tl.sum(splits, 0), capacity, BLOCK):  # mark unused entries as empty
         tl.store(items + (start + v) * FIELDS + 2, tl.zeros((BLOCK,), tl.int32), mask=start + v < capacity)
 
 
@@ -155,12 +155,12 @@ def plan_decodes(
     *,
     group: int,
     tiles: AttentionTile,
-    target: int,  # parts wanted in all
-    least: int,  # key tiles of a part
-    most: int,  # parts of a tile, up to MAX_SPLITS
+    target: int,  # desired number of splits in total
+    least: int,  # key tiles of a split
+    most: int,  # splits of a tile, up to MAX_SPLITS
     sharing: Sharing | None,
 ) -> tuple[Tensor, SharedPrefix | None]:
-    """(items, shared) of one query per entry. There are items for all parts there can be: target + tiles."""
+    """(items, shared) of one query per entry. There are items for the largest number of splits: target + tiles."""
     device, entries = contexts.device, len(contexts)
     m_tiles = cdiv(group, tiles.block_m)
     num = entries * m_tiles

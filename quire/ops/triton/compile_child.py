@@ -1,8 +1,8 @@
 """A process that compiles kernels for another one: jobs in, one JSON line each; files of Triton's cache out.
 
-It needs no GPU and no torch, so it is ready in half a second: kernels name torch only where they are launched, and a
-stand-in is enough to read their source. A job is what Triton itself writes down of a kernel it is about to compile
-(warm.py). Answers are lines too: {"seconds": ...} or {"error": ...}. An error is no loss: who asked compiles itself.
+It needs no GPU and no torch, so it is ready in half a second: kernels use torch only where they are launched, and a
+stub module is enough to import their source. A job is Triton's own description of a kernel it is about to compile
+(warm.py). Answers are lines too: {"seconds": ...} or {"error": ...}. On an error the caller compiles it itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Anything(type):
 
 
 class StandIn(ModuleType):
-    """A module with every attribute; none of them does anything."""
+    """A module with every attribute; all of them are inert."""
 
     __path__: list[str] = []
 
@@ -41,7 +41,7 @@ class StandIn(ModuleType):
 
 
 class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """`import torch` and all below it, without torch."""
+    """`import torch` and its submodules, without torch."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -74,7 +74,7 @@ def compile_job(job: dict[str, Any]) -> None:
 
 
 def _constant(value: Any) -> Any:
-    """As Triton reads its own notes."""
+    """As Triton parses its own descriptions."""
     language = load("triton.language:core")
     if isinstance(value, dict) and "constexpr" in value:
         return language.constexpr(value["constexpr"])
@@ -86,16 +86,16 @@ def _tuples(value: Any) -> Any:
 
 
 def use_key(key: str) -> None:
-    """Triton names its files by a hash of itself, for which every process would read hundreds of megabytes anew."""
+    """Triton's cache key includes a hash of itself, for which every process would read hundreds of megabytes."""
     if key:
         load("triton.runtime:cache").triton_key = lambda: key
 
 
 def main(cache_dir: str) -> None:
     """Until the input ends."""
-    os.nice(5)  # whoever asked comes first
+    os.nice(5)  # the caller has priority
     answers = sys.stdout
-    sys.stdout = sys.stderr  # nothing but answers goes there
+    sys.stdout = sys.stderr  # stdout is for answers only
     sys.meta_path.insert(0, StandInFinder())
     load("triton:knobs").cache.dir = cache_dir
     load("triton.compiler:compile")  # loaded before the first job comes

@@ -1,12 +1,12 @@
-"""Products of a few rows with a large matrix on CUDA, with what stands before and after them in the same launch.
+"""Matmuls of a few rows with a large matrix on CUDA, fused with the ops before and after them.
 
-For a few rows a product is one read of its matrix; the rest is launches. A program takes BN rows of the matrix, reads
-them in pieces of BK entries (16 bytes a thread and access) and multiplies on the plain units. Before: the RMS norm of
-every row, which each program computes for itself (a row is a few kilobytes of cache). After: bias, a gated activation,
-the addition to the stream. What lies in the kernel is rounded where the separate ops round.
+With few rows a matmul costs one read of its matrix; the rest is launch overhead. A program takes BN rows of the matrix,
+reads them in tiles of BK entries (16 bytes per thread and access) and multiplies on the CUDA cores. Before: the RMS
+norm of every row, which each program recomputes (a row is a few kilobytes of cache). After: bias, a gated activation,
+the residual addition. Intermediate values are rounded where the separate ops round.
 
-With `early` (programmatic dependent launch) a program starts while the kernel before it still runs, reads its first
-piece of the matrix, and only then waits for what that kernel writes.
+With `early` (programmatic dependent launch) a program starts while the previous kernel still runs, reads its first
+tile of the matrix, and only then waits for that kernel's output.
 
 Floor: the bytes of the matrix at 4.3 TB/s, and a launch, about 1.4 us inside a graph. 1024 x 4096 bf16: 8.4 MB, 2 us;
 4096 x 24576: 201 MB, 47 us.
@@ -27,12 +27,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.ops.few import NormRule
 from quire.ops.triton.act import gate_up
 
-_TALL = 1 << 16  # columns of a matrix past which a launch is nothing
-_ALONE = 1  # rows up to which a product without anything around it is taken from here
+_TALL = 1 << 16  # columns of a matrix past which launch overhead is negligible
+_ALONE = 1  # rows up to which an unfused matmul uses this kernel
 
 
 class FewRowsConfig(NamedTuple):
-    """BN counts result columns (a gated product reads twice as many rows of the matrix)."""
+    """BN counts result columns (a gated matmul reads twice as many rows of the matrix)."""
 
     bn: int
     bk: int
@@ -41,7 +41,7 @@ class FewRowsConfig(NamedTuple):
 
 @triton.jit
 def _row(x, k, scale, norm_weight, offset, K: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr):
-    """A piece of one row as float32, normalised where NORM says so (1: rounded before the weight, 2: after)."""
+    """A tile of one row as float32, normalized if NORM (1: rounded before the weight, 2: after)."""
     kind: tl.constexpr = x.dtype.element_ty
     if K % BK == 0:
         h = tl.load(x + k).to(tl.float32)
@@ -69,7 +69,7 @@ def _scale(x, eps, K: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def _keep(normed, row, h, k, K: tl.constexpr, KEEP: tl.constexpr):
-    """The first program stores what every program computes."""
+    """The first program stores the norm that every program computes."""
     if KEEP:
         tl.store(normed + row * K + k, h.to(normed.dtype.element_ty), mask=(k < K) & (tl.program_id(0) == 0))
 
@@ -82,7 +82,7 @@ def _joined(acc, a, h, m, row):
 
 @triton.jit
 def _piece(w, n, k, stride, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """w[n, k] as it is stored."""
+    """w[n, k] as stored."""
     at = w + n.to(tl.int64)[:, None] * stride + k[None, :]
     if N % BN == 0 and K % BK == 0:
         return tl.load(at)
@@ -95,7 +95,7 @@ def _one(
     N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr, NORM: tl.constexpr,
     GATED: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """The product of one row: sums [1, BN] of both parts. `a` and `b` are the first pieces of the matrix."""
+    """The matmul of one row: sums [1, BN] of both parts. `a` and `b` are the first tiles of the matrix."""
     scale = 0.0
     if NORM > 0:
         scale = _scale(x, eps, K, WHOLE)
@@ -118,7 +118,7 @@ def _each_row(
     acc, acc_up, x, norm_weight, normed, a, b, k, m, scales, x_stride, offset,
     M: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Both sums with one piece of the matrix times one piece of every row added."""
+    """Both sums plus one tile of the matrix times one tile of every row."""
     for row in tl.static_range(M):
         scale = tl.sum(tl.where(m == row, scales, 0.0), 0) if NORM > 0 else 0.0
         h = _row(x + row * x_stride, k, scale, norm_weight, offset, K, BK, NORM)
@@ -135,7 +135,7 @@ def _several(
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     WHOLE: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """The product of M rows: sums [BM, BN] of both parts. The next pieces of the matrix are read ahead."""
+    """The matmul of M rows: sums [BM, BN] of both parts. The next tiles of the matrix are prefetched."""
     scales = tl.zeros((BM,), tl.float32)
     if NORM > 0:
         for row in tl.static_range(M):
@@ -164,7 +164,7 @@ def _few_kernel(
     ADD: tl.constexpr, KEEP: tl.constexpr, ROUND: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """grid (columns,). out [M, N] = f(norm(x) w' + bias) or stream + .. ; GATED: w holds gate rows, then up rows.
-    KEEP: norm(x) is stored too. ROUND: results are rounded to the dtype of x, whatever they are stored as."""
+    KEEP: norm(x) is stored too. ROUND: results are rounded to the dtype of x, whatever dtype they are stored in."""
     n, k, m = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, BM)
     if EARLY:
         gdc_launch_dependents()
@@ -196,7 +196,7 @@ def _finish(
     y, up, stream, out, n, m, alpha, limit, M: tl.constexpr, N: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
-    """What follows the product, and the store."""
+    """The epilogue of the matmul, and the store."""
     kind: tl.constexpr = out.dtype.element_ty
     inside = (n < N)[None, :] & (m < M)[:, None]
     at = m[:, None] * N + n[None, :]
@@ -217,7 +217,7 @@ def few_linear(
     stream: Tensor | None = None,  # [M, N] contiguous, to be added
     out: Tensor | None = None,  # [M, N], of any dtype
     normed: Tensor | None = None,  # [M, K], gets norm(x)
-    rounded: bool = True,  # to the dtype of x, before what follows
+    rounded: bool = True,  # to the dtype of x, before the epilogue
     config: FewRowsConfig | None = None,
     early: bool = False,
 ) -> Tensor:
@@ -255,7 +255,7 @@ _FEW_ROWS = ((2048, 2), (1 << 30, 1))
 
 
 def few_rows(width: int, dtype: torch.dtype) -> int:
-    """Up to how many rows a block's products are to be taken from here."""
+    """Up to how many rows a block's matmuls use these kernels."""
     return next(rows for most, rows in _FEW_ROWS if width <= most)
 
 
@@ -280,7 +280,7 @@ def norm_linear(
     x: Tensor, norm: NormRule, weight: Tensor, bias: Tensor | None, act: Callable[[Tensor], Tensor] | None = None, *,
     codes: Mapping[Callable, int], early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`codes`: which gated activations can join the product; others run after it."""
+    """`codes`: the gated activations that can be fused; others run after it."""
     code = None if act is None else codes.get(act)
     y = few_linear(x, weight, bias, norm=norm, act=None if code is None else (code, 0.0, 0.0), early=early)
     return y if act is None or code is not None else act(y)
@@ -297,7 +297,7 @@ def norm_router(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, early: bool = False) -> Tensor:
-    """A few rows here, more by the library."""
+    """A few rows with this kernel, more with the library."""
     if x.ndim == 2 and x.shape[0] <= _ALONE and x.dtype is weight.dtype and x.stride(1) == weight.stride(1) == 1:
         return few_linear(x, weight, bias, early=early)
     return F.linear(x, weight, bias)

@@ -1,11 +1,11 @@
-"""Matrix products whose every result depends only on its own row and column: for batch-invariant mode, on CUDA.
+"""Matmuls whose results depend only on their row and column: for batch-invariant mode, on CUDA.
 
-A library picks kernels, and with them the order of a sum, by the number of rows. Here one program owns a tile of
-results and adds the products over k in one rising order, 16 at a time as the tensor cores do, whatever the tile's size:
+A library picks kernels, and with them the order of summation, by the number of rows. Here one program owns a tile of
+results and sums over k in ascending order, 16 at a time as the tensor cores do, whatever the tile's size:
 all tiles give the same bits (tests/device/test_batch_invariant.py). The library's kernels for many rows are faster, and
-most add in that order too. So for each shape of weights the first call compares the library at two fixed numbers of
-rows with the kernel here, over half a million results or more: where all bits agree, many rows go to the library in
-pieces of just those numbers, so that it always picks the kernels that were compared. Where not, everything runs here.
+most sum in that order too. So for each shape of weights the first call compares the library at two fixed numbers of
+rows with this kernel, over half a million results or more: if all bits agree, many rows go to the library in
+batches of exactly those numbers, so it always picks the kernels that were compared. If not, this kernel is used.
 
 Floor: 2 T N K operations at 800 TFLOP/s, or 2 N K bytes at 4.2 TB/s. Must not know layers.
 """
@@ -34,7 +34,7 @@ def _product_kernel(
     N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """grid (tiles, heads). Tiles go down GROUP rows of tiles, then one column on, so that both operands stay near."""
+    """grid (tiles, heads). Tiles go down GROUP rows of tiles, then one column on, so both operands stay in cache."""
     columns: tl.constexpr = (N + BN - 1) // BN
     tiles = (rows + BM - 1) // BM
     program, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -64,7 +64,7 @@ def _product_kernel(
 
 
 def tile_for(rows: int, columns: int, depth: int, dtype: torch.dtype) -> MatmulTile:
-    if dtype is torch.float32:  # no tensor cores: another instruction, and one tile for all
+    if dtype is torch.float32:  # no tensor cores: other instructions, and one tile size
         return MatmulTile(32, 32, 32, 4, 2)
     if not is_regular(depth):
         return MatmulTile(64, 64, 32, 4, 3)
@@ -76,8 +76,8 @@ def tile_for(rows: int, columns: int, depth: int, dtype: torch.dtype) -> MatmulT
 
 
 def is_regular(depth: int) -> bool:
-    """Whether sums run in steps of 16 through every tile. In a loop of one or two turns, and at ragged ends, a compiler
-    may feed the tensor cores straight from registers, in another order; then one tile serves all."""
+    """Whether every tile size sums in steps of 16. In a loop of one or two iterations, and at ragged ends, a compiler
+    may feed the tensor cores straight from registers, in another order; then a single tile size is used."""
     return depth % 128 == 0 and depth >= 512
 
 
@@ -111,23 +111,23 @@ def heads_matmul(x: Tensor, weight: Tensor) -> Tensor:
     return fixed_product(x, weight)
 
 
-# --- the library, where its bits are the same
+# --- the library, if its bits are the same
 
-SMALL, LARGE = 256, 512  # rows of a piece
-_PADDED = 128  # above this, fewer than SMALL rows are worth filling up to SMALL
+SMALL, LARGE = 256, 512  # rows of a batch
+_PADDED = 128  # above this, fewer than SMALL rows are worth padding to SMALL
 _COMPARED = 1 << 19  # results whose bits must agree
 
 
 class FixedLinear:
-    """ops.linear.linear. Remembers for which weights the library agrees."""
+    """ops.linear.linear. Caches for which weights the library agrees."""
 
     def __init__(self) -> None:
         self._agrees: dict[tuple[object, ...], bool] = {}
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        many = flat.shape[0] > _PADDED and self._library_agrees(weight, bias)
-        out = in_pieces(flat, weight, bias) if many else in_tiles(flat, weight, bias)
+        use_library = flat.shape[0] > _PADDED and self._library_agrees(weight, bias)
+        out = in_batches(flat, weight, bias) if use_library else in_tiles(flat, weight, bias)
         return out.view(*x.shape[:-1], weight.shape[0])
 
     def _library_agrees(self, weight: Tensor, bias: Tensor | None) -> bool:
@@ -141,17 +141,17 @@ class FixedLinear:
 
 
 def compare(weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the library's bits at SMALL and at LARGE rows are those of the kernel here."""
+    """Whether the library's bits at SMALL and at LARGE rows are those of this kernel."""
     columns, depth = weight.shape
     draw = torch.Generator(weight.device).manual_seed(0)
     for _ in range(-(-_COMPARED // (LARGE * columns))):
         x = torch.randn((LARGE, depth), generator=draw, device=weight.device, dtype=torch.float32).to(weight.dtype)
-        wanted = in_tiles(x, weight, bias)
+        expected = in_tiles(x, weight, bias)
         for rows in (SMALL, LARGE):
-            found = torch.empty_like(wanted)
+            result = torch.empty_like(expected)
             for start in range(0, LARGE, rows):
-                _multiply(x, weight, bias, found, start, rows)
-            if not torch.equal(found, wanted):
+                _multiply(x, weight, bias, result, start, rows)
+            if not torch.equal(result, expected):
                 return False
     return True
 
@@ -160,13 +160,13 @@ def in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return fixed_product(x[:, None], weight.t()[None], bias)[:, 0]
 
 
-def in_pieces(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Pieces of LARGE, then of SMALL rows. The last ends with the last row and may do some rows again."""
+def in_batches(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Batches of LARGE, then of SMALL rows. The last ends with the last row and may recompute some rows."""
     rows = x.shape[0]
     if rows < SMALL:
         full = x.new_zeros((SMALL, x.shape[1]))
         full[:rows] = x
-        return in_pieces(full, weight, bias)[:rows]
+        return in_batches(full, weight, bias)[:rows]
     out = x.new_empty((rows, weight.shape[0]))
     start = 0
     while start < rows:
@@ -179,8 +179,8 @@ def in_pieces(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, start: int, count: int) -> None:
-    part, place = x[start : start + count], out[start : start + count]
+    part, target = x[start : start + count], out[start : start + count]
     if bias is None:
-        torch.mm(part, weight.t(), out=place)
+        torch.mm(part, weight.t(), out=target)
     else:
-        torch.addmm(bias, part, weight.t(), out=place)
+        torch.addmm(bias, part, weight.t(), out=target)

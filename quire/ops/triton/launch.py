@@ -1,9 +1,9 @@
-"""Launching kernels from Python in a few microseconds, and not launching them at all while a list is made of them.
+"""Launching kernels from Python in a few microseconds, and recording them without launching.
 
-Triton binds, specializes and looks up every argument of every launch anew. A Launcher takes the place of a kernel's
-`run`: it reads only what Triton may specialize on (dtypes, alignment of addresses, values of integers), finds the
-compiled kernel under that and calls its C stub, with plain addresses, which the stub does not have to look into.
-What it has not seen goes Triton's own way, and so does what is not plain: hooks, scratch memory.
+Triton binds, specializes and looks up every argument at every launch. A Launcher replaces a kernel's
+`run`: it reads only what Triton may specialize on (dtypes, alignment of addresses, values of integers), looks up the
+compiled kernel by that and calls its C stub, with plain addresses, which the stub does not have to inspect.
+Unknown launches take Triton's own path, and so do special ones: hooks, scratch memory.
 
     kernel[grid](...) ──▶ Launcher ── known ──▶ C stub
                              └── new, or recording ──▶ JITFunction.run
@@ -27,8 +27,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.base.log import logger
 
 _MOST_KNOWN = 4096  # of one kernel; more means that an integer changes with every launch
-# Lists of integers, of which a step's inputs and work lists are cut: a slice may begin anywhere, and a kernel reads a
-# few numbers of it, so that its alignment is worth nothing and must not mean another kernel.
+# Integer lists, of which a step's inputs and work lists are slices: a slice may start anywhere, and a kernel reads a
+# few values of it, so its alignment gains nothing and must not require another kernel.
 LISTS = frozenset((
     "contexts", "counts", "end", "index", "info", "items", "members", "merges", "order", "positions", "row_index",
     "rows", "slots", "starts", "tile_expert", "tile_start",
@@ -36,7 +36,7 @@ LISTS = frozenset((
 _SMALL = 1 << 31
 DESCRIPTORS: set[type] = {TensorDescriptor}  # kernels of another kind may add their own
 _log = logger(__name__)
-Read = Callable[..., tuple[tuple, tuple]]  # arguments -> (what decides the kernel, what is handed to the stub)
+Read = Callable[..., tuple[tuple, tuple]]  # arguments -> (specialization key, arguments of the stub)
 Ready = tuple[Callable[..., None], int, bool, bool, Any, tuple]  # stub, function, its launch options, further arguments
 
 
@@ -44,19 +44,19 @@ class Launcher:
     def __init__(self, kernel: JITFunction, stream: Callable[[], int]) -> None:
         self.kernel, self._stream = kernel, stream
         self._slow = JITFunction.run.__get__(kernel)
-        self._ways: dict[tuple, tuple[Read | None, dict[tuple, Ready]]] = {}  # by the types of the arguments
-        self._noted: set[tuple] | None = None  # while recording: launches that were handed on
+        self._readers: dict[tuple, tuple[Read | None, dict[tuple, Ready]]] = {}  # by the types of the arguments
+        self._noted: set[tuple] | None = None  # while recording: launches passed on to Triton
 
     def record(self, on: bool) -> None:
-        """While it is on, nothing is launched, and of equal launches Triton sees the first."""
+        """While it is on, nothing is launched, and Triton sees only the first of equal launches."""
         self._noted = set() if on else None
 
     def __call__(self, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
         kinds = tuple(map(type, args))
-        way = self._ways.get(kinds)
-        if way is None:
-            way = self._ways[kinds] = self._way(kinds)
-        read, known = way
+        reader = self._readers.get(kinds)
+        if reader is None:
+            reader = self._readers[kinds] = self._reader(kinds)
+        read, known = reader
         if warmup or self._noted is not None:
             if read is not None and self._noted is not None:
                 launch = kinds, read(*args)[0], tuple(named), tuple(named.values())
@@ -67,27 +67,27 @@ class Launcher:
         runtime = knobs.runtime
         if read is None or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
             return self._slow(*args, grid=grid, warmup=False, **named)
-        key, given = read(*args)
+        key, passed = read(*args)
         key = key, tuple(named), tuple(named.values())
         if (ready := known.get(key)) is None:
             made = self._slow(*args, grid=grid, warmup=False, **named)
-            if len(known) < _MOST_KNOWN and (found := self._ready(made, len(args), named)) is not None:
-                known[key] = found
+            if len(known) < _MOST_KNOWN and (compiled := self._ready(made, len(args), named)) is not None:
+                known[key] = compiled
             return made
         stub, function, cooperative, dependent, packed, further = ready
         size = len(grid)
         y, z = grid[1] if size > 1 else 1, grid[2] if size > 2 else 1
         stub(
             grid[0], y, z, self._stream(), function, cooperative, dependent, None, None, packed, None, None, None,
-            *given, *further,
+            *passed, *further,
         )  # fmt: skip
         return None
 
-    def _way(self, kinds: tuple[type, ...]) -> tuple[Read | None, dict[tuple, Ready]]:
+    def _reader(self, kinds: tuple[type, ...]) -> tuple[Read | None, dict[tuple, Ready]]:
         return make_read(self.kernel.params[: len(kinds)], kinds), {}
 
     def _ready(self, made: Any, count: int, named: dict[str, Any]) -> Ready | None:
-        """None: this kernel needs more than a call of its stub."""
+        """None: this kernel needs more than a call to its stub."""
         run = made.run
         if run.global_scratch_size or run.profile_scratch_size:
             return None
@@ -99,11 +99,11 @@ class Launcher:
 
 
 def make_read(params: list[Any], kinds: tuple[type, ...]) -> Read | None:
-    """A function of the arguments of these types, written out; None: an argument of a kind that Triton must look at."""
+    """A generated function of the arguments of these types; None: Triton must inspect an argument of this type."""
     lines: list[str] = []
     key: list[str] = []
-    given: list[str] = []
-    aligned: list[str] = []  # addresses whose alignment counts
+    passed: list[str] = []
+    aligned: list[str] = []  # addresses whose alignment matters
     for i, (param, kind) in enumerate(zip(params, kinds, strict=True)):
         name = f"a{i}"
         if param.is_constexpr or kind is int:
@@ -115,21 +115,21 @@ def make_read(params: list[Any], kinds: tuple[type, ...]) -> Read | None:
             name = f"p{i}"
             if not (param.do_not_specialize or param.do_not_specialize_on_alignment):
                 aligned.append(name)
-        elif kind in DESCRIPTORS:  # of memory, for the copy engine: the stub takes them as they are
+        elif kind in DESCRIPTORS:  # TMA descriptors: the stub takes them directly
             key.append(f"(a{i}.base.dtype, *a{i}.block_shape)")
         elif kind not in (float, bool, type(None)):
             return None
-        given.append(name)
+        passed.append(name)
     if aligned:
         each = ", ".join(f"{name} & 15 == 0" for name in aligned)
         key.append(f"({' | '.join(aligned)}) & 15 and ({each},)")
     names = ", ".join(f"a{i}" for i in range(len(kinds)))
     body = "".join(f"    {line}\n" for line in lines)
-    text = f"def read({names}):\n{body}    return ({_row(key)}), ({_row(given)})\n"
+    text = f"def read({names}):\n{body}    return ({_row(key)}), ({_row(passed)})\n"
     scope: dict[str, Any] = {}
-    exec(text, scope)  # our own words only: numbers and fixed names
-    found: Read = scope["read"]
-    return found
+    exec(text, scope)  # generated from numbers and fixed names only
+    function: Read = scope["read"]
+    return function
 
 
 def _row(parts: list[str]) -> str:
@@ -138,14 +138,14 @@ def _row(parts: list[str]) -> str:
 
 def kernels_of(modules: Iterable[ModuleType]) -> list[JITFunction]:
     """Every kernel and device function that these modules define."""
-    found = {
-        id(thing): thing for module in modules for thing in vars(module).values() if isinstance(thing, JITFunction)
+    kernels = {
+        id(value): value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)
     }
-    return list(found.values())
+    return list(kernels.values())
 
 
 def install(modules: Iterable[ModuleType], stream: Callable[[], int]) -> list[Launcher]:
-    """Let these modules' kernels be launched the short way; `stream` gives the handle of the current one."""
+    """Give these modules' kernels a Launcher; `stream` returns the handle of the current stream."""
     launchers = []
     for kernel in kernels_of(modules):
         if not isinstance(kernel.run, Launcher):
@@ -158,8 +158,8 @@ def install(modules: Iterable[ModuleType], stream: Callable[[], int]) -> list[La
 
 
 class Zeroed(TorchFunctionMode):
-    """What is asked for uninitialized is zero: where no kernel writes, torch may yet read it, as numbers or as indices
-    that must lie within bounds."""
+    """Uninitialized tensors are zero: no kernel writes them, but torch may read them, as values or as indices
+    that must be in bounds."""
 
     INSTEAD = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like, Tensor.new_empty: Tensor.new_zeros}
 
@@ -169,9 +169,9 @@ class Zeroed(TorchFunctionMode):
 
 @contextmanager
 def recorded(launchers: Iterable[Launcher], note: Callable[..., bool]) -> Iterator[None]:
-    """Inside, no kernel is launched; `note` hears of each one that would have to be compiled or loaded."""
-    kept = list(launchers)
-    for launcher in kept:
+    """Inside, no kernel is launched; `note` is called with each one that would have to be compiled or loaded."""
+    saved = list(launchers)
+    for launcher in saved:
         launcher.record(True)
     knobs.runtime.jit_cache_hook = note
     try:
@@ -179,34 +179,34 @@ def recorded(launchers: Iterable[Launcher], note: Callable[..., bool]) -> Iterat
             yield
     finally:
         knobs.runtime.jit_cache_hook = None
-        for launcher in kept:
+        for launcher in saved:
             launcher.record(False)
 
 
 def watch() -> None:
-    """From now on say whenever a kernel is compiled: whoever waits for a token waits for that too."""
+    """From now on log whenever a kernel is compiled: requests wait for that too."""
 
-    def told(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+    def on_compile(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
         if not cache_hit:
             seconds = (times.ir_initialization + sum(each for _, each in times.lowering_stages)) / 1e6
-            _log.warning("compiled %s in %.2f s while serving: the start did not foresee it", src.name, seconds)
+            _log.warning("compiled %s in %.2f s while serving: it was not precompiled at start-up", src.name, seconds)
 
-    knobs.compilation.listener = told
+    knobs.compilation.listener = on_compile
 
 
 def unwatch() -> None:
-    """A start begins: what is compiled now is foreseen."""
+    """Start-up begins: compilations are expected now."""
     knobs.compilation.listener = None
 
 
 def current_stream() -> Callable[[], int]:
-    """The handle of the current stream of this process's GPU, as cheaply as torch tells it."""
+    """The handle of the current stream of this process's GPU, through torch's cheapest call."""
     device = torch.cuda.current_device()
     ask = torch._C._cuda_getCurrentRawStream
     return lambda: ask(device)
 
 
 def arch() -> int:
-    """What Triton compiles for here: 90 for Hopper."""
+    """The architecture that Triton compiles for: 90 for Hopper."""
     target: Any = driver.active.get_current_target()
     return int(target.arch)

@@ -18,7 +18,7 @@ from quire.ops.triton.sizes import cdiv
 _BLOCK = 1024
 
 
-# Strides are not specialized on: nothing is read or written in wide pieces, and one kernel serves any vocabulary.
+# Strides are not specialized on: there are no wide loads or stores, and one kernel works for any vocabulary.
 @triton.jit(
     do_not_specialize=["num_words", "vocab", "logits_stride", "words_stride"], do_not_specialize_on_alignment=["words"]
 )

@@ -1,9 +1,9 @@
-"""Mixture of experts on CUDA: routing, sorting pairs by expert, two grouped products, the weighted sum. No host sync.
+"""Mixture of experts on CUDA: routing, sorting pairs by expert, two grouped matmuls, the weighted sum. No host sync.
 
-A pair is (token, one of its k experts), numbered token * k + choice. Pairs are sorted by expert (`order`), every expert
-is cut into tiles of BM pairs, and a tile table on the device says which expert a tile has and where its pairs start.
-Grids come from the largest number of tiles there can be; programs past the real number leave at once, so the same
-launch serves any routing and can be captured.
+A pair is (token, one of its k experts), numbered token * k + choice. Pairs are sorted by expert (`order`), those of an
+expert are split into tiles of BM, and a tile table on the device has the expert and the first pair of each tile.
+Grids are sized for the largest possible number of tiles; programs past the actual number return at once, so the same
+launch works for any routing and can be captured.
 
     route ──▶ weights, index [T, k] ──_sort_kernel──▶ order [P], tiles ──_experts_kernel──▶ act(x w1) [P, F], sorted
                                    ──_experts_kernel──▶ (.. w2) [P, dim], by pair ──_combine_kernel──▶ [T, dim]
@@ -28,15 +28,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.ops.triton import moe_few, moe_many
 from quire.ops.triton.act import gate_up
 
-FEW_TOKENS = 4  # up to which pairs read their experts each for itself (moe_few.py)
+FEW_TOKENS = 4  # up to which each pair reads its expert separately (moe_few.py)
 _CHUNK = 512  # pairs that are counted together
 _PIECE = 16  # pairs that are placed together
-_INLINE = 4096  # pairs up to which none are counted first: each is compared with all
+_INLINE = 4096  # pairs up to which the counting pass is skipped: each is compared with all
 _TILE_ROWS = 32  # rows of the tile table that one program fills
 
 
 class MoeTileConfig(NamedTuple):
-    """Tile of a grouped product; BN counts result columns (a gated product reads twice as many rows of weights)."""
+    """Tile of a grouped matmul; BN counts result columns (a gated matmul reads twice as many rows of weights)."""
 
     bm: int
     bn: int
@@ -48,8 +48,8 @@ class MoeTileConfig(NamedTuple):
 class ExpertTiles(NamedTuple):
     order: Tensor  # [P] pairs sorted by expert
     expert: Tensor  # [most tiles] of each tile; -1: there is no such tile
-    start: Tensor  # [most tiles] its first place in `order`
-    end: Tensor  # [E + 1] where the pairs of an expert end; last, how many tiles there are
+    start: Tensor  # [most tiles] its first index in `order`
+    end: Tensor  # [E + 1] end of each expert's pairs; last, the number of tiles
     direct: bool = False  # tile i is pair i; only `expert` is set
 
 
@@ -58,7 +58,7 @@ class ExpertTiles(NamedTuple):
 
 @triton.jit
 def _scores(logits, bias, at, inside, e, EXPERTS: tl.constexpr, SCORE: tl.constexpr, BIAS: tl.constexpr):
-    """(scores, what the choice goes by), [tokens, experts]. SCORE 0: softmax, 1: sigmoid, 2: logits as they are."""
+    """(scores, selection keys), [tokens, experts]. SCORE 0: softmax, 1: sigmoid, 2: plain logits."""
     x = tl.load(logits + at, mask=inside, other=-float("inf")).to(tl.float32)
     if SCORE == 0:
         scores = tl.exp(x - tl.max(x, 1)[:, None])
@@ -75,7 +75,7 @@ def _scores(logits, bias, at, inside, e, EXPERTS: tl.constexpr, SCORE: tl.conste
 
 @triton.jit
 def _ordered(x):
-    """A float as an int32 that compares as it does."""
+    """A float as an int32 with the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -87,7 +87,7 @@ def _as_float(key):
 
 @triton.jit
 def _weights_of(chosen, live, scale, SCORE: tl.constexpr, RENORM: tl.constexpr):
-    """From the scores of the chosen [tokens, k] to their weights."""
+    """From the scores of the selected experts [tokens, k] to their weights."""
     if SCORE == 2:
         w = tl.exp(chosen - tl.max(chosen, 1)[:, None])
         return w / tl.sum(w, 1)[:, None]
@@ -103,7 +103,7 @@ def _route_kernel(
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
     SCORE: tl.constexpr, RENORM: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One expert after another. Among equals the lowest expert."""
+    """Select one expert after another; ties go to the lowest."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -114,8 +114,10 @@ def _route_kernel(
         logits, bias, token[:, None] * EXPERTS + e[None, :], inside, e, EXPERTS, SCORE, BIAS
     )  # fmt: skip
     chosen = tl.full((BLOCK_T, BLOCK_K), -float("inf"), tl.float32)
-    places = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
-    key = (_ordered(choice).to(tl.int64) << 32) | (BLOCK_E - 1 - e)[None, :]  # one search finds value and expert
+    experts = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
+    key = (_ordered(choice).to(tl.int64) << 32) | (BLOCK_E - 1 - e)[
+        None, :
+    ]  # one reduction finds both value and expert
     for step in range(TOP_K):
         top = tl.max(key, 1)
         best = tl.minimum(BLOCK_E - 1 - (top & 0x7FFFFFFF).to(tl.int32), EXPERTS - 1)
@@ -125,13 +127,13 @@ def _route_kernel(
         else:
             value = _as_float((top >> 32).to(tl.int32))
         chosen = tl.where((j == step)[None, :], value[:, None], chosen)
-        places = tl.where((j == step)[None, :], best[:, None], places)
-        key = tl.where(here, -(1 << 63), key)  # below every number's
+        experts = tl.where((j == step)[None, :], best[:, None], experts)
+        key = tl.where(here, -(1 << 63), key)  # below every other key
     live = (j < TOP_K)[None, :]
     w = _weights_of(chosen, live, scale, SCORE, RENORM)
     at = token[:, None] * TOP_K + j[None, :]
     tl.store(weights + at, w, mask=live & (token < tokens)[:, None])
-    tl.store(index + at, places, mask=live & (token < tokens)[:, None])
+    tl.store(index + at, experts, mask=live & (token < tokens)[:, None])
 
 
 _SCORES = {"softmax": 0, "sigmoid": 1, "topk_softmax": 2}
@@ -141,7 +143,7 @@ def route(
     logits: Tensor, top_k: int, *, score: str = "softmax", renorm: bool = True, scale: float = 1.0,
     bias: Tensor | None = None, early: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(weights [T, k] float32, experts [T, k] int32). Groups of experts are the reference's business."""
+    """(weights [T, k] float32, experts [T, k] int32). Groups of experts are left to the reference."""
     tokens, experts = logits.shape
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     index = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
@@ -149,7 +151,7 @@ def route(
         return weights, index
     block_e, block_k = triton.next_power_of_2(experts), triton.next_power_of_2(top_k)
     launch = {"launch_pdl": True} if early else {}
-    _route_kernel[(tokens,)](  # one warp a token, however many there are
+    _route_kernel[(tokens,)](  # one warp per token, whatever their number
         logits.contiguous(), bias, weights, index, tokens, scale, EXPERTS=experts, BLOCK_E=block_e, TOP_K=top_k,
         BLOCK_K=block_k, BLOCK_T=1, SCORE=_SCORES[score], RENORM=renorm, BIAS=bias is not None, EARLY=early,
         num_warps=1, **launch,
@@ -171,7 +173,7 @@ def _count_kernel(index, counts, pairs, BLOCK_E: tl.constexpr, CHUNK: tl.constex
 
 @triton.jit
 def _totals(index, counts, pairs, chunks, chunk, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, INLINE: tl.constexpr):
-    """(pairs of each expert, those of them in the chunks before `chunk`), both [BLOCK_E]. INLINE: nobody counted."""
+    """(pairs of each expert, those of them in the chunks before `chunk`), both [BLOCK_E]. INLINE: not counted yet."""
     total = tl.zeros((BLOCK_E,), tl.int32)
     before = tl.zeros((BLOCK_E,), tl.int32)
     if INLINE:
@@ -183,16 +185,16 @@ def _totals(index, counts, pairs, chunks, chunk, BLOCK_E: tl.constexpr, CHUNK: t
         e = tl.arange(0, BLOCK_E)
         for start in range(0, chunks, 32):
             c = start + tl.arange(0, 32)
-            found = tl.load(counts + c[:, None] * BLOCK_E + e[None, :], mask=(c < chunks)[:, None], other=0)
-            total += tl.sum(found, 0)
-            before += tl.sum(tl.where((c < chunk)[:, None], found, 0), 0)
+            chunk_counts = tl.load(counts + c[:, None] * BLOCK_E + e[None, :], mask=(c < chunks)[:, None], other=0)
+            total += tl.sum(chunk_counts, 0)
+            before += tl.sum(tl.where((c < chunk)[:, None], chunk_counts, 0), 0)
     return total, before
 
 
 @triton.jit
-def _places(index, p, begin, end, pairs, PIECE: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr):
-    """How many of the pairs from begin to end stand before each of `p` [PIECE]: those of lower experts (ALL) and the
-    earlier ones of its own."""
+def _ranks(index, p, begin, end, pairs, PIECE: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr):
+    """How many of the pairs from begin to end sort before each of `p` [PIECE]: those of lower experts (ALL) and the
+    earlier ones of the same expert."""
     mine = tl.load(index + p, mask=p < pairs, other=0).to(tl.int32)
     before = tl.zeros((PIECE, WIDTH), tl.int32)
     for start in range(begin, end, WIDTH):
@@ -208,18 +210,18 @@ def _places(index, p, begin, end, pairs, PIECE: tl.constexpr, WIDTH: tl.constexp
 
 
 @triton.jit
-def _place_chunk(
+def _order_chunk(
     index, counts, order, pairs, chunks, chunk, e, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr
 ):
-    """The pairs of one chunk, of whose experts others stand in the chunks before it."""
+    """Sort the pairs of one chunk, after those of the same experts in previous chunks."""
     total, before = _totals(index, counts, pairs, chunks, chunk, BLOCK_E, CHUNK, False)
     first = tl.cumsum(total, 0) - total + before
     begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, pairs)
     for piece in range(begin, end, PIECE):
         p = piece + tl.arange(0, PIECE)
-        mine, place = _places(index, p, begin, end, pairs, PIECE, CHUNK, False)
-        place += tl.sum(tl.where(mine[:, None] == e[None, :], first[None, :], 0), 1)
-        tl.store(order + place, p, mask=p < pairs)
+        mine, rank = _ranks(index, p, begin, end, pairs, PIECE, CHUNK, False)
+        rank += tl.sum(tl.where(mine[:, None] == e[None, :], first[None, :], 0), 1)
+        tl.store(order + rank, p, mask=p < pairs)
 
 
 @triton.jit(do_not_specialize=["pairs", "chunks", "placers", "most_tiles", "bm"])
@@ -228,17 +230,17 @@ def _sort_kernel(
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, TILES: tl.constexpr,
     INLINE: tl.constexpr,
 ):  # fmt: skip
-    """grid (placers + parts of the tile table,): place a piece of the pairs (INLINE) or a chunk of them, or fill a part
+    """grid (sorters + parts of the tile table,): sort PIECE pairs (INLINE) or a chunk of them, or fill a part
     of the table."""
     program = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)
     if program < placers:
         if INLINE:
             p = program * PIECE + tl.arange(0, PIECE)
-            _own, place = _places(index, p, 0, pairs, pairs, PIECE, CHUNK, True)
-            tl.store(order + place, p, mask=p < pairs)
+            _mine, rank = _ranks(index, p, 0, pairs, pairs, PIECE, CHUNK, True)
+            tl.store(order + rank, p, mask=p < pairs)
         else:
-            _place_chunk(index, counts, order, pairs, chunks, program, e, BLOCK_E, CHUNK, PIECE)
+            _order_chunk(index, counts, order, pairs, chunks, program, e, BLOCK_E, CHUNK, PIECE)
     else:
         total, _before = _totals(index, counts, pairs, chunks, 0, BLOCK_E, CHUNK, INLINE)
         first = tl.cumsum(total, 0) - total
@@ -257,7 +259,7 @@ def _sort_kernel(
 
 
 def sort_pairs(index: Tensor, experts: int, bm: int) -> ExpertTiles:
-    """index [T, k] (contiguous): pairs by expert, in rising order within one."""
+    """index [T, k] (contiguous): pairs by expert, in ascending order within one."""
     pairs, device = index.numel(), index.device
     if index.shape[0] == 1:
         return ExpertTiles(index, index, index, index, direct=True)
@@ -279,7 +281,7 @@ def sort_pairs(index: Tensor, experts: int, bm: int) -> ExpertTiles:
     return ExpertTiles(order, expert, start, end)
 
 
-# --- the grouped product
+# --- the grouped matmul
 
 
 @triton.jit(do_not_specialize=["pairs", "most_tiles"])
@@ -310,7 +312,7 @@ def _experts_kernel(
         pair = tl.load(order + row, mask=live, other=0)
     source = pair // TOP_K if FIRST else tl.where(live, row, 0)
     n, k = column * BN + tl.arange(0, BN), tl.arange(0, BK)
-    if GATED:  # gate and up rows in turn: one product, whose neighbouring columns belong together
+    if GATED:  # gate and up rows interleaved: one matmul, whose adjacent columns form pairs
         both = tl.arange(0, 2 * BN)
         w_row = (column * BN + both // 2) % N + both % 2 * N
     else:
@@ -340,7 +342,7 @@ def product(
     a: Tensor, w: Tensor, bias: Tensor | None, tiles: ExpertTiles, top_k: int, config: MoeTileConfig, *,
     pairs: int, first: bool, act: tuple[int, float, float] | None = None,
 ) -> Tensor:  # fmt: skip
-    """One grouped product. `act` (code, alpha, limit): w is [E, 2 N, K] and the result [P, N]; else [E, N, K]."""
+    """One grouped matmul. `act` (code, alpha, limit): w is [E, 2 N, K] and the result [P, N]; else [E, N, K]."""
     gated = act is not None
     code, alpha, limit = act or (0, 0.0, 0.0)
     rows, k = w.shape[1:]
@@ -390,9 +392,9 @@ def combine(y: Tensor, weights: Tensor, stream: Tensor | None = None) -> Tensor:
 def configs_of(
     pairs: int, experts: int, dtype: torch.dtype, *, fixed: bool = False
 ) -> tuple[MoeTileConfig, MoeTileConfig]:
-    """Tiles of the first and the second product, by how many pairs an expert has on average, as measured on an H200.
-    `fixed`: no result may depend on how many tokens there are. Tensor cores add up in one order whatever the tile; in
-    float32 one tile serves all."""
+    """Tiles of the first and the second matmul, by the average number of pairs per expert, as measured on an H200.
+    `fixed`: no result may depend on the number of tokens. Tensor cores sum in one order whatever the tile; in
+    float32 a single tile size is used."""
     each = 32 if fixed and dtype is torch.float32 else pairs / experts
     if dtype is torch.float32:
         return (MoeTileConfig(16, 32, 32, 4, 3) if each < 32 else MoeTileConfig(64, 32, 32, 4, 2),) * 2
@@ -410,8 +412,8 @@ def run_experts(
     act: Callable[[Tensor], Tensor], codes: dict[Callable, int], stream: Tensor | None = None,
     configs: tuple[MoeTileConfig, MoeTileConfig] | None = None, fixed: bool = False, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`codes`: which gated activations can join the first product; others run between the two. `fixed`: results do not
-    depend on how many tokens there are. `early`: see few.py; only where a few tokens are."""
+    """`codes`: the gated activations that can be fused into the first matmul; others run between the two. `fixed`:
+    results do not depend on the number of tokens. `early`: see few.py; only for a few tokens."""
     (tokens, top_k), experts, pairs = index.shape, w1.shape[0], index.numel()
     if not tokens:
         return torch.empty_like(x)
@@ -437,7 +439,7 @@ def run_experts(
 
 
 def _fused_act(act: Callable, codes: dict[Callable, int]) -> tuple[int, float, float] | None:
-    """(code, alpha, limit) of an activation that the first product can apply."""
+    """(code, alpha, limit) of an activation that the first matmul can apply."""
     if isinstance(act, partial):
         code = codes.get(act.func)
         return None if code is None else (code, float(act.keywords["alpha"]), float(act.keywords["limit"]))

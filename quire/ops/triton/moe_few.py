@@ -1,12 +1,12 @@
 """Mixture of experts for a few tokens on CUDA: no sorting, two launches after the routing.
 
 With a few tokens hardly two of them share an expert, so every pair (token, one of its k experts) reads the matrices of
-its expert for itself, on the plain units:
+its expert separately, on the CUDA cores:
 
     _up_kernel    grid (pairs, columns of F):  h[pair] = act(x[token] w1[expert])
     _down_kernel  grid (tokens, columns):      out[token] = stream + sum over its k of weight * (h[pair] w2[expert])
 
-Rounding is that of the grouped products in moe.py: h, and every expert's result before it is weighted. Floor: 6 dim F
+Rounding is that of the grouped matmuls in moe.py: h, and every expert's result before it is weighted. Floor: 6 dim F
 bytes a pair (bf16). 2048 x 768, k = 8: 1 token, 75 MB, 18 us.
 """
 
@@ -24,7 +24,7 @@ from quire.ops.triton.act import gate_up
 
 
 class MoeFewConfig(NamedTuple):
-    """Result columns, entries of a piece, warps: of the first product, then of the second."""
+    """Result columns, entries of a tile, warps: of the first matmul, then of the second."""
 
     up: tuple[int, int, int] = (2, 1024, 4)
     down: tuple[int, int, int] = (1, 256, 2)
@@ -47,19 +47,19 @@ def _up_kernel(
     """GATED: w holds gate rows, then up rows, and N counts results; else N counts all rows and nothing follows."""
     pair = tl.program_id(0)
     n, k = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
-    if EARLY:  # in this order: when the second product starts, the routing is done (see _down_kernel)
+    if EARLY:  # in this order: when the second matmul starts, the routing is done (see _down_kernel)
         gdc_wait()
         gdc_launch_dependents()
     expert = tl.load(index + pair).to(tl.int64)
     source = x + (pair // TOP_K).to(tl.int64) * x_stride
-    own = w + expert * w_stride_e
+    weights = w + expert * w_stride_e
     sums = tl.zeros((BN, BK), tl.float32)
     sums_up = tl.zeros((BN, BK), tl.float32)
     for start in range(0, K, BK):
         h = tl.load(source + start + k, mask=start + k < K, other=0.0).to(tl.float32)[None, :]
-        sums += _rows_of(own, n, start + k, w_stride_n, N, K, BN, BK) * h
+        sums += _rows_of(weights, n, start + k, w_stride_n, N, K, BN, BK) * h
         if GATED:
-            sums_up += _rows_of(own + N * w_stride_n, n, start + k, w_stride_n, N, K, BN, BK) * h
+            sums_up += _rows_of(weights + N * w_stride_n, n, start + k, w_stride_n, N, K, BN, BK) * h
     acc, acc_up = tl.sum(sums, 1), tl.sum(sums_up, 1)
     if BIAS:
         at = bias + expert * (2 * N if GATED else N) + n
@@ -96,9 +96,9 @@ def _down_kernel(
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
     ADD: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """All experts of a token at once: a tile is [experts, columns, entries]. EARLY: to be launched right after
-    _up_kernel, which lets this start only when all before it is done; so the choice of experts may be read (past the
-    nearest cache) and with it the first tile, before the wait for h."""
+    """All experts of a token at once: a tile is [experts, columns, entries]. EARLY: launched right after
+    _up_kernel, which lets this start only when everything before it is done; so the selected experts may be read
+    (bypassing L1) and with them the first tile, before the wait for h."""
     token = tl.program_id(0).to(tl.int64)
     j, n, k = tl.arange(0, BLOCK_K), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)
     if EARLY:
@@ -130,7 +130,7 @@ def up(
     x: Tensor, index: Tensor, w1: Tensor, b1: Tensor | None, act: tuple[int, float, float] | None, *,
     config: MoeFewConfig = MoeFewConfig(), early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """x [T, dim], index [T, k] -> [T * k, F]; without `act` the whole product [T * k, 2 F]."""
+    """x [T, dim], index [T, k] -> [T * k, F]; without `act` the full result [T * k, 2 F]."""
     rows, k = w1.shape[1:]
     n = rows if act is None else rows // 2
     code, alpha, limit = act or (0, 0.0, 0.0)

@@ -1,7 +1,7 @@
-"""The Triton forms of ops as a table, for CUDA: `compiled` makes it, `Kernels` takes from it what a model gets.
+"""The Triton forms of ops as a table, for CUDA: `compiled` makes it, `Kernels` picks a model's forms from it.
 
-A form that takes only some shapes hands the others to the reference. Also gives every kernel its short way to be
-launched (launch.py), and makes the list of kernels that something would launch. Must not know layers or models.
+A form that supports only some shapes passes others to the reference. Also installs the fast launcher of every kernel
+(launch.py), and records which kernels a function would launch. Must not know layers or models.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def _route(logits: Tensor, top_k: int, *, early: bool = False, **rule: Any) -> t
     rare = rule.get("score") in ("topk_sigmoid", "mixer")
     if rare or rule.get("groups", 1) > 1 or logits.shape[1] > _MOST_EXPERTS:
         return moe_ops.route.reference(logits, top_k, **rule)
-    kept = {name: value for name, value in rule.items() if name in ("score", "renorm", "scale", "bias")}
-    return moe.route(logits, top_k, **kept, early=early)
+    supported = {name: value for name, value in rule.items() if name in ("score", "renorm", "scale", "bias")}
+    return moe.route(logits, top_k, **supported, early=early)
 
 
 def _causal_conv(
@@ -119,7 +119,7 @@ def _add_states(table: FormTable) -> None:
 
 
 def _add_few(table: FormTable, codes: dict[Callable, int], early: bool) -> None:
-    """What a few rows take another way for; not where results must not depend on how many there are."""
+    """Forms for a few rows; not used if results must not depend on the number of rows."""
     table.form(few_ops.few_rows, _free)(few.few_rows)
     table.form(few_ops.norm_linear, _free)(partial(few.norm_linear, codes=codes, early=early))
     table.form(few_ops.linear_add, _free)(partial(few.linear_add, early=early))
@@ -128,13 +128,13 @@ def _add_few(table: FormTable, codes: dict[Callable, int], early: bool) -> None:
 
 
 def _add_skinny(table: FormTable, codes: dict[Callable, int], early: bool) -> None:
-    """Products that only Hopper's instructions make worth while, in a part of Triton that may change."""
+    """Matmuls that are only faster with Hopper's instructions, written in an experimental part of Triton."""
     try:
         from quire.ops.triton.skinny import add_forms as add_forms_  # lazy
 
         add_forms = add_forms_
     except ImportError as wrong:
-        _log.warning("decodes of 3 to 32 rows are left to the library, and are slower: %s", wrong)
+        _log.warning("decodes of 3 to 32 rows use the library, which is slower: %s", wrong)
         return
     add_forms(table, codes, _free, early=early)
 
@@ -144,7 +144,7 @@ def _is_hopper() -> bool:
 
 
 def _add_fixed(table: FormTable, codes: dict[Callable, int], early: bool) -> None:
-    """What takes the place of forms and libraries whose sums follow the number of rows."""
+    """Replacements of forms and libraries whose order of summation depends on the number of rows."""
     table.form(linear_ops.linear, same_bits)(fixed_linear.FixedLinear())
     table.form(linear_ops.heads_matmul, same_bits)(fixed_linear.heads_matmul)
     experts = partial(moe.run_experts, codes=codes, fixed=True, early=early)
@@ -190,17 +190,17 @@ def _table() -> FormTable:
 
 
 def launchers() -> list[launch.Launcher]:
-    """Of every kernel of ours that is loaded by now."""
+    """Launchers of all of Quire's kernels loaded so far."""
     package = __name__.rpartition(".")[0]
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(f"{package}.")]
     return launch.install([attention, attention_cache, attention_plan, *modules], launch.current_stream())
 
 
 def record(run: Callable[[], None], tell: Callable[[dict[str, Any]], None] | None = None) -> list[dict[str, Any]]:
-    """What `run` would launch, as jobs for compile_child.py; `tell` hears of each as soon as it is known. Nothing is
-    launched, so what it computes is nonsense."""
+    """What `run` would launch, as jobs for compile_child.py; `tell` is called with each at once. Nothing is
+    launched, so its results are meaningless."""
     note = warm.Recorder(launch.arch(), tell)
     with launch.recorded(launchers(), note):
         run()
-    # The longest first: what is left at the end of a later start should be short.
+    # The longest first, to shorten the tail of a later start.
     return sorted(note.jobs.values(), key=lambda job: -len(job["constant_keys"]))

@@ -1,8 +1,8 @@
-"""Between the fused qkv product and attention on CUDA, in one pass: head norms, rotation, write to the paged cache.
+"""Between the fused qkv projection and attention on CUDA, in one pass: head norms, rotary embedding, cache write.
 
 `prepare_qkv` reads [q | k | v] once, writes queries to a new tensor, keys and values to their slots. A program takes
-one token and a few heads; a head is read as the two entries of each rotated pair, and what is not rotated.
-`rope_tables` makes a step's cosines and signed sines in one launch.
+one token and a few heads; a head is read as the two entries of each rotated pair, and the unrotated rest.
+`rope_tables` computes a step's cosines and signed sines in one launch.
 
 Floor: 2 (Hq + 2 Hkv) D b bytes a token (all read, all written) plus 2 dim b of tables. 8192 tokens of (32 + 16) x 128
 bf16: 201 MB, 47 us at 4.3 TB/s. A decode of 256 tokens: 6 MB, 1.5 us, so a launch (about 2 us).
@@ -20,7 +20,7 @@ from quire.ops.parts import PartialSums
 from quire.ops.qkv import QkvPrep
 from quire.ops.triton.sizes import cdiv, next_power_of_2
 
-_TILES = ((4096, 4), (2048, 4), (1024, 2))  # entries and warps of a program: the first that leaves no head over
+_TILES = ((4096, 4), (2048, 4), (1024, 2))  # entries and warps of a program: the first that divides the heads evenly
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _weighted(x, scale, weights, q_at, k_at, column, is_q, is_k, offset, WIDE: t
 
 @triton.jit
 def _put(bases, x, column, is_q, is_k, is_v, KEEP: tl.constexpr):
-    """One piece of every head to where its kind goes: q to the result, k and v to the cache."""
+    """Store a tile of every head: q to the result, k and v to the cache."""
     own, q_base, k_base, v_base = bases
     tl.store(q_base[:, None] + column, x.to(q_base.dtype.element_ty), mask=is_q)
     if KEEP:
@@ -48,7 +48,7 @@ def _put(bases, x, column, is_q, is_k, is_v, KEEP: tl.constexpr):
 
 @triton.jit
 def _read(own, column, mask, part_stride, PARTS: tl.constexpr, NARROW: tl.constexpr):
-    """A piece of every head as float32: the sum of PARTS, rounded to the dtype NARROW."""
+    """A tile of every head as float32: the sum of PARTS, rounded to the dtype NARROW."""
     x = tl.load(own[:, None] + column, mask=mask, other=0.0)
     for part in tl.static_range(1, PARTS):
         x += tl.load(own[:, None] + part * part_stride + column, mask=mask, other=0.0)
@@ -71,14 +71,14 @@ def _prepare_kernel(
     head = tl.program_id(1) * BH + tl.arange(0, BH)
     is_q, is_k, is_v = head < HQ, (head >= HQ) & (head < HQ + HKV), (head >= HQ + HKV) & (head < HQ + 2 * HKV)
     slot = tl.load(slots + token).to(tl.int64)
-    block, place, kv = slot // BLOCK_SIZE, slot % BLOCK_SIZE, tl.where(is_k, head - HQ, head - HQ - HKV)
+    block, block_offset, kv = slot // BLOCK_SIZE, slot % BLOCK_SIZE, tl.where(is_k, head - HQ, head - HQ - HKV)
     there = slot >= 0
     own = qkv + token * stride + head * D
     bases = (
         own,
         q_out + (token * HQ + head) * D,
-        keys + block * k_block + place * k_slot + kv * k_head,
-        values + block * v_block + place * v_slot + kv * v_head,
+        keys + block * k_block + block_offset * k_slot + kv * k_head,
+        values + block * v_block + block_offset * v_slot + kv * v_head,
     )
     kind: tl.constexpr = q_out.dtype.element_ty
     i, j = tl.arange(0, PAIR_TILE)[None, :], tl.arange(0, REST_TILE)[None, :]
@@ -112,10 +112,10 @@ def prepare_qkv(
 ) -> Tensor:  # fmt: skip
     parts, dtype = (qkv.sums, qkv.dtype) if isinstance(qkv, PartialSums) else (qkv[None], qkv.dtype)
     if keep and isinstance(qkv, PartialSums):
-        raise ValueError("parts of a product have no place to keep keys in")
+        raise ValueError("keys cannot be written back to partial sums")
     tokens, total = parts.shape[1], prep.heads + 2 * prep.kv_heads
     size, half = parts.shape[2] // total, 0 if prep.cos is None else prep.cos.shape[-1] // 2
-    behind = tokens // 16 + 1 if keep else 0  # room for library.py to read a little past the last prompt
+    behind = tokens // 16 + 1 if keep else 0  # padding for library.py to read a little past the last prompt
     q = torch.empty((tokens + behind, prep.heads, size), dtype=dtype, device=parts.device)[:tokens]
     if not tokens:
         return q

@@ -23,26 +23,26 @@ def _gather_kernel(
     rows, positions, tokens, table, token_ids, places, contexts, slots, count, scrap, token_stride, table_stride,
     SIZE: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """FIRST: also what does not depend on the group."""
+    """FIRST: also the outputs that do not depend on the group."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     row = tl.load(rows + at, mask=inside, other=0).to(tl.int64)
-    place = tl.load(positions + at, mask=inside, other=0)
+    position = tl.load(positions + at, mask=inside, other=0)
     real = inside & (row != scrap)
     if FIRST:
-        token = tl.load(tokens + row * token_stride + place, mask=inside, other=0)
+        token = tl.load(tokens + row * token_stride + position, mask=inside, other=0)
         tl.store(token_ids + at, token.to(tl.int64), mask=inside)
-        tl.store(places + at, place.to(tl.int64), mask=inside)
-        tl.store(contexts + at, tl.where(real, place + 1, 0), mask=inside)
-    block = tl.load(table + row * table_stride + place // SIZE, mask=real, other=-1).to(tl.int64)
-    tl.store(slots + at, tl.where(block >= 0, block * SIZE + place % SIZE, -1), mask=inside)
+        tl.store(places + at, position.to(tl.int64), mask=inside)
+        tl.store(contexts + at, tl.where(real, position + 1, 0), mask=inside)
+    block = tl.load(table + row * table_stride + position // SIZE, mask=real, other=-1).to(tl.int64)
+    tl.store(slots + at, tl.where(block >= 0, block * SIZE + position % SIZE, -1), mask=inside)
 
 
 def gather_inputs_cuda(
     rows: Tensor, positions: Tensor, tokens: Tensor, tables: Sequence[Tensor], block_sizes: Sequence[int],
     out: StepBuffers,
 ) -> None:  # fmt: skip
-    if not tables:  # a model that keeps nothing between steps
+    if not tables:  # a model without KV groups
         return gather_inputs.reference(rows, positions, tokens, tables, block_sizes, out)
     count, scrap = rows.shape[0], tokens.shape[0] - 1
     grid = (cdiv(count, _BLOCK),)

@@ -1,9 +1,9 @@
-"""Choosing tokens on CUDA without waiting for the host: greedy, or seeded Gumbel noise after temperature, top_k, top_p.
+"""Sampling on CUDA without waiting for the host: greedy, or seeded Gumbel noise after temperature, top_k, top_p.
 
-A filter is one number per row: the smallest scaled logit that is kept (every tie of the last kept token is kept). It is
-found without sorting the vocabulary: the k-th largest of the maxima of short runs bounds the k-th largest logit from
-below, so that only a few runs hold candidates; the edge among those is found by bisection on the bits of a float. A row
-whose nucleus is wider than the candidates bisects over its whole vocabulary.
+A filter is one threshold per row: the smallest scaled logit that is kept (all ties of the last kept token are kept). It
+is found without sorting the vocabulary: the k-th largest of the maxima of short runs bounds the k-th largest logit from
+below, so only a few runs have candidates; the threshold among those is found by bisection on the bits of a float. A row
+whose nucleus is larger than the candidates bisects over its full vocabulary.
 
     logits ──_peaks_kernel──▶ maxima of runs, softmax sums ──_edge_kernel──▶ edge [n]            (only with filters)
            ──_choose_kernel─▶ best of each part of a row   ──_best_kernel──▶ token, score [n]
@@ -23,12 +23,12 @@ from torch import Tensor
 from quire.ops.triton.sizes import cdiv, next_power_of_2
 
 _BLOCK = 1024
-_PARTS = 256  # most parts a row is cut into
+_PARTS = 256  # most parts a row is split into
 _SUMS = 64  # most parts whose softmax sums are added up
 _PEAKS = 4096  # most runs of a row
 _NUCLEUS = 384  # runs that are searched for the nucleus of a row without top_k
 _MOST = 1024  # candidates held in registers
-_ANY_ADDRESS = ["row_index", "positions"]  # slices of a step's inputs: no new kernel for every odd start
+_ANY_ADDRESS = ["row_index", "positions"]  # slices of a step's inputs: do not specialize on their alignment
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def gumbel(bits):
 
 @triton.jit
 def _ordered(x):
-    """A float as an int32 that compares as it does, and back (the same function)."""
+    """A float as an int32 with the same order, and back (the same function)."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -87,12 +87,12 @@ def _middle(low, high):
 
 @triton.jit
 def _scaled(logits, column, vocab, heat):
-    """Logits divided by the temperature (exactly as torch divides); -inf past the vocabulary."""
+    """Logits divided by the temperature (bitwise as in torch); -inf past the vocabulary."""
     x = tl.load(logits + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
     return tl.div_rn(x, heat)
 
 
-# --- the choice
+# --- selection
 
 
 @triton.jit(do_not_specialize=["parts", "tiles"], do_not_specialize_on_alignment=_ANY_ADDRESS)
@@ -100,7 +100,7 @@ def _choose_kernel(
     logits, row_index, positions, seeds, temperature, edges, best, best_at, stride, vocab, parts, tiles,
     FILTERS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grid (n, parts): the best of `tiles` tiles, with noise where the row draws."""
+    """grid (n, parts): the best of `tiles` tiles, with noise if the row is sampled."""
     n, part = tl.program_id(0), tl.program_id(1)
     row = tl.load(row_index + n)
     heat = tl.load(temperature + row)
@@ -110,20 +110,20 @@ def _choose_kernel(
     edge = -float("inf")
     if FILTERS:
         edge = tl.load(edges + n)
-    place = tl.arange(0, BLOCK)
+    lane = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), -float("inf"), tl.float32)
-    top_at = part * tiles * BLOCK + place
+    top_at = part * tiles * BLOCK + lane
     base = logits + n.to(tl.int64) * stride
     for tile in range(part * tiles, part * tiles + tiles):
-        column = tile * BLOCK + place
+        column = tile * BLOCK + lane
         x = tl.load(base + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
         if draws:
             x = tl.div_rn(x, heat)
-            kept = x
+            allowed = x
             if FILTERS:
-                kept = tl.where(x < edge, -float("inf"), x)
-            x = kept + gumbel(noise_bits(low, high, column))
-        x = tl.where(x != x, float("inf"), x)  # not a number: found again by _best_kernel
+                allowed = tl.where(x < edge, -float("inf"), x)
+            x = allowed + gumbel(noise_bits(low, high, column))
+        x = tl.where(x != x, float("inf"), x)  # NaN: detected by _best_kernel
         top_at = tl.where(x > top, column, top_at)
         top = tl.maximum(x, top)
     most = tl.max(top, 0)
@@ -136,7 +136,7 @@ def _best_kernel(
     logits, row_index, positions, best, best_at, out, scores, tokens, stride, token_stride, parts,
     WRITE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """grid (n,): the best of a row's parts, the lowest id among equals. WRITE: into the row's tokens too."""
+    """grid (n,): the best of a row's parts, the lowest id among ties. WRITE: into the row's tokens too."""
     n = tl.program_id(0)
     part = tl.arange(0, PARTS)
     value = tl.load(best + n * parts + part, mask=part < parts, other=-float("inf"))
@@ -156,7 +156,7 @@ def _best_kernel(
 
 @triton.jit
 def _filters(heat, k, p):
-    """Does a row keep less than everything?"""
+    """Whether a row filters anything."""
     return (heat > 0) & ((k > 0) | (p < 1.0))
 
 
@@ -166,18 +166,18 @@ def _peaks_kernel(
     RUN: tl.constexpr, PEAKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """grid (n, parts): maxima of runs of RUN scaled logits; and each part's maximum and sum of exp(x - maximum). Rows
-    that filter nothing cost a look at their parameters, so that a captured step may always hold this."""
+    without filters only read their parameters, so a captured step may always include this."""
     n, part = tl.program_id(0), tl.program_id(1)
     row = tl.load(row_index + n)
     heat = tl.load(temperature + row)
     if not _filters(heat, tl.load(top_k + row), tl.load(top_p + row)):
         return
     base = logits + n.to(tl.int64) * stride
-    place, run = tl.arange(0, BLOCK), tl.arange(0, BLOCK // RUN)
+    lane, run = tl.arange(0, BLOCK), tl.arange(0, BLOCK // RUN)
     top = tl.full((BLOCK,), -1e30, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for tile in range(part * tiles, part * tiles + tiles):
-        x = _scaled(base, tile * BLOCK + place, vocab, heat)
+        x = _scaled(base, tile * BLOCK + lane, vocab, heat)
         peak = tl.max(tl.reshape(x, (BLOCK // RUN, RUN)), 1)
         at = tile * (BLOCK // RUN) + run
         tl.store(peaks + n.to(tl.int64) * PEAKS + at, peak, mask=at < PEAKS)
@@ -192,7 +192,7 @@ def _peaks_kernel(
 @triton.jit
 def _bound(peak, wanted, most):
     """The largest value that at least `wanted` peaks reach."""
-    low, high = _ordered(tl.min(peak, 0)) - 1, _ordered(most) + 1  # enough reach low; too few reach high
+    low, high = _ordered(tl.min(peak, 0)) - 1, _ordered(most) + 1  # invariant: enough reach low; too few reach high
     while low + 1 < high:
         middle = _middle(low, high)
         enough = tl.sum((peak >= _as_float(middle)).to(tl.int32), 0) >= wanted
@@ -202,12 +202,12 @@ def _bound(peak, wanted, most):
 
 @triton.jit
 def _measure(base, vocab, heat, edge, least, most, BLOCK: tl.constexpr):
-    """Over a whole row, of what is at least `least`: how many exceed `edge`, and their sum of exp(x - most)."""
-    place = tl.arange(0, BLOCK)
+    """Over a full row, of values of at least `least`: how many exceed `edge`, and their sum of exp(x - most)."""
+    lane = tl.arange(0, BLOCK)
     count = tl.zeros((BLOCK,), tl.int32)
     mass = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocab, BLOCK):
-        x = _scaled(base, start + place, vocab, heat)
+        x = _scaled(base, start + lane, vocab, heat)
         above = (x > edge) & (x >= least)
         count += above.to(tl.int32)
         mass += tl.where(above, tl.exp(x - most), 0.0)
@@ -216,7 +216,7 @@ def _measure(base, vocab, heat, edge, least, most, BLOCK: tl.constexpr):
 
 @triton.jit
 def _wide_edge(base, vocab, heat, k, p, most, BLOCK: tl.constexpr):
-    """The edge by bisection over the whole vocabulary: first top_k (0: none), then top_p of what is left (1: none)."""
+    """The threshold by bisection over the full vocabulary: first top_k (0: none), then top_p of the rest (1: none)."""
     edge = -float("inf")
     if k > 0:
         low, high = _ordered(-3.0e38 + 0.0 * most), _ordered(most)
@@ -227,7 +227,7 @@ def _wide_edge(base, vocab, heat, k, p, most, BLOCK: tl.constexpr):
         edge = _as_float(high)
     if p < 1.0:
         _, total = _measure(base, vocab, heat, -float("inf"), edge, most, BLOCK)
-        low, high = _ordered(most - 128.0), _ordered(most)  # all that lies lower weighs nothing in float32
+        low, high = _ordered(most - 128.0), _ordered(most)  # lower values have no weight in float32
         while low + 1 < high:
             middle = _middle(low, high)
             _, mass = _measure(base, vocab, heat, _as_float(middle), edge, most, BLOCK)
@@ -262,7 +262,7 @@ def _near_edge(c, low, k, p, total, most):
 
 @triton.jit
 def _collect(base, vocab, heat, peak, least, runs, found, RUN: tl.constexpr, PEAKS: tl.constexpr, MOST: tl.constexpr):
-    """Write the scaled logits that are at least `least` to found [MOST], in rising order of ids; how many there are."""
+    """Write the scaled logits of at least `least` to found [MOST], in ascending order of ids; returns their number."""
     BLOCK: tl.constexpr = 1024
     index = tl.arange(0, PEAKS)
     open_ = peak >= least
@@ -270,10 +270,10 @@ def _collect(base, vocab, heat, peak, least, runs, found, RUN: tl.constexpr, PEA
     tl.store(runs + order, index, mask=open_)
     tl.debug_barrier()
     num_runs = tl.sum(open_.to(tl.int32), 0)
-    place = tl.arange(0, BLOCK)
+    lane = tl.arange(0, BLOCK)
     count = 0
     for start in range(0, num_runs * RUN, BLOCK):
-        at = start + place
+        at = start + lane
         run = tl.load(runs + at // RUN, mask=at // RUN < num_runs, other=PEAKS)
         column = tl.where(at // RUN < num_runs, run * RUN + at % RUN, vocab)
         x = _scaled(base, column, vocab, heat)
@@ -290,7 +290,7 @@ def _edge_kernel(
     logits, row_index, temperature, top_k, top_p, peaks, part_max, part_sum, runs, found, edges, stride, vocab, parts,
     RUN: tl.constexpr, PEAKS: tl.constexpr, PARTS: tl.constexpr, MOST: tl.constexpr, NUCLEUS: tl.constexpr,
 ):  # fmt: skip
-    """grid (n,): the smallest scaled logit that top_k and then top_p keep; -inf for a row that filters nothing."""
+    """grid (n,): the smallest scaled logit that top_k and then top_p keep; -inf for a row without filters."""
     n = tl.program_id(0)
     row = tl.load(row_index + n)
     heat, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
@@ -306,7 +306,7 @@ def _edge_kernel(
     base = logits + n.to(tl.int64) * stride
     index = tl.arange(0, PEAKS)
     wanted = tl.where(k > 0, k, NUCLEUS)
-    far = (wanted > MOST) | (wanted * RUN > vocab)  # no use looking near: too many are wanted
+    far = (wanted > MOST) | (wanted * RUN > vocab)  # the candidates cannot be enough
     edge = -float("inf")
     if not far:
         peak = tl.load(peaks + n.to(tl.int64) * PEAKS + index, mask=index * RUN < vocab, other=-3.0e38)
@@ -327,7 +327,7 @@ def find_edges(logits: Tensor, row_index: Tensor, temperature: Tensor, top_k: Te
     """[n] float32: the smallest kept logit of each row, after temperature. Columns are indexed by row_index."""
     (n, vocab), device = logits.shape, logits.device
     tiles = cdiv(cdiv(vocab, _BLOCK), _SUMS)
-    parts = cdiv(vocab, _BLOCK * tiles)  # the same for any n, so that sums do not depend on other rows
+    parts = cdiv(vocab, _BLOCK * tiles)  # the same for any n: sums must not depend on other rows
     run = max(16, next_power_of_2(cdiv(vocab, _PEAKS)))
     peaks = torch.empty((n, _PEAKS), dtype=torch.float32, device=device)
     part_max, part_sum, found, edges = (

@@ -1,4 +1,4 @@
-"""Sizes of grids and tiles, as plain arithmetic: Triton's own functions of these names cost microseconds a call."""
+"""Sizes of grids and tiles, as plain arithmetic: Triton's functions of these names cost microseconds per call."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Products of up to 32 rows with a large matrix on Hopper, by tensor cores, at the pace of memory.
+"""Matmuls of up to 32 rows with a large matrix on Hopper, on tensor cores, at memory bandwidth.
 
-The matrix takes the tall side of the product (tiles of 64 of its rows), so that the rows given fill the narrow one. A
-program has a tile and a share of K; a ring of buffers in shared memory is filled by the copy engine. A program starts
-while the kernel before it still runs (programmatic dependent launch) and fills its ring with weights; only then does it
-wait for the rows. Shares of K are added up by whoever reads the product (ops/parts.py): adding them up here would make
-every program wait for the last one, some 3 us of a product of 10.
+The matrix is the M operand of `wgmma` (tiles of 64 of its rows), the activations the narrow N operand. A
+program has a tile and a split of K; a ring of buffers in shared memory is filled by TMA. A program starts
+while the previous kernel still runs (programmatic dependent launch) and fills its ring with weights; only then does it
+wait for the rows. Splits of K are added up by the consumer (ops/parts.py): adding them up here would make
+every program wait for the last one, some 3 us of a matmul of 10.
 
 Floor: the bytes of the matrix at 4.3 TB/s. 6144 x 4096 bf16: 50 MB, 11.7 us; 24576 x 4096: 201 MB, 46.8 us.
-Needs: K a multiple of 128, 16-bit numbers, Hopper's own instructions (no other generation has them).
+Needs: K a multiple of 128, 16-bit weights, Hopper's instructions (no other generation has them).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _MOST_PARTS = 8
 
 
 class Ring(NamedTuple):
-    """How a program reads its share of K."""
+    """How a program reads its split of K."""
 
     entries: int  # of K in a buffer
     buffers: int
-    programs: int  # that share a multiprocessor
+    programs: int  # per multiprocessor
 
 
 WIDE, NARROW = Ring(256, 2, 2), Ring(128, 3, 3)
@@ -55,7 +55,7 @@ WIDE, NARROW = Ring(256, 2, 2), Ring(128, 3, 3)
 
 @gluon.jit
 def _fill(matrix, ring, barriers, column, k, at, other, GATED: gl.constexpr):
-    """Read a piece of the tile's rows into one buffer: of the matrix; GATED: half of them lie `other` rows further."""
+    """Load a chunk of the tile's rows of the matrix into one buffer; GATED: half of them are `other` rows further."""
     if GATED:
         HALF: gl.constexpr = TILE // 2
         to = ring.index(at)
@@ -70,7 +70,7 @@ def _product(
     matrix, rows, column, begin, end, other,
     ROWS: gl.constexpr, ENTRIES: gl.constexpr, BUFFERS: gl.constexpr, GATED: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """[TILE, ROWS]: the tile's rows of the matrix times all rows, over pieces [begin, end) of K."""
+    """[TILE, ROWS]: the tile's rows of the matrix times all rows, over chunks [begin, end) of K."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ring = gl.allocate_shared_memory(matrix.dtype, [BUFFERS, TILE, ENTRIES], layout)
     given = gl.allocate_shared_memory(matrix.dtype, [BUFFERS, ROWS, ENTRIES], layout)
@@ -113,7 +113,7 @@ def _parts_kernel(
     matrix, rows, bias, sums, num_rows, columns, pieces, parts,
     ROWS: gl.constexpr, ENTRIES: gl.constexpr, BUFFERS: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """grid (tiles * parts,). sums [parts, num_rows, columns] = rows matrix', each part over its share of K."""
+    """grid (tiles * parts,). sums [parts, num_rows, columns] = rows matrix', each part over its split of K."""
     column, part = gl.program_id(0) // parts * TILE, gl.program_id(0) % parts
     begin, end = part * pieces // parts, (part + 1) * pieces // parts
     acc = _product(matrix, rows, column, begin, end, 0, ROWS, ENTRIES, BUFFERS, False, EARLY)
@@ -154,7 +154,7 @@ def _silu_kernel(
 
 
 class _Address(NamedTuple):
-    """Stands for a tensor in a descriptor, which is kept, without keeping its memory."""
+    """Stands in for a tensor in a cached descriptor, without keeping its memory alive."""
 
     at: int
     dtype: torch.dtype
@@ -170,7 +170,7 @@ _LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
 def _described(
     at: int, dtype: torch.dtype, rows: int, columns: int, stride: int, box_rows: int, box_columns: int
 ) -> TensorDescriptor:
-    """A matrix for the copy engine, which reads boxes of it; zeros past its end."""
+    """The TMA descriptor of a matrix; zeros past its end."""
     base = _Address(at, dtype)
     return TensorDescriptor(base, [rows, columns], [stride, 1], [box_rows, box_columns], _LAYOUT)
 
@@ -180,7 +180,7 @@ def _describe(x: Tensor, box_rows: int, box_columns: int) -> TensorDescriptor:
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """What the kernels take. All else goes to the library."""
+    """Whether the kernels support this. Everything else goes to the library."""
     return (
         x.dtype is weight.dtype
         and x.element_size() == 2
@@ -191,7 +191,7 @@ def fits(x: Tensor, weight: Tensor) -> bool:
 
 
 def shape_of(columns: int, k: int, processors: int) -> tuple[Ring, int]:
-    """(how a program reads, parts of K): of the two rings the one that leaves fewer multiprocessors short of work."""
+    """(ring, splits of K): of the two rings the one that leaves fewer multiprocessors idle."""
     tiles = -(-columns // TILE.value)
     best: tuple[float, Ring, int] | None = None
     for ring in (WIDE, NARROW):
@@ -219,10 +219,10 @@ def linear_parts(
     (rows, k), columns = x.shape, weight.shape[0]
     ring, parts = shape or shape_of(columns, k, processors)
     sums = torch.empty((parts, rows, columns), dtype=torch.float32, device=x.device)
-    held = _rows_of(rows)
+    num_rows = _rows_of(rows)
     _parts_kernel[(-(-columns // TILE.value) * parts,)](
-        _describe(weight, TILE.value, ring.entries), _describe(x, held, ring.entries), bias, sums, rows, columns,
-        k // ring.entries, parts, ROWS=held, ENTRIES=ring.entries, BUFFERS=ring.buffers, BIAS=bias is not None,
+        _describe(weight, TILE.value, ring.entries), _describe(x, num_rows, ring.entries), bias, sums, rows, columns,
+        k // ring.entries, parts, ROWS=num_rows, ENTRIES=ring.entries, BUFFERS=ring.buffers, BIAS=bias is not None,
         EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return PartialSums(sums, x.dtype)
@@ -232,7 +232,7 @@ def linear_act(
     x: Tensor, weight: Tensor, bias: Tensor | None, act: Callable[[Tensor], Tensor], *,
     codes: Mapping[Callable, int], early: bool = False, ring: Ring = NARROW,
 ) -> Tensor:  # fmt: skip
-    """`codes`: gated activations by function; SiLU joins the product, others run after it."""
+    """`codes`: gated activations by function; SiLU is fused into the matmul, others run after it."""
     if codes.get(act) != SILU or not fits(x, weight):
         return act(F.linear(x, weight, bias))
     (rows, k), columns = x.shape, weight.shape[0] // 2
@@ -247,7 +247,7 @@ def linear_act(
 
 
 def part_rows(width: int, dtype: torch.dtype) -> int:
-    """Up to how many rows a block's products are to be taken from here."""
+    """Up to how many rows a block's matmuls use these kernels."""
     return MOST_ROWS if dtype.itemsize == 2 and width % NARROW.entries == 0 else 0
 
 

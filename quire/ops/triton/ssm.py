@@ -1,8 +1,8 @@
-"""Mixers with a running state on CUDA: short convolution, one step of every scan, the gated norm after them.
+"""Layers with a recurrent state on CUDA: short convolution, one step of every scan, the gated norm after them.
 
-A step reads its state once and writes it once, in float32 registers between; in a captured graph the blocks come from
-`state_places`, padding has no block and writes nothing. The sequential form walks a row's tokens with the same
-arithmetic as a step: slow for prompts, but a token's numbers never depend on how its prompt was cut.
+A step reads its state once and writes it once, in float32 registers in between; in a captured graph the blocks come
+from `state_places`, padding has no block and writes nothing. The sequential form loops over a row's tokens with the
+arithmetic of a step: slow for prefill, but a token's result never depends on how its prompt was chunked.
 Chunked forms for prompts are in ssm_chunk.py.
 
 Floor of a decode: states read and written once. 256 rows of a layer of 32 heads x 128 x 128 float32: 1.07 GB, 0.25 ms
@@ -27,7 +27,7 @@ _WIDEST = 16384  # entries of a norm's group
 
 
 class ScanLists(NamedTuple):
-    """Pieces and rows of a step, for kernels that walk rows. A row is one or more pieces that follow each other."""
+    """Pieces and rows of a step, for kernels that loop over rows. A row is one or more consecutive pieces."""
 
     rows: Tensor  # [M, 2] int32: first piece, end
     pieces: Tensor  # [N, 6] int32: first token, end, load, store, first chunk, first token of its row
@@ -37,13 +37,13 @@ class ScanLists(NamedTuple):
 
 
 def lists_of(work: StateWork, chunk: int) -> ScanLists:
-    """Made once per step and chunk length, by the first layer that asks."""
+    """Made once per step and chunk length, by the first layer that needs it."""
     key = f"lists {chunk}"
     if key not in work.made:
-        begin, end, kept = work.spans.astype(np.int64).T
+        begin, end, is_continued = work.spans.astype(np.int64).T
         counts = -(-(end - begin) // chunk)
-        firsts = np.flatnonzero(kept == 0)
-        row_of = np.cumsum(kept == 0) - 1
+        firsts = np.flatnonzero(is_continued == 0)
+        row_of = np.cumsum(is_continued == 0) - 1
         piece_of = np.repeat(np.arange(len(begin)), counts)
         at = begin[piece_of] + (np.arange(len(piece_of)) - np.repeat(np.cumsum(counts) - counts, counts)) * chunk
         rows = np.stack((firsts, np.append(firsts[1:], len(begin))), 1)
@@ -51,17 +51,17 @@ def lists_of(work: StateWork, chunk: int) -> ScanLists:
         chunks = np.stack((at, np.minimum(at + chunk, end[piece_of]), extra[piece_of, 1], firsts[row_of[piece_of]]), 1)
         flat = np.concatenate([part.astype(np.int32).ravel() for part in (rows, extra, chunks)])
         sent = upload(flat, work.pieces.device)
-        own, more, cuts = sent.split([rows.size, extra.size, chunks.size])
+        sent_rows, more, cuts = sent.split([rows.size, extra.size, chunks.size])
         pieces = torch.cat((work.pieces, more.view(-1, 2)), 1)
         cuts = cuts.view(-1, 4)
         loads = work.pieces[cuts[:, 3].long(), 2:3]
         cuts = torch.cat((cuts[:, :3], loads), 1)
-        work.made[key] = ScanLists(own.view(-1, 2).contiguous(), pieces, cuts, len(rows), len(chunks))
+        work.made[key] = ScanLists(sent_rows.view(-1, 2).contiguous(), pieces, cuts, len(rows), len(chunks))
     return work.made[key]
 
 
 def step_lists(work: StateWork) -> ScanLists:
-    """The same for rows of one token: what must take the way of longer rows, bit for bit, goes by these."""
+    """The same for rows of one token, for modes in which they must match longer rows bit for bit."""
     key = "steps"
     if key not in work.made:
         count, device = len(work.load), work.load.device
@@ -76,9 +76,9 @@ def step_lists(work: StateWork) -> ScanLists:
 
 
 def walks_of(work: StateWork, fixed: bool) -> list[ScanLists]:
-    """Rows to walk: the longer ones, and in fixed mode all."""
-    found = [step_lists(work)] if fixed and len(work.load) else []
-    return [*found, lists_of(work, 64)] if len(work.spans) else found
+    """Rows to process sequentially: the longer ones, and in fixed mode all."""
+    lists = [step_lists(work)] if fixed and len(work.load) else []
+    return [*lists, lists_of(work, 64)] if len(work.spans) else lists
 
 
 @triton.jit
@@ -90,9 +90,9 @@ def _places_kernel(tables, rows, contexts, load, store, width, size, HAS_ROWS: t
         row = tl.load(rows + entry).to(tl.int64)
     table = tables + row * width
     before, last = tl.maximum(context - 2, 0) // size, tl.maximum(context - 1, 0) // size
-    found = tl.load(table + before, mask=context > 1, other=-1)
+    block = tl.load(table + before, mask=context > 1, other=-1)
     written = tl.load(table + last, mask=context > 0, other=-1)
-    tl.store(load + entry, found.to(tl.int64))
+    tl.store(load + entry, block.to(tl.int64))
     tl.store(store + entry, written.to(tl.int64))
 
 
@@ -124,26 +124,26 @@ def _conv_step_kernel(
     inside = channel < channels
     token = entry if ALL else tl.load(tokens + entry)
     source, target = tl.load(load + entry), tl.load(store + entry)
-    own = states + tl.maximum(source, 0) * block_stride + channel * (TAPS - 1)
-    kept = states + tl.maximum(target, 0) * block_stride + channel * (TAPS - 1)
+    source_at = states + tl.maximum(source, 0) * block_stride + channel * (TAPS - 1)
+    target_at = states + tl.maximum(target, 0) * block_stride + channel * (TAPS - 1)
     there, writes = inside & (source >= 0), inside & (target >= 0)
     last = tl.load(x + token * x_stride + channel, mask=inside, other=0.0).to(tl.float32)
     total = last * tl.load(weight + channel * TAPS + TAPS - 1, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
     for tap in tl.static_range(TAPS - 1):
-        value = tl.load(own + tap, mask=there, other=0.0).to(tl.float32)
+        value = tl.load(source_at + tap, mask=there, other=0.0).to(tl.float32)
         total += value * tl.load(weight + channel * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
-        if tap > 0:  # a channel is one thread's: it has read this entry's successor before it writes over it
-            tl.store(kept + tap - 1, value.to(states.dtype.element_ty), mask=writes)
-    tl.store(kept + TAPS - 2, last.to(states.dtype.element_ty), mask=writes)
+        if tap > 0:  # one thread per channel: it has read this entry's successor before overwriting it
+            tl.store(target_at + tap - 1, value.to(states.dtype.element_ty), mask=writes)
+    tl.store(target_at + TAPS - 2, last.to(states.dtype.element_ty), mask=writes)
     rounded = total.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + token * out_stride + channel, _activate(rounded, SILU).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _input_at(x, states, place, row, load, channel, x_stride, block_stride, mask, TAPS: tl.constexpr):
-    """The input at token `place` of a row that begins at token `row`: of this step, or of the state before it."""
+    """The input at token `place` of a row that starts at token `row`: of this step, or of the previous state."""
     now = tl.load(x + place.to(tl.int64) * x_stride + channel, mask=mask & (place >= row), other=0.0).to(tl.float32)
     before = states + tl.maximum(load, 0).to(tl.int64) * block_stride + channel * (TAPS - 1) + (place - row + TAPS - 1)
     old = tl.load(before, mask=mask & (place < row) & (load >= 0), other=0.0).to(tl.float32)
@@ -170,15 +170,15 @@ def _conv_chunk_kernel(
             value = _input_at(x, states, first, row, load, channel, x_stride, block_stride, live, TAPS)
             total += value * tl.load(weight + channel * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
         rounded = total.to(out.dtype.element_ty).to(tl.float32)
-        place = out + token.to(tl.int64) * out_stride + channel
-        tl.store(place, _activate(rounded, SILU).to(out.dtype.element_ty), mask=live)
+        out_at = out + token.to(tl.int64) * out_stride + channel
+        tl.store(out_at, _activate(rounded, SILU).to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit
 def _conv_keep_kernel(
     x, states, rows, pieces, x_stride, block_stride, channels, TAPS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The last inputs of every piece to its block; a row's last piece first, since its first one may write over the
+    """Store the last inputs of every piece to its block; a row's last piece first, since its first may overwrite the
     state that all of them read."""
     item = rows + tl.program_id(0) * 2
     first, last = tl.load(item), tl.load(item + 1)
@@ -188,11 +188,11 @@ def _conv_keep_kernel(
     for back in range(0, last - first):
         piece = pieces + (last - 1 - back) * 6
         end, store = tl.load(piece + 1), tl.load(piece + 3)
-        kept = states + tl.maximum(store, 0).to(tl.int64) * block_stride + channel * (TAPS - 1)
-        for tap in tl.static_range(TAPS - 1):  # rising: an entry moves down over one that was read
-            place = end - (TAPS - 1) + tap
-            value = _input_at(x, states, place, row, load, channel, x_stride, block_stride, inside, TAPS)
-            tl.store(kept + tap, value.to(states.dtype.element_ty), mask=inside & (store >= 0))
+        target_at = states + tl.maximum(store, 0).to(tl.int64) * block_stride + channel * (TAPS - 1)
+        for tap in tl.static_range(TAPS - 1):  # ascending: an entry overwrites one that was read before
+            token = end - (TAPS - 1) + tap
+            value = _input_at(x, states, token, row, load, channel, x_stride, block_stride, inside, TAPS)
+            tl.store(target_at + tap, value.to(states.dtype.element_ty), mask=inside & (store >= 0))
 
 
 def causal_conv(
@@ -237,7 +237,7 @@ def _softplus(x):
 def _walk(item, tokens, load, store, rows, pieces, STEP: tl.constexpr, ALL: tl.constexpr):
     """(first piece, end, load) of a program's row; a step is one piece whose number is its entry.
 
-    With an else, because Triton compiles what follows a return in a branch.
+    With an else, because Triton also compiles the code after a return in a branch.
     """
     if STEP:
         return item, item + 1, tl.load(load + item).to(tl.int64)
@@ -264,7 +264,7 @@ def _ssd_kernel(
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr, STEP: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """D: numbers of the skip, 0 none, 1 one per head, 2 one per entry."""
+    """D: the skip connection's weights, 0 none, 1 one per head, 2 one per entry."""
     head, item = tl.program_id(1), tl.program_id(0)
     p, n = tl.program_id(2) * BP + tl.arange(0, BP), tl.arange(0, BN)
     in_p, in_n = p < P, n < N
@@ -292,15 +292,15 @@ def _ssd_kernel(
             state = state * tl.exp(step * rate) + (xs * step)[:, None] * bs[None, :]
             y = tl.sum(state * cs[None, :], 1) + xs * skip
             tl.store(out + (token * H + head) * P + p, y.to(out.dtype.element_ty), mask=in_p)
-        kept = states + tl.maximum(target, 0) * block_stride + place
-        tl.store(kept, state.to(states.dtype.element_ty), mask=both & (target >= 0))
+        target_at = states + tl.maximum(target, 0) * block_stride + place
+        tl.store(target_at, state.to(states.dtype.element_ty), mask=both & (target >= 0))
 
 
 def ssd_steps(
     x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a_log: Tensor, d: Tensor | None, dt_bias: Tensor,
     dt_limit: tuple[float, float], states: Tensor, work: StateWork, out: Tensor, *, walk: bool,
 ) -> None:  # fmt: skip
-    """The rows that compute one token; with `walk` all, token by token."""
+    """Rows that compute one token; with `walk` all rows, token by token."""
     _, heads, size = x.shape
     groups, entries = b.shape[1:]
     pad = triton.next_power_of_2(entries)
@@ -315,7 +315,7 @@ def ssd_steps(
 
 
 def _launches(work: StateWork, walk: bool) -> list[tuple[int, ScanLists | None]]:
-    """(programs, lists): steps without lists, or everything walked."""
+    """(programs, lists): steps without lists, or everything sequentially."""
     if walk:
         return [(lists.num_rows, lists) for lists in walks_of(work, True)]
     return [(len(work.load), None)] if len(work.load) else []
@@ -354,8 +354,8 @@ def _delta_kernel(
             state += ks[:, None] * change[None, :]
             y = tl.sum(state * qs[:, None], 0)
             tl.store(out + (token * HV + head) * V + j, y.to(out.dtype.element_ty), mask=in_v)
-        kept = states + tl.maximum(target, 0) * block_stride + place
-        tl.store(kept, state.to(states.dtype.element_ty), mask=both & (target >= 0))
+        target_at = states + tl.maximum(target, 0) * block_stride + place
+        tl.store(target_at, state.to(states.dtype.element_ty), mask=both & (target >= 0))
 
 
 def delta_steps(
@@ -405,15 +405,15 @@ def _selective_kernel(
             state = state * tl.exp(step[:, None] * rate) + (xs * step)[:, None] * bs[None, :]
             y = tl.sum(state * cs[None, :], 1) + xs * skip
             tl.store(out + token * channels + i, y.to(out.dtype.element_ty), mask=inside)
-        kept = states + tl.maximum(target, 0) * block_stride + place
-        tl.store(kept, state.to(states.dtype.element_ty), mask=both & (target >= 0))
+        target_at = states + tl.maximum(target, 0) * block_stride + place
+        tl.store(target_at, state.to(states.dtype.element_ty), mask=both & (target >= 0))
 
 
 def selective_scan(
     x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a_log: Tensor, d: Tensor, dt_bias: Tensor | None, states: Tensor,
     work: StateWork, *, fixed: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Every state entry decays at its own rate, so nothing becomes a matrix product: rows are walked."""
+    """Every state entry has a separate decay, so there is no matmul form: rows are processed sequentially."""
     channels, entries = a_log.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     pad = triton.next_power_of_2(entries)

@@ -1,11 +1,11 @@
-"""Scans over prompts on CUDA, in chunks of matrix products: Mamba 2 and the gated delta rule.
+"""Scans over prompts on CUDA, as chunked matmuls: Mamba 2 and the gated delta rule.
 
-One program walks one row for one head and some columns of its state, chunk by chunk, with the state in registers: it is
-read once, written once per piece, and nothing in between goes through memory. What a chunk needs and no state decides
-(the inverse of the delta rule's triangular system) is made for all chunks at once by a kernel before it.
-Products are float32 (exact) for float32 models, TF32 for narrower ones; sums and states are float32.
+One program processes one row for one head and some columns of its state, chunk by chunk, with the state in registers:
+it is read once, written once per piece, and never goes through memory in between. What does not depend on the state
+(the inverse of the delta rule's triangular system) is computed for all chunks at once by a kernel before it.
+Matmuls are float32 (exact) for float32 models, TF32 for narrower ones; sums and states are float32.
 
-Floor: 8192 tokens of 32 value heads x 128 x 128 (bf16): 5 products a chunk and head, 8.6e10 operations, 0.2 ms at half
+Floor: 8192 tokens of 32 value heads x 128 x 128 (bf16): 5 matmuls a chunk and head, 8.6e10 operations, 0.2 ms at half
 of the TF32 rate; inputs and outputs 0.4 GB, 0.1 ms.
 """
 
@@ -20,7 +20,10 @@ from quire.ops.ssm import StateWork
 from quire.ops.triton.ssm import _softplus, delta_steps, lists_of, ssd_steps
 
 CHUNK = 64
-MOST_ENTRIES, MOST_KEYS = 256, 128  # of a state, whose chunks fit shared memory; larger ones are walked
+MOST_ENTRIES, MOST_KEYS = (
+    256,
+    128,
+)  # of a state whose chunks fit into shared memory; larger ones are processed sequentially
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -60,7 +63,7 @@ def _ssd_rows_kernel(
             token, live = (at + i).to(tl.int64), at + i < end
             step = tl.load(dt + token * dt_stride + head, mask=live, other=0.0).to(tl.float32) + shift
             step = tl.where(live, tl.minimum(tl.maximum(_softplus(step), low), high), 0.0)
-            total = tl.cumsum(step * rate, 0)  # stays level past the end
+            total = tl.cumsum(step * rate, 0)  # constant past the end
             final = tl.sum(step * rate, 0)
             xs = tl.load(x + token[:, None] * x_stride + head * P + p[None, :], mask=live[:, None] & in_p, other=0.0)
             xs = xs.to(tl.float32)
@@ -74,17 +77,17 @@ def _ssd_rows_kernel(
             y += tl.dot(cs * tl.exp(total)[:, None], state, input_precision=EXACT) + xs * skip[None, :]
             rest = bs * tl.exp(final - total)[:, None]
             state = state * tl.exp(final) + tl.dot(tl.trans(rest), inputs, input_precision=EXACT)
-            place_out = out + (token[:, None] * H + head) * P + p[None, :]
-            tl.store(place_out, y.to(out.dtype.element_ty), mask=live[:, None] & in_p)
-        kept = states + tl.maximum(target, 0) * block_stride + place
-        tl.store(kept, state.to(states.dtype.element_ty), mask=both & (target >= 0))
+            out_at = out + (token[:, None] * H + head) * P + p[None, :]
+            tl.store(out_at, y.to(out.dtype.element_ty), mask=live[:, None] & in_p)
+        target_at = states + tl.maximum(target, 0) * block_stride + place
+        tl.store(target_at, state.to(states.dtype.element_ty), mask=both & (target >= 0))
 
 
 def ssd_scan(
     x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a_log: Tensor, d: Tensor | None, dt_bias: Tensor,
     dt_limit: tuple[float, float], states: Tensor, work: StateWork, *, fixed: bool = False,
 ) -> Tensor:  # fmt: skip
-    """fixed: token by token, so that a token's numbers do not depend on where chunks begin."""
+    """fixed: token by token, so a token's result does not depend on where chunks start."""
     tokens, heads, size = x.shape
     groups, entries = b.shape[1:]
     fixed = fixed or entries > MOST_ENTRIES
@@ -108,7 +111,7 @@ def ssd_scan(
 
 @triton.jit
 def _gates(a, b, token, live, head, a_stride, b_stride, rate, shift, beta_scale):
-    """(log decay, beta) of some tokens; 0 where there is none."""
+    """(log decay, beta) of some tokens; 0 if there is none."""
     raw = tl.load(a + token * a_stride + head, mask=live, other=0.0).to(tl.float32) + shift
     opened = tl.sigmoid(tl.load(b + token * b_stride + head, mask=live, other=0.0).to(tl.float32))
     return tl.where(live, rate * _softplus(raw), 0.0), tl.where(live, beta_scale * opened, 0.0)
@@ -116,7 +119,7 @@ def _gates(a, b, token, live, head, a_stride, b_stride, rate, shift, beta_scale)
 
 @triton.jit
 def _unit_rows(base, token, live, stride, column, inside):
-    """[n, K] float32 rows of length one."""
+    """[n, K] float32 rows, normalized to unit length."""
     x = tl.load(base + token[:, None] * stride + column[None, :], mask=live[:, None] & inside[None, :], other=0.0)
     x = x.to(tl.float32)
     return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
@@ -127,12 +130,12 @@ def _invert(system, PART: tl.constexpr):
     """(1 + system)^-1 of a strictly lower triangular block, row by row."""
     i, j = tl.arange(0, PART)[:, None], tl.arange(0, PART)[None, :]
     system = tl.where(i > j, system, 0.0)
-    found = tl.where(i == j, 1.0, 0.0)
+    inverse = tl.where(i == j, 1.0, 0.0)
     for row in range(1, PART):
-        own = tl.sum(tl.where(i == row, system, 0.0), 0)  # [PART]: the row, zero from its own place on
-        new = -tl.sum(own[:, None] * found, 0)
-        found = tl.where((i == row) & (j < row), new[None, :], found)
-    return found
+        system_row = tl.sum(tl.where(i == row, system, 0.0), 0)  # [PART]: the row, zero from the diagonal on
+        new = -tl.sum(system_row[:, None] * inverse, 0)
+        inverse = tl.where((i == row) & (j < row), new[None, :], inverse)
+    return inverse
 
 
 @triton.jit
@@ -162,7 +165,7 @@ def _delta_system_kernel(
 
 @triton.jit
 def _solve_kernel(inverse, HV: tl.constexpr, PART: tl.constexpr):
-    """(1 + system)^-1 over the system, in 4 x 4 parts: the parts of the diagonal row by row, the others by products."""
+    """(1 + system)^-1 over the system, in 4 x 4 parts: the parts of the diagonal row by row, the others by matmuls."""
     width: tl.constexpr = 4 * PART
     step: tl.constexpr = PART * width
     i = tl.arange(0, PART)
@@ -179,7 +182,7 @@ def _solve_kernel(inverse, HV: tl.constexpr, PART: tl.constexpr):
     i32 = -_mul(i33, _mul(a32, i22))
     i31 = -_mul(i33, _mul(a31, i11) + _mul(a32, i21))
     i30 = -_mul(i33, _mul(a30, i00) + _mul(a31, i10) + _mul(a32, i20))
-    tl.debug_barrier()  # what is written below was read above, perhaps by other threads
+    tl.debug_barrier()  # values overwritten below were read above, possibly by other threads
     tl.store(spot, i00)
     tl.store(spot + step, i10)
     tl.store(spot + step + PART, i11)
@@ -233,8 +236,8 @@ def _delta_rows_kernel(
             rest = ks * tl.exp(final - total)[:, None]
             state = state * tl.exp(final) + tl.dot(tl.trans(rest), change, input_precision=EXACT)
             tl.store(out + (token[:, None] * HV + head) * V + j[None, :], y.to(out.dtype.element_ty), mask=there)
-        kept = states + tl.maximum(target, 0) * block_stride + place
-        tl.store(kept, state.to(states.dtype.element_ty), mask=both & (target >= 0))
+        target_at = states + tl.maximum(target, 0) * block_stride + place
+        tl.store(target_at, state.to(states.dtype.element_ty), mask=both & (target >= 0))
 
 
 def delta_scan(

@@ -1,12 +1,12 @@
-"""Kernels compiled before they are wanted: by several processes at once, from a list that a dry run makes.
+"""Kernels compiled ahead of time: by several processes in parallel, from a list that a dry run makes.
 
     Compilers       child processes (compile_child.py) that turn jobs into files of Triton's cache
-    Recorder        Triton's own hook: notes every kernel that is wanted and not there, as a job, and compiles nothing
-    Manifest        the jobs of one model and configuration, kept beside the kernels; a start that finds it current
+    Recorder        Triton's hook: records every missing kernel as a job, and compiles nothing
+    Manifest        the jobs of one model and configuration, stored next to the kernels; a start that finds it current
                     needs no compilers, and one that finds it made by other kernel sources compiles from it at once
 
-All on disk is JSON or written by Triton, whose names depend on its version, the sources, the GPU and the options, so
-nothing old is ever loaded. Imports neither torch nor triton: it is used while those are still being imported.
+Everything on disk is JSON or written by Triton, whose names depend on its version, the sources, the GPU and the
+options, so nothing outdated is ever loaded. Imports neither torch nor triton: it is used while those are imported.
 """
 
 from __future__ import annotations
@@ -29,61 +29,61 @@ from quire.base import env
 from quire.base.log import logger
 
 MOST_CHILDREN = 16
-LEAST_CORES = 4  # with fewer, children would only be in the way of the process they are to help
+LEAST_CORES = 4  # with fewer, children would only compete with the main process
 _CODE = "import sys; sys.path[:] = {path!r}; from quire.ops.triton.compile_child import main; main({folder!r})"
 _log = logger(__name__)
 Job = dict[str, Any]
 
 
 def cache_dir() -> str:
-    """Where kernels are kept: TRITON_CACHE_DIR, else a folder of Quire's own cache."""
+    """Where kernels are cached: TRITON_CACHE_DIR, else a folder of Quire's cache."""
     return env.TRITON_CACHE_DIR.get() or os.path.join(os.path.expanduser(env.CACHE_ROOT.get()), "triton")
 
 
 @cache
 def code_name() -> str:
     """Changes whenever the kernels' sources, Triton or Python do."""
-    found = hashlib.sha256(sys.version.encode())
+    digest = hashlib.sha256(sys.version.encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
-        found.update(path.read_bytes())
+        digest.update(path.read_bytes())
     spec = importlib.util.find_spec("triton")
     if spec is not None and spec.origin is not None:
         for path in sorted(Path(spec.origin).parent.glob("_C/libtriton*")):
-            found.update(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
-    return found.hexdigest()[:32]
+            digest.update(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
+    return digest.hexdigest()[:32]
 
 
 class Manifest:
-    """What one model and configuration needs, as found by the last start that had to compile."""
+    """The kernels of one model and configuration, as recorded by the last start that had to compile."""
 
     def __init__(self, about: Any, folder: str | None = None) -> None:
-        """`about`: plain data; whatever decides which kernels are wanted."""
+        """`about`: plain data that determines which kernels are needed."""
         name = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:32]
         self.path = Path(cache_dir() if folder is None else folder) / "quire" / f"{name}.json"
         self.jobs: list[Job] = []
         self.current = False
         try:
-            kept = json.loads(self.path.read_text())
-            self.jobs, self.current = list(kept["jobs"]), kept["code"] == code_name()
+            stored = json.loads(self.path.read_text())
+            self.jobs, self.current = list(stored["jobs"]), stored["code"] == code_name()
         except (OSError, ValueError, KeyError, TypeError):
-            self.jobs = []  # absent, or not ours: as good as empty
+            self.jobs = []  # absent or invalid: the same as empty
 
     def write(self, jobs: Iterable[Job]) -> None:
-        """Whole or not at all; a folder that cannot be written to costs the next start some seconds, nothing else."""
+        """Atomically; if the folder is not writable, the next start takes some seconds longer."""
         beside = self.path.with_suffix(f".{uuid.uuid4().hex}.tmp")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             beside.write_text(json.dumps({"code": code_name(), "jobs": list(jobs)}))
             beside.replace(self.path)
         except OSError as wrong:
-            _log.warning("The list of kernels cannot be kept in %s: %s", self.path.parent, wrong)
+            _log.warning("The list of kernels cannot be stored in %s: %s", self.path.parent, wrong)
 
 
 class Recorder:
     """Triton calls it with each kernel that it has not loaded yet. True: leave it for later."""
 
     def __init__(self, arch: int, tell: Callable[[Job], None] | None = None) -> None:
-        """`tell` hears of each new job at once."""
+        """`tell` is called with each new job at once."""
         self._arch, self._tell = arch, tell
         self.jobs: dict[str, Job] = {}
 
@@ -91,8 +91,8 @@ class Recorder:
         text = compile["specialization_data"]
         if text not in self.jobs:
             known = json.loads(text)
-            wanted = ("signature", "constant_keys", "constant_vals", "attrs_keys", "attrs_vals", "options")
-            job = {"module": fn.module, "name": fn.name, "arch": self._arch} | {k: known[k] for k in wanted}
+            keys = ("signature", "constant_keys", "constant_vals", "attrs_keys", "attrs_vals", "options")
+            job = {"module": fn.module, "name": fn.name, "arch": self._arch} | {k: known[k] for k in keys}
             self.jobs[text] = job
             if self._tell is not None:
                 self._tell(job)
@@ -100,10 +100,10 @@ class Recorder:
 
 
 def num_children() -> int:
-    """As many as there are cores for, beside the process they work for; 0: do not bother."""
-    asked = env.COMPILE_PROCESSES.get()
-    if asked is not None:
-        return max(0, asked)
+    """As many as there are cores for, besides the main process; 0: none."""
+    requested = env.COMPILE_PROCESSES.get()
+    if requested is not None:
+        return max(0, requested)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return 0 if cores < LEAST_CORES else min(cores - 1, MOST_CHILDREN)
 
@@ -112,7 +112,7 @@ class Compilers:
     """Child processes, each served by a thread of this one."""
 
     def __init__(self, count: int, folder: str, key: Future[str] | None = None) -> None:
-        """`key`: Triton's name for itself, once this process knows it; "" or None: each child finds out by itself."""
+        """`key`: Triton's hash of itself, if this process knows it; "" or None: each child computes it."""
         self._key = key
         code = _CODE.format(path=sys.path, folder=folder)
         self._children: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
@@ -136,20 +136,20 @@ class Compilers:
             self.begin(job)
 
     def begin(self, job: Job) -> None:
-        """Unless it was asked for before."""
+        """Unless it was submitted before."""
         name = json.dumps(job, sort_keys=True)
         if name not in self._running:
             self._running[name] = self._threads.submit(self._compile, job)
 
     def wait(self) -> list[float]:
-        """Until all that was submitted is done; the seconds of each that could be."""
+        """Wait until all submitted jobs are done; the seconds of each that succeeded."""
         return [seconds for future in list(self._running.values()) if (seconds := future.result()) is not None]
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
         for child in self._all:
             if child.stdin is not None:
-                child.stdin.close()  # the child leaves when it sees this
+                child.stdin.close()  # the child exits when it sees this
         for child in self._all:
             try:
                 child.wait(3.0)
@@ -172,9 +172,9 @@ class Compilers:
         finally:
             self._children.put(child)
         if "seconds" not in answer:
-            told = answer.get("error", "it is gone").partition("\n")[0]
-            gone = told.startswith("ImportError")  # an older version's list may name kernels that are no more
+            error = answer.get("error", "it exited").partition("\n")[0]
+            gone = error.startswith("ImportError")  # an older version's list may have kernels that no longer exist
             say = _log.debug if gone else _log.warning
-            say("A process could not compile %s ahead: %s", job.get("name", "the driver's part"), told)
+            say("A process could not compile %s ahead: %s", job.get("name", "the driver's part"), error)
             return None
         return float(answer["seconds"])

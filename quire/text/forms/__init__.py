@@ -1,1 +1,1 @@
-"""One file per form a tokenizer comes in. Reached by registry string from text/tokenizer.py."""
+"""One file per tokenizer format. Loaded by registry string from text/tokenizer.py."""

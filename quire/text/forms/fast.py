@@ -1,7 +1,7 @@
-"""FastTokenizer: a `tokenizers` pipeline behind Quire's face, and the reading of tokenizer.json.
+"""FastTokenizer: a `tokenizers` pipeline behind Quire's interface, and the reader of tokenizer.json.
 
-Comes in: a tokenizers.Tokenizer (from tokenizer.json or built by another form) and its Sidecar.
-Adding of begin and end tokens is what the pipeline's post-processor says; without one, what the config says.
+In: a tokenizers.Tokenizer (from tokenizer.json or built from another format) and its Sidecar.
+The pipeline's post-processor adds begin and end tokens; without one, the config decides.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.text.forms.sidecar import Added, Sidecar, read_sidecar
 from quire.text.pieces import REPLACEMENT, Pieces, make_pieces
 from quire.text.tokenizer import Tokenizer
 
-_MANY = 1024  # tokens
+_LONG = 1024  # tokens
 
 
 class FastTokenizer(Tokenizer):
@@ -45,33 +45,33 @@ class FastTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         try:
-            found = self.pipeline.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            encodings = self.pipeline.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError:
             raise _no_text(texts) from None
-        return [encoding.ids for encoding in found]
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         try:
-            if len(ids) > _MANY:  # only this one lets go of the lock
+            if len(ids) > _LONG:  # only this call releases the lock
                 (text,) = self.pipeline.decode_batch([ids], skip_special_tokens=skip_special_tokens)
             else:
                 text = self.pipeline.decode(ids, skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError):
             raise InputError(f"token ids are numbers from 0 to 2**32 - 1, got {ids[:8]!r}…", param="tokens") from None
         if REPLACEMENT in text and self.pieces is not None and self.pieces.errors != "replace":
-            # one bad byte token makes the library give up its whole run of byte tokens; we keep the good characters
+            # one bad byte token makes the library drop its entire run of byte tokens; we keep the valid characters
             skipped = self.skipped_ids if skip_special_tokens else frozenset()
             text = self.pieces.decode(i for i in ids if i not in skipped)
         return str(text)
 
     def id_to_token(self, token_id: int) -> str | None:
-        found: str | None = self.pipeline.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
-        return found
+        token: str | None = self.pipeline.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
+        return token
 
     def token_to_id(self, token: str) -> int | None:
-        found: int | None = self.pipeline.token_to_id(token)
-        return found
+        token_id: int | None = self.pipeline.token_to_id(token)
+        return token_id
 
     def get_vocab(self) -> dict[str, int]:
         return dict(self.pipeline.get_vocab(with_added_tokens=True))
@@ -107,7 +107,7 @@ def load_json(path: str, *, sidecar: Sidecar | None = None) -> FastTokenizer:
 
 
 def finish(source: str, pipeline: Pipeline, sidecar: Sidecar) -> FastTokenizer:
-    """Add what the config names and the pipeline lacks, then wrap it."""
+    """Add tokens that the config has and the pipeline lacks, then wrap it."""
     pipeline = add_tokens(pipeline, sidecar)
     if pipeline.post_processor is None:
         add_ends(
@@ -130,25 +130,25 @@ def finish(source: str, pipeline: Pipeline, sidecar: Sidecar) -> FastTokenizer:
 def add_tokens(pipeline: Pipeline, sidecar: Sidecar) -> Pipeline:
     """Added tokens of the config (in order of id, so that new ones get the id they had), then named special ones."""
     known = {str(added.content): added for added in pipeline.get_added_tokens_decoder().values()}
-    wanted = [added for added in sidecar.added if added.content not in known]
+    absent = [added for added in sidecar.added if added.content not in known]
     taken = {
         added.token_id: added.content
-        for added in wanted
+        for added in absent
         if added.token_id is not None
         and pipeline.token_to_id(added.content) is None
         and pipeline.id_to_token(added.token_id) is not None
     }
     if taken:
         pipeline = _rename(pipeline, taken)
-    if wanted:
-        pipeline.add_tokens([_added_token(added) for added in wanted])
-        for added in wanted:
+    if absent:
+        pipeline.add_tokens([_added_token(added) for added in absent])
+        for added in absent:
             if added.token_id is not None and pipeline.token_to_id(added.content) != added.token_id:
                 raise CheckpointError(
-                    f"added token {added.content!r} is said to be id {added.token_id}, "
-                    f"but the vocabulary puts it at {pipeline.token_to_id(added.content)}"
+                    f"added token {added.content!r} should have id {added.token_id}, "
+                    f"but the vocabulary has it at {pipeline.token_to_id(added.content)}"
                 )
-    known_now = known.keys() | {added.content for added in wanted}
+    known_now = known.keys() | {added.content for added in absent}
     named = [*sidecar.special.values(), *sidecar.extra_special]
     missing = [token for token in dict.fromkeys(named) if token not in known_now]
     if missing:
@@ -157,7 +157,7 @@ def add_tokens(pipeline: Pipeline, sidecar: Sidecar) -> Pipeline:
 
 
 def _rename(pipeline: Pipeline, names: dict[int, str]) -> Pipeline:
-    """The same pipeline, with spare tokens of its vocabulary under the names that the config gives their ids."""
+    """The same pipeline, with reserved tokens of its vocabulary renamed as in the config."""
     data = json.loads(pipeline.to_str())
     model = data["model"]
     old = {pipeline.id_to_token(token_id) for token_id in names}
@@ -178,7 +178,7 @@ def add_ends(pipeline: Pipeline, *, bos: str | None, eos: str | None) -> None:
     if not ends:
         return
     single = [*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])]
-    pair = [*single, *(piece.replace("$A", "$B")[:-1] + "1" for piece in single)]
+    pair = [*single, *(part.replace("$A", "$B")[:-1] + "1" for part in single)]
     ids = [(token, pipeline.token_to_id(token)) for token in dict.fromkeys(ends)]
     pipeline.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)
 
@@ -203,4 +203,4 @@ def _no_text(texts: Sequence[str]) -> InputError:
     for text in texts:
         if not isinstance(text, str):
             return InputError(f"only strings can be encoded, got {type(text).__name__}", param="prompt")
-    return InputError("the text holds a lone surrogate, which is no Unicode character", param="prompt")
+    return InputError("the text contains a lone surrogate, which is not a Unicode character", param="prompt")

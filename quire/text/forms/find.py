@@ -1,4 +1,4 @@
-"""Which form does this folder or file hold? The first match in the order of the functions below wins.
+"""Which tokenizer format a folder or file has. The first match in the order below wins.
 
 tokenizer.json · tekken.json (auto only) · tokenizer.model, *.tiktoken · vocab.json + merges.txt · vocab.txt · *.gguf
 """
@@ -15,12 +15,12 @@ LOOKED_FOR = "tokenizer.json, tekken.json, tokenizer.model, *.tiktoken, vocab.js
 
 
 def load_auto(path: str, *, trust_remote_code: bool = False) -> Tokenizer:
-    """Any form; Mistral's own where there is no tokenizer.json."""
+    """Any format; Mistral's if there is no tokenizer.json."""
     return _load(path, trust_remote_code, mistral=True)
 
 
 def load_hf(path: str, *, trust_remote_code: bool = False) -> Tokenizer:
-    """Any form but Mistral's own."""
+    """Any format except Mistral's."""
     return _load(path, trust_remote_code, mistral=False)
 
 
@@ -43,10 +43,10 @@ def _load(path: str, trust_remote_code: bool, *, mistral: bool) -> Tokenizer:
         from quire.text.forms.foreign import load_remote  # lazy
 
         return load_remote(path)
-    found = _load_parts(path, names, sidecar)
-    if found is None:
+    loaded = _load_parts(path, names, sidecar)
+    if loaded is None:
         raise _nothing(path, names, sidecar)
-    return found
+    return loaded
 
 
 def _load_parts(path: str, names: list[str], sidecar: Sidecar) -> Tokenizer | None:
@@ -95,7 +95,7 @@ def _load_file(path: str) -> Tokenizer:
 
         return load_sentencepiece(path)
     raise InputError(
-        f"{path!r} is no tokenizer file; a folder needs one of {LOOKED_FOR}", param="tokenizer", value=path
+        f"{path!r} is not a tokenizer file; a folder needs one of {LOOKED_FOR}", param="tokenizer", value=path
     )
 
 

@@ -1,6 +1,6 @@
-"""A tokenizer of the `transformers` package behind Quire's face: slow ones, and those made by a model's own code.
+"""A tokenizer of the `transformers` package behind Quire's interface: slow ones, and those of a model's own code.
 
-The only module of this package that imports transformers, and only when one of these is asked for.
+The only module of this package that imports transformers, and only if one of these is requested.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 class ForeignTokenizer(Tokenizer):
-    """Calls go through; nothing is known of how a token becomes text, so `pieces` stays None."""
+    """Calls are passed through; the bytes of a token are unknown, so `pieces` stays None."""
 
     def __init__(self, source: str, inner: Any) -> None:
         special = {name: str(token) for name, token in inner.special_tokens_map.items() if name in NAMES}
@@ -37,8 +37,8 @@ class ForeignTokenizer(Tokenizer):
         return None if token is None else str(token)
 
     def token_to_id(self, token: str) -> int | None:
-        found: int | None = self._vocab.get(token)
-        return found
+        known_id: int | None = self._vocab.get(token)
+        return known_id
 
     def get_vocab(self) -> dict[str, int]:
         return dict(self._vocab)
@@ -60,12 +60,12 @@ class ForeignTokenizer(Tokenizer):
 
 
 def load_slow(path: str, *, trust_remote_code: bool = False) -> Tokenizer:
-    """tokenizer_mode='slow': the Python form of the tokenizer."""
+    """tokenizer_mode='slow': the Python implementation of the tokenizer."""
     return ForeignTokenizer(path, _auto(path, use_fast=False, trust_remote_code=trust_remote_code))
 
 
 def load_remote(path: str) -> Tokenizer:
-    """A tokenizer class that comes with the model; the caller has said trust_remote_code."""
+    """A tokenizer class that comes with the model; the caller has set trust_remote_code."""
     return ForeignTokenizer(path, _auto(path, trust_remote_code=True))
 
 
@@ -81,9 +81,9 @@ def _auto(path: str, **options: Any) -> Any:
 
 
 def wrap_tokenizer(inner: Any) -> ForeignTokenizer:
-    """One that a program made itself; whatever else it gives is refused."""
+    """One created by the calling program; any other object is refused."""
     if not isinstance(inner, load("transformers:PreTrainedTokenizerBase")):
         raise InputError(
-            f"a tokenizer of Quire or transformers is wanted, got {type(inner).__name__}", param="tokenizer"
+            f"expected a tokenizer of Quire or transformers, got {type(inner).__name__}", param="tokenizer"
         )
     return ForeignTokenizer(str(inner.name_or_path), inner)

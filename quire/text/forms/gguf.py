@@ -81,15 +81,15 @@ class Metadata:
 
     def special(self) -> dict[str, str]:
         """Named special tokens; an id outside the vocabulary is an error."""
-        found = {}
+        special = {}
         for name, key in _NAMED.items():
             token_id = self.get(f"{key}_token_id")
             if token_id is None:
                 continue
             if not isinstance(token_id, int) or not 0 <= token_id < len(self.tokens):
                 raise CheckpointError(f"{self.path}: {name} is id {token_id!r}, the vocabulary has {len(self.tokens)}")
-            found[name] = self.tokens[token_id]
-        return found
+            special[name] = self.tokens[token_id]
+        return special
 
     def chat_template(self) -> str | dict[str, str] | None:
         prefix = "tokenizer.chat_template."
@@ -103,10 +103,10 @@ class Metadata:
         return {**({} if main is None else {"default": main}), **named}
 
     def _list(self, key: str, kind: type) -> list[Any]:
-        found = self.get(key, [])
-        if not isinstance(found, list) or (found and not isinstance(found[0], kind)):
+        values = self.get(key, [])
+        if not isinstance(values, list) or (values and not isinstance(values[0], kind)):
             raise CheckpointError(f"{self.path}: tokenizer.ggml.{key} is not a list of {kind.__name__}")
-        return found
+        return values
 
 
 def load_gguf(path: str) -> FastTokenizer:

@@ -1,8 +1,8 @@
-"""Mistral's own tokenizers: tekken.json, and sentencepiece files of a version (tokenizer.model.v3).
+"""Mistral's native tokenizers: tekken.json, and versioned sentencepiece files (tokenizer.model.v3).
 
-Comes in: such a file or a folder that holds one. Words and ids are ours to do; how messages become tokens is the
-`mistral-common` package's (extra `mistral`), because it knows each version's rules. Text never becomes a special token
-here: only the chat form places those.
+In: such a file or a folder with one. Text and ids are converted here; messages are converted by the
+`mistral-common` package (extra `mistral`), because it knows each version's rules. Text never becomes a special token:
+only chat rendering inserts those.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_to
 
 
 class RenderedChat(str):
-    """A prompt's text that knows its tokens: read back from the text they would come out otherwise."""
+    """A prompt's text with its tokens: tokenizing the text again would give different ones."""
 
     token_ids: list[int]
 
@@ -44,7 +44,7 @@ class MistralTokenizer(FastTokenizer):
     def __init__(
         self, source: str, pipeline: Pipeline, *, special: Mapping[str, str], file: str, **options: Any
     ) -> None:
-        pipeline.encode_special_tokens = True  # special tokens in a text are read as text
+        pipeline.encode_special_tokens = True  # special tokens in a text are encoded as text
         super().__init__(source, pipeline, special=special, **options)
         self.file = file
         self._chat: Any = None
@@ -66,7 +66,7 @@ class MistralTokenizer(FastTokenizer):
         continue_final_message: bool,
         options: dict[str, Any],
     ) -> str:
-        """Messages -> tokens by mistral-common; a message it does not accept is an InputError in its words."""
+        """Messages -> tokens by mistral-common; a message it rejects is an InputError with its message."""
         try:
             request_class = load("mistral_common.protocol.instruct.request:ChatCompletionRequest")
             self._chat = self._chat or load("mistral_common.tokens.tokenizers.mistral:MistralTokenizer").from_file(
@@ -92,7 +92,7 @@ class MistralTokenizer(FastTokenizer):
 def load_mistral(path: str, *, trust_remote_code: bool = False) -> Tokenizer:
     file = path if os.path.isfile(path) else _find(path)
     folder = os.path.dirname(file) or "."
-    templates = read_sidecar(folder).chat_template  # only for a caller who names one
+    templates = read_sidecar(folder).chat_template  # only for callers who select one
     if file.endswith(".json"):
         return _load_tekken(file, templates)
     with open(file, "rb") as opened:
@@ -107,17 +107,17 @@ def load_mistral(path: str, *, trust_remote_code: bool = False) -> Tokenizer:
 
 
 def is_mistral(name: str) -> bool:
-    """Whether a file of this name holds a tokenizer of Mistral's own."""
+    """Whether a file of this name is one of Mistral's native tokenizers."""
     return name == "tekken.json" or _VERSIONED.fullmatch(name) is not None
 
 
 def _find(folder: str) -> str:
     names = sorted(os.listdir(folder), reverse=True)  # the highest version first
-    found = [name for name in names if is_mistral(name)]
-    found.sort(key=lambda name: name != "tekken.json")
-    if not found:
+    candidates = [name for name in names if is_mistral(name)]
+    candidates.sort(key=lambda name: name != "tekken.json")
+    if not candidates:
         raise CheckpointError(f"no Mistral tokenizer in {folder!r}: looked for tekken.json and *.model.v*")
-    return os.path.join(folder, found[0])
+    return os.path.join(folder, candidates[0])
 
 
 def _load_tekken(file: str, templates: str | dict[str, str] | None) -> MistralTokenizer:
@@ -129,10 +129,10 @@ def _load_tekken(file: str, templates: str | dict[str, str] | None) -> MistralTo
         entries = data["vocab"][:num_words]
         tokens = [base64.b64decode(entry["token_bytes"]) for entry in entries]
         split = Split((config["pattern"],))
-        given = {int(entry["rank"]): str(entry["token_str"]) for entry in data.get("special_tokens") or ()}
+        special_tokens = {int(entry["rank"]): str(entry["token_str"]) for entry in data.get("special_tokens") or ()}
     except (KeyError, TypeError, ValueError) as wrong:
         raise CheckpointError(f"{file}: not a tekken file ({wrong!r})") from None
-    names = given or dict(enumerate(_SPECIAL))
+    names = special_tokens or dict(enumerate(_SPECIAL))
     special = [names.get(i, f"<SPECIAL_{i}>") for i in range(num_special)]
     pipeline = ranks_pipeline(tokens, split, first=special)
     pipeline.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])

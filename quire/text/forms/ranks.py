@@ -80,15 +80,15 @@ def bytes_to_letters(token: bytes) -> str:
 def read_ranks(path: str) -> list[bytes]:
     tokens = []
     with open(path, "rb") as file:
-        for place, line in enumerate(file):
+        for number, line in enumerate(file):
             if not line.strip():
                 continue
             try:
                 token, rank = line.split()
                 tokens.append(base64.b64decode(token, validate=True))
-                right = int(rank) == place
+                right = int(rank) == number
             except (ValueError, binascii.Error):
                 right = False
             if not right:
-                raise CheckpointError(f"{path}: line {place + 1} is not `base64 {place}`: {line[:60]!r}")
+                raise CheckpointError(f"{path}: line {number + 1} is not `base64 {number}`: {line[:60]!r}")
     return tokens

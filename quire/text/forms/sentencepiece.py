@@ -63,10 +63,10 @@ def read_model(data: bytes) -> tuple[int, PieceVocabulary, dict[str, str]]:
     normalizer: dict[int, Any] = {}
     for number, value in _fields(data):
         if number == _PIECES:
-            piece = dict(_fields(value))
-            tokens.append(piece.get(1, b"").decode())
-            scores.append(struct.unpack("<f", piece[2])[0] if 2 in piece else 0.0)
-            kinds.append(piece.get(3, NORMAL))
+            fields = dict(_fields(value))
+            tokens.append(fields.get(1, b"").decode())
+            scores.append(struct.unpack("<f", fields[2])[0] if 2 in fields else 0.0)
+            kinds.append(fields.get(3, NORMAL))
         elif number == _TRAINER:
             trainer = dict(_fields(value))
         elif number == _NORMALIZER:
@@ -86,14 +86,14 @@ def read_model(data: bytes) -> tuple[int, PieceVocabulary, dict[str, str]]:
 
 
 def _named(trainer: dict[int, Any], tokens: list[str]) -> dict[str, str]:
-    found = {}
+    special = {}
     for number, (name, default) in _IDS.items():
         token_id = trainer.get(number, default)
         if token_id >= 1 << 63:  # a negative number as protobuf writes it
             token_id = -1
         if 0 <= token_id < len(tokens):
-            found[name] = tokens[token_id]
-    return found
+            special[name] = tokens[token_id]
+    return special
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:

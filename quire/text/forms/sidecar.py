@@ -40,8 +40,8 @@ class Sidecar:
 
     @property
     def max_length(self) -> int | None:
-        given = self.config.get("model_max_length")
-        return int(given) if isinstance(given, (int, float)) and 0 < given < 1e18 else None
+        value = self.config.get("model_max_length")
+        return int(value) if isinstance(value, (int, float)) and 0 < value < 1e18 else None
 
     @property
     def tokenizer_class(self) -> str:
@@ -65,38 +65,38 @@ def _read_sidecar(folder: str) -> Sidecar:
     special = {name: text for name in NAMES if (text := _text(named.get(name))) is not None}
     extra: list[str] = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
-        given = named.get(key)
-        if isinstance(given, dict):  # named extras, such as image_token: templates may ask for them by name
-            special.update({name: text for name, value in given.items() if (text := _text(value)) is not None})
-        elif isinstance(given, list):
-            extra += [text for value in given if (text := _text(value)) is not None]
+        entry = named.get(key)
+        if isinstance(entry, dict):  # named extras, such as image_token: templates may ask for them by name
+            special.update({name: text for name, value in entry.items() if (text := _text(value)) is not None})
+        elif isinstance(entry, list):
+            extra += [text for value in entry if (text := _text(value)) is not None]
     return Sidecar(special, tuple(extra), tuple(_added(folder, config)), read_templates(folder, config), config)
 
 
 def read_templates(folder: str, config: dict[str, Any]) -> str | dict[str, str] | None:
     """One template, several by name (with 'default' among them), or none."""
-    found: dict[str, str] = {}
-    given = config.get("chat_template")
-    if isinstance(given, str):
-        found["default"] = given
-    elif isinstance(given, list):
-        found = {str(entry["name"]): str(entry["template"]) for entry in given}
-    elif isinstance(given, dict):
-        found = {str(name): str(text) for name, text in given.items()}
+    templates: dict[str, str] = {}
+    value = config.get("chat_template")
+    if isinstance(value, str):
+        templates["default"] = value
+    elif isinstance(value, list):
+        templates = {str(entry["name"]): str(entry["template"]) for entry in value}
+    elif isinstance(value, dict):
+        templates = {str(name): str(text) for name, text in value.items()}
     inside = read_json(folder, "chat_template.json").get("chat_template")
     if isinstance(inside, str):
-        found["default"] = inside
+        templates["default"] = inside
     main = os.path.join(folder, "chat_template.jinja")
     if os.path.isfile(main):
-        found["default"] = read_text(main)
+        templates["default"] = read_text(main)
     more = os.path.join(folder, "additional_chat_templates")
     if os.path.isdir(more):
         for name in sorted(os.listdir(more)):
             if name.endswith(".jinja"):
-                found[name.removesuffix(".jinja")] = read_text(os.path.join(more, name))
-    if not found:
+                templates[name.removesuffix(".jinja")] = read_text(os.path.join(more, name))
+    if not templates:
         return None
-    return found["default"] if list(found) == ["default"] else found
+    return templates["default"] if list(templates) == ["default"] else templates
 
 
 def read_json(folder: str, name: str) -> dict[str, Any]:
@@ -105,12 +105,12 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
     if not os.path.isfile(path):
         return {}
     try:
-        found = json.loads(read_text(path))
+        content = json.loads(read_text(path))
     except (ValueError, RecursionError) as wrong:
         raise CheckpointError(f"{path}: not valid JSON ({wrong})") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
 
 
 def read_text(path: str) -> str:
@@ -135,20 +135,20 @@ def _spelled(token: Any) -> str:
     return token
 
 
-def _id(given: Any) -> int:
-    number = int(given)
+def _id(value: Any) -> int:
+    number = int(value)
     if not 0 <= number < 1 << 31:
-        raise CheckpointError(f"an added token has the id {given!r}; expected a number from 0 to {(1 << 31) - 1}")
+        raise CheckpointError(f"an added token has the id {value!r}; expected a number from 0 to {(1 << 31) - 1}")
     return number
 
 
 def _added(folder: str, config: dict[str, Any]) -> list[Added]:
-    found = {}
+    tokens = {}
     for token, token_id in read_json(folder, "added_tokens.json").items():
-        found[token] = Added(_spelled(token), special=False, token_id=_id(token_id))
+        tokens[token] = Added(_spelled(token), special=False, token_id=_id(token_id))
     for token_id, entry in (config.get("added_tokens_decoder") or {}).items():
         flags = {name: bool(entry.get(name, False)) for name in ("special", "lstrip", "rstrip", "single_word")}
         normalized = bool(entry.get("normalized", not flags["special"]))
         content = _spelled(entry["content"])
-        found[content] = Added(content, token_id=_id(token_id), normalized=normalized, **flags)
-    return sorted(found.values(), key=lambda added: added.token_id or 0)
+        tokens[content] = Added(content, token_id=_id(token_id), normalized=normalized, **flags)
+    return sorted(tokens.values(), key=lambda added: added.token_id or 0)

@@ -21,8 +21,8 @@ def _cased(digits: str, *, after: str = "", newline: str = r"[\r\n/]*", but: str
     """Words by case: an upper-case run may lead a lower-case one."""
     upper, lower = rf"[{_UPPER}{but}]", rf"[{_LOWER}{but}]"
     lead = r"[^\r\n\p{L}\p{N}]?"
-    words = rf"{lead}{upper}*{lower}+{after}|{lead}{upper}+{lower}*{after}"
-    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{newline}|{_TAIL}"
+    by_case = rf"{lead}{upper}*{lower}+{after}|{lead}{upper}+{lower}*{after}"
+    return rf"{by_case}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{newline}|{_TAIL}"
 
 
 def _ranges(points: str) -> str:
@@ -31,7 +31,7 @@ def _ranges(points: str) -> str:
     return "".join(f"{chr(int(first, 16))}-{chr(int(last or first, 16))}" for first, _, last in spans)
 
 
-_DEEPSEEK_WORDS = (
+_DEEPSEEK_SPLIT = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -66,7 +66,7 @@ _GPT2 = Split(("<gpt2>",))
 _DIGITS = Split(("<digits>", "<gpt2>"))
 _LLAMA3 = Split((_cl100k(r"\p{N}{1,3}"),), ignore_merges=True, add_bos=True)
 _QWEN2 = Split((_cl100k(r"\p{N}"),), nfc=True)
-_DEEPSEEK3 = Split((r"\p{N}{1,3}", _HAN_KANA, _DEEPSEEK_WORDS))
+_DEEPSEEK3 = Split((r"\p{N}{1,3}", _HAN_KANA, _DEEPSEEK_SPLIT))
 _GPT4O = Split((_cased(r"\p{N}{1,3}", after=f"{_CONTRACTIONS}?"),))
 _KIMI = r"\p{Han}+|" + _cased(r"\p{N}{1,3}", after=f"{_CONTRACTIONS}?", newline=r"[\r\n]*", but=r"&&[^\p{Han}]")
 _BLOOM = Split((" ?[^(\\s|[.,!?…。，、।۔،])]+",))

@@ -47,12 +47,12 @@ class ParserChoice:
             load_plugin(tool_plugin, "tool_parser_plugin")
         if reasoning_plugin:
             load_plugin(reasoning_plugin, "reasoning_parser_plugin")
-        found = find_tool_parser(tool) if tool else None
+        parser_class = find_tool_parser(tool) if tool else None
         from quire.text.parse.tools.hf import FromTokenizer  # lazy
 
-        if isinstance(found, FromTokenizer) and tokenizer is not None:
-            found = found(tokenizer)
-        return cls(found, find_reasoning_parser(reasoning) if reasoning else None, tokenizer)
+        if isinstance(parser_class, FromTokenizer) and tokenizer is not None:
+            parser_class = parser_class(tokenizer)
+        return cls(parser_class, find_reasoning_parser(reasoning) if reasoning else None, tokenizer)
 
     def parser(self, ask: ParseRequest) -> OutputParser:
         """For one answer."""
@@ -65,12 +65,12 @@ class ParserChoice:
         if tool is None and self.reasoning is None:
             return PlainParser()
         if _is_ours(tool, ToolFormat) and _is_ours(self.reasoning, ReasoningFormat):
-            found = compose(tool, self.reasoning, ask)
+            parser = compose(tool, self.reasoning, ask)
         else:
             from quire.text.parse.plugin import adapt  # lazy
 
-            found = adapt(tool, self.reasoning, self.tokenizer, ask)
-        return found if ask.include_reasoning or self.reasoning is None else ThoughtlessParser(found)
+            parser = adapt(tool, self.reasoning, self.tokenizer, ask)
+        return parser if ask.include_reasoning or self.reasoning is None else ThoughtlessParser(parser)
 
     def _is_harmony(self) -> bool:
         return isinstance(self.reasoning, ReasoningFormat) and self.reasoning.harmony
@@ -122,8 +122,8 @@ class ParserChoice:
             return self.reasoning
         from quire.text.parse.plugin import tags_of  # lazy
 
-        found: ReasoningFormat = tags_of(self.reasoning, self.tokenizer)
-        return found
+        tags: ReasoningFormat = tags_of(self.reasoning, self.tokenizer)
+        return tags
 
     def reasoning_tokens(self) -> ReasoningTokens | None:
         """The same as token ids, for a grammar that waits for a thought's end and for thinking budgets. None: a thought

@@ -20,8 +20,8 @@ _DEEPEST = 64
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The same schema, in which objects with properties have no others unless they say so."""
-    found: dict[str, Any] = _closed(schema, frozenset(_parts_of_others(schema, 0)), 0)
-    return found
+    closed_schema: dict[str, Any] = _closed(schema, frozenset(_parts_of_others(schema, 0)), 0)
+    return closed_schema
 
 
 def _closed(schema: Any, left: frozenset[str], depth: int) -> Any:
@@ -50,17 +50,17 @@ def _closed(schema: Any, left: frozenset[str], depth: int) -> Any:
 
 def _parts_of_others(schema: Any, depth: int) -> set[str]:
     """Definitions that stand beside other schemas of the same object: in allOf, or next to properties."""
-    found: set[str] = set()
+    names: set[str] = set()
     if depth > _DEEPEST:
-        return found
+        return names
     if isinstance(schema, list):
-        return found.union(*(_parts_of_others(one, depth + 1) for one in schema))
+        return names.union(*(_parts_of_others(one, depth + 1) for one in schema))
     if not isinstance(schema, Mapping):
-        return found
+        return names
     joined = list(schema["allOf"]) if isinstance(schema.get("allOf"), list) else []
     if "properties" in schema:
         joined += [schema, *(one for key in _LISTS if isinstance(schema.get(key), list) for one in schema[key])]
     for one in joined:
         if isinstance(one, Mapping) and isinstance(one.get("$ref"), str):
-            found.add(one["$ref"].rpartition("/")[2])
-    return found.union(*(_parts_of_others(one, depth + 1) for one in schema.values()))
+            names.add(one["$ref"].rpartition("/")[2])
+    return names.union(*(_parts_of_others(one, depth + 1) for one in schema.values()))

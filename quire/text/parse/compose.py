@@ -49,12 +49,12 @@ def compose(tool: ToolFormat | None, reasoning: ReasoningFormat | None, ask: Par
     inside = reasoning is not None and reasoning.begins_inside(
         ask.prompt, continues=ask.continues, thinking=ask.thinking
     )
-    held = any(tool_is_strict(one) for one in ask.tools)
+    is_strict = any(tool_is_strict(one) for one in ask.tools)
 
     def read(source: TextSource, out: DeltaWriter) -> Steps[None]:
         hidden: tuple[str, ...] = ()
         if reasoning is not None:
-            calls_end_it = tool is not None and not held and ask.forced is None
+            calls_end_it = tool is not None and not is_strict and ask.forced is None
             hidden = yield from reasoning.read(source, out, inside, calls_end_it)
         if tool is None:
             yield from read_text(source, out)
@@ -64,8 +64,8 @@ def compose(tool: ToolFormat | None, reasoning: ReasoningFormat | None, ask: Par
         if tool.thought is not None and (reasoning is None or not reasoning.end):
             opened = (ask.prompt or "").rstrip().endswith(tool.thought[0])
             yield from read_thought(source, out, tool.thought, opened)
-        if held and tool.held is not None:
-            yield from tool.held(source, out)
+        if is_strict and tool.strict_read is not None:
+            yield from tool.strict_read(source, out)
         else:
             yield from (tool.read if tool.after is None or not begun else tool.after(begun))(source, out)
 

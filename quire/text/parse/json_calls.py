@@ -113,9 +113,9 @@ def read_arguments(source: TextSource, emit: Emit) -> Steps[bool]:
         return (yield from string(source, emit))
     if mark in ("{", "["):
         return (yield from raw_value(source, emit))
-    pieces: list[str] = []
-    whole = yield from raw_value(source, pieces.append)
-    text = "".join(pieces)
+    parts: list[str] = []
+    whole = yield from raw_value(source, parts.append)
+    text = "".join(parts)
     emit("{}" if text == "null" else text)
     return whole
 

@@ -19,7 +19,7 @@ _BETWEEN = re.compile(r"[-+.,:\s\d]*")
 _WORD = re.compile(r"[A-Za-z0-9_.+-]*")
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _CLOSER = {"{": "}", "[": "]"}
-_WORDS = {"True": "true", "False": "false", "None": "null"}
+_LITERALS = {"True": "true", "False": "false", "None": "null"}
 _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 
 
@@ -40,7 +40,7 @@ def raw_value(source: TextSource, emit: Emit) -> Steps[bool]:
         return (yield from raw_string(source, emit))
     if first not in ("{", "["):
         word = yield from source.word(_WORD)
-        emit(_WORDS.get(word, word))
+        emit(_LITERALS.get(word, word))
         return bool(word)
     closers: list[str] = []
     while True:
@@ -63,7 +63,7 @@ def raw_value(source: TextSource, emit: Emit) -> Steps[bool]:
             word = yield from source.word(_WORD)
             if not word:
                 return False
-            emit(_WORDS.get(word, word))
+            emit(_LITERALS.get(word, word))
 
 
 def raw_string(source: TextSource, emit: Emit) -> Steps[bool]:
@@ -144,10 +144,10 @@ def string(source: TextSource, emit: Emit) -> Steps[bool]:
 
 def string_value(source: TextSource, longest: int) -> Steps[str | None]:
     """A short string, whole; None if it broke off or is too long."""
-    pieces: list[str] = []
-    if not (yield from string(source, pieces.append)):
+    parts: list[str] = []
+    if not (yield from string(source, parts.append)):
         return None
-    text = "".join(pieces)
+    text = "".join(parts)
     return text if len(text) <= longest else None
 
 

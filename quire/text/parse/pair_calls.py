@@ -52,8 +52,8 @@ class PairCalls:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        found = (self.open, self.close, self.key, self.key_end, self.value, self.value_end, self.name_end, *self.around)
-        return tuple(tag for tag in found if tag)
+        tags = (self.open, self.close, self.key, self.key_end, self.value, self.value_end, self.name_end, *self.around)
+        return tuple(tag for tag in tags if tag)
 
     def __call__(self, source: TextSource, out: DeltaWriter) -> Steps[None]:
         while tag := (yield from source.until(self._later if out.index >= 0 else self._starts, out.content)):

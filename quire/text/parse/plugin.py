@@ -88,16 +88,16 @@ class Chained:
         self._outer, self._inner = outer, inner
 
     def feed(self, text: str, token_ids: Sequence[int], *, final: bool) -> Sequence[Delta]:
-        found: list[Delta] = []
+        deltas: list[Delta] = []
         content = ""
         for delta in self._outer.feed(text, token_ids, final=final):
             if delta.content:
                 content += delta.content
             else:
-                found.append(delta)
+                deltas.append(delta)
         if content or final:
-            found += self._inner.feed(content, token_ids, final=final)
-        return found
+            deltas += self._inner.feed(content, token_ids, final=final)
+        return deltas
 
 
 class _History:
@@ -123,11 +123,11 @@ class PluginTools:
             return self._whole(text)
         if not text and not token_ids:
             return ()
-        said = self._parser.extract_tool_calls_streaming(*self._history.add(text, token_ids), self._request)
-        if said is None:
+        result = self._parser.extract_tool_calls_streaming(*self._history.add(text, token_ids), self._request)
+        if result is None:
             return ()
-        found = [Delta(said.content)] if said.content else []
-        for part in said.tool_calls or ():
+        deltas = [Delta(result.content)] if result.content else []
+        for part in result.tool_calls or ():
             index, function = part.index, part.function
             if self._first_only and index:
                 continue
@@ -135,18 +135,20 @@ class PluginTools:
             self._named.add(index)
             name, call_id = (function.name, part.id or random_id(function.name, index)) if fresh else (None, None)
             more = (function.arguments or "") if function is not None else ""
-            found.append(Delta(call=CallDelta(index, more, call_id, name)))
-        return found
+            deltas.append(Delta(call=CallDelta(index, more, call_id, name)))
+        return deltas
 
     def _whole(self, text: str) -> list[Delta]:
-        said = self._parser.extract_tool_calls(text, self._request)
-        if not said.tools_called:
-            return [Delta(said.content if said.content is not None else text)]
-        found = [Delta(said.content)] if said.content else []
-        for index, call in enumerate(said.tool_calls[: 1 if self._first_only else None]):
+        result = self._parser.extract_tool_calls(text, self._request)
+        if not result.tools_called:
+            return [Delta(result.content if result.content is not None else text)]
+        deltas = [Delta(result.content)] if result.content else []
+        for index, call in enumerate(result.tool_calls[: 1 if self._first_only else None]):
             name = call.function.name
-            found.append(Delta(call=CallDelta(index, call.function.arguments, call.id or random_id(name, index), name)))
-        return found
+            deltas.append(
+                Delta(call=CallDelta(index, call.function.arguments, call.id or random_id(name, index), name))
+            )
+        return deltas
 
 
 class PluginReasoning:
@@ -164,9 +166,9 @@ class PluginReasoning:
             return [*([Delta(reasoning=thought)] if thought else ()), *([Delta(content)] if content else ())]
         if not text and not token_ids:
             return ()
-        said = self._parser.extract_reasoning_streaming(*self._history.add(text, token_ids))
+        result = self._parser.extract_reasoning_streaming(*self._history.add(text, token_ids))
         self._over = bool(self._parser.is_reasoning_end(self._history.ids))
-        if said is None:
+        if result is None:
             return ()
-        thought = said.reasoning or said.reasoning_content
-        return [*([Delta(reasoning=thought)] if thought else ()), *([Delta(said.content)] if said.content else ())]
+        thought = result.reasoning or result.reasoning_content
+        return [*([Delta(reasoning=thought)] if thought else ()), *([Delta(result.content)] if result.content else ())]

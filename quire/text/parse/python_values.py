@@ -20,7 +20,7 @@ _CLOSER = {"[": "]", "(": ")", "{": "}"}
 _SCALAR = re.compile(r"""[^,()\[\]{}:'"\n]*""")
 _NUMBER = re.compile(r"[+-]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][+-]?\d+)?")
 _INTEGER = re.compile(r"[+-]?0[xXoObB][0-9a-fA-F_]+")
-_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_LITERALS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _INSIDE = {quote: re.compile(rf"[^{quote}\\]*") for quote in "'\""}
 _ESCAPES = {
     "n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "v": "\v",
@@ -48,8 +48,8 @@ def value(source: TextSource, emit: Emit, depth: int = 0, *, argument: bool = Fa
 
 def scalar(text: str) -> str:
     """A word or a number as JSON; what is neither is a string."""
-    if text in _WORDS:
-        return _WORDS[text]
+    if text in _LITERALS:
+        return _LITERALS[text]
     try:
         if _INTEGER.fullmatch(text):
             return str(int(text, 0))
@@ -64,10 +64,10 @@ def scalar(text: str) -> str:
 
 def literal_as_json(text: str) -> str | None:
     """A whole literal; None if the text is none."""
-    source, pieces = TextSource(text, final=True), list[str]()
+    source, parts = TextSource(text, final=True), list[str]()
 
     def read() -> Steps[bool]:
-        whole = yield from value(source, pieces.append)
+        whole = yield from value(source, parts.append)
         return whole and (yield from skip_space(source)) == ""
 
     steps = read()
@@ -75,7 +75,7 @@ def literal_as_json(text: str) -> str | None:
         while True:
             next(steps)
     except StopIteration as end:
-        return "".join(pieces) if end.value else None
+        return "".join(parts) if end.value else None
 
 
 def _items(source: TextSource, emit: Emit, depth: int, closer: str, first: bool = True) -> Steps[bool]:
@@ -172,11 +172,11 @@ def _key(source: TextSource) -> Steps[str | None]:
 
 def _key_text(source: TextSource) -> Steps[tuple[str, str] | None]:
     """A string or a word: (as a key, as a value)."""
-    pieces: list[str] = []
+    parts: list[str] = []
     if (yield from source.peek()) in ("'", '"'):
-        if not (yield from _string(source, pieces.append)):
+        if not (yield from _string(source, parts.append)):
             return None
-        text = "".join(pieces)
+        text = "".join(parts)
         return text, text
     text = (yield from source.word(_SCALAR)).strip()
     return (quoted(text), scalar(text)) if text else None
@@ -212,10 +212,10 @@ def _is_closed(source: TextSource, argument: bool) -> Steps[bool]:
 
 def _next_mark(source: TextSource, at: int) -> Steps[tuple[int, str]]:
     """(where, which) is the next character from `at` on that is no white space; nothing is read."""
-    for place in range(at, at + _FAR):
-        mark = yield from source.glance(place)
+    for index in range(at, at + _FAR):
+        mark = yield from source.glance(index)
         if not mark.isspace():
-            return place, mark
+            return index, mark
     return at + _FAR, ""
 
 

@@ -99,11 +99,11 @@ def is_reasoning_end(tokens: ReasoningTokens, token_ids: Sequence[int]) -> bool:
     return _last(token_ids, tokens.end) > _last(token_ids, tokens.start)
 
 
-def _last(token_ids: Sequence[int], wanted: Sequence[int]) -> int:
-    size = len(wanted)
+def _last(token_ids: Sequence[int], pattern: Sequence[int]) -> int:
+    size = len(pattern)
     if not size:
         return -1
     for at in range(len(token_ids) - size, -1, -1):
-        if token_ids[at] == wanted[0] and list(token_ids[at : at + size]) == list(wanted):
+        if token_ids[at] == pattern[0] and list(token_ids[at : at + size]) == list(pattern):
             return at
     return -1

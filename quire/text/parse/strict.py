@@ -28,7 +28,7 @@ _ROOT = frozenset((
     "$id", "$comment", "strict",
 ))  # fmt: skip
 _TEXT = frozenset(("type", "enum", "const", "title", "description", "default", "examples", "$comment"))
-_PYTHON_WORDS = {"boolean": ("True", "False", "true", "false"), "null": ("None", "null")}
+_PYTHON_LITERALS = {"boolean": ("True", "False", "true", "false"), "null": ("None", "null")}
 
 
 def strict_tag(
@@ -42,8 +42,8 @@ def strict_tag(
         for trigger in form.triggers:
             first, rest = _cut(trigger, special)
             rules.setdefault(first, []).append(sequence(_literal(rest, special), calls, _literal(form.end, special)))
-    told = {_cut(text, special)[0]: None for form in forms for text in form.others}
-    others = [text for text in told if not any(first in text or text in first for first in rules)]
+    excluded = {_cut(text, special)[0]: None for form in forms for text in form.others}
+    others = [text for text in excluded if not any(first in text or text in first for first in rules)]
     alone = not parallel or any(form.alone for form in forms)
     free: Part = {"type": "any_text", "excludes": others}
     if rules:
@@ -74,10 +74,10 @@ def _text(value: str) -> Part:
 
 
 def sequence(*parts: Part | None) -> Part:
-    kept = [part for part in parts if part is not None]
-    if not kept:
+    present = [part for part in parts if part is not None]
+    if not present:
         return {"type": "sequence", "elements": [_text("")]}
-    return kept[0] if len(kept) == 1 else {"type": "sequence", "elements": kept}
+    return present[0] if len(present) == 1 else {"type": "sequence", "elements": present}
 
 
 def either(*parts: Part) -> Part:
@@ -103,9 +103,13 @@ def _literal(text: str, special: Mapping[str, int]) -> Part | None:
     marks = sorted((mark for mark in special if mark in text), key=len, reverse=True)
     if not marks:
         return _text(text)
-    pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text)
+    fragments = re.split(f"({'|'.join(map(re.escape, marks))})", text)
     return sequence(
-        *({"type": "token", "token": special[piece]} if piece in special else _text(piece) for piece in pieces if piece)
+        *(
+            {"type": "token", "token": special[fragment]} if fragment in special else _text(fragment)
+            for fragment in fragments
+            if fragment
+        )
     )
 
 
@@ -139,29 +143,29 @@ class _Maker:
         one = either(*(self._call(function) for function in functions))
         between = self.form.between
         if between is None or not parallel:
-            return sequence(self._said(self.form.open), one)
-        more = {"type": "star", "content": sequence(self._said(between), one)}
-        return sequence(self._said(self.form.open), one, more)
+            return sequence(self._exactly(self.form.open), one)
+        more = {"type": "star", "content": sequence(self._exactly(between), one)}
+        return sequence(self._exactly(self.form.open), one, more)
 
-    def _said(self, text: str) -> Part | None:
+    def _exactly(self, text: str) -> Part | None:
         return _literal(text, self.special)
 
     def _call(self, function: Mapping[str, Any]) -> Part:
         name = function["name"]
         head, number, rest = self.form.call.replace("{name}", name).partition("{number}")
-        begin = [self._said(head), dict(_NUMBER) if number else None, self._said(rest)]
-        held = function.get("strict") is True
+        begin = [self._exactly(head), dict(_NUMBER) if number else None, self._exactly(rest)]
+        is_strict = function.get("strict") is True
         schema = function.get("parameters") or {"type": "object", "properties": {}}
         values = self.form.values
         if isinstance(values, JsonValues):
-            arguments = json_value(schema if held else {"type": "object"})
-        elif isinstance(values, TaggedValues) and not held:
+            arguments = json_value(schema if is_strict else {"type": "object"})
+        elif isinstance(values, TaggedValues) and not is_strict:
             arguments = self._free_arguments(values)
-        elif isinstance(values, ElementValues) and not held:
+        elif isinstance(values, ElementValues) and not is_strict:
             arguments = _free_elements(schema, values, self.special, values.after)
         else:
             arguments = _Arguments(name, schema, self.special).written(values)
-        return sequence(*begin, arguments, self._said(self.form.close))
+        return sequence(*begin, arguments, self._exactly(self.form.close))
 
     def _free_arguments(self, values: TaggedValues) -> Part:
         """Anything up to the end of the call; any arguments, where their tags have its special tokens too."""
@@ -169,8 +173,8 @@ class _Maker:
         if end not in values.begin + values.end:
             return free_text(end)
         begin = [
-            dict(_WORD) if piece.startswith("{") else _literal(piece, self.special)
-            for piece in re.split(r"(\{name\}|\{text\}|\{type\})", values.begin)
+            dict(_WORD) if fragment.startswith("{") else _literal(fragment, self.special)
+            for fragment in re.split(r"(\{name\}|\{text\}|\{type\})", values.begin)
         ]
         value = free_text(_mark(values.end.strip(), self.special))
         return {"type": "star", "content": sequence(*begin, value, _literal(values.end, self.special))}
@@ -233,7 +237,7 @@ class _Arguments:
         if is_text:
             value = self._plain(schema, ends)
         else:  # no string within may end the value; JSON has no line breaks in strings
-            value = {**json_value(self._own(schema)), "excludes": [end for end in ends if "\n" not in end]}
+            value = {**json_value(self._with_definitions(schema)), "excludes": [end for end in ends if "\n" not in end]}
         head, typed, tail = begin.partition("{type}")
         begun = [_literal(head, self.special), self._typed(name) if typed else None, _literal(tail, self.special)]
         return sequence(*begun, value, _literal(values.end, self.special))
@@ -278,12 +282,12 @@ class _Arguments:
             schema = self._target(reference)
         if more := [key for key in schema if key not in _TEXT]:
             raise self._refused(f"{more[0]!r} of text that stands without quotes")
-        words = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
-        if words is None:
+        choices = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
+        if choices is None:
             return free_text(*ends)
-        if bad := next((w for w in words if w != w.strip() or not w or any(end in w for end in ends)), None):
+        if bad := next((w for w in choices if w != w.strip() or not w or any(end in w for end in ends)), None):
             raise self._refused(f"the value {bad!r}")
-        return either(*map(_text, words))
+        return either(*map(_text, choices))
 
     def _target(self, reference: str) -> Mapping[str, Any]:
         target: Any = self.schema
@@ -293,30 +297,32 @@ class _Arguments:
             raise self._refused(f"the reference {reference!r}")
         return target
 
-    def _own(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+    def _with_definitions(self, schema: Mapping[str, Any]) -> dict[str, Any]:
         """A parameter's schema, with what it may refer to."""
         return {**schema, **{key: self.schema[key] for key in ("$defs", "definitions") if key in self.schema}}
 
     def _python(self, name: str) -> Part:
         schema, types = self.properties[name], parameter_types({self.function: self.schema}, self.function, name)
-        if types and types <= _PYTHON_WORDS.keys() and not {"enum", "const"} & set(schema):
-            return either(*(_text(word) for kind in sorted(types) for word in _PYTHON_WORDS[kind]))
+        if types and types <= _PYTHON_LITERALS.keys() and not {"enum", "const"} & set(schema):
+            return either(*(_text(word) for kind in sorted(types) for word in _PYTHON_LITERALS[kind]))
         if schema.get("type") != "string" or set(schema) - _TEXT:
-            return json_value(self._own(schema))
+            return json_value(self._with_definitions(schema))
         if not {"enum", "const"} & set(schema):
             return either(json_value(schema), dict(_QUOTED))
-        words = schema["enum"] if "enum" in schema else [schema["const"]]
-        return either(*(_text(form(word)) for word in words for form in (quoted, repr)))
+        choices = schema["enum"] if "enum" in schema else [schema["const"]]
+        return either(*(_text(form(word)) for word in choices for form in (quoted, repr)))
 
     def _listed(self, parts: Sequence[tuple[str, Part]], comma: str = ", ") -> Part:
         """Those required and any of the others, in order, with commas between."""
-        ways: list[Part] = []
+        variants: list[Part] = []
         for first, (name, part) in enumerate(parts):
             later = [(other, sequence(_text(comma), rest)) for other, rest in parts[first + 1 :]]
-            ways.append(sequence(part, *(rest if other in self.required else optional(rest) for other, rest in later)))
+            variants.append(
+                sequence(part, *(rest if other in self.required else optional(rest) for other, rest in later))
+            )
             if name in self.required:
-                return either(*ways)
-        return optional(either(*ways)) if ways else _text("")
+                return either(*variants)
+        return optional(either(*variants)) if variants else _text("")
 
     def _braces(self, schema: Mapping[str, Any], quote: str, comma: str) -> Part:
         inner = _Arguments(self.function, schema, self.special)

@@ -91,9 +91,9 @@ class TextSource:
     def _shown(self, text: str) -> str:
         assert self._hidden is not None
         text, at, shown = self._unseen + text, 0, list[str]()
-        while (found := self._hidden.find(text, at, self._final)) is not None:
-            shown.append(text[at : found[0]])
-            at = found[0] + len(found[1])
+        while (hit := self._hidden.find(text, at, self._final)) is not None:
+            shown.append(text[at : hit[0]])
+            at = hit[0] + len(hit[1])
         end = len(text) if self._final else self._hidden.sure_end(text, at)
         shown.append(text[at:end])
         self._unseen = text[end:]
@@ -101,9 +101,9 @@ class TextSource:
 
     # ---- what was read, for when it turns out to be no call ------------------------------------------------------
 
-    def record(self, *pieces: str) -> None:
+    def record(self, *parts: str) -> None:
         """Remember what is read from now on, after `pieces`."""
-        self._record = list(pieces)
+        self._record = list(parts)
 
     def recorded(self) -> str:
         """What was remembered; stops remembering."""
@@ -141,9 +141,9 @@ class TextSource:
     def until(self, tags: Tags, emit: Emit, keep: Collection[str] = ()) -> Steps[str]:
         """Hand on all text before the next tag; the tag, which is read too unless it is one to keep. "" is the end."""
         while True:
-            found = tags.find(self._text, self._at, self._final)
-            if found is not None:
-                at, tag = found
+            hit = tags.find(self._text, self._at, self._final)
+            if hit is not None:
+                at, tag = hit
                 if at > self._at:
                     emit(self._take(at))
                 if tag not in keep:
@@ -208,12 +208,12 @@ class TextSource:
 
     def word(self, pattern: re.Pattern[str]) -> Steps[str]:
         """All characters of a class, as one string."""
-        pieces: list[str] = []
-        yield from self.span(pattern, pieces.append)
-        return "".join(pieces)
+        parts: list[str] = []
+        yield from self.span(pattern, parts.append)
+        return "".join(parts)
 
     def text_until(self, tags: Tags, keep: Collection[str] = ()) -> Steps[tuple[str, str]]:
         """(all text before the next tag, the tag)."""
-        pieces: list[str] = []
-        tag = yield from self.until(tags, pieces.append, keep)
-        return "".join(pieces), tag
+        parts: list[str] = []
+        tag = yield from self.until(tags, parts.append, keep)
+        return "".join(parts), tag

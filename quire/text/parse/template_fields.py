@@ -42,13 +42,13 @@ class Mark:
 
     def find(self, text: str, at: int, final: bool) -> Found | None:
         if self.tags is not None:
-            found = self.tags.find(text, at, final)
-            return None if found is None else Found(found[0], found[0] + len(found[1]), {})
+            hit = self.tags.find(text, at, final)
+            return None if hit is None else Found(hit[0], hit[0] + len(hit[1]), {})
         assert self.pattern is not None
         match = self.pattern.search(text, at)
         if match is None or match.end() == match.start() or (match.end() == len(text) and not final):
             return None  # it may yet grow
-        return Found(*match.span(), {name: said for name, said in match.groupdict().items() if said is not None})
+        return Found(*match.span(), {name: value for name, value in match.groupdict().items() if value is not None})
 
     def sure_end(self, text: str, at: int) -> int:
         """How far the text, in which nothing was found, holds no beginning either."""
@@ -57,8 +57,8 @@ class Mark:
         least = max(at, len(text) - _LONGEST)
         start = least
         if self.leads is not None:
-            found = self.leads.find(text, least, True)
-            start = self.leads.sure_end(text, least) if found is None else found[0]
+            lead = self.leads.find(text, least, True)
+            start = self.leads.sure_end(text, least) if lead is None else lead[0]
         while start > at and text[start - 1].isspace():
             start -= 1
         return start
@@ -89,21 +89,21 @@ class Template:
     def begun(self, prompt: str) -> str:
         """What the prompt has of the answer already."""
         last = 0
-        while (found := self.anchor.find(prompt, last, True)) is not None:
-            last = found.end
+        while (match := self.anchor.find(prompt, last, True)) is not None:
+            last = match.end
         return prompt[last:] if last else ""
 
 
-def read_template(given: Any) -> Template:
+def read_template(declared: Any) -> Template:
     """ConfigError: it is none."""
-    if not isinstance(given, Mapping) or not isinstance(given.get("fields"), Mapping) or not given["fields"]:
+    if not isinstance(declared, Mapping) or not isinstance(declared.get("fields"), Mapping) or not declared["fields"]:
         raise _wrong("it needs 'fields', which name at least one field")
-    if given.get("version", 1) != 1:
-        raise _wrong(f"its version is {given['version']!r}; 1 is known")
-    fields = tuple(_field(name, one) for name, one in given["fields"].items())
+    if declared.get("version", 1) != 1:
+        raise _wrong(f"its version is {declared['version']!r}; 1 is known")
+    fields = tuple(_field(name, one) for name, one in declared["fields"].items())
     if sum(one.open is None for one in fields) > 1:
         raise _wrong("only one field may be without 'open'")
-    anchor = _mark("start_anchor", given, "start_anchor", "start_anchor_pattern")
+    anchor = _mark("start_anchor", declared, "start_anchor", "start_anchor_pattern")
     if anchor is None:
         raise _wrong("it has no 'start_anchor'")
     marks = (mark for one in fields for mark in (one.open, one.close) if mark is not None)
@@ -111,36 +111,36 @@ def read_template(given: Any) -> Template:
     return Template(fields, anchor, texts)
 
 
-def _field(name: str, given: Any) -> Field:
-    if not isinstance(given, Mapping):
+def _field(name: str, declared: Any) -> Field:
+    if not isinstance(declared, Mapping):
         raise _wrong(f"the field {name!r} is no object")
-    if unknown := set(given) - _KEYS:
+    if unknown := set(declared) - _KEYS:
         raise _wrong(f"the field {name!r} has {min(unknown)!r}, which is unknown")
-    content = given.get("content", "text")
+    content = declared.get("content", "text")
     if content not in CONTENTS:
         raise _wrong(f"the content of {name!r} is {content!r}; it may be {', '.join(CONTENTS)}")
     return Field(
         name,
-        _mark(name, given, "open", "open_pattern"),
-        _mark(name, given, "close", "close_pattern"),
+        _mark(name, declared, "open", "open_pattern"),
+        _mark(name, declared, "close", "close_pattern"),
         content,
-        given.get("content_args") or {},
-        given.get("transform"),
-        given.get("transform_each") is True,
+        declared.get("content_args") or {},
+        declared.get("transform"),
+        declared.get("transform_each") is True,
     )
 
 
-def _mark(name: str, given: Mapping[str, Any], literal: str, pattern: str) -> Mark | None:
-    if literal in given:
-        texts = [given[literal]] if isinstance(given[literal], str) else given[literal]
+def _mark(name: str, declared: Mapping[str, Any], literal: str, pattern: str) -> Mark | None:
+    if literal in declared:
+        texts = [declared[literal]] if isinstance(declared[literal], str) else declared[literal]
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
             raise _wrong(f"{literal!r} of {name!r} must be a string or a list of strings, none of them empty")
         return Mark(Tags(*texts))
-    if pattern not in given:
+    if pattern not in declared:
         return None
     try:
-        leads = _leads(given[pattern])
-        return Mark(pattern=re.compile(given[pattern], re.DOTALL), leads=Tags(*leads) if leads else None)
+        leads = _leads(declared[pattern])
+        return Mark(pattern=re.compile(declared[pattern], re.DOTALL), leads=Tags(*leads) if leads else None)
     except (re.error, TypeError) as wrong:
         raise _wrong(f"{pattern!r} of {name!r} is no regular expression: {wrong}") from None
 
@@ -150,11 +150,11 @@ def _leads(source: str) -> tuple[str, ...]:
     told."""
     while (space := _SPACE.match(source)) is not None:
         source = source[space.end() :]
-    ways = [source]
+    alternatives = [source]
     if source.startswith("(?:") and ")" in source:
-        ways = re.split(r"(?<!\\)\|", source[3 : source.index(")")])
-    found = tuple(map(_lead, ways))
-    return found if all(found) else ()
+        alternatives = re.split(r"(?<!\\)\|", source[3 : source.index(")")])
+    leads = tuple(map(_lead, alternatives))
+    return leads if all(leads) else ()
 
 
 def _lead(source: str) -> str:

@@ -57,13 +57,13 @@ def as_members(text: str) -> str | None:
 
 def tool_schemas(tools: Any) -> dict[str, Mapping[str, Any]]:
     """{function: parameter schema} of a request's tools, whatever shape they have."""
-    found: dict[str, Mapping[str, Any]] = {}
+    schemas: dict[str, Mapping[str, Any]] = {}
     for tool in tools or ():
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):
             schema = function.get("parameters")
-            found[function["name"]] = schema if isinstance(schema, Mapping) else {}
-    return found
+            schemas[function["name"]] = schema if isinstance(schema, Mapping) else {}
+    return schemas
 
 
 def is_text(types: Types) -> bool:
@@ -129,8 +129,8 @@ def _types(schema: Any, root: Mapping[str, Any], left: list[int]) -> Types:
         return frozenset(_name(one) for one in named if isinstance(one, str))
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(key), list):
-            found = [_types(one, root, left) for one in schema[key][:_MOST] if left[0] > 0]
-            return frozenset().union(*found)
+            options = [_types(one, root, left) for one in schema[key][:_MOST] if left[0] > 0]
+            return frozenset().union(*options)
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
     kinds = frozenset(_KINDS.get(type(value), "string") for value in values[:64])
     if not kinds and "properties" in schema:

@@ -29,7 +29,7 @@ class DeltaWriter:
     """Collects one answer's Deltas. `tools`: the functions' parameter schemas, by name."""
 
     __slots__ = (
-        "_arguments", "_deltas", "_fresh", "_kind", "_new_id", "_on_open", "_pieces", "_space", "first_only", "index",
+        "_arguments", "_deltas", "_fresh", "_kind", "_new_id", "_on_open", "_parts", "_space", "first_only", "index",
         "tools",
     )  # fmt: skip
 
@@ -46,7 +46,7 @@ class DeltaWriter:
         self.index = -1  # of the last call opened
         self._new_id = new_id
         self._deltas: list[Delta] = []
-        self._kind, self._pieces = "", list[str]()
+        self._kind, self._parts = "", list[str]()
         self._fresh = not keep_space  # no content since the beginning or the last call
         self._space: list[str] = []  # white space that is content only if other content follows
         self._arguments: list[str] = []  # of the last call
@@ -79,8 +79,8 @@ class DeltaWriter:
         if self._on_open is not None:
             self._on_open()
         if not self.first_only or self.index == 0:
-            given = call_id or self._new_id(name, self.index)
-            self._deltas.append(Delta(call=CallDelta(self.index, "", given, name)))
+            call_id_used = call_id or self._new_id(name, self.index)
+            self._deltas.append(Delta(call=CallDelta(self.index, "", call_id_used, name)))
 
     def arguments(self, text: str) -> None:
         if not self.first_only or self.index == 0:
@@ -110,12 +110,12 @@ class DeltaWriter:
         if kind != self._kind:
             self._flush()
             self._kind = kind
-        self._pieces.append(text)
+        self._parts.append(text)
 
     def _flush(self) -> None:
-        if self._pieces:
-            text = "".join(self._pieces)
-            self._pieces.clear()
+        if self._parts:
+            text = "".join(self._parts)
+            self._parts.clear()
             if self._kind == "arguments":
                 self._deltas.append(Delta(call=CallDelta(self.index, text)))
             else:
@@ -140,7 +140,7 @@ class ToolFormat:
     new_id: NewId = random_id
     forms: tuple[CallForm, ...] = ()
     after: Callable[[str], Read] | None = None  # instead of `read`, where the prompt is known and matters
-    held: Read | None = None  # instead of `read`, where calls are held to a schema (strict.py)
+    strict_read: Read | None = None  # instead of `read`, if calls are constrained to a schema (strict.py)
     thought: tuple[str, str] | None = None  # tags of a thought that an answer may begin with: no call is made in it
     is_answer: bool = False  # the whole answer is the arguments, also where they break off
     tells_broken: bool = True  # the text of a call that broke off can be told, and is shown instead of the call

@@ -16,7 +16,7 @@ from quire.text.parse.typed import ANY, TEXT, Types, as_json, as_members, has_pa
 from quire.text.parse.writer import LONGEST_NAME, DeltaWriter
 
 _CDATA, _CDATA_END = "<![CDATA[", Tags("]]>")
-_SAID_TYPE = re.compile(r'\btype="(\w{1,32})"')
+_TYPE_ATTRIBUTE = re.compile(r'\btype="(\w{1,32})"')
 _NO_TEXT = frozenset({"number", "integer", "boolean", "object", "array", "null"})
 
 
@@ -165,8 +165,8 @@ class XmlCalls:
             return name, TEXT
         if 'string="false"' in rest:
             return name, _NO_TEXT
-        said = _SAID_TYPE.search(rest)
-        return name, frozenset() if said is None else frozenset({said.group(1)})
+        declared = _TYPE_ATTRIBUTE.search(rest)
+        return name, frozenset() if declared is None else frozenset({declared.group(1)})
 
 
 def read_value(
@@ -186,22 +186,22 @@ def read_value(
 
 def _read_text(source: TextSource, emit: Emit, ends: Tags, trim: bool, keep: tuple[str, ...]) -> Steps[str]:
     """A string whose opening quote is written, and its closing one."""
-    held = ""  # a newline that may be the last character
+    pending = ""  # a newline that may be the last character
 
     def stream(text: str) -> None:
-        nonlocal held
-        text = held + text
-        held = "\n" if trim and text.endswith("\n") else ""
-        emit(inside_quotes(text.removesuffix("\n") if held else text))
+        nonlocal pending
+        text = pending + text
+        pending = "\n" if trim and text.endswith("\n") else ""
+        emit(inside_quotes(text.removesuffix("\n") if pending else text))
 
     tag = yield from source.until(ends, stream, keep)
     if not tag:
-        emit(inside_quotes(held))
+        emit(inside_quotes(pending))
         return ""
     emit('"')
     return tag
 
 
-def _settled(said: Types, known: Types) -> Types:
+def _settled(declared: Types, known: Types) -> Types:
     """A parameter's types by its tag and by the tool's schema: the schema's, of them those that the tag allows."""
-    return (said & known) or known or said
+    return (declared & known) or known or declared

@@ -84,7 +84,7 @@ def test_figures_of_a_run() -> None:
         outcome(0.5, 0.2, [], 1),
         outcome(0.5, 0.0, [], 0, ok=False),
     ]
-    wanted = report.Wanted(
+    wanted = report.ReportOptions(
         metrics=("ttft", "tpot", "itl", "e2el"), percentiles=(50.0, 99.0), goodput=(("ttft", 250.0), ("tpot", 50.0))
     )
     found = report.measure(run, 2.0, wanted)
@@ -107,11 +107,11 @@ def test_figures_of_a_run() -> None:
 
 
 def test_goodput_is_none_unless_asked_for() -> None:
-    assert report.measure([outcome(0, 0.1, [])], 1.0, report.Wanted())["request_goodput"] is None
+    assert report.measure([outcome(0, 0.1, [])], 1.0, report.ReportOptions())["request_goodput"] is None
 
 
 def test_a_run_in_which_everything_failed_still_reports() -> None:
-    wanted = report.Wanted(metrics=("ttft", "tpot", "itl", "e2el"))
+    wanted = report.ReportOptions(metrics=("ttft", "tpot", "itl", "e2el"))
     found = report.measure([outcome(0, 0, [], 0, ok=False)] * 3, 1.0, wanted)
     assert (found["completed"], found["failed"], found["mean_ttft_ms"], found["max_concurrent_requests"]) == (
         0,
@@ -129,7 +129,7 @@ def test_tokens_that_share_a_piece_are_counted_as_tokens() -> None:
 
 
 def test_the_table_has_the_lines_other_tools_print() -> None:
-    wanted = report.Wanted(
+    wanted = report.ReportOptions(
         metrics=("ttft", "tpot", "itl", "e2el"), goodput=(("ttft", 1e3),), max_concurrency=4, request_rate=2.0
     )
     lines = report.table(report.measure([outcome(0, 0.1, [0.1])], 1.0, wanted), wanted)
@@ -169,7 +169,7 @@ def test_wrong_wishes_are_refused(parse: object, text: str) -> None:
 
 
 def test_results_are_saved_short_long_and_one_after_another(tmp_path: Path) -> None:
-    found = report.measure([outcome(0, 0.1, [0.1])], 1.0, report.Wanted())
+    found = report.measure([outcome(0, 0.1, [0.1])], 1.0, report.ReportOptions())
     path = tmp_path / "deep" / "result.json"
     save(found, path, detailed=False, append=False)
     short = json.loads(path.read_text())

@@ -145,12 +145,12 @@ def test_cold_starts_get_empty_caches(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_the_table_of_benches(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.bench([], "quire bench") == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[3:7]] == list(bench.BENCHES)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[3:7]] == list(bench.BENCHMARKS)
     assert bench.bench(["sevre"], "quire bench") == 2
     assert "did you mean 'serve'?" in capsys.readouterr().err
     assert bench.bench(["sweep"], "quire bench") == 2
     assert "not built yet" in capsys.readouterr().err
-    for name in bench.BENCHES:
+    for name in bench.BENCHMARKS:
         with pytest.raises(SystemExit) as ended:
             bench.bench([name, "--help"], "quire bench")
         assert ended.value.code == 0

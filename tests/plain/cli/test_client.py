@@ -181,9 +181,9 @@ def interrupting(step: Any, times: int = 1) -> Any:
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["--url", "http://x/v1", "--local"], "exclude each other"),
+        (["--url", "http://x/v1", "--local"], "mutually exclusive"),
         (["--url", "http://x/v1", "--max-model-len", "512"], "--max-model-len is an option of an engine"),
-        (["--url", "localhost:8000"], "--url must look like http://localhost:8000/v1"),
+        (["--url", "localhost:8000"], "--url must be a URL such as http://localhost:8000/v1"),
     ],
 )
 def test_what_does_not_go_with_a_url(arguments: list[str], says: str, engine: type[FakeEngine]) -> None:

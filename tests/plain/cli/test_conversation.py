@@ -17,7 +17,7 @@ class Speaker:
     """Answers with the number of messages; holds at most `room` of them."""
 
     def __init__(self, room: int = 99) -> None:
-        self.status, self.asked, self.room = 0, dict[str, Any](), room
+        self.status, self.sampling, self.room = 0, dict[str, Any](), room
         self.heard: list[list[dict[str, Any]]] = []
 
     def answer(self, messages: list[dict[str, Any]]) -> ChatReply:
@@ -85,14 +85,14 @@ def test_clear_and_system(talk: Conversation) -> None:
 def test_set(talk: Conversation, capsys: pytest.CaptureFixture[str]) -> None:
     talk.take("/set temperature 0.5")
     talk.take("/set max-tokens 7")
-    assert talk.speaker.asked == {"temperature": 0.5, "max_tokens": 7}
+    assert talk.speaker.sampling == {"temperature": 0.5, "max_tokens": 7}
     for wrong in ("/set temperature -1", "/set temperature hot", "/set warmth 3"):
         assert talk.take(wrong)
-    assert talk.speaker.asked == {"temperature": 0.5, "max_tokens": 7}
+    assert talk.speaker.sampling == {"temperature": 0.5, "max_tokens": 7}
     told = capsys.readouterr().err
-    assert "temperature must be" in told and "got 'hot'" in told and "there is no setting 'warmth'" in told
+    assert "temperature must be" in told and "got 'hot'" in told and "unknown setting 'warmth'" in told
     talk.take("/set temperature")
-    assert talk.speaker.asked == {"max_tokens": 7}
+    assert talk.speaker.sampling == {"max_tokens": 7}
     talk.take("/set")
     assert "temperature         default" in capsys.readouterr().err
 
@@ -108,7 +108,7 @@ def test_save_and_load(talk: Conversation, tmp_path: Path, capsys: pytest.Captur
     mine = tmp_path / "mine.txt"
     mine.write_text("a diary")
     talk.take(f"/save {mine}")
-    assert mine.read_text() == "a diary" and "is no saved conversation" in capsys.readouterr().err
+    assert mine.read_text() == "a diary" and "is not a saved conversation" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -124,12 +124,12 @@ def test_a_file_that_is_no_conversation(
     assert talk.take(f"/load {path}") and talk.take("/load /no/such/file") and talk.take("/load")
     assert texts(talk) == ["hi", "answer 1"]
     told = capsys.readouterr().err
-    assert "is no saved conversation" in told and "No such file" in told and "needs the name of a file" in told
+    assert "is not a saved conversation" in told and "No such file" in told and "needs a file name" in told
 
 
 def test_slashes(talk: Conversation, capsys: pytest.CaptureFixture[str]) -> None:
     assert talk.take("/hlep")
-    assert "there is no /hlep" in capsys.readouterr().err and texts(talk) == []
+    assert "unknown command /hlep" in capsys.readouterr().err and texts(talk) == []
     talk.take("//etc/passwd is a file")
     talk.take("/* a comment\n of two lines */")
     assert texts(talk)[::2] == ["/etc/passwd is a file", "/* a comment\n of two lines */"]

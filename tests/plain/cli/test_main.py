@@ -10,7 +10,8 @@ import quire
 from quire.base import env
 from quire.base.registry import load
 from quire.cli import main as cli
-from quire.cli.main import COMMANDS, Command
+from quire.cli.dispatch import Command
+from quire.cli.main import COMMANDS
 from quire.schema.errors import InputError, ModelNotFoundError
 
 
@@ -82,7 +83,7 @@ def interrupt(arguments: list[str], program: str) -> int:
 def test_an_error_is_one_line(
     function: object, status: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "load", lambda path: function)
+    monkeypatch.setattr("quire.cli.dispatch.load", lambda path: function)
     monkeypatch.setitem(COMMANDS, "test", Command("anywhere", "a test"))
     assert cli.main(["test", "--x"]) == status
     assert capsys.readouterr().err == says
@@ -99,7 +100,7 @@ def test_a_wrong_environment_variable_is_one_line(
 
 
 def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "load", lambda path: fail_bug)
+    monkeypatch.setattr("quire.cli.dispatch.load", lambda path: fail_bug)
     monkeypatch.setitem(COMMANDS, "test", Command("anywhere", "a test"))
     with pytest.raises(ZeroDivisionError):
         cli.main(["test"])

@@ -63,7 +63,7 @@ def test_pull_fetches_and_says_where_it_is(hub: list[dict[str, Any]], capsys: py
 
 def test_pull_of_a_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pull", str(tmp_path)]) == 1
-    assert "is here already" in capsys.readouterr().err
+    assert "is a local path" in capsys.readouterr().err
 
 
 def test_list_shows_what_is_cached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

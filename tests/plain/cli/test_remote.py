@@ -132,7 +132,7 @@ def test_no_server_is_one_clear_error() -> None:
 
 def test_something_else_at_the_url(server: ScriptedServer) -> None:
     server.script.models = "nonsense"
-    with pytest.raises(remote.ServerError, match="does not answer as an OpenAI server does"):
+    with pytest.raises(remote.ServerError, match="not that of an OpenAI-compatible server"):
         client.chat(["--url", f"{server.url}/v1", "-q", "x"], "quire chat")
 
 
@@ -187,7 +187,7 @@ def test_a_local_server_that_asks_for_a_key(local: ScriptedServer, monkeypatch: 
         raise remote.RefusedError("no", 401)
 
     monkeypatch.setattr(remote.Remote, "models", refuse)
-    with pytest.raises(ConfigError, match="give --api-key"):
+    with pytest.raises(ConfigError, match="set --api-key"):
         client.chat(["-q", "x"], "quire chat")
 
 

@@ -23,7 +23,7 @@ def other_values(declared: OptionField) -> Iterator[Any]:
     """Values of the option's types that are neither its default nor one that works. Some may still be out of range."""
     o = declared.option
     tries: list[Any] = []
-    for kind in (*parts(declared.type), *parts(declared.given)):
+    for kind in (*parts(declared.type), *parts(declared.accepted)):
         if get_origin(kind) is Literal:
             tries += get_args(kind)
         elif get_origin(kind) is tuple:
@@ -204,7 +204,7 @@ def test_unknown_keyword_suggests_the_nearest() -> None:
 
 
 def test_the_same_thing_twice_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"attention_backend and attention_config\.backend set the same thing"):
+    with pytest.raises(ConfigError, match=r"attention_backend and attention_config\.backend set the same field"):
         assembled(attention_backend="FLASH_ATTN", attention_config={"backend": "TRITON"})
     with pytest.raises(ConfigError, match="cudagraph_capture_sizes"):
         assembled(cudagraph_capture_sizes=[1], compilation_config={"cudagraph_capture_sizes": [2]})

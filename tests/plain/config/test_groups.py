@@ -24,7 +24,7 @@ from quire.config import (
     encode,
     replace,
 )
-from quire.config.local import is_local, name_of, thing_of
+from quire.config.local import is_local, name_of, object_of
 from quire.config.option import Group, OptionStatus, declarations, describe, limits
 from quire.config.table import group_of, table
 from quire.schema.errors import ConfigError
@@ -114,8 +114,8 @@ def test_a_name_declared_twice_is_caught(monkeypatch: pytest.MonkeyPatch) -> Non
         (LoadConfig, "ignore_patterns", 5, "a list of strings"),
         (ParallelConfig, "tensor_parallel_size", 0, "at least 1"),
         (CompilationConfig, "mode", 4, "at most 3"),
-        (CompilationConfig, "mode", "fast", "none of NONE, STOCK"),
-        (CompilationConfig, "cudagraph_mode", "SOME", "none of NONE, PIECEWISE"),
+        (CompilationConfig, "mode", "fast", "not one of NONE, STOCK"),
+        (CompilationConfig, "cudagraph_mode", "SOME", "not one of NONE, PIECEWISE"),
         (EngineConfig, "optimization_level", 4, "at most 3"),
         (EngineConfig, "cache_config", {"block": 3}, "did you mean 'block_size'"),
     ],
@@ -205,15 +205,15 @@ def test_classes_have_names_that_lead_back() -> None:
         pass
 
     assert name_of("a.b:C") == "a.b:C"
-    assert thing_of(name_of(dataclasses.Field)) is dataclasses.Field and not is_local(name_of(dataclasses.Field))
+    assert object_of(name_of(dataclasses.Field)) is dataclasses.Field and not is_local(name_of(dataclasses.Field))
     mark = name_of(Hidden)
-    assert is_local(mark) and thing_of(mark) is Hidden
+    assert is_local(mark) and object_of(mark) is Hidden
     config = ModelConfig(logits_processors=[Hidden, dataclasses.Field])
     assert config.logits_processors == (mark, "dataclasses:Field")
     with pytest.raises(ConfigError, match=r"Hidden.* cannot import"):
         encode(EngineConfig(model_config=config))
     with pytest.raises(ConfigError, match="belongs to another process"):
-        thing_of("in-process:gone.Class#1")
+        object_of("in-process:gone.Class#1")
 
 
 def test_words_for_types() -> None:

@@ -50,7 +50,7 @@ def start(tmp_path: Path, *flags: str) -> Any:
 
 
 def lines(told: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in told.records if "have no effect here" in r.getMessage() and "Options" in r.message]
+    return [r.getMessage() for r in told.records if "have no effect:" in r.getMessage() and "Options" in r.message]
 
 
 @pytest.mark.parametrize(("flags", "named"), HINTS, ids=lambda value: str(value))

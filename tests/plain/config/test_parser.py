@@ -149,7 +149,7 @@ def test_a_fraction_of_1024_suggests_the_small_letter() -> None:
         ("--max-num-seqs", "expected one argument"),
         ("-cc {", "is not JSON"),
         ("-cc.mode", "-cc.mode needs a value"),
-        ("-cc 3 -cc.mode 2", "can only be added to a JSON mapping"),
+        ("-cc 3 -cc.mode 2", "can only be added to a JSON object"),
         ("-cc.a 1 -cc.a.b 2", "'a' already holds 1"),
         ("-cc.a 1 -cc.a+ 2", "which is not a list"),
         ("--max-lora-rank 7", "invalid choice: 7"),
@@ -247,9 +247,9 @@ def test_file_fills_positionals(tmp_path: Path) -> None:
         ("max-num-seqs: many", "invalid int value: 'many'"),
         ("scheduling-policy: lifo", "invalid choice: 'lifo'"),
         ("enforce-eager: 3", "enforce-eager must be true or false, got 3"),
-        ("[1, 2]", "expected option names with values, got list"),
+        ("[1, 2]", "expected a mapping of option names to values, got list"),
         ("a: [1", "not readable as YAML"),
-        ("", "expected option names with values, got NoneType"),
+        ("", "expected a mapping of option names to values, got NoneType"),
     ],
 )
 def test_wrong_files(
@@ -263,7 +263,7 @@ def test_missing_files(parser: FlexibleArgumentParser, capsys: pytest.CaptureFix
     assert "there is no file" in complaint(parser, ["--config", "nowhere.yaml"], capsys)
     assert "needs a .yaml" in complaint(parser, ["--config", write(tmp_path, "a: 1", "x.txt")], capsys)
     path = write(tmp_path, "seed: 1")
-    assert "given twice" in complaint(parser, ["--config", path, "--config", path], capsys)
+    assert "given only once" in complaint(parser, ["--config", path, "--config", path], capsys)
 
 
 def test_json_files_and_own_config_flags(parser: FlexibleArgumentParser, tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def test_flags_of_other_programs_say_what_to_use(
     with pytest.raises(SystemExit) as ended:
         parser.parse_args(line.split())
     told = capsys.readouterr().err
-    assert ended.value.code == 2 and says in told and f"there is no {line.split()[0].partition('=')[0]} here" in told
+    assert ended.value.code == 2 and says in told and f"there is no flag {line.split()[0].partition('=')[0]}:" in told
 
 
 def test_each_of_several_foreign_flags_is_explained(

@@ -241,7 +241,7 @@ def test_lengths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (0, -2, "many", 1.5, True):
         with pytest.raises(ConfigError, match="max_model_len"):
             resolve(folder, max_model_len=wrong)
-    with pytest.raises(ConfigError, match="max_model_len=4097 is more than the model's own limit of 4096"):
+    with pytest.raises(ConfigError, match="max_model_len=4097 is more than the model's limit of 4096"):
         resolve(folder, max_model_len=4097)
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     resolve_module.env.ALLOW_LONG_MAX_MODEL_LEN.forget()
@@ -286,7 +286,7 @@ def test_default_sampling(folder: Path, tmp_path: Path) -> None:
 
 
 def test_wrong_sampling_defaults(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="override_generation_config has 'do_sample'; these are honoured"):
+    with pytest.raises(ConfigError, match="override_generation_config has 'do_sample'; allowed are"):
         resolve(folder, override_generation_config={"do_sample": True})
     with pytest.raises(ConfigError, match=r"top_k=0\.5; expected a whole number"):
         resolve(folder, override_generation_config={"top_k": 0.5})
@@ -392,7 +392,7 @@ def test_decisions_are_logged(folder: Path) -> None:
         log.removeHandler(keep)
         log.setLevel(level)
     assert any("INFO dtype: bfloat16 (the checkpoint is float16" in line for line in lines)
-    assert "INFO max_model_len: 4096 (the model's own limit)" in lines
+    assert "INFO max_model_len: 4096 (the model's limit)" in lines
     assert any(line.startswith("DEBUG async_scheduling: off") for line in lines)
     assert all("\n" not in line for line in lines)
 

@@ -10,7 +10,7 @@ import pytest
 from quire.base import env
 from quire.cli.serve import make_parser, options_of
 from quire.config.option import READY, declarations
-from quire.config.server import ServerConfig, as_list, as_paths, flats, server_config
+from quire.config.server import ServerConfig, as_paths, flats, json_list, server_config
 from quire.config.table import table
 from quire.schema.errors import ConfigError, NotBuiltError
 
@@ -84,11 +84,11 @@ def test_an_option_file_is_below_the_command_line(tmp_path):
         ({"enable_log_outputs": True}, "needs enable_log_requests"),
         ({"ssl_keyfile": "k"}, "TLS needs ssl_certfile"),
         ({"ssl_certfile": "c", "ssl_cert_reqs": 2}, "needs ssl_ca_certs"),
-        ({"api_server_count": 2, "disable_frontend_multiprocessing": True}, "needs an engine process of its own"),
+        ({"api_server_count": 2, "disable_frontend_multiprocessing": True}, "needs a separate engine process"),
         ({"allow_credentials": True, "allowed_origins": ["*"]}, "name the sites"),
         ({"allowed_origins": "[1"}, "not a JSON list"),
-        ({"fingerprint_value": "x"}, "go together"),
-        ({"fingerprint_mode": "custom"}, "go together"),
+        ({"fingerprint_value": "x"}, "must be set together"),
+        ({"fingerprint_mode": "custom"}, "must be set together"),
         ({"api_key_scope": "v2"}, "it must be one of all, v1"),
         ({"request_timeout": 0}, "request_timeout must be above 0"),
     ],
@@ -116,7 +116,7 @@ def test_keys_stay_out_of_sight():
 
 
 def test_lists():
-    assert as_list("a") == ("a",) and as_list(["a", '["b", "c"]']) == ("a", "b", "c") and as_list(3) == 3
+    assert json_list("a") == ("a",) and json_list(["a", '["b", "c"]']) == ("a", "b", "c") and json_list(3) == 3
     assert as_paths(["/a,/b", "/c"]) == ("/a", "/b", "/c")
 
 

@@ -131,8 +131,8 @@ def test_a_full_queue_drops_and_the_numbers_tell(
 ) -> None:
     publisher = make_publisher(tmp_path, max_queue_size=3)
     subscriber.wait_for_link(publisher)
-    stop, turn = threading.Event(), publisher._turn
-    monkeypatch.setattr(publisher, "_turn", lambda: stop.wait(30) and turn())
+    stop, turn = threading.Event(), publisher._poll_once
+    monkeypatch.setattr(publisher, "_poll_once", lambda: stop.wait(30) and turn())
     time.sleep(0.3)  # a turn that had begun is over, and one batch may go with it
     began = time.monotonic()
     for i in range(50):

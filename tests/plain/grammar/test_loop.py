@@ -89,7 +89,7 @@ def run(loop: EngineLoop) -> dict[str, tuple[str, EngineOutput]]:
             if output.finish_reason is not None:
                 last[output.request_id] = output
         if loop.is_drained():
-            assert not loop.masks._places and not loop.masks._pending
+            assert not loop.masks._states and not loop.masks._pending
             assert not loop.scheduler.planner.holds.by_request
             return {n: (bytes(t - 4 for t in tokens[n] if t >= 4).decode(), out) for n, out in last.items()}
     raise AssertionError(f"still busy after {TURNS} turns")

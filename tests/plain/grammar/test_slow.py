@@ -9,7 +9,7 @@ import pytest
 
 from quire.grammar import masks as masks_module
 from quire.grammar.backend import GrammarVocabulary, Rows
-from quire.grammar.masks import MOST_SECONDS, Masks, _Place
+from quire.grammar.masks import MOST_SECONDS, Masks, _GrammarState
 from quire.schema.messages import EngineOutput, EngineRequest
 from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, StepPlan
@@ -54,7 +54,7 @@ def test_only_the_slow_one_ends(monkeypatch: pytest.MonkeyPatch, count: int, sec
             request_id=str(number), prompt_token_ids=[1], params=ResolvedParams(), seed=0, max_tokens=999
         )
         matcher: Any = Matcher(seconds if number == 0 else 0.001)
-        masks._places[str(number)] = _Place(given, matcher, backend)
+        masks._states[str(number)] = _GrammarState(given, matcher, backend)
     plan = StepPlan(step=0, grants=tuple(Grant(str(number), 0, 1, True, 0) for number in range(count)))
     for turn in range(400):
         mask, lost = masks.mask(plan)
@@ -65,7 +65,7 @@ def test_only_the_slow_one_ends(monkeypatch: pytest.MonkeyPatch, count: int, sec
             plan = StepPlan(step=0, grants=plan.grants[1:])
         masks.advance([EngineOutput(request_id=grant.request_id, new_token_ids=[5]) for grant in plan.grants])
         assert mask is not None or count == 1
-    assert len(masks._places) == count - 1
+    assert len(masks._states) == count - 1
 
 
 @pytest.mark.parametrize(("seconds", "ends_at"), [(0.045, None), (0.06, 195), (0.1, 39)])
@@ -76,7 +76,7 @@ def test_each_token_said_buys_more_time(monkeypatch: pytest.MonkeyPatch, seconds
     masks = Masks(lambda: GrammarVocabulary(tokens=[b"a"] * 64, size=64, ends=(3,)), vocab_size=64)
     given = EngineRequest(request_id="0", prompt_token_ids=[1], params=ResolvedParams(), seed=0, max_tokens=999)
     matcher: Any = Matcher(seconds)
-    masks._places["0"] = _Place(given, matcher, backend)
+    masks._states["0"] = _GrammarState(given, matcher, backend)
     plan = StepPlan(step=0, grants=(Grant("0", 0, 1, True, 0),))
     for turn in range(400):
         if masks.mask(plan)[1]:
@@ -89,5 +89,5 @@ def test_each_token_said_buys_more_time(monkeypatch: pytest.MonkeyPatch, seconds
 def test_the_whole_budget_may_be_spent() -> None:
     given = EngineRequest(request_id="0", prompt_token_ids=[1], params=ResolvedParams(), seed=0, max_tokens=999)
     for num_outputs, budget in ((0, 2.0), (10, 2.5)):
-        assert not _Place(given, num_outputs=num_outputs, seconds=budget).is_slow()
-        assert _Place(given, num_outputs=num_outputs, seconds=budget + 0.001).is_slow()
+        assert not _GrammarState(given, num_outputs=num_outputs, seconds=budget).is_slow()
+        assert _GrammarState(given, num_outputs=num_outputs, seconds=budget + 0.001).is_slow()

@@ -47,7 +47,7 @@ def test_a_folder_that_cannot_be_written_is_only_a_warning(tmp_path: Path, caplo
     (tmp_path / "quire").write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING, "quire"):
         Manifest(ABOUT, str(tmp_path)).write([])
-    assert "cannot be kept" in caplog.text
+    assert "cannot be stored" in caplog.text
 
 
 def test_where_kernels_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -282,10 +282,10 @@ def test_continuing_the_last_message() -> None:
     assert render_chat(tokenizer_with(PARTS_ONLY), parts, **options).endswith("assistant:[a][b")
     with pytest.raises(InputError, match="cannot both be true"):
         render_chat(tokenizer_with(CHATML), messages, add_generation_prompt=True, continue_final_message=True)
-    with pytest.raises(InputError, match="leaves the last message out"):
+    with pytest.raises(InputError, match="omits the last message"):
         render_chat(tokenizer_with("{{ messages[0].content }}"), messages, **options)
     silent = [{"role": "assistant", "content": []}]
-    with pytest.raises(InputError, match="no text to go on with"):
+    with pytest.raises(InputError, match="no text to continue"):
         render_chat(tokenizer_with(PARTS_ONLY), silent, **options)
 
 
@@ -298,7 +298,7 @@ def test_which_template(tmp_path: Path) -> None:
     assert render_chat(several, hi, chat_template="{{ 1 + 1 }}") == "2"
     (tmp_path / "mine.jinja").write_text("from {{ 'file' }}", encoding="utf-8")
     assert render_chat(several, hi, chat_template=str(tmp_path / "mine.jinja")) == "from file"
-    with pytest.raises(InputError, match=r"'rga' is no Jinja text.*did you mean 'rag'"):
+    with pytest.raises(InputError, match=r"'rga' is not Jinja text.*did you mean 'rag'"):
         render_chat(several, hi, chat_template="rga")
     with pytest.raises(InputError, match="no default one"):
         choose_template(tokenizer_with({"a": "x", "b": "y"}))
@@ -330,7 +330,7 @@ def test_variables_of_the_template() -> None:
         ([{"role": "user", "content": [{"type": "hologram"}]}], "unknown type 'hologram'"),
         ([{"role": "user", "content": [{"type": "text", "text": None}]}], "'text' is None, not a string"),
         ([{"role": "user", "content": [7]}], "content part of type int"),
-        ([{"role": "assistant", "content": "", "tool_calls": [3]}], "tool call that is no dict"),
+        ([{"role": "assistant", "content": "", "tool_calls": [3]}], "tool call that is not a dict"),
     ],
 )
 def test_wrong_messages_are_one_clear_error(messages: Any, says: str) -> None:

@@ -154,7 +154,7 @@ def test_spare_tokens_take_the_name_the_config_gives_them(tmp_path: Path) -> Non
 def test_an_added_token_at_the_wrong_place_is_refused(tmp_path: Path) -> None:
     byte_level().save(str(tmp_path / "tokenizer.json"))
     write(tmp_path, tokenizer_config__json={"added_tokens_decoder": {"9999": {"content": "<far>"}}})
-    with pytest.raises(CheckpointError, match=r"'<far>' is said to be id 9999"):
+    with pytest.raises(CheckpointError, match=r"'<far>' should have id 9999"):
         load_tokenizer(str(tmp_path))
 
 
@@ -409,7 +409,7 @@ def test_what_is_not_there_is_said_clearly(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a sentencepiece model"):
         load_tokenizer(str(tmp_path / "x.model"))
     (tmp_path / "x.bin").write_bytes(b"")
-    with pytest.raises(InputError, match="is no tokenizer file"):
+    with pytest.raises(InputError, match="is not a tokenizer file"):
         load_tokenizer(str(tmp_path / "x.bin"))
 
 

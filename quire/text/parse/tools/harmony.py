@@ -38,16 +38,16 @@ class Harmony:
         self._calls = calls
 
     def __call__(self, source: TextSource, out: DeltaWriter) -> Steps[None]:
-        said: set[str] = set()
+        kinds_seen: set[str] = set()
         while True:
             tag = yield from source.until(_HEADS, out.content)
             if not tag:
                 return
             if tag not in _CLOSES:
                 source.record(tag)
-                yield from self._message(source, out, said)
+                yield from self._message(source, out, kinds_seen)
 
-    def _message(self, source: TextSource, out: DeltaWriter, said: set[str]) -> Steps[None]:
+    def _message(self, source: TextSource, out: DeltaWriter, kinds_seen: set[str]) -> Steps[None]:
         _, tag = yield from source.text_until(_HEADER_ENDS, keep=(_START,))
         header = source.recorded()
         if tag != _MESSAGE:
@@ -61,20 +61,20 @@ class Harmony:
             yield from skip_space(source)
             tag = yield from read_body(source, out, _CALL_ENDS)
         elif channel is not None and channel.group(1) == "analysis":
-            yield from source.until(_BODY_ENDS, _joined(out.reasoning, "analysis", said), keep=_OPEN_ENDS)
+            yield from source.until(_BODY_ENDS, _joined(out.reasoning, "analysis", kinds_seen), keep=_OPEN_ENDS)
         else:
-            yield from source.until(_BODY_ENDS, _joined(out.content, "content", said), keep=_OPEN_ENDS)
+            yield from source.until(_BODY_ENDS, _joined(out.content, "content", kinds_seen), keep=_OPEN_ENDS)
 
 
-def _joined(emit: Emit, kind: str, said: set[str]) -> Emit:
+def _joined(emit: Emit, kind: str, kinds_seen: set[str]) -> Emit:
     """`emit`, with a line break first if there was a message of this kind before."""
-    parted = kind not in said
+    parted = kind not in kinds_seen
 
     def write(text: str) -> None:
         nonlocal parted
         emit(text if parted else "\n" + text)
         parted = True
-        said.add(kind)
+        kinds_seen.add(kind)
 
     return write
 

@@ -21,22 +21,22 @@ from quire.text.parse.typed import as_json, parameter_types, read_json
 from quire.text.parse.writer import LONGEST_NAME, DeltaWriter, Read, ToolFormat
 
 _THOUGHTS = ("thinking", "reasoning", "reasoning_content")
-_PLACE = re.compile(r"\{(\w+(?:\.\w+)*)\}")
+_PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 
 class FromTokenizer:
     """A parser that a tokenizer makes."""
 
     def __call__(self, tokenizer: Any) -> ToolFormat:
-        given = tokenizer.response_template
-        if given is None:
+        declared = tokenizer.response_template
+        if declared is None:
             raise ConfigError(
                 "the tool parser 'hf' reads the tokenizer's response_template, and this tokenizer has none: name the "
                 "model's own parser",
                 param="tool_call_parser",
                 value="hf",
             )
-        template = read_template(given)
+        template = read_template(declared)
         return ToolFormat(
             _reader(template, ""), template.texts, after=lambda prompt: _reader(template, prompt), tells_broken=False
         )
@@ -69,25 +69,25 @@ class _FieldReader:
         self.region: _Region = self._outside()
         self.inside = False
 
-    def begin(self, said: str) -> None:
+    def begin(self, text: str) -> None:
         """What the prompt has said already is shown to nobody; it may have opened a field."""
         silent = _FieldReader(self.template, DeltaWriter())
-        silent.feed(said, False)
+        silent.feed(text, False)
         if silent.inside and silent.region.field.name in _THOUGHTS:
             self.region, self.inside = _Text(silent.region.field, self.out.reasoning), True
 
     def feed(self, text: str, final: bool) -> None:
         self.text, self.at = self.text[self.at :] + text, 0
         while (step := self._next(final)) is not None:
-            mark, found = step
-            self.region.feed(self.text[self.at : found.start])
-            said = self.text[found.start : found.end]
-            self.at = found.end
+            mark, hit = step
+            self.region.feed(self.text[self.at : hit.start])
+            mark_text = self.text[hit.start : hit.end]
+            self.at = hit.end
             if isinstance(mark, Field):
                 self.region.close("")
-                self.region, self.inside = self._inside(mark, found, said), True
+                self.region, self.inside = self._inside(mark, hit, mark_text), True
             else:
-                self.region.close(said)
+                self.region.close(mark_text)
                 self.region, self.inside = self._outside(), False
         end = len(self.text) if final else min((mark.sure_end(self.text, self.at) for mark, _ in self._marks()),
                                                default=len(self.text))  # fmt: skip
@@ -101,32 +101,32 @@ class _FieldReader:
         close = self.region.field.close
         if self.inside:
             return [] if close is None else [(close, None)]
-        found: list[tuple[Mark, Field | None]] = [(one.open, one) for one in self.template.fields if one.open]
-        return found if close is None else [*found, (close, None)]
+        hit: list[tuple[Mark, Field | None]] = [(one.open, one) for one in self.template.fields if one.open]
+        return hit if close is None else [*hit, (close, None)]
 
     def _next(self, final: bool) -> tuple[Field | None, Found] | None:
         """The first mark in the text, unless an earlier one may still be on its way."""
         best: tuple[Field | None, Found] | None = None
         unsure = len(self.text) + 1
         for mark, field in self._marks():
-            found = mark.find(self.text, self.at, final)
-            if found is None:
+            hit = mark.find(self.text, self.at, final)
+            if hit is None:
                 unsure = unsure if final else min(unsure, mark.sure_end(self.text, self.at))
-            elif best is None or (found.start, -found.end) < (best[1].start, -best[1].end):
-                best = field, found
+            elif best is None or (hit.start, -hit.end) < (best[1].start, -best[1].end):
+                best = field, hit
         return None if best is None or unsure <= best[1].start else best
 
     def _outside(self) -> _Region:
         field = self.template.implicit or Field("content", None, None)
         return _Text(field, self.out.reasoning if field.name in _THOUGHTS else self.out.content)
 
-    def _inside(self, field: Field, found: Found, said: str) -> _Region:
+    def _inside(self, field: Field, hit: Found, mark_text: str) -> _Region:
         if field.name == "tool_calls":
-            plan = _plan(field, found.names)
+            plan = _plan(field, hit.names)
             return (
-                _Collected(field, self.out, found.names, said)
+                _Collected(field, self.out, hit.names, mark_text)
                 if plan is None
-                else _Streamed(field, self.out, plan, said)
+                else _Streamed(field, self.out, plan, mark_text)
             )
         return _Text(field, self.out.reasoning if field.name in _THOUGHTS else self.out.content)
 
@@ -150,20 +150,20 @@ class _Text(_Region):
     def __init__(self, field: Field, emit: Emit) -> None:
         super().__init__(field)
         self._emit, self._strip = emit, field.args.get("strip", True)
-        self._begun, self._held = False, ""
+        self._begun, self._space = False, ""
 
     def feed(self, text: str) -> None:
-        text = self._held + text
+        text = self._space + text
         if self._strip:
             text = text if self._begun else text.lstrip()
-            kept = text.rstrip()
-            text, self._held = kept, text[len(kept) :]
+            shown = text.rstrip()
+            text, self._space = shown, text[len(shown) :]
         if text:
             self._begun = True
             self._emit(text)
 
     def close(self, mark: str) -> None:
-        self._held = ""
+        self._space = ""
 
 
 Plan = Callable[[TextSource, DeltaWriter, str], Steps[Any]]
@@ -172,11 +172,11 @@ Plan = Callable[[TextSource, DeltaWriter, str], Steps[Any]]
 class _Streamed(_Region):
     """Calls in JSON, read as they arrive."""
 
-    def __init__(self, field: Field, out: DeltaWriter, plan: Plan, said: str) -> None:
+    def __init__(self, field: Field, out: DeltaWriter, plan: Plan, mark_text: str) -> None:
         super().__init__(field)
         self._source = TextSource()
-        self._steps = plan(self._source, out, said)
-        self._out, self._said = out, said
+        self._steps = plan(self._source, out, mark_text)
+        self._out, self._mark_text = out, mark_text
 
     def feed(self, text: str) -> None:
         if text:
@@ -202,7 +202,7 @@ def _plan(field: Field, names: Mapping[str, str]) -> Plan | None:
         return _objects(CallKeys())
     if not isinstance(function, Mapping):
         return None
-    name, arguments = (_place(function.get(key)) for key in ("name", "arguments"))
+    name, arguments = (_path_of(function.get(key)) for key in ("name", "arguments"))
     if name in names and arguments == "content" and len(names[name]) <= LONGEST_NAME:
         return _named(names[name].strip())
     if field.each and name and arguments and "." not in name + arguments:
@@ -216,21 +216,21 @@ def _plan(field: Field, names: Mapping[str, str]) -> Plan | None:
     return None
 
 
-def _place(given: Any) -> str:
-    match = _PLACE.fullmatch(given) if isinstance(given, str) else None
+def _path_of(value: Any) -> str:
+    match = _PLACEHOLDER.fullmatch(value) if isinstance(value, str) else None
     return match.group(1) if match else ""
 
 
 def _objects(keys: CallKeys) -> Plan:
-    def read(source: TextSource, out: DeltaWriter, said: str) -> Steps[Any]:
-        source.record(said)
+    def read(source: TextSource, out: DeltaWriter, mark_text: str) -> Steps[Any]:
+        source.record(mark_text)
         yield from read_calls(source, out, keys)
 
     return read
 
 
 def _named(name: str) -> Plan:
-    def read(source: TextSource, out: DeltaWriter, said: str) -> Steps[Any]:
+    def read(source: TextSource, out: DeltaWriter, mark_text: str) -> Steps[Any]:
         out.open(name)
         if (yield from skip_space(source)) in ("{", "["):
             if not (yield from raw_value(source, out.arguments)):
@@ -244,19 +244,19 @@ def _named(name: str) -> Plan:
 class _Collected(_Region):
     """Calls in any other form, read when they are whole."""
 
-    def __init__(self, field: Field, out: DeltaWriter, names: Mapping[str, str], said: str) -> None:
+    def __init__(self, field: Field, out: DeltaWriter, names: Mapping[str, str], mark_text: str) -> None:
         super().__init__(field)
-        self._out, self._names, self._said = out, names, said
-        self._pieces: list[str] = []
+        self._out, self._names, self._mark_text = out, names, mark_text
+        self._parts: list[str] = []
 
     def feed(self, text: str) -> None:
-        self._pieces.append(text)
+        self._parts.append(text)
 
     def close(self, mark: str) -> None:
-        body = "".join(self._pieces)
+        body = "".join(self._parts)
         calls = self._calls(body) if mark or self.field.close is None else []
         if not calls:
-            self._out.content(self._said + body + mark)
+            self._out.content(self._mark_text + body + mark)
         else:
             self._out.content(left_over(body, self.field.content, self.field.args))
         for name, arguments in calls:
@@ -276,13 +276,15 @@ class _Collected(_Region):
             return []
 
     def _call(self, function: Mapping[str, Any]) -> tuple[str, str]:
-        name, given = function["name"], function.get("arguments", {})
+        name, arguments = function["name"], function.get("arguments", {})
         if not isinstance(name, str) or not name.strip() or len(name) > LONGEST_NAME:
             raise ValueError("no name")
         name = name.strip()
-        if not isinstance(given, Mapping):
-            return name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, allow_nan=False)
-        pairs = (f"{quoted(key)}: {self._value(name, key, value)}" for key, value in given.items())
+        if not isinstance(arguments, Mapping):
+            return name, arguments if isinstance(arguments, str) else json.dumps(
+                arguments, ensure_ascii=False, allow_nan=False
+            )
+        pairs = (f"{quoted(key)}: {self._value(name, key, value)}" for key, value in arguments.items())
         return name, "{" + ", ".join(pairs) + "}"
 
     def _value(self, function: str, key: str, value: Any) -> str:
@@ -332,14 +334,14 @@ def _keys(text: str, args: Mapping[str, Any]) -> str:
 
 
 def _tags(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    hit: dict[str, Any] = {}
     for match in re.finditer(args["tag_pattern"], text, re.DOTALL):
         key, value = match["key"], _inner(match["value"], args)
-        if key in found and args.get("merge_duplicates"):
-            earlier = found[key] if isinstance(found[key], list) else [found[key]]
+        if key in hit and args.get("merge_duplicates"):
+            earlier = hit[key] if isinstance(hit[key], list) else [hit[key]]
             value = [*earlier, value]
-        found[key] = value
-    return found
+        hit[key] = value
+    return hit
 
 
 def _lines(text: str, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -369,7 +371,7 @@ def fill(transform: Any, names: Mapping[str, Any]) -> Any:
         return {key: fill(part, names) for key, part in transform.items()}
     if isinstance(transform, list):
         return [fill(part, names) for part in transform]
-    if not (path := _place(transform)):
+    if not (path := _path_of(transform)):
         return transform
     value: Any = names
     for key in path.split("."):

@@ -27,13 +27,13 @@ FORMAT = ToolFormat(
     JsonBlocks(*_MARKS, keys=_KEYS, bare="{[", anywhere=True),
     (_OPEN, _START, _END),
     forms=(_FORM, _FORM_4),
-    held=JsonBlocks(*_MARKS, keys=_KEYS, bare="{["),
+    strict_read=JsonBlocks(*_MARKS, keys=_KEYS, bare="{["),
     thought=_THOUGHT,
 )
 PYTHONIC = ToolFormat(
     PythonCalls((_START,), (_END,), bare=True, again=_THOUGHT[1:]),
     (_START, _END),
     forms=(_PYTHON,),
-    held=PythonCalls((_START,), (_END,), bare=True),
+    strict_read=PythonCalls((_START,), (_END,), bare=True),
     thought=_THOUGHT,
 )

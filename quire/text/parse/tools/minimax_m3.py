@@ -77,11 +77,11 @@ def _call(source: TextSource, out: DeltaWriter) -> Steps[None]:
             whole = bool((yield from read_value(source, out.arguments, Tags(_end(key)), types, trim=False)))
         else:
             source.record()
-            found = yield from _element(source, key, schema, root, 0)
+            value = yield from _element(source, key, schema, root, 0)
             text = source.recorded()
-            whole = found is not None or bool((yield from source.peek()))
+            whole = value is not None or bool((yield from source.peek()))
             if whole:
-                out.arguments(quoted(text) if found is None else found)
+                out.arguments(quoted(text) if value is None else value)
         if not whole:
             return
     if tag == f"{MARK}</":
@@ -115,14 +115,14 @@ def _element(source: TextSource, name: str, schema: Any, root: Mapping[str, Any]
         child = yield from _tag_name(source)
         if child is None:
             return None
-        found = yield from _element(source, child, _inner(schema, root, child), root, depth + 1)
-        if found is None:
+        member = yield from _element(source, child, _inner(schema, root, child), root, depth + 1)
+        if member is None:
             return None
-        members.append((child, found))
+        members.append((child, member))
         yield from skip_space(source)
     if "object" not in types and all(child == "item" for child, _ in members):
-        return f"[{', '.join(found for _, found in members)}]"
-    return "{" + ", ".join(f"{quoted(child)}: {found}" for child, found in members) + "}"
+        return f"[{', '.join(member for _, member in members)}]"
+    return "{" + ", ".join(f"{quoted(child)}: {member}" for child, member in members) + "}"
 
 
 def _leaf(text: str, types: Types) -> str:

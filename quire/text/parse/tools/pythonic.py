@@ -12,5 +12,5 @@ from quire.text.parse.writer import ToolFormat
 _FORM = CallForm("{name}(", ")", PythonValues(), open="[", between=", ", bare="[", bare_end="]", alone=True)
 _THOUGHT = ("<think>", "</think>")
 FORMAT = ToolFormat(
-    PythonCalls(bare=True, again=_THOUGHT[1:]), forms=(_FORM,), held=PythonCalls(bare=True), thought=_THOUGHT
+    PythonCalls(bare=True, again=_THOUGHT[1:]), forms=(_FORM,), strict_read=PythonCalls(bare=True), thought=_THOUGHT
 )
