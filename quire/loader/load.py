@@ -101,7 +101,7 @@ def make_model(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE
     dtype = getattr(torch, about.dtype)
     way = choose_way(about.hf_config, about.model_impl, about.model_class_overrides)
     if way.is_foreign:
-        if about.weight_form not in ("plain", "stored"):
+        if about.weight_form not in ("plain", "stored") or read_quantization(about.hf_config) is not None:
             raise ConfigError(
                 f"quantization={about.quantization!r} is built for declared architectures only, not for transformers' "
                 "own code",
@@ -171,7 +171,8 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
         map_location=how.pt_load_map_location,
         keeps=_keeps(model) if about.weight_form == "stored" else lambda type_id: False,
     )
-    stage = None if sharded else coded_stage(config, found)
+    with naming(about.path):
+        stage = None if sharded else coded_stage(config, found)
     if stage is not None:
         pieces = stage.pass_on(pieces)
     if how.load_format == "mistral":
@@ -182,12 +183,9 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
     def take(name: str, tensor: Tensor | CodedMatrix) -> bool:
         return table.load(name, tensor.to(first.device) if isinstance(tensor, CodedMatrix) else sender.send(tensor))
 
-    with progress(_log, "Loading weights", found.num_bytes, shown=how.use_tqdm_on_load) as advance:
-        try:
-            unexpected = stream(pieces, take, advance)
-        except CheckpointError as wrong:
-            named = str(wrong) if about.path in str(wrong) else f"{about.path}: {wrong}"
-            raise CheckpointError(named, param=wrong.param, value=wrong.value) from None
+    loading = progress(_log, "Loading weights", found.num_bytes, shown=how.use_tqdm_on_load)
+    with loading as advance, naming(about.path):
+        unexpected = stream(pieces, take, advance)
     if stage is not None:
         stage.check_done()
     check_complete(about.path, table.missing(), unexpected)
@@ -196,6 +194,16 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
     if kept is not None:
         kept.keep()
     return found.num_bytes
+
+
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """What is wrong with a checkpoint's tensors is told with its path."""
+    try:
+        yield
+    except CheckpointError as wrong:
+        named = str(wrong) if path in str(wrong) else f"{path}: {wrong}"
+        raise CheckpointError(named, param=wrong.param, value=wrong.value) from None
 
 
 def coded_stage(config: EngineConfig, found: WeightFiles) -> CodedStage | None:

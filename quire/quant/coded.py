@@ -286,7 +286,8 @@ class TableCodes(_Tensors):
 
 def power_of_two(exponents: Tensor) -> Tensor:
     """e8m0: 2^(n - 127); 255 is not a number."""
-    found = torch.exp2(exponents.float() - 127)
+    bits = exponents.int() << 23  # as float32 has them; its 0 would be 0, and 2^-127 is half of its smallest power
+    found = bits.masked_fill(exponents == 0, 1 << 22).view(torch.float32)
     return found.masked_fill(exponents == 255, float("nan"))
 
 
