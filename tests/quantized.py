@@ -204,11 +204,17 @@ def int8_rows(symmetric: bool) -> Callable[[Tensor], Written]:
     return write
 
 
-def packed_ints(bits: int, size: int, symmetric: bool, *, shuffled: bool = False) -> Callable[[Tensor], Written]:
+def packed_ints(
+    bits: int, size: int, symmetric: bool, *, shuffled: bool = False, spare: bool = False
+) -> Callable[[Tensor], Written]:
+    """`spare`: a word holds whole codes only, as older versions of the format have it."""
     per_word = 32 // bits
 
     def in_words(codes: Tensor) -> Tensor:
-        """Along the last axis, as many whole codes as a word has room for."""
+        """Along the last axis."""
+        if not spare:
+            whole = stream(torch.nn.functional.pad(codes, (0, -codes.shape[1] % 32)), bits)
+            return whole[:, : -(-codes.shape[1] * bits // 32)]
         short = -codes.shape[1] % per_word
         padded = torch.nn.functional.pad(codes.long(), (0, short)).unflatten(1, (-1, per_word))
         total = (padded << bits * torch.arange(per_word)).sum(-1)

@@ -92,6 +92,9 @@ FORMS = {  # name: form, kind on a CPU, error of its numbers
     ),
     "ct-w4a16": (compressed("pack-quantized", packed_ints(4, 32, True), ints(4)), "Q4Z", EXACT),
     "ct-w4a16-asym": (compressed("pack-quantized", packed_ints(4, 32, False), ints(4)), "Q4M", MINIMA),
+    "ct-w3-spare-bits": (
+        compressed("pack-quantized", packed_ints(3, 32, False, spare=True), ints(3)), "Q4Z", EXACT,
+    ),
     "ct-w3-act-order": (
         compressed("pack-quantized", packed_ints(3, 32, False, shuffled=True), ints(3)), "Q8Z", ROUNDED,
     ),

@@ -1,6 +1,7 @@
 """compressed-tensors whose codes are packed: integers in words of 32 bits, or floats of 4 bits in bytes.
 
-weight_packed int32 [rows, words]  32 // bits codes in a word, from the low end; half the range is added to each
+weight_packed int32 [rows, words]  codes from the low end, half the range added to each; bits follow each other over
+                                   words, or (older files of 3, 5, 6, 7 bits) a word holds whole codes only
 weight_scale [rows, groups]        weight_zero_point int32 [words of rows, groups], packed alike, or int8 as it is
 weight_shape int64 [2]             weight_g_idx int32 [width]: the group of each column
 weight_packed uint8 [rows, width/2]  e2m1, weight_scale float8 per 16 and weight_global_scale, which divides (NVFP4),
@@ -21,7 +22,7 @@ from quire.loader.formats.gptq import column_order
 from quire.loader.formats.parts import FLOATS, Directory, Made, MatrixPlan, Parts, by_module
 from quire.loader.formats.scaled import check_finite
 from quire.loader.formats.schemes import input_coding, weight_schemes
-from quire.quant.coded import AffineCodes, FloatCodes, Grid, InputCoding
+from quire.quant.coded import AffineCodes, FloatCodes, Grid, InputCoding, open_words
 from quire.schema.errors import CheckpointError
 
 ROLES = (
@@ -108,7 +109,7 @@ def _make_integers(
 ) -> Made:
     packed, shape = tensors["weight_packed"], [int(n) for n in tensors["weight_shape"]]
     rows, words = packed.shape
-    fitting = [bits for bits in known if shape[0] == rows and shape[1] > 0 and words == -(-shape[1] // (32 // bits))]
+    fitting = [bits for bits in known if shape[0] == rows and shape[1] > 0 and words in _words_of(shape[1], bits)]
     if not fitting:
         raise CheckpointError(
             f"tensor {parts.names['weight_packed']!r} has {rows} rows of {words} words, which do not hold a matrix of "
@@ -116,7 +117,7 @@ def _make_integers(
             param=parts.names["weight_packed"],
         )
     bits, width = fitting[0], shape[1]
-    codes = _opened(packed, bits)[:, :width].contiguous()
+    codes = _opened(packed, bits, width).contiguous()
     scales = tensors["weight_scale"]
     check_finite(parts, "weight_scale", scales)
     order = None
@@ -137,14 +138,23 @@ def _make_integers(
 
 def _zeros(parts: Parts, given: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
     """Zero points as codes, int16 [rows, groups]."""
-    if given.dtype == torch.int32 and tuple(given.shape) == (-(-shape[0] // (32 // bits)), shape[1]):
-        return _opened(given.t(), bits)[:, : shape[0]].t().to(torch.int16).contiguous()
+    rows, groups = shape
+    is_packed = given.dtype == torch.int32 and given.dim() == 2 and given.shape[1] == groups
+    if is_packed and given.shape[0] in _words_of(rows, bits):
+        return _opened(given.t(), bits, rows).t().to(torch.int16).contiguous()
     if given.dtype == torch.int8 and tuple(given.shape) == shape:
         return given.to(torch.int16) + (1 << bits - 1)
     raise parts.wrong("weight_zero_point", f"expected {bits} bits for each of the scales {list(shape)}")
 
 
-def _opened(words: Tensor, bits: int) -> Tensor:
-    """int32 [n, words] -> uint8 [n, words * (32 // bits)]; bits left over at the high end of a word are not used."""
+def _words_of(count: int, bits: int) -> tuple[int, int]:
+    """Words that so many codes take: packed without a gap, and with whole codes in each word."""
+    return -(-count * bits // 32), -(-count // (32 // bits))
+
+
+def _opened(words: Tensor, bits: int, count: int) -> Tensor:
+    """int32 [n, words] -> uint8 [n, count]."""
+    if words.shape[1] == _words_of(count, bits)[0]:
+        return open_words(words, bits)[:, :count]
     shifts = torch.arange(32 // bits, device=words.device, dtype=torch.int32) * bits
-    return (words[:, :, None] >> shifts & (1 << bits) - 1).to(torch.uint8).flatten(1)
+    return (words[:, :, None] >> shifts & (1 << bits) - 1).to(torch.uint8).flatten(1)[:, :count]
