@@ -2,7 +2,8 @@
 
 `write_bases` makes small valid models; `Damage(bases, kind)` makes from them, for a seed and an index, one folder or
 .gguf file that is wrong somewhere, always the same one for the same numbers. Kinds: gguf (header, metadata, directory
-and bytes of tensors), safetensors (header, index, bytes), config (config.json and the other JSON files of a folder).
+and bytes of tensors), safetensors (header, index, bytes), config (config.json and the other JSON files of a folder),
+coded (header and bytes of quantized checkpoints, or what their config.json says of the codes).
 """
 
 from __future__ import annotations
@@ -18,15 +19,40 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tests.quantized import (
+    NF4,
+    Form,
+    awq,
+    bnb_table,
+    compressed,
+    gptq,
+    nvfp4_modelopt,
+    packed_ints,
+    small_floats,
+    write,
+)  # fmt: skip
 from tests.tiny_models import make_tiny
 
-KINDS = ("gguf", "safetensors", "config")
+KINDS = ("gguf", "safetensors", "config", "coded")
 ARCHS = (
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM",
     "Phi3ForCausalLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM", "FalconForCausalLM", "OPTForCausalLM",
     "MixtralForCausalLM", "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM", "BloomForCausalLM",
     "Mamba2ForCausalLM", "FalconH1ForCausalLM", "Qwen3NextForCausalLM", "Gemma2ForCausalLM",
 )  # fmt: skip
+CODED = {
+    "gptq": gptq(4, 32, False, shuffled=True),
+    "awq": awq(32),
+    "fp8": Form(
+        {"quant_method": "fp8", "weight_block_size": [32, 32]},
+        small_floats(32, 32, torch.float8_e4m3fn, "weight_scale_inv"),
+    ),
+    "compressed": compressed("pack-quantized", packed_ints(4, 32, False), {"num_bits": 4, "type": "int"}),
+    "modelopt": Form({"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4_modelopt),
+    "bitsandbytes": Form({"quant_method": "bitsandbytes"}, bnb_table("nf4", NF4, True)),
+}
 _JSON = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _WEIGHTS = (4, 1, 1, 1)  # how often each of them is damaged
 _EXTREMES = (
@@ -53,6 +79,8 @@ def write_bases(folder: Path) -> None:
     """All valid models that damage is done to; some seconds."""
     for arch in ARCHS:
         make_tiny(arch, folder / arch)
+    for name, form in CODED.items():
+        write(folder / name, "LlamaForCausalLM", form, num_hidden_layers=1)
     (folder / "gguf").mkdir()
     for name, types in (("plain", (0, 1, 30)), ("eight", (8,)), ("four", (2, 3, 6, 7)), ("k", (12, 13, 14))):
         (folder / "gguf" / f"{name}.gguf").write_bytes(gguf_of(random.Random(name), types).to_bytes())
@@ -187,7 +215,8 @@ class Damage:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         rng = random.Random(f"{self._kind} {seed} {index}")
-        return {"gguf": self._gguf, "safetensors": self._safetensors, "config": self._config}[self._kind](rng, folder)
+        ways = {"gguf": self._gguf, "safetensors": self._safetensors, "config": self._config, "coded": self._coded}
+        return ways[self._kind](rng, folder)
 
     def _gguf(self, rng: random.Random, folder: Path) -> tuple[Path, str]:
         path = folder / "model.gguf"
@@ -226,6 +255,26 @@ class Damage:
             index = {"metadata": {"total_size": len(raw)}, "weight_map": dict.fromkeys(tensors, rng.choice(names))}
             text, what = damage_json(rng, index)
             (folder / "model.safetensors.index.json").write_bytes(text)
+        return folder, f"{base.name}: {what}"
+
+    def _coded(self, rng: random.Random, folder: Path) -> tuple[Path, str]:
+        base = self._linked(rng, folder, tuple(CODED))
+        if rng.random() < 0.4:
+            config = json.loads((base / "config.json").read_text())
+            text, what = damage_json(rng, config["quantization_config"])
+            config["quantization_config"] = "PLACE"
+            os.unlink(folder / "config.json")
+            (folder / "config.json").write_bytes(json.dumps(config).encode().replace(b'"PLACE"', text or b"null"))
+            return folder, f"{base.name} quantization_config: {what}"
+        raw = (base / "model.safetensors").read_bytes()
+        os.unlink(folder / "model.safetensors")
+        if rng.random() < 0.4:
+            made, what = damage_bytes(rng, raw, head=6000)
+        else:
+            length = int.from_bytes(raw[:8], "little")
+            header, what = damage_header(rng, json.loads(raw[8 : 8 + length]))
+            made = struct.pack("<Q", len(header)) + header + raw[8 + length :]
+        (folder / "model.safetensors").write_bytes(made)
         return folder, f"{base.name}: {what}"
 
     def _config(self, rng: random.Random, folder: Path) -> tuple[Path, str]:

@@ -90,7 +90,7 @@ _VALUES: dict[str, tuple[str, ...]] = {  # where a value of the right type is no
     "h11-max-incomplete-event-size": ("2048",), "ir-op-priority": ('{{"rms_norm": ["x"]}}',),
     "kv-events-config": ('{{"enable_kv_cache_events": true}}',), "kv-transfer-config": ('{{"kv_connector": "x"}}',),
     "pooler-config": ('{{"task": "embed"}}',), "weight-transfer-config": ('{{"backend": "nccl"}}',),
-    "quantization": ("awq",), "model-class-overrides": ("{{}}",), "speculative-config": ('{{"method": "ngram"}}',),
+    "quantization": ("torchao",), "model-class-overrides": ("{{}}",), "speculative-config": ('{{"method": "ngram"}}',),
     "eplb-config": ('{{"window_size": 10}}',), "limit-mm-per-prompt": ('{{"image": 2}}',),
     "media-io-kwargs": ('{{"image": {{"a": 1}}}}',), "cudagraph-capture-sizes": ("1", "2"),
     "ssl-certfile": ("cert.pem",), "ssl-keyfile": ("key.pem",), "ssl-ca-certs": ("ca.pem",), "ssl-cert-reqs": ("1",),

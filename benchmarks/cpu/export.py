@@ -19,13 +19,13 @@ from quire.checkpoint.gguf_config import config_of
 from quire.checkpoint.source import locate
 from quire.loader.files import find_weights, read_weights
 from quire.loader.gguf_file import open_gguf
-from quire.quant.scheme import StoredRows
+from quire.quant.coded import CodedMatrix
 from quire.text.forms.fast import FastTokenizer
 from quire.text.tokenizer import load_tokenizer
 
 
-def _plain(read: torch.Tensor | StoredRows) -> torch.Tensor:
-    return read.numbers() if isinstance(read, StoredRows) else read
+def _plain(read: torch.Tensor | CodedMatrix) -> torch.Tensor:
+    return read.numbers() if isinstance(read, CodedMatrix) else read
 
 
 def main() -> None:

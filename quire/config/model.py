@@ -8,6 +8,7 @@ from dataclasses import field
 from typing import Any, Literal
 
 from quire.checkpoint.facts import ModelFacts
+from quire.checkpoint.quantization import ANY_OF, FAMILIES, FORMATS
 from quire.config.local import names_of
 from quire.config.option import LATER, Group, group, option
 from quire.schema.errors import ConfigError
@@ -129,10 +130,11 @@ class ModelConfig(Group):
         unset=None, low=-1, human=True, auto=True, accepts=int | str | None, take=read_length,
     )  # fmt: skip
     quantization: str | None = option(
-        None, "Quantization method; unset is the checkpoint's. On CPU int8_wo and int4_wo quantize an unquantized "
-        "checkpoint to blocks of 8 or 4 bits while loading.", LATER, flags=("-q",),
-        ready=("gguf", "int8_wo", "int4_wo"), take=quantization_name,
-        why="only unquantized and GGUF checkpoints can be loaded",
+        None, "Quantization method; unset is the checkpoint's, and a name must agree with it. On CPU int8_wo and "
+        "int4_wo quantize an unquantized checkpoint to blocks of 8 or 4 bits while loading (fp8 and bitsandbytes do "
+        "so too).", LATER, flags=("-q",),
+        ready=("gguf", "int8_wo", "int4_wo", "ptpc_fp8", *FAMILIES, *(name for name in ANY_OF if name not in FAMILIES)),
+        take=quantization_name, why="checkpoints of these formats can be loaded: " + ", ".join(("gguf", *FORMATS)),
     )  # fmt: skip
     enforce_eager: bool = option(False, "No compilation and no CUDA graphs; no effect on CPU.")
     max_logprobs: int = option(20, "Most log probabilities per token a request may ask for; -1 is no limit.", low=-1)
@@ -184,7 +186,7 @@ class ModelConfig(Group):
     eos_token_ids: tuple[int, ...] = ()  # further ends of text besides the tokenizer's
     original_max_model_len: int | None = None  # as requested
     model_weights: str = ""
-    weight_form: str = "plain"  # plain | stored (blocks of a GGUF file) | int8 | int4 (rounded to blocks at load)
+    weight_form: str = "plain"  # plain | stored (blocks or codes of the checkpoint) | int8 | int4 (rounded at load)
 
     @property
     def architecture(self) -> str:

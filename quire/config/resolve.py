@@ -15,6 +15,7 @@ from quire.base.log import logger
 from quire.base.machine import cpu_flags, cpu_multiplies_bfloat16, find_gpu
 from quire.base.plugins import call_plugins
 from quire.checkpoint.facts import read_facts
+from quire.checkpoint.quantization import Quantization, add_quantization, agrees, read_quantization
 from quire.checkpoint.raw import apply_overrides, is_mistral, read_elsewhere, read_raw
 from quire.checkpoint.source import holds_blocks, locate, stored_dtype
 from quire.config import table
@@ -32,7 +33,10 @@ Step = Callable[[Requested, EngineConfig], EngineConfig]
 USAGES = ("LLM_CLASS", "OPENAI_API_SERVER")
 _QUEUED_REQUESTS, _QUEUED_TOKENS = 10_000, 4 << 20  # limits of a server's queue
 GPU_BLOCK_SIZE = 64  # tokens: a key tile of the attention kernels is then one block
-ONLINE = {"int8_wo": "int8", "int4_wo": "int4"}  # quantization at load -> weight_form
+ONLINE = {  # quantization at load -> weight_form
+    "int8_wo": "int8", "int4_wo": "int4", "fp8": "int8", "ptpc_fp8": "int8", "bitsandbytes": "int4",
+}  # fmt: skip
+ONLINE_ONLY = ("int8_wo", "int4_wo", "ptpc_fp8")  # not the name of any checkpoint's format
 _UNKNOWN_LENGTH = 2048  # tokens, for a model whose configuration has no limit
 
 
@@ -107,7 +111,7 @@ def read_model(requested: Requested, config: EngineConfig) -> EngineConfig:
     """The raw configuration with the user's overrides, and the facts read from it."""
     model, files = config.model_config, config.load_config
     if model.hf_config_path is None:
-        raw = read_raw(model.path, model.config_format)
+        raw = add_quantization(read_raw(model.path, model.config_format), model.path)
     else:
         raw = read_elsewhere(model.hf_config_path, model.revision, files.download_dir, model.hf_token)
     raw = apply_overrides(raw, requested.get("hf_overrides"))
@@ -128,19 +132,14 @@ def choose_storage(requested: Requested, config: EngineConfig) -> EngineConfig:
     """How weights are stored: as the checkpoint declares, which the options must not contradict."""
     model, files = config.model_config, config.load_config
     is_gguf = model.path.endswith(".gguf")
-    stored = "gguf" if is_gguf else model.facts.quantization
-    if model.quantization in ONLINE:
+    coded = None if is_gguf else read_quantization(model.hf_config)
+    stored = "gguf" if is_gguf else "" if coded is None else coded.name
+    name = model.quantization
+    if name in ONLINE and (name in ONLINE_ONLY or not stored):
         return _choose_online(config, stored)
-    if model.quantization is not None and model.quantization != stored:
+    if name is not None and name != stored and not (coded is not None and agrees(name, coded)):
         what = f"is stored as {stored}" if stored else "is not quantized"
-        raise ConfigError(f"quantization={model.quantization!r}, but the checkpoint {what}", param="quantization")
-    if stored and not is_gguf:
-        raise NotBuiltError(
-            f"this checkpoint is quantized ({stored}), which is not available in this version of Quire: use the "
-            "unquantized checkpoint or a GGUF file",
-            param="quantization",
-            value=stored,
-        )
+        raise ConfigError(f"quantization={name!r}, but the checkpoint {what}", param="quantization")
     form = files.load_format
     if form == "auto" and (is_gguf or is_mistral(model.path, model.config_format)):
         form = "gguf" if is_gguf else "mistral"
@@ -150,7 +149,29 @@ def choose_storage(requested: Requested, config: EngineConfig) -> EngineConfig:
             f"load_format={form!r} does not match {model.path}: it is {'a' if is_gguf else 'not a'} GGUF file",
             param="load_format",
         )
-    return replace(config, **{"model_config.quantization": stored or None, "load_config.load_format": form})
+    weights = "plain" if coded is None else _coded_form(requested, config, coded)
+    return replace(
+        config,
+        **{
+            "model_config.quantization": stored or None,
+            "model_config.weight_form": weights,
+            "load_config.load_format": form,
+        },
+    )
+
+
+def _coded_form(requested: Requested, config: EngineConfig, coded: Quantization) -> str:
+    """Codes where CPU kernels multiply them; decoded weights elsewhere, and for exact float32."""
+    model = config.model_config
+    if config.device_config.device != "cpu":
+        log.warning("%s weights are decoded to 16 bits while loading: no kernel of this device takes them", coded.name)
+        return "plain"
+    if native.library() is None or config.load_config.load_format in ("dummy", "sharded_state"):
+        return "plain"
+    if model.dtype == "float32" and requested.get("quantization") is None:
+        log.info("dtype: float32, %s weights are decoded while loading (quantization=%s keeps them)", *[coded.name] * 2)
+        return "plain"
+    return "stored"
 
 
 def check_loader(load_format: str, extra: Mapping[str, Any]) -> None:
@@ -181,7 +202,12 @@ def _choose_online(config: EngineConfig, stored: str) -> EngineConfig:
             f"quantization={model.quantization!r} needs the compiled CPU kernels: {native.why_not()}",
             param="quantization",
         )
-    return replace(config, **{"model_config.weight_form": ONLINE[str(model.quantization)]})
+    form = ONLINE[str(model.quantization)]
+    if model.quantization not in ("int8_wo", "int4_wo"):
+        log.info(
+            "quantization=%s: weights are rounded to blocks of %s, as this CPU wants them", model.quantization, form
+        )
+    return replace(config, **{"model_config.weight_form": form})
 
 
 def choose_dtype(requested: Requested, config: EngineConfig) -> EngineConfig:
@@ -222,7 +248,7 @@ def _gguf_on_cpu(config: EngineConfig) -> EngineConfig:
 
 def _saved_dtype(config: EngineConfig) -> str:
     model = config.model_config
-    return model.facts.dtype or stored_dtype(model.path) or "float32"
+    return model.facts.dtype or stored_dtype(model.path) or ("float16" if model.facts.quantization else "float32")
 
 
 def _gpu_dtype(config: EngineConfig) -> str:

@@ -20,7 +20,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from quire.quant.scheme import Slot, StoredRows, WeightTarget
+from quire.quant.coded import CodedMatrix
+from quire.quant.scheme import Slot, WeightTarget
 from quire.schema.errors import CheckpointError
 
 JUNK = (r"rotary_emb\.inv_freq$", r"\.rotary_emb\.(cos|sin)_cached$", r"\.att(?:n|ention)\.(masked_)?bias$")
@@ -78,7 +79,7 @@ class WeightTable:
             taken.add(name)
         return taken
 
-    def load(self, name: str, given: Tensor | StoredRows) -> bool:
+    def load(self, name: str, given: Tensor | CodedMatrix) -> bool:
         """Put one checkpoint tensor in its place, if this rank has that. False: no rank has it (an unexpected name)."""
         canonical = self.canonical(name)
         slot = self._slots.get(canonical)
@@ -90,7 +91,7 @@ class WeightTable:
             self._missing.pop(filled, None)
         return True
 
-    def _fill(self, name: str, slot: Slot, target: Tensor | WeightTarget, given: Tensor | StoredRows) -> None:
+    def _fill(self, name: str, slot: Slot, target: Tensor | WeightTarget, given: Tensor | CodedMatrix) -> None:
         wanted = tuple(target.shape) if slot.cut is None else slot.cut.uncut(target.shape)
         if given.shape != wanted:
             raise CheckpointError(
@@ -100,8 +101,8 @@ class WeightTable:
                 value=list(given.shape),
             )
         if slot.cut is not None:
-            kept = given.cut(slot.cut) if isinstance(given, StoredRows) else None
-            given = kept or slot.cut.of(given.numbers() if isinstance(given, StoredRows) else given)
+            kept = given.cut(slot.cut) if isinstance(given, CodedMatrix) else None
+            given = kept or slot.cut.of(given.numbers() if isinstance(given, CodedMatrix) else given)
         if isinstance(target, Tensor):
             assert isinstance(given, Tensor)  # _arranged decoded it
             target.copy_(given)
@@ -109,13 +110,13 @@ class WeightTable:
             target.copy_(given)
 
     def _arranged(
-        self, canonical: str, given: Tensor | StoredRows, target: Tensor | WeightTarget
-    ) -> Tensor | StoredRows:
+        self, canonical: str, given: Tensor | CodedMatrix, target: Tensor | WeightTarget
+    ) -> Tensor | CodedMatrix:
         """Blocks stay as they are where the place takes them and the layout asks for no change."""
-        if isinstance(given, StoredRows):
+        if isinstance(given, CodedMatrix):
             probe = torch.empty(given.shape, device="meta")
-            takes_blocks = isinstance(target, WeightTarget) and target.takes_blocks
-            if takes_blocks and self._arrange(canonical, probe) is probe:
+            takes_codes = isinstance(target, WeightTarget) and target.takes_codes
+            if takes_codes and self._arrange(canonical, probe) is probe:
                 return given
             given = given.numbers()
         return self._arrange(canonical, given)

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from quire.base.log import logger
 from quire.base.registry import load
+from quire.loader.formats.parts import TensorAbout
 from quire.loader.gguf_file import GGUFWeights
 from quire.loader.safetensors_file import SafetensorsFile
-from quire.quant.scheme import StoredRows
+from quire.quant.coded import CodedMatrix
 from quire.schema.errors import CheckpointError, NotBuiltError, some
 
 _log = logger(__name__)
@@ -55,7 +56,7 @@ class WeightFiles(NamedTuple):
         return sum(os.path.getsize(path) for path in self.paths)
 
 
-Named = Iterable[tuple[str, Tensor | StoredRows]]
+Named = Iterable[tuple[str, Tensor | CodedMatrix]]
 
 
 class WeightPiece(NamedTuple):
@@ -101,7 +102,7 @@ def read_weights(
     keeps: Callable[[int], bool] = lambda type_id: False,
 ) -> Iterator[WeightPiece]:
     """Every tensor once. `dtype` and `device` are what decoding aims at; plain numbers come as they are stored.
-    `keeps`: types of GGUF blocks that are wanted as StoredRows."""
+    `keeps`: types of GGUF blocks that are wanted as CodedMatrix."""
     if strategy not in (None, "lazy", "eager"):
         raise NotBuiltError(f"safetensors_load_strategy {strategy!r} is not supported; lazy and eager are")
     for path in found.paths:
@@ -111,6 +112,20 @@ def read_weights(
             yield from _read_torch(path, map_location, found.owners)
         else:
             yield from _read_safetensors(path, strategy == "eager", found.owners)
+
+
+def read_directory(found: WeightFiles, map_location: str | dict[str, str] = "cpu") -> dict[str, TensorAbout]:
+    """Type and shape of every tensor that `read_weights` gives, of safetensors and torch files, without reading it."""
+    directory: dict[str, TensorAbout] = {}
+    for path in found.paths:
+        mine = os.path.basename(path)
+        if found.kind == "pt":
+            state = _torch_state(path, map_location)
+            infos = {name: TensorAbout(tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
+        else:
+            infos = {entry.name: TensorAbout(entry.dtype, entry.shape) for entry in SafetensorsFile(path).entries}
+        directory |= {name: info for name, info in infos.items() if found.owners.get(name, mine) == mine}
+    return directory
 
 
 def _consolidated(folder: str, there: list[str]) -> WeightFiles:
@@ -216,7 +231,7 @@ def _read_gguf(
         yield WeightPiece(weights.num_bytes(recipe), partial(weights.read, recipe, dtype, device, keeps))
 
 
-def _read_torch(path: str, map_location: str | dict[str, str], owners: Mapping[str, str]) -> Iterator[WeightPiece]:
+def _torch_state(path: str, map_location: str | dict[str, str]) -> dict[str, Tensor]:
     """Only tensors and plain containers are unpickled (weights_only); zip files are mapped, not read."""
     try:
         state: Any = torch.load(path, weights_only=True, mmap=zipfile.is_zipfile(path), map_location=map_location)
@@ -226,6 +241,11 @@ def _read_torch(path: str, map_location: str | dict[str, str], owners: Mapping[s
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
         what = "other things than tensors" if isinstance(state, dict) else f"a {type(state).__name__}"
         raise CheckpointError(f"{path} is not a usable weight file: it holds {what}, not tensors by name")
+    return state
+
+
+def _read_torch(path: str, map_location: str | dict[str, str], owners: Mapping[str, str]) -> Iterator[WeightPiece]:
+    state = _torch_state(path, map_location)
     mine = os.path.basename(path)
     for name in list(state):
         tensor = state.pop(name).detach()

@@ -20,7 +20,7 @@ from quire.base.gguf import GGUFError, GGUFFile, shared
 from quire.loader.gguf_names import Recipe, recipes
 from quire.loader.gguf_types import dequantize, num_bytes, tensor_type
 from quire.loader.raw import as_bytes, cut
-from quire.quant.scheme import StoredRows
+from quire.quant.coded import GGUFBlocks
 from quire.schema.errors import CheckpointError
 
 _PIECE = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -78,7 +78,7 @@ class GGUFWeights:
         dtype: torch.dtype,
         device: torch.device | str,
         keeps: Callable[[int], bool] = lambda type_id: False,  # whose blocks are wanted as they are
-    ) -> Iterator[tuple[str, Tensor | StoredRows]]:
+    ) -> Iterator[tuple[str, Tensor | GGUFBlocks]]:
         """What the recipe makes; its pages are given back once all of it was taken."""
         try:
             if self._stays(recipe, keeps):
@@ -106,7 +106,7 @@ class GGUFWeights:
         info = self._where[recipe.sources[0]].tensors[recipe.sources[0]]
         return recipe.by_rows and len(info.shape) >= 2 and keeps(info.type_id)
 
-    def _stored(self, recipe: Recipe, dtype: torch.dtype) -> Iterator[tuple[str, StoredRows]]:
+    def _stored(self, recipe: Recipe, dtype: torch.dtype) -> Iterator[tuple[str, GGUFBlocks]]:
         """A recipe of one tensor, worked on its rows of bytes."""
         (name,) = recipe.sources
         info = self._where[name].tensors[name]
@@ -118,7 +118,7 @@ class GGUFWeights:
             return dequantize(raw.reshape(-1), info.type_id, shape, dtype, name)
 
         for made, raw in recipe.make(self._raw(name).view(*rows, -1)):
-            yield made, StoredRows(raw, info.type_id, width, decode, kind.elements)
+            yield made, GGUFBlocks(raw, info.type_id, width, decode, kind.elements)
 
     def _size(self, name: str) -> int:
         file = self._where[name]

@@ -24,10 +24,12 @@ from torch import Tensor
 from quire.base.clock import now
 from quire.base.log import logger
 from quire.base.progress import progress
+from quire.checkpoint.quantization import read_quantization
 from quire.config.engine import EngineConfig, replace
 from quire.layers.stored import reopen_matrices
 from quire.loader.by_layer import check_complete
-from quire.loader.files import WeightFiles, WeightPiece, find_weights, read_weights
+from quire.loader.coded_stage import CodedStage
+from quire.loader.files import WeightFiles, WeightPiece, find_weights, read_directory, read_weights
 from quire.loader.gguf_file import pieces_of
 from quire.loader.mistral_names import renamed
 from quire.loader.packed_cache import kept_for
@@ -39,10 +41,11 @@ from quire.models.limits import check_files
 from quire.ops.op import Kernels
 from quire.ops.packed import kind_of, likes_panels
 from quire.quant.arena import Arena
+from quire.quant.coded import CodedMatrix
 from quire.quant.packed import PackedChoice
 from quire.quant.panels import PanelChoice
 from quire.quant.plain import plain_storage
-from quire.quant.scheme import Storage, StoredRows
+from quire.quant.scheme import Storage
 from quire.quant.shard import ALONE, ShardGroup
 from quire.schema.errors import CheckpointError, ConfigError
 
@@ -98,7 +101,7 @@ def make_model(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE
     dtype = getattr(torch, about.dtype)
     way = choose_code(about.hf_config, about.model_impl, about.model_class_overrides)
     if way.is_foreign:
-        if about.weight_form not in ("plain", "stored"):
+        if about.weight_form not in ("plain", "stored") or read_quantization(about.hf_config) is not None:
             raise ConfigError(
                 f"quantization={about.quantization!r} is built for declared architectures only, not for transformers' "
                 "own code",
@@ -168,26 +171,48 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
         map_location=how.pt_load_map_location,
         keeps=_keeps(model) if about.weight_form == "stored" else lambda type_id: False,
     )
+    with naming(about.path):
+        stage = None if sharded else coded_stage(config, found)
+    if stage is not None:
+        pieces = stage.pass_on(pieces)
     if how.load_format == "mistral":
         pieces = renamed(pieces, about.hf_config)
     table: TakesTensors = ShardedTable(model) if sharded else model.table()
     sender = Sender(first.device)
 
-    def take(name: str, tensor: Tensor | StoredRows) -> bool:
-        return table.load(name, tensor if isinstance(tensor, StoredRows) else sender.send(tensor))
+    def take(name: str, tensor: Tensor | CodedMatrix) -> bool:
+        return table.load(name, tensor.to(first.device) if isinstance(tensor, CodedMatrix) else sender.send(tensor))
 
-    with progress(_log, "Loading weights", found.num_bytes, shown=how.use_tqdm_on_load) as advance:
-        try:
-            unexpected = stream(pieces, take, advance)
-        except CheckpointError as wrong:
-            named = str(wrong) if about.path in str(wrong) else f"{about.path}: {wrong}"
-            raise CheckpointError(named, param=wrong.param, value=wrong.value) from None
+    loading = progress(_log, "Loading weights", found.num_bytes, shown=how.use_tqdm_on_load)
+    with loading as advance, naming(about.path):
+        unexpected = stream(pieces, take, advance)
+    if stage is not None:
+        stage.check_done()
     check_complete(about.path, table.missing(), unexpected)
     model.finish_weights()
     _log.info("Loaded %s (%s) in %.2f s", about.path, size_text(found.num_bytes), now() - began)
     if kept is not None:
         kept.keep()
     return found.num_bytes
+
+
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """What is wrong with a checkpoint's tensors is told with its path."""
+    try:
+        yield
+    except CheckpointError as wrong:
+        named = str(wrong) if path in str(wrong) else f"{path}: {wrong}"
+        raise CheckpointError(named, param=wrong.param, value=wrong.value) from None
+
+
+def coded_stage(config: EngineConfig, found: WeightFiles) -> CodedStage | None:
+    """None: the checkpoint's numbers are plain, or blocks of a GGUF file."""
+    about = config.model_config
+    quantization = None if found.kind == "gguf" else read_quantization(about.hf_config)
+    if quantization is None:
+        return None
+    return CodedStage(read_directory(found, config.load_config.pt_load_map_location), quantization)
 
 
 def weight_files(config: EngineConfig, group: ShardGroup = ALONE) -> WeightFiles:
@@ -228,7 +253,7 @@ def _keeps(model: Model) -> Callable[[int], bool]:
 
 
 def stream(
-    pieces: Iterable[WeightPiece], take: Callable[[str, Tensor | StoredRows], bool], advance: Callable[[int], object]
+    pieces: Iterable[WeightPiece], take: Callable[[str, Tensor | CodedMatrix], bool], advance: Callable[[int], object]
 ) -> list[str]:
     """Read, decode and place pieces on all threads at once; returns the names that were not taken.
 

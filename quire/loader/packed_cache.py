@@ -51,7 +51,7 @@ LEAST_BYTES = 16 << 20  # of packed numbers: less is packed in no time
 _HEAD = struct.Struct("<8sQQ")
 _ALIGN = 64
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-_CODE = ("layers", "loader", "models", "ops", "quant")  # packages that decide what is stored
+_CODE = ("checkpoint", "layers", "loader", "models", "ops", "quant")  # packages that decide what is stored
 _ABANDONED_S = 3600.0  # a file that nobody finished writing
 
 

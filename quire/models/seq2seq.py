@@ -27,8 +27,9 @@ from quire.models.limits import check_arch, reading
 from quire.models.view import View
 from quire.models.zoo import SEQ2SEQ
 from quire.ops.op import Kernels
+from quire.quant.coded import CodedMatrix
 from quire.quant.plain import plain_storage
-from quire.quant.scheme import Slot, Storage, StoredRows
+from quire.quant.scheme import Slot, Storage
 from quire.schema.errors import ConfigError
 from quire.schema.kv import KVSpec
 
@@ -50,7 +51,7 @@ class SharedTable(WeightTable):
 
     model: Seq2Seq
 
-    def load(self, name: str, tensor: Tensor | StoredRows) -> bool:
+    def load(self, name: str, tensor: Tensor | CodedMatrix) -> bool:
         if self.canonical(name) == "lm_head.weight" and self.model.decoder.head.tied:
             self.model.untie()
             self._slots |= {slot.name: slot for slot in self.model.decoder.head.slots() if slot.name not in self._slots}

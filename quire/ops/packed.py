@@ -1,13 +1,14 @@
 """Matrices packed in blocks of a few bits per weight, and matmuls with them.
 
-In: stored blocks (of a GGUF file) or plain weights. Out: `Packed`, which compiled kernels multiply directly. The layout
-is described in csrc/cpu/blocks.h; here it is decoded in torch, which is the reference. Packing itself exists
-only as compiled code: without kernels nothing is packed. Must not know: files, layers, models.
+In: stored blocks (of a GGUF file), codes with scales, or plain weights. Out: `Packed`, which compiled kernels multiply
+directly. The layout is described in csrc/cpu/blocks.h; here it is decoded in torch, which is the reference. Without
+kernels nothing is packed. Must not know: files, layers, models.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -129,6 +130,38 @@ def kind_of(type_id: int) -> str | None:
 def pack(raw: Tensor, type_id: int, rows: int, width: int) -> Packed:
     """Pack stored blocks, uint8 in file order; lossless except for scales rounded to float16."""
     raise NotImplementedError("packing exists as compiled code only")
+
+
+@op
+def pack_codes(q: Tensor, scales: Tensor, added: Tensor | None, kind: str) -> Packed:
+    """Codes uint8 [rows, width] as the kind stores them (Q8Z: signed bytes), with a scale for each block of 32 (kinds
+    with halves: of 16) and what is added to it: float16 [rows, blocks]. Without a loss."""
+    form, (rows, width) = FORMS[kind], q.shape
+    panels, blocks = -(-rows // PANEL), width // BLOCK
+    padded = F.pad(q, (0, 0, 0, panels * PANEL - rows))
+    quads = padded.view(panels, PANEL, blocks, 8, 4).permute(0, 2, 3, 1, 4).reshape(panels, blocks, 8, 64)
+    beside = [half[..., 0] for half in scales.unflatten(1, (blocks, -1)).split(1, -1)]
+    if added is not None:
+        beside.append(added)
+    planes = [_column_bytes(numbers, panels) for numbers in beside]
+    if form.bits == 5:
+        planes.append(_joined([(quads[:, :, i] >> 4 & 1) << i for i in range(8)]))
+    if form.bits == 6:
+        top = (quads >> 4 & 3).unflatten(2, (2, 4))
+        planes.append(_joined([top[:, :, :, i] << 2 * i for i in range(4)]).flatten(2))
+    low = quads if form.bits == 8 else quads[:, :, :4] & 15 | (quads[:, :, 4:] & 15) << 4
+    planes.append(low.flatten(2))
+    return Packed(torch.cat(planes, 2).view(-1), kind, rows, width)
+
+
+def _joined(bits: list[Tensor]) -> Tensor:
+    return reduce(torch.bitwise_or, bits)
+
+
+def _column_bytes(numbers: Tensor, panels: int) -> Tensor:
+    """float16 [rows, blocks] -> bytes [panels, blocks, 16 columns * 2]."""
+    padded = F.pad(numbers, (0, 0, 0, panels * PANEL - numbers.shape[0]))
+    return padded.view(panels, PANEL, -1).transpose(1, 2).contiguous().view(torch.uint8)
 
 
 @op

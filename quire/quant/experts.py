@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from quire.ops.moe import Mixture, run_experts, run_mixture
 from quire.ops.op import Kernels
 from quire.quant.arena import Arena
+from quire.quant.coded import CodedMatrix
 from quire.quant.scheme import (
     MatrixShape,
     PartSlot,
     Slot,
     StoredMatrix,
-    StoredRows,
     WeightScheme,
     WeightTarget,
     new_parameter,
@@ -233,8 +233,8 @@ class StackTarget(WeightTarget):
         rows = sum(place.shape[0] for place in targets[0])
         self.shape = (len(targets), rows, *targets[0][0].shape[1:])
 
-    def copy_(self, given: Tensor | StoredRows) -> None:
-        numbers = given.numbers() if isinstance(given, StoredRows) else given
+    def copy_(self, given: Tensor | CodedMatrix) -> None:
+        numbers = given.numbers() if isinstance(given, CodedMatrix) else given
         for own, places in zip(numbers, self._targets, strict=True):
             for part, place in zip(own.split([place.shape[0] for place in places]), places, strict=True):
                 place.copy_(part)

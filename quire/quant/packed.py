@@ -1,4 +1,4 @@
-"""PackedScheme: matrices kept in the blocks a GGUF file stores, or rounded to such blocks while they are loaded.
+"""PackedScheme: matrices kept in the blocks or codes that a checkpoint stores, or rounded to blocks at load.
 
 Each part of a fused matrix (q, k, v) has a kind of its own, because a file may store them differently; what arrives as
 plain numbers and is not to be rounded, or has a shape that blocks do not fit, stays plain. Parts all packed are one
@@ -14,15 +14,27 @@ from torch import Tensor, nn
 
 from quire.ops.linear import linear
 from quire.ops.op import Kernels
-from quire.ops.packed import BLOCK, Matrix, Packed, kind_of, pack, pack_numbers, packed_linear, packed_rows, unpack
+from quire.ops.packed import (
+    BLOCK,
+    Matrix,
+    Packed,
+    kind_of,
+    pack,
+    pack_codes,
+    pack_numbers,
+    packed_linear,
+    packed_rows,
+    unpack,
+)
 from quire.quant.arena import Arena
+from quire.quant.block_codes import bears_rounding, block_codes
+from quire.quant.coded import CodedMatrix, GGUFBlocks
 from quire.quant.experts import ExpertScheme, Separate
 from quire.quant.scheme import (
     MatrixShape,
     PartSlot,
     PlainScheme,
     StoredMatrix,
-    StoredRows,
     WeightScheme,
     WeightTarget,
     new_parameter,
@@ -42,15 +54,23 @@ class PackedScheme:
         self.linear, self.packed_linear = kernels.of(linear), kernels.of(packed_linear)
         self.packed_rows = kernels.of(packed_rows)
         self._kind_of, self._pack, self._pack_numbers = kernels.of(kind_of), kernels.of(pack), kernels.of(pack_numbers)
+        self._pack_codes = kernels.of(pack_codes)
 
     def create(self, shape: MatrixShape) -> PackedMatrix:
         return PackedMatrix(shape, self)
 
-    def kept(self, given: Tensor | StoredRows) -> Part:
+    def kept(self, given: Tensor | CodedMatrix) -> Part:
         """A part as it is to be stored."""
-        if isinstance(given, StoredRows):
+        if isinstance(given, GGUFBlocks):
             if self._kind_of(given.type_id) is not None:
                 return self._pack(given.raw, given.type_id, *given.shape)
+            given = given.numbers()
+        elif isinstance(given, CodedMatrix):
+            codes = block_codes(given)
+            if codes is not None:
+                return self._pack_codes(*codes)
+            if bears_rounding(given):
+                return self._pack_numbers(given.numbers(), "Q8Z")
             given = given.numbers()
         if self.kind is not None and given.dim() == 2 and given.shape[1] % BLOCK == 0:
             return self._pack_numbers(given, self.kind)
@@ -83,7 +103,7 @@ class PackedMatrix(StoredMatrix):
             )
         yield from self._bias_slots(run)
 
-    def keep(self, part: str, given: Tensor | StoredRows) -> None:
+    def keep(self, part: str, given: Tensor | CodedMatrix) -> None:
         """One part arrived, perhaps while another thread brings the next."""
         self.put(part, self._scheme.kept(given))
 
@@ -128,12 +148,12 @@ class PackedMatrix(StoredMatrix):
 
 
 class PartTarget(WeightTarget):
-    takes_blocks = True
+    takes_codes = True
 
     def __init__(self, matrix: PackedMatrix, part: str, shape: tuple[int, int]) -> None:
         self._matrix, self._part, self.shape = matrix, part, shape
 
-    def copy_(self, given: Tensor | StoredRows) -> None:
+    def copy_(self, given: Tensor | CodedMatrix) -> None:
         self._matrix.keep(self._part, given)
 
 

@@ -21,6 +21,7 @@ from quire.ops.linear import linear
 from quire.ops.op import Kernels, Op, P, R
 from quire.ops.packed import Matrix
 from quire.quant.arena import Arena
+from quire.quant.coded import CodedMatrix
 from quire.quant.shard import ALONE, Cut, ShardGroup, Span, cut_to
 from quire.schema.errors import ConfigError
 
@@ -28,42 +29,14 @@ if TYPE_CHECKING:
     from quire.quant.experts import ExpertScheme
 
 
-class StoredRows(NamedTuple):
-    """A checkpoint matrix [rows, width] as the bytes of its blocks, not decoded yet."""
-
-    raw: Tensor  # uint8 [rows, bytes of a row]
-    type_id: int  # of GGUF files
-    width: int
-    decode: Callable[[Tensor], Tensor]  # raw -> numbers
-    block: int  # numbers that are stored together
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.raw.shape[0], self.width
-
-    def numbers(self) -> Tensor:
-        return self.decode(self.raw)
-
-    def cut(self, cut: Cut) -> StoredRows | None:
-        """None: the cut goes through a block."""
-        if cut.axis == 0:
-            return self._replace(raw=cut.of(self.raw))
-        if any(border % self.block for ends in cut.ranges for border in ends):
-            return None
-        size = self.raw.shape[1] * self.block // self.width  # bytes of a block
-        ends = tuple((start // self.block * size, stop // self.block * size) for start, stop in cut.ranges)
-        width = sum(stop - start for start, stop in cut.ranges)
-        return self._replace(raw=Cut(1, self.raw.shape[1], ends).of(self.raw), width=width)
-
-
 class WeightTarget(ABC):
     """A place for numbers that is no tensor."""
 
     shape: tuple[int, ...]
-    takes_blocks = False  # whether `copy_` takes StoredRows as well
+    takes_codes = False  # whether `copy_` takes a CodedMatrix as well
 
     @abstractmethod
-    def copy_(self, given: Tensor | StoredRows) -> None: ...
+    def copy_(self, given: Tensor | CodedMatrix) -> None: ...
 
 
 class Slot(NamedTuple):

@@ -15,8 +15,8 @@ from quire.base import env
 from quire.layers.linear import Linear
 from quire.layers.table import WeightTable
 from quire.ops.op import Kernels
+from quire.quant.coded import GGUFBlocks
 from quire.quant.plain import plain_storage
-from quire.quant.scheme import StoredRows
 from quire.quant.shard import ALONE, Cut, ShardGroup, Span, cut_to
 from quire.schema.errors import CheckpointError, ConfigError
 from tests.shard_rank import loaded, size_of, steps
@@ -157,7 +157,7 @@ def test_blocks_are_cut_where_they_end() -> None:
         return raw[:, ::2].float().repeat_interleave(32, 1)
 
     raw = torch.tensor([[1, 0, 2, 0, 3, 0, 4, 0], [5, 0, 6, 0, 7, 0, 8, 0]], dtype=torch.uint8)
-    stored = StoredRows(raw, 8, 128, decode, 32)
+    stored = GGUFBlocks(raw, 8, 128, decode, 32)
     for cut in (Cut(0, 2, ((1, 2),)), Cut(1, 128, ((64, 128),)), Cut(1, 128, ((32, 64), (96, 128)))):
         kept = stored.cut(cut)
         assert kept is not None and torch.equal(kept.numbers(), cut.of(stored.numbers()))

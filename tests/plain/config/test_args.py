@@ -97,6 +97,7 @@ def test_inner_groups_are_refused_too() -> None:
         {"distributed_executor_backend": "uni"},
         {"enable_lora": False},
         {"quantization": "GGUF"},
+        {"quantization": "AWQ_marlin"},
         {"disable_cascade_attn": True},
         {"tokenizer_mode": "slow"},
         {"compilation_config": 0},
@@ -118,7 +119,7 @@ def test_what_holds_already_is_accepted(kwargs: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "kwargs, words",
     [
-        ({"quantization": "awq"}, "only unquantized and GGUF"),
+        ({"quantization": "torchao"}, "formats can be loaded: gguf, awq"),
         ({"load_format": "tensorizer"}, "'auto' or 'safetensors'"),
     ],
 )

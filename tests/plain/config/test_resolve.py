@@ -208,8 +208,14 @@ def test_quantization_at_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_quantized_checkpoints(folder: Path) -> None:
     with pytest.raises(ConfigError, match="quantization='gguf', but the checkpoint is not quantized"):
         resolve(folder, quantization="gguf")
-    change(folder, quantization_config={"quant_method": "awq"})
-    with pytest.raises(NotBuiltError, match=r"quantized \(awq\)"):
+    change(folder, quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})
+    assert resolve(folder).model_config.quantization == "awq"
+    with pytest.raises(ConfigError, match="quantization='gptq', but the checkpoint is stored as awq"):
+        resolve(folder, quantization="gptq")
+    with pytest.raises(ConfigError, match="int8_wo' rounds unquantized checkpoints, but this one is stored as awq"):
+        resolve(folder, quantization="int8_wo")
+    change(folder, quantization_config={"quant_method": "hqq"})
+    with pytest.raises(NotBuiltError, match=r"quantized by 'hqq', which is not built; the nearest supported is GPTQ"):
         resolve(folder)
     assert resolve(None, quantization="gguf").model_config.quantization == "gguf"
 

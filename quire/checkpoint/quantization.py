@@ -1,0 +1,311 @@
+"""Quantization: how a checkpoint says that its matrices are coded, read once and checked.
+
+In: the raw configuration, and the files that some exporters write beside it (`quantize_config.json`,
+`hf_quant_config.json`). Out: the family of formats and its numbers. Which matrices are coded is not decided here: their
+tensors say so (loader/formats). Must not know: tensors, options, devices.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.checkpoint.limits import shown
+from quire.checkpoint.source import read_json
+from quire.schema.errors import CheckpointError, NotBuiltError
+
+KEY = "quantization_config"
+FAMILIES = {  # names that checkpoints and options use -> the family whose tensors are read
+    **dict.fromkeys(
+        ("gptq", "gptqmodel", "gptq_marlin", "gptq_bitblas", "gptq_v2", "auto-round", "auto_round", "inc"), "gptq"
+    ),
+    **dict.fromkeys(("awq", "awq_marlin", "awq_gemm"), "awq"),
+    **dict.fromkeys(("fp8", "fbgemm_fp8"), "fp8"),
+    **dict.fromkeys(("compressed-tensors", "compressed_tensors"), "compressed-tensors"),
+    **dict.fromkeys(("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mxfp8", "nvfp4"), "modelopt"),
+    **dict.fromkeys(("bitsandbytes", "bnb"), "bitsandbytes"),
+    "mxfp4": "mxfp4",
+}
+FORMATS = tuple(sorted(set(FAMILIES.values())))
+ANY_OF = {"moe_wna16": ("gptq", "awq"), "cpu_wna16": ("gptq", "awq"), "auto-round": ("gptq", "awq"),
+          "auto_round": ("gptq", "awq"), "inc": ("gptq", "awq")}  # fmt: skip
+NEAREST = {  # what is refused by name -> what to use instead
+    "torchao": "compressed-tensors or GPTQ", "hqq": "GPTQ or AWQ", "quark": "compressed-tensors or fp8",
+    "deepspeedfp": "fp8", "aqlm": "GPTQ with 2 bits", "quip": "GPTQ with 2 bits", "eetq": "bitsandbytes (int8)",
+    "quanto": "compressed-tensors", "higgs": "GPTQ or AWQ", "vptq": "GPTQ with 2 bits", "spqr": "GPTQ with 3 bits",
+    "bitnet": "a GGUF file", "fp_quant": "compressed-tensors (nvfp4)", "marlin": "GPTQ as exported",
+    "gptq_marlin_24": "GPTQ without sparsity", "experts_int8": "compressed-tensors", "rtn": "compressed-tensors",
+    "tpu_int8": "compressed-tensors", "petit_nvfp4": "modelopt",
+}  # fmt: skip
+_LEGACY = ("quantize_config.json", "quant_config.json")  # beside a config.json that says nothing
+_MODELOPT = "hf_quant_config.json"
+_BITS = {"gptq": (2, 3, 4, 8), "awq": (4,)}
+_MOST_RULES, _LONGEST_RULE = 4096, 1024
+_PACKED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
+                   "mxfp4-pack-quantized", "mixed-precision", "dense")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CodeNumbers:
+    """Of integer codes."""
+
+    bits: int = 4
+    group: int = -1  # columns that share a scale; -1: all
+    symmetric: bool = True
+    by_activation: bool = False  # columns are grouped by importance (desc_act), not by place
+
+
+@dataclass(frozen=True)
+class Quantization:
+    name: str  # as the checkpoint spells it
+    family: str
+    codes: CodeNumbers = CodeNumbers()
+    zeros_from_one: bool = False  # stored zero points are one too small (GPTQ's first version)
+    rules: tuple[tuple[str, CodeNumbers | None], ...] = ()  # (pattern of a module's name, its numbers; None: plain)
+    block: tuple[int, int] | None = None  # rows and columns that share a scale
+    static_inputs: bool = False  # inputs are rounded with a scale of the file
+    input_form: str = "none"  # what inputs are rounded to: none | fp8 | fp4 | int8
+    schemes: tuple[Mapping[str, Any], ...] = field(default=())  # compressed-tensors: config_groups, as they are
+
+    def numbers_of(self, module: str) -> CodeNumbers:
+        for pattern, numbers in self.rules:
+            if numbers is not None and re.match(pattern, module):
+                return numbers
+        return self.codes
+
+
+def add_quantization(raw: dict[str, Any], folder: str) -> dict[str, Any]:
+    """The configuration, with what other files of the folder say about its codes under `quantization_config`."""
+    if not os.path.isdir(folder) or any(isinstance(part.get(KEY), Mapping) for part in _parts(raw)):
+        return raw
+    for name in _LEGACY:
+        if os.path.isfile(os.path.join(folder, name)):
+            found = read_json(folder, name)
+            method = found.get("quant_method") or ("awq" if "w_bit" in found else "gptq" if "bits" in found else None)
+            if method is None:
+                raise CheckpointError(f"{os.path.join(folder, name)} says neither quant_method nor bits nor w_bit")
+            return {**raw, KEY: {**found, "quant_method": method}}
+    if os.path.isfile(os.path.join(folder, _MODELOPT)):
+        inner = read_json(folder, _MODELOPT).get("quantization")
+        if not isinstance(inner, Mapping):
+            raise CheckpointError(f"{os.path.join(folder, _MODELOPT)} has no mapping under 'quantization'")
+        if inner.get("quant_algo") is not None:
+            return {**raw, KEY: {**inner, "quant_method": "modelopt"}}
+    return raw
+
+
+def family_of(name: str) -> str:
+    """'' for a name that is of no family."""
+    return FAMILIES.get(name.lower(), "")
+
+
+def agrees(option: str, quantization: Quantization) -> bool:
+    """Whether an option names the family that a checkpoint has."""
+    name = option.lower()
+    return quantization.family in ANY_OF.get(name, (FAMILIES.get(name, ""),))
+
+
+def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
+    """None: the checkpoint's numbers are plain. NotBuiltError: an unknown format; CheckpointError: bad values."""
+    found = next(
+        (part[key] for part in _parts(config) for key in (KEY, "compression_config") if part.get(key) is not None), None
+    )
+    if found is None:
+        return None
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{KEY} must be a mapping, got {shown(found)}", param=KEY)
+    name = str(found.get("quant_method") or _method_of(found)).lower()
+    if not name:
+        raise CheckpointError(f"{KEY} names no quant_method: {shown(dict(found))}", param=KEY)
+    family = family_of(name)
+    if not family:
+        nearest = NEAREST.get(name)
+        raise NotBuiltError(
+            f"this checkpoint is quantized by {name!r}, which is not built; "
+            + (f"the nearest supported is {nearest}" if nearest else f"supported are {', '.join(FORMATS)} and GGUF"),
+            param="quantization",
+            value=name,
+        )
+    if name in ("auto-round", "auto_round", "inc"):
+        family = _auto_round_family(found)
+    return _READERS[family](name, found)
+
+
+def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [config, *(part for key in ("text_config", "llm_config", "language_config")
+                      if isinstance(part := config.get(key), Mapping))]  # fmt: skip
+
+
+def _method_of(found: Mapping[str, Any]) -> str:
+    if "config_groups" in found:
+        return "compressed-tensors"
+    if found.get("load_in_4bit") or found.get("load_in_8bit"):
+        return "bitsandbytes"
+    return "modelopt" if "quant_algo" in found else ""
+
+
+def _auto_round_family(found: Mapping[str, Any]) -> str:
+    form = str(found.get("packing_format") or "auto_round:auto_gptq")
+    if "awq" in form:
+        return "awq"
+    if "gptq" in form:
+        return "gptq"
+    raise NotBuiltError(
+        f"AutoRound's packing_format {form!r} is not built; auto_round:auto_gptq and auto_round:auto_awq are",
+        param="quantization",
+        value=form,
+    )
+
+
+def _whole(found: Mapping[str, Any], names: tuple[str, ...], default: int, allowed: tuple[int, ...] = ()) -> int:
+    for name in names:
+        value = found.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or (allowed and value not in allowed):
+            wanted = f"one of {', '.join(map(str, allowed))}" if allowed else "a whole number"
+            raise CheckpointError(f"{KEY}: {name} is {shown(value)}; expected {wanted}", param=name, value=value)
+        return value
+    return default
+
+
+def _group(found: Mapping[str, Any], names: tuple[str, ...], default: int) -> int:
+    size = _whole(found, names, default)
+    if size != -1 and not 1 <= size <= 1 << 20:
+        raise CheckpointError(f"{KEY}: {names[0]} is {size}; expected -1 or 1 to {1 << 20}", param=names[0], value=size)
+    return size
+
+
+def _codes(family: str, found: Mapping[str, Any], before: CodeNumbers = CodeNumbers()) -> CodeNumbers:
+    symmetric = found.get("sym")
+    if symmetric is None and found.get("zero_point") is not None:
+        symmetric = not found["zero_point"]
+    by_activation = found.get("desc_act")
+    return CodeNumbers(
+        _whole(found, ("bits", "w_bit"), before.bits, _BITS[family]),
+        _group(found, ("group_size", "q_group_size"), before.group),
+        before.symmetric if symmetric is None else bool(symmetric),
+        before.by_activation if by_activation is None else bool(by_activation),
+    )
+
+
+def _gptq(name: str, found: Mapping[str, Any]) -> Quantization:
+    form = str(found.get("checkpoint_format") or "gptq")
+    if form not in ("gptq", "gptq_v2"):
+        raise NotBuiltError(
+            f"GPTQ checkpoints of format {form!r} are not built; gptq and gptq_v2 are", param="quantization", value=form
+        )
+    codes = _codes("gptq", found)
+    rules = (*_dynamic_rules(found.get("dynamic"), codes), *_named_rules(found.get("extra_config"), codes))
+    v1 = form == "gptq" and name != "gptq_v2"
+    return Quantization(name, "gptq", codes, zeros_from_one=v1, rules=rules)
+
+
+def _awq(name: str, found: Mapping[str, Any]) -> Quantization:
+    version = str(found.get("version") or "gemm").lower()
+    if version != "gemm":
+        raise NotBuiltError(
+            f"AWQ checkpoints of version {version!r} are not built; gemm is", param="quantization", value=version
+        )
+    codes = _codes("awq", found, CodeNumbers(symmetric=False))
+    return Quantization(name, "awq", codes, rules=_named_rules(found.get("extra_config"), codes, "awq"))
+
+
+def _dynamic_rules(found: Any, codes: CodeNumbers) -> tuple[tuple[str, CodeNumbers | None], ...]:
+    """GPTQModel: a pattern of module names, '+:' or nothing before it for other numbers, '-:' for none."""
+    rules = []
+    for pattern, changes in _mapping("dynamic", found).items():
+        numbers = None if pattern.startswith("-:") else _codes("gptq", _mapping(f"dynamic {pattern}", changes), codes)
+        rules.append((_pattern(pattern.removeprefix("-:").removeprefix("+:")), numbers))
+    return tuple(rules)
+
+
+def _named_rules(found: Any, codes: CodeNumbers, family: str = "gptq") -> tuple[tuple[str, CodeNumbers | None], ...]:
+    """AutoRound: names of modules, and their numbers; 16 bits are plain."""
+    rules = []
+    for module, changes in _mapping("extra_config", found).items():
+        inner = _mapping(f"extra_config {module}", changes)
+        plain = isinstance(inner.get("bits"), int) and inner["bits"] >= 16
+        rules.append((re.escape(module) + r"\Z", None if plain else _codes(family, inner, codes)))
+    return tuple(rules)
+
+
+def _mapping(what: str, found: Any) -> Mapping[str, Any]:
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping) or len(found) > _MOST_RULES:
+        raise CheckpointError(f"{KEY}: {what} must be a mapping of at most {_MOST_RULES} entries, got {shown(found)}")
+    return found
+
+
+def _pattern(text: str) -> str:
+    try:
+        if len(text) > _LONGEST_RULE:
+            raise re.error("it is too long")
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError) as wrong:
+        raise CheckpointError(f"{KEY}: {shown(text)} is not a usable pattern: {wrong}") from None
+    return text
+
+
+def _fp8(name: str, found: Mapping[str, Any]) -> Quantization:
+    size = found.get("weight_block_size")
+    if size is not None:
+        fits = isinstance(size, list | tuple) and len(size) == 2
+        if not fits or not all(type(n) is int and 1 <= n <= 1 << 20 for n in size):
+            raise CheckpointError(f"{KEY}: weight_block_size is {shown(size)}; expected two numbers of at least 1")
+    scheme = str(found.get("activation_scheme") or "dynamic")
+    if scheme not in ("dynamic", "static"):
+        raise CheckpointError(f"{KEY}: activation_scheme is {shown(scheme)}; expected dynamic or static")
+    block = None if size is None else (size[0], size[1])
+    return Quantization(name, "fp8", block=block, static_inputs=scheme == "static", input_form="fp8")
+
+
+def _compressed(name: str, found: Mapping[str, Any]) -> Quantization:
+    sparsity = found.get("sparsity_config")
+    sparse = sparsity.get("format") if isinstance(sparsity, Mapping) else None
+    form = str(found.get("format") or "dense")
+    if sparse not in (None, "dense") or form in ("marlin-24", "sparse-24-bitmask", "sparse-bitmask"):
+        raise NotBuiltError(
+            f"2:4 sparse matrices ({form if sparse in (None, 'dense') else sparse}) are not built; the nearest "
+            "supported is pack-quantized without sparsity",
+            param="quantization",
+        )
+    if form not in _PACKED_FORMATS:
+        raise NotBuiltError(
+            f"compressed-tensors of format {form!r} are not built; {', '.join(_PACKED_FORMATS)} are",
+            param="quantization",
+            value=form,
+        )
+    groups = _mapping("config_groups", found.get("config_groups"))
+    schemes = tuple(_mapping(f"config_groups {key}", group) for key, group in groups.items())
+    if found.get("transform_config"):
+        raise NotBuiltError("compressed-tensors with a transform_config are not built", param="quantization")
+    for scheme in schemes:
+        for part in ("weights", "input_activations"):
+            _mapping(part, scheme.get(part))
+    return Quantization(name, "compressed-tensors", schemes=schemes)
+
+
+def _modelopt(name: str, found: Mapping[str, Any]) -> Quantization:
+    inner = found.get("quantization")
+    about = inner if isinstance(inner, Mapping) else found
+    algo = str(about.get("quant_algo") or "").upper()
+    known = ("FP8", "NVFP4", "MXFP8", "MIXED_PRECISION", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "W4A16_NVFP4", "")
+    if algo not in known:
+        raise NotBuiltError(
+            f"ModelOpt's quant_algo {algo!r} is not built; {', '.join(filter(None, known))} are",
+            param="quantization",
+            value=algo,
+        )
+    form = {"NVFP4": "fp4", "MIXED_PRECISION": "none", "FP8_PB_WO": "none", "W4A16_NVFP4": "none"}.get(algo, "fp8")
+    return Quantization(name, "modelopt", input_form=form, static_inputs=algo == "FP8")
+
+
+def _by_tensors(name: str, found: Mapping[str, Any]) -> Quantization:
+    return Quantization(name, family_of(name))
+
+
+_READERS = {"gptq": _gptq, "awq": _awq, "fp8": _fp8, "compressed-tensors": _compressed, "modelopt": _modelopt,
+            "mxfp4": _by_tensors, "bitsandbytes": _by_tensors}  # fmt: skip

@@ -1,0 +1,84 @@
+"""The stage between a quantized checkpoint's files and the weight table: tensors in, coded matrices out.
+
+Which tensors make a matrix is planned from the directory of all files (formats/), where shapes are checked against each
+other before any work. Then tensors pass in any order, from any thread: those of no plan go on as they are, others wait
+until their matrix is complete, and are let go once it is made. Must not know: architectures, parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from threading import Lock
+
+from torch import Tensor
+
+from quire.base.log import logger
+from quire.checkpoint.quantization import Quantization
+from quire.loader.files import Named, WeightPiece
+from quire.loader.formats import awq, bitsandbytes, compressed, gptq, mxfp4, scaled
+from quire.loader.formats.parts import Directory, MatrixPlan
+from quire.quant.coded import CodedMatrix
+from quire.schema.errors import CheckpointError, some
+
+_log = logger(__name__)
+Planner = Callable[[Directory, Quantization], Iterator[MatrixPlan]]
+PLANNERS: dict[str, Planner] = {
+    "gptq": gptq.plan,
+    "awq": awq.plan,
+    "fp8": scaled.plan,
+    "modelopt": scaled.plan,
+    "compressed-tensors": compressed.plan,
+    "mxfp4": mxfp4.plan,
+    "bitsandbytes": bitsandbytes.plan,
+}
+_CACHE_SCALES = re.compile(  # of a KV cache in 8 bits, which this version keeps in 16 or 32, or with scales of its own
+    r"\.(?:[kvq]_scale|kv_scale|prob_scale|kv_cache_scale|[kv]_zero_point|(?:[kvq]_proj|qkv_proj|kv_proj)\.output_scale)$"
+)
+
+
+class CodedStage:
+    def __init__(self, directory: Directory, about: Quantization) -> None:
+        self._dropped = {name for name in directory if _CACHE_SCALES.search(name)}
+        left = {name: info for name, info in directory.items() if name not in self._dropped}
+        self.plans = list(PLANNERS[about.family](left, about))
+        if not self.plans:
+            raise CheckpointError(
+                f"the configuration says that the checkpoint is quantized ({about.name}), but no tensor is coded so; "
+                f"tensors: {some(sorted(directory))}"
+            )
+        if self._dropped:
+            _log.info("%d scales of a KV cache in 8 bits are not used: this cache needs none", len(self._dropped))
+        self._plan_of = {name: plan for plan in self.plans for name in plan.names.values()}
+        self._waiting: dict[str, dict[str, Tensor]] = {}  # by module
+        self._lock = Lock()
+
+    def pass_on(self, pieces: Iterable[WeightPiece]) -> Iterator[WeightPiece]:
+        for piece in pieces:
+            yield WeightPiece(piece.num_bytes, lambda read=piece.read: self._made(read()))  # type: ignore[misc]
+
+    def _made(self, read: Named) -> Iterator[tuple[str, Tensor | CodedMatrix]]:
+        for name, tensor in read:
+            plan = self._plan_of.get(name)
+            if plan is None:
+                if name not in self._dropped:
+                    yield name, tensor
+                continue
+            assert isinstance(tensor, Tensor)  # nothing before this stage makes codes
+            if (tensors := self._complete(plan, name, tensor)) is not None:
+                yield from plan.make({role: tensors.pop(own) for role, own in plan.names.items()})
+
+    def _complete(self, plan: MatrixPlan, name: str, tensor: Tensor) -> dict[str, Tensor] | None:
+        with self._lock:
+            waiting = self._waiting.setdefault(plan.module, {})
+            waiting[name] = tensor
+            return self._waiting.pop(plan.module) if len(waiting) == len(plan.names) else None
+
+    def check_done(self) -> None:
+        """CheckpointError: matrices that are not complete at the end."""
+        if self._waiting:
+            lacking = [
+                name for plan in self.plans for name in plan.names.values()
+                if plan.module in self._waiting and name not in self._waiting[plan.module]
+            ]  # fmt: skip
+            raise CheckpointError(f"{len(lacking)} tensors of coded matrices did not come: {some(lacking)}")

@@ -1,0 +1,75 @@
+"""GPTQ: codes packed along the inputs in words of 32 bits, zero points along the outputs.
+
+    qweight int32 [width * bits / 32, rows]   qzeros int32 [groups, rows * bits / 32]   scales [groups, rows]
+    g_idx int32 [width]: the group of each column; absent or in order where groups are neighbours
+
+Bits follow each other over words (3 bits too). Zero points of the first version of the format are one too small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quire.checkpoint.quantization import Quantization
+from quire.loader.formats.parts import FLOATS, Directory, Made, MatrixPlan, Parts, by_module
+from quire.quant.coded import AffineCodes, Grid, open_words
+from quire.schema.errors import CheckpointError
+
+ROLES = ("qweight", "qzeros", "scales", "g_idx")
+
+
+def plan(directory: Directory, about: Quantization) -> Iterator[MatrixPlan]:
+    for parts in by_module(directory, ROLES):
+        parts.need("qweight", "scales", "qzeros")
+        numbers = about.numbers_of(parts.module)
+        parts.expect_dtype("qweight", torch.int32)
+        parts.expect_dtype("qzeros", torch.int32)
+        parts.expect_dtype("scales", *FLOATS)
+        words, rows = parts.matrix("qweight")
+        if words * 32 % numbers.bits:
+            raise parts.wrong("qweight", f"its words do not hold whole codes of {numbers.bits} bits")
+        width = words * 32 // numbers.bits
+        groups = parts.matrix("scales")[0]
+        parts.expect("scales", (groups, rows), f"one for each of {rows} rows")
+        group = parts.group(width, numbers.group, groups, "scales")
+        if rows * numbers.bits % 32:
+            raise parts.wrong("qweight", f"{rows} rows of {numbers.bits} bits are not whole words of zero points")
+        parts.expect("qzeros", (groups, rows * numbers.bits // 32), f"{rows} codes of {numbers.bits} bits")
+        if "g_idx" in parts:
+            parts.expect("g_idx", (width,), "one for each column")
+            parts.expect_dtype("g_idx", torch.int32, torch.int64)
+        yield MatrixPlan(
+            parts.module, parts.names, partial(_make, parts, numbers.bits, group, int(about.zeros_from_one))
+        )
+
+
+def _make(parts: Parts, bits: int, group: int, zero_offset: int, tensors: Mapping[str, Tensor]) -> Made:
+    codes = open_words(tensors["qweight"].t(), bits)
+    scales = tensors["scales"].t().contiguous()
+    zeros = open_words(tensors["qzeros"], bits).t().to(torch.int16) + zero_offset
+    order = column_order(parts, tensors.get("g_idx"), group, scales.shape[1])
+    zero: Grid | int = Grid(zeros.contiguous(), 1, group)
+    if torch.equal(zeros, zeros[:1, :1].expand_as(zeros)):
+        zero = int(zeros[0, 0])
+    yield f"{parts.module}.weight", AffineCodes(codes, bits, Grid(scales, 1, group), zero, order)
+
+
+def column_order(parts: Parts, given: Tensor | None, group: int, groups: int, role: str = "g_idx") -> Tensor | None:
+    """The group of each column; None: it follows from a column's place."""
+    if given is None:
+        return None
+    order = given.long()
+    if bool((order < 0).all()):  # some exporters say so that there is no order
+        return None
+    if bool(((order < 0) | (order >= groups)).any()):
+        low, high = int(order.min()), int(order.max())
+        raise CheckpointError(
+            f"tensor {parts.names[role]!r} names groups {low} to {high}; there are 0 to {groups - 1}",
+            param=parts.names[role],
+        )
+    in_place = torch.arange(len(order), device=order.device) // group
+    return None if torch.equal(order, in_place) else order

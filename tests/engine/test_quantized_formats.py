@@ -1,0 +1,342 @@
+"""Quantized checkpoints of every format, written by tests/quantized.py, loaded through the real loader.
+
+Decoded (dtype=float32), logits are those of transformers' model of the numbers that the checkpoint means. As stored for
+the CPU kernels, every matrix is that of the decoded model: to the bit where the kernels have a kind for the codes, else
+within what rounding to 8 bits in blocks of 32 allows. Both ways: a change to any tensor that the numbers depend on, or
+to a number of the configuration, is noticed.
+"""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.base import env
+from quire.config import EngineArgs
+from quire.layers.stored import packed_matrices
+from quire.loader.load import load_model
+from quire.ops.cpu.native import kernels
+from quire.ops.packed import Packed, unpack
+from quire.schema.errors import QuireError
+from tests.paged import Paged
+from tests.quantized import (
+    BNB_FP4,
+    LINEARS,
+    NF4,
+    Form,
+    awq,
+    bnb_int8,
+    bnb_table,
+    compressed,
+    gptq,
+    int8_rows,
+    mx4,
+    mx8,
+    nvfp4_compressed,
+    nvfp4_modelopt,
+    packed_ints,
+    small_floats,
+    static,
+    write,
+    write_gpt_oss,
+)  # fmt: skip
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TOKEN = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
+IDS = [list(range(4, 40)), [300, 7, 7, 25]]
+TOLERANCE = 1e-4  # of logits, to the largest
+EXACT, MINIMA, ROUNDED = 0.0, 2**-10, 0.5 / 127  # of a stored number, to the largest of its 32 neighbours
+NOT_NUMBERS = ("input_scale", "weight_format")  # tensors that decoding does not read
+
+
+def ints(bits, **more):
+    return {"num_bits": bits, "type": "int", "symmetric": True, **more}
+
+
+def fp8(**more):
+    return {"quant_method": "fp8", "activation_scheme": "dynamic", **more}
+
+
+BNB4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+FORMS = {  # name: form, kind on a CPU, error of its numbers
+    "gptq-4-sym": (gptq(4, 32, True), "Q4Z", EXACT),
+    "gptq-4-asym": (gptq(4, 32, False), "Q4M", MINIMA),
+    "gptq-4-v2": (gptq(4, 32, False, v2=True, order=False), "Q4M", MINIMA),
+    "gptq-4-act-order": (gptq(4, 32, True, shuffled=True), "Q8Z", ROUNDED),
+    "gptq-3-asym": (gptq(3, 32, False), "Q4Z", EXACT),
+    "gptq-2": (gptq(2, 32, True), "Q4Z", EXACT),
+    "gptq-8-rows": (gptq(8, -1, True), "Q8Z", EXACT),
+    "awq": (awq(32), "Q4M", MINIMA),
+    "fp8-tensor-static": (
+        Form(fp8(activation_scheme="static"), static(small_floats(0, 0, E4M3, "weight_scale", shape=()))),
+        "Q8Z", ROUNDED,
+    ),
+    "fp8-rows-e5m2": (Form(fp8(), small_floats(1, 0, E5M2, "weight_scale")), "Q8Z", ROUNDED),
+    "fp8-blocks": (
+        Form(fp8(weight_block_size=[24, 40]), small_floats(24, 40, E4M3, "weight_scale_inv")), "Q8Z", ROUNDED,
+    ),
+    "fbgemm-fp8": (Form({"quant_method": "fbgemm_fp8"}, small_floats(1, 0, E4M3, "weight_scale")), "Q8Z", ROUNDED),
+    "ct-w8a8-int8": (compressed("int-quantized", int8_rows(True), ints(8, strategy="channel"), TOKEN), "Q8Z", EXACT),
+    "ct-w8-asym": (compressed("int-quantized", int8_rows(False), ints(8)), "Q8Z", ROUNDED),
+    "ct-w8a8-fp8": (
+        compressed("float-quantized", small_floats(1, 0, E4M3, "weight_scale"), {"num_bits": 8, "type": "float"},
+                   {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}),
+        "Q8Z", ROUNDED,
+    ),
+    "ct-fp8-naive": (
+        compressed("naive-quantized", small_floats(0, 0, E4M3, "weight_scale", shape=(1,)),
+                   {"num_bits": 8, "type": "float"}),
+        "Q8Z", ROUNDED,
+    ),
+    "ct-w4a16": (compressed("pack-quantized", packed_ints(4, 32, True), ints(4)), "Q4Z", EXACT),
+    "ct-w4a16-asym": (compressed("pack-quantized", packed_ints(4, 32, False), ints(4)), "Q4M", MINIMA),
+    "ct-w3-spare-bits": (
+        compressed("pack-quantized", packed_ints(3, 32, False, spare=True), ints(3)), "Q4Z", EXACT,
+    ),
+    "ct-w3-act-order": (
+        compressed("pack-quantized", packed_ints(3, 32, False, shuffled=True), ints(3)), "Q8Z", ROUNDED,
+    ),
+    "ct-w8a16": (compressed("pack-quantized", packed_ints(8, -1, True), ints(8)), "Q8Z", EXACT),
+    "ct-nvfp4": (
+        compressed("nvfp4-pack-quantized", nvfp4_compressed, {"num_bits": 4, "type": "float"}), "Q6Z", MINIMA,
+    ),
+    "ct-mxfp4": (compressed("mxfp4-pack-quantized", mx4, {"num_bits": 4, "type": "float"}), "Q5Z", EXACT),
+    "modelopt-fp8": (
+        Form({}, static(small_floats(0, 0, E4M3, "weight_scale", shape=())), extra={
+            "hf_quant_config.json": json.dumps({"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}})
+        }),
+        "Q8Z", ROUNDED,
+    ),
+    "modelopt-nvfp4": (Form({"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4_modelopt), "Q6Z", MINIMA),
+    "modelopt-mxfp8": (Form({"quant_method": "modelopt", "quant_algo": "MXFP8"}, mx8), "Q8Z", ROUNDED),
+    "bnb-nf4": (Form(BNB4, bnb_table("nf4", NF4, False)), "Q8Z", ROUNDED),
+    "bnb-nf4-nested": (
+        Form(BNB4, bnb_table("nf4", NF4, True)), "Q8Z", ROUNDED,
+    ),
+    "bnb-fp4": (Form(BNB4, bnb_table("fp4", BNB_FP4, False)), "Q8Z", ROUNDED),
+    "bnb-int8": (Form({"quant_method": "bitsandbytes", "load_in_8bit": True}, bnb_int8), "Q8Z", MINIMA),
+}  # fmt: skip
+NAMES = {"modelopt-fp8": "modelopt"}  # where the configuration itself does not say
+
+
+@pytest.fixture(autouse=True)
+def _no_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path / "cache"))
+    env.forget_all()
+    yield
+    env.forget_all()
+
+
+def load(folder, **options):
+    config = EngineArgs(model=str(folder), dtype="float32", device="cpu", **options).create_engine_config()
+    return config, load_model(config, "cpu")
+
+
+def error_to(model, hf):
+    """Of all logits, to the largest."""
+    found = Paged(model, IDS, block_size=16).step([(row, len(ids)) for row, ids in enumerate(IDS)])
+    with torch.no_grad():
+        wanted = [hf(torch.tensor([ids])).logits[0] for ids in IDS]
+    return max(((w - f).abs().max() / w.abs().max()).item() for w, f in zip(wanted, found, strict=True))
+
+
+def stored_numbers(matrix):
+    return torch.cat([unpack(p) if isinstance(p, Packed) else p for p in matrix.parts.values()])
+
+
+def largest_error(decoded, stored):
+    """Over all packed matrices, of a number to the largest of its 32 neighbours; and how many numbers are packed."""
+    worst, packed = 0.0, 0
+    for name, matrix in packed_matrices(stored).items():
+        numbers = stored_numbers(matrix)
+        wanted = numbers_of(decoded, name)
+        assert numbers.shape == wanted.shape, name
+        if numbers.shape[1] % 32:
+            assert torch.equal(numbers, wanted), name
+            continue
+        packed += numbers.numel()
+        wanted, numbers = (each.unflatten(1, (-1, 32)) for each in (wanted, numbers))
+        scale = wanted.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+        worst = max(worst, ((numbers - wanted).abs() / scale).max().item())
+    return worst, packed
+
+
+def numbers_of(decoded, name):
+    """A matrix of the decoded model by its name in the stored one; experts lie stacked there."""
+    path, _, leaf = name.rpartition(".")
+    modules = dict(decoded.named_modules())
+    if name in modules:
+        return modules[name].stored.numbers.data
+    path, _, side = path.rpartition(".")
+    stack = modules[path].stored
+    return (stack.w1 if side == "up" else stack.w2).data[int(leaf)]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_decoded_as_transformers_would_run_it(tmp_path, name):
+    form, _, _ = FORMS[name]
+    hf = write(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
+    config, model = load(tmp_path)
+    assert config.model_config.weight_form == "plain" and config.model_config.quantization
+    assert error_to(model, hf) < TOLERANCE
+
+
+@pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
+@pytest.mark.parametrize("name", FORMS)
+def test_stored_for_the_cpu_kernels(tmp_path, name):
+    form, kind, error = FORMS[name]
+    write(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
+    method = NAMES.get(name) or form.config["quant_method"]
+    config, model = load(tmp_path, quantization=method)
+    assert config.model_config.weight_form == "stored"
+    kinds = {part.kind for part in model.layers[1].attn.qkv.stored.packed.parts}
+    assert kinds == {kind} and len(model.layers[1].attn.qkv.stored.packed.parts) == 3
+    _, decoded = load(tmp_path)
+    worst, packed = largest_error(decoded, model)
+    assert packed > 50_000 and worst <= error * 1.01
+    for mine, wanted in zip(model.layers, decoded.layers, strict=True):  # inputs are rounded to 8 bits too
+        for stored, plain in ((mine.attn.qkv, wanted.attn.qkv), (mine.mlp.down, wanted.mlp.down)):
+            x = torch.randn(5, plain.in_size, generator=torch.Generator().manual_seed(1))
+            assert (stored(x) - plain(x)).norm() < 0.02 * plain(x).norm()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_tensor_counts(tmp_path, name):
+    """A change to any one tensor of a matrix is refused, or moves the logits far beyond the tolerance."""
+    form, _, _ = FORMS[name]
+    module = "model.layers.1.mlp.down_proj."
+    hf = write(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
+    good = load_file(tmp_path / "model.safetensors")
+    assert error_to(load(tmp_path)[1], hf) < TOLERANCE
+    endings = [key.removeprefix(module) for key in good if key.startswith(module)]
+    assert len(endings) >= 2
+    for ending in endings:
+        if ending in NOT_NUMBERS:
+            continue
+        save_file({**good, module + ending: changed(good[module + ending])}, tmp_path / "model.safetensors")
+        try:
+            found = error_to(load(tmp_path)[1], hf)
+        except QuireError as wrong:
+            assert "down_proj" in str(wrong), ending
+            continue
+        assert not found < 20 * TOLERANCE, ending  # may be NaN
+
+
+def changed(tensor):
+    """Another value in some places, none of which is far from what it was."""
+    if tensor.dtype in (E4M3, E5M2):
+        return (tensor.view(torch.uint8) ^ 8).view(tensor.dtype)
+    if tensor.is_floating_point():
+        return tensor * 1.25
+    if tensor.dtype == torch.int64 or tensor.numel() < 64:
+        return tensor + 1
+    return tensor.roll(1, -1) ^ 1
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_tensor_is_needed(tmp_path, name):
+    form, _, _ = FORMS[name]
+    module = "model.layers.1.mlp.down_proj."
+    hf = write(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
+    good = load_file(tmp_path / "model.safetensors")
+    for ending in [key.removeprefix(module) for key in good if key.startswith(module)]:
+        save_file({key: one for key, one in good.items() if key != module + ending}, tmp_path / "model.safetensors")
+        if ending in ("g_idx", "weight_g_idx", "weight_zero_point", "weight_format") or (
+            ending == "input_scale" and "static" not in name and name != "modelopt-fp8"
+        ):  # without it, the matrix means something else
+            found = error_to(load(tmp_path)[1], hf)
+            assert (found < TOLERANCE) == (ending in NOT_NUMBERS or name in GROUPED_IN_PLACE), ending
+            continue
+        with pytest.raises(QuireError, match="down_proj"):
+            load(tmp_path)
+
+
+GROUPED_IN_PLACE = {name for name in FORMS if name.startswith("gptq") and "act-order" not in name}
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("gptq-4-sym", "bits", 8),
+        ("gptq-4-sym", "group_size", 64),
+        ("gptq-4-sym", "group_size", -1),
+        ("gptq-4-sym", "checkpoint_format", "gptq_v2"),
+        ("gptq-4-v2", "checkpoint_format", "gptq"),
+        ("awq", "group_size", 64),
+        ("fp8-blocks", "weight_block_size", [40, 24]),
+    ],
+)
+def test_every_number_counts(tmp_path, name, key, value):
+    form, _, _ = FORMS[name]
+    hf = write(tmp_path, "LlamaForCausalLM", Form({**form.config, key: value}, form.write), num_hidden_layers=2)
+    try:
+        found = error_to(load(tmp_path)[1], hf)
+    except QuireError as wrong:
+        assert "proj" in str(wrong)
+    else:
+        assert found > 20 * TOLERANCE
+
+
+OTHERS = [
+    ("Qwen3ForCausalLM", "gptq-4-asym", {}, LINEARS),
+    ("Qwen3ForCausalLM", "awq", {"tie_word_embeddings": True}, LINEARS),
+    ("Qwen3ForCausalLM", "gptq-4-sym", {}, LINEARS.replace("(proj", "(lm_head|proj")),
+    ("Phi3ForCausalLM", "ct-w4a16", {}, LINEARS),
+    ("Gemma3ForCausalLM", "fp8-blocks", {}, LINEARS),
+    ("Qwen3MoeForCausalLM", "gptq-4-sym", {}, LINEARS),
+    ("Qwen3MoeForCausalLM", "awq", {}, LINEARS),
+    ("Qwen3MoeForCausalLM", "fp8-blocks", {}, LINEARS),
+    ("Qwen3MoeForCausalLM", "ct-nvfp4", {}, LINEARS),
+    ("Qwen3MoeForCausalLM", "bnb-nf4-nested", {}, LINEARS),
+    ("DeepseekV3ForCausalLM", "fp8-blocks", {}, LINEARS),
+    ("DeepseekV3ForCausalLM", "ct-w8a8-int8", {}, LINEARS),
+    ("DeepseekV3ForCausalLM", "bnb-nf4", {}, LINEARS),
+    ("LlamaForCausalLM", "gptq-8-rows", {"intermediate_size": 72, "head_dim": 12}, LINEARS),  # not blocks of 32
+    ("LlamaForCausalLM", "bnb-nf4", {"intermediate_size": 56}, LINEARS),  # runs go over the ends of rows
+    ("LlamaForCausalLM", "gptq-4-sym", {}, r"(q_proj|up_proj)\.weight$"),  # parts of a fused matrix stay plain
+    ("LlamaForCausalLM", "gptq-4-sym", {"hidden_size": 256, "intermediate_size": 128}, LINEARS),
+]
+
+
+@pytest.mark.parametrize(
+    ("arch", "name", "sizes", "matrices"),
+    OTHERS,
+    ids=[f"{arch}-{name}-{at}" for at, (arch, name, *_) in enumerate(OTHERS)],
+)
+def test_architectures(tmp_path, arch, name, sizes, matrices):
+    form, _, error = FORMS[name]
+    hf = write(tmp_path, arch, Form(form.config, form.write, matrices, form.extra), **sizes)
+    _, decoded = load(tmp_path)
+    assert error_to(decoded, hf) < TOLERANCE
+    if kernels() is None:
+        return
+    _, stored = load(tmp_path, quantization=form.config["quant_method"])
+    worst, packed = largest_error(decoded, stored)
+    assert worst <= error * 1.01 and packed > 20_000
+    assert math.isfinite(error_to(stored, hf))
+
+
+def test_gpt_oss(tmp_path):
+    hf = write_gpt_oss(tmp_path)
+    _, decoded = load(tmp_path)
+    assert error_to(decoded, hf) < TOLERANCE
+    if kernels() is not None:
+        _, stored = load(tmp_path, quantization="mxfp4")
+        worst, packed = largest_error(decoded, stored)
+        assert worst == 0 and packed > 50_000
+        experts = stored.layers[0].mlp.experts.stored
+        assert {part.kind for part in experts.up[0].packed.parts} == {"Q5Z"}
+
+
+@pytest.mark.parametrize(
+    "ending", ["gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales"]
+)
+def test_gpt_oss_every_tensor_counts(tmp_path, ending):
+    def tamper(tensors):
+        name = f"model.layers.1.mlp.experts.{ending}"
+        tensors[name] = tensors[name].roll(1, 1)
+
+    hf = write_gpt_oss(tmp_path, tamper=tamper)
+    assert error_to(load(tmp_path)[1], hf) > 20 * TOLERANCE

@@ -1,0 +1,174 @@
+"""What a checkpoint's configuration says about its codes: read, compared with the option, or refused by name."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.base import native
+from quire.checkpoint.quantization import KEY, Quantization, add_quantization, agrees, read_quantization
+from quire.config import EngineArgs
+from quire.schema.errors import CheckpointError, ConfigError, NotBuiltError, QuireError
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320,
+    "max_position_embeddings": 128, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def read(**found: Any) -> Quantization:
+    quantization = read_quantization({KEY: found})
+    assert quantization is not None
+    return quantization
+
+
+@pytest.fixture
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: Path("libquire_cpu.so"))
+
+
+def resolved(folder: Path, found: Any, **options: Any) -> tuple[str, str, str | None]:
+    config = {**LLAMA, KEY: found} if found else LLAMA
+    (folder / "config.json").write_text(json.dumps(config))
+    model = EngineArgs(
+        model=str(folder), skip_tokenizer_init=True, device="cpu", **options
+    ).create_engine_config().model_config  # fmt: skip
+    return model.dtype, model.weight_form, model.quantization
+
+
+def test_gptq() -> None:
+    found = read(quant_method="gptq", bits=3, group_size=64, sym=False, desc_act=True)
+    assert (found.family, found.zeros_from_one) == ("gptq", True)
+    codes = found.codes
+    assert (codes.bits, codes.group, codes.symmetric, codes.by_activation) == (3, 64, False, True)
+    assert not read(quant_method="gptq", bits=4, checkpoint_format="gptq_v2").zeros_from_one
+
+
+def test_gptq_numbers_by_module() -> None:
+    rules = {"-:.*down": {}, r"+:.*\.0\..*up": {"bits": 8}, r".*\.1\..*gate": {"group_size": 32}}
+    found = read(quant_method="gptq", bits=4, group_size=128, dynamic=rules)
+    assert found.numbers_of("model.layers.0.mlp.up_proj").bits == 8
+    assert found.numbers_of("model.layers.0.mlp.up_proj").group == 128
+    assert found.numbers_of("model.layers.1.mlp.gate_proj").group == 32
+    assert found.numbers_of("model.layers.1.mlp.up_proj").bits == 4
+    named = read(
+        quant_method="auto-round", bits=4, group_size=128, extra_config={"a.b": {"bits": 8}, "a.c": {"bits": 16}}
+    )
+    assert named.family == "gptq" and named.numbers_of("a.b").bits == 8 and named.numbers_of("a.bc").bits == 4
+    assert read(quant_method="auto-round", bits=4, packing_format="auto_round:auto_awq").family == "awq"
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"quant_method": "gptq", "bits": 5}, "bits is 5; expected one of 2, 3, 4, 8"),
+        ({"quant_method": "gptq", "bits": True}, "bits is True"),
+        ({"quant_method": "gptq", "bits": "4"}, "bits is '4'"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size is 0; expected -1 or 1 to"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 2**40}, "group_size is"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": [1]}, "dynamic must be a mapping"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"(": {}}}, "not a usable pattern"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"x" * 2000: {}}}, "not a usable pattern"),
+        ({"quant_method": "awq", "bits": 8}, "bits is 8; expected one of 4"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size is"),
+        ({"quant_method": "fp8", "activation_scheme": "odd"}, "activation_scheme is 'odd'"),
+        ({"quant_method": "compressed-tensors", "config_groups": 3}, "config_groups must be a mapping"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 3}}}, "weights must be a mapping"),
+        ({"bits": 4}, "names no quant_method"),
+        ("gptq", "must be a mapping"),
+    ],
+)
+def test_bad_values(found: Any, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        read_quantization({KEY: found})
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"quant_method": "torchao"}, "'torchao', which is not built; the nearest supported is compressed-tensors"),
+        ({"quant_method": "quark"}, "nearest supported is compressed-tensors or fp8"),
+        ({"quant_method": "never_seen"}, "'never_seen', which is not built; supported are awq, bitsandbytes"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "format 'marlin' are not built"),
+        ({"quant_method": "awq", "version": "gemv"}, "version 'gemv' are not built; gemm is"),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:exllama"}, "packing_format 'auto_round:exllama'"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "2:4 sparse matrices"),
+        (
+            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "2:4 sparse matrices",
+        ),
+        ({"quant_method": "compressed-tensors", "format": "own"}, "format 'own' are not built"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not built"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(found: Any, words: str) -> None:
+    with pytest.raises(NotBuiltError, match=words):
+        read_quantization({KEY: found})
+
+
+def test_files_beside_the_configuration(tmp_path: Path) -> None:
+    assert add_quantization({"a": 1}, str(tmp_path)) == {"a": 1}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    assert add_quantization({}, str(tmp_path))[KEY]["quant_method"] == "modelopt"
+    (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 128}))
+    assert add_quantization({}, str(tmp_path))[KEY] == {"bits": 4, "group_size": 128, "quant_method": "gptq"}
+    own = {KEY: {"quant_method": "awq"}}
+    assert add_quantization(own, str(tmp_path)) is own
+    (tmp_path / "quantize_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="neither quant_method nor bits"):
+        add_quantization({}, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("option", "method", "fits"),
+    [
+        ("gptq_marlin", "gptq", True),
+        ("moe_wna16", "gptq", True),
+        ("moe_wna16", "awq", True),
+        ("awq", "gptq", False),
+        ("fp8", "fbgemm_fp8", True),
+        ("modelopt_fp4", "modelopt", True),
+        ("compressed_tensors", "compressed-tensors", True),
+        ("fp8", "compressed-tensors", False),
+    ],
+)
+def test_options_agree_by_family(option: str, method: str, fits: bool) -> None:
+    assert agrees(option, read(quant_method=method)) is fits
+
+
+@pytest.mark.usefixtures("with_kernels")
+def test_codes_are_kept_but_for_exact_float32(tmp_path: Path) -> None:
+    found = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    assert resolved(tmp_path, found) == ("bfloat16", "stored", "gptq")
+    assert resolved(tmp_path, found, dtype="half") == ("float16", "stored", "gptq")
+    assert resolved(tmp_path, found, dtype="float32") == ("float32", "plain", "gptq")
+    assert resolved(tmp_path, found, dtype="float32", quantization="gptq_marlin") == ("float32", "stored", "gptq")
+    assert resolved(tmp_path, found, load_format="dummy") == ("bfloat16", "plain", "gptq")
+
+
+def test_without_kernels_codes_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert resolved(tmp_path, {"quant_method": "gptq", "bits": 4}) == ("bfloat16", "plain", "gptq")
+
+
+@pytest.mark.usefixtures("with_kernels")
+def test_rounding_at_load_under_the_names_of_formats(tmp_path: Path) -> None:
+    assert resolved(tmp_path, None, quantization="fp8") == ("bfloat16", "int8", "fp8")
+    assert resolved(tmp_path, None, quantization="bitsandbytes")[1] == "int4"
+    assert resolved(tmp_path, {"quant_method": "fp8"}, quantization="fp8")[1] == "stored"
+    with pytest.raises(ConfigError, match="quantization='ptpc_fp8' rounds unquantized checkpoints"):
+        resolved(tmp_path, {"quant_method": "fp8"}, quantization="ptpc_fp8")
+    with pytest.raises(ConfigError, match="quantization='awq', but the checkpoint is not quantized"):
+        resolved(tmp_path, None, quantization="awq")
+
+
+@pytest.mark.parametrize(
+    "value", [[], 3, "x", None, {"quant_method": []}, {"quant_method": {"a": 1}}, {"config_groups": []}]
+)
+def test_any_value_is_read_or_refused(value: Any) -> None:
+    with contextlib.suppress(QuireError):
+        read_quantization({KEY: value})
