@@ -81,11 +81,13 @@ def add_quantization(raw: dict[str, Any], folder: str) -> dict[str, Any]:
         return raw
     for name in _LEGACY:
         if os.path.isfile(os.path.join(folder, name)):
-            found = read_json(folder, name)
-            method = found.get("quant_method") or ("awq" if "w_bit" in found else "gptq" if "bits" in found else None)
+            settings = read_json(folder, name)
+            method = settings.get("quant_method") or (
+                "awq" if "w_bit" in settings else "gptq" if "bits" in settings else None
+            )
             if method is None:
                 raise CheckpointError(f"{os.path.join(folder, name)} says neither quant_method nor bits nor w_bit")
-            return {**raw, KEY: {**found, "quant_method": method}}
+            return {**raw, KEY: {**settings, "quant_method": method}}
     if os.path.isfile(os.path.join(folder, _MODELOPT)):
         inner = read_json(folder, _MODELOPT).get("quantization")
         if not isinstance(inner, Mapping):
@@ -108,16 +110,16 @@ def agrees(option: str, quantization: Quantization) -> bool:
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     """None: the checkpoint's numbers are plain. NotBuiltError: an unknown format; CheckpointError: bad values."""
-    found = next(
+    settings = next(
         (part[key] for part in _parts(config) for key in (KEY, "compression_config") if part.get(key) is not None), None
     )
-    if found is None:
+    if settings is None:
         return None
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"{KEY} must be a mapping, got {shown(found)}", param=KEY)
-    name = str(found.get("quant_method") or _method_of(found)).lower()
+    if not isinstance(settings, Mapping):
+        raise CheckpointError(f"{KEY} must be a mapping, got {shown(settings)}", param=KEY)
+    name = str(settings.get("quant_method") or _method_of(settings)).lower()
     if not name:
-        raise CheckpointError(f"{KEY} names no quant_method: {shown(dict(found))}", param=KEY)
+        raise CheckpointError(f"{KEY} names no quant_method: {shown(dict(settings))}", param=KEY)
     family = family_of(name)
     if not family:
         nearest = NEAREST.get(name)
@@ -128,8 +130,8 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
             value=name,
         )
     if name in ("auto-round", "auto_round", "inc"):
-        family = _auto_round_family(found)
-    return _READERS[family](name, found)
+        family = _auto_round_family(settings)
+    return _READERS[family](name, settings)
 
 
 def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -137,16 +139,16 @@ def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
                       if isinstance(part := config.get(key), Mapping))]  # fmt: skip
 
 
-def _method_of(found: Mapping[str, Any]) -> str:
-    if "config_groups" in found:
+def _method_of(settings: Mapping[str, Any]) -> str:
+    if "config_groups" in settings:
         return "compressed-tensors"
-    if found.get("load_in_4bit") or found.get("load_in_8bit"):
+    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
         return "bitsandbytes"
-    return "modelopt" if "quant_algo" in found else ""
+    return "modelopt" if "quant_algo" in settings else ""
 
 
-def _auto_round_family(found: Mapping[str, Any]) -> str:
-    form = str(found.get("packing_format") or "auto_round:auto_gptq")
+def _auto_round_family(settings: Mapping[str, Any]) -> str:
+    form = str(settings.get("packing_format") or "auto_round:auto_gptq")
     if "awq" in form:
         return "awq"
     if "gptq" in form:
@@ -158,85 +160,87 @@ def _auto_round_family(found: Mapping[str, Any]) -> str:
     )
 
 
-def _whole(found: Mapping[str, Any], names: tuple[str, ...], default: int, allowed: tuple[int, ...] = ()) -> int:
+def _whole(settings: Mapping[str, Any], names: tuple[str, ...], default: int, allowed: tuple[int, ...] = ()) -> int:
     for name in names:
-        value = found.get(name)
+        value = settings.get(name)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or (allowed and value not in allowed):
-            wanted = f"one of {', '.join(map(str, allowed))}" if allowed else "a whole number"
-            raise CheckpointError(f"{KEY}: {name} is {shown(value)}; expected {wanted}", param=name, value=value)
+            expected = f"one of {', '.join(map(str, allowed))}" if allowed else "a whole number"
+            raise CheckpointError(f"{KEY}: {name} is {shown(value)}; expected {expected}", param=name, value=value)
         return value
     return default
 
 
-def _group(found: Mapping[str, Any], names: tuple[str, ...], default: int) -> int:
-    size = _whole(found, names, default)
+def _group(settings: Mapping[str, Any], names: tuple[str, ...], default: int) -> int:
+    size = _whole(settings, names, default)
     if size != -1 and not 1 <= size <= 1 << 20:
         raise CheckpointError(f"{KEY}: {names[0]} is {size}; expected -1 or 1 to {1 << 20}", param=names[0], value=size)
     return size
 
 
-def _codes(family: str, found: Mapping[str, Any], before: CodeNumbers = CodeNumbers()) -> CodeNumbers:
-    symmetric = found.get("sym")
-    if symmetric is None and found.get("zero_point") is not None:
-        symmetric = not found["zero_point"]
-    by_activation = found.get("desc_act")
+def _codes(family: str, settings: Mapping[str, Any], before: CodeNumbers = CodeNumbers()) -> CodeNumbers:
+    symmetric = settings.get("sym")
+    if symmetric is None and settings.get("zero_point") is not None:
+        symmetric = not settings["zero_point"]
+    by_activation = settings.get("desc_act")
     return CodeNumbers(
-        _whole(found, ("bits", "w_bit"), before.bits, _BITS[family]),
-        _group(found, ("group_size", "q_group_size"), before.group),
+        _whole(settings, ("bits", "w_bit"), before.bits, _BITS[family]),
+        _group(settings, ("group_size", "q_group_size"), before.group),
         before.symmetric if symmetric is None else bool(symmetric),
         before.by_activation if by_activation is None else bool(by_activation),
     )
 
 
-def _gptq(name: str, found: Mapping[str, Any]) -> Quantization:
-    form = str(found.get("checkpoint_format") or "gptq")
+def _gptq(name: str, settings: Mapping[str, Any]) -> Quantization:
+    form = str(settings.get("checkpoint_format") or "gptq")
     if form not in ("gptq", "gptq_v2"):
         raise NotBuiltError(
             f"GPTQ checkpoints of format {form!r} are not built; gptq and gptq_v2 are", param="quantization", value=form
         )
-    codes = _codes("gptq", found)
-    rules = (*_dynamic_rules(found.get("dynamic"), codes), *_named_rules(found.get("extra_config"), codes))
+    codes = _codes("gptq", settings)
+    rules = (*_dynamic_rules(settings.get("dynamic"), codes), *_named_rules(settings.get("extra_config"), codes))
     v1 = form == "gptq" and name != "gptq_v2"
     return Quantization(name, "gptq", codes, zeros_from_one=v1, rules=rules)
 
 
-def _awq(name: str, found: Mapping[str, Any]) -> Quantization:
-    version = str(found.get("version") or "gemm").lower()
+def _awq(name: str, settings: Mapping[str, Any]) -> Quantization:
+    version = str(settings.get("version") or "gemm").lower()
     if version != "gemm":
         raise NotBuiltError(
             f"AWQ checkpoints of version {version!r} are not built; gemm is", param="quantization", value=version
         )
-    codes = _codes("awq", found, CodeNumbers(symmetric=False))
-    return Quantization(name, "awq", codes, rules=_named_rules(found.get("extra_config"), codes, "awq"))
+    codes = _codes("awq", settings, CodeNumbers(symmetric=False))
+    return Quantization(name, "awq", codes, rules=_named_rules(settings.get("extra_config"), codes, "awq"))
 
 
-def _dynamic_rules(found: Any, codes: CodeNumbers) -> tuple[tuple[str, CodeNumbers | None], ...]:
+def _dynamic_rules(settings: Any, codes: CodeNumbers) -> tuple[tuple[str, CodeNumbers | None], ...]:
     """GPTQModel: a pattern of module names, '+:' or nothing before it for other numbers, '-:' for none."""
     rules = []
-    for pattern, changes in _mapping("dynamic", found).items():
+    for pattern, changes in _mapping("dynamic", settings).items():
         numbers = None if pattern.startswith("-:") else _codes("gptq", _mapping(f"dynamic {pattern}", changes), codes)
         rules.append((_pattern(pattern.removeprefix("-:").removeprefix("+:")), numbers))
     return tuple(rules)
 
 
-def _named_rules(found: Any, codes: CodeNumbers, family: str = "gptq") -> tuple[tuple[str, CodeNumbers | None], ...]:
+def _named_rules(settings: Any, codes: CodeNumbers, family: str = "gptq") -> tuple[tuple[str, CodeNumbers | None], ...]:
     """AutoRound: names of modules, and their numbers; 16 bits are plain."""
     rules = []
-    for module, changes in _mapping("extra_config", found).items():
+    for module, changes in _mapping("extra_config", settings).items():
         inner = _mapping(f"extra_config {module}", changes)
         plain = isinstance(inner.get("bits"), int) and inner["bits"] >= 16
         rules.append((re.escape(module) + r"\Z", None if plain else _codes(family, inner, codes)))
     return tuple(rules)
 
 
-def _mapping(what: str, found: Any) -> Mapping[str, Any]:
-    if found is None:
+def _mapping(what: str, settings: Any) -> Mapping[str, Any]:
+    if settings is None:
         return {}
-    if not isinstance(found, Mapping) or len(found) > _MOST_RULES:
-        raise CheckpointError(f"{KEY}: {what} must be a mapping of at most {_MOST_RULES} entries, got {shown(found)}")
-    return found
+    if not isinstance(settings, Mapping) or len(settings) > _MOST_RULES:
+        raise CheckpointError(
+            f"{KEY}: {what} must be a mapping of at most {_MOST_RULES} entries, got {shown(settings)}"
+        )
+    return settings
 
 
 def _pattern(text: str) -> str:
@@ -249,23 +253,23 @@ def _pattern(text: str) -> str:
     return text
 
 
-def _fp8(name: str, found: Mapping[str, Any]) -> Quantization:
-    size = found.get("weight_block_size")
+def _fp8(name: str, settings: Mapping[str, Any]) -> Quantization:
+    size = settings.get("weight_block_size")
     if size is not None:
         fits = isinstance(size, list | tuple) and len(size) == 2
         if not fits or not all(type(n) is int and 1 <= n <= 1 << 20 for n in size):
             raise CheckpointError(f"{KEY}: weight_block_size is {shown(size)}; expected two numbers of at least 1")
-    scheme = str(found.get("activation_scheme") or "dynamic")
+    scheme = str(settings.get("activation_scheme") or "dynamic")
     if scheme not in ("dynamic", "static"):
         raise CheckpointError(f"{KEY}: activation_scheme is {shown(scheme)}; expected dynamic or static")
     block = None if size is None else (size[0], size[1])
     return Quantization(name, "fp8", block=block, static_inputs=scheme == "static", input_form="fp8")
 
 
-def _compressed(name: str, found: Mapping[str, Any]) -> Quantization:
-    sparsity = found.get("sparsity_config")
+def _compressed(name: str, settings: Mapping[str, Any]) -> Quantization:
+    sparsity = settings.get("sparsity_config")
     sparse = sparsity.get("format") if isinstance(sparsity, Mapping) else None
-    form = str(found.get("format") or "dense")
+    form = str(settings.get("format") or "dense")
     if sparse not in (None, "dense") or form in ("marlin-24", "sparse-24-bitmask", "sparse-bitmask"):
         raise NotBuiltError(
             f"2:4 sparse matrices ({form if sparse in (None, 'dense') else sparse}) are not built; the nearest "
@@ -278,9 +282,9 @@ def _compressed(name: str, found: Mapping[str, Any]) -> Quantization:
             param="quantization",
             value=form,
         )
-    groups = _mapping("config_groups", found.get("config_groups"))
+    groups = _mapping("config_groups", settings.get("config_groups"))
     schemes = tuple(_mapping(f"config_groups {key}", group) for key, group in groups.items())
-    if found.get("transform_config"):
+    if settings.get("transform_config"):
         raise NotBuiltError("compressed-tensors with a transform_config are not built", param="quantization")
     for scheme in schemes:
         for part in ("weights", "input_activations"):
@@ -288,9 +292,9 @@ def _compressed(name: str, found: Mapping[str, Any]) -> Quantization:
     return Quantization(name, "compressed-tensors", schemes=schemes)
 
 
-def _modelopt(name: str, found: Mapping[str, Any]) -> Quantization:
-    inner = found.get("quantization")
-    about = inner if isinstance(inner, Mapping) else found
+def _modelopt(name: str, settings: Mapping[str, Any]) -> Quantization:
+    inner = settings.get("quantization")
+    about = inner if isinstance(inner, Mapping) else settings
     algo = str(about.get("quant_algo") or "").upper()
     known = ("FP8", "NVFP4", "MXFP8", "MIXED_PRECISION", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "W4A16_NVFP4", "")
     if algo not in known:
@@ -303,7 +307,7 @@ def _modelopt(name: str, found: Mapping[str, Any]) -> Quantization:
     return Quantization(name, "modelopt", input_form=form, static_inputs=algo == "FP8")
 
 
-def _by_tensors(name: str, found: Mapping[str, Any]) -> Quantization:
+def _by_tensors(name: str, settings: Mapping[str, Any]) -> Quantization:
     return Quantization(name, family_of(name))
 
 

@@ -62,7 +62,7 @@ def open_beams(
     params = requests[0].params
     if params.prompt_logprobs is not None:
         raise InputError("echo with logprobs cannot be given with use_beam_search", param="echo")
-    model, limits = call.model, call.state.options
+    model, server = call.model, call.state
     structured = model.config.structured_outputs_config
     held, thinks = constraint is not None, model.parsers.reasoning is not None
     if held and thinks and not structured.enable_in_reasoning:
@@ -81,7 +81,7 @@ def open_beams(
         structured_outputs=constraint,
     )
     most = BeamLimits(
-        limits.max_beam_tokens, limits.max_logprobs_per_request, " (--max-beam-tokens)",
+        server.options.max_beam_tokens, server.options.max_logprobs_per_request, " (--max-beam-tokens)",
         " (--max-logprobs-per-request)",
     )  # fmt: skip
     return model.engine.open_beams(requests, beams, options, most)

@@ -212,7 +212,7 @@ def test_quantized_checkpoints(folder: Path) -> None:
     assert resolve(folder).model_config.quantization == "awq"
     with pytest.raises(ConfigError, match="quantization='gptq', but the checkpoint is stored as awq"):
         resolve(folder, quantization="gptq")
-    with pytest.raises(ConfigError, match="int8_wo' rounds unquantized checkpoints, but this one is stored as awq"):
+    with pytest.raises(ConfigError, match="int8_wo' needs an unquantized checkpoint, but this one is stored as awq"):
         resolve(folder, quantization="int8_wo")
     change(folder, quantization_config={"quant_method": "hqq"})
     with pytest.raises(NotBuiltError, match=r"quantized by 'hqq', which is not built; the nearest supported is GPTQ"):

@@ -19,7 +19,7 @@ from quire.schema.step import NewRow
 from quire.text.tokenizer import load_tokenizer
 from tests.fake_engine import EOS, FURTHER_EOS, VOCAB, ids_of, write_model
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CHOICE = StructuredOutputsParams(choice=["a"])
 READY = EngineReady(num_blocks=64, max_model_len=40, vocab_size=VOCAB, block_size=4)
 

@@ -160,7 +160,7 @@ def test_rounding_at_load_under_the_names_of_formats(tmp_path: Path) -> None:
     assert resolved(tmp_path, None, quantization="fp8") == ("bfloat16", "int8", "fp8")
     assert resolved(tmp_path, None, quantization="bitsandbytes")[1] == "int4"
     assert resolved(tmp_path, {"quant_method": "fp8"}, quantization="fp8")[1] == "stored"
-    with pytest.raises(ConfigError, match="quantization='ptpc_fp8' rounds unquantized checkpoints"):
+    with pytest.raises(ConfigError, match="quantization='ptpc_fp8' needs an unquantized checkpoint"):
         resolved(tmp_path, {"quant_method": "fp8"}, quantization="ptpc_fp8")
     with pytest.raises(ConfigError, match="quantization='awq', but the checkpoint is not quantized"):
         resolved(tmp_path, None, quantization="awq")
