@@ -22,9 +22,7 @@ class ModelRegistry:
         if not isinstance(model_arch, str) or not model_arch:
             raise ConfigError(f"model_arch must be the name of an architecture, got {model_arch!r}", param="model_arch")
         if isinstance(model_cls, str) and (model_cls.count(":") != 1 or not all(model_cls.split(":"))):
-            raise ConfigError(
-                f"model_cls is {model_cls!r}; write a path as 'package.module:ClassName'", param="model_cls"
-            )
+            raise ConfigError(f"model_cls is {model_cls!r}; a path is 'package.module:Class'", param="model_cls")
         _registered[model_arch] = name_of(model_cls)
 
     @classmethod

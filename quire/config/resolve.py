@@ -99,12 +99,9 @@ def find_tokenizer(requested: Requested, config: EngineConfig) -> EngineConfig:
         files = config.load_config
         source = locate(model.tokenizer, revision, files.download_dir, model.hf_token, weights=False).path
     skip = model.skip_tokenizer_init or config.tokens_only
-    return replace(
-        config,
-        model_config=replace(
-            model, tokenizer=os.path.expanduser(source), tokenizer_revision=revision, skip_tokenizer_init=skip
-        ),
-    )
+    source = os.path.expanduser(source)
+    model = replace(model, tokenizer=source, tokenizer_revision=revision, skip_tokenizer_init=skip)
+    return replace(config, model_config=model)
 
 
 def read_model(requested: Requested, config: EngineConfig) -> EngineConfig:
@@ -150,14 +147,8 @@ def choose_storage(requested: Requested, config: EngineConfig) -> EngineConfig:
             param="load_format",
         )
     weights = "plain" if coded is None else _coded_form(requested, config, coded)
-    return replace(
-        config,
-        **{
-            "model_config.quantization": stored or None,
-            "model_config.weight_form": weights,
-            "load_config.load_format": form,
-        },
-    )
+    changes = {"model_config.quantization": stored or None, "model_config.weight_form": weights}
+    return replace(config, **changes, **{"load_config.load_format": form})
 
 
 def _coded_form(requested: Requested, config: EngineConfig, coded: Quantization) -> str:
@@ -188,25 +179,15 @@ def check_loader(load_format: str, extra: Mapping[str, Any]) -> None:
 def _choose_online(config: EngineConfig, stored: str) -> EngineConfig:
     """Weights quantized to blocks of 8 or 4 bits while they are loaded."""
     model = config.model_config
-    if stored:
-        raise ConfigError(
-            f"quantization={model.quantization!r} needs an unquantized checkpoint, but this one is stored as {stored}",
-            param="quantization",
-        )
-    if config.device_config.device != "cpu":
-        raise NotBuiltError(
-            f"quantization={model.quantization!r} is built for device=cpu only in this version", param="quantization"
-        )
-    if native.library() is None:
-        raise ConfigError(
-            f"quantization={model.quantization!r} needs the compiled CPU kernels: {native.why_not()}",
-            param="quantization",
-        )
+    if config.device_config.device != "cpu" and not stored:
+        raise NotBuiltError(f"quantization={model.quantization!r} is built for CPUs only so far", param="quantization")
+    if stored or native.library() is None:
+        lacks = f"an unquantized checkpoint, but this one is stored as {stored}"
+        lacks = lacks if stored else f"the compiled CPU kernels: {native.why_not()}"
+        raise ConfigError(f"quantization={model.quantization!r} needs {lacks}", param="quantization")
     form = ONLINE[str(model.quantization)]
     if model.quantization not in ("int8_wo", "int4_wo"):
-        log.info(
-            "quantization=%s: weights are rounded to blocks of %s, as this CPU wants them", model.quantization, form
-        )
+        log.info("quantization=%s: on this CPU, weights are rounded to blocks of %s", model.quantization, form)
     return replace(config, **{"model_config.weight_form": form})
 
 
