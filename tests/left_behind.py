@@ -90,6 +90,7 @@ def _loggers() -> State:
 
 
 def _torch() -> State:
+    """Not whether oneDNN is on: torch itself turns that off after the first bfloat16 matmul that it cannot do."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "get_default_device"):  # or not imported to its end
         return {}
@@ -101,7 +102,6 @@ def _torch() -> State:
         ("torch", "precision of matmul"): torch.get_float32_matmul_precision(),
         ("torch", "gradients"): torch.is_grad_enabled(),
         ("torch", "inference mode"): torch.is_inference_mode_enabled(),
-        ("torch", "mkldnn"): torch.backends.mkldnn.enabled,
     }
 
 

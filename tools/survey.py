@@ -162,7 +162,7 @@ def start(words: list[str], folder: str) -> list[str]:
             engine.shutdown()
     finally:
         quire.removeHandler(handler)
-    return [line for line in told if "have no effect here" in line]
+    return [line for line in told if "Options that have no effect" in line]
 
 
 def try_flag(name: str, declared: OptionField | None, folder: str) -> Found:

@@ -65,7 +65,7 @@ def test_patterns_of_sharded_files(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     extra = {"pattern": "r{rank}.p{part}.safetensors"}
     assert answers(tmp_path, load_format="sharded_state", model_loader_extra_config=extra) == wanted
-    with pytest.raises(NotBuiltError, match="num_threads means nothing"):
+    with pytest.raises(NotBuiltError, match="num_threads is unknown to load_format"):
         answers(tmp_path, model_loader_extra_config={"num_threads": 4})
 
 

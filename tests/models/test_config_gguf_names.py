@@ -24,7 +24,7 @@ _PUBLISHED = {"scoring_func", "topk_method", "moe_layer_freq", "num_experts", "s
 
 
 def _plain() -> Any:
-    path = Path(__file__).parents[1] / "plain" / "test_config_gguf.py"
+    path = Path(__file__).parents[1] / "plain" / "config" / "test_gguf.py"
     spec = importlib.util.spec_from_file_location("plain_test_config_gguf", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

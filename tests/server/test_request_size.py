@@ -88,7 +88,7 @@ def test_but_not_without_end(fake: Live, side: str | None, monkeypatch: pytest.M
         if path == TEXT and isinstance(body["prompt"], list):
             monkeypatch.undo()  # its first prompt is tokenized
         error = error_of(fake.post(path, body))
-        assert "2000" in error["message"] and "16 times" in error["message"], path
+        assert "2000" in error["message"] and f"{16 * 512} that would be truncated" in error["message"], path
 
 
 def test_messages_are_counted_within_the_same_limit(fake: Live) -> None:

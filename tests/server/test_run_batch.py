@@ -277,7 +277,7 @@ def test_a_killed_run_goes_on_where_it_was(
     assert target.read_bytes().startswith(before)
     assert [one["custom_id"] for one in found] == ["0", "1", "2", "3", "4", "slow", "last"]
     assert all(one["response"]["status_code"] == 200 for one in found)
-    assert "5 answered before, 2 answered, 0 failed" in capsys.readouterr().err
+    assert "5 answered earlier, 2 answered, 0 failed" in capsys.readouterr().err
 
 
 def test_only_answers_stay_and_failures_are_asked_again(resume: Any, tmp_path: Path) -> None:
