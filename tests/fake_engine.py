@@ -148,7 +148,7 @@ class FakeExecutor:
                 failed[grant.request_id] = message
             tokens.append(token)
             sampled.append([token])
-            logprobs.append(_rows([token], row.params.logprobs))
+            logprobs.append(_rows([token], row.params.logprobs, row.params.logprob_token_ids))
         prompts = {}
         for grant in plan.grants:
             row, tokens = self.worker.rows[grant.request_id]
@@ -198,11 +198,11 @@ def _trouble(extra: dict[str, Any], number: int) -> str | None:
     return "this one cannot go on" if extra.get("fail_at") == number else None
 
 
-def _rows(chosen: list[int], asked: int | None) -> LogprobRows | None:
-    """Chosen tokens have rank 2; ids 10, 11, … are the likeliest everywhere."""
-    if asked is None:
+def _rows(chosen: list[int], num_top: int | None, named: tuple[int, ...] = ()) -> LogprobRows | None:
+    """Chosen tokens have rank 2; ids 10, 11, … are the likeliest everywhere. `named`: ids that were asked for."""
+    if num_top is None:
         return None
-    top = list(range(10, 10 + (VOCAB - 10 if asked == -1 else asked)))
+    top = [*range(10, 10 + (VOCAB - 10 if num_top == -1 else num_top)), *named]
     return LogprobRows(
         [[token, *top] for token in chosen], [[-2.0, *[-1.0 - i for i in range(len(top))]] for _ in chosen],
         [2] * len(chosen),
