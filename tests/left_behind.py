@@ -162,11 +162,19 @@ def differences(before: State, after: State) -> list[str]:
             out += [
                 f"{key[1]}.{name}: {_show(one)} -> {_show(now.get(name, ABSENT))}"
                 for name, one in old.items()
-                if now.get(name, ABSENT) is not one and not name.startswith(PYDANTIC)
+                if _differs(one, now.get(name, ABSENT)) and not name.startswith(PYDANTIC)
             ]
         elif old is not new and (key[0] == "module" or old != new):
             out.append(f"{key[0]} {key[1]}: {_show(old)} -> {_show(new)}")
     return sorted(out)
+
+
+def _differs(old: object, new: object) -> bool:
+    """Another object, unless both are the same plain value: `time.tzset` makes an equal tuple anew."""
+    if old is new or type(old) is not type(new):
+        return old is not new
+    parts = old if isinstance(old, tuple) else (old,)
+    return not all(isinstance(part, str | bytes | int | float | None) for part in parts) or old != new
 
 
 def _is_others(kind: str, name: str) -> bool:

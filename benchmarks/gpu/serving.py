@@ -38,7 +38,8 @@ def main() -> None:
     found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     for name, url in (server.split("=", 1) for server in asked.server):
         for load in [*(("at once", n) for n in asked.at_once), *(("rate", r) for r in asked.rates)]:
-            found.append({"server": name, "load": load[0], "value": load[1]} | measure(url, load, asked))
+            about = {"model": asked.title or asked.model, "server": name, "load": load[0], "value": load[1]}
+            found.append(about | measure(url, load, asked))
             path.write_text(json.dumps(found, indent=1))
             print(line(found[-1]), flush=True)
     if asked.draw:
@@ -49,6 +50,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", action="append", default=[], metavar="NAME=URL")
     parser.add_argument("--model", default="m", help="as the servers call it")
+    parser.add_argument("--title", help="of its row in the picture; else --model")
     parser.add_argument("--tokenizer", help="its folder")
     parser.add_argument("--at-once", nargs="*", type=int, default=[256, 32, 1])
     parser.add_argument("--rates", nargs="*", type=float, default=[1, 5, 10, 20, 40, 80], help="requests a second")
@@ -95,16 +97,26 @@ def line(found: dict[str, Any]) -> str:
 
 def draw(found: list[dict[str, Any]], png: str) -> None:
     plt = importlib.import_module("matplotlib.pyplot")  # not needed where servers are measured
-    figure, axes = plt.subplots(1, len(DRAWN), figsize=(4.2 * len(DRAWN), 3.4), layout="constrained")
-    for axis, (name, title) in zip(axes, DRAWN.items(), strict=True):
-        for server in dict.fromkeys(row["server"] for row in found):
-            points = sorted((r["value"], r[name]) for r in found if r["server"] == server and r["load"] == "rate")
-            if points:
-                axis.plot(*zip(*points, strict=True), marker="o", label=server)
-        axis.set(xscale="log", xlabel="requests a second", title=title)
-        axis.set_ylim(bottom=0)
-        axis.legend()
+    rates = {(row["model"], row["value"]) for row in found if row["load"] == "rate"}
+    models = [m for m in dict.fromkeys(row["model"] for row in found) if sum(m == model for model, _ in rates) > 1]
+    size = (4.2 * len(DRAWN), 3.4 * len(models))
+    figure, axes = plt.subplots(len(models), len(DRAWN), figsize=size, layout="constrained", squeeze=False)
+    for model, row in zip(models, axes, strict=True):
+        for axis, (name, title) in zip(row, DRAWN.items(), strict=True):
+            draw_one(axis, [point for point in found if point["model"] == model and point["load"] == "rate"], name)
+            axis.set(xscale="log", xlabel="requests a second", title=f"{model}: {title}")
+            ticks = sorted(value for named, value in rates if named == model)
+            axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axis.minorticks_off()
     figure.savefig(png, dpi=120)
+
+
+def draw_one(axis: Any, points: list[dict[str, Any]], name: str) -> None:
+    for server in dict.fromkeys(point["server"] for point in points):
+        line = sorted((point["value"], point[name]) for point in points if point["server"] == server)
+        axis.plot(*zip(*line, strict=True), marker="o", label=server)
+    axis.set_ylim(bottom=0)
+    axis.legend()
 
 
 if __name__ == "__main__":

@@ -173,7 +173,6 @@ def test_memory_is_measured_and_a_lack_of_it_told(tmp_path: Path) -> None:
         LLM(str(tmp_path), device="cuda", gpu_memory_utilization=0.001, **options)
     total = torch.cuda.get_device_properties(0).total_memory
     llm = LLM(str(tmp_path), device="cuda", gpu_memory_utilization=0.3, **options)
-    free, _ = torch.cuda.mem_get_info()
-    assert total - free < 0.33 * total
+    assert 0.25 * total < torch.cuda.memory_reserved() < 0.33 * total  # of this process: others may share the GPU
     assert llm.generate([[5, 6]], greedy(4), use_tqdm=False)
     llm.close()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -134,3 +135,9 @@ def test_the_file_that_leaves_something_behind_fails_and_no_other(tmp_path: Path
     done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, check=False, timeout=300)
     assert "3 passed, 1 error" in done.stdout, done.stdout
     assert "test_a.py leaves behind:\n  environment variable QUIRE_LEFT: absent -> '1'" in done.stdout
+
+
+def test_an_equal_value_made_anew_is_no_change() -> None:
+    before = state_of_process()
+    time.tzset()
+    assert not differences(before, state_of_process())
