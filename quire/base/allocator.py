@@ -32,7 +32,7 @@ def map_large(least: int) -> None:
 @cache
 def _function(name: str) -> Callable[..., int] | None:
     try:
-        found: Callable[..., int] = ctypes.CDLL(None)[name]
+        function: Callable[..., int] = ctypes.CDLL(None)[name]
     except (AttributeError, OSError):
         return None
-    return found
+    return function

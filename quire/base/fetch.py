@@ -99,10 +99,10 @@ def _public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 def resolve(target: ParsedUrl, policy: FetchPolicy) -> tuple[str, int]:
     """One address of the host, all of which were checked."""
     try:
-        found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+        resolved = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as wrong:
         raise FetchError(f"host {target.host!r} cannot be resolved: {wrong}") from None
-    addresses = [str(entry[4][0]) for entry in found]
+    addresses = [str(entry[4][0]) for entry in resolved]
     if target.host not in policy.allowed_hosts:
         for address in addresses:
             try:
@@ -180,10 +180,10 @@ def _ask(
 def _next(target: ParsedUrl, answer: http.client.HTTPResponse) -> ParsedUrl:
     place = answer.getheader("location") or ""
     base = f"{target}{target.path}"
-    found = parse(urljoin(base, place))
-    if target.tls and not found.tls:
-        raise FetchError(f"{target} redirects to {found}, which is not encrypted")
-    return found
+    redirect = parse(urljoin(base, place))
+    if target.tls and not redirect.tls:
+        raise FetchError(f"{target} redirects to {redirect}, which is not encrypted")
+    return redirect
 
 
 def _check_status(target: ParsedUrl, method: str, answer: http.client.HTTPResponse) -> None:

@@ -32,8 +32,8 @@ def make_folder() -> str:
 
 def remove_folder(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    if (held := _held.pop(folder, None)) is not None:
-        os.close(held)
+    if (lock := _held.pop(folder, None)) is not None:
+        os.close(lock)
 
 
 def sweep_folders() -> None:
@@ -47,14 +47,14 @@ def sweep_folders() -> None:
 
 def _hold(folder: str) -> None:
     """The file gets its name once it is locked, so that nobody finds it without."""
-    held = os.open(f"{folder}/.{_LOCK}", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    lock = os.open(f"{folder}/.{_LOCK}", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.rename(f"{folder}/.{_LOCK}", f"{folder}/{_LOCK}")
     except OSError:
-        os.close(held)
+        os.close(lock)
         raise
-    _held[folder] = held
+    _held[folder] = lock
 
 
 def _sweep(folder: str) -> None:

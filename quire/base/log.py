@@ -52,7 +52,7 @@ class JsonLines(logging.Formatter):
 
 
 def _escape(text: str) -> str:
-    return _CONTROL.sub(lambda found: ascii(found.group())[1:-1], text)
+    return _CONTROL.sub(lambda match: ascii(match.group())[1:-1], text)
 
 
 def logger(name: str) -> logging.Logger:

@@ -40,17 +40,17 @@ class _Memory(ctypes.Structure):
     _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
 
 
-def _ask(library: Any, wanted: str | None) -> Gpu | None:
+def _ask(library: Any, selected: str | None) -> Gpu | None:
     """By index or by UUID; any answer but 0 is NVML's way to say no."""
     if library.nvmlInit_v2() != 0:
         return None
     device, count = ctypes.c_void_p(), ctypes.c_uint()
     if library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0 or count.value == 0:
         return None
-    if wanted is None or wanted.isdigit():
-        failed = library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(wanted or 0)), ctypes.byref(device))
+    if selected is None or selected.isdigit():
+        failed = library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(selected or 0)), ctypes.byref(device))
     else:
-        failed = library.nvmlDeviceGetHandleByUUID(wanted.encode(), ctypes.byref(device))
+        failed = library.nvmlDeviceGetHandleByUUID(selected.encode(), ctypes.byref(device))
     if failed:
         return None
     name, memory = ctypes.create_string_buffer(96), _Memory()

@@ -35,5 +35,5 @@ def why_not() -> str:
     if named := env.CPU_KERNELS_FILE.get():
         return f"QUIRE_CPU_KERNELS_FILE names {named}, which is no file"
     note = FOLDER / NOTE
-    said = note.read_text().strip() if note.is_file() else "the package was installed without building them"
-    return f"{said}; with a C++20 compiler installed, `pip install` Quire again"
+    reason = note.read_text().strip() if note.is_file() else "the package was installed without building them"
+    return f"{reason}; with a C++20 compiler installed, `pip install` Quire again"

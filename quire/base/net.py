@@ -33,8 +33,8 @@ def free_port(first: int | None = None) -> int:
 
 def host_ip() -> str:
     """The address by which other hosts reach this one; the loopback address when there is no network."""
-    if given := env.HOST_IP.get():
-        return given
+    if configured := env.HOST_IP.get():
+        return configured
     # Connecting a datagram socket sends nothing: it only asks which interface would be used.
     for family, outside in ((socket.AF_INET, ("192.0.2.1", 9)), (socket.AF_INET6, ("2001:db8::1", 9))):
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -53,9 +53,9 @@ def join_host_port(host: str, port: int) -> str:
 
 def is_loopback(address: str) -> bool:
     """Whether only this host can reach what is bound to this address."""
-    found = ipaddress.ip_address(address)
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return (mapped or found).is_loopback
+    parsed = ipaddress.ip_address(address)
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return (mapped or parsed).is_loopback
 
 
 def open_listener(host: str | None, port: int) -> socket.socket:

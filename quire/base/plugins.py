@@ -29,15 +29,15 @@ def call_plugins() -> None:
     if chosen == ():
         return
     loaded, left = [], []
-    for found in (entry for group in GROUPS for entry in entry_points(group=group)):
-        if found.value in _called or (chosen is not None and found.name not in chosen):
+    for entry in (entry for group in GROUPS for entry in entry_points(group=group)):
+        if entry.value in _called or (chosen is not None and entry.name not in chosen):
             continue
-        _called.add(found.value)
-        if _is_vllms(found):
-            left.append(found.name)
+        _called.add(entry.value)
+        if _is_vllms(entry):
+            left.append(entry.name)
             continue
-        _call(found)
-        loaded.append(f"{found.name} ({found.value})")
+        _call(entry)
+        loaded.append(f"{entry.name} ({entry.value})")
     if loaded or left:
         beside = f"; not vLLM's own: {', '.join(left)}" if left else ""
         _log.info("plug-ins: %s%s", ", ".join(loaded) or "none", beside)

@@ -19,19 +19,19 @@ def load(path: str) -> Any:
         module, _, attribute = path.rpartition(".")
     if not module or not attribute:
         raise ImportError(f"{path!r} is no import path; write it as 'package.module:Name'")
-    found: Any = importlib.import_module(module)
+    target: Any = importlib.import_module(module)
     for part in attribute.split("."):
         try:
-            found = getattr(found, part)
+            target = getattr(target, part)
         except AttributeError:
             raise ImportError(f"module {module!r} has no {part!r} (wanted {path!r})") from None
-    return found
+    return target
 
 
 def entry_points(group: str) -> Iterable[Any]:
     """Those that installed packages declare under a name."""
-    found: Iterable[Any] = _installed().select(group=group)
-    return found
+    points: Iterable[Any] = _installed().select(group=group)
+    return points
 
 
 @cache
@@ -85,5 +85,5 @@ class Registry:
     def _scan(self) -> None:
         if self._group is None:
             return
-        for found in entry_points(group=self._group):
-            self._paths.setdefault(found.name, found.value)
+        for entry in entry_points(group=self._group):
+            self._paths.setdefault(entry.name, entry.value)

@@ -314,18 +314,18 @@ class _End:
         while True:
             frames = self._wire.receive()
             assert frames is not None
-            asked = _TO.decode(frames)
+            call = _TO.decode(frames)
             try:
-                value = _run(worker, asked)
+                value = _run(worker, call)
             except Exception as failed:  # noqa: BLE001  # said to whoever asked
-                self.fail(asked.call_id, failed)
+                self.fail(call.call_id, failed)
                 continue
-            if asked.verb == "shutdown" and not asked.is_call:
+            if call.verb == "shutdown" and not call.is_call:
                 return
-            if asked.verb == "sample" and not asked.is_call:
-                self._results.put((asked.call_id, value))
-            elif asked.call_id != _NOBODY:
-                self._answer(asked.call_id, value)
+            if call.verb == "sample" and not call.is_call:
+                self._results.put((call.call_id, value))
+            elif call.call_id != _NOBODY:
+                self._answer(call.call_id, value)
 
     def _read_results(self) -> None:
         while True:
@@ -350,9 +350,9 @@ class _End:
         self._wire.send(_FROM.encode(WorkerReply(self._rank, call_id, _NIL, message_of(failed), kind_of(failed))))
 
 
-def _run(worker: WorkerProtocol, asked: WorkerCall) -> Any:
-    if asked.is_call:
-        given = msgspec.msgpack.decode(asked.args, type=CallArguments)
-        return resolve_verb(asked.verb)(worker, *given.args, **given.kwargs)
-    args = msgspec.msgpack.decode(asked.args, type=types_of(asked.verb).args)
-    return getattr(worker, asked.verb)(*args)
+def _run(worker: WorkerProtocol, call: WorkerCall) -> Any:
+    if call.is_call:
+        arguments = msgspec.msgpack.decode(call.args, type=CallArguments)
+        return resolve_verb(call.verb)(worker, *arguments.args, **arguments.kwargs)
+    args = msgspec.msgpack.decode(call.args, type=types_of(call.verb).args)
+    return getattr(worker, call.verb)(*args)

@@ -40,13 +40,13 @@ class CustomSteps:
 
     def apply(self, logits: Tensor, rows: np.ndarray, num_rows: int, *, invariant: bool) -> Tensor:
         """`rows`: the batch rows that `logits` [len(rows), V] belong to. Runs the processors of one kind."""
-        wanted = [p for p in self._processors if p.is_argmax_invariant() is invariant]
-        if not wanted:
+        chosen = [p for p in self._processors if p.is_argmax_invariant() is invariant]
+        if not chosen:
             return logits
         whole = rows.size == num_rows and bool((rows[1:] > rows[:-1]).all())
         index = torch.from_numpy(rows).to(logits.device)
         batch = logits if whole else logits.new_zeros((num_rows, logits.shape[1])).index_copy_(0, index, logits)
-        for processor in wanted:
+        for processor in chosen:
             batch = self._run(processor, batch, rows)
         return batch if whole else batch[index]
 
@@ -75,5 +75,5 @@ class CustomSteps:
         reason = f"logits processor {name}.{call} raised {type(wrong).__name__}: {wrong}"
         self._failed |= dict.fromkeys(rows, reason)
 
-    def _make(self, found: type[LogitsProcessor]) -> LogitsProcessor:
-        return found(self._config, self._device, False)
+    def _make(self, kind: type[LogitsProcessor]) -> LogitsProcessor:
+        return kind(self._config, self._device, False)

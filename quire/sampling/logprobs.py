@@ -46,11 +46,11 @@ class Picked:
 
 def pick(values: Tensor, chosen: Tensor, k: int, ids: Tensor | None = None) -> Picked:
     """values [m, V] (log probabilities or logits), chosen [m]."""
-    found_ids, found, ranks = sample.chosen_and_top.on(values.device)(values, chosen, k)
+    picked_ids, picked, ranks = sample.chosen_and_top.on(values.device)(values, chosen, k)
     if ids is not None:
-        found = torch.cat((found, values[:, ids]), 1)
-        found_ids = torch.cat((found_ids, ids.expand(values.shape[0], -1)), 1)
-    return Picked(found_ids, found, ranks)
+        picked = torch.cat((picked, values[:, ids]), 1)
+        picked_ids = torch.cat((picked_ids, ids.expand(values.shape[0], -1)), 1)
+    return Picked(picked_ids, picked, ranks)
 
 
 def values_of(logits: Tensor, mode: str) -> Tensor:

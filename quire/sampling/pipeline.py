@@ -88,20 +88,20 @@ class Pipeline:
         sample.ban_words_(logits, words.rows, tails, ends - words.prompt_lengths, words.prefixes, words.last)
 
     def _penalize(self, logits: Tensor, rows: Selection, step: StepRows) -> None:
-        given = rows.penalties
-        assert given is not None
-        part = logits[given.where]
+        penalties = rows.penalties
+        assert penalties is not None
+        part = logits[penalties.where]
         longest = int(step.positions.max())
         sample.penalize_(
             part,
-            self._tokens[rows.row_index[given.where], :longest],
-            given.prompt_lengths,
-            step.places[given.where],
-            presence=given.presence,
-            frequency=given.frequency,
-            repetition=given.repetition,
+            self._tokens[rows.row_index[penalties.where], :longest],
+            penalties.prompt_lengths,
+            step.places[penalties.where],
+            presence=penalties.presence,
+            frequency=penalties.frequency,
+            repetition=penalties.repetition,
         )
-        logits[given.where] = part
+        logits[penalties.where] = part
 
 
 def _hold_back(logits: Tensor, rows: Selection, step: StepRows) -> None:
@@ -112,10 +112,10 @@ def _hold_back(logits: Tensor, rows: Selection, step: StepRows) -> None:
     sample.ban_where_(logits, row, ids, step.places[row] < until)
 
 
-def _on(logits: Tensor, given: Filter, change: Callable[[Tensor, Tensor], None]) -> None:
-    if given.where is None:
-        change(logits, given.value)
+def _on(logits: Tensor, rows: Filter, change: Callable[[Tensor, Tensor], None]) -> None:
+    if rows.where is None:
+        change(logits, rows.value)
         return
-    part = logits[given.where]
-    change(part, given.value)
-    logits[given.where] = part
+    part = logits[rows.where]
+    change(part, rows.value)
+    logits[rows.where] = part

@@ -171,11 +171,11 @@ def process_dict_updates(
 
 def load_classes(names: Iterable[str | type]) -> list[type[LogitsProcessor]]:
     """The classes named ("module:Class", "module.Class" or the class itself), then those of the entry points."""
-    found = [_load_one(name) for name in names]
+    classes = [_load_one(name) for name in names]
     for group in ENTRY_POINT_GROUPS:
         for entry in entry_points(group=group):
-            found.append(_check_class(entry.load(), f"entry point {entry.name!r} of {group}"))
-    return list(dict.fromkeys(found))
+            classes.append(_check_class(entry.load(), f"entry point {entry.name!r} of {group}"))
+    return list(dict.fromkeys(classes))
 
 
 def check_params(classes: Iterable[type[LogitsProcessor]], params: SamplingParams) -> None:
@@ -189,21 +189,21 @@ def check_params(classes: Iterable[type[LogitsProcessor]], params: SamplingParam
             raise InputError(f"{processor.__name__} refuses these parameters: {wrong}", param="extra_args") from wrong
 
 
-def _load_one(given: str | type) -> type[LogitsProcessor]:
-    if not isinstance(given, str):
-        return _check_class(given, repr(given))
+def _load_one(named: str | type) -> type[LogitsProcessor]:
+    if not isinstance(named, str):
+        return _check_class(named, repr(named))
     try:
-        found = object_of(given)
+        loaded = object_of(named)
     except ImportError as wrong:
         raise ConfigError(
-            f"logits processor {describe(given)!r} cannot be loaded: {wrong}", param="logits_processors", value=given
+            f"logits processor {describe(named)!r} cannot be loaded: {wrong}", param="logits_processors", value=named
         ) from wrong
-    return _check_class(found, describe(given))
+    return _check_class(loaded, describe(named))
 
 
-def _check_class(found: object, name: str) -> type[LogitsProcessor]:
-    if isinstance(found, type) and issubclass(found, LogitsProcessor):
-        return found
+def _check_class(candidate: object, name: str) -> type[LogitsProcessor]:
+    if isinstance(candidate, type) and issubclass(candidate, LogitsProcessor):
+        return candidate
     raise ConfigError(
-        f"logits processor {name} is not a subclass of LogitsProcessor (found {found!r})", param="logits_processors"
+        f"logits processor {name} is not a subclass of LogitsProcessor (found {candidate!r})", param="logits_processors"
     )

@@ -176,8 +176,8 @@ class SamplingRows:
         if params.bad_words_token_ids:
             lists.words = params.bad_words_token_ids
             flags |= WORDS
-        if params.min_tokens and (held := [i for i in new.stop_token_ids if 0 <= i < self.vocab_size]):
-            lists.held_back = np.array(sorted(set(held)), np.int64)
+        if params.min_tokens and (stops := [i for i in new.stop_token_ids if 0 <= i < self.vocab_size]):
+            lists.held_back = np.array(sorted(set(stops)), np.int64)
             flags |= MIN_TOKENS
         if params.logit_bias:
             lists.bias = (
@@ -201,8 +201,8 @@ def columns_of(store: SamplingRows, rows: np.ndarray) -> tuple[Tensor, Columns]:
     parts = (
         (RANDOM, store.temperature, 0), (MIN_P, store.min_p, 0), (TOP_K, store.top_k, 0), (TOP_P, store.top_p, 1)
     )  # fmt: skip
-    found = (np.where(flags & part, column[rows], column.dtype.type(other)) for part, column, other in parts)
-    return upload(store.seed[rows], store.device), Columns(*(upload(column, store.device) for column in found))
+    columns = (np.where(flags & part, column[rows], column.dtype.type(other)) for part, column, other in parts)
+    return upload(store.seed[rows], store.device), Columns(*(upload(column, store.device) for column in columns))
 
 
 def gather(store: SamplingRows, rows: np.ndarray) -> Selection:
@@ -236,12 +236,12 @@ def _gather_random(store: SamplingRows, chosen: Selection, flags: np.ndarray) ->
     chosen.top_p = _filter(flags & TOP_P, store.top_p[rows], device)
 
 
-def _filter(wanted: np.ndarray, values: np.ndarray, device: torch.device) -> Filter | None:
-    where = np.flatnonzero(wanted)
+def _filter(is_on: np.ndarray, values: np.ndarray, device: torch.device) -> Filter | None:
+    where = np.flatnonzero(is_on)
     if not where.size:
         return None
     values = values[where]
-    everyone = where.size == wanted.size
+    everyone = where.size == is_on.size
     return Filter(None if everyone else upload(where, device), upload(values, device), int(values.max()))
 
 
@@ -279,15 +279,15 @@ def _gather_words(store: SamplingRows, chosen: Selection, owners: Owners) -> Non
 
 def _gather_pairs(store: SamplingRows, chosen: Selection, owners: Owners) -> None:
     biased = [(place, *lists.bias) for place, lists in owners if lists.bias is not None]
-    held = []
+    pairs = []
     for place, lists in owners:
         if lists.held_back is not None:
             row = chosen.rows[place]
             until = int(store.num_prompt[row] + store.min_tokens[row])
-            held.append((place, lists.held_back, np.full(lists.held_back.size, until)))
+            pairs.append((place, lists.held_back, np.full(lists.held_back.size, until)))
             chosen.last_min_position = max(chosen.last_min_position, until)
     chosen.bias = _pairs(biased, store.device)
-    chosen.min_tokens = _pairs(held, store.device)
+    chosen.min_tokens = _pairs(pairs, store.device)
 
 
 def _pairs(own: list[tuple[int, np.ndarray, np.ndarray]], device: torch.device) -> Pairs | None:

@@ -117,9 +117,9 @@ class Sampler:
             token_ids = sample.greedy(logits)
             scores = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
         else:
-            token_ids, scores, kept = self._draw(logits, chosen, step, not raw and bool(chosen.asks))
-            if kept is not None:
-                seen = [values_of(kept[ask.where], self.mode) for ask in chosen.asks]
+            token_ids, scores, final = self._draw(logits, chosen, step, not raw and bool(chosen.asks))
+            if final is not None:
+                seen = [values_of(final[ask.where], self.mode) for ask in chosen.asks]
         self._tokens[chosen.row_index, step.places] = token_ids.to(self._tokens.dtype)
         picked = [(a, pick(v, token_ids[a.where], a.k, a.ids)) for a, v in zip(chosen.asks, seen, strict=True)]
         if self.custom is not None:
@@ -169,19 +169,19 @@ class Sampler:
             for row, token in zip(rows, token_ids.tolist(), strict=True):
                 self._outputs[row].append(token)
             self._unseen = None
-        told = []
+        entries = []
         for row in removed:
             self._outputs[row] = []
         for row, new in added:
             ids = list(new.token_ids)
             self._outputs[row] = ids[new.num_prompt_tokens :]
-            told.append((row, new.sampling, ids[: new.num_prompt_tokens], self._outputs[row]))
+            entries.append((row, new.sampling, ids[: new.num_prompt_tokens], self._outputs[row]))
         for source, target in moved:
             self._outputs[target], self._outputs[source] = self._outputs[source], []
         one_way = [(source, target, MoveDirectionality.UNIDIRECTIONAL) for source, target in moved]
-        changed = bool(removed or told or one_way)
+        changed = bool(removed or entries or one_way)
         assert self.custom is not None
-        self.custom.update(BatchUpdate(num_rows, list(removed), told, one_way) if changed else None, num_rows)
+        self.custom.update(BatchUpdate(num_rows, list(removed), entries, one_way) if changed else None, num_rows)
 
 
 class PlainSampler:
