@@ -30,7 +30,7 @@ from quire.layers.shared import SharedUse
 from quire.layers.ssm import DeltaKind, DeltaNet, Mamba, Mamba2, Mamba2Kind, MambaKind, ShortConv, ShortConvKind
 from quire.layers.stored import finish_matrices
 from quire.layers.table import WeightTable
-from quire.layers.veto import HookVeto
+from quire.layers.veto import hooks_of, vetoed
 from quire.models.arch import Arch, Layer
 from quire.models.layout import arrange_for
 from quire.models.whole import Stretch, Whole
@@ -349,6 +349,7 @@ class Decoder(nn.Module):
                 kinds.append(layer.rope)
         ropes = [Rope(kind, max_model_len, storage) for kind in kinds]
         self.ropes = nn.ModuleList(ropes)
+        self._rotary_tables = [rope.tables for rope in ropes]
         self.rope_of = [None if layer.rope is None else kinds.index(layer.rope) for layer in arch.layers]
         self.layers = nn.ModuleList()
         for i, (layer, which) in enumerate(zip(arch.layers, self.rope_of, strict=True)):
@@ -361,7 +362,7 @@ class Decoder(nn.Module):
             use.link(uses)
         wholes = [layer.whole if type(layer) is DecoderBlock else None for layer in self.layers]
         self._stretches = Stretch.cut(self.layers, self.rope_of, wholes, storage)
-        self._veto = HookVeto(self.layers.modules())
+        self._hooks = hooks_of(self.layers.modules())
         self.norm = Norm("model.norm", (width,), arch.norm, storage) if arch.final_norm else NoNorm()
         self._tanh = storage.of(tanh)
         tied = self.embed if arch.tie else None
@@ -371,15 +372,20 @@ class Decoder(nn.Module):
         """Hidden states [T, width of the head]."""
         if batch.adapter_index is not None:
             raise NotBuiltError("a step uses adapters, which this version of Quire cannot apply")
-        batch = self._veto.over(batch)
-        rotaries = [rope(batch.positions, batch.position_channels) for rope in self.ropes]
+        if any(self._hooks):
+            batch = vetoed(batch)
+        where, channels = batch.positions, batch.position_channels
+        if channels is None:
+            rotaries = [RotaryTables(*tables(where)) for tables in self._rotary_tables]
+        else:
+            rotaries = [rope(where, channels) for rope in self.ropes]
         x = self.embed(batch.token_ids)
         if batch.given is not None:
             x = x.index_copy(0, batch.given.places, batch.given.vectors.to(x.dtype))
         if self.project_in is not None:
             x = self.project_in(x)
         if self.positions is not None:
-            x = x + self.positions(batch.positions)
+            x = x + self.positions(where)
         if self.embed_norm is not None:
             x = self.embed_norm(x)
         if self.arch.shared is not None:
@@ -387,7 +393,7 @@ class Decoder(nn.Module):
         delta: Delta = None
         for stretch in self._stretches:
             x, delta = stretch(x, delta, batch, rotaries)
-        x, _ = self.norm.add(x, delta)
+        x = self.norm(x) if delta is None else self.norm.joined(x, delta)[0]
         return x if self.project_out is None else self.project_out(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

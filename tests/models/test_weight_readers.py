@@ -51,7 +51,7 @@ READS = {  # numbers for an op that does more: only in steps without a veto
 OTHERS = {  # have a `weight` that is no matrix, or decode the numbers of a file
     "layers/attention.py": {"Attention.prep"},
     "layers/kda.py": {"Kda.__init__"},
-    "layers/norm.py": {"Norm.__init__", "Norm._choose", "Norm._choose_add", "Norm.rule"},
+    "layers/norm.py": {"Norm.__init__", "Norm._choose", "Norm._choose_joined", "Norm.rule"},
     "layers/relative.py": {"RelativeScores.__init__", "RelativeScores.forward", "RelativeScores.slots"},
     "layers/ssm.py": {"Conv.__init__", "Conv.slots", "DeltaNet.__init__", "Mamba.__init__", "Mamba2.__init__",
                       "ShortConv.__init__"},
