@@ -26,7 +26,7 @@ from quire.layers.stored import finish_matrices
 from quire.layers.table import WeightTable
 from quire.layers.veto import hooks_of, vetoed
 from quire.models.arch import Arch
-from quire.models.decoder import BLOCKS
+from quire.models.blocks import BLOCKS
 from quire.models.layout import arrange_for
 from quire.models.limits import check_arch, reading
 from quire.models.view import View
