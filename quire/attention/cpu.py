@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.attention.cpu_native import MAX_SIZE, NativePlan, serves
+from quire.attention.cpu_native import MAX_SIZE, MakePlan, NativePlan, serves
 from quire.base import env
 from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
 from quire.ops.alone import fresh
@@ -364,22 +365,28 @@ def _packs(decodes: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int,
         yield part
 
 
+def _plan_by_layer(
+    native: MakePlan, other: MakePlan, unserved: set[str], step: GroupStep, group: KVGroup
+) -> AttentionPlan:
+    return (native if unserved.isdisjoint(group.layers) else other)(step, group)
+
+
 class CpuAttention:
     name = "CPU_ATTN"
 
     def __init__(self, *, fixed: bool | None = None, native: bool = True) -> None:
         """fixed: batch-invariant arithmetic. native: through the compiled kernels, if there are any."""
-        self._bands = Bands()
-        self._fixed = env.BATCH_INVARIANT.get() if fixed is None else fixed
-        self._library = kernels() if native else None
-        if self._library is not None:
-            self._attend = self._library.qc_attend
+        fixed = env.BATCH_INVARIANT.get() if fixed is None else fixed
+        library = kernels() if native else None
+        self._torch_plan: MakePlan = partial(CpuPlan, bands=Bands(), fixed=fixed)
+        self._native_plan = None if library is None else partial(NativePlan, library.qc_attend, self._torch_plan)
         self._unserved: set[str] = set()  # layers that the kernels do not support
+        self.plan: MakePlan = self._native_plan or self._torch_plan
 
     def supports(self, spec: KVSpec) -> str | None:
         if spec.kind not in (KVKind.FULL, KVKind.WINDOW, KVKind.CHUNK):
             return f"no CPU attention for KV of kind {spec.kind.value!r}"
-        if spec.dtype == "int8" and (self._library is None or not serves(spec)):
+        if spec.dtype == "int8" and (self._native_plan is None or not serves(spec)):
             return f"an int8 cache needs the compiled kernels, and heads of one size up to {MAX_SIZE}"
         if spec.dtype not in ("float32", "bfloat16", "float16", "int8"):
             return f"no CPU attention over a {spec.dtype} cache"
@@ -388,17 +395,10 @@ class CpuAttention:
         return None
 
     def make_cache(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> LayerCache:
-        if not serves(spec):
+        if self._native_plan is not None and not serves(spec):
             self._unserved.add(spec.layer)
+            self.plan = partial(_plan_by_layer, self._native_plan, self._torch_plan, self._unserved)
         return CpuCache(spec, num_blocks, memory)
-
-    def plan(self, step: GroupStep, group: KVGroup) -> AttentionPlan:
-        if self._library is None or not self._unserved.isdisjoint(group.layers):
-            return self._torch_plan(step, group)
-        return NativePlan(self._attend, step, group, lambda: self._torch_plan(step, group))
-
-    def _torch_plan(self, step: GroupStep, group: KVGroup) -> AttentionPlan:
-        return CpuPlan(step, group, self._bands, fixed=self._fixed)
 
     def prepare(self, tokens: int, longest: int) -> None:
         """There is nothing to prepare."""

@@ -24,6 +24,7 @@ from quire.schema.errors import ConfigError
 from quire.schema.kv import KVGroup, KVKind, KVSpec
 
 MAX_SIZE = 256
+MakePlan = Callable[[GroupStep, KVGroup], AttentionPlan]
 
 
 def serves(spec: KVSpec) -> bool:
@@ -32,11 +33,9 @@ def serves(spec: KVSpec) -> bool:
 
 
 class NativePlan(NativeStep):
-    def __init__(
-        self, attend: Callable[..., None], step: GroupStep, group: KVGroup, other: Callable[[], AttentionPlan]
-    ) -> None:
-        """`attend`: qc_attend of the library. `other` makes the torch plan of the same step."""
-        self._attend, self._make_other = attend, other
+    def __init__(self, attend: Callable[..., None], torch_plan: MakePlan, step: GroupStep, group: KVGroup) -> None:
+        """`attend`: qc_attend of the library."""
+        self._attend, self._torch_plan, self._step, self._group = attend, torch_plan, step, group
         self._other: AttentionPlan | None = None
         tables = step.block_tables if step.block_tables.stride(1) == 1 else step.block_tables.contiguous()
         contexts = torch.tensor(step.context_lens, dtype=torch.int32)
@@ -126,7 +125,7 @@ class NativePlan(NativeStep):
         learned = alibi is not None and alibi.dim() == 2  # learned scores by distance: the kernel supports slopes only
         if v is None or cache is None or learned or not serves(cache.spec):
             if self._other is None:
-                self._other = self._make_other()
+                self._other = self._torch_plan(self._step, self._group)
             return self._other.run(
                 q, k, v, cache, scale=scale, v_size=v_size, softcap=softcap, sinks=sinks, alibi=alibi
             )

@@ -104,7 +104,7 @@ class InputProcessor:
         options = options or Options()
         if not isinstance(request_id, str) or not _is_text(request_id):
             raise InputError(f"request_id must be a non-empty string, got {request_id!r}", param="request_id")
-        prompt = Prompt.of(given)
+        prompt = given if isinstance(given, Prompt) else Prompt.of(given)
         _refuse_unbuilt(prompt, options)
         self._check_options(options)
         if not isinstance(params, ResolvedParams):
@@ -199,7 +199,7 @@ class InputProcessor:
         else:
             self.check_length(prompt.text or "", is_cut=keep is not None)
             special = kwargs.get("add_special_tokens", True)
-            token_ids = tuple(self.tokenizer.encode(prompt.text or "", add_special_tokens=bool(special)))
+            token_ids = tuple(self.tokenizer.encode_batch([prompt.text or ""], bool(special))[0])
         if keep is None:
             return token_ids
         return token_ids[:keep] if kwargs.get("truncation_side") == "right" else token_ids[-keep:]

@@ -1,4 +1,7 @@
-"""The worker in this process: every verb is a method call. One device, no wire."""
+"""The worker in this process: every verb is a method call. One device, no wire.
+
+A step's two verbs are the worker's own functions (`forward`, `sample`), so that nothing lies between the loop and them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Concatenate
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn
 
 from quire.base import registry
 from quire.executor.base import WORKER, Answer, Arguments, PendingResult, WorkerProtocol, resolve_verb
@@ -26,6 +29,8 @@ class DriverWorker:
 class InProcessExecutor:
     def __init__(self, config: EngineConfig) -> None:
         self._worker: WorkerProtocol | None = registry.load(WORKER)(config, rank=0, num_workers=1)
+        self.forward: Callable[[StepPlan], None] = _no_worker
+        self.sample: Callable[[int, Mask | None], PendingResult] = _no_worker
 
     @property
     def worker(self) -> WorkerProtocol:
@@ -43,13 +48,10 @@ class InProcessExecutor:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> list[Answer]:
-        return [getattr(self.worker, verb.__name__)(*args, **kwargs)]
-
-    def forward(self, plan: StepPlan) -> None:
-        self.worker.forward(plan)
-
-    def sample(self, step: int, mask: Mask | None) -> PendingResult:
-        return self.worker.sample(step, mask)
+        answers = [getattr(self.worker, verb.__name__)(*args, **kwargs)]
+        if verb.__name__ == WorkerProtocol.init_kv.__name__:  # from now on it can run steps
+            self.forward, self.sample = self.worker.forward, self.worker.sample
+        return answers
 
     def call(self, verb: str, args: list[Any], kwargs: dict[str, Any], timeout: float | None) -> list[Any]:
         return self.call_function(resolve_verb(verb), args, kwargs, timeout)
@@ -64,8 +66,13 @@ class InProcessExecutor:
     def shutdown(self) -> None:
         """Let the worker free its memory; nothing can be called afterwards."""
         worker, self._worker = self._worker, None
+        self.forward = self.sample = _no_worker
         if worker is not None:
             worker.shutdown()
+
+
+def _no_worker(*args: Any) -> NoReturn:
+    raise RuntimeError("the executor's worker has no KV cache yet, or was shut down")
 
 
 def _run_with_limit(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], timeout: float) -> Any:

@@ -80,7 +80,10 @@ class Head(MatrixLayer):
             self.weight = tied.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = self.stored.multiply_with(hidden, self.bias) if self.tied else self.stored.multiply(hidden)
+        if self.tied and self.bias is not None:  # the embedding's matrix has none
+            logits = self.stored.multiply_with(hidden, self.bias)
+        else:
+            logits = self.stored.multiply(hidden)
         return logits if self._reduce is None else self._reduce(self._placed(logits))
 
     def _placed(self, logits: Tensor) -> Tensor:

@@ -1,9 +1,12 @@
-"""Norm: one normalisation, alone or joined with the addition to the residual stream that precedes it."""
+"""Norm: one normalisation, alone or joined with the addition to the residual stream that precedes it.
+
+`joined` is the kernel itself where the device has one for both, with the norm's weight bound to it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +16,9 @@ from quire.ops.norm import add_rms_norm, add_rms_norm_wide, layer_norm, rms_norm
 from quire.ops.parts import PartialSums, whole
 from quire.quant.scheme import Slot, Storage
 from quire.schema.errors import ConfigError
+
+# (x, delta) -> (norm(x + delta), x + delta)
+Joined = Callable[[Tensor, Tensor | PartialSums], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,8 @@ class Norm(nn.Module):
             self.weight = torch.ones(shape, dtype=storage.dtype, device=storage.device)
         self.bias = storage.parameter(*shape) if kind.bias else None
         self._function = self._choose(storage)
-        fused = kind.kind == "rms" and len(shape) == 1
-        self._add = self._choose_add(storage) if fused else None
+        self.is_fused = kind.kind == "rms" and len(shape) == 1
+        self.joined = self._choose_joined(storage) if self.is_fused else partial(_add_first, self._function)
 
     def _choose(self, storage: Storage) -> Callable[[Tensor], Tensor]:
         kind, eps, offset = self.kind, self.kind.eps, 1.0 if self.kind.plus_one else 0.0
@@ -58,30 +64,23 @@ class Norm(nn.Module):
         rms = storage.of(rms_norm)
         return lambda x: rms(x, weight, eps)
 
-    def _choose_add(self, storage: Storage) -> Callable[[Tensor, Tensor | PartialSums], tuple[Tensor, Tensor]]:
+    def _choose_joined(self, storage: Storage) -> Joined:
         kind, weight, eps, offset = self.kind, self.weight, self.kind.eps, 1.0 if self.kind.plus_one else 0.0
         assert weight is not None
         if kind.plus_one or kind.wide:
-            wide = storage.of(add_rms_norm_wide)
-            return lambda x, delta: wide(x, delta, weight, eps, offset)
-        add = storage.of(add_rms_norm)
-        return lambda x, delta: add(x, delta, weight, eps)
+            return partial(storage.of(add_rms_norm_wide), weight=weight, eps=eps, offset=offset)
+        return partial(storage.of(add_rms_norm), weight=weight, eps=eps)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._function(x)
 
     def add(self, x: Tensor, delta: Tensor | PartialSums | None) -> tuple[Tensor, Tensor]:
         """(norm(x + delta), x + delta); delta None is nothing to add."""
-        if delta is None:
-            return self._function(x), x
-        if self._add is not None:
-            return self._add(x, delta)
-        total = x + whole(delta)
-        return self._function(total), total
+        return (self._function(x), x) if delta is None else self.joined(x, delta)
 
     def rule(self) -> NormRule | None:
         """This norm as data, for ops that take it in; None where it is not an RMS norm of whole rows."""
-        if self._add is None:
+        if not self.is_fused:
             return None
         kind = self.kind
         return NormRule(self.weight, kind.eps, 1.0 if kind.plus_one else 0.0, kind.wide)
@@ -98,12 +97,20 @@ class Norm(nn.Module):
         return f"{self.name}, {self.kind}"
 
 
+def _add_first(norm: Callable[[Tensor], Tensor], x: Tensor, delta: Tensor | PartialSums) -> tuple[Tensor, Tensor]:
+    total = x + whole(delta)
+    return norm(total), total
+
+
 class NoNorm(nn.Module):
     """In the place of a norm an architecture does not have."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x
 
-    def add(self, x: Tensor, delta: Tensor | PartialSums | None) -> tuple[Tensor, Tensor]:
-        total = x if delta is None else x + whole(delta)
+    def joined(self, x: Tensor, delta: Tensor | PartialSums) -> tuple[Tensor, Tensor]:
+        total = x + whole(delta)
         return total, total
+
+    def add(self, x: Tensor, delta: Tensor | PartialSums | None) -> tuple[Tensor, Tensor]:
+        return (x, x) if delta is None else self.joined(x, delta)

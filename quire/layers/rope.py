@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,14 +43,17 @@ class Rope(nn.Module):
         inv_freq, self.gain = frequencies(kind.theta, kind.dim, kind.scaling, length)
         inv_freq = -inv_freq if kind.back else inv_freq
         self.inv_freq = inv_freq.to(storage.device)  # not a buffer: checkpoints do not have it
-        self._tables, self._rotate = storage.of(rope_tables), storage.of(rotate)
+        self.tables = partial(  # positions [T] -> cos, sin
+            storage.of(rope_tables), inv_freq=self.inv_freq, gain=self.gain, pairs=kind.pairs, dtype=self.dtype
+        )
+        self._rotate = storage.of(rotate)
         self._channel_of = _channel_of(kind).to(storage.device) if kind.sections else None
 
     def forward(self, positions: Tensor, channels: Tensor | None = None) -> RotaryTables:
         """Positions [T]; channels [C, T] where they are not all the same."""
         if channels is not None:
             return self._by_channel(channels)
-        return RotaryTables(*self._tables(positions, self.inv_freq, self.gain, self.kind.pairs, self.dtype))
+        return RotaryTables(*self.tables(positions))
 
     def _by_channel(self, channels: Tensor) -> RotaryTables:
         if self._channel_of is None or len(channels) != len(self.kind.sections):

@@ -8,19 +8,21 @@ Must not know: what those ways are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from quire.layers.batch import Batch
 
 
-class HookVeto:
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        own = {id(module): module for module in modules}.values()
-        self._hooks = [hooks for module in own for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+def hooks_of(modules: Iterable[nn.Module]) -> list[dict[int, Callable[..., Any]]]:
+    """The tables of hooks of these modules: `any` of them is filled where somebody watches a module."""
+    own = {id(module): module for module in modules}.values()
+    return [hooks for module in own for hooks in (module._forward_hooks, module._forward_pre_hooks)]
 
-    def over(self, batch: Batch) -> Batch:
-        """The same step, vetoed where somebody watches a module."""
-        return replace(batch, through_linears=True) if any(self._hooks) and not batch.through_linears else batch
+
+def vetoed(batch: Batch) -> Batch:
+    """The same step, in which somebody watches a module."""
+    return batch if batch.through_linears else replace(batch, through_linears=True)

@@ -5,323 +5,109 @@ batch's plans; weights are loaded through the table. Must not know: which model 
 
     x, delta = stream and what the last sublayer adds to it; a norm joins the two (see Norm.add), so that the sum and
     the norm after it can be one kernel.
+
+Layers are run in stretches. A `Stretch` whose blocks all have the common form (blocks.py) joins them in the first step,
+and again after `forget`: whoever replaces weights or caches calls it, because a joined call holds their addresses.
+Nothing is compared in a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
+import torch
 from torch import Tensor, nn
 
-from quire.layers.attention import Attention, AttentionKind, KVLayer
+from quire.layers.attention import KVLayer
 from quire.layers.batch import Batch, LayerCache
-from quire.layers.cross import CrossAttention
 from quire.layers.embed import Embedding, Head, SinePositions
-from quire.layers.kda import Kda, KdaKind
-from quire.layers.lightning import Lightning, LightningKind
+from quire.layers.kda import KdaKind
 from quire.layers.linear import Linear
-from quire.layers.mla import LatentAttention, MlaKind
-from quire.layers.mlp import Mlp, NormedMlp, XieluMlp
-from quire.layers.moe import Moe
 from quire.layers.norm import NoNorm, Norm
 from quire.layers.rope import Rope, RotaryTables
-from quire.layers.shared import SharedUse
-from quire.layers.ssm import DeltaKind, DeltaNet, Mamba, Mamba2, Mamba2Kind, MambaKind, ShortConv, ShortConvKind
 from quire.layers.stored import finish_matrices
 from quire.layers.table import WeightTable
-from quire.layers.veto import HookVeto
-from quire.models.arch import Arch, Layer
+from quire.layers.veto import hooks_of, vetoed
+from quire.models.arch import Arch
+from quire.models.blocks import BLOCKS, DecoderBlock, SharedBlock, Whole
 from quire.models.layout import arrange_for
-from quire.models.whole import Stretch, Whole
 from quire.ops.act import tanh
-from quire.ops.few import NormRule, few_rows, linear_add, linear_parts, norm_linear, part_rows
-from quire.ops.parts import Delta, whole
+from quire.ops.blocks import BlocksRun, StepTurn, join_blocks
+from quire.ops.parts import Delta
 from quire.quant.scheme import Storage
-from quire.schema.errors import ConfigError, NotBuiltError
+from quire.schema.errors import NotBuiltError
 from quire.schema.kv import KVSpec
 
-# The norms of a block: before attention, after it, before the mlp, after it ('' = none).
-NORMS = {
-    "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
-    "parallel": ("input_layernorm", "", "post_attention_layernorm", ""),
-    "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
-    "sandwich": (
-        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
-    ),
-    "after": ("", "input_layernorm", "", "post_attention_layernorm"),
-    "single": ("input_layernorm", "", "", ""),
-    "kept": ("input_layernorm", "", "post_attention_layernorm", ""),
-    "cross_pre": ("input_layernorm", "", "post_attention_layernorm", ""),
-    "cross_after": ("", "input_layernorm", "", "post_attention_layernorm"),
-    "pre_post": ("input_layernorm", "", "post_attention_layernorm", "post_feedforward_layernorm"),
-}  # fmt: skip
 COMMON_NAMES = ((r"^(layers\.\d+|embed_tokens|norm)\.", r"model.\1."),)  # checkpoints saved without their head
 
 
-class DecoderBlock(nn.Module):
-    """Norm, attention, norm, mlp: in sequence (norms before, after, or both)."""
+class Stretch:
+    """Consecutive layers. If all have the common form, a step whose attention supports it runs them in one call."""
 
-    def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
-        super().__init__()
-        layer, prefix = arch.layers[index], f"model.layers.{index}."
-        self.attn = _mixer(arch, layer, prefix, rope, storage)
-        self.mlp = _mlp(arch, layer, f"{prefix}mlp.", storage)
-        norms = [Norm(prefix + name, (arch.width,), arch.norm, storage) if name else None for name in NORMS[arch.order]]
-        self.before_attn, self.after_attn = norms[0] or NoNorm(), norms[1]
-        self.before_mlp, self.after_mlp = norms[2] or NoNorm(), norms[3]
-        self.scale = arch.residual_scale
-        self.few = Few.of(self, arch, storage)
-        self.in_parts = InParts.of(self, storage) if self.few is not None else None
-        self.whole = Whole.of(self, arch)
-
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
-        if self.few is not None and not batch.through_linears:
-            if delta is None and x.shape[0] <= self.few.rows:
-                return self.few(x, batch, rotary), None
-            if self.in_parts is not None and x.shape[0] <= self.in_parts.rows:
-                return self.in_parts(x, delta, batch, rotary)
-        h, x = self.before_attn.add(x, delta)
-        h = self.attn(h, batch, rotary)
-        if self.after_attn is not None:
-            h = self.after_attn(h)
-        h, x = self.before_mlp.add(x, h if self.scale == 1.0 else h * self.scale)
-        h = self.mlp(h)
-        if self.after_mlp is not None:
-            h = self.after_mlp(h)
-        return x, h if self.scale == 1.0 else h * self.scale
-
-
-class Few:
-    """A block's path for a few rows: norms and additions are fused into the matmuls (see ops/few.py)."""
-
-    def __init__(self, attn: Attention, mlp: Mlp | Moe, norms: tuple[NormRule, NormRule], storage: Storage) -> None:
-        self.attn, self.mlp, self.norms = attn, mlp, norms
-        self.rows = storage.of(few_rows)(attn.qkv.in_size, storage.dtype)
-        self._norm_linear, self._linear_add = storage.of(norm_linear), storage.of(linear_add)
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        ropes: Sequence[int | None],
+        wholes: list[Whole],
+        join: Callable[..., BlocksRun | None],
+        dtype: torch.dtype,
+    ) -> None:
+        """`ropes[i]` is the index of layer i's rotary embedding in a step; None: it has none. `wholes`: all or none."""
+        self._layers, self._ropes, self._wholes = layers, ropes, wholes
+        self._join, self._dtype = join, dtype
+        self._turn_keys: list[tuple[int, int | None]] = []  # group and rotary embedding
+        self._call: BlocksRun | None = None
+        self._is_stale = bool(wholes)
 
     @classmethod
-    def of(cls, block: DecoderBlock, arch: Arch, storage: Storage) -> Few | None:
-        """None if the block is not stream + attention(norm(stream)), then the same with the mlp, with plain weights;
-        or if the device has no faster path."""
-        attn, mlp, norms = block.attn, block.mlp, (block.before_attn, block.before_mlp)
-        if arch.order != "pre" or block.scale != 1.0 or not isinstance(attn, Attention) or not mlp.joins:
-            return None
-        rules = tuple(norm.rule() for norm in norms if isinstance(norm, Norm))
-        if len(rules) != 2 or rules[0] is None or rules[1] is None or not (attn.qkv.is_plain and attn.o.is_plain):
-            return None
-        few = cls(attn, mlp, (rules[0], rules[1]), storage)
-        return few if few.rows else None
+    def cut(
+        cls,
+        layers: Iterable[nn.Module],
+        ropes: Sequence[int | None],
+        wholes: Sequence[Whole | None],
+        storage: Storage,
+    ) -> list[Stretch]:
+        """All of a decoder's layers, split where runs of the common form start and end."""
+        join = storage.of(join_blocks)
+        if join is join_blocks.reference:
+            wholes = [None] * len(wholes)
+        stretches = []
+        for _, run in groupby(zip(layers, ropes, wholes, strict=True), key=lambda entry: entry[2] is None):
+            here, turned, made = zip(*run, strict=True)
+            stretches.append(cls(here, turned, [whole for whole in made if whole is not None], join, storage.dtype))
+        return stretches
 
-    def __call__(self, x: Tensor, batch: Batch, rotary: RotaryTables | None) -> Tensor:
-        attn = self.attn
-        qkv = self._norm_linear(x, self.norms[0], *attn.qkv.read_plain())
-        x = self._linear_add(attn.attend(qkv, batch, rotary), *attn.o.read_plain(), x)
-        return self.mlp.join(x, self.norms[1])
+    def forget(self) -> None:
+        """Weights or caches were replaced."""
+        self._call, self._is_stale = None, bool(self._wholes)
 
+    def __call__(self, x: Tensor, delta: Delta, batch: Batch, rotaries: Sequence[RotaryTables]) -> tuple[Tensor, Delta]:
+        if self._is_stale:
+            self._make()
+        if self._call is not None and not batch.through_linears:
+            shared = []
+            for group, rope in self._turn_keys:
+                rotary = (None, None) if rope is None else rotaries[rope]
+                shared.append(StepTurn(batch.plans[group], *rotary))
+            if (done := self._call(x, delta, shared)) is not None:
+                return done
+        for layer, rope in zip(self._layers, self._ropes, strict=True):
+            x, delta = layer(x, delta, batch, None if rope is None else rotaries[rope])
+        return x, delta
 
-class InParts:
-    """A block's path for some more rows: partial sums of matmuls are added up by their consumers (see ops/few.py)."""
-
-    def __init__(self, attn: Attention, mlp: Mlp | Moe, norms: tuple[Norm, Norm], storage: Storage) -> None:
-        self.attn, self.mlp, self.norms = attn, mlp, norms
-        self.rows = storage.of(part_rows)(attn.qkv.in_size, storage.dtype)
-        self._linear_parts = storage.of(linear_parts)
-
-    @classmethod
-    def of(cls, block: DecoderBlock, storage: Storage) -> InParts | None:
-        """For blocks that have a path for a few rows; None if the device has no faster path."""
-        attn, mlp, norms = block.attn, block.mlp, (block.before_attn, block.before_mlp)
-        assert isinstance(attn, Attention) and isinstance(norms[0], Norm) and isinstance(norms[1], Norm)
-        parts = cls(attn, mlp, (norms[0], norms[1]), storage)
-        return parts if parts.rows else None
-
-    def __call__(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
-        attn = self.attn
-        h, x = self.norms[0].add(x, delta)
-        qkv = self._linear_parts(h, *attn.qkv.read_plain())
-        out = self._linear_parts(attn.attend(qkv, batch, rotary), *attn.o.read_plain())
-        h, x = self.norms[1].add(x, out)
-        return x, self.mlp.in_parts(h)
-
-
-class ParallelBlock(DecoderBlock):
-    """Attention and mlp read the same stream; both outputs are added to it."""
-
-    def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
-        super().__init__(arch, index, rope, storage)
-        if arch.one_norm:
-            self.before_mlp = NoNorm()
-        self.one_norm = arch.one_norm
-
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
-        h, x = self.before_attn.add(x, delta)
-        out = self.attn(h, batch, rotary) + self.mlp(h if self.one_norm else self.before_mlp(x))
-        return x, out if self.scale == 1.0 else out * self.scale
-
-
-class AfterBlock(DecoderBlock):
-    """Post-norm: x = norm(x + sublayer(x))."""
-
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
-        assert self.after_attn is not None and self.after_mlp is not None
-        x = self.after_attn(x + self.attn(x, batch, rotary))
-        return self.after_mlp(x + self.mlp(x)), None
-
-
-class KeptBlock(DecoderBlock):
-    """A norm's output becomes the stream: h = norm(x); x = a h + b sublayer(h)."""
-
-    def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
-        super().__init__(arch, index, rope, storage)
-        self.joins = arch.layers[index].joins
-
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
-        stream, attn, other, mlp = self.joins
-        h, _ = self.before_attn.add(x, delta)
-        h, _ = self.before_mlp.add(h * stream, self.attn(h, batch, rotary) * attn)
-        return h * other, self.mlp(h) * mlp
-
-
-class CrossBlock(DecoderBlock):
-    """Self-attention, cross-attention over an encoder's output, mlp; each after a norm."""
-
-    def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
-        super().__init__(arch, index, rope, storage)
-        kind = AttentionKind(
-            heads=arch.heads, kv_heads=arch.kv_heads, head_dim=arch.head_dim, softcap=arch.attn_softcap,
-            scale=arch.attn_scale or arch.head_dim**-0.5, qkv_bias=arch.qkv_bias, o_bias=arch.o_bias,
-        )  # fmt: skip
-        prefix = f"model.layers.{index}.cross_"
-        self.cross = CrossAttention(f"{prefix}attn.", arch.width, kind, max(arch.cross, 0), storage)
-        self.cross_norm = Norm(f"{prefix}layernorm", (arch.width,), arch.norm, storage)
-
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
-        h, x = self.before_attn.add(x, delta)
-        h, x = self.cross_norm.add(x, self.attn(h, batch, rotary))
-        h, x = self.before_mlp.add(x, self.cross(h, batch))
-        return x, self.mlp(h)
-
-
-class CrossAfterBlock(CrossBlock):
-    """The same, with post-norms."""
-
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
-        assert self.after_attn is not None and self.after_mlp is not None
-        x = self.after_attn(x + self.attn(x, batch, rotary))
-        x = self.cross_norm(x + self.cross(x, batch))
-        return self.after_mlp(x + self.mlp(x)), None
-
-
-class SingleBlock(nn.Module):
-    """One norm and one sublayer: a mixer or an mlp."""
-
-    def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
-        super().__init__()
-        layer, prefix = arch.layers[index], f"model.layers.{index}."
-        only_mlp = layer.mixer == "none"
-        self.norm = Norm(f"{prefix}input_layernorm", (arch.width,), arch.norm, storage)
-        self.attn = None if only_mlp else _mixer(arch, layer, prefix, rope, storage)
-        self.mlp = _mlp(arch, layer, f"{prefix}mlp.", storage) if only_mlp else None
-
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
-        h, x = self.norm.add(x, delta)
-        if self.attn is not None:
-            return x, self.attn(h, batch, rotary)
-        assert self.mlp is not None
-        return x, self.mlp(h)
-
-
-class SharedBlock(SingleBlock):
-    """A norm and a mixer, to whose input a shared block adds."""
-
-    def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
-        super().__init__(arch, index, rope, storage)
-        assert arch.shared is not None
-        self.use = SharedUse(index, arch.width, arch.shared, arch.norm, rope, storage)
-
-    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
-        x = x if delta is None else x + whole(delta)
-        assert self.attn is not None
-        return x, self.attn(self.norm(x + self.use(x, batch, rotary)), batch, rotary)
-
-
-BLOCKS = {
-    "pre": DecoderBlock, "post": DecoderBlock, "sandwich": DecoderBlock, "pre_post": DecoderBlock,
-    "parallel": ParallelBlock, "after": AfterBlock, "single": SingleBlock, "kept": KeptBlock, "shared": SharedBlock,
-    "cross_pre": CrossBlock, "cross_after": CrossAfterBlock,
-}  # fmt: skip
-
-
-def _mixer(arch: Arch, layer: Layer, prefix: str, rope: Rope | None, storage: Storage) -> nn.Module:
-    """The token mixer of a layer, called as (x, batch, rotary)."""
-    if layer.mixer == "attention":
-        return _attention(arch, layer, f"{prefix}self_attn.", rope, storage)
-    if layer.mixer == "state":
-        return _state(arch, layer, f"{prefix}mixer.", storage)
-    if layer.mixer == "both":
-        attention = _attention(arch, layer, f"{prefix}self_attn.", rope, storage)
-        return BothMixers(attention, _state(arch, layer, f"{prefix}mixer.", storage))
-    raise ConfigError(f"unknown token mixer {layer.mixer!r}")
-
-
-class BothMixers(nn.Module):
-    """Attention and a state side by side."""
-
-    def __init__(self, attn: nn.Module, state: nn.Module) -> None:
-        super().__init__()
-        self.attn, self.state = attn, state
-
-    def forward(self, x: Tensor, batch: Batch, rotary: RotaryTables | None) -> Tensor:
-        return self.state(x, batch, rotary) + self.attn(x, batch, rotary)
-
-
-def _state(arch: Arch, layer: Layer, prefix: str, storage: Storage) -> KVLayer:
-    match kind := arch.state:
-        case Mamba2Kind():
-            return Mamba2(prefix, arch.width, kind, storage)
-        case MambaKind():
-            return Mamba(prefix, arch.width, kind, storage)
-        case DeltaKind():
-            return DeltaNet(prefix, arch.width, kind, storage)
-        case ShortConvKind():
-            return ShortConv(prefix, arch.width, kind, storage)
-        case LightningKind():
-            return Lightning(prefix, arch.width, kind, layer.fade, storage)
-        case KdaKind():
-            return Kda(prefix, arch.width, kind, storage)
-    raise ConfigError("a layer has a recurrent state, but the architecture does not define it")
-
-
-def _attention(arch: Arch, layer: Layer, prefix: str, rope: Rope | None, storage: Storage) -> KVLayer:
-    scale = layer.attn_scale or arch.attn_scale or arch.head_dim**-0.5
-    if arch.mla is not None:
-        m = arch.mla
-        latent = MlaKind(
-            heads=arch.heads, kv_rank=m.kv_rank, nope=m.nope, rope=m.rope, value=m.value, scale=scale,
-            q_rank=m.q_rank, bias=arch.qkv_bias,
-        )  # fmt: skip
-        return LatentAttention(prefix, arch.width, latent, rope, storage)
-    kind = AttentionKind(
-        heads=arch.heads, kv_heads=arch.kv_heads, head_dim=arch.head_dim, scale=scale, window=layer.window,
-        chunk=layer.chunk, softcap=arch.attn_softcap, sinks=arch.sinks, alibi=arch.alibi, qkv_bias=arch.qkv_bias,
-        o_bias=arch.o_bias, qk_norm=arch.qk_norm if layer.qk_norm else "", qkv_clip=arch.qkv_clip, gated=arch.attn_gate,
-        qk_norm_kind=replace(arch.norm, bias=arch.qk_norm_bias, weight=arch.qk_norm_weight and arch.norm.weight),
-        grow=arch.grow if layer.grow else (0.0, 1, 0), qk_norm_late=arch.qk_norm_late and layer.qk_norm,
-        gate_name=arch.gate_name, out_norm=arch.inner_norms[0],
-    )  # fmt: skip
-    return Attention(prefix, arch.width, kind, rope, storage)
-
-
-def _mlp(arch: Arch, layer: Layer, prefix: str, storage: Storage) -> Mlp | Moe:
-    if layer.moe and arch.moe is not None:
-        return Moe(prefix, arch.width, arch.moe, storage, act=arch.act)
-    if arch.act == "xielu":
-        return XieluMlp(prefix, arch.width, arch.ffn, storage, bias=arch.mlp_bias)
-    more: dict = dict(act=arch.act, gated=arch.gated, bias=arch.mlp_bias)
-    if arch.inner_norms[1]:
-        return NormedMlp(prefix, arch.width, arch.ffn, storage, norm=arch.inner_norms[1], kind=arch.norm, **more)
-    return Mlp(prefix, arch.width, arch.ffn, storage, down_bias=arch.down_bias, **more)
+    def _make(self) -> None:
+        self._is_stale = False
+        parts = [made for whole in self._wholes if (made := whole.parts()) is not None]
+        if len(parts) < len(self._wholes):
+            return
+        kinds = [
+            (whole.attn.group, rope if whole.attn.rope is not None else None)
+            for whole, rope in zip(self._wholes, self._ropes, strict=True)
+        ]
+        self._turn_keys = list(dict.fromkeys(kinds))
+        self._call = self._join(parts, [self._turn_keys.index(kind) for kind in kinds], self._dtype)
 
 
 def _positions(arch: Arch, storage: Storage) -> nn.Module:
@@ -349,6 +135,7 @@ class Decoder(nn.Module):
                 kinds.append(layer.rope)
         ropes = [Rope(kind, max_model_len, storage) for kind in kinds]
         self.ropes = nn.ModuleList(ropes)
+        self._rotary_tables = [rope.tables for rope in ropes]
         self.rope_of = [None if layer.rope is None else kinds.index(layer.rope) for layer in arch.layers]
         self.layers = nn.ModuleList()
         for i, (layer, which) in enumerate(zip(arch.layers, self.rope_of, strict=True)):
@@ -361,7 +148,7 @@ class Decoder(nn.Module):
             use.link(uses)
         wholes = [layer.whole if type(layer) is DecoderBlock else None for layer in self.layers]
         self._stretches = Stretch.cut(self.layers, self.rope_of, wholes, storage)
-        self._veto = HookVeto(self.layers.modules())
+        self._hooks = hooks_of(self.layers.modules())
         self.norm = Norm("model.norm", (width,), arch.norm, storage) if arch.final_norm else NoNorm()
         self._tanh = storage.of(tanh)
         tied = self.embed if arch.tie else None
@@ -371,15 +158,20 @@ class Decoder(nn.Module):
         """Hidden states [T, width of the head]."""
         if batch.adapter_index is not None:
             raise NotBuiltError("a step uses adapters, which this version of Quire cannot apply")
-        batch = self._veto.over(batch)
-        rotaries = [rope(batch.positions, batch.position_channels) for rope in self.ropes]
+        if any(self._hooks):
+            batch = vetoed(batch)
+        where, channels = batch.positions, batch.position_channels
+        if channels is None:
+            rotaries = [RotaryTables(*tables(where)) for tables in self._rotary_tables]
+        else:
+            rotaries = [rope(where, channels) for rope in self.ropes]
         x = self.embed(batch.token_ids)
         if batch.given is not None:
             x = x.index_copy(0, batch.given.places, batch.given.vectors.to(x.dtype))
         if self.project_in is not None:
             x = self.project_in(x)
         if self.positions is not None:
-            x = x + self.positions(batch.positions)
+            x = x + self.positions(where)
         if self.embed_norm is not None:
             x = self.embed_norm(x)
         if self.arch.shared is not None:
@@ -387,7 +179,7 @@ class Decoder(nn.Module):
         delta: Delta = None
         for stretch in self._stretches:
             x, delta = stretch(x, delta, batch, rotaries)
-        x, _ = self.norm.add(x, delta)
+        x = self.norm(x) if delta is None else self.norm.joined(x, delta)[0]
         return x if self.project_out is None else self.project_out(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -24,9 +24,9 @@ from quire.layers.relative import RelativeKind, RelativeScores
 from quire.layers.rope import Rope
 from quire.layers.stored import finish_matrices
 from quire.layers.table import WeightTable
-from quire.layers.veto import HookVeto
+from quire.layers.veto import hooks_of, vetoed
 from quire.models.arch import Arch
-from quire.models.decoder import BLOCKS
+from quire.models.blocks import BLOCKS
 from quire.models.layout import arrange_for
 from quire.models.limits import check_arch, reading
 from quire.models.view import View
@@ -81,7 +81,7 @@ class Encoder(nn.Module):
             if i == 0 and not arch.first_norm:
                 block.before_attn = NoNorm()
             self.layers.append(block)
-        self._veto = HookVeto(self.layers.modules())
+        self._hooks = hooks_of(self.layers.modules())
         self.norm = Norm("model.norm", (width,), core.norm, storage) if core.final_norm else NoNorm()
         self.relative = (
             RelativeScores("model.relative", core.heads, arch.relative, storage, both_ways=True)
@@ -102,7 +102,8 @@ class Encoder(nn.Module):
             token_ids=texts.token_ids, positions=positions, logit_index=positions[:0], num_tokens=len(positions),
             plans=[WithinPlan(texts.lens, window) for window in self.windows],
         )  # fmt: skip
-        batch = self._veto.over(batch)
+        if any(self._hooks):
+            batch = vetoed(batch)
         rotaries, x, delta = [rope(positions) for rope in self.ropes], self._embedded(texts, positions), None
         for layer, which in zip(self.layers, self.rope_of, strict=True):
             x, delta = layer(x, delta, batch, None if which is None else rotaries[which])

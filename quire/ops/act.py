@@ -44,24 +44,14 @@ def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-@op
-def tanh(x: Tensor) -> Tensor:
-    return torch.tanh(x)
-
-
-@op
-def sigmoid(x: Tensor) -> Tensor:
-    return torch.sigmoid(x)
+tanh: Op[[Tensor], Tensor] = op(torch.tanh)
+sigmoid: Op[[Tensor], Tensor] = op(torch.sigmoid)
+logarithm: Op[[Tensor], Tensor] = op(torch.log)
 
 
 @op
 def softplus(x: Tensor) -> Tensor:
     return F.softplus(x)
-
-
-@op
-def logarithm(x: Tensor) -> Tensor:
-    return torch.log(x)
 
 
 PLAIN: dict[str, Op] = {

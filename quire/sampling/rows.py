@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.ops.copy import upload
+from quire.ops.copy import Upload, uploader
 from quire.sampling.logprobs import LogprobRequest
 from quire.schema.params import ResolvedParams, sampling_of
 from quire.schema.step import NewRow
@@ -107,7 +107,7 @@ class Selection:
 
 class SamplingRows:
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
-        self.vocab_size, self.device = vocab_size, device
+        self.vocab_size, self.upload = vocab_size, uploader(device)
         self.flags = np.zeros(max_rows, np.int64)  # which steps a row needs
         floats = np.zeros((6, max_rows), np.float32)
         self.temperature, self.min_p, self.top_p, self.presence, self.frequency, self.repetition = floats
@@ -202,11 +202,11 @@ def columns_of(store: SamplingRows, rows: np.ndarray) -> tuple[Tensor, Columns]:
         (RANDOM, store.temperature, 0), (MIN_P, store.min_p, 0), (TOP_K, store.top_k, 0), (TOP_P, store.top_p, 1)
     )  # fmt: skip
     columns = (np.where(flags & part, column[rows], column.dtype.type(other)) for part, column, other in parts)
-    return upload(store.seed[rows], store.device), Columns(*(upload(column, store.device) for column in columns))
+    return store.upload(store.seed[rows]), Columns(*(store.upload(column) for column in columns))
 
 
 def gather(store: SamplingRows, rows: np.ndarray) -> Selection:
-    chosen = Selection(rows=rows, row_index=upload(rows, store.device))
+    chosen = Selection(rows=rows, row_index=store.upload(rows))
     flags = store.flags[rows]
     used = int(np.bitwise_or.reduce(flags)) if rows.size else 0
     chosen.adjusts = bool(used & ADJUSTING)
@@ -225,24 +225,24 @@ def gather(store: SamplingRows, rows: np.ndarray) -> Selection:
 
 def _gather_random(store: SamplingRows, chosen: Selection, flags: np.ndarray) -> None:
     places = np.flatnonzero(flags & RANDOM)
-    rows, flags, device = chosen.rows[places], flags[places], store.device
+    rows, flags, upload = chosen.rows[places], flags[places], store.upload
     chosen.num_random = places.size
     if places.size < chosen.rows.size:
-        chosen.random = upload(places, device)
-    chosen.temperature = upload(store.temperature[rows], device)
-    chosen.seeds = upload(store.seed[rows], device)
-    chosen.min_p = _filter(flags & MIN_P, store.min_p[rows], device)
-    chosen.top_k = _filter(flags & TOP_K, store.top_k[rows], device)
-    chosen.top_p = _filter(flags & TOP_P, store.top_p[rows], device)
+        chosen.random = upload(places)
+    chosen.temperature = upload(store.temperature[rows])
+    chosen.seeds = upload(store.seed[rows])
+    chosen.min_p = _filter(flags & MIN_P, store.min_p[rows], upload)
+    chosen.top_k = _filter(flags & TOP_K, store.top_k[rows], upload)
+    chosen.top_p = _filter(flags & TOP_P, store.top_p[rows], upload)
 
 
-def _filter(is_on: np.ndarray, values: np.ndarray, device: torch.device) -> Filter | None:
+def _filter(is_on: np.ndarray, values: np.ndarray, upload: Upload) -> Filter | None:
     where = np.flatnonzero(is_on)
     if not where.size:
         return None
     values = values[where]
     everyone = where.size == is_on.size
-    return Filter(None if everyone else upload(where, device), upload(values, device), int(values.max()))
+    return Filter(None if everyone else upload(where), upload(values), int(values.max()))
 
 
 def _gather_penalties(store: SamplingRows, chosen: Selection, flags: np.ndarray) -> None:
@@ -252,7 +252,7 @@ def _gather_penalties(store: SamplingRows, chosen: Selection, flags: np.ndarray)
         places,
         *(column[rows] for column in (store.num_prompt, store.presence, store.frequency, store.repetition)),
     )
-    chosen.penalties = Penalties(*(upload(column, store.device) for column in columns))
+    chosen.penalties = Penalties(*(store.upload(column) for column in columns))
 
 
 def _gather_allowed(store: SamplingRows, chosen: Selection, owners: Owners) -> None:
@@ -261,7 +261,7 @@ def _gather_allowed(store: SamplingRows, chosen: Selection, owners: Owners) -> N
         mask = np.zeros((len(own), store.vocab_size), np.bool_)
         for line, (_, ids) in zip(mask, own, strict=True):
             line[ids] = True
-        chosen.allowed = upload(np.array([place for place, _ in own]), store.device), upload(mask, store.device)
+        chosen.allowed = store.upload(np.array([place for place, _ in own])), store.upload(mask)
 
 
 def _gather_words(store: SamplingRows, chosen: Selection, owners: Owners) -> None:
@@ -274,7 +274,7 @@ def _gather_words(store: SamplingRows, chosen: Selection, owners: Owners) -> Non
         line[width - len(word) + 1 :] = word[:-1]
     places = np.array([place for place, _ in own])
     columns = (places, prefixes, np.array([word[-1] for _, word in own]), store.num_prompt[chosen.rows[places]])
-    chosen.words = BannedWords(*(upload(column, store.device) for column in columns))
+    chosen.words = BannedWords(*(store.upload(column) for column in columns))
 
 
 def _gather_pairs(store: SamplingRows, chosen: Selection, owners: Owners) -> None:
@@ -286,16 +286,16 @@ def _gather_pairs(store: SamplingRows, chosen: Selection, owners: Owners) -> Non
             until = int(store.num_prompt[row] + store.min_tokens[row])
             pairs.append((place, lists.held_back, np.full(lists.held_back.size, until)))
             chosen.last_min_position = max(chosen.last_min_position, until)
-    chosen.bias = _pairs(biased, store.device)
-    chosen.min_tokens = _pairs(pairs, store.device)
+    chosen.bias = _pairs(biased, store.upload)
+    chosen.min_tokens = _pairs(pairs, store.upload)
 
 
-def _pairs(own: list[tuple[int, np.ndarray, np.ndarray]], device: torch.device) -> Pairs | None:
+def _pairs(own: list[tuple[int, np.ndarray, np.ndarray]], upload: Upload) -> Pairs | None:
     if not own:
         return None
     places = np.concatenate([np.full(ids.size, place) for place, ids, _ in own])
     ids, values = (np.concatenate([entry[i] for entry in own]) for i in (1, 2))
-    return Pairs(*(upload(column, device) for column in (places, ids, values)))
+    return Pairs(*(upload(column) for column in (places, ids, values)))
 
 
 def _gather_asks(store: SamplingRows, chosen: Selection, owners: Owners) -> None:
@@ -304,5 +304,5 @@ def _gather_asks(store: SamplingRows, chosen: Selection, owners: Owners) -> None
         if store.flags[chosen.rows[place]] & LOGPROBS:
             groups.setdefault((lists.num_logprobs, lists.logprob_ids), []).append(place)
     for (k, ids), own in groups.items():
-        named = upload(np.array(ids, np.int64), store.device) if ids else None
-        chosen.asks.append(LogprobRequest(upload(np.array(own), store.device), tuple(own), k, named))
+        named = store.upload(np.array(ids, np.int64)) if ids else None
+        chosen.asks.append(LogprobRequest(store.upload(np.array(own)), tuple(own), k, named))

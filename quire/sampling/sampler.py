@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from quire.ops import sample
-from quire.ops.copy import upload
 from quire.sampling.custom import CustomSteps
 from quire.sampling.logprobs import MODES, LogprobRequest, Picked, pick, values_of
 from quire.sampling.pipeline import Pipeline, StepRows
@@ -100,7 +99,7 @@ class Sampler:
         mask: tuple[Tensor, Tensor] | None = None,
     ) -> SampledTokens:
         chosen = self.rows.select(rows)
-        step = StepRows(positions, upload(positions, logits.device), num_rows, mask)
+        step = StepRows(positions, self.rows.upload(positions), num_rows, mask)
         raw = self.mode.startswith("raw")
         seen = [values_of(logits[ask.where], self.mode) for ask in chosen.asks] if raw else []
         if chosen.adjusts or mask is not None or self.custom is not None:

@@ -160,7 +160,8 @@ class KVCache:
             return
         held, tokens = request.held, request.tokens
         known = min(request.planned, len(tokens))
-        self.hasher.extend(held.hashes, tokens, known, request.given)
+        if len(held.hashes) < known // self.unit:
+            self.hasher.extend(held.hashes, tokens, known, request.given)
         for group, size in self.growing:
             first, last = held.num_named[group], known // size
             if last <= first:

@@ -2,20 +2,23 @@
 
 In: an app whose routes are complete. Out: the page of all processes that share the engine (observe/prometheus.py), and
 an ASGI layer that counts answers by route, method and class of status. Probes and the page itself are not counted.
+Label sets are closed: a path that is no route counts as handler "none", a method outside the table as "other".
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable
 
 from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.base.clock import now
-from quire.observe.http import HttpMetrics
+from quire.observe.declared import METHODS, OTHER_HANDLER, STATUSES, http_table
 from quire.observe.prometheus import MetricSource, Page
-from quire.observe.reader import Gauge
+from quire.observe.reader import Gauge, Metric
+from quire.observe.sheet import Sheet
 from quire.server.console.stats import PATH as CONSOLE_STATS
 from quire.server.middleware import route_path
 from quire.server.state import ServerState
@@ -25,6 +28,7 @@ UNCOUNTED = frozenset({PATH, f"{PATH}/", CONSOLE_STATS, "/health", "/load", "/pi
 _GENERATING = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate"}
 )
+_METHODS = frozenset(METHODS)
 _CLIENT_GONE = 499  # nobody was there to answer
 _ASKED, _TOLD = b"endpoint-load-metrics-format", b"endpoint-load-metrics"
 _NAMES = {"vllm:kv_cache_usage_perc": "kv_cache_usage_perc", "vllm:num_requests_waiting": "num_requests_waiting"}
@@ -59,6 +63,33 @@ def install(app: FastAPI, state: ServerState) -> None:
     if metrics is not None:
         app.add_middleware(LoadHeader, metrics=metrics, routes=_GENERATING)
     app.add_middleware(Measured, metrics=http)
+
+
+class HttpMetrics:
+    """Requests, sizes and times of the HTTP side, by route, method and class of status."""
+
+    def __init__(self, handlers: Iterable[str], *, folder: str | None = None) -> None:
+        """`handlers` are the routes as they are written, such as /v1/models/{name}."""
+        self._handlers = tuple(sorted(set(handlers) - {OTHER_HANDLER}))
+        self.sheet = Sheet(http_table(self._handlers), kind="http", folder=folder)
+        self._known = frozenset(self._handlers)
+
+    def answered(
+        self, handler: str | None, method: str, status: int, seconds: float, *, received: int, sent: int
+    ) -> None:
+        """`received` and `sent` are bytes of the bodies."""
+        name = handler if handler in self._known and handler is not None else OTHER_HANDLER
+        verb = method if method in _METHODS else "other"
+        sheet = self.sheet
+        sheet.add("http_requests", 1, name, verb, STATUSES[min(max(status // 100, 1), 5) - 1])
+        sheet.observe("http_request_size_bytes", received, name)
+        sheet.observe("http_response_size_bytes", sent, name)
+        sheet.observe("http_request_duration_highr_seconds", seconds)
+        sheet.observe("http_request_duration_seconds", seconds, name, verb)
+
+    def snapshot(self) -> list[Metric]:
+        """Only combinations that happened: there are hundreds."""
+        return self.sheet.read({}, seen_only=True)
 
 
 class Measured:

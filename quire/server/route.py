@@ -75,8 +75,9 @@ class HttpCall:
         self._held += count
 
     def _let_go(self) -> None:
-        self.state.bodies.give(self._held)
-        self._held = 0
+        if self._held:
+            self.state.bodies.give(self._held)
+            self._held = 0
 
     async def apart(self, work: Callable[Given, Found], *args: Given.args, **kwargs: Given.kwargs) -> Found:
         """Do what takes as long as the body is large: here, or in a lane, so that the event loop goes on."""
@@ -347,5 +348,5 @@ async def _run(app: App, handler: Handler, reader: Reader, scope: Scope, receive
     finally:
         call.close()
         state.load.count -= 1
-        if state.bodies.wants_trim():
+        if call.size > _SMALL and state.bodies.wants_trim():
             asyncio.get_running_loop().run_in_executor(None, allocator.trim)

@@ -1,22 +1,24 @@
 """render_chat: messages, tools and documents -> the text of a prompt, through the model's chat template.
 
 Owns: which template is used, its variables, and how a last message is continued. In: a Tokenizer (its template and its
-special tokens) and what the caller sent. Must not know: engines, HTTP. jinja2 is loaded on the first rendering.
+special tokens) and what the caller sent. One rendering is a ChatJob, plain data that may be sent to another process;
+`render_job` runs it, here or there. Must not know: engines, HTTP. jinja2 is loaded on the first rendering.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.schema.errors import InputError
 from quire.schema.prompt import TokensPrompt
-from quire.text.chat_job import ChatJob, render_job
-from quire.text.messages import MediaHook, refuse_media
+from quire.text.messages import MediaHook, arguments_as_text, normalize_messages, refuse_media
 
 if TYPE_CHECKING:
+    from quire.text.template import TemplateLimits
     from quire.text.tokenizer import Tokenizer
 
 CONTENT_FORMATS = ("auto", "string", "openai")
@@ -26,6 +28,21 @@ _SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "pad",
 # names that every template has: Jinja's, and what the sandbox adds
 _ALWAYS_THERE = ("self", "loop", "caller", "varargs", "kwargs", "super", "range", "dict", "namespace", "cycler",
                  "joiner", "lipsum", "raise_exception", "strftime_now")  # fmt: skip
+
+# appended to a message to be continued; the space reveals whether the template trims
+_MARK = "QUIRE-CONTINUES-HERE "
+
+
+@dataclass(frozen=True)
+class ChatJob:
+    """All that one rendering needs besides a media hook, as plain data: it may be sent to another process."""
+
+    source: str  # the template's text
+    messages: Sequence[Mapping[str, Any]]
+    variables: Mapping[str, Any]
+    content_format: str = "auto"
+    continues: bool = False  # the last message is continued
+    mark: str = ""  # written around the model's parts, and at the very start if the template supports it
 
 
 def render_chat(
@@ -40,12 +57,12 @@ def render_chat(
     content_format: str = "auto",
     documents: Sequence[Mapping[str, Any]] | None = None,
     media: MediaHook = refuse_media,
-    trusted: bool = True,
+    apart: Callable[[ChatJob], str] | None = None,
     mark: str = "",
 ) -> str:
     """The rendered prompt. It contains its special tokens, so encode it with add_special_tokens=False.
 
-    `trusted=False`: the template came with a request; it is parsed and rendered in a separate process with hard limits.
+    `apart`: the template came with a request; this parses and renders it in a process with limits (template_child.py).
     `mark`: the text is for `find_answers`.
     """
     if add_generation_prompt and continue_final_message:
@@ -66,11 +83,66 @@ def render_chat(
         "add_generation_prompt": add_generation_prompt,
     }
     job = ChatJob(source, messages, variables, _checked_format(content_format), continue_final_message, mark)
-    if trusted:
-        return render_job(job, media=media)
-    from quire.text.template_child import render_apart  # lazy
+    return render_job(job, media=media) if apart is None else apart(job)
 
-    return render_apart(job)
+
+def render_job(job: ChatJob, limits: TemplateLimits | None = None, *, media: MediaHook = refuse_media) -> str:
+    """Parse the template, convert the messages to the form it expects, render it."""
+    from quire.text.template_facts import read_facts  # lazy
+
+    facts = read_facts(job.source)
+    as_parts = facts.loops_content if job.content_format == "auto" else job.content_format == "openai"
+    plain = normalize_messages(
+        job.messages,
+        as_parts=as_parts,
+        wrap_strings=as_parts and not facts.tests_string,
+        keep_none=facts.tests_none,
+        media=media,
+    )
+    if job.continues:
+        _mark_last(plain[-1])
+    text = _render(job, plain, limits)
+    text = _cut_at_mark(text) if job.continues else text
+    return job.mark + text if facts.marks_answers else text
+
+
+def _render(job: ChatJob, messages: list[dict[str, Any]], limits: TemplateLimits | None) -> str:
+    from quire.text.template import render  # lazy
+
+    bounds: dict[str, Any] = {"mark": job.mark} if limits is None else {"mark": job.mark, "limits": limits}
+    try:
+        return render(job.source, {**job.variables, "messages": messages}, **bounds)
+    except InputError as wrong:
+        textual = arguments_as_text(messages)
+        if textual == messages or not isinstance(wrong.__cause__, TypeError):
+            raise
+    # some templates insert the arguments of a tool call as text
+    return render(job.source, {**job.variables, "messages": textual}, **bounds)
+
+
+def _mark_last(message: dict[str, Any]) -> None:
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + _MARK
+        return
+    texts = [part for part in content or () if "text" in part]
+    if not texts:
+        raise InputError(
+            f"continue_final_message is set, but the last message has no text to continue: {content!r}",
+            param="continue_final_message",
+        )
+    texts[-1]["text"] += _MARK
+
+
+def _cut_at_mark(text: str) -> str:
+    index = text.rfind(_MARK.strip())
+    if index < 0:
+        raise InputError(
+            "continue_final_message is set, but the chat template omits the last message",
+            param="continue_final_message",
+        )
+    # if the template trimmed the mark's space, it would have trimmed the message's too
+    return text[:index] if text.startswith(_MARK, index) else text[:index].rstrip()
 
 
 def tokenize_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **how: Any) -> TokensPrompt:

@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from quire.base.env import sandbox_environment
 from quire.base.procs import background_command
 from quire.schema.errors import InputError
-from quire.text.chat_job import ChatJob, render_job
+from quire.text.chat import ChatJob, render_job
 from quire.text.template import LIMITS, TemplateLimits
 
 SECONDS_TO_START = 20.0  # in addition to the rendering's, for a busy machine

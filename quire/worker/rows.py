@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.ops.copy import upload
+from quire.ops.copy import uploader
 from quire.schema.kv import KVGroup, KVKind
 from quire.schema.step import Grant, NewRow, StepPlan
 from quire.worker.row_extras import RowExtras
@@ -115,6 +115,7 @@ class Rows:
             self.tokens: Tensor = torch.from_numpy(np.zeros((max_rows + 1, width), np.int32))
         else:
             self.tokens = torch.zeros((max_rows + 1, width), dtype=torch.int32, device=device)
+        self._upload = uploader(device)
         self.lengths = np.zeros(max_rows, np.int64)  # tokens in a row, those only the device knows included
         self.epochs = np.zeros(max_rows, np.int64)
         self.encoder_lens = np.zeros(max_rows, np.int64)  # tokens of an encoder's output
@@ -188,7 +189,7 @@ class Rows:
         self.adapters[row] = new.lora_id
         count = len(new.token_ids)
         self.lengths[row] = count
-        self.tokens[row, :count] = upload(np.fromiter(new.token_ids, np.int32, count), self.tokens.device)
+        self.tokens[row, :count] = self._upload(np.fromiter(new.token_ids, np.int32, count))
         for table, blocks in zip(self.tables, new.blocks or ((),) * len(self.tables), strict=True):
             table.append(row, blocks)
 

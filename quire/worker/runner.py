@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
 from quire.base.clock import now
-from quire.ops.copy import download, upload
+from quire.ops.copy import downloader, upload
 from quire.sampling.logprobs import LogprobRequest, Picked, join, pick, values_of
 from quire.sampling.sampler import FILTERS, Sampler
 from quire.schema.errors import NotBuiltError
@@ -138,6 +138,7 @@ class ModelRunner:
         self.model, self.rows, self.sampler, self.backend = model, rows, sampler, backend
         self.kv, self.inputs, self.graphs, self.mixed = kv, inputs, graphs, mixed
         self.copies = BlockCopies(kv)
+        self._download = downloader(rows.tokens.device)
         self.drafts: Drafts | None = None
         self._flight: _Flight | None = None
         self._lost: dict[str, str] = {}  # live requests that already failed, and why
@@ -214,7 +215,7 @@ class ModelRunner:
 
     def _take(self, flight: _Flight, result: Tensor) -> PendingStep:
         """result int32 [2, at least S]: tokens, and the bits of their scores."""
-        host = download(result)[:, : len(flight.sample_grants)]
+        host = self._download(result)[:, : len(flight.sample_grants)]
         return PendingStep(flight.plan, flight.sample_grants, host[0], host[1].view(torch.float32))
 
     def sample(self, step: int, mask: Mask | None) -> PendingStep:
@@ -261,7 +262,7 @@ class ModelRunner:
             num_rows=self.rows.num_rows,
             mask=_mask_of(mask, flight.sample_grants, logits) if mask is not None else None,
         )
-        pending.token_ids, pending.scores = download(sampled.token_ids), download(sampled.scores)
+        pending.token_ids, pending.scores = self._download(sampled.token_ids), self._download(sampled.scores)
         pending.logprobs = [(ask, picked.on_host()) for ask, picked in sampled.logprobs]
         self._lose(sampled.failed)
 

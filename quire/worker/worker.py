@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -52,6 +52,10 @@ def _nothing_watched() -> None:
     pass
 
 
+def _no_runner(*args: Any) -> NoReturn:
+    raise RuntimeError("the worker has no KV cache yet, or was shut down")
+
+
 Job = dict[str, Any]  # for a process that compiles kernels
 
 
@@ -75,6 +79,9 @@ class WorkerParts:
 class Worker:
     rank = 0
     local_rank = 0
+    # a step's verbs are the runner's own, from init_kv() to shutdown()
+    forward: Callable[[StepPlan], None] = staticmethod(_no_runner)
+    sample: Callable[[int, Mask | None], PendingStep] = staticmethod(_no_runner)
 
     def __init__(
         self,
@@ -186,7 +193,8 @@ class Worker:
 
     def init_kv(self, layout: KVLayout) -> None:
         """Allocate the KV cache and everything whose size depends on it."""
-        self._runner = self._make_runner(layout)
+        self._runner = runner = self._make_runner(layout)
+        self.forward, self.sample = runner.forward, runner.sample
 
     def _make_runner(self, layout: KVLayout) -> ModelRunner:
         """A runner over a cache of this layout, to which the model is then bound."""
@@ -265,15 +273,10 @@ class Worker:
         budget = self.config.scheduler_config.max_num_batched_tokens
         return min(32, budget, self.config.model_config.max_model_len - 1)
 
-    def forward(self, plan: StepPlan) -> None:
-        self.model_runner.forward(plan)
-
-    def sample(self, step: int, mask: Mask | None) -> PendingStep:
-        return self.model_runner.sample(step, mask)
-
     def shutdown(self) -> None:
         """Let go of model and cache; their memory is free as soon as nobody else holds them."""
         self._model = self._runner = None
+        self.forward = self.sample = _no_runner
         if self.device.type == "cuda":
             gc.collect()  # an engine that follows in this process measures what is free
             torch.cuda.empty_cache()
@@ -282,9 +285,7 @@ class Worker:
 
     @property
     def model_runner(self) -> ModelRunner:
-        if self._runner is None:
-            raise RuntimeError("the worker has no KV cache yet, or was shut down")
-        return self._runner
+        return _no_runner() if self._runner is None else self._runner
 
     @property
     def kv_memory(self) -> KVMemory:

@@ -45,18 +45,17 @@ READS = {  # numbers for an op that does more: only in steps without a veto
     "layers/mlp.py": {"Mlp.join", "Mlp.in_parts"},
     "layers/moe.py": {"Moe.join"},
     "layers/mla.py": {"LatentAttention._carry"},
-    "models/decoder.py": {"Few.__call__", "InParts.__call__"},
-    "models/whole.py": {"_weights"},
+    "models/blocks.py": {"Few.__call__", "InParts.__call__", "_weights"},
 }
 OTHERS = {  # have a `weight` that is no matrix, or decode the numbers of a file
     "layers/attention.py": {"Attention.prep"},
     "layers/kda.py": {"Kda.__init__"},
-    "layers/norm.py": {"Norm.__init__", "Norm._choose", "Norm._choose_add", "Norm.rule"},
+    "layers/norm.py": {"Norm.__init__", "Norm._choose", "Norm._choose_joined", "Norm.rule"},
     "layers/relative.py": {"RelativeScores.__init__", "RelativeScores.forward", "RelativeScores.slots"},
     "layers/ssm.py": {"Conv.__init__", "Conv.slots", "DeltaNet.__init__", "Mamba.__init__", "Mamba2.__init__",
                       "ShortConv.__init__"},
     "layers/table.py": {"WeightTable._arranged", "WeightTable._fill"},
-    "models/decoder.py": {"_attention"},
+    "models/blocks.py": {"_attention"},
 }  # fmt: skip
 
 

@@ -227,15 +227,16 @@ async def render_prompt(
         template_kwargs=variables,
         content_format=state.options.chat_template_content_format,
         documents=documents,
-        trusted=not apart,
         mark=mark,
     )
     if not apart:
         return await call.apart(render)
-    return await _render_apart(state, render)
+    from quire.text.template_child import render_apart  # lazy
+
+    return await _with_a_limit(state, functools.partial(render, apart=render_apart))
 
 
-async def _render_apart(state: ServerState, render: Callable[[], str]) -> str:
+async def _with_a_limit(state: ServerState, render: Callable[[], str]) -> str:
     load = state.templates_load
     if load.count >= _MOST_APART:
         raise OverloadedError(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.executor.base import make_executor
+from quire.executor.base import WorkerProtocol, make_executor
 from quire.executor.inproc import InProcessExecutor
 from quire.schema.errors import ConfigError
 from tests.fake_engine import FakeExecutor, FakeWorker
@@ -77,3 +77,17 @@ def test_shutdown_lets_go_of_the_worker(executor):
     assert worker.ended
     with pytest.raises(RuntimeError, match="shut down"):
         executor.call("num_rows", [], {}, None)
+
+
+def test_a_step_goes_straight_to_the_worker(executor):
+    with pytest.raises(RuntimeError, match="no KV cache yet"):
+        executor.forward(None)
+    steps = []
+    executor.worker.init_kv = lambda layout: vars(executor.worker).update(forward=steps.append, sample=divmod)
+    executor.ask(WorkerProtocol.init_kv, None)
+    executor.forward("a plan")
+    assert steps == ["a plan"] and executor.sample is divmod
+    executor.shutdown()
+    for verb in (executor.forward, executor.sample):
+        with pytest.raises(RuntimeError, match="shut down"):
+            verb("a plan", None)

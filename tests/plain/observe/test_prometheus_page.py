@@ -1,4 +1,5 @@
-"""observe/prometheus.py and observe/http.py: the page, read back with prometheus_client's own parsers."""
+"""The page of observe/prometheus.py, with what server/metrics_route.py counts, read back with prometheus_client's own
+parsers."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from quire.base import env
 from quire.observe.declared import METHODS, TABLE, http_table
-from quire.observe.http import HttpMetrics
 from quire.observe.metrics import Metrics
 from quire.observe.prometheus import Page
 from quire.schema.messages import FinishReason
 from quire.schema.params import SamplingParams
 from quire.schema.stats import RequestTimes, StepStats
+from quire.server.metrics_route import HttpMetrics
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 # What a server of vLLM 0.32 shows, from its own page: name and labels, the _created lines and buckets left out.

@@ -254,8 +254,8 @@ def test_arguments_of_tool_calls_are_data_or_text_as_the_template_needs() -> Non
     as_data = tokenizer_with("{{ messages[0].tool_calls[0].function.arguments.a }}")
     as_text = tokenizer_with("{{ 'f(' + messages[0].tool_calls[0].function.arguments + ')' }}")
     assert render_chat(as_data, messages('{"a": 1}')) == render_chat(as_data, messages({"a": 1})) == "1"
-    for trusted in (True, False):
-        assert render_chat(as_text, messages('{"a": "ü"}'), trusted=trusted) == 'f({"a": "ü"})'
+    for apart in (None, render_apart):
+        assert render_chat(as_text, messages('{"a": "ü"}'), apart=apart) == 'f({"a": "ü"})'
     assert render_chat(as_text, messages("{broken")) == "f({broken)"
     assert (
         render_chat(tokenizer_with("{{ messages[0].tool_calls[0].function.arguments | tojson }}"), messages("")) == "{}"
@@ -433,7 +433,7 @@ def test_a_template_that_cannot_be_read_is_read_apart(name: str, monkeypatch: py
     with pytest.raises(
         InputError, match=r"the chat template (cannot be compiled|is not valid|used more|took over|failed)"
     ) as told:
-        render_chat(tokenizer_with(CHATML), HELLO, chat_template=UNREADABLE[name], trusted=False)
+        render_chat(tokenizer_with(CHATML), HELLO, chat_template=UNREADABLE[name], apart=render_apart)
     assert told.value.param == "chat_template" and len(str(told.value)) < 5000
     assert (compile_template.cache_info().currsize, read_facts.cache_info().currsize) == before
 
@@ -456,11 +456,11 @@ def test_an_answer_apart_has_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_template_apart_gives_the_same_text() -> None:
     messages = conversation(random.Random(3), tools=True)
     ours = tokenizer_with(QWEN_TOOLS)
-    assert render_chat(ours, messages, tools=TOOLS, trusted=False) == render_chat(ours, messages, tools=TOOLS)
+    assert render_chat(ours, messages, tools=TOOLS, apart=render_apart) == render_chat(ours, messages, tools=TOOLS)
     with pytest.raises(InputError, match="failed: no"):
-        render_chat(ours, messages, chat_template="{{ raise_exception('no') }}", trusted=False)
+        render_chat(ours, messages, chat_template="{{ raise_exception('no') }}", apart=render_apart)
     with pytest.raises(InputError, match="must be plain JSON"):
-        render_chat(ours, messages, template_kwargs={"x": object()}, trusted=False)
+        render_chat(ours, messages, template_kwargs={"x": object()}, apart=render_apart)
 
 
 def test_threads_render_at_once() -> None:

@@ -1,0 +1,351 @@
+"""The blocks of a decoder: in which order norms, token mixer and mlp follow each other, by Arch.order.
+
+In: the stream x, what the last sublayer adds to it (delta), a Batch and its rotary tables. Out: the next pair. A block
+of the common form has faster ways to the same result: `Few` and `InParts` for few rows, `Whole` as a part of one
+compiled call. Must not know: which model it is, or what stands around its layers (decoder.py, encoder.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from quire.layers.attention import Attention, AttentionKind, KVLayer
+from quire.layers.batch import Batch
+from quire.layers.cross import CrossAttention
+from quire.layers.kda import Kda, KdaKind
+from quire.layers.lightning import Lightning, LightningKind
+from quire.layers.linear import Linear
+from quire.layers.mla import LatentAttention, MlaKind
+from quire.layers.mlp import Mlp, NormedMlp, XieluMlp
+from quire.layers.moe import Moe
+from quire.layers.norm import NoNorm, Norm
+from quire.layers.rope import Rope, RotaryTables
+from quire.layers.shared import SharedUse
+from quire.layers.ssm import DeltaKind, DeltaNet, Mamba, Mamba2, Mamba2Kind, MambaKind, ShortConv, ShortConvKind
+from quire.models.arch import Arch, Layer
+from quire.ops.act import PLAIN
+from quire.ops.blocks import BlockParts, Weights
+from quire.ops.few import NormRule, few_rows, linear_add, linear_parts, norm_linear, part_rows
+from quire.ops.parts import Delta, whole
+from quire.quant.scheme import Storage
+from quire.schema.errors import ConfigError
+
+# The norms of a block: before attention, after it, before the mlp, after it ('' = none).
+NORMS = {
+    "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "parallel": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    "sandwich": (
+        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+    ),
+    "after": ("", "input_layernorm", "", "post_attention_layernorm"),
+    "single": ("input_layernorm", "", "", ""),
+    "kept": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "cross_pre": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "cross_after": ("", "input_layernorm", "", "post_attention_layernorm"),
+    "pre_post": ("input_layernorm", "", "post_attention_layernorm", "post_feedforward_layernorm"),
+}  # fmt: skip
+
+
+class DecoderBlock(nn.Module):
+    """Norm, attention, norm, mlp: in sequence (norms before, after, or both)."""
+
+    def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
+        super().__init__()
+        layer, prefix = arch.layers[index], f"model.layers.{index}."
+        self.attn = _mixer(arch, layer, prefix, rope, storage)
+        self.mlp = _mlp(arch, layer, f"{prefix}mlp.", storage)
+        norms = [Norm(prefix + name, (arch.width,), arch.norm, storage) if name else None for name in NORMS[arch.order]]
+        self.before_attn, self.after_attn = norms[0] or NoNorm(), norms[1]
+        self.before_mlp, self.after_mlp = norms[2] or NoNorm(), norms[3]
+        self.scale = arch.residual_scale
+        self.few = Few.of(self, arch, storage)
+        self.in_parts = InParts.of(self, storage) if self.few is not None else None
+        self.whole = Whole.of(self, arch)
+
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
+        if self.few is not None and not batch.through_linears:
+            if delta is None and x.shape[0] <= self.few.rows:
+                return self.few(x, batch, rotary), None
+            if self.in_parts is not None and x.shape[0] <= self.in_parts.rows:
+                return self.in_parts(x, delta, batch, rotary)
+        h, x = self.before_attn.add(x, delta)
+        h = self.attn(h, batch, rotary)
+        if self.after_attn is not None:
+            h = self.after_attn(h)
+        h, x = self.before_mlp.add(x, h if self.scale == 1.0 else h * self.scale)
+        h = self.mlp(h)
+        if self.after_mlp is not None:
+            h = self.after_mlp(h)
+        return x, h if self.scale == 1.0 else h * self.scale
+
+
+class Few:
+    """A block's path for a few rows: norms and additions are fused into the matmuls (see ops/few.py)."""
+
+    def __init__(self, attn: Attention, mlp: Mlp | Moe, norms: tuple[NormRule, NormRule], storage: Storage) -> None:
+        self.attn, self.mlp, self.norms = attn, mlp, norms
+        self.rows = storage.of(few_rows)(attn.qkv.in_size, storage.dtype)
+        self._norm_linear, self._linear_add = storage.of(norm_linear), storage.of(linear_add)
+
+    @classmethod
+    def of(cls, block: DecoderBlock, arch: Arch, storage: Storage) -> Few | None:
+        """None if the block is not stream + attention(norm(stream)), then the same with the mlp, with plain weights;
+        or if the device has no faster path."""
+        attn, mlp, norms = block.attn, block.mlp, (block.before_attn, block.before_mlp)
+        if arch.order != "pre" or block.scale != 1.0 or not isinstance(attn, Attention) or not mlp.joins:
+            return None
+        rules = tuple(norm.rule() for norm in norms if isinstance(norm, Norm))
+        if len(rules) != 2 or rules[0] is None or rules[1] is None or not (attn.qkv.is_plain and attn.o.is_plain):
+            return None
+        few = cls(attn, mlp, (rules[0], rules[1]), storage)
+        return few if few.rows else None
+
+    def __call__(self, x: Tensor, batch: Batch, rotary: RotaryTables | None) -> Tensor:
+        attn = self.attn
+        qkv = self._norm_linear(x, self.norms[0], *attn.qkv.read_plain())
+        x = self._linear_add(attn.attend(qkv, batch, rotary), *attn.o.read_plain(), x)
+        return self.mlp.join(x, self.norms[1])
+
+
+class InParts:
+    """A block's path for some more rows: partial sums of matmuls are added up by their consumers (see ops/few.py)."""
+
+    def __init__(self, attn: Attention, mlp: Mlp | Moe, norms: tuple[Norm, Norm], storage: Storage) -> None:
+        self.attn, self.mlp, self.norms = attn, mlp, norms
+        self.rows = storage.of(part_rows)(attn.qkv.in_size, storage.dtype)
+        self._linear_parts = storage.of(linear_parts)
+
+    @classmethod
+    def of(cls, block: DecoderBlock, storage: Storage) -> InParts | None:
+        """For blocks that have a path for a few rows; None if the device has no faster path."""
+        attn, mlp, norms = block.attn, block.mlp, (block.before_attn, block.before_mlp)
+        assert isinstance(attn, Attention) and isinstance(norms[0], Norm) and isinstance(norms[1], Norm)
+        parts = cls(attn, mlp, (norms[0], norms[1]), storage)
+        return parts if parts.rows else None
+
+    def __call__(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
+        attn = self.attn
+        h, x = self.norms[0].add(x, delta)
+        qkv = self._linear_parts(h, *attn.qkv.read_plain())
+        out = self._linear_parts(attn.attend(qkv, batch, rotary), *attn.o.read_plain())
+        h, x = self.norms[1].add(x, out)
+        return x, self.mlp.in_parts(h)
+
+
+class Whole:
+    """The parts of a block of the common form, which a compiled call runs as a whole (see ops/blocks.py)."""
+
+    def __init__(self, attn: Attention, mlp: Mlp, rules: tuple[NormRule, NormRule], act: str) -> None:
+        self.attn, self.mlp, self.rules, self.act = attn, mlp, rules, act
+
+    @classmethod
+    def of(cls, block: DecoderBlock, arch: Arch) -> Whole | None:
+        attn, mlp, norms = block.attn, block.mlp, (block.before_attn, block.before_mlp)
+        if arch.order != "pre" or block.scale != 1.0 or not arch.gated or any(arch.inner_norms):
+            return None
+        if not isinstance(attn, Attention) or not isinstance(mlp, Mlp) or attn.kind.gated or not attn.fusable:
+            return None
+        if attn.o.is_summed or mlp.down.is_summed:
+            return None
+        rules = tuple(norm.rule() for norm in norms if isinstance(norm, Norm))
+        if len(rules) != 2 or rules[0] is None or rules[1] is None:
+            return None
+        return cls(attn, mlp, (rules[0], rules[1]), PLAIN[arch.act].name)
+
+    def parts(self) -> BlockParts | None:
+        """None if there is no cache yet, or some matrix is neither packed nor plain."""
+        attn, mlp = self.attn, self.mlp
+        qkv, o, up, down = (_weights(linear) for linear in (attn.qkv, attn.o, mlp.up, mlp.down))
+        if attn.cache is None or qkv is None or o is None or up is None or down is None:
+            return None
+        return BlockParts(
+            (qkv, o, up, down), self.rules, attn.prep(None), attn.cache, attn.kind.scale, attn.kind.softcap, attn.sinks,
+            attn.alibi, self.act,
+        )  # fmt: skip
+
+
+def _weights(linear: Linear) -> Weights | None:
+    stored = linear.stored
+    return None if stored.packed is None and stored.numbers is None else Weights(stored.whole(), stored.bias)
+
+
+class ParallelBlock(DecoderBlock):
+    """Attention and mlp read the same stream; both outputs are added to it."""
+
+    def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
+        super().__init__(arch, index, rope, storage)
+        if arch.one_norm:
+            self.before_mlp = NoNorm()
+        self.one_norm = arch.one_norm
+
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
+        h, x = self.before_attn.add(x, delta)
+        out = self.attn(h, batch, rotary) + self.mlp(h if self.one_norm else self.before_mlp(x))
+        return x, out if self.scale == 1.0 else out * self.scale
+
+
+class AfterBlock(DecoderBlock):
+    """Post-norm: x = norm(x + sublayer(x))."""
+
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
+        assert self.after_attn is not None and self.after_mlp is not None
+        x = self.after_attn(x + self.attn(x, batch, rotary))
+        return self.after_mlp(x + self.mlp(x)), None
+
+
+class KeptBlock(DecoderBlock):
+    """A norm's output becomes the stream: h = norm(x); x = a h + b sublayer(h)."""
+
+    def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
+        super().__init__(arch, index, rope, storage)
+        self.joins = arch.layers[index].joins
+
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
+        stream, attn, other, mlp = self.joins
+        h, _ = self.before_attn.add(x, delta)
+        h, _ = self.before_mlp.add(h * stream, self.attn(h, batch, rotary) * attn)
+        return h * other, self.mlp(h) * mlp
+
+
+class CrossBlock(DecoderBlock):
+    """Self-attention, cross-attention over an encoder's output, mlp; each after a norm."""
+
+    def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
+        super().__init__(arch, index, rope, storage)
+        kind = AttentionKind(
+            heads=arch.heads, kv_heads=arch.kv_heads, head_dim=arch.head_dim, softcap=arch.attn_softcap,
+            scale=arch.attn_scale or arch.head_dim**-0.5, qkv_bias=arch.qkv_bias, o_bias=arch.o_bias,
+        )  # fmt: skip
+        prefix = f"model.layers.{index}.cross_"
+        self.cross = CrossAttention(f"{prefix}attn.", arch.width, kind, max(arch.cross, 0), storage)
+        self.cross_norm = Norm(f"{prefix}layernorm", (arch.width,), arch.norm, storage)
+
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
+        h, x = self.before_attn.add(x, delta)
+        h, x = self.cross_norm.add(x, self.attn(h, batch, rotary))
+        h, x = self.before_mlp.add(x, self.cross(h, batch))
+        return x, self.mlp(h)
+
+
+class CrossAfterBlock(CrossBlock):
+    """The same, with post-norms."""
+
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
+        assert self.after_attn is not None and self.after_mlp is not None
+        x = self.after_attn(x + self.attn(x, batch, rotary))
+        x = self.cross_norm(x + self.cross(x, batch))
+        return self.after_mlp(x + self.mlp(x)), None
+
+
+class SingleBlock(nn.Module):
+    """One norm and one sublayer: a mixer or an mlp."""
+
+    def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
+        super().__init__()
+        layer, prefix = arch.layers[index], f"model.layers.{index}."
+        only_mlp = layer.mixer == "none"
+        self.norm = Norm(f"{prefix}input_layernorm", (arch.width,), arch.norm, storage)
+        self.attn = None if only_mlp else _mixer(arch, layer, prefix, rope, storage)
+        self.mlp = _mlp(arch, layer, f"{prefix}mlp.", storage) if only_mlp else None
+
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
+        h, x = self.norm.add(x, delta)
+        if self.attn is not None:
+            return x, self.attn(h, batch, rotary)
+        assert self.mlp is not None
+        return x, self.mlp(h)
+
+
+class SharedBlock(SingleBlock):
+    """A norm and a mixer, to whose input a shared block adds."""
+
+    def __init__(self, arch: Arch, index: int, rope: Rope | None, storage: Storage) -> None:
+        super().__init__(arch, index, rope, storage)
+        assert arch.shared is not None
+        self.use = SharedUse(index, arch.width, arch.shared, arch.norm, rope, storage)
+
+    def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
+        x = x if delta is None else x + whole(delta)
+        assert self.attn is not None
+        return x, self.attn(self.norm(x + self.use(x, batch, rotary)), batch, rotary)
+
+
+BLOCKS = {
+    "pre": DecoderBlock, "post": DecoderBlock, "sandwich": DecoderBlock, "pre_post": DecoderBlock,
+    "parallel": ParallelBlock, "after": AfterBlock, "single": SingleBlock, "kept": KeptBlock, "shared": SharedBlock,
+    "cross_pre": CrossBlock, "cross_after": CrossAfterBlock,
+}  # fmt: skip
+
+
+def _mixer(arch: Arch, layer: Layer, prefix: str, rope: Rope | None, storage: Storage) -> nn.Module:
+    """The token mixer of a layer, called as (x, batch, rotary)."""
+    if layer.mixer == "attention":
+        return _attention(arch, layer, f"{prefix}self_attn.", rope, storage)
+    if layer.mixer == "state":
+        return _state(arch, layer, f"{prefix}mixer.", storage)
+    if layer.mixer == "both":
+        attention = _attention(arch, layer, f"{prefix}self_attn.", rope, storage)
+        return BothMixers(attention, _state(arch, layer, f"{prefix}mixer.", storage))
+    raise ConfigError(f"unknown token mixer {layer.mixer!r}")
+
+
+class BothMixers(nn.Module):
+    """Attention and a state side by side."""
+
+    def __init__(self, attn: nn.Module, state: nn.Module) -> None:
+        super().__init__()
+        self.attn, self.state = attn, state
+
+    def forward(self, x: Tensor, batch: Batch, rotary: RotaryTables | None) -> Tensor:
+        return self.state(x, batch, rotary) + self.attn(x, batch, rotary)
+
+
+def _state(arch: Arch, layer: Layer, prefix: str, storage: Storage) -> KVLayer:
+    match kind := arch.state:
+        case Mamba2Kind():
+            return Mamba2(prefix, arch.width, kind, storage)
+        case MambaKind():
+            return Mamba(prefix, arch.width, kind, storage)
+        case DeltaKind():
+            return DeltaNet(prefix, arch.width, kind, storage)
+        case ShortConvKind():
+            return ShortConv(prefix, arch.width, kind, storage)
+        case LightningKind():
+            return Lightning(prefix, arch.width, kind, layer.fade, storage)
+        case KdaKind():
+            return Kda(prefix, arch.width, kind, storage)
+    raise ConfigError("a layer has a recurrent state, but the architecture does not define it")
+
+
+def _attention(arch: Arch, layer: Layer, prefix: str, rope: Rope | None, storage: Storage) -> KVLayer:
+    scale = layer.attn_scale or arch.attn_scale or arch.head_dim**-0.5
+    if arch.mla is not None:
+        m = arch.mla
+        latent = MlaKind(
+            heads=arch.heads, kv_rank=m.kv_rank, nope=m.nope, rope=m.rope, value=m.value, scale=scale,
+            q_rank=m.q_rank, bias=arch.qkv_bias,
+        )  # fmt: skip
+        return LatentAttention(prefix, arch.width, latent, rope, storage)
+    kind = AttentionKind(
+        heads=arch.heads, kv_heads=arch.kv_heads, head_dim=arch.head_dim, scale=scale, window=layer.window,
+        chunk=layer.chunk, softcap=arch.attn_softcap, sinks=arch.sinks, alibi=arch.alibi, qkv_bias=arch.qkv_bias,
+        o_bias=arch.o_bias, qk_norm=arch.qk_norm if layer.qk_norm else "", qkv_clip=arch.qkv_clip, gated=arch.attn_gate,
+        qk_norm_kind=replace(arch.norm, bias=arch.qk_norm_bias, weight=arch.qk_norm_weight and arch.norm.weight),
+        grow=arch.grow if layer.grow else (0.0, 1, 0), qk_norm_late=arch.qk_norm_late and layer.qk_norm,
+        gate_name=arch.gate_name, out_norm=arch.inner_norms[0],
+    )  # fmt: skip
+    return Attention(prefix, arch.width, kind, rope, storage)
+
+
+def _mlp(arch: Arch, layer: Layer, prefix: str, storage: Storage) -> Mlp | Moe:
+    if layer.moe and arch.moe is not None:
+        return Moe(prefix, arch.width, arch.moe, storage, act=arch.act)
+    if arch.act == "xielu":
+        return XieluMlp(prefix, arch.width, arch.ffn, storage, bias=arch.mlp_bias)
+    more: dict = dict(act=arch.act, gated=arch.gated, bias=arch.mlp_bias)
+    if arch.inner_norms[1]:
+        return NormedMlp(prefix, arch.width, arch.ffn, storage, norm=arch.inner_norms[1], kind=arch.norm, **more)
+    return Mlp(prefix, arch.width, arch.ffn, storage, down_bias=arch.down_bias, **more)
