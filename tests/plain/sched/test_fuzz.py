@@ -19,7 +19,19 @@ from quire.schema.step import Direction, Move
 from tests.plain.sched.fuzz import run_seed
 
 SEEDS = 80
-RARE = ("hits", "resumed", "aborted", "resets", "drafts", "accepted", "held", "saved", "brought", "relocated")
+RARE = (
+    "hits",
+    "resumed",
+    "aborted",
+    "resets",
+    "drafts",
+    "accepted",
+    "held",
+    "saved",
+    "brought",
+    "relocated",
+    "given up",
+)
 
 
 def test_no_invariant_breaks() -> None:
