@@ -82,8 +82,8 @@ class Shares:
 
     def _newest(self, in_use: dict[int, int], share: int, rank: float) -> Request | None:
         """Of the tenant that holds most, unless that is within its share, or ranks higher."""
-        name = max(in_use, key=in_use.__getitem__)
-        if in_use[name] <= share or self.running.rows[name] < 2:
+        name = max(in_use, key=in_use.__getitem__, default=None)
+        if name is None or in_use[name] <= share or self.running.rows[name] < 2:
             return None
         last = next(request for request in reversed(self.running.items) if request.tenant == name)
         return last if last.rank >= rank else None

@@ -199,6 +199,17 @@ def test_one_that_is_gone_claims_no_blocks() -> None:
     assert {"a0", "a1", "a2"} <= running and bench.scheduler.planner.tally.preempted == before == 0
 
 
+def test_where_nothing_runs_nothing_is_given_up() -> None:
+    """Blocks that wait to be copied belong to nobody."""
+    bench = Bench(32, max_model_len=128, max_num_batched_tokens=64)
+    taken = bench.scheduler.kv.pool.take(30)
+    bench.add(request("a", 40, 8, tenant=1), request("b", 40, 8, tenant=2))
+    assert not bench.plan().grants and not bench.plan().grants
+    bench.scheduler.kv.pool.drop(taken)
+    bench.finish()
+    assert len(bench.output("a")) == len(bench.output("b")) == 8
+
+
 def test_rows_are_not_given_up_for_lower_priority() -> None:
     bench = Bench(256, max_num_seqs=4, policy="priority")
     bench.add(*(request(f"a{i}", 4, 40, tenant=1, priority=0) for i in range(4)))
