@@ -4,13 +4,14 @@
     python benchmarks/hostile.py --seconds 60 --only trailer isolation
     python benchmarks/hostile.py --list                           # what is sent, by subject
 
-Starts `quire serve` on the embedded model for this machine alone, with two keys: one is honest, one is the attacker's.
-The honest streams ask for greedy answers, each recorded alone before; a stream begins anew when its answer ends. After
---warm seconds of attacks alone (modules that are imported late, caches and the allocator grow once) they
-run for --calm seconds by themselves, then for --seconds beside benchmarks/hostile_attacks.py and tests/server/fuzz.py
-(processes of their own, at low priority and with a bounded rate, because they share the processor with the server),
-then for 20 s by themselves again. One processor is left to HTTP and the attackers. A machine that others use
-at the same time measures them. Exits 1 when one of these is broken:
+Starts `quire serve` on the embedded model for this machine alone, with three keys: that of the honest streams, the
+attacker's, and that of somebody whose data attackers are after; its requests are not counted. The honest streams ask
+for greedy answers, each recorded alone before; a stream begins anew when its answer ends. After --warm seconds of
+attacks alone (modules that are imported late, caches and the allocator grow once) they run for --calm seconds by
+themselves, then for --seconds beside benchmarks/hostile_attacks.py and tests/server/fuzz.py (processes of their own, at
+low priority and with a bounded rate, because they share the processor with the server), then for 20 s by themselves
+again. One processor is left to HTTP and the attackers. A machine that others use at the same time measures them. Exits
+1 when one of these is broken:
 
 - every honest answer comes, ends as it should and has the recorded text;
 - the longest wait for a first piece, and the longest gap between two pieces of any answer, are at most 250 ms longer
@@ -47,7 +48,8 @@ import hostile_attacks
 from soak import Case, Memory, cases, fill_cache, fold, free_port, processes, wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
-HONEST, ATTACKER, CANARY = "honest-key", "attacker-key", "a-key-that-no-child-may-see"
+HONEST, ATTACKER, VICTIM = "honest-key", "attacker-key", "victim-key"
+CANARY = "a-key-that-no-child-may-see"
 SERVE = "import sys; from quire.cli.main import main; sys.exit(main(sys.argv[1:]))"
 STALL_S = 0.25
 PATIENCE_S = 120.0  # of an honest client
@@ -135,7 +137,7 @@ async def stream_for(
 def attackers(args: argparse.Namespace, url: str, folder: Path, seconds: float) -> Any:
     """Attacks and fuzzers as processes of their own. Gives name -> process; what they print goes to files."""
     commands = {
-        "attacks": ["benchmarks/hostile_attacks.py", "--url", url, "--key", ATTACKER, "--victim-key", HONEST,
+        "attacks": ["benchmarks/hostile_attacks.py", "--url", url, "--key", ATTACKER, "--victim-key", VICTIM,
                     "--sockets", str(folder / "tmp"), "--seconds", str(seconds),
                     *(["--only", *args.only] if args.only else [])],
         "fuzz": ["-m", "tests.server.fuzz", "--url", url, "--api-key", ATTACKER, "--seconds", str(seconds),
@@ -189,7 +191,7 @@ def start(args: argparse.Namespace, folder: Path, log: TextIO) -> tuple[subproce
     port = free_port()
     (folder / "tmp").mkdir()
     command = [sys.executable, "-c", SERVE, "serve", "--host", "127.0.0.1", "--port", str(port),
-               "--max-model-len", "2048", "--api-key", HONEST, ATTACKER, "--enable-prompt-tokens-details",
+               "--max-model-len", "2048", "--api-key", HONEST, ATTACKER, VICTIM, "--enable-prompt-tokens-details",
                "--trust-request-chat-template", "--open-metrics", "--disable-uvicorn-access-log"]  # fmt: skip
     threads = max(1, (os.cpu_count() or 2) - 1)
     environment = os.environ | {

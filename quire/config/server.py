@@ -77,6 +77,9 @@ class ServerConfig(Group):
         True, "Quire only. With several keys, cached prefixes are shared only between requests with the same key: "
         "otherwise the time to first token would reveal what others sent.",
     )  # fmt: skip
+    fair_scheduling: Literal["key", "address", "none"] = option(
+        "key", "Quire only. Between whom waiting requests are served in turn: API keys, client addresses, or nobody.",
+    )  # fmt: skip
     open_metrics: bool = option(False, "Quire only. /metrics requires no key.")
     allow_credentials: bool = option(False, "CORS: browsers may send credentials.")
     allowed_origins: tuple[str, ...] = option(

@@ -57,6 +57,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     tokenization_kwargs: Mapping[str, Any] | None = None
     trace_headers: Mapping[str, str] | None = None
     data_parallel_rank: int | None = None
+    tenant: int = 0  # whose request it is (EngineRequest)
     arrival: float | None = None  # wall clock; now, if not given
     seed: int | None = None  # drawn beforehand with `draw_seed`, so that order of arrival decides it
     any_logprobs: bool = False  # asked by Quire itself (beam search): max_logprobs does not apply
@@ -135,6 +136,7 @@ class InputProcessor:
                 priority=options.priority,
                 arrival=arrival,
                 cache_salt=prompt.cache_salt,
+                tenant=options.tenant,
                 lora_name=options.lora_name,
                 parent_id=None if params.n == 1 else request_id,
                 trace_headers=headers,

@@ -2,17 +2,19 @@
 
 `admit` is pure: it may shrink a count, or refuse with SKIP (this request, now) or CLOSED (everyone after it too).
 `take` records a grant that stands. A gate is asked after those before it, and sees the count they left.
-Must not know: blocks, the queue, other gates. New constraints are new classes here; the scheduler does not change.
+Must not know: blocks, other gates. New constraints are new classes here; the scheduler does not change.
 """
 
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from typing import NamedTuple
 
 from quire.sched.pace import StepTimeEstimator
 from quire.sched.request import Request
 from quire.sched.settings import SchedulerSettings
+from quire.sched.shares import LOOKED_AT, Shares
 
 SKIP = 0
 CLOSED = -1
@@ -55,7 +57,7 @@ class Gate:
         """The same as `number` one-token takes by running requests."""
 
     def pass_over(self, request: Request) -> None:
-        """A running request that wanted tokens gets none in this step."""
+        """A running request that needed tokens gets none in this step."""
 
 
 class Sequences(Gate):
@@ -247,6 +249,92 @@ class LatencyGoal(Gate):
         return max(self.most - self._num_decodes(), self.most // 2) - self.prompts
 
 
+class TenantRows(Gate):
+    """Rows between tenants: whoever has its share of them leaves the last ones to those that have less (shares.py)."""
+
+    def __init__(self, shares: Shares) -> None:
+        self.shares = shares
+
+    def admit(self, request: Request, count: int) -> int:
+        return count if request.running or self.shares.may_take_row(request.tenant) else SKIP
+
+
+class TenantTokens(Gate):
+    """Prompt tokens between tenants: charges each for its own, and keeps long prompts from taking whole steps.
+
+    A prompt that is computed in pieces leaves room to prompts of other tenants, as far as these can use it: three
+    quarters of its own while its tenant is ahead of one of them, nothing once its tenant was served so much less that
+    it is due, else half. Where what was left was not used, for whatever reason, nothing is left until somebody comes.
+    """
+
+    KEPT, KEPT_AHEAD = 2, 4  # parts of its room, as their inverses
+
+    def __init__(self, shares: Shares, holds: Holds, *, in_pieces: bool) -> None:
+        self.waiting, self.holds, self.in_pieces = shares.waiting, holds, in_pieces
+        self.num_added = 0  # requests, when the last step began
+        self.partial: dict[int, int] = {}  # tokens that prompts under way lack, by tenant, after the last step
+        self.coming: dict[int, int] = {}  # the same, after this one
+        self.left_by: int | None = None  # the tenant that left room in this step
+        self.used = False  # by another
+        self.leaves = True
+
+    def open(self, load: SchedulerLoad) -> None:
+        has_news = self.waiting.num_added > self.num_added
+        if has_news or self.left_by is not None:
+            self.leaves = has_news or self.used
+        self.num_added = self.waiting.num_added
+        self.partial, self.coming = self.coming, {}
+        self.left_by, self.used = None, False
+
+    def admit(self, request: Request, count: int) -> int:
+        missing = request.end - request.planned
+        if missing <= 1 or not self._leaves(request.tenant) or (count >= missing and not request.running):
+            return count
+        needed, is_ahead = self._needed(request.tenant, count)
+        return max(count - needed, count // (self.KEPT_AHEAD if is_ahead else self.KEPT), 1)
+
+    def take(self, request: Request, count: int) -> None:
+        missing = request.end - request.planned
+        if request.running and missing <= 1:
+            return
+        self.waiting.charge(request.tenant, count)
+        if request.tenant != self.left_by:
+            self.used = True
+            if count < missing and self._leaves(request.tenant) and self._needed(request.tenant, 1)[0]:
+                self.left_by, self.used = request.tenant, False
+        self._note(request, missing - count)
+
+    def pass_over(self, request: Request) -> None:
+        self._note(request, request.end - request.planned)
+
+    def _note(self, request: Request, lacking: int) -> None:
+        self.partial.pop(request.tenant, None)
+        if lacking > 1:
+            self.coming[request.tenant] = self.coming.get(request.tenant, 0) + lacking
+
+    def _leaves(self, tenant: int) -> bool:
+        waiting = self.waiting
+        return self.leaves and self.in_pieces and waiting.level(tenant) > waiting.now - waiting.credit / 2
+
+    def _needed(self, mine: int, most: int) -> tuple[int, bool]:
+        """Tokens, `most` at most, of other tenants' prompts that may go on or join, and whether `mine` is ahead of one
+        of them."""
+        waiting, needed, is_ahead = self.waiting, 0, False
+        level = waiting.level(mine)
+        for tenant in waiting.active | self.partial.keys():
+            if tenant == mine:
+                continue
+            tokens = self.partial.get(tenant, 0)
+            if tenant in waiting.active:
+                first = waiting.tenants[tenant].waiting.items[:LOOKED_AT]
+                tokens += sum(request.num_prompt for request in first if not self.holds.bars(request))
+            needed += tokens
+            is_ahead = is_ahead or (tokens > 0 and waiting.level(tenant) < level)
+            if needed >= most and is_ahead:
+                break
+        return min(needed, most), is_ahead
+
+
 class WholePrompts(Gate):
     """enable_chunked_prefill=False: a prompt is computed in one step or not yet, and nobody overtakes it."""
 
@@ -255,33 +343,36 @@ class WholePrompts(Gate):
 
 
 class PartialPrefills(Gate):
-    """max_num_partial_prefills, max_long_partial_prefills: prompts left half-computed at once.
+    """max_num_partial_prefills, max_long_partial_prefills: prompts of a tenant left half-computed at once.
 
     Counts the running ones as they take or are passed over; binds only those that would join. One that fits whole may
-    overtake.
+    overtake. Tenants are counted apart: a long prompt of one does not keep another's from being begun.
     """
 
     def __init__(self, most: int, most_long: int, threshold: int) -> None:
         self.most, self.most_long = most, most_long
         self.threshold = threshold or NO_LIMIT
-        self.partial = self.long = 0
+        self.partial: Counter[int] = Counter()  # by tenant
+        self.long: Counter[int] = Counter()
 
     def open(self, load: SchedulerLoad) -> None:
-        self.partial = self.long = 0
+        self.partial.clear()
+        self.long.clear()
 
     def admit(self, request: Request, count: int) -> int:
         missing = request.end - request.planned
         if request.running or count >= missing:
             return count
-        if self.partial >= self.most or (missing > self.threshold and self.long >= self.most_long):
+        tenant = request.tenant
+        if self.partial[tenant] >= self.most or (missing > self.threshold and self.long[tenant] >= self.most_long):
             return SKIP
         return count
 
     def take(self, request: Request, count: int) -> None:
         missing = request.end - request.planned
         if count < missing:
-            self.partial += 1
-            self.long += missing > self.threshold
+            self.partial[request.tenant] += 1
+            self.long[request.tenant] += missing > self.threshold
 
     def pass_over(self, request: Request) -> None:
         if request.planned < len(request.tokens) - 1:
@@ -318,9 +409,9 @@ class NoSlivers(Gate):
             self.prompts += count
 
 
-def make_gates(settings: SchedulerSettings, pace: StepTimeEstimator) -> list[Gate]:
+def make_gates(settings: SchedulerSettings, pace: StepTimeEstimator, shares: Shares, holds: Holds) -> list[Gate]:
     """In the order they are asked: those that judge the final count come last."""
-    gates: list[Gate] = [Sequences(settings.max_num_seqs)]
+    gates: list[Gate] = [holds, Sequences(settings.max_num_seqs), TenantRows(shares)]
     if settings.overlap is not None and settings.overlap < settings.depth:
         gates.append(Overlap(settings.overlap))
     if settings.long_prefill_threshold:
@@ -330,6 +421,7 @@ def make_gates(settings: SchedulerSettings, pace: StepTimeEstimator) -> list[Gat
         gates.append(LatencyGoal(settings.latency_goal, settings.latency_tokens, settings.latency_deep, pace))
     if not settings.chunked_prefill:
         gates.append(WholePrompts())
+    gates.append(TenantTokens(shares, holds, in_pieces=settings.chunked_prefill))
     gates.append(NoSlivers(settings.max_num_batched_tokens))
     gates.append(
         PartialPrefills(

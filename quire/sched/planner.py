@@ -3,6 +3,9 @@
 A request wants as many tokens as it has not computed; gates may shrink that, and the KV cache must have the blocks.
 There are no phases: prompts, chunks, decodes, drafts, prefix hits and resumed requests differ only in that number.
 
+Who waits is asked in turn (tenants.py): in order where all requests have one tenant. Before a step is filled, a tenant
+that runs more than its share may have to give some up for another (shares.py).
+
 Running requests stay sorted, and blocks are taken from the last of them. So a grant made earlier in the same step is
 never withdrawn and its blocks may be named at once, and the first in order always gets on: alone, it fits. A request
 that lacks blocks and is itself the last one keeps what it has and waits.
@@ -16,9 +19,11 @@ from collections.abc import Callable
 from quire.sched.gates import CLOSED, SKIP, Holds, SchedulerLoad, make_gates
 from quire.sched.kv_cache import Hit, KVCache, Tables
 from quire.sched.pace import StepTimeEstimator
-from quire.sched.request import Queue, Request
+from quire.sched.request import Request, Running
 from quire.sched.settings import SchedulerSettings
+from quire.sched.shares import MOST_GIVEN_UP, Shares
 from quire.sched.tally import SchedulerCounts
+from quire.sched.tenants import Waiting
 from quire.schema.step import Grant, NewRow
 
 MOST_SKIPPED = 64  # waiting requests that gates may turn away in one step before the rest is left for the next
@@ -46,18 +51,23 @@ class Planner:
     ) -> None:
         self.kv, self.tally, self.clock = kv, tally, clock
         self.holds = Holds()
-        self.gates = [self.holds, *make_gates(settings, pace)]
-        self.waiting, self.running = Queue(), Queue()
+        self.waiting, self.running = Waiting(settings.tenant_credit), Running()
+        self.shares = Shares(settings.max_num_seqs, self.running, self.waiting, kv)
+        self.gates = make_gates(settings, pace, self.shares, self.holds)
+        self.blocked: tuple[Request, int] | None = None  # by a lack of blocks, in the last step; with its epoch then
         self.left: list[str] = []  # rows the next plan tells the worker to free
         self.reserves = settings.reserve_full_prompt
         self.watermark = int(settings.watermark * kv.pool.num_blocks)
 
     def fill(self) -> OpenPlan:
+        if self.waiting.active and len(self.shares.tenants()) > 1:
+            self._give_up_shares()
+        self.blocked = None
         plan, load = OpenPlan(), SchedulerLoad(len(self.running), len(self.waiting), self.waiting.num_tokens)
         for gate in self.gates:
             gate.open(load)
         reserved = self._grant_running(plan)
-        if self.waiting.items and reserved is not None:
+        if len(self.waiting) and reserved is not None:
             self._admit_waiting(plan, reserved)
         if self.kv.has_state:
             for grant, request in zip(plan.grants, plan.requests, strict=True):
@@ -76,6 +86,18 @@ class Planner:
         self.left.append(request.id)
         self.waiting.add(request)
         self.tally.preempted += 1
+
+    def _give_up_shares(self) -> None:
+        """Before anything is granted: tenants with more than their share preempt for those with less (shares.py)."""
+        for _ in range(0 if self.shares.num_free_rows else MOST_GIVEN_UP):
+            if (request := self.shares.row_to_give_up(self._barred)) is None:
+                break
+            self.preempt(request)
+        blocked, epoch = self.blocked or (None, 0)
+        if blocked is None or blocked.epoch != epoch or self._barred(blocked):  # it ended meanwhile, or is held
+            return
+        while (request := self.shares.blocks_to_give_up(blocked)) is not None:
+            self.preempt(request)
 
     def _grant_running(self, plan: OpenPlan) -> int | None:
         """Blocks that prompts under way still need; None when one lacked blocks or a gate shut: nobody may join."""
@@ -121,12 +143,11 @@ class Planner:
         return None if shut or len(running) < before else reserved
 
     def _admit_waiting(self, plan: OpenPlan, reserved: int) -> None:
-        """In order, until one lacks blocks or a gate is shut; one that a gate turns away may be overtaken."""
-        waiting, kv, index, barred = self.waiting.items, self.kv, 0, 0
-        while index < min(len(waiting), MOST_SKIPPED + barred) and not self._closed():
-            request = waiting[index]
+        """In turn, until one lacks blocks or a gate is shut; one that a gate turns away may be overtaken."""
+        kv, turns, num_skipped = self.kv, self.waiting.turns(), 0
+        while (request := turns.request) is not None and num_skipped < MOST_SKIPPED and not self._closed():
             if self._barred(request):
-                index, barred = index + 1, barred + 1
+                turns.pass_by()
                 continue
             hit = kv.match(request)
             request.planned = hit.length  # gates see where it would start
@@ -135,16 +156,19 @@ class Planner:
             if count == CLOSED:
                 break
             if count == SKIP:
-                index += 1
+                turns.pass_by()
+                num_skipped += 1
                 continue
             upto = hit.length + count
             spare = self.watermark + (reserved if self.reserves else 0) if self.running.items else 0
             if not self._fits(request, hit, upto, spare) and not (
                 kv.moves.unpin() and self._fits(request, hit, upto, spare)  # the hit's own blocks may have been held
             ):
+                self.blocked = request, request.epoch
                 break
-            self.waiting.drop(index)
+            turns.join()
             self._join(plan, request, hit, count)
+            turns.go_on()
             reserved += kv.outstanding(request, request.planned)
 
     def _join(self, plan: OpenPlan, request: Request, hit: Hit, count: int) -> None:

@@ -12,8 +12,8 @@ Drafts in flight count as right until their result is in; then those that were n
 It ends by the rules that need token ids only, in order, for each new token: end-of-text or a stop id (not before
 min_tokens), the length limit, repetition. Stop strings are the client's business.
 
-A policy gives each request one sortable key for life; a Queue keeps requests in that order. The last of the running is
-the first to be preempted, so nothing granted earlier in a plan is ever withdrawn.
+A policy gives each request one sortable key for life, which begins with its rank; a Queue keeps requests in that order.
+The last of the running is the first to be preempted, so nothing granted earlier in a plan is ever withdrawn.
 Must not know: gates, blocks (it only carries what kv_cache.py holds for it).
 """
 
@@ -35,8 +35,8 @@ from quire.schema.step import Grant, NewRow
 class Request:
     __slots__ = (
         "computed", "end", "epoch", "given", "held", "id", "last", "last_token", "limit", "next_block", "num_cached",
-        "num_drafts", "num_flights", "num_prompt", "num_prompt_logprobs", "order", "params", "planned", "reach",
-        "repetition", "room", "running", "stops", "target", "times", "tokens", "watch_from",
+        "num_drafts", "num_flights", "num_prompt", "num_prompt_logprobs", "order", "params", "planned", "rank",
+        "reach", "repetition", "room", "running", "stops", "target", "tenant", "times", "tokens", "watch_from",
     )  # fmt: skip
 
     def __init__(self, given: EngineRequest, *, limit: int, queued: float, num_drafts: int = 0) -> None:
@@ -52,7 +52,9 @@ class Request:
         rule = self.params.repetition_detection
         self.repetition = None if rule is None else Repetition(rule, start=self.num_prompt)
         self.watch_from = limit if rule is None else 0  # length from which any token may end
+        self.tenant = given.tenant
         self.order: tuple[float, ...] = ()
+        self.rank = 0.0  # lower ones go first, whose ever they are; equal unless the policy knows priorities
         self.running = False
         self.epoch = 0
         self.held = Holding()
@@ -145,11 +147,11 @@ def ends(request: Request, token: int) -> Ending | None:
 
 
 Key = tuple[float, ...]
-_key = attrgetter("order")
+order_of = attrgetter("order")
 
 
 def fcfs(request: Request, number: int) -> Key:
-    return (number,)
+    return (0, number)
 
 
 def priority(request: Request, number: int) -> Key:
@@ -175,12 +177,30 @@ class Queue:
         if not self.items or self.items[-1].order < request.order:
             self.items.append(request)
         else:
-            insort(self.items, request, key=_key)
+            insort(self.items, request, key=order_of)
 
     def remove(self, request: Request) -> None:
-        index = bisect_left(self.items, request.order, key=_key)
+        index = bisect_left(self.items, request.order, key=order_of)
         assert self.items[index] is request, f"{request.id} is not where its order says"
         self.drop(index)
 
     def drop(self, index: int) -> None:
         self.num_tokens -= self.items.pop(index).num_prompt
+
+
+class Running(Queue):
+    """Those that run, and how many of them each tenant has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[int, int] = {}
+
+    def add(self, request: Request) -> None:
+        super().add(request)
+        self.rows[request.tenant] = self.rows.get(request.tenant, 0) + 1
+
+    def remove(self, request: Request) -> None:
+        super().remove(request)
+        self.rows[request.tenant] -= 1
+        if not self.rows[request.tenant]:
+            del self.rows[request.tenant]

@@ -98,6 +98,7 @@ class Scheduler:
             )
         self.num_added += 1
         new.order = POLICIES[settings.policy](new, self.num_added)
+        new.rank = new.order[0]
         self.requests[new.id] = new
         self.planner.waiting.add(new)
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # From here on a step of a CPU takes longer by as much as it is larger: larger ones gain nothing, so a queue of prompts
 # is no reason for a step that all streams wait seconds for.
 _CPU_TOKENS = 64
+_FEW_STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,14 @@ class SchedulerSettings:
             raise ConfigError(
                 f"watermark={self.watermark} must be in [0, 1), num_drafts={self.num_drafts} not negative"
             )
+
+    @property
+    def tenant_credit(self) -> int:
+        """Prompt tokens that a tenant can be behind others at most: what a step holds, or a few where the latency goal
+        keeps steps small."""
+        if self.latency_goal and not self.latency_deep:
+            return min(self.max_num_batched_tokens, _FEW_STEPS * self.latency_tokens)
+        return self.max_num_batched_tokens
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, max_model_len: int, depth: int) -> SchedulerSettings:

@@ -32,6 +32,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     priority: int = 0
     arrival: float = 0.0  # wall-clock seconds; only for reporting and for order between equal priorities
     cache_salt: str | None = None
+    tenant: int = 0  # whose it is, for fair scheduling: opaque, and nothing about a key can be learned from it
     parent_id: str | None = None
     lora_id: int = 0
     lora_name: str | None = None

@@ -1,13 +1,14 @@
 """Who asks: which of the server's keys a request showed, and what is kept apart between keys because of it.
 
 In: the scope of a request that was let in (middleware.Keys notes the key there). Out: the number of its key, for
-whatever belongs to whoever made it, and the prefix-cache salt of its prompts. Keys themselves are neither kept nor
-passed on. Must not know: routes, dialects.
+whatever belongs to whoever made it, the prefix-cache salt of its prompts, and the tenant that it is to the scheduler.
+Keys themselves are neither kept nor passed on. Must not know: routes, dialects.
 """
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import secrets
 from collections.abc import Sequence
 from hashlib import sha256
@@ -60,3 +61,31 @@ class Salts:
             return own
         said = b"" if own is None else b"\x01" + own.encode("utf-8", "surrogatepass")
         return hmac.new(self._secret, self._keys[caller] + said, sha256).hexdigest()
+
+
+class Tenants:
+    """Between whom the engine schedules fairly: numbers that say nothing about keys or addresses."""
+
+    EVERYBODY = 0
+
+    def __init__(self, by: str, secret: bytes) -> None:
+        self._by, self._secret = by, secret
+
+    def tenant(self, scope: Scope) -> int:
+        if self._by == "key":
+            return caller_of(scope) - NOBODY  # requests without a key are one tenant
+        if self._by == "address" and (client := scope.get("client")) is not None:
+            digest = hmac.new(self._secret, _network(client[0]), sha256).digest()
+            return int.from_bytes(digest[:7], "big")
+        return self.EVERYBODY
+
+
+def _network(address: str) -> bytes:
+    """Whoever has an IPv6 address usually has 2**64 of them: these count as one."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address.encode()
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return parsed.packed
+    return parsed.ipv4_mapped.packed if parsed.ipv4_mapped else parsed.packed[:8]

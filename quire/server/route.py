@@ -102,6 +102,11 @@ class HttpCall:
         """The number of the key that was shown."""
         return caller_of(self.scope)
 
+    @property
+    def tenant(self) -> int:
+        """Whom the engine counts this request to."""
+        return self.state.tenants.tenant(self.scope)
+
     def check_type(self) -> None:
         """JSON only: a web page may send any other type to any server without asking it first."""
         given = (self.header(b"content-type") or "").partition(";")[0].strip().lower()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from quire.schema.errors import OverloadedError
 from quire.server.body import JsonLimits
-from quire.server.callers import Salts, new_secret
+from quire.server.callers import Salts, Tenants, new_secret
 from quire.server.served import ServedModels
 from quire.server.tool_server import ToolServer
 
@@ -72,6 +72,7 @@ class ServerState:
     options: ServerConfig
     served: ServedModels
     salts: Salts | None  # of the prefix cache; None: all requests share its blocks
+    tenants: Tenants  # that the scheduler is fair to
     tool_server: ToolServer | None = None
     load: InFlightCount = field(default_factory=InFlightCount)
     started_at: float = field(default_factory=time.time)
@@ -86,12 +87,14 @@ class ServerState:
     @classmethod
     def of(cls, engine: AsyncLLM, options: ServerConfig, secret: bytes | None = None) -> ServerState:
         """`secret`: what the API processes of one server agree on."""
+        secret = secret or new_secret()
         return cls(
             engine=engine,
             config=engine.vllm_config,
             options=options,
             served=ServedModels.of(engine, options),
-            salts=Salts.of(options.keys, secret or new_secret()) if options.prefix_cache_per_key else None,
+            salts=Salts.of(options.keys, secret) if options.prefix_cache_per_key else None,
+            tenants=Tenants(options.fair_scheduling, secret),
             tool_server=ToolServer.of(options.tool_server),
         )
 

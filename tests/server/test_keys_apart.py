@@ -1,10 +1,10 @@
-"""What is kept apart between the keys of a server: stored responses, and cached prefixes."""
+"""What is kept apart between the keys of a server: stored responses, cached prefixes, and turns in the queue."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from quire.base import env
-from quire.server.callers import NOBODY, Salts
+from quire.schema.messages import EngineRequest
+from quire.server.callers import NOBODY, Salts, Tenants, note_key
 from tests.server.hosted import hosted
 from tests.server.live import Live, error_of, live_fake
 
@@ -123,12 +124,16 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
 
 def salts_seen(server: Live, patch: pytest.MonkeyPatch) -> list[str | None]:
     """Of every request that reaches the engine from now on."""
-    seen: list[str | None] = []
+    return watch(server, patch, lambda request: request.cache_salt)
+
+
+def watch(server: Live, patch: pytest.MonkeyPatch, read: Callable[[EngineRequest], Any]) -> list[Any]:
+    seen: list[Any] = []
     client: Any = server.engine.front.client
     submit = client.submit
 
     def watched(requests: Any) -> None:
-        seen.extend(request.cache_salt for request in requests)
+        seen.extend(map(read, requests))
         submit(requests)
 
     patch.setattr(client, "submit", watched)
@@ -217,3 +222,57 @@ def test_processes_of_one_server_agree(tmp_path: Path) -> None:
         assert ask(0) == 0
         with ThreadPoolExecutor(16) as pool:  # so many connections at once that no process gets them all
             assert min(pool.map(ask, range(32))) > 100
+
+
+# ---- turns in the queue --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_every_key_is_a_tenant(server: Live, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = watch(server, monkeypatch, lambda request: request.tenant)
+
+    def tenants(key: dict[str, str]) -> set[int]:
+        seen.clear()
+        answer = server.post(path, body, headers=key)
+        assert answer.status_code == 200, answer.text
+        return set(seen)
+
+    alice, bob = tenants(A), tenants(B)
+    assert len(alice) == len(bob) == 1 and alice != bob and tenants(A) == alice
+    assert alice | bob == {1, 2}, "numbers, in the order of the keys"
+
+
+def test_who_is_a_tenant_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[tuple[dict[str, Any], list[dict[str, str]], int]] = [
+        ({}, [{}, A], 1),
+        ({"api_key": ["alice", "alice"]}, [A, A], 1),
+        ({"api_key": KEYS}, [A, B], 2),
+        ({"api_key": KEYS, "fair_scheduling": "none"}, [A, B], 1),
+        ({"api_key": KEYS, "fair_scheduling": "address"}, [A, B], 1),
+    ]
+    for number, (options, keys, num_tenants) in enumerate(cases):
+        with live_fake(tmp_path / str(number), **options) as server, monkeypatch.context() as patch:
+            seen = watch(server, patch, lambda request: request.tenant)
+            for key in keys:
+                body = {"prompt": "a", "max_tokens": 1}
+                assert server.post("/v1/completions", body, headers=key).status_code == 200
+            assert len(set(seen)) == num_tenants, options
+
+
+def test_tenants_by_key_or_by_address() -> None:
+    def scope(address: str | None = None, key: int = NOBODY) -> dict[str, Any]:
+        made: dict[str, Any] = {"client": None if address is None else (address, 1)}
+        if key != NOBODY:
+            note_key(made, key)
+        return made
+
+    by_key, by_address = Tenants("key", b"1" * 32), Tenants("address", b"1" * 32)
+    assert [by_key.tenant(scope("10.0.0.1", key)) for key in (NOBODY, 0, 1)] == [0, 1, 2]
+    assert Tenants("none", b"1" * 32).tenant(scope("10.0.0.1", 1)) == 0
+    different = ["10.0.0.1", "10.0.0.2", "2001:db8::1", "2001:db8:0:1::1", "unix"]
+    numbers = [by_address.tenant(scope(address)) for address in different]
+    assert len(set(numbers)) == len(different) and all(0 < number < 1 << 63 for number in numbers)
+    assert by_address.tenant(scope("2001:db8::ffff:1")) == numbers[2], "a network of 64 bits is one tenant"
+    assert by_address.tenant(scope("::ffff:10.0.0.1")) == numbers[0]
+    assert by_address.tenant(scope(None)) == 0
+    assert Tenants("address", b"2" * 32).tenant(scope("10.0.0.1")) not in numbers, "says nothing about the address"

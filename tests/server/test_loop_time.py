@@ -1,7 +1,9 @@
 """Nothing a request brings takes the event loop long: every callback is timed, by its thread's own processor time,
 while each attack of benchmarks/hostile_attacks.py and each body of test_event_loop.py is made.
 
-The loop's thread runs nothing else, so neither other programs nor other threads of the server are in these figures.
+The thread of the loop runs nothing else, so neither other programs nor other threads are in these figures. What
+these do to the processor's caches and clock is, so one that is too slow is made again: a callback that does too much
+does so every time, and the least of its times is compared with what is promised.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import gc
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import hostile_attacks
 from hostile_wire import BrokenError, Door, Rate, Tally, Target
 
-LONGEST = 0.1  # seconds of the processor; the promise is 0.05, with the processor's caches to itself (20 ms were found)
+LONGEST = 0.05  # seconds of the processor, as docs/security.md promises
+ROUNDS = 6
 MINE, THEIRS = "attacker-key", "honest-key"
 HASTE = 20  # times faster than in the benchmark are those that do something slowly
 NEEDLESS = ("stray_frames",)  # sends nothing without the sockets of an engine process
@@ -55,6 +58,18 @@ class LoopTime:
 
     def start(self) -> None:
         self.longest, self.count = 0.0, 0
+
+    def least(self, work: Callable[[], object]) -> float:
+        """The longest callback while `work` was done, at best: it is done again as long as it takes too long."""
+        least = float("inf")
+        for _ in range(ROUNDS):
+            self.start()
+            work()
+            assert self.count > 0, "nothing was measured"
+            least = min(least, self.longest)
+            if least < LONGEST:
+                break
+        return least
 
 
 class Hasty:
@@ -104,10 +119,8 @@ async def once(name: str, server: Live) -> Tally:
 @pytest.mark.parametrize("name", [name for name in hostile_attacks.ATTACKS if name not in NEEDLESS])
 def test_no_attack_takes_the_loop_long(measured: tuple[Live, LoopTime], name: str) -> None:
     server, times = measured
-    times.start()
-    asyncio.run(once(name, server))
-    assert times.count > 0, "nothing was measured"
-    assert times.longest < LONGEST, f"{times.longest:.3f} s in one callback"
+    longest = times.least(lambda: asyncio.run(once(name, server)))
+    assert longest < LONGEST, f"{longest:.3f} s in one callback"
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -115,25 +128,28 @@ def test_no_body_takes_the_loop_long(measured: tuple[Live, LoopTime], name: str)
     server, times = measured
     path, make = BODIES[name]
     raw = make().encode()
-    times.start()
-    post(server, path, raw, MINE)
-    assert times.count > 0, "nothing was measured"
-    assert times.longest < LONGEST, f"{times.longest:.3f} s in one callback"
+    longest = times.least(lambda: post(server, path, raw, MINE))
+    assert longest < LONGEST, f"{longest:.3f} s in one callback"
 
 
 def test_a_slow_callback_is_found(measured: tuple[Live, LoopTime]) -> None:
-    """The measurement itself: work counts, sleep does not."""
+    """The measurement itself: work counts every time it is done, sleep does not, nor work that was slow once."""
     server, times = measured
+    rounds: list[int] = []
 
-    def work() -> None:
+    def work(seconds: float) -> None:
         began = time.thread_time()
-        while time.thread_time() - began < 2 * LONGEST:
+        while time.thread_time() - began < seconds:
             pass
 
-    for call, is_long in ((work, True), (lambda: time.sleep(2 * LONGEST), False)):
-        times.start()
+    def do(call: Callable[[], None]) -> None:
+        rounds.append(1)
         done = threading.Event()
         server.loop.call_soon_threadsafe(call)
         server.loop.call_soon_threadsafe(done.set)
         assert done.wait(60)
-        assert (times.longest >= LONGEST) == is_long
+
+    assert times.least(lambda: do(lambda: work(2 * LONGEST))) >= LONGEST and len(rounds) == ROUNDS
+    assert times.least(lambda: do(lambda: time.sleep(2 * LONGEST))) < LONGEST
+    rounds.clear()
+    assert times.least(lambda: do(lambda: work(0.0 if len(rounds) > 1 else 2 * LONGEST))) < LONGEST

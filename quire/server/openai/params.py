@@ -141,7 +141,10 @@ async def open_requests(
         raise told from wrong
     if request.use_beam_search:
         options = Options(
-            priority=request.priority or 0, trace_headers=call.trace_headers(), lora_name=call.model.adapter
+            priority=request.priority or 0,
+            tenant=call.tenant,
+            trace_headers=call.trace_headers(),
+            lora_name=call.model.adapter,
         )
         flow: Flow | BeamFlow = open_beams(call, request, requests, options, params.structured_outputs)
     else:
@@ -161,10 +164,11 @@ async def prepare_requests(
         tokenizing["truncation_side"] = request.truncation_side
     own = f"{public_id}-{state.prefix}{next(state.serials):x}"
     salt = request.cache_salt if state.salts is None else state.salts.salt(call.caller, request.cache_salt)
-    trace = call.trace_headers()
+    trace, tenant = call.trace_headers(), call.tenant
     options = [
         Options(
             priority=request.priority or 0,
+            tenant=tenant,
             lora_name=model.adapter,
             tokenization_kwargs=tokenizing or None,
             trace_headers=trace,

@@ -18,6 +18,7 @@ import random
 import sys
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 
 from msgspec.structs import replace
 
@@ -310,7 +311,8 @@ class Hiccup(Gate):
 class World:
     """One configuration and the traffic it gets."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, tenants: tuple[int, ...] = ()) -> None:
+        """`tenants`: those that there are, if not drawn."""
         self.rng = rng
         mix = rng.choice(MIXES)
         size = rng.choice([1, 2, 4, 4, 8])
@@ -340,6 +342,7 @@ class World:
             max_num_queued=20,
             latency_goal=rng.choice([0.0, 0.0, 3.0, 12.0]),
             latency_tokens=rng.choice([2, 6]),
+            latency_deep=rng.choice([0, 8]),
             prefix_caching=rng.random() < 0.8,
             hash_algorithm=rng.choice(["sha256", "blake2b", "sha256_cbor"]),
             events=rng.random() < 0.3,
@@ -355,6 +358,10 @@ class World:
         self.one_adapter = rng.random() < 0.2
         if self.one_adapter:
             self.scheduler.planner.gates.insert(0, Adapters())
+        self.tenants = tenants or rng.choice([(0,), (0, 5), (1, 2, 3, 4, 9)])
+        self.given_up = 0
+        self.watch_shares()
+        self.plans: list[tuple[Grant, ...]] = []
         self.hiccups, self.idle = chunked and rng.random() < 0.2, 0
         if self.hiccups:
             self.scheduler.planner.gates.insert(0, Hiccup(self.scheduler))
@@ -388,6 +395,7 @@ class World:
             first = rng.randint(0, size - 1)
             span = rng.randint(1, self.media or min(9, size - first))
             media = ((first, span, f"{rng.choice('xy')}{span}"),)  # equal content has equal length
+        tenant = rng.choice(self.tenants)
         params, max_tokens = rng.choice(PARAMS), rng.choice([rng.randint(1, 24), length])
         for _ in range(siblings):
             name = f"r{rng.randint(0, 60)}" if rng.random() < 0.2 else f"r{self.counter + 1000}"
@@ -399,8 +407,8 @@ class World:
                 max_tokens=max_tokens, eos_token_id=rng.choice([None, 1]),
                 params=replace(params, stop_token_ids=rng.choice([(), (2,), (1, 3)])),
                 priority=priority, arrival=float(self.counter),
-                cache_salt=salt, lora_id=lora, lora_name=f"adapter {lora}" if lora else None, parent_id=parent,
-                lora_generation=generation if lora else 0, media_keys=media,
+                tenant=tenant, cache_salt=salt, lora_id=lora, lora_name=f"adapter {lora}" if lora else None,
+                parent_id=parent, lora_generation=generation if lora else 0, media_keys=media,
             )  # fmt: skip
             self.scheduler.add(given)
             self.clients[name] = Client(given, length)
@@ -410,6 +418,40 @@ class World:
                     self.scheduler.hold(name, reason)
                     self.holds[name].add(reason)
                 self.seen["held"] += 1
+
+    def watch_shares(self) -> None:
+        """Whatever is given up belongs to one that has more than its share, and is claimed by one that has less."""
+        shares, kv = self.scheduler.planner.shares, self.scheduler.kv
+        rows_of, blocks_of = shares.row_to_give_up, shares.blocks_to_give_up
+
+        def lose(request: Request | None, held: Counter[int], total: int, ranks: list[float]) -> Request | None:
+            if request is None:
+                return None
+            running = self.scheduler.planner.running.items
+            tenants = {one.given.tenant for one in self.scheduler.requests.values()}
+            first = next(one for one in running if one.given.tenant == request.given.tenant)
+            assert request is not first, "the oldest of a tenant is given up"
+            assert held[request.given.tenant] > total // len(tenants), "given up by one that has no more than its share"
+            assert ranks and request.rank >= min(ranks), "given up for nobody, or for a lower priority"
+            self.given_up += 1
+            return request
+
+        def row(barred: Callable[[Request], bool]) -> Request | None:
+            planner, most = self.scheduler.planner, self.settings.max_num_seqs
+            rows = Counter(one.given.tenant for one in planner.running.items)
+            tenants = {one.given.tenant for one in self.scheduler.requests.values()}
+            claims = [one for one in planner.waiting if rows[one.given.tenant] < max(1, most // len(tenants))]
+            free = [one.rank for one in claims if not self.holds[one.id]]
+            return lose(rows_of(barred), rows, most, free)
+
+        def blocks(claimant: Request) -> Request | None:
+            held = Counter[int]()
+            for one in self.scheduler.planner.running.items:
+                held[one.given.tenant] += sum(block >= 0 for table in one.held.tables for block in table)
+            assert claimant.id in self.scheduler.requests and not claimant.running, "blocks for one that is gone"
+            return lose(blocks_of(claimant), held, kv.pool.num_blocks, [claimant.rank])
+
+        shares.row_to_give_up, shares.blocks_to_give_up = row, blocks
 
     def disturb(self) -> None:
         rng, scheduler = self.rng, self.scheduler
@@ -451,7 +493,7 @@ class World:
                     self.saving[group, name] = self.num_slots
                     self.seen["saved"] += 1
             self.seen["relocated"] += kv.moves.relocate(group, rng.choice(names))
-        for request in rng.sample(self.scheduler.planner.waiting.items, min(2, self.scheduler.num_waiting)):
+        for request in rng.sample(list(self.scheduler.planner.waiting), min(2, self.scheduler.num_waiting)):
             for group, size in kv.growing:
                 for index in range(len(request.tokens) // size):
                     slot = self.saved.get((group, kv.name_of(request, group, index)))
@@ -468,7 +510,11 @@ class World:
             self.move()
         preempted = scheduler.tally.preempted
         plan = scheduler.plan()
-        assert scheduler.tally.preempted == preempted or not plan.joined, "someone joined where another had to leave"
+        lacked_blocks = scheduler.tally.preempted > preempted + self.given_up
+        assert not lacked_blocks or not plan.joined, "someone joined where another had to leave"
+        self.seen["given up"] += self.given_up
+        self.given_up = 0
+        self.plans.append(plan.grants)
         if plan.grants:
             self.check_plan(plan)
             self.saved |= self.saving
@@ -498,11 +544,11 @@ class World:
         settings, rows = self.settings, self.worker.rows
         assert plan.total_tokens == sum([g.count for g in plan.grants]) <= settings.max_num_batched_tokens
         assert self.scheduler.num_running <= settings.max_num_seqs
-        partial = 0
+        partial = Counter[int]()
         for grant in plan.grants:
             request = self.scheduler.requests[grant.request_id]
             unfinished = grant.start + grant.count < len(request.tokens)
-            partial += unfinished
+            partial[request.given.tenant] += unfinished
             assert settings.chunked_prefill or not unfinished, "a prompt in pieces"
             given = request.given
             limit = min(len(given.prompt_token_ids) + given.max_tokens, settings.max_model_len)
@@ -511,7 +557,8 @@ class World:
             assert not threshold or grant.count <= threshold, "more than the chunk limit"
         adapters = {self.scheduler.requests[grant.request_id].given.lora_id for grant in plan.grants}
         assert not self.one_adapter or len(adapters - {0}) <= 1, "two adapters in one step"
-        assert partial <= settings.max_partial_prefills, f"{partial} prompts are half-computed"
+        most = max(partial.values(), default=0)
+        assert most <= settings.max_partial_prefills, f"{most} prompts of one tenant are half-computed"
         for new in plan.joined:
             self.seen["joined"] += 1
             self.seen["hits"] += new.epoch == 0 and self.scheduler.requests[new.request_id].num_cached > 0
@@ -565,15 +612,19 @@ class World:
         self.scheduler.audit()
 
 
-def run_seed(seed: int, steps: int) -> Counter[str]:
-    """`steps` non-empty steps over several worlds; what was seen."""
+def run_seed(
+    seed: int, steps: int, tenants: tuple[int, ...] = (), plans: list[tuple[Grant, ...]] | None = None
+) -> Counter[str]:
+    """`steps` non-empty steps over several worlds; what was seen. `plans`: takes what was planned."""
     rng, seen = random.Random(seed), Counter[str]()
     while seen["steps"] < steps:
-        world = World(rng)
+        world = World(rng, tenants)
         goal = min(rng.randint(50, 500), steps - seen["steps"])
         while world.seen["steps"] < goal:
             world.step()
         world.drain()
+        if plans is not None:
+            plans += world.plans
         seen += world.seen + Counter(worlds=1)
     return seen
 

@@ -14,12 +14,25 @@ from quire.sched.gates import Hold, Holds, Overlap
 from quire.sched.kv_cache import KVCache
 from quire.sched.moves import BlockMoves
 from quire.sched.planner import Planner
-from quire.sched.request import Request
+from quire.sched.request import Queue, Request, Running
+from quire.sched.shares import Shares
 from quire.schema.step import Direction, Move
 from tests.plain.sched.fuzz import run_seed
 
 SEEDS = 80
-RARE = ("hits", "resumed", "aborted", "resets", "drafts", "accepted", "held", "saved", "brought", "relocated")
+RARE = (
+    "hits",
+    "resumed",
+    "aborted",
+    "resets",
+    "drafts",
+    "accepted",
+    "held",
+    "saved",
+    "brought",
+    "relocated",
+    "given up",
+)
 
 
 def test_no_invariant_breaks() -> None:
@@ -127,6 +140,25 @@ def quiet_preempt(planner: Planner, request: Request) -> None:
     request.epoch -= 1
 
 
+def gives_up_the_oldest(shares: Shares, in_use: dict[int, int], share: int, rank: float) -> Request | None:
+    last = NEWEST(shares, in_use, share, rank)
+    return last and next(request for request in shares.running.items if request.tenant == last.tenant)
+
+
+def gives_up_the_last_of_all(shares: Shares, in_use: dict[int, int], share: int, rank: float) -> Request | None:
+    return NEWEST(shares, in_use, share, rank) and shares.running.items[-1]
+
+
+def gives_up_to_anybody(shares: Shares, in_use: dict[int, int], share: int, rank: float) -> Request | None:
+    return NEWEST(shares, in_use, share, float("-inf"))
+
+
+def rows_forgotten(running: Running, request: Request) -> None:
+    """Counts those that come, and not those that go."""
+    Queue.remove(running, request)
+
+
+NEWEST = Shares._newest
 PREEMPT, RESTART, GROW = Planner.preempt, Request.restart, KVCache.grow
 TAKE, BRING, RELOCATE, KEYS = BlockMoves.take, BlockMoves.bring, BlockMoves.relocate, prefix_hash.extra_keys
 FAULTS: list[tuple[object, str, Callable[..., Any]]] = [
@@ -149,6 +181,10 @@ FAULTS: list[tuple[object, str, Callable[..., Any]]] = [
     (BlockPool, "share", share_nothing),
     (KVCache, "name", named_to_the_end),
     (Planner, "preempt", quiet_preempt),
+    (Shares, "_newest", gives_up_the_oldest),
+    (Shares, "_newest", gives_up_the_last_of_all),
+    (Shares, "_newest", gives_up_to_anybody),
+    (Running, "remove", rows_forgotten),
 ]
 
 

@@ -1,0 +1,89 @@
+"""Shares: rows and KV blocks between tenants while some of them wait. Where there is one tenant, nothing is shared.
+
+A tenant's share is an equal part for each tenant that runs or waits. Whoever holds more keeps it until another, which
+holds less than its share, waits for a row or for blocks: then the newest requests of the tenant that holds most are
+preempted, as they are when blocks run out, and wait in their old place. The oldest that a tenant runs is never among
+them, so all come to an end; and higher priority is not given up for lower. So that this is rare, and what was given up
+is not taken back, whoever has its share of rows leaves the last free ones to those that have less.
+In: who runs and who waits. Out: who may join, which request to preempt next. Must not know: gates, what a step holds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from quire.sched.kv_cache import KVCache
+from quire.sched.request import Request, Running
+from quire.sched.tenants import Waiting
+
+MOST_GIVEN_UP = 4  # rows that change hands in one step: about as many prompts as can join it
+LEFT_FREE = 8  # the part of all rows, as its inverse, that whoever has its share leaves free while others run
+LOOKED_AT = 8  # requests of a tenant, the first that wait, before it counts as waiting for something else
+
+
+class Shares:
+    def __init__(self, most_rows: int, running: Running, waiting: Waiting, kv: KVCache) -> None:
+        self.most_rows, self.running, self.waiting, self.kv = most_rows, running, waiting, kv
+
+    @property
+    def row_share(self) -> int:
+        return max(1, self.most_rows // max(1, len(self.tenants())))
+
+    @property
+    def num_free_rows(self) -> int:
+        return self.most_rows - len(self.running)
+
+    def row_to_give_up(self, barred: Callable[[Request], bool]) -> Request | None:
+        """Of a tenant with more rows than its share, if those with fewer want more than there are free."""
+        rows, share = self.running.rows, self.row_share
+        claims = [
+            request
+            for name in self.waiting.active
+            if rows.get(name, 0) < share
+            for request in self._heads(name, share - rows.get(name, 0), barred)
+        ]
+        if len(claims) <= self.num_free_rows:
+            return None
+        return self._newest(rows, share, min(request.rank for request in claims))
+
+    def may_take_row(self, name: int) -> bool:
+        """Whether this tenant may have one more of those that are free."""
+        rows, share = self.running.rows, self.row_share
+        if rows.get(name, 0) < share or len(self.tenants()) == 1:
+            return True
+        left = self.most_rows // LEFT_FREE
+        if any(rows.get(other, 0) < share for other in self.waiting.active):
+            left = max(left, MOST_GIVEN_UP)
+        return self.num_free_rows > left
+
+    def blocks_to_give_up(self, claimant: Request) -> Request | None:
+        """The same for blocks: `claimant` may join but for these."""
+        kv = self.kv
+        hit = kv.match(claimant)
+        need = kv.need_to_join(claimant, hit, claimant.target, whole=True)
+        if need <= kv.pool.num_free:
+            return None
+        in_use: Counter[int] = Counter()
+        for request in self.running.items:
+            in_use[request.tenant] += sum(len(table) - table.count(-1) for table in request.held.tables)
+        share = kv.pool.num_blocks // len(self.tenants())
+        if in_use[claimant.tenant] + need > share:
+            return None
+        return self._newest(in_use, share, claimant.rank)
+
+    def tenants(self) -> set[int]:
+        """That run or wait."""
+        return self.running.rows.keys() | self.waiting.active
+
+    def _heads(self, name: int, most: int, barred: Callable[[Request], bool]) -> list[Request]:
+        items = self.waiting.tenants[name].waiting.items
+        return [request for request in items[:LOOKED_AT] if not barred(request)][:most]
+
+    def _newest(self, in_use: dict[int, int], share: int, rank: float) -> Request | None:
+        """Of the tenant that holds most, unless that is within its share, or ranks higher."""
+        name = max(in_use, key=in_use.__getitem__, default=None)
+        if name is None or in_use[name] <= share or self.running.rows[name] < 2:
+            return None
+        last = next(request for request in reversed(self.running.items) if request.tenant == name)
+        return last if last.rank >= rank else None
