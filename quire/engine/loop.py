@@ -64,8 +64,9 @@ class EngineLoop:
         self._constrained: set[str] = set()  # requests that masks know; without any, masks are not asked
         self.kv_events = kv_events  # None: nobody is told
         self.paused = False
-        self.pulse = pulse or Pulse()
+        self.pulse = pulse  # None: nobody watches
         self._flying: deque[tuple[StepPlan, PendingResult]] = deque()
+        self._times_steps = scheduler.settings.latency_goal > 0  # nobody else needs it but `run`
         self._began = 0.0  # when the device began the oldest step under way, as far as can be told
         self._leads = Lead(), Lead()  # of decodes, and of steps with prompts
         self._live: set[str] = set()  # requests whose end has not been said
@@ -184,7 +185,8 @@ class EngineLoop:
         self._answer_waiting()
         self._publish_events()
         news, self._news = self._news, []
-        self.pulse.beat(busy=self.busy, paused=self.paused)
+        if self.pulse is not None:
+            self.pulse.beat(busy=self.busy, paused=self.paused)
         return news
 
     def _num_kept(self, plan: StepPlan) -> int:
@@ -202,7 +204,8 @@ class EngineLoop:
             plan, pending = self._flying.popleft()
             result = pending.result()
             began = now()
-            self.scheduler.pace.learn(plan.total_tokens, began - self._began)
+            if self._times_steps:
+                self.scheduler.pace.learn(plan.total_tokens, began - self._began)
             self._began = began
             if self.charge is not None:
                 self.charge.ended(plan, result.forward_seconds)
@@ -314,6 +317,7 @@ class EngineLoop:
 
     def run(self, inbox: queue.SimpleQueue[ToEngine], emit: Callable[[FromEngine], None]) -> None:
         """Serve a queue until Stop: in an engine process, or in a thread."""
+        self._times_steps = True
         while self._drain(inbox, emit) and self._linger(inbox, emit):
             outputs = self.step()
             stats = self.take_stats()
@@ -328,7 +332,8 @@ class EngineLoop:
         while block or not inbox.empty():
             message = inbox.get()
             if block:  # it was idle until now: the time of rest is no delay
-                self.pulse.beat(busy=True, paused=self.paused)
+                if self.pulse is not None:
+                    self.pulse.beat(busy=True, paused=self.paused)
                 block = False
             if not self._take(message, emit):
                 return False

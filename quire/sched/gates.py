@@ -254,9 +254,16 @@ class TenantRows(Gate):
 
     def __init__(self, shares: Shares) -> None:
         self.shares = shares
+        self.is_shared = False  # whether several tenants run or wait in this step
+
+    def open(self, load: SchedulerLoad) -> None:
+        shares = self.shares
+        self.is_shared = len(shares.running.rows.keys() | shares.waiting.active) > 1
 
     def admit(self, request: Request, count: int) -> int:
-        return count if request.running or self.shares.may_take_row(request.tenant) else SKIP
+        if request.running or not self.is_shared:
+            return count
+        return count if self.shares.may_take_row(request.tenant) else SKIP
 
 
 class TenantTokens(Gate):

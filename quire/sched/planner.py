@@ -60,7 +60,7 @@ class Planner:
         self.watermark = int(settings.watermark * kv.pool.num_blocks)
 
     def fill(self) -> OpenPlan:
-        if self.waiting.active and len(self.shares.tenants()) > 1:
+        if self.waiting.active and len(self.running.rows.keys() | self.waiting.active) > 1:
             self._give_up_shares()
         self.blocked = None
         plan, load = OpenPlan(), SchedulerLoad(len(self.running), len(self.waiting), self.waiting.num_tokens)
