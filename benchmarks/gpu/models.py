@@ -50,6 +50,21 @@ MODELS = {
         num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
     ),
 }  # fmt: skip
+MODELS["qwen3-8b-w4a16"] = MODELS["qwen3-8b"] | {
+    "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+}
+MODELS["qwen3-8b-fp8-blocks"] = MODELS["qwen3-8b"] | {
+    "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+}
+MODELS["qwen3-8b-w8a8"] = MODELS["qwen3-8b"] | {
+    "quantization_config": {
+        "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": {
+            "targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+            "input_activations": {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"},
+        }},
+    }
+}  # fmt: skip
 
 
 def write(root: Path) -> list[Path]:

@@ -1,6 +1,6 @@
 """Times one model on named workloads through LLM.generate, with token ids in and no detokenizing.
 
-    python benchmarks/gpu/offline.py MODEL_FOLDER WORKLOADS [--options JSON] [--json FILE]
+    python benchmarks/gpu/offline.py MODEL_FOLDER WORKLOADS [--quantization NAME] [--options JSON] [--json FILE]
 
 WORKLOADS: a list such as mixed256,single, or all. --options are keywords of LLM laid over the defaults below.
 Prints one line per run: seconds, output tokens a second, all tokens a second. Prompts come from a fixed seed, so two
@@ -95,10 +95,11 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("workloads")
     parser.add_argument("--options", default="{}", type=json.loads)
+    parser.add_argument("--quantization", default=None, help="what dummy weights are rounded to: fp8, int4_wo ...")
     parser.add_argument("--json", default=None, help="also write the results here")
     args = parser.parse_args()
     names = list(WORKLOADS) if args.workloads == "all" else args.workloads.split(",")
-    llm = LLM(model=args.model, **(DEFAULTS | args.options))
+    llm = LLM(model=args.model, **(DEFAULTS | {"quantization": args.quantization} | args.options))
     ready = time.perf_counter() - began
     rng = random.Random(0)
 

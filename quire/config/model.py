@@ -130,9 +130,9 @@ class ModelConfig(Group):
         unset=None, low=-1, human=True, auto=True, accepts=int | str | None, take=read_length,
     )  # fmt: skip
     quantization: str | None = option(
-        None, "Quantization method; unset is the checkpoint's, and a name must agree with it. On CPU int8_wo and "
-        "int4_wo quantize an unquantized checkpoint to blocks of 8 or 4 bits while loading (fp8 and bitsandbytes do "
-        "so too).", LATER, flags=("-q",),
+        None, "Quantization method; unset is the checkpoint's, and a name must agree with it. int8_wo, int4_wo "
+        "and fp8 quantize an unquantized checkpoint to 8 or 4 bits while loading (bitsandbytes to 4; on CPU, fp8 is "
+        "int8_wo).", LATER, flags=("-q",),
         ready=("gguf", "int8_wo", "int4_wo", "ptpc_fp8", *FAMILIES, *(name for name in ANY_OF if name not in FAMILIES)),
         take=quantization_name, why="checkpoints of these formats can be loaded: " + ", ".join(("gguf", *FORMATS)),
     )  # fmt: skip
@@ -186,7 +186,9 @@ class ModelConfig(Group):
     eos_token_ids: tuple[int, ...] = ()  # further ends of text besides the tokenizer's
     original_max_model_len: int | None = None  # as requested
     model_weights: str = ""
-    weight_form: str = "plain"  # plain | stored (blocks or codes of the checkpoint) | int8 | int4 (rounded at load)
+    weight_form: str = (
+        "plain"  # plain | stored (blocks or codes of the checkpoint) | fp8 | int8 | int4 (rounded at load)
+    )
 
     @property
     def architecture(self) -> str:

@@ -152,11 +152,10 @@ def choose_storage(requested: Requested, config: EngineConfig) -> EngineConfig:
 
 
 def _coded_form(requested: Requested, config: EngineConfig, coded: Quantization) -> str:
-    """Codes where CPU kernels multiply them; decoded weights elsewhere, and for exact float32."""
+    """Codes where kernels multiply them; decoded weights for exact float32."""
     model = config.model_config
-    if config.device_config.device != "cpu":
-        log.warning("%s weights are decoded to 16 bits while loading: no kernel of this device takes them", coded.name)
-        return "plain"
+    if config.device_config.device != "cpu":  # kernels take most forms of codes, of matrices that are not experts
+        return "plain" if model.dtype == "float32" or config.load_config.load_format == "sharded_state" else "stored"
     if native.library() is None or config.load_config.load_format in ("dummy", "sharded_state"):
         return "plain"
     if model.dtype == "float32" and requested.get("quantization") is None:
@@ -178,15 +177,16 @@ def check_loader(load_format: str, extra: Mapping[str, Any]) -> None:
 
 def _choose_online(config: EngineConfig, stored: str) -> EngineConfig:
     """Weights quantized to blocks of 8 or 4 bits while they are loaded."""
-    model = config.model_config
-    if config.device_config.device != "cpu" and not stored:
-        raise NotBuiltError(f"quantization={model.quantization!r} is built for CPUs only so far", param="quantization")
-    if stored or native.library() is None:
-        lacks = f"an unquantized checkpoint, but this one is stored as {stored}"
-        lacks = lacks if stored else f"the compiled CPU kernels: {native.why_not()}"
+    model, on_cpu = config.model_config, config.device_config.device == "cpu"
+    lacks = f"an unquantized checkpoint, but this one is stored as {stored}" if stored else ""
+    if not stored and on_cpu and native.library() is None:
+        lacks = f"the compiled CPU kernels: {native.why_not()}"
+    elif not stored and not on_cpu and model.dtype == "float32":
+        lacks = "16 bits on a GPU, got dtype='float32'"
+    if lacks:
         raise ConfigError(f"quantization={model.quantization!r} needs {lacks}", param="quantization")
-    form = ONLINE[str(model.quantization)]
-    if model.quantization not in ("int8_wo", "int4_wo"):
+    form = "fp8" if not on_cpu and "fp8" in str(model.quantization) else ONLINE[str(model.quantization)]
+    if on_cpu and model.quantization not in ("int8_wo", "int4_wo"):
         log.info("quantization=%s: on this CPU, weights are rounded to blocks of %s", model.quantization, form)
     return replace(config, **{"model_config.weight_form": form})
 

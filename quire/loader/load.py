@@ -26,22 +26,25 @@ from quire.base.log import logger
 from quire.base.progress import progress
 from quire.checkpoint.quantization import read_quantization
 from quire.config.engine import EngineConfig, replace
-from quire.layers.stored import reopen_matrices
+from quire.layers.stored import matrices_of, reopen_matrices
 from quire.loader.by_layer import check_complete
 from quire.loader.coded_stage import CodedStage
 from quire.loader.files import WeightFiles, WeightPiece, find_weights, read_directory, read_weights
 from quire.loader.gguf_file import pieces_of
 from quire.loader.mistral_names import renamed
+from quire.loader.online import coder_of, dummy_coder
 from quire.loader.packed_cache import kept_for
 from quire.loader.sharded import ShardedTable, find_sharded, pattern_of
 from quire.loader.to_device import Sender
 from quire.models.build import Model, build_model, read_arch
 from quire.models.choose import choose_code
 from quire.models.limits import check_files
+from quire.ops.coded import coded_linear
 from quire.ops.op import Kernels
 from quire.ops.packed import kind_of, likes_panels
 from quire.quant.arena import Arena
 from quire.quant.coded import CodedMatrix
+from quire.quant.coded_scheme import CodedChoice, CodedParts
 from quire.quant.packed import PackedChoice
 from quire.quant.panels import PanelChoice
 from quire.quant.plain import plain_storage
@@ -128,6 +131,8 @@ def make_model(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE
 def storage_for(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE) -> Storage:
     """Packed where the configuration asks for it and kernels are there; else plain, in panels where those like them."""
     form, dtype = config.model_config.weight_form, getattr(torch, config.model_config.dtype)
+    if kernels.device.type != "cpu" and form != "plain":
+        return coded_storage(config, kernels, group)
     if form == "plain" or config.load_config.load_format == "dummy" or kernels.device.type != "cpu":
         if not kernels.of(likes_panels)(dtype):
             return plain_storage(dtype, kernels, group)
@@ -143,6 +148,22 @@ def storage_for(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALON
         return plain_storage(dtype, kernels, group)
     arena, kind = Arena(kernels.device), {"stored": None, "int8": "Q8Z", "int4": "Q4M"}[form]
     return Storage(dtype, arena, kernels, PackedChoice(dtype, arena, kernels, kind), group)
+
+
+def coded_storage(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE) -> Storage:
+    """Codes in the device's memory: those of the checkpoint, or what numbers are rounded to while they are loaded."""
+    about, arena = config.model_config, Arena(kernels.device)
+    dtype, coder = getattr(torch, about.dtype), coder_of(about.weight_form)
+    if dtype.itemsize != 2 or (kernels.of(coded_linear) is coded_linear.reference and kernels.device.type != "cpu"):
+        _log.warning(
+            "quantization=%s: weights are kept in %s, because kernels for codes need 16 bits and Triton",
+            about.quantization, about.dtype,
+        )  # fmt: skip
+        return plain_storage(dtype, kernels, group)
+    quantization = read_quantization(about.hf_config)
+    if coder is None and quantization is not None and config.load_config.load_format == "dummy":
+        coder = dummy_coder(quantization)
+    return Storage(dtype, arena, kernels, CodedChoice(dtype, arena, kernels, coder), group)
 
 
 @torch.no_grad()
@@ -300,19 +321,31 @@ def fill_dummy(model: Model, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(_DUMMY_VALUES, generator=generator) * DUMMY_STD
     rings: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # the sequence twice, where and as it is needed
-    for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():
-            parameter.data.zero_()
-            continue
-        kind = parameter.device, parameter.dtype
+
+    def draw(name: str, flat: Tensor) -> None:
+        kind = flat.device, flat.dtype
         if kind not in rings:
             rings[kind] = values.to(*kind).repeat(2)
-        start = zlib.crc32(name.encode()) % len(values)
-        turned, flat = rings[kind][start : start + len(values)], parameter.data.view(-1)
-        whole = flat.numel() // len(values) * len(values)
-        flat[:whole].view(-1, len(values)).copy_(turned.expand(whole // len(values), -1))
-        flat[whole:].copy_(turned[: flat.numel() - whole])
+        _fill_from(rings[kind], name, flat)
+
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            draw(name, parameter.data.view(-1))
+        else:
+            parameter.data.zero_()
+    for name, matrix in matrices_of(model):
+        if isinstance(matrix, CodedParts):
+            matrix.fill(name, draw)
     model.finish_weights()
+
+
+def _fill_from(ring: Tensor, name: str, flat: Tensor) -> None:
+    """`ring`: the sequence twice."""
+    size = len(ring) // 2
+    start = zlib.crc32(name.encode()) % size
+    turned, whole = ring[start : start + size], flat.numel() // size * size
+    flat[:whole].view(-1, size).copy_(turned.expand(whole // size, -1))
+    flat[whole:].copy_(turned[: flat.numel() - whole])
 
 
 def update_config(config: EngineConfig, changes: Mapping[str, Any]) -> EngineConfig:

@@ -229,7 +229,7 @@ class FloatCodes(_Tensors):
 
     def numbers(self) -> Tensor:
         values = self._halves().float() / 2 if self.kind == "e2m1" else self.codes.float()
-        return self._scale().scaled(values)
+        return self.scales().scaled(values)
 
     def cut(self, cut: Cut) -> FloatCodes | None:
         scale, at = self.scale.cut(cut), cut
@@ -242,9 +242,10 @@ class FloatCodes(_Tensors):
     def integers(self) -> Integers | None:
         if self.kind != "e2m1":
             return None
-        return Integers(self._halves(), None, self._scale().spread(self.shape) / 2, self.scale.columns)
+        return Integers(self._halves(), None, self.scales().spread(self.shape) / 2, self.scale.columns)
 
-    def _scale(self) -> Grid:
+    def scales(self) -> Grid:
+        """Of blocks, times that of the whole, as numbers."""
         values = self.scale.values
         scale = power_of_two(values) if values.dtype == torch.uint8 else values.float()
         return self.scale._replace(values=scale if self.whole is None else scale * self.whole.float())

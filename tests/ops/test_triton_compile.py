@@ -13,7 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quire.attention.triton import choose_tiles
-from quire.ops.triton import act, attention, few, mask, moe, moe_few, moe_many, norm, rope
+from quire.ops.coded import CodedWeight
+from quire.ops.triton import act, attention, coded, few, mask, moe, moe_few, moe_many, norm, rope
 
 HALF, WHOLE, WIDE = "*bf16", "*i32", "*fp32"
 
@@ -247,3 +248,54 @@ def test_products_of_some_rows(rows):
             source(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}
         )
         assert made.metadata.shared * ring.programs <= 227 << 10  # so many share a multiprocessor
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-blocks", "int8", "int4", "int4-zeros", "fp4"])
+def test_coded_weights(name):
+    """Every tile that is chosen, for both dtypes; no local memory, and 8-bit inputs reach their tensor cores."""
+    form = coded.HALVES if "4" in name else coded.WIDENED
+    group = {"fp8": 4096, "int8": 4096, "fp4": 16}.get(name, 128)
+    pointer = "*u8" if form == coded.HALVES else "*fp8e4nv" if "fp8" in name else "*i8"
+    kind = {"int4-zeros": "int4"}.get(name, name)
+    for rows, half in ((1, HALF), (1, "*fp16"), (24, HALF), (200, HALF)):
+        weight = CodedWeight(kind, None, None, None, 4096, 4096, group)
+        tile = coded.tile_for(rows, weight)
+        kinds = {
+            "x": half, "codes": pointer, "scale": WIDE, "zero": "*u8" if "zeros" in name else "none", "bias": "none",
+            "out": half, "rows": "i32", "x_stride": "i32",
+        }  # fmt: skip
+        constants = {
+            "N": 4096, "K": 4096, "GROUP": group, "HALF": (16 if group == 16 else 64) if form == coded.HALVES else 0,
+            "FORM": form, "FLOAT": name == "fp4", "ZERO": "zeros" in name, "BIAS": False, "BM": tile.inputs,
+            "BN": tile.columns, "BK": min(tile.depth, group), "ASM": True, "EARLY": True,
+        }  # fmt: skip
+        if tile.split:
+            made = compiled(coded._few_coded_kernel, kinds, constants | {"SPLIT": tile.split}, warps=tile.warps,
+                            stages=tile.stages, early=True)  # fmt: skip
+        else:
+            made = compiled(coded._coded_kernel, kinds | {"x_scale": "none"}, constants | {"BAND": 8},
+                            warps=tile.warps, stages=tile.stages, early=True)  # fmt: skip
+        assert "griddepcontrol.wait" in made.asm["ptx"] and "cp.async" in made.asm["ptx"]
+        assert made.metadata.shared <= 227 << 10
+
+
+@pytest.mark.parametrize(("pointer", "group"), [("*fp8e4nv", 4096), ("*fp8e4nv", 128), ("*i8", 4096)])
+def test_rounded_inputs(pointer, group):
+    tile = coded.ROUNDED_TILE
+    kinds = {
+        "x": pointer, "x_scale": WIDE, "codes": pointer, "scale": WIDE, "zero": "none", "bias": "none", "out": HALF,
+        "rows": "i32", "x_stride": "i32",
+    }  # fmt: skip
+    constants = {
+        "N": 24576, "K": 4096, "GROUP": group, "HALF": 0, "FORM": coded.DIRECT, "FLOAT": False, "ZERO": False,
+        "BIAS": False, "BM": tile.inputs, "BN": tile.columns, "BK": min(tile.depth, group), "BAND": 8, "ASM": True,
+        "EARLY": False,
+    }  # fmt: skip
+    text = compiled(coded._coded_kernel, kinds, constants, warps=tile.warps, stages=tile.stages).asm["ptx"]
+    assert "wgmma.mma_async" in text and ("e4m3" in text if pointer == "*fp8e4nv" else "s8.s8" in text)
+    for dtype, largest in (("*fp8e4nv", 448.0), ("*i8", 127.0)):
+        kinds = {"x": HALF, "out": dtype, "scales": WIDE, "rows": "i32", "x_stride": "i32"}
+        constants = {
+            "K": 4096, "GROUP": group, "GROUPS": 4096 // group, "BLOCK": group, "LARGEST": largest, "EARLY": True,
+        }  # fmt: skip
+        compiled(coded._quantize_kernel, kinds, constants, early=True)

@@ -32,6 +32,7 @@ from quire.ops.triton import (
     attention,
     attention_cache,
     attention_plan,
+    coded,
     few,
     fixed_linear,
     launch,
@@ -180,6 +181,7 @@ def _table() -> FormTable:
     if _is_hopper():
         _add_skinny(table, codes, early)
     _add_fixed(table, codes, early)
+    coded.add_forms(table, _free, early=early)
     table.form(sample_ops.sample_rows)(sample.sample_rows)
     rows.add_forms(table)
     mask.add_forms(table)

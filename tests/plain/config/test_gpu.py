@@ -209,3 +209,21 @@ def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     find_gpu.cache_clear()
     assert find_gpu() is None
     find_gpu.cache_clear()
+
+
+@pytest.mark.usefixtures("h200")
+def test_weights_rounded_while_loading(folder: Path) -> None:
+    for name, form in (("fp8", "fp8"), ("ptpc_fp8", "fp8"), ("int8_wo", "int8"), ("int4_wo", "int4")):
+        assert resolve(folder, quantization=name).model_config.weight_form == form
+    with pytest.raises(ConfigError, match="quantization='fp8' needs 16 bits on a GPU"):
+        resolve(folder, quantization="fp8", dtype="float32")
+
+
+@pytest.mark.usefixtures("h200")
+def test_codes_of_a_checkpoint_stay_codes(folder: Path) -> None:
+    coded = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    (folder / "config.json").write_text(json.dumps(RAW | {"quantization_config": coded}))
+    assert resolve(folder).model_config.weight_form == "stored"
+    assert resolve(folder, dtype="float32").model_config.weight_form == "plain"
+    with pytest.raises(ConfigError, match="ptpc_fp8' needs an unquantized checkpoint, but this one is stored as gptq"):
+        resolve(folder, quantization="ptpc_fp8")

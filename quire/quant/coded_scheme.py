@@ -1,0 +1,196 @@
+"""CodedScheme: matrices kept on a device as the codes of a checkpoint, or rounded to such codes while they are loaded.
+
+What arrives for a part (q of q, k and v) decides how it is kept: codes that kernels take stay codes; others are decoded
+to 16 bits, and so are plain numbers unless the scheme rounds them. Parts that are coded alike become one matrix as soon
+as all are there, so at no time is more in memory than the codes and one matrix in work. Must not know: which model a
+matrix belongs to, or where its codes come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from threading import Lock
+
+import torch
+from torch import Tensor, nn
+
+from quire.ops.coded import CodedWeight, coded_linear, decode_weight
+from quire.ops.linear import linear
+from quire.ops.op import Kernels
+from quire.quant.arena import Arena
+from quire.quant.coded import CodedMatrix
+from quire.quant.device_codes import device_codes, join, put_rows
+from quire.quant.experts import ExpertScheme, Stacked
+from quire.quant.packed import OUTER_NAMES, PLAIN_NAMES
+from quire.quant.scheme import (
+    MatrixShape,
+    PartSlot,
+    PlainScheme,
+    StoredMatrix,
+    WeightScheme,
+    WeightTarget,
+    new_parameter,
+)
+from quire.schema.errors import ConfigError
+
+Coder = Callable[[Tensor], CodedWeight | CodedMatrix | Tensor]  # numbers -> what they are rounded to, where they can be
+CodedPart = CodedWeight | Tensor
+_PLAIN = frozenset((*PLAIN_NAMES, *OUTER_NAMES, "embed_positions", "embed_types"))
+
+
+class CodedScheme:
+    name = "coded"
+
+    def __init__(self, dtype: torch.dtype, arena: Arena, kernels: Kernels, coder: Coder | None = None) -> None:
+        """`coder`: what plain numbers are rounded with; None leaves them plain."""
+        self.dtype, self.arena, self._coder = dtype, arena, coder
+        self.linear, self.coded_linear = kernels.of(linear), kernels.of(coded_linear)
+        self.decode = kernels.of(decode_weight)
+
+    def create(self, shape: MatrixShape) -> CodedParts:
+        return CodedParts(shape, self)
+
+    def kept(self, part: Tensor | CodedMatrix) -> CodedPart:
+        """A part as it is to be stored."""
+        if isinstance(part, Tensor) and part.dim() == 2 and self._coder is not None:
+            made = self._coder(part.to(self.arena.device))
+            if isinstance(made, CodedWeight):
+                return made
+            part = made
+        if isinstance(part, CodedMatrix):
+            codes = device_codes(part)
+            if codes is not None:
+                return codes
+            part = part.numbers()
+        plain = self.arena.empty(tuple(part.shape), self.dtype)
+        plain.copy_(part)
+        return plain
+
+
+class CodedParts(StoredMatrix):
+    name = "coded"
+
+    def __init__(self, shape: MatrixShape, scheme: CodedScheme) -> None:
+        self.shape, self._scheme, self._lock = shape, scheme, Lock()
+        self.parts: dict[str, CodedPart] = {}  # by name; "" is the whole
+        self._weights: dict[str, nn.Parameter] = {}
+        self._finished = False
+        self.bias = new_parameter((shape.rows,), scheme.dtype, scheme.arena) if shape.has_bias else None
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self._weights.items()
+        if self.bias is not None:
+            yield "bias", self.bias
+
+    def slots(self, run: tuple[str, ...]) -> Iterator[PartSlot]:
+        start, stop = self.shape.rows_of(run)
+        if len(run) == 1 or run == tuple(self.shape.parts):
+            target = CodedTarget(self, run[0] if len(run) == 1 else "", (stop - start, self.shape.width.count))
+            yield PartSlot("weight", target, self.shape.cut_of(run))
+        yield from self._bias_slots(run)
+
+    def keep(self, name: str, part: Tensor | CodedMatrix) -> None:
+        """One part arrived, perhaps while another thread brings the next. The whole replaces parts, and they it."""
+        kept = self._scheme.kept(part)
+        with self._lock:
+            if self._finished:
+                self._write(name, kept)
+                return
+            if not name or "" in self.parts:
+                self.parts.clear()
+            self.parts[name] = kept
+            self._join()
+            self._weights = dict(self._named())
+
+    def _write(self, name: str, part: CodedPart) -> None:
+        """Into the memory of what was there before: graphs that were captured read it."""
+        where = "" if "" in self.parts else name
+        start = self.shape.rows_of((name,))[0] if name and not where else 0
+        whole = self.parts.get(where)
+        if isinstance(whole, CodedWeight) and isinstance(part, CodedWeight):
+            done = put_rows(whole, start, part)
+        else:
+            done = isinstance(whole, Tensor) and isinstance(part, Tensor)
+            if isinstance(whole, Tensor) and isinstance(part, Tensor):
+                whole[start : start + len(part)].copy_(part)
+        if not done:
+            raise ConfigError("weights that replace others must be coded as those were", param="quantization")
+
+    def finish(self) -> None:
+        self._finished = bool(self.parts)
+
+    def fill(self, prefix: str, draw: Callable[[str, Tensor], None]) -> None:
+        """With numbers that are not from a checkpoint: `draw` writes those of a name into a flat tensor."""
+        for name, rows in self.shape.parts.items():
+            width = self.shape.width.count
+            numbers = torch.empty(rows.count * width, dtype=self._scheme.dtype, device=self._scheme.arena.device)
+            draw(f"{prefix}.{name}", numbers)
+            self.keep(name, numbers.view(rows.count, width))
+
+    def _join(self) -> None:
+        """All parts are there: one matrix, where they are alike."""
+        names = tuple(self.shape.parts)
+        if len(names) == 1 or any(name not in self.parts for name in names):
+            return
+        parts = [self.parts[name] for name in names]
+        coded, plain = [p for p in parts if isinstance(p, CodedWeight)], [p for p in parts if isinstance(p, Tensor)]
+        whole: CodedPart | None = torch.cat(plain) if not coded else None if plain else join(coded)
+        self.parts = dict(zip(names, parts, strict=True)) if whole is None else {"": whole}
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, part in self.parts.items():
+            tail = f"_{name}" if name else ""
+            tensors = part.tensors() if isinstance(part, CodedWeight) else {"weight": part}
+            for leaf, tensor in tensors.items():
+                yield leaf + tail, nn.Parameter(tensor, requires_grad=False)
+
+    def coded(self) -> list[CodedWeight]:
+        return [part for part in self.parts.values() if isinstance(part, CodedWeight)]
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return self.multiply_with(x, self.bias)
+
+    def multiply_with(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if len(self.parts) == 1:
+            (part,) = self.parts.values()
+            return self._times(x, part, bias)
+        y = torch.cat([self._times(x, part, None) for part in self.parts.values()], -1)
+        return y if bias is None else y + bias
+
+    def _times(self, x: Tensor, part: CodedPart, bias: Tensor | None) -> Tensor:
+        scheme = self._scheme
+        return scheme.linear(x, part, bias) if isinstance(part, Tensor) else scheme.coded_linear(x, part, bias)
+
+    def take(self, index: Tensor) -> Tensor:
+        return nn.functional.embedding(index, self.decoded())
+
+    def decoded(self) -> Tensor:
+        """[rows, width] in the model's dtype."""
+        scheme = self._scheme
+        parts = [p if isinstance(p, Tensor) else scheme.decode(p, scheme.dtype) for p in self.parts.values()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class CodedTarget(WeightTarget):
+    takes_codes = True
+
+    def __init__(self, matrix: CodedParts, part: str, shape: tuple[int, int]) -> None:
+        self._matrix, self._part, self.shape = matrix, part, shape
+
+    def copy_(self, given: Tensor | CodedMatrix) -> None:
+        self._matrix.keep(self._part, given)
+
+
+class CodedChoice:
+    """Codes, but plain numbers for embeddings, heads and what layers read themselves; experts are plain."""
+
+    def __init__(self, dtype: torch.dtype, arena: Arena, kernels: Kernels, coder: Coder | None = None) -> None:
+        self._plain = PlainScheme(dtype, arena, kernels)
+        self._coded = CodedScheme(dtype, arena, kernels, coder)
+        self._experts = Stacked(dtype, arena, kernels)
+
+    def of_matrix(self, name: str) -> WeightScheme:
+        return self._plain if name.rpartition(".")[2] in _PLAIN else self._coded
+
+    def of_experts(self, name: str) -> ExpertScheme:
+        return self._experts

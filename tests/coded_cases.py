@@ -1,0 +1,94 @@
+"""Weights of 4 and 8 bits for the tests of kernels: of every kind, with sizes that fill no tile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.ops.coded import CodedWeight, chunk_of, is_packed, pack_halves
+
+
+class Made(NamedTuple):
+    """What a weight of a test is like."""
+
+    kind: str
+    rows: int
+    width: int
+    group: int
+    zeros: bool = False
+    rounds: bool = False
+
+
+WEIGHTS = {
+    "fp8-rows": Made("fp8", 96, 256, 256, rounds=True),
+    "fp8-odd": Made("fp8", 50, 144, 144, rounds=True),
+    "fp8-blocks": Made("fp8", 72, 384, 128, rounds=True),
+    "fp8-32": Made("fp8", 40, 96, 32, rounds=True),
+    "int8-rows": Made("int8", 50, 144, 144, rounds=True),
+    "int8-64": Made("int8", 48, 192, 64),
+    "int8-zeros": Made("int8", 33, 256, 128, zeros=True),
+    "int4-32": Made("int4", 40, 96, 32),
+    "int4-64": Made("int4", 33, 192, 64),
+    "int4-128": Made("int4", 72, 256, 128),
+    "int4-zeros": Made("int4", 50, 384, 128, zeros=True),
+    "int4-rows": Made("int4", 50, 160, 160),
+    "int4-rows-zeros": Made("int4", 16, 192, 192, zeros=True),
+    "fp4-16": Made("fp4", 40, 96, 16),
+    "fp4-32": Made("fp4", 40, 128, 32),
+}
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device=device, dtype=dtype)
+
+
+def weight_of(made: Made, device: str = "cpu", *, scale_dtype: torch.dtype = torch.float32) -> CodedWeight:
+    draw = torch.Generator().manual_seed(made.rows + made.width)
+    shape, groups = (made.rows, made.width), (made.width // made.group, made.rows)
+    scale = (0.5 + torch.rand(groups, generator=draw)).mul(0.02).to(scale_dtype)
+    zero = None
+    if made.kind == "fp8":
+        codes = (torch.randn(shape, generator=draw) * 3).to(torch.float8_e4m3fn)
+    elif made.kind == "int8":
+        codes = torch.randint(-128, 128, shape, generator=draw, dtype=torch.int8)
+        zero = torch.randint(-100, 100, groups, generator=draw, dtype=torch.int16) if made.zeros else None
+    else:
+        assert is_packed(made.kind)
+        whole = torch.randint(0, 16, shape, generator=draw, dtype=torch.uint8)
+        codes = pack_halves(whole, chunk_of(made.width, made.group))
+        zero = torch.randint(0, 16, groups, generator=draw, dtype=torch.uint8) if made.zeros else None
+    moved = [None if t is None else t.to(device) for t in (codes, scale, zero)]
+    assert moved[0] is not None and moved[1] is not None
+    return CodedWeight(made.kind, moved[0], moved[1], moved[2], *shape, made.group, made.rounds)
+
+
+def case(
+    name: str, rows: int, device: str, dtype: torch.dtype, bias: bool = False
+) -> tuple[Tensor, CodedWeight, Tensor | None]:
+    weight = weight_of(WEIGHTS[name], device)
+    x = normal(rows, weight.width, seed=rows, dtype=dtype, device=device)
+    return x, weight, normal(weight.rows, seed=1, dtype=dtype, device=device) if bias else None
+
+
+def check(found: Tensor, wanted: Tensor, error: float = 4e-3) -> None:
+    """Within the rounding of 16 bits, of every result to the largest."""
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype
+    off = ((found.float() - wanted.float()).abs().max() / wanted.float().abs().max()).item()
+    assert off < error, off
+
+
+def wrong_ones(weight: CodedWeight) -> Iterator[CodedWeight]:
+    """One tensor of it changed at a time."""
+    yield weight._replace(scale=weight.scale * 1.05)
+    if len(weight.scale) > 1:
+        yield weight._replace(scale=weight.scale.roll(1, 0))
+    yield weight._replace(scale=weight.scale.roll(1, 1))
+    yield weight._replace(codes=weight.codes.view(torch.uint8).roll(1, -1).view(weight.codes.dtype))
+    if is_packed(weight.kind):
+        yield weight._replace(codes=weight.codes >> 4 | weight.codes << 4)
+    if weight.zero is not None:
+        yield weight._replace(zero=weight.zero + 1)
+        yield weight._replace(zero=None)

@@ -1,0 +1,219 @@
+"""Matrices kept as codes for a device's kernels, here with their references on the CPU: what a checkpoint stores stays
+as it is, numbers are rounded as they arrive, and no more is in memory than the codes and one matrix in work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.config import EngineArgs
+from quire.config.engine import replace
+from quire.layers.stored import matrices_of, num_numbers
+from quire.loader.load import coded_storage, load_model, reload_weights
+from quire.loader.online import coder_of
+from quire.models.build import build_model
+from quire.ops.coded import CodedWeight, coded_linear, decode_weight
+from quire.ops.op import Kernels
+from quire.quant.arena import Arena
+from quire.quant.coded_scheme import CodedParts, CodedScheme
+from quire.quant.device_codes import join, round_to_fp8
+from quire.quant.scheme import MatrixShape
+from quire.quant.shard import Span
+from quire.schema.errors import ConfigError
+from tests.engine.test_quantized_formats import FORMS
+from tests.paged import Paged
+from tests.quantized import Form, write
+from tests.tiny_models import make_tiny
+
+IDS = [list(range(4, 40)), [300, 7, 7, 25]]
+TORCH = Kernels(torch.device("cpu"))
+KINDS = {  # of a fused matrix: kinds of its parts once they are loaded; None: decoded
+    "gptq-4-sym": "int4", "gptq-4-asym": "int4", "gptq-4-v2": "int4", "gptq-3-asym": "int4", "gptq-2": "int4",
+    "gptq-8-rows": "int8", "gptq-4-act-order": None, "awq": "int4", "fp8-tensor-static": "fp8", "fp8-rows-e5m2": None,
+    "fp8-blocks": None, "fbgemm-fp8": "fp8", "ct-w8a8-int8": "int8", "ct-w8-asym": "int8", "ct-w8a8-fp8": "fp8",
+    "ct-fp8-naive": "fp8", "ct-w4a16": "int4", "ct-w4a16-asym": "int4", "ct-w3-spare-bits": "int4",
+    "ct-w3-act-order": None, "ct-w8a16": "int8", "ct-nvfp4": "fp4", "ct-mxfp4": "fp4", "modelopt-fp8": "fp8",
+    "modelopt-nvfp4": "fp4", "modelopt-mxfp8": "fp8", "bnb-nf4": None, "bnb-nf4-nested": None, "bnb-fp4": None,
+    "bnb-int8": "int8",
+}  # fmt: skip
+
+
+def as_on_a_device(folder: Path, **options: Any) -> Any:
+    """The model that a GPU would load, with float16 numbers, on the CPU."""
+    args = EngineArgs(model=str(folder), dtype="float16", device="cpu", **options)
+    config = args.create_engine_config()
+    about = config.model_config
+    model = build_model(
+        about.hf_config, dtype=torch.float16, device="cpu", max_model_len=about.max_model_len,
+        storage=coded_storage(config, TORCH),
+    )  # fmt: skip
+    reload_weights(model, config)
+    return model
+
+
+def coded_of(model: Any) -> dict[str, CodedParts]:
+    return {name: matrix for name, matrix in matrices_of(model) if isinstance(matrix, CodedParts)}
+
+
+def test_every_format_is_named() -> None:
+    assert set(KINDS) == set(FORMS)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_codes_of_a_checkpoint(tmp_path: Path, name: str) -> None:
+    form, _, _ = FORMS[name]
+    write(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
+    plain = EngineArgs(model=str(tmp_path), dtype="float32", device="cpu").create_engine_config()
+    decoded = dict(matrices_of(load_model(plain, "cpu")))
+    model = as_on_a_device(tmp_path)
+    assert num_numbers(model, model.parameters()) == num_numbers(None, load_model(plain, "cpu").parameters())
+    matrices = coded_of(model)
+    assert len(matrices) == 8
+    for where, matrix in matrices.items():
+        wanted = decoded[where].numbers
+        kinds = {part.kind if isinstance(part, CodedWeight) else None for part in matrix.parts.values()}
+        assert kinds == {KINDS[name]}, where
+        assert list(matrix.parts) == [""] if len(matrix.shape.parts) > 1 else len(matrix.parts) == 1
+        for part in matrix.coded():
+            torch.testing.assert_close(decode_weight(part, torch.float32), wanted, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(matrix.decoded(), wanted.half(), rtol=2e-3, atol=1e-4)
+        x = torch.randn(3, wanted.shape[1], generator=torch.Generator().manual_seed(1)).half()
+        torch.testing.assert_close(matrix.multiply(x).float(), x.float() @ wanted.t(), rtol=1e-2, atol=5e-2)
+
+
+def test_parts_that_are_coded_differently_stay_apart(tmp_path: Path) -> None:
+    form, _, _ = FORMS["gptq-4-sym"]
+    hf = write(tmp_path, "LlamaForCausalLM", Form(form.config, form.write, r"(q_proj|up_proj)\.weight$"))
+    model = as_on_a_device(tmp_path)
+    qkv = coded_of(model)["layers.0.attn.qkv"]
+    assert [isinstance(part, CodedWeight) for part in qkv.parts.values()] == [True, False, False]
+    found = Paged(model, IDS, block_size=16).step([(row, len(ids)) for row, ids in enumerate(IDS)])
+    with torch.no_grad():
+        wanted = [hf(torch.tensor([ids])).logits[0] for ids in IDS]
+    for mine, right in zip(found, wanted, strict=True):
+        assert (mine.float() - right).norm() < 0.02 * right.norm()
+
+
+@pytest.mark.parametrize(("form", "error"), [("fp8", 0.04), ("int8", 0.01), ("int4", 0.2)])
+def test_numbers_are_rounded_while_they_arrive(tmp_path: Path, form: str, error: float) -> None:
+    make_tiny("Qwen3ForCausalLM", tmp_path)
+    config = EngineArgs(model=str(tmp_path), dtype="float16", device="cpu").create_engine_config()
+    config = replace(config, **{"model_config.weight_form": form})
+    about = config.model_config
+    model = build_model(
+        about.hf_config, dtype=torch.float16, device="cpu", max_model_len=64, storage=coded_storage(config, TORCH)
+    )
+    reload_weights(model, config)
+    plain = dict(matrices_of(load_model(EngineArgs(model=str(tmp_path), dtype="float32", device="cpu")
+                                        .create_engine_config(), "cpu")))  # fmt: skip
+    matrices = coded_of(model)
+    assert len(matrices) >= 8 and not any("head" in name or "embed" in name for name in matrices)
+    for name, matrix in matrices.items():
+        (part,) = matrix.parts.values()
+        assert isinstance(part, CodedWeight) and part.kind == form and part.rounds == (form == "fp8")
+        wanted = plain[name].numbers
+        assert 0 < (matrix.decoded().float() - wanted).norm() < error * wanted.norm()
+
+
+class Peak:
+    """Counts bytes of what the scheme's coder makes and takes."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __call__(self, numbers: torch.Tensor) -> CodedWeight:
+        self.seen.append(numbers.numel())
+        return round_to_fp8(numbers)
+
+
+def test_a_matrix_is_rounded_part_by_part() -> None:
+    """Never the whole of a fused matrix in 16 bits: its parts are codes before the next arrives."""
+    peak = Peak()
+    scheme = CodedScheme(torch.float16, Arena(torch.device("cpu")), TORCH, peak)
+    matrix = scheme.create(MatrixShape({"q": Span.all(48), "k": Span.all(16), "v": Span.all(16)}, Span.all(64)))
+    assert not list(matrix.parameters())  # nothing is allocated before numbers arrive
+    numbers = torch.randn(80, 64, generator=torch.Generator().manual_seed(0)).half()
+    targets = {name: next(matrix.slots((name,))).target for name in ("v", "q", "k")}
+    for name, part in zip(("q", "k", "v"), numbers.split([48, 16, 16]), strict=True):
+        targets[name].copy_(part)  # type: ignore[union-attr]
+        sizes = [p.numel() * p.element_size() for _, p in matrix.parameters()]
+        assert sum(sizes) <= 80 * 64 + 80 * 4
+        assert all(p.dtype in (torch.float8_e4m3fn, torch.float32) for _, p in matrix.parameters())
+    assert peak.seen == [48 * 64, 16 * 64, 16 * 64]
+    assert [name for name, _ in matrix.parameters()] == ["codes", "scale"]
+    (whole,) = matrix.coded()
+    for found, wanted in zip(whole.tensors().values(), round_to_fp8(numbers).tensors().values(), strict=True):
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_joined_parts_are_those_of_the_whole() -> None:
+    from tests.coded_cases import WEIGHTS, weight_of  # the cases of the kernels
+
+    for made in WEIGHTS.values():
+        parts = [weight_of(made._replace(rows=rows)) for rows in (16, 48, 32)]
+        whole = join(parts)
+        assert whole is not None and whole.rows == 96
+        wanted = torch.cat([decode_weight(part, torch.float32) for part in parts])
+        assert torch.equal(decode_weight(whole, torch.float32), wanted)
+    one, other = weight_of(WEIGHTS["int4-zeros"]), weight_of(WEIGHTS["int4-zeros"]._replace(zeros=False))
+    both = join([one, other])
+    assert both is not None
+    assert torch.equal(decode_weight(both, torch.float32)[one.rows :], decode_weight(other, torch.float32))
+    assert join([one, weight_of(WEIGHTS["int4-rows-zeros"]._replace(width=384, group=384))]) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "group"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}, "int4", 32),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, "int4", 32),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8", 64),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}, "fp8", 32),
+    ],
+)
+def test_dummy_weights_of_a_quantized_checkpoint(tmp_path: Path, config: Any, kind: str, group: int) -> None:
+    make_tiny("Qwen3ForCausalLM", tmp_path, hidden_size=64, intermediate_size=64)
+    about = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    (tmp_path / "model.safetensors").unlink()
+    models = [as_on_a_device(tmp_path, load_format="dummy") for _ in range(2)]
+    one, other = (coded_of(model)["layers.0.mlp.up"] for model in models)
+    (part,), (again,) = one.coded(), other.coded()
+    assert part.kind == kind and part.group == group and torch.equal(part.scale, again.scale)
+    numbers = decode_weight(part, torch.float32)
+    assert 0.018 < numbers.std() < 0.022 and not torch.equal(numbers[:64], numbers[64:])
+    assert torch.isfinite(coded_linear(torch.ones(2, 64), part)).all()
+
+
+def test_weights_that_replace_others_lie_where_those_did(tmp_path: Path) -> None:
+    """Captured graphs read that memory. What is coded otherwise cannot lie there, and is refused."""
+    numbers = torch.randn(80, 64, generator=torch.Generator().manual_seed(0)).half()
+    for coder in (coder_of("fp8"), coder_of("int4"), None):
+        scheme = CodedScheme(torch.float16, Arena(torch.device("cpu")), TORCH, coder)
+        matrix = scheme.create(MatrixShape({"q": Span.all(48), "k": Span.all(32)}, Span.all(64)))
+        for given in (numbers, numbers.flip(0)):
+            for name, part in zip(("k", "q"), given.split([32, 48]), strict=True):
+                matrix.keep(name, part)
+            matrix.finish()
+            places = [p.data_ptr() for _, p in matrix.parameters()]
+            if given is numbers:
+                first = places
+        assert places == first
+        again = scheme.create(matrix.shape)
+        for name, part in zip(("k", "q"), numbers.flip(0).split([32, 48]), strict=True):
+            again.keep(name, part)
+        assert torch.equal(matrix.decoded(), again.decoded())
+    other = CodedScheme(torch.float16, Arena(torch.device("cpu")), TORCH, coder_of("fp8")).create(matrix.shape)
+    other.keep("q", numbers[:48])
+    other.keep("k", numbers[48:])
+    other.finish()
+    with pytest.raises(ConfigError, match="must be coded as those were"):
+        other._write("q", numbers[:48])
+
+
+def test_forms_that_round_nothing() -> None:
+    assert coder_of("stored") is None and coder_of("plain") is None
