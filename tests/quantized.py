@@ -316,6 +316,36 @@ def write_gpt_oss(folder: Path, *, tamper: Any = None):
     return finish(folder, Form({"quant_method": "mxfp4", "modules_to_not_convert": []}, mx4), coded, means, tamper)
 
 
+def write_stacked(
+    folder: Path, form: Form, endings: dict[str, str], *, inputs_first: bool, tamper: Any = None, **sizes: Any
+):
+    """All experts of a layer of Qwen3-MoE in one tensor for each side; `endings`: of `form` -> of a stack."""
+    make_tiny("Qwen3MoeForCausalLM", folder, **sizes)
+    plain = load_file(folder / "model.safetensors")
+    coded, means = {}, dict(plain)
+    for name, tensor in plain.items():
+        if ".experts." not in name:
+            coded[name] = tensor
+    stacks: dict[str, list[dict[str, Tensor]]] = {}
+    for first in [name for name in plain if re.search(r"experts\.\d+\.gate_proj", name)]:
+        up, down = (first.replace("gate_proj", other) for other in ("up_proj", "down_proj"))
+        prefix = first.split(".experts.")[0] + ".experts."
+        both = torch.cat((plain[first], plain[up])).float()
+        for side, matrix in (("gate_up_proj", both), ("down_proj", plain[down].float())):
+            made, meant = form.write(matrix)
+            stacks.setdefault(prefix + side, []).append(made)
+            if side == "down_proj":
+                means[down] = meant
+            else:
+                means[first], means[up] = (half.contiguous() for half in meant.chunk(2))
+    for name, made in stacks.items():
+        for ending, stored in endings.items():
+            whole = torch.stack([one[ending] for one in made])
+            turned = inputs_first and whole.dim() == 3
+            coded[name + stored] = (whole.transpose(1, 2) if turned else whole).contiguous()
+    return finish(folder, form, coded, means, tamper)
+
+
 def finish(folder: Path, form: Form, coded: dict[str, Tensor], means: dict[str, Tensor], tamper: Any = None):
     model = twin(folder, means)
     if tamper is not None:

@@ -186,9 +186,7 @@ class ModelConfig(Group):
     eos_token_ids: tuple[int, ...] = ()  # further ends of text besides the tokenizer's
     original_max_model_len: int | None = None  # as requested
     model_weights: str = ""
-    weight_form: str = (
-        "plain"  # plain | stored (blocks or codes of the checkpoint) | fp8 | int8 | int4 (rounded at load)
-    )
+    weight_form: str = "plain"  # plain | stored (blocks or codes of the checkpoint) | int8, int4, fp8 (rounded at load)
 
     @property
     def architecture(self) -> str:

@@ -153,10 +153,11 @@ def choose_storage(requested: Requested, config: EngineConfig) -> EngineConfig:
 
 def _coded_form(requested: Requested, config: EngineConfig, coded: Quantization) -> str:
     """Codes where kernels multiply them; decoded weights for exact float32."""
-    model = config.model_config
-    if config.device_config.device != "cpu":  # kernels take most forms of codes, of matrices that are not experts
-        return "plain" if model.dtype == "float32" or config.load_config.load_format == "sharded_state" else "stored"
-    if native.library() is None or config.load_config.load_format in ("dummy", "sharded_state"):
+    model, form = config.model_config, config.load_config.load_format
+    if config.device_config.device != "cpu":
+        if form == "sharded_state":
+            return "plain"
+    elif native.library() is None or form in ("dummy", "sharded_state"):
         return "plain"
     if model.dtype == "float32" and requested.get("quantization") is None:
         log.info("dtype: float32, %s weights are decoded while loading (quantization=%s keeps them)", *[coded.name] * 2)
@@ -450,7 +451,8 @@ def choose_cache(requested: Requested, config: EngineConfig) -> EngineConfig:
 def _cache_dtype(config: EngineConfig) -> str:
     """The model's; but 16 bits with quantized blocks, where float32 keys and values would add no precision."""
     model = config.model_config
-    if model.weight_form != "stored" or model.dtype != "float32" or native.library() is None:
+    on_gpu = config.device_config.device == "cuda"
+    if on_gpu or model.weight_form != "stored" or model.dtype != "float32" or native.library() is None:
         return model.dtype
     by_tiles = "amx_bf16" in cpu_flags() and env.CPU_KERNELS.get() in ("auto", "amx")
     return "bfloat16" if by_tiles else "float16"  # tiled attention supports bfloat16 only

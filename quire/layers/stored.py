@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 
 from quire.ops.packed import Packed
 from quire.quant.coded_scheme import CodedParts
@@ -66,6 +66,13 @@ def finish_matrices(model: nn.Module) -> None:
             module.finish()
 
 
+def fill_dummy_experts(model: object, normal: Tensor) -> None:
+    """Codes of experts from a sequence of normal numbers."""
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, ExpertLayer):
+            module.stored.fill_dummy(normal)
+
+
 def matrices_of(model: object) -> Iterator[tuple[str, StoredMatrix]]:
     """Every stored matrix once, under the name of its module."""
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
@@ -102,5 +109,9 @@ def num_numbers(model: object, parameters: Iterable[nn.Parameter]) -> int:
     for part in coded:
         packed |= {tensor.data_ptr(): 0 for tensor in part.tensors().values()}
         packed[part.codes.data_ptr()] = part.rows * part.width
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, ExpertLayer):
+            counts, weights = module.stored.num_numbers(), dict(module.stored.parameters())
+            packed |= {weights[name].data_ptr(): count for name, count in counts.items()}
     own = {id(parameter): parameter for parameter in parameters}.values()
     return sum(packed.get(p.data_ptr(), p.numel()) for p in own)

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.base.log import logger
 from quire.checkpoint.quantization import Quantization
 from quire.loader.files import Named, WeightPiece
-from quire.loader.formats import awq, bitsandbytes, compressed, gptq, mxfp4, scaled
+from quire.loader.formats import awq, bitsandbytes, compressed, gptq, mxfp4, scaled, stacked
 from quire.loader.formats.parts import Directory, MatrixPlan
 from quire.quant.coded import CodedMatrix
 from quire.schema.errors import CheckpointError, some
@@ -42,6 +42,8 @@ class CodedStage:
         self._dropped = {name for name in directory if _CACHE_SCALES.search(name)}
         left = {name: info for name, info in directory.items() if name not in self._dropped}
         self.plans = list(PLANNERS[about.family](left, about))
+        if about.family in stacked.FAMILIES:
+            self.plans += stacked.plan(left, about)
         if not self.plans:
             raise CheckpointError(
                 f"the configuration says that the checkpoint is quantized ({about.name}), but no tensor is coded so; "

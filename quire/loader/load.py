@@ -26,10 +26,11 @@ from quire.base.log import logger
 from quire.base.progress import progress
 from quire.checkpoint.quantization import read_quantization
 from quire.config.engine import EngineConfig, replace
-from quire.layers.stored import matrices_of, reopen_matrices
+from quire.layers.stored import fill_dummy_experts, matrices_of, reopen_matrices
 from quire.loader.by_layer import check_complete
 from quire.loader.coded_stage import CodedStage
 from quire.loader.files import WeightFiles, WeightPiece, find_weights, read_directory, read_weights
+from quire.loader.formats.expected import expected_layout
 from quire.loader.gguf_file import pieces_of
 from quire.loader.mistral_names import renamed
 from quire.loader.online import coder_of, dummy_coder
@@ -44,7 +45,8 @@ from quire.ops.op import Kernels
 from quire.ops.packed import kind_of, likes_panels
 from quire.quant.arena import Arena
 from quire.quant.coded import CodedMatrix
-from quire.quant.coded_scheme import CodedChoice, CodedParts
+from quire.quant.coded_experts import CodedExpertScheme, CodeLayout, has_kernels
+from quire.quant.coded_scheme import CodedChoice, CodedParts, CodedScheme
 from quire.quant.packed import PackedChoice
 from quire.quant.panels import PanelChoice
 from quire.quant.plain import plain_storage
@@ -153,17 +155,42 @@ def storage_for(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALON
 def coded_storage(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE) -> Storage:
     """Codes in the device's memory: those of the checkpoint, or what numbers are rounded to while they are loaded."""
     about, arena = config.model_config, Arena(kernels.device)
+    dtype = getattr(torch, about.dtype)
+    matrices, experts = _matrix_scheme(config, arena, kernels), _expert_scheme(config, arena, kernels)
+    if matrices is None and experts is None:
+        return plain_storage(dtype, kernels, group)
+    return Storage(dtype, arena, kernels, CodedChoice(dtype, arena, kernels, matrices, experts), group)
+
+
+def _matrix_scheme(config: EngineConfig, arena: Arena, kernels: Kernels) -> CodedScheme | None:
+    """None: matrices outside of experts are plain numbers."""
+    about = config.model_config
     dtype, coder = getattr(torch, about.dtype), coder_of(about.weight_form)
     if dtype.itemsize != 2 or (kernels.of(coded_linear) is coded_linear.reference and kernels.device.type != "cpu"):
         _log.warning(
-            "quantization=%s: weights are kept in %s, because kernels for codes need 16 bits and Triton",
+            "quantization=%s: matrices that are not experts are kept in %s: kernels for codes need 16 bits and Triton",
             about.quantization, about.dtype,
         )  # fmt: skip
-        return plain_storage(dtype, kernels, group)
+        return None
     quantization = read_quantization(about.hf_config)
     if coder is None and quantization is not None and config.load_config.load_format == "dummy":
         coder = dummy_coder(quantization)
-    return Storage(dtype, arena, kernels, CodedChoice(dtype, arena, kernels, coder), group)
+    return CodedScheme(dtype, arena, kernels, coder)
+
+
+def _expert_scheme(config: EngineConfig, arena: Arena, kernels: Kernels) -> CodedExpertScheme | None:
+    """None: experts are plain numbers."""
+    about = config.model_config
+    if about.weight_form not in ("stored", "fp8") or not has_kernels(kernels):
+        return None
+    dtype = getattr(torch, about.dtype)
+    return CodedExpertScheme(dtype, arena, kernels, _expected_layout(config), rounds=about.weight_form == "fp8")
+
+
+def _expected_layout(config: EngineConfig) -> CodeLayout | None:
+    """Of experts that no file fills; with files, their tensors say it."""
+    about = read_quantization(config.model_config.hf_config)
+    return None if about is None or config.load_config.load_format != "dummy" else expected_layout(about)
 
 
 @torch.no_grad()
@@ -329,6 +356,8 @@ def fill_dummy(model: Model, seed: int) -> None:
         _fill_from(rings[kind], name, flat)
 
     for name, parameter in model.named_parameters():
+        if parameter.dtype.itemsize == 1:
+            continue  # codes of experts, which follow
         if parameter.is_floating_point():
             draw(name, parameter.data.view(-1))
         else:
@@ -336,6 +365,7 @@ def fill_dummy(model: Model, seed: int) -> None:
     for name, matrix in matrices_of(model):
         if isinstance(matrix, CodedParts):
             matrix.fill(name, draw)
+    fill_dummy_experts(model, values / DUMMY_STD)
     model.finish_weights()
 
 

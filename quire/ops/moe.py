@@ -77,6 +77,30 @@ def _mixer(logits: Tensor, top_k: int, margin: float) -> tuple[Tensor, Tensor]:
     return torch.cat(weights, 1), torch.cat(chosen, 1)
 
 
+def sum_experts(
+    x: Tensor,
+    weights: Tensor,
+    index: Tensor,
+    count: int,
+    expert_of: Callable[[Tensor, int], Tensor],  # (rows of x, number of an expert) -> its result for them
+    stream: Tensor | None,
+) -> Tensor:
+    """Sum over a token's experts of weight * result, each expert run once on all of its tokens, in ascending order."""
+    flat = index.flatten()
+    order = flat.argsort(stable=True)
+    tokens = order.div(index.shape[1], rounding_mode="floor")
+    scales = weights.flatten()[order, None]
+    out, start = torch.zeros_like(x), 0
+    for expert, size in enumerate(torch.bincount(flat, minlength=count).tolist()):
+        if not size:
+            continue
+        rows = tokens[start : start + size]
+        result = expert_of(x[rows], expert) * scales[start : start + size]
+        out.index_add_(0, rows, result.to(out.dtype))
+        start += size
+    return out if stream is None else stream + out
+
+
 @op
 def run_experts(
     x: Tensor,  # [T, dim]
@@ -94,21 +118,12 @@ def run_experts(
     """Sum over a token's experts of weight * expert(x); experts are summed in ascending order, as in transformers. The
     sum, rounded, is added to `stream` if there is one. `matmul`: `linear`, in the form a layer was built with."""
     matmul = matmul or linear.on(x.device)
-    flat = index.flatten()
-    order = flat.argsort(stable=True)
-    tokens = order.div(index.shape[1], rounding_mode="floor")
-    scales = weights.flatten()[order, None]
-    out = torch.zeros_like(x)
-    start = 0
-    for expert, count in enumerate(torch.bincount(flat, minlength=w1.shape[0]).tolist()):
-        if not count:
-            continue
-        rows = tokens[start : start + count]
-        h = act(matmul(x[rows], w1[expert], None if b1 is None else b1[expert]))
-        h = matmul(h, w2[expert], None if b2 is None else b2[expert]) * scales[start : start + count]
-        out.index_add_(0, rows, h.to(out.dtype))
-        start += count
-    return out if stream is None else stream + out
+
+    def expert_of(rows: Tensor, expert: int) -> Tensor:
+        h = act(matmul(rows, w1[expert], None if b1 is None else b1[expert]))
+        return matmul(h, w2[expert], None if b2 is None else b2[expert])
+
+    return sum_experts(x, weights, index, w1.shape[0], expert_of, stream)
 
 
 @run_experts.made("cpu")
@@ -146,19 +161,11 @@ def run_mixture(
             return products[0](rows, matrix, bias)
         return products[1](rows, matrix, bias)
 
-    flat = index.flatten()
-    order = flat.argsort(stable=True)
-    tokens, scales = order.div(index.shape[1], rounding_mode="floor"), weights.flatten()[order, None]
-    out, start = torch.zeros_like(x), 0
-    for expert, count in enumerate(torch.bincount(flat, minlength=len(experts.up)).tolist()):
-        if not count:
-            continue
-        rows = tokens[start : start + count]
-        h = experts.act(multiply(x[rows], experts.up[expert], experts.up_bias[expert]))
-        h = multiply(h, experts.down[expert], experts.down_bias[expert]) * scales[start : start + count]
-        out.index_add_(0, rows, h.to(out.dtype))
-        start += count
-    return out if stream is None else stream + out
+    def expert_of(rows: Tensor, expert: int) -> Tensor:
+        h = experts.act(multiply(rows, experts.up[expert], experts.up_bias[expert]))
+        return multiply(h, experts.down[expert], experts.down_bias[expert])
+
+    return sum_experts(x, weights, index, len(experts.up), expert_of, stream)
 
 
 @run_mixture.made("cpu")

@@ -182,12 +182,19 @@ class CodedTarget(WeightTarget):
 
 
 class CodedChoice:
-    """Codes, but plain numbers for embeddings, heads and what layers read themselves; experts are plain."""
+    """Codes, but plain numbers for embeddings, heads and what layers read themselves."""
 
-    def __init__(self, dtype: torch.dtype, arena: Arena, kernels: Kernels, coder: Coder | None = None) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        arena: Arena,
+        kernels: Kernels,
+        matrices: WeightScheme | None = None,  # None: plain numbers
+        experts: ExpertScheme | None = None,  # None: plain numbers
+    ) -> None:
         self._plain = PlainScheme(dtype, arena, kernels)
-        self._coded = CodedScheme(dtype, arena, kernels, coder)
-        self._experts = Stacked(dtype, arena, kernels)
+        self._coded = matrices or self._plain
+        self._experts = experts or Stacked(dtype, arena, kernels)
 
     def of_matrix(self, name: str) -> WeightScheme:
         return self._plain if name.rpartition(".")[2] in _PLAIN else self._coded

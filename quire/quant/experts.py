@@ -1,7 +1,8 @@
 """StoredExperts: the matrices of all experts of a mixture, in the form that one kind of kernel wants them.
 
 `StackedExperts` are plain numbers in two tensors, which grouped kernels read, and compiled CPU kernels one by one.
-`SeparateExperts` are matrices of their own, as a weight scheme stores them. Both fill from one tensor per expert or
+`SeparateExperts` are matrices of their own, as a weight scheme stores them. (Codes that grouped kernels read:
+coded_experts.py.) All fill from one tensor per expert or
 from tensors that hold all of them. Must not know: routers, which model they belong to.
 """
 
@@ -75,7 +76,16 @@ class StoredExperts(ABC):
         """Those that are stored one by one."""
         return iter(())
 
+    def num_numbers(self) -> dict[str, int]:
+        """How many numbers parameters stand for, by their names, where that is not how many they hold."""
+        return {}
+
     def finish(self) -> None:
+        return None
+
+    def fill_dummy(self, normal: Tensor) -> None:
+        """Codes, and what belongs to them, from a sequence of normal numbers; parameters that hold numbers are filled
+        by whoever fills all of a model's."""
         return None
 
     @abstractmethod

@@ -41,6 +41,7 @@ from tests.quantized import (
     static,
     write,
     write_gpt_oss,
+    write_stacked,
 )  # fmt: skip
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -340,3 +341,19 @@ def test_gpt_oss_every_tensor_counts(tmp_path, ending):
 
     hf = write_gpt_oss(tmp_path, tamper=tamper)
     assert error_to(load(tmp_path)[1], hf) > 20 * TOLERANCE
+
+
+@pytest.mark.parametrize("inputs_first", [False, True])
+def test_experts_stacked_in_one_tensor(tmp_path, inputs_first):
+    form, kind, error = FORMS["modelopt-nvfp4"]
+    endings = {"weight": "", "weight_scale": "_weight_scale", "weight_scale_2": "_weight_scale_2"}
+    hf = write_stacked(tmp_path, form, endings, inputs_first=inputs_first)
+    _, decoded = load(tmp_path)
+    assert error_to(decoded, hf) < TOLERANCE
+    if kernels() is None:
+        return
+    _, stored = load(tmp_path, quantization="modelopt")
+    worst, packed = largest_error(decoded, stored)
+    assert worst <= error * 1.01 and packed > 20_000
+    experts = stored.layers[0].mlp.experts.stored
+    assert {part.kind for part in experts.up[0].packed.parts} == {kind}

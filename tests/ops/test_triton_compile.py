@@ -8,13 +8,27 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quire.attention.triton import choose_tiles
 from quire.ops.coded import CodedWeight
-from quire.ops.triton import act, attention, coded, few, mask, moe, moe_few, moe_many, norm, rope
+from quire.ops.triton import (
+    act,
+    attention,
+    coded,
+    few,
+    mask,
+    moe,
+    moe_coded,
+    moe_coded_few,
+    moe_few,
+    moe_many,
+    norm,
+    rope,
+)  # fmt: skip
 
 HALF, WHOLE, WIDE = "*bf16", "*i32", "*fp32"
 
@@ -149,6 +163,79 @@ def test_grouped_products_of_many_tokens(first, bias):
     found = compiled(moe_many._many_kernel, kinds, constants, warps=config.warps, stages=config.stages)
     assert found.metadata.shared <= 227 * 1024
     assert "wgmma" in found.asm["ptx"] and "cp.async.bulk.tensor" in found.asm["ptx"]
+
+
+CODED = {  # as 128 experts of 2048 x 768 have them; mxfp4: 32 of 2880 x 2880
+    "fp8-rows": ({"w": "*fp8e4nv", "row_scale": WIDE}, {"FORM": 0, "BY_ROW": True}),
+    "fp8-blocks": ({"w": "*fp8e4nv", "scale": WIDE}, {"FORM": 0, "SCALED": True, "BLOCK_N": 128, "BLOCK_K": 128}),
+    "w4a16": ({"w": "*u8", "scale": HALF, "zero": "*u8"}, {"FORM": 2, "SCALED": True, "ZERO": True, "BLOCK_K": 128}),
+    "mxfp4": ({"w": "*u8", "scale": "*u8"}, {"FORM": 1, "SCALED": True, "BLOCK_K": 32}),
+    "nvfp4": (
+        {"w": "*u8", "scale": "*fp8e4nv", "row_scale": WIDE},
+        {"FORM": 1, "SCALED": True, "BY_ROW": True, "BLOCK_K": 16},
+    ),
+}
+
+
+def expert_codes(name, first):
+    """Types and constants of a matrix of experts, and how many results it has."""
+    pointers, numbers = CODED[name]
+    n, k = (
+        ((2880, 2880) if name == "mxfp4" else (768, 2048))
+        if first
+        else (2880, 2880)
+        if name == "mxfp4"
+        else (2048, 768)
+    )
+    whole = -(-k // 128) * 128 if numbers["FORM"] else k
+    constants = {"SCALED": False, "ZERO": False, "BY_ROW": False, "BLOCK_N": 1, "BLOCK_K": whole, **numbers}
+    constants |= {
+        "K": k, "BYTES": whole // 2 if numbers["FORM"] else k, "GRID_K": -(-whole // constants["BLOCK_K"]),
+        "GRID_N": -(-(2 * n if first else n) // constants["BLOCK_N"]), "TOP_K": 4 if name == "mxfp4" else 8,
+        "BIAS": name == "mxfp4",
+    }  # fmt: skip
+    kinds = {"scale": "none", "zero": "none", "row_scale": "none", "bias": "none", "out": HALF, **pointers}
+    return kinds | ({"bias": HALF} if name == "mxfp4" else {}), constants, n
+
+
+@pytest.mark.parametrize(("each", "first"), [(8, True), (8, False), (64, True), (200, True), (200, False)])
+@pytest.mark.parametrize("name", CODED)
+def test_grouped_matmuls_of_codes(name, first, each):
+    """Weights are the left operand, out of registers, even of the smallest tiles; and 8 bits times 8 bits."""
+    kinds, constants, n = expert_codes(name, first)
+    rounded = each > moe_coded.ROUND_FROM and name.startswith("fp8")
+    kinds |= {
+        "a": "*fp8e4nv" if rounded else HALF, "a_scale": WIDE if rounded else "none", "order": WHOLE,
+        "tile_expert": WHOLE, "tile_start": WHOLE, "end": WHOLE, "most_tiles": "i32", "alpha": "fp32", "limit": "fp32",
+    }  # fmt: skip
+    config = moe_coded.configs_of(each * 128, 128, torch.bfloat16)[not first]
+    if rounded:
+        tiles = moe_coded.ROUNDED_BLOCKS if "scale" in CODED[name][0] else moe_coded.ROUNDED_ROWS
+        config = tiles[not first]
+    constants |= {
+        "N": n, "ROUNDED": rounded, "ACT": 0, "FIRST": first, "GATED": first, "DIRECT": False, "PRECISION": "tf32",
+        "SWAP": config.swap, "BM": config.bm, "BN": config.bn, "BK": config.bk, "TILES": 8,
+    }  # fmt: skip
+    found = compiled(moe_coded._coded_kernel, kinds, constants, warps=config.warps, stages=config.stages)
+    assert found.metadata.shared <= 227 * 1024
+    assert "wgmma" in found.asm["ptx"] and "cp.async.cg" in found.asm["ptx"]
+    assert ("e4m3.e4m3" in found.asm["ptx"]) == rounded
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("name", CODED)
+def test_a_few_rows_of_codes(name, early):
+    few_config = moe_coded_few.CodedFewConfig()
+    kinds, constants, n = expert_codes(name, True)
+    bn, size, warps = few_config.up
+    kinds |= {"x": HALF, "index": WHOLE, "x_stride": "i32", "alpha": "fp32", "limit": "fp32"}
+    constants |= {"N": n, "ROWS": 2 * n, "GATED": True, "ACT": 0, "BN": bn, "B": size, "EARLY": early}
+    compiled(moe_coded_few._up_kernel, kinds, constants, warps=warps, early=early)
+    kinds, constants, n = expert_codes(name, False)
+    bn, size, warps = few_config.down
+    kinds |= {"h": HALF, "index": WHOLE, "weights": WIDE, "stream": HALF}
+    constants |= {"N": n, "ADD": True, "BN": bn, "B": size, "EARLY": early}
+    compiled(moe_coded_few._down_kernel, kinds, constants, warps=warps, early=early)
 
 
 @pytest.mark.parametrize("early", [False, True])

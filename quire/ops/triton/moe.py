@@ -419,7 +419,7 @@ def run_experts(
         return torch.empty_like(x)
     x, index, weights = x.contiguous(), index.contiguous(), weights.contiguous()
     stream = None if stream is None else stream.contiguous()
-    known = _fused_act(act, codes)
+    known = fused_act(act, codes)
     if configs is None and tokens <= FEW_TOKENS and not fixed:
         h = moe_few.up(x, index, w1, b1, known, early=early)
         if known is None:
@@ -438,7 +438,7 @@ def run_experts(
     return combine(y, weights, stream)
 
 
-def _fused_act(act: Callable, codes: dict[Callable, int]) -> tuple[int, float, float] | None:
+def fused_act(act: Callable, codes: dict[Callable, int]) -> tuple[int, float, float] | None:
     """(code, alpha, limit) of an activation that the first matmul can apply."""
     if isinstance(act, partial):
         code = codes.get(act.func)

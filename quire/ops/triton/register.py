@@ -17,6 +17,7 @@ from torch import Tensor
 from quire.base import env
 from quire.base.log import logger
 from quire.ops import act as act_ops
+from quire.ops import coded_experts as coded_ops
 from quire.ops import few as few_ops
 from quire.ops import linear as linear_ops
 from quire.ops import moe as moe_ops
@@ -38,6 +39,7 @@ from quire.ops.triton import (
     launch,
     mask,
     moe,
+    moe_coded,
     norm,
     rope,
     rows,
@@ -150,6 +152,14 @@ def _add_fixed(table: FormTable, codes: dict[Callable, int], early: bool) -> Non
     table.form(linear_ops.heads_matmul, same_bits)(fixed_linear.heads_matmul)
     experts = partial(moe.run_experts, codes=codes, fixed=True, early=early)
     table.form(moe_ops.run_experts, same_bits)(experts)
+    coded = partial(moe_coded.run_experts, codes=codes, fixed=True, early=early)
+    table.form(coded_ops.run_coded_experts, same_bits)(coded)
+
+
+def _coded_forms() -> frozenset[str]:
+    """Triton converts e4m3 from Ada on; the others would run before, but nobody has tried."""
+    has_fp8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    return frozenset(coded_ops.FORMS if has_fp8 else ())
 
 
 def _free(kernels: Kernels) -> bool:
@@ -177,6 +187,8 @@ def _table() -> FormTable:
     table.form(act_ops.clamped_swiglu)(act.clamped_swiglu)
     table.form(moe_ops.route)(partial(_route, early=early))
     table.form(moe_ops.run_experts)(partial(moe.run_experts, codes=codes, early=early))
+    table.form(coded_ops.run_coded_experts)(partial(moe_coded.run_experts, codes=codes, early=early))
+    table.form(coded_ops.coded_forms)(_coded_forms)
     _add_few(table, codes, early)
     if _is_hopper():
         _add_skinny(table, codes, early)

@@ -1,0 +1,367 @@
+"""CodedExperts: experts of a mixture kept as codes of 8 or 4 bits, in the form that grouped kernels read.
+
+What a checkpoint stores is not known before its first matrix comes: that decides the layout of its side (up or down),
+and memory for all experts is taken then; with a layout known beforehand (dummy weights, rounding to fp8 while loading)
+it is taken at once. A side whose matrices have no layout, or not all the same, holds numbers of the model's dtype.
+Must not know: files, names of tensors, routers, which model they belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from threading import Lock
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quire.ops.coded_experts import CHUNK, ExpertCodes, close_chunks, coded_forms, padded, run_coded_experts
+from quire.ops.op import Kernels
+from quire.quant.arena import Arena
+from quire.quant.coded import AffineCodes, CodedMatrix, FloatCodes, Grid, open_halves
+from quire.quant.experts import ExpertShape, StackTarget, StoredExperts
+from quire.quant.scheme import MatrixShape, Slot, WeightTarget, new_parameter
+from quire.quant.shard import cut_to
+
+_GROUPS = (16, 32, 64)  # columns that share a scale, where they are fewer than a chunk
+_MIDDLE = 8  # zero point of symmetric codes
+_LARGEST = 448.0  # of e4m3
+_DUMMY_SCALE = {"e4m3": 0.02, "e2m1": 2.0**-7, "int4": 2.0**-8}  # random codes then have a deviation of about 0.02
+
+
+class CodeLayout(NamedTuple):
+    """How the matrices of one side lie: see ExpertCodes."""
+
+    form: str
+    by_row: bool = False  # whether rows have a scale
+    block: tuple[int, int] = (1, 0)  # rows and columns that share another one; no columns: there is none
+    scale: torch.dtype | None = None
+    zeros: bool = False
+
+
+class CodedPart(NamedTuple):
+    """Some rows of one expert's matrix."""
+
+    codes: Tensor
+    scale: Tensor | None
+    zero: Tensor | None
+    row_scale: Tensor | None
+
+
+FP8_ROWS = CodeLayout("e4m3", by_row=True)
+MXFP4 = CodeLayout("e2m1", block=(1, 32), scale=torch.uint8)
+
+
+def layout_of(given: CodedMatrix) -> CodeLayout | None:
+    """None: kernels have no layout for such codes."""
+    rows, width = given.shape
+    if isinstance(given, FloatCodes):
+        return _float_layout(given, rows, width)
+    if isinstance(given, AffineCodes) and given.bits <= 4 and given.groups is None:
+        columns = _columns(given.scale.columns, width)
+        same = not isinstance(given.zero, Grid) or given.zero.columns == given.scale.columns
+        if columns and same:
+            zeros = isinstance(given.zero, Grid) or given.zero != _MIDDLE
+            return CodeLayout("int4", block=(1, columns), scale=given.scale.values.dtype, zeros=zeros)
+    return None
+
+
+def _float_layout(given: FloatCodes, rows: int, width: int) -> CodeLayout | None:
+    grid = given.scale
+    kind = grid.values.dtype
+    if given.kind == "e4m3" and kind != torch.uint8:
+        if grid.columns >= width:
+            return FP8_ROWS
+        if grid.columns % CHUNK == 0:
+            block = grid.rows if rows % grid.rows == 0 else 1
+            return CodeLayout("e4m3", block=(block, grid.columns), scale=torch.float32)
+        return None
+    if given.kind == "e2m1" and (columns := _columns(grid.columns, width)):
+        return CodeLayout("e2m1", by_row=given.whole is not None, block=(1, columns), scale=kind)
+    return None
+
+
+def _columns(columns: int, width: int) -> int:
+    """Of a block of 4-bit codes, as it lies; 0: kernels cannot read it."""
+    if columns >= width:
+        return padded(width)
+    return columns if columns in _GROUPS or columns % CHUNK == 0 else 0
+
+
+def part_of(given: CodedMatrix, layout: CodeLayout) -> CodedPart:
+    """`given` in its own layout, or in that with zero points."""
+    if isinstance(given, AffineCodes):
+        scale = given.scale.spread(given.shape)
+        zero = None
+        if layout.zeros:
+            grid = given.zero
+            zero = grid.spread(given.shape) if isinstance(grid, Grid) else torch.full_like(scale, grid)
+            zero = zero.to(torch.uint8)
+        return CodedPart(close_chunks(given.codes), scale, zero, None)
+    assert isinstance(given, FloatCodes)  # nothing else has a layout
+    rows = given.shape[0]
+    whole = None if given.whole is None else given.whole.float().expand(rows)
+    if given.kind == "e2m1":
+        return CodedPart(close_chunks(open_halves(given.codes)), given.scale.spread(given.shape), None, whole)
+    values = given.scale.values.float()
+    if given.whole is not None:
+        values = values * given.whole.float()
+    if layout.by_row:
+        return CodedPart(given.codes, None, None, given.scale._replace(values=values).spread(given.shape)[:, 0])
+    spread = given.scale._replace(values=values).spread(given.shape) if layout.block[0] == 1 else values
+    return CodedPart(given.codes, spread, None, None)
+
+
+def round_to_fp8(numbers: Tensor) -> CodedPart:
+    """One scale for each row."""
+    wide = numbers.float()
+    scale = wide.abs().amax(1).clamp(min=1e-12) / _LARGEST
+    codes = (wide / scale[:, None]).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+    return CodedPart(codes, None, None, scale)
+
+
+class CodedSide:
+    """The first or the second matrices of all experts."""
+
+    def __init__(
+        self, name: str, experts: int, shape: MatrixShape, dtype: torch.dtype, arena: Arena, layout: CodeLayout | None,
+        rounds: bool,
+    ) -> None:  # fmt: skip
+        """`rounds`: plain numbers become fp8."""
+        self.name, self.experts, self.shape = name, experts, shape
+        self._dtype, self._arena, self._rounds = dtype, arena, rounds
+        self.plain: nn.Parameter | None = None
+        self.codes: ExpertCodes | None = None
+        self._layout: CodeLayout | None = None
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._lock = Lock()
+        if layout is not None:
+            self._allocate(layout)
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self._parameters.items()
+
+    def weight(self) -> ExpertCodes | Tensor:
+        found = self.codes if self.codes is not None else self.plain
+        assert found is not None  # a checkpoint that lacks them is refused
+        return found
+
+    def put(self, expert: int, start: int, given: Tensor | CodedMatrix) -> None:
+        """Rows from `start` on, perhaps while another thread brings others."""
+        with self._lock:
+            if isinstance(given, CodedMatrix):
+                layout = layout_of(given)
+                if self._takes(layout):
+                    assert self._layout is not None
+                    self._copy(expert, start, part_of(given, self._layout))
+                    return
+                given = given.numbers()
+            if self._rounds:
+                self._copy(expert, start, round_to_fp8(given))
+                return
+            if self.plain is None:
+                self._decode()
+            assert self.plain is not None
+            self.plain.data[expert, start : start + given.shape[0]].copy_(given)
+
+    def _takes(self, layout: CodeLayout | None) -> bool:
+        """Whether codes of this layout can be added to those that are there."""
+        if layout is None or self.plain is not None:
+            return False
+        if self._layout is None:
+            self._allocate(layout)
+        have = self._layout
+        assert have is not None
+        if layout.zeros and not have.zeros and layout._replace(zeros=False) == have:
+            self._add_zeros()
+        return layout == self._layout or layout._replace(zeros=True) == self._layout
+
+    def _allocate(self, layout: CodeLayout) -> None:
+        rows, width, count = self.shape.rows, self.shape.width.count, self.experts
+        small = layout.form != "e4m3"
+        codes = self._new("codes", (count, rows, padded(width) // 2 if small else width),
+                          torch.uint8 if small else torch.float8_e4m3fn)  # fmt: skip
+        scale = zero = row_scale = None
+        if layout.block[1]:
+            assert layout.scale is not None
+            grid = count, -(-rows // layout.block[0]), -(-(padded(width) if small else width) // layout.block[1])
+            scale = self._new("scale", grid, layout.scale)
+            zero = self._new("zero", grid, torch.uint8) if layout.zeros else None
+        if layout.by_row:
+            row_scale = self._new("row_scale", (count, rows), torch.float32)
+        self._layout = layout
+        self.codes = ExpertCodes(layout.form, codes, width, scale, layout.block, zero, row_scale)
+
+    def _new(self, leaf: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Zeros: what pads a row is never written."""
+        parameter = new_parameter(shape, dtype, self._arena)
+        parameter.data.view(torch.uint8).zero_()
+        self._parameters[f"{self.name}_{leaf}"] = parameter
+        return parameter.data
+
+    def _add_zeros(self) -> None:
+        """Codes so far were symmetric."""
+        have, layout = self.codes, self._layout
+        assert have is not None and have.scale is not None and layout is not None
+        zero = self._new("zero", tuple(have.scale.shape), torch.uint8)
+        zero.fill_(_MIDDLE)
+        self._layout = layout._replace(zeros=True)
+        self.codes = ExpertCodes(have.form, have.codes, have.width, have.scale, have.block, zero, have.row_scale)
+
+    def _copy(self, expert: int, start: int, part: CodedPart) -> None:
+        codes = self.codes
+        assert codes is not None
+        stop, step = start + part.codes.shape[0], codes.block[0]
+        codes.codes[expert, start:stop].copy_(part.codes)
+        if part.row_scale is not None and codes.row_scale is not None:
+            codes.row_scale[expert, start:stop].copy_(part.row_scale)
+        for target, given in ((codes.scale, part.scale), (codes.zero, part.zero)):
+            if target is not None and given is not None:
+                target[expert, start // step : -(-stop // step), : given.shape[1]].copy_(given)
+
+    def _decode(self) -> None:
+        """From now on, numbers of the model's dtype."""
+        shape = self.experts, self.shape.rows, self.shape.width.count
+        plain = new_parameter(shape, self._dtype, self._arena)
+        if self.codes is not None:
+            for expert in range(self.experts):
+                plain.data[expert].copy_(self.codes.numbers(expert))
+        self.plain, self.codes, self._layout = plain, None, None
+        self._parameters = {self.name: plain}
+
+    def fill_dummy(self, normal: Tensor) -> None:
+        """Codes from a sequence of normal numbers, with scales that make them as large as other dummy weights."""
+        codes = self.codes
+        if codes is None:
+            return
+        small = codes.form != "e4m3"
+        ring = normal.view(torch.uint8)[::4] if small else normal.to(torch.float8_e4m3fn).view(torch.uint8)
+        ring = ring.contiguous().to(codes.codes.device)
+        flat = codes.codes.view(torch.uint8).view(-1)
+        for start in range(0, flat.numel(), len(ring)):
+            part = flat[start : start + len(ring)]
+            part.copy_(ring[: len(part)])
+        size = _DUMMY_SCALE[codes.form]
+        if codes.zero is not None:
+            codes.zero.fill_(_MIDDLE)
+        if codes.row_scale is not None:
+            codes.row_scale.fill_(size if codes.scale is None else 1.0)
+        if codes.scale is not None:
+            codes.scale.fill_(120 if codes.scale.dtype == torch.uint8 else size)
+
+
+class CodedExperts(StoredExperts):
+    """w1: gate rows, then up rows; w2: down; biases are plain."""
+
+    name = "coded"
+
+    def __init__(self, shape: ExpertShape, scheme: CodedExpertScheme) -> None:
+        self.shape = shape
+        up, down = shape.matrices()
+        dtype, arena = scheme.dtype, scheme.arena
+        self.up, self.down = (
+            CodedSide(name, shape.experts, side, dtype, arena, scheme.layout_for(side), scheme.rounds)
+            for name, side in (("w1", up), ("w2", down))
+        )
+        count = shape.experts
+        self.b1 = new_parameter((count, up.rows), dtype, arena) if up.has_bias else None
+        self.b2 = new_parameter((count, down.rows), dtype, arena) if down.has_bias else None
+        self._run = scheme.run
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for side in (self.up, self.down):
+            yield from side.parameters()
+        for name, bias in (("b1", self.b1), ("b2", self.b2)):
+            if bias is not None:
+                yield name, bias
+
+    def num_numbers(self) -> dict[str, int]:
+        """Scales stand for none."""
+        counts = {}
+        for side in (self.up, self.down):
+            for name, _ in side.parameters():
+                if name != side.name:
+                    whole = side.experts * side.shape.rows * side.shape.width.count
+                    counts[name] = whole if name.endswith("_codes") else 0
+        return counts
+
+    def slots(self) -> Iterator[Slot]:
+        for fused, side, bias in ((self.shape.fused, self.up, self.b1), ("down_proj", self.down, self.b2)):
+            yield from self._slots("weight", fused, side.shape, side, None)
+            if self.shape.bias:
+                yield from self._slots("bias", fused, side.shape, None, bias)
+
+    def _slots(
+        self, leaf: str, fused: str, shape: MatrixShape, side: CodedSide | None, bias: nn.Parameter | None
+    ) -> Iterator[Slot]:
+        names, run = [], tuple(shape.parts)
+        places: list[list[Tensor | WeightTarget]] = []
+        for expert in range(self.shape.experts):
+            places.append([])
+            for part in run:
+                start, stop = shape.rows_of((part,))
+                target: Tensor | WeightTarget | None = None
+                if side is not None:
+                    target = ExpertTarget(side, expert, start, (stop - start, shape.width.count))
+                elif bias is not None:
+                    target = bias.data[expert, start:stop]
+                names.append(f"{expert}.{part}.{leaf}")
+                cut = shape.cut_of((part,)) if side is not None else cut_to(0, [shape.parts[part]])
+                places[expert] += [] if target is None else [target]
+                yield Slot(names[-1], target, cut=cut)
+        whole = shape.cut_of(run) if side is not None else cut_to(0, [shape.parts[part] for part in run])
+        name = fused if side is not None else f"{fused}_bias"
+        every = StackTarget(places) if places[0] else None
+        yield Slot(name, every, tuple(names), None if whole is None else whole.behind(1))
+
+    def fill_dummy(self, normal: Tensor) -> None:
+        for side in (self.up, self.down):
+            side.fill_dummy(normal)
+
+    def multiply(self, x: Tensor, weights: Tensor, index: Tensor, stream: Tensor | None = None) -> Tensor:
+        return self._run(
+            x, weights, index, self.up.weight(), self.down.weight(), b1=self.b1, b2=self.b2, act=self.shape.act,
+            stream=stream,
+        )  # fmt: skip
+
+
+class ExpertTarget(WeightTarget):
+    """One part of one expert's matrix."""
+
+    takes_codes = True
+
+    def __init__(self, side: CodedSide, expert: int, start: int, shape: tuple[int, int]) -> None:
+        self._side, self._expert, self._start, self.shape = side, expert, start, shape
+
+    def copy_(self, given: Tensor | CodedMatrix) -> None:
+        self._side.put(self._expert, self._start, given)
+
+
+class CodedExpertScheme:
+    name = "coded"
+
+    def __init__(
+        self, dtype: torch.dtype, arena: Arena, kernels: Kernels, layout: CodeLayout | None = None, rounds: bool = False
+    ) -> None:
+        """`layout`: known before a matrix comes. `rounds`: plain numbers become fp8 with a scale for each row."""
+        self.dtype, self.arena, self.rounds = dtype, arena, rounds
+        self._layout = FP8_ROWS if rounds else layout
+        self.run = kernels.of(run_coded_experts)
+
+    def layout_for(self, shape: MatrixShape) -> CodeLayout | None:
+        """The layout known beforehand, where these rows and columns fit it."""
+        layout = self._layout
+        if layout is None or not layout.block[1]:
+            return layout
+        rows, columns = layout.block
+        if any(span.count % rows for span in shape.parts.values()):
+            layout = layout._replace(block=(1, columns))
+        return layout
+
+    def create(self, shape: ExpertShape) -> StoredExperts:
+        return CodedExperts(shape, self)
+
+
+def has_kernels(kernels: Kernels) -> bool:
+    """Whether this device multiplies codes of experts."""
+    return bool(kernels.of(coded_forms)())

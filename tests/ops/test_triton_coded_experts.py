@@ -1,0 +1,52 @@
+"""Kernels of experts in 8 and 4 bits, interpreted on CPU, against their reference (TRITON_INTERPRET=1)."""
+
+import os
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("kernels are interpreted only with TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton")
+pytest.importorskip("tests.interpreted")
+
+from quire.ops.triton.moe_coded import CodedTileConfig
+from quire.ops.triton.moe_coded_few import CodedFewConfig
+from tests import coded_expert_cases as cases
+
+SMALL = (CodedTileConfig(16, 16, 32, 4, 2), CodedTileConfig(16, 32, 64, 4, 2))
+FEW = CodedFewConfig((64, 128, 4), (64, 128, 4))  # few programs: each takes long to interpret
+PLAIN_SIDES = tuple(config._replace(swap=False) for config in SMALL)
+
+
+@pytest.mark.parametrize("kind", cases.KINDS)
+def test_a_few_tokens(kind):
+    cases.check_coded("cpu", torch.float32, kind, 2, 3, 2, 160, 48, bias=True, few=FEW, acts=1)
+
+
+@pytest.mark.parametrize("kind", cases.KINDS)
+def test_grouped(kind):
+    cases.check_coded("cpu", torch.float16, kind, 5, 2, 2, 160, 48, bias=True, configs=SMALL, acts=1)
+
+
+@pytest.mark.parametrize("kind", ["fp8-blocks", "mxfp4", "int4-128-zeros"])
+def test_grouped_and_not_swapped(kind):
+    cases.check_coded("cpu", torch.float16, kind, 5, 2, 1, 160, 48, configs=PLAIN_SIDES, acts=1)
+
+
+def test_every_activation():
+    cases.check_coded("cpu", torch.float32, "fp8-rows", 5, 2, 1, 64, 32)
+    cases.check_coded("cpu", torch.float16, "mxfp4", 1, 2, 1, 64, 32, few=FEW)
+
+
+def test_by_the_fixed_tiles():
+    cases.check_coded("cpu", torch.float16, "fp8-blocks", 1, 2, 1, 256, 128, fixed=True, acts=1)
+
+
+@pytest.mark.parametrize("kind", ["fp8-rows", "fp8-blocks"])
+def test_inputs_in_8_bits(kind):
+    cases.check_coded("cpu", torch.float16, kind, 5, 2, 2, 160, 48, bias=True, configs=SMALL, round_from=0, acts=1)
+
+
+def test_rounded_rows():
+    cases.check_rounded("cpu", torch.float16, 1 / 2, 1 / 64)  # the interpreter loses a carry, and small codes
