@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import torch
 
 from quire.layers.batch import GroupStep
@@ -82,13 +83,18 @@ class Case:
         spans = [(s + c - n, s + c) for s, (c, n) in zip(starts, self.lens, strict=True)]
         return torch.cat([tensor[a:b] for a, b in spans]).to(self.device)
 
+    def stored(self):
+        """Keys and values of all tokens, as a cache holds them."""
+        return self.k, self.v
+
     def reference(self):
         """In float32, whatever the case's dtype."""
         width = self.kv_heads * (self.size + (0 if self.latent else self.value))
         cache = torch.full((self.num_blocks * self.page, width), float("nan"))
+        k, v = self.stored()
         for row, context in enumerate(self.contexts):
             part = slice(sum(self.contexts[:row]), sum(self.contexts[:row]) + context)
-            pieces = [self.k[part].flatten(1)] + ([] if self.v is None else [self.v[part].flatten(1)])
+            pieces = [k[part].flatten(1)] + ([] if v is None else [v[part].flatten(1)])
             cache[self.slots(row, 0, context)] = torch.cat(pieces, 1).float()
         return paged_attention(
             self.q.float(), cache, self.tables, self.counts, self.contexts, block_size=self.page,
@@ -198,3 +204,43 @@ class Case:
         host = eager._replace(host_rows=eager.row_index.cpu().numpy(), host_tables=eager.block_tables.cpu().numpy())
         assert plan.refill(host)
         return plan.run(*inputs, cache, **self.options()), cache
+
+
+class CodedCase(Case):
+    """Over a cache in 8 bits. form: float8_e4m3fn | float8_e5m2, with scales (keys, values) | int8, with a scale for
+    each token and head. The reference is float32 arithmetic over keys and values that were rounded here."""
+
+    TOPS = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+
+    def __init__(self, *args, form, scales=(1.0, 1.0), **named):
+        super().__init__(*args, **named)
+        self.form, self.scales = form, scales
+
+    def _rounded(self, x, scale):
+        if self.form == "int8":
+            unit = x.float().abs().amax(-1, keepdim=True) / 127
+            return (x.float() / unit).round() * unit
+        top = self.TOPS[self.form]
+        return (x.float() / scale).clamp(-top, top).to(getattr(torch, self.form)).float() * scale
+
+    def stored(self):
+        k_scale, v_scale = self.scales
+        return self._rounded(self.k, k_scale), None if self.v is None else self._rounded(self.v, v_scale)
+
+    def spec(self):
+        return msgspec.structs.replace(super().spec(), dtype=self.form)
+
+    def cache(self, backend, spare=0):
+        """What earlier steps wrote, through the cache's own way; 0xFF elsewhere, which is NaN in float8 and float32."""
+        spec = self.spec()
+        memory = torch.full((self.num_blocks, spec.page_bytes + spare), 0xFF, dtype=torch.uint8, device=self.device)
+        cache = backend.make_cache(spec, self.num_blocks, memory)
+        if self.form != "int8":
+            cache.layer_scales.copy_(torch.tensor(self.scales))
+        for row, (context, count) in enumerate(self.lens):
+            slots = self.slots(row, 0, context - count).to(self.device)
+            start = sum(self.contexts[:row])
+            part = slice(start, start + context - count)
+            v = None if self.v is None else self.v[part].to(self.device)
+            cache.write(slots, self.k[part].to(self.device), v)
+        return cache

@@ -9,7 +9,7 @@ what it found stays in FOLDER, so that a second call goes on where the first one
 
 The embedded model is Q4_1 with Q8_0 embeddings. Other files are made of its decoded numbers, with one type for all
 matrices. `decoded` is torch alone in float32 (QUIRE_CPU_KERNELS=off) on the same file. K formats: rows of 768 instead
-of 576, filled up with zeros (requantize.py).
+of 576, filled up with zeros (requantize.py). Checkpoints of other formats are rounded to nearest (make_quantized.py).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from make_quantized import make
 from requantize import KINDS, requantize
 
 from quire.checkpoint.source import locate
@@ -45,7 +46,17 @@ OTHERS: dict[str, dict[str, Any]] = {
     "int4_wo": {"dtype": "float32", "quantization": "int4_wo"},
     "int8 cache": {"dtype": "float32", "kv_cache_dtype": "int8_per_token_head"},
     "Q4_1, int8 cache": {"kv_cache_dtype": "int8_per_token_head"},
+    "GPTQ w4": {},
+    "AWQ w4": {},
+    "int8 w8a8": {},
+    "fp8": {},
+    "fp8 cache": {"dtype": "float32", "kv_cache_dtype": "fp8"},
+    "fp8 cache, measured scales": {"dtype": "float32", "kv_cache_dtype": "fp8", "calculate_kv_scales": True},
+    "fp8_e5m2 cache": {"dtype": "float32", "kv_cache_dtype": "fp8_e5m2"},
 }
+
+
+CHECKPOINTS = {"GPTQ w4": "gptq", "AWQ w4": "awq", "int8 w8a8": "int8", "fp8": "fp8"}  # of make_quantized.py
 
 
 class Found(NamedTuple):
@@ -96,6 +107,19 @@ class Bench:
         if not (folder / "tokenizer_config.json").exists():
             subprocess.run([sys.executable, HERE / "export.py", folder, "--dtype", "float32"], check=True)
         return str(folder)
+
+    def checkpoint(self, form: str) -> str:
+        """The same numbers, rounded to a format of make_quantized.py."""
+        folder = self.scratch / f"checkpoint-{form}"
+        if not (folder / "config.json").exists():
+            make(Path(self.folder()), folder, form)
+        return str(folder)
+
+    def model_of(self, name: str) -> str:
+        """What one of OTHERS is loaded from."""
+        if name in CHECKPOINTS:
+            return self.checkpoint(CHECKPOINTS[name])
+        return self.folder() if name.endswith("_wo") else self.file_of("Q4_1")
 
     def quire(self, name: str, **options: Any) -> Found:
         common = {"max_model_len": 1024, "max_num_batched_tokens": 1024, "kv_cache_memory_bytes": 128 << 20,
@@ -159,17 +183,18 @@ def perplexities(bench: Bench, formats: list[str]) -> None:
 
 
 def logit_errors(bench: Bench, formats: list[str], others: list[str]) -> None:
-    print("\n| form | to decoded | rms | largest | same best | llama.cpp to decoded | rms | largest | same best |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("\n| form | perplexity | to decoded | rms | largest | same best | llama.cpp to decoded | rms | largest | "
+          "same best |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for name in (*formats, *others):
         if name in OTHERS:
-            model = bench.folder() if name.endswith("_wo") else bench.file_of("Q4_1")
-            exact, found = bench.decoded("Q4_1"), bench.quire(name, model=model, **OTHERS[name])
+            exact, found = bench.decoded("Q4_1"), bench.quire(name, model=bench.model_of(name), **OTHERS[name])
         else:
             exact, found = bench.decoded(name), bench.quire(name, model=bench.file_of(name))
         theirs = bench.llama_cpp(name) if bench.llama and name not in OTHERS else None
         beside = f"{percent(theirs, exact)} | {errors(theirs, exact)}" if theirs else " | | |"
-        print(f"| {name} | {percent(found, exact)} | {errors(found, exact)} | {beside} |", flush=True)
+        print(f"| {name} | {found.perplexity:.3f} | {percent(found, exact)} | {errors(found, exact)} | {beside} |",
+              flush=True)  # fmt: skip
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Times one model on named workloads through LLM.generate, with token ids in and no detokenizing.
 
-    python benchmarks/gpu/offline.py MODEL_FOLDER WORKLOADS [--quantization NAME] [--options JSON] [--json FILE]
+    python benchmarks/gpu/offline.py MODEL_FOLDER WORKLOADS [--quantization NAME] [--kv-cache-dtype fp8] [--options JSON]
 
 WORKLOADS: a list such as mixed256,single, or all. --options are keywords of LLM laid over the defaults below.
 Prints one line per run: seconds, output tokens a second, all tokens a second. Prompts come from a fixed seed, so two
@@ -96,10 +96,12 @@ def main() -> None:
     parser.add_argument("workloads")
     parser.add_argument("--options", default="{}", type=json.loads)
     parser.add_argument("--quantization", default=None, help="what dummy weights are rounded to: fp8, int4_wo ...")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="as LLM's: fp8, int8_per_token_head ...")
     parser.add_argument("--json", default=None, help="also write the results here")
     args = parser.parse_args()
     names = list(WORKLOADS) if args.workloads == "all" else args.workloads.split(",")
-    llm = LLM(model=args.model, **(DEFAULTS | {"quantization": args.quantization} | args.options))
+    options = DEFAULTS | {"quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype} | args.options
+    llm = LLM(model=args.model, **options)
     ready = time.perf_counter() - began
     rng = random.Random(0)
 

@@ -15,7 +15,7 @@ import itertools
 import statistics
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from quire.ops.triton.moe_coded_few import CodedFewConfig
 TOKENS = (1, 32, 256, 2048, 8192)
 BF16 = torch.bfloat16
 SILU = act.gated_form(act.SILU)
-CLAMPS = {"alpha": 1.702, "limit": 7.0}
+CLAMPS: dict[str, Any] = {"alpha": 1.702, "limit": 7.0}
 CODES: dict[Callable, int] = {SILU: act.SILU, act.clamped_swiglu: act.CLAMPED}
 Side = ExpertCodes | Tensor
 
@@ -98,14 +98,14 @@ class Layer(NamedTuple):
         biases = (torch.randn(shape.experts, rows, device="cuda", dtype=BF16) for rows in (2 * shape.ffn, shape.dim))
         return cls(shape, up, down, *biases)
 
-    def run(self, x: Tensor, logits: Tensor, **how: object) -> Tensor:
+    def run(self, x: Tensor, logits: Tensor, **how: Any) -> Tensor:
         weights, index = moe.route(logits, self.shape.top_k)
         rest = {"b1": self.b1, "b2": self.b2, "act": self.shape.act, "codes": CODES, "stream": x, **how}
         if isinstance(self.up, Tensor):
             return moe.run_experts(x, weights, index, self.up, self.down, **rest)  # type: ignore[arg-type]
         return moe_coded.run_experts(x, weights, index, self.up, self.down, **rest)  # type: ignore[arg-type]
 
-    def error(self, tokens: int, **how: object) -> float:
+    def error(self, tokens: int, **how: Any) -> float:
         x, logits = inputs(self.shape, tokens)
         weights, index = moe_ops.route(logits, self.shape.top_k)
         biases = [None if b is None else b.float() for b in (self.b1, self.b2)]
@@ -121,7 +121,7 @@ def inputs(shape: Shape, tokens: int) -> tuple[Tensor, Tensor]:
     return torch.randn(tokens, shape.dim, device="cuda", dtype=BF16), torch.randn(tokens, shape.experts, device="cuda")
 
 
-def seconds(layer: Layer, tokens: int, **how: object) -> float:
+def seconds(layer: Layer, tokens: int, **how: Any) -> float:
     """Of one layer; each turn routes tokens to experts of its own."""
     turns = 8 if tokens <= 4 else 2
     sets = [inputs(layer.shape, tokens) for _ in range(turns)]

@@ -8,6 +8,9 @@ no uninitialized memory, is ever read.
                rows with more     ──▶ fresh (context is the chunk itself): no gather, keys as just computed
                                   ──▶ continued: gather the context once, tiles of queries over it
 
+A cache in float8 has one scale for a layer's keys and one for its values (ops/kv_codes.py); it is always read here,
+never by the compiled kernels, and keys of this step are rounded as later steps will read them.
+
 In batch-invariant mode every row is a continued chunk, and its tiles are FIXED_TILE positions each, starting at
 multiples of that and padded if the step has only some of them: the shape of a matmul depends on the position
 alone, and its operands are copied to new memory, whose alignment does not depend on the step.
@@ -25,13 +28,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.attention.cpu_native import MAX_SIZE, MakePlan, NativePlan, serves
+from quire.attention.cpu_native import MAX_SIZE, MakePlan, NativePlan, is_float8, serves
 from quire.base import env
 from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
 from quire.ops.alone import fresh
 from quire.ops.attention import by_distance, padded_attention, write_cache
 from quire.ops.cpu.block import NativeCache
 from quire.ops.cpu.native import kernels
+from quire.ops.kv_codes import decode, encode, measured_scales, rounded
 from quire.schema.errors import ConfigError
 from quire.schema.kv import DTYPE_BYTES, KVGroup, KVKind, KVSpec
 
@@ -42,7 +46,8 @@ BAND_KEYS = 1 << 13  # keys before a tile up to which its mask is a slice of a s
 
 
 class CpuCache(NativeCache):
-    """`rows[slot]` is one token: keys of all kv heads, then values (none for latent attention), then int8's scales."""
+    """`rows[slot]` is one token: keys of all kv heads, then values (none for latent attention), then int8's scales.
+    `layer_scales` [2]: float8's scales of keys and values."""
 
     def __init__(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> None:
         self.spec = spec
@@ -56,21 +61,54 @@ class CpuCache(NativeCache):
         width, stride = spec.token_bytes // DTYPE_BYTES[spec.dtype], pages.shape[1] // spec.block_size
         self.rows = pages.as_strided((num_blocks * spec.block_size, width), (stride, 1), pages.storage_offset())
         self.heads, self.key_size, self.value_size = spec.num_kv_heads, spec.head_size, values
+        self.layer_scales = torch.ones(2) if is_float8(spec.dtype) else None
+        self.uncalibrated = False
+
+    def calibrate(self, k: Tensor, v: Tensor | None) -> None:
+        """Let these keys and values choose the layer's scales."""
+        assert self.layer_scales is not None
+        self.layer_scales.copy_(measured_scales(k, v))
+        self.uncalibrated = False
 
     def read(self, slots: Tensor, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Tokens at slots [batch * L] -> keys and values [batch, Hkv, L, size]; one gather, then views."""
         keys = self.heads * self.key_size
-        rows = self.rows.index_select(0, slots).view(batch, -1, self.rows.shape[1])
-        if rows.dtype is not dtype:
-            rows = rows.to(dtype)
+        if self.layer_scales is not None:
+            codes = self.rows.view(torch.uint8).index_select(0, slots).view(self.rows.dtype)
+            k, v = (decode(codes[:, part], scale, dtype) for part, scale in self._parts(self.layer_scales))
+            rows = torch.cat((k, v), 1).view(batch, -1, self.rows.shape[1])
+        else:
+            rows = self.rows.index_select(0, slots).view(batch, -1, self.rows.shape[1])
+            if rows.dtype is not dtype:
+                rows = rows.to(dtype)
         k = rows[..., :keys].unflatten(-1, (self.heads, self.key_size)).transpose(1, 2)
         if not self.value_size:
             return k, k
         return k, rows[..., keys:].unflatten(-1, (self.heads, self.value_size)).transpose(1, 2)
 
+    def _parts(self, scales: Tensor) -> list[tuple[slice, Tensor]]:
+        """Where keys and values are in a row, and their scales."""
+        keys = self.heads * self.key_size
+        return [(slice(keys), scales[:1]), (slice(keys, None), scales[1:])]
+
     def write(self, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
         """k [T, Hkv, D] and v [T, Hkv, Dv] to slots [T]."""
-        _write(self.rows, slots, k, v)
+        if self.layer_scales is None:
+            return _write(self.rows, slots, k, v)
+        both = [k] if v is None else [k, v]
+        scales = self.layer_scales.split(1)
+        codes = [encode(x.flatten(1), scale, self.rows.dtype) for x, scale in zip(both, scales, strict=False)]
+        # torch moves bytes where it cannot move float8
+        rows = torch.cat([part.view(torch.uint8) for part in codes], 1)
+        self.rows.view(torch.uint8).index_copy_(0, slots, rows)
+
+    def as_read(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of any shape, rounded to what later steps read."""
+        stored = self.rows.dtype
+        if self.layer_scales is not None:
+            k_scale, v_scale = self.layer_scales.split(1)
+            return rounded(k, k_scale, stored), rounded(v, v_scale if self.value_size else k_scale, stored)
+        return k.to(stored).to(k.dtype), v.to(stored).to(v.dtype)
 
 
 @dataclass
@@ -261,7 +299,9 @@ class CpuPlan:
     ) -> Tensor:
         if not isinstance(cache, CpuCache):
             raise ConfigError(f"the CPU attention plan was given a cache of type {type(cache).__name__}")
-        _write(cache.rows, self.slots, k, v)
+        if cache.uncalibrated:
+            cache.calibrate(k, v)
+        cache.write(self.slots, k, v)
         call = AttentionCall(q, k, v, cache, v_size or cache.value_size, alibi, sinks, scale, softcap)
         if len(self.packs) == 1 and self.packs[0].tokens is None:
             return self._run_pack(self.packs[0], call, q)
@@ -333,10 +373,7 @@ class CpuPlan:
             return call.cache.read(chunk.slots, 1, call.q.dtype)
         k = call.k[chunk.begin : chunk.end].transpose(0, 1)[None]
         v = k if call.v is None else call.v[chunk.begin : chunk.end].transpose(0, 1)[None]
-        stored = call.cache.rows.dtype
-        if stored is not k.dtype:  # rounded to the dtype that later steps read
-            k, v = k.to(stored).to(k.dtype), v.to(stored).to(v.dtype)
-        return k, v
+        return (k, v) if call.cache.rows.dtype is k.dtype else call.cache.as_read(k, v)
 
 
 def _distances(queries: int, before: int) -> Tensor:
@@ -388,7 +425,7 @@ class CpuAttention:
             return f"no CPU attention for KV of kind {spec.kind.value!r}"
         if spec.dtype == "int8" and (self._native_plan is None or not serves(spec)):
             return f"an int8 cache needs the compiled kernels, and heads of one size up to {MAX_SIZE}"
-        if spec.dtype not in ("float32", "bfloat16", "float16", "int8"):
+        if spec.dtype not in ("float32", "bfloat16", "float16", "int8") and not is_float8(spec.dtype):
             return f"no CPU attention over a {spec.dtype} cache"
         if DTYPE_BYTES[spec.dtype] * spec.num_kv_heads * spec.head_size <= 0:
             return f"{spec.num_kv_heads} kv heads of size {spec.head_size}"

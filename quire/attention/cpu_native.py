@@ -2,8 +2,8 @@
 
 In: a step's shape, as tensors that live as long as the plan. The kernel reads block tables itself, so planning only
 collects addresses; its results do not depend on how rows are batched or chunked, so batch-invariant mode is the same
-code. What it does not support (latent attention, heads wider than 256, learned distances) runs in torch, through the
-other plan.
+code. What it does not support (latent attention, heads wider than 256, learned distances, caches in float8) runs in
+torch, through the other plan.
 Must not know: models, requests.
 """
 
@@ -27,9 +27,13 @@ MAX_SIZE = 256
 MakePlan = Callable[[GroupStep, KVGroup], AttentionPlan]
 
 
+def is_float8(dtype: str) -> bool:
+    return dtype.startswith("float8")
+
+
 def serves(spec: KVSpec) -> bool:
     """Whether the kernel supports such a cache."""
-    return spec.head_size <= MAX_SIZE and spec.v_head_size in (-1, spec.head_size)
+    return spec.head_size <= MAX_SIZE and spec.v_head_size in (-1, spec.head_size) and not is_float8(spec.dtype)
 
 
 class NativePlan(NativeStep):

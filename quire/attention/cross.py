@@ -83,6 +83,8 @@ class WithCross:
     def supports(self, spec: KVSpec) -> str | None:
         if spec.kind is not KVKind.CROSS:
             return self.attention.supports(spec)
+        if spec.dtype == "int8" or spec.dtype.startswith("float8"):
+            return f"cross attention over a cache in 8 bits ({spec.dtype}) is not built"
         if spec.num_kv_heads * spec.head_size <= 0 or not hasattr(torch, spec.dtype):
             return f"cross attention over {spec.num_kv_heads} kv heads of size {spec.head_size} in {spec.dtype}"
         return None

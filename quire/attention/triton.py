@@ -1,7 +1,7 @@
 """Attention on CUDA: Triton kernels over paged caches, for eager steps of any mix and for captured decode steps.
 
-In memory a block is [kv heads, tokens, entries] of keys, then the same of values. A step becomes one or two work lists
-(ops/triton/attention.py), made by the first layer that runs and shared by those of the same shape:
+A step becomes one or two work lists (ops/triton/attention.py), made by the first layer that runs and shared by those of
+the same shape; caches are views of pages (triton_cache.py):
 
     host lists    eager: rows of few queries ──▶ "few", small tiles; all others ──▶ "many", large tiles
     refilled      captured steps of any mix: the same two lists in fixed room, written by the host before each replay
@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 
 from quire.attention.library import Dense, Library, dense_attention
+from quire.attention.triton_cache import TritonCache, dense, write_kv
 from quire.base import env
 from quire.layers.batch import AttentionPlan, GroupStep, LayerCache
 from quire.ops.copy import upload
+from quire.ops.kv_codes import rounded
 from quire.ops.parts import PartialSums
 from quire.ops.qkv import QkvPrep, prepare_qkv
 from quire.ops.triton.attention import (
@@ -41,7 +43,6 @@ from quire.ops.triton.attention import (
     width_of,
     workspace_sizes,
 )
-from quire.ops.triton.attention_cache import write_pages
 from quire.ops.triton.attention_plan import LEAST_ROWS, PROBE, Sharing, plan_decodes, probe_column
 from quire.schema.errors import ConfigError, NotBuiltError
 from quire.schema.kv import KVGroup, KVKind, KVSpec
@@ -52,42 +53,6 @@ MOST_ENTRIES, MOST_LATENT = 512, 1024  # of a head: with separate values; with v
 CROWD = 64  # decodes in a step that fill the device without being split
 MIXED_ROWS = 320  # most rows of few queries in the lists of a captured mixed step
 MIXED_PROMPTS = 64  # and prompt chunks
-
-
-class TritonCache:
-    """`keys` and `values` [num_blocks, block_size, kv heads, size]; values None: latent, a slice of the keys."""
-
-    def __init__(self, spec: KVSpec, num_blocks: int, memory: Tensor) -> None:
-        self.spec = spec
-        pages = memory.view(getattr(torch, spec.dtype))
-        heads, page, size = spec.num_kv_heads, spec.block_size, spec.head_size
-        value = size if spec.v_head_size < 0 else spec.v_head_size
-        if memory.shape[0] < num_blocks or pages.shape[1] < heads * page * (size + value):
-            raise ConfigError(
-                f"KV memory {tuple(memory.shape)} is too small for {num_blocks} blocks of {spec.page_bytes} bytes"
-            )
-        at, stride = pages.storage_offset(), pages.stride(0)
-        self.keys = pages.as_strided((num_blocks, page, heads, size), (stride, size, page * size, 1), at)
-        self.values: Tensor | None = None
-        if value:
-            strides = (stride, value, page * value, 1)
-            self.values = pages.as_strided((num_blocks, page, heads, value), strides, at + heads * page * size)
-
-    def read(self, slots: Tensor, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Tokens at slots [batch * L] -> keys and values [batch, Hkv, L, size]; for models with their own attention."""
-        blocks, offsets = slots // self.spec.block_size, slots % self.spec.block_size
-        k = self.keys[blocks, offsets].unflatten(0, (batch, -1)).transpose(1, 2).to(dtype)
-        if self.values is None:
-            return k, k
-        return k, self.values[blocks, offsets].unflatten(0, (batch, -1)).transpose(1, 2).to(dtype)
-
-    def write(self, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
-        write_kv(k, v, self, slots)
-
-
-def write_kv(k: Tensor, v: Tensor | None, cache: TritonCache, slots: Tensor) -> None:
-    """k [T, Hkv, D], v [T, Hkv, Dv] to slots [T]; -1: nowhere."""
-    write_pages(_dense(k), None if v is None else _dense(v), cache.keys, cache.values, slots)
 
 
 class Workspace:
@@ -455,9 +420,11 @@ class TritonPlan:
         plain = not softcap and sinks is None and alibi is None
         call = WorkListKey.of(self.backend, qkv.dtype, prep.heads, cache, 0, plain=plain)
         rule = Rule(scale, softcap, sinks, alibi)
+        if cache.uncalibrated:
+            self._calibrate(qkv, prep, cache)
         if isinstance(qkv, PartialSums):
             if not self.lists.prompts(call):
-                q = self._prepare(qkv, prep, cache.keys, cache.values, self.slots, False)
+                q = self._prepare(qkv, prep, cache.keys, cache.values, self.slots, False, cache.scales)
                 return self._attend(call, q, None, None, cache, rule)
             qkv = qkv.whole()
         if call.library:
@@ -465,9 +432,18 @@ class TritonPlan:
         keep = (
             call.library and self.lists.keeps
         )  # by the size of the step, not its prompts: one kernel for all large ones
-        q = self._prepare(qkv, prep, cache.keys, cache.values, self.slots, keep)
+        q = self._prepare(qkv, prep, cache.keys, cache.values, self.slots, keep, cache.scales)
         kv = qkv.view(q.shape[0], -1, q.shape[2])[:, prep.heads :]
         return self._attend(call, q, kv[:, : prep.kv_heads], kv[:, prep.kv_heads :], cache, rule)
+
+    def _calibrate(self, qkv: Tensor | PartialSums, prep: QkvPrep, cache: TritonCache) -> None:
+        """From the keys and values of this step, as they would be written to a cache of their own dtype."""
+        page, heads, size = cache.keys.shape[1:]
+        shape = (_cdiv(len(self.slots), page), page, heads, size)
+        k, v = torch.zeros((2, *shape), dtype=qkv.dtype, device=self.slots.device)
+        order = torch.arange(len(self.slots), device=self.slots.device)
+        self._prepare(qkv, prep, k, v, torch.where(self.slots < 0, -1, order), False)
+        cache.calibrate(k, v)
 
     def run(
         self,
@@ -486,12 +462,16 @@ class TritonPlan:
         if not isinstance(cache, TritonCache):
             raise ConfigError(f"the Triton attention plan was given a cache of type {type(cache).__name__}")
         if k is not None:
+            if cache.uncalibrated:
+                cache.calibrate(k[self.slots >= 0], None if v is None else v[self.slots >= 0])
             write_kv(k, v, cache, self.slots)
-        q = _dense(q)
+        q = dense(q)
         if alibi is not None and alibi.dim() == 2:
             raise NotBuiltError("attention with learned distances (T5) is not built for GPUs; use a CPU")
         plain = k is not None and v is not None and not softcap and sinks is None and alibi is None
         call = WorkListKey.of(self.backend, q.dtype, q.shape[1], cache, v_size, plain=plain)
+        if k is not None and v is not None and cache.scales is not None and self.lists.prompts(call):
+            k, v = (rounded(x, s, cache.keys.dtype) for x, s in zip((k, v), cache.scales, strict=True))
         return self._attend(call, q, k, v, cache, Rule(scale, softcap, sinks, alibi))
 
     def _attend(
@@ -505,8 +485,9 @@ class TritonPlan:
             floats, counters = workspace_sizes(work, call.kv_heads, call.value)
             static = self.backend.workspace.get(floats, counters, q.device)
             attend(
-                q, cache.keys, cache.values, self.tables, work, out, static, self.shape, rule, early=self.backend.early
-            )
+                q, cache.keys, cache.values, self.tables, work, out, static, self.shape, rule, scales=cache.scales,
+                early=self.backend.early,
+            )  # fmt: skip
         for run in runs:
             assert k is not None and v is not None
             out[run.tokens] = dense_attention(q, k, v, run, rule.scale)
@@ -545,8 +526,10 @@ class TritonAttention:
     def supports(self, spec: KVSpec) -> str | None:
         if spec.kind not in (KVKind.FULL, KVKind.WINDOW, KVKind.CHUNK):
             return f"no Triton attention for KV of kind {spec.kind.value!r}"
-        if spec.dtype not in ("float32", "bfloat16", "float16"):
+        if spec.dtype not in ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"):
             return f"no Triton attention over a {spec.dtype} cache"
+        if spec.dtype == "float8_e4m3fn" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+            return "fp8_e4m3 needs a GPU of compute capability 8.9 or newer; fp8_e5m2 and int8_per_token_head do not"
         if spec.num_kv_heads <= 0 or spec.head_size <= 0:
             return f"{spec.num_kv_heads} kv heads of size {spec.head_size}"
         if max(spec.head_size, spec.v_head_size) > (MOST_ENTRIES if spec.v_head_size else MOST_LATENT):
@@ -624,7 +607,3 @@ Whole = TypeVar("Whole", int, np.ndarray)
 
 def _cdiv(a: Whole, b: int) -> Whole:
     return -(-a // b)
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -134,6 +134,26 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     return _READERS[family](name, settings)
 
 
+def has_fp8_cache(config: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint was made for keys and values in fp8, with a scale for each layer. Other kinds of quantized
+    caches are not the checkpoint's choice to make: the model's dtype is always good enough."""
+    for part in _parts(config):
+        for key in (KEY, "compression_config"):
+            settings = part.get(key)
+            if not isinstance(settings, Mapping):
+                continue
+            inner = settings.get("quantization")
+            about = inner if isinstance(inner, Mapping) else settings
+            if str(about.get("kv_cache_quant_algo") or "").upper() == "FP8":
+                return True
+            scheme = settings.get("kv_cache_scheme")
+            if isinstance(scheme, Mapping):
+                numbers = scheme.get("num_bits"), scheme.get("type"), scheme.get("strategy", "tensor")
+                if numbers == (8, "float", "tensor"):
+                    return True
+    return False
+
+
 def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [config, *(part for key in ("text_config", "llm_config", "language_config")
                       if isinstance(part := config.get(key), Mapping))]  # fmt: skip

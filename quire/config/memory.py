@@ -26,11 +26,12 @@ class CacheConfig(Group):
     )  # fmt: skip
     cache_dtype: str = option(
         "auto",
-        "Precision of cached keys and values; auto is the model's, or 16 bits if GGUF blocks are used as "
-        "stored. On CPU also another 16-bit type, or int8 with a scale for each token and head.",
+        "Precision of cached keys and values; auto is the model's, 16 bits if GGUF blocks are used as stored, or fp8 "
+        "on a GPU if the checkpoint was calibrated for it. fp8 (fp8_e4m3) and fp8_e5m2 have scales per layer, "
+        "int8_per_token_head one for each token and head. On CPU also another 16-bit type.",
         LATER,
-        ready=("auto", "bfloat16", "float16", "int8_per_token_head"),
-        why="auto, bfloat16, float16 and int8_per_token_head (the last on CPU) are built",
+        ready=("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head"),
+        why="auto, bfloat16, float16, fp8, fp8_e4m3, fp8_e5m2 and int8_per_token_head are built",
         name="kv_cache_dtype",
         choices=(
             "auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla",
@@ -39,6 +40,9 @@ class CacheConfig(Group):
         ),
         take=dtype_name,
     )  # fmt: skip
+    calculate_kv_scales: bool = option(
+        False, "With an fp8 cache: measure the scales in the first step instead of taking the checkpoint's or 1.0."
+    )
     kv_cache_memory_bytes: int | None = option(
         None, "Bytes for the KV cache; replaces gpu_memory_utilization.", low=1, human=True
     )

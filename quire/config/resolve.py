@@ -15,7 +15,7 @@ from quire.base.log import logger
 from quire.base.machine import cpu_flags, cpu_multiplies_bfloat16, find_gpu
 from quire.base.plugins import call_plugins
 from quire.checkpoint.facts import read_facts
-from quire.checkpoint.quantization import Quantization, add_quantization, agrees, read_quantization
+from quire.checkpoint.quantization import Quantization, add_quantization, agrees, has_fp8_cache, read_quantization
 from quire.checkpoint.raw import apply_overrides, is_mistral, read_elsewhere, read_raw
 from quire.checkpoint.source import holds_blocks, locate, stored_dtype
 from quire.config import table
@@ -426,16 +426,7 @@ def choose_cache(requested: Requested, config: EngineConfig) -> EngineConfig:
     """The precision of the KV cache, and fields copied from the model."""
     facts, chosen = config.model_config.facts, config.cache_config.cache_dtype
     cache_dtype = _cache_dtype(config) if chosen == "auto" else None
-    if config.device_config.device != "cpu" and chosen not in ("auto", config.model_config.dtype):
-        raise NotBuiltError(
-            f"kv_cache_dtype={chosen!r} is built for device=cpu only in this version; on a GPU keys and values are "
-            f"stored as the model computes them ({config.model_config.dtype})",
-            param="kv_cache_dtype",
-        )
-    if chosen == "int8_per_token_head" and native.library() is None:
-        raise ConfigError(
-            f"kv_cache_dtype={chosen!r} needs the compiled CPU kernels: {native.why_not()}", param="kv_cache_dtype"
-        )
+    _check_cache_dtype(config, cache_dtype or chosen)
     changes: dict[str, Any] = {
         "sliding_window": facts.sliding_window if facts.all_windowed else None,
         "user_specified_block_size": requested.get("block_size") is not None,
@@ -448,10 +439,41 @@ def choose_cache(requested: Requested, config: EngineConfig) -> EngineConfig:
     return replace(config, cache_config=replace(config.cache_config, **changes))
 
 
+def _check_cache_dtype(config: EngineConfig, chosen: str) -> None:
+    """ConfigError: this device has no such cache. Logs what a user should know of an 8-bit one."""
+    on_cpu, model_dtype = config.device_config.device == "cpu", config.model_config.dtype
+    if chosen in ("bfloat16", "float16") and not on_cpu and chosen != model_dtype:
+        raise NotBuiltError(
+            f"kv_cache_dtype={chosen!r} is built for device=cpu only in this version; on a GPU keys and values are "
+            f"stored as the model computes them ({model_dtype}), in fp8, or as int8_per_token_head",
+            param="kv_cache_dtype",
+        )
+    if chosen == "int8_per_token_head" and on_cpu and native.library() is None:
+        raise ConfigError(
+            f"kv_cache_dtype={chosen!r} needs the compiled CPU kernels: {native.why_not()}", param="kv_cache_dtype"
+        )
+    if chosen.startswith("fp8"):
+        if on_cpu:
+            log.warning(
+                "kv_cache_dtype=%s on a CPU is computed by torch, not by the compiled kernels; int8_per_token_head "
+                "takes about the same memory and is faster", chosen,
+            )  # fmt: skip
+        else:
+            log.info("kv_cache_dtype: %s, which holds twice as many tokens as 16 bits, with less precision", chosen)
+    elif config.cache_config.calculate_kv_scales:
+        log.warning("calculate_kv_scales has no effect with kv_cache_dtype=%s: only fp8 has scales per layer", chosen)
+
+
 def _cache_dtype(config: EngineConfig) -> str:
-    """The model's; but 16 bits with quantized blocks, where float32 keys and values would add no precision."""
+    """The model's; but 16 bits with quantized blocks, where float32 keys and values would add no precision; and on a
+    GPU fp8 where the checkpoint says so."""
     model = config.model_config
     on_gpu = config.device_config.device == "cuda"
+    if has_fp8_cache(model.hf_config):
+        if on_gpu:
+            log.info("kv_cache_dtype: fp8, as the checkpoint's configuration says; bfloat16 keeps 16 bits")
+            return "fp8"
+        log.info("the checkpoint is calibrated for an fp8 KV cache; on a CPU auto keeps more bits")
     if on_gpu or model.weight_form != "stored" or model.dtype != "float32" or native.library() is None:
         return model.dtype
     by_tiles = "amx_bf16" in cpu_flags() and env.CPU_KERNELS.get() in ("auto", "amx")

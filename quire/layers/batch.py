@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,6 +26,14 @@ class LayerCache(Protocol):
     """One layer's keys and values, as views of the worker's memory; its inside belongs to the backend that made it."""
 
     spec: KVSpec
+
+
+@runtime_checkable
+class ScaledCache(Protocol):
+    """A cache with one scale for a layer's keys and one for its values; None: it has none after all."""
+
+    layer_scales: Tensor | None  # float32 [2], on the device: read by every step, graphs included
+    uncalibrated: bool  # the next step that is not captured measures its keys and values and sets the scales
 
 
 class FusedRun(Protocol):

@@ -7,21 +7,19 @@ until their matrix is complete, and are let go once it is made. Must not know: a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from threading import Lock
 
 from torch import Tensor
 
-from quire.base.log import logger
 from quire.checkpoint.quantization import Quantization
 from quire.loader.files import Named, WeightPiece
 from quire.loader.formats import awq, bitsandbytes, compressed, gptq, mxfp4, scaled, stacked
 from quire.loader.formats.parts import Directory, MatrixPlan
+from quire.loader.kv_scales import is_cache_scale
 from quire.quant.coded import CodedMatrix
 from quire.schema.errors import CheckpointError, some
 
-_log = logger(__name__)
 Planner = Callable[[Directory, Quantization], Iterator[MatrixPlan]]
 PLANNERS: dict[str, Planner] = {
     "gptq": gptq.plan,
@@ -32,25 +30,20 @@ PLANNERS: dict[str, Planner] = {
     "mxfp4": mxfp4.plan,
     "bitsandbytes": bitsandbytes.plan,
 }
-_CACHE_SCALES = re.compile(  # of a KV cache in 8 bits, which this version keeps in 16 or 32, or with scales of its own
-    r"\.(?:[kvq]_scale|kv_scale|prob_scale|kv_cache_scale|[kv]_zero_point|(?:[kvq]_proj|qkv_proj|kv_proj)\.output_scale)$"
-)
 
 
 class CodedStage:
     def __init__(self, directory: Directory, about: Quantization) -> None:
-        self._dropped = {name for name in directory if _CACHE_SCALES.search(name)}
+        self._dropped = {name for name in directory if is_cache_scale(name)}  # read by kv_scales.py
         left = {name: info for name, info in directory.items() if name not in self._dropped}
         self.plans = list(PLANNERS[about.family](left, about))
         if about.family in stacked.FAMILIES:
             self.plans += stacked.plan(left, about)
-        if not self.plans:
+        if not self.plans and not self._dropped:
             raise CheckpointError(
                 f"the configuration says that the checkpoint is quantized ({about.name}), but no tensor is coded so; "
                 f"tensors: {some(sorted(directory))}"
             )
-        if self._dropped:
-            _log.info("%d scales of a KV cache in 8 bits are not used: this cache needs none", len(self._dropped))
         self._plan_of = {name: plan for plan in self.plans for name in plan.names.values()}
         self._waiting: dict[str, dict[str, Tensor]] = {}  # by module
         self._lock = Lock()

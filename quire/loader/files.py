@@ -128,6 +128,19 @@ def read_directory(found: WeightFiles, map_location: str | dict[str, str] = "cpu
     return directory
 
 
+def read_some(found: WeightFiles, wants: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+    """Only the tensors with these names, of safetensors and torch files; a GGUF file gives none."""
+    for path in found.paths if found.kind in ("safetensors", "pt") else ():
+        mine = os.path.basename(path)
+        pieces: Iterable[tuple[str, Tensor]]
+        if found.kind == "pt":
+            pieces = ((name, tensor) for name, tensor in _torch_state(path, "cpu").items() if wants(name))
+        else:
+            file = SafetensorsFile(path)
+            pieces = (pair for entry in file.entries if wants(entry.name) for pair in file.read(entry))
+        yield from ((name, tensor) for name, tensor in pieces if found.owners.get(name, mine) == mine)
+
+
 def _consolidated(folder: str, there: list[str]) -> WeightFiles:
     """Mistral's own files: one, or those that its index lists."""
     names = [name for name in there if fnmatch(name, "consolidated*.safetensors")]

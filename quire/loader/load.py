@@ -32,6 +32,7 @@ from quire.loader.coded_stage import CodedStage
 from quire.loader.files import WeightFiles, WeightPiece, find_weights, read_directory, read_weights
 from quire.loader.formats.expected import expected_layout
 from quire.loader.gguf_file import pieces_of
+from quire.loader.kv_scales import LayerScales, is_cache_scale, read_kv_scales
 from quire.loader.mistral_names import renamed
 from quire.loader.online import coder_of, dummy_coder
 from quire.loader.packed_cache import kept_for
@@ -236,7 +237,7 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
         unexpected = stream(pieces, take, advance)
     if stage is not None:
         stage.check_done()
-    check_complete(about.path, table.missing(), unexpected)
+    check_complete(about.path, table.missing(), [name for name in unexpected if not is_cache_scale(name)])
     model.finish_weights()
     _log.info("Loaded %s (%s) in %.2f s", about.path, size_text(found.num_bytes), now() - began)
     if kept is not None:
@@ -261,6 +262,14 @@ def coded_stage(config: EngineConfig, found: WeightFiles) -> CodedStage | None:
     if quantization is None:
         return None
     return CodedStage(read_directory(found, config.load_config.pt_load_map_location), quantization)
+
+
+def cache_scales(config: EngineConfig) -> dict[int, LayerScales]:
+    """What the checkpoint says about the scales of an fp8 KV cache, by the number of the layer."""
+    if config.load_config.load_format == "dummy":
+        return {}
+    with naming(config.model_config.path):
+        return read_kv_scales(weight_files(config))
 
 
 def weight_files(config: EngineConfig, group: ShardGroup = ALONE) -> WeightFiles:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from quire.ops.kv_codes import CacheScales, rounded, write_codes
 from quire.ops.norm import rms_norm, rms_norm_wide
 from quire.ops.op import op
 from quire.ops.parts import PartialSums, whole
@@ -39,8 +40,10 @@ def prepare_qkv(
     values: Tensor,
     slots: Tensor,  # [T] block * block_size + offset; -1: this token's keys and values are not stored
     keep: bool = False,
+    scales: CacheScales | None = None,  # of a cache in 8 bits
 ) -> Tensor:  # [T, heads, D]
-    """Returns the queries and writes keys and values to their slots. `keep`: keys replace their part of qkv too."""
+    """Returns the queries and writes keys and values to their slots. `keep`: keys replace their part of qkv too, and
+    with a cache in 8 bits so do values, both as they will be read."""
     qkv = whole(qkv)
     heads, kv_heads = prep.heads, prep.kv_heads
     parts = qkv.view(qkv.shape[0], heads + 2 * kv_heads, -1)
@@ -50,8 +53,15 @@ def prepare_qkv(
         q, k = rotate.reference(q, prep.cos, prep.sin, prep.pairs), rotate.reference(k, prep.cos, prep.sin, prep.pairs)
     there = slots >= 0
     block, offset = slots[there] // keys.shape[1], slots[there] % keys.shape[1]
-    keys[block, offset] = k[there].to(keys.dtype)
-    values[block, offset] = v[there].to(values.dtype)
+    if scales is None:
+        keys[block, offset] = k[there].to(keys.dtype)
+        values[block, offset] = v[there].to(values.dtype)
+    else:
+        write_codes(keys, scales.keys, block, offset, k[there])
+        write_codes(values, scales.values, block, offset, v[there])
+        if keep:
+            k = rounded(k, scales.keys, keys.dtype)
+            parts[:, -kv_heads:] = rounded(v, scales.values, values.dtype)
     if keep:
         parts[:, heads:-kv_heads] = k
     return q.contiguous()

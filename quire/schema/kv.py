@@ -45,7 +45,8 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token, where tokens are kept: keys, values, and with int8 a float32 scale for each head."""
+        """Bytes of one token, where tokens are kept: keys, values, and with int8 a float32 scale for each head. (float8
+        has scales per layer, which are not kept here.)"""
         values = self.head_size if self.v_head_size < 0 else self.v_head_size
         scales = 4 * (1 + (values > 0)) if self.dtype == "int8" else 0
         return self.num_kv_heads * ((self.head_size + values) * DTYPE_BYTES[self.dtype] + scales)

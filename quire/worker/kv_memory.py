@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
+from quire.layers.batch import LayerCache
 from quire.ops.copy import upload
 from quire.quant.arena import new_map
 from quire.schema.errors import ConfigError
@@ -36,8 +37,8 @@ class KVMemory:
         self._word = next(word for word in (torch.int64, torch.int32, torch.uint8) if not _rest(layout, word))
         self._pages = [slot.view(self._word) for slot in self.slots]
 
-    def bind(self, backend: AttentionBackend, model: Model) -> None:
-        """Hand every layer its cache: views of this memory."""
+    def bind(self, backend: AttentionBackend, model: Model) -> dict[str, LayerCache]:
+        """Hand every layer its cache, views of this memory; by the layer's name."""
         specs = {spec.layer: spec for spec in self.layout.specs}
         caches = {
             layer: backend.make_cache(specs[layer], self.layout.num_blocks, pages)
@@ -46,6 +47,7 @@ class KVMemory:
         }
         groups = {layer: index for index, group in enumerate(self.layout.groups) for layer in group.layers}
         model.bind_kv(caches, groups)
+        return caches
 
     @property
     def block_bytes(self) -> int:

@@ -15,7 +15,7 @@ from quire.base import registry
 from quire.base.clock import Laps
 from quire.base.log import logger
 from quire.base.plugins import call_plugins
-from quire.loader.load import make_model, reload_weights, update_config
+from quire.loader.load import cache_scales, make_model, reload_weights, update_config
 from quire.ops.cpu.forms import register
 from quire.schema.errors import ConfigError, NotBuiltError
 from quire.worker.threads import bind, num_threads
@@ -43,7 +43,7 @@ def watch() -> None:
     watch_()
 
 
-PARTS = WorkerParts(make_model, reload_weights, update_config, select_backend, record, watch)
+PARTS = WorkerParts(make_model, reload_weights, update_config, select_backend, record, watch, cache_scales)
 
 
 def build_worker(config: EngineConfig, laps: Laps | None = None, early: Early | None = None) -> Worker:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from quire.attention.backend import AttentionBackend
 from quire.base.clock import now
+from quire.layers.batch import ScaledCache
 from quire.ops.copy import downloader, upload
 from quire.sampling.logprobs import LogprobRequest, Picked, join, pick, values_of
 from quire.sampling.sampler import FILTERS, Sampler
@@ -134,14 +136,21 @@ class ModelRunner:
         inputs: DeviceInputs | None = None,  # None: a CPU worker
         graphs: DecodeGraphs | None = None,
         mixed: MixedGraphs | None = None,
+        scaled: Mapping[str, ScaledCache] | None = None,  # caches with scales per layer, by the layer's name
     ) -> None:
         self.model, self.rows, self.sampler, self.backend = model, rows, sampler, backend
         self.kv, self.inputs, self.graphs, self.mixed = kv, inputs, graphs, mixed
         self.copies = BlockCopies(kv)
         self._download = downloader(rows.tokens.device)
+        self.scaled = scaled or {}
         self.drafts: Drafts | None = None
         self._flight: _Flight | None = None
         self._lost: dict[str, str] = {}  # live requests that already failed, and why
+
+    def calibrate_next(self) -> None:
+        """Let the next step measure the scales of the KV cache."""
+        for cache in self.scaled.values():
+            cache.uncalibrated = True
 
     def forward(self, plan: StepPlan) -> None:
         began = now()
@@ -182,7 +191,8 @@ class ModelRunner:
         need = self.sampler.plain_needs(flight.sample_rows)
         if need is not None:
             self.sampler.plain.refresh()
-        bucket = self.graphs.bucket_of(shape) if self.graphs is not None else None
+        measures = any(cache.uncalibrated for cache in self.scaled.values())  # which no graph can
+        bucket = self.graphs.bucket_of(shape) if self.graphs is not None and not measures else None
         if bucket is not None and self.graphs is not None:
             bucket = self.graphs.prepare(bucket)
             inputs.send_decode(shape, bucket)
@@ -190,7 +200,7 @@ class ModelRunner:
             flight.logits = replayed.logits[: len(shape.rows)]
             if need is not None:
                 flight.pending = self._take(flight, replayed.result)
-        elif self.mixed is not None and (step := self.mixed.send(shape)) is not None:
+        elif self.mixed is not None and not measures and (step := self.mixed.send(shape)) is not None:
             self._choose(flight, self.mixed.replay(step.bucket), step.sampled, need)
         else:
             self._run(flight, inputs, need)

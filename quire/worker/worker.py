@@ -22,6 +22,7 @@ from quire.base.clock import Laps, now
 from quire.base.log import logger
 from quire.config.kernels import CUDAGraphMode
 from quire.layers.stored import num_numbers
+from quire.loader.kv_scales import LayerScales
 from quire.ops.op import Kernels
 from quire.sampling.sampler import Sampler
 from quire.schema.kv import KVLayout, KVSpec, ModelInfo
@@ -32,6 +33,7 @@ from quire.worker.device_inputs import DeviceInputs
 from quire.worker.gpu_memory import PER_GRAPH, does_not_fit, kv_bytes_on_gpu, measure, peak, used_by_others
 from quire.worker.graphs import START_SECONDS, DecodeGraphs, useful_sizes
 from quire.worker.kv_memory import KVMemory
+from quire.worker.kv_scales import is_scaled, kv_dtype_of, report, scaled_caches, set_scales
 from quire.worker.memory import kv_bytes
 from quire.worker.mixed_graphs import MixedGraphs, mixed_sizes
 from quire.worker.rows import Rows
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
     from quire.worker.early import Early
 
 _log = logger(__name__)
-KV_DTYPES = {"int8_per_token_head": "int8"}  # option -> what a KVSpec says
 
 
 def _nothing_watched() -> None:
@@ -63,6 +64,10 @@ def _nothing_recorded(run: Callable[[], None], tell: Callable[[Job], None] | Non
     return []
 
 
+def _no_scales(config: EngineConfig) -> Mapping[int, LayerScales]:
+    return {}
+
+
 @dataclass(frozen=True)
 class WorkerParts:
     """What a worker is put together from."""
@@ -74,6 +79,7 @@ class WorkerParts:
     # kernels that a dry run would launch
     record: Callable[[Callable[[], None], Callable[[Job], None] | None], list[Job]] = _nothing_recorded
     watch: Callable[[], None] = _nothing_watched  # called once the start is over
+    cache_scales: Callable[[EngineConfig], Mapping[int, LayerScales]] = _no_scales  # of an fp8 KV cache
 
 
 class Worker:
@@ -97,6 +103,7 @@ class Worker:
         self._parts = parts
         self._model: Model | None = None
         self._specs: tuple[KVSpec, ...] = ()
+        self._kv_scales: Mapping[int, LayerScales] = {}  # of the checkpoint
         self._runner: ModelRunner | None = None
         self._others = 0  # bytes of the GPU that other programs use
 
@@ -120,8 +127,9 @@ class Worker:
                 raise does_not_fit(self.device, "the weights", wrong) from None
             self._laps.mark("weights")
             model_config, cache_config = self.config.model_config, self.config.cache_config
-            kv_dtype = model_config.dtype if cache_config.cache_dtype == "auto" else cache_config.cache_dtype
-            kv_dtype = KV_DTYPES.get(kv_dtype, kv_dtype)
+            kv_dtype = kv_dtype_of(self.config)
+            if is_scaled(kv_dtype):
+                self._kv_scales = self._parts.cache_scales(self.config)
             self._specs = settle_states(model.kv_specs(cache_config.block_size, kv_dtype), cache_config)
             if self._early is not None and not self._early.manifest.current:
                 self._compile(self._early)
@@ -195,17 +203,19 @@ class Worker:
         """Allocate the KV cache and everything whose size depends on it."""
         self._runner = runner = self._make_runner(layout)
         self.forward, self.sample = runner.forward, runner.sample
+        report(runner.scaled, self._kv_scales, measured=self.config.cache_config.calculate_kv_scales)
 
     def _make_runner(self, layout: KVLayout) -> ModelRunner:
         """A runner over a cache of this layout, to which the model is then bound."""
         model = self.get_model()
         backend = self._parts.select_backend(self.device.type, self._specs, self.config.attention_config.backend)
         kv = KVMemory(layout, self.device)
-        kv.bind(backend, model)
+        scaled = scaled_caches(kv.bind(backend, model))
+        set_scales(scaled, self._kv_scales)
         max_rows, length = self.config.scheduler_config.max_num_seqs, self.config.model_config.max_model_len
         rows = Rows(layout.groups, max_rows, length, self.device)
         sampler = Sampler(self.config, model.arch.vocab, rows.tokens)
-        runner = ModelRunner(model, rows, sampler, backend, kv=kv)
+        runner = ModelRunner(model, rows, sampler, backend, kv=kv, scaled=scaled)
         if self.device.type != "cpu":
             sizes = self._graph_sizes()
             most = max(self.config.scheduler_config.max_num_batched_tokens, *sizes, 1)
@@ -265,6 +275,8 @@ class Worker:
                 self.model_runner.backend.prepare(*limits)
                 self._laps.mark("library")
             self.forward(StepPlan(step=0, grants=(), left=("warm-up",)))
+        if self.config.cache_config.calculate_kv_scales:
+            self.model_runner.calibrate_next()
         if not on_cpu:
             self._parts.watch()
 
@@ -314,3 +326,9 @@ class Worker:
     def reload_weights(self) -> None:
         """Read the weights again, in place. Whoever caches results of the old ones must forget them."""
         self._parts.reload_weights(self.get_model(), self.config)
+        if is_scaled(kv_dtype_of(self.config)):
+            self._kv_scales = self._parts.cache_scales(self.config)
+            if self._runner is not None:
+                set_scales(self._runner.scaled, self._kv_scales)
+                if self.config.cache_config.calculate_kv_scales:
+                    self._runner.calibrate_next()

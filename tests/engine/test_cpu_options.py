@@ -85,7 +85,7 @@ def test_spellings_of_rounding_at_load(tmp_path, given, meant):
 
 def test_refused_caches(tmp_path):
     with pytest.raises(NotBuiltError, match="int8_per_token_head"):
-        EngineArgs(device="cpu", kv_cache_dtype="fp8").create_engine_config()
+        EngineArgs(device="cpu", kv_cache_dtype="nvfp4").create_engine_config()
     with pytest.raises(ConfigError, match="kv_cache_dtype"):
         EngineArgs(device="cpu", kv_cache_dtype="int7").create_engine_config()
     make_tiny("DeepseekV3ForCausalLM", tmp_path)

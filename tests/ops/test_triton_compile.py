@@ -18,6 +18,7 @@ from quire.ops.coded import CodedWeight
 from quire.ops.triton import (
     act,
     attention,
+    attention_cache,
     coded,
     few,
     mask,
@@ -31,6 +32,9 @@ from quire.ops.triton import (
 )  # fmt: skip
 
 HALF, WHOLE, WIDE = "*bf16", "*i32", "*fp32"
+CODES = {  # of a KV cache: type, largest code, 1: a scale per layer, 2: per token and head
+    "e4m3": ("*fp8e4nv", 448.0, 1), "e5m2": ("*fp8e5", 57344.0, 1), "int8": ("*i8", 127.0, 2),
+}  # fmt: skip
 
 
 def compiled(kernel, kinds, constants, *, warps=4, stages=3, unaligned=(), early=False):
@@ -266,15 +270,22 @@ def test_rows(early):
         "v_head",
         "q_weight_stride",
         "k_weight_stride",
+        "scale_page",
+        "scale_head",
     )
     kinds = dict.fromkeys(pointers, HALF) | dict.fromkeys(strides, "i32")
-    kinds |= {"slots": "*i64", "eps": "fp32", "offset": "fp32"}
+    kinds |= {"slots": "*i64", "eps": "fp32", "offset": "fp32", "k_scales": "none", "v_scales": "none"}
     constants = {
         "HQ": 32, "HKV": 4, "D": 128, "HALF": 64, "BLOCK_SIZE": 64, "BH": 8, "PAIR_TILE": 64, "REST_TILE": 1,
-        "NORM": True, "WIDE": False, "PAIRS": False, "KEEP": False, "PARTS": 1, "EARLY": early,
+        "NORM": True, "WIDE": False, "PAIRS": False, "KEEP": False, "PARTS": 1, "LARGEST": 0.0, "CODING": 0,
+        "EARLY": early,
     }  # fmt: skip
     compiled(rope._prepare_kernel, kinds, constants, warps=2, early=early)
     compiled(rope._prepare_kernel, kinds | {"qkv": "*fp32"}, constants | {"PARTS": 4}, warps=2, early=early)
+    for kind, largest, coding in CODES.values():
+        coded = kinds | {"keys": kind, "values": kind, "k_scales": WIDE, "v_scales": WIDE}
+        more = constants | {"LARGEST": largest, "CODING": coding, "KEEP": True}
+        compiled(rope._prepare_kernel, coded, more, warps=2, early=early)
 
 
 @pytest.mark.parametrize("kind", [WIDE, HALF])
@@ -294,22 +305,77 @@ def test_attention_of_large_heads(group, kind):
     chosen = choose_tiles(dtype, 512, 512, latent=False, group=group)
     lists = ("tables", "items", "counters", "info")
     floats = ("partial", "sums", "partial2", "sums2")
-    strides = ("q_token", "q_head", "page_stride", "k_head", "v_head", "table_stride", "held")
+    strides = (
+        "q_token", "q_head", "page_stride", "k_head", "v_head", "scale_page", "scale_head", "table_stride", "held"
+    )  # fmt: skip
     kinds = dict.fromkeys(("out", "q", "keys", "values"), kind) | dict.fromkeys(lists, WHOLE)
     kinds |= dict.fromkeys(floats, WIDE) | dict.fromkeys(strides, "i32") | {"scale": "fp32", "cap": "fp32"}
-    kinds |= dict.fromkeys(("k_pages", "v_pages", "sinks", "slopes"), "none")
+    kinds |= dict.fromkeys(("k_scales", "v_scales", "k_pages", "v_pages", "sinks", "slopes"), "none")
     for tiles in {chosen.few, chosen.many}:
         constants = {
             "GROUP": group, "DK": 512, "DV": 512, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_D": 512,
             "BLOCK_V": 512, "BLOCK_R": 16, "PAGE": 16, "WINDOW": 0, "CHUNK": 0, "SOFTCAP": False, "SINKS": False,
             "ALIBI": False, "LATENT": False, "TWO_LOOPS": tiles.two_loops, "AHEAD": False, "TMA": False, "SPLIT": True,
-            "SHARED_M": chosen.shared.block_m, "EARLY": False, "PRECISION": "ieee" if kind == WIDE else "tf32",
+            "SHARED_M": chosen.shared.block_m, "CODING": 0, "EARLY": False,
+            "PRECISION": "ieee" if kind == WIDE else "tf32",
         }  # fmt: skip
         made = compiled(
             attention._attend_kernel, kinds, constants, warps=tiles.num_warps, stages=tiles.num_stages,
             unaligned=("tables", "items", "info"),
         )  # fmt: skip
         assert made.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize(
+    ("group", "size", "value", "latent"), [(2, 128, 128, False), (4, 64, 64, False), (16, 576, 512, True)]
+)
+def test_attention_over_a_cache_in_8_bits(code, group, size, value, latent):
+    """Every tile that such a cache is read with, rows that share a prefix among them: it fits shared memory."""
+    kind, _, coding = CODES[code]
+    chosen = choose_tiles(moe.torch.bfloat16, size, value, latent=latent, group=group)
+    wide, rest = attention.width_of(value if latent else size), attention.width_of(size - value) if latent else 16
+    common = {"q": HALF, "keys": kind, "values": kind, "k_scales": WIDE, "v_scales": WIDE, "scale": "fp32",
+              "cap": "fp32", "tables": WHOLE, "info": WHOLE, "partial": WIDE, "sums": WIDE}  # fmt: skip
+    common |= dict.fromkeys(
+        ("q_token", "q_head", "page_stride", "k_head", "v_head", "scale_page", "scale_head", "table_stride"), "i32"
+    )
+    common |= dict.fromkeys(("k_pages", "v_pages", "slopes"), "none")
+    unaligned = ("tables", "items", "info", "members", "starts", "contexts", "k_scales", "v_scales")
+    for tiles in {chosen.few, chosen.crowd, chosen.many, chosen.shared}:
+        constants = {
+            "GROUP": group, "DK": size, "DV": value, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
+            "BLOCK_D": wide, "BLOCK_V": attention.width_of(value), "BLOCK_R": rest, "PAGE": 64, "SOFTCAP": False,
+            "ALIBI": False, "LATENT": latent, "AHEAD": False, "TMA": False, "CODING": coding, "EARLY": True,
+            "PRECISION": "tf32",
+        }  # fmt: skip
+        how = {"warps": tiles.num_warps, "stages": tiles.num_stages, "unaligned": unaligned, "early": True}
+        if tiles is chosen.shared:
+            kinds = common | dict.fromkeys(("members", "starts", "contexts"), WHOLE)
+            made = compiled(attention._shared_kernel, kinds, constants, **how)
+        else:
+            kinds = common | {"out": HALF, "items": WHOLE, "counters": WHOLE, "partial2": WIDE, "sums2": WIDE,
+                              "sinks": "none", "held": "i32"}  # fmt: skip
+            constants |= {"WINDOW": 0, "CHUNK": 0, "SINKS": False, "TWO_LOOPS": tiles.two_loops, "SPLIT": True,
+                          "SHARED_M": chosen.shared.block_m}  # fmt: skip
+            made = compiled(attention._attend_kernel, kinds, constants, **how)
+        assert made.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_writing_a_cache_in_8_bits(code):
+    kind, largest, coding = CODES[code]
+    strides = ("scale_page", "scale_head", "k_token", "k_head", "v_token", "v_head", "page_stride", "cache_k_head",
+               "cache_v_head")  # fmt: skip
+    kinds = {"k": HALF, "v": HALF, "keys": kind, "values": kind, "k_scales": WIDE, "v_scales": WIDE, "slots": "*i64"}
+    constants = {"HEADS": 8, "DK": 128, "DV": 128, "PAGE": 64, "BLOCK_H": 8, "BLOCK_D": 128, "BLOCK_V": 128,
+                 "LARGEST": largest, "CODING": coding}  # fmt: skip
+    text = compiled(
+        attention_cache._write_kernel, kinds | dict.fromkeys(strides, "i32"), constants,
+        unaligned=("slots", "k_scales", "v_scales"),
+    ).asm["ptx"]  # fmt: skip
+    if code != "int8":
+        assert f"satfinite.{code}x2" in text  # the hardware's own rounding
 
 
 @pytest.mark.parametrize("rows", [16, 32])

@@ -187,6 +187,7 @@ def make_config(**changes: Any) -> Any:
         cache_config=SimpleNamespace(
             block_size=given["block_size"],
             cache_dtype="auto",
+            calculate_kv_scales=False,
             kv_cache_memory_bytes=given["kv_cache_memory_bytes"],
             enable_prefix_caching=True,
             mamba_block_size=None,

@@ -127,7 +127,10 @@ def _form(
     limits = {dtype: few_rows(kernels, dtype) for dtype in DTYPES}
 
     def join_blocks_native(blocks: Sequence[BlockParts], which: Sequence[int], dtype: torch.dtype) -> BlocksRun | None:
-        known = all(isinstance(parts.cache, NativeCache) and parts.act in acts for parts in blocks)
+        known = all(
+            isinstance(parts.cache, NativeCache) and parts.cache.rows.dtype in CACHE_DTYPES and parts.act in acts
+            for parts in blocks
+        )
         if not known or dtype not in DTYPES:
             return before(blocks, which, dtype)
         is_plain = any(isinstance(weights.matrix, Tensor) for parts in blocks for weights in parts.matrices)

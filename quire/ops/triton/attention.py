@@ -13,6 +13,10 @@ There is a program per item and kv head. One with only a split of the keys store
 workspace and increments a counter; the last of a tile merges all splits, including those of the shared kernel, and
 writes the result. Softmax is computed in base 2. Keys are read in BLOCK_N tiles counted from position 0, so results do
 not depend on where a chunk starts. Lists of items are made by the host or on the device (attention_plan.py).
+
+A cache in 8 bits (ops/kv_codes.py) is multiplied as its codes, in the dtype of the queries, which represents them all
+exactly. A scale per layer is a factor of the scores and of the result; scales per token are factors of the columns of
+the scores and of the weights.
 """
 
 from __future__ import annotations
@@ -26,10 +30,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from quire.ops.kv_codes import CacheScales
+from quire.ops.triton.attention_cache import BY_LAYER, BY_TOKEN, SCALES, Coding
+
 LOG2E = tl.constexpr(1.4426950408889634)
 FIELDS = tl.constexpr(10)
 MAX_SPLITS = 64  # of one tile
-_LISTS = ["tables", "items", "info", "members", "starts", "contexts"]  # may start at any address
+_LISTS = ["tables", "items", "info", "members", "starts", "contexts", *SCALES]  # may start at any address
 
 
 class AttentionTile(NamedTuple):
@@ -91,11 +98,12 @@ def _rows(base, at, held, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.co
 
 @triton.jit
 def _scan(
-    acc, top, total, q, q_rest, keys, values, k_pages, v_pages, head_row, page_rows, table, positions, slope, begin,
-    end, first, last, page_stride, scale, cap,
+    acc, top, total, q, q_rest, keys, values, k_scales, v_scales, k_pages, v_pages, head_row, page_rows, table,
+    positions, slope, begin, end, first, last, page_stride, scale_page, scale, cap,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_R: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, LATENT: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    ALIBI: tl.constexpr, LATENT: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, CODING: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Iterate over keys [begin, end). `top`: running maximum of the scores (times log2 e), `total`: sum of weights.
 
@@ -126,6 +134,9 @@ def _scan(
         else:
             k = _rows(keys, at, present, DK, BLOCK_D, MASKED).to(q.dtype)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if CODING == BY_TOKEN:
+            scales_at = block.to(tl.int64) * scale_page + offset
+            s *= tl.load(k_scales + scales_at, mask=present, other=0.0)[None, :]
         factor = scale
         if SOFTCAP or ALIBI:
             factor = 1.0
@@ -155,6 +166,8 @@ def _scan(
             v = v_pages.load([block * page_rows + head_row + start % PAGE, 0])
         else:
             v = _rows(values, page + offset * DV, present, DV, BLOCK_V, MASKED).to(q.dtype)
+        if CODING == BY_TOKEN:
+            p *= tl.load(v_scales + scales_at, mask=present, other=0.0)[None, :]
         acc = tl.dot(p.to(q.dtype), v, acc, input_precision=PRECISION)
         top = new
     return acc, top, total
@@ -269,13 +282,14 @@ def _finish(
 
 @triton.jit(do_not_specialize=["table_stride", "held"], do_not_specialize_on_alignment=_LISTS)
 def _attend_kernel(
-    out, q, keys, values, k_pages, v_pages, tables, items, partial, sums, counters, info, partial2, sums2, sinks,
-    slopes, q_token, q_head, page_stride, k_head, v_head, table_stride, held, scale, cap,
+    out, q, keys, values, k_scales, v_scales, k_pages, v_pages, tables, items, partial, sums, counters, info, partial2,
+    sums2, sinks, slopes, q_token, q_head, page_stride, k_head, v_head, scale_page, scale_head, table_stride, held,
+    scale, cap,
     GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, LATENT: tl.constexpr,
     TWO_LOOPS: tl.constexpr, AHEAD: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, SHARED_M: tl.constexpr,
-    EARLY: tl.constexpr, PRECISION: tl.constexpr,
+    CODING: tl.constexpr, EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """grid (kv heads, items). SHARED_M: flats of a tile of the shared kernel; 0: no item uses it."""
     if EARLY:
@@ -331,6 +345,11 @@ def _attend_kernel(
         slope = tl.load(slopes + head, mask=used, other=0.0).to(tl.float32) * LOG2E
     k_base, v_base, table = keys + kv_head * k_head, values + kv_head * v_head, tables + row.to(tl.int64) * table_stride
     page_rows, head_row = (page_stride // DK).to(tl.int32), kv_head * PAGE
+    if CODING == BY_LAYER:
+        scale = scale * tl.load(k_scales)
+    if CODING == BY_TOKEN:
+        k_scales += kv_head * scale_head
+        v_scales += kv_head * scale_head
     acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -339,20 +358,23 @@ def _attend_kernel(
         cut = tl.maximum(begin, tl.minimum((low + 1) // BLOCK_N * BLOCK_N, end))
         if not AHEAD:
             acc, top, total = _scan(
-                acc, top, total, queries, q_rest, k_base, v_base, k_pages, v_pages, head_row, page_rows, table,
-                positions, slope, begin, cut, first, last, page_stride, scale, cap, DK, DV, BLOCK_N, BLOCK_D, BLOCK_V,
-                BLOCK_R, PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT, False, TMA, PRECISION,
+                acc, top, total, queries, q_rest, k_base, v_base, k_scales, v_scales, k_pages, v_pages, head_row,
+                page_rows, table, positions, slope, begin, cut, first, last, page_stride, scale_page, scale, cap, DK,
+                DV, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_R, PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT, False, TMA,
+                CODING, PRECISION,
             )  # fmt: skip
     acc, top, total = _scan(
-        acc, top, total, queries, q_rest, k_base, v_base, k_pages, v_pages, head_row, page_rows, table,
-        positions, slope, cut, end, first, last, page_stride, scale, cap, DK, DV, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_R,
-        PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT, True, False, PRECISION,
+        acc, top, total, queries, q_rest, k_base, v_base, k_scales, v_scales, k_pages, v_pages, head_row, page_rows,
+        table, positions, slope, cut, end, first, last, page_stride, scale_page, scale, cap, DK, DV, BLOCK_N, BLOCK_D,
+        BLOCK_V, BLOCK_R, PAGE, WINDOW, CHUNK, SOFTCAP, ALIBI, LATENT, True, False, CODING, PRECISION,
     )  # fmt: skip
     if AHEAD:  # last: ptxas does not overlap matmuls if another loop follows
         acc, top, total = _scan_ahead(
             acc, top, total, queries, k_base, v_base, k_pages, v_pages, head_row, page_rows, table, begin, cut,
             page_stride, scale, DK, DV, BLOCK_N, BLOCK_D, BLOCK_V, PAGE, TMA,
         )  # fmt: skip
+    if CODING == BY_LAYER:
+        acc *= tl.load(v_scales)
 
     sink = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     if SINKS:
@@ -395,12 +417,12 @@ def _attend_kernel(
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_LISTS)
 def _shared_kernel(
-    q, keys, values, k_pages, v_pages, tables, info, members, starts, contexts, partial, sums, slopes,
-    q_token, q_head, page_stride, k_head, v_head, table_stride, scale, cap,
+    q, keys, values, k_scales, v_scales, k_pages, v_pages, tables, info, members, starts, contexts, partial, sums,
+    slopes, q_token, q_head, page_stride, k_head, v_head, scale_page, scale_head, table_stride, scale, cap,
     GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, LATENT: tl.constexpr, AHEAD: tl.constexpr, TMA: tl.constexpr, EARLY: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ALIBI: tl.constexpr, LATENT: tl.constexpr, AHEAD: tl.constexpr, TMA: tl.constexpr, CODING: tl.constexpr,
+    EARLY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """grid (kv heads, programs): tiles of the queries of all members against the shared keys."""
     if EARLY:
@@ -441,6 +463,11 @@ def _shared_kernel(
     begin, end = split * key_tiles // splits * BLOCK_N, (split + 1) * key_tiles // splits * BLOCK_N
     k_base, v_base, table = keys + kv_head * k_head, values + kv_head * v_head, tables + row.to(tl.int64) * table_stride
     page_rows, head_row = (page_stride // DK).to(tl.int32), kv_head * PAGE
+    if CODING == BY_LAYER:
+        scale = scale * tl.load(k_scales)
+    if CODING == BY_TOKEN:
+        k_scales += kv_head * scale_head
+        v_scales += kv_head * scale_head
     if AHEAD:
         acc, top, total = _scan_ahead(
             acc, top, total, x, k_base, v_base, k_pages, v_pages, head_row, page_rows, table, begin, end, page_stride,
@@ -448,10 +475,12 @@ def _shared_kernel(
         )  # fmt: skip
     else:
         acc, top, total = _scan(
-            acc, top, total, x, rest, k_base, v_base, k_pages, v_pages, head_row, page_rows, table, positions, slope,
-            begin, end, 0, end, page_stride, scale, cap, DK, DV, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_R, PAGE, 0, 0,
-            SOFTCAP, ALIBI, LATENT, False, TMA, PRECISION,
+            acc, top, total, x, rest, k_base, v_base, k_scales, v_scales, k_pages, v_pages, head_row, page_rows, table,
+            positions, slope, begin, end, 0, end, page_stride, scale_page, scale, cap, DK, DV, BLOCK_N, BLOCK_D,
+            BLOCK_V, BLOCK_R, PAGE, 0, 0, SOFTCAP, ALIBI, LATENT, False, TMA, CODING, PRECISION,
         )  # fmt: skip
+    if CODING == BY_LAYER:
+        acc *= tl.load(v_scales)
     place = (program.to(tl.int64) * tl.num_programs(0) + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(sums + place, top + tl.log2(total), mask=used)
     tl.store(partial + place[:, None] * DV + e[None, :], acc / total[:, None], mask=wide)
@@ -498,6 +527,7 @@ def attend(
     shape: Shape,
     rule: Rule,
     *,
+    scales: CacheScales | None = None,  # of a cache in 8 bits
     early: bool = False,  # programs may start while the previous kernel still runs (few.py)
 ) -> None:
     """Run one work list: the shared prefix if there may be one, then the tiles."""
@@ -507,18 +537,21 @@ def attend(
     stored, shared = keys if values is None else values, work.shared
     rooms = _rooms(space.floats, work, kv_heads, dv)
     if shared is not None and shared.programs:
-        _attend_shared(q, keys, values, tables, shared, rooms, shape, rule, dv, early)
+        _attend_shared(q, keys, values, scales, tables, shared, rooms, shape, rule, dv, early)
     two_loops = tiles.two_loops and not (shape.window or shape.chunk)
     pages = _pages(q, keys, values, tiles) if two_loops else None
     k_pages, v_pages = pages or (None, None)
+    codes = Coding.of(scales, keys.dtype)
     _attend_kernel[(kv_heads, num_items)](
-        out, q, keys, stored, k_pages, v_pages, tables, work.items, rooms.partial, rooms.sums, space.counters,
-        None if shared is None else shared.info, rooms.shared_partial, rooms.shared_sums, rule.sinks, rule.alibi,
-        q.stride(0), q.stride(1), keys.stride(0), keys.stride(2), stored.stride(2), tables.stride(0), work.held,
-        *_factors(rule), **_shapes(q, keys, values, tiles, dv), PAGE=shape.page, WINDOW=shape.window, CHUNK=shape.chunk,
+        out, q, keys, stored, codes.keys, codes.values, k_pages, v_pages, tables, work.items, rooms.partial, rooms.sums,
+        space.counters, None if shared is None else shared.info, rooms.shared_partial, rooms.shared_sums, rule.sinks,
+        rule.alibi, q.stride(0), q.stride(1), keys.stride(0), keys.stride(2), stored.stride(2), codes.page, codes.head,
+        tables.stride(0), work.held, *_factors(rule),
+        **_shapes(q, keys, values, tiles, dv), PAGE=shape.page, WINDOW=shape.window, CHUNK=shape.chunk,
         SOFTCAP=rule.softcap > 0, SINKS=rule.sinks is not None, ALIBI=rule.alibi is not None, LATENT=values is None,
         TWO_LOOPS=two_loops, AHEAD=two_loops and _ahead(q, keys, values, tiles, rule), TMA=pages is not None,
-        SPLIT=work.splittable, SHARED_M=0 if shared is None else shared.tiles.block_m, EARLY=early, **_early(early),
+        SPLIT=work.splittable, SHARED_M=0 if shared is None else shared.tiles.block_m, CODING=codes.coding,
+        EARLY=early, **_early(early),
     )  # fmt: skip
 
 
@@ -527,18 +560,21 @@ def _early(early: bool) -> dict[str, bool]:
 
 
 def _attend_shared(
-    q: Tensor, keys: Tensor, values: Tensor | None, tables: Tensor, shared: SharedPrefix, rooms: Rooms, shape: Shape,
-    rule: Rule, dv: int, early: bool,
+    q: Tensor, keys: Tensor, values: Tensor | None, scales: CacheScales | None, tables: Tensor, shared: SharedPrefix,
+    rooms: Rooms, shape: Shape, rule: Rule, dv: int, early: bool,
 ) -> None:  # fmt: skip
     stored, kv_heads = keys if values is None else values, keys.shape[2]
     pages = _pages(q, keys, values, shared.tiles)
     k_pages, v_pages = pages or (None, None)
+    codes = Coding.of(scales, keys.dtype)
     _shared_kernel[(kv_heads, shared.programs)](
-        q, keys, stored, k_pages, v_pages, tables, shared.info, shared.members, shared.starts, shared.contexts,
-        rooms.shared_partial, rooms.shared_sums, rule.alibi, q.stride(0), q.stride(1), keys.stride(0), keys.stride(2),
-        stored.stride(2), tables.stride(0), *_factors(rule), **_shapes(q, keys, values, shared.tiles, dv),
+        q, keys, stored, codes.keys, codes.values, k_pages, v_pages, tables, shared.info, shared.members, shared.starts,
+        shared.contexts, rooms.shared_partial, rooms.shared_sums, rule.alibi, q.stride(0), q.stride(1),
+        keys.stride(0), keys.stride(2), stored.stride(2), codes.page, codes.head, tables.stride(0), *_factors(rule),
+        **_shapes(q, keys, values, shared.tiles, dv),
         PAGE=shape.page, SOFTCAP=rule.softcap > 0, ALIBI=rule.alibi is not None, LATENT=values is None,
-        AHEAD=_ahead(q, keys, values, shared.tiles, rule), TMA=pages is not None, EARLY=early, **_early(early),
+        AHEAD=_ahead(q, keys, values, shared.tiles, rule), TMA=pages is not None, CODING=codes.coding,
+        EARLY=early, **_early(early),
     )  # fmt: skip
 
 

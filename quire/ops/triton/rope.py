@@ -16,8 +16,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.ops.kv_codes import CacheScales
 from quire.ops.parts import PartialSums
 from quire.ops.qkv import QkvPrep
+from quire.ops.triton.attention_cache import BY_LAYER, BY_TOKEN, SCALES, Coding, encode, size_of, token_scale
 from quire.ops.triton.sizes import cdiv, next_power_of_2
 
 _TILES = ((4096, 4), (2048, 4), (1024, 2))  # entries and warps of a program: the first that divides the heads evenly
@@ -47,6 +49,21 @@ def _put(bases, x, column, is_q, is_k, is_v, KEEP: tl.constexpr):
 
 
 @triton.jit
+def _put_codes(
+    bases, x, scale, column, is_q, is_k, is_v, LARGEST: tl.constexpr, CODING: tl.constexpr, KEEP: tl.constexpr
+):  # fmt: skip
+    """As _put, with keys and values as codes; what is kept are the numbers that these mean."""
+    own, q_base, k_base, v_base = bases
+    tl.store(q_base[:, None] + column, x.to(q_base.dtype.element_ty), mask=is_q)
+    scale = tl.zeros(x.shape, tl.float32) + scale[:, None]
+    code = encode(x, scale, LARGEST, CODING).to(k_base.dtype.element_ty)
+    if KEEP:
+        tl.store(own[:, None] + column, (code.to(tl.float32) * scale).to(own.dtype.element_ty), mask=is_k[0] | is_v[0])
+    tl.store(k_base[:, None] + column, code, mask=is_k[1])
+    tl.store(v_base[:, None] + column, code, mask=is_v[1])
+
+
+@triton.jit
 def _read(own, column, mask, part_stride, PARTS: tl.constexpr, NARROW: tl.constexpr):
     """A tile of every head as float32: the sum of PARTS, rounded to the dtype NARROW."""
     x = tl.load(own[:, None] + column, mask=mask, other=0.0)
@@ -55,14 +72,14 @@ def _read(own, column, mask, part_stride, PARTS: tl.constexpr, NARROW: tl.conste
     return x.to(NARROW).to(tl.float32)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize_on_alignment=["slots", *SCALES])
 def _prepare_kernel(
-    qkv, q_out, keys, values, slots, q_weight, k_weight, cos, sin, stride, part_stride, k_block, k_slot, k_head,
-    v_block, v_slot, v_head, q_weight_stride, k_weight_stride, eps, offset,
+    qkv, q_out, keys, values, k_scales, v_scales, scale_page, scale_head, slots, q_weight, k_weight, cos, sin, stride,
+    part_stride, k_block, k_slot, k_head, v_block, v_slot, v_head, q_weight_stride, k_weight_stride, eps, offset,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BH: tl.constexpr, PAIR_TILE: tl.constexpr, REST_TILE: tl.constexpr,
     NORM: tl.constexpr, WIDE: tl.constexpr, PAIRS: tl.constexpr, KEEP: tl.constexpr, PARTS: tl.constexpr,
-    EARLY: tl.constexpr,
+    LARGEST: tl.constexpr, CODING: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
@@ -100,15 +117,34 @@ def _prepare_kernel(
         cosine = tl.load(cos + token * (2 * HALF) + first, mask=paired, other=0.0).to(tl.float32)
         sine = tl.load(sin + token * (2 * HALF) + second, mask=paired, other=0.0).to(tl.float32)
         a, b = tl.where(v2, a, a * cosine - b * sine), tl.where(v2, b, b * cosine + a * sine)
-        _put(bases, a, first, q2 & paired, (k2 & paired, k2 & paired & there), v2 & paired & there, KEEP)
-        _put(bases, b, second, q2 & paired, (k2 & paired, k2 & paired & there), v2 & paired & there, KEEP)
-    if 2 * HALF < D:
-        _put(bases, c, rest, q2 & left, (k2 & left, k2 & left & there), v2 & left & there, KEEP)
+    if CODING:  # what is coded are numbers of the model's dtype
+        a, b, c = a.to(kind).to(tl.float32), b.to(kind).to(tl.float32), c.to(kind).to(tl.float32)
+    if CODING == BY_LAYER:
+        scale = tl.where(is_v, tl.load(v_scales), tl.load(k_scales))
+    if CODING == BY_TOKEN:
+        scale = token_scale(tl.maximum(tl.maximum(size_of(a), size_of(b)), size_of(c)), LARGEST)
+        scale_at = block * scale_page + block_offset + kv * scale_head
+        tl.store(k_scales + scale_at, scale, mask=is_k & there)
+        tl.store(v_scales + scale_at, scale, mask=is_v & there)
+    if CODING:
+        k_pair, v_pair = (k2 & paired, k2 & paired & there), (v2 & paired, v2 & paired & there)
+        k_left, v_left = (k2 & left, k2 & left & there), (v2 & left, v2 & left & there)
+        if HALF > 0:
+            _put_codes(bases, a, scale, first, q2 & paired, k_pair, v_pair, LARGEST, CODING, KEEP)
+            _put_codes(bases, b, scale, second, q2 & paired, k_pair, v_pair, LARGEST, CODING, KEEP)
+        if 2 * HALF < D:
+            _put_codes(bases, c, scale, rest, q2 & left, k_left, v_left, LARGEST, CODING, KEEP)
+    else:
+        if HALF > 0:
+            _put(bases, a, first, q2 & paired, (k2 & paired, k2 & paired & there), v2 & paired & there, KEEP)
+            _put(bases, b, second, q2 & paired, (k2 & paired, k2 & paired & there), v2 & paired & there, KEEP)
+        if 2 * HALF < D:
+            _put(bases, c, rest, q2 & left, (k2 & left, k2 & left & there), v2 & left & there, KEEP)
 
 
 def prepare_qkv(
-    qkv: Tensor | PartialSums, prep: QkvPrep, keys: Tensor, values: Tensor, slots: Tensor, keep: bool = False, *,
-    tile: tuple[int, int] | None = None, early: bool = False,
+    qkv: Tensor | PartialSums, prep: QkvPrep, keys: Tensor, values: Tensor, slots: Tensor, keep: bool = False,
+    scales: CacheScales | None = None, *, tile: tuple[int, int] | None = None, early: bool = False,
 ) -> Tensor:  # fmt: skip
     parts, dtype = (qkv.sums, qkv.dtype) if isinstance(qkv, PartialSums) else (qkv[None], qkv.dtype)
     if keep and isinstance(qkv, PartialSums):
@@ -125,14 +161,17 @@ def prepare_qkv(
     tile_heads = max(1, min(entries // size, next_power_of_2(total)))
     tile_heads = 1 << (tile_heads.bit_length() - 1)
     qw, kw = prep.q_weight, prep.k_weight
+    codes = Coding.of(scales, keys.dtype)
     _prepare_kernel[(tokens, cdiv(total, tile_heads))](
-        parts, q, keys, values, slots, qw, kw, prep.cos, prep.sin, parts.stride(1), parts.stride(0),
-        keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
+        parts, q, keys, values, codes.keys, codes.values, codes.page, codes.head, slots, qw, kw, prep.cos, prep.sin,
+        parts.stride(1), parts.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
+        values.stride(0), values.stride(1), values.stride(2),
         size if qw is not None and qw.ndim == 2 else 0, size if kw is not None and kw.ndim == 2 else 0,
         prep.eps, prep.offset,
         HQ=prep.heads, HKV=prep.kv_heads, D=size, HALF=half, BLOCK_SIZE=keys.shape[1], BH=tile_heads,
         PAIR_TILE=pair_tile, REST_TILE=rest_tile, NORM=qw is not None, WIDE=prep.wide or bool(prep.offset),
-        PAIRS=prep.pairs, KEEP=keep, PARTS=len(parts), EARLY=early, num_warps=warps,
+        PAIRS=prep.pairs, KEEP=keep, PARTS=len(parts), LARGEST=codes.largest, CODING=codes.coding, EARLY=early,
+        num_warps=warps,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return q
