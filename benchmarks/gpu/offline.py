@@ -1,6 +1,6 @@
 """Times one model on named workloads through LLM.generate, with token ids in and no detokenizing.
 
-    python benchmarks/gpu/offline.py MODEL_FOLDER WORKLOADS [--quantization NAME] [--kv-cache-dtype fp8] [--options JSON]
+    python benchmarks/gpu/offline.py FOLDER WORKLOADS [--quantization NAME] [--kv-cache-dtype fp8] [--options JSON]
 
 WORKLOADS: a list such as mixed256,single, or all. --options are keywords of LLM laid over the defaults below.
 Prints one line per run: seconds, output tokens a second, all tokens a second. Prompts come from a fixed seed, so two

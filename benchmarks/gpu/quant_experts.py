@@ -103,7 +103,7 @@ class Layer(NamedTuple):
         rest = {"b1": self.b1, "b2": self.b2, "act": self.shape.act, "codes": CODES, "stream": x, **how}
         if isinstance(self.up, Tensor):
             return moe.run_experts(x, weights, index, self.up, self.down, **rest)  # type: ignore[arg-type]
-        return moe_coded.run_experts(x, weights, index, self.up, self.down, **rest)  # type: ignore[arg-type]
+        return moe_coded.run_experts(x, weights, index, self.up, self.down, **rest)
 
     def error(self, tokens: int, **how: Any) -> float:
         x, logits = inputs(self.shape, tokens)
