@@ -33,6 +33,7 @@ _NAMES = {
     "TextPrompt": "quire.schema.prompt:TextPrompt",
     "TokensPrompt": "quire.schema.prompt:TokensPrompt",
     "PromptType": "quire.schema.prompt:PromptType",
+    "LoRARequest": "quire.schema.adapters:LoRARequest",
     "ModelRegistry": "quire.config.outside:ModelRegistry",
 }
 

@@ -106,7 +106,8 @@ LONG_FILES = frozenset(
     for name in """
     engine/test_every_architecture engine/test_same_as_transformers engine/test_structured_outputs
     engine/test_batch_invariant_hostile engine/test_batch_invariant_cpu engine/test_docs_examples
-    models/test_parity ops/test_cpu_tiles compat/test_programs server/test_hosting_doors
+    engine/test_lora engine/test_lora_models models/test_parity ops/test_cpu_tiles compat/test_programs
+    server/test_hosting_doors server/test_lora_api
     """.split()  # noqa: SIM905
 )
 

@@ -17,6 +17,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from quire.executor.base import BACKENDS, resolve_verb
+from quire.schema.adapters import AdapterRead, AdapterSource
 from quire.schema.errors import CheckpointError
 from quire.schema.kv import KVKind, KVLayout, KVSpec, ModelInfo
 from quire.schema.step import LogprobRows, Mask, NewRow, StepPlan, StepResult
@@ -96,9 +97,23 @@ class FakeExecutor:
         self.num_steps = 0
         self.flying = self.most_flying = 0
         self.is_shut_down = False
+        self.read: list[AdapterRead] = []  # adapters
+        self.dropped: list[int] = []
 
     def ask(self, verb: Any, *args: Any) -> list[Any]:
         return [getattr(self, verb.__name__)(*args)]
+
+    def read_adapter(self, source: AdapterSource) -> None:
+        """Every folder holds one, but for those that end in 'broken'."""
+        broken = source.path.endswith("broken")
+        self.read.append(AdapterRead(serial=source.serial, error="it is broken" if broken else None))
+
+    def poll_adapters(self, timeout: float) -> list[AdapterRead]:
+        read, self.read = self.read, []
+        return read
+
+    def drop_adapter(self, serial: int) -> None:
+        self.dropped.append(serial)
 
     def load(self) -> ModelInfo:
         if self.config.additional_config.get("bad_checkpoint"):

@@ -1,4 +1,4 @@
-"""Documented types that programs name and Quire has no need of: adapters, kinds of tasks, the engine, messages.
+"""Documented types that programs name and Quire has no need of: kinds of tasks, the engine, messages.
 
 Also NoBadWordsLogitsProcessor and load_chat_template, for programs that call them by themselves; Quire's own sampling
 and templates do not come through here.
@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import msgspec
 from typing_extensions import TypedDict
 
 from quire.text.parse.writer import random_id
@@ -23,44 +22,6 @@ PoolingTask = Literal["embed", "classify", "score", "token_embed", "token_classi
 SupportedTask = Literal[GenerationTask, PoolingTask]
 GENERATION_TASKS: tuple[str, ...] = get_args(GenerationTask)
 POOLING_TASKS: tuple[str, ...] = get_args(PoolingTask)
-
-# ---- vllm.lora.request
-
-
-class LoRARequest(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """Which adapter a request wants. A value only: an engine of this version refuses a request that has one."""
-
-    lora_name: str
-    lora_int_id: int
-    lora_path: str = ""
-    base_model_name: str | None = None
-    tensorizer_config_dict: dict[str, Any] | None = None
-    load_inplace: bool = False
-
-    def __post_init__(self) -> None:
-        if self.lora_int_id < 1:
-            raise ValueError(f"lora_int_id must be at least 1, got {self.lora_int_id}")
-        if not self.lora_path:
-            raise ValueError(f"lora_path of {self.lora_name!r} is empty")
-
-    @property
-    def adapter_id(self) -> int:
-        return self.lora_int_id
-
-    @property
-    def name(self) -> str:
-        return self.lora_name
-
-    @property
-    def path(self) -> str:
-        return self.lora_path
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LoRARequest) and self.lora_name == other.lora_name
-
-    def __hash__(self) -> int:
-        return hash(self.lora_name)
-
 
 # ---- vllm.inputs, vllm.multimodal: names of types that annotations use
 

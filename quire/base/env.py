@@ -256,6 +256,13 @@ PASS_ENV = Variable[tuple[str, ...]](
 PORT = Variable("PORT", None, _port, "First port to try for internal sockets.")
 HOST_IP = Variable[str | None]("HOST_IP", None, str, "This host's address for others; unset asks the system.")
 API_KEY = Variable[str | None]("API_KEY", None, str, "Key of the server, where --api-key names none.")
+ALLOW_RUNTIME_LORA_UPDATING = Variable(
+    "ALLOW_RUNTIME_LORA_UPDATING", False, _flag,
+    "1: adapters may be loaded and unloaded over HTTP, and found by resolvers. Not for servers that strangers reach.",
+)  # fmt: skip
+LORA_RESOLVER_CACHE_DIR = Variable[str | None](
+    "LORA_RESOLVER_CACHE_DIR", None, str, "Folder whose folders are adapters that requests may name."
+)
 SERVER_DEV_MODE = Variable("SERVER_DEV_MODE", False, _flag, "1: development routes and error stacks.")
 ENABLE_RESPONSES_API_STORE = Variable(
     "ENABLE_RESPONSES_API_STORE", False, _flag,

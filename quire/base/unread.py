@@ -16,7 +16,7 @@ _RAY = "Ray is not used"
 _ATTENTION = "Quire has one attention kernel for each kind of device"
 _EXPERTS = "Quire has kernels of its own for experts and quantized layers"
 _TRANSFER = "KV transfer between engines is not in this version"
-_ADAPTERS = "LoRA adapters are not in this version"
+_ADAPTERS = "adapters run on the stream of the step that they belong to"
 _MEDIA = "this version takes text only"
 _ROCM = "AMD GPUs are not supported in this version"
 _TPU = "TPUs are not supported in this version"
@@ -40,7 +40,7 @@ _REASONS: dict[str, str] = {
     _EXPERTS: "FUSED_MOE_CHUNK_SIZE USE_DEEP_GEMM USE_FLASHINFER_SAMPLER",
     _TRANSFER: "MOONCAKE_ABORT_REQUEST_TIMEOUT MOONCAKE_BOOTSTRAP_PORT NIXL_ABORT_REQUEST_TIMEOUT "
     "NIXL_SIDE_CHANNEL_HOST NIXL_SIDE_CHANNEL_PORT USE_SIMPLE_KV_OFFLOAD",
-    _ADAPTERS: "ALLOW_RUNTIME_LORA_UPDATING LORA_ENABLE_DUAL_STREAM LORA_RESOLVER_CACHE_DIR",
+    _ADAPTERS: "LORA_ENABLE_DUAL_STREAM",
     _MEDIA: "AUDIO_FETCH_TIMEOUT IMAGE_FETCH_TIMEOUT MEDIA_URL_ALLOW_REDIRECTS S3_BUCKET_URL VIDEO_FETCH_TIMEOUT",
     _ROCM: "ROCM_SLEEP_MEM_CHUNK_SIZE ROCM_USE_AITER",
     _TPU: "XLA_CACHE_PATH XLA_USE_SPMD",

@@ -50,6 +50,7 @@ class EngineConfig(Group):
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     cache_config: CacheConfig = field(default_factory=CacheConfig)
     offload_config: OffloadConfig = field(default_factory=OffloadConfig)
+    enable_lora: bool = option(False, "Serve low-rank adapters.", unset=None)
     lora_config: LoRAConfig | None = None
     logging_config: LoggingConfig = field(default_factory=LoggingConfig)
     observability_config: ObservabilityConfig = field(default_factory=ObservabilityConfig)

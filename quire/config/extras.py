@@ -23,7 +23,21 @@ def split_at_commas(value: Any) -> Any:
 class LoRAConfig(Group):
     """Low-rank adapters."""
 
-    lora_dtype: Literal["auto", "bfloat16", "float16"] = unavailable(take=dtype_name)
+    max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] = option(
+        16, "Largest rank of an adapter; memory for it is set aside in every slot."
+    )
+    max_loras: int = option(1, "Adapters in one batch.", low=1, high=1024)
+    fully_sharded_loras: bool = option(
+        False, "Split both halves of an adapter among ranks; there is one rank in this version."
+    )
+    max_cpu_loras: int | None = option(None, "Adapters in host memory; unset, and 0, is max_loras.")
+    lora_dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
+        "auto", "Precision of adapters; auto is the model's.", take=dtype_name
+    )
+    target_modules: tuple[str, ...] | None = option(
+        None, "Names of layers that adapters may change; an adapter of any other is refused.",
+        name="lora_target_modules", take=split_at_commas,
+    )  # fmt: skip
 
 
 @group

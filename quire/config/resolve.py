@@ -21,6 +21,7 @@ from quire.checkpoint.source import holds_blocks, locate, stored_dtype
 from quire.config import table
 from quire.config.checks import check_environment, check_traces
 from quire.config.engine import EngineConfig, replace
+from quire.config.extras import LoRAConfig
 from quire.config.graphs import choose_graphs
 from quire.config.outside import registered
 from quire.config.sampling import choose_sampling
@@ -519,6 +520,21 @@ def choose_harmony(requested: Requested, config: EngineConfig) -> EngineConfig:
     return replace(config, **{"structured_outputs_config.reasoning_parser": "openai_gptoss"})
 
 
+def choose_adapters(requested: Requested, config: EngineConfig) -> EngineConfig:
+    """Without enable_lora there is no LoRAConfig, whatever else was set."""
+    if not config.enable_lora:
+        return replace(config, lora_config=None)
+    lora = config.lora_config or LoRAConfig()
+    most: int = lora.max_loras if lora.max_cpu_loras is None or lora.max_cpu_loras < 1 else lora.max_cpu_loras
+    if most < lora.max_loras:
+        raise ConfigError(
+            f"max_cpu_loras={most} is less than max_loras={lora.max_loras}", param="max_cpu_loras", value=most
+        )
+    if config.model_config.model_impl == "transformers":
+        raise NotBuiltError("enable_lora: transformers' own classes take no adapters", param="enable_lora")
+    return replace(config, lora_config=replace(lora, max_cpu_loras=most))
+
+
 STEPS: tuple[Step, ...] = (
     refuse,
     check_environment,
@@ -530,6 +546,7 @@ STEPS: tuple[Step, ...] = (
     choose_harmony,
     choose_storage,
     choose_dtype,
+    choose_adapters,
     choose_length,
     choose_sampling,
     choose_reuse,

@@ -5,6 +5,7 @@ Declarations only (see option.py). Names are those of `vllm serve`; the ones tha
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from quire.base import env
@@ -30,6 +31,14 @@ def json_list(value: Any) -> Any:
         except ValueError as wrong:
             raise ConfigError(f"{item!r} is not a JSON list: {wrong}", value=item) from None
     return tuple(items)
+
+
+def as_modules(value: Any) -> Any:
+    """Texts, objects and lists of objects; objects as JSON."""
+    value = [value] if isinstance(value, str | Mapping) else value
+    if not isinstance(value, list | tuple):
+        return value
+    return tuple(json.dumps(dict(item)) if isinstance(item, Mapping) else item for item in value)
 
 
 def as_paths(value: Any) -> Any:
@@ -88,6 +97,10 @@ class ServerConfig(Group):
     )  # fmt: skip
     allowed_methods: tuple[str, ...] = option(("*",), "CORS: allowed methods.", take=json_list, repeat=True)
     allowed_headers: tuple[str, ...] = option(("*",), "CORS: allowed request headers.", take=json_list, repeat=True)
+    lora_modules: tuple[str, ...] = option(
+        (), "Adapters to serve: name=path, or JSON objects with name, path and base_model_name. Needs --enable-lora.",
+        unset=None, take=as_modules, repeat=True,
+    )  # fmt: skip
     middleware: tuple[str, ...] = option(
         (), "Import paths of ASGI middleware classes, or of async functions (request, call_next). Repeatable.",
         take=json_list, repeat=True,

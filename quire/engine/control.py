@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from quire.engine.adapters import NOT_ENABLED, EngineAdapters, lora_request_of
 from quire.schema.errors import InputError, NotBuiltError, kind_of, message_of
 from quire.schema.messages import ControlCall, ControlReply
 
@@ -111,6 +112,20 @@ def _refuse(feature: str) -> Callable[..., Any]:
     return refuse
 
 
+def _adapters(loop: EngineLoop) -> EngineAdapters:
+    if loop.adapters is None:
+        raise InputError(NOT_ENABLED, param="enable_lora")
+    return loop.adapters
+
+
+def _add_lora(loop: EngineLoop, lora_request: Any) -> Later:
+    return Later(*_adapters(loop).add(lora_request_of(lora_request)))
+
+
+def _remove_lora(loop: EngineLoop, lora_id: int) -> bool:
+    return _adapters(loop).remove(lora_id)
+
+
 VERBS: dict[str, Verb] = {
     "reset_prefix_cache": Verb(VerbScope.ENGINE, _reset_prefix_cache, "Forget every cached prefix; True if all went."),
     "pause": Verb(VerbScope.ENGINE, _pause, "Hold new requests; abort or finish those in flight."),
@@ -127,10 +142,10 @@ VERBS: dict[str, Verb] = {
     "wake_up": Verb(VerbScope.WORKERS, _refuse("sleep mode"), "Take memory again."),
     "start_profile": Verb(VerbScope.WORKERS, _start_profile, "Open a profile window."),
     "stop_profile": Verb(VerbScope.WORKERS, _stop_profile, "Close it; where each worker wrote its trace."),
-    "add_lora": Verb(VerbScope.WORKERS, _refuse("LoRA"), "Load an adapter."),
-    "remove_lora": Verb(VerbScope.WORKERS, _refuse("LoRA"), "Drop an adapter."),
-    "list_loras": Verb(VerbScope.WORKERS, _refuse("LoRA"), "Ids of loaded adapters."),
-    "pin_lora": Verb(VerbScope.WORKERS, _refuse("LoRA"), "Keep an adapter loaded."),
+    "add_lora": Verb(VerbScope.WORKERS, _add_lora, "Load an adapter; True once it is read and checked."),
+    "remove_lora": Verb(VerbScope.WORKERS, _remove_lora, "Drop an adapter by id; whether there was one."),
+    "list_loras": Verb(VerbScope.WORKERS, lambda loop: _adapters(loop).list_ids(), "Ids of loaded adapters."),
+    "pin_lora": Verb(VerbScope.WORKERS, lambda loop, lora_id: _adapters(loop).pin(lora_id), "Keep an adapter loaded."),
     "save_sharded_state": Verb(VerbScope.WORKERS, _save_sharded_state, "Write weights per rank; the files' names."),
     "scale_elastic_ep": Verb(VerbScope.ENGINE, _refuse("elastic expert parallelism"), "Change the number of ranks."),
 }

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.base import registry
+from quire.engine.adapters import NOT_ENABLED, absolute, lora_request_of
+from quire.schema.adapters import LoRARequest
 from quire.schema.errors import InputError, NotBuiltError, some
 from quire.schema.messages import EngineReady, EngineRequest
 from quire.schema.params import ResolvedParams, SamplingParams
@@ -46,13 +48,14 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     requests: tuple[EngineRequest, ...]
     arrival: float  # wall clock
     stream_interval: int | None = None  # tokens per streamed result; None: the engine's own
+    lora_request: LoRARequest | None = None
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """What a caller may say besides prompt and params."""
 
     priority: int = 0
-    lora_request: Any = None
+    lora_request: LoRARequest | None = None
     lora_name: str | None = None  # an adapter that the engine has loaded, by name
     tokenization_kwargs: Mapping[str, Any] | None = None
     trace_headers: Mapping[str, str] | None = None
@@ -74,6 +77,7 @@ class InputProcessor:
         self._structured = config.structured_outputs_config
         self._thinks = config.thinks
         self._by_priority = config.scheduler_config.policy == "priority"
+        self._has_adapters = config.lora_config is not None
         self._num_ranks = config.parallel_config.data_parallel_size
         self._mark = (
             f"@{ready.client}" if ready.client else ""
@@ -125,6 +129,7 @@ class InputProcessor:
         # request must not be taken for news of the new one, so the engine knows each by a name of its own.
         name = f"{request_id}#{next(self._serials)}{self._mark}"
         headers = dict(options.trace_headers or {})
+        lora_id, lora_name, lora_path = self._adapter(options)
         requests = tuple(
             EngineRequest(
                 request_id=name if params.n == 1 else f"{name}.{index}",
@@ -137,7 +142,9 @@ class InputProcessor:
                 arrival=arrival,
                 cache_salt=prompt.cache_salt,
                 tenant=options.tenant,
-                lora_name=options.lora_name,
+                lora_id=lora_id,
+                lora_name=lora_name,
+                lora_path=lora_path,
                 parent_id=None if params.n == 1 else request_id,
                 trace_headers=headers,
                 continues=options.continues,
@@ -146,8 +153,21 @@ class InputProcessor:
             for index in range(params.n)
         )
         return PreparedRequest(
-            request_id, prompt.text, token_ids, params, requests, arrival, stream_interval=options.stream_interval
-        )
+            request_id, prompt.text, token_ids, params, requests, arrival, stream_interval=options.stream_interval,
+            lora_request=options.lora_request,
+        )  # fmt: skip
+
+    def _adapter(self, options: Options) -> tuple[int, str | None, str | None]:
+        """(id, name, path) of the adapter that a request brings or names."""
+        lora = options.lora_request
+        if lora is None:
+            return 0, options.lora_name, None
+        lora = lora_request_of(lora)
+        if not self._has_adapters:
+            raise InputError(f"a request has lora_request {lora.lora_name!r}, but {NOT_ENABLED}", param="lora_request")
+        if lora.tensorizer_config_dict is not None:
+            raise NotBuiltError("tensorizer_config_dict of a LoRARequest is not in this version of Quire")
+        return lora.lora_int_id, lora.lora_name, absolute(lora.lora_path)
 
     def _sibling_params(self, params: ResolvedParams) -> ResolvedParams:
         """Of all answers to a prompt but the first, which brings the prompt's log probabilities for all of them. The
@@ -426,7 +446,6 @@ def _refuse_unbuilt(prompt: Prompt, options: Options) -> None:
         "multi_modal_data": prompt.media,
         "multi_modal_uuids": prompt.media_uuids,
         "mm_processor_kwargs": prompt.media_options,
-        "lora_request": options.lora_request,
     }
     for name, value in unbuilt.items():
         if value is not None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.base.clock import now
+from quire.engine.adapters import NOT_ENABLED, EngineAdapters
 from quire.engine.charge import Charge
 from quire.engine.control import Later, answer, run_verb
 from quire.engine.pulse import Pulse
@@ -56,6 +57,7 @@ class EngineLoop:
         pulse: Pulse | None = None,
         masks: Masks | None = None,
         kv_events: EventPublisher | None = None,
+        adapters: EngineAdapters | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -63,6 +65,7 @@ class EngineLoop:
         self.masks = masks  # None: no request may have a grammar
         self._constrained: set[str] = set()  # requests that masks know; without any, masks are not asked
         self.kv_events = kv_events  # None: nobody is told
+        self.adapters = adapters  # None: no request may have one
         self.paused = False
         self.pulse = pulse  # None: nobody watches
         self._flying: deque[tuple[StepPlan, PendingResult]] = deque()
@@ -84,7 +87,8 @@ class EngineLoop:
     @property
     def busy(self) -> bool:
         """False: nothing will happen until something comes in."""
-        return bool(self._flying or self._news or self._replies) or self.scheduler.has_unfinished()
+        reads = self.adapters is not None and self.adapters.is_busy
+        return reads or bool(self._flying or self._news or self._replies) or self.scheduler.has_unfinished()
 
     def is_drained(self) -> bool:
         return not self._live and not self._flying
@@ -96,6 +100,8 @@ class EngineLoop:
             if self.paused:
                 self._hold(request)
                 return
+            if request.lora_name is not None:
+                request = self._with_adapter(request)
             self.scheduler.add(request)
             self._live.add(request.request_id)
         except QuireError as refused:
@@ -104,6 +110,11 @@ class EngineLoop:
             params = sampling_of(request.params)
             if params.grammar is not None or params.thinking_token_budget is not None:
                 self._constrain(request)
+
+    def _with_adapter(self, request: EngineRequest) -> EngineRequest:
+        if self.adapters is None:
+            raise InputError(NOT_ENABLED, param="lora_request")
+        return self.adapters.resolve(request)
 
     def _constrain(self, request: EngineRequest) -> None:
         """It waits in the queue until its grammar is compiled."""
@@ -166,6 +177,8 @@ class EngineLoop:
         began = now()
         if self._constrained:
             self._take_compiled()
+        if self.adapters is not None and self.adapters.is_busy:
+            self._take_adapters(self.adapters)
         plan = self.scheduler.plan()
         self._plan_seconds = now() - began
         had_work = bool(plan.grants or self._flying)
@@ -264,6 +277,15 @@ class EngineLoop:
             self.scheduler.release(request_id, Hold.GRAMMAR)
             if refused is not None:
                 self._fail(request_id, refused)
+
+    def _take_adapters(self, adapters: EngineAdapters) -> None:
+        """Begin to read what requests wait for, and note what was read; requests whose adapter cannot be read fail."""
+        adapters.begin_reads()
+        idle = not self._flying and not self._news and self.scheduler.num_running == 0
+        self._stalled = 0
+        for adapter, error in adapters.take_read(_COMPILE_WAIT if idle else 0.0):
+            for request_id in self.scheduler.users_of(adapter):
+                self._fail(request_id, InputError(error, param="lora_request"))
 
     def _publish_events(self) -> None:
         if self.kv_events is not None and (events := self.scheduler.take_events()):
@@ -409,4 +431,6 @@ def _add(before: StepStats, after: StepStats) -> StepStats:
         plan_seconds=before.plan_seconds + after.plan_seconds,
         forward_seconds=before.forward_seconds + after.forward_seconds,
         commit_seconds=before.commit_seconds + after.commit_seconds,
+        running_adapters=after.running_adapters,
+        waiting_adapters=after.waiting_adapters,
     )

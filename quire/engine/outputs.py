@@ -324,6 +324,7 @@ class _Open:
             finished=finished,
             metrics=self._metrics() if finished or not delta else None,
             num_cached_tokens=self.answers[0].num_cached_tokens,
+            lora_request=self.prepared.lora_request,
         )
 
     def trace(self, ended: float, error: str | None) -> RequestTrace:

@@ -23,6 +23,7 @@ from quire.base.log import logger
 from quire.base.sockets import Hub, PeerGoneError
 from quire.config.local import object_of
 from quire.config.logs import apply_logging
+from quire.engine.adapters import EngineAdapters
 from quire.engine.charge import Charge
 from quire.engine.control import reply_with_error
 from quire.engine.loop import EngineLoop, failed_output
@@ -114,7 +115,9 @@ def start_engine(config: EngineConfig, pulse: Pulse | None = None) -> Started:
     )
     log.info("Engine ready in %.1f s (%s): %d KV blocks", seconds["total"], _told(phases), layout.num_blocks)
     masks = make_masks(config, info.vocab_size)
-    loop = EngineLoop(executor, scheduler, pulse=pulse, masks=masks, kv_events=kv_events)
+    slots = scheduler.planner.adapters
+    adapters = None if slots is None else EngineAdapters(executor, slots)
+    loop = EngineLoop(executor, scheduler, pulse=pulse, masks=masks, kv_events=kv_events, adapters=adapters)
     if config.observability_config.collect_detailed_traces:
         loop.charge = Charge(scheduler.requests)
     return Started(loop, ready)

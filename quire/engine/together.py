@@ -93,6 +93,7 @@ def _key(request: EngineRequest) -> tuple[Any, ...]:
     """Equal for requests that differ in nothing but what OneOfMany has: by identity where a value may be large."""
     return (
         id(request.params), tuple(request.trace_headers.items()), request.eos_token_id, request.priority,
-        request.cache_salt, request.tenant, request.lora_id, request.lora_name, request.lora_generation,
+        request.cache_salt, request.tenant, request.lora_id, request.lora_name, request.lora_path,
+        request.lora_generation,
         request.media_keys, request.continues, request.thinking,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from quire.base import registry
+from quire.schema.adapters import AdapterRead, AdapterSource
 from quire.schema.errors import ConfigError, NotBuiltError
 from quire.schema.kv import KVLayout, ModelInfo
 from quire.schema.step import Mask, StepPlan, StepResult
@@ -52,6 +53,15 @@ class WorkerProtocol(Protocol):
 
     def sample(self, step: int, mask: Mask | None) -> PendingResult:
         """Choose the tokens of a step that was started."""
+
+    def read_adapter(self, source: AdapterSource) -> None:
+        """Begin to read an adapter into host memory; returns at once."""
+
+    def poll_adapters(self, timeout: float) -> list[AdapterRead]:
+        """What was read since the last call; waits so many seconds for the first."""
+
+    def drop_adapter(self, serial: int) -> None:
+        """Forget the copy in host memory, read or not. A slot keeps what is in it."""
 
     def shutdown(self) -> None:
         """Let go of the device's memory."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
+from quire.layers.adapters import LinearAdapters
 from quire.layers.stored import MatrixLayer
 from quire.quant.scheme import MatrixShape, Slot, Storage
 from quire.quant.shard import Span
@@ -29,6 +30,7 @@ class Linear(MatrixLayer):
         runs: Mapping[str, tuple[str, ...]]
         | None = None,  # names of tensors that hold some parts, which follow each other
         wide: bool = False,  # compute in float32, and give that
+        absorbed: bool = False,  # what adapters add is for others to merge (layers/mla.py), not for `forward` to add
     ) -> None:
         super().__init__()
         self.prefix, self.fused, self._runs = prefix, fused, dict(runs or {})
@@ -40,9 +42,13 @@ class Linear(MatrixLayer):
         self.in_size, self.out_size = width.count, self.stored.shape.rows
         self._multiply = self.stored.multiply_wide if wide else self.stored.multiply
         self._reduce = None if width.is_whole else storage.group.reduce
+        self.absorbed = absorbed
+        self.adapters: LinearAdapters | None = None  # unless the engine serves adapters
 
     def forward(self, x: Tensor) -> Tensor:
         y = self._multiply(x)
+        if self.adapters is not None and not self.absorbed:
+            y = self.adapters.add(x, y)
         return y if self._reduce is None else self._reduce(y)
 
     @property
@@ -63,12 +69,16 @@ class Linear(MatrixLayer):
         return self._reduce is not None
 
     def slots(self) -> Iterator[Slot]:
-        for part in self.parts:
-            yield from self._slots(part, (part,))
-        if self.fused and len(self.parts) > 1:
-            yield from self._slots(self.fused, tuple(self.parts))
-        for name, run in self._runs.items():
+        for name, run in self.named_runs():
             yield from self._slots(name, run)
+
+    def named_runs(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Every name that a checkpoint may use, and the parts that it stands for, which follow each other."""
+        for part in self.parts:
+            yield part, (part,)
+        if self.fused and len(self.parts) > 1:
+            yield self.fused, tuple(self.parts)
+        yield from self._runs.items()
 
     def _slots(self, name: str, run: tuple[str, ...]) -> Iterator[Slot]:
         for slot in self.stored.slots(run):

@@ -8,6 +8,7 @@ holds rank + rope numbers per token and layer, and the plan is told that values 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,7 +19,10 @@ from quire.layers.linear import Linear
 from quire.layers.norm import Norm, NormKind
 from quire.layers.rope import Rope, RotaryTables
 from quire.ops.linear import heads_matmul
+from quire.ops.lora import SomeRows
 from quire.quant.scheme import Storage
+
+Carries: TypeAlias = "list[tuple[SomeRows, Tensor]]"
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,9 @@ class LatentAttention(KVLayer):
         latent = {"kv_a_proj_with_mqa": kind.kv_rank + kind.rope}
         self.kv_a = Linear(prefix, width, latent, storage, bias=kind.bias)
         self.kv_norm = Norm(f"{prefix}kv_a_layernorm", (kind.kv_rank,), norm, storage)
-        self.kv_b = Linear(prefix, kind.kv_rank, {"kv_b_proj": heads.times(kind.nope + kind.value)}, storage)
+        self.kv_b = Linear(
+            prefix, kind.kv_rank, {"kv_b_proj": heads.times(kind.nope + kind.value)}, storage, absorbed=True
+        )
         self.o = Linear(prefix, heads.times(kind.value), {"o_proj": width}, storage, bias=kind.bias)
         self._heads_matmul = storage.of(heads_matmul)
 
@@ -61,6 +67,26 @@ class LatentAttention(KVLayer):
             return self.kv_b(torch.eye(self.kind.kv_rank, dtype=x.dtype, device=x.device)).t().contiguous()
         return numbers
 
+    def _through(self, x: Tensor, carries: Carries, part: slice, *, out: bool) -> Tensor:
+        """x [T, H, ..] by one half of its own rows' carry."""
+        results = [(rows, self._heads_matmul(x[rows], _half(carry, part, out=out))) for rows, carry in carries]
+        if len(results) == 1:
+            return results[0][1]
+        y = torch.empty((*x.shape[:2], results[0][1].shape[-1]), dtype=results[0][1].dtype, device=x.device)
+        for rows, result in results:
+            y[rows] = result
+        return y
+
+    def _carries(self, x: Tensor, batch: Batch) -> Carries:
+        """Rows of the step, with the matrices [H, nope + value, rank] that they are carried by."""
+        base, kind, adapters = self._carry(x, batch), self.kind, self.kv_b.adapters
+        shape = (kind.heads, kind.nope + kind.value, kind.kv_rank)
+        if adapters is None or adapters.step.rows is None or not adapters.is_used:
+            return [(slice(None), base.view(shape))]
+        rows = adapters.step.rows
+        own = [(some, adapters.merged(base, slot).view(shape)) for slot, some in rows.groups]
+        return [((rows.index == 0).nonzero().flatten(), base.view(shape)), *own]
+
     def sizes(self) -> tuple[int, int, int]:
         return 1, self.kind.kv_rank + self.kind.rope, 0
 
@@ -69,12 +95,17 @@ class LatentAttention(KVLayer):
         compressed = x if self.q_a is None or self.q_norm is None else self.q_norm(self.q_a(x))
         q_nope, q_rope = self.q(compressed).view(tokens, kind.heads, -1).split([kind.nope, kind.rope], -1)
         latent, k_rope = self.kv_a(x).split([kind.kv_rank, kind.rope], -1)
-        carry = self._carry(x, batch).view(kind.heads, kind.nope + kind.value, kind.kv_rank)  # [H, nope + value, rank]
+        carries = self._carries(x, batch)
         k_rope = k_rope[:, None]
         if self.rope is not None and turn is not None:
             q_rope, k_rope = self.rope.turn(q_rope, turn), self.rope.turn(k_rope, turn)
-        q = torch.cat((self._heads_matmul(q_nope, carry[:, : kind.nope]), q_rope), -1)
+        q = torch.cat((self._through(q_nope, carries, slice(0, kind.nope), out=False), q_rope), -1)
         k = torch.cat((self.kv_norm(latent)[:, None], k_rope), -1)  # [T, 1, rank + rope]
         out = batch.plans[self.group].run(q, k, None, self.cache, scale=kind.scale, v_size=kind.kv_rank)
-        out = self._heads_matmul(out, carry[:, kind.nope :].transpose(1, 2))
+        out = self._through(out, carries, slice(kind.nope, None), out=True)
         return self.o(out.reshape(tokens, -1))
+
+
+def _half(carry: Tensor, part: slice, *, out: bool) -> Tensor:
+    half = carry[:, part]
+    return half.transpose(1, 2) if out else half

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from quire.layers.adapters import ExpertAdapters
 from quire.layers.linear import Linear
 from quire.layers.mlp import Mlp
 from quire.layers.stored import ExpertLayer
@@ -56,6 +57,8 @@ class Experts(ExpertLayer):
         self.prefix = prefix
         self.hold(storage.schemes.of_experts(prefix).create(shape))
         self._reduce = None if shape.ffn.is_whole else storage.group.reduce
+        self.adapters: ExpertAdapters | None = None  # unless the engine serves adapters
+        self.takes_adapters = True  # its rows are those of the step
 
     @property
     def is_summed(self) -> bool:
@@ -65,6 +68,10 @@ class Experts(ExpertLayer):
     def forward(self, x: Tensor, weights: Tensor, index: Tensor, stream: Tensor | None = None) -> Tensor:
         """Sum over a token's experts of weight * expert(x); added to `stream`, which a sum over ranks does not take."""
         y = self.stored.multiply(x, weights, index, stream)
+        if self.adapters is not None:
+            for slot, rows in self.adapters.groups(len(x)):
+                own = self.adapters.multiply(slot, x[rows], weights[rows], index[rows])
+                y[rows] = own if stream is None else own + stream[rows]
         return y if self._reduce is None else self._reduce(y)
 
     def slots(self) -> Iterator[Slot]:
@@ -88,6 +95,7 @@ class Moe(nn.Module):
             kind.expert_bias, between, _rule(kind, act),
         )  # fmt: skip
         self.experts = Experts(f"{prefix}experts.", shape, storage)
+        self.experts.takes_adapters = not kind.weigh_input
         narrow = Linear(prefix, width, {"fc1_latent_proj": kind.latent}, storage) if kind.latent else None
         self.narrow, self.widen = narrow, None
         if kind.latent:

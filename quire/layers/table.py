@@ -121,6 +121,10 @@ class WeightTable:
             given = given.numbers()
         return self._arrange(canonical, given)
 
+    def arranged(self, canonical: str, tensor: Tensor) -> Tensor:
+        """A tensor that lies as the checkpoint's weight of this name does, in the layout of the parameter."""
+        return self._arrange(canonical, tensor)
+
     def missing(self) -> list[str]:
         """Canonical names of places nothing was loaded into yet."""
         return list(self._missing)

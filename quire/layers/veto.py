@@ -24,5 +24,5 @@ def hooks_of(modules: Iterable[nn.Module]) -> list[dict[int, Callable[..., Any]]
 
 
 def vetoed(batch: Batch) -> Batch:
-    """The same step, in which somebody watches a module."""
+    """The same step, in which rows have adapters or somebody watches a module."""
     return batch if batch.through_linears else replace(batch, through_linears=True)

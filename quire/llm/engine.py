@@ -77,6 +77,8 @@ class Front:
             self.metrics.cache_config(
                 dataclasses.asdict(config.cache_config) | {"num_gpu_blocks": self.ready.num_blocks}
             )
+            if config.lora_config is not None:
+                self.metrics.serve_adapters(config.lora_config.max_loras)
             self.log_stats = LogStats(self.metrics.totals, folder=metrics_folder)
             self.log_stats.start()
         interval = config.scheduler_config.stream_interval
@@ -334,7 +336,11 @@ class LLMEngine(FrontEngine):
     stop_profile = verb("stop_profile")
     add_lora = verb("add_lora")
     remove_lora = verb("remove_lora")
-    list_loras = verb("list_loras")
+
+    def list_loras(self) -> set[int]:
+        """Ids of loaded adapters."""
+        return set(self.call("list_loras"))
+
     pin_lora = verb("pin_lora")
 
     def close(self) -> None:

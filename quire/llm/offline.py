@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import msgspec
 
+from quire.engine.adapters import lora_request_of
 from quire.engine.inputs import Options, PreparedRequest
 from quire.llm.beam import BeamSearchInstance, BeamSearchOutput, check_ranks, followed
 from quire.llm.beam_form import BeamForm, BeamForms
@@ -24,6 +25,7 @@ from quire.llm.engine import LLMEngine
 from quire.llm.progress import Progress
 from quire.llm.verbs import verb
 from quire.observe.reader import Metric
+from quire.schema.adapters import LoRARequest
 from quire.schema.errors import InputError, NotBuiltError
 from quire.schema.outputs import RequestOutput
 from quire.schema.params import BeamSearchParams, RequestOutputKind, ResolvedParams, SamplingParams
@@ -87,8 +89,9 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers in the order of the prompts. Parameters: one for all, one for each, or the model's defaults."""
-        options = Options(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        return self._answer(_join_legacy(prompts, prompt_token_ids), sampling_params, use_tqdm, priority, options)
+        options = Options(tokenization_kwargs=tokenization_kwargs)
+        listed = _join_legacy(prompts, prompt_token_ids)
+        return self._answer(listed, sampling_params, use_tqdm, priority, options, lora_request)
 
     def _answer(
         self,
@@ -97,7 +100,9 @@ class LLM:
         use_tqdm: Tqdm,
         priority: Sequence[int] | int | None,
         options: Options,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
+        adapters = pair_adapters(lora_request, len(prompts))
         params = pair(
             self.get_default_sampling_params() if sampling_params is None else sampling_params,
             len(prompts),
@@ -108,8 +113,8 @@ class LLM:
         distinct = {id(one): one for one in params}  # what several prompts share is checked and sent once
         final = {key: self._resolve(one) for key, one in distinct.items()}
         requests = [
-            self._prepare(prompt, final[id(one)], msgspec.structs.replace(options, priority=urgency))
-            for prompt, one, urgency in zip(prompts, params, priorities, strict=True)
+            self._prepare(prompt, final[id(one)], msgspec.structs.replace(options, priority=urgency, lora_request=lora))
+            for prompt, one, urgency, lora in zip(prompts, params, priorities, adapters, strict=True)
         ]
         return self._run(requests, use_tqdm)
 
@@ -143,8 +148,8 @@ class LLM:
             chat_template_kwargs=chat_template_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
         )
-        options = Options(lora_request=lora_request, continues=continue_final_message)
-        return self._answer(list_prompts(prompts), sampling_params, use_tqdm, None, options)
+        options = Options(continues=continue_final_message)
+        return self._answer(list_prompts(prompts), sampling_params, use_tqdm, None, options, lora_request)
 
     def preprocess_chat(
         self,
@@ -191,7 +196,8 @@ class LLM:
         if concurrency_limit is not None and concurrency_limit < 1:
             raise InputError(f"concurrency_limit must be at least 1, got {concurrency_limit}")
         check_ranks(self.model_config.logprobs_mode)
-        options = Options(lora_request=lora_request, any_logprobs=True)
+        prompts = list_prompts(prompts)
+        options = [Options(lora_request=lora, any_logprobs=True) for lora in pair_adapters(lora_request, len(prompts))]
         form = None
         if params.structured_outputs is not None:
             forms = BeamForms(self.llm_engine.vllm_config, self.input_processor.vocab_size)
@@ -199,14 +205,15 @@ class LLM:
                 form = forms.make(params.structured_outputs)
             finally:
                 forms.close()
-        searches = [self._search(prompt, params, options, form) for prompt in list_prompts(prompts)]
+        searches = [self._search(prompt, params, one, form) for prompt, one in zip(prompts, options, strict=True)]
         lengths = [search.max_tokens for search in searches]
         BeamLimits().check(params.beam_width, lengths, 0, self.input_processor.vocab_size)
         progress = Progress.make(use_tqdm, total=len(searches), words="Beam search")
         size = concurrency_limit or max(1, len(searches))
         with closing(progress):
             for first in range(0, len(searches), size):
-                self._run_searches(searches[first : first + size], options, progress)
+                here = slice(first, first + size)
+                self._run_searches(list(zip(searches[here], options[here], strict=True)), progress)
         return [self._finish_search(search) for search in searches]
 
     def _search(
@@ -215,21 +222,21 @@ class LLM:
         prepared = self._prepare(prompt, SamplingParams(max_tokens=params.max_tokens), options)
         return BeamSearchInstance.of(prepared, params, form)
 
-    def _run_searches(self, searches: list[BeamSearchInstance], options: Options, progress: Progress) -> None:
+    def _run_searches(self, searches: list[tuple[BeamSearchInstance, Options]], progress: Progress) -> None:
         """Each round extends every live beam of every search by one request of one token."""
-        live = [search for search in searches if not search.done]
+        live = [(search, options) for search, options in searches if not search.done]
         while live:
             requests = []
-            for search in live:
+            for search, options in live:
                 salt = {} if search.cache_salt is None else {"cache_salt": search.cache_salt}
                 for tokens, params in search.questions(self.input_processor.vocab_size):
                     requests.append(self._prepare({"prompt_token_ids": tokens} | salt, params, options))
             results = iter(self._run(requests, False))
-            for search in live:
+            for search, _ in live:
                 search.advance([followed(next(results)) for _ in list(search.beams)])
                 if search.done:
                     progress.advance()
-            live = [search for search in live if not search.done]
+            live = [(search, options) for search, options in live if not search.done]
 
     def _finish_search(self, search: BeamSearchInstance) -> BeamSearchOutput:
         output = search.output()
@@ -307,7 +314,11 @@ class LLM:
     is_sleeping = verb("is_sleeping")
     add_lora = verb("add_lora")
     remove_lora = verb("remove_lora")
-    list_loras = verb("list_loras")
+
+    def list_loras(self) -> set[int]:
+        """Ids of loaded adapters."""
+        return set(self.call("list_loras"))
+
     pin_lora = verb("pin_lora")
     start_profile = verb("start_profile")
     stop_profile = verb("stop_profile")
@@ -347,6 +358,15 @@ def pair(given: Any, num_prompts: int, kind: type[Item], name: str) -> list[Item
     if wrong:
         raise InputError(f"{name} holds {wrong[0]!r}; every entry must be {kind.__name__}", param=name)
     return list(given)
+
+
+def pair_adapters(value: Any, num_prompts: int) -> list[LoRARequest | None]:
+    """One adapter for all prompts, or one for each, of which any may be None."""
+    if value is None or not isinstance(value, list | tuple):
+        return [None if value is None else lora_request_of(value)] * num_prompts
+    if len(value) != num_prompts:
+        raise InputError(f"{len(value)} lora_request were given for {num_prompts} prompts", param="lora_request")
+    return [None if one is None else lora_request_of(one) for one in value]
 
 
 def list_conversations(given: Any) -> list[Conversation]:

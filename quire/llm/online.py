@@ -409,7 +409,11 @@ class AsyncLLM(FrontEngine):
     stop_profile = async_verb("stop_profile")
     add_lora = async_verb("add_lora")
     remove_lora = async_verb("remove_lora")
-    list_loras = async_verb("list_loras")
+
+    async def list_loras(self) -> set[int]:
+        """Ids of loaded adapters."""
+        return set(await self.call("list_loras"))
+
     pin_lora = async_verb("pin_lora")
     scale_elastic_ep = async_verb("scale_elastic_ep")
 

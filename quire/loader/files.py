@@ -120,7 +120,7 @@ def read_directory(found: WeightFiles, map_location: str | dict[str, str] = "cpu
     for path in found.paths:
         mine = os.path.basename(path)
         if found.kind == "pt":
-            state = _torch_state(path, map_location)
+            state = torch_state(path, map_location)
             infos = {name: TensorAbout(tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
         else:
             infos = {entry.name: TensorAbout(entry.dtype, entry.shape) for entry in SafetensorsFile(path).entries}
@@ -134,7 +134,7 @@ def read_some(found: WeightFiles, wants: Callable[[str], bool]) -> Iterator[tupl
         mine = os.path.basename(path)
         pieces: Iterable[tuple[str, Tensor]]
         if found.kind == "pt":
-            pieces = ((name, tensor) for name, tensor in _torch_state(path, "cpu").items() if wants(name))
+            pieces = ((name, tensor) for name, tensor in torch_state(path, "cpu").items() if wants(name))
         else:
             file = SafetensorsFile(path)
             pieces = (pair for entry in file.entries if wants(entry.name) for pair in file.read(entry))
@@ -244,7 +244,7 @@ def _read_gguf(
         yield WeightPiece(weights.num_bytes(recipe), partial(weights.read, recipe, dtype, device, keeps))
 
 
-def _torch_state(path: str, map_location: str | dict[str, str]) -> dict[str, Tensor]:
+def torch_state(path: str, map_location: str | dict[str, str]) -> dict[str, Tensor]:
     """Only tensors and plain containers are unpickled (weights_only); zip files are mapped, not read."""
     try:
         state: Any = torch.load(path, weights_only=True, mmap=zipfile.is_zipfile(path), map_location=map_location)
@@ -258,7 +258,7 @@ def _torch_state(path: str, map_location: str | dict[str, str]) -> dict[str, Ten
 
 
 def _read_torch(path: str, map_location: str | dict[str, str], owners: Mapping[str, str]) -> Iterator[WeightPiece]:
-    state = _torch_state(path, map_location)
+    state = torch_state(path, map_location)
     mine = os.path.basename(path)
     for name in list(state):
         tensor = state.pop(name).detach()

@@ -20,6 +20,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
+from quire.layers.adapters import StepAdapters
 from quire.layers.attention import KVLayer
 from quire.layers.batch import Batch, LayerCache
 from quire.layers.embed import Embedding, Head, SinePositions
@@ -149,6 +150,7 @@ class Decoder(nn.Module):
         wholes = [layer.whole if type(layer) is DecoderBlock else None for layer in self.layers]
         self._stretches = Stretch.cut(self.layers, self.rope_of, wholes, storage)
         self._hooks = hooks_of(self.layers.modules())
+        self.adapters: StepAdapters | None = None  # unless the engine serves adapters
         self.norm = Norm("model.norm", (width,), arch.norm, storage) if arch.final_norm else NoNorm()
         self._tanh = storage.of(tanh)
         tied = self.embed if arch.tie else None
@@ -156,9 +158,11 @@ class Decoder(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states [T, width of the head]."""
-        if batch.adapter_index is not None:
-            raise NotBuiltError("a step uses adapters, which this version of Quire cannot apply")
-        if any(self._hooks):
+        if batch.adapter_index is not None and self.adapters is None:
+            raise NotBuiltError("a step uses adapters, and the engine was started without enable_lora")
+        if self.adapters is not None:
+            self.adapters.begin(batch.adapter_index)
+        if batch.adapter_index is not None or any(self._hooks):
             batch = vetoed(batch)
         where, channels = batch.positions, batch.position_channels
         if channels is None:

@@ -169,6 +169,9 @@ TABLE = (
         buckets=UP_TO_LENGTH,
     ),
     MetricDeclaration("vllm:cache_config_info", "gauge", "1, with the cache configuration as labels."),
+    MetricDeclaration(
+        "vllm:lora_requests_info", "gauge", "When it was last true; which adapters run and wait are its labels."
+    ),
 )
 
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "other")

@@ -9,6 +9,7 @@ Must not know: where the numbers come from, or how a page of them is served. dec
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from quire.schema.stats import RequestTimes, StepStats
 
 __all__ = ["TABLE", "Ended", "MetricDeclaration", "Metrics", "Totals", "check_buckets", "one_two_five"]
 
-_INFO = "vllm:cache_config_info"
+_INFO, _ADAPTERS = "vllm:cache_config_info", "vllm:lora_requests_info"
 _PREFIX = "vllm:"
 _MOST_ENDED = 24
 
@@ -66,6 +67,8 @@ class Metrics:
         """`folder` is where processes that share an engine keep their numbers; None: there is only this one."""
         self._labels = {"model_name": model_name, "engine": str(engine_index)}
         self._info: dict[str, str] = {}
+        self._max_loras = 0  # 0: no adapters are served
+        self._adapters: tuple[tuple[str, ...], tuple[str, ...], float] = ((), (), 0.0)  # running, waiting, when
         self.ended: deque[Ended] = deque(maxlen=_MOST_ENDED)  # the last of this process
         self.sheet = Sheet(
             check_buckets(buckets), kind=f"engine{engine_index}", lengths=one_two_five(max_model_len),
@@ -77,8 +80,14 @@ class Metrics:
         """Said once at start: what vllm:cache_config_info tells."""
         self._info = {name: str(value) for name, value in labels.items()}
 
+    def serve_adapters(self, max_loras: int) -> None:
+        """Said once at start."""
+        self._max_loras = max_loras
+
     def step(self, stats: StepStats) -> None:
         sheet = self.sheet
+        if self._max_loras:
+            self._adapters = stats.running_adapters, stats.waiting_adapters, time.time()
         sheet.set("vllm:num_requests_running", stats.running)
         sheet.set("vllm:num_requests_waiting", stats.waiting + stats.deferred)
         sheet.set("vllm:num_requests_waiting_by_reason", stats.waiting, "capacity")
@@ -161,11 +170,14 @@ class Metrics:
 
     def snapshot(self) -> list[Metric]:
         """Every metric as it is now, in the order of the table."""
-        read = self.sheet.read(self._labels)
-        if not self._info:
-            return [metric for metric in read if metric.name != _INFO]
-        info = Gauge(_INFO, self._labels | self._info, 1.0)
-        return [info if metric.name == _INFO else metric for metric in read]
+        infos: dict[str, Metric | None] = {_INFO: None, _ADAPTERS: None}
+        if self._info:
+            infos[_INFO] = Gauge(_INFO, self._labels | self._info, 1.0)
+        if self._max_loras:
+            running, waiting, when = self._adapters
+            names = {"running_lora_adapters": ",".join(running), "waiting_lora_adapters": ",".join(waiting)}
+            infos[_ADAPTERS] = Gauge(_ADAPTERS, self._labels | names | {"max_lora": str(self._max_loras)}, when)
+        return [one for metric in self.sheet.read(self._labels) if (one := infos.get(metric.name, metric)) is not None]
 
     def _observe_phases(self, times: RequestTimes, num_generation_tokens: int) -> None:
         """Only phases the request lived to see: one that was aborted while it waited has no decode time."""

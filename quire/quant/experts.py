@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from quire.ops.linear import linear
 from quire.ops.moe import Mixture, run_experts, run_mixture
 from quire.ops.op import Kernels
 from quire.quant.arena import Arena
@@ -89,6 +90,14 @@ class StoredExperts(ABC):
         return None
 
     @abstractmethod
+    def multiply_up(self, expert: int, x: Tensor) -> Tensor:
+        """One expert's first matmul [n, rows of up], the bias added: where something comes between the matmuls."""
+        ...
+
+    @abstractmethod
+    def multiply_down(self, expert: int, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
     def multiply(self, x: Tensor, weights: Tensor, index: Tensor, stream: Tensor | None = None) -> Tensor:
         """Sum over a token's experts of weight * expert(x), added to `stream`: see ops/moe.py."""
         ...
@@ -114,6 +123,7 @@ class StackedExperts(StoredExperts):
         self.b1 = new_parameter((count, up.rows), dtype, arena) if up.has_bias else None
         self.b2 = new_parameter((count, down.rows), dtype, arena) if down.has_bias else None
         self._run, self._run_mixture = kernels.of(run_experts), kernels.of(run_mixture)
+        self._linear = kernels.of(linear)
         # compiled matmuls of 16-bit numbers pay where rows are few, and torch is as good with 32 bits
         self.one_by_one = kernels.device.type == "cpu" and dtype is not torch.float32
         self._mixture: Mixture | None = None
@@ -149,6 +159,12 @@ class StackedExperts(StoredExperts):
         if self.one_by_one:
             return self._run_mixture(x, weights, index, self._matrices(), stream)
         return self._run(x, weights, index, self.w1, self.w2, b1=self.b1, b2=self.b2, act=self.shape.act, stream=stream)
+
+    def multiply_up(self, expert: int, x: Tensor) -> Tensor:
+        return self._linear(x, self.w1[expert], None if self.b1 is None else self.b1[expert])
+
+    def multiply_down(self, expert: int, x: Tensor) -> Tensor:
+        return self._linear(x, self.w2[expert], None if self.b2 is None else self.b2[expert])
 
     def _matrices(self) -> Mixture:
         """The same numbers as matrices one by one."""
@@ -218,6 +234,12 @@ class SeparateExperts(StoredExperts):
         for _, matrix in self.matrices():
             matrix.finish()
         self._mixture = None
+
+    def multiply_up(self, expert: int, x: Tensor) -> Tensor:
+        return self.up[expert].multiply(x)
+
+    def multiply_down(self, expert: int, x: Tensor) -> Tensor:
+        return self.down[expert].multiply(x)
 
     def multiply(self, x: Tensor, weights: Tensor, index: Tensor, stream: Tensor | None = None) -> Tensor:
         if self._mixture is None:

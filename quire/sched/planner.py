@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from quire.sched.adapter_slots import AdapterSlots
 from quire.sched.gates import CLOSED, SKIP, Holds, SchedulerLoad, make_gates
 from quire.sched.kv_cache import Hit, KVCache, Tables
 from quire.sched.pace import StepTimeEstimator
@@ -53,7 +54,9 @@ class Planner:
         self.holds = Holds()
         self.waiting, self.running = Waiting(settings.tenant_credit), Running()
         self.shares = Shares(settings.max_num_seqs, self.running, self.waiting, kv)
-        self.gates = make_gates(settings, pace, self.shares, self.holds)
+        self.adapters = AdapterSlots(settings.max_loras, settings.max_cpu_loras) if settings.max_loras else None
+        further = [] if self.adapters is None else [self.adapters]
+        self.gates = [*further, *make_gates(settings, pace, self.shares, self.holds)]
         self.blocked: tuple[Request, int] | None = None  # by a lack of blocks, in the last step; with its epoch then
         self.left: list[str] = []  # rows the next plan tells the worker to free
         self.reserves = settings.reserve_full_prompt
@@ -79,6 +82,8 @@ class Planner:
         """Take everything back; it waits in its old place and starts again from its tokens."""
         self.running.remove(request)
         self.kv.release(request)
+        if request.adapter is not None and self.adapters is not None:
+            self.adapters.leave(request)
         request.restart()
         request.running = False
         request.epoch += 1
@@ -180,10 +185,10 @@ class Planner:
                 self.tally.queries += request.num_prompt
                 self.tally.hits += request.num_cached
         self.kv.join(request, hit)
-        plan.joined.append(request.row())
-        new_blocks = self.kv.grow(request, hit.length + count)
         for gate in self.gates:
             gate.take(request, count)
+        plan.joined.append(request.row())
+        new_blocks = self.kv.grow(request, hit.length + count)
         request.running = True
         self.running.add(request)
         plan.grants.append(request.grant(count, new_blocks))

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import NamedTuple
 
+from quire.sched.adapter import LoadedAdapter
 from quire.sched.kv_cache import Holding
 from quire.sched.repetition import Repetition
 from quire.schema.messages import EngineRequest, FinishReason
@@ -34,9 +35,9 @@ from quire.schema.step import Grant, NewRow
 
 class Request:
     __slots__ = (
-        "computed", "end", "epoch", "given", "held", "id", "last", "last_token", "limit", "next_block", "num_cached",
-        "num_drafts", "num_flights", "num_prompt", "num_prompt_logprobs", "order", "params", "planned", "rank",
-        "reach", "repetition", "room", "running", "stops", "target", "tenant", "times", "tokens", "watch_from",
+        "adapter", "computed", "end", "epoch", "given", "held", "id", "last", "last_token", "limit", "next_block",
+        "num_cached", "num_drafts", "num_flights", "num_prompt", "num_prompt_logprobs", "order", "params", "planned",
+        "rank", "reach", "repetition", "room", "running", "stops", "target", "tenant", "times", "tokens", "watch_from",
     )  # fmt: skip
 
     def __init__(self, given: EngineRequest, *, limit: int, queued: float, num_drafts: int = 0) -> None:
@@ -62,6 +63,7 @@ class Request:
         self.num_prompt_logprobs = 0  # prompt positions whose log probabilities went out
         self.times = RequestTimes(queued=queued)
         self.last_token: float | None = None  # when its newest token came
+        self.adapter: LoadedAdapter | None = None
         self.restart()
 
     def restart(self) -> None:
@@ -113,7 +115,7 @@ class Request:
             seed=given.seed,
             stop_token_ids=tuple(sorted(self.stops)),
             blocks=tuple(tuple(table) for table in self.held.tables),
-            lora_id=given.lora_id,
+            lora_id=0 if self.adapter is None else self.adapter.slot,
         )
 
 

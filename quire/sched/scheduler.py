@@ -19,6 +19,7 @@ import msgspec
 from quire.base import env
 from quire.base.clock import now as monotonic
 from quire.sched import audit
+from quire.sched.adapter import LoadedAdapter
 from quire.sched.events import Event
 from quire.sched.gates import Hold
 from quire.sched.kv_cache import KVCache
@@ -99,6 +100,8 @@ class Scheduler:
         self.num_added += 1
         new.order = POLICIES[settings.policy](new, self.num_added)
         new.rank = new.order[0]
+        if request.lora_generation and self.planner.adapters is not None:
+            self.planner.adapters.admit_request(new)
         self.requests[new.id] = new
         self.planner.waiting.add(new)
 
@@ -153,6 +156,10 @@ class Scheduler:
         self.kv.pool.clear()
         return True
 
+    def users_of(self, adapter: LoadedAdapter) -> list[str]:
+        """Requests that have this adapter, and have not ended."""
+        return [name for name, request in self.requests.items() if request.adapter is adapter]
+
     def has_unfinished(self) -> bool:
         return bool(self.requests)
 
@@ -182,6 +189,7 @@ class Scheduler:
             left=left,
             total_tokens=sum([grant.count for grant in filled.grants]),
             moves=self.kv.moves.take() if self.kv.moves.waiting else (),
+            adapters=() if self.planner.adapters is None else self.planner.adapters.take_placements(),
         )
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
@@ -292,6 +300,10 @@ class Scheduler:
     ) -> EngineOutput:
         """Its last output. Blocks go back at once: what is in flight for it runs before anything planned later."""
         planner = self.planner
+        if request.adapter is not None and planner.adapters is not None:
+            if request.running:
+                planner.adapters.leave(request)
+            planner.adapters.end_request(request)
         if request.running:
             planner.running.remove(request)
             planner.left.append(request.id)
@@ -321,7 +333,8 @@ class Scheduler:
         self, *, plan_seconds: float = 0.0, forward_seconds: float = 0.0, commit_seconds: float = 0.0
     ) -> StepStats:
         """The step just committed; counts start anew with each call."""
-        tally, pool = self.tally, self.kv.pool
+        tally, pool, adapters = self.tally, self.kv.pool, self.planner.adapters
+        running, waiting = ((), ()) if adapters is None else adapters.names_in_use()
         report = StepStats(
             step=tally.step,
             running=self.num_running,
@@ -334,6 +347,8 @@ class Scheduler:
             plan_seconds=plan_seconds,
             forward_seconds=forward_seconds,
             commit_seconds=commit_seconds,
+            running_adapters=running,
+            waiting_adapters=waiting,
         )
         tally.queries = tally.hits = tally.prompt_tokens = tally.generated_tokens = tally.preempted = 0
         return report

@@ -46,6 +46,8 @@ class SchedulerSettings:
     hash_algorithm: str = "sha256"
     hash_seed: bytes = field(default=b"", compare=False, repr=False)
     events: bool = False
+    max_loras: int = 0  # adapters in one step; 0: no request may have one
+    max_cpu_loras: int = 0  # adapters in host memory
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < 1 or self.max_num_seqs < 1 or self.max_model_len < 2:
@@ -78,6 +80,7 @@ class SchedulerSettings:
     @classmethod
     def from_config(cls, config: EngineConfig, *, max_model_len: int, depth: int) -> SchedulerSettings:
         asked, cache, events = config.scheduler_config, config.cache_config, config.kv_events_config
+        lora = config.lora_config
         on_cpu = config.device_config.device == "cpu"
         return cls(
             max_model_len=max_model_len,
@@ -100,6 +103,8 @@ class SchedulerSettings:
             hash_algorithm=cache.prefix_caching_hash_algo,
             hash_seed=_hash_seed(),
             events=events is not None and events.publishes,
+            max_loras=0 if lora is None else lora.max_loras,
+            max_cpu_loras=0 if lora is None else lora.max_cpu_loras or lora.max_loras,
         )
 
 

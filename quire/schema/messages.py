@@ -36,7 +36,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     parent_id: str | None = None
     lora_id: int = 0
     lora_name: str | None = None
-    lora_generation: int = 0  # counts loads under this name: what an earlier one has computed is another's
+    lora_path: str | None = None  # None: the engine has loaded it
+    lora_generation: int = 0  # which load of all: what an earlier one has computed is another's. Set by the engine
     media_keys: tuple[tuple[int, int, str], ...] = ()  # (first position, length, content hash) of each media item
     trace_headers: dict[str, str] = {}
     continues: bool = False  # the prompt ends within an answer, which is gone on with

@@ -40,6 +40,8 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     plan_seconds: float = 0.0
     forward_seconds: float = 0.0
     commit_seconds: float = 0.0
+    running_adapters: tuple[str, ...] = ()  # names of those that running requests have
+    waiting_adapters: tuple[str, ...] = ()
 
 
 class StartPhase(msgspec.Struct, frozen=True):

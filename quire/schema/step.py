@@ -30,6 +30,7 @@ import enum
 
 import msgspec
 
+from quire.schema.adapters import AdapterPlacement
 from quire.schema.params import PoolingParams, ResolvedParams, sampling_of
 
 # In StepResult.failed: what a request asked for left it no token. Its own fault, unlike any other reason.
@@ -47,7 +48,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seed: int  # always set: the request's own, or one the engine drew. 64 bit, unsigned
     stop_token_ids: tuple[int, ...] = ()  # end-of-text and stop ids that min_tokens must hold back
     blocks: tuple[tuple[int, ...], ...] = ()  # per group, the table before this plan's grant: the reused prefix
-    lora_id: int = 0
+    lora_id: int = 0  # the slot of its adapter, which stays there while the row lives; 0: none
     num_encoder_tokens: int = 0  # of the encoder's output, which cross-attention groups hold
 
     @property
@@ -101,6 +102,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     moves: tuple[Move, ...] = ()
     encode: tuple[EncodeItem, ...] = ()
     free_encoded: tuple[str, ...] = ()  # keys of encoded items that nobody needs any more
+    adapters: tuple[AdapterPlacement, ...] = ()
 
 
 class Mask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

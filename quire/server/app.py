@@ -6,7 +6,7 @@ In: a ServerState. Out: an ASGI app. The routes that generate come first, becaus
 from __future__ import annotations
 
 from quire import __version__
-from quire.server import admin, errors, generate, metrics_route, middleware, missing, render, tokens
+from quire.server import adapters, admin, errors, generate, metrics_route, middleware, missing, render, tokens
 from quire.server.anthropic import messages
 from quire.server.console import pages, stats
 from quire.server.openai import chat_batch, models, responses, scoring
@@ -39,6 +39,8 @@ def build_app(state: ServerState) -> App:
     app.include_router(models.router)
     tokens.add_routes(app, state)
     admin.install(app, state)
+    if not state.config.renders_only:
+        adapters.install(app, state.options.api_server_count)
     if not state.options.disable_console:
         app.include_router(stats.router)
     pages.install(app, state.options)

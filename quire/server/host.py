@@ -29,8 +29,9 @@ from quire.config.logs import apply_logging
 from quire.config.server import ServerConfig
 from quire.engine.process_client import AttachedClient
 from quire.llm.online import AsyncLLM
-from quire.schema.errors import ShutdownError
+from quire.schema.errors import InputError, ShutdownError
 from quire.server import tls
+from quire.server.adapters import read_modules
 from quire.server.app import build_app
 from quire.server.console.stats import PATH as CONSOLE_STATS
 from quire.server.limits import limited_protocol
@@ -108,10 +109,22 @@ class Host:
         self._server = _ApiServer(_uvicorn_config(state, app, self._patience), say)
         self._ending: asyncio.Task[None] | None = None
 
+    async def _load_adapters(self) -> bool:
+        """Those of --lora-modules; False: one of them cannot be loaded, which the log says."""
+        try:
+            await self.state.adapters.load_modules(read_modules(self.state.options.lora_modules))
+        except InputError as wrong:
+            log.error("%s", wrong)
+            self.status = ENGINE_DIED
+            return False
+        return True
+
     async def serve(self, opened: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._told_to_stop, number)
+        if not await self._load_adapters():
+            return
         beside = [asyncio.create_task(self._watch_engine())]
         self._server.config.load()
         context = self._server.config.ssl

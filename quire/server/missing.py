@@ -9,19 +9,18 @@ from __future__ import annotations
 from fastapi import Request, Response
 from starlette.routing import Route
 
+from quire.server.adapters import UPDATING_OFF
 from quire.server.errors import refusal
 from quire.server.route import App
 
 _POOLING = "pooling models (embeddings, scores, classes)"
 _SPEECH = "speech models"
-_ADAPTERS = "LoRA adapters"
 _ELASTIC = "elastic expert parallelism"
 MISSING = {
     "/v1/embeddings": _POOLING, "/v2/embed": _POOLING, "/pooling": _POOLING, "/classify": _POOLING, "/score": _POOLING,
     "/v1/score": _POOLING, "/rerank": _POOLING, "/v1/rerank": _POOLING, "/v2/rerank": _POOLING,
     "/v1/audio/transcriptions": _SPEECH, "/v1/audio/translations": _SPEECH, "/v1/audio/speech": _SPEECH,
     "/v1/realtime": _SPEECH,
-    "/v1/load_lora_adapter": _ADAPTERS, "/v1/unload_lora_adapter": _ADAPTERS,
     "/scale_elastic_ep": _ELASTIC, "/is_scaling_elastic_ep": _ELASTIC,
     "/v1/systemone": "structured decisions",
     "/v1/images/generations": "image models", "/v1/images/edits": "image models",
@@ -40,12 +39,18 @@ GENERATING = (
 
 
 def install(app: App, *, renders_only: bool) -> None:
-    for path in (*MISSING, *(GENERATING if renders_only else ())):
+    for path in (*MISSING, *SWITCHED_OFF, *(GENERATING if renders_only else ())):
         app.router.routes.append(Route(path, _refuse, methods=["GET", "POST"], include_in_schema=False))
+
+
+# Routes that a server has if its operator wants them.
+SWITCHED_OFF = {"/v1/load_lora_adapter": UPDATING_OFF, "/v1/unload_lora_adapter": UPDATING_OFF}
 
 
 async def _refuse(request: Request) -> Response:
     path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    if path in SWITCHED_OFF:
+        return refusal(404, f"{path}: {SWITCHED_OFF[path]}").response()
     if path in MISSING:
         return refusal(501, f"{path}: {MISSING[path]} are not in this version of Quire").response()
     return refusal(501, f"{path}: this server renders requests and answers none (`quire launch render`)").response()

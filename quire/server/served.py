@@ -42,6 +42,7 @@ class ServedModel:
     root: str  # where its weights came from
     max_model_len: int
     adapter: str | None = None  # the name under which the engine has loaded one
+    adapter_id: int = 0  # the engine's number of it
     parent: str | None = None  # of an adapter: the name of its base model
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None  # the server's own, as text; None: the model's
@@ -109,17 +110,21 @@ class ServedModels:
         return tuple(self._models.items())
 
     def add(self, model: ServedModel) -> None:
+        self.check(model)
+        self._models[model.name] = model
+
+    def check(self, model: ServedModel, *, is_known: bool = False) -> None:
+        """InputError if it cannot be added. `is_known`: it is to take the place of the one that has its name."""
         name = model.name
         if not name or len(name) > _LONGEST_NAME or not name.isprintable():
             raise InputError(
                 f"a served name has 1 to {_LONGEST_NAME} printable characters, got {len(name)}: {name!r:.{_SHOWN}}",
                 param="model",
             )
-        if name in self._models:
+        if name in self._models and not is_known:
             raise InputError(f"the name {name!r} is served already", param="model", value=name)
         if model.parent is not None:
             self.find(model.parent)
-        self._models[name] = model
 
     def remove(self, name: str) -> ServedModel:
         """Requests under this name are refused from now on."""

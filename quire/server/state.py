@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from quire.schema.errors import OverloadedError
+from quire.server.adapters import ServerAdapters
 from quire.server.body import JsonLimits
 from quire.server.callers import Salts, Tenants, new_secret
 from quire.server.served import ServedModels
@@ -71,6 +72,7 @@ class ServerState:
     config: EngineConfig  # of that engine
     options: ServerConfig
     served: ServedModels
+    adapters: ServerAdapters
     salts: Salts | None  # of the prefix cache; None: all requests share its blocks
     tenants: Tenants  # that the scheduler is fair to
     tool_server: ToolServer | None = None
@@ -87,12 +89,13 @@ class ServerState:
     @classmethod
     def of(cls, engine: AsyncLLM, options: ServerConfig, secret: bytes | None = None) -> ServerState:
         """`secret`: what the API processes of one server agree on."""
-        secret = secret or new_secret()
+        secret, served = secret or new_secret(), ServedModels.of(engine, options)
         return cls(
             engine=engine,
             config=engine.vllm_config,
             options=options,
-            served=ServedModels.of(engine, options),
+            served=served,
+            adapters=ServerAdapters(served),
             salts=Salts.of(options.keys, secret) if options.prefix_cache_per_key else None,
             tenants=Tenants(options.fair_scheduling, secret),
             tool_server=ToolServer.of(options.tool_server),

@@ -30,6 +30,7 @@ from quire.sampling.logprobs import LogprobRequest, Picked, join, pick, values_o
 from quire.sampling.sampler import FILTERS, Sampler
 from quire.schema.errors import NotBuiltError
 from quire.schema.step import FORBIDS_ALL, LogprobRows, Mask, StepPlan, StepResult
+from quire.worker.adapters import WorkerAdapters
 from quire.worker.device_inputs import DeviceInputs, SamplingIndices
 from quire.worker.drafts import Drafter, Drafts
 from quire.worker.graphs import DecodeGraphs
@@ -137,10 +138,11 @@ class ModelRunner:
         graphs: DecodeGraphs | None = None,
         mixed: MixedGraphs | None = None,
         scaled: Mapping[str, ScaledCache] | None = None,  # caches with scales per layer, by the layer's name
+        adapters: WorkerAdapters | None = None,  # None: no plan may place one
     ) -> None:
         self.model, self.rows, self.sampler, self.backend = model, rows, sampler, backend
         self.kv, self.inputs, self.graphs, self.mixed = kv, inputs, graphs, mixed
-        self.copies = BlockCopies(kv)
+        self.copies, self.adapters = BlockCopies(kv), adapters
         self._download = downloader(rows.tokens.device)
         self.scaled = scaled or {}
         self.drafts: Drafts | None = None
@@ -160,6 +162,10 @@ class ModelRunner:
         if moves:
             self.copies.check(moves)
             self.copies.run(moves, after=False)
+        if plan.adapters:
+            if self.adapters is None:
+                raise NotBuiltError("a plan places adapters, and the worker was made without slots for them")
+            self.adapters.place(plan.adapters)
         changes = self.rows.apply(plan)
         for name in plan.left:
             self._lost.pop(name, None)

@@ -25,9 +25,11 @@ from quire.layers.stored import num_numbers
 from quire.loader.kv_scales import LayerScales
 from quire.ops.op import Kernels
 from quire.sampling.sampler import Sampler
+from quire.schema.adapters import AdapterRead, AdapterSource
 from quire.schema.kv import KVLayout, KVSpec, ModelInfo
 from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan
+from quire.worker.adapters import WorkerAdapters
 from quire.worker.capture import Capturer
 from quire.worker.device_inputs import DeviceInputs
 from quire.worker.gpu_memory import PER_GRAPH, does_not_fit, kv_bytes_on_gpu, measure, peak, used_by_others
@@ -68,6 +70,10 @@ def _no_scales(config: EngineConfig) -> Mapping[int, LayerScales]:
     return {}
 
 
+def _no_adapters(model: Model, config: EngineConfig, kernels: Kernels) -> WorkerAdapters | None:
+    return None
+
+
 @dataclass(frozen=True)
 class WorkerParts:
     """What a worker is put together from."""
@@ -80,6 +86,7 @@ class WorkerParts:
     record: Callable[[Callable[[], None], Callable[[Job], None] | None], list[Job]] = _nothing_recorded
     watch: Callable[[], None] = _nothing_watched  # called once the start is over
     cache_scales: Callable[[EngineConfig], Mapping[int, LayerScales]] = _no_scales  # of an fp8 KV cache
+    make_adapters: Callable[[Model, EngineConfig, Kernels], WorkerAdapters | None] = _no_adapters
 
 
 class Worker:
@@ -105,6 +112,7 @@ class Worker:
         self._specs: tuple[KVSpec, ...] = ()
         self._kv_scales: Mapping[int, LayerScales] = {}  # of the checkpoint
         self._runner: ModelRunner | None = None
+        self._adapters: WorkerAdapters | None = None
         self._others = 0  # bytes of the GPU that other programs use
 
     # --- what an executor calls, in this order
@@ -125,6 +133,7 @@ class Worker:
                 self._parts.reload_weights(model, self.config)
             except torch.cuda.OutOfMemoryError as wrong:
                 raise does_not_fit(self.device, "the weights", wrong) from None
+            self._adapters = self._parts.make_adapters(model, self.config, self.kernels)
             self._laps.mark("weights")
             model_config, cache_config = self.config.model_config, self.config.cache_config
             kv_dtype = kv_dtype_of(self.config)
@@ -215,7 +224,7 @@ class Worker:
         max_rows, length = self.config.scheduler_config.max_num_seqs, self.config.model_config.max_model_len
         rows = Rows(layout.groups, max_rows, length, self.device)
         sampler = Sampler(self.config, model.arch.vocab, rows.tokens)
-        runner = ModelRunner(model, rows, sampler, backend, kv=kv, scaled=scaled)
+        runner = ModelRunner(model, rows, sampler, backend, kv=kv, scaled=scaled, adapters=self._adapters)
         if self.device.type != "cpu":
             sizes = self._graph_sizes()
             most = max(self.config.scheduler_config.max_num_batched_tokens, *sizes, 1)
@@ -285,9 +294,26 @@ class Worker:
         budget = self.config.scheduler_config.max_num_batched_tokens
         return min(32, budget, self.config.model_config.max_model_len - 1)
 
+    def read_adapter(self, source: AdapterSource) -> None:
+        self.adapters.begin(source)
+
+    def poll_adapters(self, timeout: float) -> list[AdapterRead]:
+        return self.adapters.poll(timeout)
+
+    def drop_adapter(self, serial: int) -> None:
+        self.adapters.drop(serial)
+
+    @property
+    def adapters(self) -> WorkerAdapters:
+        if self._adapters is None:
+            raise RuntimeError("the worker serves no adapters, has no model yet, or was shut down")
+        return self._adapters
+
     def shutdown(self) -> None:
         """Let go of model and cache; their memory is free as soon as nobody else holds them."""
-        self._model = self._runner = None
+        if self._adapters is not None:
+            self._adapters.close()
+        self._model = self._runner = self._adapters = None
         self.forward = self.sample = _no_runner
         if self.device.type == "cuda":
             gc.collect()  # an engine that follows in this process measures what is free

@@ -13,11 +13,9 @@ from vllm import table
 
 import quire.config
 from quire.config import EngineArgs
-from quire.engine.inputs import _refuse_unbuilt as refuse_unbuilt
 from quire.schema.errors import NotBuiltError
 from quire.schema.outputs import RequestOutput
 from quire.schema.params import SamplingParams
-from quire.schema.prompt import Prompt
 from tests.tiny_models import make_tiny
 
 NAMES = [(module, name, target) for module, names in table.names().items() for name, target in names.items()]
@@ -124,19 +122,18 @@ def test_the_command_is_quires() -> None:
     assert done.returncode == 0 and "collect-env" in done.stdout
 
 
-def test_an_adapter_is_a_value_that_engines_refuse() -> None:
+def test_an_adapter_is_a_value() -> None:
     from vllm.lora.request import LoRARequest
 
-    from quire.engine.inputs import Options
+    import quire
 
+    assert LoRARequest is quire.LoRARequest
     one = LoRARequest("sql", 1, "/adapters/sql")
     assert (one.lora_name, one.lora_int_id, one.lora_path, one.adapter_id) == ("sql", 1, "/adapters/sql", 1)
     assert one == LoRARequest(lora_name="sql", lora_int_id=1, lora_path="/adapters/sql") and len({one, one}) == 1
     for wrong in (("a", 0, "x"), ("a", 1, "")):
         with pytest.raises(ValueError, match="lora_"):
             LoRARequest(*wrong)
-    with pytest.raises(NotBuiltError, match="lora_request"):
-        refuse_unbuilt(Prompt(text="x"), Options(lora_request=one))
 
 
 def test_names_of_missing_features_import_and_refuse() -> None:

@@ -30,12 +30,14 @@ ROOMS = ("attention", "layers", "loader", "models", "sampling", "worker")
 # Attributes by which the numbers of a matrix are reached, and who may name them, function by function.
 NAMES = frozenset({"stored", "numbers", "read_plain", "packed", "weight"})
 MULTIPLIES = {  # through the stored matrix, which is all that an adapter or a hook must see
+    "layers/adapters.py": {"ExpertAdapters.__init__", "ExpertAdapters.multiply"},
     "layers/linear.py": {"Linear.__init__", "Linear.is_plain", "Linear._slots", "Linear.extra_repr"},
     "layers/embed.py": {
         "Embedding.forward", "Embedding._own", "Embedding.slots", "Head.__init__", "Head.finish", "Head.forward",
         "Head.slots",
     },
     "layers/moe.py": {"Experts.forward", "Experts.slots"},
+    "layers/places.py": {"AdapterPlaces._add_experts", "attach"},
     "layers/stored.py": {
         "MatrixLayer.hold", "MatrixLayer.finish", "ExpertLayer.hold", "ExpertLayer.finish", "matrices_of",
     },

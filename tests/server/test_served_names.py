@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 import quire.server
+from quire import LoRARequest
 from quire.schema.errors import InputError, ModelNotFoundError
 from quire.schema.messages import EngineRequest
 from quire.server.app import build_app
@@ -44,8 +45,8 @@ GENERATES = list(BODIES)[:8]
 STREAMS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate")
 # Modules that speak of the process's own engine and of the table itself; all others have their call's ServedModel.
 PROCESS = (
-    "admin.py", "app.py", "host.py", "metrics_route.py", "route.py", "state.py", "stream.py", "console/stats.py",
-    "openai/models.py", "tokens.py",
+    "adapters.py", "admin.py", "app.py", "host.py", "metrics_route.py", "route.py", "state.py", "stream.py",
+    "console/stats.py", "openai/models.py", "tokens.py",
 )  # fmt: skip
 
 
@@ -73,13 +74,15 @@ class Seen:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, Live]]:
     """A server whose table also has the model of a second engine, and an adapter of its own."""
     with (
-        live_fake(tmp_path_factory.mktemp("first")) as first,
+        live_fake(tmp_path_factory.mktemp("first"), engine={"enable_lora": True}) as first,
         live_fake(
             tmp_path_factory.mktemp("second"), served_model_name="second", engine={"max_model_len": 256}
         ) as second,
     ):
         served = first.state.served
         served.add(second.state.served.base)
+        loading = first.engine.add_lora(LoRARequest("tuned-7", 7, "adapters/7"))
+        assert asyncio.run_coroutine_threadsafe(loading, first.loop).result(60)
         served.add(dataclasses.replace(served.base, name="tuned", adapter="tuned-7", parent="fake", root="adapters/7"))
         yield first, second
 
@@ -238,3 +241,9 @@ def test_dialects_ask_only_their_calls_model() -> None:
                 )
                 wrong += [f"{name}:{node.lineno}"] if last in ("state", "_state") else []
     assert not wrong
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+def test_adapters_come_and_go_over_http_only_where_that_is_allowed(pair: tuple[Live, Live], path: str) -> None:
+    response = pair[0].post(path, {"lora_name": "a", "lora_path": "/x"})
+    assert response.status_code == 404 and "ALLOW_RUNTIME_LORA_UPDATING" in response.json()["error"]["message"]

@@ -37,6 +37,7 @@ from quire.ops.triton import (
     few,
     fixed_linear,
     launch,
+    lora,
     mask,
     moe,
     moe_coded,
@@ -197,6 +198,7 @@ def _table() -> FormTable:
     table.form(sample_ops.sample_rows)(sample.sample_rows)
     rows.add_forms(table)
     mask.add_forms(table)
+    lora.add_forms(table)
     _add_states(table)
     if torch.cuda.is_available():
         launchers()

@@ -78,8 +78,8 @@ def test_inner_groups_are_refused_too() -> None:
         refuse_unbuilt(assembled(attention_config={"use_non_causal": True}))
     with pytest.raises(NotBuiltError, match="speculative_config"):
         refuse_unbuilt(assembled(speculative_config={"method": "ngram", "num_speculative_tokens": 3}))
-    with pytest.raises(NotBuiltError, match="max_loras=4"):
-        refuse_unbuilt(assembled(max_loras=4))
+    with pytest.raises(NotBuiltError, match="enable_moe_shared_loras=True"):
+        refuse_unbuilt(assembled(enable_moe_shared_loras=True))
 
 
 @pytest.mark.parametrize(

@@ -145,8 +145,8 @@ def test_help_offers_only_what_there_is(capsys):
         make_parser("quire serve").parse_args(["--help=all"])
     everything = capsys.readouterr().out
     assert "Not available yet." not in everything and "--port" in everything
-    absent = ("--enable-lora", "--grpc", "--headless", "--lora-modules")
+    absent = ("--enable-moe-shared-loras", "--grpc", "--headless")
     assert not [flag for flag in absent if f"{flag} " in everything or f"{flag}," in everything]
     with pytest.raises(SystemExit):
-        make_parser("quire serve").parse_args(["--help=lora-modules"])
-    assert "Not available in this version: --lora-modules" in capsys.readouterr().out
+        make_parser("quire serve").parse_args(["--help=grpc-port"])
+    assert "Not available in this version: --grpc-port" in capsys.readouterr().out

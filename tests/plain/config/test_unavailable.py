@@ -76,7 +76,7 @@ def test_what_is_not_in_the_table_works() -> None:
             2,
             "one process runs the whole model in this version; leave tensor_parallel_size at 1",
         ),
-        ("enable_lora", True, "serves no low-rank adapters; leave enable_lora at None or False"),
+        ("max_lora_cls_labels", 2, "each layer and expert by itself; leave max_lora_cls_labels at None"),
         (
             "kv_transfer_config",
             {"kv_connector": "x"},
@@ -93,8 +93,8 @@ def test_a_refusal_says_which_feature_is_missing(name: str, value: Any, words: s
 
 
 def test_rows_reach_users_as_any_option_does() -> None:
-    args = EngineArgs(max_loras=1)
-    assert args.max_loras == 1 and EngineArgs().swap_space == 4.0
+    args = EngineArgs(max_lora_cls_labels=None)
+    assert args.max_lora_cls_labels is None and EngineArgs().swap_space == 4.0
     assert (
         EngineConfig().parallel_config.data_parallel_rank == 0
         and table()["data_parallel_rank"].declared.option.unset is None
@@ -131,4 +131,4 @@ def test_values_with_limits_and_known_names() -> None:
     assert unavailable._value("float? >0 <=1") == ("float?", (), {"above": 0.0, "high": 1.0})
     assert unavailable._value("str (a/b)") == ("str", ("a", "b"), {})
     assert unavailable._defaults("None or 'x'") == (None, "x") and unavailable._defaults("1.5") == (1.5,)
-    assert declarations(groups.LoRAConfig)["max_loras"].option.status is LATER
+    assert declarations(groups.LoRAConfig)["max_lora_cls_labels"].option.status is LATER

@@ -278,7 +278,7 @@ def test_collective_rpc_and_apply_model():
     assert call(loop, "collective_rpc", 5).error_kind == "InputError"
 
 
-@pytest.mark.parametrize("verb", ["sleep", "wake_up", "add_lora"])
+@pytest.mark.parametrize("verb", ["sleep", "wake_up"])
 def test_verbs_that_are_not_built_say_so(verb):
     assert call(make_loop(), verb, 1).error_kind == "NotBuiltError"
 

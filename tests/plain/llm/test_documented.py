@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, LLMEngine, SamplingParams
+from quire import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, LLMEngine, LoRARequest, SamplingParams
 from quire.schema.errors import InputError, NotBuiltError
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 from tests.fake_engine import use_fake, write_model
@@ -26,9 +26,14 @@ METHODS = {
     "get_supported_tasks shutdown",
 }
 REFUSED = [
-    ("sleep", (1,), "sleep mode"), ("wake_up", (), "sleep mode"), ("add_lora", (None,), "LoRA"),
-    ("remove_lora", (1,), "LoRA"), ("list_loras", (), "LoRA"), ("pin_lora", (1,), "LoRA"),
+    ("sleep", (1,), "sleep mode"), ("wake_up", (), "sleep mode"),
 ]  # fmt: skip
+SWITCHED_OFF = [
+    ("add_lora", (LoRARequest("a", 1, "x"),)),
+    ("remove_lora", (1,)),
+    ("list_loras", ()),
+    ("pin_lora", (1,)),
+]
 
 
 @pytest.fixture
@@ -51,6 +56,12 @@ def door(request: pytest.FixtureRequest, folder: str) -> Any:
         engine = LLMEngine.from_engine_args(EngineArgs(model=folder, max_num_seqs=4, max_model_len=64))
         yield engine
         engine.close()
+
+
+@pytest.mark.parametrize(("name", "args"), SWITCHED_OFF, ids=[name for name, _ in SWITCHED_OFF])
+def test_adapters_need_to_be_enabled(door: Any, name: str, args: tuple[Any, ...]) -> None:
+    with pytest.raises(InputError, match="enable_lora=True"):
+        getattr(door, name)(*args)
 
 
 @pytest.mark.parametrize(("name", "args", "feature"), REFUSED, ids=[name for name, _, _ in REFUSED])

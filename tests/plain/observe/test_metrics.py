@@ -51,6 +51,8 @@ def finish(metrics: Metrics, times: RequestTimes, **given: object) -> None:
 def test_every_declared_metric_is_in_the_snapshot_with_its_labels() -> None:
     metrics = Metrics("tiny", 2048, engine_index=3)
     metrics.cache_config({"block_size": 16})
+    assert "vllm:lora_requests_info" not in {m.name for m in metrics.snapshot()}
+    metrics.serve_adapters(4)
     snapshot = metrics.snapshot()
     assert {m.name for m in snapshot} == {entry.name for entry in TABLE}
     assert all(m.labels["model_name"] == "tiny" for m in snapshot)
@@ -170,3 +172,17 @@ def test_a_snapshot_is_a_copy() -> None:
 def test_length_buckets_follow_the_model(limit: int, last: int, count: int) -> None:
     bounds = one_two_five(limit)
     assert (bounds[0], bounds[-1], len(bounds)) == (1, last, count)
+
+
+def test_which_adapters_run_and_wait() -> None:
+    metrics = Metrics("tiny", 2048)
+    metrics.serve_adapters(4)
+    metrics.step(
+        StepStats(
+            step=1, running=2, waiting=1, prompt_tokens=0, generated_tokens=1, preempted=0, kv_usage=0.0,
+            running_adapters=("one", "two"), waiting_adapters=("three",),
+        )
+    )  # fmt: skip
+    told = find(metrics, "vllm:lora_requests_info")
+    names = {"running_lora_adapters": "one,two", "waiting_lora_adapters": "three", "max_lora": "4"}
+    assert names.items() <= told.labels.items() and told.value > 0

@@ -1,0 +1,178 @@
+"""EngineAdapters: the adapters that requests may name, by id and by name; and the reading of their files meanwhile.
+
+In: what callers load and unload, and the adapters that requests bring along. Out: requests that know which load they
+mean, reads begun on the workers, requests whose adapter could not be read. Slots and copies are the scheduler's
+(sched/adapter_slots.py); files are the workers', who read them in a thread of their own: the loop only asks whether
+they are done. Must not know: tensors, sockets.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.executor.base import Executor, WorkerProtocol
+from quire.sched.adapter import AdapterState, LoadedAdapter
+from quire.schema.adapters import LoRARequest
+from quire.schema.errors import InputError
+from quire.schema.messages import EngineRequest
+
+if TYPE_CHECKING:
+    from quire.sched.adapter_slots import AdapterSlots
+
+NOT_ENABLED = "this engine serves no adapters: start with enable_lora=True (--enable-lora)"
+
+
+class EngineAdapters:
+    def __init__(self, executor: Executor, slots: AdapterSlots) -> None:
+        self._executor, self.slots = executor, slots
+        self._by_id: dict[int, LoadedAdapter] = {}
+        self._by_name: dict[str, LoadedAdapter] = {}
+        self._errors: dict[LoadedAdapter, str] = {}  # of loads that somebody waits for
+        self._awaited: set[LoadedAdapter] = set()
+
+    # ---- requests
+
+    def resolve(self, request: EngineRequest) -> EngineRequest:
+        """The same request, which knows the load that it means."""
+        if request.lora_name is None:
+            return request
+        if request.lora_path is not None:
+            adapter = self._known(request.lora_id, request.lora_name, request.lora_path)
+        elif (named := self._by_name.get(request.lora_name)) is not None:
+            adapter = named
+        else:
+            raise InputError(f"no adapter is loaded under the name {request.lora_name!r}", param="model")
+        return msgspec.structs.replace(
+            request, lora_id=adapter.lora_id, lora_name=adapter.name, lora_generation=adapter.serial
+        )
+
+    def _known(self, lora_id: int, name: str, path: str) -> LoadedAdapter:
+        """As it is, or a new load if this id meant another adapter until now."""
+        adapter = self._by_id.get(lora_id)
+        if adapter is not None and (adapter.name, adapter.path) == (name, path):
+            return adapter
+        return self._register(lora_id, name, path)
+
+    def _register(self, lora_id: int, name: str, path: str) -> LoadedAdapter:
+        before = self._by_id.get(lora_id)
+        adapter = self._by_id[lora_id] = self.slots.add(lora_id, name, path)
+        if before is not None:
+            self._forget_name(before)
+            self.slots.retire(before)
+        self._by_name[name] = adapter
+        return adapter
+
+    def _forget_name(self, adapter: LoadedAdapter) -> None:
+        if self._by_name.get(adapter.name) is adapter:
+            del self._by_name[adapter.name]
+
+    # ---- verbs
+
+    def add(self, lora: LoRARequest) -> tuple[Callable[[], bool], Callable[[], bool]]:
+        """Begin to read it; (whether that is over, what answers then). What was loaded under its id stays in use until
+        the new one is there."""
+        before = self._by_id.get(lora.lora_int_id)
+        same = before is not None and (before.name, before.path) == (lora.lora_name, lora.lora_path)
+        if before is not None and same and not lora.load_inplace:
+            adapter = before
+        else:
+            adapter = self.slots.add(lora.lora_int_id, lora.lora_name, lora.lora_path)
+        self._awaited.add(adapter)
+        self.slots.want(adapter)
+
+        def is_over() -> bool:
+            return adapter.state is AdapterState.READY or adapter.slot > 0 or adapter in self._errors
+
+        def finish() -> bool:
+            self._awaited.discard(adapter)
+            error = self._errors.pop(adapter, None)
+            if error is not None:
+                self.slots.retire(adapter)
+                raise InputError(error, param="lora_path")
+            if self._by_id.get(adapter.lora_id) is not adapter:
+                self._enter(adapter)
+            return True
+
+        return is_over, finish
+
+    def _enter(self, adapter: LoadedAdapter) -> None:
+        before = self._by_id.get(adapter.lora_id)
+        if before is not None:
+            self._forget_name(before)
+            self.slots.retire(before)
+        self._by_id[adapter.lora_id] = self._by_name[adapter.name] = adapter
+
+    def remove(self, lora_id: int) -> bool:
+        adapter = self._by_id.pop(lora_id, None)
+        if adapter is None:
+            return False
+        self._forget_name(adapter)
+        self.slots.retire(adapter)
+        return True
+
+    def pin(self, lora_id: int) -> bool:
+        adapter = self._by_id.get(lora_id)
+        if adapter is None:
+            raise InputError(f"no adapter has lora_int_id {lora_id}: add_lora comes first", param="lora_id")
+        pinned = sum(one.is_pinned for one in self._by_id.values())
+        if not adapter.is_pinned and pinned + 1 >= self.slots.num_slots:
+            raise InputError(
+                f"{pinned} adapters are pinned and max_loras is {self.slots.num_slots}: one slot must stay for others",
+                param="lora_id",
+                value=lora_id,
+            )
+        adapter.is_pinned = True
+        return True
+
+    def list_ids(self) -> list[int]:
+        """Of those in memory."""
+        loaded = [one for one in self._by_id.values() if one.state is AdapterState.READY or one.slot]
+        return sorted(one.lora_id for one in loaded)
+
+    # ---- reading
+
+    @property
+    def is_busy(self) -> bool:
+        """Something is being read, or shall be."""
+        return self.slots.num_reading > 0 or self.slots.has_demand
+
+    def begin_reads(self) -> None:
+        """What requests wait for, as far as there is room in host memory."""
+        for adapter in self.slots.take_reads():
+            self._executor.ask(WorkerProtocol.read_adapter, adapter.source)
+        for serial in self.slots.take_dropped():
+            self._executor.ask(WorkerProtocol.drop_adapter, serial)
+
+    def take_read(self, timeout: float) -> list[tuple[LoadedAdapter, str]]:
+        """Note what workers have read; those that could not be, and why."""
+        failed = []
+        for read in self._executor.ask(WorkerProtocol.poll_adapters, timeout)[0]:
+            adapter = self.slots.finish_read(read.serial, failed=read.error is not None)
+            if adapter is None or read.error is None:
+                continue
+            failed.append((adapter, read.error))
+            if adapter in self._awaited:
+                self._errors[adapter] = read.error
+            if self._by_id.get(adapter.lora_id) is adapter:
+                self.remove(adapter.lora_id)
+        return failed
+
+
+def lora_request_of(value: Any) -> LoRARequest:
+    """What a caller gave, in this process or over a wire; one error for whatever is wrong with it."""
+    if isinstance(value, LoRARequest):
+        return value
+    try:
+        return msgspec.convert(value, LoRARequest, from_attributes=True)
+    except (msgspec.ValidationError, ValueError) as wrong:
+        raise InputError(f"lora_request must be a LoRARequest: {wrong}", param="lora_request") from None
+
+
+def absolute(path: str) -> str:
+    """As the caller's process means it: the engine may have another working directory."""
+    expanded = os.path.expanduser(path)
+    return os.path.abspath(expanded) if os.path.exists(expanded) else path

@@ -1,0 +1,122 @@
+"""Adapters of a model's layers: which slots the step under way uses, and what each layer has in every slot.
+
+A model without adapters has none of this. `attach` gives every Linear, and the experts of mixtures, their slots; the
+decoder says at the start of a step which rows have which slot (`StepAdapters`), and `Linear.forward` adds what they
+add. Must not know: files, names of adapters, why a slot is filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.ops.linear import linear
+from quire.ops.lora import AdapterRows, LowRank, LowRankPiece, SomeRows, add_low_rank, add_pieces
+from quire.ops.op import Kernels
+from quire.quant.experts import StoredExperts
+
+if TYPE_CHECKING:
+    from quire.layers.linear import Linear
+
+
+class StepAdapters:
+    """Shared by all layers of a model; set by the decoder at the start of every step."""
+
+    __slots__ = ("rows",)
+
+    def __init__(self) -> None:
+        self.rows: AdapterRows | None = None  # None: no row has an adapter
+
+    def begin(self, index: Tensor | None) -> None:
+        self.rows = None if index is None else AdapterRows(index)
+
+
+class LinearAdapters:
+    """What adapters add to one Linear."""
+
+    def __init__(
+        self, layer: Linear, step: StepAdapters, num_slots: int, rank: int, like: Tensor, kernels: Kernels
+    ) -> None:
+        self.step, self.low = step, LowRank(num_slots)
+        self.is_used = False  # some slot has something here
+        if kernels.device.type != "cpu":
+            self.low.set_up_stacks(layer.out_size, layer.in_size, len(layer.parts), rank, like)
+        self._add = kernels.of(add_low_rank)
+
+    def put(self, slot: int, pieces: Sequence[LowRankPiece]) -> None:
+        if pieces or self.low.pieces[slot - 1]:
+            self.low.put(slot, tuple(pieces))
+            self.is_used = any(self.low.pieces)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        rows = self.step.rows
+        if rows is None or not self.is_used:
+            return y
+        if len(x) != len(rows.index):
+            raise RuntimeError(f"a layer has {len(x)} rows in a step of {len(rows.index)}: adapters cannot be matched")
+        return self._add(y, x, rows, self.low)
+
+    def merged(self, weight: Tensor, slot: int) -> Tensor:
+        """A copy of the weight [rows, width] with what the slot's adapter adds; itself, where it adds nothing."""
+        pieces = self.low.pieces[slot - 1]
+        if not pieces:
+            return weight
+        weight = weight.clone()
+        for start, stop, a, b, scale in pieces:
+            weight[start:stop] += (torch.mm(b.float(), a.float()) * scale).to(weight.dtype)
+        return weight
+
+
+class ExpertPieces(NamedTuple):
+    """What one adapter adds to the two matrices of one expert."""
+
+    up: tuple[LowRankPiece, ...] = ()
+    down: tuple[LowRankPiece, ...] = ()
+
+
+class ExpertAdapters:
+    """What adapters add to the experts of a mixture. Rows of a slot that has something here are computed apart, expert
+    by expert: what is added before the activation cannot be added afterwards."""
+
+    def __init__(self, stored: StoredExperts, step: StepAdapters, num_slots: int, kernels: Kernels) -> None:
+        self.stored, self.step = stored, step
+        self.slots: list[dict[int, ExpertPieces]] = [{}] * num_slots  # by expert
+        self._linear, self._device = kernels.of(linear), kernels.device
+
+    def put(self, slot: int, pieces: dict[int, ExpertPieces]) -> None:
+        self.slots[slot - 1] = {
+            expert: ExpertPieces(*(tuple(self._here(piece) for piece in side) for side in own))
+            for expert, own in pieces.items()
+        }
+
+    def _here(self, piece: LowRankPiece) -> LowRankPiece:
+        return piece._replace(a=piece.a.to(self._device), b=piece.b.to(self._device))
+
+    def groups(self, num_rows: int) -> list[tuple[int, SomeRows]]:
+        """Slots of this step that have something here, with their rows."""
+        rows = self.step.rows
+        if rows is None or not any(self.slots):
+            return []
+        if num_rows != len(rows.index):
+            raise RuntimeError(f"experts have {num_rows} rows in a step of {len(rows.index)}")
+        return [(slot, some) for slot, some in rows.groups if self.slots[slot - 1]]
+
+    def multiply(self, slot: int, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        """Sum over a token's experts of weight * expert(x), for rows that all have this slot."""
+        pieces, total = self.slots[slot - 1], torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in index.unique().tolist():
+            tokens, choices = (index == expert).nonzero(as_tuple=True)
+            own, every = pieces.get(expert, ExpertPieces()), slice(None)
+            h = x[tokens]
+            up = self.stored.multiply_up(expert, h)
+            if own.up:
+                add_pieces(up, h, every, own.up, self._linear)
+            h = self.stored.shape.act(up)
+            down = self.stored.multiply_down(expert, h)
+            if own.down:
+                add_pieces(down, h, every, own.down, self._linear)
+            total.index_add_(0, tokens, down.float() * weights[tokens, choices, None].float())
+        return total.to(x.dtype)

@@ -1,0 +1,78 @@
+"""Resolvers: where an adapter that a request names and nobody has loaded may come from.
+
+A plug-in registers resolvers by name; a server asks them in turn, and the first that answers with a LoRARequest wins.
+The one that comes with Quire looks for a folder of that name under LORA_RESOLVER_CACHE_DIR. Must not know: engines,
+the table of served names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from abc import ABC, abstractmethod
+from hashlib import sha256
+
+from quire.base import env
+from quire.schema.adapters import LoRARequest
+
+FILESYSTEM = "lora_filesystem_resolver"  # its name among plug-ins
+_CONFIG = "adapter_config.json"
+_LONGEST_NAME = 256
+
+
+class LoRAResolver(ABC):
+    @abstractmethod
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
+        """The adapter of that name for this model; None: it is not here."""
+
+
+class ResolverTable:
+    """Registered resolvers, by name, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._resolvers: dict[str, LoRAResolver] = {}
+
+    def register_resolver(self, resolver_name: str, resolver: LoRAResolver) -> None:
+        self._resolvers[resolver_name] = resolver
+
+    def get_resolver(self, resolver_name: str) -> LoRAResolver:
+        if resolver_name not in self._resolvers:
+            known = ", ".join(self._resolvers) or "none"
+            raise KeyError(f"no LoRA resolver is named {resolver_name!r}; registered are {known}")
+        return self._resolvers[resolver_name]
+
+    def get_supported_resolvers(self) -> set[str]:
+        return set(self._resolvers)
+
+    def resolvers(self) -> list[LoRAResolver]:
+        """Those of plug-ins, then the one that looks into a folder, if one is set and plug-ins allow it."""
+        folder, chosen = env.LORA_RESOLVER_CACHE_DIR.get(), env.PLUGINS.get()
+        own = [FilesystemResolver(folder)] if folder and (chosen is None or FILESYSTEM in chosen) else []
+        return [*self._resolvers.values(), *own]
+
+
+LoRAResolverRegistry = ResolverTable()
+
+
+class FilesystemResolver(LoRAResolver):
+    def __init__(self, folder: str) -> None:
+        self._folder = os.path.abspath(os.path.expanduser(folder))
+
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
+        if not is_plain_name(lora_name):
+            return None
+        path = os.path.join(self._folder, lora_name)
+        if not await asyncio.to_thread(os.path.isfile, os.path.join(path, _CONFIG)):
+            return None
+        return LoRARequest(lora_name=lora_name, lora_int_id=adapter_id(lora_name), lora_path=path)
+
+
+def is_plain_name(name: str) -> bool:
+    """One part of a path: a client's text must not lead anywhere else."""
+    is_one_part = name not in (".", "..") and not set(name) & {"/", "\\"}
+    return is_one_part and 0 < len(name) <= _LONGEST_NAME and name.isprintable()
+
+
+def adapter_id(name: str) -> int:
+    """The same in every process of a server, and practically never the same for two names."""
+    return 1 + int.from_bytes(sha256(name.encode()).digest()[:6], "little")

@@ -1,0 +1,100 @@
+"""WorkerAdapters: the adapters of one device: copies in host memory, read by a thread of their own, and its slots.
+
+In: AdapterSource to read, AdapterPlacement of plans. Out: AdapterRead. The engine decides what is read, dropped and
+placed (sched/adapter_slots.py). A slot holds what was placed there until another adapter is, whatever becomes of the
+copy. Must not know: requests, file formats (a reader is handed in).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from quire.base.log import logger
+from quire.layers.adapters import ExpertAdapters, LinearAdapters
+from quire.schema.adapters import AdapterPlacement, AdapterRead, AdapterSource
+from quire.schema.errors import QuireError
+
+if TYPE_CHECKING:
+    from quire.loader.adapter import HostAdapter
+
+_log = logger(__name__)
+
+
+class WorkerAdapters:
+    def __init__(
+        self, read: Callable[[str], HostAdapter], linears: Iterable[LinearAdapters], experts: Iterable[ExpertAdapters]
+    ) -> None:
+        self._read = read
+        self._layers, self._experts = list(linears), list(experts)
+        self._copies: dict[int, HostAdapter] = {}  # by serial
+        self._wanted: set[int] = set()  # being read, or to be
+        self._lock = threading.Lock()  # over the three above
+        self._inbox: queue.SimpleQueue[AdapterSource | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[AdapterRead] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, source: AdapterSource) -> None:
+        self._wanted.add(source.serial)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="read adapters", daemon=True)
+            self._thread.start()
+        self._inbox.put(source)
+
+    def poll(self, timeout: float) -> list[AdapterRead]:
+        done: list[AdapterRead] = []
+        try:
+            if timeout > 0:
+                done.append(self._done.get(timeout=timeout))
+            while True:
+                done.append(self._done.get_nowait())
+        except queue.Empty:
+            return done
+
+    def drop(self, serial: int) -> None:
+        with self._lock:
+            self._wanted.discard(serial)
+            self._copies.pop(serial, None)
+
+    def place(self, placements: Iterable[AdapterPlacement]) -> None:
+        for placement in placements:
+            with self._lock:
+                copy = self._copies.get(placement.serial)
+            if copy is None:
+                raise RuntimeError(f"a plan places adapter {placement.serial}, of which there is no copy")
+            self._fill(placement.slot, copy)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._inbox.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _fill(self, slot: int, copy: HostAdapter) -> None:
+        linears = {id(layer.adapters): pieces for layer, pieces in copy.linears.items()}
+        for adapters in self._layers:
+            adapters.put(slot, linears.get(id(adapters), ()))
+        experts = {id(layer.adapters): pieces for layer, pieces in copy.experts.items()}
+        for mixture in self._experts:
+            mixture.put(slot, experts.get(id(mixture), {}))
+
+    def _run(self) -> None:
+        while (source := self._inbox.get()) is not None:
+            self._done.put(self._read_one(source))
+
+    def _read_one(self, source: AdapterSource) -> AdapterRead:
+        if source.serial not in self._wanted:
+            return AdapterRead(serial=source.serial, error="it was removed before it was read")
+        try:
+            adapter = self._read(source.path)
+        except (QuireError, OSError) as wrong:
+            return AdapterRead(serial=source.serial, error=f"LoRA adapter {source.name!r}: {wrong}")
+        except Exception as wrong:  # noqa: BLE001  # files are others': whatever they do is an answer
+            _log.exception("reading LoRA adapter %r failed", source.name)
+            return AdapterRead(serial=source.serial, error=f"LoRA adapter {source.name!r} cannot be read: {wrong!r}")
+        with self._lock:
+            if source.serial in self._wanted:
+                self._copies[source.serial] = adapter
+        return AdapterRead(serial=source.serial, num_bytes=adapter.num_bytes)

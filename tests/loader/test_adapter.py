@@ -1,0 +1,251 @@
+"""Adapter folders: what is read of them, and one clear error for whatever is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.layers.linear import Linear
+from quire.layers.places import AdapterPlaces
+from quire.loader.adapter import AdapterLimits, HostAdapter, read_adapter
+from quire.models.build import build_model
+from quire.schema.errors import CheckpointError
+from tests.tiny_adapters import write_adapter
+from tests.tiny_models import tiny_config, tiny_model
+
+LIMITS = AdapterLimits(8, torch.float32)
+LAYER = "base_model.model.model.layers.0.self_attn"
+
+
+@pytest.fixture(scope="module")
+def places() -> AdapterPlaces:
+    config = tiny_config("LlamaForCausalLM").to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    model: Any = build_model(config, dtype=torch.float32)
+    return AdapterPlaces(model, model.table())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapter")
+    write_adapter(tiny_model("LlamaForCausalLM"), folder, rank=4, alpha=6)
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    for file in whole.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def configure(folder: Path, **changes: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path)
+
+
+def read(folder: Path, places: AdapterPlaces, limits: AdapterLimits = LIMITS) -> HostAdapter:
+    return read_adapter(str(folder), places, limits)
+
+
+def scales(adapter: HostAdapter) -> set[float]:
+    return {piece.scale for pieces in adapter.linears.values() for piece in pieces}
+
+
+def test_what_is_read(folder: Path, places: AdapterPlaces) -> None:
+    adapter = read(folder, places)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    assert adapter.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    qkv = [layer for layer in adapter.linears if layer.prefix == "model.layers.0.self_attn." and layer.fused]
+    assert len(qkv) == 1 and isinstance(qkv[0], Linear)
+    starts = sorted((piece.start, piece.stop) for piece in adapter.linears[qkv[0]])
+    assert starts == [(0, 64), (64, 96), (96, 128)]
+    first = next(piece for piece in adapter.linears[qkv[0]] if piece.start == 64)
+    assert torch.equal(first.a, tensors[f"{LAYER}.k_proj.lora_A.weight"])
+    assert torch.equal(first.b, tensors[f"{LAYER}.k_proj.lora_B.weight"])
+    assert scales(adapter) == {1.5}
+
+
+def test_scales(folder: Path, places: AdapterPlaces) -> None:
+    configure(folder, use_rslora=True)
+    assert scales(read(folder, places)) == {3.0}
+    configure(folder, use_rslora=False, alpha_pattern={"q_proj": 8})
+    assert scales(read(folder, places)) == {1.5, 2.0}
+
+
+def test_other_spellings(folder: Path, places: AdapterPlaces) -> None:
+    """'default' in the names, all-linear, a precision of its own, names that only some layers have."""
+    configure(folder, target_modules="all-linear")
+    change(folder, lambda t: t.update({n.replace(".weight", ".default.weight"): t.pop(n) for n in list(t)}))
+    adapter = read(folder, places, AdapterLimits(8, torch.bfloat16))
+    assert all(piece.a.dtype == piece.b.dtype == torch.bfloat16 for some in adapter.linears.values() for piece in some)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"peft_type": "LOHA"}, ["peft_type", "LOHA"]),
+        ({"use_dora": True}, ["DoRA", "use_dora"]),
+        ({"modules_to_save": ["lm_head"]}, ["modules_to_save", "lm_head"]),
+        ({"bias": "all"}, ["bias", "all"]),
+        ({"lora_bias": True}, ["lora_bias"]),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, ["target_parameters"]),
+        ({"init_lora_weights": "pissa_niter_4"}, ["init_lora_weights", "pissa"]),
+        ({"target_modules": [3]}, ["target_modules"]),
+        ({"target_modules": []}, ["target_modules"]),
+        ({"r": 16}, ["r is 16", "max_lora_rank (8)"]),
+        ({"r": 0}, ["r must be", "0"]),
+        ({"r": "4"}, ["r must be"]),
+        ({"r": True}, ["r must be"]),
+        ({"r": 2}, ["rank 4", "says 2"]),
+        ({"lora_alpha": None}, ["lora_alpha"]),
+        ({"lora_alpha": float("inf")}, ["lora_alpha"]),
+        ({"rank_pattern": {"q_proj": 99}}, ["rank_pattern", "99"]),
+        ({"alpha_pattern": {"(a+)+$": 1}}, ["alpha_pattern", "(a+)+"]),
+        ({"alpha_pattern": [1]}, ["alpha_pattern"]),
+    ],
+    ids=str,
+)
+def test_configurations_that_are_refused(
+    folder: Path, places: AdapterPlaces, changes: dict[str, Any], words: list[str]
+) -> None:
+    configure(folder, **changes)
+    with pytest.raises(CheckpointError) as refused:
+        read(folder, places)
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+def drop_b(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[f"{LAYER}.q_proj.lora_B.weight"]
+
+
+def other_base(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{LAYER}.q_proj.lora_A.weight"] = torch.zeros(4, 65)
+
+
+def large_rank(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{LAYER}.q_proj.lora_A.weight"] = torch.zeros(9, 64)
+
+
+def three_axes(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{LAYER}.q_proj.lora_A.weight"] = torch.zeros(4, 8, 8)
+
+
+def integers(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{LAYER}.q_proj.lora_A.weight"] = torch.zeros(4, 64, dtype=torch.int32)
+
+
+def infinite(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{LAYER}.q_proj.lora_B.weight"][0, 0] = float("inf")
+
+
+def unknown_layer(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["base_model.model.model.layers.99.self_attn.q_proj.lora_A.weight"] = torch.zeros(4, 64)
+
+
+def head(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["base_model.model.lm_head.lora_A.weight"] = torch.zeros(4, 64)
+
+
+def embedding(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["base_model.model.model.embed_tokens.lora_embedding_A"] = torch.zeros(4, 320)
+
+
+def magnitudes(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{LAYER}.q_proj.lora_magnitude_vector"] = torch.zeros(64)
+
+
+def other_tensor(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{LAYER}.q_proj.weight"] = torch.zeros(64, 64)
+
+
+def twice(tensors: dict[str, torch.Tensor]) -> None:
+    """The fused matrix beside its parts."""
+    tensors[f"{LAYER}.qkv_proj.lora_A.weight"] = torch.zeros(4, 64)
+    tensors[f"{LAYER}.qkv_proj.lora_B.weight"] = torch.zeros(128, 4)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (drop_b, ["q_proj", "no lora_B"]),
+        (other_base, ["q_proj", "[4, 65]", "[rank, 64]", "another model"]),
+        (large_rank, ["rank 9", "max_lora_rank (8)"]),
+        (three_axes, ["[4, 8, 8]"]),
+        (integers, ["int32"]),
+        (infinite, ["lora_B", "not finite"]),
+        (unknown_layer, ["layers.99", "no layers"]),
+        (head, ["lm_head", "not in this version"]),
+        (embedding, ["embedding", "not in this version"]),
+        (magnitudes, ["DoRA"]),
+        (other_tensor, ["q_proj.weight", "neither"]),
+        (twice, ["qkv_proj", "as one and in parts"]),
+        (dict.clear, ["no tensors"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_tensors_that_are_refused(
+    folder: Path, places: AdapterPlaces, edit: Callable[[dict[str, torch.Tensor]], None], words: list[str]
+) -> None:
+    change(folder, edit)
+    with pytest.raises(CheckpointError) as refused:
+        read(folder, places)
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_files_that_are_missing_or_broken(folder: Path, places: AdapterPlaces) -> None:
+    with pytest.raises(CheckpointError, match="not a folder"):
+        read(folder / "nowhere", places)
+    weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-8])
+    with pytest.raises(CheckpointError, match="truncated"):
+        read(folder, places)
+    weights.unlink()
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
+        read(folder, places)
+    config.write_text("{")
+    with pytest.raises(CheckpointError, match="not JSON"):
+        read(folder, places)
+    config.write_text("[]")
+    with pytest.raises(CheckpointError, match="mapping"):
+        read(folder, places)
+    config.write_text(" " * (1 << 20) + "{}")
+    with pytest.raises(CheckpointError, match="bytes"):
+        read(folder, places)
+    config.unlink()
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
+        read(folder, places)
+
+
+def test_a_pickle_is_read_as_tensors_or_not_at_all(folder: Path, places: AdapterPlaces) -> None:
+    weights = folder / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    weights.unlink()
+    torch.save(tensors, folder / "adapter_model.bin")
+    assert scales(read(folder, places)) == {1.5}
+    torch.save({"a": Path("x")}, folder / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match="not a usable weight file"):
+        read(folder, places)
+    (folder / "adapter_model.bin").write_bytes(b"\0" * (3 << 20))
+    with pytest.raises(CheckpointError, match="bytes; an adapter of this model"):
+        read(folder, places)
+
+
+def test_only_layers_that_adapters_may_change(folder: Path, places: AdapterPlaces) -> None:
+    with pytest.raises(CheckpointError, match="lora_target_modules"):
+        read(folder, places, LIMITS._replace(targets=("q_proj", "k_proj")))
+    everything = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert read(folder, places, LIMITS._replace(targets=everything)).linears

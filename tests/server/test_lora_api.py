@@ -1,0 +1,194 @@
+"""Adapters over HTTP: `model` picks one in every dialect; loading, unloading and resolving while the server runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.base import env
+from quire.schema.errors import ConfigError
+from quire.server.adapters import LoraModule, read_modules
+from quire.server.resolvers import FilesystemResolver
+from tests.server.live import Live, error_of, live
+from tests.tiny_adapters import TinyAdapter, greedy, merge, write_adapter
+from tests.tiny_models import make_tiny
+
+PROMPT = [5, 9, 77, 100, 41, 8]
+BODY = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+
+class Served:
+    def __init__(self, server: Live, model: Any, folder: Path, adapters: dict[str, TinyAdapter]) -> None:
+        self.server, self.model, self.folder, self.adapters = server, model, folder, adapters
+
+    def tokens(self, name: str) -> list[int]:
+        response = self.server.post("/v1/completions", BODY | {"model": name})
+        assert response.status_code == 200, response.text
+        assert response.json()["model"] == name
+        tokens: list[int] = response.json()["choices"][0]["token_ids"]
+        return tokens
+
+    def expected(self, adapter: TinyAdapter | None) -> list[int]:
+        return greedy(self.model if adapter is None else merge(self.model, adapter), PROMPT, 5)
+
+    def names(self) -> list[str]:
+        return [card["id"] for card in httpx.get(f"{self.server.url}/v1/models", timeout=60).json()["data"]]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("served")
+    model = make_tiny("LlamaForCausalLM", folder / "model")
+    adapters = {
+        name: write_adapter(model, folder / name, seed=seed) for seed, name in enumerate(("one", "two", "late"))
+    }
+    engine = {
+        "served_model_name": "base", "dtype": "float32", "enable_lora": True, "max_loras": 2, "max_lora_rank": 8,
+        "max_model_len": 128, "kv_cache_memory_bytes": 1 << 22,
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True")
+        patch.setenv("VLLM_LORA_RESOLVER_CACHE_DIR", str(folder / "resolved"))
+        write_adapter(model, folder / "resolved" / "found", seed=9)
+        with live(str(folder / "model"), engine=engine) as server:
+            modules = [
+                f"one={adapters['one'].path}",
+                f'{{"name": "two", "path": "{adapters["two"].path}", "base_model_name": "base"}}',
+            ]
+            loading = server.state.adapters.load_modules(read_modules(modules))
+            asyncio.run_coroutine_threadsafe(loading, server.loop).result(60)
+            yield Served(server, model, folder, adapters)
+    env.forget_all()
+
+
+def test_a_name_picks_its_adapter(served: Served) -> None:
+    answers = {name: served.tokens(name) for name in ("base", "one", "two")}
+    assert answers["base"] == served.expected(None)
+    assert answers["one"] == served.expected(served.adapters["one"])
+    assert answers["two"] == served.expected(served.adapters["two"])
+    assert len({tuple(answer) for answer in answers.values()}) == 3
+
+
+def test_lineage(served: Served) -> None:
+    cards = {card["id"]: card for card in httpx.get(f"{served.server.url}/v1/models", timeout=60).json()["data"]}
+    assert cards["base"]["parent"] is None
+    for name in ("one", "two"):
+        assert cards[name]["parent"] == "base" and cards[name]["root"] == served.adapters[name].path
+    card = httpx.get(f"{served.server.url}/v1/models/one", timeout=60).json()
+    assert card["id"] == "one" and card["max_model_len"] == 128
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the river"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "the river"}]}),
+        ("/v1/responses", {"input": "the river"}),
+    ],
+)
+def test_every_dialect(served: Served, path: str, body: dict[str, Any]) -> None:
+    length = {"max_output_tokens": 6} if path == "/v1/responses" else {"max_tokens": 6}
+    texts = set()
+    for name in ("base", "one", "two"):
+        response = served.server.post(path, body | length | {"model": name, "temperature": 0})
+        assert response.status_code == 200 and response.json()["model"] == name
+        texts.add(str({key: response.json().get(key) for key in ("choices", "content", "output")}.values()))
+    assert len(texts) == 3
+
+
+def test_the_openai_client(served: Served) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{served.server.url}/v1", api_key="none", timeout=60)
+    assert {"base", "one", "two"} <= {model.id for model in client.models.list()}
+    texts = [
+        client.completions.create(model=name, prompt=PROMPT, max_tokens=5, temperature=0).choices[0].text
+        for name in ("base", "one", "two")
+    ]
+    assert len(set(texts)) == 3
+
+
+def test_loading_replacing_and_unloading(served: Served) -> None:
+    server, late = served.server, served.adapters["late"]
+    assert server.post("/v1/completions", BODY | {"model": "late"}).status_code == 404
+    request = {"lora_name": "late", "lora_path": late.path}
+    response = server.post("/v1/load_lora_adapter", request)
+    assert response.status_code == 200 and response.text == "Success: LoRA adapter 'late' added successfully."
+    assert served.tokens("late") == served.expected(late) and "late" in served.names()
+    assert "already been loaded" in error_of(server.post("/v1/load_lora_adapter", request))["message"]
+    assert (
+        "already been loaded"
+        in error_of(server.post("/v1/load_lora_adapter", request | {"lora_name": "base"}))["message"]
+    )
+    changed = write_adapter(served.model, served.folder / "late", seed=77)
+    response = server.post("/v1/load_lora_adapter", request | {"load_inplace": True})
+    assert response.status_code == 200 and served.tokens("late") == served.expected(changed) != served.expected(late)
+    response = server.post("/v1/unload_lora_adapter", {"lora_name": "late"})
+    assert response.status_code == 200 and response.text == "Success: LoRA adapter 'late' removed successfully."
+    assert "late" not in served.names()
+    error_of(server.post("/v1/completions", BODY | {"model": "late"}), 404)
+    error_of(server.post("/v1/unload_lora_adapter", {"lora_name": "late"}), 404)
+    error_of(server.post("/v1/unload_lora_adapter", {"lora_name": "base"}), 404)
+
+
+def test_what_cannot_be_loaded_changes_nothing(served: Served) -> None:
+    server = served.server
+    before = served.names()
+    for body, words in (
+        ({"lora_name": "x", "lora_path": "/nowhere/at/all"}, "not a folder"),
+        ({"lora_name": "x", "lora_path": str(served.folder / "model")}, "adapter_config.json"),
+        ({"lora_name": "x\n", "lora_path": served.adapters["one"].path}, "printable"),
+        ({"lora_name": "x"}, "lora_path"),
+        ({"lora_path": "x"}, "lora_name"),
+    ):
+        assert words in error_of(server.post("/v1/load_lora_adapter", body))["message"]
+    large = write_adapter(served.model, served.folder / "large", rank=16)
+    body = {"lora_name": "one", "lora_path": large.path, "load_inplace": True}
+    assert "max_lora_rank" in error_of(server.post("/v1/load_lora_adapter", body))["message"]
+    assert served.names() == before and served.tokens("one") == served.expected(served.adapters["one"])
+
+
+def test_a_resolver_finds_what_lies_in_its_folder(served: Served) -> None:
+    assert "found" not in served.names()
+    expected = served.expected(write_adapter(served.model, served.folder / "resolved" / "found", seed=9))
+    assert served.tokens("found") == expected and "found" in served.names()
+    for name in ("../one", "/etc", "..", "gone"):
+        error_of(served.server.post("/v1/completions", BODY | {"model": name}), 404)
+
+
+def test_a_resolver_stays_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "adapter_config.json").write_text("{}")
+    (tmp_path / "in").mkdir()
+    resolver = FilesystemResolver(str(tmp_path / "in"))
+    for name in ("../out", "..", ".", "", str(tmp_path / "out"), "a\0b", "x" * 300):
+        assert asyncio.run(resolver.resolve_lora("base", name)) is None
+    assert asyncio.run(FilesystemResolver(str(tmp_path)).resolve_lora("base", "out")) is not None
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        (["a=/x", "b=/y=z"], [LoraModule("a", "/x"), LoraModule("b", "/y=z")]),
+        (['{"name": "a", "path": "/x", "base_model_name": "m"}'], [LoraModule("a", "/x", "m")]),
+        (
+            ['[{"name": "a", "path": "/x"}, {"name": "b", "path": "/y"}]'],
+            [LoraModule("a", "/x"), LoraModule("b", "/y")],
+        ),
+    ],
+)
+def test_lora_modules(entries: list[str], expected: list[LoraModule]) -> None:
+    assert read_modules(entries) == expected
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["a", "=x", "a=", "{", '{"name": "a"}', '{"name": 1, "path": "x"}', '["a"]', '{"name": "a", "path": "x", "z": 1}'],
+)
+def test_lora_modules_that_are_refused(entry: str) -> None:
+    with pytest.raises(ConfigError, match="lora_modules"):
+        read_modules([entry])
