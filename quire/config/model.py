@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from quire.checkpoint.facts import ModelFacts
 from quire.checkpoint.quantization import ANY_OF, FAMILIES, FORMATS
+from quire.checkpoint.sentence import SentenceFiles
 from quire.config.local import names_of
 from quire.config.option import LATER, Group, group, option
 from quire.schema.errors import ConfigError
@@ -56,9 +57,48 @@ def patch_only(value: Any) -> Any:
     return {} if callable(value) else value
 
 
+def upper(value: Any) -> Any:
+    return value.upper() if isinstance(value, str) else value
+
+
 @group
 class PoolerConfig(Group):
-    """How a pooling model turns hidden states into a result."""
+    """How a pooling model turns hidden states into a result. Unset fields are the checkpoint's, then the model's."""
+
+    task: str | None = option(
+        None, "Pooling task of requests that name none; unset lets the model choose.", flat=False,
+        choices=("embed", "classify", "score", "token_embed", "token_classify"),
+    )  # fmt: skip
+    pooling_type: Literal["CLS", "LAST", "MEAN", "ALL", "STEP"] | None = option(
+        None, "Shorthand for seq_pooling_type or tok_pooling_type.", flat=False, take=upper, accepts=str | None
+    )
+    seq_pooling_type: Literal["CLS", "LAST", "MEAN"] | None = option(
+        None, "How a sequence becomes one vector.", flat=False, take=upper, accepts=str | None
+    )
+    tok_pooling_type: Literal["ALL", "STEP"] | None = option(
+        None, "Which per-token results are returned.", flat=False, take=upper, accepts=str | None
+    )
+    use_activation: bool | None = option(
+        None, "Apply softmax, sigmoid or normalisation; unset is yes, or what the checkpoint says.", flat=False
+    )
+    normalize: bool | None = option(None, "Older name of use_activation, for embeddings.", flat=False)
+    softmax: bool | None = option(None, "Older name of use_activation, for classes.", flat=False)
+    activation: bool | None = option(None, "Older name of use_activation, for classes.", flat=False)
+    dimensions: int | None = option(None, "Shortened (Matryoshka) embedding size.", flat=False, low=1)
+    enable_chunked_processing: bool = option(
+        False, "Split embedding inputs longer than max_model_len, and average the parts by their length.", flat=False
+    )
+    max_embed_len: int | None = option(
+        None, "Longest embedding input accepted, in tokens; with enable_chunked_processing.", flat=False, low=1
+    )
+    logit_mean: float | None = option(None, "Subtracted from a classifier's scores.", flat=False)
+    logit_bias: float | None = option(None, "Older name of logit_mean.", flat=False)
+    logit_sigma: float | None = option(None, "Divisor of a classifier's scores, after logit_mean.", flat=False)
+    step_tag_id: int | None = option(None, "With STEP: return results only at this token.", flat=False, low=0)
+    returned_token_ids: tuple[int, ...] | None = option(
+        None, "Columns that token-wise results have: tokens of the vocabulary, or classes.", flat=False,
+        accepts=tuple[int, ...] | None,
+    )  # fmt: skip
 
 
 @group
@@ -98,11 +138,13 @@ class ModelConfig(Group):
         take=lambda value: "" if value is None else str(value),
     )  # fmt: skip
     runner: Literal["auto", "generate", "pooling", "draft"] = option(
-        "auto", "What the model is used for.", LATER, ready=("generate",)
+        "auto", "What the model is used for; auto: what its architecture or its sentence-transformers files say.",
+        LATER, ready=("generate", "pooling"),
+    )  # fmt: skip
+    convert: Literal["auto", "none", "embed", "classify", "reward"] = option(
+        "auto", "Turn a generator into an embedding, classification or reward model."
     )
-    convert: Literal["auto", "none", "embed", "classify"] = option(
-        "auto", "Turn a generator into an embedding or classification model.", LATER, ready=("none",)
-    )
+    pooler_config: PoolerConfig | None = option(None, "How a pooling model pools.")
     tokenizer: str = option("", "Folder, file or hub id of the tokenizer; unset is the model's.", unset=None)
     tokenizer_mode: str = option(
         "auto", "Tokenizer implementation.", LATER,
@@ -178,6 +220,8 @@ class ModelConfig(Group):
     )  # fmt: skip
     multimodal_config: MultiModalConfig | None = None  # made when one of its options is set
     # results
+    sentence: SentenceFiles | None = None  # of sentence-transformers
+    classifier_token_ids: tuple[int, ...] = ()  # whose rows of the head a classifier is made from
     path: str = ""  # the folder or .gguf file
     served_model_names: tuple[str, ...] = ()
     hf_config: dict[str, Any] = field(default_factory=dict)  # raw configuration after hf_overrides
@@ -191,6 +235,10 @@ class ModelConfig(Group):
     @property
     def architecture(self) -> str:
         return self.facts.architectures[0] if self.facts.architectures else ""
+
+    @property
+    def is_pooling(self) -> bool:
+        return self.runner == "pooling"
 
     @property
     def is_encoder_decoder(self) -> bool:

@@ -24,6 +24,7 @@ from quire.config.engine import EngineConfig, replace
 from quire.config.extras import LoRAConfig
 from quire.config.graphs import choose_graphs
 from quire.config.outside import registered
+from quire.config.pooling import choose_pooling_steps, choose_runner, limit_length
 from quire.config.sampling import choose_sampling
 from quire.schema.errors import CheckpointError, ConfigError, ModelNotFoundError, NotBuiltError
 
@@ -416,7 +417,7 @@ def _long_threshold(config: EngineConfig) -> int:
 
 def choose_scheduling(requested: Requested, config: EngineConfig) -> EngineConfig:
     """Planning ahead pays off if the device computes while the host plans; on CPU both share the cores."""
-    if requested.get("async_scheduling") is not None:
+    if requested.get("async_scheduling") is not None or config.model_config.is_pooling:
         return config
     is_on = config.device_config.device == "cuda"
     log.debug("async_scheduling: %s", "on (a GPU)" if is_on else "off (on CPU planning and computing share the cores)")
@@ -543,13 +544,16 @@ STEPS: tuple[Step, ...] = (
     find_model,
     find_tokenizer,
     read_model,
+    choose_runner,
     choose_harmony,
     choose_storage,
     choose_dtype,
     choose_adapters,
     choose_length,
+    limit_length,
     choose_sampling,
     choose_reuse,
+    choose_pooling_steps,
     choose_batch,
     choose_queue,
     check_scheduler,
@@ -561,8 +565,8 @@ STEPS: tuple[Step, ...] = (
 )
 
 _OF_THE_ENGINE = (
-    choose_device, choose_storage, choose_dtype, choose_batch, choose_queue, check_scheduler, choose_scheduling,
-    choose_graphs, choose_cache,
+    choose_pooling_steps, choose_device, choose_storage, choose_dtype, choose_batch, choose_queue, check_scheduler,
+    choose_scheduling, choose_graphs, choose_cache,
 )  # fmt: skip
 # For a server without an engine: a checkpoint that cannot run here can be rendered for.
 RENDER_STEPS = tuple(step for step in STEPS if step not in _OF_THE_ENGINE)

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.base import registry
+from quire.config.pooling import tasks_of
 from quire.engine.adapters import NOT_ENABLED, absolute, lora_request_of
+from quire.engine.pooling import TYPE_START, PoolingInputs
 from quire.schema.adapters import LoRARequest
 from quire.schema.errors import InputError, NotBuiltError, some
 from quire.schema.messages import EngineReady, EngineRequest
-from quire.schema.params import ResolvedParams, SamplingParams
+from quire.schema.params import PoolingParams, ResolvedParams, SamplingParams, sampling_of
 from quire.schema.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -44,11 +46,12 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     request_id: str
     text: str | None
     token_ids: tuple[int, ...]
-    params: ResolvedParams
+    params: ResolvedParams  # of a request that is pooled: the defaults
     requests: tuple[EngineRequest, ...]
     arrival: float  # wall clock
     stream_interval: int | None = None  # tokens per streamed result; None: the engine's own
     lora_request: LoRARequest | None = None
+    pooling: PoolingParams | None = None  # of a request that is pooled
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +106,11 @@ class InputProcessor:
             return self._random.getrandbits(64)
 
     def process(
-        self, request_id: str, given: object, params: SamplingParams | ResolvedParams, options: Options | None = None
+        self,
+        request_id: str,
+        given: object,
+        params: SamplingParams | ResolvedParams | PoolingParams,
+        options: Options | None = None,
     ) -> PreparedRequest:
         """`params`: a caller's, or what `resolve` made of them, for several prompts."""
         options = options or Options()
@@ -112,6 +119,8 @@ class InputProcessor:
         prompt = given if isinstance(given, Prompt) else Prompt.of(given)
         _refuse_unbuilt(prompt, options)
         self._check_options(options)
+        if isinstance(params, PoolingParams):
+            return self._process_pooled(request_id, prompt, params, options)
         if not isinstance(params, ResolvedParams):
             params = self.resolve(params, any_logprobs=options.any_logprobs)
         token_ids = self._token_ids(prompt, params, options.tokenization_kwargs or {})
@@ -169,6 +178,48 @@ class InputProcessor:
             raise NotBuiltError("tensorizer_config_dict of a LoRARequest is not in this version of Quire")
         return lora.lora_int_id, lora.lora_name, absolute(lora.lora_path)
 
+    def _process_pooled(
+        self, request_id: str, prompt: Prompt, params: PoolingParams, options: Options
+    ) -> PreparedRequest:
+        pooling = self.pooling
+        params = pooling.resolve(params)
+        kwargs = options.tokenization_kwargs or {}
+        keep = self._keep(params, kwargs)
+        token_ids, type_start = pooling.token_ids(prompt, keep, kwargs)
+        if not token_ids:
+            raise InputError("the prompt cannot be empty: it needs at least one token", param="prompt")
+        pooling.check_length(len(token_ids))
+        self._check_ids("the prompt", token_ids, param="prompt")
+        if type_start is not None:
+            params = msgspec.structs.replace(
+                params, extra_kwargs={**(params.extra_kwargs or {}), TYPE_START: type_start}
+            )
+        arrival = time.time() if options.arrival is None else options.arrival
+        lora_id, lora_name, lora_path = self._adapter(options)
+        request = EngineRequest(
+            request_id=f"{request_id}#{next(self._serials)}{self._mark}",
+            prompt_token_ids=token_ids,
+            params=params,
+            seed=0,
+            max_tokens=1,
+            priority=options.priority,
+            arrival=arrival,
+            cache_salt=prompt.cache_salt,
+            tenant=options.tenant,
+            lora_id=lora_id,
+            lora_name=lora_name,
+            lora_path=lora_path,
+            trace_headers=dict(options.trace_headers or {}),
+        )
+        return PreparedRequest(
+            request_id, prompt.text, token_ids, sampling_of(params), (request,), arrival, pooling=params
+        )
+
+    @cached_property
+    def pooling(self) -> PoolingInputs:
+        """For requests that are pooled; an InputError where the model generates."""
+        return PoolingInputs(self._model, self.vocab_size, self.max_model_len, lambda: self.tokenizer)
+
     def _sibling_params(self, params: ResolvedParams) -> ResolvedParams:
         """Of all answers to a prompt but the first, which brings the prompt's log probabilities for all of them. The
         same object for prompts with the same parameters, so that it is sent once (together.py)."""
@@ -184,6 +235,11 @@ class InputProcessor:
     ) -> ResolvedParams:
         """The one place where parameters are checked against the model. `any_logprobs`: max_logprobs does not apply.
         `is_private`: nobody else has them, so they are as they were when they were made, which checked their values."""
+        if self._model.is_pooling:
+            raise InputError(
+                f"this model runs with runner=pooling, and cannot generate: it can {', '.join(tasks_of(self._model))}",
+                param="model",
+            )
         if not isinstance(params, SamplingParams):
             raise InputError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         params = params if is_private else params.checked()
@@ -244,7 +300,7 @@ class InputProcessor:
         assert self.tokenizer is not None
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
-    def _keep(self, params: ResolvedParams, kwargs: Mapping[str, Any]) -> int | None:
+    def _keep(self, params: ResolvedParams | PoolingParams, kwargs: Mapping[str, Any]) -> int | None:
         """How many of the last prompt tokens stay; None: all."""
         if kwargs and (unknown := set(kwargs) - set(_TOKENIZING)):
             raise InputError(
@@ -266,7 +322,8 @@ class InputProcessor:
                 param="truncate_prompt_tokens",
                 value=keep,
             )
-        return self.max_model_len - 1 if keep == -1 else keep  # leaves room for an answer
+        room = 0 if isinstance(params, PoolingParams) else 1  # for an answer
+        return self.max_model_len - room if keep == -1 else keep
 
     def _check_ids(self, what: str, token_ids: Collection[int], *, param: str) -> None:
         if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):

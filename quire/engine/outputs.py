@@ -21,9 +21,10 @@ from quire.observe.metrics import Metrics
 from quire.observe.tracing import RequestTrace, Tracer
 from quire.schema.errors import EngineGenerateError, InputError, rebuild_error
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
-from quire.schema.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.schema.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
 from quire.schema.params import RequestOutputKind, ResolvedParams
 from quire.schema.stats import RequestTimes
+from quire.schema.step import Pooled
 
 if TYPE_CHECKING:
     from quire.text.detokenize import Detokenizer
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Processed:
-    results: list[RequestOutput] = field(default_factory=list)
+    results: list[RequestOutput | PoolingRequestOutput[PoolingOutput]] = field(default_factory=list)
     failures: list[tuple[str, Exception]] = field(default_factory=list)  # request id, why it alone is lost
     aborts: list[str] = field(default_factory=list)  # engine requests that need not go on
 
@@ -203,6 +204,7 @@ class _OutputState:
         self.times = RequestTimes()
         self.num_cached_tokens = 0
         self.last_seen = 0.0
+        self.pooled: Pooled | None = None
         self.num_told = 0  # tokens that a result has shown
         self.told_end = False
         self._detokenizer: Detokenizer | None = None
@@ -221,6 +223,8 @@ class _OutputState:
             self.times = output.times
         if output.num_cached_tokens > self.num_cached_tokens:
             self.num_cached_tokens = output.num_cached_tokens
+        if output.pooled is not None:
+            self.pooled = output.pooled
         new_ids, reason = output.new_token_ids, output.finish_reason
         if self._watched:
             new_ids = new_ids[: self._watch(new_ids, reason is FinishReason.STOP)]
@@ -286,19 +290,24 @@ class _Open:
 
     def __init__(self, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> None:
         self.prepared = prepared
-        self.kind = prepared.params.output_kind
+        params = prepared.params
+        self.is_pooled = prepared.pooling is not None
+        self.kind = RequestOutputKind.FINAL_ONLY if self.is_pooled else params.output_kind
         self.first_seen = 0.0
-        self.answers = [_OutputState(i, r, prepared.params, tokenizer) for i, r in enumerate(prepared.requests)]
+        tokenizer = None if self.is_pooled else tokenizer
+        self.answers = [_OutputState(i, r, params, tokenizer) for i, r in enumerate(prepared.requests)]
         self.prompt_logprobs: LogprobList | None = None
-        if (num_ranked := prepared.params.prompt_logprobs) is not None:
-            self.prompt_logprobs = LogprobList(prepared.params, tokenizer, num_ranked=num_ranked, prompt=True)
+        if (num_ranked := params.prompt_logprobs) is not None:
+            self.prompt_logprobs = LogprobList(params, tokenizer, num_ranked=num_ranked, prompt=True)
         self.num_growing = len(self.answers)
         self._told = False  # the prompt's log probabilities
         self._prompt_token_ids: list[int] | None = None  # as callers know it; one list for all results
 
-    def tell(self, interval: int) -> RequestOutput | None:
+    def tell(self, interval: int) -> RequestOutput | PoolingRequestOutput[PoolingOutput] | None:
         """What the caller should see now, if anything."""
         finished = self.num_growing == 0
+        if self.is_pooled:
+            return self._pooled() if finished else None
         if self.kind is RequestOutputKind.FINAL_ONLY and not finished:
             return None
         interval = self.prepared.stream_interval or interval
@@ -325,6 +334,17 @@ class _Open:
             metrics=self._metrics() if finished or not delta else None,
             num_cached_tokens=self.answers[0].num_cached_tokens,
             lora_request=self.prepared.lora_request,
+        )
+
+    def _pooled(self) -> PoolingRequestOutput[PoolingOutput]:
+        """Of an aborted request, without data."""
+        answer = self.answers[0]
+        return PoolingRequestOutput(
+            request_id=self.prepared.request_id,
+            outputs=PoolingOutput(answer.pooled),
+            prompt_token_ids=list(self.prepared.token_ids),
+            finished=True,
+            num_cached_tokens=answer.num_cached_tokens,
         )
 
     def trace(self, ended: float, error: str | None) -> RequestTrace:

@@ -60,6 +60,14 @@ class WeightTable:
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots.values())
 
+    def extend(self, slots: Iterable[Slot], *, ignore: Sequence[str] = ()) -> None:
+        """Further places, of modules beside the model's; `ignore` as for the constructor."""
+        for slot in slots:
+            self._slots[slot.name] = slot
+            if not slot.fills and slot.target is not None:
+                self._missing[slot.name] = None
+        self._ignore = re.compile("|".join((self._ignore.pattern, *ignore)))
+
     def canonical(self, name: str) -> str:
         """A checkpoint's spelling -> ours (the spelling of Llama-like checkpoints)."""
         for pattern, new in self._names:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.base.clock import now
 from quire.base.log import logger
+from quire.config.pooling import tasks_of
 from quire.engine.client import EngineClient, InProcessClient
 from quire.engine.control import VERBS
 from quire.engine.inputs import InputProcessor, Options, PreparedRequest, default_params
@@ -28,8 +29,8 @@ from quire.observe.tracers import make_tracer
 from quire.observe.tracing import Tracer
 from quire.schema.errors import ConfigError, EngineDeadError, InputError
 from quire.schema.messages import Outputs
-from quire.schema.outputs import RequestOutput
-from quire.schema.params import ResolvedParams, SamplingParams
+from quire.schema.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from quire.schema.params import PoolingParams, ResolvedParams, SamplingParams
 
 if TYPE_CHECKING:
     from quire.config import EngineArgs, EngineConfig
@@ -39,8 +40,6 @@ log = logger(__name__)
 
 
 class Front:
-    tasks = ("generate",)
-
     def __init__(
         self,
         config: EngineConfig,
@@ -51,6 +50,7 @@ class Front:
     ) -> None:
         """`client`: of an engine that runs. `metrics_folder`: where processes that share it keep their numbers."""
         self.config = config
+        self.tasks = tasks_of(config.model_config)
         self.metrics_folder = metrics_folder
         check_buckets(config.observability_config.custom_histogram_buckets)
         self.tracer: Tracer | None = make_tracer(config)
@@ -90,7 +90,7 @@ class Front:
         self,
         request_id: str,
         prompt: object,
-        params: SamplingParams | ResolvedParams,
+        params: SamplingParams | ResolvedParams | PoolingParams,
         options: Options | None = None,
     ) -> PreparedRequest:
         """Check and tokenize; nothing is in flight yet."""
@@ -229,7 +229,9 @@ class LLMEngine(FrontEngine):
     def __init__(self, vllm_config: EngineConfig, *, own_process: bool = False) -> None:
         super().__init__(Front(vllm_config, own_process=own_process))
         self.engine_core = EngineCore(self.front.client)
-        self._kept: list[RequestOutput] = []  # results of a step that also had a failure to raise
+        self._kept: list[
+            RequestOutput | PoolingRequestOutput[PoolingOutput]
+        ] = []  # results of a step that also had a failure to raise
         self._failures: list[tuple[str, Exception]] = []  # failed alone, and not raised yet
 
     @classmethod
@@ -261,7 +263,7 @@ class LLMEngine(FrontEngine):
         self,
         request_id: str,
         prompt: object,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
         lora_request: Any = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -281,7 +283,7 @@ class LLMEngine(FrontEngine):
         """Requests that are prepared already: all of them, or none."""
         self.front.submit(requests)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[Any]:
         """One turn of the engine (in a process of its own: its next news). A request that fails alone is raised."""
         if not self._failures and len(self.front.outputs):
             processed = self.front.take(self.front.client.receive())

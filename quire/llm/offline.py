@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
@@ -22,13 +23,21 @@ from quire.llm.beam import BeamSearchInstance, BeamSearchOutput, check_ranks, fo
 from quire.llm.beam_form import BeamForm, BeamForms
 from quire.llm.beam_limits import BeamLimits
 from quire.llm.engine import LLMEngine
+from quire.llm.pooling import PoolingCalls, as_classes, as_embedding, as_tensor, listed, options_of
 from quire.llm.progress import Progress
 from quire.llm.verbs import verb
 from quire.observe.reader import Metric
 from quire.schema.adapters import LoRARequest
 from quire.schema.errors import InputError, NotBuiltError
-from quire.schema.outputs import RequestOutput
-from quire.schema.params import BeamSearchParams, RequestOutputKind, ResolvedParams, SamplingParams
+from quire.schema.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+from quire.schema.params import BeamSearchParams, PoolingParams, RequestOutputKind, ResolvedParams, SamplingParams
 from quire.schema.prompt import TokensPrompt
 
 if TYPE_CHECKING:
@@ -37,14 +46,6 @@ if TYPE_CHECKING:
 Tqdm = bool | Callable[..., Any]
 Conversation = Sequence[Mapping[str, Any]]
 Item = TypeVar("Item")
-
-
-def _pooling(name: str) -> Callable[..., Any]:
-    def refuse(self: LLM, *args: Any, **kwargs: Any) -> Any:
-        raise NotBuiltError(f"LLM.{name}: pooling models are not in this version of Quire")
-
-    refuse.__name__ = name
-    return refuse
 
 
 class LLM:
@@ -253,9 +254,9 @@ class LLM:
     def _prepare(self, prompt: Any, params: SamplingParams | ResolvedParams, options: Options) -> PreparedRequest:
         return self.llm_engine.front.prepare(str(next(self._ids)), prompt, params, options)
 
-    def _run(self, requests: list[PreparedRequest], use_tqdm: Tqdm) -> list[RequestOutput]:
-        """Turn the engine until all of these have ended."""
-        engine, results = self.llm_engine, dict[str, RequestOutput]()
+    def _run(self, requests: list[PreparedRequest], use_tqdm: Tqdm) -> list[Any]:
+        """Turn the engine until all of these have ended; results of the kind that was asked for."""
+        engine, results = self.llm_engine, dict[str, Any]()
         mine = {one.request_id for one in requests}
         engine.add(requests)
         bar = None
@@ -323,11 +324,99 @@ class LLM:
     start_profile = verb("start_profile")
     stop_profile = verb("stop_profile")
 
-    encode = _pooling("encode")
-    embed = _pooling("embed")
-    classify = _pooling("classify")
-    reward = _pooling("reward")
-    score = _pooling("score")
+    # ---- pooling -----------------------------------------------------------------------------------------------
+
+    @property
+    def request_ids(self) -> Iterator[int]:
+        return self._ids
+
+    @cached_property
+    def _pooling(self) -> PoolingCalls:
+        return PoolingCalls(self, self._run)
+
+    def encode(
+        self,
+        prompts: Any,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: Tqdm = True,
+        lora_request: Any = None,
+        pooling_task: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Pooled hidden states as tensors. `pooling_task`: one that the model supports; unset is its first."""
+        options, calls = options_of(lora_request, tokenization_kwargs), self._pooling
+        results = calls.pool(
+            list_prompts(prompts), pooling_params, pooling_task, use_tqdm, options, truncate_prompt_tokens
+        )
+        return listed(results, as_tensor)
+
+    def embed(
+        self,
+        prompts: Any,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: Tqdm = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """One embedding per prompt."""
+        options, calls = options_of(lora_request, tokenization_kwargs), self._pooling
+        results = calls.embed(list_prompts(prompts), pooling_params, use_tqdm, options, truncate_prompt_tokens)
+        return listed(results, as_embedding)
+
+    def classify(
+        self,
+        prompts: Any,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: Tqdm = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Probabilities of the model's classes, per prompt."""
+        options, calls = options_of(lora_request, tokenization_kwargs), self._pooling
+        results = calls.pool(
+            list_prompts(prompts), pooling_params, "classify", use_tqdm, options, truncate_prompt_tokens
+        )
+        return listed(results, as_classes)
+
+    def reward(
+        self,
+        prompts: Any,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: Tqdm = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """The values of a reward model: one row per token, or per step."""
+        return self.encode(
+            prompts, pooling_params, use_tqdm=use_tqdm, lora_request=lora_request, pooling_task="token_classify",
+            truncate_prompt_tokens=truncate_prompt_tokens, tokenization_kwargs=tokenization_kwargs,
+        )  # fmt: skip
+
+    def score(
+        self,
+        data_1: Any,
+        data_2: Any,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: Tqdm = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts fit each other: 1 to 1, 1 to N or N to N."""
+        options = options_of(lora_request, tokenization_kwargs)
+        return self._pooling.score(
+            data_1, data_2, pooling_params, use_tqdm, options, truncate_prompt_tokens, chat_template
+        )
 
 
 def list_prompts(given: Any) -> list[Any]:

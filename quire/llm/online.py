@@ -26,12 +26,13 @@ from quire.engine.outputs import Processed
 from quire.llm.beam_limits import BeamLimits
 from quire.llm.engine import Front, FrontEngine
 from quire.llm.lanes import Lanes
+from quire.llm.pooling import as_tensor
 from quire.llm.request_log import LogRules, RequestLog
 from quire.llm.verbs import async_verb, refuse_stat_loggers
-from quire.schema.errors import EngineDeadError, InputError, NotBuiltError, RefusedRequestError
+from quire.schema.errors import EngineDeadError, InputError, RefusedRequestError
 from quire.schema.messages import Outputs
-from quire.schema.outputs import RequestOutput
-from quire.schema.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.schema.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from quire.schema.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 from quire.schema.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Flow:
         self._streams, self._log = streams, log
         self._delta = requests[0].params.output_kind is RequestOutputKind.DELTA
         self._growing = {one.request_id for one in requests}
-        self._waiting: dict[str, RequestOutput] = {}
+        self._waiting: dict[str, Any] = {}  # RequestOutput, or the result of a request that is pooled
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -77,7 +78,7 @@ class Flow:
         """All have ended well, and all was picked up."""
         return not self._growing and not self._waiting and self._error is None
 
-    def put(self, result: RequestOutput | Exception) -> None:
+    def put(self, result: RequestOutput | PoolingRequestOutput[PoolingOutput] | Exception) -> None:
         if isinstance(result, Exception):
             self._error = self._error or result
         else:
@@ -90,7 +91,7 @@ class Flow:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def next(self) -> list[RequestOutput]:
+    async def next(self) -> list[Any]:
         """What is new of any of them. Raises once one failed and what came before has been picked up. Not to be called
         once finished."""
         if not self._waiting and self._error is None:
@@ -192,7 +193,7 @@ class _Streams:
             self._deliver(Processed(failures=list(lost)))
 
     def _deliver(self, processed: Processed) -> None:
-        ready: dict[asyncio.AbstractEventLoop, list[tuple[Flow, RequestOutput | Exception]]] = {}
+        ready: dict[asyncio.AbstractEventLoop, list[tuple[Flow, Any]]] = {}
         for result in processed.results:
             stream = self._streams.get(result.request_id)
             if result.finished:
@@ -213,7 +214,7 @@ class _Streams:
                 self._front.abort(ids)
 
 
-def _put_all(pairs: list[tuple[Flow, RequestOutput | Exception]]) -> None:
+def _put_all(pairs: list[tuple[Flow, Any]]) -> None:
     for stream, result in pairs:
         stream.put(result)
 
@@ -354,7 +355,7 @@ class AsyncLLM(FrontEngine):
         return forms
 
     async def prepare(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, options: Options
+        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, options: Options
     ) -> PreparedRequest:
         """Check and tokenize; nothing runs yet. What is long is read in another thread."""
         return await self.read(size_of([prompt], params), self.front.prepare, request_id, prompt, params, options)
@@ -366,9 +367,32 @@ class AsyncLLM(FrontEngine):
             return work(*args, **kwargs)
         return await self.lanes.run(size, work, *args, **kwargs)
 
-    async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        raise NotBuiltError("encode: pooling models are not in this version of Quire")
-        yield
+    async def encode(
+        self,
+        prompt: object,
+        pooling_params: PoolingParams | None,
+        request_id: str,
+        lora_request: Any = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        truncate_prompt_tokens: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        """The pooled result, once. Leaving the generator aborts the request."""
+        options = Options(
+            priority=priority, lora_request=lora_request, tokenization_kwargs=tokenization_kwargs,
+            trace_headers=trace_headers,
+        )  # fmt: skip
+        pooling_params = PoolingParams() if pooling_params is None else pooling_params
+        if not isinstance(pooling_params, PoolingParams):
+            raise InputError(f"pooling_params must be PoolingParams, got {type(pooling_params).__name__}")
+        if truncate_prompt_tokens is not None:
+            pooling_params = msgspec.structs.replace(pooling_params, truncate_prompt_tokens=truncate_prompt_tokens)
+        prepared = await self.prepare(request_id, Prompt.of(prompt), pooling_params, options)
+        with self.open([prepared]) as flow:
+            while not flow.finished:
+                for result in await flow.next():
+                    yield as_tensor(result)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """The stream of an aborted request ends with what it has, finish_reason 'abort'."""
@@ -485,10 +509,12 @@ def _close(front: Front, lanes: Lanes, made_later: contextlib.ExitStack) -> None
     lanes.close()
 
 
-def size_of(prompts: Sequence[Prompt], params: SamplingParams) -> int:
+def size_of(prompts: Sequence[Prompt], params: SamplingParams | PoolingParams) -> int:
     """What reading them costs, in characters that would be tokenized in the same time."""
-    size = 0 if params.structured_outputs is None else LONG_TEXT
-    size += sum(map(len, params.bad_words or ()))
+    size = 0
+    if isinstance(params, SamplingParams):
+        size = 0 if params.structured_outputs is None else LONG_TEXT
+        size += sum(map(len, params.bad_words or ()))
     for prompt in prompts:
         ids = prompt.token_ids
         size += len(prompt.text or "") if ids is None else len(ids) // _IDS_PER_CHARACTER

@@ -8,7 +8,7 @@ from typing import Any
 from quire.base import registry
 from quire.base.clock import now
 from quire.schema.errors import InputError
-from quire.schema.outputs import RequestOutput
+from quire.schema.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 
 TQDM = "tqdm:tqdm"
 
@@ -29,11 +29,14 @@ class Progress:
         build = registry.load(TQDM) if asked is True else asked
         return cls(build(total=total, desc=words, dynamic_ncols=True, postfix=_speed(0.0, 0.0)))
 
-    def advance(self, result: RequestOutput | None = None) -> None:
+    def advance(self, result: RequestOutput | PoolingRequestOutput[PoolingOutput] | None = None) -> None:
         """One more prompt is done."""
         if self._bar is None:
             return
-        if result is not None:
+        if isinstance(result, PoolingRequestOutput):
+            self._num_in += len(result.prompt_token_ids)
+            self._bar.postfix = _speed(self._num_in / max(now() - self._began, 1e-9), 0.0)
+        elif result is not None:
             self._num_in += len(result.prompt_token_ids or ()) * len(result.outputs)
             self._num_out += sum(len(output.token_ids) for output in result.outputs)
             seconds = max(now() - self._began, 1e-9)

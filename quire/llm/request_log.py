@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from quire.base.log import logger
 from quire.engine.inputs import PreparedRequest
-from quire.schema.outputs import RequestOutput
+from quire.schema.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from quire.schema.params import RequestOutputKind
 
 log = logger("quire.llm.requests")
@@ -30,14 +30,14 @@ class RequestLog:
     def asked(self, one: PreparedRequest) -> None:
         log.info(
             "Request %s: %d prompt tokens, %s, prompt %r",
-            one.request_id, len(one.token_ids), one.params, self._cut(one.text),
+            one.request_id, len(one.token_ids), one.pooling or one.params, self._cut(one.text),
         )  # fmt: skip
         if self._rules.outputs and one.params.output_kind is RequestOutputKind.DELTA:
             self._streamed.add(one.request_id)
 
-    def told(self, result: RequestOutput) -> None:
-        """Results of one request, in order, until it is finished."""
-        if not self._rules.outputs:
+    def told(self, result: RequestOutput | PoolingRequestOutput[PoolingOutput]) -> None:
+        """Results of one request, in order, until it is finished. What a request is pooled to is not written."""
+        if not self._rules.outputs or isinstance(result, PoolingRequestOutput):
             return
         streamed = result.request_id in self._streamed
         for answer in result.outputs:

@@ -29,6 +29,7 @@ from quire.config.engine import EngineConfig, replace
 from quire.layers.stored import fill_dummy_experts, matrices_of, reopen_matrices
 from quire.loader.by_layer import check_complete
 from quire.loader.coded_stage import CodedStage
+from quire.loader.dense import fill_dense, pooling_kind
 from quire.loader.files import WeightFiles, WeightPiece, find_weights, read_directory, read_weights
 from quire.loader.formats.expected import expected_layout
 from quire.loader.gguf_file import pieces_of
@@ -40,8 +41,10 @@ from quire.loader.sharded import ShardedTable, find_sharded, pattern_of
 from quire.loader.to_device import Sender
 from quire.models.build import Model, build_model, read_arch
 from quire.models.choose import choose_code
+from quire.models.encoder import EncoderArch
 from quire.models.limits import check_files
 from quire.ops.coded import coded_linear
+from quire.models.pooled import PoolingModel, build_pooling, pooled_arch
 from quire.ops.op import Kernels
 from quire.ops.packed import kind_of, likes_panels
 from quire.quant.arena import Arena
@@ -105,6 +108,8 @@ def make_model(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE
     """Without its weights: what the parameters hold is undefined. `group`: the ranks that share them."""
     about, device = config.model_config, kernels.device
     dtype = getattr(torch, about.dtype)
+    if about.is_pooling:
+        return make_pooling_model(config, kernels, group)
     way = choose_code(about.hf_config, about.model_impl, about.model_class_overrides)
     if way.is_foreign:
         if about.weight_form not in ("plain", "stored") or read_quantization(about.hf_config) is not None:
@@ -128,6 +133,25 @@ def make_model(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE
         device=device,
         max_model_len=about.max_model_len,
         storage=storage_for(config, kernels, group),
+    )
+
+
+def make_pooling_model(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE) -> PoolingModel:
+    """As make_model, for runner=pooling."""
+    about = config.model_config
+    if about.model_impl == "transformers" or about.model_class_overrides:
+        raise ConfigError(
+            "pooling models run Quire's own declarations only: model_impl='transformers' and registered classes "
+            "cannot be pooled",
+            param="model_impl",
+        )
+    kind = pooling_kind(about)
+    arch = pooled_arch(about.hf_config, kind)
+    core = arch.core if isinstance(arch, EncoderArch) else arch
+    if config.load_config.load_format != "dummy":
+        check_files(core, _num_bytes(weight_files(config, group)) * group.size)
+    return build_pooling(
+        about.hf_config, arch, kind, storage_for(config, kernels, group), max_model_len=about.max_model_len
     )
 
 
@@ -203,6 +227,8 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
         fill_dummy(model, about.seed)
         return 0
     sharded = how.load_format == "sharded_state"
+    if isinstance(model, PoolingModel) and about.sentence is not None:
+        fill_dense(model.dense, about.sentence)
     if isinstance(model, ReadsFolder) and not sharded:
         return _read_folder(model, config)
     group = model.storage.group if isinstance(model, HasStorage) else ALONE

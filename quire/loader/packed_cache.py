@@ -78,7 +78,8 @@ def kept_for(model: object, config: EngineConfig, found: WeightFiles, group: Sha
         return None
     read = {"config": about.hf_config, "dtype": about.dtype, "form": about.weight_form,
             "format": config.load_config.load_format, "rank": group.rank, "ranks": group.size}  # fmt: skip
-    name = _digest(os.path.abspath(about.path), about.dtype, about.weight_form, group.rank, group.size)
+    use = (about.convert,) if about.is_pooling else ()  # a pooling model has other parameters than a generating one
+    name = _digest(os.path.abspath(about.path), about.dtype, about.weight_form, group.rank, group.size, *use)
     paths = [piece for path in found.paths for piece in (pieces_of(path) if found.kind == "gguf" else (path,))]
     key = _digest(FORMAT, __version__, _code(), json.dumps(read, sort_keys=True, default=str), *map(_identity, paths))
     folder = Path(os.path.expanduser(env.CACHE_ROOT.get())) / "packed"

@@ -1,8 +1,8 @@
 """Encoders: the decoder's blocks with bidirectional attention, without a cache.
 
 In: Texts. Out: hidden states [T, width], text after text. Weights are loaded through the same table as a decoder's.
-Pooling of hidden states (a mean, a first token, a class) is up to the caller. Must not know: which model it is, only
-fields of EncoderArch.
+Pooling of hidden states (a mean, a first token, a class) is up to the caller (models/pooled.py). Must not know: which
+model it is, only fields of EncoderArch.
 """
 
 from __future__ import annotations

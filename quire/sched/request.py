@@ -28,7 +28,7 @@ from quire.sched.adapter import LoadedAdapter
 from quire.sched.kv_cache import Holding
 from quire.sched.repetition import Repetition
 from quire.schema.messages import EngineRequest, FinishReason
-from quire.schema.params import sampling_of
+from quire.schema.params import PoolingParams, sampling_of
 from quire.schema.stats import RequestTimes
 from quire.schema.step import Grant, NewRow
 
@@ -76,7 +76,9 @@ class Request:
 
     @property
     def reads_cache(self) -> bool:
-        """Prompt log probabilities need every prompt position computed."""
+        """Prompt log probabilities need every prompt position computed, and so do most ways of pooling."""
+        if isinstance(self.given.params, PoolingParams):
+            return not self.given.params.skip_reading_prefix_cache
         return self.params.prompt_logprobs is None and not self.params.skip_reading_prefix_cache
 
     @property

@@ -82,14 +82,15 @@ class Scheduler:
     # ------------------------------------------------------------------ requests come and go
 
     def add(self, request: EngineRequest) -> None:
-        """Its lengths were checked where it was made (engine/inputs.py): 0 < prompt < max_model_len, max_tokens > 0."""
+        """Its lengths were checked where it was made (engine/inputs.py): 0 < prompt < max_model_len, max_tokens > 0.
+        One that is pooled brings no token, so its prompt may have max_model_len tokens."""
         settings = self.settings
         self.check_room(request)
         if request.request_id in self.requests:
             raise InputError(f"request id {request.request_id!r} is in use by a request that has not finished")
         length = len(request.prompt_token_ids)
         pooled = isinstance(request.params, PoolingParams)
-        limit = min(length + (1 if pooled else request.max_tokens), settings.max_model_len)
+        limit = length + 1 if pooled else min(length + request.max_tokens, settings.max_model_len)
         num_drafts = 0 if pooled else settings.num_drafts
         new = Request(request, limit=limit, queued=self.clock(), num_drafts=num_drafts)
         if (peak := self.kv.peak(new)) > self.kv.pool.num_blocks:

@@ -354,18 +354,47 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, dict=True, kw_only=Tr
 
 
 class PoolingParams(msgspec.Struct, omit_defaults=True, dict=True, tag="pooling"):
-    """How a pooling model's hidden states become a result."""
+    """How a pooling model's hidden states become a result. None is what the model and its pooler_config say."""
 
     truncate_prompt_tokens: int | None = None
     dimensions: int | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
+    softmax: bool | None = None
+    activation: bool | None = None
     task: str | None = None
+    step_tag_id: int | None = None
+    returned_token_ids: list[int] | None = None
+    skip_reading_prefix_cache: bool | None = None
     extra_kwargs: dict[str, Any] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
 
     def clone(self) -> PoolingParams:
         return copy.deepcopy(self)
+
+    def check(self) -> None:
+        """InputError for a value that no model takes."""
+        if self.truncate_prompt_tokens is not None:
+            _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
+        if self.dimensions is not None:
+            _check_int("dimensions", self.dimensions, 1)
+        if self.step_tag_id is not None:
+            _check_int("step_tag_id", self.step_tag_id, 0)
+        if self.returned_token_ids is not None:
+            _check_list("returned_token_ids", self.returned_token_ids, int)
+        for name in ("normalize", "use_activation", "softmax", "activation", "skip_reading_prefix_cache"):
+            if not isinstance(value := getattr(self, name), bool | None):
+                raise InputError(f"{name} must be true or false, got {value!r}", param=name, value=value)
+        if not isinstance(self.task, str | None):
+            raise InputError(f"task must be a string, got {self.task!r}", param="task")
+
+    @property
+    def applies_activation(self) -> bool | None:
+        """use_activation, under its own or one of its older names; None: not said."""
+        for value in (self.use_activation, self.normalize, self.softmax, self.activation):
+            if value is not None:
+                return value
+        return None
 
 
 def _refuse_callables(given: object) -> InputError:

@@ -44,6 +44,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
+    token_type_ids: tuple[int, ...] | None = None  # which text of a pair a token belongs to; only beside token_ids
     cache_salt: str | None = None
     media: Any = None
     media_uuids: Any = None
@@ -82,9 +83,13 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
         salt = given.get("cache_salt")
         if salt is not None and (not isinstance(salt, str) or not salt):
             raise InputError(f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt")
+        types = given.get("token_type_ids")
+        if types is not None and ids is None:
+            raise InputError("token_type_ids need prompt_token_ids beside them", param="token_type_ids")
         return cls(
             text=text,
             token_ids=None if ids is None else check_ids(ids),
+            token_type_ids=None if types is None else check_ids(types),
             cache_salt=salt,
             media=given.get("multi_modal_data"),
             media_uuids=given.get("multi_modal_uuids"),

@@ -14,6 +14,7 @@ from quire.server.openai.chat import create_chat_completion
 from quire.server.openai.chat_protocol import ChatChunk, ChatRequest, ChatResponse
 from quire.server.openai.completions import create_completion
 from quire.server.openai.protocol import CompletionChunk, CompletionRequest, CompletionResponse
+from quire.server.pooling import routes
 from quire.server.route import App, add_route
 from quire.server.state import ServerState
 
@@ -33,8 +34,11 @@ def build_app(state: ServerState) -> App:
     )
     app.root_path = state.options.root_path or ""
     app.state.quire = state
+    pools = state.config.model_config.is_pooling
     if not state.config.renders_only:
-        _add_generating(app, state)
+        if not pools:
+            _add_generating(app, state)
+        routes.add_routes(app)
     render.add_routes(app)
     app.include_router(models.router)
     tokens.add_routes(app, state)
@@ -44,7 +48,7 @@ def build_app(state: ServerState) -> App:
     if not state.options.disable_console:
         app.include_router(stats.router)
     pages.install(app, state.options)
-    missing.install(app, renders_only=state.config.renders_only)
+    missing.install(app, renders_only=state.config.renders_only, pools=pools)
     errors.install(app, log_stack=state.options.log_error_stack, full=state.options.queue_full_status)
     middleware.install(app, state, open_paths=pages.open_paths(state.options))
     metrics_route.install(app, state)

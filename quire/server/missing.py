@@ -11,14 +11,12 @@ from starlette.routing import Route
 
 from quire.server.adapters import UPDATING_OFF
 from quire.server.errors import refusal
+from quire.server.pooling.routes import PATHS
 from quire.server.route import App
 
-_POOLING = "pooling models (embeddings, scores, classes)"
 _SPEECH = "speech models"
 _ELASTIC = "elastic expert parallelism"
 MISSING = {
-    "/v1/embeddings": _POOLING, "/v2/embed": _POOLING, "/pooling": _POOLING, "/classify": _POOLING, "/score": _POOLING,
-    "/v1/score": _POOLING, "/rerank": _POOLING, "/v1/rerank": _POOLING, "/v2/rerank": _POOLING,
     "/v1/audio/transcriptions": _SPEECH, "/v1/audio/translations": _SPEECH, "/v1/audio/speech": _SPEECH,
     "/v1/realtime": _SPEECH,
     "/scale_elastic_ep": _ELASTIC, "/is_scaling_elastic_ep": _ELASTIC,
@@ -38,9 +36,18 @@ GENERATING = (
 )  # fmt: skip
 
 
-def install(app: App, *, renders_only: bool) -> None:
-    for path in (*MISSING, *SWITCHED_OFF, *(GENERATING if renders_only else ())):
+def install(app: App, *, renders_only: bool, pools: bool) -> None:
+    """`pools`: the model is a pooling model, so what generates is refused."""
+    for path in (*MISSING, *SWITCHED_OFF, *((*GENERATING, *PATHS) if renders_only else ())):
         app.router.routes.append(Route(path, _refuse, methods=["GET", "POST"], include_in_schema=False))
+    for path in GENERATING if pools and not renders_only else ():
+        app.router.routes.append(Route(path, _refuse_generating, methods=["POST"], include_in_schema=False))
+
+
+async def _refuse_generating(request: Request) -> Response:
+    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    told = f"{path}: this model runs with runner=pooling and cannot generate; it answers {', '.join(PATHS)}"
+    return refusal(400, told, param="model").response()
 
 
 # Routes that a server has if its operator wants them.

@@ -102,6 +102,11 @@ class Tokenizer(abc.ABC):
             raise InputError(f"only a string can be encoded, got {type(text).__name__}", param="prompt")
         return self.encode_batch([text], add_special_tokens)[0]
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Two texts as one: token ids, and which text each belongs to; all 0 where there is no rule for pairs."""
+        ids = self.encode(first) + self.encode(second, add_special_tokens=False)
+        return ids, [0] * len(ids)
+
     def batch_decode(self, sequences: Iterable[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
         return [self.decode(ids, skip_special_tokens) for ids in sequences]
 

@@ -132,7 +132,7 @@ def refuse_unbuilt(plan: StepPlan, *, drafts: bool) -> None:
         raise NotBuiltError("this version cannot check drafts (speculative_config)", param="speculative_config")
     for new in plan.joined:
         if isinstance(new.params, PoolingParams):
-            raise NotBuiltError(f"request {new.request_id!r} is to be pooled, and this version cannot")
+            raise NotBuiltError(f"request {new.request_id!r} is to be pooled, and this model generates")
 
 
 def shape_of(grants: Sequence[Grant], rows: Rows) -> StepShape:

@@ -14,6 +14,7 @@ import torch
 from quire.ops.sample import allow_words_
 from quire.schema.kv import KVGroup, KVKind, KVLayout, KVSpec
 from quire.worker.inputs import StepShape
+from quire.worker.pooling_runner import PoolingRunner
 from quire.worker.runner import ModelRunner
 
 TOKENS = (2, 4, 16, 64, 256, 1024, 4096)  # beside the largest step: some kernels go by the number of tokens
@@ -49,7 +50,7 @@ def allow_nothing(vocab_size: int, device: torch.device) -> None:
 
 
 class Trial:
-    def __init__(self, runner: ModelRunner, max_len: int) -> None:
+    def __init__(self, runner: ModelRunner | PoolingRunner, max_len: int) -> None:
         assert runner.inputs is not None
         self._runner, self._inputs, self._max_len = runner, runner.inputs, max_len
         self._pretend(agree=True)
@@ -89,7 +90,8 @@ class Trial:
 
     def all(self, largest: int, buckets: Sequence[int]) -> None:
         """One of each kind that may take kernels of its own."""
-        allow_nothing(self._runner.sampler.rows.vocab_size, self._inputs.device)
+        if isinstance(self._runner, ModelRunner):
+            allow_nothing(self._runner.sampler.rows.vocab_size, self._inputs.device)
         for count in (1, *(count for count in TOKENS if count < largest), largest):
             self.step(count, max(1, count // 16))
         self.step(min(ALONE, largest), 1)
@@ -111,6 +113,8 @@ class Trial:
         shape = StepShape(rows, starts, counts, np.cumsum(counts), np.ones(len(counts), np.bool_), rows)
         runner, step = self._runner, self._inputs.build(shape, self._runner.backend)
         hidden = runner.model.forward(step.batch)
+        if isinstance(runner, PoolingRunner):  # what follows is small beside it
+            return
         logits = runner.model.narrow_logits(hidden.index_select(0, step.batch.logit_index))
         runner.sampler.plain.refresh()
         out = torch.empty((2, len(rows)), dtype=torch.int32, device=logits.device)

@@ -23,6 +23,7 @@ from quire.base.log import logger
 from quire.config.kernels import CUDAGraphMode
 from quire.layers.stored import num_numbers
 from quire.loader.kv_scales import LayerScales
+from quire.models.pooled import PoolingModel
 from quire.ops.op import Kernels
 from quire.sampling.sampler import Sampler
 from quire.schema.adapters import AdapterRead, AdapterSource
@@ -38,6 +39,8 @@ from quire.worker.kv_memory import KVMemory
 from quire.worker.kv_scales import is_scaled, kv_dtype_of, report, scaled_caches, set_scales
 from quire.worker.memory import kv_bytes
 from quire.worker.mixed_graphs import MixedGraphs, mixed_sizes
+from quire.worker.pooling_results import ResultRules
+from quire.worker.pooling_runner import PendingPooled, PoolingRunner
 from quire.worker.rows import Rows
 from quire.worker.runner import ModelRunner, PendingStep
 from quire.worker.state_specs import settle_states
@@ -94,7 +97,7 @@ class Worker:
     local_rank = 0
     # a step's verbs are the runner's own, from init_kv() to shutdown()
     forward: Callable[[StepPlan], None] = staticmethod(_no_runner)
-    sample: Callable[[int, Mask | None], PendingStep] = staticmethod(_no_runner)
+    sample: Callable[[int, Mask | None], PendingStep | PendingPooled] = staticmethod(_no_runner)
 
     def __init__(
         self,
@@ -111,7 +114,7 @@ class Worker:
         self._model: Model | None = None
         self._specs: tuple[KVSpec, ...] = ()
         self._kv_scales: Mapping[int, LayerScales] = {}  # of the checkpoint
-        self._runner: ModelRunner | None = None
+        self._runner: ModelRunner | PoolingRunner | None = None
         self._adapters: WorkerAdapters | None = None
         self._others = 0  # bytes of the GPU that other programs use
 
@@ -140,7 +143,7 @@ class Worker:
             if is_scaled(kv_dtype):
                 self._kv_scales = self._parts.cache_scales(self.config)
             self._specs = settle_states(model.kv_specs(cache_config.block_size, kv_dtype), cache_config)
-            if self._early is not None and not self._early.manifest.current:
+            if self._early is not None and not self._early.manifest.current and self._specs:
                 self._compile(self._early)
                 self._laps.mark("compile")
         weights = {id(p): p for _, p in model.named_parameters()}.values()  # tied ones count once
@@ -181,8 +184,8 @@ class Worker:
         asked = self.config.cache_config.kv_cache_memory_bytes
         if self.device.type == "cpu":
             return kv_bytes(asked)
-        if asked is not None:
-            return asked
+        if asked is not None or not self._specs:  # without specs nothing is kept between steps
+            return asked or 0
         return self._gpu_bytes()
 
     def _gpu_bytes(self) -> int:
@@ -212,9 +215,10 @@ class Worker:
         """Allocate the KV cache and everything whose size depends on it."""
         self._runner = runner = self._make_runner(layout)
         self.forward, self.sample = runner.forward, runner.sample
-        report(runner.scaled, self._kv_scales, measured=self.config.cache_config.calculate_kv_scales)
+        if isinstance(runner, ModelRunner):
+            report(runner.scaled, self._kv_scales, measured=self.config.cache_config.calculate_kv_scales)
 
-    def _make_runner(self, layout: KVLayout) -> ModelRunner:
+    def _make_runner(self, layout: KVLayout) -> ModelRunner | PoolingRunner:
         """A runner over a cache of this layout, to which the model is then bound."""
         model = self.get_model()
         backend = self._parts.select_backend(self.device.type, self._specs, self.config.attention_config.backend)
@@ -223,6 +227,11 @@ class Worker:
         set_scales(scaled, self._kv_scales)
         max_rows, length = self.config.scheduler_config.max_num_seqs, self.config.model_config.max_model_len
         rows = Rows(layout.groups, max_rows, length, self.device)
+        if isinstance(model, PoolingModel):
+            most = self.config.scheduler_config.max_num_batched_tokens
+            inputs = None if self.device.type == "cpu" or model.both_ways else DeviceInputs(rows, most)
+            rules = ResultRules.of(self.config.model_config)
+            return PoolingRunner(model, rows, backend, rules, kv=kv, inputs=inputs)
         sampler = Sampler(self.config, model.arch.vocab, rows.tokens)
         runner = ModelRunner(model, rows, sampler, backend, kv=kv, scaled=scaled, adapters=self._adapters)
         if self.device.type != "cpu":
@@ -256,6 +265,9 @@ class Worker:
     def warm_up(self) -> None:
         """A tiny prompt and a decode, so that the first request does not pay for what only a first step pays; then the
         decode graphs. Leaves no trace: the blocks it writes belong to nobody yet."""
+        if isinstance(self.model_runner, PoolingRunner):
+            self._warm_up_pooling()
+            return
         tables = self.model_runner.rows.tables
         on_cpu = self.device.type == "cpu"
         count = 1 if on_cpu else self._warm_up_tokens()
@@ -287,6 +299,21 @@ class Worker:
         if self.config.cache_config.calculate_kv_scales:
             self.model_runner.calibrate_next()
         if not on_cpu:
+            self._parts.watch()
+
+    def _warm_up_pooling(self) -> None:
+        """A tiny prompt."""
+        blocks = tuple((0,) for _ in self.model_runner.rows.tables)
+        row = NewRow(
+            request_id="warm-up", epoch=0, token_ids=(0,), num_prompt_tokens=1, params=ResolvedParams(), seed=0,
+            blocks=blocks,
+        )  # fmt: skip
+        with self._laps.inside("warm_up"):
+            self.forward(StepPlan(step=0, grants=(Grant("warm-up", 0, 1, True, 0),), joined=(row,)))
+            self.sample(0, None).result()
+            self.forward(StepPlan(step=0, grants=(), left=("warm-up",)))
+            self._laps.mark("first step")
+        if self.device.type != "cpu":
             self._parts.watch()
 
     def _warm_up_tokens(self) -> int:
@@ -322,7 +349,7 @@ class Worker:
     # --- what users reach for
 
     @property
-    def model_runner(self) -> ModelRunner:
+    def model_runner(self) -> ModelRunner | PoolingRunner:
         return _no_runner() if self._runner is None else self._runner
 
     @property

@@ -159,7 +159,8 @@ ENCODERS = Registry(
         for function, stems in _ENCODERS.items()
         for stem in stems
         for head in _HEADS
-    },
+    }
+    | {"HF_ColBERT": "quire.models.zoo.encoders:bert"},
 )
 
 # Encoder-decoder models.

@@ -19,11 +19,11 @@ from starlette.types import ASGIApp, Message, Scope
 
 from quire.server.openai.batch_resume import custom_id_of, read_lines
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
-LATER = (
-    "/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/responses",
-    "/v1/audio/transcriptions", "/v1/audio/translations",
+ENDPOINTS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank",
+    "/rerank",
 )  # fmt: skip
+LATER = ("/v1/responses", "/v1/audio/transcriptions", "/v1/audio/translations")
 _BUSY = (429, 503)
 _LONGEST_WAIT_S = 5.0
 

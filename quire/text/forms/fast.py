@@ -50,6 +50,13 @@ class FastTokenizer(Tokenizer):
             raise _no_text(texts) from None
         return [encoding.ids for encoding in encodings]
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        try:
+            encoding = self.pipeline.encode(first, second)
+        except TypeError:
+            raise _no_text([first, second]) from None
+        return list(encoding.ids), list(encoding.type_ids)
+
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         try:

@@ -286,9 +286,9 @@ def test_functions_cross_by_import_path(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["encode", "embed", "classify", "score", "reward"])
-def test_pooling_is_refused(inside, method):
-    with pytest.raises(NotBuiltError, match=method):
-        getattr(inside, method)(["a"])
+def test_pooling_a_generator_is_refused(inside, method):
+    with pytest.raises(InputError, match="runner=generate, and cannot be pooled"):
+        getattr(inside, method)(["a"], *(["b"] if method == "score" else []))
 
 
 def test_sleep_is_refused(inside):

@@ -152,7 +152,7 @@ async def test_errors_belong_to_their_request(engine):
         await collect(engine, "ab", "bad", max_tokens=9, extra_args={"fail_at": 2})
     with pytest.raises(InputError, match="600"):
         await collect(engine, [5] * 600)
-    with pytest.raises(NotBuiltError):
+    with pytest.raises(InputError, match="runner=generate, and cannot be pooled"):
         await anext(engine.encode("a", None, "r"))
     assert (await good)[-1].outputs[0].text == "ab" * 15
     assert engine.is_running and not engine.errored

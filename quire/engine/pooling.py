@@ -1,0 +1,223 @@
+"""The inputs of requests that are pooled: their parameters checked against the model, their texts and pairs as tokens.
+
+In: PoolingParams and prompts as callers gave them. Out: parameters in which nothing is left open, token ids, and for a
+pair where its second text begins. Every refusal is an InputError that names value and limit. Must not know: requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire.config.pooling import pooling_type, reads_both_ways, score_type, tasks_of
+from quire.schema.errors import InputError, NotBuiltError
+from quire.schema.params import PoolingParams
+from quire.schema.prompt import Prompt
+
+if TYPE_CHECKING:
+    from quire.config.model import ModelConfig, PoolerConfig
+    from quire.text.tokenizer import Tokenizer
+
+TYPE_START = "compressed_token_type_ids"  # in extra_kwargs: the first position of token type 1
+_TYPE_LIMIT = "token_type_ids must be zeros and then ones"
+
+
+class PoolingInputs:
+    def __init__(
+        self, model: ModelConfig, vocab_size: int, max_model_len: int, tokenizer: Callable[[], Tokenizer | None]
+    ) -> None:
+        if not model.is_pooling or model.pooler_config is None:
+            raise InputError(
+                "this model runs with runner=generate, and cannot be pooled: start it with runner=pooling "
+                "(--runner pooling, and --convert embed or classify)",
+                param="model",
+            )
+        self.tasks = tasks_of(model)
+        self.score_type = score_type(model)
+        self.takes_pairs = reads_both_ways(model)  # else a pair is one text after the other
+        self.max_model_len = max_model_len
+        self.pooler: PoolerConfig = model.pooler_config
+        self._vocab_size, self._width, self._tokenizer = vocab_size, model.facts.hidden_size, tokenizer
+        self._outputs = model.sentence.dense[-1].outputs if model.sentence and model.sentence.dense else self._width
+        self._matryoshka = _matryoshka(model.hf_config)
+        usual = 2 if model.architecture.startswith(("Bert", "Electra", "Ernie", "NomicBert")) else 0
+        types = model.hf_config.get("type_vocab_size", usual)
+        untyped = model.architecture.startswith(("Roberta", "XLMRoberta", "Camembert"))  # pairs without types
+        self._has_types = isinstance(types, int) and types > 1 and not untyped
+
+    # ---- parameters --------------------------------------------------------------------------------------------
+
+    def resolve(self, params: PoolingParams) -> PoolingParams:
+        """The same parameters with the task, and everything that depends on it, filled in. Resolved ones stay."""
+        params.check()
+        pooler, task = self.pooler, self._task(params.task)
+        self._check_dimensions(params.dimensions, task)
+        activation = params.applies_activation
+        kind = pooling_type(pooler, task)
+        returned = params.returned_token_ids if params.returned_token_ids is not None else pooler.returned_token_ids
+        if returned and max(returned) >= self._vocab_size:
+            raise InputError(
+                f"returned_token_ids holds {max(returned)}; this model's ids are 0 to {self._vocab_size - 1}",
+                param="returned_token_ids",
+            )
+        return msgspec.structs.replace(
+            params,
+            task=task,
+            dimensions=params.dimensions or (pooler.dimensions if task in ("embed", "token_embed") else None),
+            use_activation=bool(pooler.use_activation) if activation is None else activation,
+            step_tag_id=pooler.step_tag_id if params.step_tag_id is None else params.step_tag_id,
+            returned_token_ids=None if returned is None else list(returned),
+            skip_reading_prefix_cache=bool(params.skip_reading_prefix_cache) or kind != "LAST",
+        )
+
+    def _task(self, task: str | None) -> str:
+        if task is None:
+            usual = self.pooler.task or self.tasks[0]
+            return "classify" if usual == "score" else usual
+        task = {"encode": self.tasks[0], "reward": "token_classify"}.get(task, task)
+        if task == "score":
+            task = "classify"
+        if task not in self.tasks:
+            raise InputError(
+                f"task {task!r} is not one of this model's: it can {', '.join(self.tasks)}", param="task", value=task
+            )
+        return task
+
+    def _check_dimensions(self, dimensions: int | None, task: str) -> None:
+        if dimensions is None:
+            return
+        if task not in ("embed", "token_embed"):
+            raise InputError(f"dimensions is for embeddings, and the task is {task}", param="dimensions")
+        allowed = self._matryoshka
+        if allowed is None:
+            raise InputError(
+                f"dimensions is {dimensions}, but this model was not trained for shorter embeddings (matryoshka "
+                "representation); hf_overrides={'is_matryoshka': true} says that it was",
+                param="dimensions",
+                value=dimensions,
+            )
+        if dimensions > self._outputs or (allowed and dimensions not in allowed):
+            limit = f"one of {', '.join(map(str, allowed))}" if allowed else f"from 1 to {self._outputs}"
+            raise InputError(
+                f"dimensions is {dimensions}; for this model it must be {limit}", param="dimensions", value=dimensions
+            )
+
+    # ---- texts -------------------------------------------------------------------------------------------------
+
+    def check_length(self, num_tokens: int) -> None:
+        if num_tokens > self.max_model_len:
+            raise InputError(
+                f"the input has {num_tokens} tokens, and this model takes {self.max_model_len} (max_model_len): "
+                "shorten it, or set truncate_prompt_tokens",
+                param="input",
+                value=num_tokens,
+            )
+
+    def token_ids(
+        self, prompt: Prompt, keep: int | None, kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[int, ...], int | None]:
+        """Token ids, and where tokens of type 1 begin (None: nowhere). `keep`: how many tokens stay."""
+        side = kwargs.get("truncation_side", "right")
+        if prompt.token_ids is not None:
+            ids, types = list(prompt.token_ids), prompt.token_type_ids
+            start = None if types is None else _type_start(types, len(ids))
+            if start is not None and not self._has_types:
+                raise InputError("token_type_ids: this model has no token types", param="token_type_ids")
+            return tuple(self._cut(ids, keep, side)), start
+        special = bool(kwargs.get("add_special_tokens", True))
+        self._check_text(prompt.text or "", is_cut=keep is not None)
+        return tuple(self._cut(self.tokenizer.encode(prompt.text or "", special), keep, side)), None
+
+    def pair(self, first: str, second: str, keep: int | None = None) -> Prompt:
+        """Two texts as one prompt of a cross-encoder: by the tokenizer's rule for pairs, or one after the other."""
+        self._check_text(first + second, is_cut=keep is not None)
+        ids, types = self.tokenizer.encode_pair(first, second)
+        ids = self._cut(ids, keep, "right")
+        has_types = self._has_types and any(types)
+        return Prompt(token_ids=tuple(ids), token_type_ids=tuple(types[: len(ids)]) if has_types else None)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        tokenizer = self._tokenizer()
+        if tokenizer is None:
+            raise InputError(
+                "the engine has no tokenizer (skip_tokenizer_init=True): give token ids, not text", param="input"
+            )
+        return tokenizer
+
+    def _check_text(self, text: str, *, is_cut: bool) -> None:
+        """A text that is many times too long, whatever its tokens are, is refused before it is tokenized."""
+        longest = max(self.max_model_len, self.pooler.max_embed_len or 0)
+        least = -(-len(text) // self._longest_token)
+        if least > longest * (16 if is_cut else 1):
+            self.check_length(least)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
+
+    def _cut(self, ids: list[int], keep: int | None, side: str) -> list[int]:
+        """The first `keep` ids (with side left, the last). Special tokens that a tokenizer puts around a text stay."""
+        if keep is None or len(ids) <= keep:
+            return ids
+        before, after = self._around
+        head = _common(before, ids) if keep > len(before) + len(after) else 0
+        tail = _common(after[::-1], ids[::-1]) if keep > len(before) + len(after) else 0
+        if side == "left":
+            return ids[:head] + ids[len(ids) - (keep - head) :]
+        return ids[: keep - tail] + (ids[-tail:] if tail else [])
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """Special tokens that the tokenizer puts before and after a text."""
+        tokenizer = self._tokenizer()
+        if tokenizer is None:
+            return [], []
+        whole, inner = tokenizer.encode("a", True), tokenizer.encode("a", False)
+        for start in range(len(whole) - len(inner) + 1):
+            if whole[start : start + len(inner)] == inner:
+                return whole[:start], whole[start + len(inner) :]
+        return [], []
+
+    # ---- long inputs -------------------------------------------------------------------------------------------
+
+    def parts(self, token_ids: Sequence[int]) -> list[tuple[int, ...]]:
+        """An input longer than the model takes, in parts of its length (enable_chunked_processing)."""
+        pooler, length = self.pooler, self.max_model_len
+        if len(token_ids) <= length or not pooler.enable_chunked_processing:
+            self.check_length(len(token_ids))
+            return [tuple(token_ids)]
+        most = pooler.max_embed_len
+        if most is not None and len(token_ids) > most:
+            raise InputError(
+                f"the input has {len(token_ids)} tokens; the limit is max_embed_len ({most})", param="input"
+            )
+        return [tuple(token_ids[start : start + length]) for start in range(0, len(token_ids), length)]
+
+
+def _common(expected: Sequence[int], ids: Sequence[int]) -> int:
+    """How many ids are equal from the start."""
+    for index, (one, other) in enumerate(zip(expected, ids, strict=False)):
+        if one != other:
+            return index
+    return min(len(expected), len(ids))
+
+
+def _type_start(types: Sequence[int], length: int) -> int | None:
+    if len(types) != length:
+        raise InputError(f"there are {len(types)} token_type_ids for {length} token ids", param="token_type_ids")
+    start = next((index for index, kind in enumerate(types) if kind), length)
+    if any(kind not in (0, 1) for kind in types) or not all(types[start:]):
+        raise NotBuiltError(_TYPE_LIMIT, param="token_type_ids")
+    return start if start < length else None
+
+
+def _matryoshka(raw: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Sizes that embeddings may be cut to; (): any; None: the model is not trained for it."""
+    sizes = raw.get("matryoshka_dimensions")
+    if isinstance(sizes, list) and sizes and all(isinstance(size, int) and size > 0 for size in sizes):
+        return tuple(sizes)
+    return () if raw.get("is_matryoshka") else None

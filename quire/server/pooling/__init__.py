@@ -1,0 +1,1 @@
+"""Routes of pooling models: embeddings, classes, scores, ranks and raw pooled results."""

@@ -1,0 +1,144 @@
+"""Running the inputs of a pooling call: checked, tokenized, submitted together, collected in their order.
+
+In: a call, prompts and PoolingParams. Out: one PooledInput for each. Long inputs of embeddings go in parts, where the
+configuration allows it. Must not know: routes, how results are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from quire.engine.inputs import Options, PreparedRequest
+from quire.engine.pooling import PoolingInputs
+from quire.llm.online import size_of
+from quire.llm.pooling import whole_params
+from quire.llm.scoring import join_parts
+from quire.schema.errors import InputError
+from quire.schema.params import PoolingParams
+from quire.schema.prompt import Prompt, check_ids
+from quire.schema.step import Pooled
+from quire.server.openai.chat_open import render_prompt
+from quire.server.openai.limits import check_extra, check_template_trust
+from quire.server.pooling.protocol import Input, InputFields, PoolingBody
+from quire.server.route import HttpCall
+from quire.server.stream import fold
+
+
+@dataclass(frozen=True)
+class PooledInput:
+    """What one input came to."""
+
+    pooled: Pooled
+    num_tokens: int
+    num_cached: int
+
+
+def pooling_of(call: HttpCall) -> PoolingInputs:
+    """An InputError that names the runner, where the model generates."""
+    return call.model.engine.front.inputs.pooling
+
+
+async def prompts_of(call: HttpCall, request: InputFields) -> list[Prompt]:
+    """The inputs of a request, or its conversation."""
+    if (request.input is None) == (request.messages is None):
+        raise InputError("a request needs input or messages, and not both", param="input")
+    if request.messages is None:
+        return list_inputs(request.input, call.state.options.max_prompts_per_request)
+    if len(request.messages) > (most := call.state.options.max_messages):
+        raise InputError(f"messages has {len(request.messages)} messages; the limit is {most} (--max-messages)",
+                         param="messages")  # fmt: skip
+    check_template_trust(request.chat_template, request.chat_template_kwargs, call.state.options)
+    text = await render_prompt(
+        call, request.messages, tools=None, add_generation_prompt=bool(request.add_generation_prompt),
+        continue_final_message=bool(request.continue_final_message), chat_template=request.chat_template,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )  # fmt: skip
+    return [Prompt(text=text)]
+
+
+def list_inputs(value: Input | None, most: int) -> list[Prompt]:
+    if isinstance(value, str):
+        return [Prompt(text=value)]
+    items: list[Any] = list(value or ())
+    if items and isinstance(items[0], int):
+        return [Prompt(token_ids=check_ids(items))]
+    if not items:
+        raise InputError("input is empty; give at least one text or list of token ids", param="input")
+    if len(items) > most:
+        raise InputError(
+            f"input has {len(items)} entries; the limit is {most} (--max-prompts-per-request)", param="input"
+        )
+    return [Prompt(text=item) if isinstance(item, str) else Prompt(token_ids=check_ids(item)) for item in items]
+
+
+async def run_pooling(
+    call: HttpCall, request: PoolingBody, public_id: str, prompts: Sequence[Prompt], params: PoolingParams,
+    *, is_chat: bool = False,
+) -> list[PooledInput]:  # fmt: skip
+    """All prompts at once; any that is refused refuses the call."""
+    if request.model_extra:
+        check_extra(request.model_extra)
+    engine, pooling = call.model.engine, pooling_of(call)
+    params = msgspec.structs.replace(params, truncate_prompt_tokens=request.truncate_prompt_tokens)
+    params = pooling.resolve(params)
+    tokenizing: dict[str, Any] = {}
+    if request.truncation_side is not None:
+        tokenizing["truncation_side"] = request.truncation_side
+    if request.add_special_tokens is False or (is_chat and request.add_special_tokens is None):
+        tokenizing["add_special_tokens"] = False
+    state = call.state
+    salt = request.cache_salt if state.salts is None else state.salts.salt(call.caller, request.cache_salt)
+    options = Options(
+        priority=request.priority or 0, lora_name=call.model.adapter, tokenization_kwargs=tokenizing or None,
+        trace_headers=call.trace_headers(),
+    )  # fmt: skip
+    own = f"{public_id}-{state.prefix}{next(state.serials):x}"
+
+    def prepare_all() -> list[list[PreparedRequest]]:
+        groups: list[list[PreparedRequest]] = []
+        for index, prompt in enumerate(prompts):
+            prompt = msgspec.structs.replace(prompt, cache_salt=salt)
+            parts = in_parts(pooling, prompt, params, tokenizing)
+            each = whole_params(params, len(parts))
+            groups.append(
+                [engine.front.prepare(f"{own}-{index}.{at}", part, each, options) for at, part in enumerate(parts)]
+            )
+        return groups
+
+    groups = await engine.read(size_of(prompts, params), prepare_all)
+    with engine.open([one for group in groups for one in group]) as flow:
+        results: dict[str, Any] = await fold(call, flow)
+    return [_joined(group, results, params) for group in groups]
+
+
+def in_parts(pooling: PoolingInputs, prompt: Prompt, params: PoolingParams, tokenizing: dict[str, Any]) -> list[Prompt]:
+    """One prompt, or the parts of a long one."""
+    chunked = pooling.pooler.enable_chunked_processing and params.task == "embed"
+    if not chunked or params.truncate_prompt_tokens is not None:
+        return [prompt]
+    ids, _ = pooling.token_ids(prompt, None, tokenizing)
+    return [Prompt(token_ids=part, cache_salt=prompt.cache_salt) for part in pooling.parts(ids)]
+
+
+def _joined(group: Sequence[PreparedRequest], results: dict[str, Any], params: PoolingParams) -> PooledInput:
+    found = [(results[one.request_id], len(one.token_ids)) for one in group]
+    tokens, cached = sum(count for _, count in found), sum(result.num_cached_tokens for result, _ in found)
+    if len(found) == 1:
+        return PooledInput(found[0][0].outputs.data, tokens, cached)
+    weighed = [(result.outputs.data, count) for result, count in found]
+    whole = join_parts(weighed, dimensions=params.dimensions, normalize=bool(params.use_activation))
+    return PooledInput(whole, tokens, cached)
+
+
+def usage_of(call: HttpCall, inputs: Sequence[PooledInput]) -> dict[str, Any]:
+    tokens = sum(one.num_tokens for one in inputs)
+    details = None
+    if call.state.options.enable_prompt_tokens_details:
+        details = {"cached_tokens": sum(one.num_cached for one in inputs)}
+    return {
+        "prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0, "prompt_tokens_details": details,
+    }  # fmt: skip

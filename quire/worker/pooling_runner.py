@@ -1,0 +1,183 @@
+"""PoolingRunner: one step of a pooling model on one device. forward(plan): rows, Batch or Texts, hidden states;
+sample(step): what each request that is complete comes to.
+
+In: StepPlan. Out: a PendingStep whose StepResult has `pooled`. A prompt may come in chunks: until its last one, what
+its pooling needs of earlier ones is kept here (the first vector, a running sum, or all vectors). Only LAST needs
+nothing of them, so only LAST may begin after a cached prefix. A result that is not a number fails its request alone.
+Must not know: why this plan, how a model is built or loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.attention.backend import AttentionBackend
+from quire.base.clock import now
+from quire.layers.packed import Texts
+from quire.models.pooled import PoolingModel
+from quire.schema.params import PoolingParams, ResolvedParams
+from quire.schema.step import Grant, Mask, NewRow, Pooled, StepPlan, StepResult
+from quire.worker.device_inputs import DeviceInputs
+from quire.worker.inputs import StepShape, build, places_of, shape_of
+from quire.worker.kv_memory import KVMemory
+from quire.worker.moves import BlockCopies
+from quire.worker.pooling_results import ResultRules, results_of
+from quire.worker.rows import Rows
+
+TYPE_START = "compressed_token_type_ids"
+
+
+@dataclass
+class PooledRow:
+    """A request that is pooled, as far as it is computed."""
+
+    params: PoolingParams
+    kind: str  # CLS | LAST | MEAN | ALL | STEP
+    token_ids: tuple[int, ...]
+    vector: Tensor | None = None  # [width]: the first, or the sum so far (float32)
+    chunks: list[Tensor] = field(default_factory=list)  # all vectors, chunk by chunk
+
+    def take(self, hidden: Tensor, start: int) -> None:
+        """The next chunk's hidden states."""
+        if self.kind == "LAST":
+            self.vector = hidden[-1]
+        elif self.kind == "CLS":
+            self.vector = hidden[0] if start == 0 else self.vector
+        elif self.kind == "MEAN":
+            total = hidden.float().sum(0)
+            self.vector = total if self.vector is None else self.vector + total
+        else:
+            self.chunks.append(hidden)
+
+    def vectors(self) -> Tensor:
+        """[N, width], once all chunks are in."""
+        if self.kind in ("ALL", "STEP"):
+            hidden = self.chunks[0] if len(self.chunks) == 1 else torch.cat(self.chunks)
+            if self.kind == "STEP" and self.params.step_tag_id is not None:
+                places = [i for i, token in enumerate(self.token_ids) if token == self.params.step_tag_id]
+                hidden = hidden[places]
+            return hidden
+        assert self.vector is not None
+        return (self.vector / len(self.token_ids) if self.kind == "MEAN" else self.vector)[None]
+
+
+@dataclass
+class PendingPooled:
+    """One step's results."""
+
+    plan: StepPlan
+    pooled: dict[str, Pooled]
+    failed: dict[str, str]
+    seconds: float = 0.0
+
+    def result(self) -> StepResult:
+        return StepResult(
+            step=self.plan.step, sampled=[[] for _ in self.plan.grants], pooled=self.pooled, failed=self.failed,
+            forward_seconds=self.seconds,
+        )  # fmt: skip
+
+
+class PoolingRunner:
+    graphs = None
+    mixed = None
+
+    def __init__(
+        self,
+        model: PoolingModel,
+        rows: Rows,
+        backend: AttentionBackend,
+        rules: ResultRules,
+        *,
+        kv: KVMemory,
+        inputs: DeviceInputs | None = None,  # None: a CPU worker
+    ) -> None:
+        self.model, self.rows, self.backend, self.rules, self.kv, self.inputs = model, rows, backend, rules, kv, inputs
+        self.copies = BlockCopies(kv)
+        self._pooled: dict[str, PooledRow] = {}
+        self._flight: tuple[StepPlan, StepShape, Tensor, float] | None = None
+
+    def forward(self, plan: StepPlan) -> None:
+        began = now()
+        self._flight = None
+        if plan.moves:
+            self.copies.check(plan.moves)
+            self.copies.run(plan.moves, after=False)
+        self.rows.apply(plan)
+        for name in plan.left:
+            self._pooled.pop(name, None)
+        for new in plan.joined:
+            self._pooled[new.request_id] = self._row(new)
+        if plan.grants:
+            shape = shape_of(plan.grants, self.rows)
+            self._flight = plan, shape, self._hidden(shape), began
+            if plan.moves:
+                self.copies.run(plan.moves, after=True)
+
+    def _row(self, new: NewRow) -> PooledRow:
+        params = new.params
+        if isinstance(params, ResolvedParams):  # the warm-up's
+            params = PoolingParams(task=self.rules.tasks[0], use_activation=False)
+        return PooledRow(params, self.rules.kind_of(str(params.task)), new.token_ids)
+
+    @torch.inference_mode()
+    def _hidden(self, shape: StepShape) -> Tensor:
+        if self.model.both_ways:
+            return self.model.read(self._texts(shape))
+        if self.inputs is not None:
+            return self.model.forward(self.inputs.build(shape, self.backend).batch)
+        return self.model.forward(build(shape, self.rows, self.backend))
+
+    def _texts(self, shape: StepShape) -> Texts:
+        device = self.rows.tokens.device
+        if bool((shape.starts > 0).any()):
+            raise RuntimeError("a plan splits a prompt whose tokens read each other both ways")
+        rows, positions = places_of(shape)
+        token_ids = self.rows.tokens[torch.from_numpy(rows).to(device), torch.from_numpy(positions).to(device)].long()
+        return Texts(token_ids, tuple(shape.counts.tolist()), self._types(shape, rows, positions))
+
+    def _types(self, shape: StepShape, rows: np.ndarray, positions: np.ndarray) -> Tensor | None:
+        """Token types: 1 from where a request says."""
+        starts = {}
+        for row in shape.rows.tolist():
+            extra = self._pooled[self.rows.request_of[row]].params.extra_kwargs
+            if extra and isinstance(begin := extra.get(TYPE_START), int):
+                starts[row] = begin
+        if not starts:
+            return None
+        first = np.full(int(shape.rows[-1]) + 1, np.iinfo(np.int64).max)
+        for row, begin in starts.items():
+            first[row] = begin
+        return torch.from_numpy((positions >= first[rows]).astype(np.int64)).to(self.rows.tokens.device)
+
+    def sample(self, step: int, mask: Mask | None) -> PendingPooled:
+        """What the step that was started last completes; the caller names it."""
+        flight, self._flight = self._flight, None
+        if flight is None or flight[0].step != step:
+            raise RuntimeError(f"sample() of step {step} without its forward()")
+        plan, shape, hidden, began = flight
+        complete = self._take(plan.grants, shape, hidden)
+        pooled, failed = results_of(self.model, self.rules, complete)
+        for name, _ in complete:
+            self._pooled.pop(name)
+        return PendingPooled(plan, pooled, failed, now() - began)
+
+    @torch.inference_mode()
+    def _take(
+        self, grants: Sequence[Grant], shape: StepShape, hidden: Tensor
+    ) -> list[tuple[str, tuple[PoolingParams, Tensor]]]:
+        """Hand every row its hidden states; (request, its parameters and vectors) of those that are complete."""
+        complete = []
+        for hidden_rows, index, start in zip(
+            hidden.split(shape.counts.tolist()), shape.grants.tolist(), shape.starts.tolist(), strict=True
+        ):
+            grant = grants[index]
+            row = self._pooled[grant.request_id]
+            row.take(hidden_rows, start)
+            if grant.samples:
+                complete.append((grant.request_id, (row.params, row.vectors())))
+        return complete
