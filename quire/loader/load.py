@@ -43,8 +43,8 @@ from quire.models.build import Model, build_model, read_arch
 from quire.models.choose import choose_code
 from quire.models.encoder import EncoderArch
 from quire.models.limits import check_files
-from quire.ops.coded import coded_linear
 from quire.models.pooled import PoolingModel, build_pooling, pooled_arch
+from quire.ops.coded import coded_linear
 from quire.ops.op import Kernels
 from quire.ops.packed import kind_of, likes_panels
 from quire.quant.arena import Arena

@@ -13,6 +13,7 @@ from threading import Lock
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.ops.coded_experts import CHUNK, ExpertCodes, close_chunks, coded_forms, padded, run_coded_experts
@@ -317,6 +318,18 @@ class CodedExperts(StoredExperts):
     def fill_dummy(self, normal: Tensor) -> None:
         for side in (self.up, self.down):
             side.fill_dummy(normal)
+
+    def multiply_up(self, expert: int, x: Tensor) -> Tensor:
+        return self._times(self.up, self.b1, expert, x)
+
+    def multiply_down(self, expert: int, x: Tensor) -> Tensor:
+        return self._times(self.down, self.b2, expert, x)
+
+    def _times(self, side: CodedSide, bias: Tensor | None, expert: int, x: Tensor) -> Tensor:
+        """Decodes the expert's matrix: for the few rows whose adapters change an expert."""
+        weight = side.weight()
+        numbers = weight[expert] if isinstance(weight, Tensor) else weight.numbers(expert).to(x.dtype)
+        return F.linear(x, numbers, None if bias is None else bias[expert])
 
     def multiply(self, x: Tensor, weights: Tensor, index: Tensor, stream: Tensor | None = None) -> Tensor:
         return self._run(

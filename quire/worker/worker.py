@@ -381,7 +381,7 @@ class Worker:
         self._parts.reload_weights(self.get_model(), self.config)
         if is_scaled(kv_dtype_of(self.config)):
             self._kv_scales = self._parts.cache_scales(self.config)
-            if self._runner is not None:
+            if isinstance(self._runner, ModelRunner):
                 set_scales(self._runner.scaled, self._kv_scales)
                 if self.config.cache_config.calculate_kv_scales:
                     self._runner.calibrate_next()

@@ -348,3 +348,15 @@ def test_what_a_gpu_keeps(tmp_path):
             ({"dtype": "float32", "quantization": "fp8"}, form),
         ):
             assert EngineArgs(**{**options, **more}).create_engine_config().model_config.weight_form == wanted, more
+
+
+def test_one_expert_alone_computes_what_all_do(tmp_path):
+    """As adapters of experts need it: the two matmuls of one expert, apart."""
+    write(tmp_path, "Qwen3MoeForCausalLM", MORE["awq"])
+    stored = mixtures(load(tmp_path))[0]
+    x, one = torch.randn(3, stored.shape.matrices()[0].width.count), torch.ones(3, 1)
+    for expert in range(2):
+        alone = stored.multiply_down(expert, stored.shape.act(stored.multiply_up(expert, x)))
+        together = stored.multiply(x, one, torch.full((3, 1), expert, dtype=torch.int32))
+        torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(stored.multiply_up(0, x), stored.multiply_up(1, x))
