@@ -81,6 +81,7 @@ class InputProcessor:
         self._thinks = config.thinks
         self._by_priority = config.scheduler_config.policy == "priority"
         self._has_adapters = config.lora_config is not None
+        self._is_pooling = config.model_config.is_pooling
         self._num_ranks = config.parallel_config.data_parallel_size
         self._mark = (
             f"@{ready.client}" if ready.client else ""
@@ -235,7 +236,7 @@ class InputProcessor:
     ) -> ResolvedParams:
         """The one place where parameters are checked against the model. `any_logprobs`: max_logprobs does not apply.
         `is_private`: nobody else has them, so they are as they were when they were made, which checked their values."""
-        if self._model.is_pooling:
+        if self._is_pooling:
             raise InputError(
                 f"this model runs with runner=pooling, and cannot generate: it can {', '.join(tasks_of(self._model))}",
                 param="model",

@@ -339,7 +339,7 @@ async def _run(app: App, handler: Handler, reader: Reader, scope: Scope, receive
     state.load.count += 1
     try:
         request = await _read(call, reader)
-        call.model = await state.adapters.find(request.model)
+        call.model = state.served.get(request.model) or await state.adapters.find(request.model)
         await handler(call, request)
     except ClientGoneError:
         pass

@@ -94,11 +94,14 @@ class ServedModels:
     def of(cls, engine: AsyncLLM, options: ServerConfig) -> ServedModels:
         return cls(ServedModel.of(engine, options), _names(engine.vllm_config))
 
+    def get(self, name: str | None) -> ServedModel | None:
+        """None: no such name so far."""
+        return self._models.get(name) if name else self.base
+
     def find(self, name: str | None) -> ServedModel:
-        if not name:
-            return self.base
-        if (model := self._models.get(name)) is not None:
+        if (model := self.get(name)) is not None:
             return model
+        assert name
         raise ModelNotFoundError(
             f"The model `{name:.{_SHOWN}}` does not exist. Valid aliases: {self._listed()}.",
             param="model",
