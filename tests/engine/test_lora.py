@@ -174,10 +174,10 @@ def test_what_cannot_be_read_fails_alone(case: Case, llm: LLM, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (object(), "lora_request"), ("a1", "lora_request"), ([None], "1 lora_request were given for 3 prompts"),
+        (object, "lora_request"), ("a1", "lora_request"), ([None], "1 lora_request were given for 3 prompts"),
         (["a1", None, None], "lora_request"), ({"lora_name": "a"}, "lora_request"),
     ],
-    ids=str,
+    ids=["a type", "a name", "too few", "names", "a mapping"],
 )  # fmt: skip
 def test_what_is_no_adapter_is_refused(llm: LLM, value: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
