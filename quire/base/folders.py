@@ -19,7 +19,7 @@ from quire.base.log import logger
 log = logger(__name__)
 PREFIX = "quire-"
 _LOCK = "owner.lock"
-_held: dict[str, int] = {}  # folder -> descriptor of its locked file
+_locks: dict[str, int] = {}  # folder -> descriptor of its locked file
 
 
 def make_folder() -> str:
@@ -32,7 +32,7 @@ def make_folder() -> str:
 
 def remove_folder(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    if (lock := _held.pop(folder, None)) is not None:
+    if (lock := _locks.pop(folder, None)) is not None:
         os.close(lock)
 
 
@@ -40,7 +40,7 @@ def sweep_folders() -> None:
     """Remove those whose owner is gone."""
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
-            if entry.name.startswith(PREFIX) and entry.path not in _held:
+            if entry.name.startswith(PREFIX) and entry.path not in _locks:
                 with contextlib.suppress(OSError):
                     _sweep(entry.path)
 
@@ -54,7 +54,7 @@ def _hold(folder: str) -> None:
     except OSError:
         os.close(lock)
         raise
-    _held[folder] = lock
+    _locks[folder] = lock
 
 
 def _sweep(folder: str) -> None:

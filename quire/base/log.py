@@ -21,7 +21,7 @@ from quire.base import env
 _FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 # C0, DEL, C1, the line ends of Unicode, and what turns the direction of writing
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-_said: set[Hashable] = set()
+_logged: set[Hashable] = set()
 _HANDED_UP = "records go to the root logger"
 
 
@@ -64,8 +64,8 @@ def logger(name: str) -> logging.Logger:
 def once(log: logging.Logger, level: int, message: str, *args: Hashable) -> None:
     """Log this message with these arguments at most once in this process."""
     key = (log.name, level, message, args)
-    if key not in _said:
-        _said.add(key)
+    if key not in _logged:
+        _logged.add(key)
         log.log(level, message, *args)
 
 
@@ -81,12 +81,12 @@ def hand_up() -> None:
     root = logging.getLogger("quire")
     root.handlers.clear()
     root.propagate = True
-    _said.add(_HANDED_UP)
+    _logged.add(_HANDED_UP)
 
 
 def _set_up() -> None:
     root = logging.getLogger("quire")
-    if root.handlers or _HANDED_UP in _said or not env.CONFIGURE_LOGGING.get():
+    if root.handlers or _HANDED_UP in _logged or not env.CONFIGURE_LOGGING.get():
         return
     stream = {"stdout": sys.stdout, "stderr": sys.stderr}[env.LOGGING_STREAM.get()]
     handler = logging.StreamHandler(stream)
