@@ -27,7 +27,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in env.names("QUIRE_", "VLLM_"):
         if name != "QUIRE_TARGET_DEVICE":
             monkeypatch.delenv(name)
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
     return monkeypatch
 
 

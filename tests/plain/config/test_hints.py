@@ -38,7 +38,7 @@ HINTS = [
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
     return caplog
 
 
