@@ -133,7 +133,7 @@ class EngineLoop:
 
     def _hold(self, request: EngineRequest) -> None:
         tokens = sum(len(held.prompt_token_ids) for held in self._held.values())
-        self.scheduler.check_room(request, held=len(self._held), held_tokens=tokens)
+        self.scheduler.check_room(request, num_paused=len(self._held), num_paused_tokens=tokens)
         self._held[request.request_id] = request
         self._moved = True
 

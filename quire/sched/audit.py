@@ -64,11 +64,11 @@ def _check_pool(pool: BlockPool, running: list[Request], pinned: list[int]) -> N
     assert not any(holders[block] for block in free), "a held block is free"
     assert all(pool.names[block] is None for block in pool.blank), "a named block lies among the blank"
     assert all(pool.names[block] is not None for block in pool.cached), "a block without a name lies among the cached"
-    found = {block: (name, group) for group, named in enumerate(pool.named) for name, block in named.items()}
-    assert len(found) == sum(map(len, pool.named)), "a block has two names"
+    mapped = {block: (name, group) for group, named in enumerate(pool.named) for name, block in named.items()}
+    assert len(mapped) == sum(map(len, pool.named)), "a block has two names"
     known = {b: (name, pool.homes[b]) for b, name in enumerate(pool.names) if name is not None}
-    assert found == known, "names and the maps that find them differ"
+    assert mapped == known, "names and the maps that find them differ"
 
 
-def _differences(counted: list[int], kept: list[int]) -> dict[int, tuple[int, int]]:
-    return {block: pair for block, pair in enumerate(zip(counted, kept, strict=True)) if pair[0] != pair[1]}
+def _differences(counted: list[int], recorded: list[int]) -> dict[int, tuple[int, int]]:
+    return {block: pair for block, pair in enumerate(zip(counted, recorded, strict=True)) if pair[0] != pair[1]}

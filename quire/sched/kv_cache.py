@@ -129,12 +129,12 @@ class KVCache:
 
     def join(self, request: Request, hit: Hit) -> None:
         """Start from the hit; its blocks are now held."""
-        held = request.held
-        held.tables = hit.rows
+        holding = request.held
+        holding.tables = hit.rows
         for row in hit.rows:
             self.pool.share(row)
-        held.num_named = [hit.length // policy.block_size for policy in self.policies]
-        held.num_given_back = [policy.first_needed(hit.length) for policy in self.policies]
+        holding.num_named = [hit.length // policy.block_size for policy in self.policies]
+        holding.num_given_back = [policy.first_needed(hit.length) for policy in self.policies]
         request.computed = request.planned = hit.length
         self._set_marks(request)
 
@@ -158,20 +158,20 @@ class KVCache:
         """Let others find every full block whose tokens are known and granted."""
         if not self.caching:
             return
-        held, tokens = request.held, request.tokens
+        holding, tokens = request.held, request.tokens
         known = min(request.planned, len(tokens))
-        if len(held.hashes) < known // self.unit:
-            self.hasher.extend(held.hashes, tokens, known, request.given)
+        if len(holding.hashes) < known // self.unit:
+            self.hasher.extend(holding.hashes, tokens, known, request.given)
         for group, size in self.growing:
-            first, last = held.num_named[group], known // size
+            first, last = holding.num_named[group], known // size
             if last <= first:
                 continue
-            held.num_named[group] = last
-            step, table, named = size // self.unit, held.tables[group], self.pool.name
+            holding.num_named[group] = last
+            step, table, named = size // self.unit, holding.tables[group], self.pool.name
             new = [
                 index
                 for index in range(first, last)
-                if table[index] >= 0 and named(group, table[index], held.hashes[(index + 1) * step - 1])
+                if table[index] >= 0 and named(group, table[index], holding.hashes[(index + 1) * step - 1])
             ]
             if self.pool.events is not None:
                 self.record(request, group, new)
@@ -179,14 +179,14 @@ class KVCache:
     def commit(self, request: Request) -> None:
         """After results: name what is full, give back what no later query reads."""
         self.name(request)
-        held = request.held
+        holding = request.held
         for group in self.tails:
-            first, table = held.num_given_back[group], held.tables[group]
+            first, table = holding.num_given_back[group], holding.tables[group]
             last = min(self.policies[group].first_needed(request.computed), len(table))
             if last > first:
                 self.pool.drop(table[first:last])
                 table[first:last] = [-1] * (last - first)
-                held.num_given_back[group] = last
+                holding.num_given_back[group] = last
         self._set_marks(request)
 
     def release(self, request: Request, *, spoilt: bool = False) -> None:
@@ -199,8 +199,8 @@ class KVCache:
 
     def check_idle(self) -> None:
         """No request is left, so no block may be held."""
-        held = self.pool.num_blocks - self.pool.num_free - len(set(self.moves.pinned))
-        assert not held, f"{held} blocks are held by no request"
+        leaked = self.pool.num_blocks - self.pool.num_free - len(set(self.moves.pinned))
+        assert not leaked, f"{leaked} blocks are held by no request"
 
     def _set_marks(self, request: Request) -> None:
         idle = not self.caching and not self.tails
@@ -217,7 +217,7 @@ class KVCache:
     def record(self, request: Request, group: int, indices: list[int]) -> None:
         """One event per run of consecutive new names."""
         assert self.pool.events is not None
-        size, hashes, given = self.policies[group].block_size, request.held.hashes, request.given
+        size, hashes, source = self.policies[group].block_size, request.held.hashes, request.given
         step = size // self.unit
         while indices:
             run = 1
@@ -229,9 +229,9 @@ class KVCache:
                 parent_block_hash=hashes[first * step - 1] if first else None,
                 token_ids=request.tokens[first * size : last * size],
                 block_size=size,
-                lora_id=given.lora_id or None,
+                lora_id=source.lora_id or None,
                 medium=MEDIUM_GPU,
-                lora_name=given.lora_name,
+                lora_name=source.lora_name,
                 group=group,
             )
             self.pool.events.append(stored)

@@ -181,10 +181,10 @@ def _equal_pages(specs: Sequence[KVSpec]) -> list[KVSpec]:
 
 def _classes(specs: Sequence[KVSpec]) -> list[Class]:
     """Layers that may share a table, in the order the model names them."""
-    found: dict[tuple[KVKind, int, int], Class] = {}
+    classes: dict[tuple[KVKind, int, int], Class] = {}
     for spec in specs:
-        found.setdefault((spec.kind, spec.window, spec.block_size), []).append(spec)
-    return list(found.values())
+        classes.setdefault((spec.kind, spec.window, spec.block_size), []).append(spec)
+    return list(classes.values())
 
 
 def _group_size(classes: list[Class], length: int, chunk: int) -> int:
@@ -204,15 +204,15 @@ def _group_size(classes: list[Class], length: int, chunk: int) -> int:
 
 
 def _too_small(
-    layout: KVLayout, need: int, free_bytes: int, asked: int | None, max_model_len: int, chunk: int | None
+    layout: KVLayout, need: int, free_bytes: int, override: int | None, max_model_len: int, chunk: int | None
 ) -> ConfigError:
     block_bytes = layout.page_bytes * len(layout.slots)
     low, high = 1, max_model_len  # low fits (or is nothing), high does not
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if blocks_needed(layout, middle, chunk) <= layout.num_blocks else (low, middle)
-    if asked is not None:
-        there, more = f"num_gpu_blocks_override={asked}", "raise num_gpu_blocks_override"
+    if override is not None:
+        there, more = f"num_gpu_blocks_override={override}", "raise num_gpu_blocks_override"
     else:
         there = f"{max(0, free_bytes) / GIB:.3f} GiB hold {layout.num_blocks} blocks of {block_bytes} bytes"
         more = "raise gpu_memory_utilization or kv_cache_memory_bytes (on CPU also QUIRE_CPU_KVCACHE_SPACE)"

@@ -27,7 +27,7 @@ class KVPolicy(Protocol):
     def first_needed(self, computed: int) -> int:
         """Index of the first block that a query at `computed` or later may read."""
 
-    def longest(self, names: Sequence[bytes], found: dict[bytes, int], most: int) -> int:
+    def longest(self, names: Sequence[bytes], blocks_by_name: dict[bytes, int], most: int) -> int:
         """The largest n <= most such that n blocks can be reused. names[i] is the hash at the end of block i."""
 
     def peak(self, tokens: int, chunk: int) -> int:
@@ -41,9 +41,9 @@ class Full:
     def first_needed(self, computed: int) -> int:
         return 0
 
-    def longest(self, names: Sequence[bytes], found: dict[bytes, int], most: int) -> int:
+    def longest(self, names: Sequence[bytes], blocks_by_name: dict[bytes, int], most: int) -> int:
         for first in range(0, most, 64):
-            blocks = [*map(found.get, names[first : min(first + 64, most)])]
+            blocks = [*map(blocks_by_name.get, names[first : min(first + 64, most)])]
             if None in blocks:
                 return first + blocks.index(None)
         return most
@@ -61,12 +61,12 @@ class Window:
     def first_needed(self, computed: int) -> int:
         return max(0, computed - self.window + 1) // self.block_size
 
-    def longest(self, names: Sequence[bytes], found: dict[bytes, int], most: int) -> int:
+    def longest(self, names: Sequence[bytes], blocks_by_name: dict[bytes, int], most: int) -> int:
         """Walk down from the end. A missing block rules out every length that still needs it, so jump below it."""
         end = index = most
         while index > self.first_needed(end * self.block_size):
             index -= 1
-            if names[index] not in found:
+            if names[index] not in blocks_by_name:
                 end = index
         return end
 
@@ -100,7 +100,7 @@ class Cross:
     def first_needed(self, computed: int) -> int:
         return 0
 
-    def longest(self, names: Sequence[bytes], found: dict[bytes, int], most: int) -> int:
+    def longest(self, names: Sequence[bytes], blocks_by_name: dict[bytes, int], most: int) -> int:
         return most
 
     def peak(self, tokens: int, chunk: int) -> int:

@@ -109,12 +109,12 @@ class Planner:
         gates, running, kv = self.gates, self.running.items, self.kv
         before, shut, reserved = len(running), False, 0
         singles = self._singles()
-        single = 0  # of these, granted without asking; the gates have not been told yet
+        single = 0  # of these, granted without asking; not yet reported to the gates
         for request in running:  # which may shrink from its end
             count = request.target - request.planned
             if count <= 0:
                 continue
-            if asked := count > 1 or single >= singles:
+            if gated := count > 1 or single >= singles:
                 for gate in gates:
                     gate.take_singles(single)
                 singles, single = self._singles(), 0
@@ -132,7 +132,7 @@ class Planner:
                     shut = True
                     continue
                 new_blocks = kv.grow(request, upto)
-            if asked:
+            if gated:
                 for gate in gates:
                     gate.take(request, count)
                 singles = self._singles()

@@ -40,14 +40,14 @@ class BlockHasher:
         self.cbor = algorithm.endswith("_cbor")
         self.pack = struct.Struct(f"<{block_size}I").pack
 
-    def extend(self, hashes: list[bytes], tokens: Sequence[int], upto: int, given: EngineRequest) -> None:
+    def extend(self, hashes: list[bytes], tokens: Sequence[int], upto: int, request: EngineRequest) -> None:
         """Add the hashes of all blocks that end at or before position `upto`."""
         size, first, digest, pack = self.block_size, len(hashes), self.digest, self.pack
         parent = hashes[-1] if hashes else self.root
         for index in range(first, upto // size):
             start = index * size
             block = tokens[start : start + size]
-            extra = extra_keys(given, start, size) if given.media_keys or not index else []
+            extra = extra_keys(request, start, size) if request.media_keys or not index else []
             if self.cbor:
                 parent = digest(_block_cbor(parent, block, extra))
             else:
@@ -55,19 +55,19 @@ class BlockHasher:
             hashes.append(parent)
 
 
-def extra_keys(given: EngineRequest, start: int, size: int) -> list[Extra]:
+def extra_keys(request: EngineRequest, start: int, size: int) -> list[Extra]:
     """What must agree besides the tokens, for the block of positions [start, start + size)."""
-    found: list[Extra] = []
+    keys: list[Extra] = []
     if start == 0:
-        if given.cache_salt is not None:
-            found.append(("s", given.cache_salt, 0))
-        if given.lora_id or given.lora_name is not None:
-            name = given.lora_name if given.lora_name is not None else f"#{given.lora_id}"
-            found.append(("l", name, given.lora_generation))
-    for position, length, key in given.media_keys:
+        if request.cache_salt is not None:
+            keys.append(("s", request.cache_salt, 0))
+        if request.lora_id or request.lora_name is not None:
+            name = request.lora_name if request.lora_name is not None else f"#{request.lora_id}"
+            keys.append(("l", name, request.lora_generation))
+    for position, length, key in request.media_keys:
         if position < start + size and start < position + length:
-            found.append(("m", key, position - start))
-    return found
+            keys.append(("m", key, position - start))
+    return keys
 
 
 def _digest(algorithm: str) -> Digest:
@@ -77,10 +77,10 @@ def _digest(algorithm: str) -> Digest:
         return lambda data: blake2b(data, digest_size=16).digest()
     if algorithm in ("xxhash", "xxhash_cbor"):
         try:
-            found: Digest = load("xxhash:xxh3_128_digest")
+            digest: Digest = load("xxhash:xxh3_128_digest")
         except ImportError:
             raise MissingExtraError(f"prefix_caching_hash_algo={algorithm!r}", "xxhash", "xxhash") from None
-        return found
+        return digest
     raise ConfigError(
         f"prefix_caching_hash_algo={algorithm!r} is unknown; choose one of {', '.join(ALGORITHMS)}",
         param="prefix_caching_hash_algo",

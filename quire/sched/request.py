@@ -40,20 +40,20 @@ class Request:
         "rank", "reach", "repetition", "room", "running", "stops", "target", "tenant", "times", "tokens", "watch_from",
     )  # fmt: skip
 
-    def __init__(self, given: EngineRequest, *, limit: int, queued: float, num_drafts: int = 0) -> None:
-        self.given, self.id, self.params = given, given.request_id, sampling_of(given.params)
-        self.tokens: list[int] = list(given.prompt_token_ids)
+    def __init__(self, source: EngineRequest, *, limit: int, queued: float, num_drafts: int = 0) -> None:
+        self.given, self.id, self.params = source, source.request_id, sampling_of(source.params)
+        self.tokens: list[int] = list(source.prompt_token_ids)
         self.num_prompt = len(self.tokens)
         self.limit = limit  # tokens in all, prompt included, at which it ends
         self.last = limit - 1  # tokens to compute at most
         self.num_drafts = num_drafts  # that a step may check, once a token was sampled to draft from
         self.reach = num_drafts + 1  # tokens that a grant may bring
-        eos = () if given.eos_token_id is None or self.params.ignore_eos else (given.eos_token_id,)
+        eos = () if source.eos_token_id is None or self.params.ignore_eos else (source.eos_token_id,)
         self.stops = frozenset((*eos, *self.params.stop_token_ids))  # every token that may end the text
         rule = self.params.repetition_detection
         self.repetition = None if rule is None else Repetition(rule, start=self.num_prompt)
         self.watch_from = limit if rule is None else 0  # length from which any token may end
-        self.tenant = given.tenant
+        self.tenant = source.tenant
         self.order: tuple[float, ...] = ()
         self.rank = 0.0  # lower ones go first, whose ever they are; equal unless the policy knows priorities
         self.running = False
@@ -106,15 +106,15 @@ class Request:
         self.target = min(self.end + self.num_drafts, self.last)
 
     def row(self) -> NewRow:
-        given = self.given
+        source = self.given
         fresh = len(self.tokens) == self.num_prompt
         return NewRow(
             request_id=self.id,
             epoch=self.epoch,
-            token_ids=given.prompt_token_ids if fresh else tuple(self.tokens),
+            token_ids=source.prompt_token_ids if fresh else tuple(self.tokens),
             num_prompt_tokens=self.num_prompt,
-            params=given.params,
-            seed=given.seed,
+            params=source.params,
+            seed=source.seed,
             stop_token_ids=tuple(sorted(self.stops)),
             blocks=tuple(tuple(table) for table in self.held.tables),
             lora_id=0 if self.adapter is None else self.adapter.slot,

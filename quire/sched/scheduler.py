@@ -106,15 +106,15 @@ class Scheduler:
         self.requests[new.id] = new
         self.planner.waiting.add(new)
 
-    def check_room(self, request: EngineRequest, *, held: int = 0, held_tokens: int = 0) -> None:
-        """OverloadedError if too much waits already. `held`: what waits elsewhere, because the engine is paused."""
-        settings, queued = self.settings, self.num_waiting + held
+    def check_room(self, request: EngineRequest, *, num_paused: int = 0, num_paused_tokens: int = 0) -> None:
+        """OverloadedError if too much waits already. `num_paused`: what waits elsewhere, as the engine is paused."""
+        settings, queued = self.settings, self.num_waiting + num_paused
         if settings.max_num_queued is not None and queued >= settings.max_num_queued:
             raise OverloadedError(
                 f"{queued} requests are waiting and max_num_queued_reqs={settings.max_num_queued}; try again later",
                 limit="max_num_queued_reqs",
             )
-        tokens, limit = self.planner.waiting.num_tokens + held_tokens, settings.max_num_queued_tokens
+        tokens, limit = self.planner.waiting.num_tokens + num_paused_tokens, settings.max_num_queued_tokens
         if limit is not None and queued and tokens + len(request.prompt_token_ids) > limit:
             raise OverloadedError(
                 f"{tokens} prompt tokens are waiting, this request has {len(request.prompt_token_ids)}, and "
@@ -124,8 +124,8 @@ class Scheduler:
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[EngineOutput]:
         """End these now; ids that are unknown (or just finished) are ignored."""
-        found = [request for name in request_ids if (request := self.requests.get(name)) is not None]
-        return [self._finish(request, Ending(reason)) for request in dict.fromkeys(found)]
+        aborted = [request for name in request_ids if (request := self.requests.get(name)) is not None]
+        return [self._finish(request, Ending(reason)) for request in dict.fromkeys(aborted)]
 
     def hold(self, request_id: str, reason: Hold) -> None:
         """Do not let it join before this reason, and every other it is held for, was released."""
@@ -285,7 +285,7 @@ class Scheduler:
         return msgspec.structs.replace(self._finish(request, Ending(FinishReason.STOP)), pooled=pooled)
 
     def _lose(self, request: Request, reason: str) -> EngineOutput:
-        """A worker gave it up. What left no token to choose was asked for."""
+        """A worker gave it up. That no token was left to choose is due to what the request asked for."""
         last = self._finish(request, Ending(FinishReason.ERROR), error=reason)
         return msgspec.structs.replace(last, error_kind=InputError.__name__) if reason == FORBIDS_ALL else last
 
@@ -368,15 +368,15 @@ class Scheduler:
 
 
 def _logprobs(
-    result: StepResult, index: int, grant: Grant, request: Request, kept: int
+    result: StepResult, index: int, grant: Grant, request: Request, num_tokens: int
 ) -> tuple[LogprobRows | None, LogprobRows | None]:
     """The log probabilities of the tokens kept, and of prompt positions that have not gone out before.
 
     A grant's prompt rows begin at position start + 1: a position's hidden state scores the token after it.
     """
     rows = result.logprobs[index] if result.logprobs is not None else None
-    if rows is not None and kept < len(rows.ranks):
-        rows = cut_rows(rows, 0, kept)
+    if rows is not None and num_tokens < len(rows.ranks):
+        rows = cut_rows(rows, 0, num_tokens)
     prompt = result.prompt_logprobs.get(request.id)
     if prompt is not None:
         seen, upto = request.num_prompt_logprobs, grant.start + len(prompt.ranks)

@@ -1,4 +1,4 @@
-"""What the scheduler was asked to do, as one small frozen record made from the engine's configuration.
+"""The options of the scheduler, as one small frozen record made from the engine's configuration.
 
 Owns: which options scheduling reads, and the combinations that could never make progress.
 Must not know: where an option came from, or any option of another room.
@@ -79,26 +79,26 @@ class SchedulerSettings:
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, max_model_len: int, depth: int) -> SchedulerSettings:
-        asked, cache, events = config.scheduler_config, config.cache_config, config.kv_events_config
+        options, cache, events = config.scheduler_config, config.cache_config, config.kv_events_config
         lora = config.lora_config
         on_cpu = config.device_config.device == "cpu"
         return cls(
             max_model_len=max_model_len,
-            max_num_batched_tokens=asked.max_num_batched_tokens,
-            max_num_seqs=asked.max_num_seqs,
-            policy=asked.policy,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_seqs=options.max_num_seqs,
+            policy=options.policy,
             depth=depth,
-            chunked_prefill=asked.enable_chunked_prefill,
-            long_prefill_threshold=asked.long_prefill_token_threshold if asked.enable_chunked_prefill else 0,
-            max_partial_prefills=asked.max_num_partial_prefills,
-            max_long_partial_prefills=asked.max_long_partial_prefills,
-            latency_goal=asked.inter_token_latency_goal_ms / 1000,
+            chunked_prefill=options.enable_chunked_prefill,
+            long_prefill_threshold=options.long_prefill_token_threshold if options.enable_chunked_prefill else 0,
+            max_partial_prefills=options.max_num_partial_prefills,
+            max_long_partial_prefills=options.max_long_partial_prefills,
+            latency_goal=options.inter_token_latency_goal_ms / 1000,
             latency_tokens=_CPU_TOKENS if on_cpu else cls.latency_tokens,
             latency_deep=0 if on_cpu else cls.latency_deep,
-            reserve_full_prompt=asked.scheduler_reserve_full_isl,
-            watermark=asked.watermark,
-            max_num_queued=asked.max_num_queued_reqs or None,
-            max_num_queued_tokens=asked.max_num_queued_tokens or None,
+            reserve_full_prompt=options.scheduler_reserve_full_isl,
+            watermark=options.watermark,
+            max_num_queued=options.max_num_queued_reqs or None,
+            max_num_queued_tokens=options.max_num_queued_tokens or None,
             prefix_caching=cache.enable_prefix_caching,
             hash_algorithm=cache.prefix_caching_hash_algo,
             hash_seed=_hash_seed(),
