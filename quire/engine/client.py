@@ -241,7 +241,7 @@ class InProcessClient:
         try:
             loop.run(self._inbox, emit)
             error = EngineDeadError(CLOSED)
-        except Exception as failed:  # noqa: BLE001  # the root of the engine's thread: whatever ended it is what every caller is told
+        except Exception as failed:  # noqa: BLE001  # the root of the engine's thread: every caller gets what ended it
             error = self._die(failed)
         self._calls.fail(error)
         sink.died(error)
@@ -264,17 +264,17 @@ def held_interrupt() -> Iterator[None]:
     if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield
         return
-    held: list[int] = []
+    pending: list[int] = []
 
     def hold(number: int, frame: FrameType | None) -> None:
-        if held:
+        if pending:
             raise KeyboardInterrupt
-        held.append(number)
+        pending.append(number)
 
     signal.signal(signal.SIGINT, hold)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-    if held:
+    if pending:
         raise KeyboardInterrupt

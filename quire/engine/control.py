@@ -94,15 +94,15 @@ def _save_sharded_state(
 
 def _abort_requests(loop: EngineLoop, patterns: list[str] | None = None) -> int:
     """Of ids as callers know them, which the engine's own names continue after the last #; None: all."""
-    wanted = None if patterns is None else re.compile("|".join(f"(?:{one})" for one in patterns) or r"(?!)")
-    found = [name for name in loop.live_ids() if wanted is None or wanted.fullmatch(name.rpartition("#")[0])]
-    loop.abort(found)
-    return len(found)
+    pattern = None if patterns is None else re.compile("|".join(f"(?:{one})" for one in patterns) or r"(?!)")
+    matches = [name for name in loop.live_ids() if pattern is None or pattern.fullmatch(name.rpartition("#")[0])]
+    loop.abort(matches)
+    return len(matches)
 
 
 def _stats(loop: EngineLoop) -> dict[str, Any]:
-    found: dict[str, Any] = {} if loop.last_stats is None else msgspec.to_builtins(loop.last_stats)
-    return found
+    stats: dict[str, Any] = {} if loop.last_stats is None else msgspec.to_builtins(loop.last_stats)
+    return stats
 
 
 def _refuse(feature: str) -> Callable[..., Any]:
@@ -129,9 +129,9 @@ def _remove_lora(loop: EngineLoop, lora_id: int) -> bool:
 VERBS: dict[str, Verb] = {
     "reset_prefix_cache": Verb(VerbScope.ENGINE, _reset_prefix_cache, "Forget every cached prefix; True if all went."),
     "pause": Verb(VerbScope.ENGINE, _pause, "Hold new requests; abort or finish those in flight."),
-    "resume": Verb(VerbScope.ENGINE, lambda loop: loop.resume(), "Take up the held requests."),
+    "resume": Verb(VerbScope.ENGINE, lambda loop: loop.resume(), "Take up the deferred requests."),
     "abort_requests": Verb(VerbScope.ENGINE, _abort_requests, "End requests whose ids match, or all; how many."),
-    "is_paused": Verb(VerbScope.ENGINE, lambda loop: loop.paused, "Whether new requests are held."),
+    "is_paused": Verb(VerbScope.ENGINE, lambda loop: loop.paused, "Whether new requests are deferred."),
     "check_health": Verb(VerbScope.ENGINE, lambda loop: None, "Answers if the loop turns."),
     "stats": Verb(VerbScope.ENGINE, _stats, "The last step's numbers."),
     "reset_mm_cache": Verb(VerbScope.ENGINE, lambda loop: None, "Forget cached media; there are none without media."),

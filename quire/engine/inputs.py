@@ -66,7 +66,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     tenant: int = 0  # whose request it is (EngineRequest)
     arrival: float | None = None  # wall clock; now, if not given
     seed: int | None = None  # drawn beforehand with `draw_seed`, so that order of arrival decides it
-    any_logprobs: bool = False  # asked by Quire itself (beam search): max_logprobs does not apply
+    any_logprobs: bool = False  # set by Quire itself (beam search): max_logprobs does not apply
     stream_interval: int | None = None
     continues: bool = False  # the prompt ends within an answer, which is gone on with
     thinking: bool | None = None  # False: the request switched thinking off, which a prompt need not show
@@ -109,7 +109,7 @@ class InputProcessor:
     def process(
         self,
         request_id: str,
-        given: object,
+        source: object,
         params: SamplingParams | ResolvedParams | PoolingParams,
         options: Options | None = None,
     ) -> PreparedRequest:
@@ -117,7 +117,7 @@ class InputProcessor:
         options = options or Options()
         if not isinstance(request_id, str) or not _is_text(request_id):
             raise InputError(f"request_id must be a non-empty string, got {request_id!r}", param="request_id")
-        prompt = given if isinstance(given, Prompt) else Prompt.of(given)
+        prompt = source if isinstance(source, Prompt) else Prompt.of(source)
         _refuse_unbuilt(prompt, options)
         self._check_options(options)
         if isinstance(params, PoolingParams):
@@ -394,8 +394,8 @@ class InputProcessor:
         return None
 
     def _grammar(self, params: SamplingParams) -> GrammarSpec | None:
-        given = params.structured_outputs
-        if given is None:
+        constraint = params.structured_outputs
+        if constraint is None:
             return None
         if self.tokenizer is None:
             raise InputError(
@@ -403,23 +403,23 @@ class InputProcessor:
             )
         from quire.grammar.request import make_spec  # lazy
 
-        spec: GrammarSpec = make_spec(given, self._structured)
+        spec: GrammarSpec = make_spec(constraint, self._structured)
         return spec
 
-    def _check_logprobs(self, name: str, asked: int | None) -> None:
-        if asked is None:
+    def _check_logprobs(self, name: str, value: int | None) -> None:
+        if value is None:
             return
         limit = self._model.max_logprobs
         limit = self.vocab_size if limit == -1 else limit
-        if asked == -1 and limit >= self.vocab_size:
+        if value == -1 and limit >= self.vocab_size:
             return
-        count = self.vocab_size if asked == -1 else asked
+        count = self.vocab_size if value == -1 else value
         if count > limit:
-            shown = f"-1 (all {count})" if asked == -1 else str(count)
-            raise InputError(f"{name} is {shown}, which is more than max_logprobs ({limit})", param=name, value=asked)
+            shown = f"-1 (all {count})" if value == -1 else str(count)
+            raise InputError(f"{name} is {shown}, which is more than max_logprobs ({limit})", param=name, value=value)
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """As a word is written at the start of a text and after a space; without words, the ids that were given."""
+        """As a word is written at the start of a text and after a space; without words, the ids as passed."""
         if not params.bad_words:
             words = tuple(tuple(word) for word in params.bad_words_token_ids or () if word)
             for word_ids in words:
@@ -427,13 +427,13 @@ class InputProcessor:
             return words
         if self.tokenizer is None:
             raise InputError("bad_words need a tokenizer, and skip_tokenizer_init=True", param="bad_words")
-        found: dict[tuple[int, ...], None] = {}
+        encoded: dict[tuple[int, ...], None] = {}
         for word in dict.fromkeys(word.lstrip() for word in params.bad_words):
             for form in (word, f" {word}"):
-                found[tuple(self.tokenizer.encode(form, add_special_tokens=False))] = None
-        for word_ids in found:
+                encoded[tuple(self.tokenizer.encode(form, add_special_tokens=False))] = None
+        for word_ids in encoded:
             self._check_ids("bad_words", word_ids, param="bad_words")
-        return tuple(word_ids for word_ids in found if word_ids)
+        return tuple(word_ids for word_ids in encoded if word_ids)
 
     def _check_options(self, options: Options) -> None:
         priority, rank = options.priority, options.data_parallel_rank
@@ -469,13 +469,13 @@ def check_context(
     if total <= limit:
         return
     is_prompt = num_prompt >= limit
-    asked = f"{name}={num_output}" if num_output > 1 else "at least one output token is needed"
-    wrong = f"{asked} cannot be greater than max_model_len={limit}"
+    need = f"{name}={num_output}" if num_output > 1 else "at least one output token is needed"
+    wrong = f"{need} cannot be greater than max_model_len={limit}"
     if num_prompt:
         known = prompt or f"the prompt has {num_prompt} input tokens"
         wrong = (
             f"The request is longer than the maximum model length. This model's maximum context length is {limit} "
-            f"tokens (max_model_len={limit}); however, {known} and {asked}, {total} in all"
+            f"tokens (max_model_len={limit}); however, {known} and {need}, {total} in all"
         )
     advice = "shorten the prompt or request" if num_prompt else "request"
     raise InputError(
@@ -485,16 +485,16 @@ def check_context(
     )
 
 
-def _is_text(given: str) -> bool:
+def _is_text(text: str) -> bool:
     """Not empty, and able to travel: no lone surrogates."""
     try:
-        return bool(given.encode())
+        return bool(text.encode())
     except UnicodeEncodeError:
         return False
 
 
 def default_params(config: EngineConfig) -> SamplingParams:
-    """What a request without parameters gets: the model's generation config, as far as it was asked for."""
+    """What a request without parameters gets: the model's generation config, as far as generation_config selects it."""
     return SamplingParams(**config.model_config.default_sampling)
 
 
@@ -516,5 +516,5 @@ def _processors(names: Sequence[str]) -> list[Any]:
         return []
     from quire.sampling.processors import load_classes  # lazy
 
-    found: list[Any] = load_classes(names)
-    return found
+    classes: list[Any] = load_classes(names)
+    return classes

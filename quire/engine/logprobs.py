@@ -58,12 +58,12 @@ class LogprobList:
             self._dicts.append(position)
 
     def _position(self, token_ids: list[int], logprobs: list[float], rank: int) -> LogprobsOnePosition:
-        found = {token_ids[0]: Logprob(logprobs[0], rank, self._text(token_ids[0]))}
+        position = {token_ids[0]: Logprob(logprobs[0], rank, self._text(token_ids[0]))}
         num_ranked = len(token_ids) if self._num_ranked == -1 else self._num_ranked
         for place, (token_id, logprob) in enumerate(zip(token_ids[1:], logprobs[1:], strict=True), start=1):
-            if token_id not in found:
-                found[token_id] = Logprob(logprob, place if place <= num_ranked else None, self._text(token_id))
-        return found
+            if token_id not in position:
+                position[token_id] = Logprob(logprob, place if place <= num_ranked else None, self._text(token_id))
+        return position
 
     def _text(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.token_text(token_id)

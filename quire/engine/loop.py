@@ -63,17 +63,17 @@ class EngineLoop:
         self.scheduler = scheduler
         self.ahead = scheduler.settings.depth - 1  # steps under way while the next is planned
         self.masks = masks  # None: no request may have a grammar
-        self._constrained: set[str] = set()  # requests that masks know; without any, masks are not asked
-        self.kv_events = kv_events  # None: nobody is told
+        self._constrained: set[str] = set()  # requests that masks know; without any, masks are not consulted
+        self.kv_events = kv_events  # None: not published
         self.adapters = adapters  # None: no request may have one
         self.paused = False
         self.pulse = pulse  # None: nobody watches
         self._flying: deque[tuple[StepPlan, PendingResult]] = deque()
         self._times_steps = scheduler.settings.latency_goal > 0  # nobody else needs it but `run`
-        self._began = 0.0  # when the device began the oldest step under way, as far as can be told
+        self._began = 0.0  # when the device began the oldest step under way, as far as is known
         self._leads = Lead(), Lead()  # of decodes, and of steps with prompts
-        self._live: set[str] = set()  # requests whose end has not been said
-        self._held: dict[str, EngineRequest] = {}  # came in while paused
+        self._live: set[str] = set()  # requests whose end has not been reported
+        self._deferred: dict[str, EngineRequest] = {}  # came in while paused
         self._news: list[EngineOutput] = []
         self._waiting: list[tuple[int, Later]] = []  # verbs whose answer must wait
         self._replies: list[ControlReply] = []
@@ -132,24 +132,24 @@ class EngineLoop:
         self._tell([msgspec.structs.replace(output, error_kind=kind_of(error)) for output in outputs])
 
     def _hold(self, request: EngineRequest) -> None:
-        tokens = sum(len(held.prompt_token_ids) for held in self._held.values())
-        self.scheduler.check_room(request, num_paused=len(self._held), num_paused_tokens=tokens)
-        self._held[request.request_id] = request
+        tokens = sum(len(one.prompt_token_ids) for one in self._deferred.values())
+        self.scheduler.check_room(request, num_paused=len(self._deferred), num_paused_tokens=tokens)
+        self._deferred[request.request_id] = request
         self._moved = True
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        given = list(request_ids)
+        ids = list(request_ids)
         self._moved = True
-        for request_id in given:
-            if self._held.pop(request_id, None):
+        for request_id in ids:
+            if self._deferred.pop(request_id, None):
                 self._news.append(
                     EngineOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ABORT)
                 )
-        self._tell(self.scheduler.abort(given))
+        self._tell(self.scheduler.abort(ids))
 
     def live_ids(self) -> list[str]:
-        """Requests whose end has not been said, held ones included."""
-        return [*self._live, *self._held]
+        """Requests whose end has not been reported, deferred ones included."""
+        return [*self._live, *self._deferred]
 
     def call(self, call: ControlCall) -> ControlReply | None:
         """Run a verb, between steps. None: the answer comes later, through `take_replies`."""
@@ -239,8 +239,8 @@ class EngineLoop:
         if stats is None and self._moved:
             stats = self.last_stats = self.scheduler.stats()
         self._moved = False
-        if stats is not None and self._held:
-            stats = msgspec.structs.replace(stats, deferred=len(self._held))
+        if stats is not None and self._deferred:
+            stats = msgspec.structs.replace(stats, deferred=len(self._deferred))
         return stats
 
     def _tell(self, outputs: list[EngineOutput]) -> None:
@@ -322,8 +322,8 @@ class EngineLoop:
     def resume(self) -> None:
         self.paused = False
         self._moved = True
-        held, self._held = self._held, {}
-        for request in held.values():
+        deferred, self._deferred = self._deferred, {}
+        for request in deferred.values():
             self.submit(request)
 
     def _answer_waiting(self) -> None:
@@ -349,7 +349,7 @@ class EngineLoop:
                 emit(reply)
 
     def _drain(self, inbox: queue.SimpleQueue[ToEngine], emit: Callable[[FromEngine], None]) -> bool:
-        """Handle what came in; waits when there is nothing else to do. False: asked to stop."""
+        """Handle what came in; waits when there is nothing else to do. False: it must stop."""
         block = not self.busy
         while block or not inbox.empty():
             message = inbox.get()
@@ -362,7 +362,7 @@ class EngineLoop:
         return True
 
     def _linger(self, inbox: queue.SimpleQueue[ToEngine], emit: Callable[[FromEngine], None]) -> bool:
-        """Take what comes in until the device is about to want its next step. False: asked to stop."""
+        """Take what comes in until the device is about to want its next step. False: it must stop."""
         while self._flying:
             tokens = self._flying[0][0].total_tokens
             lead = self._leads[self.scheduler.num_waiting > 0]
@@ -378,7 +378,7 @@ class EngineLoop:
         return True
 
     def _take(self, message: ToEngine, emit: Callable[[FromEngine], None]) -> bool:
-        """Handle what came in; False: asked to stop."""
+        """Handle what came in; False: it must stop."""
         if isinstance(message, Stop):
             return False
         if isinstance(message, EngineRequest):

@@ -79,26 +79,26 @@ class _Words:
 
     @cached_property
     def _marks(self) -> tuple[ReasoningFormat, Marks] | None:
-        """None: thoughts of this family have no end that could be told."""
-        options, said = self._config.structured_outputs_config, self._config.reasoning_config
+        """None: thoughts of this family have no recognizable end."""
+        options, reasoning = self._config.structured_outputs_config, self._config.reasoning_config
         tokenizer = self._tokenizer
         from quire.text.parse.choose import ParserChoice  # lazy
 
         chosen: ParserChoice = ParserChoice.of(
             tokenizer, reasoning=options.reasoning_parser, reasoning_plugin=options.reasoning_parser_plugin
         )
-        if chosen.reasoning is None and said is not None:
+        if chosen.reasoning is None and reasoning is not None:
             from quire.text.parse.reasoning import ReasoningFormat  # lazy
 
-            own = ReasoningFormat((said.reasoning_start_str,), (said.reasoning_end_str,))
+            own = ReasoningFormat((reasoning.reasoning_start_str,), (reasoning.reasoning_end_str,))
             chosen = replace(chosen, reasoning=own)
         form, tags = chosen.reasoning_format(), chosen.reasoning_tokens()
         if form is None or tags is None:
             return None
         forced, ends = tags.forced, tags.ends
-        if said is not None and said.reasoning_end_str:
-            forced = tuple(tokenizer.encode(said.reasoning_end_str, add_special_tokens=False))
-            ends = (*ends, said.reasoning_end_str.strip())
+        if reasoning is not None and reasoning.reasoning_end_str:
+            forced = tuple(tokenizer.encode(reasoning.reasoning_end_str, add_special_tokens=False))
+            ends = (*ends, reasoning.reasoning_end_str.strip())
         starts = tuple(tag.encode() for tag in tags.starts)
         return form, Marks(
             starts, tuple(tag.encode() for tag in ends), tags.start, forced, self.text_of, tags.first, tags.may_stop
@@ -127,10 +127,10 @@ class _Words:
         waits = spec is not None and not spec.in_thought
         bound = waits and not self._config.structured_outputs_config.enable_in_reasoning
         budget = request.sampling.thinking_token_budget
-        found = self.marks() if bound or budget is not None else None
-        if found is None:
+        form_and_marks = self.marks() if bound or budget is not None else None
+        if form_and_marks is None:
             return None
-        form, marks = found
+        form, marks = form_and_marks
         tail = request.prompt_token_ids[-(_CONTINUED if request.continues else _TAIL) :]
         prompt = self.tokenizer().decode(tail).rstrip()
         inside = form.harmony or form.begins_inside(prompt, continues=request.continues, thinking=request.thinking)

@@ -85,10 +85,10 @@ class OutputProcessor:
         touched: dict[str, _Open] = {}
         current = time.time()
         for output in outputs:
-            found = self._answers.get(output.request_id)
-            if found is None:
+            open_answer = self._answers.get(output.request_id)
+            if open_answer is None:
                 continue  # ended here before the engine knew
-            entry, answer = found
+            entry, answer = open_answer
             if output.finish_reason is FinishReason.ERROR:
                 if not output.error_kind or _ran(output):  # it did not merely meet a refusal
                     self._measure_failure(entry, answer, output, current)
@@ -205,8 +205,8 @@ class _OutputState:
         self.num_cached_tokens = 0
         self.last_seen = 0.0
         self.pooled: Pooled | None = None
-        self.num_told = 0  # tokens that a result has shown
-        self.told_end = False
+        self.num_sent = 0  # tokens that a result has shown
+        self.sent_end = False
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
             from quire.text.detokenize import Detokenizer  # lazy
@@ -218,7 +218,7 @@ class _OutputState:
         self._has_stop_token = False  # its last token is one that ended it, and no part of the text
 
     def take(self, output: EngineOutput) -> bool:
-        """Grow by an engine's news. True: the answer ended here, and the engine must be told."""
+        """Grow by an engine's news. True: the answer ended here, and the engine must be informed."""
         if output.times is not None:
             self.times = output.times
         if output.num_cached_tokens > self.num_cached_tokens:
@@ -265,15 +265,15 @@ class _OutputState:
     def due(self, interval: int) -> bool:
         """Whether a streamed result should show this answer now."""
         if self.finish_reason is not None:
-            return not self.told_end
-        grown = len(self.token_ids) - self.num_told
-        return grown > 0 and (self.num_told == 0 or grown >= interval)
+            return not self.sent_end
+        grown = len(self.token_ids) - self.num_sent
+        return grown > 0 and (self.num_sent == 0 or grown >= interval)
 
     def show(self, delta: bool) -> CompletionOutput:
         ended = self.finish_reason is not None
-        begin = self.num_told if delta else 0
+        begin = self.num_sent if delta else 0
         text = self._text(delta)
-        self.num_told, self.told_end = len(self.token_ids), ended
+        self.num_sent, self.sent_end = len(self.token_ids), ended
         return CompletionOutput(
             index=self.index,
             text=text,
@@ -300,7 +300,7 @@ class _Open:
         if (num_ranked := params.prompt_logprobs) is not None:
             self.prompt_logprobs = LogprobList(params, tokenizer, num_ranked=num_ranked, prompt=True)
         self.num_growing = len(self.answers)
-        self._told = False  # the prompt's log probabilities
+        self._prompt_sent = False  # the prompt's log probabilities
         self._prompt_token_ids: list[int] | None = None  # as callers know it; one list for all results
 
     def tell(self, interval: int) -> RequestOutput | PoolingRequestOutput[PoolingOutput] | None:
@@ -318,10 +318,10 @@ class _Open:
         delta = self.kind is RequestOutputKind.DELTA
         shown = [answer.show(delta) for answer in (due if delta else answers)]
         prompt_logprobs = self.prompt_logprobs
-        if prompt_logprobs is not None:  # told when whole: the first answer, which brings them, may be behind others
+        if prompt_logprobs is not None:  # sent when whole: the first answer, which brings them, may be behind others
             whole = finished or len(prompt_logprobs) == len(self.prepared.token_ids)
-            prompt_logprobs = prompt_logprobs if whole and not (delta and self._told) else None
-            self._told |= whole
+            prompt_logprobs = prompt_logprobs if whole and not (delta and self._prompt_sent) else None
+            self._prompt_sent |= whole
         if self._prompt_token_ids is None:
             self._prompt_token_ids = list(self.prepared.token_ids)
         return RequestOutput(

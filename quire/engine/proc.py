@@ -81,7 +81,7 @@ def start_engine(config: EngineConfig, pulse: Pulse | None = None) -> Started:
     """Load the model, place the KV cache, warm up."""
     laps = Laps()
     began = now()
-    scheduler_class = _scheduler_class(config)  # found before the model is loaded, as are addresses for events
+    scheduler_class = _scheduler_class(config)  # located before the model is loaded, as are addresses for events
     kv_events = _event_publisher(config)
     executor = make_executor(config)
     try:
@@ -124,12 +124,12 @@ def start_engine(config: EngineConfig, pulse: Pulse | None = None) -> Started:
 
 
 def _event_publisher(config: EngineConfig) -> EventPublisher | None:
-    """As kv_events_config says; None: nobody is told."""
-    asked = config.kv_events_config
-    if asked is None:
+    """As kv_events_config says; None: nothing is published."""
+    events = config.kv_events_config
+    if events is None:
         return None
-    if not asked.publishes:
-        if asked.publisher == "zmq":
+    if not events.publishes:
+        if events.publisher == "zmq":
             log.warning("kv_events_config names a publisher, but enable_kv_cache_events is off: nothing is published")
         return None
     if not config.cache_config.enable_prefix_caching:
@@ -137,12 +137,12 @@ def _event_publisher(config: EngineConfig) -> EventPublisher | None:
     from quire.observe.kv_events import EventPublisher  # lazy
 
     publisher: EventPublisher = EventPublisher(
-        asked.endpoint,
-        replay_endpoint=asked.replay_endpoint,
-        topic=asked.topic,
-        buffer_steps=asked.buffer_steps,
-        hwm=asked.hwm,
-        max_queue_size=asked.max_queue_size,
+        events.endpoint,
+        replay_endpoint=events.replay_endpoint,
+        topic=events.topic,
+        buffer_steps=events.buffer_steps,
+        hwm=events.hwm,
+        max_queue_size=events.max_queue_size,
     )
     return publisher
 
@@ -152,14 +152,14 @@ def _scheduler_class(config: EngineConfig) -> type[Scheduler]:
     if named is None:
         return Scheduler
     try:
-        found = object_of(named)
+        located = object_of(named)
     except ImportError as wrong:
         raise ConfigError(f"scheduler_cls {named!r} cannot be imported: {wrong}", param="scheduler_cls") from None
-    if not (isinstance(found, type) and issubclass(found, Scheduler)):
+    if not (isinstance(located, type) and issubclass(located, Scheduler)):
         raise ConfigError(
             f"scheduler_cls {named!r} is not made from quire.sched.scheduler.Scheduler", param="scheduler_cls"
         )
-    return found
+    return located
 
 
 def _phases(laps: Laps, executor: Executor) -> tuple[StartPhase, ...]:
@@ -168,11 +168,11 @@ def _phases(laps: Laps, executor: Executor) -> tuple[StartPhase, ...]:
         inner = executor.call("start_laps", [], {}, None)[0]
     except AttributeError:  # a worker of somebody else's, which measures nothing
         inner = []
-    found: list[StartPhase] = []
+    phases: list[StartPhase] = []
     for name, seconds, _ in laps.taken:
-        found += [StartPhase(*lap) for lap in inner if lap[2] == name]
-        found.append(StartPhase(name, seconds))
-    return tuple(found)
+        phases += [StartPhase(*lap) for lap in inner if lap[2] == name]
+        phases.append(StartPhase(name, seconds))
+    return tuple(phases)
 
 
 def _told(phases: tuple[StartPhase, ...]) -> str:
@@ -186,7 +186,7 @@ def _told(phases: tuple[StartPhase, ...]) -> str:
 
 
 def _place(config: EngineConfig, info: ModelInfo, free_bytes: int) -> tuple[KVLayout, int]:
-    """The KV layout, and the context length: the one asked for, or (-1) the longest that fits."""
+    """The KV layout, and the context length: the one requested, or (-1) the longest that fits."""
     num_blocks = config.cache_config.num_gpu_blocks_override
     chunk = config.scheduler_config.max_num_batched_tokens
     max_model_len = config.model_config.max_model_len
@@ -275,7 +275,7 @@ class _Receiver:
         self._post = post
         self._inbox = inbox
         self._codec: Codec[ToEngine] = Codec(ToEngine)
-        self.failed: Exception | None = None  # why it stopped reading, unless it was told to
+        self.failed: Exception | None = None  # why it stopped reading, unless it was asked to
 
     def run(self) -> None:
         """Until the mailbox is closed, or something goes wrong: either way the loop ends."""
@@ -328,8 +328,10 @@ class _Receiver:
             return
         if not isinstance(message, dict):
             return
-        asked = message.get("requests", [message])
-        named = [one.get("request_id") for one in asked if isinstance(one, dict)] if isinstance(asked, list) else []
+        requests = message.get("requests", [message])
+        named = (
+            [one.get("request_id") for one in requests if isinstance(one, dict)] if isinstance(requests, list) else []
+        )
         if ids := [name for name in named if isinstance(name, str)]:
             refused = InputError(str(wrong))
             self._post.send(client, Outputs(outputs=[failed_output(name, refused) for name in ids]))

@@ -70,16 +70,16 @@ class Begun(NamedTuple):
 
 
 def for_children(config: EngineConfig) -> EngineConfig:
-    """What other processes are told: files are found by now, so nobody there needs the hub's token."""
+    """The configuration for other processes: files are located by now, so nobody there needs the hub's token."""
     return dataclasses.replace(config, model_config=dataclasses.replace(config.model_config, hf_token=None))
 
 
 def begin_engine(*, shared: bool = False) -> Begun:
     folder = private_folder()
-    life, held = os.pipe() if shared else (-1, -1)
-    child = Child(MAIN, None, name="the engine", litter=folder, keep=(held,) if shared else (), early=EARLY)
+    life, child_end = os.pipe() if shared else (-1, -1)
+    child = Child(MAIN, None, name="the engine", litter=folder, keep=(child_end,) if shared else (), early=EARLY)
     if shared:
-        os.close(held)
+        os.close(child_end)
     return Begun(folder, life, child)
 
 
@@ -238,14 +238,14 @@ class _WireReader:
             self.calls.fail(self.dead)
 
     def fetch(self) -> Outputs:
-        found = self._fetched.get()
-        if found is None:
+        outputs = self._fetched.get()
+        if outputs is None:
             self._fetched.put(None)
             raise EngineDeadError(self.dead.reason if self.dead else "")
-        return found
+        return outputs
 
     def end(self, patience: float) -> None:
-        """The process is told to leave; see that it does, then clear up."""
+        """The process was asked to exit; see that it does, then clear up."""
         self.child.stop(patience)
         if isinstance(self.child, Child) and self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
@@ -319,10 +319,10 @@ def _by_path(value: Any) -> Any:
 def make_client(config: EngineConfig, *, own_process: bool) -> EngineClient:
     """`own_process` is the caller's default; QUIRE_ENABLE_V1_MULTIPROCESSING overrules it."""
     apply_logging(config.logging_config)
-    asked = env.ENABLE_V1_MULTIPROCESSING.get()
-    own_process = own_process if asked is None else asked
-    if asked is False:
-        # Documented for reproducible runs: asked for by name, an engine in this process seeds this process too.
+    setting = env.ENABLE_V1_MULTIPROCESSING.get()
+    own_process = own_process if setting is None else setting
+    if setting is False:
+        # Documented for reproducible runs: requested explicitly, an engine in this process seeds this process too.
         log.info("Seeding Python's random with %d, because the engine runs in this process", config.model_config.seed)
         random.seed(config.model_config.seed)
     return ProcessClient(config) if own_process else InProcessClient(config)

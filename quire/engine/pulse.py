@@ -20,8 +20,8 @@ FILE = "pulse"
 
 class Beat(NamedTuple):
     time: float  # of the last progress
-    busy: bool  # requests are waiting or running, held ones aside
-    paused: bool  # told to hold them
+    busy: bool  # requests are waiting or running, deferred ones aside
+    paused: bool  # new requests are deferred
     steps: int
 
 

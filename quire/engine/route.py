@@ -30,7 +30,7 @@ OWNER = 0  # the client that started the engine, and whose end is the engine's e
 class Routes:
     def __init__(self) -> None:
         self._clients = {OWNER}
-        self._asked: dict[str, int] = {}  # request id -> client
+        self._client_of: dict[str, int] = {}  # request id -> client
         self._calls: dict[int, tuple[int, int]] = {}  # our number -> client, its number
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -44,16 +44,16 @@ class Routes:
         """It is gone; what it asked for need not go on."""
         with self._lock:
             self._clients.discard(client)
-            ids = tuple(request_id for request_id, asker in self._asked.items() if asker == client)
+            ids = tuple(request_id for request_id, asker in self._client_of.items() if asker == client)
             for request_id in ids:
-                del self._asked[request_id]
-            self._calls = {number: asked for number, asked in self._calls.items() if asked[0] != client}
+                del self._client_of[request_id]
+            self._calls = {number: origin for number, origin in self._calls.items() if origin[0] != client}
         return Abort(request_ids=ids)
 
     def arrive(self, client: int, message: EngineRequest | Abort | ControlCall | Stop) -> ToEngine:
         with self._lock:
             if isinstance(message, EngineRequest):
-                self._asked[message.request_id] = client
+                self._client_of[message.request_id] = client
             elif isinstance(message, ControlCall):
                 number = next(self._numbers)
                 self._calls[number] = (client, message.call_id)
@@ -74,12 +74,12 @@ class Routes:
         parts: dict[int, list[EngineOutput]] = {client: [] for client in self._clients}
         for output in message.outputs:
             done = output.finish_reason is not None
-            client = self._asked.pop(output.request_id, -1) if done else self._asked.get(output.request_id, -1)
+            client = self._client_of.pop(output.request_id, -1) if done else self._client_of.get(output.request_id, -1)
             if client in parts:
                 parts[client].append(output)
-        told = min((client for client in parts if client != OWNER), default=OWNER)
+        observer = min((client for client in parts if client != OWNER), default=OWNER)
         return [
-            (client, Outputs(outputs=outputs, stats=message.stats if client == told else None))
+            (client, Outputs(outputs=outputs, stats=message.stats if client == observer else None))
             for client, outputs in parts.items()
-            if outputs or (client == told != OWNER and message.stats is not None)
+            if outputs or (client == observer != OWNER and message.stats is not None)
         ]
