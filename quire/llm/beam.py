@@ -57,7 +57,7 @@ class BeamSearchInstance:
     beams: list[BeamSearchSequence] = field(default_factory=list)
     completed: list[BeamSearchSequence] = field(default_factory=list)
     rounds: int = 0
-    form: BeamForm | None = None  # what every beam is held to
+    form: BeamForm | None = None  # what constrains every beam
     num_shown: int = 0  # of the likeliest tokens at each position, so many are to be seen in the result
     _allowed: list[Allowed] = field(default_factory=list)  # after each live beam, where there is a form
 

@@ -150,5 +150,5 @@ def rebuild_error(kind: str, message: str) -> Exception:
 
 
 def _class_of(kind: str) -> type[Exception] | None:
-    found = globals().get(kind) or vars(builtins).get(kind)
-    return found if isinstance(found, type) and issubclass(found, Exception) else None
+    candidate = globals().get(kind) or vars(builtins).get(kind)
+    return candidate if isinstance(candidate, type) and issubclass(candidate, Exception) else None

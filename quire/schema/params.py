@@ -61,10 +61,10 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True):
             self.json = schema.model_json_schema()
         if self.json_object is False:
             self.json_object = None
-        given = [n for n in names if getattr(self, n) is not None]
-        if len(given) != 1:
+        forms = [n for n in names if getattr(self, n) is not None]
+        if len(forms) != 1:
             raise InputError(
-                f"structured_outputs takes exactly one of {', '.join(names)}; got {given or 'none'}",
+                f"structured_outputs takes exactly one of {', '.join(names)}; got {forms or 'none'}",
                 param="structured_outputs",
             )
         for name in ("disable_any_whitespace", "disable_additional_properties"):
@@ -179,12 +179,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         self._check_flags()
 
     @classmethod
-    def from_optional(cls, **given: Any) -> SamplingParams:
+    def from_optional(cls, **values: Any) -> SamplingParams:
         """Build from values of which any may be None, meaning: the default."""
-        unknown = set(given) - set(cls.__struct_fields__)
+        unknown = set(values) - set(cls.__struct_fields__)
         if unknown:
             raise InputError(f"unknown sampling parameter(s): {', '.join(sorted(unknown))}")
-        return cls(**{name: value for name, value in given.items() if value is not None})
+        return cls(**{name: value for name, value in values.items() if value is not None})
 
     @property
     def greedy(self) -> bool:
@@ -339,7 +339,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, dict=True, kw_only=Tr
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
-    structured_outputs: StructuredOutputsParams | None = None  # what every beam is held to
+    structured_outputs: StructuredOutputsParams | None = None  # what constrains every beam
 
     def __post_init__(self) -> None:
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
@@ -390,15 +390,15 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, dict=True, tag="pooling"
 
     @property
     def applies_activation(self) -> bool | None:
-        """use_activation, under its own or one of its older names; None: not said."""
+        """use_activation, under its own or one of its older names; None: not set."""
         for value in (self.use_activation, self.normalize, self.softmax, self.activation):
             if value is not None:
                 return value
         return None
 
 
-def _refuse_callables(given: object) -> InputError:
-    many = f" ({len(given)} given)" if isinstance(given, (list, tuple)) else ""
+def _refuse_callables(value: object) -> InputError:
+    many = f" ({len(value)} given)" if isinstance(value, (list, tuple)) else ""
     return InputError(
         f"logits_processors on a request{many} are not supported: pass a LogitsProcessor class to the "
         "engine (logits_processors=[...]); AdapterLogitsProcessor wraps a per-request callable",
@@ -456,11 +456,11 @@ def _check_list(name: str, value: object, kind: type | tuple[type, ...]) -> None
             raise InputError(f"{name} holds {item!r}; every entry must be {word}", param=name, value=item)
 
 
-def _output_kind(given: object) -> RequestOutputKind:
-    if not isinstance(given, int) or isinstance(given, bool) or given not in list(RequestOutputKind):
+def _output_kind(value: object) -> RequestOutputKind:
+    if not isinstance(value, int) or isinstance(value, bool) or value not in list(RequestOutputKind):
         known = ", ".join(f"{kind.name} ({kind.value})" for kind in RequestOutputKind)
-        raise InputError(f"output_kind must be one of {known}, got {given!r}", param="output_kind", value=given)
-    return RequestOutputKind(given)
+        raise InputError(f"output_kind must be one of {known}, got {value!r}", param="output_kind", value=value)
+    return RequestOutputKind(value)
 
 
 def sampling_of(params: ResolvedParams | PoolingParams) -> ResolvedParams:

@@ -52,38 +52,38 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     embeds: Any = None
 
     @classmethod
-    def of(cls, given: object) -> Prompt:
+    def of(cls, source: object) -> Prompt:
         """Read any accepted form; a wrong one is an InputError that names what is accepted."""
-        if isinstance(given, Prompt):
-            return given
-        if isinstance(given, str):
-            return cls(text=given)
-        if isinstance(given, dict):
-            return cls._of_dict(given)
-        if hasattr(given, "tolist") or (isinstance(given, Sequence) and not isinstance(given, (bytes, bytearray))):
-            return cls(token_ids=check_ids(given))
+        if isinstance(source, Prompt):
+            return source
+        if isinstance(source, str):
+            return cls(text=source)
+        if isinstance(source, dict):
+            return cls._of_dict(source)
+        if hasattr(source, "tolist") or (isinstance(source, Sequence) and not isinstance(source, (bytes, bytearray))):
+            return cls(token_ids=check_ids(source))
         raise InputError(
             f"a prompt is a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'; "
-            f"got {type(given).__name__}",
+            f"got {type(source).__name__}",
             param="prompt",
         )
 
     @classmethod
-    def _of_dict(cls, given: dict[str, Any]) -> Prompt:
-        unknown = set(given) - _KEYS
+    def _of_dict(cls, source: dict[str, Any]) -> Prompt:
+        unknown = set(source) - _KEYS
         if unknown:
             raise InputError(
                 f"a prompt dict has unknown keys {sorted(map(str, unknown))}; known are {sorted(_KEYS)}", param="prompt"
             )
-        text, ids, embeds = given.get("prompt"), given.get("prompt_token_ids"), given.get("prompt_embeds")
+        text, ids, embeds = source.get("prompt"), source.get("prompt_token_ids"), source.get("prompt_embeds")
         if text is None and ids is None and embeds is None:
             raise InputError("a prompt dict needs 'prompt', 'prompt_token_ids' or 'prompt_embeds'", param="prompt")
         if text is not None and not isinstance(text, str):
             raise InputError(f"'prompt' must be a string, got {type(text).__name__}", param="prompt")
-        salt = given.get("cache_salt")
+        salt = source.get("cache_salt")
         if salt is not None and (not isinstance(salt, str) or not salt):
             raise InputError(f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt")
-        types = given.get("token_type_ids")
+        types = source.get("token_type_ids")
         if types is not None and ids is None:
             raise InputError("token_type_ids need prompt_token_ids beside them", param="token_type_ids")
         return cls(
@@ -91,27 +91,27 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
             token_ids=None if ids is None else check_ids(ids),
             token_type_ids=None if types is None else check_ids(types),
             cache_salt=salt,
-            media=given.get("multi_modal_data"),
-            media_uuids=given.get("multi_modal_uuids"),
-            media_options=given.get("mm_processor_kwargs"),
+            media=source.get("multi_modal_data"),
+            media_uuids=source.get("multi_modal_uuids"),
+            media_options=source.get("mm_processor_kwargs"),
             embeds=embeds,
         )
 
 
-def check_ids(given: object) -> tuple[int, ...]:
+def check_ids(values: object) -> tuple[int, ...]:
     """Token ids as a tuple of plain ints: the one form they have from here to a worker's rows. A tuple is not copied.
     Range against the vocabulary is checked where the model is known."""
-    if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
-        tolist = getattr(given, "tolist", None)  # numpy and torch arrays are welcome
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        tolist = getattr(values, "tolist", None)  # numpy and torch arrays are welcome
         if tolist is None:
-            raise InputError(f"token ids must be a list of integers, got {type(given).__name__}", param="prompt")
-        given = tolist()
-        if not isinstance(given, list):
+            raise InputError(f"token ids must be a list of integers, got {type(values).__name__}", param="prompt")
+        values = tolist()
+        if not isinstance(values, list):
             raise InputError("token ids must be a flat list of integers, got a scalar", param="prompt")
-    if set(map(type, given)) <= {int}:  # nearly always, and prompts are long
-        return tuple(given)
+    if set(map(type, values)) <= {int}:  # nearly always, and prompts are long
+        return tuple(values)
     ids = []
-    for item in given:
+    for item in values:
         if isinstance(item, bool) or not hasattr(item, "__index__"):
             raise InputError(f"token ids must be integers, got {item!r}", param="prompt", value=item)
         ids.append(item.__index__())

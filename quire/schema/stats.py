@@ -19,10 +19,10 @@ class RequestTimes(msgspec.Struct, kw_only=True):
 
 
 class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What the prefix cache was asked for."""
+    """Lookups in the prefix cache."""
 
     queries: int = 0  # prompt tokens looked up
-    hits: int = 0  # prompt tokens found
+    hits: int = 0  # prompt tokens that were cached
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):

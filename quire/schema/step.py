@@ -33,7 +33,7 @@ import msgspec
 from quire.schema.adapters import AdapterPlacement
 from quire.schema.params import PoolingParams, ResolvedParams, sampling_of
 
-# In StepResult.failed: what a request asked for left it no token. Its own fault, unlike any other reason.
+# In StepResult.failed: what a request asked for left it no token. The fault of the request, unlike any other reason.
 FORBIDS_ALL = "no token could be chosen: masks, allowed_token_ids, bad_words or logits processors together forbid all"
 
 
@@ -139,7 +139,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     step: int
     sampled: list[list[int]]  # [] where the grant does not sample; several where drafts were right
-    logprobs: list[LogprobRows | None] | None = None  # None: no request asked
+    logprobs: list[LogprobRows | None] | None = None  # None: no request wants any
     prompt_logprobs: dict[str, LogprobRows] = {}  # request id -> rows for the prompt positions computed in this step
     drafts: dict[str, list[int]] = {}  # what rows' next grants check; at least of requests with a grammar
     pooled: dict[str, Pooled] = {}
