@@ -22,7 +22,7 @@ from quire.schema.params import BeamSearchParams, RequestOutputKind, SamplingPar
 if TYPE_CHECKING:
     from quire.engine.inputs import PreparedRequest
 
-_MOST_NAMED = 1000  # tokens whose log probabilities are asked for by name
+_MOST_NAMED = 1000  # tokens whose log probabilities are requested by id
 
 
 @dataclass
@@ -100,19 +100,19 @@ class BeamSearchInstance:
             questions.append((beam.tokens, _one_token(min(most, vocab_size), named)))
         return questions
 
-    def _held(self, order: int, position: LogprobsOnePosition) -> LogprobsOnePosition:
-        """What follows a beam and may."""
+    def _legal(self, order: int, position: LogprobsOnePosition) -> LogprobsOnePosition:
+        """The entries that may follow a beam."""
         if self.form is None:
             return position
-        kept = [(token_id, entry) for token_id, entry in position.items() if self._allowed[order][token_id]]
-        kept.sort(key=lambda pair: -pair[1].logprob)
-        return dict(kept[: self.num_logprobs])
+        legal = [(token_id, entry) for token_id, entry in position.items() if self._allowed[order][token_id]]
+        legal.sort(key=lambda pair: -pair[1].logprob)
+        return dict(legal[: self.num_logprobs])
 
-    def _seen(self, position: LogprobsOnePosition, held: LogprobsOnePosition) -> LogprobsOnePosition:
-        """What a result shows of a position: also what is likely and forbidden, as far as it was asked for."""
+    def _seen(self, position: LogprobsOnePosition, legal: LogprobsOnePosition) -> LogprobsOnePosition:
+        """What a result shows of a position: also what is likely and forbidden, as far as requested."""
         if self.form is None or not self.num_shown:
-            return held
-        return {i: e for i, e in position.items() if i in held or (e.rank is not None and e.rank <= self.num_shown)}
+            return legal
+        return {i: e for i, e in position.items() if i in legal or (e.rank is not None and e.rank <= self.num_shown)}
 
     @property
     def done(self) -> bool:
@@ -124,9 +124,9 @@ class BeamSearchInstance:
         width = self.params.beam_width
         extensions = []
         for order, (beam, position) in enumerate(zip(self.beams, followed, strict=True)):
-            held = self._held(order, position)
-            seen = self._seen(position, held)
-            extensions += [(beam.cum_logprob + e.logprob, order, token_id, seen) for token_id, e in held.items()]
+            legal = self._legal(order, position)
+            seen = self._seen(position, legal)
+            extensions += [(beam.cum_logprob + e.logprob, order, token_id, seen) for token_id, e in legal.items()]
         extensions.sort(key=lambda e: -e[0])
         live: list[BeamSearchSequence] = []
         for place, (total, order, token_id, position) in enumerate(extensions[: 2 * width]):

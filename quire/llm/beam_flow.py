@@ -62,7 +62,7 @@ class BeamFlow:
         self, engine: AsyncLLM, forms: BeamForms, requests: Sequence[PreparedRequest], params: BeamSearchParams,
         options: Options, most: BeamLimits, log: RequestLog | None,
     ) -> None:  # fmt: skip
-        """`requests` say how many of the best are wanted (n) and what is shown of them; `params` how to search."""
+        """`requests` say how many of the best to return (n) and what is shown of them; `params` how to search."""
         check_ranks(engine.model_config.logprobs_mode)
         self.loop = asyncio.get_running_loop()
         self._engine, self._forms, self._params, self._most, self._log = engine, forms, params, most, log
@@ -104,12 +104,12 @@ class BeamFlow:
                 prompt = Prompt(token_ids=tuple(tokens), cache_salt=search.beams.cache_salt)
                 requests.append(await self._engine.prepare(name, prompt, params, self._options))
         self._check()
-        found: dict[str, RequestOutput] = {}
+        results: dict[str, RequestOutput] = {}
         with self._engine.open(requests, logged=False) as self._flow:
             while not self._flow.finished:
-                found |= {result.request_id: result for result in await self._flow.next()}
+                results |= {result.request_id: result for result in await self._flow.next()}
         self._rounds += 1
-        await self._beside(lambda: self._take(found))
+        await self._beside(lambda: self._take(results))
         self._check()
 
     async def _beside(self, work: Callable[[], Made]) -> Made:
@@ -117,16 +117,16 @@ class BeamFlow:
         return work() if self._params.structured_outputs is None else await asyncio.to_thread(work)
 
     def _questions(self) -> list[list[tuple[list[int], SamplingParams]]]:
-        found, num_logprobs = [], 0
+        questions, num_logprobs = [], 0
         for search in self._live:
-            found.append(search.beams.questions(self._size))
-            num_logprobs += sum((one.logprobs or 0) + len(one.logprob_token_ids or ()) for _, one in found[-1])
+            questions.append(search.beams.questions(self._size))
+            num_logprobs += sum((one.logprobs or 0) + len(one.logprob_token_ids or ()) for _, one in questions[-1])
             self._most.check_round(num_logprobs)
-        return found
+        return questions
 
-    def _take(self, found: dict[str, RequestOutput]) -> None:
+    def _take(self, results: dict[str, RequestOutput]) -> None:
         for search in self._live:
-            search.take([found[name] for name in search.names])
+            search.take([results[name] for name in search.names])
 
     def _check(self) -> None:
         if self._error is not None:
@@ -162,9 +162,9 @@ class BeamFlow:
             stop_reason=beam.stop_reason,
         )  # fmt: skip
 
-    async def abort(self, wanted: Callable[[str], object]) -> int:
-        """End the searches whose ids are wanted, with what they have; how many these were."""
-        ended = [one for one in self._live if one.cut_off != ABORTED and wanted(one.prepared.request_id)]
+    async def abort(self, selects: Callable[[str], object]) -> int:
+        """End the searches whose ids `selects` accepts, with what they have; how many these were."""
+        ended = [one for one in self._live if one.cut_off != ABORTED and selects(one.prepared.request_id)]
         for search in ended:
             search.cut_off = ABORTED
         await self._engine.abort([name for search in ended for name in search.names])

@@ -1,4 +1,4 @@
-"""How much work a beam search may be, told before it begins.
+"""How much work a beam search may be, known before it begins.
 
 In: how wide and how long searches are. Out: nothing, or an InputError that names the product and the limit. Every token
 of every beam is a request of its own, and as many extensions of it are weighed as log probabilities come back; so both
@@ -23,7 +23,7 @@ class BeamLimits:
     logprobs_option: str = ""
 
     def check(self, width: int, lengths: Iterable[int], shown: int, vocab_size: int) -> None:
-        """`lengths`: of each prompt's search, the most tokens. `shown`: log probabilities that are wanted at each."""
+        """`lengths`: of each prompt's search, the most tokens. `shown`: log probabilities requested at each."""
         each_prompt = list(lengths)
         tokens = width * sum(each_prompt)
         what = f"a beam search of {width} beams, {len(each_prompt)} prompts and {sum(each_prompt)} tokens of answers"

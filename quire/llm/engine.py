@@ -229,7 +229,7 @@ class LLMEngine(FrontEngine):
     def __init__(self, vllm_config: EngineConfig, *, own_process: bool = False) -> None:
         super().__init__(Front(vllm_config, own_process=own_process))
         self.engine_core = EngineCore(self.front.client)
-        self._kept: list[
+        self._results: list[
             RequestOutput | PoolingRequestOutput[PoolingOutput]
         ] = []  # results of a step that also had a failure to raise
         self._failures: list[tuple[str, Exception]] = []  # failed alone, and not raised yet
@@ -287,22 +287,22 @@ class LLMEngine(FrontEngine):
         """One turn of the engine (in a process of its own: its next news). A request that fails alone is raised."""
         if not self._failures and len(self.front.outputs):
             processed = self.front.take(self.front.client.receive())
-            self._kept += processed.results
+            self._results += processed.results
             self._failures += processed.failures
         if self._failures:
             raise self._failures.pop(0)[1]
-        results, self._kept = self._kept, []
+        results, self._results = self._results, []
         return results
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        given = {request_ids} if isinstance(request_ids, str) else set(request_ids)
-        self._failures = [failure for failure in self._failures if failure[0] not in given]
-        self._kept = [result for result in self._kept if result.request_id not in given]
-        self.front.abort(given)
+        ids = {request_ids} if isinstance(request_ids, str) else set(request_ids)
+        self._failures = [failure for failure in self._failures if failure[0] not in ids]
+        self._results = [result for result in self._results if result.request_id not in ids]
+        self.front.abort(ids)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a step has something to say yet: a request runs, or an end has not been told."""
-        return bool(len(self.front.outputs) or self._kept or self._failures)
+        """Whether a step has something to say yet: a request runs, or an end has not been reported."""
+        return bool(len(self.front.outputs) or self._results or self._failures)
 
     def get_num_unfinished_requests(self) -> int:
         return len(self.front.outputs)
@@ -319,12 +319,12 @@ class LLMEngine(FrontEngine):
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         """One result per worker. `method` is a worker's method, 'module:function', or a callable of the worker."""
-        found: list[Any] = self.front.call("collective_rpc", method, timeout, list(args), kwargs, timeout=timeout)
-        return found
+        results: list[Any] = self.front.call("collective_rpc", method, timeout, list(args), kwargs, timeout=timeout)
+        return results
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
-        found: list[Any] = self.front.call("apply_model", func)
-        return found
+        results: list[Any] = self.front.call("apply_model", func)
+        return results
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """A control verb of engine/control.py."""

@@ -255,7 +255,7 @@ class LLM:
         return self.llm_engine.front.prepare(str(next(self._ids)), prompt, params, options)
 
     def _run(self, requests: list[PreparedRequest], use_tqdm: Tqdm) -> list[Any]:
-        """Turn the engine until all of these have ended; results of the kind that was asked for."""
+        """Turn the engine until all of these have ended; results of the requested kind."""
         engine, results = self.llm_engine, dict[str, Any]()
         mine = {one.request_id for one in requests}
         engine.add(requests)
@@ -419,34 +419,34 @@ class LLM:
         )
 
 
-def list_prompts(given: Any) -> list[Any]:
+def list_prompts(prompts: Any) -> list[Any]:
     """One prompt (text, ids or dict) or several -> a list. The first item tells which; ids are not copied."""
-    given = _plain(given)
-    if isinstance(given, (str, bytes, bytearray, Mapping)) or not isinstance(given, Iterable):
-        return [given]
-    items = given if isinstance(given, Sequence) else list(given)
+    prompts = _plain(prompts)
+    if isinstance(prompts, (str, bytes, bytearray, Mapping)) or not isinstance(prompts, Iterable):
+        return [prompts]
+    items = prompts if isinstance(prompts, Sequence) else list(prompts)
     if len(items) and hasattr(_plain(items[0]), "__index__"):
         return [items]  # one prompt of token ids
     return [_plain(item) for item in items]
 
 
-def _plain(given: Any) -> Any:
-    """Arrays of numpy and torch as lists: an array has __index__ too, and is no number."""
-    return given.tolist() if hasattr(given, "tolist") else given
+def _plain(value: Any) -> Any:
+    """Arrays of numpy and torch as lists: an array has __index__ too, but is not a number."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
-def pair(given: Any, num_prompts: int, kind: type[Item], name: str) -> list[Item]:
+def pair(values: Any, num_prompts: int, kind: type[Item], name: str) -> list[Item]:
     """One for all, or one for each."""
-    if isinstance(given, kind):
-        return [given] * num_prompts
-    if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
-        raise InputError(f"{name} must be {kind.__name__} or a list of them, got {type(given).__name__}", param=name)
-    if len(given) != num_prompts:
-        raise InputError(f"{len(given)} {name} were given for {num_prompts} prompts", param=name)
-    wrong = [item for item in given if not isinstance(item, kind)]
+    if isinstance(values, kind):
+        return [values] * num_prompts
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        raise InputError(f"{name} must be {kind.__name__} or a list of them, got {type(values).__name__}", param=name)
+    if len(values) != num_prompts:
+        raise InputError(f"{len(values)} {name} were given for {num_prompts} prompts", param=name)
+    wrong = [item for item in values if not isinstance(item, kind)]
     if wrong:
         raise InputError(f"{name} holds {wrong[0]!r}; every entry must be {kind.__name__}", param=name)
-    return list(given)
+    return list(values)
 
 
 def pair_adapters(value: Any, num_prompts: int) -> list[LoRARequest | None]:
@@ -458,16 +458,16 @@ def pair_adapters(value: Any, num_prompts: int) -> list[LoRARequest | None]:
     return [None if one is None else lora_request_of(one) for one in value]
 
 
-def list_conversations(given: Any) -> list[Conversation]:
+def list_conversations(conversations: Any) -> list[Conversation]:
     """One conversation (a list of messages) or several -> a list of conversations."""
-    if not isinstance(given, Sequence) or isinstance(given, (str, bytes)) or not given:
-        raise InputError(f"messages must be a non-empty list of messages, got {given!r}", param="messages")
-    if isinstance(given[0], Mapping):
-        return [given]
-    for conversation in given:
+    if not isinstance(conversations, Sequence) or isinstance(conversations, (str, bytes)) or not conversations:
+        raise InputError(f"messages must be a non-empty list of messages, got {conversations!r}", param="messages")
+    if isinstance(conversations[0], Mapping):
+        return [conversations]
+    for conversation in conversations:
         if not isinstance(conversation, Sequence) or not all(isinstance(m, Mapping) for m in conversation):
             raise InputError("messages must be one list of message dicts, or a list of such lists", param="messages")
-    return list(given)
+    return list(conversations)
 
 
 def _join_legacy(prompts: Any, prompt_token_ids: Any) -> list[Any]:

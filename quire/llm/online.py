@@ -176,7 +176,7 @@ class _Streams:
             return list(self._streams)
 
     def end_all(self, error: Exception) -> None:
-        """Every caller gets this error, and the engine is told to stop working for them."""
+        """Every caller gets this error, and the engine is instructed to stop working for them."""
         with self._lock:
             ids = list(self._streams)
             self._front.abort(ids)
@@ -259,8 +259,8 @@ class AsyncLLM(FrontEngine):
         """The loop begins with the engine, whatever `start_engine_loop` says."""
         refuse_stat_loggers(stat_loggers)
         config = engine_args.create_engine_config(usage_context or "ENGINE_CONTEXT")
-        asked = dataclasses.asdict(engine_args).get("enable_log_requests", False)
-        return cls(config, log_requests=bool(asked if enable_log_requests is None else enable_log_requests))
+        configured = dataclasses.asdict(engine_args).get("enable_log_requests", False)
+        return cls(config, log_requests=bool(configured if enable_log_requests is None else enable_log_requests))
 
     @classmethod
     def from_vllm_config(
@@ -342,9 +342,9 @@ class AsyncLLM(FrontEngine):
         self._searches.add(flow)
         return flow
 
-    async def abort_searches(self, wanted: Callable[[str], object]) -> int:
-        """End the beam searches whose ids are wanted: between two rounds the engine knows nothing of them."""
-        return sum([await flow.abort(wanted) for flow in list(self._searches)])
+    async def abort_searches(self, selects: Callable[[str], object]) -> int:
+        """End the beam searches whose ids `selects` accepts: between two rounds the engine knows nothing of them."""
+        return sum([await flow.abort(selects) for flow in list(self._searches)])
 
     @cached_property
     def _beam_forms(self) -> BeamForms:
@@ -417,8 +417,8 @@ class AsyncLLM(FrontEngine):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        found: list[Any] = await self.call("collective_rpc", method, timeout, list(args), kwargs, timeout=timeout)
-        return found
+        results: list[Any] = await self.call("collective_rpc", method, timeout, list(args), kwargs, timeout=timeout)
+        return results
 
     apply_model = async_verb("apply_model")
     reset_prefix_cache = async_verb("reset_prefix_cache")
@@ -483,7 +483,7 @@ class AsyncLLM(FrontEngine):
 
     @property
     def errored(self) -> bool:
-        """It died, and not because it was told to."""
+        """It died, and not because it was asked to stop."""
         return self.is_stopped and not self._stopped
 
     @property

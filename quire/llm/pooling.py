@@ -38,7 +38,7 @@ Result = PoolingRequestOutput[PoolingOutput]
 
 
 class PoolingCalls:
-    """What an LLM of a pooling model is asked."""
+    """The calls of an LLM of a pooling model."""
 
     def __init__(self, llm: LLM, run: Callable[[list[PreparedRequest], Any], list[Any]]) -> None:
         self._front, self._run = llm.llm_engine.front, run
@@ -114,14 +114,14 @@ class PoolingCalls:
         task = "token_embed" if pooling.score_type == "late-interaction" else "embed"
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         by_text = dict(zip(texts, self.pool(texts, params, task, use_tqdm, options, keep), strict=True))
-        found = []
+        scores = []
         for first, second in pairs:
             one, other = by_text[first], by_text[second]
             a, b = one.outputs.data, other.outputs.data
             value = max_sim(a, b) if task == "token_embed" else cosine(floats(a), floats(b))
             both = one.prompt_token_ids + other.prompt_token_ids
-            found.append(scored(one, value, both, one.num_cached_tokens + other.num_cached_tokens))
-        return found
+            scores.append(scored(one, value, both, one.num_cached_tokens + other.num_cached_tokens))
+        return scores
 
 
 def whole_params(params: PoolingParams, num_parts: int) -> PoolingParams:

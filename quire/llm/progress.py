@@ -20,13 +20,13 @@ class Progress:
         self._num_in = self._num_out = 0
 
     @classmethod
-    def make(cls, asked: bool | Callable[..., Any], *, total: int, words: str) -> Progress:
-        """`asked` is a switch, or whatever builds a bar when called like tqdm."""
-        if asked is False:
+    def make(cls, use_tqdm: bool | Callable[..., Any], *, total: int, words: str) -> Progress:
+        """`use_tqdm` is a switch, or whatever builds a bar when called like tqdm."""
+        if use_tqdm is False:
             return cls(None)
-        if asked is not True and not callable(asked):
-            raise InputError(f"use_tqdm must be a bool or build a bar when called, got {asked!r}", param="use_tqdm")
-        build = registry.load(TQDM) if asked is True else asked
+        if use_tqdm is not True and not callable(use_tqdm):
+            raise InputError(f"use_tqdm must be a bool or build a bar when called, got {use_tqdm!r}", param="use_tqdm")
+        build = registry.load(TQDM) if use_tqdm is True else use_tqdm
         return cls(build(total=total, desc=words, dynamic_ncols=True, postfix=_speed(0.0, 0.0)))
 
     def advance(self, result: RequestOutput | PoolingRequestOutput[PoolingOutput] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Lines about single requests (enable_log_requests, enable_log_outputs): what was asked, what was answered.
+"""Lines about single requests (enable_log_requests, enable_log_outputs): requests and answers.
 
 In: prepared requests and their results. Out: log lines, prompts and answers cut to `longest` characters.
 """
@@ -16,7 +16,7 @@ log = logger("quire.llm.requests")
 
 
 class LogRules(NamedTuple):
-    outputs: bool = False  # answers too, not only what was asked
+    outputs: bool = False  # answers too, not only requests
     deltas: bool = True  # and the pieces of those that are streamed
     longest: int | None = None  # characters
 

@@ -19,9 +19,9 @@ def verb(name: str) -> Callable[..., Any]:
     return _named(run, name)
 
 
-def refuse_stat_loggers(given: Any) -> None:
+def refuse_stat_loggers(stat_loggers: Any) -> None:
     """Further receivers of an engine's numbers, which documented constructors take."""
-    if given:
+    if stat_loggers:
         raise NotBuiltError(
             "stat_loggers is not in this version of Quire: get_metrics() and /metrics have the numbers",
             param="stat_loggers",
