@@ -138,7 +138,7 @@ class DeviceInputs:
         return rows, positions
 
     def static_batch(self, bucket: int, buffers: StepBuffers, plans: list[AttentionPlan]) -> Batch:
-        """What a graph of this bucket runs. Who samples is not said: nothing in a graph picks by it."""
+        """What a graph of this bucket runs. Who samples is left open: nothing in a graph picks by it."""
         parts = self._static_words(bucket)[2:]
         adapters, channels = (parts[0] if self.fields.adapters else None), parts[self.fields.adapters :]
         return Batch(

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from quire.models.build import Model
 
 START_SECONDS = 1.5  # what capturing of all graphs may take at start; buckets left out are captured while running
-LATE_AFTER = 64  # steps that wanted a bucket before it is worth the time of capturing it
+LATE_AFTER = 64  # steps that needed a bucket before it is worth the time of capturing it
 _log = logger(__name__)
 
 
@@ -82,7 +82,7 @@ class DecodeGraphs:
         self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self._results = torch.zeros(2 * largest, dtype=torch.int32, device=device)
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Replayed]] = {}
-        self._wanted: dict[int, int] = {}  # bucket that is not captured -> how often it was wanted
+        self._uses: dict[int, int] = {}  # bucket that is not captured -> how often it was needed
 
     def bucket_of(self, shape: StepShape) -> int | None:
         """The smallest bucket for a step of decodes; None: not such a step, more rows than any bucket has, or one that
@@ -105,13 +105,13 @@ class DecodeGraphs:
         return replayed
 
     def prepare(self, bucket: int) -> int:
-        """The bucket to replay. One that the start left out is captured once it has been wanted some times, or if none
+        """The bucket to replay. One that the start left out is captured once it has been needed some times, or if none
         larger is there; until then a larger one serves. Before inputs are sent: a capture overwrites them."""
         if bucket in self._captured:
             return bucket
-        self._wanted[bucket] = wanted = self._wanted.get(bucket, 0) + 1
+        self._uses[bucket] = uses = self._uses.get(bucket, 0) + 1
         larger = [size for size in self.sizes if size > bucket and size in self._captured]
-        if larger and wanted < LATE_AFTER:
+        if larger and uses < LATE_AFTER:
             return larger[0]
         self._capture_late(bucket)
         return bucket

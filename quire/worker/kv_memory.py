@@ -73,14 +73,14 @@ class KVMemory:
         self._check(blocks)
         self._check_host(blocks, into)
         for index, host in self._pieces(blocks, into):
-            found = torch.stack([pages.index_select(0, index) for pages in self._pages], 1)
-            host.copy_(found.view(len(index), -1).view(torch.uint8), non_blocking=True)
+            gathered = torch.stack([pages.index_select(0, index) for pages in self._pages], 1)
+            host.copy_(gathered.view(len(index), -1).view(torch.uint8), non_blocking=True)
 
-    def copy_in(self, blocks: Sequence[int], given: Tensor) -> None:
-        """`given` as `copy_out` filled it; not to be changed before the device has passed this point."""
+    def copy_in(self, blocks: Sequence[int], host_blocks: Tensor) -> None:
+        """`host_blocks` as `copy_out` filled it; not to be changed before the device has passed this point."""
         self._check(blocks, written=True)
-        self._check_host(blocks, given)
-        for index, host in self._pieces(blocks, given):
+        self._check_host(blocks, host_blocks)
+        for index, host in self._pieces(blocks, host_blocks):
             sent = host.to(self.device, non_blocking=True).view(self._word).view(len(index), len(self.slots), -1)
             for at, pages in enumerate(self._pages):
                 pages.index_copy_(0, index, sent[:, at])
@@ -106,10 +106,10 @@ class KVMemory:
             raise RuntimeError(f"one of {len(blocks)} blocks would be written twice by one copy")
 
     def _check_host(self, blocks: Sequence[int], host: Tensor) -> None:
-        wanted = (len(blocks), self.block_bytes)
-        if host.shape != wanted or host.dtype is not torch.uint8 or not host.is_contiguous():
+        expected = (len(blocks), self.block_bytes)
+        if host.shape != expected or host.dtype is not torch.uint8 or not host.is_contiguous():
             raise RuntimeError(
-                f"host memory {host.dtype} {list(host.shape)} does not hold {wanted[0]} blocks of {wanted[1]} bytes"
+                f"host memory {host.dtype} {list(host.shape)} does not hold {expected[0]} blocks of {expected[1]} bytes"
             )
 
 

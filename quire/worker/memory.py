@@ -54,13 +54,13 @@ def _machine_free(root: Path) -> int | None:
 
 def _group_free(root: Path) -> list[int]:
     """Version 2, then version 1, each at the process's own path and at every level above it."""
-    found = []
+    free = []
     for folder in group_folders(root, "memory"):
         limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
         used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes")
         if limit is not None and used is not None:
-            found.append(limit - used + _reclaimable(folder))
-    return found
+            free.append(limit - used + _reclaimable(folder))
+    return free
 
 
 def group_folders(root: Path, controller: str) -> list[Path]:

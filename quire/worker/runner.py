@@ -245,8 +245,8 @@ class ModelRunner:
         if flight.pending is not None and mask is not None and mask.index:
             raise RuntimeError("a mask came for a step none of whose requests asked for structured outputs")
         pending = flight.pending or PendingStep(flight.plan, flight.sample_grants)
-        asked = self.sampler.rows.prompt_logprobs[: self.rows.num_rows]
-        if flight.hidden is not None and any(k is not None for k in asked):
+        counts = self.sampler.rows.prompt_logprobs[: self.rows.num_rows]
+        if flight.hidden is not None and any(k is not None for k in counts):
             pending.prompt = self._prompt_logprobs(flight.shape, flight.hidden)
         if flight.sample_grants and flight.pending is None:
             if self.drafts is None:
@@ -308,13 +308,13 @@ class ModelRunner:
             self._sample_all(own, _at_offset(mask, offset), step)
             assert step.token_ids is not None
             self.rows.lengths[rows] = firsts + offset + 1
-            kept = []
+            still_alive = []
             for i, token in zip(alive, step.token_ids.tolist(), strict=True):
                 proposed = drafts.of.get(grants[i].request_id, [])
                 more = offset < grants[i].num_drafts and token == proposed[offset]
                 if more and (i not in masked or offset + 1 < masked[i]):
-                    kept.append(i)
-            alive, offset = kept, offset + 1
+                    still_alive.append(i)
+            alive, offset = still_alive, offset + 1
             if alive:
                 step = PendingStep(flight.plan)
                 pending.further.append(step)
@@ -330,25 +330,25 @@ class ModelRunner:
     def _prompt_logprobs(self, shape: StepShape, hidden: Tensor) -> dict[str, list[Picked]]:
         """The hidden state of position i tells of the token at i + 1: so a chunk answers for the positions one after
         its own, up to the last of the prompt, and the first position of all has no answer."""
-        asked, lengths = self.sampler.rows.prompt_logprobs, self.sampler.rows.num_prompt[shape.rows]
-        found: dict[str, list[Picked]] = {}
+        counts, lengths = self.sampler.rows.prompt_logprobs, self.sampler.rows.num_prompt[shape.rows]
+        picked: dict[str, list[Picked]] = {}
         for i in np.flatnonzero(shape.starts < lengths - 1).tolist():
-            row, k = int(shape.rows[i]), asked[shape.rows[i]]
+            row, k = int(shape.rows[i]), counts[shape.rows[i]]
             if k is None:
                 continue
             start, first = int(shape.starts[i]), int(shape.ends[i] - shape.counts[i])
             count = min(int(shape.counts[i]), int(lengths[i]) - 1 - start)
-            given = self.rows.tokens[row, start + 1 : start + 1 + count].long()
-            found[self.rows.request_of[row]] = self._pick(hidden[first : first + count], given, k)
-        return found
+            targets = self.rows.tokens[row, start + 1 : start + 1 + count].long()
+            picked[self.rows.request_of[row]] = self._pick(hidden[first : first + count], targets, k)
+        return picked
 
-    def _pick(self, hidden: Tensor, given: Tensor, k: int) -> list[Picked]:
+    def _pick(self, hidden: Tensor, targets: Tensor, k: int) -> list[Picked]:
         """In pieces, because the logits of a long prompt would be many times the size of the model."""
         at_once = max(1, _LOGIT_BYTES // (4 * self.sampler.rows.vocab_size))
         pieces = []
-        for at in range(0, len(given), at_once):
+        for at in range(0, len(targets), at_once):
             values = values_of(self.model.logits(hidden[at : at + at_once]), self.sampler.mode)
-            pieces.append(pick(values, given[at : at + at_once], k).on_host())
+            pieces.append(pick(values, targets[at : at + at_once], k).on_host())
         return pieces
 
     def _lose(self, failed: dict[int, str]) -> None:

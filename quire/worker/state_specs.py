@@ -31,5 +31,5 @@ def settle_states(specs: Sequence[KVSpec], config: CacheConfig) -> tuple[KVSpec,
 def _dtypes(spec: KVSpec, config: CacheConfig) -> tuple[str, ...]:
     """A layer names its running state first, if it has one, and its window of inputs last."""
     window = spec.state_dtypes[-1] if config.mamba_cache_dtype == "auto" else config.mamba_cache_dtype
-    wanted = config.mamba_ssm_cache_dtype if config.mamba_ssm_cache_dtype != "auto" else config.mamba_cache_dtype
-    return (*(own if wanted == "auto" else wanted for own in spec.state_dtypes[:-1]), window)
+    dtype = config.mamba_ssm_cache_dtype if config.mamba_ssm_cache_dtype != "auto" else config.mamba_cache_dtype
+    return (*(own if dtype == "auto" else dtype for own in spec.state_dtypes[:-1]), window)

@@ -45,15 +45,15 @@ def processors_of(text: str, allowed: set[int]) -> set[int]:
     name = f"QUIRE_CPU_OMP_THREADS_BIND is {text!r}"
     if "|" in text:
         raise ConfigError(f"{name}: lists parted by | are for several workers, and this version runs one")
-    found: set[int] = set()
+    processors: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise ConfigError(f"{name}; it must be auto, nobind, or processors as in 0-3,8")
-        found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
-    if missing := sorted(found - allowed):
+        processors |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    if missing := sorted(processors - allowed):
         raise ConfigError(f"{name}; of these, this process may not run on {missing}, but on {sorted(allowed)}")
-    return found
+    return processors
 
 
 def _allowed() -> set[int]:

@@ -157,7 +157,7 @@ class Worker:
         )
 
     def _compile(self, early: Early) -> None:
-        """A dry run says which kernels are wanted; other processes compile them meanwhile, all at once."""
+        """A dry run says which kernels are needed; other processes compile them meanwhile, all at once."""
         tell = None if early.compilers is None else early.compilers.begin
         with self._trial() as trial:
             jobs = self._parts.record(
@@ -180,12 +180,12 @@ class Worker:
 
     @torch.inference_mode()
     def free_bytes(self) -> int:
-        """Bytes for the KV cache; asked once the weights are in."""
-        asked = self.config.cache_config.kv_cache_memory_bytes
+        """Bytes for the KV cache; called once the weights are loaded."""
+        configured = self.config.cache_config.kv_cache_memory_bytes
         if self.device.type == "cpu":
-            return kv_bytes(asked)
-        if asked is not None or not self._specs:  # without specs nothing is kept between steps
-            return asked or 0
+            return kv_bytes(configured)
+        if configured is not None or not self._specs:  # without specs nothing is kept between steps
+            return configured or 0
         return self._gpu_bytes()
 
     def _gpu_bytes(self) -> int:
