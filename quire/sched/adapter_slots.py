@@ -51,7 +51,7 @@ class AdapterSlots(Gate):
 
     def admit_request(self, request: Request) -> None:
         """A request came in that names an adapter."""
-        request.adapter = adapter = self.by_serial[request.given.lora_generation]
+        request.adapter = adapter = self.by_serial[request.source.lora_generation]
         adapter.num_live += 1
 
     def end_request(self, request: Request) -> None:

@@ -30,7 +30,9 @@ def check(scheduler: Scheduler) -> None:
         _check_request(request)
         _check_tables(request, scheduler.kv)
     for request in waiting:
-        assert not any(request.held.tables) and request.computed == request.planned == 0, f"{request.id} waits with KV"
+        assert not any(request.holding.tables) and request.computed == request.planned == 0, (
+            f"{request.id} waits with KV"
+        )
     _check_pool(scheduler.kv.pool, running, scheduler.kv.moves.pinned)
 
 
@@ -45,14 +47,14 @@ def _check_tables(request: Request, kv: KVCache) -> None:
     """Whatever a step in flight or the next one reads or writes is still there."""
     for group, size in kv.growing:
         first = kv.policies[group].first_needed(request.computed)
-        needed = request.held.tables[group][first : -(-request.planned // size)]
+        needed = request.holding.tables[group][first : -(-request.planned // size)]
         assert -1 not in needed, f"{request.id} lost a block of group {group} too early"
 
 
 def _check_pool(pool: BlockPool, running: list[Request], pinned: list[int]) -> None:
     holders = [pinned.count(block) for block in range(pool.num_blocks)] if pinned else [0] * pool.num_blocks
     for request in running:
-        for table in request.held.tables:
+        for table in request.holding.tables:
             for block in table:
                 if block >= 0:
                     holders[block] += 1

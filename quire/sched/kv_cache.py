@@ -73,8 +73,8 @@ class KVCache:
         longest = (len(request.tokens) - 1) // self.align * self.align
         if not self.caching or not longest or not request.reads_cache:
             return Hit(0, empty)
-        hashes = request.held.hashes
-        self.hasher.extend(hashes, request.tokens, len(request.tokens), request.given)
+        hashes = request.holding.hashes
+        self.hasher.extend(hashes, request.tokens, len(request.tokens), request.source)
         length, agreed = longest, False
         while length and not agreed:
             agreed = True
@@ -96,7 +96,7 @@ class KVCache:
 
     def need(self, request: Request, upto: int) -> int:
         """Blocks a running request lacks to hold `upto` tokens."""
-        tables, lacking = request.held.tables, 0
+        tables, lacking = request.holding.tables, 0
         for group, size in self.growing:
             lacking += max(0, -(-upto // size) - len(tables[group]))
         return lacking
@@ -116,7 +116,7 @@ class KVCache:
 
     def outstanding(self, request: Request, upto: int) -> int:
         """About how many more blocks a request at `upto` will take to get through its known tokens."""
-        known, tables, more = len(request.tokens), request.held.tables, 0
+        known, tables, more = len(request.tokens), request.holding.tables, 0
         if upto < known:
             for group, size in self.growing:
                 more += min(-(-known // size) - len(tables[group]), self.policies[group].peak(known, self.max_chunk))
@@ -129,7 +129,7 @@ class KVCache:
 
     def join(self, request: Request, hit: Hit) -> None:
         """Start from the hit; its blocks are now held."""
-        holding = request.held
+        holding = request.holding
         holding.tables = hit.rows
         for row in hit.rows:
             self.pool.share(row)
@@ -140,7 +140,7 @@ class KVCache:
 
     def grow(self, request: Request, upto: int) -> Tables:
         """Blocks up to `upto` tokens; what was appended, per group. The caller knows that they are there."""
-        tables = request.held.tables
+        tables = request.holding.tables
         added: list[tuple[int, ...]] = [()] * len(self.policies)
         for group, size in self.growing:
             table = tables[group]
@@ -158,10 +158,10 @@ class KVCache:
         """Let others find every full block whose tokens are known and granted."""
         if not self.caching:
             return
-        holding, tokens = request.held, request.tokens
+        holding, tokens = request.holding, request.tokens
         known = min(request.planned, len(tokens))
         if len(holding.hashes) < known // self.unit:
-            self.hasher.extend(holding.hashes, tokens, known, request.given)
+            self.hasher.extend(holding.hashes, tokens, known, request.source)
         for group, size in self.growing:
             first, last = holding.num_named[group], known // size
             if last <= first:
@@ -179,7 +179,7 @@ class KVCache:
     def commit(self, request: Request) -> None:
         """After results: name what is full, give back what no later query reads."""
         self.name(request)
-        holding = request.held
+        holding = request.holding
         for group in self.tails:
             first, table = holding.num_given_back[group], holding.tables[group]
             last = min(self.policies[group].first_needed(request.computed), len(table))
@@ -191,11 +191,11 @@ class KVCache:
 
     def release(self, request: Request, *, spoilt: bool = False) -> None:
         """All blocks back. `spoilt`: what they hold may be wrong, so nobody shall find it."""
-        for table in request.held.tables:
+        for table in request.holding.tables:
             if spoilt:
                 self.pool.forget(table)
             self.pool.drop(reversed(table))
-        request.held.tables = []
+        request.holding.tables = []
 
     def check_idle(self) -> None:
         """No request is left, so no block may be held."""
@@ -211,13 +211,13 @@ class KVCache:
         size = self.policies[group].block_size
         if not self.caching or group in self.cross or not 0 <= index < len(request.tokens) // size:
             raise ValueError(f"block {index} of {request.id}, group {group}, has no name that could be known")
-        self.hasher.extend(request.held.hashes, request.tokens, len(request.tokens), request.given)
-        return request.held.hashes[(index + 1) * (size // self.unit) - 1]
+        self.hasher.extend(request.holding.hashes, request.tokens, len(request.tokens), request.source)
+        return request.holding.hashes[(index + 1) * (size // self.unit) - 1]
 
     def record(self, request: Request, group: int, indices: list[int]) -> None:
         """One event per run of consecutive new names."""
         assert self.pool.events is not None
-        size, hashes, source = self.policies[group].block_size, request.held.hashes, request.given
+        size, hashes, source = self.policies[group].block_size, request.holding.hashes, request.source
         step = size // self.unit
         while indices:
             run = 1
@@ -240,4 +240,4 @@ class KVCache:
 
 def num_encoder_tokens(request: Request) -> int:
     """What a cross-attention group must hold: all its media."""
-    return sum(length for _, length, _ in request.given.media_keys)
+    return sum(length for _, length, _ in request.source.media_keys)

@@ -35,13 +35,14 @@ from quire.schema.step import Grant, NewRow
 
 class Request:
     __slots__ = (
-        "adapter", "computed", "end", "epoch", "given", "held", "id", "last", "last_token", "limit", "next_block",
+        "adapter", "computed", "end", "epoch", "holding", "id", "last", "last_token", "limit", "next_block",
         "num_cached", "num_drafts", "num_flights", "num_prompt", "num_prompt_logprobs", "order", "params", "planned",
-        "rank", "reach", "repetition", "room", "running", "stops", "target", "tenant", "times", "tokens", "watch_from",
+        "rank", "reach", "repetition", "room", "running", "source", "stops", "target", "tenant", "times", "tokens",
+        "watch_from",
     )  # fmt: skip
 
     def __init__(self, source: EngineRequest, *, limit: int, queued: float, num_drafts: int = 0) -> None:
-        self.given, self.id, self.params = source, source.request_id, sampling_of(source.params)
+        self.source, self.id, self.params = source, source.request_id, sampling_of(source.params)
         self.tokens: list[int] = list(source.prompt_token_ids)
         self.num_prompt = len(self.tokens)
         self.limit = limit  # tokens in all, prompt included, at which it ends
@@ -58,7 +59,7 @@ class Request:
         self.rank = 0.0  # lower ones go first, whose ever they are; equal unless the policy knows priorities
         self.running = False
         self.epoch = 0
-        self.held = Holding()
+        self.holding = Holding()
         self.num_cached = 0  # prompt tokens found in the prefix cache when first admitted
         self.num_prompt_logprobs = 0  # prompt positions whose log probabilities went out
         self.times = RequestTimes(queued=queued)
@@ -77,8 +78,8 @@ class Request:
     @property
     def reads_cache(self) -> bool:
         """Prompt log probabilities need every prompt position computed, and so do most ways of pooling."""
-        if isinstance(self.given.params, PoolingParams):
-            return not self.given.params.skip_reading_prefix_cache
+        if isinstance(self.source.params, PoolingParams):
+            return not self.source.params.skip_reading_prefix_cache
         return self.params.prompt_logprobs is None and not self.params.skip_reading_prefix_cache
 
     @property
@@ -106,7 +107,7 @@ class Request:
         self.target = min(self.end + self.num_drafts, self.last)
 
     def row(self) -> NewRow:
-        source = self.given
+        source = self.source
         fresh = len(self.tokens) == self.num_prompt
         return NewRow(
             request_id=self.id,
@@ -116,7 +117,7 @@ class Request:
             params=source.params,
             seed=source.seed,
             stop_token_ids=tuple(sorted(self.stops)),
-            blocks=tuple(tuple(table) for table in self.held.tables),
+            blocks=tuple(tuple(table) for table in self.holding.tables),
             lora_id=0 if self.adapter is None else self.adapter.slot,
         )
 
@@ -141,7 +142,7 @@ def ends(request: Request, token: int) -> Ending | None:
     params = request.params
     may_stop = request.num_outputs >= params.min_tokens
     if may_stop and token in request.stops:
-        is_eos = token == request.given.eos_token_id and not params.ignore_eos
+        is_eos = token == request.source.eos_token_id and not params.ignore_eos
         return Ending(FinishReason.STOP, None if is_eos else token)
     if len(request.tokens) >= request.limit:
         return Ending(FinishReason.LENGTH)
@@ -160,7 +161,7 @@ def fcfs(request: Request, number: int) -> Key:
 
 def priority(request: Request, number: int) -> Key:
     """Lower value first, then arrival."""
-    return (request.given.priority, request.given.arrival, number)
+    return (request.source.priority, request.source.arrival, number)
 
 
 POLICIES: dict[str, Callable[[Request, int], Key]] = {"fcfs": fcfs, "priority": priority}

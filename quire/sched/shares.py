@@ -66,7 +66,7 @@ class Shares:
             return None
         in_use: Counter[int] = Counter()
         for request in self.running.items:
-            in_use[request.tenant] += sum(len(table) - table.count(-1) for table in request.held.tables)
+            in_use[request.tenant] += sum(len(table) - table.count(-1) for table in request.holding.tables)
         share = kv.pool.num_blocks // len(self.tenants())
         if in_use[claimant.tenant] + need > share:
             return None

@@ -76,7 +76,7 @@ class Crowd:
 
     def fill(self) -> None:
         """Every tenant has its backlog; whose requests come first differs."""
-        waiting = Counter(one.given.tenant for one in self.bench.scheduler.planner.waiting)
+        waiting = Counter(one.source.tenant for one in self.bench.scheduler.planner.waiting)
         each = {name: max(BACKLOG, 2 * self.budget // sizes[0]) for name, sizes in self.sizes.items()}
         names = [name for name in self.sizes for _ in range(each[name] - waiting[name])]
         self.rng.shuffle(names)
@@ -138,7 +138,7 @@ def check_regulars(seed: int, steps: int) -> None:
     last = Counter[int]()  # tokens of all, when a tenant was last begun
     for _ in range(steps):
         crowd.fill()
-        waiting = sum(one.given.tenant not in crowd.sizes for one in crowd.bench.scheduler.planner.waiting)
+        waiting = sum(one.source.tenant not in crowd.sizes for one in crowd.bench.scheduler.planner.waiting)
         for _ in range(BACKLOG - waiting):
             strangers += 1
             crowd.ask(strangers, (LONGEST, LONGEST), 1)
@@ -164,10 +164,10 @@ def check_rows(seed: int, steps: int) -> int:
         crowd.fill()
         crowd.step()
         planner = crowd.bench.scheduler.planner
-        rows = Counter(one.given.tenant for one in planner.running.items)
-        tenants = {one.given.tenant for one in crowd.bench.scheduler.requests.values()}
+        rows = Counter(one.source.tenant for one in planner.running.items)
+        tenants = {one.source.tenant for one in crowd.bench.scheduler.requests.values()}
         for name in crowd.sizes:
-            waits = any(one.given.tenant == name for one in planner.waiting)
+            waits = any(one.source.tenant == name for one in planner.waiting)
             lacks = waits and len(planner.running) == crowd.rows and rows[name] < max(1, crowd.rows // len(tenants))
             short[name] = short[name] + 1 if lacks else 0
             assert short[name] <= 40, f"tenant {name} has {rows[name]} of {crowd.rows} rows and gets no more: {rows}"

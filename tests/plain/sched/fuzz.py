@@ -292,10 +292,10 @@ class Adapters(Gate):
         return 0
 
     def admit(self, request: Request, count: int) -> int:
-        return count if request.given.lora_id in (0, self.used or request.given.lora_id) else SKIP
+        return count if request.source.lora_id in (0, self.used or request.source.lora_id) else SKIP
 
     def take(self, request: Request, count: int) -> None:
-        self.used = self.used or request.given.lora_id
+        self.used = self.used or request.source.lora_id
 
 
 class Hiccup(Gate):
@@ -428,26 +428,28 @@ class World:
             if request is None:
                 return None
             running = self.scheduler.planner.running.items
-            tenants = {one.given.tenant for one in self.scheduler.requests.values()}
-            first = next(one for one in running if one.given.tenant == request.given.tenant)
+            tenants = {one.source.tenant for one in self.scheduler.requests.values()}
+            first = next(one for one in running if one.source.tenant == request.source.tenant)
             assert request is not first, "the oldest of a tenant is given up"
-            assert held[request.given.tenant] > total // len(tenants), "given up by one that has no more than its share"
+            assert held[request.source.tenant] > total // len(tenants), (
+                "given up by one that has no more than its share"
+            )
             assert ranks and request.rank >= min(ranks), "given up for nobody, or for a lower priority"
             self.given_up += 1
             return request
 
         def row(barred: Callable[[Request], bool]) -> Request | None:
             planner, most = self.scheduler.planner, self.settings.max_num_seqs
-            rows = Counter(one.given.tenant for one in planner.running.items)
-            tenants = {one.given.tenant for one in self.scheduler.requests.values()}
-            claims = [one for one in planner.waiting if rows[one.given.tenant] < max(1, most // len(tenants))]
+            rows = Counter(one.source.tenant for one in planner.running.items)
+            tenants = {one.source.tenant for one in self.scheduler.requests.values()}
+            claims = [one for one in planner.waiting if rows[one.source.tenant] < max(1, most // len(tenants))]
             free = [one.rank for one in claims if not self.holds[one.id]]
             return lose(rows_of(barred), rows, most, free)
 
         def blocks(claimant: Request) -> Request | None:
             held = Counter[int]()
             for one in self.scheduler.planner.running.items:
-                held[one.given.tenant] += sum(block >= 0 for table in one.held.tables for block in table)
+                held[one.source.tenant] += sum(block >= 0 for table in one.holding.tables for block in table)
             assert claimant.id in self.scheduler.requests and not claimant.running, "blocks for one that is gone"
             return lose(blocks_of(claimant), held, kv.pool.num_blocks, [claimant.rank])
 
@@ -548,14 +550,14 @@ class World:
         for grant in plan.grants:
             request = self.scheduler.requests[grant.request_id]
             unfinished = grant.start + grant.count < len(request.tokens)
-            partial[request.given.tenant] += unfinished
+            partial[request.source.tenant] += unfinished
             assert settings.chunked_prefill or not unfinished, "a prompt in pieces"
-            given = request.given
+            given = request.source
             limit = min(len(given.prompt_token_ids) + given.max_tokens, settings.max_model_len)
             assert grant.start + grant.count < limit, "a token is computed that nobody will read"
             threshold = settings.long_prefill_threshold
             assert not threshold or grant.count <= threshold, "more than the chunk limit"
-        adapters = {self.scheduler.requests[grant.request_id].given.lora_id for grant in plan.grants}
+        adapters = {self.scheduler.requests[grant.request_id].source.lora_id for grant in plan.grants}
         assert not self.one_adapter or len(adapters - {0}) <= 1, "two adapters in one step"
         most = max(partial.values(), default=0)
         assert most <= settings.max_partial_prefills, f"{most} prompts of one tenant are half-computed"
@@ -573,7 +575,7 @@ class World:
     def check_tables(self, plan: StepPlan) -> None:
         """The worker's tables are the scheduler's, except where the scheduler has given blocks back since."""
         for grant in plan.grants:
-            ours = self.scheduler.requests[grant.request_id].held.tables
+            ours = self.scheduler.requests[grant.request_id].holding.tables
             theirs = self.worker.rows[grant.request_id].tables
             for mine, other in zip(ours, theirs, strict=True):
                 if mine != other:

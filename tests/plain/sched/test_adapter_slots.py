@@ -61,15 +61,15 @@ class Bench:
             self.slots[placement.slot] = placement.serial
         for row in plan.joined:
             request = self.scheduler.requests[row.request_id]
-            expected = request.given.lora_generation
+            expected = request.source.lora_generation
             assert (row.lora_id == 0) == (expected == 0)
             if expected:
                 assert self.slots[row.lora_id] == expected
                 self.row_serials[row.request_id] = row.lora_id
         for grant in plan.grants:  # a slot stays as it was while a row of it lives
             request = self.scheduler.requests[grant.request_id]
-            if request.given.lora_generation:
-                assert self.slots[self.row_serials[grant.request_id]] == request.given.lora_generation
+            if request.source.lora_generation:
+                assert self.slots[self.row_serials[grant.request_id]] == request.source.lora_generation
         if plan.grants:
             sampled = [[7] if grant.samples else [] for grant in plan.grants]
             self.scheduler.commit(plan, StepResult(step=plan.step, sampled=sampled))

@@ -314,7 +314,7 @@ def test_the_audit_sees_a_lost_block() -> None:
     bench = Bench()
     bench.add(request("a"))
     bench.step()
-    bench.scheduler.kv.pool.refs[bench.scheduler.requests["a"].held.tables[0][0]] += 1
+    bench.scheduler.kv.pool.refs[bench.scheduler.requests["a"].holding.tables[0][0]] += 1
     with pytest.raises(AssertionError, match="counted wrongly"):
         bench.scheduler.audit()
 

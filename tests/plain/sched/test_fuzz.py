@@ -129,9 +129,9 @@ def share_nothing(pool: BlockPool, blocks: Any) -> None:
 def named_to_the_end(kv: KVCache, request: Request) -> None:
     """Names blocks by what is planned, drafts and unknown tokens included."""
     if kv.caching:
-        table = request.held.tables[kv.growing[0][0]]
-        for index in range(min(request.planned // kv.growing[0][1], len(request.held.hashes))):
-            kv.pool.name(kv.growing[0][0], table[index], request.held.hashes[-1 - index])
+        table = request.holding.tables[kv.growing[0][0]]
+        for index in range(min(request.planned // kv.growing[0][1], len(request.holding.hashes))):
+            kv.pool.name(kv.growing[0][0], table[index], request.holding.hashes[-1 - index])
 
 
 def quiet_preempt(planner: Planner, request: Request) -> None:

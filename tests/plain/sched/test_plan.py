@@ -328,7 +328,7 @@ def test_a_gate_of_ones_own() -> None:
             return 0
 
         def admit(self, one: Request, count: int) -> int:
-            return SKIP if one.given.priority % 2 and self.step % 2 else count
+            return SKIP if one.source.priority % 2 and self.step % 2 else count
 
     bench = Bench()
     bench.scheduler.planner.gates.insert(0, Odd())
