@@ -26,7 +26,7 @@ from quire.quant.coded_experts import MXFP4, CodedExpertScheme, CodedSide, CodeL
 from quire.quant.coded_scheme import CodedChoice
 from quire.quant.scheme import MatrixShape, Storage
 from quire.quant.shard import Span
-from quire.schema.errors import NotBuiltError, QuireError
+from quire.schema.errors import QuireError
 from tests.engine.test_quantized_formats import FORMS, TOLERANCE, changed, error_to, fp8
 from tests.quantized import Form, compressed, gptq, packed_ints, small_floats, write, write_gpt_oss, write_stacked
 from tests.tiny_models import make_tiny
@@ -326,28 +326,22 @@ def test_dummy_weights_have_the_layout_of_the_configuration(tmp_path, settings, 
         assert logits[0].isfinite().all()
 
 
-def test_what_a_gpu_keeps(tmp_path):
-    """Codes of mixtures only, and all numbers for exact float32; fp8 while loading for mixtures only."""
-    for arch, form in (("Qwen3MoeForCausalLM", "stored"), ("LlamaForCausalLM", "plain")):
-        folder = tmp_path / arch
-        folder.mkdir()
-        make_tiny(arch, folder)
-        options = {"model": str(folder), "device": "cuda", "dtype": "bfloat16"}
-        online = EngineArgs(**options, quantization="fp8")
-        if form == "stored":
-            assert online.create_engine_config().model_config.weight_form == "fp8"
-        else:
-            with pytest.raises(NotBuiltError, match="for mixtures"):
-                online.create_engine_config()
-        about = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**about, "quantization_config": fp8()}))
-        for more, wanted in (
-            ({}, form),
-            ({"load_format": "dummy"}, form),
-            ({"dtype": "float32"}, "plain"),
-            ({"dtype": "float32", "quantization": "fp8"}, form),
-        ):
-            assert EngineArgs(**{**options, **more}).create_engine_config().model_config.weight_form == wanted, more
+@pytest.mark.parametrize("arch", ["Qwen3MoeForCausalLM", "LlamaForCausalLM"])
+def test_what_a_gpu_keeps(tmp_path, arch):
+    """Codes, of the checkpoint or of fp8 while loading; all numbers for exact float32, unless codes are asked for."""
+    make_tiny(arch, tmp_path)
+    options = {"model": str(tmp_path), "device": "cuda", "dtype": "bfloat16"}
+    assert EngineArgs(**options, quantization="fp8").create_engine_config().model_config.weight_form == "fp8"
+    about = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**about, "quantization_config": fp8()}))
+    for more, expected in (
+        ({}, "stored"),
+        ({"load_format": "dummy"}, "stored"),
+        ({"load_format": "sharded_state"}, "plain"),
+        ({"dtype": "float32"}, "plain"),
+        ({"dtype": "float32", "quantization": "fp8"}, "stored"),
+    ):
+        assert EngineArgs(**{**options, **more}).create_engine_config().model_config.weight_form == expected, more
 
 
 def test_one_expert_alone_computes_what_all_do(tmp_path):
