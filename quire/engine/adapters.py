@@ -176,3 +176,9 @@ def absolute(path: str) -> str:
     """As the caller's process means it: the engine may have another working directory."""
     expanded = os.path.expanduser(path)
     return os.path.abspath(expanded) if os.path.exists(expanded) else path
+
+
+def located(value: Any) -> LoRARequest:
+    """The same adapter with its absolute path, so that loading it and using it mean one folder."""
+    lora = lora_request_of(value)
+    return msgspec.structs.replace(lora, lora_path=absolute(lora.lora_path))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from quire.base.clock import now
 from quire.base.log import logger
 from quire.config.pooling import tasks_of
+from quire.engine.adapters import located
 from quire.engine.client import EngineClient, InProcessClient
 from quire.engine.control import VERBS
 from quire.engine.inputs import InputProcessor, Options, PreparedRequest, default_params
@@ -336,7 +337,7 @@ class LLMEngine(FrontEngine):
     is_sleeping = verb("is_sleeping")
     start_profile = verb("start_profile")
     stop_profile = verb("stop_profile")
-    add_lora = verb("add_lora")
+    add_lora = verb("add_lora", located)
     remove_lora = verb("remove_lora")
 
     def list_loras(self) -> set[int]:

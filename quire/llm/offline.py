@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import msgspec
 
-from quire.engine.adapters import lora_request_of
+from quire.engine.adapters import located, lora_request_of
 from quire.engine.inputs import Options, PreparedRequest
 from quire.llm.beam import BeamSearchInstance, BeamSearchOutput, check_ranks, followed
 from quire.llm.beam_form import BeamForm, BeamForms
@@ -313,7 +313,7 @@ class LLM:
     sleep = verb("sleep")
     wake_up = verb("wake_up")
     is_sleeping = verb("is_sleeping")
-    add_lora = verb("add_lora")
+    add_lora = verb("add_lora", located)
     remove_lora = verb("remove_lora")
 
     def list_loras(self) -> set[int]:

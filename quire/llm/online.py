@@ -21,6 +21,7 @@ import msgspec
 
 from quire.base.clock import now
 from quire.base.log import logger
+from quire.engine.adapters import located
 from quire.engine.inputs import Options, PreparedRequest
 from quire.engine.outputs import Processed
 from quire.llm.beam_limits import BeamLimits
@@ -431,7 +432,7 @@ class AsyncLLM(FrontEngine):
     is_sleeping = async_verb("is_sleeping")
     start_profile = async_verb("start_profile")
     stop_profile = async_verb("stop_profile")
-    add_lora = async_verb("add_lora")
+    add_lora = async_verb("add_lora", located)
     remove_lora = async_verb("remove_lora")
 
     async def list_loras(self) -> set[int]:

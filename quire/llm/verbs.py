@@ -12,9 +12,12 @@ from quire.engine.control import VERBS
 from quire.schema.errors import NotBuiltError
 
 
-def verb(name: str) -> Callable[..., Any]:
+Read = Callable[[Any], Any]  # what an argument means in the caller's process
+
+
+def verb(name: str, read: Read = lambda value: value) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.call(name, *args, **kwargs)
+        return self.call(name, *map(read, args), **{key: read(value) for key, value in kwargs.items()})
 
     return _named(run, name)
 
@@ -28,9 +31,9 @@ def refuse_stat_loggers(stat_loggers: Any) -> None:
         )
 
 
-def async_verb(name: str) -> Callable[..., Any]:
+def async_verb(name: str, read: Read = lambda value: value) -> Callable[..., Any]:
     async def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return await self.call(name, *args, **kwargs)
+        return await self.call(name, *map(read, args), **{key: read(value) for key, value in kwargs.items()})
 
     return _named(run, name)
 

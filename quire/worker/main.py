@@ -67,6 +67,7 @@ def make_adapters(model: Model, config: EngineConfig, kernels: Kernels) -> Worke
     like = torch.empty(0, dtype=dtype, device=kernels.device)
     attach(model, step, lora.max_loras, lora.max_lora_rank, like, kernels)
     places = AdapterPlaces(model, model.table())
+    model.finish_weights()  # a table opens matrices that lie in panels
     limits = AdapterLimits(lora.max_lora_rank, dtype, lora.target_modules)
     linears = [layer.adapters for layer in model.modules() if isinstance(layer, Linear)]
     experts = [layer.adapters for layer in model.modules() if isinstance(layer, Experts)]

@@ -250,3 +250,20 @@ def test_an_engine_in_a_process_of_its_own(case: Case) -> None:
             engine.shutdown()
 
     asyncio.run(go())
+
+
+def test_a_relative_path_is_one_folder_wherever_it_is_used(
+    case: Case, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pin that was set through one form of the path holds for the other: nothing is read again."""
+    monkeypatch.chdir(case.folder)
+    relative = LoRARequest("a1", 1, "a1")
+    llm.remove_lora(1)
+    llm.add_lora(relative)
+    llm.pin_lora(1)
+    adapters = llm.llm_engine.front.client.loop.adapters  # type: ignore[attr-defined]
+    loaded = adapters._by_id[1]
+    for lora in (relative, case.lora(1)):
+        assert ask(llm, PROMPTS[:1], lora) == [case.expected(1, PROMPTS[0])]
+    assert adapters._by_id[1] is loaded and loaded.is_pinned
+    assert llm.remove_lora(1)
