@@ -145,12 +145,12 @@ def other_values(name: str, declared: OptionField | None, folder: str) -> Iterat
 
 def start(words: list[str], folder: str) -> list[str]:
     """The whole way of a start; the lines of the log that name options without effect."""
-    told: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     quire = logging.getLogger("quire")
     quire.addHandler(handler)
-    log._said.clear()
+    log._logged.clear()
     try:
         args = make_parser("quire serve").parse_args([folder, "--device", "cpu", "--no-disable-log-stats", *words])
         args.model = args.model_tag if "--model" not in words else args.model
@@ -162,7 +162,7 @@ def start(words: list[str], folder: str) -> list[str]:
             engine.shutdown()
     finally:
         quire.removeHandler(handler)
-    return [line for line in told if "Options that have no effect" in line]
+    return [line for line in messages if "Options that have no effect" in line]
 
 
 def try_flag(name: str, declared: OptionField | None, folder: str) -> Found:
