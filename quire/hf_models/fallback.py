@@ -160,7 +160,7 @@ class Fallback:
 def _refuse_extras(batch: Batch, name: str) -> None:
     """Optional inputs of a step that the fallback does not support."""
     extras = {
-        "input embeddings": batch.given,
+        "input embeddings": batch.input_vectors,
         "adapters": batch.adapter_index,
         "several channels of positions": batch.position_channels,
         "an encoder's output": batch.encoded,

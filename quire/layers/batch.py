@@ -130,7 +130,7 @@ class Batch:
     steps: Sequence[GroupStep] = ()  # what the plans were made from, for models that cannot use them
     embedded: Tensor | None = None  # [T, width] the tokens' embeddings, for models whose layers read them again
     encoded: Tensor | None = None  # [S, width] encoder outputs of rows that begin in this step, in the order of rows
-    given: GivenVectors | None = None  # put over the token embeddings before anything reads them
+    input_vectors: GivenVectors | None = None  # put over the token embeddings before anything reads them
     adapter_index: Tensor | None = None  # [T] int32: adapter of each token's row, 0: none; None: no row has one
     position_channels: Tensor | None = None  # [C, T] int64 (M-RoPE); None: every channel is `positions`
     through_linears: bool = False  # every matmul goes through Linear.forward: nothing may read weights past it

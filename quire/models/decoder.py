@@ -170,8 +170,8 @@ class Decoder(nn.Module):
         else:
             rotaries = [rope(where, channels) for rope in self.ropes]
         x = self.embed(batch.token_ids)
-        if batch.given is not None:
-            x = x.index_copy(0, batch.given.places, batch.given.vectors.to(x.dtype))
+        if batch.input_vectors is not None:
+            x = x.index_copy(0, batch.input_vectors.places, batch.input_vectors.vectors.to(x.dtype))
         if self.project_in is not None:
             x = self.project_in(x)
         if self.positions is not None:

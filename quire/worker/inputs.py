@@ -81,7 +81,7 @@ def build(shape: StepShape, rows: Rows, backend: AttentionBackend) -> Batch:
 class BatchFields(TypedDict):
     """Fields of a Batch that most steps leave out."""
 
-    given: NotRequired[GivenVectors]
+    input_vectors: NotRequired[GivenVectors]
     adapter_index: NotRequired[Tensor]
     position_channels: NotRequired[Tensor]
 
@@ -89,7 +89,7 @@ class BatchFields(TypedDict):
 def fields_of(shape: StepShape, device: torch.device) -> BatchFields:
     found = BatchFields()
     if shape.vectors is not None:
-        found["given"] = GivenVectors(upload(shape.vectors.places, device), shape.vectors.vectors)
+        found["input_vectors"] = GivenVectors(upload(shape.vectors.places, device), shape.vectors.vectors)
     if shape.adapters is not None:
         found["adapter_index"] = upload(np.repeat(shape.adapters, shape.counts), device)
     if shape.channels is not None:

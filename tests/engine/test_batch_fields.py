@@ -281,7 +281,7 @@ def test_given_vectors_take_the_place_of_embeddings(monkeypatch: pytest.MonkeyPa
     wanted = with_fields(Paged(model, [[1, 9, 3, 8]], block_size=4), monkeypatch)
     paged = Paged(model, [[1, 2, 3, 4]], block_size=4)
     vectors = model.embed(torch.tensor([8, 9])).double()
-    found = with_fields(paged, monkeypatch, given=GivenVectors(torch.tensor([3, 1]), vectors))
+    found = with_fields(paged, monkeypatch, input_vectors=GivenVectors(torch.tensor([3, 1]), vectors))
     assert torch.equal(found, wanted)
     assert not torch.equal(with_fields(paged, monkeypatch), wanted)
 

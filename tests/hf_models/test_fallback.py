@@ -122,7 +122,7 @@ def test_each_model_takes_the_way_that_fits_it(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"given": GivenVectors(torch.tensor([0]), torch.zeros(1, 64))}, "input embeddings"),
+        ({"input_vectors": GivenVectors(torch.tensor([0]), torch.zeros(1, 64))}, "input embeddings"),
         ({"adapter_index": torch.ones(2, dtype=torch.int32)}, "adapters"),
         ({"position_channels": torch.zeros((3, 2), dtype=torch.int64)}, "channels"),
         ({"encoded": torch.zeros(1, 64)}, "encoder"),

@@ -111,8 +111,8 @@ class FakeModel:
         assert batch.num_tokens == len(batch.token_ids) == len(batch.positions)
         self.num_tokens += batch.num_tokens
         token_ids = batch.token_ids
-        if batch.given is not None:  # a vector says which token it stands for
-            token_ids = token_ids.index_copy(0, batch.given.places, batch.given.vectors[:, 0].long())
+        if batch.input_vectors is not None:  # a vector says which token it stands for
+            token_ids = token_ids.index_copy(0, batch.input_vectors.places, batch.input_vectors.vectors[:, 0].long())
         full, window = (
             batch.plans[self.groups[layer]].run(token_ids, batch.positions, self.caches[layer])
             for layer in ("full", "window")
