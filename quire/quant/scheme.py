@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class WeightTarget(ABC):
-    """A place for numbers that is no tensor."""
+    """A destination for numbers that is not a tensor."""
 
     shape: tuple[int, ...]
     takes_codes = False  # whether `copy_` takes a CodedMatrix as well
