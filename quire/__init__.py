@@ -44,9 +44,9 @@ __version__ = "0.1.0"  # pyproject.toml reads it here, so that a copy that was n
 def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         raise AttributeError(f"quire.{name} does not exist")
-    found = _import(_NAMES[name])
-    globals()[name] = found
-    return found
+    value = _import(_NAMES[name])
+    globals()[name] = value
+    return value
 
 
 def _import(path: str) -> Any:

@@ -44,8 +44,8 @@ class AttentionKind:
     qk_norm_late: bool = False  # queries and keys are normalised once rotated
     qkv_clip: float = 0.0
     gated: bool = False  # the output is multiplied by sigmoid(gate), one gate per entry; q_proj is [gate | q]
-    gate_name: str = ""  # the gate is a product of this name instead
-    out_norm: str = ""  # name of a norm over all heads before the product back
+    gate_name: str = ""  # the gate is a projection of this name instead
+    out_norm: str = ""  # name of a norm over all heads before the output projection
     grow: tuple[float, int, int] = (0.0, 1, 0)  # (beta, length, shift): queries grow by
     # 1 + beta * log(1 + floor((position + shift) / length))
 
@@ -116,7 +116,7 @@ class Attention(KVLayer):
         return self.o(self.attend(self.qkv(x), batch, turn))
 
     def attend(self, qkv: Tensor | PartialSums, batch: Batch, turn: RotaryTables | None) -> Tensor:
-        """From the fused product to what the product back takes [T, heads * size]."""
+        """From the fused projection to the input of the output projection [T, heads * size]."""
         kind, plan, gate = self.kind, batch.plans[self.group], None
         if isinstance(qkv, PartialSums) and (kind.gated or plan.run_fused is None or not self.fusable):
             qkv = qkv.whole()
@@ -145,7 +145,7 @@ class Attention(KVLayer):
         return out if self.out_norm is None else self.out_norm(out)
 
     def prep(self, turn: RotaryTables | None) -> QkvPrep:
-        """What happens between the fused product and attending, as data for a plan that does it in one pass."""
+        """What happens between the fused projection and attending, as data for a plan that does it in one pass."""
         kind, turn = self.kind, None if self.rope is None else turn
         norm, q_norm, k_norm = kind.qk_norm_kind, self.q_norm, self.k_norm
         return QkvPrep(

@@ -37,7 +37,7 @@ class ScaledCache(Protocol):
 
 
 class FusedRun(Protocol):
-    """Attention from the fused product on: norm and rotate heads, write keys and values, attend. [T, Hq, Dv]."""
+    """Attention from the fused projection on: norm and rotate heads, write keys and values, attend. [T, Hq, Dv]."""
 
     def __call__(
         self,

@@ -35,8 +35,8 @@ class CrossAttention(KVLayer):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         kind, tokens = self.kind, x.shape[0]
-        given = x[:0] if batch.encoded is None else batch.encoded
-        kv = self.kv(given).view(given.shape[0], 2 * kind.kv_heads, kind.head_dim)
+        encoded = x[:0] if batch.encoded is None else batch.encoded
+        kv = self.kv(encoded).view(encoded.shape[0], 2 * kind.kv_heads, kind.head_dim)
         out = batch.plans[self.group].run(
             self.q(x).view(tokens, kind.heads, kind.head_dim), kv[:, : kind.kv_heads], kv[:, kind.kv_heads :],
             self.cache, scale=kind.scale, softcap=kind.softcap,

@@ -1,6 +1,6 @@
 """Delta attention with a decay per channel: a gated delta net whose state forgets every key entry at its own rate.
 
-A layer with a state like those of layers/ssm.py. Forgetting and the gate on the output come from products of low rank.
+A layer with a state like those of layers/ssm.py. Forgetting and the gate on the output come from matmuls of low rank.
 """
 
 from __future__ import annotations

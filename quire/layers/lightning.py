@@ -42,7 +42,7 @@ class Lightning(StateLayer):
         self.down = Linear(prefix, heads * size, {"out_proj": width}, storage)
         self.norm = Norm(f"{prefix}norm", (heads * size,), NormKind(eps=kind.eps), storage)
         rates = torch.tensor([2.0 ** (-8.0 * (head + 1) / heads) for head in range(heads)])
-        self.log_rates = (fade * rates).log().to(storage.device)  # no buffer: it is no part of a checkpoint
+        self.log_rates = (fade * rates).log().to(storage.device)  # no buffer: it is not part of a checkpoint
         self.no_bias = torch.zeros(heads, device=storage.device)
         self._act, self._scan = plain_on(kind.act, storage.kernels), storage.of(ssd_scan)
         self._sigmoid = storage.of(sigmoid)

@@ -36,7 +36,7 @@ class MoeKind:
     top_groups: int = 1
     group_score: str = "max"  # max | top2sum
     router_bias: bool = False
-    router_wide: bool = False  # router product in float32
+    router_wide: bool = False  # router matmul in float32
     round_weights: bool = False  # expert weights rounded to the model's dtype before they scale
     expert_bias: bool = False
     clamp: float = 0.0  # limit of the clamped swiglu; 0: the model's activation
@@ -157,7 +157,7 @@ class Moe(nn.Module):
 
 
 def _rule(kind: MoeKind, act: str) -> Rule | None:
-    """What compiled experts compute between their products; None: what they have no code for."""
+    """What compiled experts compute between their matmuls; None: what they have no code for."""
     if kind.clamp:
         return "clamped", kind.clamp_alpha, kind.clamp
     return (PLAIN[act].name, 0.0, 0.0) if kind.gated and act in PLAIN else None

@@ -31,7 +31,7 @@ class SharedKind:
     blocks: int = 1  # how many there are; users take them in turn
     act: str = "gelu"
     bias: bool = False  # of the mlp
-    rank: int = 0  # of the adapters on the mlp's product up; 0: none
+    rank: int = 0  # of the adapters on the mlp's up projection; 0: none
     attn_adapters: bool = False  # adapters on queries, keys and values too
 
 
@@ -52,7 +52,7 @@ class SharedWeights(nn.Module):
 
 
 class Adapter(nn.Module):
-    """A product of low rank, beside a shared one."""
+    """A matmul of low rank, beside a shared one."""
 
     def __init__(self, prefix: str, name: str, width: int, rank: int, out: int, storage: Storage) -> None:
         super().__init__()

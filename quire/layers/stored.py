@@ -52,10 +52,10 @@ class ExpertLayer(nn.Module):
 
 def register(module: nn.Module, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     """These and no others are the module's own parameters."""
-    wanted, present = dict(parameters), dict(module.named_parameters(recurse=False))
-    for name in present.keys() - wanted.keys():
+    expected, present = dict(parameters), dict(module.named_parameters(recurse=False))
+    for name in present.keys() - expected.keys():
         delattr(module, name)
-    for name, parameter in wanted.items():
+    for name, parameter in expected.items():
         if present.get(name) is not parameter:
             module.register_parameter(name, parameter)
 

@@ -87,47 +87,47 @@ class WeightTable:
             taken.add(name)
         return taken
 
-    def load(self, name: str, given: Tensor | CodedMatrix) -> bool:
+    def load(self, name: str, source: Tensor | CodedMatrix) -> bool:
         """Put one checkpoint tensor in its place, if this rank has that. False: no rank has it (an unexpected name)."""
         canonical = self.canonical(name)
         slot = self._slots.get(canonical)
         if slot is None:
             return self.ignores(name)
         if slot.target is not None:
-            self._fill(name, slot, slot.target, self._arranged(canonical, given, slot.target))
+            self._fill(name, slot, slot.target, self._arranged(canonical, source, slot.target))
         for filled in slot.fills or (canonical,):
             self._missing.pop(filled, None)
         return True
 
-    def _fill(self, name: str, slot: Slot, target: Tensor | WeightTarget, given: Tensor | CodedMatrix) -> None:
-        wanted = tuple(target.shape) if slot.cut is None else slot.cut.uncut(target.shape)
-        if given.shape != wanted:
+    def _fill(self, name: str, slot: Slot, target: Tensor | WeightTarget, source: Tensor | CodedMatrix) -> None:
+        expected = tuple(target.shape) if slot.cut is None else slot.cut.uncut(target.shape)
+        if source.shape != expected:
             raise CheckpointError(
-                f"tensor {name!r} has shape {list(given.shape)} in the checkpoint, but the model's config asks for "
-                f"{list(wanted)}",
+                f"tensor {name!r} has shape {list(source.shape)} in the checkpoint, but the model's config asks for "
+                f"{list(expected)}",
                 param=name,
-                value=list(given.shape),
+                value=list(source.shape),
             )
         if slot.cut is not None:
-            kept = given.cut(slot.cut) if isinstance(given, CodedMatrix) else None
-            given = kept or slot.cut.of(given.numbers() if isinstance(given, CodedMatrix) else given)
+            share = source.cut(slot.cut) if isinstance(source, CodedMatrix) else None
+            source = share or slot.cut.of(source.numbers() if isinstance(source, CodedMatrix) else source)
         if isinstance(target, Tensor):
-            assert isinstance(given, Tensor)  # _arranged decoded it
-            target.copy_(given)
+            assert isinstance(source, Tensor)  # _arranged decoded it
+            target.copy_(source)
         else:
-            target.copy_(given)
+            target.copy_(source)
 
     def _arranged(
-        self, canonical: str, given: Tensor | CodedMatrix, target: Tensor | WeightTarget
+        self, canonical: str, source: Tensor | CodedMatrix, target: Tensor | WeightTarget
     ) -> Tensor | CodedMatrix:
         """Blocks stay as they are where the place takes them and the layout asks for no change."""
-        if isinstance(given, CodedMatrix):
-            probe = torch.empty(given.shape, device="meta")
+        if isinstance(source, CodedMatrix):
+            probe = torch.empty(source.shape, device="meta")
             takes_codes = isinstance(target, WeightTarget) and target.takes_codes
             if takes_codes and self._arrange(canonical, probe) is probe:
-                return given
-            given = given.numbers()
-        return self._arrange(canonical, given)
+                return source
+            source = source.numbers()
+        return self._arrange(canonical, source)
 
     def arranged(self, canonical: str, tensor: Tensor) -> Tensor:
         """A tensor that lies as the checkpoint's weight of this name does, in the layout of the parameter."""

@@ -11,7 +11,6 @@ from typing import Any
 from quire.engine.control import VERBS
 from quire.schema.errors import NotBuiltError
 
-
 Read = Callable[[Any], Any]  # what an argument means in the caller's process
 
 

@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint lacks or has too many of, told layer by layer.
+"""Which tensors a checkpoint lacks or has too many of, listed layer by layer.
 
 In: names. Out: text for one error. Must not know: where names come from.
 """

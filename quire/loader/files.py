@@ -93,7 +93,7 @@ def find_weights(path: str, load_format: str = "auto", ignore: Sequence[str] = (
 
 
 def read_weights(
-    found: WeightFiles,
+    files: WeightFiles,
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
@@ -105,40 +105,40 @@ def read_weights(
     `keeps`: types of GGUF blocks that are wanted as CodedMatrix."""
     if strategy not in (None, "lazy", "eager"):
         raise NotBuiltError(f"safetensors_load_strategy {strategy!r} is not supported; lazy and eager are")
-    for path in found.paths:
-        if found.kind == "gguf":
+    for path in files.paths:
+        if files.kind == "gguf":
             yield from _read_gguf(path, dtype, device, keeps)
-        elif found.kind == "pt":
-            yield from _read_torch(path, map_location, found.owners)
+        elif files.kind == "pt":
+            yield from _read_torch(path, map_location, files.owners)
         else:
-            yield from _read_safetensors(path, strategy == "eager", found.owners)
+            yield from _read_safetensors(path, strategy == "eager", files.owners)
 
 
-def read_directory(found: WeightFiles, map_location: str | dict[str, str] = "cpu") -> dict[str, TensorAbout]:
+def read_directory(files: WeightFiles, map_location: str | dict[str, str] = "cpu") -> dict[str, TensorAbout]:
     """Type and shape of every tensor that `read_weights` gives, of safetensors and torch files, without reading it."""
     directory: dict[str, TensorAbout] = {}
-    for path in found.paths:
+    for path in files.paths:
         mine = os.path.basename(path)
-        if found.kind == "pt":
+        if files.kind == "pt":
             state = torch_state(path, map_location)
             infos = {name: TensorAbout(tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
         else:
             infos = {entry.name: TensorAbout(entry.dtype, entry.shape) for entry in SafetensorsFile(path).entries}
-        directory |= {name: info for name, info in infos.items() if found.owners.get(name, mine) == mine}
+        directory |= {name: info for name, info in infos.items() if files.owners.get(name, mine) == mine}
     return directory
 
 
-def read_some(found: WeightFiles, wants: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+def read_some(files: WeightFiles, wants: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
     """Only the tensors with these names, of safetensors and torch files; a GGUF file gives none."""
-    for path in found.paths if found.kind in ("safetensors", "pt") else ():
+    for path in files.paths if files.kind in ("safetensors", "pt") else ():
         mine = os.path.basename(path)
         pieces: Iterable[tuple[str, Tensor]]
-        if found.kind == "pt":
+        if files.kind == "pt":
             pieces = ((name, tensor) for name, tensor in torch_state(path, "cpu").items() if wants(name))
         else:
             file = SafetensorsFile(path)
             pieces = (pair for entry in file.entries if wants(entry.name) for pair in file.read(entry))
-        yield from ((name, tensor) for name, tensor in pieces if found.owners.get(name, mine) == mine)
+        yield from ((name, tensor) for name, tensor in pieces if files.owners.get(name, mine) == mine)
 
 
 def _consolidated(folder: str, there: list[str]) -> WeightFiles:
@@ -213,8 +213,8 @@ def _check_shards(folder: str, names: list[str]) -> None:
 
 
 def _nothing_found(folder: str, load_format: str) -> str:
-    wanted = {"safetensors": "*.safetensors", "pt": "*.bin or *.pt", "gguf": "*.gguf"}
-    looked = wanted.get(load_format, "*.safetensors, *.bin, *.pt or *.gguf")
+    patterns = {"safetensors": "*.safetensors", "pt": "*.bin or *.pt", "gguf": "*.gguf"}
+    looked = patterns.get(load_format, "*.safetensors, *.bin, *.pt or *.gguf")
     there = sorted(os.listdir(folder))
     if any(name.startswith("consolidated") for name in there):
         return f"{folder} holds weights in Mistral's own form only (consolidated*): load_format='mistral' reads them"
@@ -263,9 +263,9 @@ def _read_torch(path: str, map_location: str | dict[str, str], owners: Mapping[s
     for name in list(state):
         tensor = state.pop(name).detach()
         if owners.get(name, mine) == mine:
-            yield WeightPiece(tensor.nbytes, partial(_given, name, tensor))
+            yield WeightPiece(tensor.nbytes, partial(_named, name, tensor))
         del tensor
 
 
-def _given(name: str, tensor: Tensor) -> Named:
+def _named(name: str, tensor: Tensor) -> Named:
     return [(name, tensor)]

@@ -95,12 +95,12 @@ class GGUFWeights:
 
     def decoded(self, keeps: Callable[[int], bool]) -> dict[str, int]:
         """Types of blocks -> how many tensors of them `read` decodes although some blocks are kept."""
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for recipe in self.recipes:
             if not self._stays(recipe, keeps):
                 kinds = [tensor_type(self._where[name].tensors[name].type_id) for name in recipe.sources]
-                found.update(kind.name for kind in kinds if kind.plain is None)
-        return dict(found)
+                counts.update(kind.name for kind in kinds if kind.plain is None)
+        return dict(counts)
 
     def _stays(self, recipe: Recipe, keeps: Callable[[int], bool]) -> bool:
         info = self._where[recipe.sources[0]].tensors[recipe.sources[0]]

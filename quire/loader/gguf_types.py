@@ -36,9 +36,9 @@ class TensorType(NamedTuple):
 
 def tensor_type(type_id: int, name: str = "") -> TensorType:
     """The type with this id; CheckpointError (naming the tensor) if there is none that a file may hold."""
-    if (found := _TYPES.get(type_id)) is None:
+    if (known := _TYPES.get(type_id)) is None:
         raise CheckpointError(f"GGUF tensor {name!r} has type {type_id}, which is not a known tensor type")
-    return found
+    return known
 
 
 def num_bytes(type_id: int, shape: tuple[int, ...], name: str = "") -> int:

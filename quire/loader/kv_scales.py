@@ -34,11 +34,11 @@ def is_cache_scale(name: str) -> bool:
     return _ANY.search(name) is not None
 
 
-def read_kv_scales(found: WeightFiles) -> dict[int, LayerScales]:
+def read_kv_scales(files: WeightFiles) -> dict[int, LayerScales]:
     """By the number of the layer; a layer without scales is not among them. CheckpointError: a scale that is none."""
     scales: dict[int, dict[str, float]] = {}
     names: dict[tuple[int, str], str] = {}
-    for name, tensor in read_some(found, lambda name: _SCALE.search(name) is not None):
+    for name, tensor in read_some(files, lambda name: _SCALE.search(name) is not None):
         match = _SCALE.search(name)
         assert match is not None
         if tensor.numel() != 1:

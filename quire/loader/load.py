@@ -36,7 +36,7 @@ from quire.loader.gguf_file import pieces_of
 from quire.loader.kv_scales import LayerScales, is_cache_scale, read_kv_scales
 from quire.loader.mistral_names import renamed
 from quire.loader.online import coder_of, dummy_coder
-from quire.loader.packed_cache import kept_for
+from quire.loader.packed_cache import packed_cache_for
 from quire.loader.sharded import ShardedTable, find_sharded, pattern_of
 from quire.loader.to_device import Sender
 from quire.models.build import Model, build_model, read_arch
@@ -81,7 +81,7 @@ class HasStorage(Protocol):
 class TakesTensors(Protocol):
     """A weight table, as loading uses it."""
 
-    def load(self, name: str, given: Any) -> bool: ...
+    def load(self, name: str, source: Any) -> bool: ...
 
     def missing(self) -> list[str]: ...
 
@@ -232,14 +232,14 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
     if isinstance(model, ReadsFolder) and not sharded:
         return _read_folder(model, config)
     group = model.storage.group if isinstance(model, HasStorage) else ALONE
-    found = weight_files(config, group)
-    kept = None if sharded else kept_for(model, config, found, group)
-    if kept is not None and kept.restore():
+    files = weight_files(config, group)
+    cache = None if sharded else packed_cache_for(model, config, files, group)
+    if cache is not None and cache.restore():
         model.finish_weights()
-        return found.num_bytes
+        return files.num_bytes
     first = next(iter(model.named_parameters()))[1]
     pieces = read_weights(
-        found,
+        files,
         dtype=getattr(torch, about.dtype),
         device=first.device,
         strategy=how.safetensors_load_strategy,
@@ -247,7 +247,7 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
         keeps=_keeps(model) if about.weight_form == "stored" else lambda type_id: False,
     )
     with naming(about.path):
-        stage = None if sharded else coded_stage(config, found)
+        stage = None if sharded else coded_stage(config, files)
     if stage is not None:
         pieces = stage.pass_on(pieces)
     if how.load_format == "mistral":
@@ -258,22 +258,22 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
     def take(name: str, tensor: Tensor | CodedMatrix) -> bool:
         return table.load(name, tensor.to(first.device) if isinstance(tensor, CodedMatrix) else sender.send(tensor))
 
-    loading = progress(_log, "Loading weights", found.num_bytes, shown=how.use_tqdm_on_load)
+    loading = progress(_log, "Loading weights", files.num_bytes, shown=how.use_tqdm_on_load)
     with loading as advance, naming(about.path):
         unexpected = stream(pieces, take, advance)
     if stage is not None:
         stage.check_done()
     check_complete(about.path, table.missing(), [name for name in unexpected if not is_cache_scale(name)])
     model.finish_weights()
-    _log.info("Loaded %s (%s) in %.2f s", about.path, size_text(found.num_bytes), now() - began)
-    if kept is not None:
-        kept.keep()
-    return found.num_bytes
+    _log.info("Loaded %s (%s) in %.2f s", about.path, size_text(files.num_bytes), now() - began)
+    if cache is not None:
+        cache.keep()
+    return files.num_bytes
 
 
 @contextmanager
 def naming(path: str) -> Iterator[None]:
-    """What is wrong with a checkpoint's tensors is told with its path."""
+    """Errors about a checkpoint's tensors name its path."""
     try:
         yield
     except CheckpointError as wrong:
@@ -281,13 +281,13 @@ def naming(path: str) -> Iterator[None]:
         raise CheckpointError(named, param=wrong.param, value=wrong.value) from None
 
 
-def coded_stage(config: EngineConfig, found: WeightFiles) -> CodedStage | None:
+def coded_stage(config: EngineConfig, files: WeightFiles) -> CodedStage | None:
     """None: the checkpoint's numbers are plain, or blocks of a GGUF file."""
     about = config.model_config
-    quantization = None if found.kind == "gguf" else read_quantization(about.hf_config)
+    quantization = None if files.kind == "gguf" else read_quantization(about.hf_config)
     if quantization is None:
         return None
-    return CodedStage(read_directory(found, config.load_config.pt_load_map_location), quantization)
+    return CodedStage(read_directory(files, config.load_config.pt_load_map_location), quantization)
 
 
 def cache_scales(config: EngineConfig) -> dict[int, LayerScales]:
@@ -305,11 +305,11 @@ def weight_files(config: EngineConfig, group: ShardGroup = ALONE) -> WeightFiles
     return find_weights(about.path, how.load_format, how.ignore_patterns)
 
 
-def _num_bytes(found: WeightFiles) -> int:
+def _num_bytes(files: WeightFiles) -> int:
     """Of all pieces of a GGUF file, too."""
-    if found.kind != "gguf":
-        return found.num_bytes
-    return sum(os.path.getsize(piece) for path in found.paths for piece in pieces_of(path))
+    if files.kind != "gguf":
+        return files.num_bytes
+    return sum(os.path.getsize(piece) for path in files.paths for piece in pieces_of(path))
 
 
 def _read_folder(model: ReadsFolder, config: EngineConfig) -> int:
@@ -321,10 +321,10 @@ def _read_folder(model: ReadsFolder, config: EngineConfig) -> int:
             "safetensors and pt",
             param="load_format",
         )
-    found = find_weights(about.path, form, config.load_config.ignore_patterns)  # one clear error where there are none
-    model.read_folder(about.path, found.kind == "safetensors")
-    _log.info("Loaded %s (%s) in %.2f s", about.path, size_text(found.num_bytes), now() - began)
-    return found.num_bytes
+    files = find_weights(about.path, form, config.load_config.ignore_patterns)  # one clear error where there are none
+    model.read_folder(about.path, files.kind == "safetensors")
+    _log.info("Loaded %s (%s) in %.2f s", about.path, size_text(files.num_bytes), now() - began)
+    return files.num_bytes
 
 
 def _keeps(model: Model) -> Callable[[int], bool]:

@@ -1,4 +1,4 @@
-"""Mistral's own tensor names (consolidated*.safetensors), said in the names of a Hugging Face checkpoint.
+"""Mistral's own tensor names (consolidated*.safetensors), translated to the names of a Hugging Face checkpoint.
 
 Its rotary positions turn neighbouring entries; those of the Hugging Face form turn halves: so the rows of queries and
 keys are put in that order while they are read. In: pieces of files. Out: pieces. Must not know: parameters.

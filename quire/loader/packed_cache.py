@@ -69,7 +69,9 @@ class PackedEntry:
     sum: int = 0
 
 
-def kept_for(model: object, config: EngineConfig, found: WeightFiles, group: ShardGroup = ALONE) -> PackedCache | None:
+def packed_cache_for(
+    model: object, config: EngineConfig, files: WeightFiles, group: ShardGroup = ALONE
+) -> PackedCache | None:
     """None where nothing is packed, or the cache is off."""
     about = config.model_config
     if not env.CPU_PACKED_CACHE.get() or kernels() is None or not isinstance(model, nn.Module):
@@ -80,7 +82,7 @@ def kept_for(model: object, config: EngineConfig, found: WeightFiles, group: Sha
             "format": config.load_config.load_format, "rank": group.rank, "ranks": group.size}  # fmt: skip
     use = (about.convert,) if about.is_pooling else ()  # a pooling model has other parameters than a generating one
     name = _digest(os.path.abspath(about.path), about.dtype, about.weight_form, group.rank, group.size, *use)
-    paths = [piece for path in found.paths for piece in (pieces_of(path) if found.kind == "gguf" else (path,))]
+    paths = [piece for path in files.paths for piece in (pieces_of(path) if files.kind == "gguf" else (path,))]
     key = _digest(FORMAT, __version__, _code(), json.dumps(read, sort_keys=True, default=str), *map(_identity, paths))
     folder = Path(os.path.expanduser(env.CACHE_ROOT.get())) / "packed"
     return PackedCache(model, folder / f"{name}.bin", key)
@@ -115,7 +117,7 @@ class PackedCache:
             raise ValueError("it is cut short")
         magic, length, total = _HEAD.unpack_from(file.map)
         if magic != MAGIC or _HEAD.size + length > file.size:
-            raise ValueError("it is no such file, or cut short")
+            raise ValueError("it is not such a file, or it is cut short")
         text = bytes(file.view(_HEAD.size, length))
         if checksum(as_bytes(bytearray(text))) != total:
             raise ValueError("its header is damaged")
@@ -179,12 +181,12 @@ def _parameters(model: nn.Module) -> Iterator[tuple[PackedEntry, Tensor]]:
     """Every parameter, as bytes."""
     seen = set()
     for where, matrix in packed_matrices(model).items():
-        for part, kept in matrix.parts.items():
-            numbers = kept.data if isinstance(kept, Packed) else kept
-            shape = (kept.rows, kept.width) if isinstance(kept, Packed) else tuple(kept.shape)
+        for part, stored in matrix.parts.items():
+            numbers = stored.data if isinstance(stored, Packed) else stored
+            shape = (stored.rows, stored.width) if isinstance(stored, Packed) else tuple(stored.shape)
             seen.add(numbers.data_ptr())
             yield (
-                PackedEntry(where, part, True, kept.kind if isinstance(kept, Packed) else _name(kept), shape),
+                PackedEntry(where, part, True, stored.kind if isinstance(stored, Packed) else _name(stored), shape),
                 _bytes(numbers),
             )
     for name, parameter in model.named_parameters():
@@ -207,8 +209,8 @@ def _check_sizes(model: nn.Module, entries: list[PackedEntry], room: int) -> Non
             rows[entry.module] += entry.shape[0]
             shape = matrices[entry.module].shape
             span = shape.parts.get(entry.name)
-            wanted = (entry.shape[0] if span is None else span.count, shape.width.count)
-            fits = tuple(entry.shape) == wanted
+            expected = (entry.shape[0] if span is None else span.count, shape.width.count)
+            fits = tuple(entry.shape) == expected
         else:
             own = parameters[_full_name(entry)]
             fits = tuple(entry.shape) == tuple(own.shape) and entry.form == _name(own)
@@ -227,7 +229,7 @@ def _bytes_of(entry: PackedEntry) -> int:
         return -(-rows // PANEL) * (width // BLOCK) * FORMS[entry.form].num_bytes
     dtype = getattr(torch, entry.form)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{entry.form!r} is no dtype")
+        raise ValueError(f"{entry.form!r} is not a dtype")
     return math.prod(entry.shape) * dtype.itemsize
 
 
@@ -241,7 +243,7 @@ def _place(model: nn.Module, entries: list[PackedEntry], data: Tensor) -> None:
         raw = data[entry.start : entry.start + entry.num_bytes]
         if entry.form in FORMS:
             if not entry.is_part:
-                raise ValueError(f"{_full_name(entry)} is no packed matrix")
+                raise ValueError(f"{_full_name(entry)} is not a packed matrix")
             matrices[entry.module].put(entry.name, Packed(raw, entry.form, *entry.shape))
             continue
         numbers = raw.view(getattr(torch, entry.form)).view(entry.shape)
@@ -290,13 +292,13 @@ def _digest(*what: object) -> str:
 def _identity(path: str) -> str:
     """Changes whenever the file's bytes do: by the system's record of it, and by bytes from all over it."""
     about = os.stat(path)
-    found = hashlib.sha256(f"{os.path.abspath(path)} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}".encode())
-    found.update(str((about.st_dev, about.st_ino)).encode())
+    digest = hashlib.sha256(f"{os.path.abspath(path)} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}".encode())
+    digest.update(str((about.st_dev, about.st_ino)).encode())
     with open(path, "rb") as file:
         for i in range(_SAMPLES):
             file.seek(max(0, about.st_size - _SAMPLE_BYTES) * i // (_SAMPLES - 1))  # the first and the last are ends
-            found.update(file.read(_SAMPLE_BYTES))
-    return found.hexdigest()
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 @cache
@@ -304,9 +306,9 @@ def _code() -> str:
     """Changes whenever the kernels or the sources that decide what is stored do."""
     library, chosen = native.library(), kernels()
     assert library is not None and chosen is not None
-    found = hashlib.sha256(library.read_bytes())
-    found.update(chosen.qc_isa())
+    digest = hashlib.sha256(library.read_bytes())
+    digest.update(chosen.qc_isa())
     for room in _CODE:
         for path in sorted((Path(__file__).parents[1] / room).rglob("*.py")):
-            found.update(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
-    return found.hexdigest()
+            digest.update(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
+    return digest.hexdigest()

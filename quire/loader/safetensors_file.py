@@ -103,12 +103,12 @@ class SafetensorsFile:
             raise self._wrong(f"tensor {name!r} has shape {shape!r} and data_offsets {[start, end]!r}")
         if not isinstance(kind, str) or kind not in _DTYPES:
             raise self._wrong(f"tensor {name!r} has dtype {kind!r}; known are {', '.join(_DTYPES)}")
-        wanted = math.prod(shape) * _DTYPES[kind].itemsize
-        if end - start != wanted:
-            raise self._wrong(f"tensor {name!r} ({kind} {shape}) needs {wanted} bytes, its place has {end - start}")
+        num_bytes = math.prod(shape) * _DTYPES[kind].itemsize
+        if end - start != num_bytes:
+            raise self._wrong(f"tensor {name!r} ({kind} {shape}) needs {num_bytes} bytes, its place has {end - start}")
         if math.prod(max(size, 1) for size in shape) > _MAX_NUMBERS:  # one of them may be 0
             raise self._wrong(f"tensor {name!r} has shape {shape!r}")
-        return TensorEntry(name, _DTYPES[kind], tuple(shape), data_start + start, wanted)
+        return TensorEntry(name, _DTYPES[kind], tuple(shape), data_start + start, num_bytes)
 
     def _check_places(self, entries: list[TensorEntry], data_start: int) -> None:
         at, before = data_start, "the header"

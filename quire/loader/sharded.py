@@ -47,14 +47,14 @@ class NamesWeights(Protocol):
 def weights_of(model: Model) -> dict[str, Tensor]:
     """Every tensor once, under its first name."""
     named = model.named_weights() if isinstance(model, NamesWeights) else model.named_parameters()
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     seen: set[tuple[int, int, tuple[int, ...]]] = set()
     for name, tensor in named:
         place = (tensor.data_ptr(), tensor.numel(), tuple(tensor.shape))
         if place not in seen or not tensor.numel():
             seen.add(place)
-            found[name] = tensor.detach()
-    return found
+            tensors[name] = tensor.detach()
+    return tensors
 
 
 def pattern_of(extra: Mapping[str, Any]) -> str:
@@ -111,14 +111,14 @@ def find_sharded(folder: str, rank: int, pattern: str) -> WeightFiles:
     """A rank's files; all parts from 0 on must be there."""
     own = re.escape(pattern.replace("{rank}", str(rank))).replace(re.escape("{part}"), r"(\d+)")
     if not os.path.isdir(folder):
-        raise CheckpointError(f"{folder} is no folder; load_format 'sharded_state' reads a folder")
-    found = sorted(
+        raise CheckpointError(f"{folder} is not a folder; load_format 'sharded_state' reads a folder")
+    shards = sorted(
         (int(match[1]), name) for name in os.listdir(folder) if (match := re.fullmatch(own, name)) is not None
     )
-    if not found or [number for number, _ in found] != list(range(len(found))):
+    if not shards or [number for number, _ in shards] != list(range(len(shards))):
         there = some(sorted(os.listdir(folder))) or "nothing"
         raise CheckpointError(f"{folder} lacks files {pattern!r} of rank {rank}, parts from 0 on; it holds {there}")
-    return WeightFiles("safetensors", tuple(os.path.join(folder, name) for _, name in found), {})
+    return WeightFiles("safetensors", tuple(os.path.join(folder, name) for _, name in shards), {})
 
 
 class ShardedTable:
@@ -128,8 +128,8 @@ class ShardedTable:
         self._places = weights_of(model)
         self._missing = dict.fromkeys(self._places)
 
-    def load(self, name: str, given: Tensor) -> bool:
-        tensor, place = given, self._places.get(name)
+    def load(self, name: str, source: Tensor) -> bool:
+        tensor, place = source, self._places.get(name)
         if place is None:
             return False
         if place.shape != tensor.shape or place.dtype != tensor.dtype:

@@ -47,8 +47,8 @@ class CodedWeight(NamedTuple):
 
     def tensors(self) -> dict[str, Tensor]:
         """By the names that parameters get."""
-        found = {"codes": self.codes, "scale": self.scale}
-        return found if self.zero is None else found | {"zero": self.zero}
+        tensors = {"codes": self.codes, "scale": self.scale}
+        return tensors if self.zero is None else tensors | {"zero": self.zero}
 
 
 def is_packed(kind: str) -> bool:

@@ -31,21 +31,21 @@ class BlockCodes(NamedTuple):
 def block_codes(coded: CodedMatrix) -> BlockCodes | None:
     """None: no kind holds its codes."""
     rows, width = coded.shape
-    if width % BLOCK or not rows or not width or (found := coded.integers()) is None:
+    if width % BLOCK or not rows or not width or (integers := coded.integers()) is None:
         return None
-    per_block = found.group == width or found.group % BLOCK == 0
-    if not per_block and (found.group != BLOCK // 2):
+    per_block = integers.group == width or integers.group % BLOCK == 0
+    if not per_block and (integers.group != BLOCK // 2):
         return None
-    scales = found.scale.half()
-    lost = (scales.float() - found.scale).abs() > _SCALE_ERROR * found.scale.abs()
+    scales = integers.scale.half()
+    lost = (scales.float() - integers.scale).abs() > _SCALE_ERROR * integers.scale.abs()
     if not scales.isfinite().all() or lost.any():
         return None
     if not per_block:
-        return _signed(_without_zero(found), scales, ("Q6Z",))
-    repeats = (width if found.group == width else found.group) // BLOCK
-    if found.zero is not None and (codes := _with_minima(found, scales, repeats)) is not None:
+        return _signed(_without_zero(integers), scales, ("Q6Z",))
+    repeats = (width if integers.group == width else integers.group) // BLOCK
+    if integers.zero is not None and (codes := _with_minima(integers, scales, repeats)) is not None:
         return codes
-    return _signed(_without_zero(found), scales.repeat_interleave(repeats, 1), _SYMMETRIC)
+    return _signed(_without_zero(integers), scales.repeat_interleave(repeats, 1), _SYMMETRIC)
 
 
 def bears_rounding(coded: CodedMatrix) -> bool:
@@ -53,11 +53,11 @@ def bears_rounding(coded: CodedMatrix) -> bool:
     return coded.shape[1] % BLOCK == 0 and min(coded.shape) > 0
 
 
-def _without_zero(found: Integers) -> Tensor:
-    if found.zero is None:
-        return found.q
-    rows, width = found.q.shape
-    return (found.q.view(rows, -1, found.group) - found.zero[:, :, None]).view(rows, width)
+def _without_zero(integers: Integers) -> Tensor:
+    if integers.zero is None:
+        return integers.q
+    rows, width = integers.q.shape
+    return (integers.q.view(rows, -1, integers.group) - integers.zero[:, :, None]).view(rows, width)
 
 
 def _signed(q: Tensor, scales: Tensor, kinds: tuple[str, ...]) -> BlockCodes | None:
@@ -70,17 +70,17 @@ def _signed(q: Tensor, scales: Tensor, kinds: tuple[str, ...]) -> BlockCodes | N
     return None
 
 
-def _with_minima(found: Integers, scales: Tensor, repeats: int) -> BlockCodes | None:
+def _with_minima(integers: Integers, scales: Tensor, repeats: int) -> BlockCodes | None:
     """As scale * code + added; None: the smallest signed kind holds it, or no kind does."""
-    assert found.zero is not None
-    low, high = (int(end) for end in torch.aminmax(_without_zero(found)))
+    assert integers.zero is not None
+    low, high = (int(end) for end in torch.aminmax(_without_zero(integers)))
     if low >= -8 and high < 8:
         return None
-    added = (found.scale * -found.zero.float()).half()
-    if not added.isfinite().all() or int(found.q.min()) < 0:
+    added = (integers.scale * -integers.zero.float()).half()
+    if not added.isfinite().all() or int(integers.q.min()) < 0:
         return None
     for kind in _WITH_MINIMA:
-        if int(found.q.max()) < 1 << FORMS[kind].bits:
+        if int(integers.q.max()) < 1 << FORMS[kind].bits:
             spread = scales.repeat_interleave(repeats, 1), added.repeat_interleave(repeats, 1)
-            return BlockCodes(found.q.to(torch.uint8), *spread, kind)
+            return BlockCodes(integers.q.to(torch.uint8), *spread, kind)
     return None

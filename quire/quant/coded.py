@@ -45,8 +45,8 @@ class Grid(NamedTuple):
     columns: int
 
     def fits(self, shape: tuple[int, int]) -> bool:
-        wanted = -(-shape[0] // self.rows), -(-shape[1] // self.columns)
-        return tuple(self.values.shape) == wanted
+        expected = -(-shape[0] // self.rows), -(-shape[1] // self.columns)
+        return tuple(self.values.shape) == expected
 
     def spread(self, shape: tuple[int, int]) -> Tensor:
         """The value of every row and block of columns: [rows, blocks of columns]."""
@@ -69,8 +69,8 @@ class Grid(NamedTuple):
         """None: the cut goes through a block."""
         size = self.rows if cut.axis == 0 else self.columns
         if self.values.shape[cut.axis] == 1 and size >= cut.whole:
-            kept = sum(stop - start for start, stop in cut.ranges)
-            return self._replace(rows=kept) if cut.axis == 0 else self._replace(columns=kept)
+            length = sum(stop - start for start, stop in cut.ranges)
+            return self._replace(rows=length) if cut.axis == 0 else self._replace(columns=length)
         if any(start % size or (stop % size and stop != cut.whole) for start, stop in cut.ranges):
             return None
         if len(cut.ranges) > 1 and any((stop - start) % size for start, stop in cut.ranges[:-1]):
@@ -288,8 +288,8 @@ class TableCodes(_Tensors):
 def power_of_two(exponents: Tensor) -> Tensor:
     """e8m0: 2^(n - 127); 255 is not a number."""
     bits = exponents.int() << 23  # as float32 has them; its 0 would be 0, and 2^-127 is half of its smallest power
-    found = bits.masked_fill(exponents == 0, 1 << 22).view(torch.float32)
-    return found.masked_fill(exponents == 255, float("nan"))
+    powers = bits.masked_fill(exponents == 0, 1 << 22).view(torch.float32)
+    return powers.masked_fill(exponents == 255, float("nan"))
 
 
 def open_halves(packed: Tensor, *, high_first: bool = False) -> Tensor:

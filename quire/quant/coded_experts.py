@@ -53,32 +53,32 @@ FP8_ROWS = CodeLayout("e4m3", by_row=True)
 MXFP4 = CodeLayout("e2m1", block=(1, 32), scale=torch.uint8)
 
 
-def layout_of(given: CodedMatrix) -> CodeLayout | None:
+def layout_of(coded: CodedMatrix) -> CodeLayout | None:
     """None: kernels have no layout for such codes."""
-    rows, width = given.shape
-    if isinstance(given, FloatCodes):
-        return _float_layout(given, rows, width)
-    if isinstance(given, AffineCodes) and given.bits <= 4 and given.groups is None:
-        columns = _columns(given.scale.columns, width)
-        same = not isinstance(given.zero, Grid) or given.zero.columns == given.scale.columns
+    rows, width = coded.shape
+    if isinstance(coded, FloatCodes):
+        return _float_layout(coded, rows, width)
+    if isinstance(coded, AffineCodes) and coded.bits <= 4 and coded.groups is None:
+        columns = _columns(coded.scale.columns, width)
+        same = not isinstance(coded.zero, Grid) or coded.zero.columns == coded.scale.columns
         if columns and same:
-            zeros = isinstance(given.zero, Grid) or given.zero != _MIDDLE
-            return CodeLayout("int4", block=(1, columns), scale=given.scale.values.dtype, zeros=zeros)
+            zeros = isinstance(coded.zero, Grid) or coded.zero != _MIDDLE
+            return CodeLayout("int4", block=(1, columns), scale=coded.scale.values.dtype, zeros=zeros)
     return None
 
 
-def _float_layout(given: FloatCodes, rows: int, width: int) -> CodeLayout | None:
-    grid = given.scale
+def _float_layout(coded: FloatCodes, rows: int, width: int) -> CodeLayout | None:
+    grid = coded.scale
     kind = grid.values.dtype
-    if given.kind == "e4m3" and kind != torch.uint8:
+    if coded.kind == "e4m3" and kind != torch.uint8:
         if grid.columns >= width:
             return FP8_ROWS
         if grid.columns % CHUNK == 0:
             block = grid.rows if rows % grid.rows == 0 else 1
             return CodeLayout("e4m3", block=(block, grid.columns), scale=torch.float32)
         return None
-    if given.kind == "e2m1" and (columns := _columns(grid.columns, width)):
-        return CodeLayout("e2m1", by_row=given.whole is not None, block=(1, columns), scale=kind)
+    if coded.kind == "e2m1" and (columns := _columns(grid.columns, width)):
+        return CodeLayout("e2m1", by_row=coded.whole is not None, block=(1, columns), scale=kind)
     return None
 
 
@@ -89,28 +89,28 @@ def _columns(columns: int, width: int) -> int:
     return columns if columns in _GROUPS or columns % CHUNK == 0 else 0
 
 
-def part_of(given: CodedMatrix, layout: CodeLayout) -> CodedPart:
+def part_of(coded: CodedMatrix, layout: CodeLayout) -> CodedPart:
     """`given` in its own layout, or in that with zero points."""
-    if isinstance(given, AffineCodes):
-        scale = given.scale.spread(given.shape)
+    if isinstance(coded, AffineCodes):
+        scale = coded.scale.spread(coded.shape)
         zero = None
         if layout.zeros:
-            grid = given.zero
-            zero = grid.spread(given.shape) if isinstance(grid, Grid) else torch.full_like(scale, grid)
+            grid = coded.zero
+            zero = grid.spread(coded.shape) if isinstance(grid, Grid) else torch.full_like(scale, grid)
             zero = zero.to(torch.uint8)
-        return CodedPart(close_chunks(given.codes), scale, zero, None)
-    assert isinstance(given, FloatCodes)  # nothing else has a layout
-    rows = given.shape[0]
-    whole = None if given.whole is None else given.whole.float().expand(rows)
-    if given.kind == "e2m1":
-        return CodedPart(close_chunks(open_halves(given.codes)), given.scale.spread(given.shape), None, whole)
-    values = given.scale.values.float()
-    if given.whole is not None:
-        values = values * given.whole.float()
+        return CodedPart(close_chunks(coded.codes), scale, zero, None)
+    assert isinstance(coded, FloatCodes)  # nothing else has a layout
+    rows = coded.shape[0]
+    whole = None if coded.whole is None else coded.whole.float().expand(rows)
+    if coded.kind == "e2m1":
+        return CodedPart(close_chunks(open_halves(coded.codes)), coded.scale.spread(coded.shape), None, whole)
+    values = coded.scale.values.float()
+    if coded.whole is not None:
+        values = values * coded.whole.float()
     if layout.by_row:
-        return CodedPart(given.codes, None, None, given.scale._replace(values=values).spread(given.shape)[:, 0])
-    spread = given.scale._replace(values=values).spread(given.shape) if layout.block[0] == 1 else values
-    return CodedPart(given.codes, spread, None, None)
+        return CodedPart(coded.codes, None, None, coded.scale._replace(values=values).spread(coded.shape)[:, 0])
+    spread = coded.scale._replace(values=values).spread(coded.shape) if layout.block[0] == 1 else values
+    return CodedPart(coded.codes, spread, None, None)
 
 
 def round_to_fp8(numbers: Tensor) -> CodedPart:
@@ -143,27 +143,27 @@ class CodedSide:
         yield from self._parameters.items()
 
     def weight(self) -> ExpertCodes | Tensor:
-        found = self.codes if self.codes is not None else self.plain
-        assert found is not None  # a checkpoint that lacks them is refused
-        return found
+        weight = self.codes if self.codes is not None else self.plain
+        assert weight is not None  # a checkpoint that lacks them is refused
+        return weight
 
-    def put(self, expert: int, start: int, given: Tensor | CodedMatrix) -> None:
+    def put(self, expert: int, start: int, source: Tensor | CodedMatrix) -> None:
         """Rows from `start` on, perhaps while another thread brings others."""
         with self._lock:
-            if isinstance(given, CodedMatrix):
-                layout = layout_of(given)
+            if isinstance(source, CodedMatrix):
+                layout = layout_of(source)
                 if self._takes(layout):
                     assert self._layout is not None
-                    self._copy(expert, start, part_of(given, self._layout))
+                    self._copy(expert, start, part_of(source, self._layout))
                     return
-                given = given.numbers()
+                source = source.numbers()
             if self._rounds:
-                self._copy(expert, start, round_to_fp8(given))
+                self._copy(expert, start, round_to_fp8(source))
                 return
             if self.plain is None:
                 self._decode()
             assert self.plain is not None
-            self.plain.data[expert, start : start + given.shape[0]].copy_(given)
+            self.plain.data[expert, start : start + source.shape[0]].copy_(source)
 
     def _takes(self, layout: CodeLayout | None) -> bool:
         """Whether codes of this layout can be added to those that are there."""
@@ -216,9 +216,9 @@ class CodedSide:
         codes.codes[expert, start:stop].copy_(part.codes)
         if part.row_scale is not None and codes.row_scale is not None:
             codes.row_scale[expert, start:stop].copy_(part.row_scale)
-        for target, given in ((codes.scale, part.scale), (codes.zero, part.zero)):
-            if target is not None and given is not None:
-                target[expert, start // step : -(-stop // step), : given.shape[1]].copy_(given)
+        for target, values in ((codes.scale, part.scale), (codes.zero, part.zero)):
+            if target is not None and values is not None:
+                target[expert, start // step : -(-stop // step), : values.shape[1]].copy_(values)
 
     def _decode(self) -> None:
         """From now on, numbers of the model's dtype."""
@@ -346,8 +346,8 @@ class ExpertTarget(WeightTarget):
     def __init__(self, side: CodedSide, expert: int, start: int, shape: tuple[int, int]) -> None:
         self._side, self._expert, self._start, self.shape = side, expert, start, shape
 
-    def copy_(self, given: Tensor | CodedMatrix) -> None:
-        self._side.put(self._expert, self._start, given)
+    def copy_(self, source: Tensor | CodedMatrix) -> None:
+        self._side.put(self._expert, self._start, source)
 
 
 class CodedExpertScheme:

@@ -50,7 +50,7 @@ class CodedScheme:
     def create(self, shape: MatrixShape) -> CodedParts:
         return CodedParts(shape, self)
 
-    def kept(self, part: Tensor | CodedMatrix) -> CodedPart:
+    def stored_form(self, part: Tensor | CodedMatrix) -> CodedPart:
         """A part as it is to be stored."""
         if isinstance(part, Tensor) and part.dim() == 2 and self._coder is not None:
             made = self._coder(part.to(self.arena.device))
@@ -91,14 +91,14 @@ class CodedParts(StoredMatrix):
 
     def keep(self, name: str, part: Tensor | CodedMatrix) -> None:
         """One part arrived, perhaps while another thread brings the next. The whole replaces parts, and they it."""
-        kept = self._scheme.kept(part)
+        stored = self._scheme.stored_form(part)
         with self._lock:
             if self._finished:
-                self._write(name, kept)
+                self._write(name, stored)
                 return
             if not name or "" in self.parts:
                 self.parts.clear()
-            self.parts[name] = kept
+            self.parts[name] = stored
             self._join()
             self._weights = dict(self._named())
 
@@ -177,8 +177,8 @@ class CodedTarget(WeightTarget):
     def __init__(self, matrix: CodedParts, part: str, shape: tuple[int, int]) -> None:
         self._matrix, self._part, self.shape = matrix, part, shape
 
-    def copy_(self, given: Tensor | CodedMatrix) -> None:
-        self._matrix.keep(self._part, given)
+    def copy_(self, source: Tensor | CodedMatrix) -> None:
+        self._matrix.keep(self._part, source)
 
 
 class CodedChoice:

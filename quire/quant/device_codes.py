@@ -119,15 +119,15 @@ def _whole_numbers(coded: AffineCodes) -> CodedWeight | None:
         if not chunk:
             return None
         if isinstance(zero, Grid):
-            kept = _groups_first(zero, coded.shape).to(torch.uint8)
-            return CodedWeight("int4", pack_halves(coded.codes, chunk), scale, kept, rows, width, group)
+            zeros = _groups_first(zero, coded.shape).to(torch.uint8)
+            return CodedWeight("int4", pack_halves(coded.codes, chunk), scale, zeros, rows, width, group)
         return CodedWeight("int4", pack_halves(coded.codes + (MIDDLE - zero), chunk), scale, None, rows, width, group)
     if coded.bits > 8 or (group != width and group % _SMALLEST_GROUP):
         return None
     codes = (coded.codes ^ 128).view(torch.int8)  # less 128
     if isinstance(zero, Grid) or zero != 128:
-        kept = (_groups_first(zero, coded.shape) if isinstance(zero, Grid) else torch.full_like(scale, zero)) - 128
-        return CodedWeight("int8", codes, scale, kept.to(torch.int16), rows, width, group)
+        zeros = (_groups_first(zero, coded.shape) if isinstance(zero, Grid) else torch.full_like(scale, zero)) - 128
+        return CodedWeight("int8", codes, scale, zeros.to(torch.int16), rows, width, group)
     rounds = coded.inputs.form == "int8" and group == width
     return CodedWeight("int8", codes, scale, None, rows, width, group, rounds)
 

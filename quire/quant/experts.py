@@ -265,8 +265,8 @@ class StackTarget(WeightTarget):
         rows = sum(place.shape[0] for place in targets[0])
         self.shape = (len(targets), rows, *targets[0][0].shape[1:])
 
-    def copy_(self, given: Tensor | CodedMatrix) -> None:
-        numbers = given.numbers() if isinstance(given, CodedMatrix) else given
+    def copy_(self, source: Tensor | CodedMatrix) -> None:
+        numbers = source.numbers() if isinstance(source, CodedMatrix) else source
         for own, places in zip(numbers, self._targets, strict=True):
             for part, place in zip(own.split([place.shape[0] for place in places]), places, strict=True):
                 place.copy_(part)

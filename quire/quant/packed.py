@@ -59,24 +59,24 @@ class PackedScheme:
     def create(self, shape: MatrixShape) -> PackedMatrix:
         return PackedMatrix(shape, self)
 
-    def kept(self, given: Tensor | CodedMatrix) -> Part:
+    def stored_form(self, source: Tensor | CodedMatrix) -> Part:
         """A part as it is to be stored."""
-        if isinstance(given, GGUFBlocks):
-            if self._kind_of(given.type_id) is not None:
-                return self._pack(given.raw, given.type_id, *given.shape)
-            given = given.numbers()
-        elif isinstance(given, CodedMatrix):
-            codes = block_codes(given)
+        if isinstance(source, GGUFBlocks):
+            if self._kind_of(source.type_id) is not None:
+                return self._pack(source.raw, source.type_id, *source.shape)
+            source = source.numbers()
+        elif isinstance(source, CodedMatrix):
+            codes = block_codes(source)
             if codes is not None:
                 return self._pack_codes(*codes)
-            if bears_rounding(given):
-                return self._pack_numbers(given.numbers(), "Q8Z")
-            given = given.numbers()
-        if self.kind is not None and given.dim() == 2 and given.shape[1] % BLOCK == 0:
-            return self._pack_numbers(given, self.kind)
-        kept = self.arena.empty(tuple(given.shape), self.dtype)
-        kept.copy_(given)
-        return kept
+            if bears_rounding(source):
+                return self._pack_numbers(source.numbers(), "Q8Z")
+            source = source.numbers()
+        if self.kind is not None and source.dim() == 2 and source.shape[1] % BLOCK == 0:
+            return self._pack_numbers(source, self.kind)
+        stored = self.arena.empty(tuple(source.shape), self.dtype)
+        stored.copy_(source)
+        return stored
 
 
 class PackedMatrix(StoredMatrix):
@@ -103,24 +103,24 @@ class PackedMatrix(StoredMatrix):
             )
         yield from self._bias_slots(run)
 
-    def keep(self, part: str, given: Tensor | CodedMatrix) -> None:
+    def keep(self, part: str, source: Tensor | CodedMatrix) -> None:
         """One part arrived, perhaps while another thread brings the next."""
-        self.put(part, self._scheme.kept(given))
+        self.put(part, self._scheme.stored_form(source))
 
-    def put(self, part: str, kept: Part) -> None:
+    def put(self, part: str, stored: Part) -> None:
         """A part as it is to be stored. The whole replaces parts, and they it."""
         for name in ("",) if part else tuple(self.shape.parts):
             self.parts.pop(name, None)
             self._weights.pop(name, None)
-        self.parts[part], self.packed = kept, None
-        numbers = kept.data if isinstance(kept, Packed) else kept
+        self.parts[part], self.packed = stored, None
+        numbers = stored.data if isinstance(stored, Packed) else stored
         self._weights[part] = nn.Parameter(numbers, requires_grad=False)
 
     def finish(self) -> None:
-        held = self.parts
-        self.parts = {name: held[name] for name in dict.fromkeys(("", *self.shape.parts)) if name in held}
+        by_name = self.parts
+        self.parts = {name: by_name[name] for name in dict.fromkeys(("", *self.shape.parts)) if name in by_name}
         parts = [part for part in self.parts.values() if isinstance(part, Packed)]
-        self.packed = Matrix(tuple(parts)) if parts and len(parts) == len(held) else None
+        self.packed = Matrix(tuple(parts)) if parts and len(parts) == len(by_name) else None
 
     def multiply(self, x: Tensor) -> Tensor:
         scheme = self._scheme
@@ -153,8 +153,8 @@ class PartTarget(WeightTarget):
     def __init__(self, matrix: PackedMatrix, part: str, shape: tuple[int, int]) -> None:
         self._matrix, self._part, self.shape = matrix, part, shape
 
-    def copy_(self, given: Tensor | CodedMatrix) -> None:
-        self._matrix.keep(self._part, given)
+    def copy_(self, source: Tensor | CodedMatrix) -> None:
+        self._matrix.keep(self._part, source)
 
 
 class PackedChoice:

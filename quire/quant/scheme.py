@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 class WeightTarget(ABC):
-    """A place for numbers that is no tensor."""
+    """A destination for numbers that is not a tensor."""
 
     shape: tuple[int, ...]
     takes_codes = False  # whether `copy_` takes a CodedMatrix as well
 
     @abstractmethod
-    def copy_(self, given: Tensor | CodedMatrix) -> None: ...
+    def copy_(self, source: Tensor | CodedMatrix) -> None: ...
 
 
 class Slot(NamedTuple):
@@ -138,10 +138,10 @@ class StoredMatrix(ABC):
 
     def whole(self) -> Matrix | Tensor:
         """All parts as kernels of experts and of blocks take them: packed, or plain rows."""
-        found = self.packed if self.packed is not None else self.numbers
-        if found is None:
+        whole = self.packed if self.packed is not None else self.numbers
+        if whole is None:
             raise ConfigError(f"a matrix stored as {self.name} has no form that compiled kernels take")
-        return found
+        return whole
 
     def _bias_slots(self, run: tuple[str, ...]) -> Iterator[PartSlot]:
         shape = self.shape

@@ -124,7 +124,7 @@ async def invocations(call: HttpCall, request: ChatRequest | CompletionRequest) 
         await create_completion(call, request)
 
 
-class _Told(msgspec.Struct):
+class _InvocationKeys(msgspec.Struct):
     """What tells requests apart."""
 
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -134,12 +134,12 @@ class _Told(msgspec.Struct):
 def _read_invocation(raw: bytes | bytearray, limits: JsonLimits) -> ChatRequest | CompletionRequest:
     check_json(raw, limits)
     try:
-        told = msgspec.json.decode(raw, type=_Told) if raw.lstrip()[:1] == b"{" else _Told()
+        keys = msgspec.json.decode(raw, type=_InvocationKeys) if raw.lstrip()[:1] == b"{" else _InvocationKeys()
     except (msgspec.DecodeError, UnicodeDecodeError) as wrong:
-        raise InputError(f"the body is no JSON: {wrong}", param="body") from None
-    if told.messages is not msgspec.UNSET:
+        raise InputError(f"the body is not JSON: {wrong}", param="body") from None
+    if keys.messages is not msgspec.UNSET:
         return read_body(ChatRequest, raw, limits)
-    if told.prompt is not msgspec.UNSET:
+    if keys.prompt is not msgspec.UNSET:
         return read_body(CompletionRequest, raw, limits)
     raise InputError("the body has neither `messages` (a chat) nor `prompt` (a completion)", param="body")
 
@@ -231,8 +231,8 @@ async def abort_requests(request: Request, body: Annotated[AbortRequest | None, 
     """End requests by their ids, whichever process answers them; their answers say finish_reason abort."""
     ids, engine = None if body is None else body.request_ids, _state(request).engine
     patterns = None if ids is None else [_OWN_NAME.format(re.escape(one)) for one in ids]
-    wanted = re.compile(".*" if patterns is None else "|".join(patterns) or r"(?!)", re.DOTALL)
-    searches = await engine.abort_searches(wanted.fullmatch)
+    pattern = re.compile(".*" if patterns is None else "|".join(patterns) or r"(?!)", re.DOTALL)
+    searches = await engine.abort_searches(pattern.fullmatch)
     return {"aborted": searches + int(await engine.call("abort_requests", patterns))}
 
 
@@ -257,8 +257,8 @@ async def is_sleeping(request: Request) -> dict[str, bool]:
 async def collective_rpc(request: Request, body: RpcRequest) -> dict[str, list[Any]]:
     """Call a method of every worker; the results as they are, or as text where JSON has no form for them."""
     engine = _state(request).engine
-    found = await engine.collective_rpc(body.method, body.timeout, tuple(body.args), body.kwargs)
-    return {"results": [_plain(one) for one in found]}
+    results = await engine.collective_rpc(body.method, body.timeout, tuple(body.args), body.kwargs)
+    return {"results": [_plain(one) for one in results]}
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """From the bytes of a body to a wire type, with limits before work.
 
-Owns: what is no JSON for us (too deep, too many values, NaN and Infinity, numbers that overflow, lone surrogates, bytes
-that are no UTF-8), and long lists of token ids, which are read into arrays: a Python object for each would cost many
+Owns: JSON that is refused (too deep, too many values, NaN and Infinity, numbers that overflow, lone surrogates, bytes
+that are not UTF-8), and long lists of token ids, which are read into arrays: a Python object for each would cost many
 times the body. No step holds the interpreter for long, so a large body is read in a thread and the event loop goes on.
 Every refusal is an InputError that names the limit, or a ValidationError that names the field. Must not know: routes,
 what fields mean.
@@ -86,8 +86,8 @@ def read_body(model: type[Wire], raw: Raw, limits: JsonLimits) -> Wire:
         raise InputError(
             f"the body has {len(request.model_extra)} unknown fields; at most {MOST_UNKNOWN} are read", param="body"
         )
-    for name, found in ids.items():
-        setattr(request, name, found)
+    for name, values in ids.items():
+        setattr(request, name, values)
     return request
 
 
@@ -105,7 +105,9 @@ def check_json(raw: Raw, limits: JsonLimits) -> int:
         try:
             msgspec.json.decode(raw, type=msgspec.Raw)  # takes them inside strings only
         except msgspec.DecodeError as wrong:
-            raise InputError(f"the body is no JSON: {wrong} (NaN and Infinity are no numbers)", param="body") from None
+            raise InputError(
+                f"the body is not JSON: {wrong} (NaN and Infinity are not numbers)", param="body"
+            ) from None
     return count
 
 
@@ -153,7 +155,7 @@ def _check_finite(raw: Raw) -> None:
     name = next((name for name, part in fields.items() if infinite_number(bytes(part)) is not None), "body")[:100]
     shown = number[:40].decode()
     raise InputError(
-        f"{name} holds {shown}, which is no finite JSON number of up to {_LONGEST_NUMBER} digits", param=name
+        f"{name} holds {shown}, which is not a finite JSON number of up to {_LONGEST_NUMBER} digits", param=name
     )
 
 
@@ -178,8 +180,8 @@ def infinite_number(raw: Raw) -> bytes | None:
             return rest
         if not _has_large_number(text):
             continue
-        for found in _NUMBER.finditer(text):
-            number = found[0]
+        for match in _NUMBER.finditer(text):
+            number = match[0]
             if len(number) > _LONGEST_NUMBER or (not number.isdigit() and math.isinf(float(number))):
                 return number
     return None
@@ -191,47 +193,47 @@ def infinite_number(raw: Raw) -> bytes | None:
 def _take_ids(model: type[BaseModel], raw: Raw, count: int, limits: JsonLimits) -> tuple[bytes, dict[str, Any]]:
     """The body with short lists instead of its long lists of token ids, and these as arrays."""
     try:
-        found = msgspec.json.decode(raw, type=_IdLists)
+        id_lists = msgspec.json.decode(raw, type=_IdLists)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise too_many_values(str(count), limits) from None  # whatever else is wrong with it
-    lists = {name: _bytes(found, name) for name in _IdLists.__struct_fields__ if name in model.model_fields}
-    lists = {name: given for name, given in lists.items() if given[:1] == b"[" and not given.translate(None, _OF_IDS)}
-    num_ids = sum(given.count(b",") for given in lists.values())
+    lists = {name: _bytes(id_lists, name) for name in _IdLists.__struct_fields__ if name in model.model_fields}
+    lists = {name: text for name, text in lists.items() if text[:1] == b"[" and not text.translate(None, _OF_IDS)}
+    num_ids = sum(text.count(b",") for text in lists.values())
     if num_ids > limits.token_ids or count - num_ids > limits.values:
         raise too_many_values(str(count), limits)
     fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])  # no more than the other values
     ids = {}
-    for name, given in lists.items():
-        ids[name] = _read_ids(name, given)
+    for name, text in lists.items():
+        ids[name] = _read_ids(name, text)
         fields[name] = msgspec.Raw(b"[[0]]" if isinstance(ids[name], list) else b"[0]")
     return msgspec.json.encode(fields), ids
 
 
-def _bytes(found: _IdLists, name: str) -> bytes:
-    return bytes(msgspec.structs.asdict(found)[name])
+def _bytes(fields: _IdLists, name: str) -> bytes:
+    return bytes(msgspec.structs.asdict(fields)[name])
 
 
-def _read_ids(name: str, given: bytes) -> array[int] | list[array[int]]:
+def _read_ids(name: str, text: bytes) -> array[int] | list[array[int]]:
     try:
-        if given[1:].lstrip()[:1] != b"[":
-            return _ints(given)
-        return [_ints(bytes(one)) for one in msgspec.json.decode(given, type=list[msgspec.Raw])]
+        if text[1:].lstrip()[:1] != b"[":
+            return _ints(text)
+        return [_ints(bytes(one)) for one in msgspec.json.decode(text, type=list[msgspec.Raw])]
     except msgspec.MsgspecError:
         raise InputError(f"{name} must be token ids: a list of integers, or lists of them", param=name) from None
 
 
-def _ints(given: bytes) -> array[int]:
+def _ints(text: bytes) -> array[int]:
     """A list of JSON, slice by slice."""
-    inner = given.strip()
+    inner = text.strip()
     if inner[:1] != b"[":
         raise msgspec.ValidationError
-    found, start, end = array("i"), 1, 0
+    ids, start, end = array("i"), 1, 0
     while start < len(inner):
         end = inner.find(b",", start + _SLICE)
         end = len(inner) - 1 if end < 0 else end
-        found.extend(msgspec.json.decode(b"[" + inner[start:end] + b"]", type=list[_ID]))
+        ids.extend(msgspec.json.decode(b"[" + inner[start:end] + b"]", type=list[_ID]))
         start = end + 1
-    return found
+    return ids
 
 
 # ---- slices ----------------------------------------------------------------------------------------------------------

@@ -59,8 +59,8 @@ class Salts:
         """`own`: the request's. A salt says nothing about the key it was made from, nor about the request's."""
         if caller == NOBODY:
             return own
-        said = b"" if own is None else b"\x01" + own.encode("utf-8", "surrogatepass")
-        return hmac.new(self._secret, self._keys[caller] + said, sha256).hexdigest()
+        own_part = b"" if own is None else b"\x01" + own.encode("utf-8", "surrogatepass")
+        return hmac.new(self._secret, self._keys[caller] + own_part, sha256).hexdigest()
 
 
 class Tenants:

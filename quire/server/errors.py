@@ -120,8 +120,8 @@ def refusal_of(error: BaseException, *, full: str = "503") -> Refusal:
     if isinstance(error, RequestValidationError):
         return refusal(400, _all_wrong(error.errors()), param=_place(error.errors()))
     if isinstance(error, ValidationError):
-        found = error.errors(include_url=False, include_context=False)
-        return refusal(400, _all_wrong(found), param=_place(found))
+        faults = error.errors(include_url=False, include_context=False)
+        return refusal(400, _all_wrong(faults), param=_place(faults))
     if isinstance(error, HTTPException):
         return refusal(error.status_code, str(error.detail), headers=dict(error.headers or {}))
     log.error("A request failed by a fault of the server", exc_info=error)
@@ -141,37 +141,37 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InputError as wrong:
-        if (told := in_words(wrong, names)) is wrong:
+        if (renamed_error := in_words(wrong, names)) is wrong:
             raise
-        raise told from wrong
+        raise renamed_error from wrong
 
 
 def install(app: FastAPI, *, log_stack: bool = False, full: str = "503") -> None:
     """Every error that reaches the framework is rendered here."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        told = refusal_of(error, full=full)
+        refused = refusal_of(error, full=full)
         if log_stack:
-            log.log(logging.INFO, "%s answered %d", request.url.path, told.status, exc_info=error)
-        return told.response()
+            log.log(logging.INFO, "%s answered %d", request.url.path, refused.status, exc_info=error)
+        return refused.response()
 
     for kind in (QuireError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)
 
 
-def _all_wrong(found: Any) -> str:
+def _all_wrong(faults: Any) -> str:
     """Each fault with its place, its reason and the value that was seen. A union reports every form it tried."""
     lines = []
-    for fault in list(found)[:5]:
+    for fault in list(faults)[:5]:
         place = ".".join(str(part) for part in fault["loc"]) or "body"
         seen = "" if fault["type"] in ("json_invalid", "missing") else f", got {_shown(fault.get('input'))}"
         lines.append(f"{place}: {fault['msg']}{seen}")
-    more = len(found) - len(lines)
+    more = len(faults) - len(lines)
     return "; ".join(lines) + (f"; and {more} more" if more > 0 else "")
 
 
-def _place(found: Any) -> str | None:
-    names = [str(part) for part in found[0]["loc"]] if found else []
+def _place(faults: Any) -> str | None:
+    names = [str(part) for part in faults[0]["loc"]] if faults else []
     return names[0] if names and names[0] != "body" else (names[1] if len(names) > 1 else None)
 
 

@@ -95,14 +95,14 @@ async def generate_tokens(call: HttpCall, request: TokensRequest) -> None:
     state, model = call.state, call.model
     if request.features:
         raise InputError("features: media are not in this version of Quire", param="features")
-    asked = await call.apart(_as_completion, request)
-    check_request(asked, state.options, 1)
+    completion = await call.apart(_as_completion, request)
+    check_request(completion, state.options, 1)
     params = await call.apart(_params, request)
     most_tokens(model, params.max_tokens, None)
     public_id = call.request_id(request.request_id)
-    prompt = Prompt(token_ids=fitting_ids(request.token_ids, asked, model.max_model_len))
+    prompt = Prompt(token_ids=fitting_ids(request.token_ids, completion, model.max_model_len))
     opened = await open_requests(
-        call, asked, public_id, [prompt], params, add_special_tokens=False, most=asked.max_tokens
+        call, completion, public_id, [prompt], params, add_special_tokens=False, most=completion.max_tokens
     )
     with opened.flow as flow:
         answer = TokensAnswer(state.options, model, request, params, opened, public_id)
@@ -119,18 +119,18 @@ def _as_completion(request: TokensRequest) -> CompletionRequest:
         raise InputError(
             f"sampling_params has {wrong[0]!r:.100}; known are {', '.join(NAMES)}", param="sampling_params"
         )
-    given = {_OTHER_NAMES.get(name, name): value for name, value in request.sampling_params.items()}
-    given = {name: value for name, value in given.items() if name in CompletionRequest.model_fields}
+    fields = {_OTHER_NAMES.get(name, name): value for name, value in request.sampling_params.items()}
+    fields = {name: value for name, value in fields.items() if name in CompletionRequest.model_fields}
     for name in ("stream", "stream_options", "cache_salt", "priority", "request_id", "kv_transfer_params"):
-        given[name] = getattr(request, name)
-    return CompletionRequest(**{name: value for name, value in given.items() if value is not None})
+        fields[name] = getattr(request, name)
+    return CompletionRequest(**{name: value for name, value in fields.items() if value is not None})
 
 
 def _params(request: TokensRequest) -> SamplingParams:
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-    given = {name: value for name, value in request.sampling_params.items() if value is not None}
+    values = {name: value for name, value in request.sampling_params.items() if value is not None}
     try:
-        params = msgspec.convert({"detokenize": True, **given}, SamplingParams, strict=False)
+        params = msgspec.convert({"detokenize": True, **values}, SamplingParams, strict=False)
     except msgspec.ValidationError as wrong:
         raise InputError(f"sampling_params: {wrong}", param="sampling_params") from None
     params.output_kind, params.skip_clone = kind, True

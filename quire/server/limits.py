@@ -251,17 +251,17 @@ def limited_protocol(options: ServerConfig) -> type[LimitedProtocol]:
     return type("LimitedProtocol", (LimitedProtocol,), limits)
 
 
-def room_for_connections(asked: int | None) -> int:
+def room_for_connections(requested: int | None) -> int:
     """How many connections there may be: what was asked, or what the limit on open files leaves. That limit is raised
     as far as this process may, since a connection that finds no file is refused by nobody."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = (asked or MOST_CONNECTIONS) + OTHER_FILES
-    soft = wanted if soft == resource.RLIM_INFINITY else soft
-    if soft < wanted:
-        raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    needed = (requested or MOST_CONNECTIONS) + OTHER_FILES
+    soft = needed if soft == resource.RLIM_INFINITY else soft
+    if soft < needed:
+        raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
         soft = raised
     room = max(soft - OTHER_FILES, soft // 2)
-    if asked is not None and asked > room:
-        log.warning("--max-connections is %d, but %d open files leave room for %d", asked, soft, room)
-    return min(asked or MOST_CONNECTIONS, room)
+    if requested is not None and requested > room:
+        log.warning("--max-connections is %d, but %d open files leave room for %d", requested, soft, room)
+    return min(requested or MOST_CONNECTIONS, room)

@@ -160,12 +160,12 @@ def _length(scope: Scope) -> int:
 
 def load_of(metrics: MetricSource) -> dict[str, float]:
     """How full the engine is, by the names that load balancers look for."""
-    found: dict[str, float] = {}
+    load: dict[str, float] = {}
     for metric in metrics.snapshot():
         if isinstance(metric, Gauge) and metric.name in _NAMES:
             name = _NAMES[metric.name]
-            found[name] = found.get(name, 0.0) + metric.value
-    return found
+            load[name] = load.get(name, 0.0) + metric.value
+    return load
 
 
 def header_of(form: str, load: dict[str, float]) -> bytes | None:
@@ -191,11 +191,11 @@ class LoadHeader:
         if form is None:
             await self._app(scope, receive, send)
             return
-        asked = form.strip()
+        header_form = form.strip()
 
         async def tell(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] == 200:
-                value = header_of(asked, load_of(self._metrics))
+                value = header_of(header_form, load_of(self._metrics))
                 if value is not None:
                     message = {**message, "headers": [*message.get("headers", ()), (_TOLD, value)]}
             await send(message)

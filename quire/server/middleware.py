@@ -70,9 +70,9 @@ class RequestIds:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        known = _ID.fullmatch(given) is not None
-        request_id = given if known else uuid.uuid4().hex.encode()
+        client_id = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        known = _ID.fullmatch(client_id) is not None
+        request_id = client_id if known else uuid.uuid4().hex.encode()
         state = scope.setdefault("state", {})
         state["request_id"] = request_id.decode()
         state["request_id_given"] = known
@@ -108,12 +108,12 @@ class ApiKeyAuth:
         if shown is not None or self._free(scope):
             await self.app(scope, receive, send)
             return
-        told = refusal(
+        refused = refusal(
             401,
             "a key is needed: send 'Authorization: Bearer KEY' (or 'x-api-key: KEY') with one of the server's keys",
             headers={"WWW-Authenticate": "Bearer"},
         )
-        await told.send(send)
+        await refused.send(send)
 
     def _free(self, scope: Scope) -> bool:
         if scope.get("method") == "OPTIONS":
@@ -123,18 +123,18 @@ class ApiKeyAuth:
 
     def _shown(self, scope: Scope) -> int | None:
         """The number of the first key that is shown."""
-        found: list[int] = []
+        matches: list[int] = []
         for name, value in scope["headers"]:
             if name == b"x-api-key":  # as Anthropic's clients send it
-                found += self._numbers(value)
+                matches += self._numbers(value)
             elif name == b"authorization":
                 scheme, _, token = value.partition(b" ")
                 numbers = self._numbers(token)
-                found += numbers if scheme.lower() == b"bearer" else []
-        return found[0] if found else None
+                matches += numbers if scheme.lower() == b"bearer" else []
+        return matches[0] if matches else None
 
-    def _numbers(self, given: bytes) -> list[int]:
-        digest = sha256(given.strip()).digest()
+    def _numbers(self, token: bytes) -> list[int]:
+        digest = sha256(token.strip()).digest()
         same = [hmac.compare_digest(digest, key) for key in self._keys]
         return [number for number, is_it in enumerate(same) if is_it]
 
@@ -189,14 +189,14 @@ class BodySize:
 
     async def _refuse(self, receive: Receive, send: Send, words: str) -> None:
         """The answer goes out at once; then some of the body is read, so that closing does not cut the answer off."""
-        told = refusal_of(TooLargeError(self._words(words)))
-        body = told.body
+        refused = refusal_of(TooLargeError(self._words(words)))
+        body = refused.body
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),
         ]
-        await send({"type": "http.response.start", "status": told.status, "headers": headers})
+        await send({"type": "http.response.start", "status": refused.status, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": True})
         left, more = _DRAIN_BYTES, True
         with contextlib.suppress(TimeoutError):  # a client that says no more must not hold the connection
@@ -242,13 +242,13 @@ def _cors(options: ServerConfig) -> list[Middleware]:
 def _users_own(path: str) -> Middleware:
     """A class is used as it is; an async function (request, call_next) as FastAPI's http middleware."""
     try:
-        found: Any = load(path)
+        loaded: Any = load(path)
     except ImportError as missing:
         raise ConfigError(f"middleware {path!r} cannot be imported: {missing}", param="middleware") from missing
-    if isinstance(found, type):
-        return Middleware(cast(Any, found))
-    if inspect.iscoroutinefunction(found):
-        return Middleware(load("starlette.middleware.base:BaseHTTPMiddleware"), dispatch=found)
+    if isinstance(loaded, type):
+        return Middleware(cast(Any, loaded))
+    if inspect.iscoroutinefunction(loaded):
+        return Middleware(load("starlette.middleware.base:BaseHTTPMiddleware"), dispatch=loaded)
     raise ConfigError(
-        f"middleware {path!r} is a {type(found).__name__}; it must be a class or an async function", param="middleware"
+        f"middleware {path!r} is a {type(loaded).__name__}; it must be a class or an async function", param="middleware"
     )

@@ -46,8 +46,8 @@ def install(app: App, *, renders_only: bool, pools: bool) -> None:
 
 async def _refuse_generating(request: Request) -> Response:
     path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-    told = f"{path}: this model runs with runner=pooling and cannot generate; it answers {', '.join(PATHS)}"
-    return refusal(400, told, param="model").response()
+    message = f"{path}: this model runs with runner=pooling and cannot generate; it answers {', '.join(PATHS)}"
+    return refusal(400, message, param="model").response()
 
 
 # Routes that a server has if its operator wants them.

@@ -133,6 +133,6 @@ def _offsets(model: ServedModel, one: PreparedRequest, request: GenerateRequest)
 
 def _shown(params: SamplingParams, max_tokens: int) -> dict[str, Any]:
     """Every parameter that is set, also where it is the default; the prompt is cut already."""
-    given = {name: getattr(params, name) for name in NAMES if name != "truncate_prompt_tokens"}
-    given["max_tokens"] = max_tokens
-    return {name: msgspec.to_builtins(value, str_keys=True) for name, value in given.items() if value is not None}
+    values = {name: getattr(params, name) for name in NAMES if name != "truncate_prompt_tokens"}
+    values["max_tokens"] = max_tokens
+    return {name: msgspec.to_builtins(value, str_keys=True) for name, value in values.items() if value is not None}

@@ -32,8 +32,8 @@ from quire.server.served import ServedModel
 from quire.server.state import ServerState
 
 log = logger(__name__)
-Given = ParamSpec("Given")
-Found = TypeVar("Found")
+Args = ParamSpec("Args")
+Value = TypeVar("Value")
 _SMALL = 1 << 15  # bytes; what is in a larger body is read in a lane, and so is what is done with it
 _LONGEST_ID = 256
 _JSON = (b"content-type", b"application/json")
@@ -42,7 +42,7 @@ _JSON = (b"content-type", b"application/json")
 class HttpCall:
     """One HTTP request under way."""
 
-    __slots__ = ("_deadline", "_held", "_listening", "model", "receive", "scope", "send", "size", "started", "state")
+    __slots__ = ("_budget", "_deadline", "_listening", "model", "receive", "scope", "send", "size", "started", "state")
 
     model: ServedModel  # that the body names; there once the body is read
 
@@ -50,7 +50,7 @@ class HttpCall:
         self.state, self.scope, self.receive, self.send = state, scope, receive, send
         self.started = False  # the status is out
         self.size = 0  # bytes of the body
-        self._held = 0  # in the budget of all bodies, for this one
+        self._budget = 0  # bytes this body has taken from the budget of all bodies
         self._listening: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -62,24 +62,24 @@ class HttpCall:
             return body
         whole = bytearray(body)
         while message.get("more_body"):
-            self._hold(self.size - self._held)
+            self._hold(self.size - self._budget)
             message = await self._receive()
             whole += message.get("body", b"")
             self.size = len(whole)
         weight = await self.apart(memory_bytes, whole)
-        self._hold(min(weight, self.state.bodies.most) - self._held)  # alone, any body fits
+        self._hold(min(weight, self.state.bodies.most) - self._budget)  # alone, any body fits
         return whole
 
     def _hold(self, count: int) -> None:
         self.state.bodies.take(count)
-        self._held += count
+        self._budget += count
 
     def _let_go(self) -> None:
-        if self._held:
-            self.state.bodies.give(self._held)
-            self._held = 0
+        if self._budget:
+            self.state.bodies.give(self._budget)
+            self._budget = 0
 
-    async def apart(self, work: Callable[Given, Found], *args: Given.args, **kwargs: Given.kwargs) -> Found:
+    async def apart(self, work: Callable[Args, Value], *args: Args.args, **kwargs: Args.kwargs) -> Value:
         """Do what takes as long as the body is large: here, or in a lane, so that the event loop goes on."""
         if self.size <= _SMALL:
             return work(*args, **kwargs)
@@ -109,29 +109,32 @@ class HttpCall:
 
     def check_type(self) -> None:
         """JSON only: a web page may send any other type to any server without asking it first."""
-        given = (self.header(b"content-type") or "").partition(";")[0].strip().lower()
-        if given != "application/json" and not given.endswith("+json"):
-            raise HTTPException(415, f"the body must be sent as Content-Type: application/json, not {given[:100]!r}")
+        content_type = (self.header(b"content-type") or "").partition(";")[0].strip().lower()
+        if content_type != "application/json" and not content_type.endswith("+json"):
+            raise HTTPException(
+                415, f"the body must be sent as Content-Type: application/json, not {content_type[:100]!r}"
+            )
 
-    def request_id(self, given: str | None) -> str:
+    def request_id(self, client_id: str | None) -> str:
         """The client's own name of this request (header, then body), or a new one."""
         state = self.scope.get("state") or {}
-        if state.get("request_id_given") or (given is None and "request_id" in state):
+        if state.get("request_id_given") or (client_id is None and "request_id" in state):
             return str(state["request_id"])
-        if given is None:
+        if client_id is None:
             return f"{self.state.prefix}{next(self.state.serials):08x}"
-        if len(given) > _LONGEST_ID or not given.isprintable():
+        if len(client_id) > _LONGEST_ID or not client_id.isprintable():
             raise InputError(
-                f"request_id has {len(given)} characters; it may have {_LONGEST_ID}, all printable", param="request_id"
+                f"request_id has {len(client_id)} characters; it may have {_LONGEST_ID}, all printable",
+                param="request_id",
             )
-        return given
+        return client_id
 
     def trace_headers(self) -> dict[str, str] | None:
-        found = {}
+        headers = {}
         for key, value in self.scope["headers"]:
             if key in (b"traceparent", b"tracestate"):
-                found[key.decode()] = value.decode("latin-1")
-        return found or None
+                headers[key.decode()] = value.decode("latin-1")
+        return headers or None
 
     def watch(self, flow: Results) -> None:
         """From now on, a client that goes takes its requests with it, and so does time that is up. The body is read."""
@@ -144,15 +147,15 @@ class HttpCall:
 
     def _seconds(self) -> float | None:
         """The time this request may take: the server's limit, or less if the client says so in X-Request-Timeout."""
-        limit, given = self.state.options.request_timeout, self.header(b"x-request-timeout")
-        if given is None:
+        limit, text = self.state.options.request_timeout, self.header(b"x-request-timeout")
+        if text is None:
             return limit
         try:
-            seconds = float(given)
+            seconds = float(text)
         except ValueError:
             seconds = 0.0
         if not 0.0 < seconds < float("inf"):
-            raise InputError(f"X-Request-Timeout must be seconds above 0, got {given[:40]!r}", param="timeout")
+            raise InputError(f"X-Request-Timeout must be seconds above 0, got {text[:40]!r}", param="timeout")
         return seconds if limit is None else min(seconds, limit)
 
     async def _listen(self, flow: Results) -> None:
@@ -300,10 +303,10 @@ def add_route(
     endpoint.__annotations__ = {"body": body}
     endpoint.__name__ = handler.__name__
     endpoint.__doc__ = handler.__doc__
-    told: dict[str, Any] = {"model": answer, "description": "The answer."}
+    response: dict[str, Any] = {"model": answer, "description": "The answer."}
     if streams:
         ended = ", ended by [DONE]" if ends_with_done else ""
-        told["description"] = f"The answer; with `stream: true` its chunks as server-sent events{ended}."
+        response["description"] = f"The answer; with `stream: true` its chunks as server-sent events{ended}."
         failed = app.schema_of(errors[400]["model"])
         kinds = streams if isinstance(streams, tuple) else (streams,)
         chunk = {"anyOf": [*map(app.schema_of, kinds), failed]}
@@ -311,7 +314,7 @@ def add_route(
         if ends_with_done:
             data = {"anyOf": [data, {"const": "[DONE]"}]}
         event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
-        told["content"] = {"text/event-stream": {"itemSchema": event}}
+        response["content"] = {"text/event-stream": {"itemSchema": event}}
     route = APIRoute(
         path,
         endpoint,
@@ -319,7 +322,7 @@ def add_route(
         tags=[tag],
         operation_id=handler.__name__,
         response_model=None,
-        responses={200: told, **errors},
+        responses={200: response, **errors},
     )
     route.app = functools.partial(_run, app, handler, reader)
     app.router.routes.append(route)
@@ -346,10 +349,10 @@ async def _run(app: App, handler: Handler, reader: Reader, scope: Scope, receive
     except Exception as error:  # the root of a request: whatever went wrong, its client is told
         if call.started:
             raise
-        told = refusal_of(error, full=state.options.queue_full_status)
+        refused = refusal_of(error, full=state.options.queue_full_status)
         if state.options.log_error_stack:
-            log.info("%s answered %d", scope["path"], told.status, exc_info=error)
-        await told.send(send)
+            log.info("%s answered %d", scope["path"], refused.status, exc_info=error)
+        await refused.send(send)
     finally:
         call.close()
         state.load.count -= 1

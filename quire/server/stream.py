@@ -16,8 +16,8 @@ from quire.server.errors import ClientGoneError, Refusal, refusal_of
 from quire.server.flow import Results
 from quire.server.route import HttpCall
 
-Given = ParamSpec("Given")
-Found = TypeVar("Found")
+Args = ParamSpec("Args")
+Value = TypeVar("Value")
 _MANY_POSITIONS = 1024
 DONE = b"data: [DONE]\n\n"
 _ALIVE = b": keep-alive\n\n"
@@ -48,8 +48,8 @@ class WholeAnswer(Protocol):
         """After `end`."""
 
 
-def _last_event(told: Refusal) -> bytes:
-    return told.event + DONE
+def _last_event(refusal: Refusal) -> bytes:
+    return refusal.event + DONE
 
 
 async def send_events(
@@ -89,9 +89,9 @@ async def send_events(
 
 
 async def rendered(
-    call: HttpCall, results: Iterable[RequestOutput], render: Callable[Given, Found], *args: Given.args,
-    **kwargs: Given.kwargs,
-) -> Found:  # fmt: skip
+    call: HttpCall, results: Iterable[RequestOutput], render: Callable[Args, Value], *args: Args.args,
+    **kwargs: Args.kwargs,
+) -> Value:  # fmt: skip
     """What an answer makes of results: in a lane where log probabilities of a whole prompt, or a long answer that comes
     at once, would hold up the event loop."""
     size = sum(_num_positions(result) for result in results)

@@ -95,7 +95,7 @@ class Supervisor:
         self._secret = new_secret()
         self._apis: dict[int, _Api] = {}
         self._deaths: deque[float] = deque(maxlen=_TOO_MANY_DEATHS)
-        self._told: list[int] = []  # signals
+        self._received: list[int] = []  # signals
 
     def start(self) -> None:
         for number in range(1, self._options.api_server_count + 1):
@@ -122,9 +122,9 @@ class Supervisor:
 
     def run(self, say: Callable[[], None]) -> int:
         """Until told to stop (0), or until it cannot go on (1)."""
-        with _signals(self._told) as woken:
+        with _signals(self._received) as woken:
             unsaid = True
-            while not self._told:
+            while not self._received:
                 self._wait(woken)
                 if self._client.dead is not None:
                     return self._engine_died()
@@ -188,25 +188,25 @@ class Supervisor:
             else:  # it has no requests, and does not listen to signals yet either
                 self._drop(api)
         deadline = now() + self._config.shutdown_timeout + _GRACE_SECONDS
-        while len(self._told) == 1 and now() < deadline:
+        while len(self._received) == 1 and now() < deadline:
             if not any(api.child.alive for api in self._apis.values()):
                 return 0
             self._wait(woken, 0.1)
-        if len(self._told) > 1:
+        if len(self._received) > 1:
             log.warning("Told to stop again: leaving at once")
-            os._exit(128 + self._told[-1])  # the other processes see that this one is gone, and leave too
+            os._exit(128 + self._received[-1])  # the other processes see that this one is gone, and leave too
         log.error("Some API processes did not leave in time")
         return 1
 
 
 @contextmanager
-def _signals(told: list[int]) -> Iterator[int]:
+def _signals(received: list[int]) -> Iterator[int]:
     """Collect SIGTERM and SIGINT; a descriptor turns readable with each."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
 
     def note(number: int, frame: FrameType | None) -> None:
-        told.append(number)
+        received.append(number)
         os.write(writing, b"s")
 
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -74,11 +74,11 @@ async def refresh(context: ssl.SSLContext, options: ServerConfig) -> None:
 
 
 def _look(options: ServerConfig) -> _Seen:
-    found = []
+    seen = []
     for name in (options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs):
         try:
             about = os.stat(name) if name else None
         except OSError:
             about = None
-        found.append((about.st_mtime_ns, about.st_size, about.st_ino) if about else (0, 0, 0))
-    return tuple(found)
+        seen.append((about.st_mtime_ns, about.st_size, about.st_ino) if about else (0, 0, 0))
+    return tuple(seen)

@@ -73,12 +73,12 @@ class ToolServer:
         self._known: dict[str, Sequence[ServerTool]] = {}
 
     @classmethod
-    def of(cls, given: str | None) -> ToolServer | None:
+    def of(cls, option: str | None) -> ToolServer | None:
         """`demo`, or addresses with commas between: host:port, or a URL whose path ends with /sse or is the place of
         streamable HTTP."""
-        if not given:
+        if not option:
             return None
-        words = [word.strip() for word in given.split(",") if word.strip()]
+        words = [word.strip() for word in option.split(",") if word.strip()]
         sessions: list[Callable[[], ToolSession]] = []
         for word in words:
             if word == "demo":
@@ -86,16 +86,16 @@ class ToolServer:
             else:
                 sessions.append(_mcp_session(_places(word)))
         if not sessions:
-            raise ConfigError(f"tool_server={given!r} names no server", param="tool_server", value=given)
+            raise ConfigError(f"tool_server={option!r} names no server", param="tool_server", value=option)
         if words != ["demo"] and importlib.util.find_spec("mcp") is None:
             raise MissingExtraError("tool_server", "mcp", "mcp")
         return cls(sessions)
 
     async def tools(self) -> dict[str, Sequence[ServerTool]]:
         """By server. Asked anew each time: tools come and go with their servers."""
-        found = await asyncio.gather(*map(self._list, self._sessions))
-        self._known = {name: tools for name, tools, _ in found}
-        self._homes = {name: session for name, _, session in found}
+        listed = await asyncio.gather(*map(self._list, self._sessions))
+        self._known = {name: tools for name, tools, _ in listed}
+        self._homes = {name: session for name, _, session in listed}
         return self._known
 
     async def _list(
@@ -142,9 +142,9 @@ class ToolSessions:
                 opened: dict[str, ToolSession] = {}
                 while True:
                     tool, arguments, result = await self._calls.get()
-                    found = await self._run(stack, opened, tool, arguments)
+                    answer = await self._run(stack, opened, tool, arguments)
                     if not result.done():
-                        result.set_result(found)
+                        result.set_result(answer)
 
     async def _run(
         self, stack: AsyncExitStack, opened: dict[str, ToolSession], tool: ServerTool, arguments: dict[str, Any]
@@ -215,9 +215,9 @@ class McpSession:
         client = load("mcp:Client")
         last: BaseException | None = None
         for place in self._places:
-            told = load("mcp.client.sse:sse_client")(place) if urlsplit(place).path.endswith("/sse") else place
+            transport = load("mcp.client.sse:sse_client")(place) if urlsplit(place).path.endswith("/sse") else place
             try:
-                self._client = await self._stack.enter_async_context(client(told))
+                self._client = await self._stack.enter_async_context(client(transport))
             except Exception as wrong:  # noqa: BLE001  # there may be another place
                 last = wrong
             else:
@@ -229,12 +229,12 @@ class McpSession:
         return await self._stack.__aexit__(*about)
 
     async def tools(self) -> tuple[str, Sequence[ServerTool]]:
-        name, found, cursor = str(self._client.server_info.name), list[ServerTool](), None
+        name, tools, cursor = str(self._client.server_info.name), list[ServerTool](), None
         while True:
             page = await self._client.list_tools(cursor=cursor)
-            found += [ServerTool(name, one.name, one.description or "", one.input_schema) for one in page.tools]
+            tools += [ServerTool(name, one.name, one.description or "", one.input_schema) for one in page.tools]
             if (cursor := page.next_cursor) is None:
-                return name, found
+                return name, tools
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
         result = await self._client.call_tool(tool, arguments)
@@ -268,7 +268,7 @@ def _value(node: ast.expr) -> Any:
         return binary(_value(node.left), _value(node.right))
     if isinstance(node, ast.UnaryOp) and (unary := _OPERATORS.get(type(node.op))):
         return unary(_value(node.operand))
-    raise ValueError(f"{ast.unparse(node)[:100]!r} is no arithmetic")
+    raise ValueError(f"{ast.unparse(node)[:100]!r} is not arithmetic")
 
 
 class DemoSession:

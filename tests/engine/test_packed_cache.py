@@ -16,7 +16,7 @@ from quire.base import env
 from quire.config import EngineArgs
 from quire.loader import packed_cache
 from quire.loader.load import load_model, weight_files
-from quire.loader.packed_cache import PackedCache, kept_for
+from quire.loader.packed_cache import PackedCache, packed_cache_for
 from quire.models.build import Model
 from quire.ops.cpu.forms import register
 from quire.ops.cpu.native import kernels
@@ -141,7 +141,7 @@ def test_several_writers_and_readers_at_once(root: Path) -> None:
     model = loaded(root)
     args = EngineArgs(model=str(root / "model"), dtype="float32", device="cpu", quantization="int8_wo")
     config = args.create_engine_config()
-    cache = kept_for(model, config, weight_files(config))
+    cache = packed_cache_for(model, config, weight_files(config))
     assert isinstance(cache, PackedCache)
     with ThreadPoolExecutor(6) as pool:
         writing = [pool.submit(cache.keep) for _ in range(6)]
@@ -239,7 +239,10 @@ def test_every_rank_has_a_file_of_its_own(root: Path) -> None:
     for group, model in zip(groups, models, strict=True):
         again = load_model(config, "cpu", group)
         assert is_mapped(again) and not is_mapped(model) and same(again, model)
-    caches = [kept_for(model, config, weight_files(config), group) for model, group in zip(models, groups, strict=True)]
+    caches = [
+        packed_cache_for(model, config, weight_files(config), group)
+        for model, group in zip(models, groups, strict=True)
+    ]
     assert len({cache.key for cache in caches}) == len({cache.path for cache in caches}) == len(groups)
     caches[1].path.replace(caches[2].path)  # rank 0's under the name of rank 1's
     assert not is_mapped(load_model(config, "cpu", groups[2]))

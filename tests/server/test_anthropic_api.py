@@ -173,7 +173,7 @@ def test_errors_in_the_client(client: anthropic.Anthropic) -> None:
         ({"mcp_servers": [{"url": "http://a"}]}, "mcp_servers"),
         ({"container": "a"}, "container"),
         ({"thinking": {"type": "enabled", "budget_tokens": 2048}}, "--reasoning-parser"),
-        ({"n": 2}, "n is no field"),
+        ({"n": 2}, "n is not a field"),
         ({"stop_sequences": ["a"] * 65}, "stop_sequences has 65"),
         ({"max_tokens": "many"}, "max_tokens"),
         ({"top_p": 2}, "top_p"),

@@ -85,7 +85,7 @@ def test_answers_come_in_order_with_their_names(run: Any, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "given, status, code, says, custom_id",
     [
-        ("nonsense", 400, "invalid_request", "line 1 is no batch request", None),
+        ("nonsense", 400, "invalid_request", "line 1 is not a batch request", None),
         ('{"custom_id": "a"}', 400, "invalid_request", "missing required field", "a"),
         ('{"custom_id": 5, "url": "/x", "body": {}}', 400, "invalid_request", "Expected `str`", None),
         (line("a", method="GET"), 405, "invalid_method", "only POST", "a"),

@@ -78,29 +78,29 @@ def _make_table(parts: Parts, state: str, tensors: Mapping[str, Tensor]) -> Made
 
 
 def _scales(parts: Parts, state: str, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
-    found = tensors["weight.absmax"].reshape(-1)
-    if found.dtype != torch.uint8:
-        return found.float()
+    absmax = tensors["weight.absmax"].reshape(-1)
+    if absmax.dtype != torch.uint8:
+        return absmax.float()
     run, offset = _count(parts, state, about, "nested_blocksize"), about.get("nested_offset")
     if isinstance(offset, bool) or not isinstance(offset, int | float):
         raise _wrong(parts, state, "nested_offset", offset)
     outer = tensors["weight.nested_absmax"].reshape(-1).float()
-    if outer.numel() != -(-found.numel() // run):
+    if outer.numel() != -(-absmax.numel() // run):
         raise parts.wrong(
-            "weight.nested_absmax", f"{found.numel()} scales in runs of {run} have another number of them"
+            "weight.nested_absmax", f"{absmax.numel()} scales in runs of {run} have another number of them"
         )
-    inner = tensors["weight.nested_quant_map"].float()[found.long()]
-    return inner * outer.repeat_interleave(run)[: found.numel()] + offset
+    inner = tensors["weight.nested_quant_map"].float()[absmax.long()]
+    return inner * outer.repeat_interleave(run)[: absmax.numel()] + offset
 
 
 def _state(parts: Parts, state: str, raw: Tensor) -> Mapping[str, Any]:
     try:
-        found = json.loads(bytes(raw.tolist()))
+        settings = json.loads(bytes(raw.tolist()))
     except (ValueError, RecursionError) as wrong:
         raise CheckpointError(f"tensor {parts.names[state]!r} is not JSON: {wrong}", param=parts.names[state]) from None
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise CheckpointError(f"tensor {parts.names[state]!r} is not a mapping", param=parts.names[state])
-    return found
+    return settings
 
 
 def _shape(parts: Parts, state: str, about: Mapping[str, Any]) -> tuple[int, int]:

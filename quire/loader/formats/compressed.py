@@ -136,14 +136,14 @@ def _make_integers(
     yield f"{parts.module}.weight", AffineCodes(codes, bits, scale, zero, order, inputs)
 
 
-def _zeros(parts: Parts, given: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
+def _zeros(parts: Parts, stored: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
     """Zero points as codes, int16 [rows, groups]."""
     rows, groups = shape
-    is_packed = given.dtype == torch.int32 and given.dim() == 2 and given.shape[1] == groups
-    if is_packed and given.shape[0] in _words_of(rows, bits):
-        return _opened(given.t(), bits, rows).t().to(torch.int16).contiguous()
-    if given.dtype == torch.int8 and tuple(given.shape) == shape:
-        return given.to(torch.int16) + (1 << bits - 1)
+    is_packed = stored.dtype == torch.int32 and stored.dim() == 2 and stored.shape[1] == groups
+    if is_packed and stored.shape[0] in _words_of(rows, bits):
+        return _opened(stored.t(), bits, rows).t().to(torch.int16).contiguous()
+    if stored.dtype == torch.int8 and tuple(stored.shape) == shape:
+        return stored.to(torch.int16) + (1 << bits - 1)
     raise parts.wrong("weight_zero_point", f"expected {bits} bits for each of the scales {list(shape)}")
 
 

@@ -58,11 +58,11 @@ def _make(parts: Parts, bits: int, group: int, zero_offset: int, tensors: Mappin
     yield f"{parts.module}.weight", AffineCodes(codes, bits, Grid(scales, 1, group), zero, order)
 
 
-def column_order(parts: Parts, given: Tensor | None, group: int, groups: int, role: str = "g_idx") -> Tensor | None:
+def column_order(parts: Parts, g_idx: Tensor | None, group: int, groups: int, role: str = "g_idx") -> Tensor | None:
     """The group of each column; None: it follows from a column's place."""
-    if given is None:
+    if g_idx is None:
         return None
-    order = given.long()
+    order = g_idx.long()
     if bool((order < 0).all()):  # some exporters say so that there is no order
         return None
     if bool(((order < 0) | (order >= groups)).any()):

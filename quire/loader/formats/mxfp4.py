@@ -25,12 +25,12 @@ _ENDINGS = ("blocks", "scales")
 
 
 def plan(directory: Directory, about: Quantization) -> Iterator[MatrixPlan]:
-    found: dict[str, dict[str, str]] = {}
+    modules: dict[str, dict[str, str]] = {}
     for name in directory:
         base, _, ending = name.rpartition("_")
         if ending in _ENDINGS:
-            found.setdefault(base, {})[ending] = name
-    for base, names in found.items():
+            modules.setdefault(base, {})[ending] = name
+    for base, names in modules.items():
         parts = Parts(base, names, directory)
         parts.need(*_ENDINGS)
         for role in _ENDINGS:

@@ -96,24 +96,24 @@ class Parts:
 
 def by_module(directory: Directory, roles: Iterable[str]) -> Iterator[Parts]:
     """Tensors named MODULE.role, gathered by module."""
-    known, found = tuple(f".{role}" for role in roles), dict[str, dict[str, str]]()
+    known, modules = tuple(f".{role}" for role in roles), dict[str, dict[str, str]]()
     for name in directory:
         ending = next((role for role in known if name.endswith(role)), None)
         if ending is not None:
-            found.setdefault(name[: -len(ending)], {})[ending[1:]] = name
-    for module, names in found.items():
+            modules.setdefault(name[: -len(ending)], {})[ending[1:]] = name
+    for module, names in modules.items():
         yield Parts(module, names, directory)
 
 
 def scale_grid(parts: Parts, role: str, shape: tuple[int, int], block: tuple[int, int] | None) -> tuple[int, int]:
     """Rows and columns that share a scale, from the scales' shape and, for blocks, what the configuration says."""
-    (rows, width), found = shape, parts[role].shape
+    (rows, width), stored = shape, parts[role].shape
     count = 1
-    for size in found:
+    for size in stored:
         count *= size
     if count == 1:
         return rows, width
-    flat = tuple(size for at, size in enumerate(found) if size != 1 or at < 2) if len(found) > 2 else found
+    flat = tuple(size for at, size in enumerate(stored) if size != 1 or at < 2) if len(stored) > 2 else stored
     if block is not None and flat == (-(-rows // block[0]), -(-width // block[1])):
         return block
     if flat in ((rows,), (rows, 1)):

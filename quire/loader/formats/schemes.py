@@ -30,13 +30,13 @@ def input_coding(parts: Parts, about: Quantization, weight_form: str) -> InputCo
 
 def weight_schemes(about: Quantization, form: str, bits: int | None = None) -> list[Mapping[str, Any]]:
     """Schemes whose weights are of this form: fp8, fp4, int8, or int with so many bits."""
-    wanted = {"fp8": ("float", 8), "fp4": ("float", 4), "int8": ("int", None)}.get(form, ("int", bits))
-    found = []
+    expected = {"fp8": ("float", 8), "fp4": ("float", 4), "int8": ("int", None)}.get(form, ("int", bits))
+    matches = []
     for scheme in about.schemes:
         weights = scheme.get("weights") or {}
-        if weights.get("type", "int") == wanted[0] and wanted[1] in (None, weights.get("num_bits")):
-            found.append(scheme)
-    return found
+        if weights.get("type", "int") == expected[0] and expected[1] in (None, weights.get("num_bits")):
+            matches.append(scheme)
+    return matches
 
 
 def _of_scheme(parts: Parts, schemes: list[Mapping[str, Any]]) -> InputCoding:

@@ -101,13 +101,13 @@ def _stack(parts: Parts, about: Quantization, inputs_first: bool) -> _Stack:
         return _Stack(rows, width, inputs_first, role, block)
     parts.expect_dtype(role, *FLOATS)
     known = [(rows, width), (1, width), *([about.block] if about.block is not None else [(128, 128)])]
-    found = parts[role].shape
+    stored = parts[role].shape
     for block in known:
-        if found == _stored(experts, rows, width, block, inputs_first):
+        if stored == _stored(experts, rows, width, block, inputs_first):
             return _Stack(rows, width, inputs_first, role, block)
-    if found in ((), (1,), (experts,), (experts, 1)):
+    if stored in ((), (1,), (experts,), (experts, 1)):
         return _Stack(rows, width, inputs_first, role, (rows, width))
-    if found == (experts, rows):
+    if stored == (experts, rows):
         return _Stack(rows, width, inputs_first, role, (1, width))
     raise parts.wrong(role, f"expected one, one per expert, per row ({rows}) or per block of {list(known[-1])}")
 
@@ -138,9 +138,9 @@ def _make(parts: Parts, stack: _Stack, tensors: Mapping[str, Tensor]) -> Made:
             continue
         for part, start in (("gate_proj", 0), ("up_proj", rows // 2)):
             cut = Cut(0, rows, ((start, start + rows // 2),))
-            kept = made.cut(cut)
-            if kept is None:  # a block has rows of both
+            share = made.cut(cut)
+            if share is None:  # a block has rows of both
                 each = Grid(made.scale.spread(made.shape), 1, block[1])
-                kept = FloatCodes(made.codes, kind, each, whole).cut(cut)
-            assert kept is not None  # rows of their own can be cut anywhere
-            yield f"{prefix}.{expert}.{part}.weight", kept
+                share = FloatCodes(made.codes, kind, each, whole).cut(cut)
+            assert share is not None  # rows of their own can be cut anywhere
+            yield f"{prefix}.{expert}.{part}.weight", share

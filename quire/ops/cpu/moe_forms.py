@@ -37,7 +37,7 @@ class Handle(NamedTuple):
     work: MoeWork
     plain: bool
     width: int  # of the result
-    held: list[Any]  # what addresses point into
+    buffers: list[Any]  # what addresses point into
 
 
 def add_forms(

@@ -68,7 +68,7 @@ class AttentionWorkList(NamedTuple):
 
     items: Tensor  # [n, 10] int32
     partials: int  # partial results to allocate, per kv head and flat
-    held: int  # flats of a tile that can be in use
+    flats_in_use: int  # flats of a tile that can be in use
     tiles: AttentionTile
     splittable: bool = True  # False: compiled without splits, for lists that never have any
     shared: SharedPrefix | None = None
@@ -83,14 +83,14 @@ class Shape(NamedTuple):
 
 
 @triton.jit
-def _rows(base, at, held, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """[len(at), WIDTH]: SIZE entries from each address; zero past SIZE and, if MASKED, in rows not `held`."""
+def _rows(base, at, valid, SIZE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """[len(at), WIDTH]: SIZE entries from each address; zero past SIZE and, if MASKED, in rows that are not `valid`."""
     d = tl.arange(0, WIDTH)
     where = base + at[:, None] + d[None, :]
     if MASKED:
         if SIZE == WIDTH:
-            return tl.load(where, mask=held[:, None], other=0.0)
-        return tl.load(where, mask=held[:, None] & (d < SIZE)[None, :], other=0.0)
+            return tl.load(where, mask=valid[:, None], other=0.0)
+        return tl.load(where, mask=valid[:, None] & (d < SIZE)[None, :], other=0.0)
     if SIZE == WIDTH:
         return tl.load(where)
     return tl.load(where, mask=(d < SIZE)[None, :], other=0.0)
@@ -546,7 +546,7 @@ def attend(
         out, q, keys, stored, codes.keys, codes.values, k_pages, v_pages, tables, work.items, rooms.partial, rooms.sums,
         space.counters, None if shared is None else shared.info, rooms.shared_partial, rooms.shared_sums, rule.sinks,
         rule.alibi, q.stride(0), q.stride(1), keys.stride(0), keys.stride(2), stored.stride(2), codes.page, codes.head,
-        tables.stride(0), work.held, *_factors(rule),
+        tables.stride(0), work.flats_in_use, *_factors(rule),
         **_shapes(q, keys, values, tiles, dv), PAGE=shape.page, WINDOW=shape.window, CHUNK=shape.chunk,
         SOFTCAP=rule.softcap > 0, SINKS=rule.sinks is not None, ALIBI=rule.alibi is not None, LATENT=values is None,
         TWO_LOOPS=two_loops, AHEAD=two_loops and _ahead(q, keys, values, tiles, rule), TMA=pages is not None,
@@ -628,6 +628,6 @@ def _rooms(workspace: Tensor, work: AttentionWorkList, kv_heads: int, dv: int) -
 
 def _lengths(work: AttentionWorkList, kv_heads: int, dv: int) -> list[int]:
     """Sizes of a workspace. Rounded up, so what follows is aligned for wide loads and stores."""
-    own, shared = work.partials * work.held, work.shared
+    own, shared = work.partials * work.flats_in_use, work.shared
     joint = 0 if shared is None else shared.programs * shared.tiles.block_m
     return [-(-results * kv_heads * entries // 32) * 32 for results in (own, joint) for entries in (1, dv)]

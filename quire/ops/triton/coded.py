@@ -208,11 +208,11 @@ def _coded_kernel(
                 tile = _widened(tile, kind, ASM)
             if ZERO:
                 tile = tile - _of_group(zero, n, start // GROUP, N).to(kind)[:, None]
-            given = _inputs(x, m, start + k, rows, x_stride, K, BK)
+            inputs = _inputs(x, m, start + k, rows, x_stride, K, BK)
             if GROUP == K:
-                whole = tl.dot(tile, given, whole, out_dtype=sums)
+                whole = tl.dot(tile, inputs, whole, out_dtype=sums)
             else:
-                part = tl.dot(tile, given, out_dtype=sums).to(tl.float32)
+                part = tl.dot(tile, inputs, out_dtype=sums).to(tl.float32)
                 ahead = tl.minimum((start + BK) // GROUP, K // GROUP - 1)
                 if FORM == 0:
                     acc += part * (by[:, None] * x_by[None, :])
@@ -283,7 +283,7 @@ def _few_coded_kernel(
             there = here
         else:
             there = here & (start + split < PIECES)[:, None, None]
-        given = tl.load(x_at, mask=there, other=0.0)
+        inputs = tl.load(x_at, mask=there, other=0.0)
         group = (start + split) * PIECE // GROUP
         ahead = (start + SPLIT + split) * PIECE // GROUP
         if FORM == 2:
@@ -296,21 +296,21 @@ def _few_coded_kernel(
                     less = (_scales_of(zero, n, group + 1, last, N) - _MIDDLE).to(kind)[:, :, None]
                 high = high - less
             if GROUP == K:
-                acc = tl.dot(high, second, tl.dot(low, given, acc))
+                acc = tl.dot(high, second, tl.dot(low, inputs, acc))
             elif TWO:
-                acc += tl.dot(low, given) * by[:, :, None]
+                acc += tl.dot(low, inputs) * by[:, :, None]
                 acc += tl.dot(high, second) * other[:, :, None]
                 other = _scales_of(scale, n, ahead + 1, last, N)
             else:
-                acc += tl.dot(high, second, tl.dot(low, given)) * by[:, :, None]
+                acc += tl.dot(high, second, tl.dot(low, inputs)) * by[:, :, None]
         else:
             wide = _widened(tile, kind, ASM)
             if ZERO:
                 wide = wide - _scales_of(zero, n, group, last, N).to(kind)[:, :, None]
             if GROUP == K:
-                acc = tl.dot(wide, given, acc)
+                acc = tl.dot(wide, inputs, acc)
             else:
-                acc += tl.dot(wide, given) * by[:, :, None]
+                acc += tl.dot(wide, inputs) * by[:, :, None]
         if GROUP != K:
             by = _scales_of(scale, n, ahead, last, N)
         at += step
@@ -349,13 +349,13 @@ def _decode_kernel(
         tl.store(at + HALF, ((high.to(tl.float32) - less[:, None]) * second[:, None]).to(kind), mask=inside)
     else:
         k = step * BK + tl.arange(0, BK)
-        held = inside & (k < K)[None, :]
-        values = tl.load(codes + row * K + k[None, :], mask=held, other=0.0).to(tl.float32)
+        valid = inside & (k < K)[None, :]
+        values = tl.load(codes + row * K + k[None, :], mask=valid, other=0.0).to(tl.float32)
         group = step * BK // GROUP
         if ZERO:
             values -= _of_group(zero, n, group, N)[:, None]
         values *= _of_group(scale, n, group, N)[:, None]
-        tl.store(out + row * K + k[None, :], values.to(kind), mask=held)
+        tl.store(out + row * K + k[None, :], values.to(kind), mask=valid)
 
 
 @triton.jit(do_not_specialize=["rows"])

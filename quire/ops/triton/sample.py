@@ -190,12 +190,12 @@ def _peaks_kernel(
 
 
 @triton.jit
-def _bound(peak, wanted, most):
-    """The largest value that at least `wanted` peaks reach."""
+def _bound(peak, needed, most):
+    """The largest value that at least `needed` peaks reach."""
     low, high = _ordered(tl.min(peak, 0)) - 1, _ordered(most) + 1  # invariant: enough reach low; too few reach high
     while low + 1 < high:
         middle = _middle(low, high)
-        enough = tl.sum((peak >= _as_float(middle)).to(tl.int32), 0) >= wanted
+        enough = tl.sum((peak >= _as_float(middle)).to(tl.int32), 0) >= needed
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
     return low
 
@@ -261,8 +261,8 @@ def _near_edge(c, low, k, p, total, most):
 
 
 @triton.jit
-def _collect(base, vocab, heat, peak, least, runs, found, RUN: tl.constexpr, PEAKS: tl.constexpr, MOST: tl.constexpr):
-    """Write the scaled logits of at least `least` to found [MOST], in ascending order of ids; returns their number."""
+def _collect(base, vocab, heat, peak, least, runs, out, RUN: tl.constexpr, PEAKS: tl.constexpr, MOST: tl.constexpr):
+    """Write the scaled logits of at least `least` to out [MOST], in ascending order of ids; returns their number."""
     BLOCK: tl.constexpr = 1024
     index = tl.arange(0, PEAKS)
     open_ = peak >= least
@@ -277,10 +277,10 @@ def _collect(base, vocab, heat, peak, least, runs, found, RUN: tl.constexpr, PEA
         run = tl.load(runs + at // RUN, mask=at // RUN < num_runs, other=PEAKS)
         column = tl.where(at // RUN < num_runs, run * RUN + at % RUN, vocab)
         x = _scaled(base, column, vocab, heat)
-        kept = (x >= least) & (column < vocab)
-        to = count + tl.cumsum(kept.to(tl.int32), 0) - 1
-        tl.store(found + to, x, mask=kept & (to < MOST))
-        count += tl.sum(kept.to(tl.int32), 0)
+        valid = (x >= least) & (column < vocab)
+        to = count + tl.cumsum(valid.to(tl.int32), 0) - 1
+        tl.store(out + to, x, mask=valid & (to < MOST))
+        count += tl.sum(valid.to(tl.int32), 0)
     tl.debug_barrier()
     return count
 
@@ -305,12 +305,12 @@ def _edge_kernel(
     total = tl.sum(sums * tl.exp(tops - most), 0)
     base = logits + n.to(tl.int64) * stride
     index = tl.arange(0, PEAKS)
-    wanted = tl.where(k > 0, k, NUCLEUS)
-    far = (wanted > MOST) | (wanted * RUN > vocab)  # the candidates cannot be enough
+    needed = tl.where(k > 0, k, NUCLEUS)
+    far = (needed > MOST) | (needed * RUN > vocab)  # the candidates cannot be enough
     edge = -float("inf")
     if not far:
         peak = tl.load(peaks + n.to(tl.int64) * PEAKS + index, mask=index * RUN < vocab, other=-3.0e38)
-        low = _bound(peak, wanted, most)
+        low = _bound(peak, needed, most)
         count = _collect(base, vocab, heat, peak, _as_float(low), runs + n * PEAKS, found + n * MOST, RUN, PEAKS, MOST)
         some = tl.arange(0, MOST)
         c = tl.load(found + n * MOST + some, mask=some < count, other=-float("inf"))
@@ -330,7 +330,7 @@ def find_edges(logits: Tensor, row_index: Tensor, temperature: Tensor, top_k: Te
     parts = cdiv(vocab, _BLOCK * tiles)  # the same for any n: sums must not depend on other rows
     run = max(16, next_power_of_2(cdiv(vocab, _PEAKS)))
     peaks = torch.empty((n, _PEAKS), dtype=torch.float32, device=device)
-    part_max, part_sum, found, edges = (
+    part_max, part_sum, candidates, edges = (
         torch.empty((n, size), dtype=torch.float32, device=device) for size in (parts, parts, _MOST, 1)
     )
     runs = torch.empty((n, _PEAKS), dtype=torch.int32, device=device)
@@ -339,8 +339,8 @@ def find_edges(logits: Tensor, row_index: Tensor, temperature: Tensor, top_k: Te
         RUN=run, PEAKS=_PEAKS, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
     _edge_kernel[(n,)](
-        logits, row_index, temperature, top_k, top_p, peaks, part_max, part_sum, runs, found, edges, logits.stride(0),
-        vocab, parts, RUN=run, PEAKS=_PEAKS, PARTS=_PARTS, MOST=_MOST, NUCLEUS=_NUCLEUS, num_warps=8,
+        logits, row_index, temperature, top_k, top_p, peaks, part_max, part_sum, runs, candidates, edges,
+        logits.stride(0), vocab, parts, RUN=run, PEAKS=_PEAKS, PARTS=_PARTS, MOST=_MOST, NUCLEUS=_NUCLEUS, num_warps=8,
     )  # fmt: skip
     return edges.squeeze(1)
 

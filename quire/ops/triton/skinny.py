@@ -73,7 +73,7 @@ def _product(
     """[TILE, ROWS]: the tile's rows of the matrix times all rows, over chunks [begin, end) of K."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     ring = gl.allocate_shared_memory(matrix.dtype, [BUFFERS, TILE, ENTRIES], layout)
-    given = gl.allocate_shared_memory(matrix.dtype, [BUFFERS, ROWS, ENTRIES], layout)
+    staged = gl.allocate_shared_memory(matrix.dtype, [BUFFERS, ROWS, ENTRIES], layout)
     barriers = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     BYTES: gl.constexpr = (TILE + ROWS) * ENTRIES * 2
     for at in gl.static_range(BUFFERS):
@@ -89,20 +89,20 @@ def _product(
         gdc_wait()
     for at in gl.static_range(BUFFERS):
         if begin + at < end:
-            tma.async_copy_global_to_shared(rows, [0, (begin + at) * ENTRIES], barriers.index(at), given.index(at))
+            tma.async_copy_global_to_shared(rows, [0, (begin + at) * ENTRIES], barriers.index(at), staged.index(at))
     own: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     acc = gl.zeros([TILE, ROWS], gl.float32, layout=own)
     for piece in range(begin, end):
         turn = piece - begin
         buffer = turn % BUFFERS
         mbarrier.wait(barriers.index(buffer), (turn // BUFFERS) & 1)
-        acc = warpgroup_mma(ring.index(buffer), given.index(buffer).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma(ring.index(buffer), staged.index(buffer).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         if piece + BUFFERS < end:
             k = (piece + BUFFERS) * ENTRIES
             mbarrier.expect(barriers.index(buffer), BYTES)
             _fill(matrix, ring, barriers, column, k, buffer, other, GATED)
-            tma.async_copy_global_to_shared(rows, [0, k], barriers.index(buffer), given.index(buffer))
+            tma.async_copy_global_to_shared(rows, [0, k], barriers.index(buffer), staged.index(buffer))
     for at in gl.static_range(BUFFERS):
         mbarrier.invalidate(barriers.index(at))
     return acc
@@ -237,11 +237,11 @@ def linear_act(
         return act(F.linear(x, weight, bias))
     (rows, k), columns = x.shape, weight.shape[0] // 2
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    held, half = _rows_of(rows), TILE.value // 2
+    padded_rows, half = _rows_of(rows), TILE.value // 2
     _silu_kernel[(-(-columns // half),)](
-        _describe(weight, half, ring.entries), _describe(x, held, ring.entries), bias, out, rows, columns,
-        k // ring.entries, ROWS=held, ENTRIES=ring.entries, BUFFERS=ring.buffers, BIAS=bias is not None, EARLY=early,
-        num_warps=4, **({"launch_pdl": True} if early else {}),
+        _describe(weight, half, ring.entries), _describe(x, padded_rows, ring.entries), bias, out, rows, columns,
+        k // ring.entries, ROWS=padded_rows, ENTRIES=ring.entries, BUFFERS=ring.buffers, BIAS=bias is not None,
+        EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
 

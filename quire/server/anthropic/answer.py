@@ -129,23 +129,23 @@ def _opening(part: Part) -> dict[str, Any]:
 
 
 def _block(part: Part) -> dict[str, Any]:
-    found = _opening(part)
+    block = _opening(part)
     if part.kind is Kind.TEXT:
-        found["text"] = part.text
+        block["text"] = part.text
     elif part.kind is Kind.THOUGHT:
-        found |= {"thinking": part.text, "signature": _signature(part)}
+        block |= {"thinking": part.text, "signature": _signature(part)}
     else:
-        found["input"] = _arguments(part.text)
-    return found
+        block["input"] = _arguments(part.text)
+    return block
 
 
 def _arguments(text: str) -> dict[str, Any]:
     """A model may write what is not JSON, or be cut off; its words are then kept under a name of ours."""
     try:
-        found = json.loads(text) if text.strip() else {}
+        arguments = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {"raw_arguments": text}
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"raw_arguments": text}
 
 
 def _signature(part: Part) -> str:

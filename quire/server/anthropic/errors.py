@@ -27,8 +27,8 @@ _TYPES = {
 }
 # What the routes of this dialect may answer besides 200, for the OpenAPI page.
 ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": AnthropicErrorResponse, "description": told["description"]}
-    for status, told in ERROR_RESPONSES.items()
+    status: {"model": AnthropicErrorResponse, "description": response["description"]}
+    for status, response in ERROR_RESPONSES.items()
 }
 ANTHROPIC_ERRORS[_OVERLOADED] = {
     "model": AnthropicErrorResponse,
@@ -45,17 +45,17 @@ def status_of(status: int, *, retry_after: bool) -> int:
     return _OVERLOADED if status == 503 and retry_after else status
 
 
-def error_event(told: Refusal) -> bytes:
+def error_event(refusal: Refusal) -> bytes:
     """The last event of a stream that failed."""
-    status = status_of(told.status, retry_after=any(name == "Retry-After" for name, _ in told.headers))
-    return b"event: error\ndata: " + _body(status, told.message, None) + b"\n\n"
+    status = status_of(refusal.status, retry_after=any(name == "Retry-After" for name, _ in refusal.headers))
+    return b"event: error\ndata: " + _body(status, refusal.message, None) + b"\n\n"
 
 
 def _body(status: int, message: str, request_id: str | None) -> bytes:
-    found: dict[str, Any] = {"type": "error", "error": {"type": type_of(status), "message": message}}
+    error: dict[str, Any] = {"type": "error", "error": {"type": type_of(status), "message": message}}
     if request_id is not None:
-        found["request_id"] = request_id
-    return msgspec.json.encode(found)
+        error["request_id"] = request_id
+    return msgspec.json.encode(error)
 
 
 class AnthropicErrors:
@@ -71,23 +71,23 @@ class AnthropicErrors:
 class _Rewriter:
     """Holds the status of a refusal back until its words are there. They come in one message."""
 
-    __slots__ = ("_held", "_send")
+    __slots__ = ("_send", "_start")
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._held: Message | None = None
+        self._start: Message | None = None
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = message.setdefault("headers", [])
-            found = dict(headers)
-            if b"x-request-id" in found:
-                headers.append((b"request-id", found[b"x-request-id"]))
-            if message["status"] >= 400 and found.get(b"content-type") == b"application/json":
-                self._held = message
+            by_name = dict(headers)
+            if b"x-request-id" in by_name:
+                headers.append((b"request-id", by_name[b"x-request-id"]))
+            if message["status"] >= 400 and by_name.get(b"content-type") == b"application/json":
+                self._start = message
                 return
-        elif self._held is not None:
-            start, self._held = self._held, None
+        elif self._start is not None:
+            start, self._start = self._start, None
             message = {**message, "body": _rewrite(start, message.get("body", b""))}
             await self._send(start)
         await self._send(message)
@@ -95,11 +95,11 @@ class _Rewriter:
 
 def _rewrite(start: Message, body: bytes) -> bytes:
     """The new body; the status and the length in `start` are set to fit."""
-    found = dict(start["headers"])
-    start["status"] = status_of(start["status"], retry_after=b"retry-after" in found)
-    told = msgspec.json.decode(body)["error"]
-    request_id = found.get(b"request-id")
-    body = _body(start["status"], told["message"], None if request_id is None else request_id.decode("latin-1"))
-    kept = [(name, value) for name, value in start["headers"] if name != b"content-length"]
-    start["headers"] = [*kept, (b"content-length", b"%d" % len(body))]
+    by_name = dict(start["headers"])
+    start["status"] = status_of(start["status"], retry_after=b"retry-after" in by_name)
+    error = msgspec.json.decode(body)["error"]
+    request_id = by_name.get(b"request-id")
+    body = _body(start["status"], error["message"], None if request_id is None else request_id.decode("latin-1"))
+    others = [(name, value) for name, value in start["headers"] if name != b"content-length"]
+    start["headers"] = [*others, (b"content-length", b"%d" % len(body))]
     return body

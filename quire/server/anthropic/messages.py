@@ -77,6 +77,6 @@ async def _prepare(call: HttpCall, request: AnthropicMessagesRequest | Anthropic
     if request.thinking is not None and request.thinking.type == "enabled":
         check_reasoning(call.model, "thinking")
     with renamed(NAMES):
-        asked = await call.apart(chat_request, request)
+        chat = await call.apart(chat_request, request)
         forget_unused(request.model_extra)
-        return await prepare_chat(call, asked, template_variables(request))
+        return await prepare_chat(call, chat, template_variables(request))

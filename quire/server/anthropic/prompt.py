@@ -38,20 +38,20 @@ def chat_request(request: AnthropicMessagesRequest | AnthropicCountTokensRequest
             raise NotBuiltError(f"{name} is not in this version of Quire", param=name)
     for name in extra:
         if name in ChatRequest.model_fields and extra[name] is not None:
-            raise InputError(f"{name} is no field of the Messages API", param=name)
-    given: dict[str, Any] = {**extra, "model": request.model, "messages": read_messages(request)}
+            raise InputError(f"{name} is not a field of the Messages API", param=name)
+    fields: dict[str, Any] = {**extra, "model": request.model, "messages": read_messages(request)}
     for name in _SAME:
         if name in request.model_fields_set:
-            given[name] = getattr(request, name)
+            fields[name] = getattr(request, name)
     if isinstance(request, AnthropicMessagesRequest):
-        given["max_tokens"] = request.max_tokens
-        given["stop"] = request.stop_sequences
-    last = given["messages"][-1]
+        fields["max_tokens"] = request.max_tokens
+        fields["stop"] = request.stop_sequences
+    last = fields["messages"][-1]
     if last["role"] == "assistant" and last.get("content") and not last.get("tool_calls"):
-        given["continue_final_message"] = True
-    given |= _tools(request)
-    given |= _output(request)
-    return ChatRequest(**{name: value for name, value in given.items() if value is not None})
+        fields["continue_final_message"] = True
+    fields |= _tools(request)
+    fields |= _output(request)
+    return ChatRequest(**{name: value for name, value in fields.items() if value is not None})
 
 
 def template_variables(request: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> dict[str, Any]:
@@ -64,22 +64,22 @@ def template_variables(request: AnthropicMessagesRequest | AnthropicCountTokensR
 
 def read_messages(request: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> list[dict[str, Any]]:
     """Messages as a chat template reads them."""
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     if request.system:
-        found.append({"role": "system", "content": _texts(request.system, "system")})
+        messages.append({"role": "system", "content": _texts(request.system, "system")})
     if not request.messages:
         raise InputError("messages is empty; at least one message is needed", param="messages")
     for number, message in enumerate(request.messages):
         place, content = f"messages[{number}].content", message["content"]
         if isinstance(content, str):
-            found.append({"role": message["role"], "content": content})
+            messages.append({"role": message["role"], "content": content})
         elif message["role"] == "assistant":
-            found.append(_assistant(content, place))
+            messages.append(_assistant(content, place))
         elif message["role"] == "user":
-            found += _user(content, place)
+            messages += _user(content, place)
         else:
-            found.append({"role": message["role"], "content": _texts(content, place)})
-    return found
+            messages.append({"role": message["role"], "content": _texts(content, place)})
+    return messages
 
 
 def _assistant(blocks: Sequence[Mapping[str, Any]], place: str) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], place: str) -> dict[str, Any
 
 def _user(blocks: Sequence[Mapping[str, Any]], place: str) -> list[dict[str, Any]]:
     """A tool's result is a message of its own, where it stands."""
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     texts: list[str] = []
     for number, block in enumerate(blocks):
         where = f"{place}[{number}]"
@@ -116,7 +116,7 @@ def _user(blocks: Sequence[Mapping[str, Any]], place: str) -> list[dict[str, Any
         if block["type"] != "tool_result":
             raise _refused(block, where)
         if texts:
-            found.append({"role": "user", "content": "\n".join(texts)})
+            messages.append({"role": "user", "content": "\n".join(texts)})
             texts = []
         result: dict[str, Any] = {
             "role": "tool",
@@ -125,17 +125,17 @@ def _user(blocks: Sequence[Mapping[str, Any]], place: str) -> list[dict[str, Any
         }
         if block.get("is_error"):
             result["is_error"] = True
-        found.append(result)
-    if texts or not found:
-        found.append({"role": "user", "content": "\n".join(texts)})
-    return found
+        messages.append(result)
+    if texts or not messages:
+        messages.append({"role": "user", "content": "\n".join(texts)})
+    return messages
 
 
-def _texts(given: str | Sequence[Mapping[str, Any]], place: str) -> str:
-    if isinstance(given, str):
-        return given
+def _texts(content: str | Sequence[Mapping[str, Any]], place: str) -> str:
+    if isinstance(content, str):
+        return content
     texts = []
-    for number, block in enumerate(given):
+    for number, block in enumerate(content):
         where = f"{place}[{number}]"
         if block.get("type") != "text":
             raise _refused(block, where)
@@ -163,7 +163,7 @@ def _refused(block: Mapping[str, Any], where: str) -> InputError:
 
 
 def _tools(request: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     tools = []
     for number, tool in enumerate(request.tools or ()):
         place = f"tools[{number}]"
@@ -185,30 +185,30 @@ def _tools(request: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> d
                 function[name] = tool[name]
         tools.append({"type": "function", "function": function})
     if tools:
-        found["tools"] = tools
+        fields["tools"] = tools
     choice = request.tool_choice
     if choice is None:
-        return found
+        return fields
     if not tools and choice.type != "none":
         raise InputError(f"tool_choice is {choice.type!r}, but there are no tools", param="tool_choice")
     if choice.type == "tool":
         if not choice.name:
             raise InputError("tool_choice.name is missing", param="tool_choice.name")
-        found["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     else:
-        found["tool_choice"] = _CHOICES[choice.type]
+        fields["tool_choice"] = _CHOICES[choice.type]
     if choice.disable_parallel_tool_use is not None:
-        found["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-    return found
+        fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    return fields
 
 
 def _output(request: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> dict[str, Any]:
     """Thinking, effort and form."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     thinking, config = request.thinking, request.output_config
     if thinking is not None:
         if thinking.display == "omitted":
-            found["include_reasoning"] = False
+            fields["include_reasoning"] = False
         budget = thinking.budget_tokens
         if thinking.type == "enabled":
             if budget is None or budget < LEAST_BUDGET:
@@ -216,11 +216,11 @@ def _output(request: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> 
                     f"thinking.budget_tokens is {budget}; it must be at least {LEAST_BUDGET}",
                     param="thinking.budget_tokens",
                 )
-            found["thinking_token_budget"] = budget
+            fields["thinking_token_budget"] = budget
     if config is not None:
-        found["reasoning_effort"] = config.effort
+        fields["reasoning_effort"] = config.effort
     form = request.output_format if config is None or config.format is None else config.format
     if form is not None:
         schema = {"name": "answer", "schema": form.json_schema}
-        found["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return found
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields

@@ -64,12 +64,12 @@ def install(app: FastAPI, options: ServerConfig) -> None:
 
 def _answer(files: Mapping[str, File], request: Request) -> Response:
     route, name = request.scope["route"].path, request.path_params.get("name")
-    found = files.get(route if name is None else f"{FILES}/{name}")
-    if found is None:
+    file = files.get(route if name is None else f"{FILES}/{name}")
+    if file is None:
         return Response(status_code=404, headers=_HEADERS)
-    if request.headers.get("if-none-match") == found.headers["etag"]:
-        return Response(status_code=304, headers=found.headers)
-    return Response(found.body, headers=found.headers)
+    if request.headers.get("if-none-match") == file.headers["etag"]:
+        return Response(status_code=304, headers=file.headers)
+    return Response(file.body, headers=file.headers)
 
 
 def _files(options: ServerConfig) -> dict[str, File]:
@@ -79,11 +79,11 @@ def _files(options: ServerConfig) -> dict[str, File]:
         pages |= {"/docs": "docs.html", "/redoc": "docs.html"}
     if not pages:
         return {}
-    found = {path: _read(name) for path, name in pages.items()}
+    files = {path: _read(name) for path, name in pages.items()}
     for file in sorted(_FOLDER.iterdir()):
         if file.suffix in _TYPES and file.suffix != ".html":
-            found[f"{FILES}/{file.name}"] = _read(file.name)
-    return found
+            files[f"{FILES}/{file.name}"] = _read(file.name)
+    return files
 
 
 def _read(name: str) -> File:

@@ -129,18 +129,18 @@ class BatchRunner:
         try:
             line = msgspec.json.decode(raw, type=BatchLine)
         except (msgspec.MsgspecError, RecursionError) as wrong:
-            told = f"line {number} is no batch request: {wrong}"
-            raise RefusedLineError(400, "invalid_request", told, custom_id_of(raw)) from None
+            message = f"line {number} is not a batch request: {wrong}"
+            raise RefusedLineError(400, "invalid_request", message, custom_id_of(raw)) from None
         if line.method.upper() != "POST":
             raise RefusedLineError(
                 405, "invalid_method", f"method {line.method!r}: only POST is allowed", line.custom_id
             )
         if line.url in LATER:
-            told = f"url {line.url!r} is not in this version of Quire; there are {', '.join(ENDPOINTS)}"
-            raise RefusedLineError(501, "invalid_url", told, line.custom_id)
+            message = f"url {line.url!r} is not in this version of Quire; there are {', '.join(ENDPOINTS)}"
+            raise RefusedLineError(501, "invalid_url", message, line.custom_id)
         if line.url not in ENDPOINTS:
-            told = f"url {line.url[:200]!r} is unknown; there are {', '.join(ENDPOINTS)}"
-            raise RefusedLineError(404, "invalid_url", told, line.custom_id)
+            message = f"url {line.url[:200]!r} is unknown; there are {', '.join(ENDPOINTS)}"
+            raise RefusedLineError(404, "invalid_url", message, line.custom_id)
         if line.body.get("stream"):
             raise RefusedLineError(400, "invalid_request", "stream: a batch has whole answers only", line.custom_id)
         return line
@@ -171,7 +171,7 @@ async def call_app(app: ASGIApp, path: str, body: bytes, headers: list[tuple[byt
     }  # fmt: skip
     sent = False
     never = asyncio.Event()
-    status, found, pieces = 0, dict[bytes, bytes](), list[bytes]()
+    status, answer_headers, pieces = 0, dict[bytes, bytes](), list[bytes]()
 
     async def receive() -> Message:
         nonlocal sent
@@ -184,12 +184,12 @@ async def call_app(app: ASGIApp, path: str, body: bytes, headers: list[tuple[byt
         nonlocal status
         if message["type"] == "http.response.start":
             status = message["status"]
-            found.update({name.lower(): value for name, value in message.get("headers", ())})
+            answer_headers.update({name.lower(): value for name, value in message.get("headers", ())})
         elif message["type"] == "http.response.body":
             pieces.append(message.get("body", b""))
 
     await app(scope, receive, send)
-    return BatchResponse(status, found, b"".join(pieces))
+    return BatchResponse(status, answer_headers, b"".join(pieces))
 
 
 def answered_line(answered: BatchResponse, custom_id: str) -> bytes:
@@ -211,10 +211,10 @@ def refused_line(wrong: RefusedLineError, custom_id: str | None) -> bytes:
 
 def _error_of(answered: BatchResponse) -> Any:
     try:
-        said = msgspec.json.decode(answered.body)
+        content = msgspec.json.decode(answered.body)
     except msgspec.MsgspecError:
         return {"code": answered.status, "message": answered.body[:500].decode("utf-8", "replace")}
-    return said["error"] if isinstance(said, dict) and "error" in said else said
+    return content["error"] if isinstance(content, dict) and "error" in content else content
 
 
 def _is_json(answered: BatchResponse) -> bool:

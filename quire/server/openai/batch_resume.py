@@ -52,12 +52,12 @@ class Earlier:
         target = os.path.realpath(self.place)
         number, path = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".run-batch-")
         try:
-            with os.fdopen(number, "wb") as kept, open(target, "rb") as source:
+            with os.fdopen(number, "wb") as copy, open(target, "rb") as source:
                 for raw, answered in _read_answers(self.place, source):
                     if answered in self.done:
-                        kept.write(raw.rstrip(b"\r\n") + b"\n")
-                kept.flush()
-                os.fsync(kept.fileno())
+                        copy.write(raw.rstrip(b"\r\n") + b"\n")
+                copy.flush()
+                os.fsync(copy.fileno())
             shutil.copymode(target, path)
             os.replace(path, target)
         except BaseException:
@@ -68,21 +68,21 @@ class Earlier:
 
 def read_earlier(place: str) -> Earlier:
     """The output file of an earlier run; one that does not exist has no answers."""
-    found = Earlier(place)
+    earlier = Earlier(place)
     try:
         source = open(place, "rb")  # noqa: SIM115
     except FileNotFoundError:
-        return found
+        return earlier
     with source:
         for raw, answered in _read_answers(place, source):
-            found.whole = found.whole and answered is not None and raw.endswith(b"\n")
+            earlier.whole = earlier.whole and answered is not None and raw.endswith(b"\n")
             if answered is None:
-                found.dropped += 1
-            elif answered in found.done:
+                earlier.dropped += 1
+            elif answered in earlier.done:
                 raise _refused(f"{place} has two answers for custom_id {answered[:200]!r}")
             else:
-                found.done.add(answered)
-    return found
+                earlier.done.add(answered)
+    return earlier
 
 
 def check_input(earlier: Earlier, source: IO[bytes], longest: int) -> int:

@@ -48,7 +48,7 @@ def check_beams(request: GenerateRequest) -> None:
     if request.stream:
         raise InputError("use_beam_search cannot be streamed: which beam is best is known at the end", param="stream")
     for name, idle in _STEERING.items():
-        if (given := getattr(request, name)) and given != idle:
+        if (value := getattr(request, name)) and value != idle:
             raise InputError(f"{name} cannot be given with use_beam_search: no token is drawn", param=name)
     if request.prompt_logprobs is not None:
         raise InputError("prompt_logprobs cannot be given with use_beam_search", param="prompt_logprobs")
@@ -64,8 +64,8 @@ def open_beams(
         raise InputError("echo with logprobs cannot be given with use_beam_search", param="echo")
     model, server = call.model, call.state
     structured = model.config.structured_outputs_config
-    held, thinks = constraint is not None, model.parsers.reasoning is not None
-    if held and thinks and not structured.enable_in_reasoning:
+    constrained, thinks = constraint is not None, model.parsers.reasoning is not None
+    if constrained and thinks and not structured.enable_in_reasoning:
         raise NotBuiltError(
             "use_beam_search with a form of the answer holds from the first token on and leaves no room for thought: "
             "in this version of Quire it is not for a server with --reasoning-parser",

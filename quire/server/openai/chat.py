@@ -233,12 +233,12 @@ class ChatAnswer:
     def response(self) -> ChatResponse:
         """After the last result."""
         request = self._request
-        wanted = request.prompt_logprobs is not None
+        shows_prompt = request.prompt_logprobs is not None
         return self._envelope.whole(
             ChatResponse,
             [self._message(choice) for choice in self._choices if choice.begun],
             sum(choice.num_tokens for choice in self._choices),
-            prompt_logprobs=prompt_logprobs(self._prompt_logprobs) if wanted else None,
+            prompt_logprobs=prompt_logprobs(self._prompt_logprobs) if shows_prompt else None,
             prompt_token_ids=self._prepared.token_ids if request.return_token_ids else None,
             prompt_text=self._prepared.text if request.return_prompt_text else None,
         )

@@ -83,11 +83,11 @@ class _BatchAnswer:
 def _each(request: BatchChatRequest) -> list[ChatRequest]:
     if not request.messages:
         raise InputError("messages holds no conversation; give at least one", param="messages")
-    given = request.model_dump(exclude_unset=True, exclude={"messages"})
+    fields = request.model_dump(exclude_unset=True, exclude={"messages"})
     for name in _ALONE:
-        if given.get(name) not in (None, False, "none"):
+        if fields.get(name) not in (None, False, "none"):
             raise InputError(f"{name} cannot be given with several conversations", param=name)
-    return [ChatRequest.model_validate({**given, "messages": messages}) for messages in request.messages]
+    return [ChatRequest.model_validate({**fields, "messages": messages}) for messages in request.messages]
 
 
 def _alone(opened: Opened, index: int) -> Opened:

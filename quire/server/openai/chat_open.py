@@ -104,15 +104,15 @@ def _settle(options: ServerConfig, model: ServedModel, request: ChatRequest) -> 
     opens = request.add_generation_prompt
     opens = not request.continue_final_message if opens is None else opens
     name = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
-    asked = request.max_completion_tokens if name == "max_completion_tokens" else request.max_tokens
-    most = most_tokens(model, asked, None, name=name)
+    requested = request.max_completion_tokens if name == "max_completion_tokens" else request.max_tokens
+    most = most_tokens(model, requested, None, name=name)
     further: dict[str, Any] = {"logprobs": request.top_logprobs or 0} if request.logprobs else {}
     if request.skip_special_tokens is None and model.keeps_special[bool(tools.tools)]:
         further["skip_special_tokens"] = False
     params = sampling_params(request, model, max_tokens=most, **further)
-    if (held := _held_to(model, tools, params)) is not None:
-        params = replace(params, structured_outputs=held)
-    return _ChatSettings(request, tools, opens, asked, params)
+    if (constraint := _held_to(model, tools, params)) is not None:
+        params = replace(params, structured_outputs=constraint)
+    return _ChatSettings(request, tools, opens, requested, params)
 
 
 async def prepare_chat(
@@ -120,13 +120,13 @@ async def prepare_chat(
 ) -> PreparedChat:
     """`variables` of the template are the dialect's own; those of the request go before them."""
     options, model = call.state.options, call.model
-    request, tools, opens, asked, params = await call.apart(_settle, options, model, request)
+    request, tools, opens, requested, params = await call.apart(_settle, options, model, request)
     variables = {**(variables or {}), **(request.chat_template_kwargs or {})}
     thinking = _thinking({**(options.default_chat_template_kwargs or {}), **variables})
     text = await chat_text(call, request, opens, variables)
     if tools.schema is not None and model.config.structured_outputs_config.enable_in_reasoning:
         _check_no_thought(model, text, bool(request.continue_final_message), thinking)
-    return PreparedChat(request, Prompt(text=text), params, asked, opens, tools, thinking)
+    return PreparedChat(request, Prompt(text=text), params, requested, opens, tools, thinking)
 
 
 async def chat_text(
@@ -150,8 +150,8 @@ async def chat_text(
 
 def _thinking(variables: Mapping[str, Any]) -> bool | None:
     """What the variables of a template say; there are two names for it."""
-    said = [variables[name] for name in ("enable_thinking", "thinking") if isinstance(variables.get(name), bool)]
-    return said[0] if said else None
+    choices = [variables[name] for name in ("enable_thinking", "thinking") if isinstance(variables.get(name), bool)]
+    return choices[0] if choices else None
 
 
 def _held_to(model: ServedModel, tools: ToolUse, params: SamplingParams) -> StructuredOutputsParams | None:

@@ -80,8 +80,8 @@ def prepare_completion(options: ServerConfig, model: ServedModel, request: Compl
     check_request(request, options, num_prompts(request))
     prompts = read_prompts(request, model.max_model_len)
     only_echo = bool(request.echo) and request.max_tokens == 0
-    asked = None if only_echo else request.max_tokens
-    most = 1 if only_echo else most_tokens(model, asked, DEFAULT_MAX_TOKENS)
+    requested = None if only_echo else request.max_tokens
+    most = 1 if only_echo else most_tokens(model, requested, DEFAULT_MAX_TOKENS)
     further: dict[str, Any] = {}
     if request.logprobs is None and request.logprob_token_ids:
         further["logprobs"] = 0
@@ -90,27 +90,27 @@ def prepare_completion(options: ServerConfig, model: ServedModel, request: Compl
         if request.echo and request.prompt_logprobs is None:
             further["prompt_logprobs"] = request.logprobs
     params = sampling_params(request, model, max_tokens=most, **further)
-    return PreparedCompletion(prompts, params, asked, request.add_special_tokens is not False, only_echo)
+    return PreparedCompletion(prompts, params, requested, request.add_special_tokens is not False, only_echo)
 
 
 def num_prompts(request: CompletionRequest) -> int:
     """Told before a single one is read."""
-    given: Any = request.prompt
-    if given is None or (not given and given != ""):
+    prompt: Any = request.prompt
+    if prompt is None or (not prompt and prompt != ""):
         raise InputError("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
-    return 1 if isinstance(given, str) or isinstance(given[0], int) else len(given)
+    return 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
 
 
 def read_prompts(request: CompletionRequest, max_model_len: int) -> list[Prompt]:
     """Text, ids, or a list of either, as a list of prompts. There are some (num_prompts)."""
-    given: Any = request.prompt
-    if isinstance(given, str):
-        return [Prompt(text=given)]
-    if isinstance(given[0], int):
-        return [Prompt(token_ids=fitting_ids(given, request, max_model_len))]
-    if isinstance(given[0], str):
-        return [Prompt(text=text) for text in given]
-    return [Prompt(token_ids=fitting_ids(ids, request, max_model_len)) for ids in given]
+    prompt: Any = request.prompt
+    if isinstance(prompt, str):
+        return [Prompt(text=prompt)]
+    if isinstance(prompt[0], int):
+        return [Prompt(token_ids=fitting_ids(prompt, request, max_model_len))]
+    if isinstance(prompt[0], str):
+        return [Prompt(text=text) for text in prompt]
+    return [Prompt(token_ids=fitting_ids(ids, request, max_model_len)) for ids in prompt]
 
 
 class _TextChoice:

@@ -26,8 +26,8 @@ Wire = TypeVar("Wire", bound=BaseModel)
 
 def to_json(value: BaseModel) -> bytes:
     """The fields that were set, in the order in which the type has them."""
-    found: bytes = value.__pydantic_serializer__.to_json(value, exclude_unset=True)
-    return found
+    encoded: bytes = value.__pydantic_serializer__.to_json(value, exclude_unset=True)
+    return encoded
 
 
 class WireTemplate:

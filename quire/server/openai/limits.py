@@ -86,8 +86,8 @@ def check_request(request: GenerateRequest, options: ServerConfig, num_prompts: 
         ("bad_words", options.max_bad_words, "max-bad-words"),
         ("logprob_token_ids", _MOST_LOGPROB_IDS, None),
     ):
-        if given := getattr(request, name):
-            _check_most(name, len(given), limit, flag, "entries")
+        if entries := getattr(request, name):
+            _check_most(name, len(entries), limit, flag, "entries")
     if request.bad_words:
         _check_most("bad_words", sum(map(len, request.bad_words)), _MOST_BAD_CHARS, None, "characters")
     if request.cache_salt is not None and not request.cache_salt:
@@ -166,11 +166,11 @@ def _check_stops(stops: Sequence[str], options: ServerConfig) -> None:
     _check_most("stop", longest, options.max_stop_length, "max-stop-length", "characters in one string")
 
 
-def _check_most(name: str, given: int, limit: int, flag: str | None, what: str = "") -> None:
-    if given > limit:
+def _check_most(name: str, value: int, limit: int, flag: str | None, what: str = "") -> None:
+    if value > limit:
         where = f" (--{flag})" if flag else ""
-        raise InputError(f"{name} has {given} {what}; the limit is {limit}{where}" if what else
-                         f"{name} is {given}; the limit is {limit}{where}", param=name, value=given)  # fmt: skip
+        raise InputError(f"{name} has {value} {what}; the limit is {limit}{where}" if what else
+                         f"{name} is {value}; the limit is {limit}{where}", param=name, value=value)  # fmt: skip
 
 
 # ---- products that a small body can make large: what it brings, and what it asks for, times prompts times n ---------
@@ -185,14 +185,14 @@ def check_bytes(prompts: Sequence[Prompt], params: SamplingParams, salt: str | N
     sizes = {name: _size(name, getattr(params, field)) for field, name in _LARGE.items() if getattr(params, field)}
     sizes["cache_salt"] = len(salt or "")
     own, texts = sum(sizes.values()), sum(map(_prompt_size, prompts))
-    found, limit = params.n * (len(prompts) * own + texts), options.max_fan_out_bytes
-    if found > limit:
+    size, limit = params.n * (len(prompts) * own + texts), options.max_fan_out_bytes
+    if size > limit:
         largest = max(sizes, key=lambda name: sizes[name])
         raise InputError(
             f"n ({params.n}) times {len(prompts)} prompts with {own} bytes of parameters (most of them {largest}), and "
-            f"{texts} bytes of prompts in all, is {found} bytes; the limit is {limit} (--max-fan-out-bytes)",
+            f"{texts} bytes of prompts in all, is {size} bytes; the limit is {limit} (--max-fan-out-bytes)",
             param=largest if len(prompts) * own > texts else "prompt",
-            value=found,
+            value=size,
         )
 
 
@@ -206,14 +206,14 @@ def check_logprobs(requests: Sequence[PreparedRequest], vocab_size: int, options
         return
     tokens = params.n * sum(one.requests[0].max_tokens for one in requests)
     prompts = params.n * sum(len(one.token_ids) for one in requests)
-    found = tokens * each + prompts * of_prompts
-    if found > limit:
+    total = tokens * each + prompts * of_prompts
+    if total > limit:
         raise InputError(
             f"n ({params.n}) times {len(requests)} prompts may have {tokens} tokens of answers with {each} log "
-            f"probabilities each, and {prompts} of prompts with {of_prompts} each: {found}; the limit is {limit} "
+            f"probabilities each, and {prompts} of prompts with {of_prompts} each: {total}; the limit is {limit} "
             "(--max-logprobs-per-request): ask for fewer logprobs, or give a max_tokens",
             param="logprobs" if tokens * each >= prompts * of_prompts else "prompt_logprobs",
-            value=found,
+            value=total,
         )
 
 

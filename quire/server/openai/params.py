@@ -58,27 +58,27 @@ def sampling_params(
 ) -> SamplingParams:
     """`further` is what the dialect decides: logprobs, prompt_logprobs."""
     _check_allowed(model, request.allowed_token_ids or ())
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         name: model.default_sampling[name] for name in _FROM_MODEL if name in model.default_sampling
     }
     fields = request.model_fields_set
     for name in _SAME:
         if name in fields and (value := getattr(request, name)) is not None:
-            given[name] = tuple(value) if isinstance(value, list | array) else value
-    given.update(further)
-    given["max_tokens"] = max_tokens
-    given["output_kind"] = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+            values[name] = tuple(value) if isinstance(value, list | array) else value
+    values.update(further)
+    values["max_tokens"] = max_tokens
+    values["output_kind"] = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     constraint = constraint_of(request) if _has_form(request) else None
     plain = all(value is None or isinstance(value, int) for value in further.values())
     if plain and constraint is None and fields.isdisjoint(_LARGE):
-        return _same_again(tuple(given.items()))
+        return _same_again(tuple(values.items()))
     if constraint is not None:
-        given["structured_outputs"] = constraint
+        values["structured_outputs"] = constraint
     if request.vllm_xargs is not None:
-        given["extra_args"] = dict(request.vllm_xargs)
+        values["extra_args"] = dict(request.vllm_xargs)
     if request.repetition_detection is not None:
-        given["repetition_detection"] = RepetitionDetectionParams(**request.repetition_detection.model_dump())
-    return _made(given)
+        values["repetition_detection"] = RepetitionDetectionParams(**request.repetition_detection.model_dump())
+    return _made(values)
 
 
 def _has_form(request: GenerateRequest) -> bool:
@@ -94,24 +94,26 @@ def _check_allowed(model: ServedModel, allowed: Sequence[int]) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _same_again(given: tuple[tuple[str, Any], ...]) -> SamplingParams:
+def _same_again(values: tuple[tuple[str, Any], ...]) -> SamplingParams:
     """A program sends the same parameters with every request; they are checked once and never changed."""
-    return _made(dict(given))
+    return _made(dict(values))
 
 
-def _made(given: Mapping[str, Any]) -> SamplingParams:
-    plain: dict[str, Any] = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+def _made(values: Mapping[str, Any]) -> SamplingParams:
+    plain: dict[str, Any] = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
     return SamplingParams(skip_clone=True, **plain)
 
 
-def most_tokens(model: ServedModel, asked: int | None, default: int | None, *, name: str = "max_tokens") -> int | None:
-    """What was asked, within the model's generation config; more than the model's length cannot be meant."""
+def most_tokens(
+    model: ServedModel, requested: int | None, default: int | None, *, name: str = "max_tokens"
+) -> int | None:
+    """What was requested, within the model's generation config; more than the model's length cannot be meant."""
     limit = model.max_model_len
-    if asked is not None and asked < 1:
-        raise InputError(f"{name} must be at least 1, got {asked}", param=name, value=asked)
-    check_context(limit, 0, asked or 1, name=name)
-    found = [most for most in (asked or default, model.default_sampling.get("max_tokens")) if most is not None]
-    return min(found) if found else None
+    if requested is not None and requested < 1:
+        raise InputError(f"{name} must be at least 1, got {requested}", param=name, value=requested)
+    check_context(limit, 0, requested or 1, name=name)
+    limits = [most for most in (requested or default, model.default_sampling.get("max_tokens")) if most is not None]
+    return min(limits) if limits else None
 
 
 def fitting_ids(ids: Sequence[int], request: GenerateRequest, max_model_len: int) -> tuple[int, ...]:
@@ -136,9 +138,9 @@ async def open_requests(
         )  # fmt: skip
     except InputError as wrong:
         names = {} if params.structured_outputs is None else {"structured_outputs": form_name(request)}
-        if (told := in_words(wrong, names)) is wrong:
+        if (renamed_error := in_words(wrong, names)) is wrong:
             raise
-        raise told from wrong
+        raise renamed_error from wrong
     if request.use_beam_search:
         options = Options(
             priority=request.priority or 0,

@@ -28,11 +28,11 @@ MOST_ENTRIES = 1 << 13
 _MOST_PROMPTS = 1 << 16
 
 
-def _few(given: Any) -> Any:
+def _few(value: Any) -> Any:
     """Every wrong entry of an object is reported, so there may only be so many."""
-    if isinstance(given, dict) and len(given) > MOST_ENTRIES:
-        raise ValueError(f"it has {len(given)} entries; the limit is {MOST_ENTRIES}")
-    return given
+    if isinstance(value, dict) and len(value) > MOST_ENTRIES:
+        raise ValueError(f"it has {len(value)} entries; the limit is {MOST_ENTRIES}")
+    return value
 
 
 Few = BeforeValidator(_few)

@@ -68,19 +68,19 @@ def add_routes(app: App, state: ServerState) -> None:
     add_route(app, f"{PATH}/input_tokens", routes.count_input_tokens, ResponsesRequest, answer=InputTokens, tag=_TAG)
     router = APIRouter(tags=[_TAG])
     one = PATH + "/{response_id}"
-    told: dict[int | str, dict[str, Any]] = {200: {"model": ResponsesResponse}, **_ERRORS}
+    responses: dict[int | str, dict[str, Any]] = {200: {"model": ResponsesResponse}, **_ERRORS}
     router.add_api_route(one, routes.retrieve_response, methods=["GET"], operation_id="retrieve_response",
-                         response_model=None, responses=told)  # fmt: skip
+                         response_model=None, responses=responses)  # fmt: skip
     router.add_api_route(one, routes.delete_response, methods=["DELETE"], operation_id="delete_response",
                          responses=_ERRORS)  # fmt: skip
     router.add_api_route(f"{one}/input_items", routes.list_input_items, methods=["GET"],
                          operation_id="list_response_input_items", responses=_ERRORS)  # fmt: skip
     router.add_api_route(f"{one}/cancel", routes.cancel_response, methods=["POST"], operation_id="cancel_response",
-                         response_model=None, responses=told)  # fmt: skip
+                         response_model=None, responses=responses)  # fmt: skip
     app.include_router(router)
 
 
-def _given(request: ResponsesRequest) -> Messages:
+def _input_messages(request: ResponsesRequest) -> Messages:
     return earlier_messages(request) + read_input(request)
 
 
@@ -97,11 +97,11 @@ class Responses:
 
         Streams with `stream: true`; with `background: true` it answers at once and goes on by itself.
         """
-        given = self._conversation(call, request, await call.apart(_given, request))
+        messages = self._conversation(call, request, await call.apart(_input_messages, request))
         public_id = self._new_id(call, request)
         store = self._store
         with contextlib.nullcontext() if store is None else store.take(call.caller, public_id):
-            await self._create(call, request, given, public_id)
+            await self._create(call, request, messages, public_id)
 
     async def count_input_tokens(self, call: HttpCall, request: ResponsesRequest) -> None:
         """How many tokens the prompt of such a request has."""
@@ -110,29 +110,29 @@ class Responses:
         tools = await server_tools(request, self._state.tool_server)
         with renamed(NAMES):
             own = [shown(tool) for tool in tools.values()]
-            given = self._conversation(call, request, await call.apart(_given, request))
-            asked = chat_request(request, first + given, in_pieces=False, own=own)
-            text = (await prepare_chat(call, asked)).prompt.text or ""
+            messages = self._conversation(call, request, await call.apart(_input_messages, request))
+            chat = chat_request(request, first + messages, in_pieces=False, own=own)
+            text = (await prepare_chat(call, chat)).prompt.text or ""
         model.engine.front.inputs.check_length(text, is_cut=True, param="input")
         ids = await model.engine.read(len(text), model.tokenizer.encode, text, False)
         await call.reply(encode({"object": "response.input_tokens", "input_tokens": len(ids)}))
 
-    async def _create(self, call: HttpCall, request: ResponsesRequest, given: Messages, public_id: str) -> None:
+    async def _create(self, call: HttpCall, request: ResponsesRequest, messages: Messages, public_id: str) -> None:
         first: Messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
         tools = await server_tools(request, self._state.tool_server)
-        chat = await self._open(call, request, first + given, public_id, tools)
+        chat = await self._open(call, request, first + messages, public_id, tools)
         answer = ResponseAnswer(chat, request, public_id, tools)
-        answer.input_messages = first + given if request.enable_response_messages else None
-        flow = self._rounds(call, chat, answer, request, first + given, tools) if tools else chat.opened.flow
+        answer.input_messages = first + messages if request.enable_response_messages else None
+        flow = self._rounds(call, chat, answer, request, first + messages, tools) if tools else chat.opened.flow
         if request.background:
             items = input_items(request)
-            record = Record(answer, given, call.caller, items=items, flow=flow, with_events=bool(request.stream))
+            record = Record(answer, messages, call.caller, items=items, flow=flow, with_events=bool(request.stream))
             self._begin(record, answer)
             await self._reply_from(call, record)
             return
         with flow:
             if self._store is not None and request.store is not False:
-                answer.keep = lambda: self._keep(Record(answer, given, call.caller, items=input_items(request)))
+                answer.keep = lambda: self._keep(Record(answer, messages, call.caller, items=input_items(request)))
             if request.stream:
                 await send_events(call, flow, answer, done=b"", failed=answer.failed)
             else:
@@ -144,9 +144,9 @@ class Responses:
         in_pieces = bool(request.stream or request.background or LOGPROBS in (request.include or ()))
         own = [shown(tool) for tool in tools.values()]
         with renamed(NAMES):
-            asked = await call.apart(chat_request, request, messages, in_pieces=in_pieces, own=own)
+            chat_body = await call.apart(chat_request, request, messages, in_pieces=in_pieces, own=own)
             forget_unused(request.model_extra)
-            return await open_chat(call, await prepare_chat(call, asked), public_id)
+            return await open_chat(call, await prepare_chat(call, chat_body), public_id)
 
     def _rounds(
         self, call: HttpCall, chat: OpenedChat, answer: ResponseAnswer, request: ResponsesRequest, messages: Messages,
@@ -166,14 +166,14 @@ class Responses:
 
         return Rounds(chat, answer, tools, server, open_next)
 
-    def _conversation(self, call: HttpCall, request: ResponsesRequest, given: Messages) -> Messages:
+    def _conversation(self, call: HttpCall, request: ResponsesRequest, messages: Messages) -> Messages:
         """All messages but the instructions. Whether the store can do what is asked is checked here too."""
         if request.background and self._store is None:
             raise InputError(f"background: {_OFF}", param="background")
         if request.background and request.store is False:
             raise InputError("background needs store: true, for the response to be retrieved", param="background")
         if request.previous_response_id is None:
-            return given
+            return messages
         if request.previous_input_messages:
             raise InputError(
                 "previous_input_messages and previous_response_id both say what came before; give one of them",
@@ -187,7 +187,7 @@ class Responses:
                 f"previous_response_id: the response {record.id!r:.100} is still being made",
                 param="previous_response_id",
             )
-        return record.messages() + given
+        return record.messages() + messages
 
     def _new_id(self, call: HttpCall, request: ResponsesRequest) -> str:
         """Not to be guessed, unless the client names it."""
@@ -234,8 +234,8 @@ class Responses:
         except CancelledResponseError:
             store.grow(record, record.add(answer.cancelled_events()))
         except Exception as error:  # noqa: BLE001  # its client is told when it asks
-            told = refusal_of(error, full=state.options.queue_full_status)
-            store.grow(record, record.add([*answer.first_events(), *answer.failed_events(told)]))
+            refused = refusal_of(error, full=state.options.queue_full_status)
+            store.grow(record, record.add([*answer.first_events(), *answer.failed_events(refused)]))
         finally:
             state.load.count -= 1
             if deadline is not None:

@@ -63,23 +63,23 @@ class ResponseAnswer:
     def end(self) -> bytes:
         return b"".join(self.last_events())
 
-    def failed(self, told: Refusal) -> bytes:
-        return b"".join(self.failed_events(told))
+    def failed(self, refusal: Refusal) -> bytes:
+        return b"".join(self.failed_events(refusal))
 
     def events(self, results: list[RequestOutput]) -> list[bytes]:
         """What is new."""
-        found = list(self.first_events())
+        events = list(self.first_events())
         for result in results:
             self._num_cached = result.num_cached_tokens or self._num_cached
             for output in result.outputs:
                 for step in self._parts.feed(self._deltas(output)):
-                    found += self._step(step)
+                    events += self._step(step)
                 if self._tools and output.finish_reason == "stop":
                     for step in self._parts.end():  # a call is run when it is whole
-                        found += self._step(step)
-        found += self._pending
+                        events += self._step(step)
+        events += self._pending
         self._pending = []
-        return found
+        return events
 
     def queued_events(self) -> list[bytes]:
         """Of one that is made in the background: it is there, and waits."""
@@ -94,24 +94,24 @@ class ResponseAnswer:
 
     def last_events(self) -> list[bytes]:
         """After the last result."""
-        found, self._pending = self._pending, []
+        events, self._pending = self._pending, []
         for step in self._parts.begin() if not self._parts.all else ():
-            found += self._step(step)
+            events += self._step(step)
         self.status = self._final
         for step in self._parts.end():
-            found += self._step(step)
+            events += self._step(step)
         name = "response.completed" if self.status == "completed" else "response.incomplete"
-        found.append(self._event(name, response=self.response()))
+        events.append(self._event(name, response=self.response()))
         if self.keep is not None:
             self.keep()
-        return found
+        return events
 
-    def failed_events(self, told: Refusal) -> list[bytes]:
+    def failed_events(self, refusal: Refusal) -> list[bytes]:
         """It could not go on."""
         self._cut_off("failed")
-        code = "rate_limit_exceeded" if told.status in (429, 503) else "server_error"
-        self._error = {"code": code, "message": told.message}
-        error = self._event("error", code=code, message=told.message, param=told.param)
+        code = "rate_limit_exceeded" if refusal.status in (429, 503) else "server_error"
+        self._error = {"code": code, "message": refusal.message}
+        error = self._event("error", code=code, message=refusal.message, param=refusal.param)
         return [error, self._event("response.failed", response=self.response())]
 
     def cancelled_events(self) -> list[bytes]:
@@ -210,20 +210,20 @@ class ResponseAnswer:
     def messages(self) -> list[dict[str, Any]]:
         """The answer as the next request's template is to see it: the assistant's words and calls, and in between the
         results of calls that were run here."""
-        found: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         turn: list[Part] = []
         for part, item in zip(self._parts.all, self._items, strict=True):
             turn.append(part)
             following = self._items[part.index + 1 : part.index + 2]
             if item.result is not None and not (following and following[0].result is not None):
-                found.append(_assistant(turn))
+                messages.append(_assistant(turn))
                 for one in turn:
                     if (result := self._items[one.index].result) is not None:
-                        found.append({"role": "tool", "tool_call_id": one.call_id, "content": result.text})
+                        messages.append({"role": "tool", "tool_call_id": one.call_id, "content": result.text})
                 turn = []
-        if turn or not found:
-            found.append(_assistant(turn))
-        return found
+        if turn or not messages:
+            messages.append(_assistant(turn))
+        return messages
 
     def take(self, results: list[RequestOutput]) -> None:
         self.events(results)
@@ -352,18 +352,18 @@ class _Item:
     def shown(self, status: str | None = None) -> dict[str, Any]:
         """`status` in_progress: as it opens, with nothing in it."""
         part, opens = self._part, status is not None
-        found: dict[str, Any] = {"id": self.id}
+        item: dict[str, Any] = {"id": self.id}
         if part.kind is Kind.TEXT:
             content = [] if opens else [self._content(part.text)]
-            found |= {"content": content, "role": "assistant", "type": "message", "phase": None}
+            item |= {"content": content, "role": "assistant", "type": "message", "phase": None}
         elif part.kind is Kind.THOUGHT:
             content = [] if opens else [self._content(part.text)]
-            found |= {"summary": [], "type": "reasoning", "content": content, "encrypted_content": None}
+            item |= {"summary": [], "type": "reasoning", "content": content, "encrypted_content": None}
         else:
-            found |= {"name": self._name, "arguments": "" if opens else part.text, "type": self._call}
-            found |= {} if self._called is None else {"namespace": self._called[0]}
-            found |= {"call_id": part.call_id} if self.label is None else self._of_server()
-        return {**found, "status": status or self.status}
+            item |= {"name": self._name, "arguments": "" if opens else part.text, "type": self._call}
+            item |= {} if self._called is None else {"namespace": self._called[0]}
+            item |= {"call_id": part.call_id} if self.label is None else self._of_server()
+        return {**item, "status": status or self.status}
 
     def _of_server(self) -> dict[str, Any]:
         result = self.result

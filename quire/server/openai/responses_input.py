@@ -46,26 +46,26 @@ def chat_request(
     extra = request.model_extra or {}
     for name in extra:
         if name in ChatRequest.model_fields and extra[name] is not None:
-            raise InputError(f"{name} is no field of /v1/responses", param=name)
-    given: dict[str, Any] = {**extra, "model": request.model, "messages": messages, "stream": in_pieces}
+            raise InputError(f"{name} is not a field of /v1/responses", param=name)
+    fields: dict[str, Any] = {**extra, "model": request.model, "messages": messages, "stream": in_pieces}
     for name in _SAME:
         if name in request.model_fields_set:
-            given[name] = getattr(request, name)
-    given["max_tokens"] = request.max_output_tokens
+            fields[name] = getattr(request, name)
+    fields["max_tokens"] = request.max_output_tokens
     if request.include is not None and LOGPROBS in request.include:
-        given |= {"logprobs": True, "top_logprobs": request.top_logprobs}
+        fields |= {"logprobs": True, "top_logprobs": request.top_logprobs}
     elif request.top_logprobs:
         raise InputError(
             f"top_logprobs is {request.top_logprobs}, but include does not have {LOGPROBS}", param="top_logprobs"
         )
     if request.truncation == "auto":
-        given["truncate_prompt_tokens"] = -1
+        fields["truncate_prompt_tokens"] = -1
     if request.reasoning is not None:
-        given["reasoning_effort"] = request.reasoning.effort
-    given |= _tools(request, own or [])
+        fields["reasoning_effort"] = request.reasoning.effort
+    fields |= _tools(request, own or [])
     if request.text is not None and request.text.format is not None:
-        given["response_format"] = _format(request.text.format)
-    return ChatRequest(**{name: value for name, value in given.items() if value is not None})
+        fields["response_format"] = _format(request.text.format)
+    return ChatRequest(**{name: value for name, value in fields.items() if value is not None})
 
 
 def read_input(request: ResponsesRequest) -> Messages:
@@ -82,40 +82,40 @@ def read_input(request: ResponsesRequest) -> Messages:
 
 def earlier_messages(request: ResponsesRequest) -> Messages:
     """Messages of a chat that the client kept, as `input_messages` and `output_messages` of earlier answers are."""
-    given = request.previous_input_messages or []
-    for number, message in enumerate(given):
+    messages = request.previous_input_messages or []
+    for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             place = f"previous_input_messages[{number}]"
             raise InputError(f"{place} must be a message with a role, got {message!r:.100}", param=place)
-    return [dict(message) for message in given]
+    return [dict(message) for message in messages]
 
 
 def input_items(request: ResponsesRequest) -> Messages:
     """The input as items, each with its type and an id."""
-    given: Sequence[Mapping[str, Any]] = (
+    items: Sequence[Mapping[str, Any]] = (
         [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
     )
-    found = []
-    for item in given:
+    with_ids = []
+    for item in items:
         kind = item.get("type") or "message"
         one = {"id": _PREFIXES.get(kind, "item_") + secrets.token_hex(12), **item, "type": kind}
         if kind == "message" and isinstance(item.get("content"), str):
-            said = "output_text" if item.get("role") == "assistant" else "input_text"
-            one["content"] = [{"type": said, "text": item["content"]}]
-        found.append(one)
-    return found
+            text_type = "output_text" if item.get("role") == "assistant" else "input_text"
+            one["content"] = [{"type": text_type, "text": item["content"]}]
+        with_ids.append(one)
+    return with_ids
 
 
 class _MessageBuilder:
     """Puts items together to messages."""
 
     def __init__(self) -> None:
-        self._found: Messages = []
+        self._messages: Messages = []
         self._turn: dict[str, Any] = {}  # of the assistant, as far as it has come
 
     def done(self) -> Messages:
         self._flush()
-        return self._found
+        return self._messages
 
     def add(self, item: InputItem, where: str) -> None:
         kind = item.get("type") or ("message" if "role" in item else None)
@@ -129,7 +129,7 @@ class _MessageBuilder:
         elif kind == "function_call_output":
             self._flush()
             output = _texts(item.get("output"), f"{where}.output")
-            self._found.append({"role": "tool", "tool_call_id": _word(item, "call_id", where), "content": output})
+            self._messages.append({"role": "tool", "tool_call_id": _word(item, "call_id", where), "content": output})
         elif kind == "mcp_call":
             self._server_call(item, where)
         elif kind == "reasoning":
@@ -145,7 +145,7 @@ class _MessageBuilder:
         role, text = _word(item, "role", where), _texts(item.get("content"), f"{where}.content")
         if role != "assistant":
             self._flush()
-            self._found.append({"role": role, "content": text})
+            self._messages.append({"role": role, "content": text})
             return
         if "content" in self._turn or "tool_calls" in self._turn:
             self._flush()
@@ -153,14 +153,14 @@ class _MessageBuilder:
 
     def _server_call(self, item: InputItem, where: str) -> None:
         """A call that a server ran, with its result in the same item."""
-        given: Mapping[str, Any] = item
-        call_id = _word(given, "id", where)
-        function = {"name": _word(given, "name", where), "arguments": _word(given, "arguments", where)}
+        fields: Mapping[str, Any] = item
+        call_id = _word(fields, "id", where)
+        function = {"name": _word(fields, "name", where), "arguments": _word(fields, "arguments", where)}
         self._turn.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
         self._flush()
-        said = given.get("output") if given.get("output") is not None else given.get("error")
-        text = said if isinstance(said, str) else json.dumps(said)
-        self._found.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        output = fields.get("output") if fields.get("output") is not None else fields.get("error")
+        text = output if isinstance(output, str) else json.dumps(output)
+        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
     def _reasoning(self, item: InputItem, where: str) -> None:
         if item.get("encrypted_content"):
@@ -178,17 +178,17 @@ class _MessageBuilder:
 
     def _flush(self) -> None:
         if self._turn:
-            self._found.append({"role": "assistant", "content": None, **self._turn})
+            self._messages.append({"role": "assistant", "content": None, **self._turn})
             self._turn = {}
 
 
-def _texts(given: Any, place: str) -> str:
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, list):
-        raise InputError(f"{place} must be a string or a list of parts, got {given!r:.100}", param=place)
+def _texts(content: Any, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InputError(f"{place} must be a string or a list of parts, got {content!r:.100}", param=place)
     texts = []
-    for number, part in enumerate(given):
+    for number, part in enumerate(content):
         where = f"{place}[{number}]"
         kind = part.get("type")
         if kind not in (*_TEXTS, "refusal"):
@@ -259,10 +259,10 @@ def _function(tool: Mapping[str, Any], place: str, namespace: str | None = None)
 
 
 def _inner_tools(tool: Mapping[str, Any], place: str) -> list[Mapping[str, Any]]:
-    given = tool.get("tools")
-    if not isinstance(given, list) or not all(isinstance(one, Mapping) for one in given):
-        raise InputError(f"{place}.tools must be a list of functions, got {given!r:.100}", param=f"{place}.tools")
-    return given
+    inner = tool.get("tools")
+    if not isinstance(inner, list) or not all(isinstance(one, Mapping) for one in inner):
+        raise InputError(f"{place}.tools must be a list of functions, got {inner!r:.100}", param=f"{place}.tools")
+    return inner
 
 
 def _full_name(namespace: object, name: str) -> str:
@@ -272,13 +272,13 @@ def _full_name(namespace: object, name: str) -> str:
 
 def namespaces(request: ResponsesRequest) -> dict[str, tuple[str, str]]:
     """{the model's name of a function: (its namespace, its name there)}."""
-    found: dict[str, tuple[str, str]] = {}
+    by_full_name: dict[str, tuple[str, str]] = {}
     for tool in request.tools or ():
         if tool.get("type") == "namespace":
             inner: Any = tool.get("tools")
             named = str(tool.get("name"))
-            found |= {_full_name(named, one["name"]): (named, one["name"]) for one in inner}
-    return found
+            by_full_name |= {_full_name(named, one["name"]): (named, one["name"]) for one in inner}
+    return by_full_name
 
 
 def _choice(choice: str | Mapping[str, Any] | None) -> Any:
@@ -293,12 +293,12 @@ def _choice(choice: str | Mapping[str, Any] | None) -> Any:
     return {"type": "function", "function": {"name": name}}
 
 
-def _format(given: Mapping[str, Any]) -> dict[str, Any]:
+def _format(form: Mapping[str, Any]) -> dict[str, Any]:
     """A text format in the form of a chat's response_format."""
-    kind = _word(given, "type", "text.format")
+    kind = _word(form, "type", "text.format")
     if kind != "json_schema":
         return {"type": kind}
-    inner = {name: given[name] for name in ("name", "description", "schema", "strict") if given.get(name) is not None}
+    inner = {name: form[name] for name in ("name", "description", "schema", "strict") if form.get(name) is not None}
     return {"type": kind, "json_schema": inner}
 
 

@@ -138,25 +138,25 @@ def _close_opened(task: asyncio.Task[OpenedChat]) -> None:
 
 async def server_tools(request: ResponsesRequest, server: ToolServer | None) -> ServerTools:
     """The tools of the request that this server runs, by name."""
-    asked = [(n, tool) for n, tool in enumerate(request.tools or ()) if tool.get("type") in ("mcp", *BUILT_IN)]
-    if not asked:
+    server_side = [(n, tool) for n, tool in enumerate(request.tools or ()) if tool.get("type") in ("mcp", *BUILT_IN)]
+    if not server_side:
         return {}
     if server is None:
-        number, tool = asked[0]
+        number, tool = server_side[0]
         raise InputError(
             f"tools[{number}].type is {tool.get('type')!r}: this server runs no tools; start it with --tool-server",
             param=f"tools[{number}].type",
         )
     known = await server.tools()
     taken = {str(tool.get("name")) for tool in request.tools or () if tool.get("type") == "function"}
-    found: ServerTools = {}
-    for number, tool in asked:
+    chosen: ServerTools = {}
+    for number, tool in server_side:
         for one in _chosen(tool, known, f"tools[{number}]"):
             if one.name in taken:
                 raise InputError(f"tools[{number}]: two tools are called {one.name!r:.100}", param=f"tools[{number}]")
             taken.add(one.name)
-            found[one.name] = one
-    return found
+            chosen[one.name] = one
+    return chosen
 
 
 def _chosen(tool: Mapping[str, Any], known: Mapping[str, Sequence[ServerTool]], place: str) -> Sequence[ServerTool]:

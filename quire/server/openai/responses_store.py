@@ -36,10 +36,10 @@ class NoSuchResponseError(InputError):
 class Record:
     """One answer. While it is made, `answer` knows how far it has come; then its JSON is all that is left of it."""
 
-    def __init__(self, answer: ResponseAnswer, given: list[dict[str, Any]], caller: int, *,
+    def __init__(self, answer: ResponseAnswer, messages: list[dict[str, Any]], caller: int, *,
                  flow: Results | None = None, items: list[dict[str, Any]] | None = None,
                  with_events: bool = False) -> None:  # fmt: skip
-        """`given`: the messages it answers. `items`: its request's own input. `flow`: it is made in the background."""
+        """`messages`: what it answers. `items`: its request's own input. `flow`: it is made in the background."""
         self.id = answer.id
         self.place: Place = (caller, answer.id)
         self.flow = flow
@@ -47,7 +47,7 @@ class Record:
         self.events: list[bytes] | None = [] if with_events else None
         self.task: asyncio.Task[None] | None = None
         self._answer: ResponseAnswer | None = answer
-        self._given = given
+        self._input = messages
         self._body = self._messages = b""
         self._items = msgspec.json.encode(items or [])
         self.num_bytes = len(self._items)
@@ -63,13 +63,13 @@ class Record:
 
     def messages(self) -> list[dict[str, Any]]:
         """The conversation up to and with this answer."""
-        found: list[dict[str, Any]] = msgspec.json.decode(self._messages)
-        return found
+        messages: list[dict[str, Any]] = msgspec.json.decode(self._messages)
+        return messages
 
     def items(self) -> list[dict[str, Any]]:
         """The input of its request, as items with ids."""
-        found: list[dict[str, Any]] = msgspec.json.decode(self._items)
-        return found
+        items: list[dict[str, Any]] = msgspec.json.decode(self._items)
+        return items
 
     def add(self, events: list[bytes]) -> int:
         """More events; the bytes they take."""
@@ -83,8 +83,8 @@ class Record:
         """It is whole; the bytes it takes besides those of its input."""
         assert self._answer is not None
         self._body = self._answer.whole()
-        self._messages = msgspec.json.encode([*self._given, *self._answer.messages()])
-        self._answer, self._given, self.flow = None, [], None
+        self._messages = msgspec.json.encode([*self._input, *self._answer.messages()])
+        self._answer, self._input, self.flow = None, [], None
         self._tell()
         return len(self._body) + len(self._messages)
 
@@ -138,12 +138,12 @@ class ResponseStore:
             self._taken.discard(place)
 
     def get(self, caller: int, response_id: str, param: str = "response_id") -> Record:
-        if (found := self._records.get((caller, response_id))) is None:
+        if (record := self._records.get((caller, response_id))) is None:
             raise NoSuchResponseError(
                 f"Response with id {response_id!r:.100} not found: it was not stored, or is no longer", param=param
             )
-        self._records.move_to_end(found.place)
-        return found
+        self._records.move_to_end(record.place)
+        return record
 
     def put(self, record: Record) -> None:
         """Room is made by dropping old ones; refused where all that are kept are still being made."""

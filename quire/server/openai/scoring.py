@@ -71,9 +71,9 @@ async def score_items(call: HttpCall, request: GenerativeScoringRequest) -> None
     )  # fmt: skip
     prompts = [_joined(request, item) for item in request.items]
     same = {"model": request.model, "prompt": "", "cache_salt": request.cache_salt, "priority": request.priority}
-    asked = CompletionRequest.model_validate(same)
+    completion = CompletionRequest.model_validate(same)
     opened = await open_requests(
-        call, asked, public_id, prompts, params, add_special_tokens=request.add_special_tokens, most=1
+        call, completion, public_id, prompts, params, add_special_tokens=request.add_special_tokens, most=1
     )
     with opened.flow as flow:
         results = await fold(call, flow)
@@ -83,9 +83,9 @@ async def score_items(call: HttpCall, request: GenerativeScoringRequest) -> None
     ]
     tokens = sum(len(one.token_ids) for one in opened.requests)
     usage = {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
-    found = {"id": public_id, "object": "list", "created": int(time.time()), "model": model.name, "data": data,
+    response = {"id": public_id, "object": "list", "created": int(time.time()), "model": model.name, "data": data,
              "usage": usage}  # fmt: skip
-    await call.reply(encode(found))
+    await call.reply(encode(response))
 
 
 def _check(request: GenerativeScoringRequest, vocab_size: int, most: int) -> None:
@@ -113,8 +113,8 @@ def _joined(request: GenerativeScoringRequest, item: Any) -> Prompt:
 
 
 def _score(result: RequestOutput, request: GenerativeScoringRequest) -> float:
-    told: Mapping[int, Logprob] = (result.outputs[0].logprobs or [{}])[0] or {}
-    logs = [told[token_id].logprob for token_id in request.label_token_ids]
+    logprobs: Mapping[int, Logprob] = (result.outputs[0].logprobs or [{}])[0] or {}
+    logs = [logprobs[token_id].logprob for token_id in request.label_token_ids]
     if not request.apply_softmax:
         return math.exp(logs[0])
     top = max(logs)

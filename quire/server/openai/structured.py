@@ -23,23 +23,23 @@ _HIDDEN = ("_backend", "_backend_was_auto")  # other servers' own notes, which t
 
 
 def constraint_of(request: GenerateRequest) -> StructuredOutputsParams | None:
-    found: dict[str, dict[str, Any]] = {}
+    by_field: dict[str, dict[str, Any]] = {}
     if request.response_format is not None and request.response_format.type != "text":
-        found["response_format"] = _of_format(request.response_format)
+        by_field["response_format"] = _of_format(request.response_format)
     if request.structured_outputs:
-        found["structured_outputs"] = _of_params(request.structured_outputs)
+        by_field["structured_outputs"] = _of_params(request.structured_outputs)
     if request.model_extra:
-        found |= _of_guided(request.model_extra)
-    if not found:
+        by_field |= _of_guided(request.model_extra)
+    if not by_field:
         return None
-    if len(found) > 1:
+    if len(by_field) > 1:
         raise InputError(
-            f"only one of {' and '.join(found)} can be given: each says what the answer looks like",
-            param=list(found)[1],
+            f"only one of {' and '.join(by_field)} can be given: each says what the answer looks like",
+            param=list(by_field)[1],
         )
-    ((name, given),) = found.items()
+    ((name, fields),) = by_field.items()
     try:
-        return StructuredOutputsParams(**given)
+        return StructuredOutputsParams(**fields)
     except InputError as wrong:
         raise InputError(str(wrong), param=name) from None
 
@@ -73,23 +73,23 @@ def _of_format(form: ResponseFormat) -> dict[str, Any]:
     raise _wrong(f"response_format.type is {form.type!r:.100}; it must be one of {', '.join(_FORMATS)}")
 
 
-def _of_params(given: dict[str, Any]) -> dict[str, Any]:
-    unknown = [name for name in given if name not in _FIELDS and name not in _HIDDEN]
+def _of_params(fields: dict[str, Any]) -> dict[str, Any]:
+    unknown = [name for name in fields if name not in _FIELDS and name not in _HIDDEN]
     if unknown:
         raise InputError(
             f"structured_outputs has no field {unknown[0]!r:.100}; it has {', '.join(_FIELDS)}",
             param="structured_outputs",
         )
-    return {name: value for name, value in given.items() if value is not None and name not in _HIDDEN}
+    return {name: value for name, value in fields.items() if value is not None and name not in _HIDDEN}
 
 
 def _of_guided(extra: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    found = {old: {new: extra[old]} for old, new in GUIDED.items() if extra.get(old)}
+    by_name = {old: {new: extra[old]} for old, new in GUIDED.items() if extra.get(old)}
     pattern = extra.get(GUIDED_WHITESPACE)
-    for given in found.values():
+    for fields in by_name.values():
         if pattern is not None:
-            given["whitespace_pattern"] = pattern
-    return found
+            fields["whitespace_pattern"] = pattern
+    return by_name
 
 
 def _wrong(message: str) -> InputError:

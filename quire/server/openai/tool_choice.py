@@ -93,5 +93,5 @@ def _check_names(names: list[Any], tools: tuple[Mapping[str, Any], ...]) -> None
     known = [tool["function"]["name"] for tool in tools]
     for name in names:
         if name not in known:
-            told = ", ".join(known[:20]) or "none"
-            raise InputError(f"tool_choice names {name!r:.100}; the tools are: {told}", param="tool_choice")
+            names_text = ", ".join(known[:20]) or "none"
+            raise InputError(f"tool_choice names {name!r:.100}; the tools are: {names_text}", param="tool_choice")

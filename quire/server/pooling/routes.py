@@ -99,14 +99,14 @@ async def create_cohere_embedding(call: HttpCall, request: CohereEmbedRequest) -
     inputs = await run_pooling(call, body, public_id, await prompts_of(call, body), params)
 
     def data() -> bytes:
-        found: dict[str, Any] = {}
+        embeddings: dict[str, Any] = {}
         if "float" in kinds:
-            found["float"] = [floats(one.pooled) for one in inputs]
+            embeddings["float"] = [floats(one.pooled) for one in inputs]
         if "base64" in kinds:
-            found["base64"] = [base64.b64encode(one.pooled.data).decode() for one in inputs]
+            embeddings["base64"] = [base64.b64encode(one.pooled.data).decode() for one in inputs]
         units = {"input_tokens": sum(one.num_tokens for one in inputs)}
         meta = {"api_version": {"version": "2"}, "billed_units": units}
-        return encode({"id": public_id, "embeddings": found, "texts": request.texts, "meta": meta})
+        return encode({"id": public_id, "embeddings": embeddings, "texts": request.texts, "meta": meta})
 
     await call.reply(await _apart(call, inputs, data))
 
@@ -251,8 +251,8 @@ def _label(labels: object, index: int) -> str | None:
     """The class's name in the model's configuration."""
     if not isinstance(labels, Mapping):
         return None
-    found = labels.get(str(index), labels.get(index))
-    return None if found is None else str(found)
+    label = labels.get(str(index), labels.get(index))
+    return None if label is None else str(label)
 
 
 def _common(call: HttpCall, public_id: str, inputs: list[PooledInput]) -> dict[str, Any]:
@@ -265,5 +265,5 @@ def _common(call: HttpCall, public_id: str, inputs: list[PooledInput]) -> dict[s
 async def _apart(call: HttpCall, inputs: list[PooledInput], work: Any) -> bytes:
     """Writing many numbers takes a while: in a lane, so that the event loop goes on."""
     size = sum(len(one.pooled.data) for one in inputs)
-    found: bytes = work() if size < 1 << 16 else await call.state.engine.lanes.run(size, work)
-    return found
+    encoded: bytes = work() if size < 1 << 16 else await call.state.engine.lanes.run(size, work)
+    return encoded

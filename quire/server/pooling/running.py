@@ -125,11 +125,11 @@ def in_parts(pooling: PoolingInputs, prompt: Prompt, params: PoolingParams, toke
 
 
 def _joined(group: Sequence[PreparedRequest], results: dict[str, Any], params: PoolingParams) -> PooledInput:
-    found = [(results[one.request_id], len(one.token_ids)) for one in group]
-    tokens, cached = sum(count for _, count in found), sum(result.num_cached_tokens for result, _ in found)
-    if len(found) == 1:
-        return PooledInput(found[0][0].outputs.data, tokens, cached)
-    weighed = [(result.outputs.data, count) for result, count in found]
+    pooled = [(results[one.request_id], len(one.token_ids)) for one in group]
+    tokens, cached = sum(count for _, count in pooled), sum(result.num_cached_tokens for result, _ in pooled)
+    if len(pooled) == 1:
+        return PooledInput(pooled[0][0].outputs.data, tokens, cached)
+    weighed = [(result.outputs.data, count) for result, count in pooled]
     whole = join_parts(weighed, dimensions=params.dimensions, normalize=bool(params.use_activation))
     return PooledInput(whole, tokens, cached)
 
