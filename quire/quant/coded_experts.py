@@ -23,6 +23,7 @@ from quire.quant.coded import AffineCodes, CodedMatrix, FloatCodes, Grid, open_h
 from quire.quant.experts import ExpertShape, StackTarget, StoredExperts
 from quire.quant.scheme import MatrixShape, Slot, WeightTarget, new_parameter
 from quire.quant.shard import cut_to
+from quire.schema.errors import ConfigError
 
 _GROUPS = (16, 32, 64)  # columns that share a scale, where they are fewer than a chunk
 _MIDDLE = 8  # zero point of symmetric codes
@@ -135,6 +136,7 @@ class CodedSide:
         self.codes: ExpertCodes | None = None
         self._layout: CodeLayout | None = None
         self._parameters: dict[str, nn.Parameter] = {}
+        self._is_final = False
         self._lock = Lock()
         if layout is not None:
             self._allocate(layout)
@@ -146,6 +148,14 @@ class CodedSide:
         weight = self.codes if self.codes is not None else self.plain
         assert weight is not None  # a checkpoint that lacks them is refused
         return weight
+
+    def finish(self) -> None:
+        """From now on the form stays: graphs that were captured read this memory."""
+        self._is_final = self.codes is not None or self.plain is not None
+
+    def _check_open(self) -> None:
+        if self._is_final:
+            raise ConfigError("experts that replace others must be coded as those were", param="quantization")
 
     def put(self, expert: int, start: int, source: Tensor | CodedMatrix) -> None:
         """Rows from `start` on, perhaps while another thread brings others."""
@@ -202,6 +212,7 @@ class CodedSide:
 
     def _add_zeros(self) -> None:
         """Codes so far were symmetric."""
+        self._check_open()
         have, layout = self.codes, self._layout
         assert have is not None and have.scale is not None and layout is not None
         zero = self._new("zero", tuple(have.scale.shape), torch.uint8)
@@ -222,6 +233,7 @@ class CodedSide:
 
     def _decode(self) -> None:
         """From now on, numbers of the model's dtype."""
+        self._check_open()
         shape = self.experts, self.shape.rows, self.shape.width.count
         plain = new_parameter(shape, self._dtype, self._arena)
         if self.codes is not None:
@@ -314,6 +326,10 @@ class CodedExperts(StoredExperts):
         name = fused if side is not None else f"{fused}_bias"
         every = StackTarget(places) if places[0] else None
         yield Slot(name, every, tuple(names), None if whole is None else whole.behind(1))
+
+    def finish(self) -> None:
+        for side in (self.up, self.down):
+            side.finish()
 
     def fill_dummy(self, normal: Tensor) -> None:
         for side in (self.up, self.down):

@@ -26,7 +26,7 @@ from quire.quant.coded_experts import MXFP4, CodedExpertScheme, CodedSide, CodeL
 from quire.quant.coded_scheme import CodedChoice
 from quire.quant.scheme import MatrixShape, Storage
 from quire.quant.shard import Span
-from quire.schema.errors import QuireError
+from quire.schema.errors import ConfigError, QuireError
 from tests.engine.test_quantized_formats import FORMS, TOLERANCE, changed, error_to, fp8
 from tests.quantized import Form, compressed, gptq, packed_ints, small_floats, write, write_gpt_oss, write_stacked
 from tests.tiny_models import make_tiny
@@ -354,3 +354,15 @@ def test_one_expert_alone_computes_what_all_do(tmp_path):
         together = stored.multiply(x, one, torch.full((3, 1), expert, dtype=torch.int32))
         torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(stored.multiply_up(0, x), stored.multiply_up(1, x))
+
+
+def test_experts_that_replace_others_are_coded_alike(tmp_path):
+    """Graphs read the memory of the first ones: another form would leave it behind."""
+    write(tmp_path, "Qwen3MoeForCausalLM", MORE["awq"])
+    model = load(tmp_path)
+    side = mixtures(model)[0].up
+    codes = side.codes
+    rows, width = side.shape.rows, side.shape.width.count
+    with pytest.raises(ConfigError, match="must be coded as those were"):
+        side.put(0, 0, torch.zeros(rows, width))
+    assert side.codes is codes and side.plain is None

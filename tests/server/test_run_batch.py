@@ -212,7 +212,7 @@ def test_metrics_while_it_runs(run: Any) -> None:
         (["-i", "file:///etc/passwd", "-o", "out"], InputError, "only http and https"),
         (["-i", "http://127.0.0.1:1/x", "-o", "out"], InputError, "not public"),
         (["-i", __file__, "-o", "out", "--lora-modules", "x"], SystemExit, "2"),
-        (["-i", __file__, "-o", "out", "--enable-lora"], NotBuiltError, "enable_lora"),
+        (["-i", __file__, "-o", "out", "--enable-sleep-mode"], NotBuiltError, "enable_sleep_mode"),
     ],
 )
 def test_wrong_flags(
@@ -355,7 +355,7 @@ def test_a_run_that_cannot_start_leaves_the_file_alone(resume: Any, tmp_path: Pa
     output = answer_of("a") + "\n" + answer_of("b", 500) + "\n" + answer_of("c")[:20]
     (tmp_path / "out.jsonl").write_text(output)
     with pytest.raises(NotBuiltError):
-        resume([short("a"), short("b"), short("c")], "--enable-lora")
+        resume([short("a"), short("b"), short("c")], "--enable-sleep-mode")
     assert (tmp_path / "out.jsonl").read_text() == output
 
 
