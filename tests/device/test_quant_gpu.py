@@ -23,6 +23,8 @@ from tests.quantized import write
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.gpu
+ROUNDING = {name for name in FORMS if "fp8" in name or name == "ct-w8a8-int8"}  # inputs too, with more than 64 rows
+ROUNDED_INPUTS = 0.2  # log-probabilities of a tiny random model
 PROMPTS = [list(range(4, 40)), [300, 7, 7, 25], [9] * 70, list(range(5, 200, 3))]
 
 
@@ -38,6 +40,12 @@ def first_logprobs(folder: Path, count: int = 6, **options: Any) -> tuple[list[l
     return tokens, [{at: one.logprob for at, one in out.outputs[0].logprobs[0].items()} for out in outputs]
 
 
+def error_of(logprobs: list[dict[int, float]], exact: list[torch.Tensor]) -> float:
+    return max(
+        abs(value - row[token].item()) for one, row in zip(logprobs, exact, strict=True) for token, value in one.items()
+    )
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_checkpoints_of_every_format(name: str, tmp_path: Path) -> None:
     form, _, _ = FORMS[name]
@@ -49,11 +57,12 @@ def test_checkpoints_of_every_format(name: str, tmp_path: Path) -> None:
     del model
     eager, found = first_logprobs(tmp_path, enforce_eager=True)
     captured, again = first_logprobs(tmp_path)
-    for prompt, one, other in zip(PROMPTS, found, again, strict=True):
-        with torch.no_grad():
-            wanted = hf(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
-        for token, logprob in (*one.items(), *other.items()):
-            assert abs(logprob - wanted[token].item()) < 0.08, (token, logprob)
+    hf.save_pretrained(tmp_path / "numbers")  # what the codes mean, uncoded: its own error is that of 16 bits
+    _, plain = first_logprobs(tmp_path / "numbers")
+    with torch.no_grad():
+        exact = [hf(torch.tensor([prompt])).logits[0, -1].log_softmax(-1) for prompt in PROMPTS]
+    bound = 2 * error_of(plain, exact) + (ROUNDED_INPUTS if name in ROUNDING else 0.02)
+    assert error_of(found, exact) < bound and error_of(again, exact) < bound
     same = sum(a == b for a, b in zip(eager, captured, strict=True))
     assert same >= len(PROMPTS) - 1  # equal logits of two tokens may go either way
 
@@ -66,7 +75,7 @@ def test_rounded_while_loading(how: str, tmp_path: Path) -> None:
     worst = 0.0
     for one, other in zip(plain, found, strict=True):
         worst = max([worst, *(abs(one[token] - other[token]) for token in one.keys() & other.keys())])
-    assert 0 < worst < (0.6 if how == "int4_wo" else 0.2)
+    assert 0 < worst < (1.5 if how == "int4_wo" else 0.5)  # a tiny random model; codes are exact: test_coded_weights
 
 
 @pytest.mark.parametrize("name", ["ct-w8a8-fp8", "gptq-4-sym", "ct-w8a8-int8"])
