@@ -455,6 +455,11 @@ def _check_cache_dtype(config: EngineConfig, chosen: str) -> None:
             f"kv_cache_dtype={chosen!r} needs the compiled CPU kernels: {native.why_not()}", param="kv_cache_dtype"
         )
     if chosen.startswith("fp8"):
+        if config.cache_config.calculate_kv_scales and config.model_config.is_pooling:
+            raise NotBuiltError(
+                "calculate_kv_scales is not built for pooling models; scales of the checkpoint or 1.0 are",
+                param="calculate_kv_scales",
+            )
         if on_cpu:
             log.warning(
                 "kv_cache_dtype=%s on a CPU is computed by torch, not by the compiled kernels; int8_per_token_head "

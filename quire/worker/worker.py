@@ -21,6 +21,7 @@ from quire.base import env
 from quire.base.clock import Laps, now
 from quire.base.log import logger
 from quire.config.kernels import CUDAGraphMode
+from quire.layers.batch import ScaledCache
 from quire.layers.stored import num_numbers
 from quire.loader.kv_scales import LayerScales
 from quire.models.pooled import PoolingModel
@@ -114,6 +115,7 @@ class Worker:
         self._model: Model | None = None
         self._specs: tuple[KVSpec, ...] = ()
         self._kv_scales: Mapping[int, LayerScales] = {}  # of the checkpoint
+        self._scaled: dict[str, ScaledCache] = {}  # caches with scales per layer, by the layer's name
         self._runner: ModelRunner | PoolingRunner | None = None
         self._adapters: WorkerAdapters | None = None
         self._others = 0  # bytes of the GPU that other programs use
@@ -215,15 +217,14 @@ class Worker:
         """Allocate the KV cache and everything whose size depends on it."""
         self._runner = runner = self._make_runner(layout)
         self.forward, self.sample = runner.forward, runner.sample
-        if isinstance(runner, ModelRunner):
-            report(runner.scaled, self._kv_scales, measured=self.config.cache_config.calculate_kv_scales)
+        report(self._scaled, self._kv_scales, measured=self.config.cache_config.calculate_kv_scales)
 
     def _make_runner(self, layout: KVLayout) -> ModelRunner | PoolingRunner:
         """A runner over a cache of this layout, to which the model is then bound."""
         model = self.get_model()
         backend = self._parts.select_backend(self.device.type, self._specs, self.config.attention_config.backend)
         kv = KVMemory(layout, self.device)
-        scaled = scaled_caches(kv.bind(backend, model))
+        scaled = self._scaled = scaled_caches(kv.bind(backend, model))
         set_scales(scaled, self._kv_scales)
         max_rows, length = self.config.scheduler_config.max_num_seqs, self.config.model_config.max_model_len
         rows = Rows(layout.groups, max_rows, length, self.device)
@@ -341,6 +342,7 @@ class Worker:
         if self._adapters is not None:
             self._adapters.close()
         self._model = self._runner = self._adapters = None
+        self._scaled = {}
         self.forward = self.sample = _no_runner
         if self.device.type == "cuda":
             gc.collect()  # an engine that follows in this process measures what is free
@@ -381,7 +383,6 @@ class Worker:
         self._parts.reload_weights(self.get_model(), self.config)
         if is_scaled(kv_dtype_of(self.config)):
             self._kv_scales = self._parts.cache_scales(self.config)
-            if isinstance(self._runner, ModelRunner):
-                set_scales(self._runner.scaled, self._kv_scales)
-                if self.config.cache_config.calculate_kv_scales:
-                    self._runner.calibrate_next()
+            set_scales(self._scaled, self._kv_scales)
+            if isinstance(self._runner, ModelRunner) and self.config.cache_config.calculate_kv_scales:
+                self._runner.calibrate_next()

@@ -17,7 +17,7 @@ from quire.checkpoint.quantization import has_fp8_cache
 from quire.config import EngineArgs
 from quire.loader.files import find_weights
 from quire.loader.kv_scales import LayerScales, is_cache_scale, layer_number, read_kv_scales
-from quire.schema.errors import CheckpointError, ConfigError
+from quire.schema.errors import CheckpointError, ConfigError, NotBuiltError
 from quire.schema.kv import KVKind, KVSpec
 from tests.attention_case import RULE_NAMES, RULES, CodedCase
 from tests.tiny_models import make_tiny
@@ -278,3 +278,11 @@ def test_cross_attention_refuses_it():
     assert backend.supports(cross) is None
     for dtype in ("float8_e4m3fn", "float8_e5m2", "int8"):
         assert "8 bits" in backend.supports(msgspec.structs.replace(cross, dtype=dtype))
+
+
+def test_scales_are_not_measured_for_a_pooling_model(tiny):
+    args = EngineArgs(
+        model=str(tiny), device="cpu", kv_cache_dtype="fp8", calculate_kv_scales=True, runner="pooling", convert="embed"
+    )
+    with pytest.raises(NotBuiltError, match="calculate_kv_scales"):
+        args.create_engine_config()
