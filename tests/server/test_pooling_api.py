@@ -377,6 +377,8 @@ def test_parts_of_an_input_are_counted(tight: Live) -> None:
     told = error_of(tight.post("/v1/embeddings", {"input": [20] * 200}, headers=ALICE))
     assert "4 parts" in told["message"] and "3 (--max-sequences-per-request)" in told["message"]
     ok(tight.post("/v1/embeddings", {"input": [20] * 190}, headers=ALICE))
+    told = error_of(tight.post("/v1/embeddings", {"input": [[20] * 190, [20]]}, headers=ALICE))
+    assert "4 parts" in told["message"]
 
 
 def test_tokens_of_late_interaction(late: Live) -> None:

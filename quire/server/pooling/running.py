@@ -114,8 +114,8 @@ async def run_pooling(
             prompt = msgspec.structs.replace(prompt, cache_salt=salt)
             parts = in_parts(pooling, prompt, params, tokenizing)
             count += len(parts)
-            if len(parts) > 1:
-                check_sequences(count, state.options, param="input", what="parts of the model's length")
+            if count > index + 1:  # some are in parts
+                check_sequences(count, state.options, param="input", what="parts of at most the model's length")
             each = params if len(parts) == 1 else of_part
             groups.append(
                 [engine.front.prepare(f"{own}-{index}.{at}", part, each, options) for at, part in enumerate(parts)]
