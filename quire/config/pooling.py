@@ -65,9 +65,31 @@ def choose_runner(requested: Requested, config: EngineConfig) -> EngineConfig:
             columns = model.pooler_config is not None and model.pooler_config.returned_token_ids
             convert = "reward" if columns else "embed"
     model = replace(model, runner="pooling", convert=convert, sentence=files)
+    _check_masked(model)
     model = replace(model, pooler_config=_pooler(model), classifier_token_ids=_classifier_tokens(model))
+    if returns_vocabulary(model) and reads_both_ways(model):
+        raise NotBuiltError(
+            "returned_token_ids: columns of the vocabulary are built for models with causal attention, and this one "
+            "reads both ways",
+            param="pooler_config",
+        )
     log.info("runner: pooling, convert: %s, tasks: %s", convert, ", ".join(tasks_of(model)))
     return replace(config, model_config=model)
+
+
+def _check_masked(model: ModelConfig) -> None:
+    """The head of a masked language model may be what makes its embeddings (SPLADE), and is not run here."""
+    files, options = model.sentence, model.pooler_config
+    says_how = (files is not None and files.pooling_type) or (
+        options is not None and (options.pooling_type or options.seq_pooling_type or options.tok_pooling_type)
+    )
+    if model.architecture.endswith("ForMaskedLM") and model.convert == "embed" and not says_how:
+        raise NotBuiltError(
+            f"{model.architecture} is a masked language model, and nothing says how it is pooled: sparse embeddings "
+            "from its head (SPLADE) are not in this version of Quire. Embeddings of its hidden states need the files "
+            "of sentence-transformers with a Pooling module, or pooler_config.seq_pooling_type",
+            param="model",
+        )
 
 
 def _runner(model: ModelConfig, files: SentenceFiles | None) -> str:
@@ -188,6 +210,22 @@ def classifier_method(model: ModelConfig) -> str:
     if method not in _METHODS:
         raise ConfigError(f"method={method!r:.100}: known are {', '.join(_METHODS)}", param="hf_overrides")
     return str(method)
+
+
+def returns_vocabulary(model: ModelConfig) -> bool:
+    """Results are columns of the vocabulary: a generator's head is kept, and the configuration names the columns."""
+    pooler = model.pooler_config
+    is_generator = model.architecture.endswith(("ForCausalLM", "LMHeadModel"))
+    return pooler is not None and bool(pooler.returned_token_ids) and is_generator and not model.classifier_token_ids
+
+
+def embedding_width(model: ModelConfig) -> int:
+    """Numbers of one embedding before it is cut."""
+    if model.sentence is not None and model.sentence.dense:
+        return model.sentence.dense[-1].outputs
+    width = model.facts.hidden_size
+    size = model.hf_config.get("dim", 128) if model.architecture == "HF_ColBERT" else width
+    return size if isinstance(size, int) and size > 0 else width
 
 
 def num_labels(model: ModelConfig) -> int:

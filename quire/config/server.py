@@ -79,8 +79,8 @@ class ServerConfig(Group):
         accepts=tuple[str, ...] | None, take=json_list, repeat=True,
     )  # fmt: skip
     api_key_scope: Literal["all", "v1"] = option(
-        "all", "Quire only. Routes that require a key: all except /health and /ping, or (as in vLLM) only /v1, /v2 "
-        "and /inference.",
+        "all", "Quire only. Routes that require a key: all except /health and /ping, or only /v1, /v2 and /inference "
+        "(as in vLLM), /pooling, /classify, /score and /rerank.",
     )  # fmt: skip
     prefix_cache_per_key: bool = option(
         True, "Quire only. With several keys, cached prefixes are shared only between requests with the same key: "
@@ -142,7 +142,7 @@ class ServerConfig(Group):
     max_fan_out_bytes: int = option(
         256 << 20, "Quire only. Maximum size of an expanded request, in bytes: n times prompts times its parameters "
         "(structured_outputs, logit_bias, allowed_token_ids, bad_words, vllm_xargs, cache_salt), and n times its "
-        "prompts.", low=1024, human=True,
+        "prompts; of pooling, also the pairs of texts and the results.", low=1024, human=True,
     )  # fmt: skip
     max_logprobs_per_request: int = option(
         1 << 25, "Quire only. Maximum log probabilities of a request: n times prompts times tokens times those per "

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.config.pooling import pooling_type, reads_both_ways, score_type, tasks_of
+from quire.config.pooling import (
+    SEQUENCE_TASKS,
+    embedding_width,
+    num_labels,
+    pooling_type,
+    reads_both_ways,
+    returns_vocabulary,
+    score_type,
+    tasks_of,
+)
 from quire.schema.errors import InputError, NotBuiltError
 from quire.schema.params import PoolingParams
 from quire.schema.prompt import Prompt
@@ -22,6 +31,8 @@ if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 TYPE_START = "compressed_token_type_ids"  # in extra_kwargs: the first position of token type 1
+_EMBEDDING_TASKS = ("embed", "token_embed")
+_MOST_COLUMNS = 1024
 _TYPE_LIMIT = "token_type_ids must be zeros and then ones"
 
 
@@ -40,8 +51,10 @@ class PoolingInputs:
         self.takes_pairs = reads_both_ways(model)  # else a pair is one text after the other
         self.max_model_len = max_model_len
         self.pooler: PoolerConfig = model.pooler_config
-        self._vocab_size, self._width, self._tokenizer = vocab_size, model.facts.hidden_size, tokenizer
-        self._outputs = model.sentence.dense[-1].outputs if model.sentence and model.sentence.dense else self._width
+        self._vocab_size, self._tokenizer = vocab_size, tokenizer
+        self._outputs = embedding_width(model)
+        labels = num_labels(model) if model.convert in ("classify", "reward") else model.facts.hidden_size
+        self._num_columns = vocab_size if returns_vocabulary(model) else labels
         self._matryoshka = _matryoshka(model.hf_config)
         usual = 2 if model.architecture.startswith(("Bert", "Electra", "Ernie", "NomicBert")) else 0
         types = model.hf_config.get("type_vocab_size", usual)
@@ -51,27 +64,61 @@ class PoolingInputs:
     # ---- parameters --------------------------------------------------------------------------------------------
 
     def resolve(self, params: PoolingParams) -> PoolingParams:
-        """The same parameters with the task, and everything that depends on it, filled in. Resolved ones stay."""
+        """The same parameters with the task, and everything that depends on it, filled in. Resolved ones are returned
+        as they are, the very object: what several prompts share is sent once (together.py)."""
+        _check_few(params.returned_token_ids)
         params.check()
         pooler, task = self.pooler, self._task(params.task)
         self._check_dimensions(params.dimensions, task)
         activation = params.applies_activation
         kind = pooling_type(pooler, task)
-        returned = params.returned_token_ids if params.returned_token_ids is not None else pooler.returned_token_ids
-        if returned and max(returned) >= self._vocab_size:
+        step_tag = pooler.step_tag_id if params.step_tag_id is None else params.step_tag_id
+        if step_tag is not None and step_tag >= self._vocab_size:
             raise InputError(
-                f"returned_token_ids holds {max(returned)}; this model's ids are 0 to {self._vocab_size - 1}",
-                param="returned_token_ids",
+                f"step_tag_id is {step_tag}; this model's ids are 0 to {self._vocab_size - 1}", param="step_tag_id"
             )
-        return msgspec.structs.replace(
+        resolved = msgspec.structs.replace(
             params,
             task=task,
-            dimensions=params.dimensions or (pooler.dimensions if task in ("embed", "token_embed") else None),
+            dimensions=params.dimensions or (pooler.dimensions if task in _EMBEDDING_TASKS else None),
             use_activation=bool(pooler.use_activation) if activation is None else activation,
-            step_tag_id=pooler.step_tag_id if params.step_tag_id is None else params.step_tag_id,
-            returned_token_ids=None if returned is None else list(returned),
+            step_tag_id=step_tag,
+            returned_token_ids=self._columns(params.returned_token_ids, task),
             skip_reading_prefix_cache=bool(params.skip_reading_prefix_cache) or kind != "LAST",
         )
+        return params if resolved == params else resolved
+
+    def _columns(self, requested: list[int] | None, task: str) -> list[int] | None:
+        """The columns of a result, all of which there are; None: every one."""
+        name = "returned_token_ids"
+        if task in _EMBEDDING_TASKS:
+            if requested is not None:
+                raise InputError(f"{name} is for classes and rewards, and the task is {task}", param=name)
+            return None
+        columns = list(self.pooler.returned_token_ids or ()) or None if requested is None else requested
+        if columns is None:
+            return None
+        if not columns:
+            raise InputError(f"{name} is empty; leave it out, or name at least one column", param=name)
+        _check_few(columns)
+        if wrong := [column for column in (min(columns), max(columns)) if not 0 <= column < self._num_columns]:
+            raise InputError(
+                f"{name} holds {wrong[0]}; this model's columns are 0 to {self._num_columns - 1}",
+                param=name,
+                value=wrong[0],
+            )
+        if len(set(columns)) < len(columns):
+            raise InputError(f"{name} names a column twice", param=name)
+        return columns
+
+    def result_bytes(self, num_tokens: int, params: PoolingParams) -> int:
+        """Of one prompt's result, with resolved parameters, at most."""
+        task = str(params.task)
+        if task in _EMBEDDING_TASKS:
+            outputs = params.dimensions or self._outputs
+        else:
+            outputs = len(params.returned_token_ids or ()) or self._num_columns
+        return (1 if task in SEQUENCE_TASKS else num_tokens) * outputs * 4
 
     def _task(self, task: str | None) -> str:
         if task is None:
@@ -89,7 +136,7 @@ class PoolingInputs:
     def _check_dimensions(self, dimensions: int | None, task: str) -> None:
         if dimensions is None:
             return
-        if task not in ("embed", "token_embed"):
+        if task not in _EMBEDDING_TASKS:
             raise InputError(f"dimensions is for embeddings, and the task is {task}", param="dimensions")
         allowed = self._matryoshka
         if allowed is None:
@@ -128,16 +175,20 @@ class PoolingInputs:
                 raise InputError("token_type_ids: this model has no token types", param="token_type_ids")
             return tuple(self._cut(ids, keep, side)), start
         special = bool(kwargs.get("add_special_tokens", True))
-        self._check_text(prompt.text or "", is_cut=keep is not None)
+        self._check_text(len(prompt.text or ""), is_cut=keep is not None)
         return tuple(self._cut(self.tokenizer.encode(prompt.text or "", special), keep, side)), None
 
     def pair(self, first: str, second: str, keep: int | None = None) -> Prompt:
         """Two texts as one prompt of a cross-encoder: by the tokenizer's rule for pairs, or one after the other."""
-        self._check_text(first + second, is_cut=keep is not None)
+        self.check_pair(first, second, is_cut=keep is not None)
         ids, types = self.tokenizer.encode_pair(first, second)
         ids = self._cut(ids, keep, "right")
         has_types = self._has_types and any(types)
         return Prompt(token_ids=tuple(ids), token_type_ids=tuple(types[: len(ids)]) if has_types else None)
+
+    def check_pair(self, first: str, second: str, *, is_cut: bool) -> None:
+        """Before the two are put together."""
+        self._check_text(len(first) + len(second), is_cut=is_cut)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -148,10 +199,10 @@ class PoolingInputs:
             )
         return tokenizer
 
-    def _check_text(self, text: str, *, is_cut: bool) -> None:
+    def _check_text(self, num_chars: int, *, is_cut: bool) -> None:
         """A text that is many times too long, whatever its tokens are, is refused before it is tokenized."""
         longest = max(self.max_model_len, self.pooler.max_embed_len or 0)
-        least = -(-len(text) // self._longest_token)
+        least = -(-num_chars // self._longest_token)
         if least > longest * (16 if is_cut else 1):
             self.check_length(least)
 
@@ -196,6 +247,15 @@ class PoolingInputs:
                 f"the input has {len(token_ids)} tokens; the limit is max_embed_len ({most})", param="input"
             )
         return [tuple(token_ids[start : start + length]) for start in range(0, len(token_ids), length)]
+
+
+def _check_few(columns: object) -> None:
+    if isinstance(columns, list | tuple) and len(columns) > _MOST_COLUMNS:
+        raise InputError(
+            f"returned_token_ids has {len(columns)} entries; the limit is {_MOST_COLUMNS}",
+            param="returned_token_ids",
+            value=len(columns),
+        )
 
 
 def _common(expected: Sequence[int], ids: Sequence[int]) -> int:

@@ -516,6 +516,8 @@ def size_of(prompts: Sequence[Prompt], params: SamplingParams | PoolingParams) -
     if isinstance(params, SamplingParams):
         size = 0 if params.structured_outputs is None else LONG_TEXT
         size += sum(map(len, params.bad_words or ()))
+    elif params.returned_token_ids:
+        size += len(prompts) * len(params.returned_token_ids)
     for prompt in prompts:
         ids = prompt.token_ids
         size += len(prompt.text or "") if ids is None else len(ids) // _IDS_PER_CHARACTER

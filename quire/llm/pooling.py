@@ -13,7 +13,7 @@ import msgspec
 
 from quire.base.registry import load
 from quire.engine.inputs import Options
-from quire.llm.scoring import check_scoring, cosine, cross_prompt, floats, join_parts, max_sim, pair_up, texts_of
+from quire.llm.scoring import check_scoring, cosine, cross_prompts, floats, join_parts, max_sim, pair_up, texts_of
 from quire.schema.errors import InputError
 from quire.schema.outputs import (
     ClassificationOutput,
@@ -108,7 +108,7 @@ class PoolingCalls:
         check_scoring(pooling)
         pairs = pair_up(texts_of(data_1, "data_1"), texts_of(data_2, "data_2"))
         if pooling.score_type == "cross-encoder":
-            prompts = [cross_prompt(pooling, pair, keep, template) for pair in pairs]
+            prompts = cross_prompts(pooling, pairs, keep, template)
             results = self.pool(prompts, params, "classify", use_tqdm, options, keep)
             return [scored(result, floats(result.outputs.data)[0]) for result in results]
         task = "token_embed" if pooling.score_type == "late-interaction" else "embed"

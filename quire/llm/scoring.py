@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from operator import mul
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire.schema.errors import InputError, NotBuiltError
 from quire.schema.prompt import Prompt
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quire.engine.pooling import PoolingInputs
 
 Pair = tuple[str, str]
+_TILE = 1 << 20  # dot products of one tile of max_sim
 
 
 def texts_of(data: object, name: str) -> list[str]:
@@ -55,15 +56,27 @@ def check_scoring(pooling: PoolingInputs) -> None:
         )
 
 
-def cross_prompt(pooling: PoolingInputs, pair: Pair, keep: int | None, template: str | None) -> Prompt:
-    """Both texts as one prompt: through a template with the roles query and document, by the tokenizer's rule for
-    pairs, or (for a model that was a generator) one right after the other."""
-    first, second = pair
-    tokenizer = pooling.tokenizer
+def pair_messages(pair: Pair) -> list[dict[str, str]]:
+    """What a template is given of a pair."""
+    return [{"role": "query", "content": pair[0]}, {"role": "document", "content": pair[1]}]
+
+
+def cross_prompts(
+    pooling: PoolingInputs, pairs: Sequence[Pair], keep: int | None, template: str | None
+) -> list[Prompt]:
+    """Both texts of each pair as one prompt: through a template with the roles query and document, by the tokenizer's
+    rule for pairs, or (for a model that was a generator) one right after the other. No pair is put together before all
+    are known to be of a length that the model may take."""
+    for first, second in pairs:
+        pooling.check_pair(first, second, is_cut=keep is not None)
+    return [_cross_prompt(pooling, pair, keep, template) for pair in pairs]
+
+
+def _cross_prompt(pooling: PoolingInputs, pair: Pair, keep: int | None, template: str | None) -> Prompt:
     if template is not None:
-        messages = [{"role": "query", "content": first}, {"role": "document", "content": second}]
-        text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+        text = pooling.tokenizer.apply_chat_template(pair_messages(pair), chat_template=template, tokenize=False)
         return Prompt(text=str(text))
+    first, second = pair
     if not pooling.takes_pairs:
         return Prompt(text=first + second)
     return pooling.pair(first, second, keep)
@@ -74,25 +87,20 @@ def floats(pooled: Pooled) -> list[float]:
     return list(map(float, memoryview(pooled.data).cast("f")))
 
 
-def nested(pooled: Pooled) -> Any:
-    """The values as lists of the result's shape."""
-    view = memoryview(pooled.data).cast("B")
-    if 0 in pooled.shape:
-        return [[] for _ in range(pooled.shape[0])] if len(pooled.shape) > 1 else []
-    return view.cast("f", pooled.shape).tolist()
-
-
 def cosine(first: Sequence[float], second: Sequence[float]) -> float:
     sizes = math.sqrt(sum(map(mul, first, first))) * math.sqrt(sum(map(mul, second, second)))
     return sum(map(mul, first, second)) / sizes if sizes else 0.0
 
 
 def max_sim(first: Pooled, second: Pooled) -> float:
-    """Late interaction."""
+    """Late interaction, in tiles: the dot products of some rows of the first with all of the second at once."""
     import numpy as np  # lazy
 
     one, other = (np.frombuffer(p.data, np.float32).reshape(p.shape) for p in (first, second))
-    return float((one @ other.T).max(1).sum()) if one.size and other.size else 0.0
+    if not one.size or not other.size:
+        return 0.0
+    rows = max(1, _TILE // len(other))
+    return sum(float((one[at : at + rows] @ other.T).max(1).sum()) for at in range(0, len(one), rows))
 
 
 def join_parts(parts: Sequence[tuple[Pooled, int]], *, dimensions: int | None, normalize: bool) -> Pooled:

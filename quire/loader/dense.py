@@ -10,7 +10,7 @@ import torch
 
 from quire.checkpoint.sentence import SentenceFiles
 from quire.config.model import ModelConfig
-from quire.config.pooling import classifier_method, num_labels, reads_both_ways
+from quire.config.pooling import classifier_method, num_labels, reads_both_ways, returns_vocabulary
 from quire.loader.by_layer import check_complete
 from quire.loader.files import find_weights, read_weights
 from quire.models.heads import HeadDense, HeadLayer, PoolingHead
@@ -21,14 +21,11 @@ from quire.schema.errors import CheckpointError
 
 def pooling_kind(about: ModelConfig) -> PoolingKind:
     classifies = about.convert in ("classify", "reward")
-    pooler = about.pooler_config
-    returns_columns = pooler is not None and bool(pooler.returned_token_ids)
     rows = about.classifier_token_ids
-    is_generator = about.architecture.endswith(("ForCausalLM", "LMHeadModel"))
-    keeps_head = returns_columns and is_generator and not rows
+    keeps_head = returns_vocabulary(about)
     dense = () if about.sentence is None else about.sentence.dense
     return PoolingKind(
-        classifies=classifies and not (keeps_head and is_generator),
+        classifies=classifies and not keeps_head,
         labels=num_labels(about) if classifies else 0,
         both_ways=reads_both_ways(about),
         token_rows=rows,

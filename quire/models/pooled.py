@@ -88,7 +88,7 @@ class PoolingModel(nn.Module):
 
     def columns(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         """[N, len(token_ids)] float32: logits of these tokens alone, or of these classes."""
-        if not self.kind.keeps_head or not isinstance(self.trunk, Decoder):
+        if not self.kind.keeps_head:
             return self.head(hidden).index_select(1, token_ids)
         return hidden.float() @ self._rows(token_ids).t()
 

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 _ID = re.compile(rb"[A-Za-z0-9._:/@=+-]{1,128}")
 _OPEN_PATHS = frozenset(("/health", "/ping"))
 _METRICS = frozenset(("/metrics", "/metrics/"))
-_GUARDED_BY_VLLM = ("/v1", "/v2", "/inference")
+# With api_key_scope v1: what vLLM guards, and the pooling routes under other names, which run the model all the same.
+_GUARDED_ALWAYS = ("/v1", "/v2", "/inference", "/pooling", "/classify", "/score", "/rerank")
 _DRAIN_BYTES, _DRAIN_SECONDS = 4 << 20, 2.0
 
 
@@ -119,7 +120,7 @@ class ApiKeyAuth:
         if scope.get("method") == "OPTIONS":
             return True
         path = route_path(scope)
-        return path in self._open or (self._narrow and not path.startswith(_GUARDED_BY_VLLM))
+        return path in self._open or (self._narrow and not path.startswith(_GUARDED_ALWAYS))
 
     def _shown(self, scope: Scope) -> int | None:
         """The number of the first key that is shown."""

@@ -86,6 +86,21 @@ def render_chat(
     return render_job(job, media=media) if apart is None else apart(job)
 
 
+def requested_job(tokenizer: Tokenizer, chat_template: str) -> ChatJob:
+    """For conversations without tools, through a template that came with a request (`check_requested`)."""
+    check_requested(chat_template)
+    nothing = {"tools": None, "documents": None, "add_generation_prompt": False}
+    return ChatJob(chat_template, (), {**tokenizer.special, **nothing})
+
+
+def check_requested(chat_template: str) -> None:
+    """A template that came with a request is Jinja text: it names no file of the server."""
+    if "{" not in chat_template:
+        raise InputError(
+            f"chat_template must be Jinja text, and {chat_template!r:.100} has no braces", param="chat_template"
+        )
+
+
 def render_job(job: ChatJob, limits: TemplateLimits | None = None, *, media: MediaHook = refuse_media) -> str:
     """Parse the template, convert the messages to the form it expects, render it."""
     from quire.text.template_facts import read_facts  # lazy

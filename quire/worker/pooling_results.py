@@ -1,7 +1,8 @@
 """From pooled vectors to results: embeddings cut and normalised, classes with their activation, chosen columns.
 
 In: vectors [N, width] of requests, with their resolved PoolingParams. Out: Pooled (float32, row-major), and reasons for
-those whose numbers are not finite. Requests with the same parameters go through the head together. Must not know: rows,
+those whose numbers are not finite, or that could not be computed: the others' results stand. Requests with the same
+parameters go through the head together. Must not know: rows,
 plans, which positions were pooled.
 """
 
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from quire.base.log import logger
 from quire.config.pooling import num_labels, pooling_type, tasks_of
 from quire.models.pooled import PoolingModel
 from quire.schema.params import PoolingParams
@@ -23,6 +25,7 @@ from quire.schema.step import Pooled
 if TYPE_CHECKING:
     from quire.config.model import ModelConfig, PoolerConfig
 
+log = logger(__name__)
 NOT_FINITE = "the model produced a result that is not finite (NaN or infinite)"
 Complete = Sequence[tuple[str, tuple[PoolingParams, Tensor]]]
 
@@ -77,18 +80,40 @@ def results_of(model: PoolingModel, rules: ResultRules, complete: Complete) -> t
     pooled: dict[str, Pooled] = {}
     failed: dict[str, str] = {}
     for members in alike.values():
-        params = complete[members[0]][1][0]
-        vectors = [complete[index][1][1] for index in members]
-        values = _values(model, rules, params, vectors[0] if len(vectors) == 1 else torch.cat(vectors)).cpu()
-        is_whole = params.task in ("embed", "classify", "score")
-        finite = bool(values.isfinite().all())
-        for index, part in zip(members, values.split([len(one) for one in vectors]), strict=True):
-            if not finite and not bool(part.isfinite().all()):
-                failed[complete[index][0]] = NOT_FINITE
-                continue
-            part = part[0] if is_whole else part
-            pooled[complete[index][0]] = Pooled(tuple(part.shape), "float32", part.contiguous().numpy().tobytes())
+        _add_or_fail(model, rules, [complete[index] for index in members], pooled, failed)
     return pooled, failed
+
+
+def _add_or_fail(
+    model: PoolingModel, rules: ResultRules, requests: Complete, pooled: dict[str, Pooled], failed: dict[str, str]
+) -> None:
+    """An error is that of the request it comes from: where several fail together, each is tried alone."""
+    try:
+        _add_results(model, rules, requests, pooled, failed)
+    except Exception as wrong:
+        if len(requests) > 1:
+            for one in requests:
+                _add_or_fail(model, rules, [one], pooled, failed)
+            return
+        log.exception("The result of a pooled request could not be computed")
+        failed[requests[0][0]] = f"the result could not be computed ({type(wrong).__name__})"
+
+
+def _add_results(
+    model: PoolingModel, rules: ResultRules, requests: Complete, pooled: dict[str, Pooled], failed: dict[str, str]
+) -> None:
+    """Of requests with the same parameters."""
+    params = requests[0][1][0]
+    vectors = [one for _, (_, one) in requests]
+    values = _values(model, rules, params, vectors[0] if len(vectors) == 1 else torch.cat(vectors)).cpu()
+    is_whole = params.task in ("embed", "classify", "score")
+    finite = bool(values.isfinite().all())
+    for (name, _), part in zip(requests, values.split([len(one) for one in vectors]), strict=True):
+        if not finite and not bool(part.isfinite().all()):
+            failed[name] = NOT_FINITE
+            continue
+        part = part[0] if is_whole else part
+        pooled[name] = Pooled(tuple(part.shape), "float32", part.contiguous().numpy().tobytes())
 
 
 def _values(model: PoolingModel, rules: ResultRules, params: PoolingParams, vectors: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import random
 import struct
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from safetensors.torch import save_file
 
 from quire import LLM, PoolingParams, SamplingParams
 from quire.config import EngineArgs
+from quire.config.model import PoolerConfig
 from quire.schema.errors import CheckpointError, ConfigError, InputError
+from quire.worker.pooling_results import ResultRules, results_of
 from tests.pooling_models import VOCAB, make_pooling, write_sentence_files
 
 
@@ -234,6 +237,22 @@ def test_results_that_are_not_numbers_fail_alone(tmp_path: Path) -> None:
         with pytest.raises(Exception, match="not finite"):
             llm.embed([[20, 77]], use_tqdm=False)
         assert len(vectors(llm, [[20, 21]])[0]) == 32
+
+
+def test_an_error_is_that_of_one_request() -> None:
+    """Of requests that go through the head together, one cannot be computed: the others have their results."""
+
+    def embed(vectors: torch.Tensor) -> torch.Tensor:
+        if bool((vectors == 13).any()):
+            raise IndexError("no such row")
+        return vectors * 2
+
+    params = PoolingParams(task="embed", use_activation=False)
+    complete = [(name, (params, torch.full((1, 2), value))) for name, value in (("a", 1.0), ("b", 13.0), ("c", 3.0))]
+    model, rules = Mock(embed=embed), ResultRules(PoolerConfig(), ("embed",), "")
+    pooled, failed = results_of(model, rules, complete)
+    assert {name: struct.unpack("<2f", one.data) for name, one in pooled.items()} == {"a": (2, 2), "c": (6, 6)}
+    assert list(failed) == ["b"] and "IndexError" in failed["b"]
 
 
 def test_what_does_not_fit_is_refused(bert: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import base64
 import io
 import json
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,17 @@ import httpx
 import openai
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire.schema.step import Pooled
 from quire.server.app import build_app
 from quire.server.missing import GENERATING
 from quire.server.openai.batch import BatchRunner
+from quire.server.pooling import encoding, routes, running
 from quire.server.pooling.encoding import raw_bytes
 from quire.server.pooling.protocol import EncodingFields
 from quire.server.pooling.routes import PATHS
+from quire.text import template_child
 from tests.pooling_models import VOCAB, make_pooling
 from tests.server.live import Live, error_of, live, live_fake
 
@@ -55,6 +59,42 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     make_pooling("Qwen2ForSequenceClassification", folder, id2label={0: "bad", 1: "good", 2: "odd"},
                  label2id={"bad": 0, "good": 1, "odd": 2})  # fmt: skip
     with live(str(folder), engine={"dtype": "float32", "served_model_name": "cls"}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """Small limits, inputs in parts, and keys that only some routes ask for."""
+    folder = tmp_path_factory.mktemp("tight")
+    make_pooling("Qwen3Model", folder)
+    engine = {"dtype": "float32", "pooler_config": {"enable_chunked_processing": True}}
+    options = {"max_fan_out_bytes": 4096, "max_sequences_per_request": 3, "api_key": ["alice", "bob"],
+               "api_key_scope": "v1"}  # fmt: skip
+    with live(str(folder), engine=engine, **options) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """ColBERT, of 8 numbers a token."""
+    folder = tmp_path_factory.mktemp("late")
+    make_pooling("BertModel", folder)
+    weights = {f"bert.{key}": value for key, value in load_file(folder / "model.safetensors").items()}
+    torch.manual_seed(1)
+    save_file({**weights, "linear.weight": torch.randn(8, 32)}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["HF_ColBERT"], "dim": 8}))
+    with live(str(folder), engine={"dtype": "float32"}, max_fan_out_bytes=4096) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def trusting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A ranker whose requests may bring a template."""
+    folder = tmp_path_factory.mktemp("trusting")
+    make_pooling("BertForSequenceClassification", folder, num_labels=1)
+    options = {"trust_request_chat_template": True, "max_fan_out_bytes": 4096}
+    with live(str(folder), engine={"dtype": "float32"}, **options) as server:
         yield server
 
 
@@ -281,3 +321,174 @@ def test_batch_files(embedder: Live, ranker: Live) -> None:
 def test_pages_list_the_routes(embedder: Live) -> None:
     page = ok(httpx.get(embedder.url + "/openapi.json"))
     assert set(PATHS) <= set(page["paths"]) and "/v1/chat/completions" not in page["paths"]
+
+
+# ---- limits ---------------------------------------------------------------------------------------------------------
+
+ALICE, BOB = {"Authorization": "Bearer alice"}, {"Authorization": "Bearer bob"}
+
+
+def test_columns_that_are_not_there(classifier: Live, embedder: Live) -> None:
+    """A column that the classifier does not have is refused, and the engine goes on."""
+    body = {"input": TEXTS[0], "use_activation": False}
+    for columns, words in (
+        ([5], "holds 5; this model's columns are 0 to 2"), ([3], "0 to 2"), ([-1], "holds -1"), ([], "empty"),
+        ([1, 1], "twice"), ([0] * 1025, "1025 entries; the limit is 1024"), ([1 << 70], "0 to 2"),
+    ):  # fmt: skip
+        told = error_of(classifier.post("/pooling", {**body, "returned_token_ids": columns}))
+        assert words in told["message"] and told["param"] == "returned_token_ids", told
+    told = error_of(classifier.post("/pooling", {**body, "step_tag_id": VOCAB}))
+    assert told["param"] == "step_tag_id" and str(VOCAB - 1) in told["message"]
+    told = error_of(embedder.post("/pooling", {"input": "cat", "returned_token_ids": [0]}))
+    assert "the task is embed" in told["message"]
+    for task in ("classify", "token_classify"):
+        whole = torch.tensor(ok(classifier.post("/pooling", {**body, "task": task}))["data"][0]["data"])
+        some = ok(classifier.post("/pooling", {**body, "task": task, "returned_token_ids": [2, 0]}))["data"][0]["data"]
+        assert torch.tensor(some).sub(whole[..., [2, 0]]).abs().max() < 1e-6
+
+
+def test_results_larger_than_the_limit(tight: Live) -> None:
+    ids = list(range(20, 60))
+    told = error_of(tight.post("/pooling", {"input": ids, "task": "token_embed"}, headers=ALICE))
+    assert "5120 bytes" in told["message"] and "4096 (--max-fan-out-bytes)" in told["message"]
+    assert len(ok(tight.post("/pooling", {"input": ids[:32], "task": "token_embed"}, headers=ALICE))["data"]) == 1
+    told = error_of(tight.post("/v1/embeddings", {"input": [[20]] * 33}, headers=ALICE))
+    assert "4224 bytes" in told["message"] and told["param"] == "input"
+    assert len(ok(tight.post("/v1/embeddings", {"input": [[20]] * 32}, headers=ALICE))["data"]) == 32
+
+
+def test_parameters_times_inputs(tight: Live) -> None:
+    body = {"input": [[20], [21]], "cache_salt": "s" * 2500}
+    told = error_of(tight.post("/v1/embeddings", body, headers=ALICE))
+    assert told["param"] == "cache_salt" and "4096 (--max-fan-out-bytes)" in told["message"]
+    ok(tight.post("/v1/embeddings", {**body, "input": [20]}, headers=ALICE))
+
+
+def test_pairs_larger_than_the_limit(trusting: Live) -> None:
+    """One query stands in every pair."""
+    body = {"query": "cat " * 15, "documents": ["a"] * 70}
+    told = error_of(trusting.post("/rerank", body))
+    assert f"70 pairs is {70 * 61} bytes" in told["message"] and "4096 (--max-fan-out-bytes)" in told["message"]
+    told = error_of(trusting.post("/rerank", {"query": "c" * 400, "documents": ["a"]}))
+    assert "64 (max_model_len)" in told["message"]
+
+
+def test_parts_of_an_input_are_counted(tight: Live) -> None:
+    told = error_of(tight.post("/v1/embeddings", {"input": [20] * 200}, headers=ALICE))
+    assert "4 parts" in told["message"] and "3 (--max-sequences-per-request)" in told["message"]
+    ok(tight.post("/v1/embeddings", {"input": [20] * 190}, headers=ALICE))
+    told = error_of(tight.post("/v1/embeddings", {"input": [[20] * 190, [20]]}, headers=ALICE))
+    assert "4 parts" in told["message"]
+
+
+def test_tokens_of_late_interaction(late: Live) -> None:
+    """Every token of one text times every token of the other."""
+    told = error_of(late.post("/score", {"text_1": "cat " * 20, "text_2": "dog " * 50}))
+    assert f"{4 * 22 * 52} bytes" in told["message"] and told["param"] == "text_2"
+    query, document = "the cat is", "a dog . the mat"
+    rows = [torch.tensor(ok(late.post("/pooling", {"input": text}))["data"][0]["data"]) for text in (query, document)]
+    score = ok(late.post("/score", {"text_1": query, "text_2": document}))["data"][0]["score"]
+    assert score == pytest.approx((rows[0] @ rows[1].T).max(1).values.sum().item(), abs=1e-5)
+
+
+def test_routes_outside_v1_ask_for_the_key(tight: Live) -> None:
+    """--api-key-scope v1: all that run the model."""
+    for path in PATHS:
+        assert tight.post(path, {}).status_code == 401, path
+    assert httpx.get(tight.url + "/health").status_code == 200
+    assert httpx.get(tight.url + "/version").status_code == 200
+
+
+def opened(server: Live, patch: pytest.MonkeyPatch) -> list[Any]:
+    """The requests that reach the engine from now on."""
+    seen: list[Any] = []
+    real = server.engine.open
+
+    def spy(requests: Any, **more: Any) -> Any:
+        seen.extend(one.requests[0] for one in requests)
+        return real(requests, **more)
+
+    patch.setattr(server.engine, "open", spy)
+    return seen
+
+
+def test_what_inputs_share_is_one_object(tight: Live, classifier: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it is sent once, for whole inputs and for parts; and who sent it is known."""
+    seen = opened(tight, monkeypatch)
+    ok(tight.post("/v1/embeddings", {"input": [[20], [21], [22]]}, headers=ALICE))
+    ok(tight.post("/v1/embeddings", {"input": [20] * 150}, headers=BOB))
+    assert (
+        len(seen) == 6 and len({id(one.params) for one in seen[:3]}) == len({id(one.params) for one in seen[3:]}) == 1
+    )
+    tenants = [one.tenant for one in seen]
+    assert len(set(tenants[:3])) == len(set(tenants[3:])) == 1 and tenants[0] != tenants[3]
+    seen = opened(classifier, monkeypatch)
+    ok(classifier.post("/pooling", {"input": TEXTS, "returned_token_ids": [0, 2]}))
+    assert len(seen) == 3 and len({id(one.params) for one in seen}) == 1
+
+
+def test_an_aborted_request(embedder: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = embedder.engine.open
+
+    def open_and_abort(requests: Any, **more: Any) -> Any:
+        flow = real(requests, **more)
+        embedder.engine._streams.abort([one.request_id for one in requests])
+        return flow
+
+    monkeypatch.setattr(embedder.engine, "open", open_and_abort)
+    told = error_of(embedder.post("/v1/embeddings", {"input": TEXTS}), 500)
+    assert "aborted" in told["message"]
+    monkeypatch.undo()
+    assert len(embeddings(embedder, {"input": TEXTS})) == 3
+
+
+def test_work_on_results_is_done_apart(
+    embedder: Live, late: Live, tight: Live, classifier: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores, classes, bytes, numbers and the joining of parts: not on the event loop, where there is much of it."""
+    threads: dict[str, str] = {}
+
+    def watch(module: Any, name: str) -> None:
+        real = getattr(module, name)
+
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            threads[name] = threading.current_thread().name
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, spy)
+
+    for module, name in ((routes, "cosine"), (routes, "max_sim"), (routes, "_label"), (encoding, "raw_bytes"),
+                         (encoding, "json_numbers"), (running, "join_parts")):  # fmt: skip
+        watch(module, name)
+    monkeypatch.setattr(running, "_SMALL", 1)
+    ok(embedder.post("/score", {"text_1": "cat", "text_2": "dog"}))
+    ok(late.post("/score", {"text_1": "cat", "text_2": "dog"}))
+    ok(classifier.post("/classify", {"input": TEXTS}))
+    assert embedder.post("/v1/embeddings", {"input": "cat", "encoding_format": "bytes"}).status_code == 200
+    ok(embedder.post("/v1/embeddings", {"input": "cat"}))
+    ok(tight.post("/v1/embeddings", {"input": [20] * 150}, headers=ALICE))
+    assert len(threads) == 6 and all("lane" in thread for thread in threads.values()), threads
+
+
+def test_templates_of_requests_for_pairs(trusting: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template is text, never a file of the server's, and a child process renders it for all pairs."""
+    template = "{{ messages[1].content }} {{ messages[0].content }}"
+    file = tmp_path / "template"
+    file.write_text(template)
+    body = {"query": "cat", "documents": TEXTS, "chat_template": template}
+    told = error_of(trusting.post("/rerank", {**body, "chat_template": str(file)}))
+    assert "no braces" in told["message"]
+    runs = []
+    real = template_child.subprocess.run
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        runs.append(args)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(template_child.subprocess, "run", run)
+    scores = {item["index"]: item["relevance_score"] for item in ok(trusting.post("/rerank", body))["results"]}
+    assert len(runs) == 1
+    whole = ok(trusting.post("/classify", {"input": [f"{text} cat" for text in TEXTS]}))["data"]
+    assert [scores[index] for index in range(3)] == pytest.approx([item["probs"][0] for item in whole], abs=1e-5)
+    told = error_of(trusting.post("/rerank", {**body, "chat_template": "{{ raise_exception('not this') }}"}))
+    assert "not this" in told["message"]

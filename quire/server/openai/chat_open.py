@@ -12,7 +12,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -27,11 +27,12 @@ from quire.server.openai.tool_choice import NO_TOOLS, ToolUse, read_tool_use
 from quire.server.route import HttpCall
 from quire.server.served import ServedModel
 from quire.server.state import ServerState
-from quire.text.chat import check_variables, render_chat
+from quire.text.chat import check_requested, check_variables, render_chat
 from quire.text.parse.base import OutputParser, PlainParser
 from quire.text.parse.compose import ParseRequest
 from quire.text.parse.reasoning import ReasoningFormat
 
+Rendered = TypeVar("Rendered")
 _LONG_WORD = 1024  # characters of a variable that is still a word
 _MOST_APART = 64  # templates of requests that are rendered or wait for it
 
@@ -207,10 +208,8 @@ async def render_prompt(
     """The caller has checked that the request may bring a template, and that its variables are few and small."""
     state, model = call.state, call.model
     check_variables(model.tokenizer, chat_template_kwargs)
-    if chat_template is not None and "{" not in chat_template:
-        raise InputError(
-            f"chat_template must be Jinja text, and {chat_template!r:.100} has no braces", param="chat_template"
-        )
+    if chat_template is not None:
+        check_requested(chat_template)
     variables = dict(state.options.default_chat_template_kwargs or {})
     if reasoning_effort is not None:
         variables["reasoning_effort"] = reasoning_effort
@@ -233,10 +232,11 @@ async def render_prompt(
         return await call.apart(render)
     from quire.text.template_child import render_apart  # lazy
 
-    return await _with_a_limit(state, functools.partial(render, apart=render_apart))
+    return await rendered_in_turn(state, functools.partial(render, apart=render_apart))
 
 
-async def _with_a_limit(state: ServerState, render: Callable[[], str]) -> str:
+async def rendered_in_turn(state: ServerState, render: Callable[[], Rendered]) -> Rendered:
+    """What a child process renders with a request's template; so many may wait for it."""
     load = state.templates_load
     if load.count >= _MOST_APART:
         raise OverloadedError(

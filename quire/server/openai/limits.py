@@ -17,7 +17,7 @@ from quire.base.log import logger, once
 from quire.config.server import ServerConfig
 from quire.engine.inputs import PreparedRequest
 from quire.schema.errors import InputError, NotBuiltError
-from quire.schema.params import SamplingParams
+from quire.schema.params import PoolingParams, SamplingParams
 from quire.schema.prompt import Prompt
 from quire.server.openai.beams import beam_width, check_beams
 from quire.server.openai.chat_protocol import ChatRequest
@@ -58,6 +58,7 @@ _LARGE = {
     "bad_words": "bad_words", "stop": "stop", "stop_token_ids": "stop_token_ids",
     "logprob_token_ids": "logprob_token_ids", "extra_args": "vllm_xargs",
 }  # fmt: skip
+_LARGE_OF_POOLING = {"returned_token_ids": "returned_token_ids"}
 
 
 def check_request(request: GenerateRequest, options: ServerConfig, num_prompts: int) -> None:
@@ -178,22 +179,40 @@ def _check_most(name: str, value: int, limit: int, flag: str | None, what: str =
 # prompt.
 
 
-def check_bytes(prompts: Sequence[Prompt], params: SamplingParams, salt: str | None, options: ServerConfig) -> None:
+def check_bytes(
+    prompts: Sequence[Prompt], params: SamplingParams | PoolingParams, salt: str | None, options: ServerConfig
+) -> None:
     """n × (prompts × bytes of the parameters + bytes of all prompts)."""
-    if params.n * len(prompts) == 1:
+    is_pooled = isinstance(params, PoolingParams)
+    n, large = (1, _LARGE_OF_POOLING) if isinstance(params, PoolingParams) else (params.n, _LARGE)
+    if n * len(prompts) == 1:
         return  # no more than the body
-    sizes = {name: _size(name, getattr(params, field)) for field, name in _LARGE.items() if getattr(params, field)}
+    sizes = {name: _size(name, getattr(params, field)) for field, name in large.items() if getattr(params, field)}
     sizes["cache_salt"] = len(salt or "")
     own, texts = sum(sizes.values()), sum(map(_prompt_size, prompts))
-    size, limit = params.n * (len(prompts) * own + texts), options.max_fan_out_bytes
+    size, limit = n * (len(prompts) * own + texts), options.max_fan_out_bytes
     if size > limit:
         largest = max(sizes, key=lambda name: sizes[name])
         raise InputError(
-            f"n ({params.n}) times {len(prompts)} prompts with {own} bytes of parameters (most of them {largest}), and "
+            f"n ({n}) times {len(prompts)} prompts with {own} bytes of parameters (most of them {largest}), and "
             f"{texts} bytes of prompts in all, is {size} bytes; the limit is {limit} (--max-fan-out-bytes)",
-            param=largest if len(prompts) * own > texts else "prompt",
+            param=largest if len(prompts) * own > texts else "input" if is_pooled else "prompt",
             value=size,
         )
+
+
+def check_size(what: str, size: int, options: ServerConfig, *, param: str) -> None:
+    """Bytes that a request comes to once texts are paired, or tokens have results."""
+    if size > options.max_fan_out_bytes:
+        raise InputError(
+            f"{what} is {size} bytes; the limit is {options.max_fan_out_bytes} (--max-fan-out-bytes)",
+            param=param,
+            value=size,
+        )
+
+
+def check_sequences(count: int, options: ServerConfig, *, param: str, what: str) -> None:
+    _check_most(param, count, options.max_sequences_per_request, "max-sequences-per-request", what)
 
 
 def check_logprobs(requests: Sequence[PreparedRequest], vocab_size: int, options: ServerConfig) -> None:

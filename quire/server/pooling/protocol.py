@@ -5,12 +5,12 @@ Must not know: engines.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from quire.server.openai.chat_protocol import Message
-from quire.server.openai.protocol import ListOf, Tokens, Usage
+from quire.server.openai.protocol import INT64, ListOf, Tokens, Usage
 
 Input = str | ListOf[str] | Tokens | ListOf[Tokens]
 
@@ -29,7 +29,7 @@ class PoolingBody(BaseModel):
     add_special_tokens: bool | None = None
     use_activation: bool | None = None
     """Normalise embeddings; softmax or sigmoid for classes. Absent, as the model says."""
-    priority: int | None = None
+    priority: Annotated[int, Field(ge=-INT64 - 1, le=INT64)] | None = None
     request_id: str | None = None
     cache_salt: str | None = None
     user: str | None = None
@@ -115,7 +115,7 @@ class CohereEmbedRequest(BaseModel):
     """float (the default), base64."""
     output_dimension: int | None = None
     truncate: Literal["NONE", "START", "END"] | None = None
-    priority: int | None = None
+    priority: Annotated[int, Field(ge=-INT64 - 1, le=INT64)] | None = None
     request_id: str | None = None
 
 

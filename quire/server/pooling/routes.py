@@ -6,18 +6,36 @@ In: a body of protocol.py. Out: JSON, or bytes. Must not know: how inputs are ru
 
 from __future__ import annotations
 
-import base64
+import functools
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from quire.llm.scoring import check_scoring, cosine, cross_prompt, floats, max_sim, pair_up, texts_of
+from quire.llm.scoring import (
+    Pair,
+    check_scoring,
+    cosine,
+    cross_prompts,
+    floats,
+    max_sim,
+    pair_messages,
+    pair_up,
+    texts_of,
+)
 from quire.schema.errors import InputError
 from quire.schema.params import PoolingParams
 from quire.schema.prompt import Prompt
+from quire.server.openai.chat_open import rendered_in_turn
 from quire.server.openai.envelope import encode
-from quire.server.openai.limits import check_template_trust
-from quire.server.pooling.encoding import reply_bytes, wants_bytes, written
+from quire.server.openai.limits import check_size, check_template_trust
+from quire.server.pooling.encoding import (
+    bytes_answer,
+    json_answer,
+    json_base64,
+    json_numbers,
+    json_value,
+    wants_bytes,
+)
 from quire.server.pooling.protocol import (
     ClassificationRequest,
     ClassificationResponse,
@@ -25,6 +43,7 @@ from quire.server.pooling.protocol import (
     CohereEmbedResponse,
     EmbeddingRequest,
     EmbeddingResponse,
+    EncodingFields,
     PoolingBody,
     PoolingRequest,
     PoolingResponse,
@@ -33,8 +52,9 @@ from quire.server.pooling.protocol import (
     ScoreRequest,
     ScoreResponse,
 )
-from quire.server.pooling.running import PooledInput, pooling_of, prompts_of, run_pooling, usage_of
+from quire.server.pooling.running import Groups, PooledInput, apart, pooling_of, prompts_of, run_pooling, usage_of
 from quire.server.route import App, HttpCall, add_route
+from quire.text.chat import requested_job
 
 PATHS = (
     "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
@@ -64,19 +84,7 @@ async def create_embedding(call: HttpCall, request: EmbeddingRequest) -> None:
     )
     prompts = await prompts_of(call, request)
     inputs = await run_pooling(call, request, public_id, prompts, params, is_chat=request.messages is not None)
-    common = _common(call, public_id, inputs)
-    if wants_bytes(request):
-        await reply_bytes(call, request, common, [one.pooled for one in inputs], "embedding")
-        return
-
-    def data() -> bytes:
-        items = [
-            {"index": index, "object": "embedding", "embedding": written(one.pooled, request)}
-            for index, one in enumerate(inputs)
-        ]
-        return encode({**common, "data": items})
-
-    await call.reply(await _apart(call, inputs, data))
+    await _reply(call, request, _common(call, public_id, inputs), inputs, ("embedding", "embedding"))
 
 
 async def create_cohere_embedding(call: HttpCall, request: CohereEmbedRequest) -> None:
@@ -99,16 +107,18 @@ async def create_cohere_embedding(call: HttpCall, request: CohereEmbedRequest) -
     inputs = await run_pooling(call, body, public_id, await prompts_of(call, body), params)
 
     def data() -> bytes:
-        embeddings: dict[str, Any] = {}
+        by_kind = []
         if "float" in kinds:
-            embeddings["float"] = [floats(one.pooled) for one in inputs]
+            by_kind.append(b'"float":[%b]' % b",".join(json_numbers(one.pooled) for one in inputs))
         if "base64" in kinds:
-            embeddings["base64"] = [base64.b64encode(one.pooled.data).decode() for one in inputs]
+            by_kind.append(b'"base64":[%b]' % b",".join(json_base64(one.pooled.data) for one in inputs))
         units = {"input_tokens": sum(one.num_tokens for one in inputs)}
         meta = {"api_version": {"version": "2"}, "billed_units": units}
-        return encode({"id": public_id, "embeddings": embeddings, "texts": request.texts, "meta": meta})
+        further = encode({"texts": request.texts, "meta": meta})
+        head = encode({"id": public_id})
+        return b"".join((head[:-1], b',"embeddings":{', b",".join(by_kind), b"},", further[1:]))
 
-    await call.reply(await _apart(call, inputs, data))
+    await call.reply(await apart(call, _size_of(inputs), data))
 
 
 async def create_pooling(call: HttpCall, request: PoolingRequest) -> None:
@@ -122,19 +132,7 @@ async def create_pooling(call: HttpCall, request: PoolingRequest) -> None:
     )  # fmt: skip
     prompts = await prompts_of(call, request)
     inputs = await run_pooling(call, request, public_id, prompts, params, is_chat=request.messages is not None)
-    common = _common(call, public_id, inputs)
-    if wants_bytes(request):
-        await reply_bytes(call, request, common, [one.pooled for one in inputs], "pooling")
-        return
-
-    def data() -> bytes:
-        items = [
-            {"index": index, "object": "pooling", "data": written(one.pooled, request)}
-            for index, one in enumerate(inputs)
-        ]
-        return encode({**common, "data": items})
-
-    await call.reply(await _apart(call, inputs, data))
+    await _reply(call, request, _common(call, public_id, inputs), inputs, ("pooling", "data"))
 
 
 async def create_classification(call: HttpCall, request: ClassificationRequest) -> None:
@@ -147,12 +145,20 @@ async def create_classification(call: HttpCall, request: ClassificationRequest) 
     prompts = await prompts_of(call, request)
     inputs = await run_pooling(call, request, public_id, prompts, params, is_chat=request.messages is not None)
     labels = call.model.config.model_config.hf_config.get("id2label")
-    data = []
-    for index, one in enumerate(inputs):
+    common = _common(call, public_id, inputs)
+
+    def item(index: int, one: PooledInput) -> bytes:
         probs = floats(one.pooled)
         best = max(range(len(probs)), key=probs.__getitem__)
-        data.append({"index": index, "label": _label(labels, best), "probs": probs, "num_classes": len(probs)})
-    await call.reply(encode({**_common(call, public_id, inputs), "data": data}))
+        label = encode(_label(labels, best))
+        return b'{"index":%d,"label":%b,"probs":%b,"num_classes":%d}' % (
+            index, label, json_numbers(one.pooled), len(probs)
+        )  # fmt: skip
+
+    def data() -> bytes:
+        return json_answer(common, "data", (item(index, one) for index, one in enumerate(inputs)))
+
+    await call.reply(await apart(call, _size_of(inputs), data))
 
 
 async def create_score(call: HttpCall, request: ScoreRequest) -> None:
@@ -208,35 +214,62 @@ async def _scores(
     template: str | None,
 ) -> tuple[list[float], list[PooledInput]]:  # fmt: skip
     """One score per pair, and what was run for it."""
-    pooling = pooling_of(call)
+    pooling, options = pooling_of(call), call.state.options
     check_scoring(pooling)
-    check_template_trust(template, None, call.state.options)
-    pairs, most = pair_up(first, second, names), call.state.options.max_prompts_per_request
+    check_template_trust(template, None, options)
+    pairs, most = pair_up(first, second, names), options.max_prompts_per_request
     if len(pairs) > most:
         raise InputError(
             f"{names[1]} has {len(pairs)} texts; the limit is {most} (--max-prompts-per-request)", param=names[1]
         )
     if pooling.score_type == "cross-encoder":
-        chosen = template or call.model.chat_template
-        keep = request.truncate_prompt_tokens
-        room = pooling.max_model_len if keep == -1 else keep
-        size = sum(len(one) + len(other) for one, other in pairs)
-        prompts = await call.model.engine.read(
-            size, lambda: [cross_prompt(pooling, pair, room, chosen) for pair in pairs]
-        )
+        prompts = await _pair_prompts(call, pairs, request.truncate_prompt_tokens, names, template)
         inputs = await run_pooling(call, request, public_id, prompts, PoolingParams(task="classify",
                                    use_activation=request.use_activation))  # fmt: skip
         return [floats(one.pooled)[0] for one in inputs], inputs
-    task = "token_embed" if pooling.score_type == "late-interaction" else "embed"
+    is_late = pooling.score_type == "late-interaction"
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+
+    def check_products(groups: Groups) -> None:
+        counts = {text: len(group[0].token_ids) for text, group in zip(texts, groups, strict=True)}
+        size = 4 * sum(counts[one] * counts[other] for one, other in pairs)
+        check_size(f"comparing every token of {len(pairs)} pairs", size, options, param=names[1])
+
     inputs = await run_pooling(
-        call, request, public_id, [Prompt(text=text) for text in texts], PoolingParams(task=task)
+        call, request, public_id, [Prompt(text=text) for text in texts],
+        PoolingParams(task="token_embed" if is_late else "embed"), check=check_products if is_late else None,
+    )  # fmt: skip
+
+    def compare() -> list[float]:
+        by_text = {text: one.pooled for text, one in zip(texts, inputs, strict=True)}
+        if is_late:
+            return [max_sim(by_text[one], by_text[other]) for one, other in pairs]
+        values = {text: floats(pooled) for text, pooled in by_text.items()}
+        return [cosine(values[one], values[other]) for one, other in pairs]
+
+    return await apart(call, _size_of(inputs), compare), inputs
+
+
+async def _pair_prompts(
+    call: HttpCall, pairs: list[Pair], keep: int | None, names: tuple[str, str], template: str | None
+) -> list[Prompt]:
+    """The prompts of a cross-encoder. One text may stand in many pairs, so what they come to is larger than the body;
+    a request's own template is rendered for all of them by one child process."""
+    pooling = pooling_of(call)
+    size = sum(len(one) + len(other) for one, other in pairs)
+    check_size(f"the text of {len(pairs)} pairs", size, call.state.options, param=names[1])
+    room = pooling.max_model_len if keep == -1 else keep
+    if not template:
+        return await call.model.engine.read(size, cross_prompts, pooling, pairs, room, call.model.chat_template)
+    from quire.text.template_child import render_all_apart  # lazy
+
+    for one, other in pairs:
+        pooling.check_pair(one, other, is_cut=room is not None)
+    job = requested_job(pooling.tokenizer, template)
+    texts = await rendered_in_turn(
+        call.state, functools.partial(render_all_apart, job, [pair_messages(pair) for pair in pairs])
     )
-    by_text = {text: one.pooled for text, one in zip(texts, inputs, strict=True)}
-    if task == "token_embed":
-        return [max_sim(by_text[one], by_text[other]) for one, other in pairs], inputs
-    values = {text: floats(pooled) for text, pooled in by_text.items()}
-    return [cosine(values[one], values[other]) for one, other in pairs], inputs
+    return [Prompt(text=text) for text in texts]
 
 
 def _document(document: str | Mapping[str, Any]) -> str:
@@ -262,8 +295,29 @@ def _common(call: HttpCall, public_id: str, inputs: list[PooledInput]) -> dict[s
     }  # fmt: skip
 
 
-async def _apart(call: HttpCall, inputs: list[PooledInput], work: Any) -> bytes:
-    """Writing many numbers takes a while: in a lane, so that the event loop goes on."""
-    size = sum(len(one.pooled.data) for one in inputs)
-    encoded: bytes = work() if size < 1 << 16 else await call.state.engine.lanes.run(size, work)
-    return encoded
+def _size_of(inputs: list[PooledInput]) -> int:
+    return sum(len(one.pooled.data) for one in inputs)
+
+
+async def _reply(
+    call: HttpCall, request: EncodingFields, common: dict[str, Any], inputs: list[PooledInput], names: tuple[str, str]
+) -> None:
+    """Vectors in the form that the request wants. `names`: of an entry's type, and of the field with its values."""
+    name, field = names
+    size = _size_of(inputs)
+    if wants_bytes(request):
+        vectors = [one.pooled for one in inputs]
+        headers, body = await apart(call, size, lambda: bytes_answer(request, common, vectors, name))
+        call.started = True
+        await call.send({"type": "http.response.start", "status": 200, "headers": headers})
+        await call.send({"type": "http.response.body", "body": body})
+        return
+
+    def item(index: int, one: PooledInput) -> bytes:
+        head = encode({"index": index, "object": name})
+        return b"".join((head[:-1], b",", encode(field), b":", json_value(one.pooled, request), b"}"))
+
+    def data() -> bytes:
+        return json_answer(common, "data", (item(index, one) for index, one in enumerate(inputs)))
+
+    await call.reply(await apart(call, size, data))

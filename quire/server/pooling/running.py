@@ -1,31 +1,37 @@
 """Running the inputs of a pooling call: checked, tokenized, submitted together, collected in their order.
 
 In: a call, prompts and PoolingParams. Out: one PooledInput for each. Long inputs of embeddings go in parts, where the
-configuration allows it. Must not know: routes, how results are written.
+configuration allows it. Whatever takes as long as inputs or results are large is done `apart` from the event loop.
+Must not know: routes, how results are written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from quire.config.server import ServerConfig
 from quire.engine.inputs import Options, PreparedRequest
 from quire.engine.pooling import PoolingInputs
 from quire.llm.online import size_of
 from quire.llm.pooling import whole_params
 from quire.llm.scoring import join_parts
-from quire.schema.errors import InputError
+from quire.schema.errors import EngineGenerateError, InputError
 from quire.schema.params import PoolingParams
 from quire.schema.prompt import Prompt, check_ids
 from quire.schema.step import Pooled
 from quire.server.openai.chat_open import render_prompt
-from quire.server.openai.limits import check_extra, check_template_trust
+from quire.server.openai.limits import check_bytes, check_extra, check_sequences, check_size, check_template_trust
 from quire.server.pooling.protocol import Input, InputFields, PoolingBody
 from quire.server.route import HttpCall
 from quire.server.stream import fold
+
+Made = TypeVar("Made")
+Groups = list[list[PreparedRequest]]  # per prompt, its parts
+_SMALL = 1 << 16  # bytes of results that are dealt with at once
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ async def prompts_of(call: HttpCall, request: InputFields) -> list[Prompt]:
     if (request.input is None) == (request.messages is None):
         raise InputError("a request needs input or messages, and not both", param="input")
     if request.messages is None:
-        return list_inputs(request.input, call.state.options.max_prompts_per_request)
+        return await call.apart(list_inputs, request.input, call.state.options.max_prompts_per_request)
     if len(request.messages) > (most := call.state.options.max_messages):
         raise InputError(f"messages has {len(request.messages)} messages; the limit is {most} (--max-messages)",
                          param="messages")  # fmt: skip
@@ -77,9 +83,10 @@ def list_inputs(value: Input | None, most: int) -> list[Prompt]:
 
 async def run_pooling(
     call: HttpCall, request: PoolingBody, public_id: str, prompts: Sequence[Prompt], params: PoolingParams,
-    *, is_chat: bool = False,
+    *, is_chat: bool = False, check: Callable[[Groups], None] | None = None,
 ) -> list[PooledInput]:  # fmt: skip
-    """All prompts at once; any that is refused refuses the call."""
+    """All prompts at once; any that is refused refuses the call. `check` may refuse what they came to, before any is
+    run."""
     if request.model_extra:
         check_extra(request.model_extra)
     engine, pooling = call.model.engine, pooling_of(call)
@@ -94,25 +101,51 @@ async def run_pooling(
     salt = request.cache_salt if state.salts is None else state.salts.salt(call.caller, request.cache_salt)
     options = Options(
         priority=request.priority or 0, lora_name=call.model.adapter, tokenization_kwargs=tokenizing or None,
-        trace_headers=call.trace_headers(),
+        trace_headers=call.trace_headers(), tenant=call.tenant,
     )  # fmt: skip
     own = f"{public_id}-{state.prefix}{next(state.serials):x}"
 
-    def prepare_all() -> list[list[PreparedRequest]]:
-        groups: list[list[PreparedRequest]] = []
+    def prepare_all() -> Groups:
+        check_bytes(prompts, params, request.cache_salt, state.options)
+        of_part = pooling.resolve(whole_params(params, 2))  # one object for all parts: it is sent once
+        groups: Groups = []
+        count = 0
         for index, prompt in enumerate(prompts):
             prompt = msgspec.structs.replace(prompt, cache_salt=salt)
             parts = in_parts(pooling, prompt, params, tokenizing)
-            each = whole_params(params, len(parts))
+            count += len(parts)
+            if count > index + 1:  # some are in parts
+                check_sequences(count, state.options, param="input", what="parts of at most the model's length")
+            each = params if len(parts) == 1 else of_part
             groups.append(
                 [engine.front.prepare(f"{own}-{index}.{at}", part, each, options) for at, part in enumerate(parts)]
             )
+        _check_results(pooling, groups, params, state.options)
+        if check is not None:
+            check(groups)
         return groups
 
     groups = await engine.read(size_of(prompts, params), prepare_all)
     with engine.open([one for group in groups for one in group]) as flow:
         results: dict[str, Any] = await fold(call, flow)
-    return [_joined(group, results, params) for group in groups]
+    for result in results.values():
+        if result.outputs.data is None:
+            raise EngineGenerateError("the request was aborted before its result was computed; it can be sent again")
+    size = sum(len(result.outputs.data.data) for result in results.values())
+    return await apart(call, size, lambda: [_joined(group, results, params) for group in groups])
+
+
+async def apart(call: HttpCall, size: int, work: Callable[[], Made]) -> Made:
+    """Work on results of `size` bytes: here, or in a lane, so that the event loop goes on."""
+    return work() if size < _SMALL else await call.state.engine.lanes.run(size, work)
+
+
+def _check_results(pooling: PoolingInputs, groups: Groups, params: PoolingParams, options: ServerConfig) -> None:
+    requests = [one for group in groups for one in group]
+    size = sum(pooling.result_bytes(len(one.token_ids), one.pooling or params) for one in requests)
+    tokens = sum(len(one.token_ids) for one in requests)
+    what = f"the result of {len(requests)} inputs with {tokens} tokens (task {params.task})"
+    check_size(what, size, options, param="input")
 
 
 def in_parts(pooling: PoolingInputs, prompt: Prompt, params: PoolingParams, tokenizing: dict[str, Any]) -> list[Prompt]:

@@ -32,7 +32,7 @@ def test_templates_of_requests_are_rendered_in_the_background(monkeypatch: pytes
 
     def run(command: list[str], **more: object) -> subprocess.CompletedProcess[bytes]:
         seen.append(command)
-        return subprocess.CompletedProcess(command, 0, b"{}\ntext")
+        return subprocess.CompletedProcess(command, 0, b'{"sizes": [4]}\ntext')
 
     monkeypatch.setattr(template_child.subprocess, "run", run)
     job = template_child.ChatJob("{{ 1 }}", (), {})

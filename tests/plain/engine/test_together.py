@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,8 +15,11 @@ from quire.engine import together
 from quire.engine.inputs import InputProcessor, Options
 from quire.engine.process_client import ProcessClient
 from quire.engine.together import pack, unpack
+from quire.llm.online import size_of
+from quire.schema.errors import InputError
 from quire.schema.messages import EngineReady, EngineRequest, EngineRequests, FinishReason, OneOfMany, ToEngine
-from quire.schema.params import ResolvedParams, SamplingParams, StructuredOutputsParams
+from quire.schema.params import PoolingParams, ResolvedParams, SamplingParams, StructuredOutputsParams
+from quire.schema.prompt import Prompt
 from quire.text.tokenizer import load_tokenizer
 from tests.fake_engine import VOCAB, ids_of, use_fake, write_model
 from tests.plain.engine.test_client import ask, receive_until
@@ -81,6 +85,25 @@ def test_parameters_travel_once(processor: InputProcessor, further: dict[str, An
             len({id(getattr(request, name)) for request in arrived}) <= (2 if name == "params" and further else 1) * 2
         )
     assert len({id(request.prompt_token_ids) for request in arrived}) == 20
+
+
+def test_pooling_parameters_travel_once(tmp_path: Path) -> None:
+    args = EngineArgs(model=write_model(tmp_path), max_model_len=64, runner="pooling", convert="classify",
+                      hf_overrides={"num_labels": 600})  # fmt: skip
+    config = args.create_engine_config()
+    ready = EngineReady(num_blocks=8, max_model_len=64, vocab_size=VOCAB, block_size=16)
+    processor = InputProcessor(config, load_tokenizer(config.model_config.tokenizer), ready)
+    given = PoolingParams(returned_token_ids=list(range(500)), normalize=True)
+    params = processor.pooling.resolve(given)
+    assert processor.pooling.resolve(params) is params and params.task == "classify" and given.task is None
+    requests = [processor.process(f"r{index}", [index + 4], params).requests[0] for index in range(20)]
+    assert all(request.params is params for request in requests)
+    assert size(requests) < 2 * size(requests[:1]) + 20 * 300 and again(requests) == requests
+    prompts = [Prompt(token_ids=(4,))] * 20
+    assert size_of(prompts, params) >= size_of(prompts, PoolingParams()) + 20 * 500
+    for wrong in ([600], [-1], [], [0, 0], list(range(600)) * 2):
+        with pytest.raises(InputError, match="returned_token_ids"):
+            processor.pooling.resolve(PoolingParams(returned_token_ids=wrong))
 
 
 def test_checks_are_made_once(processor: InputProcessor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from quire.schema.errors import InputError, NotBuiltError
 from quire.text.chat import ChatJob, choose_template, render_chat
 from quire.text.forms.fast import FastTokenizer
 from quire.text.template import LIMITS, Sandbox, TemplateLimits, compile_template, render
-from quire.text.template_child import render_apart
+from quire.text.template_child import render_all_apart, render_apart
 from quire.text.template_facts import TemplateFacts, read_facts
 
 CHATML = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system
@@ -451,6 +451,18 @@ def test_an_answer_apart_has_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
         render_apart(ChatJob(long, HELLO, {}))
     odd = [{"role": "user", "content": "\ud800 \n\x00 é"}]
     assert render_apart(ChatJob("{{ messages[0].content }}", odd, {})) == odd[0]["content"]
+
+
+def test_many_conversations_apart_share_one_limit() -> None:
+    """Of characters, and of seconds: each alone would pass."""
+    conversations = [[{"role": "user", "content": text}] for text in ("one", "\ud800 é", "")]
+    job = ChatJob("<{{ messages[0].content }}>", (), {})
+    assert render_all_apart(job, conversations) == ["<one>", "<\ud800 é>", "<>"]
+    with pytest.raises(InputError, match="wrote over 11 characters for 3 conversations"):
+        render_all_apart(job, conversations, TemplateLimits(output_chars=11))
+    busy = ChatJob("{% for i in range(20) %}{% for j in range(20) %}{% endfor %}{% endfor %}{{ messages }}", (), {})
+    with pytest.raises(InputError, match=r"the chat template (used more than 1 seconds|took over|failed: more than 1)"):
+        render_all_apart(busy, [HELLO] * 50_000, TemplateLimits(seconds=1.0))
 
 
 def test_a_template_apart_gives_the_same_text() -> None:
