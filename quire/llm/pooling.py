@@ -108,7 +108,8 @@ class PoolingCalls:
         check_scoring(pooling)
         pairs = pair_up(texts_of(data_1, "data_1"), texts_of(data_2, "data_2"))
         if pooling.score_type == "cross-encoder":
-            prompts = cross_prompts(pooling, pairs, keep, template)
+            most = pooling.max_model_len if keep == -1 else keep  # -1: as many as the model takes
+            prompts = cross_prompts(pooling, pairs, most, template)
             results = self.pool(prompts, params, "classify", use_tqdm, options, keep)
             return [scored(result, floats(result.outputs.data)[0]) for result in results]
         task = "token_embed" if pooling.score_type == "late-interaction" else "embed"

@@ -192,6 +192,8 @@ def test_reranker_made_of_a_language_model(tie: bool, tmp_path: Path) -> None:
     with engine(tmp_path, hf_overrides=overrides) as llm:
         tokenizer = llm.get_tokenizer()
         results = llm.score("what is a boat", ["the river", "a cat is the mat"], use_tqdm=False)
+        same = llm.score("what is a boat", ["the river", "a cat is the mat"], truncate_prompt_tokens=-1, use_tqdm=False)
+        assert [one.outputs.score for one in same] == [one.outputs.score for one in results]  # nothing to cut
     ids = [tokenizer.token_to_id(word) for word in ("no", "yes")]
     for text, result in zip(["the river", "a cat is the mat"], results, strict=True):
         tokens = tokenizer.encode("what is a boat" + text)
