@@ -35,9 +35,10 @@ from quire.schema.step import Grant, NewRow
 
 class Request:
     __slots__ = (
-        "adapter", "computed", "end", "epoch", "given", "held", "id", "last", "last_token", "limit", "next_block",
-        "num_cached", "num_drafts", "num_flights", "num_prompt", "num_prompt_logprobs", "order", "params", "planned",
-        "rank", "reach", "repetition", "room", "running", "stops", "target", "tenant", "times", "tokens", "watch_from",
+        "adapter", "computed", "end", "epoch", "given", "held", "id", "lane", "last", "last_token", "limit",
+        "next_block", "num_cached", "num_drafts", "num_flights", "num_prompt", "num_prompt_logprobs", "order", "params",
+        "planned", "rank", "reach", "repetition", "room", "running", "stops", "target", "tenant", "times", "tokens",
+        "watch_from",
     )  # fmt: skip
 
     def __init__(self, given: EngineRequest, *, limit: int, queued: float, num_drafts: int = 0) -> None:
@@ -64,6 +65,7 @@ class Request:
         self.times = RequestTimes(queued=queued)
         self.last_token: float | None = None  # when its newest token came
         self.adapter: LoadedAdapter | None = None
+        self.lane = 0  # in which it waits (tenants.py)
         self.restart()
 
     def restart(self) -> None:

@@ -217,3 +217,39 @@ def test_which_adapters_are_in_use() -> None:
     assert (stats.running_adapters, stats.waiting_adapters) == (("a1",), ("a2",))
     bench.run()
     assert bench.scheduler.stats().running_adapters == ()
+
+
+@pytest.mark.parametrize("tenants", [1, 4])
+def test_a_step_looks_at_one_of_those_that_wait_for_the_same_adapter(
+    monkeypatch: pytest.MonkeyPatch, tenants: int
+) -> None:
+    bench = Bench(slots=1, copies=2)
+    busy, wanted = bench.load(1), bench.load(2)
+    bench.add("stream", busy, tokens=60)
+    bench.step()
+    bench.step()
+    for number in range(1000):
+        bench.add(f"waits {number}", wanted, tenant=number % tenants)
+    bench.step()  # reads
+    asked: list[str] = []
+    bars = AdapterSlots.bars
+    monkeypatch.setattr(AdapterSlots, "bars", lambda slots, one: asked.append(one.id) or bars(slots, one))
+    for number in range(5):
+        bench.add(f"base {number}", tokens=1)
+        asked.clear()
+        assert set(ids(bench.step())) == {"stream", f"base {number}"}, "those behind pass at once"
+        assert len(asked) <= tenants + 1, f"{len(asked)} requests were looked at"
+    bench.scheduler.abort(["stream"])
+    assert "waits 0" in ids(bench.step()), "in their order, once there is a slot"
+
+
+def test_requests_keep_their_order_across_lanes() -> None:
+    bench = Bench(slots=2, copies=2, max_num_seqs=1)
+    one, two = bench.load(1), bench.load(2)
+    names = [f"r{number}" for number in range(9)]
+    for number, name in enumerate(names):
+        bench.add(name, (None, one, two)[number % 3])
+    bench.adapters.want(one)
+    bench.adapters.want(two)
+    bench.read()
+    assert bench.run() == names
