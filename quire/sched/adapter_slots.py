@@ -3,7 +3,8 @@
 A request with an adapter may join once the adapter has a slot. A slot is free when nobody that runs uses it; the one
 used longest ago is taken first. Adapters are read into host memory in the order in which waiting requests want them;
 a copy that a request waits for is not dropped before it was placed. A slot that others have waited for longer than
-PATIENCE steps takes no new requests until it is empty, so that no adapter keeps its slot for ever.
+PATIENCE steps takes no new requests until it is empty, so that no adapter keeps its slot for ever. An adapter that was
+removed or replaced while only its slot had its weights keeps the slot until its last request ends.
 
     COLD ──take_reads──▶ READING ──read──▶ READY (a copy in host memory) ──take──▶ has a slot
       ▲──────────────── the copy is dropped ──────┘
@@ -193,7 +194,9 @@ class AdapterSlots(Gate):
         for index, adapter in enumerate(self.slots):
             if adapter is None:
                 return index + 1
-            if not adapter.num_running and not adapter.is_pinned and (best is None or adapter.used < best.used):
+            if adapter.num_running or adapter.is_pinned or adapter.lives_in_slot:
+                continue
+            if best is None or adapter.used < best.used:
                 best = adapter
         return None if best is None else best.slot
 
@@ -201,6 +204,7 @@ class AdapterSlots(Gate):
         if waiting in self._draining:
             return
         emptied = self._draining.values()
-        holders = [a for a in self.slots if a is not None and not a.is_pinned and a not in emptied]
+        movable = [a for a in self.slots if a is not None and not a.is_pinned and not a.lives_in_slot]
+        holders = [adapter for adapter in movable if adapter not in emptied]
         if holders:
             self._draining[waiting] = min(holders, key=lambda adapter: (adapter.placed, adapter.slot))

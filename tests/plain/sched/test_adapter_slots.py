@@ -8,6 +8,7 @@ import pytest
 
 from quire.sched.adapter import AdapterState, LoadedAdapter
 from quire.sched.adapter_slots import PATIENCE, AdapterSlots
+from quire.sched.gates import Hold
 from quire.sched.kv_layout import place
 from quire.sched.scheduler import Scheduler
 from quire.sched.settings import SchedulerSettings
@@ -253,3 +254,27 @@ def test_requests_keep_their_order_across_lanes() -> None:
     bench.adapters.want(two)
     bench.read()
     assert bench.run() == names
+
+
+def test_a_removed_adapter_whose_copy_is_gone_is_not_read_from_files_that_may_be_others() -> None:
+    bench = Bench(slots=1, copies=1)
+    old, other = bench.load(1), bench.load(2)
+    bench.add("first", old, tokens=6)
+    bench.step()
+    bench.step()
+    bench.add("second", other, tokens=3)
+    bench.step()  # wants the other, whose copy takes the place of the first's
+    bench.step()
+    assert old.state is AdapterState.COLD and old.slot and other.state is AdapterState.READY
+    bench.adapters.retire(old)
+    bench.scheduler.planner.preempt(bench.scheduler.requests["first"])
+    bench.scheduler.hold("first", Hold.GRAMMAR)  # the other may pass it
+    read: list[int] = []
+    for step in range(2 * PATIENCE):
+        if step == PATIENCE + 3:
+            assert not bench.scheduler.requests["second"].running, "the slot has the last copy of these weights"
+            bench.scheduler.release("first", Hold.GRAMMAR)
+        read += [adapter.serial for adapter in bench.adapters._demand]
+        bench.step()
+    assert not bench.scheduler.requests and old.serial not in read
+    assert old.serial not in bench.adapters.by_serial
