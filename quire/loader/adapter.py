@@ -111,7 +111,7 @@ def read_adapter(path: str, places: AdapterPlaces, limits: AdapterLimits) -> Hos
         adapter.add(place, LowRankPiece(place.start, place.stop, a, b, scale))
         digest.update(repr((module, tuple(a.shape), tuple(b.shape), scale)).encode())
         for tensor in (a, b):
-            digest.update(tensor.contiguous().view(torch.uint8).numpy())
+            digest.update(tensor.contiguous().view(torch.uint8).flatten().numpy().data)
     adapter.digest = digest.hexdigest()
     _check_overlaps(file, adapter)
     return adapter

@@ -32,6 +32,7 @@ class AdapterSlots(Gate):
         self.step = 0
         self.num_reading = 0
         self.dropped: list[int] = []  # serials whose copies workers may forget
+        self._live: dict[LoadedAdapter, None] = {}  # those that requests have
         self._demand: dict[LoadedAdapter, None] = {}  # to be read, in order
         # who has waited for a slot too long -> whose slot is being emptied
         self._draining: dict[LoadedAdapter, LoadedAdapter] = {}
@@ -54,11 +55,14 @@ class AdapterSlots(Gate):
         """A request came in that names an adapter."""
         request.adapter = adapter = self.by_serial[request.given.lora_generation]
         adapter.num_live += 1
+        self._live[adapter] = None
 
     def end_request(self, request: Request) -> None:
         """It ended, wherever it was; if it ran, `leave` was called before."""
         assert request.adapter is not None
         request.adapter.num_live -= 1
+        if not request.adapter.num_live:
+            del self._live[request.adapter]
         self._forget_if_over(request.adapter)
 
     def leave(self, request: Request) -> None:
@@ -68,9 +72,8 @@ class AdapterSlots(Gate):
 
     def names_in_use(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Of adapters that running requests have, and of those that waiting ones have."""
-        live = [adapter for adapter in self.by_serial.values() if adapter.num_live]
-        running = sorted({adapter.name for adapter in live if adapter.num_running})
-        return tuple(running), tuple(sorted({a.name for a in live if a.num_live > a.num_running}))
+        running = sorted({adapter.name for adapter in self._live if adapter.num_running})
+        return tuple(running), tuple(sorted({a.name for a in self._live if a.num_live > a.num_running}))
 
     def _forget_if_over(self, adapter: LoadedAdapter) -> None:
         if adapter.is_current or adapter.num_live or self.by_serial.pop(adapter.serial, None) is None:

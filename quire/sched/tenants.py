@@ -9,6 +9,7 @@ Priorities stand above turns, and within a tenant the policy's order stays.
 
 A tenant's requests wait in lanes: one for those without an adapter, one for each adapter, one for those on hold.
 Whatever bars a request from joining bars its whole lane in that step: a step looks at its first, not at all of them.
+Of lanes whose adapter has no slot a step looks at a limited number, those first that were served longest ago.
 Must not know: gates, blocks, what a tenant is (the server decides: server/callers.py).
 """
 
@@ -21,6 +22,7 @@ from itertools import islice
 from quire.sched.request import Queue, Request, order_of
 
 _FEW = 64  # tenants that nobody needs to forget
+MOST_LANES, LEAST_LANES = 128, 4  # of adapters without a slot, that a step looks at: of all tenants, of each at least
 ON_HOLD = -1  # the lane of requests that wait for something outside the scheduler; others: an adapter's serial, or 0
 
 
@@ -55,8 +57,23 @@ class Waiting:
 
     def first(self, name: int, most: int) -> list[Request]:
         """The first of a tenant's requests, without those on hold."""
-        lanes = [queue.items for lane, queue in self.tenants[name].lanes.items() if lane != ON_HOLD]
+        open_lanes = self.tenants[name].lanes
+        lanes = [open_lanes[lane].items for lane in self.lanes_to_look_at(name) if lane != ON_HOLD]
         return lanes[0][:most] if len(lanes) == 1 else list(islice(merge(*lanes, key=order_of), most))
+
+    def lanes_to_look_at(self, name: int) -> list[int]:
+        lanes, left = self.tenants[name].lanes, max(LEAST_LANES, MOST_LANES // len(self.active))
+        if len(lanes) <= left:
+            return list(lanes)
+        chosen = []
+        for lane, queue in lanes.items():
+            adapter = queue.items[0].adapter
+            if lane > 0 and adapter is not None and not adapter.slot:
+                left -= 1
+                if left < 0:
+                    continue
+            chosen.append(lane)
+        return chosen
 
     def add(self, request: Request) -> None:
         tenant = self._tenant(request.tenant)
@@ -75,6 +92,8 @@ class Waiting:
     def drop(self, request: Request, index: int) -> None:
         """The same, for one whose place in its lane is known."""
         self._lane(request).drop(index)
+        lanes = self.tenants[request.tenant].lanes
+        lanes[request.lane] = lanes.pop(request.lane)  # served last
         self._removed(request)
 
     def hold(self, request: Request) -> None:
@@ -158,7 +177,7 @@ class Turns:
         self._places: dict[int, list[Place]] = {}  # of each tenant: the next one of each lane, as a heap
         self.request: Request | None = None
         for name in waiting.active:
-            places = [self._place(name, lane, 0) for lane in waiting.tenants[name].lanes]
+            places = [self._place(name, lane, 0) for lane in waiting.lanes_to_look_at(name)]
             self._places[name] = [place for place in places if place is not None]
             heapify(self._places[name])
             self._heads.append(self._head(name))
