@@ -26,13 +26,26 @@ if TYPE_CHECKING:
 NOT_ENABLED = "this engine serves no adapters: start with enable_lora=True (--enable-lora)"
 
 
+class AdapterLoad:
+    """One caller that waits until an adapter is read, and why it could not be."""
+
+    def __init__(self, adapter: LoadedAdapter) -> None:
+        self.adapter = adapter
+        self.error: str | None = None
+
+    @property
+    def is_over(self) -> bool:
+        adapter = self.adapter
+        is_read = adapter.state is AdapterState.READY or adapter.slot > 0
+        return is_read or self.error is not None or not adapter.is_current
+
+
 class EngineAdapters:
     def __init__(self, executor: Executor, slots: AdapterSlots) -> None:
         self._executor, self.slots = executor, slots
         self._by_id: dict[int, LoadedAdapter] = {}
         self._by_name: dict[str, LoadedAdapter] = {}
-        self._errors: dict[LoadedAdapter, str] = {}  # of loads that somebody waits for
-        self._awaited: set[LoadedAdapter] = set()
+        self._loads: list[AdapterLoad] = []  # that somebody waits for
 
     # ---- requests
 
@@ -81,23 +94,24 @@ class EngineAdapters:
             adapter = before
         else:
             adapter = self.slots.add(lora.lora_int_id, lora.lora_name, lora.lora_path)
-        self._awaited.add(adapter)
+        load = AdapterLoad(adapter)
+        self._loads.append(load)
         self.slots.want(adapter)
 
-        def is_over() -> bool:
-            return adapter.state is AdapterState.READY or adapter.slot > 0 or adapter in self._errors
-
         def finish() -> bool:
-            self._awaited.discard(adapter)
-            error = self._errors.pop(adapter, None)
-            if error is not None:
+            self._loads.remove(load)
+            if load.error is not None:
                 self.slots.retire(adapter)
-                raise InputError(error, param="lora_path")
+                raise InputError(load.error, param="lora_path")
+            if not adapter.is_current:
+                raise InputError(
+                    f"LoRA adapter {adapter.name!r} was removed or replaced before it was read", param="lora_path"
+                )
             if self._by_id.get(adapter.lora_id) is not adapter:
                 self._enter(adapter)
             return True
 
-        return is_over, finish
+        return (lambda: load.is_over), finish
 
     def _enter(self, adapter: LoadedAdapter) -> None:
         before = self._by_id.get(adapter.lora_id)
@@ -152,11 +166,15 @@ class EngineAdapters:
         failed = []
         for read in self._executor.ask(WorkerProtocol.poll_adapters, timeout)[0]:
             adapter = self.slots.finish_read(read.serial, failed=read.error is not None)
-            if adapter is None or read.error is None:
+            if adapter is None:
+                continue
+            if read.error is None:
+                adapter.digest = read.digest
                 continue
             failed.append((adapter, read.error))
-            if adapter in self._awaited:
-                self._errors[adapter] = read.error
+            for load in self._loads:
+                if load.adapter is adapter:
+                    load.error = read.error
             if self._by_id.get(adapter.lora_id) is adapter:
                 self.remove(adapter.lora_id)
         return failed

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from quire.schema.errors import CheckpointError, some
 CONFIG, WEIGHTS, TORCH_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _MAX_CONFIG = 1 << 20  # bytes
 _SLACK = 1 << 20  # bytes of a .bin file that are not numbers
+_MAX_PATTERNS = 4096  # entries of rank_pattern or alpha_pattern: every module is compared with each
 _WRAPPER = "base_model.model."
 _A, _B = "lora_A", "lora_B"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -55,6 +57,7 @@ class HostAdapter:
     linears: dict[Linear, list[LowRankPiece]] = field(default_factory=dict)
     experts: dict[Experts, dict[int, ExpertPieces]] = field(default_factory=dict)
     num_bytes: int = 0
+    digest: str = ""  # of everything above
 
     def add(self, place: AdapterPlace, piece: LowRankPiece) -> None:
         self.num_bytes += piece.a.nbytes + piece.b.nbytes
@@ -97,7 +100,7 @@ def read_adapter(path: str, places: AdapterPlaces, limits: AdapterLimits) -> Hos
     scales = _read_config(os.path.join(path, CONFIG), limits)
     file = _open_weights(path, places, limits)
     pairs = _pair_up(file, places, limits, scales)
-    adapter = HostAdapter()
+    adapter, digest = HostAdapter(), blake2b(digest_size=16)
     for module, (place, name_a, name_b) in pairs.items():
         a, b = file.read(name_a), file.read(name_b)
         for name, tensor in ((name_a, a), (name_b, b)):
@@ -106,6 +109,10 @@ def read_adapter(path: str, places: AdapterPlaces, limits: AdapterLimits) -> Hos
         scale = scales.scale_of(module, len(a))
         a, b = a.to(limits.dtype).contiguous(), places.arrange(place, b).to(limits.dtype)
         adapter.add(place, LowRankPiece(place.start, place.stop, a, b, scale))
+        digest.update(repr((module, tuple(a.shape), tuple(b.shape), scale)).encode())
+        for tensor in (a, b):
+            digest.update(tensor.contiguous().view(torch.uint8).flatten().numpy().data)
+    adapter.digest = digest.hexdigest()
     _check_overlaps(file, adapter)
     return adapter
 
@@ -143,6 +150,8 @@ def _read_config(path: str, limits: AdapterLimits) -> AdapterScales:
 
 def _read_json(path: str) -> dict[str, Any]:
     try:
+        if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would wait for whoever writes to it
+            raise CheckpointError(f"{path} is not a regular file", param="lora_path")
         size = os.path.getsize(path)
         if size > _MAX_CONFIG:
             raise CheckpointError(f"{path} has {size} bytes; an adapter's configuration may have {_MAX_CONFIG}")
@@ -191,6 +200,10 @@ def _pattern(path: str, raw: Mapping[str, Any], key: str) -> dict[str, Any]:
     entries = raw.get(key) or {}
     if not isinstance(entries, dict):
         raise CheckpointError(f"{path}: {key} must be a mapping, got {entries!r:.100}", param=key)
+    if len(entries) > _MAX_PATTERNS:
+        raise CheckpointError(
+            f"{path}: {key} has {len(entries)} entries; {_MAX_PATTERNS} are allowed", param=key, value=len(entries)
+        )
     plain = {name.replace("\\.", ".").lstrip("^").rstrip("$"): value for name, value in entries.items()}
     for name in plain:
         if not all(char.isalnum() or char in "._-" for char in name):

@@ -3,7 +3,8 @@
 A request with an adapter may join once the adapter has a slot. A slot is free when nobody that runs uses it; the one
 used longest ago is taken first. Adapters are read into host memory in the order in which waiting requests want them;
 a copy that a request waits for is not dropped before it was placed. A slot that others have waited for longer than
-PATIENCE steps takes no new requests until it is empty, so that no adapter keeps its slot for ever.
+PATIENCE steps takes no new requests until it is empty, so that no adapter keeps its slot for ever. An adapter that was
+removed or replaced while only its slot had its weights keeps the slot until its last request ends.
 
     COLD ──take_reads──▶ READING ──read──▶ READY (a copy in host memory) ──take──▶ has a slot
       ▲──────────────── the copy is dropped ──────┘
@@ -31,6 +32,7 @@ class AdapterSlots(Gate):
         self.step = 0
         self.num_reading = 0
         self.dropped: list[int] = []  # serials whose copies workers may forget
+        self._live: dict[LoadedAdapter, None] = {}  # those that requests have
         self._demand: dict[LoadedAdapter, None] = {}  # to be read, in order
         # who has waited for a slot too long -> whose slot is being emptied
         self._draining: dict[LoadedAdapter, LoadedAdapter] = {}
@@ -53,11 +55,14 @@ class AdapterSlots(Gate):
         """A request came in that names an adapter."""
         request.adapter = adapter = self.by_serial[request.source.lora_generation]
         adapter.num_live += 1
+        self._live[adapter] = None
 
     def end_request(self, request: Request) -> None:
         """It ended, wherever it was; if it ran, `leave` was called before."""
         assert request.adapter is not None
         request.adapter.num_live -= 1
+        if not request.adapter.num_live:
+            del self._live[request.adapter]
         self._forget_if_over(request.adapter)
 
     def leave(self, request: Request) -> None:
@@ -67,9 +72,8 @@ class AdapterSlots(Gate):
 
     def names_in_use(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Of adapters that running requests have, and of those that waiting ones have."""
-        live = [adapter for adapter in self.by_serial.values() if adapter.num_live]
-        running = sorted({adapter.name for adapter in live if adapter.num_running})
-        return tuple(running), tuple(sorted({a.name for a in live if a.num_live > a.num_running}))
+        running = sorted({adapter.name for adapter in self._live if adapter.num_running})
+        return tuple(running), tuple(sorted({a.name for a in self._live if a.num_live > a.num_running}))
 
     def _forget_if_over(self, adapter: LoadedAdapter) -> None:
         if adapter.is_current or adapter.num_live or self.by_serial.pop(adapter.serial, None) is None:
@@ -193,7 +197,9 @@ class AdapterSlots(Gate):
         for index, adapter in enumerate(self.slots):
             if adapter is None:
                 return index + 1
-            if not adapter.num_running and not adapter.is_pinned and (best is None or adapter.used < best.used):
+            if adapter.num_running or adapter.is_pinned or adapter.lives_in_slot:
+                continue
+            if best is None or adapter.used < best.used:
                 best = adapter
         return None if best is None else best.slot
 
@@ -201,6 +207,7 @@ class AdapterSlots(Gate):
         if waiting in self._draining:
             return
         emptied = self._draining.values()
-        holders = [a for a in self.slots if a is not None and not a.is_pinned and a not in emptied]
+        movable = [a for a in self.slots if a is not None and not a.is_pinned and not a.lives_in_slot]
+        holders = [adapter for adapter in movable if adapter not in emptied]
         if holders:
             self._draining[waiting] = min(holders, key=lambda adapter: (adapter.placed, adapter.slot))

@@ -6,6 +6,8 @@ from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from quire.sched.tenants import ON_HOLD
+
 if TYPE_CHECKING:
     from quire.sched.blocks import BlockPool
     from quire.sched.kv_cache import KVCache
@@ -16,13 +18,17 @@ if TYPE_CHECKING:
 def check(scheduler: Scheduler) -> None:
     planner = scheduler.planner
     running, waiting = planner.running.items, list(planner.waiting)
-    for queue in (running, waiting, *(tenant.waiting.items for tenant in planner.waiting.tenants.values())):
+    lanes = [lane for tenant in planner.waiting.tenants.values() for lane in tenant.lanes.values()]
+    assert all(lane.items for lane in lanes), "a lane is empty"
+    for queue in (running, waiting, *(lane.items for lane in lanes)):
         assert all(a.order < b.order for a, b in pairwise(queue)), "a queue lost its order"
     everyone = {request.id: request for request in (*running, *waiting)}
     assert everyone == scheduler.requests, "a request is in no queue, or a queue has one that is not known"
     assert all(request.running for request in running) and not any(request.running for request in waiting)
     assert Counter(request.tenant for request in running) == planner.running.rows, "rows are counted wrongly"
     assert {request.tenant for request in waiting} == planner.waiting.active, "a tenant that waits is not known to"
+    held = {request.id for request in waiting if request.lane == ON_HOLD}
+    assert held == planner.holds.by_request.keys() & {request.id for request in waiting}, "who is on hold"
     assert planner.waiting.num_tokens == sum(request.num_prompt for request in waiting), "waiting tokens"
     assert len(planner.waiting) == len(waiting), "waiting requests are counted wrongly"
     assert len(running) <= scheduler.settings.max_num_seqs, f"{len(running)} run at once"

@@ -40,7 +40,8 @@ class Gate:
         return False
 
     def bars(self, request: Request) -> bool:
-        """This one may not join yet, whatever it asks: it is passed by, and does not count as turned away."""
+        """This one may not join yet, whatever it asks, nor anyone in its lane (tenants.py): all are passed by, and do
+        not count as turned away."""
         return False
 
     def singles(self) -> int:
@@ -257,8 +258,7 @@ class TenantRows(Gate):
         self.is_shared = False  # whether several tenants run or wait in this step
 
     def open(self, load: SchedulerLoad) -> None:
-        shares = self.shares
-        self.is_shared = len(shares.running.rows.keys() | shares.waiting.active) > 1
+        self.is_shared = self.shares.num_tenants > 1
 
     def admit(self, request: Request, count: int) -> int:
         if request.running or not self.is_shared:
@@ -276,8 +276,8 @@ class TenantTokens(Gate):
 
     KEPT, KEPT_AHEAD = 2, 4  # parts of its room, as their inverses
 
-    def __init__(self, shares: Shares, holds: Holds, *, in_pieces: bool) -> None:
-        self.waiting, self.holds, self.in_pieces = shares.waiting, holds, in_pieces
+    def __init__(self, shares: Shares, *, in_pieces: bool) -> None:
+        self.waiting, self.in_pieces = shares.waiting, in_pieces
         self.num_added = 0  # requests, when the last step began
         self.partial: dict[int, int] = {}  # tokens that prompts under way lack, by tenant, after the last step
         self.coming: dict[int, int] = {}  # the same, after this one
@@ -333,8 +333,7 @@ class TenantTokens(Gate):
                 continue
             tokens = self.partial.get(tenant, 0)
             if tenant in waiting.active:
-                first = waiting.tenants[tenant].waiting.items[:LOOKED_AT]
-                tokens += sum(request.num_prompt for request in first if not self.holds.bars(request))
+                tokens += sum(request.num_prompt for request in waiting.first(tenant, LOOKED_AT))
             needed += tokens
             is_ahead = is_ahead or (tokens > 0 and waiting.level(tenant) < level)
             if needed >= most and is_ahead:
@@ -428,7 +427,7 @@ def make_gates(settings: SchedulerSettings, pace: StepTimeEstimator, shares: Sha
         gates.append(LatencyGoal(settings.latency_goal, settings.latency_tokens, settings.latency_deep, pace))
     if not settings.chunked_prefill:
         gates.append(WholePrompts())
-    gates.append(TenantTokens(shares, holds, in_pieces=settings.chunked_prefill))
+    gates.append(TenantTokens(shares, in_pieces=settings.chunked_prefill))
     gates.append(NoSlivers(settings.max_num_batched_tokens))
     gates.append(
         PartialPrefills(

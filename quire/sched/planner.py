@@ -63,7 +63,8 @@ class Planner:
         self.watermark = int(settings.watermark * kv.pool.num_blocks)
 
     def fill(self) -> OpenPlan:
-        if self.waiting.active and len(self.running.rows.keys() | self.waiting.active) > 1:
+        self.shares.open()
+        if self.waiting.active and self.shares.num_tenants > 1:
             self._give_up_shares()
         self.blocked = None
         plan, load = OpenPlan(), SchedulerLoad(len(self.running), len(self.waiting), self.waiting.num_tokens)
@@ -90,6 +91,8 @@ class Planner:
         request.times.num_preemptions += 1
         self.left.append(request.id)
         self.waiting.add(request)
+        if self.holds.bars(request):
+            self.waiting.hold(request)
         self.tally.preempted += 1
 
     def _give_up_shares(self) -> None:
@@ -152,7 +155,7 @@ class Planner:
         kv, turns, num_skipped = self.kv, self.waiting.turns(), 0
         while (request := turns.request) is not None and num_skipped < MOST_SKIPPED and not self._closed():
             if self._barred(request):
-                turns.pass_by()
+                turns.pass_lane()
                 continue
             hit = kv.match(request)
             request.planned = hit.length  # gates see where it would start

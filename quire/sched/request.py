@@ -35,7 +35,7 @@ from quire.schema.step import Grant, NewRow
 
 class Request:
     __slots__ = (
-        "adapter", "computed", "end", "epoch", "holding", "id", "last", "last_token", "limit", "next_block",
+        "adapter", "computed", "end", "epoch", "holding", "id", "lane", "last", "last_token", "limit", "next_block",
         "num_cached", "num_drafts", "num_flights", "num_prompt", "num_prompt_logprobs", "order", "params", "planned",
         "rank", "reach", "repetition", "room", "running", "source", "stops", "target", "tenant", "times", "tokens",
         "watch_from",
@@ -65,6 +65,7 @@ class Request:
         self.times = RequestTimes(queued=queued)
         self.last_token: float | None = None  # when its newest token came
         self.adapter: LoadedAdapter | None = None
+        self.lane = 0  # in which it waits (tenants.py)
         self.restart()
 
     def restart(self) -> None:

@@ -129,13 +129,19 @@ class Scheduler:
 
     def hold(self, request_id: str, reason: Hold) -> None:
         """Do not let it join before this reason, and every other it is held for, was released."""
-        if request_id not in self.requests:
+        request = self.requests.get(request_id)
+        if request is None:
             raise KeyError(f"request {request_id!r} cannot be held ({reason}): it is not known, or has ended")
         self.planner.holds.add(request_id, reason)
+        if not request.running:
+            self.planner.waiting.hold(request)
 
     def release(self, request_id: str, reason: Hold) -> None:
         """This holder lets go. A request that has ended meanwhile, or was not held for this reason, is ignored."""
-        self.planner.holds.remove(request_id, reason)
+        holds, request = self.planner.holds, self.requests.get(request_id)
+        holds.remove(request_id, reason)
+        if request is not None and not request.running and not holds.bars(request):
+            self.planner.waiting.release(request)
 
     def has_runnable(self) -> bool:
         """Whether some request waits for nothing but its turn."""

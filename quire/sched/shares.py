@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 
 from quire.sched.kv_cache import KVCache
 from quire.sched.request import Request, Running
@@ -25,10 +26,18 @@ LOOKED_AT = 8  # requests of a tenant, the first that wait, before it counts as 
 class Shares:
     def __init__(self, most_rows: int, running: Running, waiting: Waiting, kv: KVCache) -> None:
         self.most_rows, self.running, self.waiting, self.kv = most_rows, running, waiting, kv
+        self.num_tenants = 0  # that run or wait
+        self._claims: tuple[int, float] | None = None  # on rows, and the highest rank of them
+        self._needy: list[int] | None = None  # tenants that wait with fewer rows than their share
+
+    def open(self) -> None:
+        """A step begins. Within it requests start and stop running, but no tenant comes or goes."""
+        self.num_tenants = len(self.running.rows.keys() | self.waiting.active)
+        self._claims = self._needy = None
 
     @property
     def row_share(self) -> int:
-        return max(1, self.most_rows // max(1, len(self.tenants())))
+        return max(1, self.most_rows // max(1, self.num_tenants))
 
     @property
     def num_free_rows(self) -> int:
@@ -36,24 +45,18 @@ class Shares:
 
     def row_to_give_up(self, barred: Callable[[Request], bool]) -> Request | None:
         """Of a tenant with more rows than its share, if those with fewer want more than there are free."""
-        rows, share = self.running.rows, self.row_share
-        claims = [
-            request
-            for name in self.waiting.active
-            if rows.get(name, 0) < share
-            for request in self._heads(name, share - rows.get(name, 0), barred)
-        ]
-        if len(claims) <= self.num_free_rows:
-            return None
-        return self._newest(rows, share, min(request.rank for request in claims))
+        if self._claims is None:  # a row that is given up changes none: its tenant keeps its share
+            self._claims = self._count_claims(barred)
+        num_claims, rank = self._claims
+        return None if num_claims <= self.num_free_rows else self._newest(self.running.rows, self.row_share, rank)
 
     def may_take_row(self, name: int) -> bool:
         """Whether this tenant may have one more of those that are free."""
         rows, share = self.running.rows, self.row_share
-        if rows.get(name, 0) < share or len(self.tenants()) == 1:
+        if rows.get(name, 0) < share or self.num_tenants == 1:
             return True
         left = self.most_rows // LEFT_FREE
-        if any(rows.get(other, 0) < share for other in self.waiting.active):
+        if self._has_needy():
             left = max(left, MOST_GIVEN_UP)
         return self.num_free_rows > left
 
@@ -67,18 +70,33 @@ class Shares:
         in_use: Counter[int] = Counter()
         for request in self.running.items:
             in_use[request.tenant] += sum(len(table) - table.count(-1) for table in request.holding.tables)
-        share = kv.pool.num_blocks // len(self.tenants())
+        share = kv.pool.num_blocks // self.num_tenants
         if in_use[claimant.tenant] + need > share:
             return None
         return self._newest(in_use, share, claimant.rank)
 
-    def tenants(self) -> set[int]:
-        """That run or wait."""
-        return self.running.rows.keys() | self.waiting.active
+    def _count_claims(self, barred: Callable[[Request], bool]) -> tuple[int, float]:
+        rows, share = self.running.rows, self.row_share
+        ranks = [
+            request.rank
+            for name in self.waiting.active
+            if rows.get(name, 0) < share
+            for request in self._heads(name, share - rows.get(name, 0), barred)
+        ]
+        return len(ranks), min(ranks, default=0.0)
+
+    def _has_needy(self) -> bool:
+        """Whether some tenant waits with fewer rows than its share. Once requests join, tenants only cease to be so."""
+        rows, share, active = self.running.rows, self.row_share, self.waiting.active
+        if self._needy is None:
+            self._needy = list(active)
+        while self._needy and not (self._needy[-1] in active and rows.get(self._needy[-1], 0) < share):
+            self._needy.pop()
+        return bool(self._needy)
 
     def _heads(self, name: int, most: int, barred: Callable[[Request], bool]) -> list[Request]:
-        items = self.waiting.tenants[name].waiting.items
-        return [request for request in items[:LOOKED_AT] if not barred(request)][:most]
+        first = self.waiting.first(name, LOOKED_AT)
+        return list(islice((request for request in first if not barred(request)), most))
 
     def _newest(self, in_use: dict[int, int], share: int, rank: float) -> Request | None:
         """Of the tenant that holds most, unless that is within its share, or ranks higher."""

@@ -52,6 +52,7 @@ class AdapterSource(msgspec.Struct, frozen=True, kw_only=True):
     serial: int
     name: str  # for messages
     path: str
+    digest: str = ""  # of the weights that were read before under this serial: others are an error; empty: none were
 
 
 class AdapterRead(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +61,7 @@ class AdapterRead(msgspec.Struct, frozen=True, kw_only=True):
     serial: int
     error: str | None = None
     num_bytes: int = 0
+    digest: str = ""  # of the weights
 
 
 class AdapterPlacement(msgspec.Struct, frozen=True, gc=False):

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logger(__name__)
 _LONGEST = 4096
+MOST_ADAPTERS = 4096  # names that a server has at once
 UPDATING_OFF = (
     "adapters cannot be loaded while this server runs: start it with QUIRE_ALLOW_RUNTIME_LORA_UPDATING=1 and one API "
     "process"
@@ -64,7 +65,14 @@ class ServerAdapters:
         self, name: str, path: str, *, base: str | None = None, load_inplace: bool = False, lora_id: int | None = None
     ) -> ServedModel:
         async with self._changing:
-            known = dict(self._served.entries()).get(name)
+            entries = dict(self._served.entries())
+            known = entries.get(name)
+            num_adapters = sum(model.adapter is not None for model in entries.values())
+            if known is None and num_adapters >= MOST_ADAPTERS:
+                raise InputError(
+                    f"{num_adapters} adapters are loaded and a server has {MOST_ADAPTERS} at most: unload one first",
+                    param="lora_name",
+                )
             if known is not None and (known.adapter is None or not load_inplace):
                 kind = "a base model" if known.adapter is None else "an adapter; load_inplace replaces it"
                 raise InputError(

@@ -67,6 +67,7 @@ class Tenants:
     """Between whom the engine schedules fairly: numbers that say nothing about keys or addresses."""
 
     EVERYBODY = 0
+    MOST_ADDRESSES = 256  # tenants, whatever the number of addresses: work per step grows with those that wait
 
     def __init__(self, by: str, secret: bytes) -> None:
         self._by, self._secret = by, secret
@@ -76,7 +77,7 @@ class Tenants:
             return caller_of(scope) - NOBODY  # requests without a key are one tenant
         if self._by == "address" and (client := scope.get("client")) is not None:
             digest = hmac.new(self._secret, _network(client[0]), sha256).digest()
-            return int.from_bytes(digest[:7], "big")
+            return 1 + int.from_bytes(digest[:7], "big") % self.MOST_ADDRESSES
         return self.EVERYBODY
 
 

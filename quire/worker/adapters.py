@@ -94,7 +94,13 @@ class WorkerAdapters:
         except Exception as wrong:  # noqa: BLE001  # files are others': whatever they do is an answer
             _log.exception("reading LoRA adapter %r failed", source.name)
             return AdapterRead(serial=source.serial, error=f"LoRA adapter {source.name!r} cannot be read: {wrong!r}")
+        if source.digest and adapter.digest != source.digest:
+            reason = (
+                f"LoRA adapter {source.name!r}: the weights in {source.path} have changed since it was loaded, and its "
+                "copy in memory had to make room for others (max_cpu_loras): load it again"
+            )
+            return AdapterRead(serial=source.serial, error=reason)
         with self._lock:
             if source.serial in self._wanted:
                 self._copies[source.serial] = adapter
-        return AdapterRead(serial=source.serial, num_bytes=adapter.num_bytes)
+        return AdapterRead(serial=source.serial, num_bytes=adapter.num_bytes, digest=adapter.digest)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,9 @@ from quire.layers.linear import Linear
 from quire.layers.places import AdapterPlaces
 from quire.loader.adapter import AdapterLimits, HostAdapter, read_adapter
 from quire.models.build import build_model
+from quire.schema.adapters import AdapterPlacement, AdapterRead, AdapterSource
 from quire.schema.errors import CheckpointError
+from quire.worker.adapters import WorkerAdapters
 from tests.tiny_adapters import write_adapter
 from tests.tiny_models import tiny_config, tiny_model
 
@@ -249,3 +254,61 @@ def test_only_layers_that_adapters_may_change(folder: Path, places: AdapterPlace
         read(folder, places, LIMITS._replace(targets=("q_proj", "k_proj")))
     everything = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     assert read(folder, places, LIMITS._replace(targets=everything)).linears
+
+
+def test_a_pipe_in_place_of_the_configuration_is_refused(folder: Path, places: AdapterPlaces) -> None:
+    path = folder / "adapter_config.json"
+    path.unlink()
+    os.mkfifo(path)
+    refusals: list[str] = []
+
+    def refused() -> None:
+        with pytest.raises(CheckpointError, match=r"adapter_config\.json is not a regular file") as wrong:
+            read(folder, places)
+        refusals.append(str(wrong.value))
+
+    reader = threading.Thread(target=refused, daemon=True)  # which would wait for ever
+    reader.start()
+    reader.join(60)
+    assert refusals
+
+
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
+def test_patterns_are_limited_in_number(folder: Path, places: AdapterPlaces, key: str) -> None:
+    configure(folder, **{key: {f"nowhere.{number}": 4 for number in range(4096)}})
+    read(folder, places)
+    configure(folder, **{key: {f"nowhere.{number}": 4 for number in range(4097)}})
+    with pytest.raises(CheckpointError, match=f"{key} has 4097 entries; 4096 are allowed"):
+        read(folder, places)
+
+
+def test_a_digest_tells_weights_apart(folder: Path, places: AdapterPlaces) -> None:
+    first = read(folder, places).digest
+    assert first and read(folder, places).digest == first
+    configure(folder, lora_alpha=7)
+    scaled = read(folder, places).digest
+    change(folder, lambda tensors: tensors[f"{LAYER}.q_proj.lora_B.weight"][0, :1].add_(1))
+    assert len({first, scaled, read(folder, places).digest}) == 3
+
+
+def test_weights_that_changed_are_not_read_again_under_the_same_serial(folder: Path, places: AdapterPlaces) -> None:
+    adapters = WorkerAdapters(partial(read_adapter, places=places, limits=LIMITS), (), ())
+
+    def reading(serial: int, digest: str = "") -> AdapterRead:
+        adapters.begin(AdapterSource(serial=serial, name="tuned", path=str(folder), digest=digest))
+        (done,) = adapters.poll(60)
+        return done
+
+    first = reading(1)
+    assert first.error is None and first.digest
+    adapters.drop(1)
+    assert reading(1, first.digest) == first
+    adapters.drop(1)
+    change(folder, lambda tensors: tensors[f"{LAYER}.q_proj.lora_B.weight"].add_(1))
+    again = reading(1, first.digest)
+    assert again.error is not None and "'tuned': the weights in" in again.error and "load it again" in again.error
+    with pytest.raises(RuntimeError, match="no copy"):
+        adapters.place([AdapterPlacement(1, 1)])
+    second = reading(2)
+    assert second.error is None and second.digest != first.digest, "another load reads what is there"
+    adapters.close()

@@ -12,6 +12,7 @@ import pytest
 
 from quire.base import env
 from quire.schema.errors import ConfigError
+from quire.server import adapters
 from quire.server.adapters import LoraModule, read_modules
 from quire.server.resolvers import FilesystemResolver
 from tests.server.live import Live, error_of, live
@@ -150,6 +151,16 @@ def test_what_cannot_be_loaded_changes_nothing(served: Served) -> None:
     body = {"lora_name": "one", "lora_path": large.path, "load_inplace": True}
     assert "max_lora_rank" in error_of(server.post("/v1/load_lora_adapter", body))["message"]
     assert served.names() == before and served.tokens("one") == served.expected(served.adapters["one"])
+
+
+def test_the_number_of_adapters_is_limited(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_adapters = sum(model.adapter is not None for _, model in served.server.state.served.entries())
+    monkeypatch.setattr(adapters, "MOST_ADAPTERS", num_adapters)
+    body = {"lora_name": "one more", "lora_path": served.adapters["late"].path}
+    message = error_of(served.server.post("/v1/load_lora_adapter", body))["message"]
+    assert f"a server has {num_adapters} at most: unload one first" in message and "one more" not in served.names()
+    body = {"lora_name": "one", "lora_path": served.adapters["one"].path, "load_inplace": True}
+    assert served.server.post("/v1/load_lora_adapter", body).status_code == 200, "one may be replaced"
 
 
 def test_a_resolver_finds_what_lies_in_its_folder(served: Served) -> None:

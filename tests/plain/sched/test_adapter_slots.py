@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from quire.sched import adapter_slots, tenants
 from quire.sched.adapter import AdapterState, LoadedAdapter
 from quire.sched.adapter_slots import PATIENCE, AdapterSlots
+from quire.sched.gates import Hold
 from quire.sched.kv_layout import place
 from quire.sched.scheduler import Scheduler
 from quire.sched.settings import SchedulerSettings
@@ -217,3 +219,102 @@ def test_which_adapters_are_in_use() -> None:
     assert (stats.running_adapters, stats.waiting_adapters) == (("a1",), ("a2",))
     bench.run()
     assert bench.scheduler.stats().running_adapters == ()
+
+
+@pytest.mark.parametrize("num_tenants", [1, 4])
+def test_a_step_looks_at_one_of_those_that_wait_for_the_same_adapter(
+    monkeypatch: pytest.MonkeyPatch, num_tenants: int
+) -> None:
+    bench = Bench(slots=1, copies=2)
+    busy, wanted = bench.load(1), bench.load(2)
+    bench.add("stream", busy, tokens=60)
+    bench.step()
+    bench.step()
+    for number in range(1000):
+        bench.add(f"waits {number}", wanted, tenant=number % num_tenants)
+    bench.step()  # reads
+    asked: list[str] = []
+    bars = AdapterSlots.bars
+    monkeypatch.setattr(AdapterSlots, "bars", lambda slots, one: asked.append(one.id) or bars(slots, one))
+    for number in range(5):
+        bench.add(f"base {number}", tokens=1)
+        asked.clear()
+        assert set(ids(bench.step())) == {"stream", f"base {number}"}, "those behind pass at once"
+        assert len(asked) <= num_tenants + 1, f"{len(asked)} requests were looked at"
+    bench.scheduler.abort(["stream"])
+    assert "waits 0" in ids(bench.step()), "in their order, once there is a slot"
+
+
+def test_requests_keep_their_order_across_lanes() -> None:
+    bench = Bench(slots=2, copies=2, max_num_seqs=1)
+    one, two = bench.load(1), bench.load(2)
+    names = [f"r{number}" for number in range(9)]
+    for number, name in enumerate(names):
+        bench.add(name, (None, one, two)[number % 3])
+    bench.adapters.want(one)
+    bench.adapters.want(two)
+    bench.read()
+    assert bench.run() == names
+
+
+def test_a_removed_adapter_whose_copy_is_gone_is_not_read_from_files_that_may_be_others() -> None:
+    bench = Bench(slots=1, copies=1)
+    old, other = bench.load(1), bench.load(2)
+    bench.add("first", old, tokens=6)
+    bench.step()
+    bench.step()
+    bench.add("second", other, tokens=3)
+    bench.step()  # wants the other, whose copy takes the place of the first's
+    bench.step()
+    assert old.state is AdapterState.COLD and old.slot and other.state is AdapterState.READY
+    bench.adapters.retire(old)
+    bench.scheduler.planner.preempt(bench.scheduler.requests["first"])
+    bench.scheduler.hold("first", Hold.GRAMMAR)  # the other may pass it
+    read: list[int] = []
+    for step in range(2 * PATIENCE):
+        if step == PATIENCE + 3:
+            assert not bench.scheduler.requests["second"].running, "the slot has the last copy of these weights"
+            bench.scheduler.release("first", Hold.GRAMMAR)
+        read += [adapter.serial for adapter in bench.adapters._demand]
+        bench.step()
+    assert not bench.scheduler.requests and old.serial not in read
+    assert old.serial not in bench.adapters.by_serial
+
+
+def test_a_step_looks_at_a_limited_number_of_adapters_and_none_starves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every adapter always has several requests that wait."""
+    monkeypatch.setattr(tenants, "MOST_LANES", 8)
+    monkeypatch.setattr(adapter_slots, "PATIENCE", 1)
+    bench = Bench(slots=2, copies=4, max_num_seqs=2)
+    adapters = {f"a{number}": bench.load(number) for number in range(1, 41)}
+    for name, adapter in adapters.items():
+        for number in range(4):
+            bench.add(f"{name} {number}", adapter)
+    asked: list[str] = []
+    bars = AdapterSlots.bars
+    monkeypatch.setattr(AdapterSlots, "bars", lambda slots, one: asked.append(one.id) or bars(slots, one))
+    served: set[str] = set()
+    for step in range(1000):
+        asked.clear()
+        for row in bench.step().joined:
+            name = row.request_id.split()[0]
+            served.add(name)
+            bench.add(f"{row.request_id} {step}", adapters[name])
+        assert len(asked) <= 8 + 2 * 4, f"{len(asked)} requests were looked at"
+    assert served == adapters.keys(), f"{len(adapters) - len(served)} adapters starve"
+
+
+def test_names_in_use_are_found_without_a_walk_over_all_adapters() -> None:
+    bench = Bench()
+    for number in range(2, 50):
+        bench.load(number)
+    bench.add("a", bench.load(1), tokens=2)
+    bench.adapters.by_serial = Unwalked(bench.adapters.by_serial)
+    assert bench.adapters.names_in_use() == ((), ("a1",))
+    bench.scheduler.abort(["a"])
+    assert bench.adapters.names_in_use() == ((), ())
+
+
+class Unwalked(dict[int, LoadedAdapter]):
+    def values(self) -> Any:
+        raise AssertionError("all adapters are walked over")

@@ -6,12 +6,13 @@ to see that they are caught.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from quire.sched.gates import CLOSED, Hold, TenantRows, TenantTokens
+from quire.sched.planner import Planner
 from quire.sched.request import Request
 from quire.sched.shares import Shares
 from quire.sched.tenants import Tenant, Turns, Waiting
@@ -235,6 +236,8 @@ class PlainTurns:
     def pass_by(self) -> None:
         del self.left[0]
 
+    pass_lane = pass_by
+
     def join(self) -> None:
         self.waiting.remove(self.left[0])
 
@@ -276,9 +279,11 @@ def test_several_tenants_do() -> None:
     assert without != [plans_of(seed, (1, 2)) for seed in range(3)]
 
 
-def newest_first(turns: Turns, name: int, index: int) -> Any:
-    items = turns._waiting.tenants[name].waiting.items
-    return None if index >= len(items) else (0.0, 0.0, (-items[index].order[-1],), name, len(items) - 1 - index)
+def newest_first(turns: Turns, name: int, lane: int, index: int) -> Any:
+    queue = turns._waiting.tenants[name].lanes.get(lane)
+    if queue is None or index >= len(queue.items):
+        return None
+    return (-queue.items[index].order[-1],), lane, len(queue.items) - 1 - index
 
 
 def leaves_to_its_own(gate: TenantTokens, mine: int, most: int) -> tuple[int, bool]:
@@ -293,7 +298,7 @@ def gives_up_to_its_own(shares: Shares, barred: Callable[[Request], bool]) -> Re
 @pytest.mark.parametrize(
     ("place", "name", "fault"),
     [
-        (Turns, "_head", newest_first),
+        (Turns, "_place", newest_first),
         (TenantTokens, "_needed", leaves_to_its_own),
         (TenantRows, "admit", lambda gate, request, count: CLOSED if len(gate.shares.running) > 4 else count),
     ],
@@ -305,6 +310,49 @@ def test_changes_for_one_tenant_are_found(
     monkeypatch.setattr(place, name, fault)
     with pytest.raises(AssertionError):
         assert_one_tenant_changes_nothing(30)
+
+
+# ---- work per step ----------------------------------------------------------------------------------------------
+
+
+class CountedNames(set[int]):
+    """The tenants that wait; counts how many names were walked over."""
+
+    num_walked = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for name in super().__iter__():
+            self.num_walked += 1
+            yield name
+
+
+def test_work_of_a_step_does_not_grow_with_tenants_times_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row is taken by one tenant, and 200 others wait; then rows are free and the first tenant wants more."""
+    num_tenants = 200
+    bench = Bench(4000, max_num_seqs=64, max_num_batched_tokens=4096, max_model_len=64)
+    bench.add(*(request(f"a{i}", 2, 30, tenant=0) for i in range(64)))
+    bench.step()
+    bench.add(*(request(f"b{i}", 2, 30, tenant=i) for i in range(1, num_tenants)))
+    bench.add(*(request(f"c{i}", 2, 30, tenant=0) for i in range(100)))
+    waiting, planner = bench.scheduler.planner.waiting, bench.scheduler.planner
+    barred: list[str] = []
+    is_barred = Planner._barred
+    monkeypatch.setattr(Planner, "_barred", lambda planner, one: barred.append(one.id) or is_barred(planner, one))
+    waiting.active = names = CountedNames(waiting.active)
+    preempted = planner.tally.preempted
+    bench.plan()
+    assert planner.tally.preempted - preempted == 4, "rows are given up"
+    assert names.num_walked <= 8 * num_tenants, f"{names.num_walked} tenants were looked at in a step"
+    assert len(barred) <= num_tenants + 64, f"{len(barred)} requests were looked at in a step"
+    bench.commit()
+    bench.scheduler.abort([f"a{i}" for i in range(60)])
+    waiting.active = names = CountedNames(waiting.active)
+    asked: list[int] = []
+    may_take = Shares.may_take_row
+    monkeypatch.setattr(Shares, "may_take_row", lambda shares, name: asked.append(name) or may_take(shares, name))
+    bench.plan()
+    assert len(asked) > 16, "who may join is asked often"
+    assert names.num_walked <= 8 * num_tenants, f"{names.num_walked} tenants were looked at in a step"
 
 
 # ---- fuzzers ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from types import SimpleNamespace as Names
 
 import pytest
 
-from quire.sched.gates import SKIP, ChunkLimit, Gate, Hold, TokenBudget
+from quire.sched.gates import SKIP, ChunkLimit, Gate, Hold, Holds, TokenBudget
 from quire.sched.request import Request
 from quire.sched.settings import SchedulerSettings
 from quire.schema.errors import ConfigError, InputError, OverloadedError
@@ -436,7 +436,7 @@ class Barring(Gate):
 def test_every_gate_is_asked_whom_it_bars() -> None:
     bench = Bench()
     bench.scheduler.planner.gates += [Barring("a"), Barring("c")]
-    bench.add(*(request(name) for name in "abcd"))
+    bench.add(*(request(name, tenant=number) for number, name in enumerate("abcd")))  # each in its lane
     bench.scheduler.hold("d", Hold.GRAMMAR)
     assert counts(bench.step()) == {"b": 6}
     for gate in bench.scheduler.planner.gates[-2:]:
@@ -450,3 +450,28 @@ def test_barred_requests_do_not_count_as_turned_away() -> None:
     for i in range(200):
         bench.scheduler.hold(f"held{i}", Hold.KV_TRANSFER)
     assert counts(bench.step()) == {"free": 3}
+
+
+def test_a_step_looks_at_one_of_those_that_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(num_blocks=500, max_num_seqs=4, depth=1)
+    bench.add(*(request(f"held{i}", 2) for i in range(500)), request("free", 3))
+    for i in range(500):
+        bench.scheduler.hold(f"held{i}", Hold.GRAMMAR)
+    asked: list[str] = []
+    bars = Holds.bars
+    monkeypatch.setattr(Holds, "bars", lambda holds, one: asked.append(one.id) or bars(holds, one))
+    assert counts(bench.step()) == {"free": 3}
+    assert len(asked) <= 2, f"{len(asked)} requests were looked at"
+    bench.scheduler.release("held499", Hold.GRAMMAR)
+    assert counts(bench.step()) == {"free": 1, "held499": 2}
+
+
+def test_a_running_request_that_is_held_waits_on_hold_once_preempted() -> None:
+    bench = Bench()
+    bench.add(request("a"), request("b"))
+    bench.step()
+    bench.scheduler.hold("a", Hold.KV_TRANSFER)
+    bench.scheduler.planner.preempt(bench.scheduler.requests["a"])
+    assert counts(bench.step()) == {"b": 1}
+    bench.scheduler.release("a", Hold.KV_TRANSFER)
+    assert set(counts(bench.step())) == {"a", "b"}
