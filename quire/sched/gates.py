@@ -260,10 +260,9 @@ class TenantRows(Gate):
     def open(self, load: SchedulerLoad) -> None:
         self.is_shared = self.shares.num_tenants > 1
 
-    def admit(self, request: Request, count: int) -> int:
-        if request.running or not self.is_shared:
-            return count
-        return count if self.shares.may_take_row(request.tenant) else SKIP
+    def bars(self, request: Request) -> bool:
+        """All of a tenant at once: skipping its requests one by one could use up a step before others are reached."""
+        return self.is_shared and not request.running and not self.shares.may_take_row(request.tenant)
 
 
 class TenantTokens(Gate):

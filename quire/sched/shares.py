@@ -10,7 +10,6 @@ In: who runs and who waits. Out: who may join, which request to preempt next. Mu
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from itertools import islice
 
@@ -67,11 +66,12 @@ class Shares:
         need = kv.need_to_join(claimant, hit, claimant.target, whole=True)
         if need <= kv.pool.num_free:
             return None
-        in_use: Counter[int] = Counter()
+        blocks: dict[int, set[int]] = {}  # of each tenant: those that its requests share count once
         for request in self.running.items:
-            in_use[request.tenant] += sum(len(table) - table.count(-1) for table in request.holding.tables)
+            blocks.setdefault(request.tenant, set()).update(*request.holding.tables)
+        in_use = {name: len(own - {-1}) for name, own in blocks.items()}
         share = kv.pool.num_blocks // self.num_tenants
-        if in_use[claimant.tenant] + need > share:
+        if in_use.get(claimant.tenant, 0) + need > share:
             return None
         return self._newest(in_use, share, claimant.rank)
 

@@ -164,6 +164,30 @@ def test_rows_over_a_share_are_given_up_to_one_that_waits() -> None:
     assert all(len(bench.output(f"{name}{i}")) == 40 for name, number in (("a", 5), ("b", 3)) for i in range(number))
 
 
+def test_a_flood_of_one_tenant_does_not_use_up_the_step() -> None:
+    bench = Bench(1024, max_num_seqs=16)
+    bench.add(*(request(f"a{i}", 4, 40, tenant=1) for i in range(150)))
+    for _ in range(5):
+        bench.step()
+    bench.add(*(request(f"b{i}", 4, 8, tenant=2) for i in range(3)))
+    assert joined(bench, 2) == ["b0", "b1", "b2"]
+
+
+def test_blocks_that_requests_share_count_once() -> None:
+    """Six requests with one prefix hold little more than one: another tenant holds most, and gives some up."""
+    bench = Bench(96, max_model_len=128, max_num_batched_tokens=512)
+    prompt = list(range(80))
+    bench.add(request("a0", prompt, 24, tenant=1), *(request(f"c{i}", 80, 24, tenant=3) for i in range(3)))
+    bench.step()
+    bench.add(*(request(f"a{i}", prompt, 24, tenant=1) for i in range(1, 6)))
+    bench.step()
+    assert bench.scheduler.num_running == 9
+    bench.add(request("b0", 92, 4, tenant=2))
+    plans = [bench.step() for _ in range(3)]
+    assert {name for plan in plans for name in plan.left} == {"c2"}
+    assert "b0" in {new.request_id for plan in plans for new in plan.joined}
+
+
 def test_the_last_rows_stay_free_for_those_below_their_share() -> None:
     bench = Bench(256, max_num_seqs=8)
     bench.add(request("b0", 4, 40, tenant=2), *(request(f"a{i}", 4, 40, tenant=1) for i in range(20)))
