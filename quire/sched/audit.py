@@ -27,8 +27,8 @@ def check(scheduler: Scheduler) -> None:
     assert all(request.running for request in running) and not any(request.running for request in waiting)
     assert Counter(request.tenant for request in running) == planner.running.rows, "rows are counted wrongly"
     assert {request.tenant for request in waiting} == planner.waiting.active, "a tenant that waits is not known to"
-    held = {request.id for request in waiting if request.lane == ON_HOLD}
-    assert held == planner.holds.by_request.keys() & {request.id for request in waiting}, "who is on hold"
+    on_hold = {request.id for request in waiting if request.lane == ON_HOLD}
+    assert on_hold == planner.holds.by_request.keys() & {request.id for request in waiting}, "who is on hold"
     assert planner.waiting.num_tokens == sum(request.num_prompt for request in waiting), "waiting tokens"
     assert len(planner.waiting) == len(waiting), "waiting requests are counted wrongly"
     assert len(running) <= scheduler.settings.max_num_seqs, f"{len(running)} run at once"
