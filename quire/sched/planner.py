@@ -63,9 +63,11 @@ class Planner:
         self.watermark = int(settings.watermark * kv.pool.num_blocks)
 
     def fill(self) -> OpenPlan:
-        self.shares.open()
-        if self.waiting.active and self.shares.num_tenants > 1:
-            self._give_up_shares()
+        self.shares.num_tenants = len(self.running.rows.keys() | self.waiting.active)
+        if self.shares.num_tenants > 1:
+            self.shares.open()
+            if self.waiting.active:
+                self._give_up_shares()
         self.blocked = None
         plan, load = OpenPlan(), SchedulerLoad(len(self.running), len(self.waiting), self.waiting.num_tokens)
         for gate in self.gates:

@@ -25,13 +25,12 @@ LOOKED_AT = 8  # requests of a tenant, the first that wait, before it counts as 
 class Shares:
     def __init__(self, most_rows: int, running: Running, waiting: Waiting, kv: KVCache) -> None:
         self.most_rows, self.running, self.waiting, self.kv = most_rows, running, waiting, kv
-        self.num_tenants = 0  # that run or wait
+        self.num_tenants = 0  # that run or wait in this step; with one, nothing here is asked
         self._claims: tuple[int, float] | None = None  # on rows, and the highest rank of them
         self._needy: list[int] | None = None  # tenants that wait with fewer rows than their share
 
     def open(self) -> None:
-        """A step begins. Within it requests start and stop running, but no tenant comes or goes."""
-        self.num_tenants = len(self.running.rows.keys() | self.waiting.active)
+        """A step of several tenants begins. Within it requests start and stop running, but no tenant comes or goes."""
         self._claims = self._needy = None
 
     @property
