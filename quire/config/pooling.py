@@ -104,8 +104,8 @@ def _runner(model: ModelConfig, files: SentenceFiles | None) -> str:
         return model.runner
     if model.convert in ("embed", "classify", "reward") or (files is not None and files.pooling_type):
         return "pooling"
-    if name in model.model_class_overrides:
-        return "generate"
+    if name in model.model_class_overrides or (not is_encoder and "auto_map" in model.hf_config):
+        return "generate"  # a class of the user's own, or of the checkpoint: its name says nothing
     return "pooling" if is_encoder else _by_suffix(name)[0]
 
 

@@ -44,7 +44,7 @@ def fill_dense(head: PoolingHead, files: SentenceFiles) -> None:
         assert isinstance(layer, HeadDense)
         slots = {_leaf(slot): slot for slot in layer.slots()}
         pieces = read_weights(
-            find_weights(file.folder, "auto", ()), dtype=torch.float32, device=layer.weight.device,
+            find_weights(file.folder, "auto", ()), dtype=torch.float32, device=next(layer.parameters()).device,
             keeps=lambda type_id: False,
         )  # fmt: skip
         for piece in pieces:

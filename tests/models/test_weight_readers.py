@@ -40,6 +40,7 @@ MULTIPLIES = {  # through the stored matrix, which is all that an adapter or a h
     "layers/places.py": {"AdapterPlaces._add_experts", "attach"},
     "layers/stored.py": {
         "MatrixLayer.hold", "MatrixLayer.finish", "ExpertLayer.hold", "ExpertLayer.finish", "matrices_of",
+        "fill_dummy_experts", "num_numbers",
     },
 }  # fmt: skip
 READS = {  # numbers for an op that does more: only in steps without a veto
@@ -49,7 +50,7 @@ READS = {  # numbers for an op that does more: only in steps without a veto
     "layers/mla.py": {"LatentAttention._carry"},
     "models/blocks.py": {"Few.__call__", "InParts.__call__", "_weights"},
 }
-OTHERS = {  # have a `weight` that is no matrix, or decode the numbers of a file
+OTHERS = {  # have a `weight` that is no matrix, or one that no adapter changes, or decode the numbers of a file
     "layers/attention.py": {"Attention.prep"},
     "layers/kda.py": {"Kda.__init__"},
     "layers/norm.py": {"Norm.__init__", "Norm._choose", "Norm._choose_joined", "Norm.rule"},
@@ -58,6 +59,7 @@ OTHERS = {  # have a `weight` that is no matrix, or decode the numbers of a file
                       "ShortConv.__init__"},
     "layers/table.py": {"WeightTable._arranged", "WeightTable._fill"},
     "models/blocks.py": {"_attention"},
+    "models/heads.py": {"HeadDense.__init__", "HeadDense.forward", "HeadDense.slots"},
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import gc
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -194,14 +194,14 @@ def test_a_light_prompt_does_not_wait_for_heavy_ones(server: Live, monkeypatch: 
     """Six heavy texts are in the tokenizer when a light one comes; it is answered while they are still there."""
     tokenizer = server.engine.tokenizer
     assert tokenizer is not None
-    encode, release = tokenizer.encode, []
+    encode, release = tokenizer.encode_batch, []
 
-    def slow(text: str, add_special_tokens: bool = True) -> list[int]:
-        while len(text) > 300_000 and not release:
+    def slow(texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        while any(len(text) > 300_000 for text in texts) and not release:
             time.sleep(0.01)
-        return encode(text[:100_000], add_special_tokens)
+        return encode([text[:100_000] for text in texts], add_special_tokens)
 
-    monkeypatch.setattr(tokenizer, "encode", slow)
+    monkeypatch.setattr(tokenizer, "encode_batch", slow)
     heavy = {"prompt": "x" * 310_000, "truncate_prompt_tokens": 5, "max_tokens": 1}
     light = {"prompt": "x" * 5_000, "truncate_prompt_tokens": 5, "max_tokens": 1}
 

@@ -20,6 +20,7 @@ from quire.schema.errors import InputError, ModelNotFoundError
 from quire.schema.messages import EngineRequest
 from quire.server.app import build_app
 from quire.server.openai.batch import BatchRunner
+from quire.server.pooling.routes import PATHS
 from quire.server.served import ServedModel, ServedModels
 from tests.server.live import Live, error_of, live_fake
 
@@ -106,7 +107,8 @@ def test_every_route_with_a_model_is_here(pair: tuple[Live, Live]) -> None:
         for operation in operations.values()
         if has_model(operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {}))
     }
-    assert found == set(BODIES)
+    assert found - set(PATHS) == set(BODIES)  # those of pooling models answer 400 here: test_pooling_api.py
+    assert set(PATHS) <= found
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -137,7 +137,7 @@ async def run_pooling(
 
 async def apart(call: HttpCall, size: int, work: Callable[[], Made]) -> Made:
     """Work on results of `size` bytes: here, or in a lane, so that the event loop goes on."""
-    return work() if size < _SMALL else await call.state.engine.lanes.run(size, work)
+    return work() if size < _SMALL else await call.model.engine.lanes.run(size, work)
 
 
 def _check_results(pooling: PoolingInputs, groups: Groups, params: PoolingParams, options: ServerConfig) -> None:
