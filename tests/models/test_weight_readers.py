@@ -59,6 +59,7 @@ OTHERS = {  # have a `weight` that is no matrix, or one that no adapter changes,
                       "ShortConv.__init__"},
     "layers/table.py": {"WeightTable._arranged", "WeightTable._fill"},
     "models/blocks.py": {"_attention"},
+    "models/pooled.py": {"PoolingModel._rows", "PoolingModel.finish_weights"},
     "models/heads.py": {"HeadDense.__init__", "HeadDense.forward", "HeadDense.slots"},
 }  # fmt: skip
 
