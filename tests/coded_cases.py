@@ -90,5 +90,6 @@ def wrong_ones(weight: CodedWeight) -> Iterator[CodedWeight]:
     if is_packed(weight.kind):
         yield weight._replace(codes=weight.codes >> 4 | weight.codes << 4)
     if weight.zero is not None:
-        yield weight._replace(zero=weight.zero + 1)
+        # One step of 8 bits is a 255th of the range, below the bounds of 16-bit kernels.
+        yield weight._replace(zero=weight.zero + (8 if weight.kind == "int8" else 1))
         yield weight._replace(zero=None)

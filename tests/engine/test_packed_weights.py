@@ -5,6 +5,7 @@ text is as likely, that nothing depends on the batch, and that float32 stays exa
 """
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -32,8 +33,8 @@ TEXT = (
 )
 
 
-def perplexity(llm: LLM) -> float:
-    (out,) = llm.generate([TEXT], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+def perplexity(llm: LLM, prompt: Any = TEXT) -> float:
+    (out,) = llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
     pairs = zip(out.prompt_token_ids, out.prompt_logprobs, strict=True)
     found = [entry[token].logprob for token, entry in pairs if entry]
     return math.exp(-sum(found) / len(found))

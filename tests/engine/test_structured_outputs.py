@@ -153,7 +153,12 @@ def test_a_preempted_request_keeps_its_place(llm: LLM) -> None:
         disable_log_stats=False,
     )
     try:
-        asked = {"constraints": [{"json": schema}] * 5, "max_tokens": 90, "temperature": 0.8, "seed": 7}
+        asked = {
+            "constraints": [{"json": schema, "disable_any_whitespace": True}] * 5,
+            "max_tokens": 90,
+            "temperature": 0.8,
+            "seed": 7,
+        }
         answers = ask(small, **asked)
         preempted = {m.name: m for m in small.get_metrics()}["vllm:num_preemptions"]
     finally:

@@ -54,6 +54,7 @@ OFTEN_REFUSED = (
 LENGTHS = {
     "/v1/completions": ("max_tokens",),
     "/v1/chat/completions": ("max_tokens", "max_completion_tokens"),
+    "/v1/chat/completions/batch": ("max_tokens", "max_completion_tokens"),
     "/v1/messages": ("max_tokens",),
     "/v1/responses": ("max_output_tokens",),
     "/invocations": ("max_tokens", "max_completion_tokens"),
