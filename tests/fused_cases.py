@@ -145,6 +145,11 @@ def _check_route(draw, shift, tokens, experts, top_k, score, renorm, with_bias):
     assert int(apart.sum()) <= 2  # where two experts are as good as equal
     torch.testing.assert_close(ranks.gather(1, index.long()), ranks.gather(1, chosen), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(weights[~apart], wanted[~apart], **EXACT)
+    rounded, again = moe.route(logits, top_k, **rule, dtype=torch.float16)
+    assert torch.equal(rounded, weights.to(torch.float16)) and torch.equal(again, index)
+    narrow = logits.to(torch.bfloat16)
+    for mine, its in zip(moe.route(narrow, top_k, **rule), moe.route(narrow.float(), top_k, **rule), strict=True):
+        assert torch.equal(mine, its)
 
 
 def check_sort(device, tokens, top_k, experts, bm, seed=0):

@@ -177,14 +177,14 @@ def experts(sweep: bool) -> Iterator[Line]:
     """Qwen3-30B-A3B: 128 experts of 2048 x 768, 8 chosen. `sweep`: other tiles too."""
     mixture = Mixture(rand(128, 1536, 2048, scale=0.02), rand(128, 2048, 768, scale=0.02), 8)
     for tokens in (1, 8, 32, 128, 256, 1024, 4096, 16384):
-        chosen = moe.configs_of(tokens * mixture.top_k, mixture.experts, BF16)
+        pairs = tokens * mixture.top_k
+        plain = moe.configs_of(pairs, mixture.experts, BF16)
+        chosen = plain if tokens == 1 else moe.tma_configs_of(pairs, mixture.experts)
         for configs in (chosen, *(_others(chosen, tokens) if sweep else ())):
             yield _layer(mixture, tokens, configs, check=configs is chosen and tokens <= 1024)
 
 
-def _others(
-    chosen: tuple[moe.MoeTileConfig, moe.MoeTileConfig], tokens: int
-) -> Iterator[tuple[moe.MoeTileConfig, moe.MoeTileConfig]]:
+def _others(chosen: tuple[moe.Config, moe.Config], tokens: int) -> Iterator[tuple[moe.Config, moe.Config]]:
     config = moe.MoeTileConfig
     if tokens <= 128:
         tries = [
@@ -213,7 +213,7 @@ def _others(
     return (pair for pair in tries if pair != chosen)
 
 
-def _layer(mixture: Mixture, tokens: int, configs: tuple[moe.MoeTileConfig, moe.MoeTileConfig], *, check: bool) -> Line:
+def _layer(mixture: Mixture, tokens: int, configs: tuple[moe.Config, moe.Config], *, check: bool) -> Line:
     form = act.gated_form(act.SILU)
     w1, w2, top_k = mixture
 

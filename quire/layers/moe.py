@@ -115,15 +115,16 @@ class Moe(nn.Module):
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(weights [T, k], experts [T, k])."""
-        return self._weigh(self.router(x).float(), x.dtype)
+        return self._weigh(self.router(x), x.dtype)
 
     def _weigh(self, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         kind = self.kind
         weights, index = self._route(
             logits, kind.top_k, score=kind.score, renorm=kind.renorm, scale=kind.scale, bias=self.select_bias,
             groups=kind.groups, top_groups=kind.top_groups, group_score=kind.group_score,
+            dtype=dtype if kind.round_weights else torch.float32,
         )  # fmt: skip
-        return (weights.to(dtype) if kind.round_weights else weights), index
+        return weights, index
 
     def forward(self, x: Tensor) -> Tensor:
         weights, index = self.choose(x)

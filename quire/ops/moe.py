@@ -18,7 +18,7 @@ from quire.ops.packed import Matrix, packed_linear
 
 @op
 def route(
-    logits: Tensor,  # [T, E] float32
+    logits: Tensor,  # [T, E]
     top_k: int,
     *,
     score: str = "softmax",  # softmax | sigmoid | topk_softmax | topk_sigmoid (over the chosen only) | mixer
@@ -28,8 +28,20 @@ def route(
     groups: int = 1,
     top_groups: int = 1,
     group_score: str = "max",  # max | top2sum: how a group of experts is ranked
+    dtype: torch.dtype = torch.float32,  # of the weights, which are computed in float32
 ) -> tuple[Tensor, Tensor]:
-    """(weights [T, k] float32, experts [T, k] int64)."""
+    """(weights [T, k], experts [T, k] int64)."""
+    weights, index = _route(logits.float(), top_k, score, renorm, scale, bias, groups, top_groups, group_score)
+    return weights.to(dtype), index
+
+
+keep_apart(route)
+
+
+def _route(
+    logits: Tensor, top_k: int, score: str, renorm: bool, scale: float, bias: Tensor | None, groups: int,
+    top_groups: int, group_score: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if score == "topk_softmax":
         top, index = logits.topk(top_k, -1)
         return top.softmax(-1), index
@@ -51,9 +63,6 @@ def route(
     if renorm:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * scale, index
-
-
-keep_apart(route)
 
 
 @op

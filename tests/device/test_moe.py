@@ -29,11 +29,12 @@ def test_sorting_pairs(experts, top_k, tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 2, 3, 33, 200, 1500])
-@pytest.mark.parametrize("shape", [(16, 4, 256, 192, False), (32, 4, 360, 200, True), (8, 2, 512, 256, False)])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 33, 80, 200, 1500])
+@pytest.mark.parametrize("shape", [(16, 4, 256, 192, False), (32, 4, 360, 200, True), (8, 2, 512, 256, True)])
 def test_experts(shape, tokens, dtype):
     experts, top_k, dim, ffn, bias = shape
-    cases.check_experts("cuda", dtype, tokens, experts, top_k, dim, ffn, bias=bias)
+    for early in (False, True):
+        cases.check_experts("cuda", dtype, tokens, experts, top_k, dim, ffn, bias=bias, early=early)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -54,16 +55,19 @@ def test_a_few_tokens_by_other_ways(tokens, dtype):
     cases.check_experts("cuda", dtype, tokens, 16, 4, 256, 192, fixed=True)
 
 
-def test_a_captured_graph_serves_any_routing():
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("tokens", [24, 160, 400])
+def test_a_captured_graph_serves_any_routing(tokens, early):
     draw = cases.Draw(0, "cuda", torch.bfloat16)
-    experts, top_k, dim, ffn, tokens = 32, 4, 256, 128, 24
+    experts, top_k, dim, ffn = 32, 4, 256, 128
     w1, w2 = draw.normal(experts, 2 * ffn, dim, scale=dim**-0.5), draw.normal(experts, dim, ffn, scale=ffn**-0.5)
     x, logits = draw.normal(tokens, dim), draw.normal(tokens, experts, dtype=torch.float32)
     silu = act.gated_form(act.SILU)
 
     def layer():
-        weights, index = moe.route(logits, top_k)
-        return moe.run_experts(x, weights, index, w1, w2, b1=None, b2=None, act=silu, codes={silu: act.SILU})
+        weights, index = moe.route(logits, top_k, early=early)
+        known = {"act": silu, "codes": {silu: act.SILU}, "early": early}
+        return moe.run_experts(x, weights, index, w1, w2, b1=None, b2=None, **known)
 
     layer()
     graph = torch.cuda.CUDAGraph()

@@ -107,11 +107,11 @@ def test_sorting(inline, experts):
     kinds |= dict.fromkeys(("pairs", "chunks", "placers", "most_tiles", "bm"), "i32")
     constants = {
         "EXPERTS": experts, "BLOCK_E": block, "CHUNK": moe._CHUNK, "PIECE": moe._PIECE, "TILES": moe._TILE_ROWS,
-        "INLINE": inline,
+        "INLINE": inline, "EARLY": True,
     }  # fmt: skip
-    compiled(moe._sort_kernel, kinds, constants)
+    compiled(moe._sort_kernel, kinds, constants, early=True)
     kinds = {"index": WHOLE, "counts": WHOLE, "pairs": "i32"}
-    compiled(moe._count_kernel, kinds, {"BLOCK_E": block, "CHUNK": moe._CHUNK})
+    compiled(moe._count_kernel, kinds, {"BLOCK_E": block, "CHUNK": moe._CHUNK, "EARLY": True}, early=True)
 
 
 @pytest.mark.parametrize("score", [0, 1, 2])
@@ -127,7 +127,8 @@ def test_routing(experts, top_k, bias, score):
     }  # fmt: skip
     compiled(moe._route_kernel, kinds, constants, warps=1, early=True)
     kinds = {"y": HALF, "weights": WIDE, "stream": HALF if bias else "none", "out": HALF}
-    compiled(moe._combine_kernel, kinds, {"DIM": 2048, "TOP_K": top_k, "ADD": bias, "BLOCK": 1024})
+    constants = {"DIM": 2048, "TOP_K": top_k, "ADD": bias, "BLOCK": 1024, "EARLY": True}
+    compiled(moe._combine_kernel, kinds, constants, early=True)
 
 
 @pytest.mark.parametrize("each", [1, 16, 64, 1000])
@@ -142,17 +143,21 @@ def test_grouped_products(first, each):
     constants = {
         "N": 768 if first else 2048, "K": 2048 if first else 768, "TOP_K": 8, "ACT": 0, "BIAS": False, "FIRST": first,
         "GATED": first, "DIRECT": False, "PRECISION": "tf32", "BM": config.bm, "BN": config.bn, "BK": config.bk,
-        "GROUP": 8,
+        "GROUP": 8, "EARLY": True,
     }  # fmt: skip
-    found = compiled(moe._experts_kernel, kinds, constants, warps=config.warps, stages=config.stages)
+    found = compiled(moe._experts_kernel, kinds, constants, warps=config.warps, stages=config.stages, early=True)
     assert found.metadata.shared <= 227 * 1024
     assert "wgmma" in found.asm["ptx"] or config.bm < 64
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("first", [True, False])
-def test_grouped_products_of_many_tokens(first, bias):
-    config = moe_many.FIRST if first else moe_many.SECOND
+@pytest.mark.parametrize("each", [1, 16, 64, 200, 1000])
+def test_grouped_products_by_descriptors(each, first, bias):
+    config = moe.tma_configs_of(128 * each, 128)[0 if first else 1]
+    if isinstance(config, moe.MoeTileConfig):
+        assert first and each < 26
+        return
     parts = 2 if first else 1
     kinds = {
         "a": HALF if first else f"tensordesc<bf16[{config.bm},{config.bk}]>",
@@ -162,11 +167,12 @@ def test_grouped_products_of_many_tokens(first, bias):
     }  # fmt: skip
     constants = {
         "EXPERTS": 128, "N": 768 if first else 2048, "K": 2048 if first else 768, "TOP_K": 8, "ACT": 0, "BIAS": bias,
-        "FIRST": first, "BM": config.bm, "BN": config.bn, "BK": config.bk, "GROUP": config.group, "FLAT": config.flat,
+        "FIRST": first, "BM": config.bm, "BN": config.bn, "BK": config.bk, "GROUP": config.group,
+        "FLAT": config.flat and config.resident, "EARLY": True,
     }  # fmt: skip
-    found = compiled(moe_many._many_kernel, kinds, constants, warps=config.warps, stages=config.stages)
+    found = compiled(moe_many._many_kernel, kinds, constants, warps=config.warps, stages=config.stages, early=True)
     assert found.metadata.shared <= 227 * 1024
-    assert "wgmma" in found.asm["ptx"] and "cp.async.bulk.tensor" in found.asm["ptx"]
+    assert ("wgmma" in found.asm["ptx"] or config.bm < 64) and "cp.async.bulk.tensor" in found.asm["ptx"]
 
 
 CODED = {  # as 128 experts of 2048 x 768 have them; mxfp4: 32 of 2880 x 2880

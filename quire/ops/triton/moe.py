@@ -132,7 +132,7 @@ def _route_kernel(
     live = (j < TOP_K)[None, :]
     w = _weights_of(chosen, live, scale, SCORE, RENORM)
     at = token[:, None] * TOP_K + j[None, :]
-    tl.store(weights + at, w, mask=live & (token < tokens)[:, None])
+    tl.store(weights + at, w.to(weights.dtype.element_ty), mask=live & (token < tokens)[:, None])
     tl.store(index + at, experts, mask=live & (token < tokens)[:, None])
 
 
@@ -141,11 +141,11 @@ _SCORES = {"softmax": 0, "sigmoid": 1, "topk_softmax": 2}
 
 def route(
     logits: Tensor, top_k: int, *, score: str = "softmax", renorm: bool = True, scale: float = 1.0,
-    bias: Tensor | None = None, early: bool = False,
+    bias: Tensor | None = None, dtype: torch.dtype = torch.float32, early: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(weights [T, k] float32, experts [T, k] int32). Groups of experts are left to the reference."""
+    """(weights [T, k] of `dtype`, experts [T, k] int32). Groups of experts are left to the reference."""
     tokens, experts = logits.shape
-    weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
+    weights = torch.empty((tokens, top_k), dtype=dtype, device=logits.device)
     index = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
     if not tokens:
         return weights, index
@@ -163,8 +163,11 @@ def route(
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _count_kernel(index, counts, pairs, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr):
+def _count_kernel(index, counts, pairs, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr):
     """grid (chunks,): how many pairs of a chunk go to each expert."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     chosen = tl.load(index + at, mask=at < pairs, other=0).to(tl.int32)
     e = tl.arange(0, BLOCK_E)
@@ -228,10 +231,13 @@ def _order_chunk(
 def _sort_kernel(
     index, counts, order, tile_expert, tile_start, end, pairs, chunks, placers, most_tiles, bm,
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, TILES: tl.constexpr,
-    INLINE: tl.constexpr,
+    INLINE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """grid (sorters + parts of the tile table,): sort PIECE pairs (INLINE) or a chunk of them, or fill a part
     of the table."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     program = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)
     if program < placers:
@@ -258,7 +264,7 @@ def _sort_kernel(
             tl.store(end + EXPERTS, tl.sum(tiles, 0))
 
 
-def sort_pairs(index: Tensor, experts: int, bm: int) -> ExpertTiles:
+def sort_pairs(index: Tensor, experts: int, bm: int, *, early: bool = False) -> ExpertTiles:
     """index [T, k] (contiguous): pairs by expert, in ascending order within one."""
     pairs, device = index.numel(), index.device
     if index.shape[0] == 1:
@@ -272,11 +278,15 @@ def sort_pairs(index: Tensor, experts: int, bm: int) -> ExpertTiles:
         torch.empty(size, dtype=torch.int32, device=device) for size in (pairs, most_tiles, most_tiles, experts + 1)
     )
     counts = index if inline else torch.empty((chunks, block_e), dtype=torch.int32, device=device)
+    launch = {"launch_pdl": True} if early else {}
     if not inline:
-        _count_kernel[(chunks,)](index, counts, pairs, BLOCK_E=block_e, CHUNK=_CHUNK, num_warps=4)
+        _count_kernel[(chunks,)](
+            index, counts, pairs, BLOCK_E=block_e, CHUNK=_CHUNK, EARLY=early, num_warps=4, **launch
+        )
     _sort_kernel[(placers + triton.cdiv(most_tiles, _TILE_ROWS),)](
         index, counts, order, expert, start, end, pairs, chunks, placers, most_tiles, bm, EXPERTS=experts,
-        BLOCK_E=block_e, CHUNK=_CHUNK, PIECE=_PIECE, TILES=_TILE_ROWS, INLINE=inline, num_warps=4,
+        BLOCK_E=block_e, CHUNK=_CHUNK, PIECE=_PIECE, TILES=_TILE_ROWS, INLINE=inline, EARLY=early, num_warps=4,
+        **launch,
     )  # fmt: skip
     return ExpertTiles(order, expert, start, end)
 
@@ -290,10 +300,13 @@ def _experts_kernel(
     limit,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
     FIRST: tl.constexpr, GATED: tl.constexpr, DIRECT: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile of pairs times BN columns. FIRST: rows of `a` are tokens and results are in sorted order; else rows of
     `a` are in sorted order and results go to their pair. GATED: w holds gate rows, then up rows; N counts results."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     columns: tl.constexpr = (N + BN - 1) // BN
     program = tl.program_id(0)
     group, inner = program // (GROUP * columns), program % (GROUP * columns)
@@ -340,7 +353,7 @@ def _experts_kernel(
 
 def product(
     a: Tensor, w: Tensor, bias: Tensor | None, tiles: ExpertTiles, top_k: int, config: MoeTileConfig, *,
-    pairs: int, first: bool, act: tuple[int, float, float] | None = None,
+    pairs: int, first: bool, act: tuple[int, float, float] | None = None, early: bool = False,
 ) -> Tensor:  # fmt: skip
     """One grouped matmul. `act` (code, alpha, limit): w is [E, 2 N, K] and the result [P, N]; else [E, N, K]."""
     gated = act is not None
@@ -353,16 +366,21 @@ def product(
         a, w, bias, out, tiles.order, tiles.expert, tiles.start, tiles.end, pairs, most_tiles, a.stride(0),
         w.stride(0), w.stride(1), alpha, limit, N=n, K=k, TOP_K=top_k, ACT=code, BIAS=bias is not None, FIRST=first,
         GATED=gated, DIRECT=tiles.direct, PRECISION="ieee" if a.dtype is torch.float32 else "tf32",
-        BM=config.bm, BN=config.bn, BK=config.bk, GROUP=8, num_warps=config.warps, num_stages=config.stages,
+        BM=config.bm, BN=config.bn, BK=config.bk, GROUP=8, EARLY=early, num_warps=config.warps,
+        num_stages=config.stages, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _combine_kernel(
-    y, weights, stream, out, DIM: tl.constexpr, TOP_K: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
+    y, weights, stream, out, DIM: tl.constexpr, TOP_K: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """grid (tokens, columns): out[t] = sum of weights[t, j] * y[t * k + j]. ADD: rounded, and added to stream[t]."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < DIM
@@ -377,16 +395,19 @@ def _combine_kernel(
     tl.store(out + token * DIM + column, acc.to(kind), mask=inside)
 
 
-def combine(y: Tensor, weights: Tensor, stream: Tensor | None = None) -> Tensor:
+def combine(y: Tensor, weights: Tensor, stream: Tensor | None = None, *, early: bool = False) -> Tensor:
     """y [T * k, dim], weights [T, k] (and stream [T, dim], contiguous) -> [T, dim]."""
     (tokens, top_k), dim = weights.shape, y.shape[1]
     out = torch.empty((tokens, dim), dtype=y.dtype, device=y.device)
     block = min(1024, triton.next_power_of_2(dim))
     _combine_kernel[(tokens, triton.cdiv(dim, block))](
-        y, weights, stream, out, DIM=dim, TOP_K=top_k, ADD=stream is not None, BLOCK=block,
-        num_warps=max(1, block // 256),
+        y, weights, stream, out, DIM=dim, TOP_K=top_k, ADD=stream is not None, BLOCK=block, EARLY=early,
+        num_warps=max(1, block // 256), **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
+
+
+Config = MoeTileConfig | moe_many.MoeManyConfig
 
 
 def configs_of(
@@ -407,13 +428,28 @@ def configs_of(
     return MoeTileConfig(128, 128, 64, 8, 3), MoeTileConfig(128, 256, 64, 8, 3)
 
 
+def tma_configs_of(pairs: int, experts: int) -> tuple[Config, Config]:
+    """As configs_of, where operands may be read through descriptors. Rows of the first matmul are gathered: with few of
+    them, descriptors gain nothing for its weights either."""
+    each = pairs / experts
+    if each <= 12:
+        return MoeTileConfig(16, 64, 128, 4, 3), moe_many.MoeManyConfig(16, 128, 128, 4, 3, resident=False)
+    if each <= 26:
+        return MoeTileConfig(32, 64, 128, 4, 3), moe_many.MoeManyConfig(32, 128, 128, 4, 3, resident=False)
+    if each <= 64:
+        return moe_many.MoeManyConfig(64, 128, 64, 4, 4, resident=False), moe_many.MoeManyConfig(64, 128, 128, 4, 4)
+    if each <= 300:
+        return moe_many.FIRST._replace(stages=4, resident=False), moe_many.SECOND._replace(stages=4)
+    return moe_many.FIRST, moe_many.SECOND
+
+
 def run_experts(
     x: Tensor, weights: Tensor, index: Tensor, w1: Tensor, w2: Tensor, *, b1: Tensor | None, b2: Tensor | None,
     act: Callable[[Tensor], Tensor], codes: dict[Callable, int], stream: Tensor | None = None,
-    configs: tuple[MoeTileConfig, MoeTileConfig] | None = None, fixed: bool = False, early: bool = False,
+    configs: tuple[Config, Config] | None = None, fixed: bool = False, early: bool = False,
 ) -> Tensor:  # fmt: skip
     """`codes`: the gated activations that can be fused into the first matmul; others run between the two. `fixed`:
-    results do not depend on the number of tokens. `early`: see few.py; only for a few tokens."""
+    results do not depend on the number of tokens. `early`: see few.py."""
     (tokens, top_k), experts, pairs = index.shape, w1.shape[0], index.numel()
     if not tokens:
         return torch.empty_like(x)
@@ -425,17 +461,27 @@ def run_experts(
         if known is None:
             h, early = act(h).contiguous(), False
         return moe_few.down(h, weights, index, w2, b2, stream, early=early)
-    if configs is None and known is not None and moe_many.fits(x, w1, w2, pairs):
-        tiles = sort_pairs(index, experts, moe_many.FIRST.bm)
-        h = moe_many.product(x, w1, b1, tiles[:4], top_k, pairs=pairs, act=known)
-        return combine(moe_many.product(h, w2, b2, tiles[:4], top_k, pairs=pairs, act=None), weights, stream)
-    first, second = configs or configs_of(pairs, experts, x.dtype, fixed=fixed)
-    tiles = sort_pairs(index, experts, first.bm)
-    h = product(x, w1, b1, tiles, top_k, first, pairs=pairs, first=True, act=known)
+    if configs is None:
+        if known is not None and tokens > 1 and moe_many.fits(x, w1, w2):
+            configs = tma_configs_of(pairs, experts)
+        else:
+            configs = configs_of(pairs, experts, x.dtype, fixed=fixed)
+    first, second = configs
+    tiles = sort_pairs(index, experts, first.bm, early=early)
+    h = _matmul(x, w1, b1, tiles, top_k, first, pairs, True, known, early)
     if known is None:
         h = act(h).contiguous()
-    y = product(h, w2, b2, tiles, top_k, second._replace(bm=first.bm), pairs=pairs, first=False)
-    return combine(y, weights, stream)
+    y = _matmul(h, w2, b2, tiles, top_k, second._replace(bm=first.bm), pairs, False, None, early)
+    return combine(y, weights, stream, early=early)
+
+
+def _matmul(
+    a: Tensor, w: Tensor, bias: Tensor | None, tiles: ExpertTiles, top_k: int, config: Config, pairs: int, first: bool,
+    act: tuple[int, float, float] | None, early: bool,
+) -> Tensor:  # fmt: skip
+    if isinstance(config, MoeTileConfig):
+        return product(a, w, bias, tiles, top_k, config, pairs=pairs, first=first, act=act, early=early)
+    return moe_many.product(a, w, bias, tiles[:4], top_k, pairs=pairs, act=act, config=config, early=early)
 
 
 def fused_act(act: Callable, codes: dict[Callable, int]) -> tuple[int, float, float] | None:

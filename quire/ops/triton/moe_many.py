@@ -1,6 +1,6 @@
-"""Grouped matmuls of many tokens on CUDA, whose operands are read by TMA: as `product` in moe.py.
+"""Grouped matmuls on CUDA whose operands are read by TMA: as `product` in moe.py, for weights of 16 bits.
 
-Used if every expert fills tiles and weights have 16 bits. Weights are read as full tiles through a descriptor; so are
+Weights are read as full tiles through a descriptor; so are
 the rows of the second matmul, which are in order, while those of the first are gathered. Programs are persistent and
 take one tile after another, so the next tile's loads overlap this one's epilogue.
 
@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.ops.triton.act import gate_up
@@ -36,7 +37,7 @@ class MoeManyConfig(NamedTuple):
 
 FIRST = MoeManyConfig(128, 128, 64, 8, 3)
 SECOND = MoeManyConfig(128, 256, 64, 8, 3)
-LEAST = 96  # average pairs per expert, from which these kernels are used
+MOST_K = 128  # of a tile; the inner dimension is a multiple of it
 
 
 @triton.jit
@@ -69,10 +70,13 @@ def _many_kernel(
     a, w, bias, out, order, tile_expert, tile_start, end, programs, a_stride, alpha, limit,
     EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, ACT: tl.constexpr,
     BIAS: tl.constexpr, FIRST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, FLAT: tl.constexpr,
+    GROUP: tl.constexpr, FLAT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """grid (programs,). w: a descriptor; a: one too, or with FIRST the tokens themselves. Tiles go down GROUP, then to
     the next column."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     columns: tl.constexpr = (N + BN - 1) // BN
     parts: tl.constexpr = 2 if FIRST else 1
     tiles = tl.load(end + EXPERTS)
@@ -101,11 +105,11 @@ def _many_kernel(
         )  # fmt: skip
 
 
-def fits(x: Tensor, w1: Tensor, w2: Tensor, pairs: int) -> bool:
-    """Whether both matmuls of a layer can use this kernel, and are faster."""
+def fits(x: Tensor, w1: Tensor, w2: Tensor) -> bool:
+    """Whether both matmuls of a layer can use this kernel."""
     return (
-        pairs > LEAST * w1.shape[0] and x.dtype in (torch.bfloat16, torch.float16) and x.is_contiguous()
-        and w1.is_contiguous() and w2.is_contiguous() and w1.shape[2] % FIRST.bk == 0 and w2.shape[2] % SECOND.bk == 0
+        x.dtype in (torch.bfloat16, torch.float16) and x.is_contiguous() and w1.is_contiguous() and w2.is_contiguous()
+        and w1.shape[2] % MOST_K == 0 and w2.shape[2] % MOST_K == 0
         and all(t.data_ptr() % 16 == 0 for t in (x, w1, w2))
     )  # fmt: skip
 
@@ -117,14 +121,13 @@ def _sms(device: torch.device) -> int:
 
 def product(
     a: Tensor, w: Tensor, bias: Tensor | None, tiles: tuple[Tensor, Tensor, Tensor, Tensor], top_k: int,
-    *, pairs: int, act: tuple[int, float, float] | None, config: MoeManyConfig | None = None,
+    *, pairs: int, act: tuple[int, float, float] | None, config: MoeManyConfig, early: bool = False,
 ) -> Tensor:  # fmt: skip
     """As moe.product: with `act` the first matmul (a are tokens), without it the second (a are sorted pairs). `tiles`:
     order, expert and start of each tile, end of each expert and finally the number of tiles."""
     order, expert, start, end = tiles
     code, alpha, limit = act or (0, 0.0, 0.0)
     first = act is not None
-    config = config or (FIRST if first else SECOND)
     experts, rows, k = w.shape
     n = rows // 2 if first else rows
     bm, bn, bk = config.bm, config.bn, config.bk
@@ -137,6 +140,7 @@ def product(
     _many_kernel[(programs,)](
         source, weights, bias, out, order, expert, start, end, programs, a.stride(0), alpha, limit,
         EXPERTS=experts, N=n, K=k, TOP_K=top_k, ACT=code, BIAS=bias is not None, FIRST=first, BM=bm, BN=bn, BK=bk,
-        GROUP=config.group, FLAT=config.flat and config.resident, num_warps=config.warps, num_stages=config.stages,
+        GROUP=config.group, FLAT=config.flat and config.resident, EARLY=early, num_warps=config.warps,
+        num_stages=config.stages, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out

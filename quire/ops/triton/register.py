@@ -94,7 +94,7 @@ def _route(logits: Tensor, top_k: int, *, early: bool = False, **rule: Any) -> t
     rare = rule.get("score") in ("topk_sigmoid", "mixer")
     if rare or rule.get("groups", 1) > 1 or logits.shape[1] > _MOST_EXPERTS:
         return moe_ops.route.reference(logits, top_k, **rule)
-    supported = {name: value for name, value in rule.items() if name in ("score", "renorm", "scale", "bias")}
+    supported = {name: value for name, value in rule.items() if name in ("score", "renorm", "scale", "bias", "dtype")}
     return moe.route(logits, top_k, **supported, early=early)
 
 
