@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
+from quire.ops.act import GATED
 from quire.ops.coded import CodedWeight, chunk_of, is_packed, pack_halves
+from quire.ops.few import NormRule, linear_add, norm_linear
 
 
 class Made(NamedTuple):
@@ -71,6 +75,27 @@ def case(
     weight = weight_of(WEIGHTS[name], device)
     x = normal(rows, weight.width, seed=rows, dtype=dtype, device=device)
     return x, weight, normal(weight.rows, seed=1, dtype=dtype, device=device) if bias else None
+
+
+def check_few(name: str, rows: int, device: str, dtype: torch.dtype, *, early: bool = False) -> None:
+    """Codes in the matmuls of ops/few.py: with a norm before and an activation or an addition after them."""
+    from quire.ops.triton import act, few  # these cases are read without Triton too
+
+    weight = weight_of(WEIGHTS[name], device)
+    x, gains = (normal(n, weight.width, seed=n, dtype=dtype, device=device) for n in (rows, 1))
+    bias, stream = (normal(n, weight.rows, seed=n, dtype=dtype, device=device) for n in (1, rows))
+    bias, rule = bias[0], NormRule(gains[0], 1e-6, 0.0, False)
+    silu, plain = act.gated_form(act.SILU), GATED["silu"].reference
+    known = {"codes": {silu: act.SILU}, "early": early}
+    for right in (weight, *wrong_ones(weight)):
+        is_right = right is weight
+        with nullcontext() if is_right else pytest.raises(AssertionError):
+            check(few.norm_linear(x, rule, right, bias, **known), norm_linear(x, rule, weight, bias), 1e-2)
+        with nullcontext() if is_right else pytest.raises(AssertionError):
+            check(few.linear_add(x, right, None, stream, early=early), linear_add(x, weight, None, stream), 1e-2)
+        with nullcontext() if is_right else pytest.raises(AssertionError):
+            found = few.norm_linear(x, rule, right, None, silu, **known)
+            check(found, norm_linear(x, rule, weight, None, plain), 1e-2)
 
 
 def check(found: Tensor, wanted: Tensor, error: float = 4e-3) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.layers.adapters import LinearAdapters
 from quire.layers.stored import MatrixLayer
+from quire.ops.coded import CodedWeight
 from quire.quant.scheme import MatrixShape, Slot, Storage
 from quire.quant.shard import Span
 
@@ -55,6 +56,16 @@ class Linear(MatrixLayer):
     def is_plain(self) -> bool:
         """Whether ops may read `weight` and `bias` as they are, and what they compute is the whole result."""
         return self.stored.is_plain and self._reduce is None
+
+    @property
+    def may_be_few(self) -> bool:
+        """Whether `read_few` may give something, as far as is known before weights are loaded."""
+        return (self.stored.is_plain or self.stored.may_be_few) and self._reduce is None
+
+    def read_few(self) -> tuple[Tensor | CodedWeight, Tensor | None] | None:
+        """As `read_plain`, for ops of ops/few.py, which take some codes too; None: not this matrix."""
+        matrix = self.stored.few_form() if self._reduce is None else None
+        return None if matrix is None else (matrix, self.stored.bias)
 
     def read_plain(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias for an op that computes more than the matmul: only where it `is_plain`, and only in steps

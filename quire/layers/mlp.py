@@ -30,15 +30,22 @@ class Mlp(nn.Module):
         self._act = (gated_on if gated else plain_on)(act, storage.kernels)
         self._norm_linear, self._linear_add = storage.of(norm_linear), storage.of(linear_add)
         self._linear_act, self._linear_parts = storage.of(linear_act), storage.of(linear_parts)
-        self.joins = self.up.is_plain and self.down.is_plain  # whether `join` can be called
+        self.joins = self.up.may_be_few and self.down.may_be_few  # whether `join` can be called
+        self.is_plain = self.up.is_plain and self.down.is_plain  # whether `in_parts` can be called
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self._act(self.up(x)))
 
     def join(self, x: Tensor, norm: NormRule) -> Tensor:
-        """x + mlp(norm(x)), for a few rows: see ops/few.py."""
-        h = self._norm_linear(x, norm, *self.up.read_plain(), self._act)
-        return self._linear_add(h, *self.down.read_plain(), x)
+        """x + mlp(norm(x)), for a few rows: see ops/few.py. Only where `is_few`."""
+        up, down = self.up.read_few(), self.down.read_few()
+        assert up is not None and down is not None
+        return self._linear_add(self._norm_linear(x, norm, *up, self._act), *down, x)
+
+    @property
+    def is_few(self) -> bool:
+        """Whether the matrices as loaded are such that `join` can be called."""
+        return self.joins and self.up.read_few() is not None and self.down.read_few() is not None
 
     def in_parts(self, x: Tensor) -> Tensor | PartialSums:
         """mlp(x), to be added up by the next norm: see ops/few.py."""

@@ -112,6 +112,7 @@ class Moe(nn.Module):
         self._norm_router = storage.of(norm_router)
         alone = self.shared is None and not kind.latent and not kind.weigh_input and not self.experts.is_summed
         self.joins = self.router.is_plain and alone  # whether `join` can be called
+        self.is_plain = self.is_few = self.joins  # as of an Mlp; experts may be codes
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(weights [T, k], experts [T, k])."""

@@ -8,6 +8,7 @@ compiled call. Must not know: which model it is, or what stands around its layer
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
 from torch import Tensor, nn
 
@@ -66,7 +67,7 @@ class DecoderBlock(nn.Module):
         self.whole = Whole.of(self, arch)
 
     def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
-        if self.few is not None and not batch.through_linears:
+        if self.few is not None and not batch.through_linears and self.few.is_open:
             if delta is None and x.shape[0] <= self.few.rows:
                 return self.few(x, batch, rotary), None
             if self.in_parts is not None and x.shape[0] <= self.in_parts.rows:
@@ -92,21 +93,29 @@ class Few:
 
     @classmethod
     def of(cls, block: DecoderBlock, arch: Arch, storage: Storage) -> Few | None:
-        """None if the block is not stream + attention(norm(stream)), then the same with the mlp, with plain weights;
-        or if the device has no faster path."""
+        """None if the block is not stream + attention(norm(stream)), then the same with the mlp, with weights that may
+        turn out to be such as these ops read; or if the device has no faster path."""
         attn, mlp, norms = block.attn, block.mlp, (block.before_attn, block.before_mlp)
         if arch.order != "pre" or block.scale != 1.0 or not isinstance(attn, Attention) or not mlp.joins:
             return None
         rules = tuple(norm.rule() for norm in norms if isinstance(norm, Norm))
-        if len(rules) != 2 or rules[0] is None or rules[1] is None or not (attn.qkv.is_plain and attn.o.is_plain):
+        may_be_few = attn.qkv.may_be_few and attn.o.may_be_few
+        if len(rules) != 2 or rules[0] is None or rules[1] is None or not may_be_few:
             return None
         few = cls(attn, mlp, (rules[0], rules[1]), storage)
         return few if few.rows else None
 
+    @cached_property
+    def is_open(self) -> bool:
+        """Whether all matrices are such as these ops read: known when the first step runs. Weights that replace them
+        later are stored in the same form."""
+        return self.attn.qkv.read_few() is not None and self.attn.o.read_few() is not None and self.mlp.is_few
+
     def __call__(self, x: Tensor, batch: Batch, rotary: RotaryTables | None) -> Tensor:
-        attn = self.attn
-        qkv = self._norm_linear(x, self.norms[0], *attn.qkv.read_plain())
-        x = self._linear_add(attn.attend(qkv, batch, rotary), *attn.o.read_plain(), x)
+        attn, qkv, o = self.attn, self.attn.qkv.read_few(), self.attn.o.read_few()
+        assert qkv is not None and o is not None
+        heads = self._norm_linear(x, self.norms[0], *qkv)
+        x = self._linear_add(attn.attend(heads, batch, rotary), *o, x)
         return self.mlp.join(x, self.norms[1])
 
 
@@ -123,6 +132,8 @@ class InParts:
         """For blocks that have a path for a few rows; None if the device has no faster path."""
         attn, mlp, norms = block.attn, block.mlp, (block.before_attn, block.before_mlp)
         assert isinstance(attn, Attention) and isinstance(norms[0], Norm) and isinstance(norms[1], Norm)
+        if not (attn.qkv.is_plain and attn.o.is_plain and mlp.is_plain):
+            return None
         parts = cls(attn, mlp, (norms[0], norms[1]), storage)
         return parts if parts.rows else None
 

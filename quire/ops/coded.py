@@ -55,6 +55,11 @@ def is_packed(kind: str) -> bool:
     return kind in ("int4", "fp4")
 
 
+def is_simple(weight: CodedWeight) -> bool:
+    """Small floats in rows with one scale each: a row of results times that scale is all that decoding adds."""
+    return weight.kind == "fp8" and weight.group == weight.width and weight.zero is None
+
+
 def chunk_of(width: int, group: int) -> int:
     """Columns of a chunk of 4-bit codes, at most 128: of one group, or two of 16. 0: these codes fit none."""
     for chunk in (128, 64, 32):

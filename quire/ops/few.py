@@ -3,7 +3,8 @@
 Each op is a sequence of plain ops with the same results. A device that has a form of `few_rows` or of
 `part_rows` says up to how many rows its forms are faster; if that is 0, layers call the plain ops.
 
-    few_rows     norm_linear, linear_add, norm_router: everything around a matmul is fused into it
+    few_rows     norm_linear, linear_add, norm_router: everything around a matmul is fused into it; the matrix of the
+                 first two may be codes with one scale for each row (`is_simple` of ops/coded.py)
     part_rows    linear_parts, linear_act: a matmul is split along K, and the consumer adds up the `PartialSums`
 """
 
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.ops.coded import CodedWeight, coded_linear
 from quire.ops.linear import linear
 from quire.ops.norm import rms_norm, rms_norm_wide
 from quire.ops.op import op
@@ -40,19 +42,19 @@ def few_rows(width: int, dtype: torch.dtype) -> int:
 def norm_linear(
     x: Tensor,  # [M, K]
     norm: NormRule,
-    weight: Tensor,
+    weight: Tensor | CodedWeight,
     bias: Tensor | None,
     act: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """act(norm(x) weight' + bias)."""
-    y = linear.reference(_normed(x, norm), weight, bias)
+    y = _linear(_normed(x, norm), weight, bias)
     return y if act is None else act(y)
 
 
 @op
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, stream: Tensor) -> Tensor:
+def linear_add(x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, stream: Tensor) -> Tensor:
     """stream + (x weight' + bias)."""
-    return stream + linear.reference(x, weight, bias)
+    return stream + _linear(x, weight, bias)
 
 
 @op
@@ -80,6 +82,12 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> PartialSums:
 def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: Callable[[Tensor], Tensor]) -> Tensor:
     """act(x weight' + bias)."""
     return act(linear.reference(x, weight, bias))
+
+
+def _linear(x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None) -> Tensor:
+    if isinstance(weight, Tensor):
+        return linear.reference(x, weight, bias)
+    return coded_linear.reference(x, weight, bias)
 
 
 def _normed(x: Tensor, norm: NormRule) -> Tensor:

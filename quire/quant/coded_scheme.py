@@ -14,7 +14,7 @@ from threading import Lock
 import torch
 from torch import Tensor, nn
 
-from quire.ops.coded import CodedWeight, coded_linear, decode_weight
+from quire.ops.coded import CodedWeight, coded_linear, decode_weight, is_simple
 from quire.ops.linear import linear
 from quire.ops.op import Kernels
 from quire.quant.arena import Arena
@@ -69,6 +69,7 @@ class CodedScheme:
 
 class CodedParts(StoredMatrix):
     name = "coded"
+    may_be_few = True
 
     def __init__(self, shape: MatrixShape, scheme: CodedScheme) -> None:
         self.shape, self._scheme, self._lock = shape, scheme, Lock()
@@ -146,6 +147,13 @@ class CodedParts(StoredMatrix):
 
     def coded(self) -> list[CodedWeight]:
         return [part for part in self.parts.values() if isinstance(part, CodedWeight)]
+
+    def few_form(self) -> Tensor | CodedWeight | None:
+        """One matrix whose rows have a scale each."""
+        if len(self.parts) != 1:
+            return None
+        (part,) = self.parts.values()
+        return part if isinstance(part, Tensor) or is_simple(part) else None
 
     def multiply(self, x: Tensor) -> Tensor:
         return self.multiply_with(x, self.bias)

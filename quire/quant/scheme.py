@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.ops.coded import CodedWeight
 from quire.ops.linear import linear
 from quire.ops.op import Kernels, Op, P, R
 from quire.ops.packed import Matrix
@@ -90,6 +91,7 @@ class StoredMatrix(ABC):
 
     name: str  # of the scheme
     is_plain = False  # whether `numbers` are always there, for ops that read them
+    may_be_few = False  # whether `few_form` may give something that is not plain, once the matrix is loaded
     shape: MatrixShape
     bias: nn.Parameter | None  # [rows]
     numbers: nn.Parameter | None = None  # [rows, width], one row after another; None: they lie in another form
@@ -135,6 +137,10 @@ class StoredMatrix(ABC):
     def take(self, index: Tensor) -> Tensor:
         """Rows of the matrix, as an embedding reads them: [*index, width]."""
         ...
+
+    def few_form(self) -> Tensor | CodedWeight | None:
+        """What matmuls of a few rows read that are fused with the ops around them (ops/few.py); None: they cannot."""
+        return self.numbers if self.is_plain else None
 
     def whole(self) -> Matrix | Tensor:
         """All parts as kernels of experts and of blocks take them: packed, or plain rows."""

@@ -70,6 +70,14 @@ def test_every_small_float_is_exact(dtype: torch.dtype) -> None:
     assert torch.equal(found.float(), codes.float().t()[:64])
 
 
+@pytest.mark.parametrize("name", ["fp8-rows", "fp8-odd"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_few_rows_with_the_ops_around_them(dtype: torch.dtype, name: str) -> None:
+    for rows in (1, 2):
+        for early in (False, True):
+            cases.check_few(name, rows, "cuda", dtype, early=early)
+
+
 @pytest.mark.parametrize("group", [128, 4096])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 def test_inputs_rounded_to_8_bits(dtype: torch.dtype, group: int) -> None:

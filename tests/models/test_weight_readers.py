@@ -28,10 +28,12 @@ from tests.tiny_models import tiny_config
 PACKAGE = Path(__file__).parents[2] / "quire"
 ROOMS = ("attention", "layers", "loader", "models", "sampling", "worker")
 # Attributes by which the numbers of a matrix are reached, and who may name them, function by function.
-NAMES = frozenset({"stored", "numbers", "read_plain", "packed", "weight"})
+NAMES = frozenset({"stored", "numbers", "read_plain", "read_few", "few_form", "packed", "weight"})
 MULTIPLIES = {  # through the stored matrix, which is all that an adapter or a hook must see
     "layers/adapters.py": {"ExpertAdapters.__init__", "ExpertAdapters.multiply"},
-    "layers/linear.py": {"Linear.__init__", "Linear.is_plain", "Linear._slots", "Linear.extra_repr"},
+    "layers/linear.py": {
+        "Linear.__init__", "Linear.is_plain", "Linear.may_be_few", "Linear._slots", "Linear.extra_repr",
+    },
     "layers/embed.py": {
         "Embedding.forward", "Embedding._own", "Embedding.slots", "Head.__init__", "Head.finish", "Head.forward",
         "Head.slots",
@@ -44,11 +46,11 @@ MULTIPLIES = {  # through the stored matrix, which is all that an adapter or a h
     },
 }  # fmt: skip
 READS = {  # numbers for an op that does more: only in steps without a veto
-    "layers/linear.py": {"Linear.read_plain"},
-    "layers/mlp.py": {"Mlp.join", "Mlp.in_parts"},
+    "layers/linear.py": {"Linear.read_plain", "Linear.read_few"},
+    "layers/mlp.py": {"Mlp.join", "Mlp.is_few", "Mlp.in_parts"},
     "layers/moe.py": {"Moe.join"},
     "layers/mla.py": {"LatentAttention._carry"},
-    "models/blocks.py": {"Few.__call__", "InParts.__call__", "_weights"},
+    "models/blocks.py": {"Few.__call__", "Few.is_open", "InParts.__call__", "_weights"},
 }
 OTHERS = {  # have a `weight` that is no matrix, or one that no adapter changes, or decode the numbers of a file
     "layers/attention.py": {"Attention.prep"},

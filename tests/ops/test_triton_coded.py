@@ -73,6 +73,12 @@ def test_every_tensor_of_a_weight_counts(name):
                 cases.check(coded.multiply(x, wrong, None, tile, asm=False), right)
 
 
+@pytest.mark.parametrize("name", ["fp8-rows", "fp8-odd"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_few_rows_with_the_ops_around_them(rows, name):
+    cases.check_few(name, rows, "cpu", torch.float16)
+
+
 def test_more_rows_are_the_same_bits_in_batch_invariant_mode():
     for name in ("fp8-rows", "int4-128"):
         x, weight, _ = cases.case(name, 70, "cpu", torch.float16)

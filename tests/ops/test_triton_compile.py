@@ -61,18 +61,20 @@ def compiled(kernel, kinds, constants, *, warps=4, stages=3, unaligned=(), early
 @pytest.mark.parametrize(
     "shape", [(1, 4096, 1024, False), (1, 3072, 1024, True), (2, 1024, 3072, False), (1, 100, 2880, True)]
 )
-def test_few(shape, norm_kind, early):
+@pytest.mark.parametrize("coded", [False, True])
+def test_few(coded, shape, norm_kind, early):
     rows, n, k, gated = shape
-    bn, bk, warps = few.config_of(rows, n, k, gated=gated)
+    bn, bk, warps = few.config_of(rows, n, k, gated=gated, coded=coded)
     kinds = {
-        "x": HALF, "norm_weight": HALF if norm_kind else "none", "w": HALF, "bias": "none", "out": HALF,
+        "x": HALF, "norm_weight": HALF if norm_kind else "none", "w": "*fp8e4nv" if coded else HALF,
+        "w_scale": WIDE if coded else "none", "bias": "none", "out": HALF,
         "stream": "none" if gated else HALF, "normed": "none" if gated else HALF, "x_stride": "i32",
         "w_stride": "i32", "eps": "fp32", "offset": "fp32", "alpha": "fp32", "limit": "fp32",
     }  # fmt: skip
     constants = {
         "M": rows, "N": n, "K": k, "BM": rows, "BN": bn, "BK": bk, "WHOLE": triton.next_power_of_2(k),
         "NORM": norm_kind, "GATED": gated, "ACT": 0, "BIAS": False, "ADD": not gated, "KEEP": not gated,
-        "ROUND": True, "EARLY": early,
+        "ROUND": True, "CODED": coded, "EARLY": early,
     }  # fmt: skip
     text = compiled(few._few_kernel, kinds, constants, warps=warps, early=early).asm["ptx"]
     assert ("griddepcontrol.wait" in text) == early

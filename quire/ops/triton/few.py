@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.ops.coded import CodedWeight
 from quire.ops.few import NormRule
 from quire.ops.triton.act import gate_up
 
@@ -158,13 +159,14 @@ def _several(
 
 @triton.jit
 def _few_kernel(
-    x, norm_weight, w, bias, stream, out, normed, x_stride, w_stride, eps, offset, alpha, limit,
+    x, norm_weight, w, w_scale, bias, stream, out, normed, x_stride, w_stride, eps, offset, alpha, limit,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     WHOLE: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
-    ADD: tl.constexpr, KEEP: tl.constexpr, ROUND: tl.constexpr, EARLY: tl.constexpr,
+    ADD: tl.constexpr, KEEP: tl.constexpr, ROUND: tl.constexpr, CODED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """grid (columns,). out [M, N] = f(norm(x) w' + bias) or stream + .. ; GATED: w holds gate rows, then up rows.
-    KEEP: norm(x) is stored too. ROUND: results are rounded to the dtype of x, whatever dtype they are stored in."""
+    CODED: w are codes, and each of its rows is times its number in w_scale. KEEP: norm(x) is stored too. ROUND: results
+    are rounded to the dtype of x, whatever dtype they are stored in."""
     n, k, m = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, BM)
     if EARLY:
         gdc_launch_dependents()
@@ -181,6 +183,10 @@ def _few_kernel(
             x, norm_weight, w, normed, a, b, n, k, m, x_stride, w_stride, eps, offset, M, N, K, BM, BN, BK, WHOLE,
             NORM, GATED, KEEP,
         )  # fmt: skip
+    if CODED:
+        acc *= tl.load(w_scale + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            acc_up *= tl.load(w_scale + N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if BIAS:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
         if GATED:
@@ -209,7 +215,7 @@ def _finish(
 
 def few_linear(
     x: Tensor,  # [M, K], rows may be apart
-    w: Tensor,  # [N, K], or [2 N, K] with act
+    w: Tensor | CodedWeight,  # [N, K], or [2 N, K] with act
     bias: Tensor | None = None,
     *,
     norm: NormRule | None = None,
@@ -221,21 +227,22 @@ def few_linear(
     config: FewRowsConfig | None = None,
     early: bool = False,
 ) -> Tensor:
+    w, scale = (w.codes, w.scale) if isinstance(w, CodedWeight) else (w, None)
     rows, k = x.shape
     n = w.shape[0] // 2 if act is not None else w.shape[0]
     if out is None:
         out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
-    bn, bk, warps = config or config_of(rows, n, k, gated=act is not None)
+    bn, bk, warps = config or config_of(rows, n, k, gated=act is not None, coded=scale is not None)
     code, alpha, limit = act or (0, 0.0, 0.0)
     rule = norm or NormRule(None, 0.0, 0.0, False)
     kind = 0 if norm is None else 2 if rule.wide or rule.offset else 1
     early = early and n <= _TALL
     launch = {"launch_pdl": True} if early else {}
     _few_kernel[(triton.cdiv(n, bn),)](
-        x, rule.weight, w, bias, stream, out, normed, x.stride(0), w.stride(0), rule.eps, rule.offset, alpha, limit,
-        M=rows, N=n, K=k, BM=triton.next_power_of_2(rows), BN=bn, BK=bk, WHOLE=triton.next_power_of_2(k), NORM=kind,
-        GATED=act is not None, ACT=code, BIAS=bias is not None, ADD=stream is not None, KEEP=normed is not None,
-        ROUND=rounded, EARLY=early, num_warps=warps, **launch,
+        x, rule.weight, w, scale, bias, stream, out, normed, x.stride(0), w.stride(0), rule.eps, rule.offset, alpha,
+        limit, M=rows, N=n, K=k, BM=triton.next_power_of_2(rows), BN=bn, BK=bk, WHOLE=triton.next_power_of_2(k),
+        NORM=kind, GATED=act is not None, ACT=code, BIAS=bias is not None, ADD=stream is not None,
+        KEEP=normed is not None, ROUND=rounded, CODED=scale is not None, EARLY=early, num_warps=warps, **launch,
     )  # fmt: skip
     return out
 
@@ -259,9 +266,12 @@ def few_rows(width: int, dtype: torch.dtype) -> int:
     return next(rows for most, rows in _FEW_ROWS if width <= most)
 
 
-def config_of(rows: int, n: int, k: int, *, gated: bool) -> FewRowsConfig:
+def config_of(rows: int, n: int, k: int, *, gated: bool, coded: bool = False) -> FewRowsConfig:
     """As measured on an H200 (benchmarks/gpu/sweep.py few)."""
     bk = triton.next_power_of_2(k)
+    if coded:  # as many bytes of a tile as below, in twice as many entries; not measured
+        plain = config_of(rows, n, k, gated=gated)
+        return plain._replace(bk=min(2 * plain.bk, bk))
     if gated and k <= 1024:
         return FewRowsConfig(2, min(512, bk), 2) if rows == 1 else FewRowsConfig(8, bk, 4)
     if gated:
@@ -277,8 +287,8 @@ def config_of(rows: int, n: int, k: int, *, gated: bool) -> FewRowsConfig:
 
 
 def norm_linear(
-    x: Tensor, norm: NormRule, weight: Tensor, bias: Tensor | None, act: Callable[[Tensor], Tensor] | None = None, *,
-    codes: Mapping[Callable, int], early: bool = False,
+    x: Tensor, norm: NormRule, weight: Tensor | CodedWeight, bias: Tensor | None,
+    act: Callable[[Tensor], Tensor] | None = None, *, codes: Mapping[Callable, int], early: bool = False,
 ) -> Tensor:  # fmt: skip
     """`codes`: the gated activations that can be fused; others run after it."""
     code = None if act is None else codes.get(act)
@@ -286,7 +296,9 @@ def norm_linear(
     return y if act is None or code is not None else act(y)
 
 
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, stream: Tensor, *, early: bool = False) -> Tensor:
+def linear_add(
+    x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, stream: Tensor, *, early: bool = False
+) -> Tensor:
     return few_linear(x, weight, bias, stream=stream.contiguous(), early=early)
 
 
