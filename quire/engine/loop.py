@@ -71,6 +71,7 @@ class EngineLoop:
         self._flying: deque[tuple[StepPlan, PendingResult]] = deque()
         self._times_steps = scheduler.settings.latency_goal > 0  # nobody else needs it but `run`
         self._began = 0.0  # when the device began the oldest step under way, as far as is known
+        self._step_times = StepTimes()
         self._leads = Lead(), Lead()  # of decodes, and of steps with prompts
         self._live: set[str] = set()  # requests whose end has not been reported
         self._deferred: dict[str, EngineRequest] = {}  # came in while paused
@@ -218,6 +219,7 @@ class EngineLoop:
             result = pending.result()
             began = now()
             if self._times_steps:
+                self._step_times.learn(plan.total_tokens, began - self._began)
                 self.scheduler.pace.learn(plan.total_tokens, began - self._began)
             self._began = began
             if self.charge is not None:
@@ -366,7 +368,7 @@ class EngineLoop:
         while self._flying:
             tokens = self._flying[0][0].total_tokens
             lead = self._leads[self.scheduler.num_waiting > 0]
-            left = self._began + self.scheduler.pace.expect(tokens) - lead.seconds() - now()
+            left = self._began + self._step_times.expect(tokens) - lead.seconds() - now()
             if left <= 0:
                 break
             try:
@@ -388,6 +390,27 @@ class EngineLoop:
         elif isinstance(message, ControlCall) and (reply := self.call(message)) is not None:
             emit(reply)
         return True
+
+
+class StepTimes:
+    """When the device will want its next step: how long one of some size takes, by those that ran lately."""
+
+    KEPT = 8  # steps of one size
+    CLASS = 64  # tokens: numbers that round up to the same multiple are one size; smaller ones are by themselves
+
+    def __init__(self) -> None:
+        self._recent: dict[int, deque[float]] = {}
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        self._recent.setdefault(self._size(tokens), deque(maxlen=self.KEPT)).append(seconds)
+
+    def expect(self, tokens: int) -> float:
+        """Seconds that such a step takes at least, as far as is known; 0: it never ran."""
+        recent = self._recent.get(self._size(tokens))
+        return min(recent) if recent else 0.0
+
+    def _size(self, tokens: int) -> int:
+        return tokens if tokens < self.CLASS else -(-tokens // self.CLASS) * self.CLASS
 
 
 class Lead:

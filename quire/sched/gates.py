@@ -11,7 +11,6 @@ import enum
 from collections import Counter
 from typing import NamedTuple
 
-from quire.sched.pace import StepTimeEstimator
 from quire.sched.request import Request
 from quire.sched.settings import SchedulerSettings
 from quire.sched.shares import LOOKED_AT, Shares
@@ -173,10 +172,31 @@ class TokenBudget(Gate):
         self.left -= number
 
 
+class TokenPace:
+    """How long a token takes in steps that are long enough to tell, learned from those that were committed."""
+
+    LEAST = 256  # tokens of a step from which on a GPU's time grows with them: fewer wait for the weights
+    SHARE = 0.125  # of a new step in the average
+
+    def __init__(self, least: int = LEAST) -> None:
+        """`least`: tokens of a step from which on its time tells how long a token takes."""
+        self._least = least
+        self._seconds = 0.0  # per token
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        if tokens >= self._least:
+            each = seconds / tokens
+            self._seconds = each if not self._seconds else self._seconds + self.SHARE * (each - self._seconds)
+
+    def tokens_within(self, seconds: float) -> int | None:
+        """How many tokens a step of so many seconds computes; None: no step was long enough to tell."""
+        return int(seconds / self._seconds) if self._seconds else None
+
+
 class LatencyGoal(Gate):
     """inter_token_latency_goal_ms: tokens of a step in which some requests decode, so that these do not wait long.
 
-    The number follows the time that steps take (pace.py). Prompts are cut to what decodes leave of it, half of it at
+    The number follows the time that steps take (TokenPace). Prompts are cut to what decodes leave of it, half of it at
     least. While nobody decodes it does not bind, nor, where larger steps pay, while so much waits that prompts would be
     late themselves. A prompt may be asked about before the decodes are, since it may be older: requests that run and
     were not left with a partial prompt by the step before are taken for decodes from the start.
@@ -189,7 +209,7 @@ class LatencyGoal(Gate):
     SLIVER = 4  # a prompt is not begun with less than this part of a step, as its inverse
     UNKNOWN = 4  # times the least, where the goal always binds and no step was long enough to tell
 
-    def __init__(self, goal: float, least: int, deep: int, pace: StepTimeEstimator) -> None:
+    def __init__(self, goal: float, least: int, deep: int, pace: TokenPace) -> None:
         """`goal` in seconds; `least`: tokens that a step holds whatever it is; `deep`: waiting tokens, in what a step
         may hold, from which on the queue comes first, 0: never."""
         self.goal, self.least, self.deep, self.pace = goal, least, deep, pace
@@ -414,7 +434,7 @@ class NoSlivers(Gate):
             self.prompts += count
 
 
-def make_gates(settings: SchedulerSettings, pace: StepTimeEstimator, shares: Shares, holds: Holds) -> list[Gate]:
+def make_gates(settings: SchedulerSettings, pace: TokenPace, shares: Shares, holds: Holds) -> list[Gate]:
     """In the order they are asked: those that judge the final count come last."""
     gates: list[Gate] = [holds, Sequences(settings.max_num_seqs), TenantRows(shares)]
     if settings.overlap is not None and settings.overlap < settings.depth:

@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.sched.adapter_slots import AdapterSlots
-from quire.sched.gates import CLOSED, SKIP, Holds, SchedulerLoad, make_gates
+from quire.sched.gates import CLOSED, SKIP, Holds, SchedulerLoad, TokenPace, make_gates
 from quire.sched.kv_cache import Hit, KVCache, Tables
-from quire.sched.pace import StepTimeEstimator
 from quire.sched.request import Request, Running
 from quire.sched.settings import SchedulerSettings
 from quire.sched.shares import MOST_GIVEN_UP, Shares
@@ -48,7 +47,7 @@ class Planner:
         kv: KVCache,
         tally: SchedulerCounts,
         clock: Callable[[], float],
-        pace: StepTimeEstimator,
+        pace: TokenPace,
     ) -> None:
         self.kv, self.tally, self.clock = kv, tally, clock
         self.holds = Holds()

@@ -21,9 +21,8 @@ from quire.base.clock import now as monotonic
 from quire.sched import audit
 from quire.sched.adapter import LoadedAdapter
 from quire.sched.events import Event
-from quire.sched.gates import Hold
+from quire.sched.gates import Hold, TokenPace
 from quire.sched.kv_cache import KVCache
-from quire.sched.pace import LEAST, StepTimeEstimator
 from quire.sched.planner import Planner
 from quire.sched.request import POLICIES, Ending, Request, append, ends
 from quire.sched.settings import SchedulerSettings
@@ -70,7 +69,7 @@ class Scheduler:
             raise ConfigError(
                 f"num_drafts={config.num_drafts}: a recurrent state cannot be taken back to before drafts"
             )
-        self.tally, self.pace = SchedulerCounts(), StepTimeEstimator(min(LEAST, config.latency_tokens))
+        self.tally, self.pace = SchedulerCounts(), TokenPace(min(TokenPace.LEAST, config.latency_tokens))
         self.clock = clock
         self.planner = Planner(config, self.kv, self.tally, clock, self.pace)
         self.limits_overlap = config.overlap is not None and config.overlap < config.depth

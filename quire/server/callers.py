@@ -72,6 +72,11 @@ class Tenants:
     def __init__(self, by: str, secret: bytes) -> None:
         self._by, self._secret = by, secret
 
+    @classmethod
+    def of(cls, by: str, keys: Sequence[str], secret: bytes) -> Tenants | None:
+        """None where all requests are of one tenant, EVERYBODY. `by`: the option fair_scheduling."""
+        return cls(by, secret) if by == "address" or (by == "key" and keys) else None
+
     def tenant(self, scope: Scope) -> int:
         if self._by == "key":
             return caller_of(scope) - NOBODY  # requests without a key are one tenant

@@ -1,6 +1,7 @@
-"""What every request passes before a route sees it: request id, CORS, keys, body size.
+"""What every request passes before a route sees it: measuring, load header, request id, CORS, keys, body size.
 
 Plain ASGI classes, outermost first in `install`; a user's own middleware (--middleware) comes last, next to the routes.
+The layers that measure are outside of all these (metrics_route.py, which knows the routes, puts them there).
 Refusals have the form of server/errors.py. Must not know: routes, dialects, the engine.
 """
 
@@ -10,9 +11,11 @@ import asyncio
 import contextlib
 import hmac
 import inspect
+import json
 import logging
 import re
 import uuid
+from collections.abc import Iterable
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +23,12 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.base.clock import now
 from quire.base.registry import load
+from quire.observe.declared import METHODS, OTHER_HANDLER, STATUSES, http_table
+from quire.observe.prometheus import MetricSource
+from quire.observe.reader import Gauge, Metric
+from quire.observe.sheet import Sheet
 from quire.schema.errors import ConfigError, TooLargeError
 from quire.server.callers import digests, note_key
 from quire.server.errors import refusal, refusal_of
@@ -37,6 +45,10 @@ _METRICS = frozenset(("/metrics", "/metrics/"))
 # With api_key_scope v1: what vLLM guards, and the pooling routes under other names, which run the model all the same.
 _GUARDED_ALWAYS = ("/v1", "/v2", "/inference", "/pooling", "/classify", "/score", "/rerank")
 _DRAIN_BYTES, _DRAIN_SECONDS = 4 << 20, 2.0
+_METHODS = frozenset(METHODS)
+_CLIENT_GONE = 499  # nobody was there to answer
+_LOAD_FORM, _LOAD = b"endpoint-load-metrics-format", b"endpoint-load-metrics"
+_LOAD_NAMES = {"vllm:kv_cache_usage_perc": "kv_cache_usage_perc", "vllm:num_requests_waiting": "num_requests_waiting"}
 
 
 def install(app: FastAPI, state: ServerState, *, open_paths: frozenset[str] = frozenset()) -> None:
@@ -253,3 +265,145 @@ def _users_own(path: str) -> Middleware:
     raise ConfigError(
         f"middleware {path!r} is a {type(loaded).__name__}; it must be a class or an async function", param="middleware"
     )
+
+
+# ---- measuring every answer -----------------------------------------------------------------------------------------
+
+
+class HttpMetrics:
+    """Requests, sizes and times of the HTTP side, by route, method and class of status. Label sets are closed: a path
+    that is no route counts as handler "none", a method outside the table as "other"."""
+
+    def __init__(self, handlers: Iterable[str], *, folder: str | None = None) -> None:
+        """`handlers` are the routes as they are written, such as /v1/models/{name}."""
+        self._handlers = tuple(sorted(set(handlers) - {OTHER_HANDLER}))
+        self.sheet = Sheet(http_table(self._handlers), kind="http", folder=folder)
+        self._known = frozenset(self._handlers)
+
+    def answered(
+        self, handler: str | None, method: str, status: int, seconds: float, *, received: int, sent: int
+    ) -> None:
+        """`received` and `sent` are bytes of the bodies."""
+        name = handler if handler in self._known and handler is not None else OTHER_HANDLER
+        verb = method if method in _METHODS else "other"
+        sheet = self.sheet
+        sheet.add("http_requests", 1, name, verb, STATUSES[min(max(status // 100, 1), 5) - 1])
+        sheet.observe("http_request_size_bytes", received, name)
+        sheet.observe("http_response_size_bytes", sent, name)
+        sheet.observe("http_request_duration_highr_seconds", seconds)
+        sheet.observe("http_request_duration_seconds", seconds, name, verb)
+
+    def snapshot(self) -> list[Metric]:
+        """Only combinations that happened: there are hundreds."""
+        return self.sheet.read({}, seen_only=True)
+
+
+class Measured:
+    """The ASGI layer. Outermost, so that refusals of other layers are counted too."""
+
+    def __init__(self, app: ASGIApp, *, metrics: HttpMetrics, uncounted: frozenset[str]) -> None:
+        """`uncounted`: paths of probes, which would drown everything else."""
+        self._app, self._metrics, self._uncounted = app, metrics, uncounted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or route_path(scope) in self._uncounted:
+            await self._app(scope, receive, send)
+            return
+        answer = _CountedResponse(send)
+        began = now()
+        try:
+            await self._app(scope, receive, answer)
+        except Exception:
+            answer.status = answer.status or 500
+            raise
+        finally:
+            self._metrics.answered(
+                declared_path(scope.get("route")),
+                scope["method"],
+                answer.status or _CLIENT_GONE,
+                now() - began,
+                received=_length(scope),
+                sent=answer.sent,
+            )
+
+
+class _CountedResponse:
+    """Passes an answer on, and remembers what it was."""
+
+    __slots__ = ("_send", "sent", "status")
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = 0
+        self.sent = 0
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.body":
+            self.sent += len(message.get("body", b""))
+        elif message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
+
+
+def declared_path(route: object) -> str | None:
+    """A route as it is written; a mount or a foreign layer has none."""
+    try:
+        path = route.path  # type: ignore[attr-defined]
+    except AttributeError:
+        return None
+    return path if isinstance(path, str) else None
+
+
+def _length(scope: Scope) -> int:
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            return int(value) if value.isdigit() else 0
+    return 0
+
+
+# ---- the engine's load in a header ---------------------------------------------------------------------------------
+
+
+def load_of(metrics: MetricSource) -> dict[str, float]:
+    """How full the engine is, by the names that load balancers look for."""
+    load: dict[str, float] = {}
+    for metric in metrics.snapshot():
+        if isinstance(metric, Gauge) and metric.name in _LOAD_NAMES:
+            name = _LOAD_NAMES[metric.name]
+            load[name] = load.get(name, 0.0) + metric.value
+    return load
+
+
+def header_of(form: str, load: dict[str, float]) -> bytes | None:
+    """None: nobody knows that form, or nothing is known."""
+    if not load:
+        return None
+    if form.upper() == "TEXT":
+        return ("TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())).encode()
+    return f"JSON {json.dumps({'named_metrics': load})}".encode() if form.upper() == "JSON" else None
+
+
+class LoadHeader:
+    """The ASGI layer for load balancers that speak ORCA (Open Request Cost Aggregation): a client that sends
+    `endpoint-load-metrics-format: TEXT` or `JSON` is told the load in `endpoint-load-metrics`, by `routes`."""
+
+    def __init__(self, app: ASGIApp, *, metrics: MetricSource, routes: frozenset[str]) -> None:
+        self._app, self._metrics, self._routes = app, metrics, routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        form = None
+        if scope["type"] == "http" and route_path(scope) in self._routes:
+            form = next((value.decode("latin-1") for name, value in scope["headers"] if name == _LOAD_FORM), None)
+        if form is None:
+            await self._app(scope, receive, send)
+            return
+        header_form = form.strip()
+
+        async def tell(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 200:
+                value = header_of(header_form, load_of(self._metrics))
+                if value is not None:
+                    message = {**message, "headers": [*message.get("headers", ()), (_LOAD, value)]}
+            await send(message)
+
+        await self._app(scope, receive, tell)

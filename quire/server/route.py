@@ -24,7 +24,7 @@ from quire.base import allocator
 from quire.base.log import logger
 from quire.schema.errors import DeadlineError, InputError
 from quire.server.body import JsonLimits, memory_bytes, read_body
-from quire.server.callers import caller_of
+from quire.server.callers import Tenants, caller_of
 from quire.server.errors import ERROR_RESPONSES, ClientGoneError, refusal_of
 from quire.server.flow import Results
 from quire.server.middleware import route_path
@@ -105,7 +105,8 @@ class HttpCall:
     @property
     def tenant(self) -> int:
         """Whom the engine counts this request to."""
-        return self.state.tenants.tenant(self.scope)
+        tenants = self.state.tenants
+        return Tenants.EVERYBODY if tenants is None else tenants.tenant(self.scope)
 
     def check_type(self) -> None:
         """JSON only: a web page may send any other type to any server without asking it first."""

@@ -74,7 +74,7 @@ class ServerState:
     served: ServedModels
     adapters: ServerAdapters
     salts: Salts | None  # of the prefix cache; None: all requests share its blocks
-    tenants: Tenants  # that the scheduler is fair to
+    tenants: Tenants | None  # that the scheduler is fair to; None: everybody is one
     tool_server: ToolServer | None = None
     load: InFlightCount = field(default_factory=InFlightCount)
     started_at: float = field(default_factory=time.time)
@@ -97,7 +97,7 @@ class ServerState:
             served=served,
             adapters=ServerAdapters(served),
             salts=Salts.of(options.keys, secret) if options.prefix_cache_per_key else None,
-            tenants=Tenants(options.fair_scheduling, secret),
+            tenants=Tenants.of(options.fair_scheduling, options.keys, secret),
             tool_server=ToolServer.of(options.tool_server),
         )
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quire.schema.errors import InputError
-from quire.text.messages import normalize_messages
+from quire.text.chat import normalize_messages
 from quire.text.typescript import write_type
 
 EFFORTS = ("low", "medium", "high")

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from quire.text.messages import normalize_messages
+from quire.text.chat import normalize_messages
 from tests.server.live import Live, live_fake
 
 # The worker repeats its prompt: what a gpt-oss model says at each turn.

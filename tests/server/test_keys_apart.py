@@ -268,7 +268,10 @@ def test_tenants_by_key_or_by_address() -> None:
 
     by_key, by_address = Tenants("key", b"1" * 32), Tenants("address", b"1" * 32)
     assert [by_key.tenant(scope("10.0.0.1", key)) for key in (NOBODY, 0, 1)] == [0, 1, 2]
-    assert Tenants("none", b"1" * 32).tenant(scope("10.0.0.1", 1)) == 0
+    one_tenant = [("none", KEYS), ("none", []), ("key", [])]
+    several = [("key", KEYS), ("key", KEYS[:1]), ("address", []), ("address", KEYS)]
+    assert all(Tenants.of(by, keys, b"1" * 32) is None for by, keys in one_tenant)
+    assert all(Tenants.of(by, keys, b"1" * 32) is not None for by, keys in several)
     different = ["10.0.0.1", "10.0.0.2", "2001:db8::1", "2001:db8:0:1::1", "unix"]
     numbers = [by_address.tenant(scope(address)) for address in different]
     assert len(set(numbers)) == len(different) and all(0 < number <= 256 for number in numbers)

@@ -105,6 +105,15 @@ async def test_exact_numbers_after_known_requests(site: Site) -> None:
     assert page["http_request_duration_highr_seconds_count", ()] == 3
 
 
+async def test_probes_and_the_page_itself_are_not_counted(site: Site) -> None:
+    for path in ("/health", "/version", "/metrics", "/metrics/"):
+        assert (await site.client.get(path)).status_code == 200
+    await site.complete(prompt="ab", max_tokens=1)
+    page = await site.page()
+    counted = {labels: value for (name, labels), value in page.items() if name == "http_requests_total"}
+    assert counted == {("/v1/completions", "POST", "2xx"): 1}
+
+
 async def test_failures_and_refusals(site: Site) -> None:
     await site.complete(prompt="hello", max_tokens=9, vllm_xargs={"fail_at": 2}, expect=500)
     await site.complete(prompt="hello", max_tokens=9, temperature=-1, expect=400)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from quire.base.log import logger
-from quire.ops.act import gated_of
-from quire.ops.cpu import block, moe_forms, sample_forms
-from quire.ops.cpu.native import DTYPES, KINDS, Segment, kernels, usable, why_not
+from quire.ops import sample
+from quire.ops.act import gated_of, logarithm
+from quire.ops.cpu import block, moe_forms
+from quire.ops.cpu.native import DTYPES, KINDS, DrawWork, Segment, kernels, usable, why_not
 from quire.ops.linear import heads_matmul, linear
 from quire.ops.norm import add_rms_norm, add_rms_norm_wide, rms_norm, rms_norm_wide
 from quire.ops.op import FormTable, Kernels, cpu_dtypes, same_bits
@@ -39,6 +40,7 @@ FEW_ROWS = 32  # plain matmuls of more rows are left to torch if it uses units f
 TILED = {"amx": torch.bfloat16}  # units that the kernels use
 PAIRED = ("amx", "avx512bf16")  # sets with instructions for pairs of bfloat16
 ALL_ROWS = 1 << 62
+MOST_TOP = 4096  # most likely tokens; longer lists than this are sorted by torch
 
 
 def register(threads: int = 1) -> bool:
@@ -72,7 +74,7 @@ def _table(library: ctypes.CDLL) -> FormTable:
     _add_packed(table, library)
     _add_rows(table, library)
     _add_linear(table, library)
-    sample_forms.add_forms(table, library)
+    _add_logits(table, library)
     moe_forms.add_forms(table, library, ACTS, few_rows)
     block.add_forms(table, library, ACTS, few_rows)
     return table
@@ -285,3 +287,84 @@ def _linear_form(library: ctypes.CDLL, before: Callable[..., Tensor], chosen: Ke
         return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
     return linear_native
+
+
+def _add_logits(table: FormTable, library: ctypes.CDLL) -> None:
+    """Sampling, bitmasks, log probabilities: csrc/cpu/sample.h."""
+    table.made(sample.draw)(partial(_draw_form, library))
+    table.form(sample.allow_words_)(_allow_form(library))
+    table.form(sample.log_probs)(_log_probs_form(library))
+    table.form(sample.chosen_and_top)(_chosen_and_top_form(library))
+
+
+def _logit_rows(x: Tensor) -> Tensor:
+    """Rows as the kernels read them: of a supported dtype, contiguous within a row."""
+    x = x if x.dtype in DTYPES else x.float()
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _draw_form(
+    library: ctypes.CDLL, before: Callable[..., tuple[Tensor, Tensor]], chosen: Kernels
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    log = chosen.of(logarithm)
+
+    def draw_native(
+        logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor,
+        top_p: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        logits = _logit_rows(logits)
+        count, width = logits.shape
+        tokens, scores = torch.empty(count, dtype=torch.int64), torch.empty(count)
+        columns = {
+            "temperature": temperature, "floors": log(min_p), "top_p": top_p, "top_k": top_k,
+            "seeds": seeds, "positions": positions, "tokens": tokens, "scores": scores,
+        }  # fmt: skip
+        contiguous = {name: column.contiguous() for name, column in columns.items()}
+        work = DrawWork(logits=logits.data_ptr(), stride=logits.stride(0), rows=count, width=width)
+        work.dtype = DTYPES[logits.dtype]
+        for name, column in contiguous.items():
+            setattr(work, name, column.data_ptr())
+        library.qc_draw_tokens(ctypes.byref(work))
+        return tokens, scores
+
+    return draw_native
+
+
+def _allow_form(library: ctypes.CDLL) -> Callable[..., None]:
+    def allow_words_native_(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+        if logits.dtype is not torch.float32 or logits.stride(1) != 1:
+            return sample.allow_words_.reference(logits, rows, words)
+        words, rows = words.contiguous(), rows.long().contiguous()
+        library.qc_allow(
+            logits.data_ptr(), logits.stride(0), *logits.shape, rows.data_ptr(), len(rows), words.data_ptr(),
+            words.shape[1],
+        )  # fmt: skip
+        return None
+
+    return allow_words_native_
+
+
+def _log_probs_form(library: ctypes.CDLL) -> Callable[..., Tensor]:
+    def log_probs_native(logits: Tensor) -> Tensor:
+        logits = _logit_rows(logits)
+        out = torch.empty(logits.shape)
+        library.qc_log_softmax(logits.data_ptr(), logits.stride(0), *logits.shape, out.data_ptr(), DTYPES[logits.dtype])
+        return out
+
+    return log_probs_native
+
+
+def _chosen_and_top_form(library: ctypes.CDLL) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    def chosen_and_top_native(values: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        if k > MOST_TOP or values.dtype is not torch.float32:
+            return sample.chosen_and_top.reference(values, chosen, k)
+        values, chosen = values.contiguous(), chosen.long().contiguous()
+        rows, width = values.shape
+        ids = torch.empty((rows, 1 + k), dtype=torch.int64)
+        picked, ranks = torch.empty((rows, 1 + k)), torch.empty(rows, dtype=torch.int64)
+        library.qc_top(
+            values.data_ptr(), rows, width, chosen.data_ptr(), k, picked.data_ptr(), ids.data_ptr(), ranks.data_ptr()
+        )
+        return ids, picked, ranks
+
+    return chosen_and_top_native

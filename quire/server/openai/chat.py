@@ -1,8 +1,9 @@
 """POST /v1/chat/completions: messages in, the next message out.
 
 In: a ChatRequest. Out: one JSON answer, or its chunks: the role first, then content, at last the reason it ended. Both
-come from one producer, `ChatAnswer._deltas`: a stream writes each piece, a whole answer is the fold of the pieces. All
-text goes through an OutputParser (text/parse). Must not know: engines, sockets, how a parser finds what it finds.
+come from one producer, `ChatAnswer._deltas`: a stream writes each piece, a whole answer is the fold of the pieces. Text
+that may hold thoughts or calls goes through an OutputParser (text/parse). Must not know: engines, sockets, how a parser
+finds what it finds.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class _ChatChoiceStream:
         "token_ids",
     )  # fmt: skip
 
-    def __init__(self, index: int, parser: OutputParser) -> None:
+    def __init__(self, index: int, parser: OutputParser | None) -> None:
+        """Without a parser all text is content."""
         self.index, self.parser = index, parser
         self.plain_start = b""
         self.begun = self.called = self.lost = False  # called: there was a tool call; lost: and it broke off
@@ -101,7 +103,9 @@ class ChatAnswer:
         self._prepared = chat.opened.requests[0]
         self._envelope = Envelope(chat.options, chat.model, request, chat.opened, public_id, ChatChunk)
         self._chat = chat
-        self._choices = [_ChatChoiceStream(index, chat.new_parser()) for index in range(request.n or 1)]
+        self._choices = [
+            _ChatChoiceStream(index, chat.new_parser() if chat.is_parsed else None) for index in range(request.n or 1)
+        ]
         self._echo = self._last_message() if request.echo else ""
         self._with_logprobs = bool(request.logprobs or request.logprob_token_ids)
         self._is_plain = not self._with_logprobs and not request.return_token_ids and not self._envelope.continuous
@@ -110,6 +114,8 @@ class ChatAnswer:
     def _deltas(self, choice: _ChatChoiceStream, output: CompletionOutput) -> Sequence[Delta]:
         """What is new in an answer: the one way from results to what is shown of them."""
         choice.num_tokens += len(output.token_ids)
+        if choice.parser is None:
+            return (Delta(output.text),) if output.text else ()
         deltas = choice.parser.feed(output.text, output.token_ids, final=output.finish_reason is not None)
         for delta in deltas:
             if (call := delta.call) is not None:

@@ -62,10 +62,15 @@ class OpenedChat:
         request = self.prepared.request
         return self.options.response_role if self.prepared.opens else str(request.messages[-1]["role"])
 
+    @property
+    def is_parsed(self) -> bool:
+        """False: all text of an answer is content."""
+        return bool(self.prepared.tools.tools) or self.model.parsers.reasoning is not None
+
     def new_parser(self) -> OutputParser:
         """One for each answer."""
         prepared, request = self.prepared, self.prepared.request
-        if not prepared.tools.tools and self.model.parsers.reasoning is None:
+        if not self.is_parsed:
             return PlainParser()
         ask = ParseRequest(
             prompt=prepared.prompt.text,

@@ -1,4 +1,4 @@
-"""The page of observe/prometheus.py, with what server/metrics_route.py counts, read back with prometheus_client's own
+"""The page of observe/prometheus.py, with what server/middleware.py counts, read back with prometheus_client's own
 parsers."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.observe.prometheus import Page
 from quire.schema.messages import FinishReason
 from quire.schema.params import SamplingParams
 from quire.schema.stats import RequestTimes, StepStats
-from quire.server.metrics_route import HttpMetrics
+from quire.server.middleware import HttpMetrics
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 # What a server of vLLM 0.32 shows, from its own page: name and labels, the _created lines and buckets left out.

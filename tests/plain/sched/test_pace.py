@@ -7,8 +7,8 @@ import queue
 import pytest
 
 from quire.engine import loop as loop_module
-from quire.sched.gates import Hold
-from quire.sched.pace import KEPT, LEAST, StepTimeEstimator
+from quire.engine.loop import StepTimes
+from quire.sched.gates import Hold, TokenPace
 from quire.schema.messages import Stop
 from tests.plain.engine.test_loop import make_loop, request
 from tests.plain.sched.kit import Bench, counts
@@ -16,22 +16,23 @@ from tests.plain.sched.kit import request as engine_request
 
 
 def test_a_step_is_expected_to_take_what_the_fastest_of_its_size_took_lately() -> None:
-    pace = StepTimeEstimator()
-    assert pace.expect(3) == 0.0 and pace.tokens_within(1.0) is None
+    times = StepTimes()
+    assert times.expect(3) == 0.0
     for seconds in (5.0, 2.0, 3.0):
-        pace.learn(3, seconds)
-    assert pace.expect(3) == 2.0 and pace.expect(4) == 0.0
-    for _ in range(KEPT):
-        pace.learn(3, 4.0)
-    assert pace.expect(3) == 4.0
-    pace.learn(70, 7.0)
-    assert pace.expect(128) == 7.0 and pace.expect(64) == 0.0  # sizes of a class are alike
-    assert pace.tokens_within(1.0) is None  # none was long enough
+        times.learn(3, seconds)
+    assert times.expect(3) == 2.0 and times.expect(4) == 0.0
+    for _ in range(StepTimes.KEPT):
+        times.learn(3, 4.0)
+    assert times.expect(3) == 4.0
+    times.learn(70, 7.0)
+    assert times.expect(128) == 7.0 and times.expect(64) == 0.0  # numbers of one size are alike
 
 
 def test_tokens_within_a_time_follow_the_steps() -> None:
-    pace = StepTimeEstimator()
-    pace.learn(LEAST, LEAST * 1e-3)
+    pace = TokenPace()
+    pace.learn(TokenPace.LEAST - 1, 9.0)
+    assert pace.tokens_within(1.0) is None  # none was long enough
+    pace.learn(TokenPace.LEAST, TokenPace.LEAST * 1e-3)
     assert pace.tokens_within(0.5) == 500
     for _ in range(100):
         pace.learn(1000, 2.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.text.messages import normalize_messages
+from quire.text.chat import normalize_messages
 from quire.text.parse.base import fold
 from quire.text.parse.choose import ParserChoice, ParseRequest
 from quire.text.parse.registry import find_tool_parser
