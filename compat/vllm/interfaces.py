@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from pydantic import BaseModel, ConfigDict
 from typing_extensions import TypedDict
 
 from quire.text.parse.writer import random_id
@@ -80,6 +81,35 @@ def get_bad_words_logits_processors(bad_words: list[str], tokenizer: Any) -> lis
         if later[0] != bare[0] and len(later) == len(bare):
             found.append(later)
     return [NoBadWordsLogitsProcessor(found)]
+
+
+# ---- vllm.entrypoints.openai.responses.protocol
+
+
+class ResponsesResponse(BaseModel):
+    """A response as programs read one; what Quire sends has more fields (quire/server/openai/responses_wire.py)."""
+
+    model_config = ConfigDict(extra="allow")
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["completed", "failed", "in_progress", "cancelled", "queued", "incomplete"]
+    background: bool
+    error: dict[str, Any] | None = None
+    incomplete_details: dict[str, Any] | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] | None = None
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: str | None = None
+    temperature: float
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: str
+    usage: dict[str, Any] | None = None
 
 
 # ---- vllm.entrypoints.chat_utils

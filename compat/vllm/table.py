@@ -108,7 +108,9 @@ SAME: tuple[tuple[str, str, str], ...] = (
      " ExtractedToolCallInformation FunctionCall ToolCall"),
     *((module, "quire.server.openai.protocol", "CompletionRequest CompletionResponse StreamOptions ResponseFormat")
       for module in ("vllm.entrypoints.openai.protocol", "vllm.entrypoints.openai.completion.protocol")),
-    *((module, "quire.server.openai.responses_protocol", "ResponsesRequest ResponsesResponse")
+    *((module, "vllm.interfaces", "ResponsesResponse")
+      for module in ("vllm.entrypoints.openai.protocol", "vllm.entrypoints.openai.responses.protocol")),
+    *((module, "quire.server.openai.responses_protocol", "ResponsesRequest")
       for module in ("vllm.entrypoints.openai.protocol", "vllm.entrypoints.openai.responses.protocol")),
     *((module, "quire.server.openai.models", "ModelCard ModelList ModelPermission")
       for module in ("vllm.entrypoints.openai.protocol", "vllm.entrypoints.openai.models.protocol",

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
@@ -81,8 +80,8 @@ class Refusal(NamedTuple):
 
     @property
     def body(self) -> bytes:
-        info = {"message": self.message, "type": self.type, "param": self.param, "code": self.status}
-        return msgspec.json.encode({"error": info})
+        info = ErrorInfo(message=self.message, type=self.type, param=self.param, code=self.status)
+        return ErrorResponse(error=info).model_dump_json().encode()
 
     @property
     def event(self) -> bytes:

@@ -15,10 +15,10 @@ import resource
 from asyncio import TimerHandle, Transport
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.base.log import logger, once
+from quire.server.errors import Refusal
 
 if TYPE_CHECKING:
     from quire.config.server import ServerConfig
@@ -146,8 +146,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _answer(self, status: int, kind: str, message: str, headers: bytes = b"") -> None:
         """Past the app, where there is no request that it could answer."""
-        error = {"message": message, "type": kind, "param": None, "code": status}
-        body = msgspec.json.encode({"error": error})
+        body = Refusal(status, message, kind).body
         head = (
             f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
             f"connection: close\r\ncontent-length: {len(body)}\r\n"

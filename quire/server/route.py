@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
@@ -37,6 +38,8 @@ Value = TypeVar("Value")
 _SMALL = 1 << 15  # bytes; what is in a larger body is read in a lane, and so is what is done with it
 _LONGEST_ID = 256
 _JSON = (b"content-type", b"application/json")
+_SCHEMA = "#/components/schemas/{model}"
+WireType = type[BaseModel] | type[msgspec.Struct]
 
 
 class HttpCall:
@@ -192,15 +195,40 @@ class App(FastAPI):
         self._page: asyncio.Future[dict[str, Any]] | None = None
         super().__init__(**kwargs)
         self.direct = {}
-        self.schemas: dict[str, Any] = {}  # of wire types that FastAPI does not see
+        self._wire_types: dict[str, WireType] = {}  # those that FastAPI does not see, by name
+        self._unions: dict[str, Any] = {}  # schemas of those that stand for several
         self.dialects: dict[str, Callable[[ASGIApp], ASGIApp]] = {}  # path -> a layer outside all others, from there on
 
-    def schema_of(self, model: type[BaseModel]) -> dict[str, str]:
+    def schema_of(self, model: WireType) -> dict[str, str]:
         """A reference to its schema, which the OpenAPI page then holds."""
-        place = "#/components/schemas/{model}"
-        schema = model.model_json_schema(ref_template=place, mode="serialization")
-        self.schemas |= schema.pop("$defs", {}) | {model.__name__: schema}
-        return {"$ref": place.format(model=model.__name__)}
+        self._wire_types[model.__name__] = model
+        return {"$ref": _SCHEMA.format(model=model.__name__)}
+
+    def document_kinds(self, model: type[msgspec.Struct], kinds: Iterable[type[msgspec.Struct]]) -> None:
+        """A value of the type `model` is one of `kinds`, its subclasses: msgspec has unions of tagged structs only."""
+        self._unions[model.__name__] = {"anyOf": [self.schema_of(kind) for kind in kinds]}
+
+    def _schemas(self) -> dict[str, Any]:
+        """Of the wire types that FastAPI does not see."""
+        models = self._wire_types.values()
+        structs = [model for model in models if issubclass(model, msgspec.Struct)]
+        _, schemas = msgspec.json.schema_components(structs, ref_template=_SCHEMA.format(model="{name}"))
+        for model in models:
+            if issubclass(model, BaseModel):
+                schema = model.model_json_schema(ref_template=_SCHEMA, mode="serialization")
+                schemas |= schema.pop("$defs", {}) | {model.__name__: schema}
+        return schemas | self._unions
+
+    def documented(self, responses: Mapping[int | str, dict[str, Any]]) -> dict[int | str, dict[str, Any]]:
+        """Responses as FastAPI takes them: it knows pydantic's types, and a struct by reference."""
+        return {status: self._documented(response) for status, response in responses.items()}
+
+    def _documented(self, response: dict[str, Any]) -> dict[str, Any]:
+        model = response.get("model")
+        if not isinstance(model, type) or not issubclass(model, msgspec.Struct):
+            return response
+        content = {"application/json": {"schema": self.schema_of(model)}, **response.get("content", {})}
+        return {**response, "model": None, "content": content}
 
     def setup(self) -> None:
         if self.openapi_url:
@@ -223,7 +251,7 @@ class App(FastAPI):
         schemas = page.setdefault("components", {}).setdefault("schemas", {})
         for name in ("HTTPValidationError", "ValidationError"):
             schemas.pop(name, None)
-        for name, schema in self.schemas.items():
+        for name, schema in self._schemas().items():
             schemas.setdefault(name, schema)
         wrong = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
         for operations in page["paths"].values():
@@ -287,7 +315,7 @@ def add_route(
     body: Any,
     *,
     answer: Any,
-    streams: type[BaseModel] | tuple[type[BaseModel], ...] = (),
+    streams: WireType | tuple[WireType, ...] = (),
     tag: str,
     read: Reader | None = None,
     errors: Mapping[int | str, dict[str, Any]] = ERROR_RESPONSES,
@@ -323,7 +351,7 @@ def add_route(
         tags=[tag],
         operation_id=handler.__name__,
         response_model=None,
-        responses={200: response, **errors},
+        responses=app.documented({200: response, **errors}),
     )
     route.app = functools.partial(_run, app, handler, reader)
     app.router.routes.append(route)

@@ -6,6 +6,7 @@ WRITE_GOLDEN=1 pytest tests/server/test_golden_wire.py, and read the difference.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,14 +18,20 @@ from quire.engine.inputs import PreparedRequest
 from quire.schema.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.schema.params import SamplingParams
 from quire.schema.prompt import Prompt
+from quire.server.anthropic.answer import MessageEvents, MessageStream, WholeMessage
+from quire.server.anthropic.errors import error_event
+from quire.server.errors import refusal
 from quire.server.openai.chat import ChatAnswer
 from quire.server.openai.chat_open import OpenedChat, PreparedChat
 from quire.server.openai.chat_protocol import ChatRequest
 from quire.server.openai.completions import CompletionAnswer
 from quire.server.openai.params import Opened
 from quire.server.openai.protocol import CompletionRequest
+from quire.server.openai.responses_answer import ResponseAnswer, ResponseStream, WholeResponse
+from quire.server.openai.responses_protocol import ResponsesRequest
+from quire.server.openai.tool_choice import read_tool_use
 from quire.server.stream import DONE
-from tests.server.live import Live
+from tests.server.live import Live, live_fake
 
 FOLDER = Path(__file__).parent / "golden"
 HI: Any = [{"role": "user", "content": "Say hi"}]
@@ -103,8 +110,109 @@ CASES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_wire(fake: Live, name: str) -> None:
-    found: bytes = CASES[name](fake)
+    compare(name, CASES[name](fake))
+
+
+def compare(name: str, found: bytes) -> None:
     path = FOLDER / f"{name}.txt"
     if os.environ.get("WRITE_GOLDEN"):
         path.write_bytes(found + b"\n")
     assert found + b"\n" == path.read_bytes()
+
+
+# ---- dialects that show an answer in parts --------------------------------------------------------------------------
+
+PARTS = 'I must look.</think>Let me see "é".<tool_call>\n{"name": "find", "arguments": {"what": "sea"}}\n</tool_call>'
+FIND: Any = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """Thoughts and calls are parsed."""
+    with live_fake(
+        tmp_path_factory.mktemp("scripted"), enable_auto_tool_choice=True, tool_call_parser="hermes",
+        engine={"reasoning_parser": "deepseek_r1"},
+    ) as server:  # fmt: skip
+        yield server
+
+
+@pytest.fixture
+def numbered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids that are drawn are 0, 1, 2."""
+    numbers = itertools.count()
+    monkeypatch.setattr("secrets.token_hex", lambda size: f"{next(numbers):0{2 * size}x}")
+
+
+def parts(text: str = PARTS, reason: str = "stop", stop: str | None = None, *, logprobs: bool = False) -> Any:
+    """Nine characters at a time."""
+    found = []
+    for start in range(0, len(text), 9):
+        number, last = start // 9, start + 9 >= len(text)
+        output = CompletionOutput(
+            0, text[start : start + 9], [number], finish_reason=reason if last else None,
+            stop_reason=stop if last else None,
+            logprobs=[{number: Logprob(-0.5, 1, "a"), number + 9: Logprob(-1.5, 2, "b")}] if logprobs else None,
+        )  # fmt: skip
+        found.append(RequestOutput("r", "The", [1, 2, 3], None, [output], last, num_cached_tokens=2))
+    return found
+
+
+def parsed(server: Live, **body: Any) -> OpenedChat:
+    request = ChatRequest(messages=HI, tools=[FIND], **body)
+    tools = read_tool_use(request, server.state.options)
+    prepared = PreparedChat(request, Prompt(text="The"), SamplingParams(), None, True, tools)
+    return OpenedChat(server.state.options, server.state.served.base, prepared, opened())
+
+
+def message(server: Live) -> MessageEvents:
+    return MessageEvents(parsed(server), "msg_8b2850b1b37d1788")
+
+
+def response(server: Live, chat_fields: Any = None, **body: Any) -> ResponseAnswer:
+    return ResponseAnswer(parsed(server, **(chat_fields or {})), ResponsesRequest(input="Say hi", **body), "resp_8b28")
+
+
+def shown(answer: Any, results: Any) -> bytes:
+    """Streamed."""
+    return b"".join(answer.chunk([result]) for result in results) + bytes(answer.end())
+
+
+def collected(answer: Any, results: Any) -> bytes:
+    for result in results:
+        answer.take([result])
+    answer.end()
+    return bytes(answer.whole())
+
+
+def failed(answer: Any) -> bytes:
+    return b"".join(answer.chunk([result]) for result in parts()[:3]) + bytes(answer.failed(refusal(500, "no more")))
+
+
+WITH_LOGPROBS = {"logprobs": True, "top_logprobs": 2}
+FULL: Any = {
+    "instructions": "Be brief.", "metadata": {"a": "b"}, "max_output_tokens": 99, "text": {"format": {"type": "text"}},
+    "reasoning": {"effort": "low"}, "tools": [{"type": "function", "name": "find"}], "tool_choice": "required",
+    "parallel_tool_calls": False, "service_tier": "flex", "truncation": "auto", "user": "u", "top_logprobs": 2,
+}  # fmt: skip
+DIALECTS: dict[str, Any] = {
+    "message": lambda f: collected(WholeMessage(message(f)), parts()),
+    "message_stream": lambda f: shown(MessageStream(message(f)), parts()),
+    "message_cut": lambda f: collected(WholeMessage(message(f)), parts(PARTS[:-24], "length")),
+    "message_stopped": lambda f: shown(MessageStream(message(f)), parts("</think>Hello", "stop", "zz")),
+    "message_error": lambda f: error_event(refusal(503, "full", headers={"Retry-After": "1"})),
+    "response": lambda f: collected(WholeResponse(response(f)), parts()),
+    "response_stream": lambda f: shown(ResponseStream(response(f)), parts()),
+    "response_full": lambda f: collected(
+        WholeResponse(response(f, WITH_LOGPROBS, **FULL)), parts("</think>Hello there", logprobs=True)
+    ),
+    "response_full_stream": lambda f: shown(
+        ResponseStream(response(f, WITH_LOGPROBS, **FULL)), parts("</think>Hello there", logprobs=True)
+    ),
+    "response_cut": lambda f: collected(WholeResponse(response(f)), parts(PARTS[:-24], "length")),
+    "response_failed": lambda f: failed(ResponseStream(response(f))),
+}
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_wire_of_parts(scripted: Live, numbered: None, name: str) -> None:
+    compare(name, DIALECTS[name](scripted))

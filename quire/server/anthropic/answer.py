@@ -1,24 +1,51 @@
-"""MessageAnswer: one call's results as Anthropic's messages, streamed or whole.
+"""One call's results as Anthropic's messages: as the events of a stream, or as the whole message that they add up to.
 
-In: results of the engine, through the answer's parser. Out: events (message_start, blocks, message_delta,
-message_stop), or after the last result the whole message. Both are made of the same AnswerParts. Must not know:
-engines.
+In: results of the engine, through the answer's parser. Out: events (message_start, blocks, message_delta, message_stop)
+from one producer, `MessageEvents`: `MessageStream` encodes each, `WholeMessage` adds them up as a client of the stream
+would. All bytes are those of the wire types. Must not know: engines.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from msgspec.structs import replace
+
 from quire.schema.outputs import RequestOutput
+from quire.server.anthropic.protocol import (
+    AnthropicContent,
+    AnthropicContentDelta,
+    AnthropicContentGrowth,
+    AnthropicContentStart,
+    AnthropicContentStop,
+    AnthropicEvent,
+    AnthropicInputDelta,
+    AnthropicMessageDelta,
+    AnthropicMessageEnd,
+    AnthropicMessagesResponse,
+    AnthropicMessageStart,
+    AnthropicMessageStop,
+    AnthropicPing,
+    AnthropicSignatureDelta,
+    AnthropicText,
+    AnthropicTextDelta,
+    AnthropicThinking,
+    AnthropicThinkingDelta,
+    AnthropicToolUse,
+    AnthropicUsage,
+    StopReason,
+)
 from quire.server.openai.chat_open import OpenedChat
 from quire.server.openai.envelope import encode
 from quire.server.parts import AnswerParts, Change, Kind, Part, Step
 
 
-class MessageAnswer:
+class MessageEvents:
+    """What there is to tell of an answer, as it grows."""
+
     def __init__(self, chat: OpenedChat, public_id: str) -> None:
         self._id = public_id
         self._model = chat.model.name
@@ -27,116 +54,165 @@ class MessageAnswer:
         self._parser = chat.new_parser()
         self._parts = AnswerParts()
         self._begun = False
-        self._reason: str | None = None
-        self._sequence: str | None = None
+        self._end = AnthropicMessageEnd(None, None)
 
-    def _news(self, results: list[RequestOutput]) -> Iterator[dict[str, Any]]:
-        """What is new, as events that are not encoded yet; the parts grow with it."""
+    def of(self, results: list[RequestOutput]) -> Iterator[AnthropicEvent]:
+        """What is new."""
         if not self._begun:
             self._begun = True
-            yield {"type": "message_start", "message": self._message([])}
-            yield {"type": "ping"}
+            yield AnthropicMessageStart(self._empty_message())
+            yield AnthropicPing()
         for result in results:
             for output in result.outputs:
                 self._num_tokens += len(output.token_ids)
                 ended = output.finish_reason is not None
                 deltas = self._parser.feed(output.text, output.token_ids, final=ended)
                 for step in self._parts.feed(deltas):
-                    yield from _block_events(step)
+                    yield from _content_events(step)
                 if ended:
-                    self._ended(output.finish_reason, output.stop_reason)
+                    self._end = self._ended(output.finish_reason, output.stop_reason)
 
-    def _last_news(self) -> Iterator[dict[str, Any]]:
+    def last(self) -> Iterator[AnthropicEvent]:
+        """After the last result."""
         for step in self._parts.end():
-            yield from _block_events(step)
-        delta = {"stop_reason": self._reason, "stop_sequence": self._sequence}
-        yield {"type": "message_delta", "delta": delta, "usage": self._usage()}
-        yield {"type": "message_stop"}
+            yield from _content_events(step)
+        yield AnthropicMessageDelta(self._end, self._usage())
+        yield AnthropicMessageStop()
+
+    def _ended(self, finish_reason: str | None, stop_reason: int | str | None) -> AnthropicMessageEnd:
+        if finish_reason == "length":
+            return AnthropicMessageEnd("max_tokens", None)
+        if isinstance(stop_reason, str) and finish_reason == "stop":
+            return AnthropicMessageEnd("stop_sequence", stop_reason)
+        called = any(part.kind is Kind.CALL for part in self._parts.all)
+        reason: StopReason = "tool_use" if called else "end_turn"
+        return AnthropicMessageEnd(reason, None)
+
+    def _empty_message(self) -> AnthropicMessagesResponse:
+        return AnthropicMessagesResponse(
+            id=self._id,
+            type="message",
+            role="assistant",
+            content=[],
+            model=self._model,
+            stop_reason=None,
+            stop_sequence=None,
+            usage=self._usage(),
+        )
+
+    def _usage(self) -> AnthropicUsage:
+        return AnthropicUsage(self._num_prompt_tokens, self._num_tokens)
+
+
+class MessageStream:
+    """The events as bytes."""
+
+    def __init__(self, events: MessageEvents) -> None:
+        self._events = events
 
     def chunk(self, results: list[RequestOutput]) -> bytes:
-        return b"".join(map(_event, self._news(results)))
+        return b"".join(map(_encoded, self._events.of(results)))
 
     def end(self) -> bytes:
-        return b"".join(map(_event, self._last_news()))
+        return b"".join(map(_encoded, self._events.last()))
+
+
+class WholeMessage:
+    """The message that the events add up to."""
+
+    def __init__(self, events: MessageEvents) -> None:
+        self._events = events
+        self._message: AnthropicMessagesResponse | None = None
+        self._content: list[_GrowingContent] = []
 
     def take(self, results: list[RequestOutput]) -> None:
-        for _ in self._news(results):
-            pass
+        self._add(self._events.of(results))
+
+    def end(self) -> None:
+        self._add(self._events.last())
 
     def whole(self) -> bytes:
-        return encode(self._message([_block(part) for part in self._parts.all]))
+        assert self._message is not None
+        return encode(replace(self._message, content=[content.whole() for content in self._content]))
 
-    def _ended(self, finish_reason: str | None, stop_reason: int | str | None) -> None:
-        if finish_reason == "length":
-            self._reason = "max_tokens"
-        elif isinstance(stop_reason, str) and finish_reason == "stop":
-            self._reason, self._sequence = "stop_sequence", stop_reason
-        elif any(part.kind is Kind.CALL for part in self._parts.all):
-            self._reason = "tool_use"
+    def _add(self, events: Iterable[AnthropicEvent]) -> None:
+        for event in events:
+            if isinstance(event, AnthropicContentGrowth):
+                self._content[event.index].grow(event.delta)
+            elif isinstance(event, AnthropicContentStart):
+                self._content.append(_GrowingContent(event.content_block))
+            elif isinstance(event, AnthropicMessageStart):
+                self._message = event.message
+            elif isinstance(event, AnthropicMessageDelta):
+                assert self._message is not None
+                end = event.delta
+                self._message = replace(
+                    self._message, stop_reason=end.stop_reason, stop_sequence=end.stop_sequence, usage=event.usage
+                )
+
+
+class _GrowingContent:
+    """One block of a message, from the events that speak of it."""
+
+    __slots__ = ("_opening", "_pieces", "_signature")
+
+    def __init__(self, opening: AnthropicContent) -> None:
+        self._opening = opening
+        self._pieces: list[str] = []
+        self._signature = ""
+
+    def grow(self, delta: AnthropicContentDelta) -> None:
+        if isinstance(delta, AnthropicTextDelta):
+            self._pieces.append(delta.text)
+        elif isinstance(delta, AnthropicThinkingDelta):
+            self._pieces.append(delta.thinking)
+        elif isinstance(delta, AnthropicInputDelta):
+            self._pieces.append(delta.partial_json)
         else:
-            self._reason = "end_turn"
+            self._signature += delta.signature
 
-    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "type": "message",
-            "role": "assistant",
-            "content": content,
-            "model": self._model,
-            "stop_reason": self._reason,
-            "stop_sequence": self._sequence,
-            "usage": self._usage(),
-        }
-
-    def _usage(self) -> dict[str, int]:
-        return {"input_tokens": self._num_prompt_tokens, "output_tokens": self._num_tokens}
+    def whole(self) -> AnthropicContent:
+        opening, text = self._opening, "".join(self._pieces)
+        if isinstance(opening, AnthropicText):
+            return AnthropicText(text)
+        if isinstance(opening, AnthropicThinking):
+            return AnthropicThinking(text, self._signature)
+        return replace(opening, input=_arguments(text))
 
 
-def _event(fields: dict[str, Any]) -> bytes:
-    name: str = fields["type"]
-    return b"event: " + name.encode() + b"\ndata: " + encode(fields) + b"\n\n"
+def _encoded(event: AnthropicEvent) -> bytes:
+    name = str(event.__struct_config__.tag)
+    return b"event: " + name.encode() + b"\ndata: " + encode(event) + b"\n\n"
 
 
-def _block_events(step: Step) -> Iterator[dict[str, Any]]:
+def _content_events(step: Step) -> Iterator[AnthropicEvent]:
     part = step.part
     if step.change is Change.GREW:
-        yield {"type": "content_block_delta", "index": part.index, "delta": _delta(part.kind, step.text)}
+        yield AnthropicContentGrowth(part.index, _delta(part.kind, step.text))
         return
     if step.change is Change.OPENED:
-        yield {"type": "content_block_start", "index": part.index, "content_block": _opening(part)}
+        yield AnthropicContentStart(part.index, _opening(part))
         return
     if part.kind is Kind.THOUGHT:
-        delta = {"type": "signature_delta", "signature": _signature(part)}
-        yield {"type": "content_block_delta", "index": part.index, "delta": delta}
-    yield {"type": "content_block_stop", "index": part.index}
+        yield AnthropicContentGrowth(part.index, AnthropicSignatureDelta(_signature(part)))
+    yield AnthropicContentStop(part.index)
 
 
-def _delta(kind: Kind, text: str) -> dict[str, str]:
+def _delta(kind: Kind, text: str) -> AnthropicContentDelta:
     if kind is Kind.TEXT:
-        return {"type": "text_delta", "text": text}
+        return AnthropicTextDelta(text)
     if kind is Kind.THOUGHT:
-        return {"type": "thinking_delta", "thinking": text}
-    return {"type": "input_json_delta", "partial_json": text}
+        return AnthropicThinkingDelta(text)
+    return AnthropicInputDelta(text)
 
 
-def _opening(part: Part) -> dict[str, Any]:
+def _opening(part: Part) -> AnthropicContent:
     """A block before anything is in it."""
     if part.kind is Kind.TEXT:
-        return {"type": "text", "text": ""}
+        return AnthropicText("")
     if part.kind is Kind.THOUGHT:
-        return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
-
-
-def _block(part: Part) -> dict[str, Any]:
-    block = _opening(part)
-    if part.kind is Kind.TEXT:
-        block["text"] = part.text
-    elif part.kind is Kind.THOUGHT:
-        block |= {"thinking": part.text, "signature": _signature(part)}
-    else:
-        block["input"] = _arguments(part.text)
-    return block
+        return AnthropicThinking("", "")
+    return AnthropicToolUse(part.call_id, part.name, {})
 
 
 def _arguments(text: str) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.anthropic.protocol import AnthropicErrorResponse
+from quire.server.anthropic.protocol import AnthropicError, AnthropicErrorResponse
 from quire.server.errors import ERROR_RESPONSES, Refusal
+from quire.server.openai.envelope import encode
 
 PATH = "/v1/messages"
 _OVERLOADED = 529
@@ -48,14 +49,11 @@ def status_of(status: int, *, retry_after: bool) -> int:
 def error_event(refusal: Refusal) -> bytes:
     """The last event of a stream that failed."""
     status = status_of(refusal.status, retry_after=any(name == "Retry-After" for name, _ in refusal.headers))
-    return b"event: error\ndata: " + _body(status, refusal.message, None) + b"\n\n"
+    return b"event: error\ndata: " + _body(status, refusal.message) + b"\n\n"
 
 
-def _body(status: int, message: str, request_id: str | None) -> bytes:
-    error: dict[str, Any] = {"type": "error", "error": {"type": type_of(status), "message": message}}
-    if request_id is not None:
-        error["request_id"] = request_id
-    return msgspec.json.encode(error)
+def _body(status: int, message: str, request_id: str | msgspec.UnsetType = msgspec.UNSET) -> bytes:
+    return encode(AnthropicErrorResponse(AnthropicError(type_of(status), message), request_id))
 
 
 class AnthropicErrors:
@@ -99,7 +97,9 @@ def _rewrite(start: Message, body: bytes) -> bytes:
     start["status"] = status_of(start["status"], retry_after=b"retry-after" in by_name)
     error = msgspec.json.decode(body)["error"]
     request_id = by_name.get(b"request-id")
-    body = _body(start["status"], error["message"], None if request_id is None else request_id.decode("latin-1"))
+    body = _body(
+        start["status"], error["message"], msgspec.UNSET if request_id is None else request_id.decode("latin-1")
+    )
     others = [(name, value) for name, value in start["headers"] if name != b"content-length"]
     start["headers"] = [*others, (b"content-length", b"%d" % len(body))]
     return body

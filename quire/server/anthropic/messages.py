@@ -6,7 +6,9 @@ dialect only reads and writes it in its own words. Must not know: engines, socke
 
 from __future__ import annotations
 
-from quire.server.anthropic.answer import MessageAnswer
+from typing import get_args
+
+from quire.server.anthropic.answer import MessageEvents, MessageStream, WholeMessage
 from quire.server.anthropic.errors import ANTHROPIC_ERRORS, PATH, AnthropicErrors, error_event
 from quire.server.anthropic.prompt import NAMES, chat_request, template_variables
 from quire.server.anthropic.protocol import (
@@ -29,8 +31,8 @@ _TAG = "anthropic"
 
 def add_routes(app: App) -> None:
     add_route(
-        app, PATH, create_message, AnthropicMessagesRequest, answer=AnthropicMessagesResponse, streams=AnthropicEvent,
-        tag=_TAG, errors=ANTHROPIC_ERRORS, ends_with_done=False,
+        app, PATH, create_message, AnthropicMessagesRequest, answer=AnthropicMessagesResponse,
+        streams=get_args(AnthropicEvent), tag=_TAG, errors=ANTHROPIC_ERRORS, ends_with_done=False,
     )  # fmt: skip
     add_route(
         app, f"{PATH}/count_tokens", count_message_tokens, AnthropicCountTokensRequest,
@@ -53,11 +55,11 @@ async def create_message(call: HttpCall, request: AnthropicMessagesRequest) -> N
     with renamed(NAMES):
         chat = await open_chat(call, prepared, public_id)
     with chat.opened.flow as flow:
-        answer = MessageAnswer(chat, public_id)
+        events = MessageEvents(chat, public_id)
         if request.stream:
-            await send_events(call, flow, answer, done=b"", failed=error_event)
+            await send_events(call, flow, MessageStream(events), done=b"", failed=error_event)
         else:
-            await call.reply(await drained(call, flow, answer))
+            await call.reply(await drained(call, flow, WholeMessage(events)))
 
 
 async def count_message_tokens(call: HttpCall, request: AnthropicCountTokensRequest) -> None:
@@ -65,7 +67,7 @@ async def count_message_tokens(call: HttpCall, request: AnthropicCountTokensRequ
     model = call.model
     text = (await _prepare(call, request)).prompt.text or ""
     count = await model.engine.read(len(text), _num_tokens, model, text)
-    await call.reply(encode({"input_tokens": count}))
+    await call.reply(encode(AnthropicCountTokensResponse(count)))
 
 
 def _num_tokens(model: ServedModel, text: str) -> int:

@@ -1,13 +1,15 @@
 """Wire types of Anthropic's Messages API: requests, answers, the events of a stream, errors.
 
-What a body may hold; null means: not given. Blocks of a message stay plain dicts and are read in prompt.py, which
-refuses by name what this version does not have. Must not know: engines, templates.
+Requests (pydantic) say what a body may hold; null means: not given. Blocks of a request's messages stay plain dicts and
+are read in prompt.py, which refuses by name what this version does not have. What is sent (msgspec) has its fields in
+the order of the wire; a tag is the field `type`, which comes first. Must not know: engines, templates.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal, Required
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
@@ -15,6 +17,7 @@ from quire.server.openai.protocol import ExtraArgs, ListOf
 
 _OPEN = ConfigDict(extra="allow")
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class ContentBlock(TypedDict, total=False):
@@ -125,47 +128,116 @@ class AnthropicMessagesRequest(_PromptFields):
     return_mm_kwargs: bool | None = None
 
 
-class AnthropicUsage(BaseModel):
+class AnthropicUsage(msgspec.Struct, frozen=True):
     input_tokens: int
     output_tokens: int
 
 
-class AnthropicBlock(BaseModel):
-    model_config = _OPEN
-    type: Literal["text", "thinking", "tool_use"]
+class AnthropicText(msgspec.Struct, frozen=True, tag="text"):
+    text: str
 
 
-class AnthropicMessagesResponse(BaseModel):
+class AnthropicThinking(msgspec.Struct, frozen=True, tag="thinking"):
+    thinking: str
+    signature: str
+
+
+class AnthropicToolUse(msgspec.Struct, frozen=True, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+AnthropicContent = AnthropicText | AnthropicThinking | AnthropicToolUse
+
+
+class AnthropicMessagesResponse(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
-    content: list[AnthropicBlock]
+    content: list[AnthropicContent]
     model: str
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_reason: StopReason | None
     stop_sequence: str | None
     usage: AnthropicUsage
 
 
-class AnthropicCountTokensResponse(BaseModel):
+class AnthropicCountTokensResponse(msgspec.Struct, frozen=True):
     input_tokens: int
 
 
-class AnthropicEvent(BaseModel):
-    """One event of a stream; its name is `type`."""
-
-    model_config = _OPEN
-    type: Literal[
-        "message_start", "ping", "content_block_start", "content_block_delta", "content_block_stop", "message_delta",
-        "message_stop",
-    ]  # fmt: skip
+class AnthropicTextDelta(msgspec.Struct, frozen=True, tag="text_delta"):
+    text: str
 
 
-class AnthropicError(BaseModel):
+class AnthropicThinkingDelta(msgspec.Struct, frozen=True, tag="thinking_delta"):
+    thinking: str
+
+
+class AnthropicSignatureDelta(msgspec.Struct, frozen=True, tag="signature_delta"):
+    signature: str
+
+
+class AnthropicInputDelta(msgspec.Struct, frozen=True, tag="input_json_delta"):
+    partial_json: str
+
+
+AnthropicContentDelta = AnthropicTextDelta | AnthropicThinkingDelta | AnthropicSignatureDelta | AnthropicInputDelta
+
+
+class AnthropicMessageStart(msgspec.Struct, frozen=True, tag="message_start"):
+    message: AnthropicMessagesResponse
+
+
+class AnthropicPing(msgspec.Struct, frozen=True, tag="ping"):
+    pass
+
+
+class AnthropicContentStart(msgspec.Struct, frozen=True, tag="content_block_start"):
+    index: int
+    content_block: AnthropicContent
+
+
+class AnthropicContentGrowth(msgspec.Struct, frozen=True, tag="content_block_delta"):
+    index: int
+    delta: AnthropicContentDelta
+
+
+class AnthropicContentStop(msgspec.Struct, frozen=True, tag="content_block_stop"):
+    index: int
+
+
+class AnthropicMessageEnd(msgspec.Struct, frozen=True):
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+
+
+class AnthropicMessageDelta(msgspec.Struct, frozen=True, tag="message_delta"):
+    delta: AnthropicMessageEnd
+    usage: AnthropicUsage
+
+
+class AnthropicMessageStop(msgspec.Struct, frozen=True, tag="message_stop"):
+    pass
+
+
+# One event of a stream; its name is `type`.
+AnthropicEvent = (
+    AnthropicMessageStart
+    | AnthropicPing
+    | AnthropicContentStart
+    | AnthropicContentGrowth
+    | AnthropicContentStop
+    | AnthropicMessageDelta
+    | AnthropicMessageStop
+)
+
+
+class AnthropicError(msgspec.Struct, frozen=True):
     type: str
     message: str
 
 
-class AnthropicErrorResponse(BaseModel):
-    type: Literal["error"]
+class AnthropicErrorResponse(msgspec.Struct, frozen=True, tag="error"):
     error: AnthropicError
-    request_id: str | None = None
+    request_id: str | msgspec.UnsetType = msgspec.UNSET

@@ -23,7 +23,7 @@ from quire.server.errors import ERROR_RESPONSES, refusal_of, renamed
 from quire.server.openai.chat_open import OpenedChat, open_chat, prepare_chat
 from quire.server.openai.envelope import encode
 from quire.server.openai.limits import forget_unused
-from quire.server.openai.responses_answer import ResponseAnswer
+from quire.server.openai.responses_answer import ResponseAnswer, ResponseStream, WholeResponse
 from quire.server.openai.responses_input import (
     LOGPROBS,
     NAMES,
@@ -33,16 +33,20 @@ from quire.server.openai.responses_input import (
     input_items,
     read_input,
 )
-from quire.server.openai.responses_protocol import (
-    DeletedResponse,
-    InputTokens,
-    ResponseItemList,
-    ResponsesEvent,
-    ResponsesRequest,
-    ResponsesResponse,
-)
+from quire.server.openai.responses_protocol import DeletedResponse, ResponseItemList, ResponsesRequest
 from quire.server.openai.responses_rounds import MOST_ROUNDS, Rounds, ServerTools, server_tools, shown
 from quire.server.openai.responses_store import NoSuchResponseError, Record, ResponseStore
+from quire.server.openai.responses_wire import (
+    CONTENTS,
+    EVENTS,
+    ITEMS,
+    InputTokens,
+    OutputContent,
+    OutputItem,
+    ResponsesEvent,
+    ResponsesResponse,
+    event_bytes,
+)
 from quire.server.route import App, HttpCall, add_route
 from quire.server.state import ServerState
 from quire.server.stream import drained, send_events
@@ -62,13 +66,15 @@ class CancelledResponseError(Exception):
 def add_routes(app: App, state: ServerState) -> None:
     routes = Responses(state, ResponseStore.of_environment())
     add_route(
-        app, PATH, routes.create_response, ResponsesRequest, answer=ResponsesResponse, streams=ResponsesEvent,
+        app, PATH, routes.create_response, ResponsesRequest, answer=ResponsesResponse, streams=EVENTS,
         tag=_TAG, ends_with_done=False,
     )  # fmt: skip
     add_route(app, f"{PATH}/input_tokens", routes.count_input_tokens, ResponsesRequest, answer=InputTokens, tag=_TAG)
+    app.document_kinds(OutputItem, ITEMS)
+    app.document_kinds(OutputContent, CONTENTS)
     router = APIRouter(tags=[_TAG])
     one = PATH + "/{response_id}"
-    responses: dict[int | str, dict[str, Any]] = {200: {"model": ResponsesResponse}, **_ERRORS}
+    responses = app.documented({200: {"model": ResponsesResponse, "description": "As it stands."}, **_ERRORS})
     router.add_api_route(one, routes.retrieve_response, methods=["GET"], operation_id="retrieve_response",
                          response_model=None, responses=responses)  # fmt: skip
     router.add_api_route(one, routes.delete_response, methods=["DELETE"], operation_id="delete_response",
@@ -115,7 +121,7 @@ class Responses:
             text = (await prepare_chat(call, chat)).prompt.text or ""
         model.engine.front.inputs.check_length(text, is_cut=True, param="input")
         ids = await model.engine.read(len(text), model.tokenizer.encode, text, False)
-        await call.reply(encode({"object": "response.input_tokens", "input_tokens": len(ids)}))
+        await call.reply(encode(InputTokens(object="response.input_tokens", input_tokens=len(ids))))
 
     async def _create(self, call: HttpCall, request: ResponsesRequest, messages: Messages, public_id: str) -> None:
         first: Messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
@@ -134,9 +140,10 @@ class Responses:
             if self._store is not None and request.store is not False:
                 answer.keep = lambda: self._keep(Record(answer, messages, call.caller, items=input_items(request)))
             if request.stream:
-                await send_events(call, flow, answer, done=b"", failed=answer.failed)
+                stream = ResponseStream(answer)
+                await send_events(call, flow, stream, done=b"", failed=stream.failed)
             else:
-                await call.reply(await drained(call, flow, answer))
+                await call.reply(await drained(call, flow, WholeResponse(answer)))
 
     async def _open(
         self, call: HttpCall, request: ResponsesRequest, messages: Messages, public_id: str, tools: ServerTools
@@ -214,8 +221,13 @@ class Responses:
         except BaseException:
             record.flow.close()
             raise
-        self._store.grow(record, record.add(answer.queued_events()))
+        self._add(record, answer.queued_events())
         record.task = asyncio.get_running_loop().create_task(self._make(record, answer))
+
+    def _add(self, record: Record, events: list[ResponsesEvent]) -> None:
+        if record.events is not None:  # somebody may follow it
+            assert self._store is not None
+            self._store.grow(record, record.add(list(map(event_bytes, events))))
 
     async def _make(self, record: Record, answer: ResponseAnswer) -> None:
         """Until it is whole. It counts as a request in flight, so that a server that ends waits for it."""
@@ -229,13 +241,13 @@ class Responses:
         try:
             with flow:
                 while not flow.finished:
-                    store.grow(record, record.add(answer.events(await flow.next())))
-                store.grow(record, record.add(answer.last_events()))
+                    self._add(record, answer.events(await flow.next()))
+                self._add(record, answer.last_events())
         except CancelledResponseError:
-            store.grow(record, record.add(answer.cancelled_events()))
+            self._add(record, answer.cancelled_events())
         except Exception as error:  # noqa: BLE001  # its client is told when it asks
             refused = refusal_of(error, full=state.options.queue_full_status)
-            store.grow(record, record.add([*answer.first_events(), *answer.failed_events(refused)]))
+            self._add(record, [*answer.first_events(), *answer.failed_events(refused)])
         finally:
             state.load.count -= 1
             if deadline is not None:

@@ -1,7 +1,8 @@
-"""Wire types of /v1/responses: the request, the answer, the events of a stream.
+"""Wire types of /v1/responses: the request, and the short answers about a stored response.
 
 What a body may hold; null means: not given. Items of `input` stay plain dicts and are read in responses_input.py, which
-refuses by name what this version does not have. Must not know: engines, stores.
+refuses by name what this version does not have. The response and its events: responses_wire.py. Must not know: engines,
+stores.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ Includable = Literal[
     "message.input_image.image_url", "message.output_text.logprobs", "reasoning.encrypted_content",
     "web_search_call.action.sources", "web_search_call.results",
 ]  # fmt: skip
-Status = Literal["completed", "failed", "in_progress", "cancelled", "queued", "incomplete"]
 
 
 class InputItem(TypedDict, total=False):
@@ -141,50 +141,6 @@ class ResponsesRequest(BaseModel):
     return_mm_kwargs: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
-
-
-class OutputItem(BaseModel):
-    model_config = _OPEN
-    id: str
-    type: Literal["message", "reasoning", "function_call", "mcp_call"]
-    status: Literal["in_progress", "completed", "incomplete", "calling", "failed"]
-
-
-class ResponsesResponse(BaseModel):
-    model_config = _OPEN
-    id: str
-    object: Literal["response"]
-    created_at: int
-    status: Status
-    background: bool
-    error: dict[str, Any] | None
-    incomplete_details: dict[str, Any] | None
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, str] | None
-    model: str
-    output: list[OutputItem]
-    parallel_tool_calls: bool
-    previous_response_id: str | None
-    temperature: float
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
-    top_p: float
-    truncation: str
-    usage: dict[str, Any] | None
-
-
-class ResponsesEvent(BaseModel):
-    """One event of a stream; its name is `type`."""
-
-    model_config = _OPEN
-    type: str
-    sequence_number: int
-
-
-class InputTokens(BaseModel):
-    object: str = "response.input_tokens"
-    input_tokens: int
 
 
 class DeletedResponse(BaseModel):
