@@ -24,6 +24,10 @@ os.environ.setdefault("QUIRE_CPU_NUM_THREADS", "1")
 os.environ.setdefault("QUIRE_AUDIT", "1")
 os.environ.setdefault("QUIRE_CPU_KVCACHE_SPACE", "0.5")
 os.environ.setdefault("QUIRE_CPU_PACKED_CACHE", "0")  # nothing of the user's cache is read or written
+# An HTTP client reads every certificate that the machine trusts when it is made, for 50 ms, and tests make thousands of
+# clients: they trust none but those that a test names. The folder holds no certificate.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)
 
 import pytest
 
@@ -107,7 +111,7 @@ LONG_FILES = frozenset(
     engine/test_every_architecture engine/test_same_as_transformers engine/test_structured_outputs
     engine/test_batch_invariant_hostile engine/test_batch_invariant_cpu engine/test_docs_examples
     engine/test_lora engine/test_lora_models models/test_parity ops/test_cpu_tiles compat/test_programs
-    server/test_hosting_doors server/test_lora_api
+    server/test_hosting_doors server/test_hosting_life server/test_lora_api server/test_examples
     """.split()  # noqa: SIM905
 )
 

@@ -56,19 +56,27 @@ template <int C, int A, int B>
 void tile_dot_bfloats() {
   TileState& s = tile_state();
   must_fit(s.shapes, C, A, B);
+  float left[16][32] = {}, even[16][16] = {}, odd[16][16] = {};  // numbers of A, and of B by their place in a pair
   auto number = [&](int tile, int row, int at) {
     uint16_t bits;
     memcpy(&bits, s.data[tile][row] + 2 * at, 2);
     return bfloat_to_float(bits);
   };
-  for (int m = 0; m < s.shapes.rows[C]; ++m)
+  for (int m = 0; m < s.shapes.rows[A]; ++m)
+    for (int k = 0; k < s.shapes.bytes[A] / 2; ++k) left[m][k] = number(A, m, k);
+  for (int k = 0; k < s.shapes.rows[B]; ++k)
+    for (int n = 0; n < s.shapes.bytes[B] / 4; ++n) even[k][n] = number(B, k, 2 * n), odd[k][n] = number(B, k, 2 * n + 1);
+  for (int m = 0; m < s.shapes.rows[C]; ++m) {
+    float first[16] = {}, second[16] = {};
+    for (int k = 0; k < s.shapes.rows[B]; ++k)
+      for (int n = 0; n < 16; ++n) first[n] += left[m][2 * k] * even[k][n], second[n] += left[m][2 * k + 1] * odd[k][n];
     for (int n = 0; n < s.shapes.bytes[C] / 4; ++n) {
-      float sum, parts[2] = {0, 0};
+      float sum;
       memcpy(&sum, s.data[C][m] + 4 * n, 4);
-      for (int k = 0; k < s.shapes.bytes[A] / 2; ++k) parts[k % 2] += number(A, m, k) * number(B, k / 2, 2 * n + k % 2);
-      sum += parts[0] + parts[1];
+      sum += first[n] + second[n];
       memcpy(s.data[C][m] + 4 * n, &sum, 4);
     }
+  }
 }
 
 #else

@@ -13,6 +13,7 @@ import stat
 import subprocess
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -278,19 +279,26 @@ def test_a_trailer_without_end_is_cut_off(server, begin, key):
 
 
 def test_a_request_refused_before_its_body_ends_closes_its_connection(server):
-    """Also while more of the body comes: a client cannot hold it by sending a little now and then."""
-    with _connection(server) as wire:
-        wire.sendall(_head("POST", "/v1/completions", {**CHUNKED, "Authorization": "no"}) + b"1\r\n{\r\n")
-        assert wire.recv(65536).startswith(b"HTTP/1.1 401")
-        assert _is_closed_while_sending(wire, b"1\r\n \r\n")
+    """Also while more of the body comes: a client cannot hold it by sending a little now and then. All at once, because
+    the server waits some seconds for the rest of each body."""
+    long = GOOD | {"Content-Length": str(1 << 40)}
+    without_key = _head("POST", "/v1/completions", {**CHUNKED, "Authorization": "no"}) + b"1\r\n{\r\n"
+    too_long = _head("POST", "/v1/completions", long)
+    cases = [
+        (without_key, b"HTTP/1.1 401", b"1\r\n \r\n"),
+        (too_long, b"HTTP/1.1 413", b" "),
+        (too_long, b"HTTP/1.1 413", b""),
+    ]
 
+    def is_closed(case: tuple[bytes, bytes, bytes]) -> bool:
+        request, refusal, more = case
+        with _connection(server) as wire:
+            wire.sendall(request)
+            assert wire.recv(65536).startswith(refusal)
+            return _is_closed_while_sending(wire, more)
 
-@pytest.mark.parametrize("says_more", [True, False])
-def test_a_body_refused_for_its_length_closes_its_connection(server, says_more):
-    with _connection(server) as wire:
-        wire.sendall(_head("POST", "/v1/completions", GOOD | {"Content-Length": str(1 << 40)}))
-        assert wire.recv(65536).startswith(b"HTTP/1.1 413")
-        assert _is_closed_while_sending(wire, b" " if says_more else b"")
+    with ThreadPoolExecutor(len(cases)) as clients:
+        assert list(clients.map(is_closed, cases)) == [True] * len(cases)
 
 
 def _is_closed_while_sending(wire: socket.socket, piece: bytes, seconds: float = 40.0) -> bool:
@@ -449,6 +457,7 @@ def test_a_deadline_of_the_client_ends_the_request(server):
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_again(tmp_path):
+    """One request runs until it is aborted; those behind it are answered then."""
     flags = (
         "--max-num-seqs",
         "1",
@@ -459,32 +468,33 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(tmp_path):
         "--request-timeout",
         "60",
     )
-    with hosted(tmp_path, *flags) as full:
-        answers: list[httpx.Response] = []
+    with hosted(tmp_path, *flags, env={"QUIRE_SERVER_DEV_MODE": "1"}) as full, ThreadPoolExecutor(3) as clients:
 
-        def ask(prompt: str = "abc") -> threading.Thread:
-            thread = threading.Thread(target=lambda: answers.append(full.complete(prompt, 100, sleep=0.02)))
-            thread.start()
-            return thread
+        def running() -> Future[httpx.Response]:
+            body = completion("abc", 400, sleep=0.1)
+            return clients.submit(full.post, "/v1/completions", body, headers={"X-Request-Id": "running"})
 
-        first = ask()
+        def reasons(*asked: Future[httpx.Response]) -> list[str]:
+            assert full.post("/abort_requests", {"request_ids": ["running"]}).json() == {"aborted": 1}
+            answers = [one.result(60) for one in asked]
+            assert [answer.status_code for answer in answers] == [200] * len(asked)
+            return [answer.json()["choices"][0]["finish_reason"] for answer in answers]
+
+        first = running()
         wait_until(lambda: _waiting(full) == (1, 0))
-        more = [ask() for _ in range(2)]
+        more = [clients.submit(full.complete) for _ in range(2)]
         wait_until(lambda: _waiting(full) == (1, 2))
         refused = full.complete()
         assert refused.status_code == 503 and "max_num_queued_reqs=2" in refused.json()["error"]["message"]
         assert int(refused.headers["retry-after"]) >= 1
-        for thread in (first, *more):
-            thread.join(60)
-        assert [answer.status_code for answer in answers] == [200] * 3
-        first = ask()
+        assert reasons(first, *more) == ["abort", "length", "length"]
+        first = running()
         wait_until(lambda: _waiting(full) == (1, 0))
-        one = ask("x" * 90)
+        one = clients.submit(full.complete, "x" * 90)
         wait_until(lambda: _waiting(full) == (1, 1))
         refused = full.complete("y" * 20)
         assert refused.status_code == 503 and "max_num_queued_tokens=100" in refused.json()["error"]["message"]
-        for thread in (first, one):
-            thread.join(60)
+        assert reasons(first, one) == ["abort", "length"]
 
 
 def _waiting(server: Hosted) -> tuple[int, int]:
@@ -607,8 +617,8 @@ def test_tls_files_that_are_not_there_are_named_at_once(tmp_path):
 def _certificate(folder: Path, name: str) -> tuple[str, str]:
     key, certificate = str(folder / f"{name}.key"), str(folder / f"{name}.pem")
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, "-days", "2",
-         "-subj", f"/CN={name}"],
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+         "-keyout", key, "-out", certificate, "-days", "2", "-subj", f"/CN={name}"],
         check=True, capture_output=True,
     )  # fmt: skip
     return key, certificate

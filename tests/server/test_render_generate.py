@@ -319,7 +319,7 @@ def test_a_client_that_goes(fake: Live, stream: bool) -> None:
 
 
 def test_the_page(fake: Live) -> None:
-    page = httpx.get(f"{fake.url}/openapi.json").json()
+    page = httpx.get(f"{fake.url}/openapi.json", timeout=60).json()
     rendered = page["paths"]["/v1/chat/completions/render"]["post"]["responses"]["200"]["content"]
     taken = page["paths"][PATH]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     assert taken.endswith("/TokensRequest") and rendered["application/json"]["schema"]["$ref"].endswith("TokensRequest")
