@@ -55,8 +55,8 @@ _IDS_PER_CHARACTER = 16  # and token ids that are checked in that of one
 class Flow:
     """Requests that were opened together, and their results as they come. Close it, or they run on.
 
-    Whoever listens gets all that is new at once; what came since is merged, so a slow listener costs no memory.
-    Touched only by its event loop.
+    Whoever listens gets all that is new at once; what came since is merged, so a slow listener costs no memory, unless
+    it has to tell which tokens a piece of text came with and says so (`merges`). Touched only by its event loop.
     """
 
     def __init__(
@@ -70,7 +70,9 @@ class Flow:
         self._streams, self._log = streams, log
         self._delta = requests[0].params.output_kind is RequestOutputKind.DELTA
         self._growing = {one.request_id for one in requests}
-        self._waiting: dict[str, Any] = {}  # RequestOutput, or the result of a request that is pooled
+        self.merges = True
+        self._waiting: dict[str, Any] = {}  # RequestOutput, or the result of a request that is pooled: the last one
+        self._earlier: list[RequestOutput] = []  # those that stay apart from it
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -86,6 +88,9 @@ class Flow:
             if result.finished:
                 self._growing.discard(result.request_id)
             if (earlier := self._waiting.get(result.request_id)) is None:
+                self._waiting[result.request_id] = result
+            elif self._delta and not self.merges:
+                self._earlier.append(earlier)
                 self._waiting[result.request_id] = result
             else:
                 earlier.add(result, aggregate=self._delta)
@@ -104,8 +109,9 @@ class Flow:
         if not self._waiting:
             assert self._error is not None
             raise self._error
-        results = list(self._waiting.values())
+        results = [*self._earlier, *self._waiting.values()]
         self._waiting.clear()
+        self._earlier.clear()
         if self._log is not None:
             for result in results:
                 self._log.told(result)

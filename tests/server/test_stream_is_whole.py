@@ -154,14 +154,12 @@ def test_same_messages(scripted: Live, case: str) -> None:
     assert nameless(fold_message(test_anthropic_api.events(stream))) == nameless(whole)
 
 
-# Of a text alone: where a thought goes before it, the share of each depends on how results come in.
-LOGPROBS = {"max_tokens": 23, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
-RESPONSES = {**PARTS, "log probabilities": ("</think>Hello é€😀", LOGPROBS)}
-
-
-@pytest.mark.parametrize("case", RESPONSES)
-def test_same_responses(scripted: Live, case: str) -> None:
-    text, fields = RESPONSES[case]
+@pytest.mark.parametrize("with_logprobs", [False, True])
+@pytest.mark.parametrize("case", PARTS)
+def test_same_responses(scripted: Live, case: str, with_logprobs: bool) -> None:
+    text, fields = PARTS[case]
+    if with_logprobs:
+        fields = fields | {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     body = {"input": text, "tools": [test_responses_api.TOOL]} | renamed(fields, max_tokens="max_output_tokens")
     whole, stream = both(scripted, "/v1/responses", body)
     last = walk(test_responses_api.events(stream))  # what the deltas add up to

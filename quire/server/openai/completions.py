@@ -166,14 +166,17 @@ class CompletionAnswer:
 
     def _ready(self, results: Sequence[RequestOutput]) -> Sequence[RequestOutput]:
         """Those of which something can be shown."""
-        if self._needs_prompt:
-            results = [ready for result in results if (ready := self._with_prompt(result)) is not None]
-        for result in results:
+        ready = []
+        for one in results:
+            result = self._with_prompt(one) if self._needs_prompt else one
+            if result is None:
+                continue
             if result.finished:
                 self._envelope.note_cached(result.request_id, result.num_cached_tokens)
-            if result.prompt_logprobs is not None:
+            if result.prompt_logprobs is not None:  # before the next one, which may be of the same request
                 self._prompts[result.request_id] = result.prompt_logprobs
-        return results
+            ready.append(result)
+        return ready
 
     def _with_prompt(self, result: RequestOutput) -> RequestOutput | None:
         """None while the prompt's log probabilities, which come before all text, are not there yet."""

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from quire.llm.online import Flow
 from quire.schema.outputs import CompletionOutput, RequestOutput
 from quire.server.errors import Refusal
 from quire.server.openai.chat_open import OpenedChat
@@ -55,13 +56,14 @@ class ResponseAnswer:
         self._first = 0  # the part with which this round began
         self._num_prompt = chat.opened.num_prompt_tokens
         self.status: Status = "queued"
-        self._chat, self._request = chat, request
+        self._request = request
         self._created = int(time.time())
-        self._parser = chat.new_parser()
+        self._listen(chat)
         self._parts = AnswerParts()
         self._items: list[ShownItem] = []
         self._names = TokenNames(chat.model.engine.tokenizer, as_ids=chat.options.return_tokens_as_token_ids)
         self._logprobs: list[ResponseLogprob] = []  # of tokens whose text is not out yet
+        self._num_fresh = 0  # of these, the tokens that came last
         self._num_tokens = self._num_cached = self._number = 0
         self._final: Status = "completed"  # the status it will have
         self._reason: str | None = None  # why it is not complete
@@ -69,6 +71,11 @@ class ResponseAnswer:
         self.input_messages: Messages | None = None  # to be shown
         self._namespaces = namespaces(request)
         self.keep: Callable[[], None] | None = None  # called when it is whole, before its client hears of that
+
+    def _listen(self, chat: OpenedChat) -> None:
+        self._chat, self._parser = chat, chat.new_parser()
+        if isinstance(flow := chat.opened.flow, Flow):
+            flow.merges = chat.prepared.request.logprobs is not True
 
     # ---- events ------------------------------------------------------------------------------------------------
 
@@ -151,6 +158,7 @@ class ResponseAnswer:
             most = self._chat.prepared.request.top_logprobs or 0
             entries = chat_logprobs(self._names, output.token_ids, output.logprobs, most)["content"]
             self._logprobs += msgspec.convert(entries, list[ResponseLogprob])
+            self._num_fresh = len(entries)
         return list(self._parser.feed(output.text, output.token_ids, final=ended))
 
     def _step(self, step: Step) -> list[ResponsesEvent]:
@@ -161,6 +169,7 @@ class ResponseAnswer:
             with_logprobs = self._chat.prepared.request.logprobs is True
             item = ShownItem(part, self._next, with_logprobs, label, self._namespaces.get(part.name))
             self._items.append(item)
+            self._logprobs = self._logprobs[max(0, len(self._logprobs) - self._num_fresh) :]  # before it: marks
             return item.opening()
         item = self._items[part.index]
         if step.change is Change.GREW:
@@ -206,7 +215,7 @@ class ResponseAnswer:
 
     def next_round(self, chat: OpenedChat) -> None:
         """The model goes on, as another request."""
-        self._chat, self._parser = chat, chat.new_parser()
+        self._listen(chat)
         self._first = len(self._parts.all)
         self._num_prompt += chat.opened.num_prompt_tokens
 
