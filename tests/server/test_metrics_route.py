@@ -109,9 +109,10 @@ async def test_probes_and_the_page_itself_are_not_counted(site: Site) -> None:
     for path in ("/health", "/version", "/metrics", "/metrics/"):
         assert (await site.client.get(path)).status_code == 200
     await site.complete(prompt="ab", max_tokens=1)
+    assert (await site.client.get("/v1/models")).status_code == 200
     page = await site.page()
     counted = {labels: value for (name, labels), value in page.items() if name == "http_requests_total"}
-    assert counted == {("/v1/completions", "POST", "2xx"): 1}
+    assert counted == {("/v1/completions", "POST", "2xx"): 1, ("/v1/models", "GET", "2xx"): 1}
 
 
 async def test_failures_and_refusals(site: Site) -> None:
