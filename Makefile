@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CORE := $(VENV)/.core
 READY := $(VENV)/.ready
-# Two test processes with one thread each are faster on two cores than one process with two threads.
-JOBS ?= 2
+# Test processes with one thread each are faster on two cores than one process with two threads, and some tests wait.
+JOBS ?= 3
 # Of the order in which `test` runs the files: another each time. SEED=n repeats one.
 ifndef SEED
 SEED := $(shell date +%s)

@@ -59,7 +59,7 @@ def test_more_rows_go_the_usual_way(preferred):
     model = built("LlamaForCausalLM")
 
     class Never:
-        rows = TOKENS
+        rows, is_open = TOKENS, True
 
         def __call__(self, *args):
             raise AssertionError("too many rows for this way")

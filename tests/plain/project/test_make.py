@@ -57,7 +57,7 @@ def test_kernels_compile_while_torch_is_unpacked(tmp_path: Path) -> None:
 
 def test_check_runs_every_check(tmp_path: Path) -> None:
     text = steps("check", tmp_path)
-    for part in ("ruff format --check", "ruff check", "bin/mypy", "lint-imports", "bin/pytest -q -n 2"):
+    for part in ("ruff format --check", "ruff check", "bin/mypy", "lint-imports", "bin/pytest -q -n "):
         assert part in text
 
 
