@@ -193,7 +193,7 @@ def start(args: argparse.Namespace, folder: Path, log: TextIO) -> tuple[subproce
     command = [sys.executable, "-c", SERVE, "serve", "--host", "127.0.0.1", "--port", str(port),
                "--max-model-len", "2048", "--api-key", HONEST, ATTACKER, VICTIM, "--enable-prompt-tokens-details",
                "--trust-request-chat-template", "--open-metrics", "--disable-uvicorn-access-log"]  # fmt: skip
-    threads = max(1, (os.cpu_count() or 2) - 1)
+    threads = max(1, len(os.sched_getaffinity(0)) - 1)
     environment = os.environ | {
         "QUIRE_CPU_KVCACHE_SPACE": str(args.kv_gib), "OMP_NUM_THREADS": str(threads),
         "QUIRE_ENABLE_RESPONSES_API_STORE": "1", "QUIRE_API_KEY": CANARY, "TMPDIR": str(folder / "tmp"),

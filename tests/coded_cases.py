@@ -13,6 +13,8 @@ from torch import Tensor
 from quire.ops.act import GATED
 from quire.ops.coded import CodedWeight, chunk_of, is_packed, pack_halves
 from quire.ops.few import NormRule, linear_add, norm_linear
+from quire.ops.parts import PartialSums
+from quire.ops.rounded import RoundedRows, RowCode
 
 
 class Made(NamedTuple):
@@ -24,6 +26,7 @@ class Made(NamedTuple):
     group: int
     zeros: bool = False
     rounds: bool = False
+    between: bool = False  # zero points lie between codes
 
 
 WEIGHTS = {
@@ -38,8 +41,11 @@ WEIGHTS = {
     "int4-64": Made("int4", 33, 192, 64),
     "int4-128": Made("int4", 72, 256, 128),
     "int4-zeros": Made("int4", 50, 384, 128, zeros=True),
+    "int4-64-zeros": Made("int4", 50, 384, 64, zeros=True),
     "int4-rows": Made("int4", 50, 160, 160),
     "int4-rows-zeros": Made("int4", 16, 192, 192, zeros=True),
+    "int4-between": Made("int4", 50, 256, 64, zeros=True, between=True),
+    "int4-rows-between": Made("int4", 16, 192, 192, zeros=True, between=True),
     "fp4-16": Made("fp4", 40, 96, 16),
     "fp4-32": Made("fp4", 40, 128, 32),
 }
@@ -64,6 +70,8 @@ def weight_of(made: Made, device: str = "cpu", *, scale_dtype: torch.dtype = tor
         whole = torch.randint(0, 16, shape, generator=draw, dtype=torch.uint8)
         codes = pack_halves(whole, chunk_of(made.width, made.group))
         zero = torch.randint(0, 16, groups, generator=draw, dtype=torch.uint8) if made.zeros else None
+        if zero is not None and made.between:
+            zero = zero + torch.rand(groups, generator=draw)
     moved = [None if t is None else t.to(device) for t in (codes, scale, zero)]
     assert moved[0] is not None and moved[1] is not None
     return CodedWeight(made.kind, moved[0], moved[1], moved[2], *shape, made.group, made.rounds)
@@ -96,6 +104,47 @@ def check_few(name: str, rows: int, device: str, dtype: torch.dtype, *, early: b
         with nullcontext() if is_right else pytest.raises(AssertionError):
             found = few.norm_linear(x, rule, right, None, silu, **known)
             check(found, norm_linear(x, rule, weight, None, plain), 1e-2)
+
+
+def check_rounded(width: int, dtype: torch.dtype, code: RowCode, device: str, *, exact: bool) -> None:
+    """Norms and activations that give codes: those of the same kernels followed by rounding in a pass of its own.
+    `exact`: bit for bit, else as far as the interpreter divides and rounds as a GPU does."""
+    from quire.ops.triton import act, coded, norm  # these cases are read without Triton too
+
+    rows, group = 9, code.group or width
+    x, delta, gains = (normal(n, width, seed=n + 1, dtype=dtype, device=device) for n in (rows, rows, 1))
+    parts = PartialSums(normal(3, rows, width, seed=5, device=device), dtype)
+    x[4], delta[4], parts.sums[:, 4] = 0, 0, 0
+    for rule in (NormRule(gains[0], 1e-6, 0.0, False), NormRule(gains[0], 1e-6, 1.0, True)):
+        for added in (None, delta, parts):
+            found, total = coded.add_norm_rounded(x.clone(), added, rule, code)
+            if rule.offset:
+                plain, sums = norm.rms_norm_wide(x, gains[0], 1e-6, 1.0), x
+                if added is not None:
+                    plain, sums = norm.add_rms_norm_wide(x.clone(), added, gains[0], 1e-6, 1.0)
+            else:
+                plain, sums = norm.rms_norm(x, gains[0], 1e-6), x
+                if added is not None:
+                    plain, sums = norm.add_rms_norm(x.clone(), added, gains[0], 1e-6)
+            assert torch.equal(total, sums)
+            _check_codes(found, coded.quantize_rows(plain, code.dtype, group), exact)
+    gate_up = normal(rows, 2 * width, seed=7, dtype=dtype, device=device)
+    for number in (act.SILU, act.GELU_TANH):
+        form = act.gated_form(number)
+        found = coded.act_rounded(gate_up, form, code, acts={form: number})
+        _check_codes(found, coded.quantize_rows(form(gate_up), code.dtype, group), exact)
+        other = coded.act_rounded(gate_up, form, code, acts={})  # one that has no kernel
+        _check_codes(other, coded.quantize_rows(form(gate_up), code.dtype, group), exact)
+
+
+def _check_codes(found: RoundedRows, wanted: tuple[Tensor, Tensor], exact: bool) -> None:
+    assert found.scale.shape == wanted[1].shape and found.codes.dtype is wanted[0].dtype
+    if exact:
+        assert torch.equal(found.codes.view(torch.uint8), wanted[0].view(torch.uint8))
+        assert torch.equal(found.scale, wanted[1])
+        return
+    torch.testing.assert_close(found.scale, wanted[1])
+    assert (found.codes.float() != wanted[0].float()).float().mean() < 0.01
 
 
 def check(found: Tensor, wanted: Tensor, error: float = 4e-3) -> None:

@@ -18,7 +18,7 @@ LIMITS = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
 ROUNDED_LIMIT = 6e-2  # inputs in 8 bits
 KINDS = (
     "fp8-rows", "fp8-blocks", "fp8-narrow-blocks", "int4-32", "int4-64-zeros", "int4-128", "int4-128-zeros",
-    "int4-rows", "mxfp4", "nvfp4",
+    "int4-64-between", "int4-rows-between", "int4-rows", "mxfp4", "nvfp4",
 )  # fmt: skip
 
 
@@ -43,11 +43,13 @@ def make_codes(kind: str, draw: Draw, experts: int, rows: int, width: int) -> Ex
     if kind == "nvfp4":
         grid = scales(experts, rows, whole // 16, spread=20 / size).to(torch.float8_e4m3fn)
         return ExpertCodes("e2m1", codes, width, grid, (1, 16), row_scale=scales(experts, rows, spread=0.03))
-    group = whole if kind == "int4-rows" else int(kind.split("-")[1])
+    group = whole if kind.startswith("int4-rows") else int(kind.split("-")[1])
     grid = scales(experts, rows, whole // group, spread=0.3).to(torch.bfloat16)
     zero = None
-    if kind.endswith("zeros"):
+    if kind.endswith(("zeros", "between")):
         zero = draw.whole(0, 17, grid.numel()).to(torch.uint8).view(grid.shape).to(device)
+    if kind.endswith("between"):
+        zero = zero + draw.normal(*grid.shape, dtype=torch.float32).sigmoid()
     return ExpertCodes("int4", codes, width, grid, (1, group), zero)
 
 

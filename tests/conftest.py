@@ -110,8 +110,9 @@ LONG_FILES = frozenset(
     for name in """
     engine/test_every_architecture engine/test_same_as_transformers engine/test_structured_outputs
     engine/test_batch_invariant_hostile engine/test_batch_invariant_cpu engine/test_docs_examples
-    engine/test_lora engine/test_lora_models models/test_parity ops/test_cpu_tiles compat/test_programs
-    server/test_hosting_doors server/test_hosting_life server/test_lora_api server/test_examples
+    engine/test_lora engine/test_lora_models engine/test_lora_many engine/test_lora_peft engine/test_quantized_formats
+    models/test_parity ops/test_cpu_tiles compat/test_programs server/test_hosting_doors server/test_hosting_life
+    server/test_lora_api server/test_examples
     """.split()  # noqa: SIM905
 )
 

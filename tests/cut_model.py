@@ -97,8 +97,8 @@ def logits_of(llm: LLM, ids: list[int]) -> torch.Tensor:
     seen: list[torch.Tensor] = []
     plain = model.logits
 
-    def watched(hidden: torch.Tensor) -> torch.Tensor:
-        seen.append(plain(hidden))
+    def watched(hidden: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
+        seen.append(plain(hidden, slots))
         return seen[-1]
 
     model.logits = watched

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from tests.exporters import ao_int4, ao_integers, hqq, quark, quark_int4, quark_mx6, quark_spec
 from tests.quantized import (
     NF4,
     Form,
@@ -52,6 +53,11 @@ CODED = {
     "compressed": compressed("pack-quantized", packed_ints(4, 32, False), {"num_bits": 4, "type": "int"}),
     "modelopt": Form({"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4_modelopt),
     "bitsandbytes": Form({"quant_method": "bitsandbytes"}, bnb_table("nf4", NF4, True)),
+    "hqq": hqq(4, 32),
+    "torchao": ao_integers(4, 32, False),
+    "torchao-4": ao_int4(32),
+    "quark": quark(quark_int4(32, signed=True), quark_spec("int4", "per_group", group_size=32)),
+    "quark-mx": quark(quark_mx6(3), quark_spec("fp6_e3m2", "per_group", group_size=32)),
 }
 _JSON = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _WEIGHTS = (4, 1, 1, 1)  # how often each of them is damaged

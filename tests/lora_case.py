@@ -10,7 +10,10 @@ from quire.ops.lora import AdapterRows, LowRank, LowRankPiece
 class LowRankCase:
     """A matrix of three parts, four slots: all parts; the second part alone; the whole as one; nothing."""
 
-    def __init__(self, index: list[int], dtype: torch.dtype, device: str = "cpu", rank: int = 8) -> None:
+    def __init__(
+        self, index: list[int], dtype: torch.dtype, device: str = "cpu", rank: int = 8, *, stacked: bool = True,
+        stored: torch.dtype | None = None,  # dtype of the adapters
+    ) -> None:  # fmt: skip
         draw = torch.Generator().manual_seed(3)
 
         def random(*shape: int) -> torch.Tensor:
@@ -24,14 +27,17 @@ class LowRankCase:
             [],
         ]
         self.slots = [
-            tuple(LowRankPiece(s, e, random(r, width), random(e - s, r), scale) for s, e, r, scale in kind)
+            tuple(
+                LowRankPiece(s, e, random(r, width).to(stored or dtype), random(e - s, r).to(stored or dtype), scale)
+                for s, e, r, scale in kind
+            )
             for kind in kinds
         ]
         self.x, self.y = random(len(index), width).to(device), random(len(index), 210).to(device)
         self.rows = AdapterRows(torch.tensor(index, dtype=torch.int32, device=device))
-        self.low = LowRank(len(kinds))
-        like = torch.empty(0, dtype=dtype, device=device)
-        self.low.set_up_stacks(210, width, len(parts), rank, like)
+        self.low = LowRank(len(kinds), stored or dtype)
+        if stacked:
+            self.low.set_up_stacks(210, width, len(parts), rank, torch.empty(0, dtype=dtype, device=device))
         for slot, pieces in enumerate(self.slots, 1):
             self.low.put(slot, pieces)
 

@@ -86,3 +86,14 @@ def write_sentence_files(
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **modes}))
     if max_length:
         (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": max_length}))
+
+
+def write_splade_files(folder: Path, strategy: str) -> None:
+    """What sentence-transformers writes beside a masked language model whose head weighs terms."""
+    kind = "sentence_transformers.sparse_encoder.models."
+    modules = [("", "MLMTransformer"), ("1_SpladePooling", "SpladePooling")]
+    entries = [{"idx": i, "name": str(i), "path": path, "type": kind + name} for i, (path, name) in enumerate(modules)]
+    (folder / "modules.json").write_text(json.dumps(entries))
+    (folder / "1_SpladePooling").mkdir()
+    about = {"pooling_strategy": strategy, "activation_function": "relu", "word_embedding_dimension": VOCAB}
+    (folder / "1_SpladePooling" / "config.json").write_text(json.dumps(about))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -41,6 +42,7 @@ class Form:
     write: Callable[[Tensor], Written]
     matrices: str = LINEARS  # names of tensors that are coded
     extra: dict[str, str] = field(default_factory=dict)  # further files: name -> text
+    describe: Callable[[Tensor], dict[str, Any]] | None = None  # what the file's metadata says of a coded matrix
 
 
 def stream(codes: Tensor, bits: int) -> Tensor:
@@ -297,7 +299,10 @@ def write(
             continue
         made, means[name] = form.write(tensor.float())
         coded |= {name.removesuffix("weight") + ending: one.clone().contiguous() for ending, one in made.items()}
-    return finish(folder, form, coded, means, tamper)
+    notes = {} if form.describe is None else {
+        name: form.describe(tensor) if name not in coded else {"_type": "Tensor"} for name, tensor in plain.items()
+    }  # fmt: skip
+    return finish(folder, form, coded, means, tamper, notes)
 
 
 def write_gpt_oss(folder: Path, *, tamper: Any = None):
@@ -346,11 +351,17 @@ def write_stacked(
     return finish(folder, form, coded, means, tamper)
 
 
-def finish(folder: Path, form: Form, coded: dict[str, Tensor], means: dict[str, Tensor], tamper: Any = None):
+def finish(
+    folder: Path, form: Form, coded: dict[str, Tensor], means: dict[str, Tensor], tamper: Any = None, notes: Any = None
+):
+    """`notes`: what the file's metadata says of each tensor, by its name."""
     model = twin(folder, means)
     if tamper is not None:
         tamper(coded)
-    save_file(coded, folder / "model.safetensors", metadata={"format": "pt"})
+    about = {"tensor_names": json.dumps(list(notes))} if notes else {}
+    for name, note in (notes or {}).items():
+        about[name] = json.dumps(note)
+    save_file(coded, folder / "model.safetensors", metadata={"format": "pt", **about})
     config = json.loads((folder / "config.json").read_text())
     if form.config:
         config["quantization_config"] = form.config
@@ -358,6 +369,13 @@ def finish(folder: Path, form: Form, coded: dict[str, Tensor], means: dict[str, 
     for name, text in form.extra.items():
         (folder / name).write_text(text)
     return model
+
+
+def save_again(tensors: dict[str, Tensor], path: Path) -> None:
+    """Other tensors in a file, whose metadata stays."""
+    with safe_open(path, framework="pt") as file:
+        about = file.metadata()
+    save_file(tensors, path, metadata=about)
 
 
 def twin(folder: Path, means: dict[str, Tensor]):

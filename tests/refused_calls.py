@@ -15,9 +15,11 @@ from torch import Tensor
 
 from quire.ops.blocks import BlockParts, StepTurn, Weights
 from quire.ops.cpu.block import BlocksCall, NativeCache, NativeStep
+from quire.ops.cpu.low_rank import LowRankWork, NativeSlots, PieceWork
 from quire.ops.cpu.moe_forms import MatrixWork, MoeWork, matrix_work
 from quire.ops.cpu.native import CHECKED, AttentionWork, DrawWork, KernelError, Segment, kernels
 from quire.ops.few import NormRule
+from quire.ops.lora import AdapterRows, LowRank, LowRankPiece
 from quire.ops.qkv import QkvPrep
 
 TOKENS, HEADS, KV, SIZE, BLOCK, WIDTH = 3, 4, 2, 16, 8, 32
@@ -53,7 +55,8 @@ def qc_attend(arrays: dict[str, int] | None = None, **over: Any) -> None:
 
 def qc_run_blocks(
     heads: int = HEADS, kv: int = KV, turned: int = SIZE, ffn: int = 24, up: int = 48, o: int = HEADS * SIZE,
-    act: int = 0, slots: int = BLOCK, which: int = 0, **arrays: int,
+    act: int = 0, slots: int = BLOCK, which: int = 0, adapter: int = 1, rank: int = 4, stop: int = WIDTH,
+    pieces: int = 1, **arrays: int,
 ) -> None:  # fmt: skip
     held: list[Tensor] = []
     step = NativeStep()
@@ -64,11 +67,19 @@ def qc_run_blocks(
     prep = QkvPrep(heads, kv, None, None, 0.0, 0.0, False, None, None, False)
     cache = NativeCache()
     cache.rows = torch.zeros(BLOCK, 2 * KV * SIZE)[:slots]
-    parts = BlockParts((qkv, back, wide, down), (norm, norm), prep, cache, 0.25, 0.0, None, None, "named")
+    low = LowRank(2)
+    low.put(1, (LowRankPiece(0, WIDTH, torch.randn(4, WIDTH), torch.randn(WIDTH, 4), 1.0),))
+    empty = LowRank(2)
+    lows = (empty, empty, low, empty)
+    parts = BlockParts((qkv, back, wide, down), (norm, norm), prep, cache, 0.25, 0.0, None, None, "named", lows)
     call = BlocksCall(library, {"named": act}, [parts], [0], torch.float32, TOKENS)
     call._which[0] = which
+    assert isinstance(low.form, NativeSlots)
+    works, _ = low.form._alive[0]
+    works[0].rank, works[0].stop, low.form._entries[0].count = rank, stop, pieces
+    rows = AdapterRows(torch.tensor([0, 1, adapter], dtype=torch.int32))
     turn = StepTurn(step, torch.ones(TOKENS, 1, turned), torch.zeros(TOKENS, 1, turned))
-    done = call(torch.randn(TOKENS, WIDTH), None, [turn])
+    done = call(torch.randn(TOKENS, WIDTH), None, [turn], rows)
     assert done is not None and done[1].isfinite().all()
 
 
@@ -111,6 +122,22 @@ def qc_linear(
     made = {"x": torch.randn(2, WIDTH), "weight": torch.randn(8, WIDTH), "out": torch.zeros(2, 8)}
     x, weight, out = (None if name == missing else tensor.data_ptr() for name, tensor in made.items())
     library.qc_linear(x, x_stride, weight, weight_stride, None, out, out_stride, m, n, k, dtype)
+
+
+def qc_add_low_rank(
+    m: int = 2, n: int = 8, k: int = WIDTH, x_stride: int = WIDTH, y_stride: int = 8, num_slots: int = 1, slot: int = 1,
+    count: int = 1, start: int = 2, stop: int = 6, rank: int = 4, stored: int = 0, dtype: int = 0, missing: str = "",
+) -> None:  # fmt: skip
+    made = {"x": torch.randn(2, WIDTH), "slots": torch.tensor([0, slot], dtype=torch.int32), "y": torch.zeros(2, 8)}
+    panels = {"a": torch.randn(1, WIDTH, 16), "b": torch.randn(1, 4, 32)}
+    a, b = (None if name == missing else tensor.data_ptr() for name, tensor in panels.items())
+    piece = PieceWork(a, b, start, stop, rank, 1.0, stored)
+    low = LowRankWork(None if missing == "pieces" else ctypes.addressof(piece), count)
+    x, slots, y = (None if name == missing else tensor.data_ptr() for name, tensor in made.items())
+    library.qc_add_low_rank(
+        x, x_stride, slots, None if missing == "low" else ctypes.addressof(low), num_slots, y, y_stride, m, n, k, dtype
+    )
+    assert made["y"].isfinite().all()
 
 
 def qc_rms_norm(
@@ -221,7 +248,8 @@ WRONG: dict[Any, list[dict[str, Any]]] = {
     ],
     qc_run_blocks: _each(
         turned=(65536, 18), kv=(8, 1), heads=(6,), ffn=(96,), up=(40,), o=(48,), act=(77, -1), slots=(0, 2),
-        which=(1, -1, HUGE), table=(HUGE, -1, 1), slot=(HUGE, 6), context=(HUGE, 2), end=(HUGE, -1),
+        which=(1, -1, HUGE), adapter=(3, -1, HUGE), rank=(0, -1, LONG), stop=(49, 0, LONG), pieces=(-1, LONG),
+        table=(HUGE, -1, 1), slot=(HUGE, 6), context=(HUGE, 2), end=(HUGE, -1),
     ),
     qc_run_moe: _each(
         index=(HUGE, -3, 4), top_k=(0, 5, -1), ffn=(96,), up_rows=(40,), act=(77,), tokens=COUNTS, experts=(0, -1),
@@ -237,6 +265,11 @@ WRONG: dict[Any, list[dict[str, Any]]] = {
     qc_linear: _each(
         m=COUNTS, n=COUNTS, k=(0, *COUNTS), x_stride=(-1, LONG), weight_stride=(-1, LONG), out_stride=(0, 7, -8, LONG),
         dtype=(7, -1), missing=("x", "weight", "out"),
+    ),
+    qc_add_low_rank: _each(
+        m=COUNTS, n=(0, 5, *COUNTS), k=(0, *COUNTS), x_stride=(-1, LONG), y_stride=(0, 7, -8, LONG),
+        num_slots=(0, *COUNTS), slot=(2, -1, HUGE), count=COUNTS, start=(-1, 6, LONG), stop=(2, 9, LONG, -1),
+        rank=(0, *COUNTS), stored=(3, -1), dtype=(7, -1), missing=("x", "slots", "y", "a", "b", "pieces", "low"),
     ),
     qc_rms_norm: _each(
         rows=COUNTS, width=(0, *COUNTS), x_stride=(-1, LONG), dtype=(7, -1), missing=("x", "weight", "out"),

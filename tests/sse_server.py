@@ -83,7 +83,7 @@ class ScriptedServer:
         if method == "GET":
             listed = {"object": "list", "data": script.models}
             return self._whole(writer, 200 if path in ("/v1/models", "/health") else 404, listed)
-        if not path.endswith("completions"):
+        if not path.endswith(("completions", "embeddings", "rerank", "/pooling")):
             return self._whole(writer, 200, {})
         if script.status != 200:
             return self._whole(writer, script.status, {"error": {"message": "scripted refusal", "code": script.status}})
@@ -107,6 +107,11 @@ class ScriptedServer:
         return {"prompt_tokens": 7, "completion_tokens": self._count(body), "total_tokens": 7 + self._count(body)}
 
     def _answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if not path.endswith("completions"):
+            if "documents" in body:
+                ranks = [{"index": i, "relevance_score": 0.5} for i in range(len(body["documents"]))]
+                return {"results": ranks, "usage": {"prompt_tokens": 7, "total_tokens": 7}}
+            return {"data": [{"index": 0, "embedding": [0.5]}], "usage": {"prompt_tokens": 7, "total_tokens": 7}}
         text = "".join(self._text(i) for i in range(self._count(body)))
         choice = {"message": {"role": "assistant", "content": text}} if "chat" in path else {"text": text}
         return {"choices": [choice | {"index": 0, "finish_reason": "length"}], "usage": self._usage(body)}

@@ -2,7 +2,8 @@
 
 `write_adapter(model, folder, ...)` draws A and B for modules of a transformers model and writes a folder;
 `merge(model, adapter)` is a copy of the model whose weights are W + scale * B A: what an engine must compute without
-merging. Modules are found by the last part of their names, experts (stacked in transformers) as '3.gate_proj'.
+merging. A matrix that the embedding and the head share is two matrices in the copy. Modules are found by the last part
+of their names, experts (stacked in transformers) as '3.gate_proj'; `write_stacked` adapts all experts at once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,33 @@ from torch import Tensor, nn
 class Low:
     """One module's part of an adapter."""
 
-    a: Tensor  # [rank, in]
-    b: Tensor  # [out, rank]
+    a: Tensor  # [rank, in]; of an embedding [rank, rows]
+    b: Tensor  # [out, rank]; of an embedding [width, rank]
     scale: float
+
+    def delta(self) -> Tensor:
+        return self.scale * (self.b @ self.a)
+
+
+@dataclass(frozen=True)
+class StackedLow:
+    """The part of a parameter [experts, ., .], as PEFT stores it."""
+
+    a: Tensor  # [experts * rank, in]
+    b: Tensor  # [out, rank * experts]
+    scale: float
+    experts: int
+    axes: str  # of the result: 'e o i' or 'e i o'
+
+    def delta(self) -> Tensor:
+        a, b = self.a.reshape(self.experts, -1, self.a.shape[1]), self.b.reshape(len(self.b), -1, self.experts)
+        return self.scale * torch.einsum(f"o r e, e r i -> {self.axes}", b, a)
 
 
 @dataclass(frozen=True)
 class TinyAdapter:
     path: str
-    parts: dict[str, Low]  # by the module's name
+    parts: dict[str, Any]  # Low or StackedLow, by the module's or the parameter's name
 
 
 def linear_modules(model: nn.Module, targets: Iterable[str] | None) -> dict[str, tuple[int, int]]:
@@ -47,6 +66,8 @@ def linear_modules(model: nn.Module, targets: Iterable[str] | None) -> dict[str,
             found[name] = (module.out_features, module.in_features)
         elif type(module).__name__ == "Conv1D":
             found[name] = (module.weight.shape[1], module.weight.shape[0])
+        elif isinstance(module, nn.Embedding) and wanted is not None:
+            found[name] = (module.embedding_dim, module.num_embeddings)
     return found
 
 
@@ -80,23 +101,58 @@ def write_adapter(
     draw = torch.Generator().manual_seed(seed)
     scale = alpha / (math.sqrt(rank) if rslora else rank)
     parts, tensors = {}, {}
+    tables = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     for name, (rows, width) in (linear_modules(model, targets) if modules is None else modules).items():
-        a = torch.randn((rank, width), generator=draw) * width**-0.5
+        a = torch.randn((rank, width), generator=draw) * (1.0 if name in tables else width**-0.5)
         b = torch.randn((rows, rank), generator=draw) * strength
         parts[name] = Low(a, b, scale)
-        tensors[f"base_model.model.{name}.lora_A.weight"] = a
-        tensors[f"base_model.model.{name}.lora_B.weight"] = b
+        stem = f"base_model.model.{name}.lora_"
+        spelled = ("embedding_A", "embedding_B") if name in tables else ("A.weight", "B.weight")
+        tensors |= {f"{stem}{spelled[0]}": a, f"{stem}{spelled[1]}": b}
+    written = {"r": rank, "lora_alpha": alpha, "use_rslora": rslora} | (config or {})
+    write_folder(
+        folder, tensors, {"target_modules": sorted({name.rpartition(".")[2] for name in parts})} | written, as_bin
+    )
+    return TinyAdapter(str(folder), parts)
+
+
+def write_folder(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], as_bin: bool = False) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if as_bin:
         torch.save(tensors, folder / "adapter_model.bin")
     else:
         save_file(tensors, str(folder / "adapter_model.safetensors"))
-    written = {
-        "peft_type": "LORA", "r": rank, "lora_alpha": alpha, "use_rslora": rslora, "bias": "none",
-        "task_type": "CAUSAL_LM", "target_modules": sorted({name.rpartition(".")[2] for name in parts}), 
-        "base_model_name_or_path": "tiny",
-    }  # fmt: skip
-    (folder / "adapter_config.json").write_text(json.dumps(written | (config or {})))
+    about = {"peft_type": "LORA", "bias": "none", "task_type": "CAUSAL_LM", "base_model_name_or_path": "tiny"}
+    (folder / "adapter_config.json").write_text(json.dumps(about | config))
+
+
+def stacked_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters that hold a matrix of every expert."""
+    return {
+        name: parameter for name, parameter in model.named_parameters() if parameter.ndim == 3 and "conv" not in name
+    }
+
+
+def write_stacked(
+    model: nn.Module, folder: Path, *, leaves: Sequence[str] = ("gate_up_proj", "down_proj"), rank: int = 4,
+    alpha: float = 6.0, seed: int = 1, axes: str = "e o i", strength: float = 0.3, config: dict[str, Any] | None = None,
+) -> TinyAdapter:  # fmt: skip
+    """`leaves`: which parameters, in the order in which PEFT wraps them: that of the module. `axes`: see StackedLow."""
+    draw = torch.Generator().manual_seed(seed)
+    parts, tensors = {}, {}
+    for name, parameter in stacked_parameters(model).items():
+        module, _, leaf = name.rpartition(".")
+        if leaf not in leaves:
+            continue
+        sizes = dict(zip(axes.split(), parameter.shape, strict=True))
+        a = torch.randn((sizes["e"] * rank, sizes["i"]), generator=draw) * sizes["i"] ** -0.5
+        b = torch.randn((sizes["o"], rank * sizes["e"]), generator=draw) * strength
+        parts[name] = StackedLow(a, b, alpha / rank, sizes["e"], axes)
+        stem = f"base_model.model.{module}" + ".base_layer" * (len(leaves) - 1 - leaves.index(leaf))
+        tensors |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
+    targets = sorted({name.split(".", 3)[3] if name.count(".") > 3 else name for name in parts})
+    written = {"r": rank, "lora_alpha": alpha, "target_modules": [], "target_parameters": targets}
+    write_folder(folder, tensors, written | (config or {}))
     return TinyAdapter(str(folder), parts)
 
 
@@ -105,14 +161,15 @@ def merge(model: Any, adapter: TinyAdapter) -> Any:
     modules = dict(merged.named_modules())
     with torch.no_grad():
         for name, low in adapter.parts.items():
-            delta = low.scale * (low.b @ low.a)
-            module = modules.get(name)
-            if module is None:
+            module, delta = modules.get(name), low.delta()
+            if isinstance(low, StackedLow):
+                path, _, leaf = name.rpartition(".")
+                getattr(modules[path], leaf).add_(delta)
+            elif module is None:
                 _merge_expert(modules, name, delta)
-            elif type(module).__name__ == "Conv1D":
-                module.weight += delta.t()
             else:
-                module.weight += delta
+                is_turned = isinstance(module, nn.Embedding) or type(module).__name__ == "Conv1D"
+                module.weight = nn.Parameter(module.weight + (delta.t() if is_turned else delta))
     return merged
 
 

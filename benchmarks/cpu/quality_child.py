@@ -28,8 +28,8 @@ class Quire:
         model = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
         seen, plain = [], model.logits
 
-        def watched(hidden):
-            seen.append(plain(hidden))
+        def watched(*hidden):  # and slots of adapters, of which older ones know nothing
+            seen.append(plain(*hidden))
             return seen[-1]
 
         model.logits = watched

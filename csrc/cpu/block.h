@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "block_tiles.h"
 #include "dense.h"
+#include "low_rank.h"
 #include "packed.h"
 #include "rows.h"
 
@@ -21,9 +22,17 @@ void multiply(const qc_matrix& matrix, const void* x, void* out, int64_t m) {
     linear<Dtype>(from, matrix.width, matrix.weight, matrix.weight_stride, matrix.bias, out, matrix.rows, m, matrix.rows, matrix.width);
 }
 
-// MayTile: a test wants to compare.
+// The same with what adapters add (null: none do).
+template <int Dtype>
+void multiply(const qc_matrix& matrix, const qc_low_rank* low, const int32_t* adapters, const void* x, void* out, int64_t m) {
+  multiply<Dtype>(matrix, x, out, m);
+  if (adapters && low) add_low_rank<Dtype>(low, adapters, x, matrix.width, out, matrix.rows, m, matrix.width);
+}
+
+// MayTile: a test wants to compare. Steps with adapters go without tiles.
 template <int Dtype, bool MayTile = true>
-void run_block(const qc_block& b, const qc_turn& turn, const void* x, const void* delta, void* stream, void* out) {
+void run_block(const qc_block& b, const qc_turn& turn, const int32_t* adapters, const void* x, const void* delta, void* stream,
+               void* out) {
   const qc_attention& step = *turn.step;
   qc_attention w = b.attention;
   w.cos = turn.cos, w.sin = turn.sin, w.turned = turn.turned, w.turn_dtype = turn.dtype;
@@ -31,7 +40,7 @@ void run_block(const qc_block& b, const qc_turn& turn, const void* x, const void
   w.tokens = step.tokens, w.rows = step.rows, w.table_stride = step.table_stride, w.block_size = step.block_size;
   w.window = step.window, w.chunk = step.chunk;
 #if QC_TILES
-  if (MayTile && goes_by_tiles<Dtype>(b)) return run_block_by_tiles<Dtype>(b, w, x, delta, stream, out);
+  if (MayTile && !adapters && goes_by_tiles<Dtype>(b)) return run_block_by_tiles<Dtype>(b, w, x, delta, stream, out);
 #endif
   typedef typename Numbers<Dtype>::Type T;
   static thread_local std::vector<T> memory;
@@ -41,21 +50,21 @@ void run_block(const qc_block& b, const qc_turn& turn, const void* x, const void
   T *normed = memory.data(), *wide = normed + m * width, *middle = wide + m * most, *back = middle + m * (inner > ffn ? inner : ffn);
 
   rms_norm<Dtype>(x, width, delta, b.norm_weight[0], stream, normed, m, width, b.eps[0], b.offset[0], b.wide[0]);
-  multiply<Dtype>(b.qkv, normed, wide, m);
+  multiply<Dtype>(b.qkv, b.low[0], adapters, normed, wide, m);
   w.qkv = wide, w.qkv_stride = b.qkv.rows, w.out = middle;
   attend_over<Dtype>(w);
-  multiply<Dtype>(b.o, middle, back, m);
+  multiply<Dtype>(b.o, b.low[1], adapters, middle, back, m);
   rms_norm<Dtype>(delta ? stream : x, width, back, b.norm_weight[1], stream, normed, m, width, b.eps[1], b.offset[1], b.wide[1]);
-  multiply<Dtype>(b.up, normed, wide, m);
+  multiply<Dtype>(b.up, b.low[2], adapters, normed, wide, m);
   gated_by<Dtype>(b.act, wide, b.up.rows, middle, m, ffn);
-  multiply<Dtype>(b.down, middle, out, m);
+  multiply<Dtype>(b.down, b.low[3], adapters, middle, out, m);
 }
 
 template <int Dtype>
-void run_blocks(const qc_block* const* blocks, const int32_t* which, int64_t count, const qc_turn* turns, const void* x,
-                const void* delta, void* stream, void* out) {
+void run_blocks(const qc_block* const* blocks, const int32_t* which, int64_t count, const qc_turn* turns,
+                const int32_t* adapters, const void* x, const void* delta, void* stream, void* out) {
   for (int64_t i = 0; i < count; ++i) {
-    run_block<Dtype>(*blocks[i], turns[which[i]], x, delta, stream, out);
+    run_block<Dtype>(*blocks[i], turns[which[i]], adapters, x, delta, stream, out);
     x = stream, delta = out;  // both are read before they are written again
   }
 }

@@ -138,8 +138,34 @@ inline int check_matrix(const qc_matrix& m, int64_t rows, int64_t width) {
   return all == rows ? 0 : QC_WRONG_MATRIX;
 }
 
-// extent: what check_step found of the turn's step.
-inline int check_block(const qc_block& b, const qc_turn& turn, const Extent& extent, int64_t width, int32_t dtype) {
+// What adapters in num_slots slots add to a product of so many results and inputs, for m rows at once.
+inline int check_low_rank(const qc_low_rank* low, int64_t num_slots, int64_t rows, int64_t width, int64_t m) {
+  for (int64_t slot = 0; slot < num_slots; ++slot) {
+    if (!is_count(low[slot].count)) return QC_WRONG_MATRIX;
+    if (low[slot].count && !low[slot].pieces) return QC_WRONG_POINTER;
+    int64_t ranks = 0;
+    for (int64_t i = 0; i < low[slot].count; ++i) {
+      const qc_piece& piece = low[slot].pieces[i];
+      if (piece.start < 0 || piece.stop <= piece.start || piece.stop > rows || !is_size(piece.rank)) return QC_WRONG_MATRIX;
+      if (!has_room(piece.rank, width) || !has_room(rows, piece.rank)) return QC_WRONG_MATRIX;
+      if (!is_dtype(piece.dtype)) return QC_WRONG_DTYPE;
+      if (!all_given(piece.a, piece.b)) return QC_WRONG_POINTER;
+      ranks += piece.rank;
+    }
+    if (!is_count(ranks) || !has_room(m + 16, ranks + width + 16)) return QC_WRONG_MATRIX;
+  }
+  return 0;
+}
+
+inline int check_slots(const int32_t* slots, int64_t count, int64_t num_slots) {
+  for (int64_t i = 0; i < count; ++i)
+    if (slots[i] < 0 || slots[i] > num_slots) return QC_WRONG_INDEX;
+  return 0;
+}
+
+// extent: what check_step found of the turn's step. num_slots: of adapters that are used, or 0.
+inline int check_block(const qc_block& b, const qc_turn& turn, const Extent& extent, int64_t num_slots, int64_t width,
+                       int32_t dtype) {
   if (!is_dtype(b.dtype) || b.dtype != dtype || b.attention.dtype != dtype) return QC_WRONG_DTYPE;
   if (b.act < 0 || b.act >= QC_ACTS) return QC_WRONG_ACT;
   if (!all_given(b.norm_weight[0], b.norm_weight[1])) return QC_WRONG_POINTER;
@@ -153,6 +179,11 @@ inline int check_block(const qc_block& b, const qc_turn& turn, const Extent& ext
   if (int wrong = check_matrix(b.o, width, inner)) return wrong;
   if (int wrong = check_matrix(b.up, 2 * ffn, width)) return wrong;
   if (int wrong = check_matrix(b.down, width, ffn)) return wrong;
+  const qc_matrix* matrices[4] = {&b.qkv, &b.o, &b.up, &b.down};
+  for (int i = 0; i < 4; ++i) {
+    if (!b.low[i] || !num_slots) continue;
+    if (int wrong = check_low_rank(b.low[i], num_slots, matrices[i]->rows, matrices[i]->width, turn.step->tokens)) return wrong;
+  }
   const int64_t widest = b.qkv.rows > b.up.rows ? b.qkv.rows : b.up.rows;
   return has_room(turn.step->tokens, widest) ? 0 : QC_WRONG_STEP;
 }

@@ -6,6 +6,7 @@
 #include "block.h"
 #include "dense.h"
 #include "isa.h"
+#include "low_rank.h"
 #include "moe.h"
 #include "opened.h"
 #include "packed.h"
@@ -61,9 +62,14 @@ void do_gated(int act, const void* x, int64_t x_stride, void* out, int64_t rows,
 
 void do_attend(const qc_attention* work) { QC_BY_DTYPE(work->dtype, attend_over, *work) }
 
-void do_blocks(const qc_block* const* blocks, const int32_t* which, int64_t count, const qc_turn* turns, const void* x,
-               const void* delta, void* stream, void* out) {
-  QC_BY_DTYPE(blocks[0]->dtype, run_blocks, blocks, which, count, turns, x, delta, stream, out)
+void do_blocks(const qc_block* const* blocks, const int32_t* which, int64_t count, const qc_turn* turns,
+               const int32_t* adapters, const void* x, const void* delta, void* stream, void* out) {
+  QC_BY_DTYPE(blocks[0]->dtype, run_blocks, blocks, which, count, turns, adapters, x, delta, stream, out)
+}
+
+void do_low_rank(const qc_low_rank* low, const int32_t* slots, const void* x, int64_t x_stride, void* y, int64_t y_stride,
+                 int64_t m, int64_t width, int dtype) {
+  QC_BY_DTYPE(dtype, add_low_rank, low, slots, x, x_stride, y, y_stride, m, width)
 }
 
 void do_argmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, int64_t* index, int dtype) {
@@ -86,7 +92,7 @@ void do_log_softmax(const void* x, int64_t x_stride, int64_t rows, int64_t width
 
 extern const Kernels QC_TABLE(QC_ISA);
 const Kernels QC_TABLE(QC_ISA) = {QC_TEXT(QC_ISA),    QC_ISA::do_packed, QC_ISA::do_linear, QC_ISA::do_norm,
-                                  QC_ISA::do_gated, QC_ISA::do_attend, QC_ISA::do_blocks, QC_ISA::do_argmax,
+                                  QC_ISA::do_gated, QC_ISA::do_attend, QC_ISA::do_blocks, QC_ISA::do_low_rank, QC_ISA::do_argmax,
                                   QC_ISA::do_draw,   QC_ISA::do_moe,   QC_ISA::do_log_softmax, QC_ISA::top_of, QC_ISA::allow};
 
 }  // namespace quire

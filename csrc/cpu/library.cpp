@@ -211,8 +211,9 @@ QC_API int qc_attend(const qc_attention* work) {
 }
 
 QC_API int qc_run_blocks(const qc_block* const* blocks, const int32_t* which, int64_t count, const qc_turn* turns,
-                         int64_t num_turns, const void* x, const void* delta, void* stream, void* out) {
-  if (!is_size(count) || !is_size(num_turns) || num_turns > kMaxTurns) return QC_WRONG_STEP;
+                         int64_t num_turns, const int32_t* adapters, int64_t num_slots, const void* x, const void* delta,
+                         void* stream, void* out) {
+  if (!is_size(count) || !is_size(num_turns) || num_turns > kMaxTurns || !is_count(num_slots)) return QC_WRONG_STEP;
   if (!all_given(blocks, which, turns)) return QC_WRONG_POINTER;
   Extent extents[kMaxTurns];
   for (int64_t i = 0; i < num_turns; ++i) {
@@ -223,12 +224,26 @@ QC_API int qc_run_blocks(const qc_block* const* blocks, const int32_t* which, in
   for (int64_t i = 0; i < count; ++i) {
     if (which[i] < 0 || which[i] >= num_turns) return QC_WRONG_INDEX;
     if (!blocks[i]) return QC_WRONG_POINTER;
-    if (int wrong = check_block(*blocks[i], turns[which[i]], extents[which[i]], blocks[0]->qkv.width, blocks[0]->dtype))
+    if (int wrong = check_block(*blocks[i], turns[which[i]], extents[which[i]], adapters ? num_slots : 0, blocks[0]->qkv.width,
+                                blocks[0]->dtype))
       return wrong;
   }
   if (!turns[0].step->tokens) return 0;
+  if (adapters)
+    if (int wrong = check_slots(adapters, turns[0].step->tokens, num_slots)) return wrong;
   if (!all_given(x, stream, out)) return QC_WRONG_POINTER;
-  return compute([&](const Kernels& to) { to.run_blocks(blocks, which, count, turns, x, delta, stream, out); });
+  return compute([&](const Kernels& to) { to.run_blocks(blocks, which, count, turns, adapters, x, delta, stream, out); });
+}
+
+QC_API int qc_add_low_rank(const void* x, int64_t x_stride, const int32_t* slots, const qc_low_rank* low, int64_t num_slots,
+                           void* y, int64_t y_stride, int64_t m, int64_t n, int64_t k, int dtype) {
+  if (!is_dtype(dtype)) return QC_WRONG_DTYPE;
+  if (!is_read(m, x_stride, k) || !is_written(m, y_stride, n) || !is_count(num_slots)) return QC_WRONG_ROWS;
+  if (!m) return 0;
+  if (!all_given(x, slots, y) || (num_slots && !low)) return QC_WRONG_POINTER;
+  if (int wrong = check_low_rank(low, num_slots, n, k, m)) return wrong;
+  if (int wrong = check_slots(slots, m, num_slots)) return wrong;
+  return compute([&](const Kernels& to) { to.add_low_rank(low, slots, x, x_stride, y, y_stride, m, k, dtype); });
 }
 
 QC_API int qc_argmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, int64_t* index, int dtype) {

@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define QC_ABI 3
+#define QC_ABI 4
 #define QC_MAX_SIZE 256  // numbers of a head
 #define QC_MAX_HEADS 65536
 #define QC_MAX_THREADS 1024
@@ -77,11 +77,26 @@ struct qc_matrix {
   int64_t num_segments, rows, width, weight_stride;
 };
 
+// What an adapter adds to results [start, stop) of a product with inputs x [width]: scale * (x a') b.
+struct qc_piece {
+  const void *a, *b;  // [rank, width] and [rank, stop - start] in panels: see low_rank.h
+  int64_t start, stop, rank;
+  float scale;
+  int32_t dtype;  // of a and b
+};
+
+// One adapter's part of a matrix; no pieces: it adds nothing.
+struct qc_low_rank {
+  const qc_piece* pieces;
+  int64_t count;
+};
+
 // A block of a decoder: x + attention(norm(x)), then the same with a gated mlp. Of `attention`, what belongs to a step
 // (tensors of tokens, tables, window) is not read here but from the step.
 struct qc_block {
   qc_attention attention;
   qc_matrix qkv, o, up, down;
+  const qc_low_rank* low[4];  // of qkv, o, up, down: what the adapter of each slot adds, from slot 1 on; null: none does
   const void* norm_weight[2];  // before attention, before the mlp
   float eps[2], offset[2];
   int32_t wide[2];
@@ -157,9 +172,14 @@ QC_API int qc_gated(int act, const void* x, int64_t x_stride, void* out, int64_t
 QC_API int qc_attend(const qc_attention* work);
 // Blocks one after another, all of one dtype and width; block i takes its part of the step from turns[which[i]], of
 // num_turns that all have as many tokens. In: the stream x and what the layer before adds to it (delta, or null), [tokens,
-// width] each. Out: the stream after the last attention, and what the last mlp adds to it.
+// width] each. Out: the stream after the last attention, and what the last mlp adds to it. adapters [tokens]: the slot of
+// each token's adapter, of num_slots that blocks have; 0: none. Null: no token has one.
 QC_API int qc_run_blocks(const qc_block* const* blocks, const int32_t* which, int64_t count, const qc_turn* turns,
-                         int64_t num_turns, const void* x, const void* delta, void* stream, void* out);
+                         int64_t num_turns, const int32_t* adapters, int64_t num_slots, const void* x, const void* delta,
+                         void* stream, void* out);
+// y [m, n] grows by what the adapter of each row adds to a product with x [m, k]: slots [m] and low [num_slots] as above.
+QC_API int qc_add_low_rank(const void* x, int64_t x_stride, const int32_t* slots, const qc_low_rank* low, int64_t num_slots,
+                           void* y, int64_t y_stride, int64_t m, int64_t n, int64_t k, int dtype);
 // Index of the largest of each row, the lowest among equals; NaN counts as largest.
 QC_API int qc_argmax(const void* x, int64_t x_stride, int64_t rows, int64_t width, int64_t* index, int dtype);
 QC_API int qc_draw_tokens(const qc_draw* work);

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.attention.backend import BACKENDS, AttentionBackend
-from quire.attention.cross import WithCross
-from quire.attention.state import WithStates
 from quire.schema.errors import ConfigError, NotBuiltError
 from quire.schema.kv import KVKind, KVSpec
 
@@ -34,8 +32,12 @@ def select_backend(device: str, specs: Sequence[KVSpec], name: str | None = None
         )
     backend: AttentionBackend = BACKENDS.get(chosen)()
     if any(spec.kind is KVKind.STATE for spec in specs):
+        from quire.attention.state import WithStates  # lazy
+
         backend = WithStates(backend)
     if any(spec.kind is KVKind.CROSS for spec in specs):
+        from quire.attention.cross import WithCross  # lazy
+
         backend = WithCross(backend)
     for spec in specs:
         reason = backend.supports(spec)

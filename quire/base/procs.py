@@ -23,6 +23,7 @@ import weakref
 from typing import IO
 
 from quire.base import env, registry
+from quire.base.collector import no_collections
 
 _BACKGROUND = (
     "import os; os.nice({nice}); import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -165,7 +166,7 @@ def enter(target: str, litter: str | None, early: str) -> None:
 
 
 def _import(module: str) -> None:
-    with contextlib.suppress(ImportError):  # whoever needs it will say so
+    with no_collections(), contextlib.suppress(ImportError):  # whoever needs it will say so
         importlib.import_module(module)
 
 

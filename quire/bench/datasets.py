@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SHORTEST = 4  # tokens; less measures nothing but overhead
 LONGEST_PROMPT, LONGEST_TOTAL = 1024, 2048  # of a recorded conversation
+RERANK = "random-rerank"  # queries with documents, which only a ranking endpoint takes
 _FEW = 64  # words fewer than this make prompts that look alike
 _TRIES = 8
 
@@ -29,6 +30,7 @@ class Sample(NamedTuple):
     prompt: str
     prompt_len: int  # tokens, as this tokenizer counts them
     output_len: int  # tokens asked for
+    more: tuple[str, ...] = ()  # further texts of the same request: inputs beside the prompt, or documents to rank
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class DatasetOptions:
     random_input_len: int = 1024
     random_output_len: int = 128
     random_prefix_len: int = 0
+    random_batch_size: int = 1
     random_range_ratio: float | dict[str, float] = 0.0
     sonnet_input_len: int = 550
     sonnet_output_len: int = 150
@@ -116,6 +119,7 @@ class RandomTexts:
 def random_samples(tokenizer: Tokenizer, options: DatasetOptions) -> list[Sample]:
     random = Random(options.seed)
     texts = RandomTexts(tokenizer, random)
+    batch = _batch_size(options)
     input_len = options.random_input_len if options.input_len is None else options.input_len
     output_len = options.random_output_len if options.output_len is None else options.output_len
     added = len(tokenizer.encode(""))  # special tokens that the server will put around the prompt
@@ -124,10 +128,37 @@ def random_samples(tokenizer: Tokenizer, options: DatasetOptions) -> list[Sample
     prefix = texts.draw(options.random_prefix_len)
     samples = []
     for _ in range(options.num_prompts):
-        length = max(1, random.randint(low_in, high_in) - added)
-        text = texts.text(prefix + texts.draw(length))
-        samples.append(Sample(text, len(prefix) + length + added, random.randint(low_out, high_out)))
+        lengths = [max(1, random.randint(low_in, high_in) - added) for _ in range(batch)]
+        text, *more = (texts.text(prefix + texts.draw(length)) for length in lengths)
+        total = sum(lengths) + batch * (len(prefix) + added)
+        samples.append(Sample(text, total, random.randint(low_out, high_out), tuple(more)))
     return samples
+
+
+def random_rerank_samples(tokenizer: Tokenizer, options: DatasetOptions) -> list[Sample]:
+    """A query, and documents to rank; with the query, each document has the input's length."""
+    random = Random(options.seed)
+    texts = RandomTexts(tokenizer, random)
+    batch = _batch_size(options)
+    input_len = options.random_input_len if options.input_len is None else options.input_len
+    added = len(tokenizer.encode(""))
+    low, high = _bounds(input_len, _ratio(options, "input"), "--random-input-len")
+    samples = []
+    for _ in range(options.num_prompts):
+        lengths = [max(2, random.randint(low, high) - added) for _ in range(batch)]
+        query_len = max(1, min(lengths) // 2)
+        query = texts.text(texts.draw(query_len))
+        documents = tuple(texts.text(texts.draw(length - query_len)) for length in lengths)
+        samples.append(Sample(query, sum(lengths) + batch * added, 0, documents))
+    return samples
+
+
+def _batch_size(options: DatasetOptions) -> int:
+    if options.random_batch_size < 1:
+        raise InputError(
+            f"--random-batch-size must be at least 1, got {options.random_batch_size}", param="random_batch_size"
+        )
+    return options.random_batch_size
 
 
 def _ratio(options: DatasetOptions, side: str) -> float:
@@ -300,6 +331,7 @@ def _read_lines(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 DATASETS: dict[str, Callable[[Tokenizer, DatasetOptions], list[Sample]]] = {
     "random": random_samples,
+    RERANK: random_rerank_samples,
     "sharegpt": sharegpt_samples,
     "sonnet": sonnet_samples,
     "custom": custom_samples,
@@ -307,6 +339,6 @@ DATASETS: dict[str, Callable[[Tokenizer, DatasetOptions], list[Sample]]] = {
 }
 # Names that other tools of this kind know.
 LATER = (
-    "burstgpt", "hf", "random-mm", "random-rerank", "custom_audio", "custom_image", "custom_mm", "spec_bench",
+    "burstgpt", "hf", "random-mm", "custom_audio", "custom_image", "custom_mm", "spec_bench",
     "speed_bench", "timed_trace",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a request looks like to each kind of endpoint, and how its streamed answer is read.
+"""What a request looks like to each kind of endpoint, and how its answer is read.
 
 In: samples of a dataset, the asked parameters. Out: whole requests as bytes, made before the clock starts, and one
 MeasuredResponse per answer. A token's moment is the moment its bytes arrived. Must not know: when requests are sent.
@@ -18,7 +18,15 @@ from quire.schema.errors import InputError
 
 COMPLETIONS = ("openai", "vllm")
 CHAT = ("openai-chat",)
-BACKENDS = COMPLETIONS + CHAT
+RANKING = ("vllm-rerank",)
+# Endpoints that answer with vectors, classes or scores: whole, and without tokens of their own.
+POOLING = ("openai-embeddings", "openai-embeddings-chat", "vllm-pooling", *RANKING)
+BACKENDS = COMPLETIONS + CHAT + POOLING
+# How the path of a backend's endpoint ends.
+_ENDINGS = dict.fromkeys(COMPLETIONS, "completions") | {
+    "openai-chat": "chat/completions", "openai-embeddings": "embeddings", "openai-embeddings-chat": "embeddings",
+    "vllm-pooling": "pooling", "vllm-rerank": "rerank",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,8 @@ class RequestTemplate:
     request_id_prefix: str = "bench-"
 
     def body(self, sample: Sample) -> dict[str, Any]:
+        if self.backend in POOLING:
+            return {"model": self.model} | _pooling_input(self.backend, sample) | self.extra_body
         body: dict[str, Any] = {"model": self.model}
         if self.backend in CHAT:
             body["messages"] = [{"role": "user", "content": sample.prompt}]
@@ -60,15 +70,24 @@ class RequestTemplate:
         return encode_request(server, "POST", self.endpoint, headers | self.headers, body)
 
 
+def _pooling_input(backend: str, sample: Sample) -> dict[str, Any]:
+    if backend in RANKING:
+        return {"query": sample.prompt, "documents": list(sample.more)}
+    if backend == "openai-embeddings-chat":
+        return {"messages": [{"role": "user", "content": sample.prompt}]}
+    return {"input": [sample.prompt, *sample.more] if sample.more else sample.prompt}
+
+
 def check_endpoint(backend: str, endpoint: str) -> None:
-    """A chat backend at a completions address gives answers nobody can read."""
-    suffix = "chat/completions" if backend in CHAT else "completions"
-    is_chat = endpoint.rstrip("/").endswith("chat/completions")
+    """A backend at another's address gives answers nobody can read."""
     if not endpoint.startswith("/"):
         raise InputError(f"--endpoint must begin with '/', got {endpoint!r}", param="endpoint", value=endpoint)
-    if is_chat is not (backend in CHAT):
+    path, ending = endpoint.rstrip("/"), _ENDINGS[backend]
+    fits = path.endswith(ending) if backend in POOLING else path.endswith("chat/completions") is (backend in CHAT)
+    if not fits:
+        prefix = "/" if backend == "vllm-pooling" else "/v1/"
         raise InputError(
-            f"--backend {backend} talks to an endpoint like /v1/{suffix}; --endpoint is {endpoint!r}",
+            f"--backend {backend} talks to an endpoint like {prefix}{ending}; --endpoint is {endpoint!r}",
             param="endpoint",
             value=endpoint,
         )
@@ -97,6 +116,8 @@ class StreamChunk(msgspec.Struct):
     """The fields of a streamed piece, or of a whole answer, that are measured."""
 
     choices: list[Choice] = []
+    data: list[msgspec.Raw] = []  # vectors, classes, scores
+    results: list[msgspec.Raw] = []  # documents with their ranks
     usage: StreamUsage | None = None
     error: Any = None
 
@@ -232,7 +253,7 @@ class MeasuredResponse:
         if answer.usage is not None:
             self._usage(answer.usage)
         self.texts = [_text(choice) for choice in answer.choices]
-        if answer.choices:
+        if answer.choices or answer.data or answer.results:
             self.ttft = self._last - self.start
 
     def _complaint(self) -> str:

@@ -13,7 +13,7 @@ import uuid
 from typing import Any
 
 from quire.bench.arrivals import STRATEGIES
-from quire.bench.datasets import DATASETS, LATER, DatasetOptions
+from quire.bench.datasets import DATASETS, LATER, RERANK, DatasetOptions
 from quire.bench.endpoints import BACKENDS
 from quire.schema.errors import InputError, NotBuiltError
 
@@ -24,7 +24,7 @@ SAMPLING: dict[str, type] = {
 # Flags of vLLM's command that this version has no feature for.
 NOT_BUILT = (
     "lora-modules", "lora-assignment", "enable-multimodal-chat", "probe-request-rate", "self-timed", "hf-name",
-    "hf-subset", "hf-split", "hf-output-len", "random-batch-size", "no-reranker", "custom-ensure-client-side-data",
+    "hf-subset", "hf-split", "hf-output-len", "no-reranker", "custom-ensure-client-side-data",
     "spec-bench-category", "spec-bench-output-len", "blazedit-min-distance", "blazedit-max-distance",
     "asr-min-audio-len-sec", "asr-max-audio-len-sec", "random-mm-base-items-per-request",
     "random-mm-num-mm-items-range-ratio", "random-mm-limit-mm-per-prompt", "random-mm-bucket-config",
@@ -78,6 +78,7 @@ def add_dataset_flags(parser: argparse.ArgumentParser, *, num_prompts: int = 100
         "random_input_len": "input tokens, besides the prefix",
         "random_output_len": "output tokens",
         "random_prefix_len": "tokens at the start that every prompt shares",
+        "random_batch_size": "texts of a request for embeddings, documents of a request for ranks",
         "sonnet_input_len": "input tokens, about",
         "sonnet_output_len": "output tokens",
         "sonnet_prefix_len": "of them shared by every prompt, about",
@@ -96,13 +97,25 @@ def add_dataset_flags(parser: argparse.ArgumentParser, *, num_prompts: int = 100
     add("--skip-chat-template", action="store_true", help="send custom and sonnet prompts to /v1/completions as is")
 
 
-def check_dataset(name: str) -> None:
-    """Before anything is loaded or asked."""
+def check_dataset(name: str, *, batch_size: int = 1, ranks: bool = False, embeds: bool = False) -> None:
+    """Before anything is loaded or asked. `ranks`, `embeds`: what the endpoint does, else it generates."""
     if name in LATER:
         message = f"--dataset-name {name} is not available in this version of Quire; there are {', '.join(DATASETS)}"
         raise NotBuiltError(message, param="dataset_name", value=name)
     if name not in DATASETS:
         raise InputError(f"--dataset-name must be one of {', '.join(DATASETS)}, got {name!r}", param="dataset_name")
+    if ranks is not (name == RERANK):
+        raise InputError(
+            f"--dataset-name {RERANK} and --backend vllm-rerank of `bench serve` go together: only one of them is set",
+            param="dataset_name",
+            value=name,
+        )
+    if batch_size != 1 and not (ranks or embeds):
+        raise InputError(
+            "--random-batch-size is for requests of embeddings and ranks; a prompt to generate from goes alone",
+            param="random_batch_size",
+            value=batch_size,
+        )
 
 
 def dataset_options(args: argparse.Namespace, *, apply_chat_template: bool) -> DatasetOptions:

@@ -34,6 +34,7 @@ class ReportOptions:
     goodput: tuple[tuple[str, float], ...] = ()  # metric, milliseconds at most
     max_concurrency: int | None = None
     request_rate: float = math.inf
+    generates: bool = True  # False: answers have no tokens of their own
 
 
 def parse_metrics(text: str) -> tuple[str, ...]:
@@ -198,6 +199,8 @@ def table(result: dict[str, Any], options: ReportOptions) -> list[str]:
         ("Peak concurrent requests", float(result["max_concurrent_requests"])),
         ("Total token throughput (tok/s)", result["total_token_throughput"]),
     ]
+    if not options.generates:
+        rows = [row for row in rows if "generated" not in row[0] and "utput token" not in row[0]]
     lines = [" Serving Benchmark Result ".center(WIDTH, "=")]
     lines += [_row(name, value) for name, value in rows if value is not None]
     for name in options.metrics:

@@ -1,6 +1,6 @@
 """`quire bench serve`: load on a running server of OpenAI's kind, and what its users would have felt.
 
-In: flags. Out: a table on stdout; a JSON file and plots where asked. Status goes to stderr. The engine is not loaded:
+In: flags. Out: a table on stdout; a JSON file and plots on request. Status goes to stderr. The engine is not loaded:
 what runs here is a tokenizer and a load generator.
 """
 
@@ -23,7 +23,14 @@ from quire.base.registry import load
 from quire.bench import plot, report
 from quire.bench.arrivals import ArrivalProcess, arrival_times
 from quire.bench.datasets import Sample, make_samples
-from quire.bench.endpoints import COMPLETIONS, MeasuredResponse, RequestTemplate, check_endpoint
+from quire.bench.endpoints import (
+    COMPLETIONS,
+    POOLING,
+    RANKING,
+    MeasuredResponse,
+    RequestTemplate,
+    check_endpoint,
+)
 from quire.bench.flags import SAMPLING, add_serve_flags, check_dataset, dataset_options
 from quire.bench.http_client import HTTPError, Pool, ServerAddress, parse_server
 from quire.bench.load import Generator, TimedRequest, allow_files, run_async
@@ -46,7 +53,10 @@ def main(arguments: Sequence[str], program: str) -> int:
 async def run(args: argparse.Namespace) -> int:
     options, pace = read_report_options(args), read_pace(args)
     check_endpoint(args.backend, args.endpoint)
-    check_dataset(args.dataset_name)
+    check_dataset(
+        args.dataset_name, batch_size=args.random_batch_size, ranks=args.backend in RANKING,
+        embeds=args.backend in ("openai-embeddings", "vllm-pooling"),
+    )  # fmt: skip
     plotting = args.plot_timeline or args.plot_dataset_stats
     if plotting:
         plot.require()
@@ -97,7 +107,8 @@ async def measure_server(
         outcomes, duration = await generator.run(requests, times, progress.update)
     if args.profile:
         await profile(pool, "/stop_profile", headers)
-    count_missing(outcomes, tokenizer)
+    if args.backend not in POOLING:
+        count_missing(outcomes, tokenizer)
     result = about(args, model, source) | report.measure(outcomes, duration, options)
     return result, outcomes, samples
 
@@ -106,8 +117,11 @@ async def measure_server(
 
 
 def read_report_options(args: argparse.Namespace) -> report.ReportOptions:
+    generates = args.backend not in POOLING
+    metrics = report.parse_metrics(args.percentile_metrics)
     return report.ReportOptions(
-        metrics=report.parse_metrics(args.percentile_metrics),
+        metrics=metrics if generates else ("e2el",),  # an answer of a pooling model comes as a whole
+        generates=generates,
         percentiles=report.parse_percentiles(args.metric_percentiles),
         goodput=report.parse_goodput(args.goodput),
         max_concurrency=args.max_concurrency,
@@ -147,7 +161,7 @@ def read_template(args: argparse.Namespace, model: str, headers: dict[str, str])
         extra_body=args.extra_body,
         ignore_eos=args.ignore_eos,
         logprobs=args.logprobs,
-        stream=not args.no_stream,
+        stream=not args.no_stream and args.backend not in POOLING,
         request_id_prefix=args.request_id_prefix,
     )
 

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str], program: str) -> int:
     add("--disable-tqdm", action="store_true", help="no progress bar")
     add("--output-json", default=None, help="file for the result")
     args = parser.parse_args(arguments)
-    check_dataset(args.dataset_name)
+    check_dataset(args.dataset_name, batch_size=args.random_batch_size)
     if args.n < 1:
         raise InputError(f"--n must be at least 1, got {args.n}", param="n")
     if args.prefix_len is not None:

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.checkpoint.limits import shown
 from quire.checkpoint.source import read_json
@@ -25,18 +25,24 @@ FAMILIES = {  # names that checkpoints and options use -> the family whose tenso
     **dict.fromkeys(("compressed-tensors", "compressed_tensors"), "compressed-tensors"),
     **dict.fromkeys(("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mxfp8", "nvfp4"), "modelopt"),
     **dict.fromkeys(("bitsandbytes", "bnb"), "bitsandbytes"),
+    **dict.fromkeys(("hqq", "hqq_marlin"), "hqq"),
+    "torchao": "torchao",
+    "quark": "quark",
     "mxfp4": "mxfp4",
+}
+PICKLED = {  # formats whose torch files (.bin, .pt) hold pickled objects -> what to use instead
+    "hqq": "HQQ as transformers saves it with safe_serialization=True, or GPTQ",
+    "torchao": "torchao as transformers saves it with safe_serialization=True",
 }
 FORMATS = tuple(sorted(set(FAMILIES.values())))
 ANY_OF = {"moe_wna16": ("gptq", "awq"), "cpu_wna16": ("gptq", "awq"), "auto-round": ("gptq", "awq"),
           "auto_round": ("gptq", "awq"), "inc": ("gptq", "awq")}  # fmt: skip
 NEAREST = {  # what is refused by name -> what to use instead
-    "torchao": "compressed-tensors or GPTQ", "hqq": "GPTQ or AWQ", "quark": "compressed-tensors or fp8",
     "deepspeedfp": "fp8", "aqlm": "GPTQ with 2 bits", "quip": "GPTQ with 2 bits", "eetq": "bitsandbytes (int8)",
     "quanto": "compressed-tensors", "higgs": "GPTQ or AWQ", "vptq": "GPTQ with 2 bits", "spqr": "GPTQ with 3 bits",
     "bitnet": "a GGUF file", "fp_quant": "compressed-tensors (nvfp4)", "marlin": "GPTQ as exported",
-    "gptq_marlin_24": "GPTQ without sparsity", "experts_int8": "compressed-tensors", "rtn": "compressed-tensors",
-    "tpu_int8": "compressed-tensors", "petit_nvfp4": "modelopt",
+    "gptq_marlin_24": "GPTQ without sparsity", "experts_int8": "int8_wo on a CPU, fp8 on a GPU",
+    "tpu_int8": "int8_wo", "petit_nvfp4": "modelopt",
 }  # fmt: skip
 _LEGACY = ("quantize_config.json", "quant_config.json")  # beside a config.json that says nothing
 _MODELOPT = "hf_quant_config.json"
@@ -66,7 +72,7 @@ class Quantization:
     block: tuple[int, int] | None = None  # rows and columns that share a scale
     static_inputs: bool = False  # inputs are rounded with a scale of the file
     input_form: str = "none"  # what inputs are rounded to: none | fp8 | fp4 | int8
-    schemes: tuple[Mapping[str, Any], ...] = field(default=())  # compressed-tensors: config_groups, as they are
+    schemes: tuple[Mapping[str, Any], ...] = field(default=())  # as config_groups of compressed-tensors
 
     def numbers_of(self, module: str) -> CodeNumbers:
         for pattern, numbers in self.rules:
@@ -327,9 +333,91 @@ def _modelopt(name: str, settings: Mapping[str, Any]) -> Quantization:
     return Quantization(name, "modelopt", input_form=form, static_inputs=algo == "FP8")
 
 
+def _quark(name: str, settings: Mapping[str, Any]) -> Quantization:
+    """Schemes of layers by the pattern of their names, then the one for all others."""
+    export = _mapping("export", settings.get("export"))
+    form = export.get("weight_format", "real_quantized")
+    if form != "real_quantized":
+        raise NotBuiltError(
+            f"Quark's weight_format {shown(form)} is not built; real_quantized is", param="quantization", value=form
+        )
+    entries = list(_mapping("layer_quant_config", settings.get("layer_quant_config")).items())
+    entries += [
+        ("*", one) for one in _mapping("layer_type_quant_config", settings.get("layer_type_quant_config")).values()
+    ]
+    entries.append(("*", settings.get("global_quant_config")))
+    in_order = export.get("pack_method") == "order"
+    schemes = [_quark_scheme(pattern, layer, in_order) for pattern, layer in entries]
+    blocks = [block for scheme in schemes if (block := scheme["weights"].get("block"))]
+    return Quantization(name, "quark", block=blocks[0] if blocks else None,
+                        schemes=tuple(scheme for scheme in schemes if scheme["weights"]))  # fmt: skip
+
+
+def _quark_scheme(pattern: str, settings: Any, in_order: bool) -> Mapping[str, Any]:
+    """In the words of compressed-tensors; `weights` is empty where they are not coded."""
+    if len(pattern) > _LONGEST_RULE:
+        raise CheckpointError(f"{KEY}: {shown(pattern)} is not a usable pattern: it is too long")
+    about = _mapping(f"the scheme of {shown(pattern)}", settings)
+    weights, inputs = (_quark_numbers(pattern, about.get(key)) for key in ("weight", "input_tensors"))
+    if weights:
+        allowed = _QUARK_TYPES[weights["dtype"]].strategies
+        if weights["strategy"] not in allowed:
+            raise NotBuiltError(
+                f"Quark's {weights['dtype']} weights with qscheme per_{weights['strategy']} are not built; "
+                f"{', '.join(f'per_{one}' for one in allowed)} {'is' if len(allowed) == 1 else 'are'}",
+                param="quantization",
+            )
+        weights["in_order"] = in_order
+    return {"targets": [pattern], "weights": weights, "input_activations": inputs or None}
+
+
+class _QuarkType(NamedTuple):
+    kind: str
+    bits: int
+    strategies: tuple[str, ...] = ("group",)
+
+
+_QUARK_TYPES = {
+    **dict.fromkeys(("fp8_e4m3", "fp8_e5m2"), _QuarkType("float", 8, ("tensor", "channel", "group", "block"))),
+    "int8": _QuarkType("int", 8, ("tensor", "channel")),
+    **dict.fromkeys(("int4", "uint4"), _QuarkType("int", 4)),
+    "fp4": _QuarkType("float", 4),
+    **dict.fromkeys(("fp6_e2m3", "fp6_e3m2"), _QuarkType("float", 6)),
+}
+
+
+def _quark_numbers(pattern: str, settings: Any) -> dict[str, Any]:
+    """Of weights or inputs; empty: they are not coded."""
+    if isinstance(settings, list):
+        raise NotBuiltError(
+            f"Quark's several codings of one tensor after another ({shown(pattern)}) are not built; one is",
+            param="quantization",
+        )
+    about = _mapping(f"the scheme of {shown(pattern)}", settings)
+    dtype = about.get("dtype")
+    if dtype in (None, "bfloat16", "float16", "float32"):
+        return {}
+    if not isinstance(dtype, str) or dtype not in _QUARK_TYPES:
+        raise NotBuiltError(
+            f"Quark's dtype {shown(dtype)} is not built; {', '.join(_QUARK_TYPES)} are",
+            param="quantization",
+            value=dtype,
+        )
+    kind, bits, _ = _QUARK_TYPES[dtype]
+    numbers = {
+        "type": kind, "num_bits": bits, "dtype": dtype, "group_size": _group(about, ("group_size",), -1),
+        "strategy": str(about.get("qscheme") or "per_tensor").removeprefix("per_"),
+        "dynamic": bool(about.get("is_dynamic")), "symmetric": about.get("symmetric") is not False,
+    }  # fmt: skip
+    size = about.get("block_size")
+    if isinstance(size, list) and len(size) == 2 and all(type(n) is int and 0 < n <= 1 << 20 for n in size):
+        numbers["block"] = size[0], size[1]
+    return numbers
+
+
 def _by_tensors(name: str, settings: Mapping[str, Any]) -> Quantization:
     return Quantization(name, family_of(name))
 
 
 _READERS = {"gptq": _gptq, "awq": _awq, "fp8": _fp8, "compressed-tensors": _compressed, "modelopt": _modelopt,
-            "mxfp4": _by_tensors, "bitsandbytes": _by_tensors}  # fmt: skip
+            "quark": _quark, **dict.fromkeys(("mxfp4", "bitsandbytes", "hqq", "torchao"), _by_tensors)}  # fmt: skip

@@ -44,6 +44,7 @@ class SentenceFiles:
     """Pooling as a sentence-transformers folder describes it."""
 
     pooling_type: str = ""  # CLS | MEAN | LAST; '': there is no pooling module (late interaction)
+    term_pooling: str = ""  # max | sum, over tokens, of weights of the vocabulary's terms (SPLADE); '': none of these
     normalize: bool = False
     dense: tuple[DenseFile, ...] = ()
     max_length: int = 0  # tokens of a text; 0: not limited here
@@ -57,7 +58,7 @@ def read_sentence_files(folder: str) -> SentenceFiles | None:
         return None
     if not isinstance(modules, list) or len(modules) > _MOST_MODULES:
         raise CheckpointError(f"{folder}/modules.json is not a list of at most {_MOST_MODULES} modules")
-    pooling, normalize, dense = "", False, []
+    pooling, terms, normalize, dense = "", "", False, []
     for module in modules:
         if not isinstance(module, Mapping):
             raise CheckpointError(f"{folder}/modules.json has an entry that is not an object: {module!r:.100}")
@@ -65,13 +66,15 @@ def read_sentence_files(folder: str) -> SentenceFiles | None:
         place = _inside(folder, str(module.get("path", "")))
         if kind == "Pooling":
             pooling = _pooling_type(place)
+        elif kind == "SpladePooling":
+            terms = _term_pooling(place)
         elif kind == "Normalize":
             normalize = True
         elif kind == "Dense":
             dense.append(_dense(place))
     return SentenceFiles(
-        pooling_type=pooling, normalize=normalize, dense=tuple(dense), max_length=_max_length(folder),
-        similarity=_similarity(folder),
+        pooling_type=pooling, term_pooling=terms, normalize=normalize, dense=tuple(dense),
+        max_length=_max_length(folder), similarity=_similarity(folder),
     )  # fmt: skip
 
 
@@ -111,6 +114,17 @@ def _pooling_type(folder: str) -> str:
             "supported"
         )
     return kinds[chosen[0]]
+
+
+def _term_pooling(folder: str) -> str:
+    path = os.path.join(folder, "config.json")
+    config = _object(path)
+    strategy, activation = config.get("pooling_strategy", "max"), config.get("activation_function", "relu")
+    if strategy not in ("max", "sum"):
+        raise CheckpointError(f"{path} gives pooling_strategy = {strategy!r:.100}; max and sum are supported")
+    if activation != "relu":
+        raise CheckpointError(f"{path} gives activation_function = {activation!r:.100}; relu is supported")
+    return str(strategy)
 
 
 def _dense(folder: str) -> DenseFile:

@@ -93,7 +93,7 @@ class LoadConfig(Group):
     )  # fmt: skip
     download_dir: str | None = option(None, "Folder for downloads; unset is the hub's own cache.")
     safetensors_load_strategy: Literal["lazy", "eager", "prefetch", "torchao"] | None = option(
-        None, "lazy maps files into memory, eager reads them completely.", LATER, ready=("lazy", "eager"),
+        None, "lazy maps files into memory, eager reads them completely; torchao is lazy, for checkpoints of torchao.",
         hints=("prefetch",), why=reason("mapped"),
     )  # fmt: skip
     model_loader_extra_config: dict[str, Any] = option(

@@ -8,11 +8,12 @@ from dataclasses import field
 from typing import Any, Literal
 
 from quire.checkpoint.facts import ModelFacts
-from quire.checkpoint.quantization import ANY_OF, FAMILIES, FORMATS
+from quire.checkpoint.quantization import ANY_OF, FAMILIES, FORMATS, NEAREST
 from quire.checkpoint.sentence import SentenceFiles
 from quire.config.local import names_of
 from quire.config.option import LATER, Group, group, option
-from quire.schema.errors import ConfigError
+from quire.config.rounding import ONLINE_ONLY
+from quire.schema.errors import ConfigError, NotBuiltError
 
 Modality = dict[str, int | dict[str, int]]
 _DTYPES = {"half": "float16", "float": "float32"}
@@ -33,6 +34,12 @@ def quantization_name(value: Any) -> Any:
     """int8_weight_only, int8wo, INT8-WO: rounding at load has several spellings."""
     name = lower(value)
     plain = name.replace("-", "_").removeprefix("torchao_") if isinstance(name, str) else name
+    if isinstance(plain, str) and plain in NEAREST:
+        raise NotBuiltError(
+            f"quantization={value!r} is not built; the nearest supported is {NEAREST[plain]}",
+            param="quantization",
+            value=value,
+        )
     return _ROUNDED.get(plain, name)
 
 
@@ -173,9 +180,9 @@ class ModelConfig(Group):
     )  # fmt: skip
     quantization: str | None = option(
         None, "Quantization method; unset is the checkpoint's, and a name must agree with it. int8_wo, int4_wo "
-        "and fp8 quantize an unquantized checkpoint to 8 or 4 bits while loading (bitsandbytes to 4; on CPU, fp8 is "
-        "int8_wo).", LATER, flags=("-q",),
-        ready=("gguf", "int8_wo", "int4_wo", "ptpc_fp8", *FAMILIES, *(name for name in ANY_OF if name not in FAMILIES)),
+        "and fp8 quantize an unquantized checkpoint to 8 or 4 bits while loading (rtn to 8, bitsandbytes to 4, torchao "
+        "as hf_overrides' quantization_config_dict_json says; on CPU, fp8 is int8_wo).", LATER, flags=("-q",),
+        ready=("gguf", *ONLINE_ONLY, *FAMILIES, *(name for name in ANY_OF if name not in FAMILIES)),
         take=quantization_name, why="checkpoints of these formats can be loaded: " + ", ".join(("gguf", *FORMATS)),
     )  # fmt: skip
     enforce_eager: bool = option(False, "No compilation and no CUDA graphs; no effect on CPU.")

@@ -39,10 +39,13 @@ ENCODER_STEMS = (
     "JinaEmbeddingsV3", "Gte", "New", "ModernBert", "EuroBert",
 )  # fmt: skip
 _ENDS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
-ENCODER_NAMES = frozenset(stem + end for stem in ENCODER_STEMS for end in _ENDS) | {"HF_ColBERT"}
+SPARSE_BERT = "BertSpladeSparseEmbeddingModel"  # by hf_overrides: a BertForMaskedLM that weighs terms
+ENCODER_NAMES = frozenset(stem + end for stem in ENCODER_STEMS for end in _ENDS) | {"HF_ColBERT", SPARSE_BERT}
+# Families whose head of a masked language model is built (models/heads.py).
+TERM_STEMS = ("Bert", "DistilBert", "Roberta", "XLMRoberta", "Camembert")
 TASKS = {
     "embed": ("embed", "token_embed"), "classify": ("classify", "token_classify"), "reward": ("token_classify",),
-    "token_classify": ("token_classify",), "late": ("token_embed",),
+    "token_classify": ("token_classify",), "late": ("token_embed",), "sparse": ("embed",),
 }  # fmt: skip
 SEQUENCE_TASKS = ("embed", "classify", "score")
 _METHODS = ("from_2_way_softmax", "no_post_processing")
@@ -66,6 +69,7 @@ def choose_runner(requested: Requested, config: EngineConfig) -> EngineConfig:
             convert = "reward" if columns else "embed"
     model = replace(model, runner="pooling", convert=convert, sentence=files)
     _check_masked(model)
+    _check_sparse(model)
     model = replace(model, pooler_config=_pooler(model), classifier_token_ids=_classifier_tokens(model))
     if returns_vocabulary(model) and reads_both_ways(model):
         raise NotBuiltError(
@@ -78,17 +82,41 @@ def choose_runner(requested: Requested, config: EngineConfig) -> EngineConfig:
 
 
 def _check_masked(model: ModelConfig) -> None:
-    """The head of a masked language model may be what makes its embeddings (SPLADE), and is not run here."""
+    """The head of a masked language model may be what makes its embeddings (SPLADE): something has to say so."""
     files, options = model.sentence, model.pooler_config
-    says_how = (files is not None and files.pooling_type) or (
+    says_how = (files is not None and (files.pooling_type or files.term_pooling)) or (
         options is not None and (options.pooling_type or options.seq_pooling_type or options.tok_pooling_type)
     )
     if model.architecture.endswith("ForMaskedLM") and model.convert == "embed" and not says_how:
         raise NotBuiltError(
-            f"{model.architecture} is a masked language model, and nothing says how it is pooled: sparse embeddings "
-            "from its head (SPLADE) are not in this version of Quire. Embeddings of its hidden states need the files "
-            "of sentence-transformers with a Pooling module, or pooler_config.seq_pooling_type",
+            f"{model.architecture} is a masked language model, and nothing says how it is pooled. Sparse embeddings "
+            "from its head (SPLADE) need the files of sentence-transformers with a SpladePooling module, or "
+            f"hf_overrides={{'architectures': ['{SPARSE_BERT}']}}; embeddings of its hidden states need such files "
+            "with a Pooling module, or pooler_config.seq_pooling_type",
             param="model",
+        )
+
+
+def _check_sparse(model: ModelConfig) -> None:
+    """What does not go together with weights of the vocabulary's terms."""
+    if not term_pooling(model):
+        return
+    stem, raw, options, files = term_stem(model), model.hf_config, model.pooler_config, model.sentence
+    if stem not in TERM_STEMS:
+        raise NotBuiltError(
+            f"sparse embeddings (SPLADE) of {model.architecture}: the heads of {', '.join(TERM_STEMS)} are built",
+            param="model",
+        )
+    if raw.get("tie_word_embeddings") is False or (files is not None and files.dense):
+        raise NotBuiltError(
+            "sparse embeddings (SPLADE) are built for heads that share the token table, without dense layers",
+            param="model",
+        )
+    if options is not None and (options.pooling_type or options.seq_pooling_type or options.enable_chunked_processing):
+        raise ConfigError(
+            "sparse embeddings (SPLADE) are pooled over all tokens of a whole text: pooling_type, seq_pooling_type and "
+            "enable_chunked_processing do not apply",
+            param="pooler_config",
         )
 
 
@@ -132,6 +160,8 @@ def _pooler(model: ModelConfig) -> PoolerConfig:
     activation, shift = _either_name(options)
     if activation is None and files is not None and files.pooling_type and model.convert == "embed":
         activation = files.normalize
+    if activation is None and term_pooling(model):
+        activation = files is not None and files.normalize
     if options.enable_chunked_processing and model.convert != "embed":
         raise ConfigError("enable_chunked_processing is for embeddings (convert='embed')", param="pooler_config")
     if options.max_embed_len is not None and not options.enable_chunked_processing:
@@ -221,6 +251,8 @@ def returns_vocabulary(model: ModelConfig) -> bool:
 
 def embedding_width(model: ModelConfig) -> int:
     """Numbers of one embedding before it is cut."""
+    if term_pooling(model):
+        return model.facts.vocab_size
     if model.sentence is not None and model.sentence.dense:
         return model.sentence.dense[-1].outputs
     width = model.facts.hidden_size
@@ -254,6 +286,21 @@ def reads_both_ways(model: ModelConfig) -> bool:
     return text.get("is_causal") is False or model.hf_config.get("is_causal") is False
 
 
+def term_pooling(model: ModelConfig) -> str:
+    """max or sum, over a text's tokens, of the weights of terms (SPLADE); '' where embeddings are not made of these."""
+    files = model.sentence
+    if model.convert != "embed":
+        return ""
+    if files is not None and files.term_pooling:
+        return files.term_pooling
+    return "max" if model.architecture == SPARSE_BERT else ""
+
+
+def term_stem(model: ModelConfig) -> str:
+    """The family whose head weighs terms."""
+    return "Bert" if model.architecture == SPARSE_BERT else model.architecture.removesuffix("ForMaskedLM")
+
+
 def is_late_interaction(model: ModelConfig) -> bool:
     """Texts are compared token by token."""
     if model.architecture == "HF_ColBERT":
@@ -268,6 +315,8 @@ def tasks_of(model: ModelConfig) -> tuple[str, ...]:
         return ("generate",)
     if is_late_interaction(model):
         return TASKS["late"]
+    if term_pooling(model):
+        return TASKS["sparse"]
     if model.architecture.endswith("ForTokenClassification"):
         return TASKS["token_classify"]
     return TASKS[model.convert]

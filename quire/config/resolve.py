@@ -25,6 +25,7 @@ from quire.config.extras import LoRAConfig
 from quire.config.graphs import choose_graphs
 from quire.config.outside import registered
 from quire.config.pooling import choose_pooling_steps, choose_runner, limit_length
+from quire.config.rounding import ONLINE, ONLINE_ONLY, online_form
 from quire.config.sampling import choose_sampling
 from quire.schema.errors import CheckpointError, ConfigError, ModelNotFoundError, NotBuiltError
 
@@ -35,10 +36,6 @@ Step = Callable[[Requested, EngineConfig], EngineConfig]
 USAGES = ("LLM_CLASS", "OPENAI_API_SERVER")
 _QUEUED_REQUESTS, _QUEUED_TOKENS = 10_000, 4 << 20  # limits of a server's queue
 GPU_BLOCK_SIZE = 64  # tokens: a key tile of the attention kernels is then one block
-ONLINE = {  # quantization at load -> weight_form
-    "int8_wo": "int8", "int4_wo": "int4", "fp8": "int8", "ptpc_fp8": "int8", "bitsandbytes": "int4",
-}  # fmt: skip
-ONLINE_ONLY = ("int8_wo", "int4_wo", "ptpc_fp8")  # not the name of any checkpoint's format
 _UNKNOWN_LENGTH = 2048  # tokens, for a model whose configuration has no limit
 
 
@@ -129,9 +126,10 @@ def read_model(requested: Requested, config: EngineConfig) -> EngineConfig:
 
 def choose_storage(requested: Requested, config: EngineConfig) -> EngineConfig:
     """How weights are stored: as the checkpoint declares, which the options must not contradict."""
+    is_gguf = config.model_config.path.endswith(".gguf")
+    coded = None if is_gguf else read_quantization(config.model_config.hf_config)
+    config = _choose_strategy(config, coded)
     model, files = config.model_config, config.load_config
-    is_gguf = model.path.endswith(".gguf")
-    coded = None if is_gguf else read_quantization(model.hf_config)
     stored = "gguf" if is_gguf else "" if coded is None else coded.name
     name = model.quantization
     if name in ONLINE and (name in ONLINE_ONLY or not stored):
@@ -151,6 +149,19 @@ def choose_storage(requested: Requested, config: EngineConfig) -> EngineConfig:
     weights = "plain" if coded is None else _coded_form(requested, config, coded)
     changes = {"model_config.quantization": stored or None, "model_config.weight_form": weights}
     return replace(config, **changes, **{"load_config.load_format": form})
+
+
+def _choose_strategy(config: EngineConfig, coded: Quantization | None) -> EngineConfig:
+    """torchao's tensors are read as all others are."""
+    if config.load_config.safetensors_load_strategy != "torchao":
+        return config
+    if coded is None or coded.family != "torchao":
+        what = "is not quantized" if coded is None else f"is stored as {coded.name}"
+        raise ConfigError(
+            f"safetensors_load_strategy='torchao' needs a checkpoint of torchao, but this one {what}",
+            param="safetensors_load_strategy",
+        )
+    return replace(config, **{"load_config.safetensors_load_strategy": None})
 
 
 def _coded_form(requested: Requested, config: EngineConfig, coded: Quantization) -> str:
@@ -188,7 +199,8 @@ def _choose_online(config: EngineConfig, stored: str) -> EngineConfig:
         lacks = "16 bits on a GPU, got dtype='float32'"
     if lacks:
         raise ConfigError(f"quantization={model.quantization!r} needs {lacks}", param="quantization")
-    form = "fp8" if not on_cpu and "fp8" in str(model.quantization) else ONLINE[str(model.quantization)]
+    form = online_form(str(model.quantization), model.hf_config)
+    form = "int8" if on_cpu and form == "fp8" else form
     if on_cpu and model.quantization not in ("int8_wo", "int4_wo"):
         log.info("quantization=%s: on this CPU, weights are rounded to blocks of %s", model.quantization, form)
     return replace(config, **{"model_config.weight_form": form})

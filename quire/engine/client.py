@@ -145,7 +145,7 @@ class InProcessClient:
         return self._loop
 
     def wait_ready(self) -> EngineReady:
-        from quire.engine.proc import start_engine  # lazy
+        from quire.engine.start import start_engine  # lazy
 
         started = start_engine(self._config, self.pulse)
         self._loop = started.loop

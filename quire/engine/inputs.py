@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.base import registry
-from quire.config.pooling import tasks_of
 from quire.engine.adapters import NOT_ENABLED, absolute, lora_request_of
-from quire.engine.pooling import TYPE_START, PoolingInputs
 from quire.schema.adapters import LoRARequest
 from quire.schema.errors import InputError, NotBuiltError, some
 from quire.schema.messages import EngineReady, EngineRequest
@@ -29,6 +27,7 @@ from quire.schema.prompt import Prompt
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
+    from quire.engine.pooling import PoolingInputs
     from quire.schema.grammar import GrammarSpec
     from quire.text.parse.choose import ParserChoice
     from quire.text.tokenizer import Tokenizer
@@ -192,9 +191,7 @@ class InputProcessor:
         pooling.check_length(len(token_ids))
         self._check_ids("the prompt", token_ids, param="prompt")
         if type_start is not None:
-            params = msgspec.structs.replace(
-                params, extra_kwargs={**(params.extra_kwargs or {}), TYPE_START: type_start}
-            )
+            params = pooling.with_types(params, type_start)
         arrival = time.time() if options.arrival is None else options.arrival
         lora_id, lora_name, lora_path = self._adapter(options)
         request = EngineRequest(
@@ -219,6 +216,8 @@ class InputProcessor:
     @cached_property
     def pooling(self) -> PoolingInputs:
         """For requests that are pooled; an InputError where the model generates."""
+        from quire.engine.pooling import PoolingInputs  # lazy
+
         return PoolingInputs(self._model, self.vocab_size, self.max_model_len, lambda: self.tokenizer)
 
     def _sibling_params(self, params: ResolvedParams) -> ResolvedParams:
@@ -238,7 +237,7 @@ class InputProcessor:
         `is_private`: nobody else has them, so they are as they were when they were made, which checked their values."""
         if self._is_pooling:
             raise InputError(
-                f"this model runs with runner=pooling, and cannot generate: it can {', '.join(tasks_of(self._model))}",
+                f"this model runs with runner=pooling, and cannot generate: it can {', '.join(self.pooling.tasks)}",
                 param="model",
             )
         if not isinstance(params, SamplingParams):

@@ -61,6 +61,11 @@ class PoolingInputs:
         untyped = model.architecture.startswith(("Roberta", "XLMRoberta", "Camembert"))  # pairs without types
         self._has_types = isinstance(types, int) and types > 1 and not untyped
 
+    @staticmethod
+    def with_types(params: PoolingParams, start: int) -> PoolingParams:
+        """`start`: the first position of token type 1."""
+        return msgspec.structs.replace(params, extra_kwargs={**(params.extra_kwargs or {}), TYPE_START: start})
+
     # ---- parameters --------------------------------------------------------------------------------------------
 
     def resolve(self, params: PoolingParams) -> PoolingParams:

@@ -1,9 +1,7 @@
-"""The engine's composition root: build executor, KV layout and scheduler into a loop, here or in a process of its own.
+"""An engine process: serves its client, or several, until the one that started it says stop.
 
-In: a resolved EngineConfig. `start_engine` gives the loop to whoever lives in the same process; `main` is the first
-function of an engine process: it serves its client, or several, until the one that started it says stop. Any exception
-in the loop, a worker or the thread that reads the mailbox ends the process, after its last word (EngineDied) says why:
-an engine that lives hears. The only engine file that knows concrete classes of many packages.
+`main` is its first function. Any exception in the loop, a worker or the thread that reads the mailbox ends the process,
+after its last word (EngineDied) says why: an engine that lives hears. What an engine is made of is start.py's.
 """
 
 from __future__ import annotations
@@ -13,29 +11,20 @@ import os
 import queue
 import threading
 import traceback
-from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from quire.base.clock import Laps, now
 from quire.base.codec import Codec, CodecError, Frame
 from quire.base.log import logger
 from quire.base.sockets import Hub, PeerGoneError
-from quire.config.local import object_of
 from quire.config.logs import apply_logging
-from quire.engine.adapters import EngineAdapters
-from quire.engine.charge import Charge
 from quire.engine.control import reply_with_error
-from quire.engine.loop import EngineLoop, failed_output
-from quire.engine.masking import make_masks
+from quire.engine.loop import failed_output
 from quire.engine.pulse import Pulse
 from quire.engine.route import OWNER, Routes
+from quire.engine.start import Started, start_engine
 from quire.engine.together import unpack
-from quire.executor.base import Executor, WorkerProtocol, make_executor, one_model
-from quire.sched.kv_layout import fit_length, place
-from quire.sched.scheduler import Scheduler
-from quire.schema.errors import ConfigError, InputError, kind_of, message_of
-from quire.schema.kv import KVLayout, ModelInfo
+from quire.schema.errors import InputError, kind_of, message_of
 from quire.schema.messages import (
     ControlReply,
     EngineDied,
@@ -48,21 +37,11 @@ from quire.schema.messages import (
     Stop,
     ToEngine,
 )
-from quire.schema.stats import StartPhase
-
-if TYPE_CHECKING:
-    from quire.config import EngineConfig
-    from quire.observe.kv_events import EventPublisher
 
 log = logger(__name__)
 DIED = 1  # exit code after EngineDied
 _LAST_WORDS_S = 5.0
 _LONGEST_NUMBER = 6  # digits of a client's
-
-
-class Started(NamedTuple):
-    loop: EngineLoop
-    ready: EngineReady
 
 
 class EngineBoot(msgspec.Struct, kw_only=True):
@@ -77,134 +56,6 @@ def mailbox(client: int) -> str:
     return f"client-{client}"
 
 
-def start_engine(config: EngineConfig, pulse: Pulse | None = None) -> Started:
-    """Load the model, place the KV cache, warm up."""
-    laps = Laps()
-    began = now()
-    scheduler_class = _scheduler_class(config)  # located before the model is loaded, as are addresses for events
-    kv_events = _event_publisher(config)
-    executor = make_executor(config)
-    try:
-        laps.mark("device")
-        info = one_model(executor.ask(WorkerProtocol.load))
-        laps.mark("load")
-        free_bytes = min(executor.ask(WorkerProtocol.free_bytes))  # every rank holds the same blocks
-        laps.mark("profile")
-        layout, max_model_len = _place(config, info, free_bytes)
-        executor.ask(WorkerProtocol.init_kv, layout)
-        laps.mark("kv")
-        executor.ask(WorkerProtocol.warm_up)
-        laps.mark("warm_up")
-    except BaseException:
-        executor.shutdown()
-        if kv_events is not None:
-            kv_events.close()
-        raise
-    depth = 1 + config.scheduler_config.async_scheduling
-    scheduler = scheduler_class(config, layout, max_model_len=max_model_len, depth=depth)
-    phases = _phases(laps, executor)
-    seconds = {phase.name: phase.seconds for phase in phases if not phase.inside} | {"total": now() - began}
-    ready = EngineReady(
-        num_blocks=layout.num_blocks,
-        max_model_len=max_model_len,
-        vocab_size=info.vocab_size,
-        block_size=config.cache_config.block_size,
-        start_seconds=seconds,
-        phases=phases,
-        pid=os.getpid(),
-    )
-    log.info("Engine ready in %.1f s (%s): %d KV blocks", seconds["total"], _told(phases), layout.num_blocks)
-    masks = make_masks(config, info.vocab_size)
-    slots = scheduler.planner.adapters
-    adapters = None if slots is None else EngineAdapters(executor, slots)
-    loop = EngineLoop(executor, scheduler, pulse=pulse, masks=masks, kv_events=kv_events, adapters=adapters)
-    if config.observability_config.collect_detailed_traces:
-        loop.charge = Charge(scheduler.requests)
-    return Started(loop, ready)
-
-
-def _event_publisher(config: EngineConfig) -> EventPublisher | None:
-    """As kv_events_config says; None: nothing is published."""
-    events = config.kv_events_config
-    if events is None:
-        return None
-    if not events.publishes:
-        if events.publisher == "zmq":
-            log.warning("kv_events_config names a publisher, but enable_kv_cache_events is off: nothing is published")
-        return None
-    if not config.cache_config.enable_prefix_caching:
-        log.warning("KV events are on and prefix caching is off: there is nothing to publish")
-    from quire.observe.kv_events import EventPublisher  # lazy
-
-    publisher: EventPublisher = EventPublisher(
-        events.endpoint,
-        replay_endpoint=events.replay_endpoint,
-        topic=events.topic,
-        buffer_steps=events.buffer_steps,
-        hwm=events.hwm,
-        max_queue_size=events.max_queue_size,
-    )
-    return publisher
-
-
-def _scheduler_class(config: EngineConfig) -> type[Scheduler]:
-    named = config.scheduler_config.scheduler_cls
-    if named is None:
-        return Scheduler
-    try:
-        located = object_of(named)
-    except ImportError as wrong:
-        raise ConfigError(f"scheduler_cls {named!r} cannot be imported: {wrong}", param="scheduler_cls") from None
-    if not (isinstance(located, type) and issubclass(located, Scheduler)):
-        raise ConfigError(
-            f"scheduler_cls {named!r} is not made from quire.sched.scheduler.Scheduler", param="scheduler_cls"
-        )
-    return located
-
-
-def _phases(laps: Laps, executor: Executor) -> tuple[StartPhase, ...]:
-    """The engine's own phases, and after each what the worker measured inside it."""
-    try:
-        inner = executor.call("start_laps", [], {}, None)[0]
-    except AttributeError:  # a worker of somebody else's, which measures nothing
-        inner = []
-    phases: list[StartPhase] = []
-    for name, seconds, _ in laps.taken:
-        phases += [StartPhase(*lap) for lap in inner if lap[2] == name]
-        phases.append(StartPhase(name, seconds))
-    return tuple(phases)
-
-
-def _told(phases: tuple[StartPhase, ...]) -> str:
-    """device 4.31 (cuda 0.40), load 0.52, ..."""
-    words = []
-    for phase in phases:
-        if not phase.inside:
-            parts = ", ".join(f"{p.name} {p.seconds:.2f}" for p in phases if p.inside == phase.name)
-            words.append(f"{phase.name} {phase.seconds:.2f}" + (f" ({parts})" if parts else ""))
-    return ", ".join(words)
-
-
-def _place(config: EngineConfig, info: ModelInfo, free_bytes: int) -> tuple[KVLayout, int]:
-    """The KV layout, and the context length: the one requested, or (-1) the longest that fits."""
-    num_blocks = config.cache_config.num_gpu_blocks_override
-    chunk = config.scheduler_config.max_num_batched_tokens
-    max_model_len = config.model_config.max_model_len
-    if config.model_config.original_max_model_len == -1:
-        max_model_len = fit_length(
-            info.specs, free_bytes, longest=max_model_len, num_blocks=num_blocks, max_num_batched_tokens=chunk
-        )
-    layout = place(
-        info.specs,
-        free_bytes,
-        num_blocks=num_blocks,
-        max_model_len=max_model_len,
-        max_num_seqs=config.scheduler_config.max_num_seqs,
-        max_num_batched_tokens=chunk,
-    )
-    return layout, max_model_len
-
-
 def main(boot_bytes: bytes) -> None:
     """An engine process, from its boot bytes to its end."""
     boot = msgspec.msgpack.decode(boot_bytes, type=EngineBoot)
@@ -217,7 +68,7 @@ def main(boot_bytes: bytes) -> None:
         config = msgspec.msgpack.decode(boot.config, type=EngineConfig)
         apply_logging(config.logging_config)
         started = start_engine(config, Pulse(boot.folder))
-        gc.collect()
+        gc.collect(1)  # not what was imported, which is old
         gc.freeze()  # what the start made stays: later collections need not look through it
         post.greet(OWNER, started.ready)
         _serve(started, post)

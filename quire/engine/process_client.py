@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import os
 import queue
-import random
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -26,8 +25,7 @@ from quire.base.folders import remove_folder
 from quire.base.log import logger
 from quire.base.procs import STACKS, Child
 from quire.base.sockets import PeerGoneError, Wire, private_folder
-from quire.config.logs import apply_logging
-from quire.engine.client import CLOSED, Calls, EngineClient, InProcessClient, Sink, wait_for
+from quire.engine.client import CLOSED, Calls, Sink, wait_for
 from quire.engine.pulse import Pulse
 from quire.engine.route import OWNER
 from quire.engine.together import pack
@@ -314,15 +312,3 @@ def _by_path(value: Any) -> Any:
             f"{unreachable}: put the function into a module, or run the engine in this process "
             "(QUIRE_ENABLE_V1_MULTIPROCESSING=0)"
         ) from None
-
-
-def make_client(config: EngineConfig, *, own_process: bool) -> EngineClient:
-    """`own_process` is the caller's default; QUIRE_ENABLE_V1_MULTIPROCESSING overrules it."""
-    apply_logging(config.logging_config)
-    setting = env.ENABLE_V1_MULTIPROCESSING.get()
-    own_process = own_process if setting is None else setting
-    if setting is False:
-        # Documented for reproducible runs: requested explicitly, an engine in this process seeds this process too.
-        log.info("Seeding Python's random with %d, because the engine runs in this process", config.model_config.seed)
-        random.seed(config.model_config.seed)
-    return ProcessClient(config) if own_process else InProcessClient(config)

@@ -149,11 +149,11 @@ class Fallback:
         with runner.reading(BoundSource(batch, self._caches, self._groups)):
             return split.hidden(**inputs_of(split.model, batch.token_ids, batch.positions))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.narrow_logits(hidden).float()
+    def logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
+        return self.narrow_logits(hidden, slots).float()
 
-    def narrow_logits(self, hidden: Tensor) -> Tensor:
-        assert self._split is not None
+    def narrow_logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
+        assert self._split is not None and slots is None  # `forward` refused a step with adapters
         return self._split.logits(hidden)
 
 

@@ -29,12 +29,22 @@ class TrialResult(NamedTuple):
     vocab: int
 
 
+def first_line(wrong: Exception) -> str:
+    return f"{type(wrong).__name__}: {(str(wrong).strip() or 'no message').splitlines()[0]}"
+
+
 def settle(model: Any, name: str) -> TrialResult:
     """The first method whose logits are right: all rows at once if possible, else row by row."""
     first, config = next(model.parameters()), model.config.to_dict()
     texts = make_texts(model.get_input_embeddings().weight.shape[0], special_ids(config), first.device)
     set_attention(model, "eager")
-    expected = [logits_of(model(**inputs_of(model, text, None)))[0] for text in texts]
+    try:
+        expected = [logits_of(model(**inputs_of(model, text, None)))[0] for text in texts]
+    except Exception as wrong:  # a foreign model may raise anything, on a configuration that is wrong
+        raise RefusalError(
+            f"{name} cannot run through transformers' code: it fails on a text of its own with {first_line(wrong)}",
+            param="model_impl",
+        ) from wrong
     reasons: list[str] = []
     methods: dict[str, Any] = {
         "attention": by_attention,
@@ -49,7 +59,7 @@ def settle(model: Any, name: str) -> TrialResult:
         except RefusalError as wrong:
             reasons.append(f"by {how}: {wrong}")
         except Exception as wrong:  # noqa: BLE001  # a foreign model may raise anything on unexpected input
-            reasons.append(f"by {how}: {type(wrong).__name__}: {(str(wrong).strip() or 'no message').splitlines()[0]}")
+            reasons.append(f"by {how}: {first_line(wrong)}")
         else:
             manner = "through Quire's attention" if how == "attention" else f"row by row, since {reasons[0]}"
             _log.info("%s runs with transformers' code, %s", name, manner)

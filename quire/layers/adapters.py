@@ -1,8 +1,9 @@
 """Adapters of a model's layers: which slots the step under way uses, and what each layer has in every slot.
 
-A model without adapters has none of this. `attach` gives every Linear, and the experts of mixtures, their slots; the
-decoder says at the start of a step which rows have which slot (`StepAdapters`), and `Linear.forward` adds what they
-add. Must not know: files, names of adapters, why a slot is filled.
+A model without adapters has none of this. `attach` (places.py) gives every Linear, the experts of mixtures, the
+embedding and the head their slots; the decoder says at the start of a step which rows have which slot (`StepAdapters`),
+and the layers add what they add. The head, which sees some rows of a step, is told the slots of those.
+Must not know: files, names of adapters, why a slot is filled.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.linear import linear
-from quire.ops.lora import AdapterRows, LowRank, LowRankPiece, SomeRows, add_low_rank, add_pieces
+from quire.ops.lora import AdapterRows, LowRank, LowRankPiece, SomeRows, TablePiece, add_low_rank, add_pieces
 from quire.ops.op import Kernels
 from quire.quant.experts import StoredExperts
 
@@ -40,7 +41,7 @@ class LinearAdapters:
     def __init__(
         self, layer: Linear, step: StepAdapters, num_slots: int, rank: int, like: Tensor, kernels: Kernels
     ) -> None:
-        self.step, self.low = step, LowRank(num_slots)
+        self.step, self.low = step, LowRank(num_slots, like.dtype)
         self.is_used = False  # some slot has something here
         if kernels.device.type != "cpu":
             self.low.set_up_stacks(layer.out_size, layer.in_size, len(layer.parts), rank, like)
@@ -70,6 +71,47 @@ class LinearAdapters:
         return weight
 
 
+class HeadAdapters:
+    """What adapters add to the logits. One matrix with as many rows as there are tokens: nothing is reserved for it."""
+
+    def __init__(self, num_slots: int, kernels: Kernels) -> None:
+        self.slots: list[tuple[LowRankPiece, ...]] = [()] * num_slots
+        self._linear, self._device = kernels.of(linear), kernels.device
+
+    def put(self, slot: int, pieces: Sequence[LowRankPiece]) -> None:
+        self.slots[slot - 1] = tuple(piece.on(self._device) for piece in pieces)
+
+    def add(self, hidden: Tensor, logits: Tensor, slots: Tensor) -> Tensor:
+        """`slots` [S] are those of the rows of `hidden`."""
+        if any(self.slots):
+            for slot, some in AdapterRows(slots).groups:
+                if pieces := self.slots[slot - 1]:
+                    add_pieces(logits, hidden[some], some, pieces, self._linear)
+        return logits
+
+
+class TableAdapters:
+    """What adapters add to the vectors of an embedding."""
+
+    def __init__(self, step: StepAdapters, num_slots: int, kernels: Kernels) -> None:
+        self.step = step
+        self.slots: list[TablePiece | None] = [None] * num_slots
+        self._linear, self._device = kernels.of(linear), kernels.device
+
+    def put(self, slot: int, piece: TablePiece | None) -> None:
+        self.slots[slot - 1] = None if piece is None else piece.on(self._device)
+
+    def add(self, index: Tensor, x: Tensor) -> Tensor:
+        """x [T, width] are rows of the table, which `index` [T] names."""
+        rows = self.step.rows
+        if rows is None or not any(self.slots):
+            return x
+        for slot, some in rows.groups:
+            if (piece := self.slots[slot - 1]) is not None:
+                x[some] += self._linear(piece.rows[index[some]], piece.b) * piece.scale
+        return x
+
+
 class ExpertPieces(NamedTuple):
     """What one adapter adds to the two matrices of one expert."""
 
@@ -88,21 +130,19 @@ class ExpertAdapters:
 
     def put(self, slot: int, pieces: dict[int, ExpertPieces]) -> None:
         self.slots[slot - 1] = {
-            expert: ExpertPieces(*(tuple(self._here(piece) for piece in side) for side in own))
+            expert: ExpertPieces(*(tuple(piece.on(self._device) for piece in side) for side in own))
             for expert, own in pieces.items()
         }
 
-    def _here(self, piece: LowRankPiece) -> LowRankPiece:
-        return piece._replace(a=piece.a.to(self._device), b=piece.b.to(self._device))
-
     def groups(self, num_rows: int) -> list[tuple[int, SomeRows]]:
-        """Slots of this step that have something here, with their rows."""
+        """Slots of this step that have something here, with their rows: one or several for each row of the step."""
         rows = self.step.rows
         if rows is None or not any(self.slots):
             return []
-        if num_rows != len(rows.index):
+        count, rest = divmod(num_rows, len(rows.index))
+        if rest or not count:
             raise RuntimeError(f"experts have {num_rows} rows in a step of {len(rows.index)}")
-        return [(slot, some) for slot, some in rows.groups if self.slots[slot - 1]]
+        return [(slot, some) for slot, some in rows.repeated(count).groups if self.slots[slot - 1]]
 
     def multiply(self, slot: int, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         """Sum over a token's experts of weight * expert(x), for rows that all have this slot."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 from quire.layers.stored import MatrixLayer
 from quire.quant.scheme import MatrixShape, Slot, Storage
 from quire.quant.shard import Span, cut_to
+
+if TYPE_CHECKING:
+    from quire.layers.adapters import HeadAdapters, TableAdapters
 
 
 class Embedding(MatrixLayer):
@@ -26,10 +30,14 @@ class Embedding(MatrixLayer):
         self.hold(storage.schemes.of_matrix(name).create(MatrixShape({"": self.rows}, Span.all(width))))
         self.scale = float(torch.tensor(scale, dtype=storage.dtype))  # rounded first, as transformers does
         self._reduce = None if self.rows.is_whole else storage.group.reduce
+        self.width = width
+        self.adapters: TableAdapters | None = None  # unless the engine serves adapters
 
     def forward(self, index: Tensor) -> Tensor:
         index = index + self.offset if self.offset else index
         x = self.stored.take(index) if self._reduce is None else self._reduce(self._own(index))
+        if self.adapters is not None:
+            x = self.adapters.add(index, x)
         return x if self.scale == 1.0 else x * self.scale
 
     def _own(self, index: Tensor) -> Tensor:
@@ -67,7 +75,8 @@ class Head(MatrixLayer):
         self, name: str, vocab: int, width: int, storage: Storage, *, bias: bool = False, tied: Embedding | None = None
     ) -> None:
         super().__init__()
-        self.name, self.tied = name, tied is not None
+        self.name, self.tied, self.width = name, tied is not None, width
+        self.adapters: HeadAdapters | None = None  # unless the engine serves adapters
         self.rows = storage.group.uneven_span(vocab) if tied is None else tied.rows
         self._reduce = None if self.rows.is_whole else storage.group.reduce
         if tied is None:
@@ -79,11 +88,14 @@ class Head(MatrixLayer):
         if self.stored.is_plain:
             self.weight = tied.weight
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
+        """`slots` [S]: of the rows' adapters; None: no row has one."""
         if self.tied and self.bias is not None:  # the embedding's matrix has none
             logits = self.stored.multiply_with(hidden, self.bias)
         else:
             logits = self.stored.multiply(hidden)
+        if slots is not None and self.adapters is not None:
+            logits = self.adapters.add(hidden, logits, slots)
         return logits if self._reduce is None else self._reduce(self._placed(logits))
 
     def _placed(self, logits: Tensor) -> Tensor:

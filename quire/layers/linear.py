@@ -8,14 +8,17 @@ some of the results; of the width, each has a part of every result, and they are
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from quire.layers.adapters import LinearAdapters
 from quire.layers.stored import MatrixLayer
 from quire.ops.coded import CodedWeight
 from quire.quant.scheme import MatrixShape, Slot, Storage
 from quire.quant.shard import Span
+
+if TYPE_CHECKING:
+    from quire.layers.adapters import LinearAdapters
 
 
 class Linear(MatrixLayer):
@@ -63,7 +66,7 @@ class Linear(MatrixLayer):
         return (self.stored.is_plain or self.stored.may_be_few) and self._reduce is None
 
     def read_few(self) -> tuple[Tensor | CodedWeight, Tensor | None] | None:
-        """As `read_plain`, for ops of ops/few.py, which take some codes too; None: not this matrix."""
+        """As `read_plain`, for ops of ops/few.py, some of which take some codes; None: it is not one matrix."""
         matrix = self.stored.few_form() if self._reduce is None else None
         return None if matrix is None else (matrix, self.stored.bias)
 

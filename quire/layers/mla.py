@@ -8,7 +8,7 @@ holds rank + rope numbers per token and layer, and the plan is told that values 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from quire.layers.linear import Linear
 from quire.layers.norm import Norm, NormKind
 from quire.layers.rope import Rope, RotaryTables
 from quire.ops.linear import heads_matmul
-from quire.ops.lora import SomeRows
 from quire.quant.scheme import Storage
+
+if TYPE_CHECKING:
+    from quire.ops.lora import SomeRows
 
 Carries: TypeAlias = "list[tuple[SomeRows, Tensor]]"
 

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm, NormKind
 from quire.ops.act import gated_on, plain_on, xielu
+from quire.ops.coded import CodedWeight
 from quire.ops.few import NormRule, linear_act, linear_add, linear_parts, norm_linear
 from quire.ops.parts import PartialSums
+from quire.ops.rounded import RoundedRows, RowCode, act_rounded, rounded_linear
 from quire.quant.scheme import Slot, Storage
 from quire.quant.shard import Span
 
@@ -30,27 +32,38 @@ class Mlp(nn.Module):
         self._act = (gated_on if gated else plain_on)(act, storage.kernels)
         self._norm_linear, self._linear_add = storage.of(norm_linear), storage.of(linear_add)
         self._linear_act, self._linear_parts = storage.of(linear_act), storage.of(linear_parts)
-        self.joins = self.up.may_be_few and self.down.may_be_few  # whether `join` can be called
-        self.is_plain = self.up.is_plain and self.down.is_plain  # whether `in_parts` can be called
+        self._act_rounded, self._rounded_linear = storage.of(act_rounded), storage.of(rounded_linear)
+        self.is_gated = gated
+        self.joins = self.up.may_be_few and self.down.may_be_few  # whether `join` and `in_parts` may be called
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self._act(self.up(x)))
 
     def join(self, x: Tensor, norm: NormRule) -> Tensor:
-        """x + mlp(norm(x)), for a few rows: see ops/few.py. Only where `is_few`."""
+        """x + mlp(norm(x)), for a few rows: see ops/few.py."""
         up, down = self.up.read_few(), self.down.read_few()
         assert up is not None and down is not None
         return self._linear_add(self._norm_linear(x, norm, *up, self._act), *down, x)
 
-    @property
-    def is_few(self) -> bool:
-        """Whether the matrices as loaded are such that `join` can be called."""
-        return self.joins and self.up.read_few() is not None and self.down.read_few() is not None
+    def few_matrices(self) -> list[Tensor | CodedWeight] | None:
+        """What `join` and `in_parts` read, as loaded; None: there is something that they cannot."""
+        up, down = self.up.read_few(), self.down.read_few()
+        return None if up is None or down is None else [up[0], down[0]]
 
     def in_parts(self, x: Tensor) -> Tensor | PartialSums:
         """mlp(x), to be added up by the next norm: see ops/few.py."""
-        h = self._linear_act(x, *self.up.read_plain(), self._act)
-        return self._linear_parts(h, *self.down.read_plain())
+        up, down = self.up.read_few(), self.down.read_few()
+        assert up is not None and down is not None
+        return self._linear_parts(self._linear_act(x, *up, self._act), *down)
+
+    def of_rounded(self, x: RoundedRows) -> Tensor:
+        """mlp(x) of inputs that are codes, and codes between its matmuls: see ops/rounded.py."""
+        up, down = self.up.read_few(), self.down.read_few()
+        assert (
+            up is not None and down is not None and isinstance(up[0], CodedWeight) and isinstance(down[0], CodedWeight)
+        )
+        between = self._act_rounded(self._rounded_linear(x, up[0], up[1]), self._act, RowCode.of(down[0]))
+        return self._rounded_linear(between, down[0], down[1])
 
 
 class NormedMlp(Mlp):

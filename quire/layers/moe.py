@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from quire.layers.adapters import ExpertAdapters
 from quire.layers.linear import Linear
 from quire.layers.mlp import Mlp
 from quire.layers.stored import ExpertLayer
 from quire.ops.act import PLAIN, clamped_swiglu, gated_on, plain_on, sigmoid
+from quire.ops.coded import CodedWeight
 from quire.ops.few import NormRule, norm_router
 from quire.ops.moe import route, sum_choices
 from quire.ops.parts import PartialSums
 from quire.quant.experts import ExpertShape, Rule
 from quire.quant.scheme import Slot, Storage
+
+if TYPE_CHECKING:
+    from quire.layers.adapters import ExpertAdapters
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,6 @@ class Experts(ExpertLayer):
         self.hold(storage.schemes.of_experts(prefix).create(shape))
         self._reduce = None if shape.ffn.is_whole else storage.group.reduce
         self.adapters: ExpertAdapters | None = None  # unless the engine serves adapters
-        self.takes_adapters = True  # its rows are those of the step
 
     @property
     def is_summed(self) -> bool:
@@ -95,7 +98,6 @@ class Moe(nn.Module):
             kind.expert_bias, between, _rule(kind, act),
         )  # fmt: skip
         self.experts = Experts(f"{prefix}experts.", shape, storage)
-        self.experts.takes_adapters = not kind.weigh_input
         narrow = Linear(prefix, width, {"fc1_latent_proj": kind.latent}, storage) if kind.latent else None
         self.narrow, self.widen = narrow, None
         if kind.latent:
@@ -111,8 +113,7 @@ class Moe(nn.Module):
         self._sum, self._sigmoid = storage.of(sum_choices), storage.of(sigmoid)
         self._norm_router = storage.of(norm_router)
         alone = self.shared is None and not kind.latent and not kind.weigh_input and not self.experts.is_summed
-        self.joins = self.router.is_plain and alone  # whether `join` can be called
-        self.is_plain = self.is_few = self.joins  # as of an Mlp; experts may be codes
+        self.joins = self.router.is_plain and alone  # whether `join` and `in_parts` may be called; experts may be codes
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(weights [T, k], experts [T, k])."""
@@ -148,6 +149,10 @@ class Moe(nn.Module):
         logits, h = self._norm_router(x, norm, *self.router.read_plain(), self.kind.router_wide)
         weights, index = self._weigh(logits, x.dtype)
         return self.experts(h, weights, index, x)
+
+    def few_matrices(self) -> list[Tensor | CodedWeight] | None:
+        """As of an Mlp; experts are no business of ops/few.py."""
+        return []
 
     def in_parts(self, x: Tensor) -> Tensor | PartialSums:
         """moe(x); the sum over experts leaves nothing to be added up."""

@@ -12,7 +12,6 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from quire.ops.packed import Packed
-from quire.quant.coded_scheme import CodedParts
 from quire.quant.experts import StoredExperts
 from quire.quant.packed import PackedMatrix
 from quire.quant.scheme import StoredMatrix
@@ -105,8 +104,7 @@ def num_numbers(model: object, parameters: Iterable[nn.Parameter]) -> int:
     """How many numbers a model's parameters stand for: a packed matrix counts those it holds; tied ones count once."""
     parts = [part for matrix in packed_matrices(model).values() for part in matrix.parts.values()]
     packed = {part.data.data_ptr(): part.rows * part.width for part in parts if isinstance(part, Packed)}
-    coded = [part for _, matrix in matrices_of(model) if isinstance(matrix, CodedParts) for part in matrix.coded()]
-    for part in coded:
+    for part in (part for _, matrix in matrices_of(model) for part in matrix.coded()):
         packed |= {tensor.data_ptr(): 0 for tensor in part.tensors().values()}
         packed[part.codes.data_ptr()] = part.rows * part.width
     for module in model.modules() if isinstance(model, nn.Module) else ():

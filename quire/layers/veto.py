@@ -2,8 +2,8 @@
 
 Faster ways to run a block (few rows, matmuls in parts, blocks in one call) and latent attention read matrices
 themselves. They do so only in a step whose Batch.through_linears is False: whoever adds something to a matmul sets it
-(rows with an adapter), and hooks that somebody registered on a module set it here. Steps without keep the faster ways.
-Must not know: what those ways are.
+(rows with an adapter), and hooks that somebody registered on a module set it here. Steps without keep the faster ways,
+and so do blocks in one call that add adapters themselves (decoder.py). Must not know: what those ways are.
 """
 
 from __future__ import annotations

@@ -14,14 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from quire.base.clock import now
+from quire.base.collector import no_collections
 from quire.base.log import logger
 from quire.config.pooling import tasks_of
 from quire.engine.adapters import located
 from quire.engine.client import EngineClient, InProcessClient
+from quire.engine.connect import make_client
 from quire.engine.control import VERBS
 from quire.engine.inputs import InputProcessor, Options, PreparedRequest, default_params
 from quire.engine.outputs import OutputProcessor, Processed
-from quire.engine.process_client import make_client
 from quire.llm.verbs import refuse_stat_loggers, verb
 from quire.observe.log_stats import LogStats
 from quire.observe.metrics import Metrics, check_buckets
@@ -182,13 +183,14 @@ def _tokenizer(config: EngineConfig) -> Tokenizer | None:
     began = now()
     from quire.text.tokenizer import load_tokenizer  # lazy
 
-    tokenizer = load_tokenizer(
-        model.tokenizer,
-        mode=model.tokenizer_mode,
-        revision=model.tokenizer_revision,
-        trust_remote_code=model.trust_remote_code,
-        download_dir=config.load_config.download_dir,
-    )
+    with no_collections():
+        tokenizer = load_tokenizer(
+            model.tokenizer,
+            mode=model.tokenizer_mode,
+            revision=model.tokenizer_revision,
+            trust_remote_code=model.trust_remote_code,
+            download_dir=config.load_config.download_dir,
+        )
     log.debug("Tokenizer ready in %.2f s", now() - began)
     return tokenizer
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -19,11 +18,7 @@ import msgspec
 
 from quire.engine.adapters import located, lora_request_of
 from quire.engine.inputs import Options, PreparedRequest
-from quire.llm.beam import BeamSearchInstance, BeamSearchOutput, check_ranks, followed
-from quire.llm.beam_form import BeamForm, BeamForms
-from quire.llm.beam_limits import BeamLimits
 from quire.llm.engine import LLMEngine
-from quire.llm.pooling import PoolingCalls, as_classes, as_embedding, as_tensor, listed, options_of
 from quire.llm.progress import Progress
 from quire.llm.verbs import verb
 from quire.observe.reader import Metric
@@ -41,6 +36,8 @@ from quire.schema.params import BeamSearchParams, PoolingParams, RequestOutputKi
 from quire.schema.prompt import TokensPrompt
 
 if TYPE_CHECKING:
+    from quire.llm.beam import BeamSearchOutput
+    from quire.llm.pooling import PoolingCalls
     from quire.text.tokenizer import Tokenizer
 
 Tqdm = bool | Callable[..., Any]
@@ -196,60 +193,12 @@ class LLM:
             raise InputError(f"params must be BeamSearchParams, got {type(params).__name__}", param="params")
         if concurrency_limit is not None and concurrency_limit < 1:
             raise InputError(f"concurrency_limit must be at least 1, got {concurrency_limit}")
-        check_ranks(self.model_config.logprobs_mode)
+        from quire.llm.beam_calls import BeamCalls  # lazy
+
         prompts = list_prompts(prompts)
-        options = [Options(lora_request=lora, any_logprobs=True) for lora in pair_adapters(lora_request, len(prompts))]
-        form = None
-        if params.structured_outputs is not None:
-            forms = BeamForms(self.llm_engine.vllm_config, self.input_processor.vocab_size)
-            try:
-                form = forms.make(params.structured_outputs)
-            finally:
-                forms.close()
-        searches = [self._search(prompt, params, one, form) for prompt, one in zip(prompts, options, strict=True)]
-        lengths = [search.max_tokens for search in searches]
-        BeamLimits().check(params.beam_width, lengths, 0, self.input_processor.vocab_size)
-        progress = Progress.make(use_tqdm, total=len(searches), words="Beam search")
-        size = concurrency_limit or max(1, len(searches))
-        with closing(progress):
-            for first in range(0, len(searches), size):
-                here = slice(first, first + size)
-                self._run_searches(list(zip(searches[here], options[here], strict=True)), progress)
-        return [self._finish_search(search) for search in searches]
-
-    def _search(
-        self, prompt: Any, params: BeamSearchParams, options: Options, form: BeamForm | None
-    ) -> BeamSearchInstance:
-        prepared = self._prepare(prompt, SamplingParams(max_tokens=params.max_tokens), options)
-        return BeamSearchInstance.of(prepared, params, form)
-
-    def _run_searches(self, searches: list[tuple[BeamSearchInstance, Options]], progress: Progress) -> None:
-        """Each round extends every live beam of every search by one request of one token."""
-        live = [(search, options) for search, options in searches if not search.done]
-        while live:
-            requests = []
-            for search, options in live:
-                salt = {} if search.cache_salt is None else {"cache_salt": search.cache_salt}
-                for tokens, params in search.questions(self.input_processor.vocab_size):
-                    requests.append(self._prepare({"prompt_token_ids": tokens} | salt, params, options))
-            results = iter(self._run(requests, False))
-            for search, _ in live:
-                search.advance([followed(next(results)) for _ in list(search.beams)])
-                if search.done:
-                    progress.advance()
-            live = [(search, options) for search, options in live if not search.done]
-
-    def _finish_search(self, search: BeamSearchInstance) -> BeamSearchOutput:
-        output = search.output()
-        tokenizer = self.llm_engine.tokenizer
-        for sequence in output.sequences:
-            if tokenizer is not None:
-                hides_end = sequence.stop_reason is not None and not search.params.include_stop_str_in_output
-                shown = sequence.tokens[:-1] if hides_end else sequence.tokens
-                sequence.text = tokenizer.decode(
-                    shown, skip_special_tokens=not search.params.include_stop_str_in_output
-                )
-        return output
+        adapters = pair_adapters(lora_request, len(prompts))
+        calls: BeamCalls = BeamCalls(self.llm_engine, self._prepare, self._run)
+        return calls.search(prompts, params, adapters, use_tqdm, concurrency_limit)
 
     def _prepare(self, prompt: Any, params: SamplingParams | ResolvedParams, options: Options) -> PreparedRequest:
         return self.llm_engine.front.prepare(str(next(self._ids)), prompt, params, options)
@@ -332,6 +281,8 @@ class LLM:
 
     @cached_property
     def _pooling(self) -> PoolingCalls:
+        from quire.llm.pooling import PoolingCalls  # lazy
+
         return PoolingCalls(self, self._run)
 
     def encode(
@@ -346,11 +297,10 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pooled hidden states as tensors. `pooling_task`: one that the model supports; unset is its first."""
-        options, calls = options_of(lora_request, tokenization_kwargs), self._pooling
-        results = calls.pool(
+        options = Options(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        return self._pooling.encode(
             list_prompts(prompts), pooling_params, pooling_task, use_tqdm, options, truncate_prompt_tokens
         )
-        return listed(results, as_tensor)
 
     def embed(
         self,
@@ -363,9 +313,8 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """One embedding per prompt."""
-        options, calls = options_of(lora_request, tokenization_kwargs), self._pooling
-        results = calls.embed(list_prompts(prompts), pooling_params, use_tqdm, options, truncate_prompt_tokens)
-        return listed(results, as_embedding)
+        options = Options(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        return self._pooling.embed(list_prompts(prompts), pooling_params, use_tqdm, options, truncate_prompt_tokens)
 
     def classify(
         self,
@@ -378,11 +327,8 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """Probabilities of the model's classes, per prompt."""
-        options, calls = options_of(lora_request, tokenization_kwargs), self._pooling
-        results = calls.pool(
-            list_prompts(prompts), pooling_params, "classify", use_tqdm, options, truncate_prompt_tokens
-        )
-        return listed(results, as_classes)
+        options = Options(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        return self._pooling.classify(list_prompts(prompts), pooling_params, use_tqdm, options, truncate_prompt_tokens)
 
     def reward(
         self,
@@ -413,7 +359,7 @@ class LLM:
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well texts fit each other: 1 to 1, 1 to N or N to N."""
-        options = options_of(lora_request, tokenization_kwargs)
+        options = Options(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         return self._pooling.score(
             data_1, data_2, pooling_params, use_tqdm, options, truncate_prompt_tokens, chat_template
         )

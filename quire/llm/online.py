@@ -27,7 +27,6 @@ from quire.engine.outputs import Processed
 from quire.llm.beam_limits import BeamLimits
 from quire.llm.engine import Front, FrontEngine
 from quire.llm.lanes import Lanes
-from quire.llm.pooling import as_tensor
 from quire.llm.request_log import LogRules, RequestLog
 from quire.llm.verbs import async_verb, refuse_stat_loggers
 from quire.schema.errors import EngineDeadError, InputError, RefusedRequestError
@@ -396,6 +395,8 @@ class AsyncLLM(FrontEngine):
         if truncate_prompt_tokens is not None:
             pooling_params = msgspec.structs.replace(pooling_params, truncate_prompt_tokens=truncate_prompt_tokens)
         prepared = await self.prepare(request_id, Prompt.of(prompt), pooling_params, options)
+        from quire.llm.pooling import as_tensor  # lazy
+
         with self.open([prepared]) as flow:
             while not flow.finished:
                 for result in await flow.next():

@@ -6,7 +6,7 @@ request is run (LLM does), HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -80,7 +80,23 @@ class PoolingCalls:
             changes["truncate_prompt_tokens"] = keep
         return msgspec.structs.replace(params, **changes)
 
+    def encode(
+        self, prompts: Sequence[Any], params: Params, task: str | None, use_tqdm: Any, options: Options,
+        keep: int | None,
+    ) -> list[Result]:  # fmt: skip
+        return [as_tensor(result) for result in self.pool(prompts, params, task, use_tqdm, options, keep)]
+
+    def classify(
+        self, prompts: Sequence[Any], params: Params, use_tqdm: Any, options: Options, keep: int | None
+    ) -> list[ClassificationRequestOutput]:
+        return [as_classes(result) for result in self.pool(prompts, params, "classify", use_tqdm, options, keep)]
+
     def embed(
+        self, prompts: Sequence[Any], params: Params, use_tqdm: Any, options: Options, keep: int | None
+    ) -> list[EmbeddingRequestOutput]:
+        return [as_embedding(result) for result in self._embed(prompts, params, use_tqdm, options, keep)]
+
+    def _embed(
         self, prompts: Sequence[Any], params: Params, use_tqdm: Any, options: Options, keep: int | None
     ) -> list[Result]:
         """Inputs longer than the model takes are embedded in parts, where the configuration allows it."""
@@ -177,11 +193,3 @@ def _common(result: Result) -> dict[str, Any]:
         "request_id": result.request_id, "prompt_token_ids": result.prompt_token_ids, "finished": result.finished,
         "num_cached_tokens": result.num_cached_tokens,
     }  # fmt: skip
-
-
-def options_of(lora_request: Any, tokenization_kwargs: Mapping[str, Any] | None) -> Options:
-    return Options(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-
-
-def listed(values: Iterable[Result], form: Callable[[Result], Any]) -> list[Any]:
-    return [form(value) for value in values]

@@ -3,222 +3,149 @@
 In: the folder, the model's places (layers/places.py), the limits. Out: `HostAdapter`: what each layer gets. Every
 number is checked against the model before a tensor is read: rank, shapes, bytes. Whatever is wrong is one
 CheckpointError that names the file and the value. Must not know: slots, engines, requests.
+
+    name in the file                              belongs to
+    M.lora_A.weight, M.lora_B.weight              the matrix of module M, or the matrices of its experts, stacked
+    M.lora_embedding_A, M.lora_embedding_B        an embedding
+    M.lora_A.weight, M.base_layer.lora_A.weight   parameters of module M, which are stacked experts; base_layer's first
+    M.base_layer.weight, M.weight                 copies that PEFT makes of an embedding or a head that is adapted
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.layers.adapters import ExpertPieces
+from quire.layers.embed import Embedding, Head
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts
-from quire.layers.places import AdapterPlace, AdapterPlaces
+from quire.layers.places import AdaptedLayer, AdapterPlace, AdapterPlaces
+from quire.loader.adapter_config import CONFIG, AdapterConfig, AdapterLimits, read_config
 from quire.loader.files import torch_state
 from quire.loader.safetensors_file import SafetensorsFile
-from quire.ops.lora import LowRankPiece
+from quire.ops.lora import LowRankPiece, TablePiece
 from quire.schema.errors import CheckpointError, some
 
-CONFIG, WEIGHTS, TORCH_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-_MAX_CONFIG = 1 << 20  # bytes
+WEIGHTS, TORCH_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
 _SLACK = 1 << 20  # bytes of a .bin file that are not numbers
-_MAX_PATTERNS = 4096  # entries of rank_pattern or alpha_pattern: every module is compared with each
-_WRAPPER = "base_model.model."
+_WRAPPER, _INNER = "base_model.model.", ".base_layer"
 _A, _B = "lora_A", "lora_B"
+_EMBEDDING_A, _EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
+_COPY = "weight"  # of the base model
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# Keys of a PEFT configuration that change what is computed, and which of their values change nothing.
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "use_dora": ((None, False), "DoRA adapters (use_dora)"),
-    "modules_to_save": ((None, []), "adapters that replace whole modules (modules_to_save)"),
-    "bias": ((None, "none"), "adapters with biases (bias)"),
-    "lora_bias": ((None, False), "adapters with biases of B (lora_bias)"),
-    "target_parameters": ((None, []), "adapters of stacked experts (target_parameters)"),
-    "layer_replication": ((None, []), "adapters that repeat layers (layer_replication)"),
-    "trainable_token_indices": ((None, [], {}), "adapters with tokens of their own (trainable_token_indices)"),
-    "alora_invocation_tokens": ((None, []), "activated adapters (alora_invocation_tokens)"),
-    "use_qalora": ((None, False), "QA-LoRA adapters (use_qalora)"),
-}
-_CHANGES_BASE = ("pissa", "olora", "corda")  # initializations that leave another base model behind
+_NEW_STACKS = (0, 19, 1)  # first PEFT whose A is always that of the input, however experts are stored
 
 
 @dataclass
 class HostAdapter:
     """What an adapter adds, layer by layer, in host memory."""
 
-    linears: dict[Linear, list[LowRankPiece]] = field(default_factory=dict)
+    linears: dict[Linear | Head, list[LowRankPiece]] = field(default_factory=dict)
     experts: dict[Experts, dict[int, ExpertPieces]] = field(default_factory=dict)
+    tables: dict[Embedding, TablePiece] = field(default_factory=dict)
     num_bytes: int = 0
     digest: str = ""  # of everything above
 
-    def add(self, place: AdapterPlace, piece: LowRankPiece) -> None:
+    def add(self, place: AdapterPlace, piece: LowRankPiece, expert: int = -1) -> None:
         self.num_bytes += piece.a.nbytes + piece.b.nbytes
-        if isinstance(place.layer, Linear):
+        if isinstance(place.layer, Linear | Head):
             self.linears.setdefault(place.layer, []).append(piece)
             return
-        own = self.experts.setdefault(place.layer, {})
-        before = own.get(place.expert, ExpertPieces())
-        own[place.expert] = (
+        assert isinstance(place.layer, Experts)
+        experts = self.experts.setdefault(place.layer, {})
+        before = experts.get(expert, ExpertPieces())
+        experts[expert] = (
             before._replace(down=(*before.down, piece)) if place.is_down else before._replace(up=(*before.up, piece))
         )
 
+    def add_table(self, layer: Embedding, piece: TablePiece) -> None:
+        self.num_bytes += piece.rows.nbytes + piece.b.nbytes
+        self.tables[layer] = piece
 
-class AdapterLimits(NamedTuple):
-    max_rank: int
-    dtype: torch.dtype
-    targets: tuple[str, ...] | None = None  # last parts of the names that adapters may change; None: any
+    def fill(self, slot: int, layers: Iterable[AdaptedLayer]) -> None:
+        """Put it into a slot of these layers, in place of whatever was there."""
+        for layer in layers:
+            if layer.adapters is None:
+                continue
+            if isinstance(layer, Experts):
+                layer.adapters.put(slot, self.experts.get(layer, {}))
+            elif isinstance(layer, Embedding):
+                layer.adapters.put(slot, self.tables.get(layer))
+            else:
+                layer.adapters.put(slot, self.linears.get(layer, ()))
 
 
-class AdapterScales(NamedTuple):
-    """rank and alpha of a PEFT configuration; patterns are for modules whose name ends so."""
+class AdapterPair(NamedTuple):
+    """A place, and the names of the two tensors that adapt it."""
 
-    rank: int
-    alpha: float
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
-    is_rslora: bool
-
-    def rank_of(self, module: str) -> int:
-        return int(_by_ending(self.ranks, module, self.rank))
-
-    def scale_of(self, module: str, rank: int) -> float:
-        alpha = float(_by_ending(self.alphas, module, self.alpha))
-        return alpha / (math.sqrt(rank) if self.is_rslora else rank)
+    module: str
+    place: AdapterPlace
+    name_a: str
+    name_b: str
+    is_reversed: bool = False  # of stacked experts: A is that of the output
 
 
 def read_adapter(path: str, places: AdapterPlaces, limits: AdapterLimits) -> HostAdapter:
     if not os.path.isdir(path):
         raise CheckpointError(f"lora_path {path!r} is not a folder", param="lora_path", value=path)
-    scales = _read_config(os.path.join(path, CONFIG), limits)
+    config = read_config(os.path.join(path, CONFIG), limits)
     file = _open_weights(path, places, limits)
-    pairs = _pair_up(file, places, limits, scales)
+    names = _AdapterNames(file, places, config)
+    pairs = [_checked(file, pair, limits, config) for pair in names.pairs()]
+    names.check_copies()
     adapter, digest = HostAdapter(), blake2b(digest_size=16)
-    for module, (place, name_a, name_b) in pairs.items():
-        a, b = file.read(name_a), file.read(name_b)
-        for name, tensor in ((name_a, a), (name_b, b)):
+    for pair in pairs:
+        a, b = file.read(pair.name_a), file.read(pair.name_b)
+        for name, tensor in ((pair.name_a, a), (pair.name_b, b)):
             if not tensor.isfinite().all():
                 raise file.wrong(f"tensor {name!r} holds values that are not finite")
-        scale = scales.scale_of(module, len(a))
-        a, b = a.to(limits.dtype).contiguous(), places.arrange(place, b).to(limits.dtype)
-        adapter.add(place, LowRankPiece(place.start, place.stop, a, b, scale))
-        digest.update(repr((module, tuple(a.shape), tuple(b.shape), scale)).encode())
+        scale = config.scale_of(pair.module, config.rank_of(pair.module))
+        digest.update(repr((pair.module, tuple(a.shape), tuple(b.shape), scale, pair.is_reversed)).encode())
         for tensor in (a, b):
             digest.update(tensor.contiguous().view(torch.uint8).flatten().numpy().data)
+        _add_pair(adapter, pair, places, a.to(limits.dtype), b.to(limits.dtype), scale)
     adapter.digest = digest.hexdigest()
     _check_overlaps(file, adapter)
     return adapter
 
 
-# ---- adapter_config.json
+def _add_pair(
+    adapter: HostAdapter, pair: AdapterPair, places: AdapterPlaces, a: Tensor, b: Tensor, scale: float
+) -> None:
+    place = pair.place
+    if isinstance(place.layer, Embedding):  # A [rank, rows], B [width, rank]
+        adapter.add_table(place.layer, TablePiece(places.arrange(place, a.t()), b.contiguous(), scale))
+    elif place.is_stack:
+        inputs, outputs = _of_each_expert(a, b, place.experts, pair.is_reversed)
+        inputs, outputs = inputs.contiguous(), places.arrange_stack(place, outputs)
+        for expert in range(place.experts):
+            piece = LowRankPiece(place.start, place.stop, inputs[expert], outputs[expert], scale)
+            adapter.add(place, piece, expert)
+    else:
+        piece = LowRankPiece(place.start, place.stop, a.contiguous(), places.arrange(place, b), scale)
+        adapter.add(place, piece, place.expert)
 
 
-def _read_config(path: str, limits: AdapterLimits) -> AdapterScales:
-    raw = _read_json(path)
-    kind = raw.get("peft_type")
-    if kind != "LORA":
-        raise CheckpointError(f"{path}: peft_type is {kind!r}; only LORA is supported", param="peft_type")
-    for key, (harmless, what) in _REFUSED.items():
-        if raw.get(key) not in harmless:
-            raise CheckpointError(
-                f"{path}: {what} are not supported; {key} is {raw[key]!r:.100}", param=key, value=str(raw[key])[:100]
-            )
-    start = raw.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
-        raise CheckpointError(
-            f"{path}: init_lora_weights is {start!r}: such an adapter belongs to a changed base model; convert it to a "
-            "plain LoRA first",
-            param="init_lora_weights",
-        )
-    _check_targets(path, raw.get("target_modules"))
-    rank = _check_rank(path, "r", raw.get("r"), limits)
-    alpha = _check_alpha(path, "lora_alpha", raw.get("lora_alpha"))
-    ranks, alphas = _pattern(path, raw, "rank_pattern"), _pattern(path, raw, "alpha_pattern")
-    for key, value in ranks.items():
-        _check_rank(path, f"rank_pattern[{key!r}]", value, limits)
-    for key, value in alphas.items():
-        _check_alpha(path, f"alpha_pattern[{key!r}]", value)
-    return AdapterScales(rank, alpha, ranks, alphas, bool(raw.get("use_rslora", False)))
+def _of_each_expert(a: Tensor, b: Tensor, experts: int, is_reversed: bool) -> tuple[Tensor, Tensor]:
+    """A [experts * rank, in], expert by expert, and B [out, rank * experts], whose columns have the experts of the
+    first rank, of the second, ... -> [experts, rank, in] and [experts, out, rank]."""
+    stacked_a = a.unflatten(0, (experts, -1))
+    stacked_b = b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+    if is_reversed:  # A [experts * rank, out] and B [in, rank * experts]
+        return stacked_b.transpose(1, 2), stacked_a.transpose(1, 2)
+    return stacked_a, stacked_b
 
 
-def _read_json(path: str) -> dict[str, Any]:
-    try:
-        if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would wait for whoever writes to it
-            raise CheckpointError(f"{path} is not a regular file", param="lora_path")
-        size = os.path.getsize(path)
-        if size > _MAX_CONFIG:
-            raise CheckpointError(f"{path} has {size} bytes; an adapter's configuration may have {_MAX_CONFIG}")
-        with open(path, encoding="utf-8") as file:
-            raw = json.load(file)
-    except FileNotFoundError:
-        raise CheckpointError(f"{os.path.dirname(path)} holds no {CONFIG}", param="lora_path") from None
-    except OSError as wrong:
-        raise CheckpointError(f"{path} cannot be read: {wrong.strerror}", param="lora_path") from None
-    except (ValueError, RecursionError) as wrong:
-        raise CheckpointError(f"{path} is not JSON: {wrong}") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} holds a {type(raw).__name__}, not a mapping")
-    return raw
-
-
-def _check_targets(path: str, targets: object) -> None:
-    """A list of names or a pattern of them; the tensors themselves say what is changed."""
-    if targets is None or isinstance(targets, str):
-        return
-    if not isinstance(targets, list) or not targets or not all(isinstance(one, str) for one in targets):
-        raise CheckpointError(
-            f"{path}: target_modules must be a list of names, or one text such as 'all-linear', got {targets!r:.100}",
-            param="target_modules",
-        )
-
-
-def _check_rank(path: str, key: str, rank: object, limits: AdapterLimits) -> int:
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise CheckpointError(f"{path}: {key} must be an integer above 0, got {rank!r:.100}", param=key)
-    if rank > limits.max_rank:
-        raise CheckpointError(
-            f"{path}: {key} is {rank}, which is more than max_lora_rank ({limits.max_rank})", param=key, value=rank
-        )
-    return rank
-
-
-def _check_alpha(path: str, key: str, alpha: object) -> float:
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise CheckpointError(f"{path}: {key} must be a number, got {alpha!r:.100}", param=key)
-    return float(alpha)
-
-
-def _pattern(path: str, raw: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Only names and ends of names: a regular expression of a file's author may take for ever."""
-    entries = raw.get(key) or {}
-    if not isinstance(entries, dict):
-        raise CheckpointError(f"{path}: {key} must be a mapping, got {entries!r:.100}", param=key)
-    if len(entries) > _MAX_PATTERNS:
-        raise CheckpointError(
-            f"{path}: {key} has {len(entries)} entries; {_MAX_PATTERNS} are allowed", param=key, value=len(entries)
-        )
-    plain = {name.replace("\\.", ".").lstrip("^").rstrip("$"): value for name, value in entries.items()}
-    for name in plain:
-        if not all(char.isalnum() or char in "._-" for char in name):
-            raise CheckpointError(f"{path}: {key} has the pattern {name!r:.100}; only names are supported", param=key)
-    return plain
-
-
-def _by_ending(entries: Mapping[str, Any], module: str, default: Any) -> Any:
-    for ending, value in entries.items():
-        if module == ending or module.endswith(f".{ending}"):
-            return value
-    return default
-
-
-# ---- the tensors
+# ---- the files
 
 
 class AdapterFile:
@@ -263,7 +190,7 @@ def _open_weights(folder: str, places: AdapterPlaces, limits: AdapterLimits) -> 
         path = os.path.join(folder, TORCH_WEIGHTS)
         if not os.path.isfile(path):
             raise CheckpointError(f"{folder} holds no {WEIGHTS}, nor {TORCH_WEIGHTS}", param="lora_path")
-        most = sum(8 * limits.max_rank * (place.width + place.rows) for place in places.by_name.values()) + _SLACK
+        most = sum(8 * _most_numbers(place, limits) for place in places.by_name.values()) + _SLACK
         if (size := os.path.getsize(path)) > most:  # such a file is read before its shapes are known
             raise CheckpointError(f"{path} has {size} bytes; an adapter of this model has {most} at most")
         return TorchAdapter(path)
@@ -271,87 +198,205 @@ def _open_weights(folder: str, places: AdapterPlaces, limits: AdapterLimits) -> 
         raise CheckpointError(f"{path} cannot be read: {wrong.strerror}", param="lora_path") from None
 
 
-def _pair_up(
-    file: AdapterFile, places: AdapterPlaces, limits: AdapterLimits, scales: AdapterScales
-) -> dict[str, tuple[AdapterPlace, str, str]]:
-    """Every module with its place and the names of its two tensors, shapes checked."""
-    halves: dict[str, dict[str, str]] = {}
-    for name in file.shapes:
-        module, half = _split(file, name)
-        if halves.setdefault(module, {}).setdefault(half, name) != name:
-            raise file.wrong(f"{module!r} has {half} twice: {name!r} and {halves[module][half]!r}")
-    if not halves:
-        raise file.wrong("there are no tensors")
-    unknown = [module for module in halves if places.find(module) is None]
-    if unknown:
-        raise file.wrong(_unknown(unknown, places))
-    pairs: dict[str, tuple[AdapterPlace, str, str]] = {}
-    seen: dict[str, str] = {}  # place -> module
-    for module, own in halves.items():
-        if missing := {_A, _B} - own.keys():
-            raise file.wrong(f"{module!r} has no {missing.pop()}")
-        place = places.find(module)
-        assert place is not None
-        if (other := seen.setdefault(place.name, module)) != module:
-            raise file.wrong(f"{module!r} and {other!r} are the same layer")
-        if limits.targets is not None and not any(_ends(module, target) for target in limits.targets):
-            raise file.wrong(f"{module!r} is not among lora_target_modules ({', '.join(limits.targets)})")
-        _check_shapes(file, module, place, own, limits, scales)
-        pairs[module] = place, own[_A], own[_B]
-    return pairs
+def _most_numbers(place: AdapterPlace, limits: AdapterLimits) -> int:
+    """An adapter's for one place; of the embedding and the head there may be copies."""
+    copy = place.rows * place.width if isinstance(place.layer, Embedding | Head) else 0
+    return limits.max_rank * place.experts * (place.width + place.rows) + copy
+
+
+# ---- names of tensors, and what they belong to
+
+
+class _AdapterNames:
+    """What the tensors of a file adapt. Shapes are not looked at, except to tell which of two forms they have."""
+
+    def __init__(self, file: AdapterFile, places: AdapterPlaces, config: AdapterConfig) -> None:
+        self._file, self._places, self._config = file, places, config
+        self._modules: dict[str, dict[str, str]] = {}  # module -> half -> name of the tensor
+        for name in file.shapes:
+            module, half = _split(file, name)
+            halves = self._modules.setdefault(module, {})
+            if halves.setdefault(half, name) != name:
+                raise file.wrong(f"{module!r} has {half} twice: {name!r} and {halves[half]!r}")
+        if not self._modules:
+            raise file.wrong("there are no tensors")
+
+    def pairs(self) -> list[AdapterPair]:
+        plain, stacks = self._sort()
+        seen: dict[str, str] = {}  # place -> module
+        pairs = []
+        for module, place, halves in (*plain, *self._stack_places(stacks)):
+            if halves.keys() <= {_COPY}:
+                continue
+            if (other := seen.setdefault(place.name, module)) != module:
+                raise self._file.wrong(f"{module!r} and {other!r} are the same layer")
+            pairs.append(AdapterPair(module, place, *self._halves(module, place, halves)))
+        if not pairs:
+            raise self._file.wrong("there are no adapters in it, only weights of the base model")
+        return [pair._replace(is_reversed=pair.place.is_stack and self._is_reversed(pair, pairs)) for pair in pairs]
+
+    def _sort(self) -> tuple[list[tuple[str, AdapterPlace, dict[str, str]]], dict[str, list[dict[str, str]]]]:
+        """Modules that are places themselves; and modules whose parameters are stacked experts, with their tensors,
+        those of base_layer's base_layer first."""
+        plain, unknown = [], []
+        stacks: dict[str, list[dict[str, str]]] = defaultdict(list)
+        for module in sorted(self._modules, key=len, reverse=True):
+            halves, around = self._modules[module], _unwrapped(module)
+            if (place := self._places.find(module)) is not None:
+                plain.append((module, place, halves))
+            elif self._parameters_in(around):
+                stacks[around].append(halves)
+            else:
+                unknown.append(module)
+        if unknown:
+            raise self._file.wrong(self._unknown(unknown))
+        return plain, stacks
+
+    def _parameters_in(self, module: str) -> list[tuple[str, AdapterPlace]]:
+        """Parameters of a module that are stacked experts and adapted, in the order in which PEFT wraps them."""
+        parameters = [
+            (f"{module}.{leaf}", place)
+            for leaf in self._config.parameters
+            if (place := self._places.find_parameter(f"{module}.{leaf}")) is not None and place.is_stack
+        ]
+        return sorted(parameters, key=lambda entry: entry[1].is_down)
+
+    def _stack_places(
+        self, stacks: Mapping[str, list[dict[str, str]]]
+    ) -> Iterator[tuple[str, AdapterPlace, dict[str, str]]]:
+        for module, wrapped in stacks.items():
+            parameters = self._parameters_in(module)
+            if len(parameters) != len(wrapped):
+                names = ", ".join(name.rpartition(".")[2] for name, _ in parameters)
+                raise self._file.wrong(
+                    f"{module!r} has {len(wrapped)} pairs of tensors, and {CONFIG} has {len(parameters)} "
+                    f"target_parameters for it ({names})"
+                )
+            for (name, place), halves in zip(parameters, wrapped, strict=True):
+                yield name, place, halves
+
+    def _halves(self, module: str, place: AdapterPlace, halves: Mapping[str, str]) -> tuple[str, str]:
+        expected = (_EMBEDDING_A, _EMBEDDING_B) if isinstance(place.layer, Embedding) else (_A, _B)
+        for half in expected:
+            if half not in halves:
+                raise self._file.wrong(f"{module!r} has no {half}")
+        if more := halves.keys() - {*expected, _COPY}:
+            raise self._file.wrong(f"{module!r} has {more.pop()}: it is not that kind of layer")
+        if _COPY in halves and not isinstance(place.layer, Embedding | Head):
+            raise self._file.wrong(f"tensor {halves[_COPY]!r} is neither a {_A}.weight nor a {_B}.weight of a module")
+        return halves[expected[0]], halves[expected[1]]
+
+    def _is_reversed(self, pair: AdapterPair, pairs: Iterable[AdapterPair]) -> bool:
+        """Whether A of stacked experts has the width of their output: the shape says so; where that is square, the
+        shape of the other matrix of the same experts, or else the version of PEFT."""
+        experts = [other for other in pairs if other.place.layer is pair.place.layer and other.place.is_stack]
+        for one in (pair, *experts):
+            shape, place = self._file.shapes[one.name_a][0], one.place
+            if place.rows != place.width and len(shape) == 2:
+                return shape[1] == place.rows
+        version, is_transposed = self._config.version, self._places.is_transposed(pair.place)
+        if version >= _NEW_STACKS or (is_transposed and version < (0, 19)):
+            return False
+        if not version:
+            raise self._file.wrong(
+                f"{pair.name_a!r} adapts stacked experts that are square: without peft_version in {CONFIG} it cannot "
+                "be told which of A and B is that of the input"
+            )
+        return True
+
+    def check_copies(self) -> None:
+        """PEFT stores the base model's embedding and head beside their adapters; others than ours are a change of
+        the model."""
+        for module, halves in self._modules.items():
+            if (name := halves.get(_COPY)) is None:
+                continue
+            place = self._places.find(module)
+            if place is None or not isinstance(place.layer, Embedding | Head):
+                raise self._file.wrong(f"tensor {name!r} is neither a {_A}.weight nor a {_B}.weight of a module")
+            shape, dtype = self._file.shapes[name]
+            is_ours = shape == (place.rows, place.width) and dtype in _FLOATS
+            if not is_ours or not self._places.is_weight_of(place, self._file.read(name)):
+                raise self._file.wrong(
+                    f"tensor {name!r} {list(shape)} replaces the model's own {[place.rows, place.width]}: adapters "
+                    "that replace whole modules are not supported"
+                )
+
+    def _unknown(self, modules: list[str]) -> str:
+        for module in modules:
+            if _unwrapped(module).endswith("experts"):
+                return (
+                    f"{module!r}: which of its parameters are adapted is not said in target_parameters of {CONFIG}, or "
+                    "the model has none of them"
+                )
+        return f"the model has no layers {some([repr(module) for module in modules])}"
 
 
 def _split(file: AdapterFile, name: str) -> tuple[str, str]:
     """'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight' -> the module, 'lora_A'."""
     parts = name.removeprefix(_WRAPPER).split(".")
-    if parts[-2:-1] == ["default"]:
-        del parts[-2]
+    for at in (-1, -2):
+        if parts[at:][:1] == ["default"]:
+            del parts[at]
+            break
     if len(parts) > 2 and parts[-1] == "weight" and parts[-2] in (_A, _B):
         return ".".join(parts[:-2]), parts[-2]
+    if len(parts) > 1 and parts[-1] in (_EMBEDDING_A, _EMBEDDING_B):
+        return ".".join(parts[:-1]), parts[-1]
     if "lora_magnitude_vector" in name:
         raise file.wrong(f"tensor {name!r:.200}: DoRA adapters are not supported")
-    if "lora_embedding" in name:
-        raise file.wrong(f"tensor {name!r:.200}: adapters of the embedding are not in this version")
+    if len(parts) > 1 and parts[-1] == _COPY:
+        return ".".join(parts[:-1]).removesuffix(_INNER), _COPY
     raise file.wrong(f"tensor {name!r:.200} is neither a {_A}.weight nor a {_B}.weight of a module")
 
 
-def _unknown(modules: list[str], places: AdapterPlaces) -> str:
-    for module in modules:
-        if (why := places.refused.get(places.canonical(module))) is not None:
-            return f"{module!r}: {why}"
-    for module in modules:
-        if ".experts" in module:
-            return f"{module!r}: adapters of stacked experts are not in this version, only those of each expert"
-    return f"the model has no layers {some([repr(module) for module in modules])}"
+def _unwrapped(module: str) -> str:
+    while module.endswith(_INNER):
+        module = module.removesuffix(_INNER)
+    return module
 
 
-def _check_shapes(
-    file: AdapterFile, module: str, place: AdapterPlace, own: Mapping[str, str], limits: AdapterLimits,
-    scales: AdapterScales,
-) -> None:  # fmt: skip
-    (shape_a, type_a), (shape_b, type_b) = file.shapes[own[_A]], file.shapes[own[_B]]
-    rank = shape_a[0] if len(shape_a) == 2 else 0
+# ---- shapes
+
+
+def _checked(file: AdapterFile, pair: AdapterPair, limits: AdapterLimits, config: AdapterConfig) -> AdapterPair:
+    module, place = pair.module, pair.place
+    if limits.targets is not None and not any(_ends(module, target) for target in limits.targets):
+        raise file.wrong(f"{module!r} is not among lora_target_modules ({', '.join(limits.targets)})")
+    (shape_a, type_a), (shape_b, type_b) = file.shapes[pair.name_a], file.shapes[pair.name_b]
+    width, rows = (place.rows, place.width) if isinstance(place.layer, Embedding) or pair.is_reversed else (
+        place.width, place.rows
+    )  # fmt: skip
+    count = place.experts
+    rank = shape_a[0] // count if len(shape_a) == 2 else 0
     if rank > limits.max_rank:
         raise file.wrong(f"{module!r} has rank {rank}, which is more than max_lora_rank ({limits.max_rank})")
-    if rank and rank != (expected := scales.rank_of(module)):
+    if rank and rank != (expected := config.rank_of(module)):
         raise file.wrong(f"{module!r} has rank {rank}, but {CONFIG} says {expected}")
-    if rank < 1 or shape_a != (rank, place.width) or shape_b != (place.rows, rank):
+    if rank < 1 or shape_a != (rank * count, width) or shape_b != (rows, rank * count):
+        ranks = "rank" if count == 1 else f"{count} * rank"
         raise file.wrong(
             f"{module!r} has A {list(shape_a)} and B {list(shape_b)}; in this model the layer takes "
-            f"[rank, {place.width}] and [{place.rows}, rank]: was the adapter trained on another model?"
+            f"[{ranks}, {width}] and [{rows}, {ranks}]: was the adapter trained on another model?"
         )
     for half, dtype in ((_A, type_a), (_B, type_b)):
         if dtype not in _FLOATS:
             raise file.wrong(f"{half} of {module!r} has dtype {str(dtype).removeprefix('torch.')}, not a float")
+    return pair
 
 
 def _check_overlaps(file: AdapterFile, adapter: HostAdapter) -> None:
     """Rows of a fused matrix, adapted as one and in parts at once."""
     for layer, pieces in adapter.linears.items():
-        ordered = sorted(pieces, key=lambda piece: piece.start)
-        for before, after in pairwise(ordered):
-            if after.start < before.stop:
-                raise file.wrong(f"layer {layer.prefix}{layer.fused} is adapted as one and in parts")
+        if isinstance(layer, Linear) and _overlap(pieces):
+            raise file.wrong(f"layer {layer.prefix}{layer.fused} is adapted as one and in parts")
+    for mixture, experts in adapter.experts.items():
+        if any(_overlap(own.up) or _overlap(own.down) for own in experts.values()):
+            raise file.wrong(f"layer {mixture.prefix.removesuffix('.')} is adapted as one and in parts")
+
+
+def _overlap(pieces: Iterable[LowRankPiece]) -> bool:
+    ordered = sorted(pieces, key=lambda piece: piece.start)
+    return any(after.start < before.stop for before, after in pairwise(ordered))
 
 
 def _ends(module: str, target: str) -> bool:

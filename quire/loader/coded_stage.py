@@ -7,14 +7,14 @@ until their matrix is complete, and are let go once it is made. Must not know: a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from threading import Lock
 
 from torch import Tensor
 
 from quire.checkpoint.quantization import Quantization
 from quire.loader.files import Named, WeightPiece
-from quire.loader.formats import awq, bitsandbytes, compressed, gptq, mxfp4, scaled, stacked
+from quire.loader.formats import awq, bitsandbytes, compressed, gptq, hqq, mxfp4, quark, scaled, stacked, torchao
 from quire.loader.formats.parts import Directory, MatrixPlan
 from quire.loader.kv_scales import is_cache_scale
 from quire.quant.coded import CodedMatrix
@@ -29,14 +29,21 @@ PLANNERS: dict[str, Planner] = {
     "compressed-tensors": compressed.plan,
     "mxfp4": mxfp4.plan,
     "bitsandbytes": bitsandbytes.plan,
+    "hqq": hqq.plan,
+    "quark": quark.plan,
 }
+BY_METADATA: dict[str, Callable[[Directory, Mapping[str, str]], Iterator[MatrixPlan]]] = {"torchao": torchao.plan}
 
 
 class CodedStage:
-    def __init__(self, directory: Directory, about: Quantization) -> None:
+    def __init__(self, directory: Directory, about: Quantization, metadata: Mapping[str, str] | None = None) -> None:
+        """`metadata`: of the files, which some formats describe their tensors in."""
         self._dropped = {name for name in directory if is_cache_scale(name)}  # read by kv_scales.py
         left = {name: info for name, info in directory.items() if name not in self._dropped}
-        self.plans = list(PLANNERS[about.family](left, about))
+        if about.family in BY_METADATA:
+            self.plans = list(BY_METADATA[about.family](left, metadata or {}))
+        else:
+            self.plans = list(PLANNERS[about.family](left, about))
         if about.family in stacked.FAMILIES:
             self.plans += stacked.plan(left, about)
         if not self.plans and not self._dropped:

@@ -10,7 +10,14 @@ import torch
 
 from quire.checkpoint.sentence import SentenceFiles
 from quire.config.model import ModelConfig
-from quire.config.pooling import classifier_method, num_labels, reads_both_ways, returns_vocabulary
+from quire.config.pooling import (
+    classifier_method,
+    num_labels,
+    reads_both_ways,
+    returns_vocabulary,
+    term_pooling,
+    term_stem,
+)
 from quire.loader.by_layer import check_complete
 from quire.loader.files import find_weights, read_weights
 from quire.models.heads import HeadDense, HeadLayer, PoolingHead
@@ -31,6 +38,8 @@ def pooling_kind(about: ModelConfig) -> PoolingKind:
         token_rows=rows,
         as_difference=bool(rows) and classifier_method(about) == "from_2_way_softmax",
         keeps_head=keeps_head,
+        term_pooling=term_pooling(about),
+        term_stem=term_stem(about) if term_pooling(about) else "",
         dense=tuple(
             HeadLayer(f"dense.{i}", one.outputs, bias=one.bias, act=one.activation, inputs=one.inputs)
             for i, one in enumerate(dense)

@@ -39,6 +39,7 @@ _UNREADABLE = (  # what unpickling damaged or forbidden content ends in
     AttributeError, struct.error,
 )  # fmt: skip
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)(?P<end>\.\w+)")
+_HQQ = "qmodel.pt"  # what the library itself saves
 _NAMED = 8  # missing files that an error names
 _NOT_WEIGHTS = (  # tensors that training or adapters leave beside a model
     "consolidated*", "adapter_*", "training_args.*", "optimizer.*", "scheduler.*", "scaler.*", "rng_state*",
@@ -87,6 +88,13 @@ def find_weights(path: str, load_format: str = "auto", ignore: Sequence[str] = (
             continue
         for ending in endings:
             chosen, owners = _choose(path, names, ending)
+            if chosen == [_HQQ]:
+                raise NotBuiltError(
+                    f"{os.path.join(path, _HQQ)} is a pickle of the hqq library, and Quire unpickles none; the nearest "
+                    "supported is HQQ as transformers saves it in safetensors files, or GPTQ",
+                    param="quantization",
+                    value="hqq",
+                )
             if chosen:
                 return WeightFiles(kind, tuple(os.path.join(path, name) for name in chosen), owners)
     raise CheckpointError(_nothing_found(path, load_format))
@@ -126,6 +134,14 @@ def read_directory(files: WeightFiles, map_location: str | dict[str, str] = "cpu
             infos = {entry.name: TensorAbout(entry.dtype, entry.shape) for entry in SafetensorsFile(path).entries}
         directory |= {name: info for name, info in infos.items() if files.owners.get(name, mine) == mine}
     return directory
+
+
+def read_metadata(files: WeightFiles) -> dict[str, str]:
+    """What the writers of safetensors files say about them, of all files together."""
+    metadata: dict[str, str] = {}
+    for path in files.paths if files.kind == "safetensors" else ():
+        metadata |= SafetensorsFile(path).metadata
+    return metadata
 
 
 def read_some(files: WeightFiles, wants: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:

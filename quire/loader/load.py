@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import math
 import os
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,44 +23,36 @@ from torch import Tensor
 from quire.base.clock import now
 from quire.base.log import logger
 from quire.base.progress import progress
-from quire.checkpoint.quantization import read_quantization
+from quire.checkpoint.quantization import PICKLED, read_quantization
 from quire.config.engine import EngineConfig, replace
-from quire.layers.stored import fill_dummy_experts, matrices_of, reopen_matrices
+from quire.layers.stored import reopen_matrices
 from quire.loader.by_layer import check_complete
-from quire.loader.coded_stage import CodedStage
-from quire.loader.dense import fill_dense, pooling_kind
-from quire.loader.files import WeightFiles, WeightPiece, find_weights, read_directory, read_weights
-from quire.loader.formats.expected import expected_layout
+from quire.loader.files import WeightFiles, WeightPiece, find_weights, read_directory, read_metadata, read_weights
 from quire.loader.gguf_file import pieces_of
-from quire.loader.kv_scales import LayerScales, is_cache_scale, read_kv_scales
-from quire.loader.mistral_names import renamed
-from quire.loader.online import coder_of, dummy_coder
 from quire.loader.packed_cache import packed_cache_for
-from quire.loader.sharded import ShardedTable, find_sharded, pattern_of
 from quire.loader.to_device import Sender
 from quire.models.build import Model, build_model, read_arch
 from quire.models.choose import choose_code
-from quire.models.encoder import EncoderArch
 from quire.models.limits import check_files
-from quire.models.pooled import PoolingModel, build_pooling, pooled_arch
-from quire.ops.coded import coded_linear
 from quire.ops.op import Kernels
 from quire.ops.packed import kind_of, likes_panels
 from quire.quant.arena import Arena
 from quire.quant.coded import CodedMatrix
-from quire.quant.coded_experts import CodedExpertScheme, CodeLayout, has_kernels
-from quire.quant.coded_scheme import CodedChoice, CodedParts, CodedScheme
 from quire.quant.packed import PackedChoice
 from quire.quant.panels import PanelChoice
 from quire.quant.plain import plain_storage
 from quire.quant.scheme import Storage
 from quire.quant.shard import ALONE, ShardGroup
-from quire.schema.errors import CheckpointError, ConfigError
+from quire.schema.errors import CheckpointError, ConfigError, NotBuiltError
+
+if TYPE_CHECKING:
+    from quire.checkpoint.sentence import SentenceFiles
+    from quire.loader.coded_stage import CodedStage
+    from quire.loader.kv_scales import LayerScales
+    from quire.models.pooled import PoolingModel
 
 _log = logger(__name__)
-DUMMY_STD = 0.02
 _Q8_0 = 8  # a GGUF type that every build of the kernels packs
-_DUMMY_VALUES = 1_048_573  # a prime, so that rows of a matrix do not repeat
 
 
 @runtime_checkable
@@ -145,6 +136,10 @@ def make_pooling_model(config: EngineConfig, kernels: Kernels, group: ShardGroup
             "cannot be pooled",
             param="model_impl",
         )
+    from quire.loader.dense import pooling_kind  # lazy
+    from quire.models.encoder import EncoderArch  # lazy
+    from quire.models.pooled import build_pooling, pooled_arch  # lazy
+
     kind = pooling_kind(about)
     arch = pooled_arch(about.hf_config, kind)
     core = arch.core if isinstance(arch, EncoderArch) else arch
@@ -159,6 +154,8 @@ def storage_for(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALON
     """Packed where the configuration asks for it and kernels are there; else plain, in panels where those like them."""
     form, dtype = config.model_config.weight_form, getattr(torch, config.model_config.dtype)
     if kernels.device.type != "cpu" and form != "plain":
+        from quire.loader.coded_storage import coded_storage  # lazy
+
         return coded_storage(config, kernels, group)
     if form == "plain" or config.load_config.load_format == "dummy" or kernels.device.type != "cpu":
         if not kernels.of(likes_panels)(dtype):
@@ -177,58 +174,19 @@ def storage_for(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALON
     return Storage(dtype, arena, kernels, PackedChoice(dtype, arena, kernels, kind), group)
 
 
-def coded_storage(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE) -> Storage:
-    """Codes in the device's memory: those of the checkpoint, or what numbers are rounded to while they are loaded."""
-    about, arena = config.model_config, Arena(kernels.device)
-    dtype = getattr(torch, about.dtype)
-    matrices, experts = _matrix_scheme(config, arena, kernels), _expert_scheme(config, arena, kernels)
-    if matrices is None and experts is None:
-        return plain_storage(dtype, kernels, group)
-    return Storage(dtype, arena, kernels, CodedChoice(dtype, arena, kernels, matrices, experts), group)
-
-
-def _matrix_scheme(config: EngineConfig, arena: Arena, kernels: Kernels) -> CodedScheme | None:
-    """None: matrices outside of experts are plain numbers."""
-    about = config.model_config
-    dtype, coder = getattr(torch, about.dtype), coder_of(about.weight_form)
-    if dtype.itemsize != 2 or (kernels.of(coded_linear) is coded_linear.reference and kernels.device.type != "cpu"):
-        _log.warning(
-            "quantization=%s: matrices that are not experts are kept in %s: kernels for codes need 16 bits and Triton",
-            about.quantization, about.dtype,
-        )  # fmt: skip
-        return None
-    quantization = read_quantization(about.hf_config)
-    if coder is None and quantization is not None and config.load_config.load_format == "dummy":
-        coder = dummy_coder(quantization)
-    return CodedScheme(dtype, arena, kernels, coder)
-
-
-def _expert_scheme(config: EngineConfig, arena: Arena, kernels: Kernels) -> CodedExpertScheme | None:
-    """None: experts are plain numbers."""
-    about = config.model_config
-    if about.weight_form not in ("stored", "fp8") or not has_kernels(kernels):
-        return None
-    dtype = getattr(torch, about.dtype)
-    return CodedExpertScheme(dtype, arena, kernels, _expected_layout(config), rounds=about.weight_form == "fp8")
-
-
-def _expected_layout(config: EngineConfig) -> CodeLayout | None:
-    """Of experts that no file fills; with files, their tensors say it."""
-    about = read_quantization(config.model_config.hf_config)
-    return None if about is None or config.load_config.load_format != "dummy" else expected_layout(about)
-
-
 @torch.no_grad()
 def reload_weights(model: Model, config: EngineConfig) -> int:
     """Fill the model again, in place, as the configuration says now; returns the bytes read from files."""
     how, about, began = config.load_config, config.model_config, now()
     reopen_matrices(model)
     if how.load_format == "dummy":
+        from quire.loader.dummy import fill_dummy  # lazy
+
         fill_dummy(model, about.seed)
         return 0
     sharded = how.load_format == "sharded_state"
-    if isinstance(model, PoolingModel) and about.sentence is not None:
-        fill_dense(model.dense, about.sentence)
+    if about.sentence is not None:
+        _fill_dense(model, about.sentence)
     if isinstance(model, ReadsFolder) and not sharded:
         return _read_folder(model, config)
     group = model.storage.group if isinstance(model, HasStorage) else ALONE
@@ -237,11 +195,12 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
     if cache is not None and cache.restore():
         model.finish_weights()
         return files.num_bytes
-    first = next(iter(model.named_parameters()))[1]
+    # A model whose norms have no weights, and whose matrices are made as they arrive, has no parameter yet.
+    device = model.storage.device if isinstance(model, HasStorage) else next(iter(model.named_parameters()))[1].device
     pieces = read_weights(
         files,
         dtype=getattr(torch, about.dtype),
-        device=first.device,
+        device=device,
         strategy=how.safetensors_load_strategy,
         map_location=how.pt_load_map_location,
         keeps=_keeps(model) if about.weight_form == "stored" else lambda type_id: False,
@@ -251,24 +210,50 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
     if stage is not None:
         pieces = stage.pass_on(pieces)
     if how.load_format == "mistral":
+        from quire.loader.mistral_names import renamed  # lazy
+
         pieces = renamed(pieces, about.hf_config)
-    table: TakesTensors = ShardedTable(model) if sharded else model.table()
-    sender = Sender(first.device)
+    table = _sharded_table(model) if sharded else model.table()
+    sender = Sender(device)
 
     def take(name: str, tensor: Tensor | CodedMatrix) -> bool:
-        return table.load(name, tensor.to(first.device) if isinstance(tensor, CodedMatrix) else sender.send(tensor))
+        return table.load(name, tensor.to(device) if isinstance(tensor, CodedMatrix) else sender.send(tensor))
 
     loading = progress(_log, "Loading weights", files.num_bytes, shown=how.use_tqdm_on_load)
     with loading as advance, naming(about.path):
         unexpected = stream(pieces, take, advance)
     if stage is not None:
         stage.check_done()
-    check_complete(about.path, table.missing(), [name for name in unexpected if not is_cache_scale(name)])
+    check_complete(about.path, table.missing(), _without_cache_scales(unexpected))
     model.finish_weights()
     _log.info("Loaded %s (%s) in %.2f s", about.path, size_text(files.num_bytes), now() - began)
     if cache is not None:
         cache.keep()
     return files.num_bytes
+
+
+def _fill_dense(model: Model, sentence: SentenceFiles) -> None:
+    """Layers that follow pooling, which have files of their own."""
+    from quire.loader.dense import fill_dense  # lazy
+    from quire.models.pooled import PoolingModel  # lazy
+
+    if isinstance(model, PoolingModel):
+        fill_dense(model.dense, sentence)
+
+
+def _sharded_table(model: Model) -> TakesTensors:
+    from quire.loader.sharded import ShardedTable  # lazy
+
+    table: TakesTensors = ShardedTable(model)
+    return table
+
+
+def _without_cache_scales(unexpected: list[str]) -> list[str]:
+    if not unexpected:
+        return []
+    from quire.loader.kv_scales import is_cache_scale  # lazy
+
+    return [name for name in unexpected if not is_cache_scale(name)]
 
 
 @contextmanager
@@ -287,13 +272,25 @@ def coded_stage(config: EngineConfig, files: WeightFiles) -> CodedStage | None:
     quantization = None if files.kind == "gguf" else read_quantization(about.hf_config)
     if quantization is None:
         return None
-    return CodedStage(read_directory(files, config.load_config.pt_load_map_location), quantization)
+    from quire.loader.coded_stage import BY_METADATA, CodedStage  # lazy
+
+    if files.kind == "pt" and quantization.family in PICKLED:
+        raise NotBuiltError(
+            f"{files.paths[0]} is a torch file of a checkpoint quantized by {quantization.name}, which pickles its own "
+            f"objects there, and Quire unpickles none; the nearest supported is {PICKLED[quantization.family]}",
+            param="quantization",
+            value=quantization.name,
+        )
+    metadata = read_metadata(files) if quantization.family in BY_METADATA else {}
+    return CodedStage(read_directory(files, config.load_config.pt_load_map_location), quantization, metadata)
 
 
 def cache_scales(config: EngineConfig) -> dict[int, LayerScales]:
     """What the checkpoint says about the scales of an fp8 KV cache, by the number of the layer."""
     if config.load_config.load_format == "dummy":
         return {}
+    from quire.loader.kv_scales import read_kv_scales  # lazy
+
     with naming(config.model_config.path):
         return read_kv_scales(weight_files(config))
 
@@ -301,6 +298,8 @@ def cache_scales(config: EngineConfig) -> dict[int, LayerScales]:
 def weight_files(config: EngineConfig, group: ShardGroup = ALONE) -> WeightFiles:
     about, how = config.model_config, config.load_config
     if how.load_format == "sharded_state":
+        from quire.loader.sharded import find_sharded, pattern_of  # lazy
+
         return find_sharded(about.path, group.rank, pattern_of(how.model_loader_extra_config))
     return find_weights(about.path, how.load_format, how.ignore_patterns)
 
@@ -371,46 +370,6 @@ def one_thread_per_operation() -> Iterator[int]:
         yield threads
     finally:
         torch.set_num_threads(threads)
-
-
-@torch.no_grad()
-def fill_dummy(model: Model, seed: int) -> None:
-    """Normal numbers of standard deviation 0.02 in every weight: a pure function of seed and the weight's name.
-
-    Every weight repeats one sequence of about a million numbers, each from a place of its own, because drawing
-    billions would take minutes.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(_DUMMY_VALUES, generator=generator) * DUMMY_STD
-    rings: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # the sequence twice, where and as it is needed
-
-    def draw(name: str, flat: Tensor) -> None:
-        kind = flat.device, flat.dtype
-        if kind not in rings:
-            rings[kind] = values.to(*kind).repeat(2)
-        _fill_from(rings[kind], name, flat)
-
-    for name, parameter in model.named_parameters():
-        if parameter.dtype.itemsize == 1:
-            continue  # codes of experts, which follow
-        if parameter.is_floating_point():
-            draw(name, parameter.data.view(-1))
-        else:
-            parameter.data.zero_()
-    for name, matrix in matrices_of(model):
-        if isinstance(matrix, CodedParts):
-            matrix.fill(name, draw)
-    fill_dummy_experts(model, values / DUMMY_STD)
-    model.finish_weights()
-
-
-def _fill_from(ring: Tensor, name: str, flat: Tensor) -> None:
-    """`ring`: the sequence twice."""
-    size = len(ring) // 2
-    start = zlib.crc32(name.encode()) % size
-    turned, whole = ring[start : start + size], flat.numel() // size * size
-    flat[:whole].view(-1, size).copy_(turned.expand(whole // size, -1))
-    flat[whole:].copy_(turned[: flat.numel() - whole])
 
 
 def update_config(config: EngineConfig, changes: Mapping[str, Any]) -> EngineConfig:

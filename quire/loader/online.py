@@ -32,7 +32,7 @@ def dummy_coder(about: Quantization) -> Coder | None:
         return partial(_whole, bits=about.codes.bits, group=about.codes.group)
     if about.family == "fp8" or (about.family == "modelopt" and about.input_form == "fp8"):
         return round_to_fp8 if about.block is None else partial(_blocks, group=about.block[1])
-    if about.family == "compressed-tensors" and about.schemes:
+    if about.family in ("compressed-tensors", "quark") and about.schemes:
         return _of_scheme(about.schemes[0])
     return None
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.base.mapped import MappedFile
+from quire.checkpoint.limits import shown
 from quire.loader.raw import as_bytes, cut
 from quire.schema.errors import CheckpointError
 
@@ -30,6 +31,7 @@ _DTYPES = {
 }  # fmt: skip
 _MAX_HEADER = 100_000_000  # the format's own limit
 _MAX_NUMBERS = 1 << 48  # of a tensor
+_MAX_AXES = 64  # of a tensor in torch
 _READ = 256 << 20  # bytes per read call
 
 
@@ -45,6 +47,7 @@ class SafetensorsFile:
     def __init__(self, path: str, *, eager: bool = False) -> None:
         self.path = path
         self.size = os.path.getsize(path)
+        self.metadata: dict[str, str] = {}  # what its writer says about it
         self.entries = self._directory()  # in file order
         self._mapped = None if eager else MappedFile(path)
         self._whole = as_bytes(self._read() if self._mapped is None else self._mapped.map)
@@ -86,7 +89,9 @@ class SafetensorsFile:
             raise self._wrong(f"its header is not JSON ({wrong})") from None
         if not isinstance(header, dict):
             raise self._wrong(f"its header is a {type(header).__name__}, not a mapping")
-        header.pop("__metadata__", None)
+        notes = header.pop("__metadata__", None)
+        if isinstance(notes, dict):
+            self.metadata = {name: text for name, text in notes.items() if isinstance(text, str)}
         entries = sorted(
             (self._entry(n, i, 8 + length) for n, i in header.items()), key=lambda e: (e.start, e.num_bytes)
         )
@@ -103,11 +108,12 @@ class SafetensorsFile:
             raise self._wrong(f"tensor {name!r} has shape {shape!r} and data_offsets {[start, end]!r}")
         if not isinstance(kind, str) or kind not in _DTYPES:
             raise self._wrong(f"tensor {name!r} has dtype {kind!r}; known are {', '.join(_DTYPES)}")
+        # One size may be 0. Before the product, which would have more digits than can be printed.
+        if len(shape) > _MAX_AXES or math.prod(max(size, 1) for size in shape) > _MAX_NUMBERS:
+            raise self._wrong(f"tensor {name!r} has shape {shown(shape)}")
         num_bytes = math.prod(shape) * _DTYPES[kind].itemsize
         if end - start != num_bytes:
             raise self._wrong(f"tensor {name!r} ({kind} {shape}) needs {num_bytes} bytes, its place has {end - start}")
-        if math.prod(max(size, 1) for size in shape) > _MAX_NUMBERS:  # one of them may be 0
-            raise self._wrong(f"tensor {name!r} has shape {shape!r}")
         return TensorEntry(name, _DTYPES[kind], tuple(shape), data_start + start, num_bytes)
 
     def _check_places(self, entries: list[TensorEntry], data_start: int) -> None:

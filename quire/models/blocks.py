@@ -1,8 +1,9 @@
 """The blocks of a decoder: in which order norms, token mixer and mlp follow each other, by Arch.order.
 
 In: the stream x, what the last sublayer adds to it (delta), a Batch and its rotary tables. Out: the next pair. A block
-of the common form has faster ways to the same result: `Few` and `InParts` for few rows, `Whole` as a part of one
-compiled call. Must not know: which model it is, or what stands around its layers (decoder.py, encoder.py).
+of the common form has faster ways to the same result: `Few` and `InParts` for few rows, `Rounding` for many whose
+weights are codes, `Whole` as a part of one compiled call. Must not know: which model it is, or what stands around its
+layers (decoder.py, encoder.py).
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ from quire.layers.ssm import DeltaKind, DeltaNet, Mamba, Mamba2, Mamba2Kind, Mam
 from quire.models.arch import Arch, Layer
 from quire.ops.act import PLAIN
 from quire.ops.blocks import BlockParts, Weights
+from quire.ops.coded import CodedWeight, is_simple
 from quire.ops.few import NormRule, few_rows, linear_add, linear_parts, norm_linear, part_rows
+from quire.ops.lora import LowRank
 from quire.ops.parts import Delta, whole
+from quire.ops.rounded import RowCode, add_norm_rounded, rounded_linear, rounded_rows
 from quire.quant.scheme import Storage
 from quire.schema.errors import ConfigError
 
@@ -63,15 +67,19 @@ class DecoderBlock(nn.Module):
         self.before_mlp, self.after_mlp = norms[2] or NoNorm(), norms[3]
         self.scale = arch.residual_scale
         self.few = Few.of(self, arch, storage)
-        self.in_parts = InParts.of(self, storage) if self.few is not None else None
+        self.in_parts = None if self.few is None else InParts(self.few, storage)
+        self.rounding = None if self.few is None else Rounding.of(self.few, storage)
         self.whole = Whole.of(self, arch)
 
     def forward(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
-        if self.few is not None and not batch.through_linears and self.few.is_open:
-            if delta is None and x.shape[0] <= self.few.rows:
+        if self.few is not None and self.in_parts is not None and not batch.through_linears:
+            is_few = delta is None and x.shape[0] <= self.few.rows and self.few.is_open
+            if is_few and not self.in_parts.takes_codes:
                 return self.few(x, batch, rotary), None
-            if self.in_parts is not None and x.shape[0] <= self.in_parts.rows:
+            if x.shape[0] <= self.in_parts.rows:
                 return self.in_parts(x, delta, batch, rotary)
+            if self.rounding is not None and 0 < self.rounding.rows <= x.shape[0]:
+                return self.rounding(x, delta, batch, rotary)
         h, x = self.before_attn.add(x, delta)
         h = self.attn(h, batch, rotary)
         if self.after_attn is not None:
@@ -86,8 +94,9 @@ class DecoderBlock(nn.Module):
 class Few:
     """A block's path for a few rows: norms and additions are fused into the matmuls (see ops/few.py)."""
 
-    def __init__(self, attn: Attention, mlp: Mlp | Moe, norms: tuple[NormRule, NormRule], storage: Storage) -> None:
-        self.attn, self.mlp, self.norms = attn, mlp, norms
+    def __init__(self, attn: Attention, mlp: Mlp | Moe, norms: tuple[Norm, Norm], rules: tuple[NormRule, NormRule],
+                 storage: Storage) -> None:  # fmt: skip
+        self.attn, self.mlp, self.norms, self.rules = attn, mlp, norms, rules
         self.rows = storage.of(few_rows)(attn.qkv.in_size, storage.dtype)
         self._norm_linear, self._linear_add = storage.of(norm_linear), storage.of(linear_add)
 
@@ -98,52 +107,93 @@ class Few:
         attn, mlp, norms = block.attn, block.mlp, (block.before_attn, block.before_mlp)
         if arch.order != "pre" or block.scale != 1.0 or not isinstance(attn, Attention) or not mlp.joins:
             return None
-        rules = tuple(norm.rule() for norm in norms if isinstance(norm, Norm))
-        may_be_few = attn.qkv.may_be_few and attn.o.may_be_few
-        if len(rules) != 2 or rules[0] is None or rules[1] is None or not may_be_few:
+        if not isinstance(norms[0], Norm) or not isinstance(norms[1], Norm):
             return None
-        few = cls(attn, mlp, (rules[0], rules[1]), storage)
+        rules = norms[0].rule(), norms[1].rule()
+        may_be_few = attn.qkv.may_be_few and attn.o.may_be_few
+        if rules[0] is None or rules[1] is None or not may_be_few:
+            return None
+        few = cls(attn, mlp, (norms[0], norms[1]), (rules[0], rules[1]), storage)
         return few if few.rows else None
+
+    def matrices(self) -> list[Tensor | CodedWeight] | None:
+        """Those of the block as loaded, experts excepted; None: one is not such as ops of ops/few.py read."""
+        qkv, o, others = self.attn.qkv.read_few(), self.attn.o.read_few(), self.mlp.few_matrices()
+        return None if qkv is None or o is None or others is None else [qkv[0], o[0], *others]
 
     @cached_property
     def is_open(self) -> bool:
-        """Whether all matrices are such as these ops read: known when the first step runs. Weights that replace them
-        later are stored in the same form."""
-        return self.attn.qkv.read_few() is not None and self.attn.o.read_few() is not None and self.mlp.is_few
+        """Whether these ops read all matrices: known when the first step runs. Weights that replace them later are
+        stored in the same form."""
+        matrices = self.matrices()
+        return matrices is not None and all(isinstance(m, Tensor) or is_simple(m) for m in matrices)
 
     def __call__(self, x: Tensor, batch: Batch, rotary: RotaryTables | None) -> Tensor:
         attn, qkv, o = self.attn, self.attn.qkv.read_few(), self.attn.o.read_few()
         assert qkv is not None and o is not None
-        heads = self._norm_linear(x, self.norms[0], *qkv)
+        heads = self._norm_linear(x, self.rules[0], *qkv)
         x = self._linear_add(attn.attend(heads, batch, rotary), *o, x)
-        return self.mlp.join(x, self.norms[1])
+        return self.mlp.join(x, self.rules[1])
 
 
 class InParts:
-    """A block's path for some more rows: partial sums of matmuls are added up by their consumers (see ops/few.py)."""
+    """A block's path for some more rows, or for codes that `Few` does not read: partial sums of matmuls are added up by
+    their consumers (see ops/few.py)."""
 
-    def __init__(self, attn: Attention, mlp: Mlp | Moe, norms: tuple[Norm, Norm], storage: Storage) -> None:
-        self.attn, self.mlp, self.norms = attn, mlp, norms
-        self.rows = storage.of(part_rows)(attn.qkv.in_size, storage.dtype)
+    def __init__(self, few: Few, storage: Storage) -> None:
+        self.few, self.attn, self.mlp, self.norms = few, few.attn, few.mlp, few.norms
+        self._part_rows, self._dtype = storage.of(part_rows), storage.dtype
         self._linear_parts = storage.of(linear_parts)
 
-    @classmethod
-    def of(cls, block: DecoderBlock, storage: Storage) -> InParts | None:
-        """For blocks that have a path for a few rows; None if the device has no faster path."""
-        attn, mlp, norms = block.attn, block.mlp, (block.before_attn, block.before_mlp)
-        assert isinstance(attn, Attention) and isinstance(norms[0], Norm) and isinstance(norms[1], Norm)
-        if not (attn.qkv.is_plain and attn.o.is_plain and mlp.is_plain):
-            return None
-        parts = cls(attn, mlp, (norms[0], norms[1]), storage)
-        return parts if parts.rows else None
+    @cached_property
+    def rows(self) -> int:
+        """Up to how many rows it is the faster one: known when the first step runs, as in `Few`."""
+        matrices = self.few.matrices()
+        return 0 if matrices is None else self._part_rows(self.attn.qkv.in_size, self._dtype, matrices)
+
+    @cached_property
+    def takes_codes(self) -> bool:
+        """Whether it reads codes, which it does faster than `Few` even for one row."""
+        return self.rows > 0 and any(isinstance(matrix, CodedWeight) for matrix in self.few.matrices() or ())
 
     def __call__(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
-        attn = self.attn
+        attn, qkv, o = self.attn, self.attn.qkv.read_few(), self.attn.o.read_few()
+        assert qkv is not None and o is not None
         h, x = self.norms[0].add(x, delta)
-        qkv = self._linear_parts(h, *attn.qkv.read_plain())
-        out = self._linear_parts(attn.attend(qkv, batch, rotary), *attn.o.read_plain())
+        out = self._linear_parts(attn.attend(self._linear_parts(h, *qkv), batch, rotary), *o)
         h, x = self.norms[1].add(x, out)
         return x, self.mlp.in_parts(h)
+
+
+class Rounding:
+    """A block's path for many rows where inputs of matmuls are rounded to 8 bits: norms and activations do so (see
+    ops/rounded.py)."""
+
+    def __init__(self, few: Few, mlp: Mlp, storage: Storage) -> None:
+        self.few, self.attn, self.mlp, self.rules = few, few.attn, mlp, few.rules
+        self._rounded_rows, self._norm = storage.of(rounded_rows), storage.of(add_norm_rounded)
+        self._linear = storage.of(rounded_linear)
+
+    @classmethod
+    def of(cls, few: Few, storage: Storage) -> Rounding | None:
+        return cls(few, few.mlp, storage) if isinstance(few.mlp, Mlp) and few.mlp.is_gated else None
+
+    @cached_property
+    def rows(self) -> int:
+        """From how many rows on it is the faster one, 0: never. Known when the first step runs, as in `Few`."""
+        matrices = self.few.matrices()
+        return 0 if matrices is None else self._rounded_rows(matrices)
+
+    def __call__(self, x: Tensor, delta: Delta, batch: Batch, rotary: RotaryTables | None) -> tuple[Tensor, Delta]:
+        attn, qkv = self.attn, self.attn.qkv.read_few()
+        assert qkv is not None
+        weight, bias = qkv
+        assert isinstance(weight, CodedWeight)
+        code = RowCode.of(weight)
+        h, x = self._norm(x, delta, self.rules[0], code)
+        out = attn.o(attn.attend(self._linear(h, weight, bias), batch, rotary))
+        h, x = self._norm(x, out, self.rules[1], code)
+        return x, self.mlp.of_rounded(h)
 
 
 class Whole:
@@ -174,13 +224,20 @@ class Whole:
             return None
         return BlockParts(
             (qkv, o, up, down), self.rules, attn.prep(None), attn.cache, attn.kind.scale, attn.kind.softcap, attn.sinks,
-            attn.alibi, self.act,
+            attn.alibi, self.act, _low_ranks(attn.qkv, attn.o, mlp.up, mlp.down),
         )  # fmt: skip
 
 
 def _weights(linear: Linear) -> Weights | None:
     stored = linear.stored
     return None if stored.packed is None and stored.numbers is None else Weights(stored.whole(), stored.bias)
+
+
+def _low_ranks(qkv: Linear, o: Linear, up: Linear, down: Linear) -> tuple[LowRank, LowRank, LowRank, LowRank] | None:
+    """None: the engine serves no adapters."""
+    if qkv.adapters is None or o.adapters is None or up.adapters is None or down.adapters is None:
+        return None
+    return qkv.adapters.low, o.adapters.low, up.adapters.low, down.adapters.low
 
 
 class ParallelBlock(DecoderBlock):

@@ -48,9 +48,11 @@ class Model(Protocol):
 
     def forward(self, batch: Batch) -> Tensor: ...
 
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
+        """`slots` [S]: of the rows' adapters; None: no row has one."""
+        ...
 
-    def narrow_logits(self, hidden: Tensor) -> Tensor:
+    def narrow_logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
         """Equal to `logits`, in the dtype of the head."""
         ...
 

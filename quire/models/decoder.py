@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from quire.layers.adapters import StepAdapters
 from quire.layers.attention import KVLayer
 from quire.layers.batch import Batch, LayerCache
 from quire.layers.embed import Embedding, Head, SinePositions
@@ -36,10 +36,14 @@ from quire.models.blocks import BLOCKS, DecoderBlock, SharedBlock, Whole
 from quire.models.layout import arrange_for
 from quire.ops.act import tanh
 from quire.ops.blocks import BlocksRun, StepTurn, join_blocks
+from quire.ops.lora import AdapterRows
 from quire.ops.parts import Delta
 from quire.quant.scheme import Storage
 from quire.schema.errors import NotBuiltError
 from quire.schema.kv import KVSpec
+
+if TYPE_CHECKING:
+    from quire.layers.adapters import StepAdapters
 
 COMMON_NAMES = ((r"^(layers\.\d+|embed_tokens|norm)\.", r"model.\1."),)  # checkpoints saved without their head
 
@@ -84,15 +88,18 @@ class Stretch:
         """Weights or caches were replaced."""
         self._call, self._is_stale = None, bool(self._wholes)
 
-    def __call__(self, x: Tensor, delta: Delta, batch: Batch, rotaries: Sequence[RotaryTables]) -> tuple[Tensor, Delta]:
+    def __call__(
+        self, x: Tensor, delta: Delta, batch: Batch, rotaries: Sequence[RotaryTables], adapters: AdapterRows | None
+    ) -> tuple[Tensor, Delta]:
+        """`adapters`: of the rows, in a step whose veto has no other reason."""
         if self._is_stale:
             self._make()
-        if self._call is not None and not batch.through_linears:
+        if self._call is not None and (adapters is not None or not batch.through_linears):
             shared = []
             for group, rope in self._turn_keys:
                 rotary = (None, None) if rope is None else rotaries[rope]
                 shared.append(StepTurn(batch.plans[group], *rotary))
-            if (done := self._call(x, delta, shared)) is not None:
+            if (done := self._call(x, delta, shared, adapters)) is not None:
                 return done
         for layer, rope in zip(self._layers, self._ropes, strict=True):
             x, delta = layer(x, delta, batch, None if rope is None else rotaries[rope])
@@ -160,9 +167,13 @@ class Decoder(nn.Module):
         """Hidden states [T, width of the head]."""
         if batch.adapter_index is not None and self.adapters is None:
             raise NotBuiltError("a step uses adapters, and the engine was started without enable_lora")
+        if any(self._hooks):
+            batch = vetoed(batch)
+        adapters: AdapterRows | None = None  # for blocks in one call
         if self.adapters is not None:
             self.adapters.begin(batch.adapter_index)
-        if batch.adapter_index is not None or any(self._hooks):
+            adapters = None if batch.through_linears else self.adapters.rows
+        if batch.adapter_index is not None:
             batch = vetoed(batch)
         where, channels = batch.positions, batch.position_channels
         if channels is None:
@@ -182,17 +193,17 @@ class Decoder(nn.Module):
             batch = replace(batch, embedded=x)
         delta: Delta = None
         for stretch in self._stretches:
-            x, delta = stretch(x, delta, batch, rotaries)
+            x, delta = stretch(x, delta, batch, rotaries, adapters)
         x = self.norm(x) if delta is None else self.norm.joined(x, delta)[0]
         return x if self.project_out is None else self.project_out(x)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[S, width] -> [S, vocab] float32."""
-        return self.narrow_logits(hidden).float()
+    def logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
+        """[S, width] -> [S, vocab] float32. `slots` [S]: of the rows' adapters; None: no row has one."""
+        return self.narrow_logits(hidden, slots).float()
 
-    def narrow_logits(self, hidden: Tensor) -> Tensor:
+    def narrow_logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
         """The same in the head's dtype, without converting to float32, if nothing follows the head."""
-        logits = self.head(hidden)
+        logits = self.head(hidden, slots)
         if self.arch.logit_scale == 1.0 and not self.arch.logit_softcap:
             return logits
         logits = logits.float()

@@ -115,6 +115,22 @@ def head_layers(raw: Mapping[str, Any], name: str, width: int, labels: int) -> t
     return (HeadLayer("score", labels, bias=per_token),)
 
 
+def term_head(raw: Mapping[str, Any], stem: str, width: int) -> tuple[HeadLayer, str]:
+    """The head of a masked language model: its dense layer, and the name under which the bias of its logits lies."""
+    eps = raw.get("layer_norm_eps", 1e-12)
+    if stem == "DistilBert":
+        dense = HeadLayer("vocab_transform", width, act=raw.get("activation", "gelu"), norm="vocab_layer_norm",
+                          norm_bias=True, eps=1e-12)  # fmt: skip
+        return dense, "vocab_projector"
+    if stem == "Bert":
+        name = "cls.predictions.transform"
+        dense = HeadLayer(f"{name}.dense", width, act=raw.get("hidden_act", "gelu"), norm=f"{name}.LayerNorm",
+                          norm_bias=True, eps=eps)  # fmt: skip
+        return dense, "cls.predictions"
+    dense = HeadLayer("lm_head.dense", width, act="gelu", norm="lm_head.layer_norm", norm_bias=True, eps=eps)
+    return dense, "lm_head"
+
+
 def check_layers(layers: Sequence[HeadLayer]) -> tuple[HeadLayer, ...]:
     """ConfigError for an activation that is not known, or a size that is none."""
     for layer in layers:

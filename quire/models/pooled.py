@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from quire.layers.batch import Batch, LayerCache
+from quire.layers.embed import Head
 from quire.layers.packed import Texts
 from quire.layers.table import WeightTable, slots_of
 from quire.models.arch import Arch, each
 from quire.models.build import read_arch
 from quire.models.decoder import COMMON_NAMES, Decoder
 from quire.models.encoder import Encoder, EncoderArch, encoder_arch
-from quire.models.heads import HeadDense, HeadLayer, PoolingHead, check_layers, head_layers
+from quire.models.heads import HeadDense, HeadLayer, PoolingHead, check_layers, head_layers, term_head
 from quire.models.zoo import ENCODERS, ZOO
 from quire.quant.scheme import Storage
 from quire.schema.errors import ConfigError
@@ -31,6 +32,7 @@ _ENDS = (
     "ForSequenceClassification", "ForTokenClassification", "ForProcessRewardModel", "ForRewardModel", "RewardModel",
     "ForTextEncoding", "EmbeddingModel", "TextModel", "Model",
 )  # fmt: skip
+_TERM_ROWS = 128  # tokens whose logits are computed at a time
 _GENERATING = ("ForCausalLM", "LMHeadModel")
 # Heads of checkpoints that are used for something else.
 _OTHER_HEADS = (
@@ -49,14 +51,17 @@ class PoolingKind:
     as_difference: bool = False  # of its two rows: the second minus the first
     keeps_head: bool = False  # results are columns of the vocabulary
     dense: tuple[HeadLayer, ...] = ()  # of sentence-transformers, after pooling
+    term_pooling: str = ""  # max | sum: an embedding is one weight per term of the vocabulary (SPLADE)
+    term_stem: str = ""  # the family whose head computes these
 
 
 class PoolingModel(nn.Module):
     captures = False
 
     def __init__(
-        self, trunk: Decoder | Encoder, head: Sequence[HeadLayer], kind: PoolingKind, storage: Storage
-    ) -> None:
+        self, trunk: Decoder | Encoder, head: Sequence[HeadLayer], kind: PoolingKind, storage: Storage,
+        *, terms: str = "",  # name of the bias of the vocabulary's logits
+    ) -> None:  # fmt: skip
         super().__init__()
         self.trunk, self.kind, self.storage = trunk, kind, storage
         self.arch = trunk.arch.core if isinstance(trunk, Encoder) else trunk.arch
@@ -64,6 +69,9 @@ class PoolingModel(nn.Module):
             head = (HeadLayer("", 1 if kind.as_difference else len(kind.token_rows), bias=False),)
         self.head = PoolingHead(head, self.arch.width, storage)
         self.dense = PoolingHead(kind.dense, self.head.outputs, storage)
+        self.terms = (
+            Head(terms, self.arch.vocab, self.arch.width, storage, bias=True, tied=trunk.embed) if terms else None
+        )
 
     @property
     def both_ways(self) -> bool:
@@ -80,7 +88,20 @@ class PoolingModel(nn.Module):
 
     def embed(self, vectors: Tensor) -> Tensor:
         """[N, width] -> [N, outputs] float32: through the dense layers that follow pooling."""
+        if self.terms is not None:  # vectors are weights of terms
+            return vectors
         return self.dense(self.head(vectors) if not self.kind.classifies else vectors)
+
+    def term_weights(self, hidden: Tensor) -> Tensor:
+        """[N, width] of one text -> [1, vocabulary] float32: log(1 + relu(logit)), the maximum or sum over tokens."""
+        assert self.terms is not None
+        parts = []
+        for rows in hidden.split(_TERM_ROWS):
+            logits = self.terms(self.head(rows).to(self.storage.dtype)).float()
+            # the logarithm keeps the order, so that the maximum may come first
+            parts.append(logits.amax(0) if self.kind.term_pooling == "max" else logits.relu().log1p().sum(0))
+        together = torch.stack(parts)
+        return (together.amax(0).relu().log1p() if self.kind.term_pooling == "max" else together.sum(0))[None]
 
     def classify(self, vectors: Tensor) -> Tensor:
         """[N, width] -> [N, labels] float32."""
@@ -98,7 +119,7 @@ class PoolingModel(nn.Module):
 
     # ---- as every model ----------------------------------------------------------------------------------------
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
         raise ConfigError("a pooling model has no logits of next tokens", param="runner")
 
     narrow_logits = logits
@@ -113,6 +134,8 @@ class PoolingModel(nn.Module):
     def table(self) -> WeightTable:
         table = self.trunk.table()
         table.extend(() if self.kind.token_rows else slots_of(self.head), ignore=_OTHER_HEADS)
+        if self.terms is not None:
+            table.extend(slots_of(self.terms))
         return table
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -123,6 +146,8 @@ class PoolingModel(nn.Module):
     @torch.no_grad()
     def finish_weights(self) -> None:
         self.trunk.finish_weights()
+        if self.terms is not None:
+            self.terms.finish()
         if self.kind.token_rows:
             rows = self._rows(torch.tensor(self.kind.token_rows, device=self.storage.device))
             classifier = self.head.layers[0]
@@ -179,8 +204,11 @@ def build_pooling(
 ) -> PoolingModel:
     width = arch.core.width if isinstance(arch, EncoderArch) else arch.width
     name = str(next(iter(raw.get("architectures") or ("",))))
-    needs_head = kind.classifies or name == "HF_ColBERT"
+    needs_head, terms = kind.classifies or name == "HF_ColBERT", ""
     layers = check_layers(head_layers(raw, name, width, kind.labels)) if needs_head and not kind.token_rows else ()
+    if kind.term_pooling:
+        dense, terms = term_head(raw, kind.term_stem, width)
+        layers = check_layers((dense,))
     outputs = layers[-1].outputs if layers and not kind.classifies else width
     for layer, inputs in zip(kind.dense, (outputs, *(one.outputs for one in kind.dense)), strict=False):
         if layer.inputs and layer.inputs != inputs:
@@ -190,4 +218,4 @@ def build_pooling(
         trunk = Encoder(arch, storage, max_model_len=max_model_len)
     else:
         trunk = Decoder(arch, storage, max_model_len=max_model_len)
-    return PoolingModel(trunk, layers, kind, storage)
+    return PoolingModel(trunk, layers, kind, storage, terms=terms)

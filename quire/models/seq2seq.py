@@ -80,11 +80,11 @@ class Seq2Seq(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         return self.decoder(batch)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.decoder.logits(hidden)
+    def logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
+        return self.decoder.logits(hidden, slots)
 
-    def narrow_logits(self, hidden: Tensor) -> Tensor:
-        return self.decoder.narrow_logits(hidden)
+    def narrow_logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
+        return self.decoder.narrow_logits(hidden, slots)
 
     def kv_specs(self, block_size: int, kv_dtype: str) -> list[KVSpec]:
         return self.decoder.kv_specs(block_size, kv_dtype)

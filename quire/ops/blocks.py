@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.few import NormRule
+from quire.ops.lora import AdapterRows, LowRank
 from quire.ops.op import op
 from quire.ops.packed import Matrix
 from quire.ops.parts import Delta
@@ -39,6 +40,7 @@ class BlockParts(NamedTuple):
     sinks: Tensor | None
     alibi: Tensor | None
     act: str  # name of the plain activation
+    adapters: tuple[LowRank, LowRank, LowRank, LowRank] | None = None  # of the matrices; None: the engine has none
 
 
 class StepTurn(NamedTuple):
@@ -49,8 +51,11 @@ class StepTurn(NamedTuple):
     sin: Tensor | None
 
 
-# (stream, pending delta, turns) -> the same after the last block; None: layers have to run this step
-BlocksRun: TypeAlias = Callable[[Tensor, Delta, Sequence[StepTurn]], tuple[Tensor, Tensor] | None]
+# (stream, pending delta, turns, adapters of the rows) -> the first two after the last block; None: layers have to run
+# this step
+BlocksRun: TypeAlias = Callable[
+    [Tensor, Delta, Sequence[StepTurn], AdapterRows | None], tuple[Tensor, Tensor] | None
+]  # fmt: skip
 
 
 @op

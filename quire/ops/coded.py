@@ -34,7 +34,7 @@ class CodedWeight(NamedTuple):
     kind: str
     codes: Tensor
     scale: Tensor  # [groups, rows], float32 or float16
-    zero: Tensor | None  # [groups, rows], of int4 uint8, of int8 int16
+    zero: Tensor | None  # [groups, rows], of int4 uint8 or float32 (they may lie between codes), of int8 int16
     rows: int
     width: int
     group: int  # columns that share a scale; `width`: all of a row

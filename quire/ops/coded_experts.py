@@ -34,22 +34,24 @@ class ExpertCodes:
     width: int
     scale: Tensor | None = None  # [experts, blocks of rows, blocks of columns]: floats, or uint8 that are powers of two
     block: tuple[int, int] = (1, 0)  # rows and columns that share a scale (and a zero)
-    zero: Tensor | None = None  # uint8, as `scale`; None: 8 for int4, 0 for others
+    zero: Tensor | None = (
+        None  # uint8 or float32 (may lie between two codes), as `scale`; None: 8 for int4, 0 for others
+    )
     row_scale: Tensor | None = None  # float32 [experts, rows]
 
     @property
     def shape(self) -> tuple[int, int, int]:
         return self.codes.shape[0], self.codes.shape[1], self.width
 
-    def numbers(self, expert: int) -> Tensor:
-        """float32 [rows, width] of one expert."""
-        values = self._values(self.codes[expert])
+    def numbers(self, expert: int, start: int = 0, stop: int | None = None) -> Tensor:
+        """float32 [rows, width] of one expert, or some of its rows; `start` is the first of a block."""
+        values = self._values(self.codes[expert, start:stop])
         if self.form == "int4":
-            values = values - (8.0 if self.zero is None else self._spread(self.zero[expert].float(), values))
+            values = values - (8.0 if self.zero is None else self._spread(self.zero[expert].float(), values, start))
         if self.scale is not None:
-            values = values * self._spread(_as_float(self.scale[expert]), values)
+            values = values * self._spread(_as_float(self.scale[expert]), values, start)
         if self.row_scale is not None:
-            values = values * self.row_scale[expert][:, None]
+            values = values * self.row_scale[expert, start:stop, None]
         return values[:, : self.width]
 
     def _values(self, codes: Tensor) -> Tensor:
@@ -61,8 +63,9 @@ class ExpertCodes:
         table = torch.tensor([*_E2M1, *(-n for n in _E2M1)], device=codes.device)
         return table[opened.long()]
 
-    def _spread(self, grid: Tensor, values: Tensor) -> Tensor:
+    def _spread(self, grid: Tensor, values: Tensor, start: int) -> Tensor:
         rows, columns = self.block
+        grid = grid[start // rows : -(-(start + len(values)) // rows)]
         return grid.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: values.shape[0], : values.shape[1]]
 
 

@@ -5,12 +5,13 @@ Each op is a sequence of plain ops with the same results. A device that has a fo
 
     few_rows     norm_linear, linear_add, norm_router: everything around a matmul is fused into it; the matrix of the
                  first two may be codes with one scale for each row (`is_simple` of ops/coded.py)
-    part_rows    linear_parts, linear_act: a matmul is split along K, and the consumer adds up the `PartialSums`
+    part_rows    linear_parts, linear_act: a matmul is split along K, and the consumer adds up the `PartialSums`; of
+                 which codes, `part_rows` says
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ def norm_linear(
     act: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """act(norm(x) weight' + bias)."""
-    y = _linear(_normed(x, norm), weight, bias)
+    y = _linear(normed(x, norm), weight, bias)
     return y if act is None else act(y)
 
 
@@ -60,28 +61,29 @@ def linear_add(x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, str
 @op
 def norm_router(x: Tensor, norm: NormRule, weight: Tensor, bias: Tensor | None, wide: bool) -> tuple[Tensor, Tensor]:
     """(logits [M, E] float32, norm(x)): the matmul of a router, which needs its input again. wide: in float32."""
-    h = _normed(x, norm)
+    h = normed(x, norm)
     if wide:
         return linear.reference(h.float(), weight.float(), None if bias is None else bias.float()), h
     return linear.reference(h, weight, bias).float(), h
 
 
 @op
-def part_rows(width: int, dtype: torch.dtype) -> int:
-    """Up to how many rows the ops below are faster, in a model of this width."""
+def part_rows(width: int, dtype: torch.dtype, matrices: Sequence[Tensor | CodedWeight]) -> int:
+    """Up to how many rows the ops below are faster, in a block of this width that has these matrices; 0: they cannot
+    read one of them, or are never faster."""
     return 0
 
 
 @op
-def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> PartialSums:
+def linear_parts(x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None) -> PartialSums:
     """x weight' + bias, for consumers of partial sums: `add_rms_norm`, `add_rms_norm_wide` and `prepare_qkv`."""
-    return PartialSums(linear.reference(x, weight, bias).float()[None], x.dtype)
+    return PartialSums(_linear(x, weight, bias).float()[None], x.dtype)
 
 
 @op
-def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: Callable[[Tensor], Tensor]) -> Tensor:
+def linear_act(x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, act: Callable[[Tensor], Tensor]) -> Tensor:
     """act(x weight' + bias)."""
-    return act(linear.reference(x, weight, bias))
+    return act(_linear(x, weight, bias))
 
 
 def _linear(x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None) -> Tensor:
@@ -90,7 +92,8 @@ def _linear(x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None) -> Ten
     return coded_linear.reference(x, weight, bias)
 
 
-def _normed(x: Tensor, norm: NormRule) -> Tensor:
+def normed(x: Tensor, norm: NormRule) -> Tensor:
+    """The norm by its references."""
     assert norm.weight is not None
     if norm.wide or norm.offset:
         return rms_norm_wide.reference(x, norm.weight, norm.eps, norm.offset)

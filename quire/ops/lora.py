@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,16 @@ class AdapterRows:
     """The slots of a step's rows."""
 
     def __init__(self, index: Tensor) -> None:
-        self.index = index  # [T] int32, 0: no adapter
+        self.index = index  # [T] int32, contiguous; 0: no adapter
+        self._repeated: dict[int, AdapterRows] = {}
+
+    def repeated(self, count: int) -> AdapterRows:
+        """The slots of `count` rows in place of each."""
+        if count == 1:
+            return self
+        if count not in self._repeated:
+            self._repeated[count] = AdapterRows(self.index.repeat_interleave(count))
+        return self._repeated[count]
 
     @cached_property
     def groups(self) -> tuple[tuple[int, SomeRows], ...]:
@@ -50,6 +59,20 @@ class LowRankPiece(NamedTuple):
     b: Tensor  # [stop - start, rank]
     scale: float
 
+    def on(self, device: torch.device) -> LowRankPiece:
+        return self._replace(a=self.a.to(device), b=self.b.to(device))
+
+
+class TablePiece(NamedTuple):
+    """What an adapter adds to the rows of an embedding's table: row t gets scale * (rows[t] b^T)."""
+
+    rows: Tensor  # [rows of the table, rank]
+    b: Tensor  # [width, rank]
+    scale: float
+
+    def on(self, device: torch.device) -> TablePiece:
+        return self._replace(rows=self.rows.to(device), b=self.b.to(device))
+
 
 class LowRankStacks(NamedTuple):
     """The same in tensors that a kernel takes: padded with zeros to the largest rank and number of pieces."""
@@ -60,12 +83,20 @@ class LowRankStacks(NamedTuple):
     scales: Tensor  # [slots, pieces] float32
 
 
+class SlotForm(Protocol):
+    """The pieces of all slots in a form that compiled kernels read."""
+
+    def put(self, slot: int, pieces: tuple[LowRankPiece, ...]) -> None: ...
+
+
 class LowRank:
     """One matrix's part of the adapters in all slots, which are numbered from 1."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, dtype: torch.dtype = torch.float32) -> None:
         self.pieces: list[tuple[LowRankPiece, ...]] = [()] * num_slots
+        self.dtype = dtype  # of every piece
         self.stacks: LowRankStacks | None = None
+        self.form: SlotForm | None = None  # made by the first kernel that needs it
 
     def set_up_stacks(self, rows: int, width: int, num_pieces: int, rank: int, like: Tensor) -> None:
         slots, device = len(self.pieces), like.device
@@ -80,6 +111,8 @@ class LowRank:
         """What was in the slot is gone."""
         if self.stacks is None:
             self.pieces[slot - 1] = pieces
+            if self.form is not None:
+                self.form.put(slot, pieces)
             return
         a, b, spans, scales = (stack[slot - 1] for stack in self.stacks)
         if self.pieces[slot - 1]:

@@ -40,12 +40,13 @@ def block_codes(coded: CodedMatrix) -> BlockCodes | None:
     lost = (scales.float() - integers.scale).abs() > _SCALE_ERROR * integers.scale.abs()
     if not scales.isfinite().all() or lost.any():
         return None
+    is_between = integers.zero is not None and integers.zero.is_floating_point()  # zero points between two codes
     if not per_block:
-        return _signed(_without_zero(integers), scales, ("Q6Z",))
+        return None if is_between else _signed(_without_zero(integers), scales, ("Q6Z",))
     repeats = (width if integers.group == width else integers.group) // BLOCK
     if integers.zero is not None and (codes := _with_minima(integers, scales, repeats)) is not None:
         return codes
-    return _signed(_without_zero(integers), scales.repeat_interleave(repeats, 1), _SYMMETRIC)
+    return None if is_between else _signed(_without_zero(integers), scales.repeat_interleave(repeats, 1), _SYMMETRIC)
 
 
 def bears_rounding(coded: CodedMatrix) -> bool:
@@ -73,9 +74,10 @@ def _signed(q: Tensor, scales: Tensor, kinds: tuple[str, ...]) -> BlockCodes | N
 def _with_minima(integers: Integers, scales: Tensor, repeats: int) -> BlockCodes | None:
     """As scale * code + added; None: the smallest signed kind holds it, or no kind does."""
     assert integers.zero is not None
-    low, high = (int(end) for end in torch.aminmax(_without_zero(integers)))
-    if low >= -8 and high < 8:
-        return None
+    if not integers.zero.is_floating_point():
+        low, high = (int(end) for end in torch.aminmax(_without_zero(integers)))
+        if low >= -8 and high < 8:
+            return None
     added = (integers.scale * -integers.zero.float()).half()
     if not added.isfinite().all() or int(integers.q.min()) < 0:
         return None

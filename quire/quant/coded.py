@@ -57,6 +57,11 @@ class Grid(NamedTuple):
             return values.expand(shape[0], -1)
         return values.repeat_interleave(self.rows, 0)[: shape[0]]
 
+    def is_fractional(self) -> bool:
+        """Whether some values are not whole numbers, or need more than 15 bits."""
+        values = self.values
+        return values.is_floating_point() and not torch.equal(values.round().clamp(-(1 << 14), 1 << 14), values)
+
     def scaled(self, numbers: Tensor) -> Tensor:
         """numbers [rows, width] times their values."""
         rows, width = numbers.shape
@@ -83,7 +88,7 @@ class Integers(NamedTuple):
     """A matrix as whole numbers times scales: number = scale * (q - zero)."""
 
     q: Tensor  # int16 [rows, width]
-    zero: Tensor | None  # int16 [rows, groups]; None: 0
+    zero: Tensor | None  # [rows, groups], int16, or float32 where some lie between two codes; None: 0
     scale: Tensor  # float32 [rows, groups]
     group: int  # columns that share a scale
 
@@ -168,7 +173,7 @@ class AffineCodes(_Tensors):
     codes: Tensor  # uint8 [rows, width]
     bits: int
     scale: Grid
-    zero: Grid | int  # in codes
+    zero: Grid | int  # in codes; where it is a grid of floats, it may lie between two of them
     groups: Tensor | None = None  # int64 [width]: the group of each column, where that does not follow from its place
     inputs: InputCoding = PLAIN_INPUT
 
@@ -208,7 +213,8 @@ class AffineCodes(_Tensors):
         shape, q = self.shape, self.codes.to(torch.int16)
         scale = self.scale.spread(shape).float()
         if isinstance(zero, Grid):
-            return Integers(q, zero.spread(shape).to(torch.int16), scale, self.scale.columns)
+            zeros = zero.spread(shape)
+            return Integers(q, zeros.float() if zero.is_fractional() else zeros.to(torch.int16), scale, zero.columns)
         return Integers(q - zero, None, scale, self.scale.columns)
 
 

@@ -13,10 +13,10 @@ from threading import Lock
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.ops.coded_experts import CHUNK, ExpertCodes, close_chunks, coded_forms, padded, run_coded_experts
+from quire.ops.linear import linear
 from quire.ops.op import Kernels
 from quire.quant.arena import Arena
 from quire.quant.coded import AffineCodes, CodedMatrix, FloatCodes, Grid, open_halves
@@ -27,6 +27,7 @@ from quire.schema.errors import ConfigError
 
 _GROUPS = (16, 32, 64)  # columns that share a scale, where they are fewer than a chunk
 _MIDDLE = 8  # zero point of symmetric codes
+_DECODED = 1 << 22  # numbers that are decoded at once
 _LARGEST = 448.0  # of e4m3
 _DUMMY_SCALE = {"e4m3": 0.02, "e2m1": 2.0**-7, "int4": 2.0**-8}  # random codes then have a deviation of about 0.02
 
@@ -38,7 +39,7 @@ class CodeLayout(NamedTuple):
     by_row: bool = False  # whether rows have a scale
     block: tuple[int, int] = (1, 0)  # rows and columns that share another one; no columns: there is none
     scale: torch.dtype | None = None
-    zeros: bool = False
+    zeros: torch.dtype | None = None  # of zero points: uint8, or float32 where they may lie between two codes
 
 
 class CodedPart(NamedTuple):
@@ -63,9 +64,14 @@ def layout_of(coded: CodedMatrix) -> CodeLayout | None:
         columns = _columns(coded.scale.columns, width)
         same = not isinstance(coded.zero, Grid) or coded.zero.columns == coded.scale.columns
         if columns and same:
-            zeros = isinstance(coded.zero, Grid) or coded.zero != _MIDDLE
-            return CodeLayout("int4", block=(1, columns), scale=coded.scale.values.dtype, zeros=zeros)
+            return CodeLayout("int4", block=(1, columns), scale=coded.scale.values.dtype, zeros=_zeros_of(coded.zero))
     return None
+
+
+def _zeros_of(zero: Grid | int) -> torch.dtype | None:
+    if isinstance(zero, Grid):
+        return torch.float32 if zero.values.is_floating_point() else torch.uint8
+    return None if zero == _MIDDLE else torch.uint8
 
 
 def _float_layout(coded: FloatCodes, rows: int, width: int) -> CodeLayout | None:
@@ -91,14 +97,14 @@ def _columns(columns: int, width: int) -> int:
 
 
 def part_of(coded: CodedMatrix, layout: CodeLayout) -> CodedPart:
-    """`given` in its own layout, or in that with zero points."""
+    """`coded` in its own layout, or in that with zero points or wider ones."""
     if isinstance(coded, AffineCodes):
         scale = coded.scale.spread(coded.shape)
         zero = None
-        if layout.zeros:
+        if layout.zeros is not None:
             grid = coded.zero
             zero = grid.spread(coded.shape) if isinstance(grid, Grid) else torch.full_like(scale, grid)
-            zero = zero.to(torch.uint8)
+            zero = zero.to(layout.zeros)
         return CodedPart(close_chunks(coded.codes), scale, zero, None)
     assert isinstance(coded, FloatCodes)  # nothing else has a layout
     rows = coded.shape[0]
@@ -183,9 +189,11 @@ class CodedSide:
             self._allocate(layout)
         have = self._layout
         assert have is not None
-        if layout.zeros and not have.zeros and layout._replace(zeros=False) == have:
-            self._add_zeros()
-        return layout == self._layout or layout._replace(zeros=True) == self._layout
+        if layout._replace(zeros=have.zeros) != have:
+            return False
+        if layout.zeros is not None and have.zeros not in (layout.zeros, torch.float32):
+            self._widen_zeros(layout.zeros)
+        return True
 
     def _allocate(self, layout: CodeLayout) -> None:
         rows, width, count = self.shape.rows, self.shape.width.count, self.experts
@@ -197,7 +205,7 @@ class CodedSide:
             assert layout.scale is not None
             grid = count, -(-rows // layout.block[0]), -(-(padded(width) if small else width) // layout.block[1])
             scale = self._new("scale", grid, layout.scale)
-            zero = self._new("zero", grid, torch.uint8) if layout.zeros else None
+            zero = None if layout.zeros is None else self._new("zero", grid, layout.zeros)
         if layout.by_row:
             row_scale = self._new("row_scale", (count, rows), torch.float32)
         self._layout = layout
@@ -210,14 +218,14 @@ class CodedSide:
         self._parameters[f"{self.name}_{leaf}"] = parameter
         return parameter.data
 
-    def _add_zeros(self) -> None:
-        """Codes so far were symmetric."""
+    def _widen_zeros(self, dtype: torch.dtype) -> None:
+        """Codes so far were symmetric, or had whole zero points."""
         self._check_open()
         have, layout = self.codes, self._layout
         assert have is not None and have.scale is not None and layout is not None
-        zero = self._new("zero", tuple(have.scale.shape), torch.uint8)
-        zero.fill_(_MIDDLE)
-        self._layout = layout._replace(zeros=True)
+        zero = self._new("zero", tuple(have.scale.shape), dtype)
+        zero.copy_(torch.tensor(_MIDDLE) if have.zero is None else have.zero)
+        self._layout = layout._replace(zeros=dtype)
         self.codes = ExpertCodes(have.form, have.codes, have.width, have.scale, have.block, zero, have.row_scale)
 
     def _copy(self, expert: int, start: int, part: CodedPart) -> None:
@@ -279,7 +287,7 @@ class CodedExperts(StoredExperts):
         count = shape.experts
         self.b1 = new_parameter((count, up.rows), dtype, arena) if up.has_bias else None
         self.b2 = new_parameter((count, down.rows), dtype, arena) if down.has_bias else None
-        self._run = scheme.run
+        self._run, self._linear = scheme.run, scheme.linear
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for side in (self.up, self.down):
@@ -342,10 +350,16 @@ class CodedExperts(StoredExperts):
         return self._times(self.down, self.b2, expert, x)
 
     def _times(self, side: CodedSide, bias: Tensor | None, expert: int, x: Tensor) -> Tensor:
-        """Decodes the expert's matrix: for the few rows whose adapters change an expert."""
-        weight = side.weight()
-        numbers = weight[expert] if isinstance(weight, Tensor) else weight.numbers(expert).to(x.dtype)
-        return F.linear(x, numbers, None if bias is None else bias[expert])
+        """Decodes the matrix, some rows of it at a time: for the few tokens whose adapters change an expert."""
+        weight, own_bias = side.weight(), None if bias is None else bias[expert]
+        if isinstance(weight, Tensor):
+            return self._linear(x, weight[expert], own_bias)
+        _, rows, width = weight.shape
+        at_once = max(_DECODED // width // weight.block[0], 1) * weight.block[0]
+        starts = range(0, rows, at_once)
+        parts = [self._linear(x, weight.numbers(expert, at, at + at_once).to(x.dtype)) for at in starts]
+        y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return y if own_bias is None else y + own_bias
 
     def multiply(self, x: Tensor, weights: Tensor, index: Tensor, stream: Tensor | None = None) -> Tensor:
         return self._run(
@@ -375,7 +389,7 @@ class CodedExpertScheme:
         """`layout`: known before a matrix comes. `rounds`: plain numbers become fp8 with a scale for each row."""
         self.dtype, self.arena, self.rounds = dtype, arena, rounds
         self._layout = FP8_ROWS if rounds else layout
-        self.run = kernels.of(run_coded_experts)
+        self.run, self.linear = kernels.of(run_coded_experts), kernels.of(linear)
 
     def layout_for(self, shape: MatrixShape) -> CodeLayout | None:
         """The layout known beforehand, where these rows and columns fit it."""

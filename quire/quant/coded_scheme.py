@@ -8,13 +8,13 @@ matrix belongs to, or where its codes come from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
 
 import torch
 from torch import Tensor, nn
 
-from quire.ops.coded import CodedWeight, coded_linear, decode_weight, is_simple
+from quire.ops.coded import CodedWeight, coded_linear, decode_weight
 from quire.ops.linear import linear
 from quire.ops.op import Kernels
 from quire.quant.arena import Arena
@@ -26,6 +26,7 @@ from quire.quant.scheme import (
     MatrixShape,
     PartSlot,
     PlainScheme,
+    RunTarget,
     StoredMatrix,
     WeightScheme,
     WeightTarget,
@@ -84,11 +85,15 @@ class CodedParts(StoredMatrix):
             yield "bias", self.bias
 
     def slots(self, run: tuple[str, ...]) -> Iterator[PartSlot]:
-        start, stop = self.shape.rows_of(run)
-        if len(run) == 1 or run == tuple(self.shape.parts):
-            target = CodedTarget(self, run[0] if len(run) == 1 else "", (stop - start, self.shape.width.count))
-            yield PartSlot("weight", target, self.shape.cut_of(run))
+        is_all = len(run) > 1 and run == tuple(self.shape.parts)
+        parts = [CodedTarget(self, "" if is_all else name, self._size(run if is_all else (name,))) for name in run]
+        target = parts[0] if is_all or len(run) == 1 else RunTarget(parts)
+        yield PartSlot("weight", target, self.shape.cut_of(run))
         yield from self._bias_slots(run)
+
+    def _size(self, run: tuple[str, ...]) -> tuple[int, int]:
+        start, stop = self.shape.rows_of(run)
+        return stop - start, self.shape.width.count
 
     def keep(self, name: str, part: Tensor | CodedMatrix) -> None:
         """One part arrived, perhaps while another thread brings the next. The whole replaces parts, and they it."""
@@ -145,15 +150,14 @@ class CodedParts(StoredMatrix):
             for leaf, tensor in tensors.items():
                 yield leaf + tail, nn.Parameter(tensor, requires_grad=False)
 
-    def coded(self) -> list[CodedWeight]:
+    def coded(self) -> Sequence[CodedWeight]:
         return [part for part in self.parts.values() if isinstance(part, CodedWeight)]
 
     def few_form(self) -> Tensor | CodedWeight | None:
-        """One matrix whose rows have a scale each."""
         if len(self.parts) != 1:
             return None
         (part,) = self.parts.values()
-        return part if isinstance(part, Tensor) or is_simple(part) else None
+        return part
 
     def multiply(self, x: Tensor) -> Tensor:
         return self.multiply_with(x, self.bias)

@@ -15,6 +15,7 @@ from quire.ops.coded import LARGEST, MIDDLE, CodedWeight, chunk_of, pack_halves
 from quire.quant.coded import AffineCodes, CodedMatrix, FloatCodes, Grid, InputCoding, open_halves
 
 _SMALLEST_GROUP = 32  # of codes of 8 bits
+_LARGE_GROUP = 128  # from which on scales are few, and float32: some kernels read no others
 FP8 = torch.float8_e4m3fn
 
 
@@ -74,7 +75,7 @@ def put_rows(whole: CodedWeight, start: int, part: CodedWeight) -> bool:
     alike = whole._replace(codes=part.codes, scale=part.scale, zero=part.zero, rows=part.rows) == part
     layout = whole.codes.dtype is part.codes.dtype and whole.codes.shape[-1] == part.codes.shape[-1]
     narrows = whole.scale.dtype is torch.float16 and part.scale.dtype is not torch.float16
-    if not alike or not layout or narrows or (whole.zero is None) != (part.zero is None):
+    if not alike or not layout or narrows or not _can_hold(whole.zero, part.zero):
         return False
     stop = start + part.rows
     (whole.codes[:, start:stop] if whole.codes.ndim == 3 else whole.codes[start:stop]).copy_(part.codes)
@@ -82,6 +83,12 @@ def put_rows(whole: CodedWeight, start: int, part: CodedWeight) -> bool:
     if whole.zero is not None and part.zero is not None:
         whole.zero[:, start:stop].copy_(part.zero)
     return True
+
+
+def _can_hold(there: Tensor | None, zero: Tensor | None) -> bool:
+    if there is None or zero is None:
+        return there is zero
+    return there.dtype == torch.promote_types(there.dtype, zero.dtype)
 
 
 def _zeros_of(weight: CodedWeight) -> Tensor:
@@ -113,16 +120,22 @@ def _whole_numbers(coded: AffineCodes) -> CodedWeight | None:
     group, zero = _group_of(coded.scale, width), coded.zero
     if coded.groups is not None or not group or (isinstance(zero, Grid) and zero.columns != coded.scale.columns):
         return None
-    scale = _lossless(_groups_first(coded.scale, coded.shape))
+    scale = _groups_first(coded.scale, coded.shape)
+    if group < _LARGE_GROUP:
+        scale = _lossless(scale)
     if coded.bits <= 4:
         chunk = chunk_of(width, group)
         if not chunk:
             return None
         if isinstance(zero, Grid):
-            zeros = _groups_first(zero, coded.shape).to(torch.uint8)
-            return CodedWeight("int4", pack_halves(coded.codes, chunk), scale, zeros, rows, width, group)
+            return _with_zeros(coded, zero, chunk, scale, group)
         return CodedWeight("int4", pack_halves(coded.codes + (MIDDLE - zero), chunk), scale, None, rows, width, group)
-    if coded.bits > 8 or (group != width and group % _SMALLEST_GROUP):
+    # A zero point rounded to 16 bits may be off by a quarter of a code of 8 bits.
+    if (
+        coded.bits > 8
+        or (isinstance(zero, Grid) and zero.is_fractional())
+        or (group != width and group % _SMALLEST_GROUP)
+    ):
         return None
     codes = (coded.codes ^ 128).view(torch.int8)  # less 128
     if isinstance(zero, Grid) or zero != 128:
@@ -130,6 +143,16 @@ def _whole_numbers(coded: AffineCodes) -> CodedWeight | None:
         return CodedWeight("int8", codes, scale, zeros.to(torch.int16), rows, width, group)
     rounds = coded.inputs.form == "int8" and group == width
     return CodedWeight("int8", codes, scale, None, rows, width, group, rounds)
+
+
+def _with_zeros(coded: AffineCodes, zero: Grid, chunk: int, scale: Tensor, group: int) -> CodedWeight:
+    """4 bits. Kernels round how far a zero point is from the middle to 16 bits. So that float ones lose little by it,
+    codes of fewer bits are moved there."""
+    is_float = zero.values.is_floating_point()
+    shift = MIDDLE - (1 << coded.bits - 1) if is_float else 0
+    zeros = _groups_first(zero, coded.shape) + shift
+    codes = pack_halves(coded.codes + shift, chunk)
+    return CodedWeight("int4", codes, scale, zeros if is_float else zeros.to(torch.uint8), *coded.shape, group)
 
 
 def _group_of(grid: Grid, width: int) -> int:

@@ -34,6 +34,7 @@ from quire.quant.scheme import (
     MatrixShape,
     PartSlot,
     PlainScheme,
+    RunTarget,
     StoredMatrix,
     WeightScheme,
     WeightTarget,
@@ -95,13 +96,15 @@ class PackedMatrix(StoredMatrix):
             yield "bias", self.bias
 
     def slots(self, run: tuple[str, ...]) -> Iterator[PartSlot]:
-        if len(run) == 1 or run == tuple(self.shape.parts):
-            part = run[0] if len(run) == 1 else ""
-            start, stop = self.shape.rows_of(run)
-            yield PartSlot(
-                "weight", PartTarget(self, part, (stop - start, self.shape.width.count)), self.shape.cut_of(run)
-            )
+        is_all = len(run) > 1 and run == tuple(self.shape.parts)
+        parts = [PartTarget(self, "" if is_all else name, self._size(run if is_all else (name,))) for name in run]
+        target = parts[0] if is_all or len(run) == 1 else RunTarget(parts)
+        yield PartSlot("weight", target, self.shape.cut_of(run))
         yield from self._bias_slots(run)
+
+    def _size(self, run: tuple[str, ...]) -> tuple[int, int]:
+        start, stop = self.shape.rows_of(run)
+        return stop - start, self.shape.width.count
 
     def keep(self, part: str, source: Tensor | CodedMatrix) -> None:
         """One part arrived, perhaps while another thread brings the next."""

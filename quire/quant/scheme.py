@@ -9,7 +9,7 @@ numbers come from.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -38,6 +38,24 @@ class WeightTarget(ABC):
 
     @abstractmethod
     def copy_(self, source: Tensor | CodedMatrix) -> None: ...
+
+
+class RunTarget(WeightTarget):
+    """Some parts of a matrix that a checkpoint stores as one tensor: each gets its rows."""
+
+    takes_codes = True
+
+    def __init__(self, parts: Sequence[WeightTarget]) -> None:
+        self._parts = parts
+        self.shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+
+    def copy_(self, source: Tensor | CodedMatrix) -> None:
+        at = 0
+        for part in self._parts:
+            rows = Cut(0, self.shape[0], ((at, at + part.shape[0]),))
+            codes = None if isinstance(source, Tensor) else source.cut(rows)
+            part.copy_(rows.of(source if isinstance(source, Tensor) else source.numbers()) if codes is None else codes)
+            at += part.shape[0]
 
 
 class Slot(NamedTuple):
@@ -91,7 +109,7 @@ class StoredMatrix(ABC):
 
     name: str  # of the scheme
     is_plain = False  # whether `numbers` are always there, for ops that read them
-    may_be_few = False  # whether `few_form` may give something that is not plain, once the matrix is loaded
+    may_be_few = False  # whether `few_form` may be something that is not plain, once the matrix is loaded
     shape: MatrixShape
     bias: nn.Parameter | None  # [rows]
     numbers: nn.Parameter | None = None  # [rows, width], one row after another; None: they lie in another form
@@ -139,8 +157,12 @@ class StoredMatrix(ABC):
         ...
 
     def few_form(self) -> Tensor | CodedWeight | None:
-        """What matmuls of a few rows read that are fused with the ops around them (ops/few.py); None: they cannot."""
+        """The one matrix that ops of ops/few.py read, some of which take some codes; None: it is not one."""
         return self.numbers if self.is_plain else None
+
+    def coded(self) -> Sequence[CodedWeight]:
+        """Parts that a device keeps as codes."""
+        return ()
 
     def whole(self) -> Matrix | Tensor:
         """All parts as kernels of experts and of blocks take them: packed, or plain rows."""

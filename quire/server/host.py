@@ -90,7 +90,7 @@ def run(
     """
     state = ServerState.of(engine, options, secret)
     host = Host(state, build_app(state), say, number)
-    gc.collect()
+    gc.collect(1)  # not what was imported, which is old
     gc.freeze()  # what lives for ever need not be looked at while requests wait
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

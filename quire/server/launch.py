@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from quire import __version__
 from quire.base.clock import Laps
+from quire.base.collector import no_collections
 from quire.base.log import logger
 from quire.base.net import is_loopback, join_host_port, open_listener, open_unix_listener
 from quire.config.logs import apply_logging
@@ -123,7 +124,8 @@ def serve_rendering(options: ServerConfig, config: EngineConfig, laps: Laps) -> 
 
 def _import_http() -> None:
     """Takes as long as an engine process needs to begin."""
-    import quire.server.host  # noqa: F401  # lazy
+    with no_collections():
+        import quire.server.host  # noqa: F401  # lazy
 
 
 @contextlib.contextmanager

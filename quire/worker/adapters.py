@@ -13,22 +13,19 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from quire.base.log import logger
-from quire.layers.adapters import ExpertAdapters, LinearAdapters
 from quire.schema.adapters import AdapterPlacement, AdapterRead, AdapterSource
 from quire.schema.errors import QuireError
 
 if TYPE_CHECKING:
+    from quire.layers.places import AdaptedLayer
     from quire.loader.adapter import HostAdapter
 
 _log = logger(__name__)
 
 
 class WorkerAdapters:
-    def __init__(
-        self, read: Callable[[str], HostAdapter], linears: Iterable[LinearAdapters], experts: Iterable[ExpertAdapters]
-    ) -> None:
-        self._read = read
-        self._layers, self._experts = list(linears), list(experts)
+    def __init__(self, read: Callable[[str], HostAdapter], layers: Iterable[AdaptedLayer]) -> None:
+        self._read, self._layers = read, list(layers)
         self._copies: dict[int, HostAdapter] = {}  # by serial
         self._wanted: set[int] = set()  # being read, or to be
         self._lock = threading.Lock()  # over the three above
@@ -64,21 +61,13 @@ class WorkerAdapters:
                 copy = self._copies.get(placement.serial)
             if copy is None:
                 raise RuntimeError(f"a plan places adapter {placement.serial}, of which there is no copy")
-            self._fill(placement.slot, copy)
+            copy.fill(placement.slot, self._layers)
 
     def close(self) -> None:
         if self._thread is not None:
             self._inbox.put(None)
             self._thread.join()
             self._thread = None
-
-    def _fill(self, slot: int, copy: HostAdapter) -> None:
-        linears = {id(layer.adapters): pieces for layer, pieces in copy.linears.items()}
-        for adapters in self._layers:
-            adapters.put(slot, linears.get(id(adapters), ()))
-        experts = {id(layer.adapters): pieces for layer, pieces in copy.experts.items()}
-        for mixture in self._experts:
-            mixture.put(slot, experts.get(id(mixture), {}))
 
     def _run(self) -> None:
         while (source := self._inbox.get()) is not None:

@@ -9,15 +9,13 @@ Must not import torch or triton itself.
 from __future__ import annotations
 
 import ctypes
-import gc
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from quire.base import env, registry
 from quire.base.clock import Laps
+from quire.base.collector import no_collections
 from quire.base.machine import find_gpu
 from quire.ops.triton.warm import Compilers, Manifest, cache_dir, num_children
 from quire.schema.errors import NotBuiltError
@@ -43,19 +41,6 @@ def build_worker(config: EngineConfig, *, rank: int = 0, num_workers: int = 1) -
             build = build_worker_
         laps.mark("import")
     return build(config, laps, early)
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """An import makes hundreds of thousands of objects that all stay: looking through them again and again for garbage
-    is a tenth of what importing torch takes."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class Early:

@@ -6,7 +6,6 @@ In: a resolved EngineConfig. Out: a Worker, not loaded yet. An executor comes he
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,23 +15,17 @@ from quire.base import registry
 from quire.base.clock import Laps
 from quire.base.log import logger
 from quire.base.plugins import call_plugins
-from quire.layers.adapters import StepAdapters
-from quire.layers.linear import Linear
-from quire.layers.moe import Experts
-from quire.layers.places import AdapterPlaces, attach
-from quire.loader.adapter import AdapterLimits, read_adapter
 from quire.loader.load import cache_scales, make_model, reload_weights, update_config
-from quire.models.decoder import Decoder
 from quire.ops.cpu.forms import register
 from quire.ops.op import Kernels
 from quire.schema.errors import ConfigError, NotBuiltError
-from quire.worker.adapters import WorkerAdapters
 from quire.worker.threads import bind, num_threads
 from quire.worker.worker import Job, Worker, WorkerParts
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.models.build import Model
+    from quire.worker.adapters import WorkerAdapters
     from quire.worker.early import Early
 
 _log = logger(__name__)
@@ -58,24 +51,11 @@ def make_adapters(model: Model, config: EngineConfig, kernels: Kernels) -> Worke
     lora = config.lora_config
     if lora is None:
         return None
-    if not isinstance(model, Decoder):
-        raise NotBuiltError(
-            f"enable_lora: {type(model).__name__} takes no adapters in this version", param="enable_lora"
-        )
+    from quire.worker.lora import give_slots  # lazy
+
     dtype = getattr(torch, config.model_config.dtype if lora.lora_dtype == "auto" else lora.lora_dtype)
-    step = model.adapters = StepAdapters()
-    like = torch.empty(0, dtype=dtype, device=kernels.device)
-    attach(model, step, lora.max_loras, lora.max_lora_rank, like, kernels)
-    places = AdapterPlaces(model, model.table())
-    model.finish_weights()  # a table opens matrices that lie in panels
-    limits = AdapterLimits(lora.max_lora_rank, dtype, lora.target_modules)
-    linears = [layer.adapters for layer in model.modules() if isinstance(layer, Linear)]
-    experts = [layer.adapters for layer in model.modules() if isinstance(layer, Experts)]
-    return WorkerAdapters(
-        partial(read_adapter, places=places, limits=limits),
-        [one for one in linears if one is not None],
-        [one for one in experts if one is not None],
-    )
+    made: WorkerAdapters = give_slots(model, lora, dtype, kernels)
+    return made
 
 
 PARTS = WorkerParts(

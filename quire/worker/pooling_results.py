@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.base.log import logger
-from quire.config.pooling import num_labels, pooling_type, tasks_of
+from quire.config.pooling import num_labels, pooling_type, tasks_of, term_pooling
 from quire.models.pooled import PoolingModel
 from quire.schema.params import PoolingParams
 from quire.schema.step import Pooled
@@ -37,14 +37,17 @@ class ResultRules:
     pooler: PoolerConfig
     tasks: tuple[str, ...]
     activation: str  # of classes: softmax | sigmoid | ''
+    weighs_terms: bool = False  # embeddings are weights of the vocabulary's terms, of all tokens of a text
 
     @classmethod
     def of(cls, model: ModelConfig) -> ResultRules:
         assert model.pooler_config is not None
         activation = class_activation(model) if model.convert in ("classify", "reward") else ""
-        return cls(model.pooler_config, tasks_of(model), activation)
+        return cls(model.pooler_config, tasks_of(model), activation, bool(term_pooling(model)))
 
     def kind_of(self, task: str) -> str:
+        if self.weighs_terms:
+            return "ALL"
         return pooling_type(self.pooler, task)
 
 
@@ -104,7 +107,7 @@ def _add_results(
 ) -> None:
     """Of requests with the same parameters."""
     params = requests[0][1][0]
-    vectors = [one for _, (_, one) in requests]
+    vectors = [model.term_weights(one) if rules.weighs_terms else one for _, (_, one) in requests]
     values = _values(model, rules, params, vectors[0] if len(vectors) == 1 else torch.cat(vectors)).cpu()
     is_whole = params.task in ("embed", "classify", "score")
     finite = bool(values.isfinite().all())

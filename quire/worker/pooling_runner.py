@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,6 +29,10 @@ from quire.worker.kv_memory import KVMemory
 from quire.worker.moves import BlockCopies
 from quire.worker.pooling_results import ResultRules, results_of
 from quire.worker.rows import Rows
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+    from quire.models.build import Model
 
 TYPE_START = "compressed_token_type_ids"
 
@@ -80,6 +85,16 @@ class PendingPooled:
             step=self.plan.step, sampled=[[] for _ in self.plan.grants], pooled=self.pooled, failed=self.failed,
             forward_seconds=self.seconds,
         )  # fmt: skip
+
+
+def make_pooling_runner(
+    model: Model, config: EngineConfig, rows: Rows, backend: AttentionBackend, kv: KVMemory
+) -> PoolingRunner:
+    assert isinstance(model, PoolingModel)  # as runner=pooling has it
+    on_cpu = rows.tokens.device.type == "cpu"
+    most = config.scheduler_config.max_num_batched_tokens
+    inputs = None if on_cpu or model.both_ways else DeviceInputs(rows, most)
+    return PoolingRunner(model, rows, backend, ResultRules.of(config.model_config), kv=kv, inputs=inputs)
 
 
 class PoolingRunner:

@@ -30,7 +30,6 @@ from quire.sampling.logprobs import LogprobRequest, Picked, join, pick, values_o
 from quire.sampling.sampler import FILTERS, Sampler
 from quire.schema.errors import NotBuiltError
 from quire.schema.step import FORBIDS_ALL, LogprobRows, Mask, StepPlan, StepResult
-from quire.worker.adapters import WorkerAdapters
 from quire.worker.device_inputs import DeviceInputs, SamplingIndices
 from quire.worker.drafts import Drafter, Drafts
 from quire.worker.graphs import DecodeGraphs
@@ -42,6 +41,7 @@ from quire.worker.rows import Rows
 
 if TYPE_CHECKING:
     from quire.models.build import Model
+    from quire.worker.adapters import WorkerAdapters
 
 _LOGIT_BYTES = 1 << 26  # largest temporary for the logits of prompt positions
 
@@ -121,6 +121,7 @@ class _Flight:
     hidden: Tensor | None = None  # [T, dim]; None: a graph kept it
     logits: Tensor | None = None  # [S, V], of a graph
     logit_index: Tensor | None = None
+    adapter_index: Tensor | None = None  # [T], as of the Batch; None: no row of the step has an adapter
     pending: PendingStep | None = None
     seconds: float = 0.0  # what forward took; the caller may do other things before it samples
 
@@ -189,6 +190,7 @@ class ModelRunner:
         batch = build(shape, self.rows, self.backend)
         flight = _Flight(plan, shape, *sampled_of(shape, self.rows))
         flight.hidden, flight.logit_index = self.model.forward(batch), batch.logit_index
+        flight.adapter_index = batch.adapter_index
         return flight
 
     def _launch(self, plan: StepPlan, shape: StepShape, inputs: DeviceInputs) -> _Flight:
@@ -216,6 +218,7 @@ class ModelRunner:
     def _run(self, flight: _Flight, inputs: DeviceInputs, need: int | None) -> None:
         """A step without a graph."""
         step = inputs.build(flight.shape, self.backend)
+        flight.adapter_index = step.batch.adapter_index
         self._choose(flight, self.model.forward(step.batch), step.sampled, need)
 
     @torch.inference_mode()
@@ -223,7 +226,7 @@ class ModelRunner:
         """Tokens by the plain choice, where that is all their rows need."""
         flight.hidden, flight.logit_index = hidden, sampled.tokens
         if need is not None and flight.sample_grants:
-            logits = self.model.narrow_logits(self._sampled(hidden, sampled.tokens))
+            logits = self._logits(flight)
             out = torch.empty((2, len(flight.sample_grants)), dtype=torch.int32, device=logits.device)
             filters = bool(need & FILTERS)
             self.sampler.plain(logits, sampled.rows, sampled.positions, out, filters=filters)
@@ -247,7 +250,7 @@ class ModelRunner:
         pending = flight.pending or PendingStep(flight.plan, flight.sample_grants)
         counts = self.sampler.rows.prompt_logprobs[: self.rows.num_rows]
         if flight.hidden is not None and any(k is not None for k in counts):
-            pending.prompt = self._prompt_logprobs(flight.shape, flight.hidden)
+            pending.prompt = self._prompt_logprobs(flight.shape, flight.hidden, flight.adapter_index)
         if flight.sample_grants and flight.pending is None:
             if self.drafts is None:
                 self._sample_all(flight, mask, pending)
@@ -267,8 +270,7 @@ class ModelRunner:
         """Through the whole pipeline."""
         logits = flight.logits
         if logits is None:
-            assert flight.hidden is not None and flight.logit_index is not None
-            logits = self.model.narrow_logits(self._sampled(flight.hidden, flight.logit_index))
+            logits = self._logits(flight)
         if mask is not None or not self.sampler.takes_any_dtype(flight.sample_rows):
             logits = logits.float()
         sampled = self.sampler(
@@ -303,7 +305,7 @@ class ModelRunner:
             firsts = np.array([grants[i].start + grants[i].count - grants[i].num_drafts for i in alive], np.int64)
             index = torch.tensor([ends[i] - 1 - grants[i].num_drafts + offset for i in alive])
             own = _Flight(flight.plan, shape, rows, firsts + offset, alive)
-            own.hidden, own.logit_index = flight.hidden, index
+            own.hidden, own.logit_index, own.adapter_index = flight.hidden, index, flight.adapter_index
             step.sample_grants = alive
             self._sample_all(own, _at_offset(mask, offset), step)
             assert step.token_ids is not None
@@ -322,12 +324,17 @@ class ModelRunner:
             request_id = grants[i].request_id
             pending.drafts[request_id] = drafts.propose(request_id)
 
-    @staticmethod
-    def _sampled(hidden: Tensor, index: Tensor) -> Tensor:
-        return hidden if len(index) == len(hidden) else hidden.index_select(0, index)
+    def _logits(self, flight: _Flight) -> Tensor:
+        """[S, V] of the positions that sample."""
+        hidden, index, slots = flight.hidden, flight.logit_index, flight.adapter_index
+        assert hidden is not None and index is not None
+        if len(index) < len(hidden):
+            hidden = hidden.index_select(0, index)
+            slots = None if slots is None else slots.index_select(0, index)
+        return self.model.narrow_logits(hidden, slots)
 
     @torch.inference_mode()
-    def _prompt_logprobs(self, shape: StepShape, hidden: Tensor) -> dict[str, list[Picked]]:
+    def _prompt_logprobs(self, shape: StepShape, hidden: Tensor, slots: Tensor | None) -> dict[str, list[Picked]]:
         """The hidden state of position i tells of the token at i + 1: so a chunk answers for the positions one after
         its own, up to the last of the prompt, and the first position of all has no answer."""
         counts, lengths = self.sampler.rows.prompt_logprobs, self.sampler.rows.num_prompt[shape.rows]
@@ -339,16 +346,18 @@ class ModelRunner:
             start, first = int(shape.starts[i]), int(shape.ends[i] - shape.counts[i])
             count = min(int(shape.counts[i]), int(lengths[i]) - 1 - start)
             targets = self.rows.tokens[row, start + 1 : start + 1 + count].long()
-            picked[self.rows.request_of[row]] = self._pick(hidden[first : first + count], targets, k)
+            own = None if slots is None else slots[first : first + count]
+            picked[self.rows.request_of[row]] = self._pick(hidden[first : first + count], own, targets, k)
         return picked
 
-    def _pick(self, hidden: Tensor, targets: Tensor, k: int) -> list[Picked]:
+    def _pick(self, hidden: Tensor, slots: Tensor | None, targets: Tensor, k: int) -> list[Picked]:
         """In pieces, because the logits of a long prompt would be many times the size of the model."""
         at_once = max(1, _LOGIT_BYTES // (4 * self.sampler.rows.vocab_size))
         pieces = []
         for at in range(0, len(targets), at_once):
-            values = values_of(self.model.logits(hidden[at : at + at_once]), self.sampler.mode)
-            pieces.append(pick(values, targets[at : at + at_once], k).on_host())
+            here = slice(at, at + at_once)
+            logits = self.model.logits(hidden[here], None if slots is None else slots[here])
+            pieces.append(pick(values_of(logits, self.sampler.mode), targets[here], k).on_host())
         return pieces
 
     def _lose(self, failed: dict[int, str]) -> None:

@@ -7,6 +7,7 @@ cache or even a weight. In: a runner bound to such a cache (`scratch_layout`). M
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,8 +15,10 @@ import torch
 from quire.ops.sample import allow_words_
 from quire.schema.kv import KVGroup, KVKind, KVLayout, KVSpec
 from quire.worker.inputs import StepShape
-from quire.worker.pooling_runner import PoolingRunner
 from quire.worker.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from quire.worker.pooling_runner import PoolingRunner
 
 TOKENS = (2, 4, 16, 64, 256, 1024, 4096)  # beside the largest step: some kernels go by the number of tokens
 DECODES = (4, 24, 96)  # rows that decode in a step: attention goes by it
@@ -113,7 +116,7 @@ class Trial:
         shape = StepShape(rows, starts, counts, np.cumsum(counts), np.ones(len(counts), np.bool_), rows)
         runner, step = self._runner, self._inputs.build(shape, self._runner.backend)
         hidden = runner.model.forward(step.batch)
-        if isinstance(runner, PoolingRunner):  # what follows is small beside it
+        if not isinstance(runner, ModelRunner):  # what follows is small beside it
             return
         logits = runner.model.narrow_logits(hidden.index_select(0, step.batch.logit_index))
         runner.sampler.plain.refresh()

@@ -23,15 +23,12 @@ from quire.base.log import logger
 from quire.config.kernels import CUDAGraphMode
 from quire.layers.batch import ScaledCache
 from quire.layers.stored import num_numbers
-from quire.loader.kv_scales import LayerScales
-from quire.models.pooled import PoolingModel
 from quire.ops.op import Kernels
 from quire.sampling.sampler import Sampler
 from quire.schema.adapters import AdapterRead, AdapterSource
 from quire.schema.kv import KVLayout, KVSpec, ModelInfo
 from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan
-from quire.worker.adapters import WorkerAdapters
 from quire.worker.capture import Capturer
 from quire.worker.device_inputs import DeviceInputs
 from quire.worker.gpu_memory import PER_GRAPH, does_not_fit, kv_bytes_on_gpu, measure, peak, used_by_others
@@ -40,8 +37,6 @@ from quire.worker.kv_memory import KVMemory
 from quire.worker.kv_scales import is_scaled, kv_dtype_of, report, scaled_caches, set_scales
 from quire.worker.memory import kv_bytes
 from quire.worker.mixed_graphs import MixedGraphs, mixed_sizes
-from quire.worker.pooling_results import ResultRules
-from quire.worker.pooling_runner import PendingPooled, PoolingRunner
 from quire.worker.rows import Rows
 from quire.worker.runner import ModelRunner, PendingStep
 from quire.worker.state_specs import settle_states
@@ -49,8 +44,11 @@ from quire.worker.trial import Trial, allow_nothing, scratch_layout
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
+    from quire.loader.kv_scales import LayerScales
     from quire.models.build import Model
+    from quire.worker.adapters import WorkerAdapters
     from quire.worker.early import Early
+    from quire.worker.pooling_runner import PendingPooled, PoolingRunner
 
 _log = logger(__name__)
 
@@ -228,11 +226,11 @@ class Worker:
         set_scales(scaled, self._kv_scales)
         max_rows, length = self.config.scheduler_config.max_num_seqs, self.config.model_config.max_model_len
         rows = Rows(layout.groups, max_rows, length, self.device)
-        if isinstance(model, PoolingModel):
-            most = self.config.scheduler_config.max_num_batched_tokens
-            inputs = None if self.device.type == "cpu" or model.both_ways else DeviceInputs(rows, most)
-            rules = ResultRules.of(self.config.model_config)
-            return PoolingRunner(model, rows, backend, rules, kv=kv, inputs=inputs)
+        if self.config.model_config.is_pooling:
+            from quire.worker.pooling_runner import make_pooling_runner  # lazy
+
+            pooling: PoolingRunner = make_pooling_runner(model, self.config, rows, backend, kv)
+            return pooling
         sampler = Sampler(self.config, model.arch.vocab, rows.tokens)
         runner = ModelRunner(model, rows, sampler, backend, kv=kv, scaled=scaled, adapters=self._adapters)
         if self.device.type != "cpu":
@@ -266,7 +264,7 @@ class Worker:
     def warm_up(self) -> None:
         """A tiny prompt and a decode, so that the first request does not pay for what only a first step pays; then the
         decode graphs. Leaves no trace: the blocks it writes belong to nobody yet."""
-        if isinstance(self.model_runner, PoolingRunner):
+        if not isinstance(self.model_runner, ModelRunner):
             self._warm_up_pooling()
             return
         tables = self.model_runner.rows.tables

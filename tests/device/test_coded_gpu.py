@@ -8,7 +8,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from quire.loader.formats.torchao import open_tiles
 from quire.ops import coded as ops
+from quire.ops.rounded import RoundedRows, RowCode
 from tests import coded_cases as cases
 
 pytestmark = pytest.mark.gpu
@@ -21,6 +23,7 @@ LARGE = {
     "int8": cases.Made("int8", 4096, 4096, 4096, rounds=True),
     "int4": cases.Made("int4", 6144, 4096, 128),
     "int4-zeros": cases.Made("int4", 4096, 4096, 128, zeros=True),
+    "int4-between": cases.Made("int4", 4096, 4096, 64, zeros=True, between=True),
 }
 
 
@@ -38,7 +41,8 @@ def test_matmuls_by_every_tile(name: str, dtype: torch.dtype) -> None:
         found = coded.CodedLinear()(x, weight, bias)
         cases.check(found, wanted, 4e-2 if weight.rounds else 1e-2)
         if weight.rounds:
-            cases.check(coded.rounded_linear(x, weight, bias), wanted, 4e-2)
+            codes = RoundedRows(*coded.quantize_rows(x, weight.codes.dtype, weight.group), dtype)
+            cases.check(coded.rounded_linear(codes, weight, bias), wanted, 4e-2)
     for wrong in cases.wrong_ones(weight):
         x = cases.normal(33, weight.width, seed=2, dtype=dtype, device="cuda")
         with pytest.raises(AssertionError):
@@ -53,6 +57,14 @@ def test_decoded_to_a_scratch_matrix(name: str, dtype: torch.dtype) -> None:
     for asm in (True, False):
         found = coded.decode_weight(weight, dtype, asm=asm)
         torch.testing.assert_close(found.float(), wanted, rtol=8e-3, atol=1e-6)
+
+
+def test_tiles_of_torchao_are_those_of_torch() -> None:
+    """Its own packing for tensor cores, which a loader opens."""
+    codes = torch.randint(0, 16, (64, 2048), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).contiguous().cuda()
+    packed = torch.ops.aten._convert_weight_to_int4pack(pairs, 8)
+    assert packed.shape == (8, 16, 32, 4) and torch.equal(open_tiles(packed.cpu()), codes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,3 +127,22 @@ def test_in_a_graph(name: str) -> None:
             x.copy_(cases.normal(rows, weight.width, seed=seed))
             graph.replay()
             assert torch.equal(y, linear(x, weight))
+
+
+@pytest.mark.parametrize("code", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "group"), [(4096, 0), (1000, 0), (4096, 128), (384, 128)])
+def test_rounded_where_they_are_made(width: int, group: int, dtype: torch.dtype, code: torch.dtype) -> None:
+    cases.check_rounded(width, dtype, RowCode(code, group), "cuda", exact=True)
+
+
+@pytest.mark.parametrize("rows", [65, 100, 2048])
+def test_groups_by_the_library_or_not(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's groups, where it has them, are ours."""
+    weight = cases.weight_of(cases.Made("fp8", 512, 1024, 128, rounds=True), "cuda")
+    x = cases.normal(rows, 1024, seed=1, dtype=torch.bfloat16, device="cuda")
+    bias = cases.normal(512, seed=2, dtype=torch.bfloat16, device="cuda")
+    codes = RoundedRows(*coded.quantize_rows(x, torch.float8_e4m3fn, 128), torch.bfloat16)
+    found = coded.rounded_linear(codes, weight, bias)
+    monkeypatch.setattr(coded, "library_takes", lambda x, weight: False)
+    cases.check(found, coded.rounded_linear(codes, weight, bias), 1e-2)

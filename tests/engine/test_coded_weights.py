@@ -13,14 +13,16 @@ import torch
 from quire.config import EngineArgs
 from quire.config.engine import replace
 from quire.layers.stored import matrices_of, num_numbers
-from quire.loader.load import coded_storage, load_model, reload_weights
+from quire.loader.coded_storage import coded_storage
+from quire.loader.load import load_model, reload_weights
 from quire.loader.online import coder_of
 from quire.models.build import build_model
-from quire.ops.coded import CodedWeight, coded_linear, decode_weight
+from quire.ops.coded import MIDDLE, CodedWeight, coded_linear, decode_weight, open_chunks
 from quire.ops.op import Kernels
 from quire.quant.arena import Arena
+from quire.quant.coded import AffineCodes, Grid
 from quire.quant.coded_scheme import CodedParts, CodedScheme
-from quire.quant.device_codes import join, round_to_fp8
+from quire.quant.device_codes import device_codes, join, round_to_fp8
 from quire.quant.scheme import MatrixShape
 from quire.quant.shard import Span
 from quire.schema.errors import ConfigError
@@ -37,8 +39,15 @@ KINDS = {  # of a fused matrix: kinds of its parts once they are loaded; None: d
     "fp8-blocks": None, "fbgemm-fp8": "fp8", "ct-w8a8-int8": "int8", "ct-w8-asym": "int8", "ct-w8a8-fp8": "fp8",
     "ct-fp8-naive": "fp8", "ct-w4a16": "int4", "ct-w4a16-asym": "int4", "ct-w3-spare-bits": "int4",
     "ct-w3-act-order": None, "ct-w8a16": "int8", "ct-nvfp4": "fp4", "ct-mxfp4": "fp4", "modelopt-fp8": "fp8",
-    "modelopt-nvfp4": "fp4", "modelopt-mxfp8": "fp8", "bnb-nf4": None, "bnb-nf4-nested": None, "bnb-fp4": None,
-    "bnb-int8": "int8",
+    "modelopt-nvfp4": "fp4", "modelopt-mxfp8": "fp8", "modelopt-fp8-rows": "fp8",
+    "modelopt-nvfp4-w4a16": "fp4", "bnb-nf4": None, "bnb-nf4-nested": None, "bnb-fp4": None,
+    "bnb-int8": "int8", "hqq-8": None, "hqq-4": "int4", "hqq-4-floats": "int4", "hqq-4-axis-0": None, "hqq-3": "int4",
+    "hqq-2": "int4", "hqq-1": "int4", "ao-int8": "int8", "ao-int8-32-asym": "int8", "ao-int8-int8": "int8",
+    "ao-fp8": "fp8", "ao-fp8-fp8-rows": "fp8", "ao-fp8-fp8-tensor": "fp8", "ao-fp8-blocks": "fp8", "ao-int4": "int4",
+    "ao-int4-tiles": "int4", "ao-intx-4": "int4", "ao-intx-4-asym-int8": "int4", "ao-intx-3": "int4",
+    "quark-fp8-tensor-static": "fp8", "quark-fp8-rows": "fp8", "quark-fp8-blocks": "fp8", "quark-int8-rows": "int8",
+    "quark-int8-tensor": "int8", "quark-mxfp4": "fp4", "quark-mxfp6-e3m2": None, "quark-mxfp6-e2m3": None,
+    "quark-int4": "int4", "quark-uint4-in-order": "int4",
 }  # fmt: skip
 
 
@@ -83,6 +92,17 @@ def test_codes_of_a_checkpoint(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(matrix.decoded(), wanted.half(), rtol=2e-3, atol=1e-4)
         x = torch.randn(3, wanted.shape[1], generator=torch.Generator().manual_seed(1)).half()
         torch.testing.assert_close(matrix.multiply(x).float(), x.float() @ wanted.t(), rtol=1e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("name", ["gptq-4-sym", "ct-w8a8-fp8"])
+def test_a_tensor_that_holds_some_parts_of_a_matrix(tmp_path: Path, name: str) -> None:
+    form, _, _ = FORMS[name]
+    write(tmp_path, "Qwen3_5ForCausalLM", Form(form.config, form.write, r"in_proj_(qkv|z)\.weight$"))
+    plain = EngineArgs(model=str(tmp_path), dtype="float32", device="cpu").create_engine_config()
+    wanted = dict(matrices_of(load_model(plain, "cpu")))["layers.0.attn.up"].numbers
+    up = coded_of(as_on_a_device(tmp_path))["layers.0.attn.up"]
+    assert tuple(up.shape.parts) == ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z") and up.coded()
+    torch.testing.assert_close(up.decoded(), wanted.half(), rtol=2e-3, atol=1e-4)
 
 
 def test_parts_that_are_coded_differently_stay_apart(tmp_path: Path) -> None:
@@ -213,6 +233,21 @@ def test_weights_that_replace_others_lie_where_those_did(tmp_path: Path) -> None
     other.finish()
     with pytest.raises(ConfigError, match="must be coded as those were"):
         other._write("q", numbers[:48])
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_zero_points_between_codes_lose_no_more_than_numbers_of_16_bits(bits: int) -> None:
+    """Kernels subtract the zero point in bfloat16, as here; numbers are as large as the codes' range."""
+    draw = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 1 << bits, (48, 128), generator=draw, dtype=torch.uint8)
+    zero = ((1 << bits) - 1) / 2 + torch.rand((48, 2), generator=draw) - 0.5
+    coded = AffineCodes(codes, bits, Grid(torch.ones(48, 2), 1, 64), Grid(zero, 1, 64))
+    weight = device_codes(coded)
+    assert weight is not None and weight.zero is not None
+    torch.testing.assert_close(decode_weight(weight, torch.float32), coded.numbers(), rtol=1e-5, atol=1e-6)
+    less = (weight.zero.t() - MIDDLE).bfloat16().repeat_interleave(64, 1)
+    found = (open_chunks(weight.codes).bfloat16() - MIDDLE) - less
+    assert (found.float() - coded.numbers()).abs().max() <= 2**-8 * coded.numbers().abs().max()
 
 
 def test_forms_that_round_nothing() -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from quire import LLM, SamplingParams
+from quire import LLM, LoRARequest, SamplingParams
 from quire.attention.cpu import CpuAttention
+from quire.base import env
 from quire.config import EngineArgs
 from quire.loader.load import load_model
 from quire.ops.cpu.block import BlocksCall
 from quire.ops.cpu.native import kernels
 from tests import paged
+from tests.tiny_adapters import write_adapter
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
@@ -23,8 +26,11 @@ PROMPTS = [{"prompt_token_ids": [7, 9, 30, 4, 11, 80, 21, 6, 45]}, {"prompt_toke
 
 
 def answers(llm: LLM) -> list[Any]:
-    found = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    return [[sorted((t, e.logprob) for t, e in entry.items()) for entry in one.outputs[0].logprobs] for one in found]
+    return bits(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+
+def bits(outputs: list[Any]) -> list[Any]:
+    return [[sorted((t, e.logprob) for t, e in entry.items()) for entry in one.outputs[0].logprobs] for one in outputs]
 
 
 # one rotation; full and window groups in turn; a dense layer before mixtures; two rotations and none
@@ -63,6 +69,54 @@ def test_one_call_or_one_by_one(
         assert answers(llm) == at_once and sizes
     finally:
         llm.close()
+
+
+@pytest.fixture
+def same_bits() -> Iterator[None]:
+    """Which requests share a step depends on when adapters are read: bits must not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUIRE_BATCH_INVARIANT", "1")
+        env.forget_all()
+        yield
+    env.forget_all()
+
+
+@pytest.mark.parametrize("options", [{"quantization": "int8_wo"}, {"dtype": "bfloat16"}, {"lora_dtype": "bfloat16"}])
+def test_adapters_in_one_call_or_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_bits: None, options: dict[str, Any]
+) -> None:
+    """Steps of the base model and two adapters, one of which takes the other's slot later."""
+    model = make_tiny("LlamaForCausalLM", tmp_path / "model")
+    loras = [
+        LoRARequest(f"a{n}", n, write_adapter(model, tmp_path / f"a{n}", seed=n, rank=(2, 8, 5)[n - 1]).path)
+        for n in (1, 2, 3)
+    ]
+    with_adapters: list[bool] = []
+    run, refuses = BlocksCall.__call__, False
+
+    def counted(self: BlocksCall, x: Any, delta: Any, turns: Any, rows: Any = None) -> Any:
+        if refuses and rows is not None:
+            return None
+        with_adapters.append(rows is not None)
+        return run(self, x, delta, turns, rows)
+
+    monkeypatch.setattr(BlocksCall, "__call__", counted)
+
+    def both() -> list[Any]:
+        prompts: Any = [PROMPTS[0]] * 3 + [PROMPTS[1]]
+        requests = [[None, loras[0], loras[1], loras[0]], [loras[2], loras[0], None, loras[2]]]
+        return [bits(llm.generate(prompts, PARAMS, lora_request=some, use_tqdm=False)) for some in requests]
+
+    with LLM(
+        str(tmp_path / "model"), max_model_len=64, kv_cache_memory_bytes=8 << 20, device="cpu", enable_lora=True,
+        max_loras=2, max_lora_rank=8, enable_prefix_caching=False, **options,
+    ) as llm:  # fmt: skip
+        at_once = both()
+        assert any(with_adapters)
+        assert len({str(one) for one in at_once[0] + at_once[1]}) == 6, "of eight, two are asked twice"
+        refuses = True
+        with_adapters.clear()
+        assert both() == at_once and not any(with_adapters)
 
 
 def test_weights_that_are_replaced_are_read_from_then_on(tmp_path: Path) -> None:

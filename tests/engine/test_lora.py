@@ -14,7 +14,7 @@ import pytest
 from quire import LLM, AsyncEngineArgs, AsyncLLM, BeamSearchParams, EngineArgs, LLMEngine, LoRARequest, SamplingParams
 from quire.base import env
 from quire.schema.errors import InputError
-from tests.tiny_adapters import TinyAdapter, greedy, merge, write_adapter
+from tests.tiny_adapters import TinyAdapter, greedy, linear_modules, merge, write_adapter
 from tests.tiny_models import make_tiny
 
 PROMPTS = [[5, 9, 77, 100, 41, 8, 250, 33, 12, 4, 17, 18, 19, 20, 21, 22, 23, 24], [7, 7, 30], [99, 3, 2, 1, 60, 61]]
@@ -31,10 +31,15 @@ class Case:
         self.folder = folder
         self.model = make_tiny("LlamaForCausalLM", folder / "model")
         self.path = str(folder / "model")
+        ends = linear_modules(self.model, ("embed_tokens", "lm_head"))
+        everything = linear_modules(self.model, None) | ends
         self.adapters = [
-            write_adapter(self.model, folder / f"a{n}", seed=n, rank=(2, 4, 8)[n % 3], rslora=n % 2 == 0)
+            write_adapter(
+                self.model, folder / f"a{n}", seed=n, rank=(2, 4, 8)[n % 3], rslora=n % 2 == 0,
+                modules=everything if n % 3 == 0 else None,
+            )
             for n in range(1, 7)
-        ]
+        ]  # fmt: skip
         self._known: dict[tuple[str | None, tuple[int, ...]], list[int]] = {}
 
     def lora(self, number: int) -> LoRARequest | None:
@@ -137,23 +142,50 @@ def test_few_blocks_and_look_ahead(case: Case) -> None:
             assert counted["vllm:num_preemptions"].value > 0  # type: ignore[union-attr]
 
 
-def test_a_batch_has_the_bits_of_each_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+FEW_BLOCKS = {"kv_cache_memory_bytes": None, "max_model_len": 40, "num_gpu_blocks_override": 14, "block_size": 4}
+INVARIANT: dict[str, dict[str, Any]] = {
+    "alone": {"enable_prefix_caching": False},
+    "prefix cache": {"block_size": 4},
+    "preemption": {**FEW_BLOCKS, "enable_prefix_caching": False, "max_num_seqs": 7},
+    "look-ahead": {"async_scheduling": True, "enable_prefix_caching": False},
+    "everything": {**FEW_BLOCKS, "async_scheduling": True, "max_num_seqs": 7},
+}
+
+
+@pytest.mark.parametrize("name", INVARIANT)
+def test_a_batch_has_the_bits_of_each_alone(case: Case, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The base model and six adapters, some of them with an embedding and a head; twice, so that prefixes are found."""
     monkeypatch.setenv("QUIRE_BATCH_INVARIANT", "1")
     env.forget_all()
     try:
+        params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, logprobs=3)
+        prompts: Any = [{"prompt_token_ids": PROMPTS[number % 3]} for number in range(7)]
+        loras = [case.lora(number) for number in range(7)]
         with LLM(case.path, **OPTIONS, max_loras=6, enable_prefix_caching=False) as llm:
-            params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=3)
-            prompts: Any = [{"prompt_token_ids": PROMPTS[number % 3]} for number in range(7)]
-            loras = [case.lora(number) for number in range(7)]
-            together = llm.generate(prompts, params, lora_request=loras, use_tqdm=False)
-            for prompt, lora, one in zip(prompts, loras, together, strict=True):
-                alone = llm.generate(prompt, params, lora_request=lora, use_tqdm=False)[0].outputs[0]
-                assert alone.token_ids == one.outputs[0].token_ids
-                for mine, theirs in zip(alone.logprobs or [], one.outputs[0].logprobs or [], strict=True):
-                    assert {k: v.logprob for k, v in mine.items()} == {k: v.logprob for k, v in theirs.items()}
+            alone = [
+                bits_of(llm.generate(prompt, params, lora_request=lora, use_tqdm=False)[0])
+                for prompt, lora in zip(prompts, loras, strict=True)
+            ]
+        assert len({str(one) for one in alone}) == 7
+        with LLM(case.path, **(OPTIONS | INVARIANT[name]), max_loras=6, disable_log_stats=False) as llm:
+            for _ in range(2):
+                together = llm.generate(prompts, params, lora_request=loras, use_tqdm=False)
+                assert [bits_of(one) for one in together] == alone
+            counted = {metric.name: metric for metric in llm.get_metrics()}
+            if "num_gpu_blocks_override" in INVARIANT[name]:
+                assert counted["vllm:num_preemptions"].value > 0  # type: ignore[union-attr]
+            if name == "prefix cache":
+                assert sum(one.num_cached_tokens or 0 for one in together) > 0
     finally:
         monkeypatch.undo()
         env.forget_all()
+
+
+def bits_of(answer: Any) -> list[dict[int, float]]:
+    """The log probabilities of every step, by token."""
+    steps = answer.outputs[0].logprobs
+    assert len(steps) == len(answer.outputs[0].token_ids)
+    return [{token: one.logprob for token, one in step.items()} for step in steps]
 
 
 def test_what_cannot_be_read_fails_alone(case: Case, llm: LLM, tmp_path: Path) -> None:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.layers.linear import Linear
-from tests.tiny_adapters import TinyAdapter, expert_modules, greedy, linear_modules, merge, write_adapter
+from quire.schema.errors import InputError
+from tests.engine.lora_answers import PROMPT, check_like_merged, start
+from tests.engine.test_quantized_formats import FORMS
+from tests.quantized import write
+from tests.tiny_adapters import (
+    TinyAdapter,
+    expert_modules,
+    linear_modules,
+    stacked_parameters,
+    write_adapter,
+    write_stacked,
+)
 from tests.tiny_models import make_tiny
 
-PROMPT = [5, 9, 77, 100, 41, 8, 250, 33, 12]
-NUM_TOKENS = 6
 # architecture -> last names of the modules that are adapted; None: every matmul but the head
 CASES: dict[str, tuple[str, ...] | None] = {
     "LlamaForCausalLM": None,
@@ -30,46 +41,11 @@ CASES: dict[str, tuple[str, ...] | None] = {
     "DeepseekV3ForCausalLM": None,  # latent attention: kv_b_proj is absorbed
     "Qwen3NextForCausalLM": None,  # gated attention, delta rule, mixture with a shared expert
     "FalconH1ForCausalLM": None,  # state and attention side by side, factors folded into the weights
+    "MambaForCausalLM": None,  # in_proj, x_proj, dt_proj
+    "Mamba2ForCausalLM": None,
+    "JambaForCausalLM": None,
+    "Lfm2ForCausalLM": None,  # short convolutions
 }
-
-
-def start(folder: Path, **more: Any) -> LLM:
-    options: dict[str, Any] = dict(
-        dtype="float32", enable_lora=True, max_loras=2, max_lora_rank=8, max_model_len=64, seed=0,
-        kv_cache_memory_bytes=1 << 24,
-    )  # fmt: skip
-    return LLM(str(folder), **(options | more))
-
-
-def log_probabilities(model: Any, tokens: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        return torch.log_softmax(model(torch.tensor([tokens]), use_cache=False).logits[0].float(), -1)
-
-
-def check_like_merged(llm: LLM, model: Any, adapters: list[TinyAdapter], *, close: float = 2e-4) -> None:
-    """One batch of the base model and every adapter: tokens, and log probabilities of every position."""
-    loras = [None, *[LoRARequest(f"a{i}", i + 1, one.path) for i, one in enumerate(adapters)]]
-    models = [model, *[merge(model, one) for one in adapters]]
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0, prompt_logprobs=0)
-    prompts: Any = [{"prompt_token_ids": PROMPT}] * len(loras)
-    answers = llm.generate(prompts, params, lora_request=loras, use_tqdm=False)
-    texts = set()
-    for lora, expected, answer in zip(loras, models, answers, strict=True):
-        tokens = list(answer.outputs[0].token_ids)
-        texts.add(tuple(tokens))
-        assert tokens == greedy(expected, PROMPT, NUM_TOKENS), lora
-        assert answer.lora_request is lora
-        everything = PROMPT + tokens
-        scores = log_probabilities(expected, everything)
-        rows = [*(answer.prompt_logprobs or [])[1:], *(answer.outputs[0].logprobs or [])]
-        assert len(rows) == len(everything) - 1
-        for position, row in enumerate(rows):
-            token = everything[position + 1]
-            assert row is not None and abs(row[token].logprob - float(scores[position, token])) < close, (
-                lora,
-                position,
-            )
-    assert len(texts) > 1, "the adapters change nothing: the test cannot fail"
 
 
 @pytest.mark.parametrize("arch", CASES)
@@ -81,7 +57,8 @@ def test_adapters_are_merged_weights(arch: str, tmp_path: Path) -> None:
         write_adapter(model, tmp_path / "a2", targets=targets, rank=8, seed=2, rslora=True, as_bin=True),
     ]
     assert len(adapters[0].parts) >= 4
-    check_like_merged(start(tmp_path / "model"), model, adapters)
+    with start(tmp_path / "model") as llm:
+        check_like_merged(llm, model, adapters)
 
 
 @pytest.mark.parametrize("arch", ["Qwen3MoeForCausalLM", "MixtralForCausalLM"])
@@ -94,7 +71,118 @@ def test_adapters_of_single_experts(arch: str, tmp_path: Path) -> None:
         write_adapter(model, tmp_path / "a1", modules=modules, seed=1),
         write_adapter(model, tmp_path / "a2", modules=everything, seed=2, rank=8),
     ]
-    check_like_merged(start(tmp_path / "model"), model, adapters)
+    with start(tmp_path / "model") as llm:
+        check_like_merged(llm, model, adapters)
+
+
+def ends_of(model: Any) -> tuple[str, str]:
+    """Names of the embedding and of the head."""
+    wanted = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {id(module): name for name, module in model.named_modules()}
+    return names[id(wanted[0])], names[id(wanted[1])]
+
+
+ENDS = {
+    "LlamaForCausalLM": False,
+    "Gemma3ForCausalLM": True,  # vectors are scaled
+    "GPT2LMHeadModel": True,
+    "GPTNeoXForCausalLM": False,  # embed_in, embed_out
+    "FalconH1ForCausalLM": False,  # factors of both
+    "CohereForCausalLM": True,  # logits are scaled
+}
+
+
+@pytest.mark.parametrize("arch", ENDS)
+def test_adapters_of_the_embedding_and_the_head(arch: str, tmp_path: Path) -> None:
+    """Each alone, both together, and with another layer: where they share a matrix, adapters do not."""
+    model = make_tiny(arch, tmp_path / "model")
+    embedding, head = ends_of(model)
+    is_tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert is_tied == ENDS[arch]
+    inner = sorted(linear_modules(model, None))[0]
+    groups = [(embedding,), (head,), (embedding, head, inner)]
+    sizes = linear_modules(model, [name.rpartition(".")[2] for name in (embedding, head, inner)])
+    adapters = [
+        write_adapter(model, tmp_path / f"a{seed}", modules={name: sizes[name] for name in names}, seed=seed)
+        for seed, names in enumerate(groups)
+    ]
+    with start(tmp_path / "model", max_loras=3) as llm:
+        check_like_merged(llm, model, adapters, different=4)
+
+
+# architecture -> the parameters of its stacked experts in the order of the module, and their axes in a PEFT of today
+STACKED: dict[str, tuple[tuple[str, ...], str]] = {
+    "Qwen3MoeForCausalLM": (("gate_up_proj", "down_proj"), "e o i"),
+    "MixtralForCausalLM": (("gate_up_proj", "down_proj"), "e o i"),
+    "GptOssForCausalLM": (("gate_up_proj", "down_proj"), "e i o"),  # rows of gate and up alternate
+    "Llama4ForCausalLM": (("gate_up_proj", "down_proj"), "e o i"),  # weights multiply what goes into an expert
+    "DeepseekV3ForCausalLM": (("gate_up_proj", "down_proj"), "e o i"),
+    "GraniteMoeForCausalLM": (("gate_up_proj", "down_proj"), "e o i"),
+    "NemotronHForCausalLM": (("up_proj", "down_proj"), "e o i"),  # no gate
+}
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": {"intermediate_size": 80},
+    "Llama4ForCausalLM": {"num_experts_per_tok": 2},  # two rows of a mixture for each of the step
+}
+
+
+@pytest.mark.parametrize("arch", STACKED)
+def test_adapters_of_stacked_experts(arch: str, tmp_path: Path) -> None:
+    leaves, axes = STACKED[arch]
+    model = make_tiny(arch, tmp_path / "model", **SIZES.get(arch, {}))
+    options: dict[str, Any] = {"axes": axes, "config": {"peft_version": "0.21.2"}}
+    adapters = [
+        write_stacked(model, tmp_path / "both", leaves=leaves, seed=1, **options),
+        write_stacked(model, tmp_path / "down", leaves=leaves[1:], seed=2, rank=8, **options),
+        write_stacked(model, tmp_path / "up", leaves=leaves[:1], seed=3, rank=2, **options),
+    ]
+    assert all(one.parts for one in adapters)
+    with start(tmp_path / "model", max_loras=3) as llm:
+        check_like_merged(llm, model, adapters, different=4)
+
+
+def test_stacked_experts_of_other_versions(tmp_path: Path) -> None:
+    """A was that of the output once, where experts are stored as [experts, out, in]."""
+    model = make_tiny("Qwen3MoeForCausalLM", tmp_path / "model")
+    assert {tuple(p.shape) for p in stacked_parameters(model).values()} == {(4, 64, 64), (4, 64, 32)}, "one is square"
+    old = write_stacked(model, tmp_path / "old", axes="e i o", seed=1)  # the shape of down tells
+    alone = {"leaves": ("gate_up_proj",), "seed": 2}
+    older = write_stacked(model, tmp_path / "older", axes="e i o", config={"peft_version": "0.18.1"}, **alone)  # type: ignore[arg-type]
+    newer = write_stacked(model, tmp_path / "newer", axes="e o i", config={"peft_version": "0.19.1"}, **alone)  # type: ignore[arg-type]
+    unknown = write_stacked(model, tmp_path / "unknown", **alone)  # type: ignore[arg-type]
+    with start(tmp_path / "model", max_loras=3) as llm:
+        check_like_merged(llm, model, [old, older, newer], different=4)
+        with pytest.raises(InputError, match="without peft_version"):
+            llm.add_lora(LoRARequest("unknown", 9, unknown.path))
+
+
+def test_stacked_experts_that_are_modules(tmp_path: Path) -> None:
+    """Granite's checkpoints call them input_linear and output_linear, with weights of three axes."""
+    model = make_tiny("GraniteMoeForCausalLM", tmp_path / "model")
+    adapter = write_stacked(model, tmp_path / "a", leaves=("gate_up_proj",), config={"peft_version": "0.21.2"})
+    file, config = tmp_path / "a" / "adapter_model.safetensors", tmp_path / "a" / "adapter_config.json"
+    tensors = load_file(file)
+    assert any(".experts.lora_A" in name for name in tensors)
+    save_file({name.replace(".experts.", ".input_linear."): tensor for name, tensor in tensors.items()}, file)
+    changed = {"target_parameters": ["block_sparse_moe.input_linear.weight"]}
+    config.write_text(json.dumps(json.loads(config.read_text()) | changed))
+    with start(tmp_path / "model") as llm:
+        check_like_merged(llm, model, [adapter])
+
+
+@pytest.mark.parametrize("name", ["ct-w4a16", "awq", "gptq-4-sym", "fp8-tensor-static", "bnb-nf4"])
+def test_adapters_of_quantized_checkpoints(name: str, tmp_path: Path) -> None:
+    """The judge has the numbers that the checkpoint means, merged with the adapter; the base stays as it is."""
+    model = write(tmp_path / "model", "LlamaForCausalLM", FORMS[name][0])
+    everything = linear_modules(model, None) | linear_modules(model, ("embed_tokens", "lm_head"))
+    adapters = [
+        write_adapter(model, tmp_path / "a1", modules=everything, seed=1),
+        write_adapter(model, tmp_path / "a2", targets=("q_proj", "down_proj"), rank=8, seed=2),
+    ]
+    with start(tmp_path / "model") as llm:
+        check_like_merged(llm, model, adapters, close=1e-3, different=3)
 
 
 def hooked(llm: LLM, adapter: TinyAdapter) -> None:

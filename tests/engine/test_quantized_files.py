@@ -9,18 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from quire.base import env
 from quire.checkpoint.quantization import read_quantization
 from quire.config import EngineArgs
 from quire.loader.coded_stage import CodedStage
-from quire.loader.files import WeightPiece, find_weights, read_directory
+from quire.loader.files import WeightPiece, find_weights, read_directory, read_metadata
 from quire.loader.formats.parts import TensorAbout
 from quire.loader.load import load_model
 from quire.ops.cpu.native import kernels
 from quire.quant.coded import AffineCodes, FloatCodes
 from quire.schema.errors import CheckpointError, ConfigError, NotBuiltError
+from tests.engine.test_quantized_formats import FORMS, QUARK_MX4, error_to
+from tests.exporters import ao_float8, ao_int4, ao_integers, ao_tiles, hqq
 from tests.quantized import Form, awq, compressed, gptq, packed_ints, small_floats, static, write
 from tests.tiny_models import make_tiny
 
@@ -34,6 +37,11 @@ STATIC = Form(
     {"quant_method": "fp8", "activation_scheme": "static"},
     static(small_floats(0, 0, torch.float8_e4m3fn, "weight_scale", shape=())),
 )
+HQQ = hqq(4, 32, complete=True)
+AO8, AO4, TILES, AO_FP8 = ao_integers(8, 32, False), ao_int4(32), ao_tiles(32), ao_float8(16, 32)
+AO3 = ao_integers(3, 32, False)
+MX4, MX6, QUARK4 = FORMS["quark-mxfp4"][0], FORMS["quark-mxfp6-e3m2"][0], FORMS["quark-int4"][0]
+QUARK_STATIC, QUARK8 = FORMS["quark-fp8-tensor-static"][0], FORMS["quark-int8-rows"][0]
 PACKED = compressed("pack-quantized", packed_ints(4, 32, False), {"num_bits": 4, "type": "int"})
 DOWN = "model.layers.0.mlp.down_proj"
 
@@ -53,7 +61,8 @@ def load(folder, **options):
 
 def stage_of(folder, form):
     about = read_quantization({"quantization_config": form.config})
-    return CodedStage(read_directory(find_weights(str(folder))), about)
+    files = find_weights(str(folder))
+    return CodedStage(read_directory(files), about, read_metadata(files))
 
 
 def parameters(model):
@@ -64,17 +73,20 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("form", [GPTQ, PACKED, FP8], ids=["gptq", "compressed", "fp8"])
+@pytest.mark.parametrize("form", [GPTQ, PACKED, FP8, AO4], ids=["gptq", "compressed", "fp8", "torchao"])
 @pytest.mark.parametrize("eager", [False, True])
 def test_tensors_of_a_matrix_in_any_file_and_order(tmp_path, form, eager):
     write(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
     wanted = parameters(load(tmp_path))
     tensors = load_file(tmp_path / "model.safetensors")
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        about = file.metadata()
     (tmp_path / "model.safetensors").unlink()
     names = sorted(tensors, key=lambda name: name[::-1])  # by role, so that no matrix is in one file
     for at in range(3):
         part = {name: tensors[name] for name in reversed(names[at::3])}
-        save_file(part, tmp_path / f"model-{at + 1:05}-of-00003.safetensors")
+        some = {key: about[key] for key in list(about)[at::3]}  # metadata too is that of all files
+        save_file(part, tmp_path / f"model-{at + 1:05}-of-00003.safetensors", metadata=some)
     how = {"safetensors_load_strategy": "eager"} if eager else {}
     assert same(parameters(load(tmp_path, **how)), wanted)
 
@@ -86,6 +98,49 @@ def test_torch_files(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     assert same(parameters(load(tmp_path)), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "by"),
+    [
+        ("quark-fp8-tensor-static", "fp8", "static"),
+        ("quark-fp8-rows", "fp8", "token"),
+        ("quark-fp8-blocks", "none", "none"),
+        ("quark-int8-rows", "int8", "tensor"),
+        ("quark-mxfp4", "fp4", "group"),
+        ("ao-fp8", "none", "none"),
+        ("ao-fp8-fp8-rows", "fp8", "token"),
+        ("ao-fp8-fp8-tensor", "fp8", "tensor"),
+        ("ao-fp8-blocks", "fp8", "group"),
+        ("ao-int8", "none", "none"),
+        ("ao-int8-int8", "int8", "token"),
+        ("ao-int4", "none", "none"),
+        ("hqq-4", "none", "none"),
+    ],
+)
+def test_how_inputs_are_to_be_rounded(tmp_path, name, form, by):
+    write(tmp_path, "LlamaForCausalLM", FORMS[name][0], num_hidden_layers=1)
+    stage = stage_of(tmp_path, FORMS[name][0])
+    tensors = load_file(tmp_path / "model.safetensors")
+    pieces = stage.pass_on(WeightPiece(1, lambda name=name: [(name, tensors[name])]) for name in tensors)
+    made = {name: one for piece in pieces for name, one in piece.read()}
+    inputs = made[f"{DOWN}.weight"].inputs
+    assert (inputs.form, inputs.scaled_by) == (form, by) and (inputs.scale is not None) == (by == "static")
+
+
+def test_quark_with_several_schemes(tmp_path):
+    """Down projections in MXFP4, others in fp8 with static inputs: which one a matrix has, its tensors say."""
+    static_fp8, mx4 = FORMS["quark-fp8-tensor-static"][0], FORMS["quark-mxfp4"][0]
+    inputs = {**QUARK_MX4, "is_dynamic": True}
+    layers = {"*.down_proj": {"weight": QUARK_MX4, "input_tensors": inputs}, "model.nowhere": {"weight": QUARK_MX4}}
+    both = Form(
+        {**static_fp8.config, "layer_quant_config": layers},
+        lambda weight: (mx4 if weight.shape == (64, 96) else static_fp8).write(weight),
+    )
+    hf = write(tmp_path, "LlamaForCausalLM", both, num_hidden_layers=2)
+    assert error_to(load(tmp_path), hf) < 1e-4
+    made = {plan.module: set(plan.names) for plan in stage_of(tmp_path, both).plans}
+    assert made[DOWN] == {"weight", "weight_scale"} and "input_scale" in made["model.layers.0.mlp.up_proj"]
 
 
 def test_a_matrix_goes_on_as_soon_as_it_is_complete(tmp_path):
@@ -141,6 +196,55 @@ def test_what_the_gpu_will_want_is_there(tmp_path):
         (PACKED, "weight_shape", lambda t: t * 2, "do not hold a matrix of"),
         (PACKED, "weight_scale", lambda t: t[:, :2].clone(), "weight_zero_point"),
         (PACKED, "weight_zero_point", lambda t: t[:1].clone(), "expected 4 bits for each of the scales"),
+        (HQQ, "W_q", None, "no W_q"),
+        (HQQ, "zero", None, "no zero"),
+        (HQQ, "shape", None, "no shape"),
+        (HQQ, "W_q", lambda t: t[:7].clone(), r"192 x 32 codes of 4 bits are uint8 \[96, 32\]"),
+        (HQQ, "W_q", lambda t: t.to(torch.int32), r"is int32 .*codes of 4 bits are uint8"),
+        (HQQ, "scale", lambda t: t[:7].clone(), r"expected \[7, 1\], as its scales"),
+        (HQQ, "zero", lambda t: t * float("inf"), "not finite"),
+        (HQQ, "shape", lambda t: t * 0, r"says \[0, 0\]"),
+        (HQQ, "shape", lambda t: t.flip(0), r"\[96, 64\]"),
+        (HQQ, "group_size", lambda t: t + 8, "says 40, which does not divide the 96 columns"),
+        (HQQ, "group_size", lambda t: t * 0, "says 0; expected 1 to"),
+        (HQQ, "group_size", lambda t: t // 2, "codes of 4 bits are uint8"),
+        (HQQ, "axis", lambda t: t + 1, "says 2; expected 0 to 1"),
+        (HQQ, "nbits", lambda t: t - 1, "says 3, but its packing is 4bit_u8"),
+        (HQQ, "packing", lambda t: t + 1, "known are 8bit_u8, 4bit_u8"),
+        (HQQ, "packing", lambda t: t.repeat(10), "at most 64 bytes"),
+        (AO8, "_weight_qdata", None, "no qdata"),
+        (AO8, "_weight_scale", None, "no scale"),
+        (AO8, "_weight_zero_point", None, "no zero_point"),
+        (AO8, "_weight_scale", lambda t: t[:, :2].clone(), r"expected \[64, 3\]: \[64, 96\] in blocks of \[1, 32\]"),
+        (AO8, "_weight_zero_point", lambda t: t[:5].clone(), r"expected \[64, 3\]"),
+        (AO8, "_weight_scale", lambda t: t * float("nan"), "not finite"),
+        (AO8, "_weight_qdata", lambda t: t.float(), "is float32 .*expected int8"),
+        (AO8, "_weight_qdata", lambda t: t[None].clone(), "expected a matrix"),
+        (AO8, "_weight_qdata", lambda t: t[:, :80].clone(), r"block_size \[1, 32\] does not divide the 80 columns"),
+        (AO3, "_weight_qdata", lambda t: t + 2, "codes of 3 bits are -4 to 3"),
+        (AO4, "_weight_scale", lambda t: t[:2].clone(), "96 columns in groups of 32 have 3 scales, not 2"),
+        (AO4, "_weight_zero_point", lambda t: t[:, :5].clone(), r"expected \[3, 64\]"),
+        (AO4, "_weight_zero_point", lambda t: t / 0, "zero points that are not finite"),
+        (AO4, "_weight_scale", lambda t: t * 0, "scales that are 0"),
+        (TILES, "_weight_qdata", lambda t: t[:, :, :16].clone(), r"expected \[rows / 8, columns / 128, 32, 4\]"),
+        (TILES, "_weight_qdata", lambda t: t[:4].clone(), r"it holds \[32, 1024\] codes, but the matrix is \[64, 96\]"),
+        (TILES, "_weight_scale_and_zero", lambda t: t[:3].clone(), r"expected \[32, 64, 2\]"),
+        (AO_FP8, "_weight_scale", lambda t: t[:3].clone(), r"expected \[4, 3\]: \[64, 96\] in blocks of \[16, 32\]"),
+        (MX4, "weight_scale", None, "no weight_scale"),
+        (MX4, "weight_scale", lambda t: t[:, :2].clone(), r"expected \[64, 3\] \(one for each 32 columns\)"),
+        (MX4, "weight_scale", lambda t: t.float(), "no weight_scale_2"),
+        (MX4, "weight", lambda t: t[:, :40].clone(), "80 codes of a row are not groups of 32"),
+        (MX4, "weight", lambda t: t.repeat(1, 3)[:, :72].clone(), "144 codes of a row are not groups of 32"),
+        (MX4, "weight", lambda t: t.to(torch.int32), "no weights in int4 or uint4 for it"),
+        (MX6, "weight_scale", lambda t: t[:5].clone(), r"expected \[64, 4\]|not groups"),
+        (MX6, "weight_scale", lambda t: t | 255, "not finite"),
+        (QUARK4, "weight_scale", lambda t: t[:2].clone(), "96 columns in groups of 32 have 3 scales, not 2"),
+        (QUARK4, "weight_zero_point", lambda t: t[:, :2].clone(), r"expected \[3, 8\]"),
+        (QUARK4, "weight", lambda t: t[:80].clone(), "group size 32 does not divide the 80 columns"),
+        (QUARK_STATIC, "input_scale", None, "no input_scale"),
+        (QUARK8, "weight_zero_point", lambda t: t[:5].clone(), r"expected \[64\]"),
+        (QUARK8, "weight", lambda t: t[:, :8].clone().view(torch.uint8), "expected|no weight_scale_2"),
+        (HQQ, "quant_zero", lambda t: t + 1, "quantized themselves are not built"),
     ],
 )
 def test_what_is_wrong_is_one_error(tmp_path, form, ending, change, words):
@@ -201,8 +305,82 @@ def test_without_kernels_numbers_are_decoded(tmp_path, monkeypatch):
 
 
 def test_a_format_that_is_not_built(tmp_path):
-    write(tmp_path, "LlamaForCausalLM", Form({"quant_method": "hqq"}, GPTQ.write), num_hidden_layers=2)
-    with pytest.raises(NotBuiltError, match="hqq"):
+    write(tmp_path, "LlamaForCausalLM", Form({"quant_method": "aqlm"}, GPTQ.write), num_hidden_layers=2)
+    with pytest.raises(NotBuiltError, match="'aqlm', which is not built; the nearest supported is GPTQ with 2 bits"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            None,
+            r"'model.layers.0.mlp.down_proj._weight_qdata' is one of torchao's, but the files' metadata has no 'model",
+        ),
+        ("[", "does not describe a tensor: '\\['"),
+        ("[" * 100_000, "does not describe a tensor"),
+        ('{"_type": "Int8Tensor"}', "does not describe a tensor"),
+        ({"_type": "NVFP4Tensor"}, "NVFP4Tensor .*is not built; the nearest supported is NVFP4 of compressed-tensors"),
+        ({"_type": "Made"}, "torchao's Made .*is not built; Float8Tensor, Int8Tensor"),
+        ({"_type": "Int4Tensor"}, "qdata' is int8 .*96 columns|scale"),
+        ({"_data": {"block_size": [1]}}, r"says block_size = \[1\]; expected two numbers above 0"),
+        ({"_data": {"block_size": [1, -32]}}, r"says block_size = \[1, -32\]"),
+        ({"_data": {"block_size": [1, 40]}}, r"block_size \[1, 40\] does not divide the 96 columns"),
+        ({"_data": {"block_size": [1, 96]}}, r"expected \[64, 1\]"),
+        (
+            {"_type": "IntxUnpackedToInt8Tensor", "_data": {"block_size": [1, 32], "target_dtype": "int9"}},
+            "target_dtype = 'int9'; expected int1 to int8",
+        ),
+        ({"_tensor_data_names": ["qdata", "act_pre_scale"]}, "no act_pre_scale"),
+    ],
+)
+def test_metadata_of_torchao(tmp_path, change, words):
+    write(tmp_path, "LlamaForCausalLM", AO8, num_hidden_layers=2)
+    path, name = tmp_path / "model.safetensors", f"{DOWN}.weight"
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        about = file.metadata()
+    note = about.pop(name)
+    if change is not None:
+        about[name] = change if isinstance(change, str) else json.dumps({**json.loads(note), **change})
+    save_file(tensors, path, metadata=about)
+    with pytest.raises((CheckpointError, NotBuiltError), match=words) as caught:
+        load(tmp_path)
+    assert "down_proj" in str(caught.value)
+
+
+def test_experts_of_torchao_in_one_tensor(tmp_path):
+    write(tmp_path, "LlamaForCausalLM", AO8, num_hidden_layers=2)
+    path, module = tmp_path / "model.safetensors", "model.layers.0.mlp.experts"
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        about = file.metadata()
+    about[f"{module}.gate_up_proj"] = json.dumps({"_type": "Int8Tensor", "_data": {}})
+    tensors[f"{module}._gate_up_proj_qdata"] = torch.zeros(2, 8, 8, dtype=torch.int8)
+    save_file(tensors, path, metadata=about)
+    with pytest.raises(CheckpointError, match=r"gate_up_proj of all experts in one tensor is not built"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("form", [HQQ, AO8], ids=["hqq", "torchao"])
+def test_formats_that_pickle_are_not_unpickled(tmp_path, form, monkeypatch):
+    """Not even a file that could be read is opened."""
+    write(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+
+    def never(*args, **kwargs):
+        raise AssertionError("a torch file was read")
+
+    monkeypatch.setattr(torch, "load", never)
+    with pytest.raises(NotBuiltError, match=f"pytorch_model.bin .*{form.config['quant_method']}, which pickles"):
+        load(tmp_path)
+
+
+def test_files_of_hqq_itself(tmp_path):
+    make_tiny("LlamaForCausalLM", tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "qmodel.pt")
+    with pytest.raises(NotBuiltError, match=r"qmodel\.pt is a pickle of the hqq library"):
         load(tmp_path)
 
 

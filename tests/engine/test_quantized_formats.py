@@ -8,10 +8,11 @@ to a number of the configuration, is noticed.
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from quire.base import env
 from quire.config import EngineArgs
@@ -20,6 +21,20 @@ from quire.loader.load import load_model
 from quire.ops.cpu.native import kernels
 from quire.ops.packed import Packed, unpack
 from quire.schema.errors import QuireError
+from tests.exporters import (
+    HQQ_ONLY,
+    ao_float8,
+    ao_int4,
+    ao_integers,
+    ao_tiles,
+    hqq,
+    quark,
+    quark_int4,
+    quark_int8,
+    quark_mx4,
+    quark_mx6,
+    quark_spec,
+)
 from tests.paged import Paged
 from tests.quantized import (
     BNB_FP4,
@@ -37,6 +52,7 @@ from tests.quantized import (
     nvfp4_compressed,
     nvfp4_modelopt,
     packed_ints,
+    save_again,
     small_floats,
     static,
     write,
@@ -49,17 +65,30 @@ TOKEN = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
 IDS = [list(range(4, 40)), [300, 7, 7, 25]]
 TOLERANCE = 1e-4  # of logits, to the largest
 EXACT, MINIMA, ROUNDED = 0.0, 2**-10, 0.5 / 127  # of a stored number, to the largest of its 32 neighbours
-NOT_NUMBERS = ("input_scale", "weight_format")  # tensors that decoding does not read
+NOT_NUMBERS = ("input_scale", "weight_format", *HQQ_ONLY)  # tensors that decoding does not read
 
 
 def ints(bits, **more):
     return {"num_bits": bits, "type": "int", "symmetric": True, **more}
 
 
+def modelopt(algo):
+    return {"quant_method": "modelopt", "quant_algo": algo}
+
+
+def without_inputs(write):
+    def both(weight):
+        tensors, means = write(weight)
+        return {ending: tensor for ending, tensor in tensors.items() if ending != "input_scale"}, means
+
+    return both
+
+
 def fp8(**more):
     return {"quant_method": "fp8", "activation_scheme": "dynamic", **more}
 
 
+QUARK_MX4 = quark_spec("fp4", "per_group", group_size=32, scale_format="e8m0")
 BNB4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 FORMS = {  # name: form, kind on a CPU, error of its numbers
     "gptq-4-sym": (gptq(4, 32, True), "Q4Z", EXACT),
@@ -111,6 +140,11 @@ FORMS = {  # name: form, kind on a CPU, error of its numbers
         "Q8Z", ROUNDED,
     ),
     "modelopt-nvfp4": (Form({"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4_modelopt), "Q6Z", MINIMA),
+    "modelopt-fp8-rows": (
+        Form(modelopt("FP8_PER_CHANNEL_PER_TOKEN"), small_floats(1, 0, E4M3, "weight_scale", shape=(-1,))),
+        "Q8Z", ROUNDED,
+    ),
+    "modelopt-nvfp4-w4a16": (Form(modelopt("W4A16_NVFP4"), without_inputs(nvfp4_modelopt)), "Q6Z", MINIMA),
     "modelopt-mxfp8": (Form({"quant_method": "modelopt", "quant_algo": "MXFP8"}, mx8), "Q8Z", ROUNDED),
     "bnb-nf4": (Form(BNB4, bnb_table("nf4", NF4, False)), "Q8Z", ROUNDED),
     "bnb-nf4-nested": (
@@ -118,6 +152,55 @@ FORMS = {  # name: form, kind on a CPU, error of its numbers
     ),
     "bnb-fp4": (Form(BNB4, bnb_table("fp4", BNB_FP4, False)), "Q8Z", ROUNDED),
     "bnb-int8": (Form({"quant_method": "bitsandbytes", "load_in_8bit": True}, bnb_int8), "Q8Z", MINIMA),
+    "hqq-8": (hqq(8, 32), "Q8Z", ROUNDED),
+    "hqq-4": (hqq(4, 32, complete=True), "Q4M", MINIMA),
+    "hqq-4-floats": (hqq(4, 32, as_float=True), "Q4M", MINIMA),
+    "hqq-4-axis-0": (hqq(4, 16, 0), "Q8Z", ROUNDED),
+    "hqq-3": (hqq(3, 32), "Q4M", MINIMA),
+    "hqq-2": (hqq(2, 32), "Q4M", MINIMA),
+    "hqq-1": (hqq(1, 32), "Q4M", MINIMA),
+    "ao-int8": (ao_integers(8, 0, True), "Q8Z", EXACT),
+    "ao-int8-32-asym": (ao_integers(8, 32, False), "Q8Z", ROUNDED),
+    "ao-int8-int8": (ao_integers(8, 0, True, inputs=True), "Q8Z", EXACT),
+    "ao-fp8": (ao_float8(1, 0), "Q8Z", ROUNDED),
+    "ao-fp8-fp8-rows": (ao_float8(1, 0, "PerRow"), "Q8Z", ROUNDED),
+    "ao-fp8-fp8-tensor": (ao_float8(0, 0, "PerTensor"), "Q8Z", ROUNDED),
+    "ao-fp8-blocks": (ao_float8(16, 32, "PerBlock"), "Q8Z", ROUNDED),
+    "ao-int4": (ao_int4(32), "Q4M", MINIMA),
+    "ao-int4-tiles": (ao_tiles(32), "Q4M", MINIMA),
+    "ao-intx-4": (ao_integers(4, 32, True), "Q4Z", EXACT),
+    "ao-intx-4-asym-int8": (ao_integers(4, 32, False, inputs=True), "Q4M", MINIMA),
+    "ao-intx-3": (ao_integers(3, 32, False), "Q4Z", EXACT),
+    "quark-fp8-tensor-static": (
+        quark(static(small_floats(0, 0, E4M3, "weight_scale", shape=())), quark_spec("fp8_e4m3", "per_tensor"),
+              quark_spec("fp8_e4m3", "per_tensor")),
+        "Q8Z", ROUNDED,
+    ),
+    "quark-fp8-rows": (
+        quark(small_floats(1, 0, E4M3, "weight_scale", shape=(-1,)), quark_spec("fp8_e4m3", "per_channel"),
+              quark_spec("fp8_e4m3", "per_channel", dynamic=True)),
+        "Q8Z", ROUNDED,
+    ),
+    "quark-fp8-blocks": (
+        quark(small_floats(16, 32, E4M3, "weight_scale"), quark_spec("fp8_e4m3", "per_block", block_size=[16, 32])),
+        "Q8Z", ROUNDED,
+    ),
+    "quark-int8-rows": (
+        quark(quark_int8(True), quark_spec("int8", "per_channel"), quark_spec("int8", "per_tensor", dynamic=True)),
+        "Q8Z", MINIMA,
+    ),
+    "quark-int8-tensor": (quark(quark_int8(False), quark_spec("int8", "per_tensor")), "Q8Z", MINIMA),
+    "quark-mxfp4": (quark(quark_mx4, QUARK_MX4, {**QUARK_MX4, "is_dynamic": True}), "Q5Z", EXACT),
+    "quark-mxfp6-e3m2": (quark(quark_mx6(3), {**QUARK_MX4, "dtype": "fp6_e3m2"}), "Q8Z", ROUNDED),
+    "quark-mxfp6-e2m3": (quark(quark_mx6(2), {**QUARK_MX4, "dtype": "fp6_e2m3"}), "Q8Z", ROUNDED),
+    "quark-int4": (
+        quark(quark_int4(32, signed=True), quark_spec("int4", "per_group", group_size=32)), "Q4M", MINIMA,
+    ),
+    "quark-uint4-in-order": (
+        quark(quark_int4(32, signed=False, reorder=False), quark_spec("uint4", "per_group", group_size=32),
+              pack_method="order"),
+        "Q4M", MINIMA,
+    ),
 }  # fmt: skip
 NAMES = {"modelopt-fp8": "modelopt"}  # where the configuration itself does not say
 
@@ -216,7 +299,7 @@ def test_every_tensor_counts(tmp_path, name):
     for ending in endings:
         if ending in NOT_NUMBERS:
             continue
-        save_file({**good, module + ending: changed(good[module + ending])}, tmp_path / "model.safetensors")
+        save_again({**good, module + ending: changed(good[module + ending])}, tmp_path / "model.safetensors")
         try:
             found = error_to(load(tmp_path)[1], hf)
         except QuireError as wrong:
@@ -243,18 +326,28 @@ def test_every_tensor_is_needed(tmp_path, name):
     hf = write(tmp_path, "LlamaForCausalLM", form, num_hidden_layers=2)
     good = load_file(tmp_path / "model.safetensors")
     for ending in [key.removeprefix(module) for key in good if key.startswith(module)]:
-        save_file({key: one for key, one in good.items() if key != module + ending}, tmp_path / "model.safetensors")
-        if ending in ("g_idx", "weight_g_idx", "weight_zero_point", "weight_format") or (
-            ending == "input_scale" and "static" not in name and name != "modelopt-fp8"
-        ):  # without it, the matrix means something else
-            found = error_to(load(tmp_path)[1], hf)
-            assert (found < TOLERANCE) == (ending in NOT_NUMBERS or name in GROUPED_IN_PLACE), ending
-            continue
-        with pytest.raises(QuireError, match="down_proj"):
-            load(tmp_path)
+        save_again({key: one for key, one in good.items() if key != module + ending}, tmp_path / "model.safetensors")
+        without = meaning_without(name, ending)
+        if without == "refused":
+            with pytest.raises(QuireError, match="down_proj"):
+                load(tmp_path)
+        else:
+            assert (error_to(load(tmp_path)[1], hf) < TOLERANCE) == (without == "the same"), ending
 
 
-GROUPED_IN_PLACE = {name for name in FORMS if name.startswith("gptq") and "act-order" not in name}
+def meaning_without(name, ending):
+    """What a matrix is whose tensor is missing."""
+    if ending in (*HQQ_ONLY, "quant_scale", "quant_zero", "weight_format"):
+        return "the same"
+    if ending == "input_scale":
+        return "refused" if "static" in name or name == "modelopt-fp8" else "the same"
+    if ending == "weight_zero_point":
+        return {"quark-int8-rows": "the same", "quark-int8-tensor": "the same", "quark-uint4-in-order": "refused"}.get(
+            name, "another"
+        )
+    if ending in ("g_idx", "weight_g_idx"):
+        return "another" if "act-order" in name else "the same"
+    return "refused"
 
 
 @pytest.mark.parametrize(
@@ -291,6 +384,16 @@ OTHERS = [
     ("Qwen3MoeForCausalLM", "fp8-blocks", {}, LINEARS),
     ("Qwen3MoeForCausalLM", "ct-nvfp4", {}, LINEARS),
     ("Qwen3MoeForCausalLM", "bnb-nf4-nested", {}, LINEARS),
+    ("Qwen3MoeForCausalLM", "hqq-4", {}, LINEARS),
+    ("Phi3ForCausalLM", "hqq-3", {}, LINEARS),
+    ("Qwen3MoeForCausalLM", "quark-mxfp4", {}, LINEARS),
+    ("Qwen3MoeForCausalLM", "quark-fp8-rows", {}, LINEARS),
+    ("Phi3ForCausalLM", "quark-mxfp6-e2m3", {}, LINEARS),
+    ("Qwen3MoeForCausalLM", "ao-int4", {}, LINEARS),
+    ("Qwen3MoeForCausalLM", "ao-fp8-fp8-rows", {}, LINEARS),
+    ("Phi3ForCausalLM", "ao-int8-int8", {}, LINEARS),
+    ("Qwen3ForCausalLM", "ao-int4-tiles", {}, LINEARS.replace("(proj", "(lm_head|proj")),
+    ("Qwen3ForCausalLM", "ao-intx-4-asym-int8", {}, LINEARS.replace("(proj", "(embed_tokens|lm_head|proj")),
     ("DeepseekV3ForCausalLM", "fp8-blocks", {}, LINEARS),
     ("DeepseekV3ForCausalLM", "ct-w8a8-int8", {}, LINEARS),
     ("DeepseekV3ForCausalLM", "bnb-nf4", {}, LINEARS),
@@ -308,7 +411,7 @@ OTHERS = [
 )
 def test_architectures(tmp_path, arch, name, sizes, matrices):
     form, _, error = FORMS[name]
-    hf = write(tmp_path, arch, Form(form.config, form.write, matrices, form.extra), **sizes)
+    hf = write(tmp_path, arch, replace(form, matrices=matrices), **sizes)
     _, decoded = load(tmp_path)
     assert error_to(decoded, hf) < TOLERANCE
     if kernels() is None:
@@ -317,6 +420,57 @@ def test_architectures(tmp_path, arch, name, sizes, matrices):
     worst, packed = largest_error(decoded, stored)
     assert worst <= error * 1.01 and packed > 20_000
     assert math.isfinite(error_to(stored, hf))
+
+
+LARGE = {"hidden_size": 256, "intermediate_size": 192, "num_hidden_layers": 1}
+BLOCKS_OF_128 = small_floats(128, 128, E4M3, "weight_scale_inv")
+
+
+def four_axes(weight):
+    tensors, means = BLOCKS_OF_128(weight)
+    return {"weight": tensors["weight"], "weight_scale": tensors["weight_scale_inv"][:, None, :, None]}, means
+
+
+def mixed(weight):
+    """Down projections in NVFP4, others in fp8."""
+    return (nvfp4_modelopt if weight.shape[1] == 96 else static(small_floats(0, 0, E4M3, "weight_scale")))(weight)
+
+
+MODELOPT = {
+    "FP8_PB_WO": (Form(modelopt("FP8_PB_WO"), BLOCKS_OF_128), LARGE, ("weight", "weight_scale_inv")),
+    "FP8_PB_WO-4": (Form(modelopt("FP8_PB_WO"), four_axes), LARGE, ("weight", "weight_scale")),
+    "MIXED_PRECISION": (
+        Form({**modelopt("MIXED_PRECISION"), "quantized_layers": {}}, mixed),
+        {"num_hidden_layers": 1}, ("weight", "weight_scale", "weight_scale_2"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELOPT)
+def test_forms_of_modelopt(tmp_path, name):
+    """Those whose matrices are wider than other tests', or coded in several ways."""
+    form, sizes, endings = MODELOPT[name]
+    hf = write(tmp_path, "LlamaForCausalLM", form, **sizes)
+    good = load_file(tmp_path / "model.safetensors")
+    assert error_to(load(tmp_path)[1], hf) < TOLERANCE
+    for module in ("mlp.down_proj", "self_attn.q_proj"):
+        for ending in endings:
+            key = f"model.layers.0.{module}.{ending}"
+            if key in good:
+                save_again({**good, key: swapped(good[key])}, tmp_path / "model.safetensors")
+                assert error_to(load(tmp_path)[1], hf) > 20 * TOLERANCE, key
+                save_again({k: one for k, one in good.items() if k != key}, tmp_path / "model.safetensors")
+                with pytest.raises(QuireError, match=module):
+                    load(tmp_path)
+    if kernels() is not None:
+        save_again(good, tmp_path / "model.safetensors")
+        worst, packed = largest_error(load(tmp_path)[1], load(tmp_path, quantization="modelopt")[1])
+        assert packed > 20_000 and worst <= ROUNDED * 1.01
+
+
+def swapped(tensor):
+    """Blocks in another order, or another number."""
+    return tensor.flip(0) if tensor.dim() and len(tensor) > 1 else tensor * 1.25
 
 
 def test_gpt_oss(tmp_path):

@@ -154,6 +154,16 @@ def test_running_states_are_refused(arch, tmp_path):
     assert "recurrent state" in str(refused.value) or "no keys and values" in str(refused.value)
 
 
+def test_a_model_whose_own_code_fails_is_refused(tmp_path):
+    """As configurations with numbers that it does not take make it do, when it runs."""
+    make_tiny("OPTForCausalLM", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dropout": -0.1}))
+    model = open_fallback(tmp_path)
+    with pytest.raises(RefusalError, match="fails on a text of its own with ValueError: dropout probability"):
+        model.read_folder(str(tmp_path))
+
+
 def test_the_engine_refuses_states_with_the_reason(tmp_path):
     make_tiny("Lfm2ForCausalLM", tmp_path)
     with pytest.raises(ConfigError, match="recurrent state"):

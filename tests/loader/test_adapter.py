@@ -21,7 +21,7 @@ from quire.models.build import build_model
 from quire.schema.adapters import AdapterPlacement, AdapterRead, AdapterSource
 from quire.schema.errors import CheckpointError
 from quire.worker.adapters import WorkerAdapters
-from tests.tiny_adapters import write_adapter
+from tests.tiny_adapters import write_adapter, write_stacked
 from tests.tiny_models import tiny_config, tiny_model
 
 LIMITS = AdapterLimits(8, torch.float32)
@@ -86,8 +86,9 @@ def test_what_is_read(folder: Path, places: AdapterPlaces) -> None:
 def test_scales(folder: Path, places: AdapterPlaces) -> None:
     configure(folder, use_rslora=True)
     assert scales(read(folder, places)) == {3.0}
-    configure(folder, use_rslora=False, alpha_pattern={"q_proj": 8})
-    assert scales(read(folder, places)) == {1.5, 2.0}
+    for pattern in ("q_proj", r".*\.q_proj", "^self_attn.q_proj$"):
+        configure(folder, use_rslora=False, alpha_pattern={pattern: 8})
+        assert scales(read(folder, places)) == {1.5, 2.0}
 
 
 def test_other_spellings(folder: Path, places: AdapterPlaces) -> None:
@@ -106,7 +107,12 @@ def test_other_spellings(folder: Path, places: AdapterPlaces) -> None:
         ({"modules_to_save": ["lm_head"]}, ["modules_to_save", "lm_head"]),
         ({"bias": "all"}, ["bias", "all"]),
         ({"lora_bias": True}, ["lora_bias"]),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, ["target_parameters"]),
+        ({"target_parameters": "mlp.experts.gate_up_proj"}, ["target_parameters"]),
+        ({"use_bdlora": {"a": 1}}, ["use_bdlora"]),
+        ({"arrow_config": {"a": 1}}, ["arrow_config"]),
+        ({"kasa_config": {"a": 1}}, ["kasa_config"]),
+        ({"monteclora_config": {"a": 1}}, ["monteclora_config"]),
+        ({"init_lora_weights": "lora_ga"}, ["init_lora_weights", "lora_ga"]),
         ({"init_lora_weights": "pissa_niter_4"}, ["init_lora_weights", "pissa"]),
         ({"target_modules": [3]}, ["target_modules"]),
         ({"target_modules": []}, ["target_modules"]),
@@ -160,12 +166,41 @@ def unknown_layer(tensors: dict[str, torch.Tensor]) -> None:
     tensors["base_model.model.model.layers.99.self_attn.q_proj.lora_A.weight"] = torch.zeros(4, 64)
 
 
-def head(tensors: dict[str, torch.Tensor]) -> None:
+def half_a_head(tensors: dict[str, torch.Tensor]) -> None:
     tensors["base_model.model.lm_head.lora_A.weight"] = torch.zeros(4, 64)
 
 
-def embedding(tensors: dict[str, torch.Tensor]) -> None:
+def larger_head(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["base_model.model.lm_head.lora_A.weight"] = torch.zeros(4, 64)
+    tensors["base_model.model.lm_head.lora_B.weight"] = torch.zeros(321, 4)
+
+
+def half_an_embedding(tensors: dict[str, torch.Tensor]) -> None:
     tensors["base_model.model.model.embed_tokens.lora_embedding_A"] = torch.zeros(4, 320)
+
+
+def larger_embedding(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["base_model.model.model.embed_tokens.lora_embedding_A"] = torch.zeros(4, 321)
+    tensors["base_model.model.model.embed_tokens.lora_embedding_B"] = torch.zeros(64, 4)
+
+
+def embedding_as_matrix(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["base_model.model.model.embed_tokens.lora_A.weight"] = torch.zeros(4, 64)
+    tensors["base_model.model.model.embed_tokens.lora_B.weight"] = torch.zeros(320, 4)
+
+
+def matrix_as_embedding(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{LAYER}.q_proj.lora_embedding_A"] = torch.zeros(4, 64)
+
+
+def other_embedding(tensors: dict[str, torch.Tensor]) -> None:
+    """A resized one, beside its adapter."""
+    tensors["base_model.model.model.embed_tokens.weight"] = torch.zeros(322, 64)
+
+
+def only_copies(tensors: dict[str, torch.Tensor]) -> None:
+    tensors.clear()
+    tensors["base_model.model.lm_head.weight"] = torch.zeros(320, 64)
 
 
 def magnitudes(tensors: dict[str, torch.Tensor]) -> None:
@@ -192,8 +227,14 @@ def twice(tensors: dict[str, torch.Tensor]) -> None:
         (integers, ["int32"]),
         (infinite, ["lora_B", "not finite"]),
         (unknown_layer, ["layers.99", "no layers"]),
-        (head, ["lm_head", "not in this version"]),
-        (embedding, ["embedding", "not in this version"]),
+        (half_a_head, ["lm_head", "no lora_B"]),
+        (larger_head, ["lm_head", "[321, 4]", "[320, rank]", "another model"]),
+        (half_an_embedding, ["embed_tokens", "no lora_embedding_B"]),
+        (larger_embedding, ["embed_tokens", "[4, 321]", "[rank, 320]", "another model"]),
+        (embedding_as_matrix, ["embed_tokens", "no lora_embedding_A"]),
+        (matrix_as_embedding, ["q_proj", "lora_embedding_A"]),
+        (other_embedding, ["embed_tokens.weight", "[322, 64]", "[320, 64]", "replace"]),
+        (only_copies, ["no adapters"]),
         (magnitudes, ["DoRA"]),
         (other_tensor, ["q_proj.weight", "neither"]),
         (twice, ["qkv_proj", "as one and in parts"]),
@@ -207,6 +248,92 @@ def test_tensors_that_are_refused(
     change(folder, edit)
     with pytest.raises(CheckpointError) as refused:
         read(folder, places)
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_copies_of_the_base_model_are_compared(tmp_path: Path) -> None:
+    """PEFT stores the whole embedding and head beside their adapters: equal ones are of no use, others are refused."""
+    theirs = tiny_model("LlamaForCausalLM")
+    ours: Any = build_model(theirs.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, dtype=torch.bfloat16)
+    ours.load_weights(theirs.state_dict().items())
+    places = AdapterPlaces(ours, ours.table())
+    write_adapter(theirs, tmp_path, targets=("embed_tokens", "lm_head"))
+    names = {
+        "base_model.model.model.embed_tokens.base_layer.weight": theirs.model.embed_tokens.weight.detach(),
+        "base_model.model.lm_head.base_layer.weight": theirs.lm_head.weight.detach(),
+    }
+    change(tmp_path, lambda tensors: tensors.update({name: tensor.clone() for name, tensor in names.items()}))
+    adapter = read(tmp_path, places)
+    assert len(adapter.tables) == len(adapter.linears) == 1
+    for name in names:
+        changed = names[name].clone()
+        changed[319, 63] += 1
+        change(tmp_path, lambda tensors, name=name, changed=changed: tensors.update({name: changed}))  # type: ignore[misc]
+        with pytest.raises(CheckpointError, match=f"{name}.* replaces the model's own"):
+            read(tmp_path, places)
+        change(tmp_path, lambda tensors, name=name: tensors.update({name: names[name].clone()}))  # type: ignore[misc]
+    assert read(tmp_path, places).digest == adapter.digest
+
+
+EXPERTS = "base_model.model.model.layers.1.mlp.experts"
+
+
+@pytest.fixture(scope="module")
+def mixture() -> AdapterPlaces:
+    config = tiny_config("Qwen3MoeForCausalLM").to_dict() | {"architectures": ["Qwen3MoeForCausalLM"]}
+    model: Any = build_model(config, dtype=torch.float32)
+    return AdapterPlaces(model, model.table())
+
+
+def fewer_experts(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{EXPERTS}.lora_A.weight"] = torch.zeros(12, 32)
+    tensors[f"{EXPERTS}.lora_B.weight"] = torch.zeros(64, 12)
+
+
+def narrower_experts(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{EXPERTS}.lora_A.weight"] = torch.zeros(16, 31)
+
+
+def uneven_experts(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{EXPERTS}.lora_A.weight"] = torch.zeros(17, 32)
+
+
+def one_pair(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[f"{EXPERTS}.lora_A.weight"], tensors[f"{EXPERTS}.lora_B.weight"]
+
+
+def single_expert(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{EXPERTS}.3.down_proj.lora_A.weight"] = torch.zeros(4, 32)
+    tensors[f"{EXPERTS}.3.down_proj.lora_B.weight"] = torch.zeros(64, 4)
+
+
+@pytest.mark.parametrize(
+    ("edit", "changes", "words"),
+    [
+        (fewer_experts, {}, ["down_proj", "rank 3", "says 4"]),
+        (narrower_experts, {}, ["down_proj", "[16, 31]", "[4 * rank, 32]"]),
+        (uneven_experts, {}, ["down_proj", "[17, 32]", "[4 * rank, 32]"]),
+        (one_pair, {}, ["experts", "1 pairs", "2 target_parameters", "gate_up_proj, down_proj"]),
+        (single_expert, {}, ["layers.1.mlp.experts", "as one and in parts"]),
+        (dict.copy, {"target_parameters": []}, ["target_modules"]),
+        (dict.copy, {"target_parameters": [], "target_modules": None}, ["experts", "target_parameters"]),
+        (dict.copy, {"target_parameters": ["experts.other"]}, ["experts", "target_parameters"]),
+        (dict.copy, {"target_parameters": [3]}, ["target_parameters"]),
+        (dict.copy, {"target_parameters": ["a"] * 4097}, ["4097", "4096"]),
+        (dict.copy, {"r": 8}, ["rank 4", "says 8"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_stacked_experts_that_are_refused(
+    tmp_path: Path, mixture: AdapterPlaces, edit: Callable[[dict[str, torch.Tensor]], None], changes: dict[str, Any],
+    words: list[str],
+) -> None:  # fmt: skip
+    write_stacked(tiny_model("Qwen3MoeForCausalLM"), tmp_path)
+    assert {len(experts) for experts in read(tmp_path, mixture).experts.values()} == {4}
+    change(tmp_path, edit)
+    configure(tmp_path, **changes)
+    with pytest.raises(CheckpointError) as refused:
+        read(tmp_path, mixture)
     assert all(word in str(refused.value) for word in words), refused.value
 
 
@@ -292,7 +419,7 @@ def test_a_digest_tells_weights_apart(folder: Path, places: AdapterPlaces) -> No
 
 
 def test_weights_that_changed_are_not_read_again_under_the_same_serial(folder: Path, places: AdapterPlaces) -> None:
-    adapters = WorkerAdapters(partial(read_adapter, places=places, limits=LIMITS), (), ())
+    adapters = WorkerAdapters(partial(read_adapter, places=places, limits=LIMITS), ())
 
     def reading(serial: int, digest: str = "") -> AdapterRead:
         adapters.begin(AdapterSource(serial=serial, name="tuned", path=str(folder), digest=digest))

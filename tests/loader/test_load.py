@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from quire.config import EngineArgs
 from quire.layers.stored import reopen_matrices
 from quire.loader import load as loading
+from quire.loader.dummy import DUMMY_STD
 from quire.loader.files import WeightPiece
 from quire.loader.gguf_file import GGUFWeights
 from quire.loader.to_device import Sender
@@ -185,7 +186,7 @@ def test_dummy_weights_depend_on_seed_and_name_only(tiny, tmp_path, layout):
     assert same(first, parameters(loading.load_model(config_for(tmp_path, load_format="dummy"), "cpu")))
     assert not same(first, parameters(loading.load_model(config_for(tmp_path, load_format="dummy", seed=5), "cpu")))
     both = torch.cat([first["layers.0.attn.qkv.weight"].flatten(), first["embed.weight"].flatten()])
-    assert abs(both.mean()) < 1e-3 and abs(both.std() - loading.DUMMY_STD) < 1e-3
+    assert abs(both.mean()) < 1e-3 and abs(both.std() - DUMMY_STD) < 1e-3
     assert not torch.equal(first["layers.0.attn.qkv.weight"], first["layers.1.attn.qkv.weight"])
     rows = first["embed.weight"]
     assert len({tuple(row.tolist()) for row in rows}) == len(rows)

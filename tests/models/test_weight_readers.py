@@ -47,14 +47,15 @@ MULTIPLIES = {  # through the stored matrix, which is all that an adapter or a h
 }  # fmt: skip
 READS = {  # numbers for an op that does more: only in steps without a veto
     "layers/linear.py": {"Linear.read_plain", "Linear.read_few"},
-    "layers/mlp.py": {"Mlp.join", "Mlp.is_few", "Mlp.in_parts"},
+    "layers/mlp.py": {"Mlp.join", "Mlp.few_matrices", "Mlp.in_parts", "Mlp.of_rounded"},
     "layers/moe.py": {"Moe.join"},
     "layers/mla.py": {"LatentAttention._carry"},
-    "models/blocks.py": {"Few.__call__", "Few.is_open", "InParts.__call__", "_weights"},
+    "models/blocks.py": {"Few.__call__", "Few.matrices", "InParts.__call__", "Rounding.__call__", "_weights"},
 }
 OTHERS = {  # have a `weight` that is no matrix, or one that no adapter changes, or decode the numbers of a file
     "layers/attention.py": {"Attention.prep"},
     "layers/kda.py": {"Kda.__init__"},
+    "layers/places.py": {"AdapterPlaces.is_weight_of"},  # compares an adapter's copy with the model's own
     "layers/norm.py": {"Norm.__init__", "Norm._choose", "Norm._choose_joined", "Norm.rule"},
     "layers/relative.py": {"RelativeScores.__init__", "RelativeScores.forward", "RelativeScores.slots"},
     "layers/ssm.py": {"Conv.__init__", "Conv.slots", "DeltaNet.__init__", "Mamba.__init__", "Mamba2.__init__",
@@ -175,7 +176,7 @@ class Fused(Kernels):
 
     def of(self, op: Any) -> Any:
         most = vars(self)["_most"].get(op)
-        return op.reference if most is None else lambda width, dtype: most
+        return op.reference if most is None else lambda *_: most
 
 
 WAYS = [("LlamaForCausalLM", 3, 0), ("Qwen2ForCausalLM", 3, 0), ("Qwen3MoeForCausalLM", 3, 0),

@@ -4,8 +4,18 @@ import pytest
 import torch
 
 from quire.layers.batch import Batch, NoAttention
+from quire.layers.mlp import Mlp
+from quire.layers.moe import Moe
+from quire.loader.dummy import fill_dummy
+from quire.loader.online import coder_of
 from quire.models.build import build_model
-from quire.ops.few import few_rows
+from quire.ops.coded import CodedWeight, coded_linear, quantize_rows
+from quire.ops.few import few_rows, part_rows
+from quire.ops.op import Kernels
+from quire.ops.rounded import RoundedRows, rounded_linear, rounded_rows
+from quire.quant.arena import Arena
+from quire.quant.coded_scheme import CodedChoice, CodedScheme
+from quire.quant.scheme import Storage
 from tests.replaced_form import replaced
 from tests.tiny_models import tiny_config
 
@@ -78,3 +88,83 @@ def test_blocks_of_other_shapes_have_no_such_way(name, preferred):
 
 def test_a_device_that_prefers_nothing_has_no_such_way():
     assert all(block.few is None for block in built("LlamaForCausalLM").layers)
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+def test_codes_are_read_where_the_device_reads_them(name, form, monkeypatch):
+    """In parts where `part_rows` takes them, else rows with one scale by the way for a few rows, and others by none."""
+    seen, readable = [], True
+
+    def most(width, dtype, matrices):
+        seen.append([type(matrix) for matrix in matrices])
+        return 2 * TOKENS if readable else 0
+
+    calls = []
+    for way in ("join", "in_parts"):
+        for kind in (Mlp, Moe):
+            run = getattr(kind, way)
+            monkeypatch.setattr(kind, way, lambda self, *rest, way=way, run=run: calls.append(way) or run(self, *rest))
+    with replaced(few_rows, "cpu", lambda width, dtype: TOKENS), replaced(part_rows, "cpu", most):
+        for readable in (True, False):
+            model = coded(name, form)
+            found = {rows: forward(model, rows) for rows in (TOKENS, 2 * TOKENS, 2 * TOKENS + 1)}
+            other = "join" if form == "fp8" else ""
+            ways = ["in_parts" if readable else other, "in_parts" if readable else "", ""]
+            assert calls == [way for way in ways for _ in model.layers if way]
+            calls.clear()
+            for block in model.layers:
+                block.few = None
+            for rows, result in found.items():
+                wanted = forward(model, rows)
+                assert wanted.abs().sum() > 0
+                torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
+    assert seen and all(kinds == [CodedWeight] * (2 if "Moe" in name else 4) for kinds in seen)
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
+def test_inputs_are_rounded_where_they_are_made(name, form):
+    """From as many rows on as the device says, as rounding before every matmul does; of codes that round."""
+
+    def separately(x, weight, bias=None):
+        if len(x) <= TOKENS or not weight.rounds:
+            return coded_linear.reference(x, weight, bias)
+        codes = RoundedRows(*quantize_rows.reference(x, weight.codes.dtype, weight.width), x.dtype)
+        return rounded_linear.reference(codes, weight, bias)
+
+    seen = []
+
+    def least(matrices):
+        seen.append(len(matrices))
+        return TOKENS + 1 if all(matrix.rounds for matrix in matrices) else 0
+
+    with (
+        replaced(few_rows, "cpu", lambda width, dtype: 1), replaced(rounded_rows, "cpu", least),
+        replaced(coded_linear, "cpu", separately),
+    ):  # fmt: skip
+        model = coded(name, form, bias=True)
+        found = {rows: forward(model, rows) for rows in (TOKENS, TOKENS + 1, 4 * TOKENS)}
+        assert seen == [4] * len(model.layers)
+        for block in model.layers:
+            assert (block.rounding.rows > 0) == (form == "fp8")
+            block.few = None
+        for rows, result in found.items():
+            torch.testing.assert_close(result, forward(model, rows), rtol=1e-5, atol=1e-5)
+    if form == "fp8":
+        exact = coded(name, form, bias=True)
+        assert not torch.allclose(found[4 * TOKENS], forward(exact, 4 * TOKENS), rtol=1e-4, atol=1e-4)
+
+
+def coded(name, form, bias=False):
+    config = tiny_config(name).to_dict() | {"architectures": [name]}
+    arena, kernels = Arena(torch.device("cpu")), Kernels(torch.device("cpu"))
+    matrices = CodedScheme(torch.float32, arena, kernels, coder_of(form))
+    storage = Storage(torch.float32, arena, kernels, CodedChoice(torch.float32, arena, kernels, matrices))
+    model = build_model(config, dtype=torch.float32, storage=storage)
+    fill_dummy(model, 0)
+    model.finish_weights()
+    if bias:
+        for parameter in (p for n, p in model.named_parameters() if n.endswith("bias")):
+            parameter.data.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return model

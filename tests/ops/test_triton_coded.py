@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 pytest.importorskip("tests.interpreted")
 
 from quire.ops import coded as ops
+from quire.ops.rounded import RowCode
 from quire.ops.triton import coded
 from tests import coded_cases as cases
 
@@ -51,6 +52,12 @@ def test_inputs_rounded_to_8_bits(dtype, group):
     off = (codes.float() - wanted.float()).abs().masked_fill(carried, 0)
     assert off.max() <= (1.0 if dtype is torch.int8 else 32.0)  # a quotient between two codes may go to the other one
     assert (off > 0).float().mean() < 0.01 and carried.float().mean() < 0.03
+
+
+@pytest.mark.parametrize("code", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize(("width", "group"), [(384, 0), (1000, 0), (384, 128)])
+def test_rounded_where_they_are_made(width, group, code):
+    cases.check_rounded(width, torch.float16, RowCode(code, group), "cpu", exact=False)
 
 
 @pytest.mark.parametrize("name", [name for name in cases.WEIGHTS if cases.WEIGHTS[name].rounds])

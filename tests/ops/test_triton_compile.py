@@ -181,6 +181,10 @@ CODED = {  # as 128 experts of 2048 x 768 have them; mxfp4: 32 of 2880 x 2880
     "fp8-rows": ({"w": "*fp8e4nv", "row_scale": WIDE}, {"FORM": 0, "BY_ROW": True}),
     "fp8-blocks": ({"w": "*fp8e4nv", "scale": WIDE}, {"FORM": 0, "SCALED": True, "BLOCK_N": 128, "BLOCK_K": 128}),
     "w4a16": ({"w": "*u8", "scale": HALF, "zero": "*u8"}, {"FORM": 2, "SCALED": True, "ZERO": True, "BLOCK_K": 128}),
+    "w4a16-between": (
+        {"w": "*u8", "scale": HALF, "zero": WIDE},
+        {"FORM": 2, "SCALED": True, "ZERO": True, "BLOCK_K": 64},
+    ),
     "mxfp4": ({"w": "*u8", "scale": "*u8"}, {"FORM": 1, "SCALED": True, "BLOCK_K": 32}),
     "nvfp4": (
         {"w": "*u8", "scale": "*fp8e4nv", "row_scale": WIDE},
@@ -253,19 +257,23 @@ def test_a_few_rows_of_codes(name, early):
 @pytest.mark.parametrize("early", [False, True])
 def test_rows(early):
     kinds = {
-        "x": HALF, "delta": HALF, "weight": HALF, "bias": "none", "out": HALF, "rows": "i32", "x_stride": "i32",
-        "x_head_stride": "i32", "delta_stride": "i32", "part_stride": "i32", "weight_stride": "i32", "eps": "fp32",
-        "offset": "fp32",
+        "x": HALF, "delta": HALF, "weight": HALF, "bias": "none", "out": HALF, "scales": "none", "rows": "i32",
+        "x_stride": "i32", "x_head_stride": "i32", "delta_stride": "i32", "part_stride": "i32", "weight_stride": "i32",
+        "eps": "fp32", "offset": "fp32",
     }  # fmt: skip
     constants = {
         "WIDTH": 4096, "HEADS": 1, "BLOCK": 4096, "ROWS": 1, "ADD": True, "LAYER": False, "WIDE": False,
-        "WEIGHT": True, "BIAS": False, "PARTS": 1, "EARLY": early,
+        "WEIGHT": True, "BIAS": False, "PARTS": 1, "LARGEST": 0.0, "GROUP": 4096, "EARLY": early,
     }  # fmt: skip
     compiled(norm._norm_kernel, kinds | {"delta": "*fp32"}, constants | {"PARTS": 4}, warps=16, early=early)
     compiled(norm._norm_kernel, kinds, constants, warps=16, early=early)
+    coded_kinds = kinds | {"out": "*fp8e4nv", "scales": WIDE}
+    compiled(norm._norm_kernel, coded_kinds, constants | {"LARGEST": 448.0, "GROUP": 128}, warps=16, early=early)
     kinds = {"x": HALF, "out": HALF, "stride": "i32", "alpha": "fp32", "limit": "fp32"}
     constants = {"WIDTH": 3072, "ACT": 0, "BLOCK": 2048, "EARLY": early}
     compiled(act._gated_kernel, kinds, constants, warps=8, early=early)
+    constants = {"WIDTH": 12288, "ACT": 0, "BLOCK": 16384, "LARGEST": 448.0, "GROUP": 128, "EARLY": early}
+    compiled(act._rounded_kernel, kinds | {"out": "*fp8e4nv", "scales": WIDE}, constants, warps=16, early=early)
     pointers = ("qkv", "q_out", "keys", "values", "q_weight", "k_weight", "cos", "sin")
     strides = (
         "stride",
@@ -391,7 +399,7 @@ def test_products_of_some_rows(rows):
     """Gluon kernels, which compile for Hopper alone."""
     skinny = pytest.importorskip("quire.ops.triton.skinny")
     source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
-    layout = skinny._LAYOUT
+    layout = pytest.importorskip("triton.experimental.gluon.language").NVMMASharedLayout(128, 16, 2)
     for kernel, ring, box, more in (
         (skinny._parts_kernel, skinny.WIDE, skinny.TILE.value, {"sums": "*fp32"}),
         (skinny._silu_kernel, skinny.NARROW, skinny.TILE.value // 2, {"out": HALF}),
@@ -411,19 +419,57 @@ def test_products_of_some_rows(rows):
         assert made.metadata.shared * ring.programs <= 227 << 10  # so many share a multiprocessor
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-blocks", "int8", "int4", "int4-zeros", "fp4"])
+@pytest.mark.parametrize("rows", [3, 17, 50, 200])
+@pytest.mark.parametrize("name", ["fp8", "fp8-blocks", "int8-groups", "int4", "int4-rows", "fp4"])
+def test_codes_times_some_rows(name, rows):
+    """As above; codes reach `wgmma` in registers, without a detour through shared or local memory."""
+    skinny = pytest.importorskip("quire.ops.triton.skinny_coded")
+    source = pytest.importorskip("triton.experimental.gluon._runtime").GluonASTSource
+    language = pytest.importorskip("triton.experimental.gluon.language")
+    kind = name.partition("-")[0]
+    packed, padded, half = "4" in kind, skinny._padded(rows), "bf16" if rows != 17 else "fp16"
+    for kernel, more in ((skinny._parts_kernel, {"sums": "*fp32"}), (skinny._silu_kernel, {"out": f"*{half}"})):
+        ring = skinny.ring_of(rows, 4096, gated="out" in more)
+        box = ring.tile // 2 if "out" in more else ring.tile
+        codes, staged = (language.NVMMASharedLayout(swizzle, 16, 2) for swizzle in (64 if packed else 128, 128))
+        flat = f"tensordesc<fp32[1,{box}],{language.NVMMASharedLayout(0, 32, 2)!r}>"
+        is_grouped = name not in ("fp8", "int4-rows")
+        kinds = {
+            "matrix": f"tensordesc<i16[{box},{32 if packed else 64}],{codes!r}>",
+            "rows": f"tensordesc<{half}[{padded},128],{staged!r}>", "bias": f"*{half}",
+            "scale": flat if is_grouped else "*fp32", **more,
+        }  # fmt: skip
+        constants = {
+            "TILE": ring.tile, "ROWS": padded, "PIECES": ring.pieces, "BUFFERS": ring.buffers,
+            "CODING": skinny._KINDS[kind], "GROUPED": is_grouped, "BIAS": True, "EARLY": True,
+        }  # fmt: skip
+        signature = {
+            param.name: "constexpr" if param.is_constexpr else kinds.get(param.name, "i32") for param in kernel.params
+        }
+        places = {(list(signature).index(name),): value for name, value in constants.items()}
+        options = {"num_warps": ring.tile // 16}
+        made = triton.compile(source(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options=options)
+        text = made.asm["ptx"]
+        assert "wgmma.mma_async" in text and "griddepcontrol.wait" in text and ".local" not in text
+        loop = text[text.index("mbarrier.try_wait") : text.rindex("wgmma.mma_async")]
+        assert "st.shared" not in loop  # what is widened stays in registers
+        assert made.metadata.shared <= 227 << 10
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-blocks", "int8", "int4", "int4-zeros", "int4-zeros-between", "fp4"])
 def test_coded_weights(name):
     """Every tile that is chosen, for both dtypes; no local memory, and 8-bit inputs reach their tensor cores."""
     form = coded.HALVES if "4" in name else coded.WIDENED
     group = {"fp8": 4096, "int8": 4096, "fp4": 16}.get(name, 128)
     pointer = "*u8" if form == coded.HALVES else "*fp8e4nv" if "fp8" in name else "*i8"
-    kind = {"int4-zeros": "int4"}.get(name, name)
+    kind = "int4" if name.startswith("int4") else name
+    zero = WIDE if "between" in name else "*u8" if "zeros" in name else "none"
     for rows, half in ((1, HALF), (1, "*fp16"), (24, HALF), (200, HALF)):
         weight = CodedWeight(kind, None, None, None, 4096, 4096, group)
         tile = coded.tile_for(rows, weight)
         kinds = {
-            "x": half, "codes": pointer, "scale": WIDE, "zero": "*u8" if "zeros" in name else "none", "bias": "none",
-            "out": half, "rows": "i32", "x_stride": "i32",
+            "x": half, "codes": pointer, "scale": WIDE, "zero": zero, "bias": "none", "out": half,
+            "rows": "i32", "x_stride": "i32",
         }  # fmt: skip
         constants = {
             "N": 4096, "K": 4096, "GROUP": group, "HALF": (16 if group == 16 else 64) if form == coded.HALVES else 0,

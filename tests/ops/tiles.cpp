@@ -32,10 +32,10 @@ QC_API void tiles_attend(const qc_attention* work) {
 }
 
 QC_API void tiles_block(const qc_block* block, const qc_turn* turn, const void* x, const void* delta, void* stream, void* out, int tiles) {
-  if (block->dtype == QC_BF16 && tiles) run_block<QC_BF16>(*block, *turn, x, delta, stream, out);
-  else if (block->dtype == QC_BF16) run_block<QC_BF16, false>(*block, *turn, x, delta, stream, out);
-  else if (tiles) run_block<QC_F32>(*block, *turn, x, delta, stream, out);
-  else run_block<QC_F32, false>(*block, *turn, x, delta, stream, out);
+  if (block->dtype == QC_BF16 && tiles) run_block<QC_BF16>(*block, *turn, nullptr, x, delta, stream, out);
+  else if (block->dtype == QC_BF16) run_block<QC_BF16, false>(*block, *turn, nullptr, x, delta, stream, out);
+  else if (tiles) run_block<QC_F32>(*block, *turn, nullptr, x, delta, stream, out);
+  else run_block<QC_F32, false>(*block, *turn, nullptr, x, delta, stream, out);
 }
 QC_API int tiles_in_use(const qc_block* block) {
   return block->dtype == QC_BF16 ? goes_by_tiles<QC_BF16>(*block) : goes_by_tiles<QC_F32>(*block);

@@ -37,7 +37,7 @@ def test_a_logging_file_decides_everything(tmp_path):
         url = target.read_text().split("Listening at ")[1].split()[0].replace("//0.0.0.0:", "//127.0.0.1:")
         server.url = url
         assert server.get("/health").status_code == 200
-        assert "quire.engine.proc|Engine ready" in target.read_text()  # the engine's process writes there too
+        assert "quire.engine.start|Engine ready" in target.read_text()  # the engine's process writes there too
         assert "uvicorn.access|" in target.read_text()
     path.write_text("{")
     with started(write_model(tmp_path / "m"), "--port", "0", "--log-config-file", str(path)) as wrong:

@@ -17,7 +17,7 @@ from quire.server.adapters import LoraModule, read_modules
 from quire.server.resolvers import FilesystemResolver
 from tests.server.live import Live, error_of, live
 from tests.tiny_adapters import TinyAdapter, greedy, merge, write_adapter
-from tests.tiny_models import make_tiny
+from tests.tiny_models import make_tiny, tiny_model
 
 PROMPT = [5, 9, 77, 100, 41, 8]
 BODY = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -147,6 +147,17 @@ def test_what_cannot_be_loaded_changes_nothing(served: Served) -> None:
         ({"lora_path": "x"}, "lora_name"),
     ):
         assert words in error_of(server.post("/v1/load_lora_adapter", body))["message"]
+    other = tiny_model("LlamaForCausalLM", hidden_size=32, head_dim=8)
+    for name, config, model, words in (
+        ("dora", {"use_dora": True}, served.model, "DoRA"),
+        ("saved", {"modules_to_save": ["lm_head"]}, served.model, "modules_to_save"),
+        ("other", {}, other, "another model"),
+        ("unknown", {}, tiny_model("GPTNeoXForCausalLM"), "the model has no layers"),
+        ("targets", {"target_modules": [1]}, served.model, "target_modules"),
+    ):
+        path = write_adapter(model, served.folder / name, config=config).path
+        body = {"lora_name": "x", "lora_path": path}
+        assert words in error_of(server.post("/v1/load_lora_adapter", body))["message"], name
     large = write_adapter(served.model, served.folder / "large", rank=16)
     body = {"lora_name": "one", "lora_path": large.path, "load_inplace": True}
     assert "max_lora_rank" in error_of(server.post("/v1/load_lora_adapter", body))["message"]

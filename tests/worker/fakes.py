@@ -125,7 +125,7 @@ class FakeModel:
             full = full + by_channels(batch.position_channels, batch.positions)
         return torch.stack((full % STATES, window), 1).float()
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
         states = state_of(hidden[:, 0].long(), hidden[:, 1].long())
         logits = self.logit_table[states].clone()
         for row, state in enumerate(states.tolist()):
@@ -133,7 +133,7 @@ class FakeModel:
                 logits[row] = float("nan")
         return logits
 
-    def narrow_logits(self, hidden: Tensor) -> Tensor:
+    def narrow_logits(self, hidden: Tensor, slots: Tensor | None = None) -> Tensor:
         return self.logits(hidden)
 
     def logits_after(self, tokens: list[int], added: int = 0) -> list[float]:
@@ -178,6 +178,7 @@ def make_config(**changes: Any) -> Any:
     } | changes  # fmt: skip
     return SimpleNamespace(
         model_config=SimpleNamespace(
+            is_pooling=False,
             max_model_len=given["max_model_len"],
             logprobs_mode=given["logprobs_mode"],
             logits_processors=given["logits_processors"],

@@ -40,12 +40,12 @@ def _make(parts: Parts, group: int, tensors: Mapping[str, Tensor]) -> Made:
     scale = Grid(tensors["scales"].t().contiguous(), 1, group)
     zero: Grid | int = 1 << _BITS - 1
     if "qzeros" in tensors:
-        zero = Grid(_opened(tensors["qzeros"]).t().to(torch.int16).contiguous(), 1, group)
-    codes = _opened(tensors["qweight"]).t().contiguous()
+        zero = Grid(open_eights(tensors["qzeros"]).t().to(torch.int16).contiguous(), 1, group)
+    codes = open_eights(tensors["qweight"]).t().contiguous()
     yield f"{parts.module}.weight", AffineCodes(codes, _BITS, scale, zero)
 
 
-def _opened(words: Tensor) -> Tensor:
+def open_eights(words: Tensor) -> Tensor:
     """[n, rows / 8] words -> [n, rows] codes."""
     codes = open_words(words, _BITS).unflatten(1, (-1, _PER_WORD))
     return codes[:, :, list(_ORDER)].flatten(1)

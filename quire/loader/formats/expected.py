@@ -32,7 +32,7 @@ def expected_layout(about: Quantization) -> CodeLayout | None:
         weights = scheme.get("weights") or {}
         bits, group = weights.get("num_bits", 8), weights.get("group_size")
         if weights.get("type", "int") == "float":
-            return FP8_ROWS if bits == 8 else _NVFP4 if group == 16 else MXFP4
+            return FP8_ROWS if bits == 8 else None if bits == 6 else _NVFP4 if group == 16 else MXFP4
         if isinstance(bits, int) and (group is None or isinstance(group, int)):
             return _integers(bits, -1 if group is None else group, bool(weights.get("symmetric", True)))
     return None
@@ -40,5 +40,6 @@ def expected_layout(about: Quantization) -> CodeLayout | None:
 
 def _integers(bits: int, group: int, symmetric: bool) -> CodeLayout | None:
     """Whole rows would need their width: such weights are plain."""
+    zeros = None if symmetric else torch.uint8
     fits = bits <= 4 and (group in (16, 32, 64) or (group > 0 and group % CHUNK == 0))
-    return CodeLayout("int4", block=(1, group), scale=torch.bfloat16, zeros=not symmetric) if fits else None
+    return CodeLayout("int4", block=(1, group), scale=torch.bfloat16, zeros=zeros) if fits else None

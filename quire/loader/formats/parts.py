@@ -113,7 +113,11 @@ def scale_grid(parts: Parts, role: str, shape: tuple[int, int], block: tuple[int
         count *= size
     if count == 1:
         return rows, width
-    flat = tuple(size for at, size in enumerate(stored) if size != 1 or at < 2) if len(stored) > 2 else stored
+    flat = stored
+    if len(stored) == 4 and stored[1] == stored[3] == 1:  # [blocks of rows, 1, blocks of columns, 1]
+        flat = stored[0], stored[2]
+    elif len(stored) > 2:
+        flat = tuple(size for at, size in enumerate(stored) if size != 1 or at < 2)
     if block is not None and flat == (-(-rows // block[0]), -(-width // block[1])):
         return block
     if flat in ((rows,), (rows, 1)):

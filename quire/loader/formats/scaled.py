@@ -1,9 +1,10 @@
 """`weight` in a type of 8 bits (or two codes of 4 bits in a byte) with scales beside it: fp8 of all exporters, int8 of
-compressed-tensors, NVFP4 and MXFP8 of ModelOpt.
+compressed-tensors and Quark, NVFP4 and MXFP8 of ModelOpt, MXFP4 of Quark.
 
     weight float8 [rows, width]   weight_scale or weight_scale_inv: one, one per row, per group or per block
     weight int8 [rows, width]     weight_scale, and weight_zero_point where codes are not symmetric
-    weight uint8 [rows, width/2]  e2m1, weight_scale float8 [rows, width/16], weight_scale_2 float32: of the whole
+    weight uint8 [rows, width/2]  e2m1, weight_scale float8 [rows, width/16], weight_scale_2 float32: of the whole;
+                                  or weight_scale uint8 [rows, width/32]: powers of two
     weight float8                 weight_scale uint8 [rows, width/32]: powers of two
 
 Both spellings of the scale multiply. `input_scale` is kept for kernels that round inputs.
@@ -60,6 +61,11 @@ def _layout(parts: Parts, about: Quantization) -> _Layout:
         parts.need("weight_scale")
         raise AssertionError("need() raises")
     kind = parts["weight"].dtype
+    if kind == torch.uint8 and parts[role].dtype == torch.uint8:
+        if width * 2 % _MX_GROUP:
+            raise parts.wrong("weight", f"{width * 2} codes of a row are not groups of {_MX_GROUP}")
+        parts.expect(role, (rows, width * 2 // _MX_GROUP), f"one for each {_MX_GROUP} columns")
+        return _Layout(role, (1, _MX_GROUP), input_coding(parts, about, "fp4"))
     if kind == torch.uint8:
         parts.need("weight_scale", "weight_scale_2")
         if width * 2 % _NVFP4_GROUP:
@@ -80,7 +86,7 @@ def _layout(parts: Parts, about: Quantization) -> _Layout:
             raise parts.wrong("weight_zero_point", "only int8 has zero points")
         parts.expect_dtype("weight_zero_point", torch.int8, torch.int32, torch.int64)
         parts.expect("weight_zero_point", parts[role].shape, "as its scales")
-    if kind == torch.int8 and about.family not in ("compressed-tensors", "modelopt"):
+    if kind == torch.int8 and about.family not in ("compressed-tensors", "modelopt", "quark"):
         raise parts.wrong("weight", f"{about.name} stores float8")
     return _Layout(role, block, input_coding(parts, about, "fp8" if kind in FP8 else "int8"))
 
@@ -108,7 +114,7 @@ def _make(parts: Parts, layout: _Layout, tensors: Mapping[str, Tensor]) -> Made:
     made: CodedMatrix
     if weight.dtype == torch.uint8:
         shape = weight.shape[0], weight.shape[1] * 2
-        whole = tensors["weight_scale_2"].reshape(())
+        whole = tensors["weight_scale_2"].reshape(()) if "weight_scale_2" in tensors else None
         made = FloatCodes(weight, "e2m1", grid_of(scales, shape, layout.block), whole, inputs)
     else:
         shape = weight.shape[0], weight.shape[1]
@@ -117,7 +123,7 @@ def _make(parts: Parts, layout: _Layout, tensors: Mapping[str, Tensor]) -> Made:
             made = FloatCodes(weight, FP8[weight.dtype], scale, inputs=inputs)
         else:
             zero: Grid | int = 128
-            if "weight_zero_point" in tensors:
+            if "weight_zero_point" in tensors and bool((tensors["weight_zero_point"] != 0).any()):
                 zero = grid_of(tensors["weight_zero_point"].to(torch.int16) + 128, shape, layout.block)
             made = AffineCodes(weight.view(torch.uint8) ^ 128, 8, scale, zero, inputs=inputs)
     check_finite(parts, layout.scale, scales)

@@ -1,12 +1,14 @@
 """How inputs of a coded matrix are rounded, as the configuration of its checkpoint says.
 
-compressed-tensors lists schemes (`config_groups`); which one a matrix belongs to is told by its own tensors: the scheme
-whose weights are of that type and have that many bits. Must not know: shapes.
+compressed-tensors lists schemes (`config_groups`), and so does Quark, by patterns of module names; which one a matrix
+belongs to is told by its own tensors: the scheme whose weights are of that type and have that many bits. Must not know:
+shapes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from quire.checkpoint.quantization import Quantization
@@ -18,6 +20,8 @@ def input_coding(parts: Parts, about: Quantization, weight_form: str) -> InputCo
     """Without the scale itself, which is not read yet. CheckpointError: it should be in the file and is not."""
     if about.family == "compressed-tensors":
         return _of_scheme(parts, weight_schemes(about, weight_form))
+    if about.family == "quark":
+        return _of_scheme(parts, [scheme for scheme in weight_schemes(about, weight_form) if covers(scheme, parts)][:1])
     if about.input_form == "none":
         return PLAIN_INPUT
     if about.static_inputs:
@@ -37,6 +41,11 @@ def weight_schemes(about: Quantization, form: str, bits: int | None = None) -> l
         if weights.get("type", "int") == expected[0] and expected[1] in (None, weights.get("num_bits")):
             matches.append(scheme)
     return matches
+
+
+def covers(scheme: Mapping[str, Any], parts: Parts) -> bool:
+    """Whether a scheme names this module: of Quark, whose targets are patterns of file names."""
+    return any(fnmatchcase(parts.module, pattern) for pattern in scheme["targets"])
 
 
 def _of_scheme(parts: Parts, schemes: list[Mapping[str, Any]]) -> InputCoding:

@@ -160,7 +160,7 @@ ENCODERS = Registry(
         for stem in stems
         for head in _HEADS
     }
-    | {"HF_ColBERT": "quire.models.zoo.encoders:bert"},
+    | dict.fromkeys(("HF_ColBERT", "BertSpladeSparseEmbeddingModel"), "quire.models.zoo.encoders:bert"),
 )
 
 # Encoder-decoder models.

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from quire.ops.blocks import BlockParts, BlocksRun, StepTurn, Weights, join_blocks
+from quire.ops.cpu.low_rank import native_slots
 from quire.ops.cpu.native import CACHE_DTYPES, DTYPES, KINDS, AttentionWork, Segment
+from quire.ops.lora import AdapterRows
 from quire.ops.op import FormTable, Kernels
 from quire.ops.parts import Delta, PartialSums
 
@@ -45,8 +47,8 @@ class MatrixWork(Structure):
 class BlockWork(Structure):
     _fields_ = [
         ("attention", AttentionWork), ("qkv", MatrixWork), ("o", MatrixWork), ("up", MatrixWork), ("down", MatrixWork),
-        ("norm_weight", c_void_p * 2), ("eps", c_float * 2), ("offset", c_float * 2), ("wide", c_int32 * 2),
-        ("act", c_int32), ("dtype", c_int32),
+        ("low", c_void_p * 4), ("norm_weight", c_void_p * 2), ("eps", c_float * 2), ("offset", c_float * 2),
+        ("wide", c_int32 * 2), ("act", c_int32), ("dtype", c_int32),
     ]  # fmt: skip
 
 
@@ -84,9 +86,14 @@ class BlocksCall:
         self._blocks = (c_void_p * len(blocks))(*map(ctypes.addressof, self._works))
         self._which = (c_int32 * len(blocks))(*which)
         self._turns = (TurnWork * (max(which) + 1))()
+        self._num_slots = _link_adapters(blocks, self._works)
 
-    def __call__(self, x: Tensor, delta: Delta, turns: Sequence[StepTurn]) -> tuple[Tensor, Tensor] | None:
+    def __call__(
+        self, x: Tensor, delta: Delta, turns: Sequence[StepTurn], rows: AdapterRows | None = None
+    ) -> tuple[Tensor, Tensor] | None:
         """(stream after the last attention, output of the last mlp); None: this step cannot run here."""
+        if rows is not None and not self._num_slots:
+            return None
         if x.shape[0] > self._most or not x.is_contiguous() or isinstance(delta, PartialSums):
             return None
         if delta is not None and not delta.is_contiguous():
@@ -104,7 +111,8 @@ class BlocksCall:
                 return None
         stream, out = torch.empty_like(x), torch.empty_like(x)
         self._run(
-            self._blocks, self._which, self._count, self._turns, len(self._turns), x.data_ptr(),
+            self._blocks, self._which, self._count, self._turns, len(self._turns),
+            None if rows is None else rows.index.data_ptr(), self._num_slots, x.data_ptr(),
             None if delta is None else delta.data_ptr(), stream.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return stream, out
@@ -137,6 +145,20 @@ def _form(
         return BlocksCall(library, acts, blocks, which, dtype, limits[dtype] if is_plain else sys.maxsize)
 
     return join_blocks_native
+
+
+def _link_adapters(blocks: Sequence[BlockParts], works: Sequence[BlockWork]) -> int:
+    """Number of slots of adapters that the blocks have; 0: none, or others than kernels can add."""
+    slots = [[native_slots(low) for low in parts.adapters or (None,) * 4] for parts in blocks]
+    if any(one is None for own in slots for one in own):
+        return 0
+    for work, own in zip(works, slots, strict=True):
+        for i, one in enumerate(own):
+            assert one is not None
+            work.low[i] = one.address
+    first = slots[0][0]
+    assert first is not None
+    return first.count
 
 
 def _block_work(parts: BlockParts, acts: Mapping[str, int], dtype: torch.dtype, alive: list[Any]) -> BlockWork:

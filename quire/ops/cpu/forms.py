@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.base.log import logger
 from quire.ops import sample
 from quire.ops.act import gated_of, logarithm
-from quire.ops.cpu import block, moe_forms
+from quire.ops.cpu import block, low_rank, moe_forms
 from quire.ops.cpu.native import DTYPES, KINDS, DrawWork, Segment, kernels, usable, why_not
 from quire.ops.linear import heads_matmul, linear
 from quire.ops.norm import add_rms_norm, add_rms_norm_wide, rms_norm, rms_norm_wide
@@ -77,6 +77,7 @@ def _table(library: ctypes.CDLL) -> FormTable:
     _add_logits(table, library)
     moe_forms.add_forms(table, library, ACTS, few_rows)
     block.add_forms(table, library, ACTS, few_rows)
+    low_rank.add_forms(table, library)
     return table
 
 

@@ -21,7 +21,7 @@ from quire.base import env, native
 from quire.base.log import logger
 
 _log = logger(__name__)
-ABI = 3
+ABI = 4
 BY_NAME = frozenset({"avx512bf16"})  # only on request: slower than avx512 where it was measured
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CACHE_DTYPES = {**DTYPES, torch.int8: 3}  # int8: with a scale for each token and head
@@ -112,7 +112,26 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "qc_gated": (c_int, (c_int, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int)),
     "qc_attend": (c_int, (POINTER(AttentionWork),)),
-    "qc_run_blocks": (c_int, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4)),
+    "qc_run_blocks": (
+        c_int,
+        (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4),
+    ),
+    "qc_add_low_rank": (
+        c_int,
+        (
+            c_void_p,
+            c_int64,
+            c_void_p,
+            c_void_p,
+            c_int64,
+            c_void_p,
+            c_int64,
+            c_int64,
+            c_int64,
+            c_int64,
+            c_int,
+        ),
+    ),
     "qc_argmax": (c_int, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int)),
     "qc_run_moe": (c_int, (c_void_p,)),
     "qc_draw_tokens": (c_int, (POINTER(DrawWork),)),

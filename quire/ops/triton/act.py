@@ -14,6 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.ops.coded import LARGEST
+from quire.ops.rounded import RoundedRows, RowCode
+from quire.ops.triton.norm import rounded, store_scales
 from quire.ops.triton.sizes import cdiv, next_power_of_2
 
 SILU, GELU, GELU_TANH, QUICK_GELU, RELU, RELU2, TANH, CLAMPED = range(8)
@@ -21,6 +24,7 @@ CODES = {
     "silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH, "quick_gelu": QUICK_GELU, "relu": RELU, "relu2": RELU2,
     "tanh": TANH,
 }  # fmt: skip
+MOST_ROUNDED = 32768  # entries of a row that one program rounds
 _TILE = (2048, 8)  # entries and warps of a program
 
 
@@ -85,6 +89,45 @@ def gated(
             **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _rounded_kernel(
+    x, out, scales, stride, alpha, limit,
+    WIDTH: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, GROUP: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """grid (rows,). As _gated_kernel, as codes up to LARGEST and a scale for each GROUP of a row."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    at = x + row * stride + column
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + WIDTH, mask=inside, other=0.0).to(tl.float32)
+    result = tl.where(inside, gate_up(gate, up, alpha, limit, ACT), 0.0).to(x.dtype.element_ty).to(tl.float32)
+    codes, scale = rounded(result[None, :], LARGEST, GROUP)
+    tl.store(out + row * WIDTH + column[None, :], codes.to(out.dtype.element_ty), mask=inside[None, :])
+    here = tl.program_id(0) + tl.arange(0, 1)
+    store_scales(scales, scale, here, tl.num_programs(0), (WIDTH + GROUP - 1) // GROUP)
+
+
+def gated_rounded(x: Tensor, code: int, into: RowCode, *, early: bool = False) -> RoundedRows:
+    """x [n, 2 F] (rows may be apart) -> [n, F]. F is at most MOST_ROUNDED."""
+    rows, width = x.shape[0], x.shape[1] // 2
+    out = torch.empty((rows, width), dtype=into.dtype, device=x.device)
+    groups = width // into.group if into.group else 1
+    scales = torch.empty((groups, rows), dtype=torch.float32, device=x.device)
+    if rows:
+        block = next_power_of_2(width)
+        _rounded_kernel[(rows,)](
+            x, out, scales, x.stride(0), 0.0, 0.0, WIDTH=width, ACT=code, BLOCK=block,
+            LARGEST=LARGEST[into.dtype], GROUP=into.group or block, EARLY=early,
+            num_warps=min(16, max(1, block // 512)), **({"launch_pdl": True} if early else {}),
+        )  # fmt: skip
+    return RoundedRows(out, scales, x.dtype)
 
 
 def gated_form(code: int, early: bool = False) -> Callable[[Tensor], Tensor]:

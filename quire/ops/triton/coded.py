@@ -9,6 +9,8 @@ of a group, so what is multiplied is exact. Inputs that were rounded to 8 bits a
     up to _SCRATCH        inputs rounded                codes widened, larger tiles
     more                  inputs rounded                decoded to a scratch matrix, multiplied by the library
 
+On Hopper, skinny_coded.py has the matmuls of some rows with codes that it reads.
+
 In batch-invariant mode there is one tile for any number of rows, and inputs are never rounded.
 
 Floor: the bytes of the codes at 4.3 TB/s for a few rows: 24576 x 4096, fp8 101 MB, 23 us; int4 in groups of 128 with
@@ -17,6 +19,8 @@ scales 52 MB, 12 us. Many rows: 2 T N K operations, of 16 bits at 800 TFLOP/s, o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -26,16 +30,26 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.base.log import logger
 from quire.ops import coded as coded_ops
+from quire.ops import rounded as rounded_ops
 from quire.ops.coded import CodedWeight, is_packed
+from quire.ops.few import NormRule
 from quire.ops.op import Fits, FormTable, same_bits
+from quire.ops.parts import Delta
+from quire.ops.rounded import RoundedRows, RowCode
+from quire.ops.triton import norm as norm_kernel
+from quire.ops.triton.act import CLAMPED, MOST_ROUNDED, gated_rounded
+from quire.ops.triton.norm import rounded
 from quire.ops.triton.sizes import cdiv, next_power_of_2
 
-_ROUNDED, _SCRATCH = 64, 1024
+_ROUNDED, _SCRATCH = 64, 192
+_GROUPED = 128  # columns of a group that the library multiplies
 _BAND = 8  # tiles of inputs that share their tiles of the matrix in cache
 _WIDEST = 32768  # of a row that one program rounds
 DIRECT, WIDENED, HALVES = 0, 1, 2  # what is done to codes
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
+_log = logger(__name__)
 
 
 class CodedTile(NamedTuple):
@@ -342,11 +356,13 @@ def _decode_kernel(
         start = step * 2 * HALF
         first, second = _of_group(scale, n, start // GROUP, N), _of_group(scale, n, (start + HALF) // GROUP, N)
         less = tl.zeros((BN,), tl.float32)
+        less_second = less
         if ZERO:
             less = _of_group(zero, n, start // GROUP, N) - _MIDDLE
+            less_second = _of_group(zero, n, (start + HALF) // GROUP, N) - _MIDDLE
         at = out + row * K + start + j[None, :]
         tl.store(at, ((low.to(tl.float32) - less[:, None]) * first[:, None]).to(kind), mask=inside)
-        tl.store(at + HALF, ((high.to(tl.float32) - less[:, None]) * second[:, None]).to(kind), mask=inside)
+        tl.store(at + HALF, ((high.to(tl.float32) - less_second[:, None]) * second[:, None]).to(kind), mask=inside)
     else:
         k = step * BK + tl.arange(0, BK)
         valid = inside & (k < K)[None, :]
@@ -372,11 +388,8 @@ def _quantize_kernel(
     group, j = tl.arange(0, GROUPS), tl.arange(0, BLOCK)
     k = group[:, None] * GROUP + j[None, :]
     inside = (k < K) & (j < GROUP)[None, :]
-    values = tl.load(x + row * x_stride + k, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(values), 1), 1e-12) / LARGEST
-    values = values / scale[:, None]
-    if LARGEST == 127.0:
-        values = tl.where(values < 0, values - 0.5, values + 0.5)
+    values, scale = rounded(tl.load(x + row * x_stride + k, mask=inside, other=0.0).to(tl.float32), LARGEST, BLOCK)
+    scale = tl.reshape(scale, (GROUPS,))
     tl.store(out + row * K + k, values.to(out.dtype.element_ty), mask=inside)
     tl.store(scales + group.to(tl.int64) * rows + row, scale, mask=group < K // GROUP)
 
@@ -476,29 +489,88 @@ def tile_for(rows: int, weight: CodedWeight) -> CodedTile:
 ROUNDED_TILE = CodedTile(128, 128, 128, 8, 3)  # of inputs of 8 bits
 
 
-def library_takes(x: Tensor, weight: CodedWeight) -> bool:
-    """Whether torch._scaled_mm multiplies this: small floats with a scale for each row on both sides."""
+def library_takes(x: RoundedRows, weight: CodedWeight) -> bool:
+    """Whether torch._scaled_mm multiplies this: small floats with a scale for each row on both sides, or for each group
+    of 128 on both."""
     return (
         weight.kind == "fp8"
-        and weight.group == weight.width
         and x.dtype is torch.bfloat16
         and weight.rows % 16 == 0
         and weight.width % 16 == 0
-        and x.is_cuda
+        and x.codes.is_cuda
+        and weight.scale.dtype is torch.float32
+        and (weight.group == weight.width or (weight.group == _GROUPED and _library_groups(x.codes.device)))
     )
 
 
-def rounded_linear(x: Tensor, weight: CodedWeight, bias: Tensor | None, *, early: bool = False) -> Tensor:
-    """With inputs rounded to 8 bits."""
-    group = weight.group
-    codes, scale = quantize_rows(x, weight.codes.dtype, group, early=early)
-    if library_takes(x, weight):
-        out: Tensor = torch._scaled_mm(
-            codes, weight.codes.t(), scale.view(-1, 1), weight.scale.view(1, -1), bias=bias, out_dtype=x.dtype,
+@cache
+def _library_groups(device: torch.device) -> bool:
+    """Whether the library multiplies groups, by trying: versions, devices and builds differ. The result is compared, so
+    that groups are known to mean the same."""
+    draw = torch.Generator().manual_seed(0)
+    codes = torch.randn((2, 256, 512), generator=draw).to(torch.float8_e4m3fn).to(device)
+    scale = (0.5 + torch.rand((2, 4, 256), generator=draw)).to(device)
+    weight = CodedWeight("fp8", codes[1], scale[1], None, 256, 512, _GROUPED, True)
+    x = RoundedRows(codes[0], scale[0], torch.bfloat16)
+    wanted = rounded_ops.rounded_linear.reference(x, weight, None).float()
+    try:
+        found = _by_library(x, weight, None).float()
+    except RuntimeError as wrong:
+        _log.debug("torch._scaled_mm takes no groups of %d here: %s", _GROUPED, wrong)
+        return False
+    return bool(((found - wanted).abs().max() < 1e-2 * wanted.abs().max()).item())
+
+
+def _by_library(x: RoundedRows, weight: CodedWeight, bias: Tensor | None) -> Tensor:
+    if weight.group == weight.width:
+        whole: Tensor = torch._scaled_mm(
+            x.codes, weight.codes.t(), x.scale.view(-1, 1), weight.scale, bias=bias, out_dtype=x.dtype,
             use_fast_accum=True,
         )  # fmt: skip
-        return out
-    return multiply(codes, weight, bias, ROUNDED_TILE, x_scale=scale, dtype=x.dtype, early=early)
+        return whole
+    rows, codes, scale = len(x.codes), x.codes, x.scale
+    if padding := -rows % 4:  # the library takes multiples of four
+        codes = F.pad(codes.view(torch.uint8), (0, 0, 0, padding)).view(codes.dtype)
+        scale = F.pad(scale, (0, padding))
+    out = torch._scaled_mm(codes, weight.codes.t(), scale.t(), weight.scale, out_dtype=x.dtype)[:rows]
+    return out if bias is None else out + bias
+
+
+def rounded_linear(x: RoundedRows, weight: CodedWeight, bias: Tensor | None, *, early: bool = False) -> Tensor:
+    """ops.rounded.rounded_linear."""
+    if library_takes(x, weight):
+        return _by_library(x, weight, bias)
+    return multiply(x.codes, weight, bias, ROUNDED_TILE, x_scale=x.scale, dtype=x.dtype, early=early)
+
+
+def rounded_rows(matrices: Sequence[Tensor | CodedWeight]) -> int:
+    """From more rows on than codes are widened for; only where inputs of all are rounded alike, in whole rows or in
+    groups that are powers of two."""
+    codes = [matrix for matrix in matrices if isinstance(matrix, CodedWeight)]
+    if not codes or len(codes) < len(matrices) or len({RowCode.of(code) for code in codes}) > 1:
+        return 0
+    group = RowCode.of(codes[0]).group
+    fits = all(code.rounds and code.width <= MOST_ROUNDED for code in codes) and group & (group - 1) == 0
+    return _ROUNDED + 1 if fits else 0
+
+
+def act_rounded(
+    x: Tensor, act: Callable[[Tensor], Tensor], code: RowCode, *, acts: Mapping[Callable, int], early: bool = False
+) -> RoundedRows:
+    """`acts`: gated activations by function."""
+    known = acts.get(act)
+    if known is not None and known != CLAMPED and x.ndim == 2 and x.stride(1) == 1:
+        return gated_rounded(x, known, code, early=early)
+    y = act(x)
+    return RoundedRows(*quantize_rows(y, code.dtype, code.group or y.shape[1], early=early), y.dtype)
+
+
+def add_norm_rounded(
+    x: Tensor, delta: Delta, norm: NormRule, code: RowCode, *, early: bool = False
+) -> tuple[RoundedRows, Tensor]:
+    if norm_kernel.fits(x, norm.weight, delta):
+        return norm_kernel.add_norm_rounded(x, delta, norm, code, early=early)
+    return rounded_ops.add_norm_rounded.reference(x, delta, norm, code)
 
 
 class CodedLinear:
@@ -517,14 +589,20 @@ class CodedLinear:
         if self._fixed:
             return multiply(x, weight, bias, FIXED, early=self._early)
         if weight.rounds and rows > _ROUNDED and weight.width <= _WIDEST:
-            return rounded_linear(x, weight, bias, early=self._early)
+            codes, scale = quantize_rows(x, weight.codes.dtype, weight.group, early=self._early)
+            return rounded_linear(RoundedRows(codes, scale, x.dtype), weight, bias, early=self._early)
         if rows > _SCRATCH:
             return F.linear(x, decode_weight(weight, x.dtype), bias)
         return multiply(x, weight, bias, tile_for(rows, weight), early=self._early)
 
 
-def add_forms(table: FormTable, free: Fits, *, early: bool) -> None:
+def add_forms(table: FormTable, acts: Mapping[Callable, int], free: Fits, *, early: bool) -> None:
+    """`acts`: gated activations by function."""
     table.form(coded_ops.coded_linear, free)(CodedLinear(early=early))
     table.form(coded_ops.coded_linear, same_bits)(CodedLinear(fixed=True, early=early))
     table.form(coded_ops.decode_weight)(decode_weight)
     table.form(coded_ops.quantize_rows)(quantize_rows)
+    table.form(rounded_ops.rounded_rows, free)(rounded_rows)
+    table.form(rounded_ops.add_norm_rounded, free)(partial(add_norm_rounded, early=early))
+    table.form(rounded_ops.act_rounded, free)(partial(act_rounded, acts=acts, early=early))
+    table.form(rounded_ops.rounded_linear, free)(partial(rounded_linear, early=early))

@@ -44,7 +44,10 @@ def zeros_at(zero, at, inside, ZERO: tl.constexpr):
             z = tl.load(zero + at)
         else:
             z = tl.load(zero + at, mask=inside, other=0)
-        return values_of(z.to(tl.int32), 2)
+        if zero.dtype.element_ty == tl.uint8:
+            return values_of(z.to(tl.int32), 2)
+        else:
+            return z.to(tl.float32)
     else:
         return tl.full(at.shape, 8.0, tl.float32)
 

@@ -51,7 +51,7 @@ ROUNDED_ROWS = (CodedTileConfig(128, 128, 128, 8, 3, swap=False), CodedTileConfi
 ROUNDED_BLOCKS = (CodedTileConfig(128, 64, 128, 8, 3, swap=False), CodedTileConfig(128, 128, 128, 8, 3, swap=False))
 
 
-class RoundedRows(NamedTuple):
+class RoundedTokens(NamedTuple):
     codes: Tensor  # e4m3 [rows, width]
     scale: Tensor  # float32 [rows, groups]
 
@@ -69,7 +69,7 @@ def _round_kernel(x, codes, scale, K: tl.constexpr, GROUPS: tl.constexpr, SIZE: 
     tl.store(codes + row * K + at, (y / s).to(codes.dtype.element_ty), mask=inside)
 
 
-def round_rows(x: Tensor, size: int) -> RoundedRows:
+def round_rows(x: Tensor, size: int) -> RoundedTokens:
     """x [rows, width] (contiguous) to e4m3, with a scale for each `size` columns."""
     rows, width = x.shape
     groups = cdiv(width, size)
@@ -79,7 +79,7 @@ def round_rows(x: Tensor, size: int) -> RoundedRows:
     _round_kernel[(rows, groups)](
         x, codes, scale, K=width, GROUPS=groups, SIZE=size, BLOCK=block, num_warps=1 if block <= 256 else 4
     )  # fmt: skip
-    return RoundedRows(codes, scale)
+    return RoundedTokens(codes, scale)
 
 
 @triton.jit
@@ -253,7 +253,7 @@ def _coded_kernel(
 
 def product(
     a: Tensor, w: ExpertCodes, bias: Tensor | None, tiles: moe.ExpertTiles, top_k: int, config: CodedTileConfig, *,
-    pairs: int, first: bool, act: tuple[int, float, float] | None = None, rounded: RoundedRows | None = None,
+    pairs: int, first: bool, act: tuple[int, float, float] | None = None, rounded: RoundedTokens | None = None,
 ) -> Tensor:  # fmt: skip
     """As moe.product. `rounded`: `a`, which is contiguous, in 8 bits."""
     gated = act is not None

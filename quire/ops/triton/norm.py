@@ -15,22 +15,49 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.ops.parts import PartialSums
+from quire.ops.coded import LARGEST
+from quire.ops.few import NormRule
+from quire.ops.parts import Delta, PartialSums
+from quire.ops.rounded import RoundedRows, RowCode
 from quire.ops.triton.sizes import cdiv, next_power_of_2
 
 MAX_WIDTH = 16384
 _TILE = 1024  # least entries of a program, for short rows
 
 
+@triton.jit
+def rounded(values, LARGEST: tl.constexpr, GROUP: tl.constexpr):
+    """(values [rows, n] over their scales, to be stored as codes; the scales [rows, n / GROUP]). Whole numbers are
+    rounded half away from zero."""
+    ROWS: tl.constexpr = values.shape[0]
+    WIDTH: tl.constexpr = values.shape[1]
+    groups = tl.reshape(values, (ROWS, WIDTH // GROUP, GROUP))
+    scale = tl.maximum(tl.max(tl.abs(groups), 2), 1e-12) / LARGEST
+    groups = groups / scale[:, :, None]
+    if LARGEST == 127.0:
+        groups = tl.where(groups < 0, groups - 0.5, groups + 0.5)
+    return tl.reshape(groups, (ROWS, WIDTH)), scale
+
+
+@triton.jit
+def store_scales(scales, scale, row, rows, GROUPS: tl.constexpr):
+    """scale [rows of a program, n] to scales [GROUPS, rows]; row: their numbers."""
+    group = tl.arange(0, scale.shape[1])
+    at = scales + group.to(tl.int64)[None, :] * rows + row[:, None]
+    tl.store(at, scale, mask=(row < rows)[:, None] & (group < GROUPS)[None, :])
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _norm_kernel(
-    x, delta, weight, bias, out, rows, x_stride, x_head_stride, delta_stride, part_stride, weight_stride, eps, offset,
+    x, delta, weight, bias, out, scales, rows, x_stride, x_head_stride, delta_stride, part_stride, weight_stride, eps,
+    offset,
     WIDTH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     ADD: tl.constexpr, LAYER: tl.constexpr, WIDE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    PARTS: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, LARGEST: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Row r of `x` is head r % HEADS of token r // HEADS; `out` is contiguous. ADD: x += delta first, in place; delta
-    is the sum of PARTS, rounded."""
+    is the sum of PARTS, rounded. LARGEST: results are codes up to it, with a scale for each GROUP of a row; 0:
+    numbers."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -52,13 +79,17 @@ def _norm_kernel(
         mean = tl.sum(h, 1) / WIDTH
         h = tl.where(inside, h - mean[:, None], 0.0)
     h = h * tl.rsqrt(tl.sum(h * h, 1) / WIDTH + eps)[:, None]
+    kind: tl.constexpr = x.dtype.element_ty
     if not WIDE:
-        h = h.to(out.dtype.element_ty).to(tl.float32)
+        h = h.to(kind).to(tl.float32)
     weight_at = (head * weight_stride)[:, None] + column[None, :]
     if WEIGHT:
         h = h * (tl.load(weight + weight_at, mask=inside, other=0.0).to(tl.float32) + offset)
     if BIAS:
         h = h + tl.load(bias + weight_at, mask=inside, other=0.0).to(tl.float32)
+    if LARGEST > 0:
+        h, scale = rounded(tl.where(inside, h, 0.0).to(kind).to(tl.float32), LARGEST, GROUP)
+        store_scales(scales, scale, row, rows, (WIDTH + GROUP - 1) // GROUP)
     tl.store(out + row.to(tl.int64)[:, None] * WIDTH + column[None, :], h.to(out.dtype.element_ty), mask=inside)
 
 
@@ -74,10 +105,12 @@ def _launch(
     wide: bool = False,
     warps: int = 0,  # 0: by the tile
     early: bool = False,  # see few.py
+    code: RowCode | None = None,  # of the result, if it is to be codes
+    scales: Tensor | None = None,  # [groups, T], gets their scales
 ) -> Tensor:
     tokens, width = x.shape[0], x.shape[-1]
     heads = x.shape[1] if x.ndim == 3 else 1
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype if code is None else code.dtype, device=x.device)
     if not out.numel():
         return out
     block = next_power_of_2(width)
@@ -85,10 +118,11 @@ def _launch(
     per_head = weight is not None and weight.ndim == 2
     parts = None if delta is None else delta.sums if isinstance(delta, PartialSums) else delta[None]
     _norm_kernel[(cdiv(tokens * heads, rows),)](
-        x, parts, weight, bias, out, tokens * heads, x.stride(0), x.stride(1) if x.ndim == 3 else 0,
+        x, parts, weight, bias, out, scales, tokens * heads, x.stride(0), x.stride(1) if x.ndim == 3 else 0,
         *((0, 0) if parts is None else (parts.stride(1), parts.stride(0))), width if per_head else 0, eps, offset,
         WIDTH=width, HEADS=heads, BLOCK=block, ROWS=rows, ADD=delta is not None, LAYER=layer, WIDE=wide or layer,
-        WEIGHT=weight is not None, BIAS=bias is not None, PARTS=1 if parts is None else len(parts), EARLY=early,
+        WEIGHT=weight is not None, BIAS=bias is not None, PARTS=1 if parts is None else len(parts),
+        LARGEST=0.0 if code is None else LARGEST[code.dtype], GROUP=(code.group if code else 0) or block, EARLY=early,
         num_warps=warps or min(16, max(1, block * rows // 256)), **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
@@ -136,3 +170,16 @@ def add_rms_norm_wide(
 ) -> tuple[Tensor, Tensor]:
     """x is overwritten with the sum."""
     return _launch(x, weight, eps, delta=delta, offset=offset, wide=True, early=early), x
+
+
+def add_norm_rounded(
+    x: Tensor, delta: Delta, norm: NormRule, code: RowCode, *, early: bool = False
+) -> tuple[RoundedRows, Tensor]:
+    """x is overwritten with the sum."""
+    groups = x.shape[1] // code.group if code.group else 1
+    scales = torch.empty((groups, len(x)), dtype=torch.float32, device=x.device)
+    wide = bool(norm.wide or norm.offset)
+    codes = _launch(
+        x, norm.weight, norm.eps, delta=delta, offset=norm.offset, wide=wide, early=early, code=code, scales=scales
+    )
+    return RoundedRows(codes, scales, x.dtype), x

@@ -138,7 +138,7 @@ def _add_skinny(table: FormTable, codes: dict[Callable, int], early: bool) -> No
 
         add_forms = add_forms_
     except ImportError as wrong:
-        _log.warning("decodes of 3 to 32 rows use the library, which is slower: %s", wrong)
+        _log.warning("decodes of 3 to 64 rows use slower matmuls: %s", wrong)
         return
     add_forms(table, codes, _free, early=early)
 
@@ -191,10 +191,10 @@ def _table() -> FormTable:
     table.form(coded_ops.run_coded_experts)(partial(moe_coded.run_experts, codes=codes, early=early))
     table.form(coded_ops.coded_forms)(_coded_forms)
     _add_few(table, codes, early)
+    coded.add_forms(table, codes, _free, early=early)
     if _is_hopper():
         _add_skinny(table, codes, early)
     _add_fixed(table, codes, early)
-    coded.add_forms(table, _free, early=early)
     table.form(sample_ops.sample_rows)(sample.sample_rows)
     rows.add_forms(table)
     mask.add_forms(table)

@@ -12,8 +12,7 @@ Needs: K a multiple of 128, 16-bit weights, Hopper's instructions (no other gene
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,11 +30,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.ops import coded as coded_ops
 from quire.ops import few as few_ops
+from quire.ops.coded import CodedWeight
 from quire.ops.op import Fits, FormTable
 from quire.ops.parts import PartialSums
-from quire.ops.triton import launch
+from quire.ops.triton import launch, skinny_coded
 from quire.ops.triton.act import SILU
+from quire.ops.triton.coded import CodedLinear
+from quire.ops.triton.descriptors import describe
+from quire.ops.triton.skinny_coded import store_silu
 
 MOST_ROWS = 32
 TILE = gl.constexpr(64)  # columns of the result, as rows of the matrix: what a warp group multiplies at once
@@ -132,51 +136,9 @@ def _silu_kernel(
     ROWS: gl.constexpr, ENTRIES: gl.constexpr, BUFFERS: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """grid (tiles,). out [num_rows, columns] = silu(gate) * up; the matrix holds gate rows, then up rows."""
-    HALF: gl.constexpr = TILE // 2
-    kind: gl.constexpr = out.dtype.element_ty
-    column = gl.program_id(0) * HALF
+    column = gl.program_id(0) * (TILE // 2)
     acc = _product(matrix, rows, column, 0, pieces, columns, ROWS, ENTRIES, BUFFERS, True, EARLY)
-    pairs: gl.constexpr = gl.BlockedLayout([1, 1, 2], [32, 1, 1], [1, 4, 1], [2, 0, 1])  # both in one thread
-    own: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
-    both = gl.convert_layout(gl.permute(gl.reshape(acc, [2, HALF, ROWS]), [1, 2, 0]), pairs)
-    gate, up = gl.split(both)
-    gate, up = gl.convert_layout(gate, own), gl.convert_layout(up, own)
-    n = column + gl.arange(0, HALF, layout=gl.SliceLayout(1, own))
-    m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, own))
-    inside = n < columns
-    if BIAS:
-        gate += gl.load(bias + n, mask=inside, other=0.0).to(gl.float32)[:, None]
-        up += gl.load(bias + columns + n, mask=inside, other=0.0).to(gl.float32)[:, None]
-    gate, up = gate.to(kind).to(gl.float32), up.to(kind).to(gl.float32)  # rounded where separate ops round
-    gate = (gate / (1.0 + gl.exp(-gate))).to(kind).to(gl.float32)
-    at = out + m.to(gl.int64)[None, :] * columns + n[:, None]
-    gl.store(at, (gate * up).to(kind), mask=inside[:, None] & (m < num_rows)[None, :])
-
-
-class _Address(NamedTuple):
-    """Stands in for a tensor in a cached descriptor, without keeping its memory alive."""
-
-    at: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.at
-
-
-_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
-
-
-@lru_cache(4096)
-def _described(
-    at: int, dtype: torch.dtype, rows: int, columns: int, stride: int, box_rows: int, box_columns: int
-) -> TensorDescriptor:
-    """The TMA descriptor of a matrix; zeros past its end."""
-    base = _Address(at, dtype)
-    return TensorDescriptor(base, [rows, columns], [stride, 1], [box_rows, box_columns], _LAYOUT)
-
-
-def _describe(x: Tensor, box_rows: int, box_columns: int) -> TensorDescriptor:
-    return _described(x.data_ptr(), x.dtype, *x.shape, x.stride(0), box_rows, box_columns)
+    store_silu(acc, None, bias, out, 0, column, num_rows, columns, False, BIAS)
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
@@ -221,7 +183,7 @@ def linear_parts(
     sums = torch.empty((parts, rows, columns), dtype=torch.float32, device=x.device)
     num_rows = _rows_of(rows)
     _parts_kernel[(-(-columns // TILE.value) * parts,)](
-        _describe(weight, TILE.value, ring.entries), _describe(x, num_rows, ring.entries), bias, sums, rows, columns,
+        describe(weight, (TILE.value, ring.entries)), describe(x, (num_rows, ring.entries)), bias, sums, rows, columns,
         k // ring.entries, parts, ROWS=num_rows, ENTRIES=ring.entries, BUFFERS=ring.buffers, BIAS=bias is not None,
         EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
@@ -239,22 +201,60 @@ def linear_act(
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     padded_rows, half = _rows_of(rows), TILE.value // 2
     _silu_kernel[(-(-columns // half),)](
-        _describe(weight, half, ring.entries), _describe(x, padded_rows, ring.entries), bias, out, rows, columns,
+        describe(weight, (half, ring.entries)), describe(x, (padded_rows, ring.entries)), bias, out, rows, columns,
         k // ring.entries, ROWS=padded_rows, ENTRIES=ring.entries, BUFFERS=ring.buffers, BIAS=bias is not None,
         EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
 
 
-def part_rows(width: int, dtype: torch.dtype) -> int:
-    """Up to how many rows a block's matmuls use these kernels."""
-    return MOST_ROWS if dtype.itemsize == 2 and width % NARROW.entries == 0 else 0
+def part_rows(width: int, dtype: torch.dtype, matrices: Sequence[Tensor | CodedWeight]) -> int:
+    """Up to how many rows a block's matmuls use these kernels and those of skinny_coded.py."""
+    if dtype.itemsize != 2 or width % NARROW.entries:
+        return 0
+    codes = [matrix for matrix in matrices if isinstance(matrix, CodedWeight)]
+    if not all(map(skinny_coded.fits_weight, codes)):
+        return 0
+    return min([skinny_coded.most_rows(code) for code in codes] + [MOST_ROWS] * (len(codes) < len(matrices)))
+
+
+class SkinnyForms:
+    """ops.few.linear_parts and linear_act of numbers and of codes; `acts` are the gated activations by function."""
+
+    def __init__(self, acts: Mapping[Callable, int], *, processors: int, early: bool) -> None:
+        self._acts, self._processors, self._early = acts, processors, early
+        self._other = CodedLinear(early=early)
+
+    def linear_parts(self, x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None) -> PartialSums:
+        if isinstance(weight, Tensor):
+            return linear_parts(x, weight, bias, processors=self._processors, early=self._early)
+        if not skinny_coded.fits(x, weight):
+            return PartialSums(self._other(x, weight, bias).float()[None], x.dtype)
+        return skinny_coded.linear_parts(x, weight, bias, processors=self._processors, early=self._early)
+
+    def linear_act(
+        self, x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None, act: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        if isinstance(weight, Tensor):
+            return linear_act(x, weight, bias, act, codes=self._acts, early=self._early)
+        if self._acts.get(act) == SILU and skinny_coded.fits(x, weight):
+            return skinny_coded.linear_silu(x, weight, bias, early=self._early)
+        return act(self.coded_linear(x, weight, bias))
+
+    def coded_linear(self, x: Tensor, weight: CodedWeight, bias: Tensor | None = None) -> Tensor:
+        """ops.coded.coded_linear: what these kernels are faster at than others."""
+        rows = x.shape[0] if x.ndim == 2 else 0
+        if rows >= skinny_coded.LEAST_ROWS and skinny_coded.fits(x, weight):
+            return self.linear_parts(x, weight, bias).whole()
+        return self._other(x, weight, bias)
 
 
 def add_forms(table: FormTable, codes: Mapping[Callable, int], fits: Fits, *, early: bool) -> None:
     """The forms of this device; `codes` as in `linear_act`."""
     launch.DESCRIPTORS.add(TensorDescriptor)
     processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    forms = SkinnyForms(codes, processors=processors, early=early)
     table.form(few_ops.part_rows, fits)(part_rows)
-    table.form(few_ops.linear_parts, fits)(partial(linear_parts, processors=processors, early=early))
-    table.form(few_ops.linear_act, fits)(partial(linear_act, codes=codes, early=early))
+    table.form(few_ops.linear_parts, fits)(forms.linear_parts)
+    table.form(few_ops.linear_act, fits)(forms.linear_act)
+    table.form(coded_ops.coded_linear, fits)(forms.coded_linear)

@@ -47,8 +47,22 @@ def test_random_prompts_without_a_vocabulary_of_words(bytes_only: Tokenizer) -> 
     assert lengths(bytes_only, found) == [33] * 12
 
 
+def test_queries_with_documents(tokenizer: Tokenizer) -> None:
+    """A document and its query have the input's length together; lengths vary by document."""
+    ranked = samples(
+        tokenizer, dataset_name="random-rerank", random_input_len=40, random_range_ratio=0.5, random_batch_size=5
+    )
+    pairs = []
+    for sample in ranked:
+        query = len(tokenizer.encode(sample.prompt, add_special_tokens=False))
+        documents = [len(tokenizer.encode(text, add_special_tokens=False)) for text in sample.more]
+        assert len(documents) == 5 and sample.prompt_len == sum(query + one for one in documents)
+        pairs += [query + one for one in documents]
+    assert min(pairs) >= 20 and max(pairs) <= 60 and len(set(pairs)) > 10
+
+
 def test_the_seed_decides(tokenizer: Tokenizer) -> None:
-    for name in ("random", "prefix_repetition", "sonnet"):
+    for name in ("random", "random-rerank", "prefix_repetition", "sonnet"):
         one, same = (samples(tokenizer, dataset_name=name, seed=3) for _ in range(2))
         assert one == same != samples(tokenizer, dataset_name=name, seed=4)
 
@@ -163,4 +177,4 @@ def test_bad_options_are_named(options: dict[str, Any], says: str, tokenizer: To
 
 
 def test_every_dataset_is_tested_here() -> None:
-    assert set(DATASETS) == {"random", "sharegpt", "sonnet", "custom", "prefix_repetition"}
+    assert set(DATASETS) == {"random", "random-rerank", "sharegpt", "sonnet", "custom", "prefix_repetition"}

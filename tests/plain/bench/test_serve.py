@@ -112,6 +112,72 @@ def test_whole_answers(bench: Any, server: ScriptedServer) -> None:
     assert found["mean_ttft_ms"] == found["mean_e2el_ms"] >= 99
 
 
+@pytest.mark.parametrize(
+    "backend, path",
+    [
+        ("openai-embeddings", "/v1/embeddings"), ("openai-embeddings-chat", "/v1/embeddings"),
+        ("vllm-pooling", "/pooling"), ("vllm-rerank", "/v1/rerank"),
+    ],
+)  # fmt: skip
+def test_pooling_endpoints(
+    backend: str, path: str, bench: Any, server: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole answers without tokens of their own: what is measured is the time of a request."""
+    ranks = backend == "vllm-rerank"
+    more = ("--dataset-name", "random-rerank", "--random-batch-size", "3") if ranks else ()
+    server.script = Script(first_s=0.1, pieces=1)
+    status, result = bench("--backend", backend, "--endpoint", path, "--extra-body", '{"priority": 1}', *more)
+    bodies = server.bodies(path)
+    assert status == 0 and len(bodies) == 6 and len({json.dumps(body) for body in bodies}) == 6
+    names = {"vllm-rerank": {"query", "documents"}, "openai-embeddings-chat": {"messages"}}.get(backend, {"input"})
+    assert all(set(body) == {"model", "priority"} | names for body in bodies)
+    if ranks:
+        assert all(len(set(body["documents"])) == 3 for body in bodies)
+        # a byte is a token here: half of the 8 are the query's, with each document
+        assert {len(body["query"]) for body in bodies} == {4}
+        assert {len(text) for body in bodies for text in body["documents"]} == {4}
+    assert result["completed"] == 6 and result["total_input_tokens"] == 42 and result["total_output_tokens"] == 0
+    assert result["mean_e2el_ms"] >= 99 and "mean_tpot_ms" not in result
+    printed = capsys.readouterr().out
+    assert "Mean E2EL (ms)" in printed and "TTFT" not in printed and "generated tokens" not in printed
+
+
+def test_several_texts_in_a_request(bench: Any, server: ScriptedServer) -> None:
+    flags = ("--backend", "openai-embeddings", "--endpoint", "/v1/embeddings", "--random-batch-size", "4")
+    bench(*flags, num_prompts=2)
+    bodies = server.bodies("/v1/embeddings")
+    assert [len(set(body["input"])) for body in bodies] == [4, 4]
+    assert {len(text) for body in bodies for text in body["input"]} == {8}
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (("--backend", "openai-embeddings"), "an endpoint like /v1/embeddings"),
+        (("--backend", "vllm-pooling", "--endpoint", "/v1/embeddings"), "an endpoint like /pooling"),
+        (("--backend", "vllm-rerank", "--endpoint", "/v1/rerank"), "random-rerank"),
+        (("--dataset-name", "random-rerank"), "vllm-rerank"),
+        (("--random-batch-size", "2"), "goes alone"),
+        (
+            ("--backend", "openai-embeddings", "--endpoint", "/v1/embeddings", "--random-batch-size", "0"),
+            "at least 1, got 0",
+        ),
+    ],
+)
+def test_flags_that_do_not_go_together(flags: tuple[str, ...], words: str, bench: Any, server: ScriptedServer) -> None:
+    with pytest.raises(InputError, match=words):
+        bench(*flags)
+    assert not [path for path, _, body in server.requests if body is not None]
+
+
+def test_a_refusal_is_a_failure(bench: Any, server: ScriptedServer) -> None:
+    status, result = bench("--backend", "openai-embeddings", "--endpoint", "/elsewhere/v1/embeddings", num_prompts=1)
+    assert status == 0 and result["completed"] == 1
+    server.script = Script(status=400)
+    status, result = bench("--backend", "openai-embeddings", "--endpoint", "/v1/embeddings", num_prompts=1)
+    assert status == 1 and "scripted refusal" in result["errors"][0]
+
+
 def test_events_torn_into_packets(bench: Any, server: ScriptedServer) -> None:
     server.script = Script(split=True)
     _, found = bench(num_prompts=3)

@@ -119,7 +119,7 @@ def test_what_holds_already_is_accepted(kwargs: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "kwargs, words",
     [
-        ({"quantization": "torchao"}, "formats can be loaded: gguf, awq"),
+        ({"quantization": "made_up"}, "formats can be loaded: gguf, awq"),
         ({"load_format": "tensorizer"}, "'auto' or 'safetensors'"),
     ],
 )

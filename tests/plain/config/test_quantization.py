@@ -10,6 +10,7 @@ import pytest
 from quire.base import native
 from quire.checkpoint.quantization import KEY, Quantization, add_quantization, agrees, read_quantization
 from quire.config import EngineArgs
+from quire.config.rounding import online_form
 from quire.schema.errors import CheckpointError, ConfigError, NotBuiltError, QuireError
 
 LLAMA = {
@@ -17,6 +18,10 @@ LLAMA = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320,
     "max_position_embeddings": 128, "torch_dtype": "bfloat16",
 }  # fmt: skip
+
+
+def quark(**weight: Any) -> dict[str, Any]:
+    return {"quant_method": "quark", "global_quant_config": {"weight": weight}}
 
 
 def read(**found: Any) -> Quantization:
@@ -78,6 +83,10 @@ def test_gptq_numbers_by_module() -> None:
         ({"quant_method": "fp8", "activation_scheme": "odd"}, "activation_scheme is 'odd'"),
         ({"quant_method": "compressed-tensors", "config_groups": 3}, "config_groups must be a mapping"),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 3}}}, "weights must be a mapping"),
+        (quark(dtype="fp4", qscheme="per_group", group_size=-7), "group_size is -7; expected -1 or 1 to"),
+        ({"quant_method": "quark", "global_quant_config": 3}, "must be a mapping"),
+        ({"quant_method": "quark", "layer_quant_config": {"x" * 2000: {}}}, "not a usable pattern"),
+        ({"quant_method": "quark", "layer_quant_config": [1]}, "layer_quant_config must be a mapping"),
         ({"bits": 4}, "names no quant_method"),
         ("gptq", "must be a mapping"),
     ],
@@ -90,8 +99,13 @@ def test_bad_values(found: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        ({"quant_method": "torchao"}, "'torchao', which is not built; the nearest supported is compressed-tensors"),
-        ({"quant_method": "quark"}, "nearest supported is compressed-tensors or fp8"),
+        ({"quant_method": "quanto"}, "'quanto', which is not built; the nearest supported is compressed-tensors"),
+        ({"quant_method": "quark", "export": {"weight_format": "fake_quantized"}}, "weight_format 'fake_quantized'"),
+        (quark(dtype="mx"), "Quark's dtype 'mx' is not built; fp8_e4m3, "),
+        (quark(dtype=["fp4"]), r"Quark's dtype \['fp4'\] is not built"),
+        (quark(dtype="int8", qscheme="per_group"), "int8 weights with qscheme per_group are not built; per_tensor, "),
+        (quark(dtype="int4", qscheme="per_channel"), "int4 weights with qscheme per_channel .* per_group is"),
+        ({"quant_method": "quark", "global_quant_config": {"weight": [{}, {}]}}, "one tensor after another"),
         ({"quant_method": "never_seen"}, "'never_seen', which is not built; supported are awq, bitsandbytes"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "format 'marlin' are not built"),
         ({"quant_method": "awq", "version": "gemv"}, "version 'gemv' are not built; gemm is"),
@@ -164,6 +178,63 @@ def test_rounding_at_load_under_the_names_of_formats(tmp_path: Path) -> None:
         resolved(tmp_path, {"quant_method": "fp8"}, quantization="ptpc_fp8")
     with pytest.raises(ConfigError, match="quantization='awq', but the checkpoint is not quantized"):
         resolved(tmp_path, None, quantization="awq")
+
+
+@pytest.mark.usefixtures("with_kernels")
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        ("Int8WeightOnlyConfig", "int8"),
+        ("Int8DynamicActivationInt8WeightConfig", "int8"),
+        ("Int4WeightOnlyConfig", "int4"),
+        ("Float8WeightOnlyConfig", "int8"),  # on a CPU
+        ("Float8DynamicActivationFloat8WeightConfig", "int8"),
+    ],
+)
+def test_rounding_at_load_as_torchao_is_configured(tmp_path: Path, kind: str, form: str) -> None:
+    settings = json.dumps({"_type": kind, "_version": 2, "_data": {"group_size": 32}})
+    overrides = {"quantization_config_dict_json": settings}
+    assert resolved(tmp_path, None, quantization="torchao", hf_overrides=overrides) == ("bfloat16", form, "torchao")
+    assert online_form("torchao", overrides) == ("fp8" if kind.startswith("Float8") else form)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (None, r"needs torchao's configuration as JSON: hf_overrides=\{'quantization_config_dict_json'"),
+        ("{", "is '{'; expected JSON of a mapping with _type"),
+        ("[" * 100_000, "expected JSON of a mapping"),
+        ('{"_type": 3}', "expected JSON of a mapping with _type"),
+        ({"_type": "Int8WeightOnlyConfig"}, "expected JSON of a mapping"),
+        ('{"_type": "AWQConfig"}', "torchao's 'AWQConfig' is not built as rounding at load; Int8WeightOnlyConfig, "),
+    ],
+)
+def test_configurations_of_torchao_that_are_wrong(settings: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        online_form("torchao", {} if settings is None else {"quantization_config_dict_json": settings})
+
+
+@pytest.mark.usefixtures("with_kernels")
+def test_the_strategy_that_torchao_has_a_name_for(tmp_path: Path) -> None:
+    options = {"safetensors_load_strategy": "torchao"}
+    assert resolved(tmp_path, {"quant_method": "torchao"}, **options) == ("bfloat16", "stored", "torchao")
+    args = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, device="cpu", **options)
+    assert args.create_engine_config().load_config.safetensors_load_strategy is None
+    for found, words in ((None, "is not quantized"), ({"quant_method": "fp8"}, "is stored as fp8")):
+        with pytest.raises(ConfigError, match=f"'torchao' needs a checkpoint of torchao, but this one {words}"):
+            resolved(tmp_path, found, **options)
+
+
+@pytest.mark.usefixtures("with_kernels")
+def test_names_of_other_roundings_at_load(tmp_path: Path) -> None:
+    assert resolved(tmp_path, None, quantization="rtn") == ("bfloat16", "int8", "rtn")
+    with pytest.raises(ConfigError, match="quantization='rtn' needs an unquantized checkpoint"):
+        resolved(tmp_path, {"quant_method": "fp8"}, quantization="rtn")
+    for name, nearest in (("experts_int8", "int8_wo on a CPU, fp8 on a GPU"), ("deepspeedfp", "fp8")):
+        with pytest.raises(NotBuiltError, match=f"'{name}' is not built; the nearest supported is {nearest}"):
+            resolved(tmp_path, None, quantization=name)
+        with pytest.raises(NotBuiltError, match=f"'{name}', which is not built; the nearest supported is {nearest}"):
+            resolved(tmp_path, {"quant_method": name})
 
 
 @pytest.mark.parametrize(

@@ -214,8 +214,8 @@ def test_quantized_checkpoints(folder: Path) -> None:
         resolve(folder, quantization="gptq")
     with pytest.raises(ConfigError, match="int8_wo' needs an unquantized checkpoint, but this one is stored as awq"):
         resolve(folder, quantization="int8_wo")
-    change(folder, quantization_config={"quant_method": "hqq"})
-    with pytest.raises(NotBuiltError, match=r"quantized by 'hqq', which is not built; the nearest supported is GPTQ"):
+    change(folder, quantization_config={"quant_method": "spqr"})
+    with pytest.raises(NotBuiltError, match=r"quantized by 'spqr', which is not built; the nearest supported is GPTQ"):
         resolve(folder)
     assert resolve(None, quantization="gguf").model_config.quantization == "gguf"
 

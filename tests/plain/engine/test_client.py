@@ -14,7 +14,8 @@ from quire.base import env
 from quire.config import EngineArgs
 from quire.engine import proc
 from quire.engine.client import InProcessClient
-from quire.engine.process_client import ProcessClient, make_client
+from quire.engine.connect import make_client
+from quire.engine.process_client import ProcessClient
 from quire.schema.errors import CheckpointError, EngineDeadError, InputError, NotBuiltError
 from quire.schema.messages import EngineRequest, FinishReason
 from quire.schema.params import ResolvedParams

@@ -16,7 +16,7 @@ import zmq
 from quire import LLM, SamplingParams
 from quire.base import env
 from quire.engine.loop import EngineLoop
-from quire.engine.proc import _event_publisher
+from quire.engine.start import _event_publisher
 from quire.observe.kv_events import END_OF_REPLAY, EventPublisher
 from quire.sched.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from quire.sched.kv_layout import place

@@ -11,7 +11,7 @@ import pytest
 from quire.base import clock
 from quire.base.clock import Laps
 from quire.config import EngineArgs
-from quire.engine import proc
+from quire.engine import start
 from tests.fake_engine import FakeExecutor, use_fake, write_model
 
 
@@ -44,9 +44,9 @@ def test_an_engine_reports_its_phases(measures: bool, monkeypatch: pytest.Monkey
             return super().call(verb, args, kwargs, timeout)
 
     use_fake(monkeypatch)
-    monkeypatch.setattr(proc, "make_executor", Executor)
+    monkeypatch.setattr(start, "make_executor", Executor)
     args = EngineArgs(model=write_model(tmp_path), max_model_len=64, max_num_seqs=4)
-    ready = proc.start_engine(args.create_engine_config()).ready
+    ready = start.start_engine(args.create_engine_config()).ready
     outer = [phase for phase in ready.phases if not phase.inside]
     assert [phase.name for phase in outer] == ["device", "load", "profile", "kv", "warm_up"]
     assert ready.start_seconds.keys() == {"device", "load", "profile", "kv", "warm_up", "total"}
@@ -56,4 +56,4 @@ def test_an_engine_reports_its_phases(measures: bool, monkeypatch: pytest.Monkey
     wanted = [("build", 0.25, "load"), ("weights", 0.5, "load"), ("graphs", 0.125, "warm_up")]
     assert inner == (wanted if measures else [])
     if measures:
-        assert "load" in proc._told(ready.phases) and "(build 0.25, weights 0.50)" in proc._told(ready.phases)
+        assert "load" in start._told(ready.phases) and "(build 0.25, weights 0.50)" in start._told(ready.phases)

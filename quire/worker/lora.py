@@ -1,0 +1,39 @@
+"""Slots for adapters in a loaded model, for workers of an engine that serves adapters; no other imports this module.
+
+In: a model with its weights, and the options. Out: WorkerAdapters, which fill the slots. Must not know: plans.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from quire.layers.adapters import StepAdapters
+from quire.layers.places import AdapterPlaces, attach
+from quire.loader.adapter import read_adapter
+from quire.loader.adapter_config import AdapterLimits
+from quire.models.decoder import Decoder
+from quire.ops.op import Kernels
+from quire.schema.errors import NotBuiltError
+from quire.worker.adapters import WorkerAdapters
+
+if TYPE_CHECKING:
+    from quire.config.extras import LoRAConfig
+    from quire.models.build import Model
+
+
+def give_slots(model: Model, lora: LoRAConfig, dtype: torch.dtype, kernels: Kernels) -> WorkerAdapters:
+    """Every layer of the model gets slots. `dtype`: of the adapters' numbers."""
+    if not isinstance(model, Decoder):
+        raise NotBuiltError(
+            f"enable_lora: {type(model).__name__} takes no adapters in this version", param="enable_lora"
+        )
+    step = model.adapters = StepAdapters()
+    like = torch.empty(0, dtype=dtype, device=kernels.device)
+    layers = attach(model, step, lora.max_loras, lora.max_lora_rank, like, kernels)
+    places = AdapterPlaces(model, model.table())
+    model.finish_weights()  # a table opens matrices that lie in panels
+    limits = AdapterLimits(lora.max_lora_rank, dtype, lora.target_modules)
+    return WorkerAdapters(partial(read_adapter, places=places, limits=limits), layers)

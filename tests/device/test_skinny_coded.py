@@ -1,0 +1,112 @@
+"""Codes times some rows by Hopper's tensor cores: against their references, and in a chain of early launches."""
+
+import itertools
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from quire.ops import few as few_ops
+from quire.ops.act import GATED
+from quire.ops.coded import coded_linear
+from quire.ops.triton import act, norm
+from tests import coded_cases as cases
+
+pytestmark = pytest.mark.gpu
+skinny = pytest.importorskip("quire.ops.triton.skinny")
+skinny_coded = pytest.importorskip("quire.ops.triton.skinny_coded")
+SILU = act.gated_form(act.SILU, False)
+WEIGHTS = {
+    "fp8-rows": cases.Made("fp8", 96, 256, 256), "fp8-blocks": cases.Made("fp8", 72, 384, 128),
+    "fp8-256": cases.Made("fp8", 200, 1024, 256), "int8-rows": cases.Made("int8", 50, 256, 256),
+ "int4-128": cases.Made("int4", 72, 512, 128),
+ "int4-rows": cases.Made("int4", 130, 4096, 4096),
+    "fp4-128": cases.Made("fp4", 40, 256, 128),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("only Hopper has these instructions")
+
+
+@pytest.mark.parametrize("rows", [1, 17, 64, 256])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_products(name, rows):
+    dtype = torch.float16 if rows == 17 else torch.bfloat16
+    forms = skinny.SkinnyForms({SILU: act.SILU}, processors=132, early=rows % 2 == 0)
+    weight = cases.weight_of(WEIGHTS[name], "cuda")
+    x = cases.normal(rows, weight.width, seed=rows, dtype=dtype, device="cuda")
+    bias = cases.normal(weight.rows, seed=1, dtype=dtype, device="cuda")
+    assert skinny_coded.fits(x, weight)
+    gate = GATED["silu"].reference
+    for right in (weight, *cases.wrong_ones(weight)):
+        with nullcontext() if right is weight else pytest.raises(AssertionError):
+            parts = forms.linear_parts(x, right, bias)
+            assert parts.sums.shape[1:] == (rows, weight.rows) and not parts.sums.isnan().any()
+            cases.check(parts.whole(), few_ops.linear_parts(x, weight, bias).whole(), 1e-2)
+        with nullcontext() if right is weight else pytest.raises(AssertionError):
+            cases.check(forms.linear_act(x, right, bias, SILU), few_ops.linear_act(x, weight, bias, gate), 1e-2)
+        with nullcontext() if right is weight else pytest.raises(AssertionError):
+            cases.check(forms.coded_linear(x, right, bias), coded_linear.reference(x, weight, bias), 1e-2)
+
+
+def test_tiles_of_both_heights():
+    """A tile of 128 has two warp groups; rings are chosen by measurement, and all must be right."""
+    weight = cases.weight_of(cases.Made("int4", 48, 384, 128), "cuda")
+    for rows in (5, 40):
+        x = cases.normal(rows, weight.width, seed=rows, dtype=torch.bfloat16, device="cuda")
+        wanted = coded_linear.reference(x, weight)
+        for tile, pieces, buffers in itertools.product((64, 128), (1, 3), (2, 4)):
+            ring = skinny_coded.CodeRing(tile, pieces, buffers, 1)
+            found = skinny_coded.linear_parts(x, weight, None, processors=132, ring=ring)
+            cases.check(found.whole(), wanted, 1e-2)
+
+
+def test_what_does_not_fit_goes_another_way():
+    forms = skinny.SkinnyForms({SILU: act.SILU}, processors=132, early=False)
+    for made, rows in (
+        (cases.WEIGHTS["fp8-odd"], 16),
+        (cases.WEIGHTS["int4-64"], 16),
+        (cases.Made("int4", 50, 256, 128), 16),
+        (cases.Made("int4", 48, 384, 128, zeros=True), 16),
+        (WEIGHTS["fp8-rows"], 257),
+        (WEIGHTS["fp8-rows"]._replace(rounds=True), 65),
+    ):
+        weight = cases.weight_of(made, "cuda")
+        x = cases.normal(rows, weight.width, seed=1, dtype=torch.bfloat16, device="cuda")
+        assert not skinny_coded.fits(x, weight)
+        assert (skinny.part_rows(1024, torch.bfloat16, [weight]) > 0) == (made.width == 256 and made.rows == 96)
+        cases.check(forms.linear_parts(x, weight, None).whole(), coded_linear.reference(x, weight), 2e-2)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4"])
+def test_early_launches_wait_for_what_they_read(name):
+    """A long chain in a graph, each kernel reading the one before it: the same bits as without early launches."""
+    rows, width, ffn, layers = 32, 1024, 3072, 12
+    group = {"fp8": (width, ffn), "int4": (128, 128)}[name]
+    ups = [cases.weight_of(cases.Made(name, 2 * ffn, width, group[0]), "cuda") for _ in range(layers)]
+    downs = [cases.weight_of(cases.Made(name, width, ffn, group[1]), "cuda") for _ in range(layers)]
+    gains = cases.normal(width, dtype=torch.bfloat16, device="cuda")
+    start = cases.normal(rows, width, dtype=torch.bfloat16, device="cuda")
+
+    def chain(early):
+        forms = skinny.SkinnyForms({SILU: act.SILU}, processors=132, early=early)
+        x = delta = start.clone()
+        for up, down in zip(ups, downs, strict=True):
+            h, x = norm.add_rms_norm(x, delta, gains, 1e-6, early=early)
+            delta = forms.linear_parts(forms.linear_act(h, up, None, SILU), down, None)
+        return norm.add_rms_norm(x, delta, gains, 1e-6, early=early)[0]
+
+    chain(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(True)
+    for seed in range(10):
+        start.copy_(cases.normal(rows, width, seed=seed, dtype=torch.bfloat16, device="cuda"))
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, chain(False))

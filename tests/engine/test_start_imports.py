@@ -1,0 +1,62 @@
+"""A start imports what it uses. Each module costs 0.5 to 2 ms, three times as much without bytecode, in every process.
+
+A number here may be raised for a module that a plain start does use; for one that it does not, import it lazily.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# Of features that are off: adapters, pooling, beams, quantized checkpoints, states, an engine in a process of its own.
+UNUSED = {
+    "quire.attention.cross", "quire.attention.state",
+    "quire.engine.pooling", "quire.engine.proc", "quire.engine.process_client",
+    "quire.hf_models",
+    "quire.layers.adapters", "quire.layers.packed", "quire.layers.places", "quire.layers.relative",
+    "quire.llm.beam", "quire.llm.beam_calls", "quire.llm.pooling", "quire.llm.scoring",
+    "quire.loader.adapter", "quire.loader.coded_stage", "quire.loader.coded_storage", "quire.loader.dense",
+    "quire.loader.dummy", "quire.loader.formats.awq", "quire.loader.formats.compressed",
+    "quire.loader.formats.expected", "quire.loader.mistral_names", "quire.loader.online", "quire.loader.sharded",
+    "quire.models.encoder", "quire.models.heads", "quire.models.pooled", "quire.models.seq2seq",
+    "quire.ops.coded_experts", "quire.quant.coded_experts", "quire.quant.coded_scheme",
+    "quire.quant.device_codes", "quire.worker.adapters", "quire.worker.lora", "quire.worker.pooling_results",
+    "quire.worker.pooling_runner",
+    "jinja2", "transformers", "zmq",
+}  # fmt: skip
+OFFLINE = "from quire import LLM; llm = LLM(device='cpu', max_model_len=256, max_num_seqs=2)"
+ENGINE = "import quire.engine.proc, quire.worker.main"  # what an engine process imports before it has a configuration
+API = "import quire.cli.serve, quire.server.launch, quire.server.host"
+OF_ENGINES = {"quire.engine.proc", "quire.engine.process_client", "zmq"}
+OF_WORKERS = {"torch", "transformers", "jinja2", "quire.worker", "quire.engine.start", "quire.sched.scheduler"}
+
+
+def modules_after(code: str) -> set[str]:
+    ask = f"{code}\nimport sys; print('modules', *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("modules ")]
+    return set(line.split()[1:])
+
+
+@pytest.mark.parametrize(
+    ("code", "unused", "most"),
+    [
+        pytest.param(OFFLINE, UNUSED, 248, id="LLM"),
+        pytest.param(ENGINE, UNUSED - OF_ENGINES, 202, id="engine process"),
+        pytest.param(API, OF_WORKERS, 183, id="API process"),
+    ],
+)
+def test_a_start_imports_what_it_uses(code: str, unused: set[str], most: int) -> None:
+    modules = modules_after(code)
+    assert sorted(modules & unused) == []
+    ours = {name for name in modules if name.partition(".")[0] == "quire"}
+    assert len(ours) <= most, f"{len(ours)} modules of Quire are imported; {most} were enough"
+
+
+def test_the_list_names_modules_that_exist() -> None:
+    named = [name for name in sorted(UNUSED) if name.startswith("quire.")]
+    code = f"import importlib.util as u; print('modules', *[n for n in {named} if u.find_spec(n) is None])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["modules"]
