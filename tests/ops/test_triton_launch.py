@@ -129,20 +129,20 @@ def test_an_integer_beyond_32_bits_is_another_kernel(fake: list[tuple]) -> None:
     x, _, weight = tensors(64)
     (launcher,) = [one for one in launch.install([norm], lambda: 7) if one.kernel is norm._norm_kernel]
 
-    given = {"WIDTH", "HEADS", "BLOCK", "ROWS", "ADD", "LAYER", "WIDE", "WEIGHT", "BIAS", "PARTS"}
+    given = {"WIDTH", "HEADS", "BLOCK", "ROWS", "ADD", "LAYER", "WIDE", "WEIGHT", "BIAS", "PARTS", "GROUP"}
     more = {param.name: False for param in norm._norm_kernel.params if param.is_constexpr and param.name not in given}
 
     def run(num_rows: int) -> None:
         norm._norm_kernel[(1,)](
-            x, None, weight, None, x, num_rows, 64, 0, 0, 0, 0, 1e-6, 0.0, WIDTH=64, HEADS=1, BLOCK=64, ROWS=16,
-            ADD=False, LAYER=False, WIDE=False, WEIGHT=True, BIAS=False, PARTS=1, **more, num_warps=4,
+            x, None, weight, None, x, None, num_rows, 64, 0, 0, 0, 0, 1e-6, 0.0, WIDTH=64, HEADS=1, BLOCK=64, ROWS=16,
+            ADD=False, LAYER=False, WIDE=False, WEIGHT=True, BIAS=False, PARTS=1, GROUP=64, **more, num_warps=4,
         )  # fmt: skip
 
     for count in (4, 5, 1 << 31, 1 << 33):
         run(count)
     (known,) = [known for _, known in launcher._readers.values()]
     assert len(known) == 2
-    assert [call[9][5] for call in fake] == [4, 5, 1 << 31, 1 << 33]
+    assert [call[9][6] for call in fake] == [4, 5, 1 << 31, 1 << 33]
 
 
 def test_recording_launches_and_compiles_nothing(fake: list[tuple], tmp_path: Path) -> None:
