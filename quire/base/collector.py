@@ -7,6 +7,7 @@ look at. Must not know: what is imported or read.
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,9 @@ class _Pause:
     """Threads that want no collections, counted: the last one to leave turns them on again."""
 
     def __init__(self) -> None:
-        self._lock, self._count, self._was_on = threading.Lock(), 0, False
+        self._count, self._was_on = 0, False
+        # Reentrant: a collection while it is held may run a finalizer that pauses collections itself.
+        self._lock = threading.RLock()
 
     def begin(self) -> None:
         with self._lock:
@@ -27,13 +30,23 @@ class _Pause:
 
     def end(self) -> None:
         with self._lock:
+            if self._count == 0:  # begun before a fork, which ended it
+                return
             self._count -= 1
             if self._count == 0 and self._was_on:
                 _age()
                 gc.enable()
 
+    def end_in_child(self) -> None:
+        """A fork has none of the threads that would end it, nor the one that holds the lock."""
+        self._lock = threading.RLock()
+        if self._count and self._was_on:
+            gc.enable()
+        self._count = 0
+
 
 _pause = _Pause()
+os.register_at_fork(after_in_child=_pause.end_in_child)
 
 
 @contextmanager

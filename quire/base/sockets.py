@@ -73,14 +73,16 @@ class _Inbox:
         self._closed = False
 
     def receive(self, timeout: float | None, notices: Sequence[int] = ()) -> list[Frame] | None:
-        with self._reading:
-            if self._closed:
-                raise PeerGoneError("this end of the wire is closed")
-            try:
+        try:
+            with self._reading:
+                if self._closed:
+                    raise PeerGoneError("this end of the wire is closed")
                 return self._receive(None if timeout is None else max(0, int(timeout * 1000)), notices)
-            except zmq.ContextTerminated:
-                self._socket.close(linger=0)
-                raise PeerGoneError("this end of the wire was closed") from None
+        except zmq.ContextTerminated:
+            raise PeerGoneError("this end of the wire was closed") from None
+        finally:
+            if self._closed:
+                self._close_socket()
 
     def _receive(self, milliseconds: int | None, notices: Sequence[int]) -> list[Frame] | None:
         poller = zmq.Poller()
@@ -97,10 +99,15 @@ class _Inbox:
     def close(self) -> None:
         """A receive under way ends with PeerGoneError."""
         self._closed = True
+        self._close_socket()
+        self._context.term()  # ends a poll in another thread, and waits until the socket is closed
+
+    def _close_socket(self) -> None:
+        """Unless a thread reads: it will, when it is done. Called after `_closed` was set, and after a reader let go of
+        the lock, so that one of the two closes it, however they meet."""
         if self._reading.acquire(blocking=False):
             self._socket.close(linger=0)
             self._reading.release()
-        self._context.term()  # ends a poll in another thread, which then closes the socket itself
 
 
 class Wire:

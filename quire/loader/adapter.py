@@ -41,6 +41,7 @@ _WRAPPER, _INNER = "base_model.model.", ".base_layer"
 _A, _B = "lora_A", "lora_B"
 _EMBEDDING_A, _EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
 _COPY = "weight"  # of the base model
+_TENSORS = 3  # of a place: A, B and a copy
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NEW_STACKS = (0, 19, 1)  # first PEFT whose A is always that of the input, however experts are stored
 
@@ -212,6 +213,9 @@ class _AdapterNames:
 
     def __init__(self, file: AdapterFile, places: AdapterPlaces, config: AdapterConfig) -> None:
         self._file, self._places, self._config = file, places, config
+        most = _TENSORS * len(places.by_name)
+        if len(file.shapes) > most:
+            raise file.wrong(f"it has {len(file.shapes)} tensors; an adapter of this model has {most} at most")
         self._modules: dict[str, dict[str, str]] = {}  # module -> half -> name of the tensor
         for name in file.shapes:
             module, half = _split(file, name)

@@ -20,6 +20,8 @@ from quire.schema.errors import CheckpointError
 CONFIG = "adapter_config.json"
 _MAX_BYTES = 1 << 20
 _MAX_PATTERNS = 4096  # entries of rank_pattern or alpha_pattern: every module is compared with each
+_MAX_PARAMETERS = 16  # last names in target_parameters: looked for in every module; experts have two or three
+_MAX_ALPHA = 1e30  # kernels scale by a float32
 # Keys of a PEFT configuration that change what is computed, and which of their values change nothing.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_dora": ((None, False), "DoRA adapters (use_dora)"),
@@ -135,8 +137,10 @@ def _check_rank(path: str, key: str, rank: object, limits: AdapterLimits) -> int
 
 
 def _check_alpha(path: str, key: str, alpha: object) -> float:
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise CheckpointError(f"{path}: {key} must be a number, got {alpha!r:.100}", param=key)
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not -_MAX_ALPHA <= alpha <= _MAX_ALPHA:
+        raise CheckpointError(
+            f"{path}: {key} must be a number from {-_MAX_ALPHA:g} to {_MAX_ALPHA:g}, got {alpha!r:.100}", param=key
+        )
     return float(alpha)
 
 
@@ -182,7 +186,14 @@ def _parameters(path: str, raw: Mapping[str, Any]) -> tuple[str, ...]:
             param="target_parameters",
             value=len(names),
         )
-    return tuple(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    last = tuple(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    if len(last) > _MAX_PARAMETERS:
+        raise CheckpointError(
+            f"{path}: target_parameters ends in {len(last)} different names; {_MAX_PARAMETERS} are allowed",
+            param="target_parameters",
+            value=len(last),
+        )
+    return last
 
 
 def _version(raw: Mapping[str, Any]) -> tuple[int, ...]:

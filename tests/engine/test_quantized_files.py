@@ -210,6 +210,7 @@ def test_what_the_gpu_will_want_is_there(tmp_path):
         (HQQ, "group_size", lambda t: t // 2, "codes of 4 bits are uint8"),
         (HQQ, "axis", lambda t: t + 1, "says 2; expected 0 to 1"),
         (HQQ, "nbits", lambda t: t - 1, "says 3, but its packing is 4bit_u8"),
+        (hqq(3, 32), "W_q", lambda t: torch.zeros(len(t), 63).half(), "codes of 3 bits are int32"),
         (HQQ, "packing", lambda t: t + 1, "known are 8bit_u8, 4bit_u8"),
         (HQQ, "packing", lambda t: t.repeat(10), "at most 64 bytes"),
         (AO8, "_weight_qdata", None, "no qdata"),
@@ -411,7 +412,7 @@ MEASURE = """
         global most
         while not done.wait(0.001):
             most = max(most, now())
-    thread = threading.Thread(target=watch)
+    thread = threading.Thread(target=watch, daemon=True)  # a load that fails must not wait for it
     thread.start()
     model = load_model(config, "cpu")
     done.set()

@@ -33,11 +33,21 @@ OF_ENGINES = {"quire.engine.proc", "quire.engine.process_client", "zmq"}
 OF_WORKERS = {"torch", "transformers", "jinja2", "quire.worker", "quire.engine.start", "quire.sched.scheduler"}
 
 
+LONGEST_S = 300  # of a start on a busy machine
+
+
+def printed(code: str) -> list[str]:
+    """The words after 'modules' that a fresh interpreter prints. One that hangs, even at its end, says where."""
+    watched = f"import faulthandler; faulthandler.dump_traceback_later({LONGEST_S}, exit=True)\n{code}"
+    command = [sys.executable, "-c", watched]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * LONGEST_S - 60)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("modules")]
+    return line.split()[1:]
+
+
 def modules_after(code: str) -> set[str]:
-    ask = f"{code}\nimport sys; print('modules', *sys.modules)"
-    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("modules ")]
-    return set(line.split()[1:])
+    return set(printed(f"{code}\nimport sys; print('modules', *sys.modules)"))
 
 
 @pytest.mark.parametrize(
@@ -58,5 +68,4 @@ def test_a_start_imports_what_it_uses(code: str, unused: set[str], most: int) ->
 def test_the_list_names_modules_that_exist() -> None:
     named = [name for name in sorted(UNUSED) if name.startswith("quire.")]
     code = f"import importlib.util as u; print('modules', *[n for n in {named} if u.find_spec(n) is None])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["modules"]
+    assert printed(code) == []

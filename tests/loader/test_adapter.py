@@ -123,6 +123,8 @@ def test_other_spellings(folder: Path, places: AdapterPlaces) -> None:
         ({"r": 2}, ["rank 4", "says 2"]),
         ({"lora_alpha": None}, ["lora_alpha"]),
         ({"lora_alpha": float("inf")}, ["lora_alpha"]),
+        ({"lora_alpha": 10**400}, ["lora_alpha must be a number from -1e+30 to 1e+30"]),
+        ({"lora_alpha": -1e31}, ["lora_alpha must be a number from -1e+30 to 1e+30"]),
         ({"rank_pattern": {"q_proj": 99}}, ["rank_pattern", "99"]),
         ({"alpha_pattern": {"(a+)+$": 1}}, ["alpha_pattern", "(a+)+"]),
         ({"alpha_pattern": [1]}, ["alpha_pattern"]),
@@ -320,6 +322,7 @@ def single_expert(tensors: dict[str, torch.Tensor]) -> None:
         (dict.copy, {"target_parameters": ["experts.other"]}, ["experts", "target_parameters"]),
         (dict.copy, {"target_parameters": [3]}, ["target_parameters"]),
         (dict.copy, {"target_parameters": ["a"] * 4097}, ["4097", "4096"]),
+        (dict.copy, {"target_parameters": [f"a{n}" for n in range(17)]}, ["17 different names", "16"]),
         (dict.copy, {"r": 8}, ["rank 4", "says 8"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -406,6 +409,17 @@ def test_patterns_are_limited_in_number(folder: Path, places: AdapterPlaces, key
     read(folder, places)
     configure(folder, **{key: {f"nowhere.{number}": 4 for number in range(4097)}})
     with pytest.raises(CheckpointError, match=f"{key} has 4097 entries; 4096 are allowed"):
+        read(folder, places)
+
+
+def test_more_tensors_than_the_model_has_places_for(folder: Path, places: AdapterPlaces) -> None:
+    most = 3 * len(places.by_name)
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors |= {f"nowhere.{number}.lora_A.weight": torch.zeros(1) for number in range(most)}
+
+    change(folder, add)
+    with pytest.raises(CheckpointError, match=rf"it has \d+ tensors; an adapter of this model has {most} at most"):
         read(folder, places)
 
 

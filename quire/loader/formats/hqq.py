@@ -94,7 +94,9 @@ def _make(parts: Parts, tensors: Mapping[str, Tensor]) -> Made:
 
 def _opened(parts: Parts, stored: Tensor, packing: _Packing, shape: tuple[int, int]) -> Tensor:
     """uint8 codes of the reshaped matrix."""
-    raw = stored.contiguous().view(packing.word) if stored.is_floating_point() else stored
+    raw = stored
+    if stored.is_floating_point() and stored.shape[1] * stored.itemsize % packing.word.itemsize == 0:
+        raw = stored.contiguous().view(packing.word)
     bands = -(-shape[0] // packing.per_word)
     if raw.dtype != packing.word or tuple(raw.shape) != (bands, shape[1]):
         expected = f"{str(packing.word).removeprefix('torch.')} {[bands, shape[1]]}"

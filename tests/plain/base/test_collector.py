@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from quire.base import collector
 from quire.base.collector import no_collections
 
 
@@ -67,6 +70,50 @@ def test_the_last_of_several_threads_turns_it_on() -> None:
     leave.set()
     thread.join(60)
     assert gc.isenabled()
+
+
+def test_a_finalizer_may_pause_collections_while_a_pause_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first collection after a pause may come while its end still has the lock."""
+    ended = threading.Event()
+
+    def collect() -> None:
+        monkeypatch.undo()
+        with no_collections():
+            ended.set()
+
+    def pause() -> None:
+        with no_collections():
+            pass
+
+    monkeypatch.setattr(collector, "_age", collect)
+    thread = threading.Thread(target=pause, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive() and ended.is_set() and gc.isenabled()
+
+
+def test_a_fork_collects_whatever_other_threads_were_doing() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with no_collections(), collector._pause._lock:
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert entered.wait(60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        is_on = gc.isenabled()
+        with no_collections():
+            is_off = not gc.isenabled()
+        os._exit(0 if is_on and is_off and gc.isenabled() else 1)
+    _, status = os.waitpid(child, 0)
+    leave.set()
+    thread.join(60)
+    assert status == 0 and gc.isenabled()
 
 
 def test_frozen_objects_stay_frozen() -> None:

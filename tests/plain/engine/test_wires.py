@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -167,6 +168,34 @@ def test_a_death_notice_ends_a_receive_after_the_last_words(wires):
     with pytest.raises(PeerGoneError):
         b.receive(5.0, notice=notice)
     os.close(notice)
+
+
+def test_closing_ends_while_another_thread_takes_a_message(wires, monkeypatch):
+    """That thread has its message already, and may never ask for another."""
+    a, b = wires
+    inbox, waits = b._inbox, threading.Event()
+    receive, context = inbox._receive, inbox._context
+
+    def end_context():
+        waits.set()
+        context.term()
+
+    closing = threading.Thread(target=b.close, daemon=True)
+
+    def receive_slowly(*args):
+        frames = receive(*args)
+        closing.start()
+        assert waits.wait(60)
+        return frames
+
+    monkeypatch.setattr(inbox, "_receive", receive_slowly)
+    monkeypatch.setattr(inbox, "_context", SimpleNamespace(term=end_context))
+    a.send([b"x"])
+    assert bytes(b.receive(60.0)[0]) == b"x"
+    closing.join(60)
+    assert not closing.is_alive()
+    with pytest.raises(PeerGoneError):
+        b.receive(1.0)
 
 
 def test_closing_ends_a_receive_in_another_thread(wires):
