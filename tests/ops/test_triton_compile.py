@@ -8,6 +8,8 @@ import pytest
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
+if os.environ.get("COMPILE_KERNELS") != "1":
+    pytest.skip("takes ten minutes, so `make kernels` does it", allow_module_level=True)
 
 import torch
 import triton
