@@ -1,7 +1,7 @@
 """Records of requests to figures: latencies, throughput and goodput of a whole fleet in its steady state.
 
-Requests that came while the fleet filled are left out of latencies, and rates are counted from then until the last
-request came, so that neither the empty beginning nor the emptying end counts. Must not know: how records were made.
+Requests that came while the fleet filled are left out of latencies; tokens a second are those of the middle half of
+all tokens, so that neither the filling beginning nor the emptying end counts. Must not know: how records were made.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def figures_of(records: Sequence[RequestRecord], goals: LatencyGoals, scale: flo
         num_requests=len(steady),
         num_refused=len(steady) - len(complete),
         request_rate=len(steady) / seconds * scale,
-        output_rate=sum(_tokens_within(record, begin, end) for record in records) / seconds * scale,
+        output_rate=_token_rate(records) * scale,
         goodput=good / seconds * scale,
         attainment=good / len(steady),
         ttft_p50=1e3 * percentile(ttft, 50),
@@ -77,11 +77,13 @@ def figures_of(records: Sequence[RequestRecord], goals: LatencyGoals, scale: flo
     )
 
 
-def _tokens_within(record: RequestRecord, begin: float, end: float) -> float:
-    """Those that came in this time, as if evenly between the first and the last."""
-    if record.first < 0 or record.first > end or record.last < begin:
-        return 0.0
-    if record.last <= record.first:
-        return float(record.num_tokens)
-    inside = min(record.last, end) - max(record.first, begin)
-    return record.num_tokens * inside / (record.last - record.first)
+def _token_rate(records: Sequence[RequestRecord]) -> float:
+    """Tokens a second of the middle half, as if those of a request came evenly."""
+    times: list[float] = []
+    for record in records:
+        gap = record.tpot
+        times += [record.first + number * gap for number in range(record.num_tokens)]
+    times.sort()
+    low, high = len(times) // 4, 3 * len(times) // 4
+    seconds = times[high] - times[low] if times else 0.0
+    return (high - low) / seconds if seconds > 0 else 0.0

@@ -26,6 +26,7 @@ def scenario(**options: Any) -> Scenario:
     settings |= options.pop("settings", {})
     load = {"input_len": 100, "output_len": 20} | options.pop("load", {})
     options.setdefault("num_requests", 40)
+    options.setdefault("memory_utilization", 0.05)  # some hundred KV blocks
     return Scenario(
         shape=shape(), device=H200, settings=SchedulerSettings(**settings), workload=Workload(**load), **options
     )

@@ -1,7 +1,8 @@
-"""Loads: traces are checked line by line, draws repeat with their seed, and a part of a fleet sees its part of a load."""
+"""Loads: traces are checked line by line, draws repeat, and a part of a fleet sees its part of a load."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -98,13 +99,13 @@ def test_arrivals_at_a_part_of_a_fleet_are_those_of_the_whole(burstiness: float,
     """Rate and variance of the gaps at one replica of eight, against those of a whole load that is divided."""
     load = Workload(rate=80, burstiness=burstiness)
     part = FleetShare(1, 8, in_turn)
-    drawn = [r.arrival for r in load.draw(6000, part)]
-    divided = [r.arrival for r in thin(load.draw(48_000, FleetShare(8, 8, in_turn)), part)]
+    drawn = [r.arrival for r in load.draw(3000, part)]
+    divided = [r.arrival for r in thin(load.draw(24_000, FleetShare(8, 8, in_turn)), part)]
     for times in (drawn, divided):
         assert len(times) / times[-1] == pytest.approx(10, rel=0.05)
-    first, second = ([b - a for a, b in zip(times, times[1:], strict=False)] for times in (drawn, divided))
+    first, second = ([b - a for a, b in itertools.pairwise(times)] for times in (drawn, divided))
     variation = [pvariance(gaps) / mean(gaps) ** 2 for gaps in (first, second)]
-    assert variation[0] == pytest.approx(variation[1], rel=0.15, abs=1e-6)
+    assert variation[0] == pytest.approx(variation[1], rel=0.2, abs=1e-6)
 
 
 def test_groups_go_whole_to_a_part_of_a_fleet() -> None:
