@@ -78,7 +78,7 @@ def test_goals_count_the_requests_that_keep_them() -> None:
 def test_more_load_is_slower_and_a_server_can_be_the_limit() -> None:
     slow, fast = (figures(scenario(load={"rate": rate}, num_requests=120)) for rate in (20.0, 2000.0))
     assert fast.ttft_p99 > slow.ttft_p99 and fast.itl_p50 > slow.itl_p50
-    assert slow.output_rate == pytest.approx(20 * 20, rel=0.15) and 2000 < fast.output_rate < 2000 * 20
+    assert slow.output_rate == pytest.approx(20 * 20, rel=0.15) and fast.output_rate > 10 * slow.output_rate
     busy = scenario(load={"rate": 2000.0}, num_requests=120, host=HostModel(chunk_seconds=1e-3))
     assert figures(busy).e2el_p50 > 1.5 * fast.e2el_p50
 
