@@ -45,7 +45,7 @@ def test_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("chta", "did you mean 'chat'?"),
         (
             "nonsense",
-            "unknown command 'nonsense' Commands: serve, chat, run, complete, pull, list, bench, run-batch, "
+            "unknown command 'nonsense' Commands: serve, chat, run, complete, pull, list, bench, simulate, "
             "launch, collect-env",
         ),
     ],
