@@ -46,7 +46,7 @@ def test_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
         (
             "nonsense",
             "unknown command 'nonsense' Commands: serve, chat, run, complete, pull, list, bench, simulate, "
-            "launch, collect-env",
+            "run-batch, launch, collect-env",
         ),
     ],
 )
