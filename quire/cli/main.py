@@ -25,6 +25,7 @@ COMMANDS = CommandTable(
         "pull": Command("quire.cli.models:pull", "download a model from the hub"),
         "list": Command("quire.cli.models:list_models", "list the models on this machine"),
         "bench": Command("quire.cli.bench:bench", "benchmark a server, the engine or its start-up"),
+        "simulate": Command("quire.simulate.command:main", "predict how many GPUs a load needs, and how it is served"),
         "run-batch": Command("quire.cli.batch:run_batch", "answer a file of requests in OpenAI's batch format"),
         "launch": Command("quire.cli.launch:launch", "run one component of a server: render, which tokenizes requests"),
         "collect-env": Command("quire.cli.tools:collect_env", "print versions and hardware, for a bug report"),

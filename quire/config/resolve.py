@@ -324,14 +324,19 @@ def choose_reuse(requested: Requested, config: EngineConfig) -> EngineConfig:
     return replace(config, **changes)
 
 
+def gpu_batch_defaults(name: str, total_bytes: int) -> tuple[dict[str, int], int]:
+    """Tokens of a step by usage context, and requests that run at once, on a GPU of this name and memory."""
+    is_large = total_bytes >= 70 << 30 and "a100" not in name.lower()
+    most_tokens = (16384, 8192) if is_large else (8192, 2048)
+    return dict(zip(USAGES, most_tokens, strict=True)), 1024 if is_large else 256
+
+
 def batch_defaults(world_size: int, device: str = "cpu") -> tuple[dict[str, int], dict[str, int]]:
     """(tokens, requests) of a step, by usage context."""
     if device == "cuda":
         gpu = find_gpu()
-        is_large = gpu is not None and gpu.total_bytes >= 70 << 30 and "a100" not in gpu.name.lower()
-        most = 1024 if is_large else 256
-        most_tokens = (16384, 8192) if is_large else (8192, 2048)
-        return dict(zip(USAGES, most_tokens, strict=True)), dict.fromkeys(USAGES, most)
+        by_tokens, most = gpu_batch_defaults("" if gpu is None else gpu.name, 0 if gpu is None else gpu.total_bytes)
+        return by_tokens, dict.fromkeys(USAGES, most)
     tokens = {"LLM_CLASS": 4096 * world_size, "OPENAI_API_SERVER": 2048 * world_size}
     requests = {"LLM_CLASS": 256 * world_size, "OPENAI_API_SERVER": 128 * world_size}
     return tokens, requests

@@ -45,8 +45,8 @@ def test_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("chta", "did you mean 'chat'?"),
         (
             "nonsense",
-            "unknown command 'nonsense' Commands: serve, chat, run, complete, pull, list, bench, run-batch, "
-            "launch, collect-env",
+            "unknown command 'nonsense' Commands: serve, chat, run, complete, pull, list, bench, simulate, "
+            "run-batch, launch, collect-env",
         ),
     ],
 )

@@ -1,0 +1,149 @@
+"""One question to the simulator: a model on a topology under a load, and what comes of it.
+
+Owns: which part of a large fleet is simulated, and how its load is drawn. Of more than `most_replicas` replicas, so
+many are simulated with their share of the load. With round robin that is exact: a replica's turns do not depend on the
+others. Other routers choose among fewer replicas than there are, so queues are a little longer than they would be.
+Must not know: flags, how figures are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from quire.sched.router import ROUTERS
+from quire.sched.settings import SchedulerSettings
+from quire.schema.errors import InputError
+from quire.schema.kv import KVLayout
+from quire.simulate.cost import CostModel
+from quire.simulate.devices import DeviceModel, HostModel
+from quire.simulate.figures import LatencyGoals, ServingFigures, figures_of
+from quire.simulate.fleet import Fleet, RequestRecord
+from quire.simulate.shape import ModelShape
+from quire.simulate.topology import Topology, kv_layout
+from quire.simulate.workload import FleetShare, SimulatedRequest, Workload, thin
+
+MOST_REQUESTS = 200_000  # that one simulation draws
+_TOKEN_BUDGET = 100_000  # generated tokens of a simulation whose number of requests is not given
+_LEAST_REQUESTS = 64  # of each simulated replica, whatever they cost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    shape: ModelShape
+    device: DeviceModel
+    topology: Topology = field(default_factory=Topology)
+    host: HostModel = field(default_factory=HostModel)
+    router: str = "round-robin"
+    workload: Workload = field(default_factory=Workload)
+    trace: Sequence[SimulatedRequest] = ()  # instead of the workload's
+    max_concurrency: int | None = None  # of the whole fleet
+    num_requests: int | None = None  # to draw for the simulated replicas; None: as many as a few seconds allow
+    goals: LatencyGoals = field(default_factory=LatencyGoals)
+    settings: SchedulerSettings = field(default_factory=lambda: SchedulerSettings(max_model_len=4096))
+    memory_utilization: float = 0.9
+    block_size: int = 64
+    most_replicas: int = 4
+    token_budget: int = _TOKEN_BUDGET
+
+    @property
+    def share(self) -> FleetShare:
+        total = self.topology.data_size
+        return FleetShare(min(total, self.most_replicas), total, self.router == "round-robin")
+
+    def with_topology(self, topology: Topology) -> Scenario:
+        return replace(self, topology=topology)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    scenario: Scenario
+    figures: ServingFigures
+    num_simulated: int  # replicas
+    simulated_seconds: float
+    utilization: float  # of devices: the share of the time in which they compute
+    hit_rate: float  # of prompt tokens in the prefix cache
+    num_preempted: int
+    num_kv_tokens: int  # that the KV cache of a replica holds
+
+
+def simulate(scenario: Scenario) -> Simulation:
+    fleet, layout = build_fleet(scenario)
+    share = scenario.share
+    records = fleet.run(draw(scenario, share), _at_once(scenario, share))
+    if not records:
+        raise InputError(
+            f"the trace has too few requests for {share.total} replicas: none falls to the {share.simulated} that are "
+            "simulated",
+            param="trace",
+        )
+    return _summary(scenario, fleet, layout, records)
+
+
+def build_fleet(scenario: Scenario) -> tuple[Fleet, KVLayout]:
+    """ConfigError where the model cannot be divided so, or does not fit."""
+    topology, settings = scenario.topology, scenario.settings
+    topology.check(scenario.shape)
+    stages = topology.pipeline_size
+    settings = replace(settings, depth=2) if stages == 1 else replace(settings, depth=stages, overlap=1)
+    layout = kv_layout(
+        topology,
+        scenario.shape,
+        scenario.device,
+        memory_utilization=scenario.memory_utilization,
+        block_size=scenario.block_size,
+        max_model_len=settings.max_model_len,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+    )
+    number = scenario.share.simulated
+    router = ROUTERS[scenario.router](number)
+    cost = CostModel(scenario.shape, scenario.device, topology)
+    return Fleet(router, number, settings, layout, cost, scenario.host, scenario.workload.seed), layout
+
+
+def draw(scenario: Scenario, share: FleetShare) -> list[SimulatedRequest]:
+    """The requests that the simulated replicas see."""
+    if scenario.trace:
+        requests = thin(scenario.trace, share)
+    else:
+        count = scenario.num_requests
+        if count is None:
+            affordable = scenario.token_budget // scenario.workload.output_len
+            count = max(affordable, _LEAST_REQUESTS * share.simulated)
+            if (at_once := _at_once(scenario, share)) is not None:
+                count = max(count, 4 * at_once)  # several rounds: the first is not the steady state
+        if count > MOST_REQUESTS:
+            raise InputError(f"{count} requests are more than the {MOST_REQUESTS} that one simulation draws")
+        requests = scenario.workload.draw(count, share)
+    limit = scenario.settings.max_model_len
+    for request in requests:
+        if request.prompt_tokens + request.output_tokens > limit:
+            raise InputError(
+                f"a request of {request.prompt_tokens} prompt and {request.output_tokens} output tokens is longer than "
+                f"max_model_len={limit}",
+                param="max_model_len",
+            )
+    return requests
+
+
+def _at_once(scenario: Scenario, share: FleetShare) -> int | None:
+    if scenario.max_concurrency is None:
+        return None
+    return max(1, round(scenario.max_concurrency * share.fraction))
+
+
+def _summary(scenario: Scenario, fleet: Fleet, layout: KVLayout, records: list[RequestRecord]) -> Simulation:
+    tallies = [replica.scheduler.tally for replica in fleet.replicas]
+    queries = sum(tally.queries for tally in tallies)
+    seconds = max(record.last for record in records) - min(record.start for record in records)
+    busy = sum(replica.busy_seconds for replica in fleet.replicas) / len(fleet.replicas)
+    return Simulation(
+        scenario=scenario,
+        figures=figures_of(records, scenario.goals, 1 / scenario.share.fraction),
+        num_simulated=scenario.share.simulated,
+        simulated_seconds=seconds,
+        utilization=min(1.0, busy / seconds) if seconds > 0 else 0.0,
+        hit_rate=sum(tally.hits for tally in tallies) / queries if queries else 0.0,
+        num_preempted=sum(tally.preempted for tally in tallies),
+        num_kv_tokens=layout.num_blocks * layout.groups[0].block_size // len(layout.groups),
+    )

@@ -1,0 +1,80 @@
+"""Routers: turns, loads and prefixes decide as they say, whatever comes in which order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from quire.sched import router as module
+from quire.sched.router import PIECE, ROUTERS, LeastLoaded, PrefixAware, Router
+from quire.schema.errors import ConfigError
+
+
+def test_round_robin_takes_turns_whatever_ends() -> None:
+    router = Router(3)
+    assert [router.assign(str(i), (1, 2)) for i in range(4)] == [0, 1, 2, 0]
+    router.finish("1")
+    assert router.assign("4", ()) == 1 and router.unfinished == [2, 1, 1]
+
+
+def test_the_least_loaded_is_chosen_and_equals_take_turns() -> None:
+    router = LeastLoaded(3)
+    assert sorted(router.assign(str(i), ()) for i in range(3)) == [0, 1, 2]
+    router.finish("1")
+    assert router.assign("3", ()) == 1
+    router.finish("never assigned")
+    assert router.unfinished == [1, 1, 1]
+
+
+def test_a_known_prefix_leads_to_the_engine_that_has_it() -> None:
+    router = PrefixAware(4)
+    shared = tuple(range(3 * PIECE))
+    first = router.assign("first", (*shared, 7, 8))
+    router.assign("other", tuple(range(1000, 1000 + 3 * PIECE)))
+    assert router.assign("second", (*shared, 9, 10)) == first
+    assert router.assign("part", (*shared[: 2 * PIECE], 5, *range(500, 700))) == first
+    assert router.assign("salted", (*shared, 9, 10), salt="someone else's") != first
+
+
+def test_the_last_token_is_no_part_of_a_prefix() -> None:
+    """An engine computes at least one token, so a prompt of exactly one piece has nothing to reuse."""
+    assert PrefixAware._hashes(tuple(range(PIECE)), "") == []
+    assert len(PrefixAware._hashes(tuple(range(PIECE + 1)), "")) == 1
+
+
+def test_a_popular_prefix_spreads_once_its_engine_is_full() -> None:
+    router = PrefixAware(4)
+    shared = tuple(range(2 * PIECE))
+    for number in range(200):
+        router.assign(str(number), (*shared, number))
+    mean = 200 / 4
+    assert max(router.unfinished) <= PrefixAware.MOST_LOAD * mean + PrefixAware.SLACK + 1 and min(router.unfinished) > 0
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_PIECES", 10)
+    router = PrefixAware(2)
+    for number in range(50):
+        router.assign(str(number), (number,) * (3 * PIECE))
+    assert len(router._engine_of_piece) == 10
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_counts_are_those_of_unfinished_requests(name: str) -> None:
+    rng, router = random.Random(1), ROUTERS[name](5)
+    alive: dict[str, int] = {}
+    for number in range(2000):
+        if alive and rng.random() < 0.5:
+            ended = rng.choice(sorted(alive))
+            router.finish(ended)
+            del alive[ended]
+        else:
+            prompt = (rng.randrange(4),) * rng.randrange(1, 300)
+            alive[str(number)] = router.assign(str(number), prompt)
+        assert router.unfinished == [list(alive.values()).count(engine) for engine in range(5)]
+
+
+def test_no_engine_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="at least one engine, got 0"):
+        Router(0)
