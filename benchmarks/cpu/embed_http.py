@@ -12,45 +12,17 @@ from __future__ import annotations
 import argparse
 import base64
 import concurrent.futures
-import contextlib
 import json
 import os
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import httpx
 import numpy as np
 from embed import make_texts
-from http_batch import QUIRE, children_of, own_seconds, seconds_of
+from http_batch import children_of, own_seconds, seconds_of, server
 
 from quire import LLM
-
-
-@contextlib.contextmanager
-def server(model: str) -> Iterator[tuple[str, int]]:
-    """(address, process id) of `quire serve`."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    command = [QUIRE, "serve", model, "--host", "127.0.0.1", "--port", str(port), "--dtype",
-               "float32", "--uvicorn-log-level", "warning"]  # fmt: skip
-    child = subprocess.Popen(command)
-    try:
-        end = time.monotonic() + 300
-        while True:
-            if child.poll() is not None or time.monotonic() > end:
-                sys.exit("the server did not start")
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{url}/health").status_code == 200:
-                    break
-            time.sleep(0.1)
-        yield url, child.pid
-    finally:
-        child.terminate()
-        child.wait(30)
 
 
 def over_http(client: httpx.Client, texts: list[str], per_request: int, at_once: int) -> np.ndarray:
@@ -76,7 +48,10 @@ def main() -> int:
     texts = make_texts(args.texts)
     llm = LLM(args.model, dtype="float32")
     runs: list[tuple[float, float, float, float]] = []  # wall and processor seconds, offline and over HTTP
-    with server(args.model) as (url, pid), httpx.Client(base_url=url, timeout=600) as client:
+    with (
+        server(args.model, "--dtype", "float32") as (port, pid),
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600) as client,
+    ):
         over_http(client, texts[: args.per_request], args.per_request, 1)  # unmeasured: everything imported and warm
         processes = [pid, *children_of(pid)]
         for _ in range(args.rounds):

@@ -32,6 +32,15 @@ QUIRE = str(Path(sys.executable).parent / "quire")
 TICK = os.sysconf("SC_CLK_TCK")
 KINDS = ("offline", "streams", "whole answers")
 OPTIONS = {"max_model_len": 2048, "max_num_seqs": 256, "enable_prefix_caching": False, "generation_config": "vllm"}
+FLAGS = (
+    "--max-model-len",
+    "2048",
+    "--max-num-seqs",
+    "256",
+    "--no-enable-prefix-caching",
+    "--generation-config",
+    "vllm",
+)
 QUIET = {"QUIRE_CPU_KVCACHE_SPACE": "2", "QUIRE_LOGGING_LEVEL": "WARNING", "QUIRE_TARGET_DEVICE": "cpu"}
 
 
@@ -75,13 +84,12 @@ def offline(asked: argparse.Namespace) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def server(model: str | None) -> Iterator[tuple[int, int]]:
-    """(port, process id) of `quire serve`."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
+def server(model: str | None, *flags: str) -> Iterator[tuple[int, int]]:
+    """(port, process id) of `quire serve` with these flags."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     command = [QUIRE, "serve", *([model] if model else []), "--host", "127.0.0.1", "--port", str(port),
-               "--max-model-len", "2048", "--max-num-seqs", "256", "--no-enable-prefix-caching",
-               "--generation-config", "vllm", "--uvicorn-log-level", "warning"]  # fmt: skip
+               "--uvicorn-log-level", "warning", *flags]  # fmt: skip
     child = subprocess.Popen(command)
     try:
         end = time.monotonic() + 300
@@ -127,7 +135,7 @@ def client(asked: argparse.Namespace) -> dict[str, float]:
 
 
 def over_http(kind: str, asked: argparse.Namespace) -> dict[str, float]:
-    with server(asked.model) as (port, pid):
+    with server(asked.model, *FLAGS) as (port, pid):
         small = argparse.Namespace(**vars(asked) | {"requests": 2, "new": 4})
         child(kind, small, port)  # unmeasured: everything imported and warm
         engine = max(children_of(pid), key=seconds_of)

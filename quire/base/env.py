@@ -263,6 +263,10 @@ ALLOW_RUNTIME_LORA_UPDATING = Variable(
 LORA_RESOLVER_CACHE_DIR = Variable[str | None](
     "LORA_RESOLVER_CACHE_DIR", None, str, "Folder whose folders are adapters that requests may name."
 )
+LORA_RESOLVER_HF_REPO_LIST = Variable[tuple[str, ...]](
+    "LORA_RESOLVER_HF_REPO_LIST", (), lambda t: tuple(p.strip() for p in t.split(",") if p.strip()),
+    "Repositories of the model hub, with commas between, whose adapters requests may name.",
+)  # fmt: skip
 SERVER_DEV_MODE = Variable("SERVER_DEV_MODE", False, _flag, "1: development routes and error stacks.")
 ENABLE_RESPONSES_API_STORE = Variable(
     "ENABLE_RESPONSES_API_STORE", False, _flag,

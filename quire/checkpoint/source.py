@@ -108,7 +108,7 @@ def _hub(
     except failures as absent:
         raise ModelNotFoundError(_hub_message(model, why or absent), param="model", value=model) from None
     if why is not None:
-        log.warning("%s: the hub did not answer (%s); using the copy in the local cache", model, _first_line(why))
+        log.warning("%s: the hub did not answer (%s); using the copy in the local cache", model, first_line(why))
     return _folder(path, model, variant)
 
 
@@ -152,11 +152,11 @@ def _hub_message(model: str, why: BaseException) -> str:
         )
     return (
         f"model {model!r} is not a folder or file here nor in the local cache, and the model hub cannot be reached "
-        f"({kind}: {_first_line(why)})"
+        f"({kind}: {first_line(why)})"
     )
 
 
-def _first_line(why: BaseException) -> str:
+def first_line(why: BaseException) -> str:
     return (str(why).strip().splitlines() or [type(why).__name__])[0][:200]
 
 

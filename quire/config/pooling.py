@@ -36,7 +36,7 @@ BY_SUFFIX = (
 # Families whose layers attend in both directions: the encoders that models/zoo declares.
 ENCODER_STEMS = (
     "Bert", "Electra", "Ernie", "Roberta", "XLMRoberta", "Camembert", "MPNet", "DistilBert", "NomicBert",
-    "JinaEmbeddingsV3", "Gte", "New", "ModernBert", "EuroBert",
+    "JinaBert", "JinaEmbeddingsV3", "Gte", "New", "ModernBert", "EuroBert",
 )  # fmt: skip
 _ENDS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 SPARSE_BERT = "BertSpladeSparseEmbeddingModel"  # by hf_overrides: a BertForMaskedLM that weighs terms

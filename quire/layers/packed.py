@@ -66,10 +66,10 @@ class WithinPlan:
         v_size: int = 0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
-        alibi: Tensor | None = None,  # [Hq, 2 G + 1]: learned distances; see ops/attention.ragged_attention
+        alibi: Tensor | None = None,  # [Hq] slopes or [Hq, 2 G + 1] learned distances: ops/attention.ragged_attention
     ) -> Tensor:
-        if v is None or (alibi is not None and alibi.dim() != 2):
-            raise ConfigError("latent attention and alibi slopes are causal; a text read at once has neither")
+        if v is None:
+            raise ConfigError("latent attention is causal; a text read at once has none")
         return ragged_attention.on(q.device)(
             q, k, v, self.lens, self.lens, scale=scale, window=self.window, softcap=softcap, sinks=sinks, near=alibi
         )

@@ -8,7 +8,7 @@ model it is, only fields of EncoderArch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -175,6 +175,5 @@ def build_encoder(
         )
     if any(layer.mixer != "attention" for layer in arch.core.layers):
         raise ConfigError("an encoder's layers must be attention; recurrent states are unidirectional")
-    core = replace(arch.core, alibi=0.0)
     storage = storage or plain_storage(dtype, Kernels.here(device))
-    return Encoder(replace(arch, core=core), storage, max_model_len=max_model_len or core.max_positions)
+    return Encoder(arch, storage, max_model_len=max_model_len or arch.core.max_positions)

@@ -90,7 +90,7 @@ def head_layers(raw: Mapping[str, Any], name: str, width: int, labels: int) -> t
         return (HeadLayer("linear", _size(raw, "dim", 128), bias=False),)
     stem, _, end = name.partition("For")
     per_token = end == "TokenClassification"
-    if stem in ("Bert", "Ernie", "NomicBert", "Gte", "New"):
+    if stem in ("Bert", "Ernie", "NomicBert", "Gte", "New", "JinaBert"):
         first = () if per_token else (HeadLayer("pooler.dense", width, act="tanh"),)
         return (*first, HeadLayer("classifier", labels))
     if stem in ("Roberta", "XLMRoberta", "Camembert", "JinaEmbeddingsV3", "MPNet", "Electra"):

@@ -181,7 +181,8 @@ def ragged_attention(
     window: int = 0,  # keys at this distance or further, on either side, are masked; 0: none are
     softcap: float = 0.0,
     sinks: Tensor | None = None,  # [Hq]
-    near: Tensor | None = None,  # [Hq, 2 G + 1]: added to scores by distance, key minus query from -G to G and beyond
+    near: Tensor | None = None,  # [Hq, 2 G + 1]: added to scores by distance, key minus query from -G to G and beyond;
+    # or [Hq]: scores fall by so much with each step of distance (ALiBi)
 ) -> Tensor:  # [T, Hq, Dv]
     """Every query of a row over every key of that row, in both directions."""
     out = torch.empty((q.shape[0], q.shape[1], v.shape[-1]), dtype=q.dtype, device=q.device)
@@ -191,20 +192,33 @@ def ragged_attention(
         if not count:
             first = last
             continue
-        mask = None
-        if window or near is not None:
-            positions = [torch.arange(n, device=q.device) for n in (keys, count)]
-            gap = positions[0][None] - positions[1][:, None]
-            mask = torch.zeros(gap.shape, device=q.device)
-            if near is not None:
-                reach = near.shape[1] // 2
-                mask = near.float()[:, gap.clamp(-reach, reach) + reach]
-            if window:
-                mask = mask.masked_fill(gap.abs() >= window, float("-inf"))
-        rows, seen, values = (t.transpose(0, 1)[None] for t in (q[begin:end], k[first:last], v[first:last]))
-        attended = attend(
-            rows, seen, values, mask, scale=scale, softcap=softcap, sinks=None if sinks is None else sinks[:, None],
-        )  # fmt: skip
-        out[begin:end] = attended[0].transpose(0, 1)
+        seen, values = (t.transpose(0, 1)[None] for t in (k[first:last], v[first:last]))
+        # A mask of all queries of a long text would be larger than the model.
+        step = count if near is None and not window else max(1, MAX_SCORES // (q.shape[1] * keys))
+        for start in range(0, count, step):
+            part = slice(begin + start, min(begin + start + step, end))
+            mask = _mask_around(start, part.stop - part.start, keys, window, near, q.device)
+            attended = attend(
+                q[part].transpose(0, 1)[None], seen, values, mask, scale=scale, softcap=softcap,
+                sinks=None if sinks is None else sinks[:, None],
+            )  # fmt: skip
+            out[part] = attended[0].transpose(0, 1)
         begin, first = end, last
     return out
+
+
+def _mask_around(
+    start: int, count: int, keys: int, window: int, near: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """What is added to the scores of queries [start, start + count) of a row of so many keys."""
+    if near is None and not window:
+        return None
+    gap = torch.arange(keys, device=device)[None] - torch.arange(start, start + count, device=device)[:, None]
+    if near is None:
+        mask = torch.zeros(gap.shape, device=device)
+    elif near.dim() == 1:
+        mask = gap.abs() * -near.float()[:, None, None]
+    else:
+        reach = near.shape[1] // 2
+        mask = near.float()[:, gap.clamp(-reach, reach) + reach]
+    return mask.masked_fill(gap.abs() >= window, float("-inf")) if window else mask

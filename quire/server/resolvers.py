@@ -1,8 +1,8 @@
 """Resolvers: where an adapter that a request names and nobody has loaded may come from.
 
 A plug-in registers resolvers by name; a server asks them in turn, and the first that answers with a LoRARequest wins.
-The one that comes with Quire looks for a folder of that name under LORA_RESOLVER_CACHE_DIR. Must not know: engines,
-the table of served names.
+Of those that come with Quire, one looks for a folder of that name under LORA_RESOLVER_CACHE_DIR, the other
+(hub_resolver.py) into repositories of the model hub. Must not know: engines, the table of served names.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from abc import ABC, abstractmethod
 from hashlib import sha256
 
 from quire.base import env
+from quire.base.registry import load
 from quire.schema.adapters import LoRARequest
 
-FILESYSTEM = "lora_filesystem_resolver"  # its name among plug-ins
+FILESYSTEM, HUB = "lora_filesystem_resolver", "lora_hf_hub_resolver"  # their names among plug-ins
 _CONFIG = "adapter_config.json"
 _LONGEST_NAME = 256
 
@@ -31,6 +32,8 @@ class ResolverTable:
 
     def __init__(self) -> None:
         self._resolvers: dict[str, LoRAResolver] = {}
+        self._hub: LoRAResolver | None = None  # it remembers what repositories hold
+        self._hub_repositories: tuple[str, ...] = ()
 
     def register_resolver(self, resolver_name: str, resolver: LoRAResolver) -> None:
         self._resolvers[resolver_name] = resolver
@@ -45,9 +48,18 @@ class ResolverTable:
         return set(self._resolvers)
 
     def resolvers(self) -> list[LoRAResolver]:
-        """Those of plug-ins, then the one that looks into a folder, if one is set and plug-ins allow it."""
-        folder, chosen = env.LORA_RESOLVER_CACHE_DIR.get(), env.PLUGINS.get()
-        own = [FilesystemResolver(folder)] if folder and (chosen is None or FILESYSTEM in chosen) else []
+        """Those of plug-ins, then Quire's own that have a folder or repositories and that PLUGINS includes."""
+        folder, repositories, chosen = (
+            env.LORA_RESOLVER_CACHE_DIR.get(), env.LORA_RESOLVER_HF_REPO_LIST.get(), env.PLUGINS.get(),
+        )  # fmt: skip
+        own: list[LoRAResolver] = []
+        if folder and (chosen is None or FILESYSTEM in chosen):
+            own.append(FilesystemResolver(folder))
+        if repositories and (chosen is None or HUB in chosen):
+            if self._hub is None or self._hub_repositories != repositories:
+                self._hub_repositories = repositories
+                self._hub = load("quire.server.hub_resolver:HubResolver")(repositories)
+            own.append(self._hub)
         return [*self._resolvers.values(), *own]
 
 

@@ -29,8 +29,7 @@ from quire.server.pooling.routes import PATHS
 from quire.text import template_child
 from tests.pooling_models import VOCAB, make_pooling
 from tests.server.live import Live, error_of, live, live_fake
-
-TEXTS = ["the cat is a dog", "river", "the stone bridge . the boat"]
+from tests.server.pooling_servers import TEXTS, embedding_server, ranking_server
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +39,13 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     about = json.loads((folder / "tokenizer_config.json").read_text())
     about["chat_template"] = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
-    engine = {"dtype": "float32", "served_model_name": "emb", "hf_overrides": {"is_matryoshka": True}}
-    with live(str(folder), engine=engine, max_prompts_per_request=8) as server:
+    with embedding_server(folder, max_prompts_per_request=8) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def ranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    folder = tmp_path_factory.mktemp("ranker")
-    make_pooling("BertForSequenceClassification", folder, num_labels=1)
-    with live(str(folder), engine={"dtype": "float32", "served_model_name": "rank"}) as server:
+    with ranking_server(tmp_path_factory.mktemp("ranker")) as server:
         yield server
 
 

@@ -16,27 +16,21 @@ import openai
 import pytest
 
 from quire.bench import serve
-from tests.pooling_models import make_pooling
-from tests.server.live import Live, live
+from tests.server.live import Live
+from tests.server.pooling_servers import TEXTS, embedding_server, ranking_server
 
-TEXTS = ["the cat is a dog", "river", "the stone bridge . the boat"]
 QUERY = "what is the cat"
 
 
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    folder = tmp_path_factory.mktemp("embedder")
-    make_pooling("BertModel", folder)
-    engine = {"dtype": "float32", "served_model_name": "emb", "hf_overrides": {"is_matryoshka": True}}
-    with live(str(folder), engine=engine) as server:
+    with embedding_server(tmp_path_factory.mktemp("embedder")) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def ranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    folder = tmp_path_factory.mktemp("ranker")
-    make_pooling("BertForSequenceClassification", folder, num_labels=1)
-    with live(str(folder), engine={"dtype": "float32", "served_model_name": "rank"}) as server:
+    with ranking_server(tmp_path_factory.mktemp("ranker")) as server:
         yield server
 
 

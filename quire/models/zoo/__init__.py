@@ -147,6 +147,7 @@ _ENCODERS = {
     "mpnet": ("MPNet",),
     "distilbert": ("DistilBert",),
     "nomic_bert": ("NomicBert",),
+    "jina_v2": ("JinaBert",),
     "jina_v3": ("JinaEmbeddingsV3",),
     "gte": ("Gte", "New"),
     "modernbert": ("ModernBert",),

@@ -72,6 +72,29 @@ def bert(c: View, *, first: int = 0, **over: Any) -> EncoderArch:
     return EncoderArch(core, **{"types": c.get("type_vocab_size", default=2), "inner_bias": True} | over)
 
 
+def jina_v2(c: View) -> EncoderArch:
+    """BERT whose scores fall with the distance on either side (ALiBi) in place of positions, and with a gated mlp."""
+    if (positions := c.get("position_embedding_type", default="alibi")) != "alibi":
+        c.refuse("position_embedding_type", f"JinaBert is declared with alibi, not {positions!r:.40}")
+    kind = c.get("feed_forward_type", default="geglu")
+    if kind not in ("geglu", "reglu"):
+        c.refuse("feed_forward_type", "geglu and reglu are declared")
+    width, heads = c.hidden_size, c.num_attention_heads
+    names = (
+        (r"\.mlp\.gated_layers\.", ".mlp.gate_up_proj."),
+        (r"\.mlp\.wo\.", ".mlp.down_proj."),
+        (r"\.mlp\.layernorm\.", ".post_attention_layernorm."),
+        *_BERT,
+    )  # fmt: skip
+    core = Arch(
+        vocab=c.vocab_size, width=width, heads=heads, kv_heads=heads, head_dim=width // heads, ffn=c.intermediate_size,
+        layers=(Layer(),) * c.num_hidden_layers, max_positions=c.max_position_embeddings, order="after",
+        norm=_norm(c, 1e-12), embed_norm=True, final_norm=False, qkv_bias=True, o_bias=True, mlp_bias=False,
+        down_bias=True, act={"geglu": "gelu", "reglu": "relu"}[kind], alibi=1.0, names=names, ignore=_IGNORE,
+    )  # fmt: skip
+    return EncoderArch(core, types=c.get("type_vocab_size", default=2))
+
+
 def roberta(c: View) -> EncoderArch:
     return bert(c, first=c.get("pad_token_id", default=1) + 1)
 
