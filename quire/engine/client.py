@@ -36,7 +36,7 @@ from quire.schema.messages import (
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
-    from quire.engine.loop import EngineLoop
+    from quire.engine.loop import EngineLoop, Inbox
 
 log = logger(__name__)
 CLOSED = "it was shut down"
@@ -132,7 +132,7 @@ class InProcessClient:
         self.pulse = Pulse()
         self._config = config
         self._loop: EngineLoop | None = None
-        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._inbox: Inbox = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._calls = Calls()
 

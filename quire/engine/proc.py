@@ -19,7 +19,7 @@ from quire.base.log import logger
 from quire.base.sockets import Hub, PeerGoneError
 from quire.config.logs import apply_logging
 from quire.engine.control import reply_with_error
-from quire.engine.loop import failed_output
+from quire.engine.loop import Inbox, failed_output
 from quire.engine.pulse import Pulse
 from quire.engine.route import OWNER, Routes
 from quire.engine.start import Started, start_engine
@@ -109,7 +109,7 @@ class _Post:
 
 
 def _serve(started: Started, post: _Post) -> None:
-    inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+    inbox: Inbox = queue.SimpleQueue()
     receiver = _Receiver(started.ready, post, inbox)
     threading.Thread(target=receiver.run, name="engine inbox", daemon=True).start()
     started.loop.run(inbox, post.emit)
@@ -121,7 +121,7 @@ def _serve(started: Started, post: _Post) -> None:
 class _Receiver:
     """The thread that reads the mailbox and decodes off the loop's thread."""
 
-    def __init__(self, ready: EngineReady, post: _Post, inbox: queue.SimpleQueue[ToEngine]) -> None:
+    def __init__(self, ready: EngineReady, post: _Post, inbox: Inbox) -> None:
         self._ready = ready
         self._post = post
         self._inbox = inbox

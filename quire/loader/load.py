@@ -109,6 +109,13 @@ def make_model(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE
                 "own code",
                 param="quantization",
             )
+        if not group.is_alone:
+            raise NotBuiltError(
+                f"tensor_parallel_size={group.size} is built for declared architectures only, not for transformers' own "
+                "code",
+                param="tensor_parallel_size",
+                value=group.size,
+            )
         from quire.hf_models.foreign import build_fallback  # lazy
 
         foreign = build_fallback(

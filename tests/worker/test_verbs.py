@@ -31,7 +31,7 @@ def make_worker(cls=Worker, **changes) -> Worker:
         return SimpleNamespace(**{**vars(config), "load_config": SimpleNamespace(**overrides["load_config"])})
 
     parts = WorkerParts(
-        make_model=lambda config, device: FakeModel(),
+        make_model=lambda config, device, group: FakeModel(),
         reload_weights=lambda model, config: notes.reloaded.append((id(model), config.load_config.load_format)),
         update_config=update_config,
         select_backend=lambda device, specs, name: FakeBackend(),

@@ -14,9 +14,9 @@ from tests.fake_engine import FakeExecutor, FakeWorker
 
 
 class Worker(FakeWorker):
-    def __init__(self, config, *, rank, num_workers) -> None:
+    def __init__(self, config, *, rank, num_workers, meeting) -> None:
         super().__init__()
-        assert (rank, num_workers) == (0, 1)
+        assert (rank, num_workers, meeting) == (0, 1, "")
         self.config = config
         self.ended = False
 

@@ -55,8 +55,8 @@ class RankWorker:
 
     model_runner: Any = None
 
-    def __init__(self, config: Settings, *, rank: int, num_workers: int) -> None:
-        self.config, self.rank, self.num_workers = config, rank, num_workers
+    def __init__(self, config: Settings, *, rank: int, num_workers: int, meeting: str) -> None:
+        self.config, self.rank, self.num_workers, self.meeting = config, rank, num_workers, meeting
         self.layout: KVLayout | None = None
         self.plans: list[StepPlan] = []
         self.masks: list[Mask | None] = []
