@@ -207,7 +207,9 @@ CPU_KVCACHE_SPACE = Variable(
     "CPU_KVCACHE_SPACE", 0.0, float, "GiB for the KV cache on CPU; 0 takes a share of free memory."
 )
 CPU_NUM_THREADS = Variable(
-    "CPU_NUM_THREADS", None, _optional_int,
+    "CPU_NUM_THREADS",
+    None,
+    _optional_int,
     "Threads of each CPU worker; unset divides what the machine allows among them.",
 )
 CPU_OMP_THREADS_BIND = Variable(

@@ -7,14 +7,14 @@ model is cut; whether it can be is said by its layers when they are built.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from quire.base.log import logger
+from quire.config.engine import EngineConfig, replace
 from quire.config.option import Group
 from quire.schema.errors import ConfigError, NotBuiltError
 
-if TYPE_CHECKING:
-    from quire.config.engine import EngineConfig
-
+log = logger(__name__)
 MOST_RANKS = 1024  # more is a typing error: a process is started for each
 
 
@@ -37,12 +37,14 @@ def check_ranks(requested: Mapping[str, Any], config: EngineConfig) -> EngineCon
         )
     if backend == "uni":
         raise ConfigError(
-            f"distributed_executor_backend='uni' is one worker, and tensor_parallel_size is {size}: choose mp, or leave "
-            "it unset",
+            f"distributed_executor_backend='uni' is one worker, and tensor_parallel_size is {size}: choose mp, or "
+            "leave it unset",
             param="distributed_executor_backend",
             value=backend,
         )
-    return config
+    if backend is None:
+        log.info("distributed_executor_backend: mp (%d ranks)", size)
+    return replace(config, **{"parallel_config.distributed_executor_backend": backend or "mp"})
 
 
 def _wants_ray(requested: Mapping[str, Any]) -> bool:

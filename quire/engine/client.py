@@ -31,7 +31,6 @@ from quire.schema.messages import (
     FromEngine,
     Outputs,
     Stop,
-    ToEngine,
 )
 
 if TYPE_CHECKING:

@@ -111,8 +111,7 @@ BACKENDS = registry.Registry(
 
 def make_executor(config: EngineConfig) -> Executor:
     """By parallel_config.distributed_executor_backend: a known name, or the import path of an Executor class."""
-    parallel = config.parallel_config
-    name = parallel.distributed_executor_backend or ("uni" if parallel.world_size == 1 else "mp")
+    name = config.parallel_config.distributed_executor_backend or "uni"
     if ":" in name or "." in name:
         backend = registry.load(name)
     elif name in BACKENDS:

@@ -111,8 +111,8 @@ def make_model(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE
             )
         if not group.is_alone:
             raise NotBuiltError(
-                f"tensor_parallel_size={group.size} is built for declared architectures only, not for transformers' own "
-                "code",
+                f"tensor_parallel_size={group.size} is built for declared architectures only, not for transformers' "
+                "own code",
                 param="tensor_parallel_size",
                 value=group.size,
             )

@@ -2,8 +2,8 @@
 
 A laptop shares its memory with everything else, so a share of all of it, as on a GPU, would be wrong. In order: the
 environment (QUIRE_CPU_KVCACHE_SPACE, GiB), the configuration (kv_cache_memory_bytes), else half of what is free after
-the weights are loaded, at most 4 GiB; several workers share that half. No profile run: the free half covers the activations of a step, and a run would
-cost more time than all the rest of the start. Must not know: models, blocks.
+the weights are loaded, at most 4 GiB; several workers share that half. No profile run: the free half covers the
+activations of a step, and a run would cost more time than all the rest of the start. Must not know: models, blocks.
 """
 
 from __future__ import annotations

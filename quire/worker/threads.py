@@ -2,7 +2,8 @@
 
 In: QUIRE_CPU_NUM_THREADS, OMP_NUM_THREADS, QUIRE_CPU_OMP_THREADS_BIND, QUIRE_CPU_NUM_OF_RESERVED_CPU, the processors
 this process may use, its control group's share of them. Out: a number, and the processors that threads started from
-here on are kept on. Several workers divide the cores among them, or have a list of processors each. One thread per core: two on one core share its arithmetic units and only wait for each other.
+here on are kept on. Several workers divide the cores among them, or have a list of processors each. One thread per
+core: two on one core share its arithmetic units and only wait for each other.
 """
 
 from __future__ import annotations
