@@ -105,10 +105,21 @@ class Norm(nn.Module):
 
 
 class RankNorm(Norm):
-    """A norm over entries of which each rank has some. `copies`: how many ranks have the same ones."""
+    """A norm over entries of which each rank has some. `copies`: how many ranks have the same ones. `groups`: how many
+    parts of the vector are normalised each by itself; a rank's entries are of one of them."""
 
-    def __init__(self, name: str, own: Span, kind: NormKind, storage: Storage, *, copies: int = 1) -> None:
+    def __init__(
+        self, name: str, own: Span, kind: NormKind, storage: Storage, *, copies: int = 1, groups: int = 1
+    ) -> None:
         super().__init__(name, (own.count,), kind, storage, own)
+        self._groups, self._size = groups, own.whole // groups
+        self._group = own.start // self._size
+        if own.whole % groups or own.start + own.count > (self._group + 1) * self._size:
+            raise ConfigError(
+                f"{groups} norms of {name} cannot be shared out among {storage.group.size} ranks",
+                param="tensor_parallel_size",
+                value=storage.group.size,
+            )
         self.is_fused = False
         self._reduce, self._copies = storage.group.reduce, copies
         self._function = self._normalise
@@ -128,9 +139,10 @@ class RankNorm(Norm):
         return normed.to(x.dtype) * weight
 
     def _mean(self, x: Tensor) -> Tensor:
-        """Over all ranks: [..., 1]."""
-        total = x.sum(-1, keepdim=True) / self._copies
-        return self._reduce(total) / self._own.whole
+        """Over all ranks of the group: [..., 1]."""
+        totals = x.new_zeros((*x.shape[:-1], self._groups))
+        totals[..., self._group] = x.sum(-1) / self._copies
+        return self._reduce(totals)[..., self._group : self._group + 1] / self._size
 
 
 def norm_of(name: str, own: Span, kind: NormKind, storage: Storage, *, copies: int = 1) -> Norm:

@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.layers.attention import KVLayer
 from quire.layers.batch import Batch, LayerCache
 from quire.layers.linear import Linear
-from quire.layers.norm import Norm, NormKind, norm_of
+from quire.layers.norm import Norm, NormKind, RankNorm
 from quire.layers.rope import RotaryTables
 from quire.ops.act import silu
 from quire.ops.norm import unit_rms
@@ -153,11 +153,11 @@ class Mamba2(StateLayer):
         heads = storage.group.span("heads of a state", kind.heads)
         groups = storage.group.span("groups of heads of a state", kind.groups, repeats=True)
         own, both = heads.times(kind.head_dim), groups.times(kind.state)
-        self.inner, self.shared = own.count, both.count
         channels = own.count + 2 * both.count
         states = (heads.count, kind.head_dim, kind.state)
         super().__init__(f"{prefix}state", states, (channels, kind.conv - 1), storage)
-        self.prefix, self._heads, self._own, self._size = prefix, heads, own, own.whole // kind.norm_groups
+        self.prefix, self.inner, self.shared = prefix, own.count, both.count
+        self._heads, self._own, self._size = heads, own, own.whole // kind.norm_groups
         parts = {"gate": own, "x": own, "b": both, "c": both, "dt": heads}
         self.up = Linear(prefix, width, parts, storage, bias=kind.bias, fused="in_proj")
         self.down = Linear(prefix, own, {"out_proj": width}, storage, bias=kind.out_bias)
@@ -168,7 +168,8 @@ class Mamba2(StateLayer):
         if kind.norm and own.count % self._size == 0:
             self.norm_weight = storage.parameter(own.count)
         elif kind.norm:
-            self._rank_norm = _rank_norm(f"{prefix}norm", own, kind, storage)
+            norm = NormKind(eps=kind.eps)
+            self._rank_norm = RankNorm(f"{prefix}norm", own, norm, storage, groups=kind.norm_groups)
         self._convolve, self._scan = storage.of(causal_conv), storage.of(ssd_scan)
         self._norm, self._silu = storage.of(gated_rms_norm), storage.of(silu)
         self.kind = replace(kind, heads=heads.count, groups=groups.count)  # from here on those of this rank
@@ -183,18 +184,17 @@ class Mamba2(StateLayer):
             inputs.unflatten(1, (kind.heads, kind.head_dim)), dt, b.unflatten(1, (kind.groups, kind.state)),
             c.unflatten(1, (kind.groups, kind.state)), self.a_log, self.d, self.dt_bias, kind.dt_limit, states, work,
         ).reshape(tokens, self.inner)  # fmt: skip
+        return self.down(self._gated(y, gate))
+
+    def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
+        """Gated and, unless the mixer has no norm, normalised."""
         if self.norm_weight is not None:
-            y = self._norm(y, gate, self.norm_weight, kind.eps, self._size, kind.norm_first)
-        elif self._rank_norm is None:
-            y = y * self._silu(gate)
-        else:
-            wide = self._silu(gate.float())
-            y = (
-                (self._rank_norm(y) * wide).to(y.dtype)
-                if kind.norm_first
-                else self._rank_norm(y.float() * wide).to(y.dtype)
-            )
-        return self.down(y)
+            return self._norm(y, gate, self.norm_weight, self.kind.eps, self._size, self.kind.norm_first)
+        if self._rank_norm is None:
+            return y * self._silu(gate)
+        wide = self._silu(gate.float())
+        normed = self._rank_norm(y) * wide if self.kind.norm_first else self._rank_norm(y.float() * wide)
+        return normed.to(y.dtype)
 
     def slots(self) -> Iterator[Slot]:
         yield from self._conv.slots()
@@ -203,17 +203,6 @@ class Mamba2(StateLayer):
             yield Slot(self.prefix + name, target.data, cut=heads)
         if self.norm_weight is not None:
             yield Slot(f"{self.prefix}norm.weight", self.norm_weight.data, cut=cut_to(0, [self._own]))
-
-
-def _rank_norm(name: str, own: Span, kind: Mamba2Kind, storage: Storage) -> Norm:
-    """Of a width that ranks share."""
-    if kind.norm_groups != 1:
-        raise ConfigError(
-            f"{kind.norm_groups} norms of a Mamba 2 mixer cannot be shared out among {storage.group.size} ranks",
-            param="tensor_parallel_size",
-            value=storage.group.size,
-        )
-    return norm_of(name, own, NormKind(eps=kind.eps), storage)
 
 
 @dataclass(frozen=True)
@@ -233,10 +222,10 @@ class MambaKind:
 
 class Mamba(StateLayer):
     def __init__(self, prefix: str, width: int, kind: MambaKind, storage: Storage) -> None:
-        self._own = own = storage.group.span("channels of a state", kind.inner)
+        own = storage.group.span("channels of a state", kind.inner)
         inner = own.count
         super().__init__(f"{prefix}state", (inner, kind.state), (inner, kind.conv - 1), storage)
-        self.prefix, self.kind = prefix, kind
+        self.prefix, self.kind, self._own = prefix, kind, own
         self.up = Linear(prefix, width, {"x": own, "gate": own}, storage, bias=kind.bias, fused="in_proj")
         parts = {"dt": kind.rank, "b": kind.state, "c": kind.state}
         self.select = Linear(prefix, own, parts, storage, fused="x_proj")
@@ -290,14 +279,14 @@ class DeltaKind:
 class DeltaNet(StateLayer):
     def __init__(self, prefix: str, width: int, kind: DeltaKind, storage: Storage) -> None:
         key_heads = storage.group.span("heads of keys", kind.key_heads, repeats=True)
-        self._heads = heads = storage.group.span("heads of values", kind.value_heads)
+        heads = storage.group.span("heads of values", kind.value_heads)
         keys, values = key_heads.times(kind.key_dim), heads.times(kind.value_dim)
         kind = replace(kind, key_heads=key_heads.count, value_heads=heads.count)  # from here on those of this rank
-        self.keys, self.values = keys.count, values.count
         channels = 2 * keys.count + values.count
         states = (kind.value_heads, kind.key_dim, kind.value_dim)
         super().__init__(f"{prefix}state", states, (channels, kind.conv - 1), storage)
-        self.prefix, self.kind = prefix, kind
+        self.prefix, self.kind, self.keys, self.values = prefix, kind, keys.count, values.count
+        self._heads = heads
         parts = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values, "in_proj_z": values}
         three = {"in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v")}
         self.up = Linear(prefix, width, parts, storage, fused="in_proj_qkvz", runs=three)
