@@ -247,7 +247,8 @@ class InProcessClient:
 
     def _die(self, failed: BaseException) -> EngineDeadError:
         log.error("The engine died", exc_info=failed)
-        self.dead = EngineDeadError(f"{type(failed).__name__}: {failed}")
+        workers_died = isinstance(failed, EngineDeadError)
+        self.dead = EngineDeadError(failed.reason if workers_died else f"{type(failed).__name__}: {failed}")
         if self._loop is not None:
             try:
                 self._loop.close()

@@ -24,7 +24,7 @@ from quire.engine.pulse import Pulse
 from quire.engine.route import OWNER, Routes
 from quire.engine.start import Started, start_engine
 from quire.engine.together import unpack
-from quire.schema.errors import InputError, kind_of, message_of
+from quire.schema.errors import EngineDeadError, InputError, kind_of, message_of
 from quire.schema.messages import (
     ControlReply,
     EngineDied,
@@ -73,7 +73,8 @@ def main(boot_bytes: bytes) -> None:
         post.greet(OWNER, started.ready)
         _serve(started, post)
     except BaseException as failed:  # noqa: BLE001  # the root of the engine process: whatever ended it is its last message
-        post.emit(EngineDied(reason=message_of(failed), details=traceback.format_exc(), error_kind=kind_of(failed)))
+        reason = failed.reason if isinstance(failed, EngineDeadError) else message_of(failed)
+        post.emit(EngineDied(reason=reason, details=traceback.format_exc(), error_kind=kind_of(failed)))
         hub.close(linger=_LAST_WORDS_S)
         os._exit(DIED)
     hub.close(linger=_LAST_WORDS_S)

@@ -28,6 +28,10 @@ _DRIVER = "libcuda.so.1"
 
 def build_worker(config: EngineConfig, *, rank: int = 0, num_workers: int = 1, meeting: str = "") -> Any:
     """A worker, not loaded yet. `meeting`: a URL at which several find each other."""
+    if num_workers > 1:  # in a process of its own
+        from quire.config.logs import apply_logging  # lazy
+
+        apply_logging(config.logging_config)
     laps = Laps()
     with laps.inside("device"):
         early = Early(config, rank, num_workers) if config.device_config.device == "cuda" else None

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams
+from quire import LLM, AsyncEngineArgs, AsyncLLM, LoRARequest, SamplingParams
 from quire.base import env
 from quire.schema.errors import ConfigError, EngineDeadError, NotBuiltError
 from quire.schema.params import StructuredOutputsParams
+from tests.tiny_adapters import write_adapter
 from tests.tiny_models import make_tiny
 
 PROMPTS = [
@@ -22,6 +23,7 @@ PROMPTS = [
     {"prompt_token_ids": [5, 6]},
     {"prompt_token_ids": [200, 12, 33, 150, 99, 41]},
 ]
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SCHEMA = {
     "type": "object",
     "properties": {"kind": {"enum": ["a", "bc"]}, "n": {"type": "integer"}},
@@ -50,7 +52,7 @@ def gone(pid: int) -> bool:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("tiny")
-    make_tiny("LlamaForCausalLM", made)
+    write_adapter(make_tiny("LlamaForCausalLM", made), made / "adapter", targets=(*LINEARS, "lm_head", "embed_tokens"))
     return made
 
 
@@ -63,12 +65,14 @@ def requests() -> tuple[list[Any], list[SamplingParams]]:
         SamplingParams(temperature=0.8, top_k=20, repetition_penalty=1.2, **more),
         SamplingParams(temperature=0.0, max_tokens=40, structured_outputs=StructuredOutputsParams(json=SCHEMA)),
     ]
-    return [*PROMPTS, "Say: "], params
+    return [*PROMPTS, "Say: ", PROMPTS[0]], [*params, params[0]]
 
 
-def answers(llm: LLM) -> list[Any]:
+def answers(llm: LLM, folder: Path) -> list[Any]:
+    """The last with an adapter of every matrix."""
     prompts, params = requests()
-    done = llm.generate(prompts, params, use_tqdm=False)
+    loras = [None] * (len(prompts) - 1) + [LoRARequest("mine", 1, str(folder / "adapter"))]
+    done = llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
     return [[(one.token_ids, one.logprobs) for one in result.outputs] + [result.prompt_logprobs] for result in done]
 
 
@@ -78,16 +82,17 @@ def values_of(tables: Any) -> list[tuple[int, float]]:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Iterator[LLM]:
-    llm = LLM(str(folder), tensor_parallel_size=2, **OPTIONS)
+    llm = LLM(str(folder), tensor_parallel_size=2, enable_lora=True, **OPTIONS)
     yield llm
     llm.close()
 
 
 def test_two_ranks_answer_as_one(folder: Path, two: LLM) -> None:
-    one = LLM(str(folder), **OPTIONS)
-    expected = answers(one)
+    one = LLM(str(folder), enable_lora=True, **OPTIONS)
+    expected = answers(one, folder)
     one.close()
-    shared = answers(two)
+    assert expected[0][0][0] != expected[-1][0][0]  # the adapter changes the answer
+    shared = answers(two, folder)
     for own, other in zip(shared, expected, strict=True):
         assert [tokens for tokens, _ in own[:-1]] == [tokens for tokens, _ in other[:-1]]
         tables = (
