@@ -12,9 +12,12 @@ from torch import Tensor
 from quire.config import EngineArgs
 from quire.layers.linear import Linear
 from quire.layers.places import AdapterPlaces
+from quire.layers.stored import packed_matrices
 from quire.layers.table import WeightTable
 from quire.loader.load import load_model, make_model
+from quire.ops.cpu.native import kernels
 from quire.ops.op import Kernels
+from quire.ops.packed import Packed, unpack
 from quire.quant.plain import plain_storage
 from quire.quant.shard import ALONE, ShardGroup
 from quire.schema.errors import NotBuiltError
@@ -26,6 +29,7 @@ from tests.thread_ranks import on_ranks
 from tests.tiny_models import make_tiny
 
 # Codes that are cut as they are, by rows and by columns; codes that are decoded first; one that no kernel multiplies.
+ROUNDING = 0.5 / 127 + 2**-8  # to 8 bits in blocks of 32, and to bfloat16
 CODED = ("gptq-4-asym", "gptq-4-act-order", "awq", "fp8-blocks", "ct-w8a8-int8", "ct-mxfp4", "bnb-nf4", "hqq-4-axis-0")
 
 
@@ -56,26 +60,49 @@ def answers_of(config: Any, group: ShardGroup) -> list[Tensor]:
     return steps(model)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CODED)
-def test_quantized_checkpoints(name: str, dtype: str, tmp_path: Path) -> None:
-    """float32: decoded. bfloat16: as stored for the CPU kernels."""
+def test_quantized_checkpoints_decoded(name: str, tmp_path: Path) -> None:
     write(tmp_path, "LlamaForCausalLM", FORMS[name][0])
-    config = config_of(tmp_path, dtype)
+    config = config_of(tmp_path, "float32")
     whole = answers_of(config, ALONE)
-    tolerance = 1e-4 if dtype == "float32" else 4e-2
     for own in on_ranks(2, lambda group: answers_of(config, group)):
         for one, other in zip(own, whole, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=tolerance * float(other.abs().max()))
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-4 * float(other.abs().max()))
 
 
+def numbers_of(part: Packed | Tensor) -> Tensor:
+    return (unpack(part) if isinstance(part, Packed) else part).float()
+
+
+def check_stored(config: Any) -> None:
+    """Every matrix of a rank, as it is stored for the CPU kernels, is its part of the matrix of one rank that has all;
+    where rounding to blocks came in between, within that."""
+    whole = packed_matrices(load_model(config, "cpu", ALONE))
+    assert any(isinstance(part, Packed) for matrix in whole.values() for part in matrix.parts.values())
+    for rank in (0, 1):
+        own = packed_matrices(load_model(config, "cpu", ShardGroup(rank, 2)))
+        assert own.keys() == whole.keys()
+        for name, matrix in own.items():
+            width = matrix.shape.width
+            for part, stored in matrix.parts.items():
+                rows = matrix.shape.parts[part]
+                expected = numbers_of(whole[name].parts[part])
+                expected = expected[rows.start : rows.start + rows.count, width.start : width.start + width.count]
+                atol = ROUNDING * float(expected.abs().max())
+                assert float((numbers_of(stored) - expected).abs().max()) <= atol, f"{name} on rank {rank}"
+
+
+@pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
+@pytest.mark.parametrize("name", CODED)
+def test_quantized_checkpoints_as_stored(name: str, tmp_path: Path) -> None:
+    write(tmp_path, "LlamaForCausalLM", FORMS[name][0])
+    check_stored(config_of(tmp_path, "bfloat16"))
+
+
+@pytest.mark.skipif(kernels() is None, reason="no compiled kernels")
 def test_rounded_while_loaded(tmp_path: Path) -> None:
     make_tiny("Qwen3MoeForCausalLM", tmp_path)
-    config = config_of(tmp_path, "bfloat16", quantization="int8_wo")
-    whole = answers_of(config, ALONE)
-    for own in on_ranks(2, lambda group: answers_of(config, group)):
-        for one, other in zip(own, whole, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=4e-2 * float(other.abs().max()))
+    check_stored(config_of(tmp_path, "bfloat16", quantization="int8_wo"))
 
 
 @pytest.mark.parametrize("arch", ["Qwen2MoeForCausalLM", "Qwen3NextForCausalLM", "GPT2LMHeadModel"])
