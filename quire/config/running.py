@@ -94,9 +94,10 @@ class ParallelConfig(Group):
     data_parallel_size: int = unavailable()
     eplb_config: EPLBConfig = option(EPLBConfig, "How experts are balanced.", unset=None)
     distributed_executor_backend: str | None = option(
-        None, "How workers are started: uni in the engine's process, mp in processes of their own; unset is uni for "
-        "one worker, mp for several.", LATER, choices=("uni", "mp", "ray", "external_launcher"), ready=("uni", "mp"),
-        hints=("ray",), why="this version starts workers itself, on one machine: mp", accepts=str | None,
+        None, "How workers are started: uni in the engine's process, mp in processes of their own, or the import path "
+        "of an Executor class; unset is uni for one worker, mp for several.", LATER,
+        choices=("uni", "mp", "ray", "external_launcher"), ready=("uni", "mp"), paths=True, hints=("ray",),
+        why="this version starts workers itself, on one machine: mp", accepts=str | None,
         take=lambda value: value if value is None else name_of(value),
     )  # fmt: skip
     worker_extension_cls: str = option("", "Import path of a class whose methods are added to the worker.")

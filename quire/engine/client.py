@@ -247,8 +247,8 @@ class InProcessClient:
 
     def _die(self, failed: BaseException) -> EngineDeadError:
         log.error("The engine died", exc_info=failed)
-        workers_died = isinstance(failed, EngineDeadError)
-        self.dead = EngineDeadError(failed.reason if workers_died else f"{type(failed).__name__}: {failed}")
+        said = failed.reason if isinstance(failed, EngineDeadError) else f"{type(failed).__name__}: {failed}"
+        self.dead = EngineDeadError(said)
         if self._loop is not None:
             try:
                 self._loop.close()

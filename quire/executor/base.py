@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from quire.base import registry
+from quire.config.local import describe, object_of
 from quire.schema.adapters import AdapterRead, AdapterSource
 from quire.schema.errors import ConfigError, EngineDeadError, NotBuiltError
 from quire.schema.kv import KVLayout, ModelInfo
@@ -113,7 +114,14 @@ def make_executor(config: EngineConfig) -> Executor:
     """By parallel_config.distributed_executor_backend: a known name, or the import path of an Executor class."""
     name = config.parallel_config.distributed_executor_backend or "uni"
     if ":" in name or "." in name:
-        backend = registry.load(name)
+        try:
+            backend = object_of(name)
+        except ImportError as wrong:
+            raise ConfigError(
+                f"distributed_executor_backend {describe(name)!r} cannot be imported: {wrong}",
+                param="distributed_executor_backend",
+                value=name,
+            ) from None
     elif name in BACKENDS:
         backend = BACKENDS.get(name)
     else:

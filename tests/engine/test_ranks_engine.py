@@ -13,7 +13,7 @@ import pytest
 
 from quire import LLM, AsyncEngineArgs, AsyncLLM, LoRARequest, SamplingParams
 from quire.base import env
-from quire.schema.errors import ConfigError, EngineDeadError, NotBuiltError
+from quire.schema.errors import EngineDeadError
 from quire.schema.params import StructuredOutputsParams
 from tests.tiny_adapters import write_adapter
 from tests.tiny_models import make_tiny
@@ -158,21 +158,6 @@ def test_a_killed_rank_fails_every_request_and_is_named(folder: Path, monkeypatc
         assert all(map(gone, pids))
 
     asyncio.run(scene())
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "said"),
-    [
-        (dict(tensor_parallel_size=2, distributed_executor_backend="uni"), ConfigError, "'uni' is one worker"),
-        (dict(tensor_parallel_size=2, distributed_executor_backend="ray"), NotBuiltError, "'ray' with tensor_par"),
-        (dict(tensor_parallel_size=2, distributed_executor_backend="external_launcher"), NotBuiltError, "external"),
-        (dict(tensor_parallel_size=0), ConfigError, "tensor_parallel_size"),
-        (dict(pipeline_parallel_size=2), NotBuiltError, "pipeline_parallel_size"),
-    ],
-)
-def test_what_is_refused_by_name(folder: Path, options: dict[str, Any], error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
-        LLM(str(folder), **OPTIONS | options)
 
 
 def test_one_rank_in_a_process_of_its_own(folder: Path) -> None:

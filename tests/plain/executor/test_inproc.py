@@ -42,6 +42,8 @@ def test_the_default_runs_in_this_process(executor):
 
 def test_backends_by_name_and_by_path():
     assert type(make_executor(config("tests.fake_engine:FakeExecutor"))) is FakeExecutor
+    with pytest.raises(ConfigError, match=r"'no\.such:Executor' cannot be imported"):
+        make_executor(config("no.such:Executor"))
     with pytest.raises(ConfigError, match="'carrier_pigeon'"):
         make_executor(config("carrier_pigeon"))
 
