@@ -176,15 +176,12 @@ class RemoteExecutor:
         return [msgspec.msgpack.decode(reply.result(), type=kind) for reply in replies]
 
     def _await_all(self, verb: str, replies: list[Future[msgspec.Raw]]) -> None:
-        """Until all have answered, or one has failed: the others may be waiting for that one."""
         limit = env.ENGINE_START_TIMEOUT_S.get()
-        done, late = wait(replies, limit, return_when=FIRST_EXCEPTION)
-        failed = next((reply.exception() for reply in replies if reply in done and reply.exception()), None)
+        failed, late = _settled(replies, limit)
         if failed is not None:
             raise self._explained(failed)
         if late:
-            ranks = ", ".join(str(rank) for rank, reply in enumerate(replies) if reply in late)
-            raise EngineDeadError(f"no answer to {verb!r} within {limit} s from worker {ranks}")
+            raise EngineDeadError(f"no answer to {verb!r} within {limit} s from worker {', '.join(map(str, late))}")
 
     def forward(self, plan: StepPlan) -> None:
         self._send("forward", (plan,), ())
@@ -199,12 +196,12 @@ class RemoteExecutor:
         except (TypeError, ValueError, OverflowError, RecursionError) as wrong:
             raise InputError(f"arguments of {verb!r} cannot cross to a worker's process: {wrong}") from None
         replies = self._post(verb, encoded, range(self.num_workers), is_call=True)
-        try:
-            return [msgspec.msgpack.decode(reply.result(timeout)) for reply in replies]
-        except TimeoutError as late:
-            if all(reply.done() for reply in replies):
-                raise
-            raise TimeoutError(f"no answer from the workers within {timeout} s") from late
+        failed, late = _settled(replies, timeout)
+        if failed is not None:
+            raise failed
+        if late:
+            raise TimeoutError(f"no answer from the workers within {timeout} s")
+        return [msgspec.msgpack.decode(reply.result()) for reply in replies]
 
     def call_function(
         self, function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], timeout: float | None
@@ -331,6 +328,14 @@ class RemoteExecutor:
 def one_per_rank(config: EngineConfig) -> RemoteExecutor:
     """The backend `mp`: a process of this host for each rank."""
     return RemoteExecutor(config, num_workers=config.parallel_config.world_size)
+
+
+def _settled(replies: list[Future[msgspec.Raw]], limit: float | None) -> tuple[BaseException | None, list[int]]:
+    """Wait until all have answered or one has failed: the others may be waiting for that one. The failure of the first
+    rank that has one, and the ranks that have not answered."""
+    done, late = wait(replies, limit, return_when=FIRST_EXCEPTION)
+    failed = next((reply.exception() for reply in replies if reply in done and reply.exception() is not None), None)
+    return failed, [rank for rank, reply in enumerate(replies) if reply in late]
 
 
 class _RemoteResult:
