@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo wheel test isas check coverage mutants sanitize fuzz-files invariance kernels weights format lint types contract reference docs bench sizes clean
+.PHONY: help setup demo wheel test isas ranks check coverage mutants sanitize fuzz-files invariance kernels weights format lint types contract reference docs bench sizes clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -67,6 +67,10 @@ ISAS = $(shell $(BIN)/python -c 'from quire.ops.cpu.native import kernels, usabl
 isas: setup  ## engine tests once per instruction set of this machine, and without kernels
 	@for isa in $(ISAS) off; do \
 	  echo "QUIRE_CPU_KERNELS=$$isa" && QUIRE_CPU_KERNELS=$$isa $(PYTEST) $(ISA_TESTS) || exit 1; done
+
+# The ordinary suite takes some of each kind.
+ranks: setup  ## tensor parallelism of every declared architecture
+	$(PYTEST) --every-architecture tests/models/test_ranks.py tests/engine/test_shards.py tests/engine/test_ranks_engine.py
 
 # Of the tensor side, the engine and the server, what sees most for its time: kernels against torch, one dense model and
 # one of each other kind against transformers, steps of a worker, an engine over tiny checkpoints, the API over a fake one.

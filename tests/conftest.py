@@ -93,6 +93,9 @@ def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--file-order", type=int, metavar="SEED", help="run the files in the random order of this seed")
     parser.addoption("--test-order", type=int, metavar="SEED", help="run the tests of each file in a random order")
+    parser.addoption(
+        "--every-architecture", action="store_true", help="tests of ranks take every declared architecture"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -136,6 +137,13 @@ def let_idle_threads_sleep() -> None:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
+def keep_on_this_host() -> None:
+    """Ranks of one host talk over its loopback interface only. Heard before a process group is made; what a user has
+    set stays."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
+
+
 def _flag(text: str) -> bool:
     low = text.strip().lower()
     if low in ("1", "true", "yes", "on"):
@@ -199,11 +207,15 @@ CPU_KVCACHE_SPACE = Variable(
     "CPU_KVCACHE_SPACE", 0.0, float, "GiB for the KV cache on CPU; 0 takes a share of free memory."
 )
 CPU_NUM_THREADS = Variable(
-    "CPU_NUM_THREADS", None, _optional_int, "Threads of the CPU worker; unset uses what the machine allows."
+    "CPU_NUM_THREADS",
+    None,
+    _optional_int,
+    "Threads of each CPU worker; unset divides what the machine allows among them.",
 )
 CPU_OMP_THREADS_BIND = Variable(
     "CPU_OMP_THREADS_BIND", "auto", lambda text: text.strip().lower(),
-    "Processors that the CPU worker's threads are kept on, as 0-3,8; auto and nobind leave that to the system.",
+    "Processors that the CPU worker's threads are kept on, as 0-3,8, of several workers one list each, as 0-3|4-7; "
+    "auto and nobind leave that to the system.",
 )  # fmt: skip
 CPU_NUM_OF_RESERVED_CPU = Variable(
     "CPU_NUM_OF_RESERVED_CPU", 0, int,

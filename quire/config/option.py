@@ -50,6 +50,7 @@ class Option(NamedTuple):
     flags: tuple[str, ...] = ()  # further spellings of the flag
     choices: tuple[str, ...] = ()  # known values of an open set; a closed set is a Literal type
     ready: tuple[Any, ...] = ()  # values that work although the status is LATER
+    paths: bool = False  # an import path works too, although the status is LATER
     hints: tuple[Any, ...] = ()  # values that are treated as INERT although the status is LATER
     why: str = ""
     low: float | None = None
@@ -316,6 +317,8 @@ def refuse(name: str, value: Any, o: Option) -> None:
     if o.status is not LATER or same(value, o.unset) or same(value, o.default):
         return
     if any(same(value, allowed) for allowed in (*o.ready, *o.hints)):
+        return
+    if o.paths and isinstance(value, str) and not {".", ":"}.isdisjoint(value):
         return
     if o.choices and isinstance(value, str) and value not in o.choices:
         raise ConfigError(unknown(f"{name} can be {', '.join(o.choices)}; not", value, o.choices), param=name)

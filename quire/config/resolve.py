@@ -25,6 +25,7 @@ from quire.config.extras import LoRAConfig
 from quire.config.graphs import choose_graphs
 from quire.config.outside import registered
 from quire.config.pooling import choose_pooling_steps, choose_runner, limit_length
+from quire.config.ranks import check_ranks
 from quire.config.rounding import ONLINE, ONLINE_ONLY, online_form
 from quire.config.sampling import choose_sampling
 from quire.schema.errors import CheckpointError, ConfigError, ModelNotFoundError, NotBuiltError
@@ -563,6 +564,7 @@ STEPS: tuple[Step, ...] = (
     check_environment,
     choose_thinking,
     choose_device,
+    check_ranks,
     find_model,
     find_tokenizer,
     read_model,
@@ -587,8 +589,8 @@ STEPS: tuple[Step, ...] = (
 )
 
 _OF_THE_ENGINE = (
-    choose_pooling_steps, choose_device, choose_storage, choose_dtype, choose_batch, choose_queue, check_scheduler,
-    choose_scheduling, choose_graphs, choose_cache,
+    check_ranks, choose_pooling_steps, choose_device, choose_storage, choose_dtype, choose_batch, choose_queue,
+    check_scheduler, choose_scheduling, choose_graphs, choose_cache,
 )  # fmt: skip
 # For a server without an engine: a checkpoint that cannot run here can be rendered for.
 RENDER_STEPS = tuple(step for step in STEPS if step not in _OF_THE_ENGINE)

@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 from quire.config.local import name_of
 from quire.config.option import LATER, Group, group, option, unavailable
-from quire.config.unavailable import reason
 
 
 @group
@@ -89,14 +88,16 @@ class FaultToleranceConfig(Group):
 class ParallelConfig(Group):
     """How one model is distributed over processes and devices."""
 
-    tensor_parallel_size: int = unavailable()
+    tensor_parallel_size: int = option(1, "Ranks that share each layer, a worker process each.", low=1, flags=("-tp",))
     pipeline_parallel_size: int = unavailable()
     prefill_context_parallel_size: int = unavailable()
     data_parallel_size: int = unavailable()
     eplb_config: EPLBConfig = option(EPLBConfig, "How experts are balanced.", unset=None)
     distributed_executor_backend: str | None = option(
-        None, "How workers are started.", LATER, choices=("uni", "mp", "ray", "external_launcher"), ready=("uni",),
-        hints=("mp", "ray"), why=f"on one device mp and ray have no effect: {reason('one-device')}", accepts=str | None,
+        None, "How workers are started: uni in the engine's process, mp in processes of their own, or the import path "
+        "of an Executor class; unset is uni for one worker, mp for several.", LATER,
+        choices=("uni", "mp", "ray", "external_launcher"), ready=("uni", "mp"), paths=True, hints=("ray",),
+        why="this version starts workers itself, on one machine: mp", accepts=str | None,
         take=lambda value: value if value is None else name_of(value),
     )  # fmt: skip
     worker_extension_cls: str = option("", "Import path of a class whose methods are added to the worker.")

@@ -9,14 +9,14 @@ they are done. Must not know: tensors, sockets.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from quire.executor.base import Executor, WorkerProtocol
 from quire.sched.adapter import AdapterState, LoadedAdapter
-from quire.schema.adapters import LoRARequest
+from quire.schema.adapters import AdapterRead, LoRARequest
 from quire.schema.errors import InputError
 from quire.schema.messages import EngineRequest
 
@@ -46,6 +46,7 @@ class EngineAdapters:
         self._by_id: dict[int, LoadedAdapter] = {}
         self._by_name: dict[str, LoadedAdapter] = {}
         self._loads: list[AdapterLoad] = []  # that somebody waits for
+        self._reads: dict[int, list[AdapterRead]] = {}  # by serial: what some of several ranks have read
 
     # ---- requests
 
@@ -164,7 +165,7 @@ class EngineAdapters:
     def take_read(self, timeout: float) -> list[tuple[LoadedAdapter, str]]:
         """Note what workers have read; those that could not be, and why."""
         failed = []
-        for read in self._executor.ask(WorkerProtocol.poll_adapters, timeout)[0]:
+        for read in self._read_by_all(self._executor.ask(WorkerProtocol.poll_adapters, timeout)):
             adapter = self.slots.finish_read(read.serial, failed=read.error is not None)
             if adapter is None:
                 continue
@@ -178,6 +179,15 @@ class EngineAdapters:
             if self._by_id.get(adapter.lora_id) is adapter:
                 self.remove(adapter.lora_id)
         return failed
+
+    def _read_by_all(self, by_rank: list[list[AdapterRead]]) -> Iterator[AdapterRead]:
+        """Each read once, when every rank is done with it; the first error of any."""
+        for read in (read for reads in by_rank for read in reads):
+            done = self._reads.setdefault(read.serial, [])
+            done.append(read)
+            if len(done) == len(by_rank):
+                del self._reads[read.serial]
+                yield next((one for one in done if one.error is not None), read)
 
 
 def lora_request_of(value: Any) -> LoRARequest:

@@ -31,12 +31,11 @@ from quire.schema.messages import (
     FromEngine,
     Outputs,
     Stop,
-    ToEngine,
 )
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
-    from quire.engine.loop import EngineLoop
+    from quire.engine.loop import EngineLoop, Inbox
 
 log = logger(__name__)
 CLOSED = "it was shut down"
@@ -132,7 +131,7 @@ class InProcessClient:
         self.pulse = Pulse()
         self._config = config
         self._loop: EngineLoop | None = None
-        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._inbox: Inbox = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._calls = Calls()
 
@@ -248,7 +247,8 @@ class InProcessClient:
 
     def _die(self, failed: BaseException) -> EngineDeadError:
         log.error("The engine died", exc_info=failed)
-        self.dead = EngineDeadError(f"{type(failed).__name__}: {failed}")
+        said = failed.reason if isinstance(failed, EngineDeadError) else f"{type(failed).__name__}: {failed}"
+        self.dead = EngineDeadError(said)
         if self._loop is not None:
             try:
                 self._loop.close()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -20,9 +20,9 @@ from quire.engine.adapters import NOT_ENABLED, EngineAdapters
 from quire.engine.charge import Charge
 from quire.engine.control import Later, answer, run_verb
 from quire.engine.pulse import Pulse
-from quire.executor.base import Executor, PendingResult
+from quire.executor.base import Executor, PendingResult, WatchedExecutor
 from quire.sched.gates import Hold
-from quire.schema.errors import InputError, OverloadedError, QuireError, kind_of
+from quire.schema.errors import EngineDeadError, InputError, OverloadedError, QuireError, kind_of
 from quire.schema.messages import (
     Abort,
     ControlCall,
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from quire.observe.kv_events import EventPublisher
     from quire.sched.scheduler import Scheduler
 
+Inbox: TypeAlias = "queue.SimpleQueue[ToEngine | EngineDeadError]"  # an error: the workers are gone
 _COMPILE_WAIT = 0.002  # seconds; requests that come in meanwhile are looked at after it
 _STALL_LIMIT = 1000  # turns in a row that could have made progress and did not
 
@@ -339,9 +340,11 @@ class EngineLoop:
 
     # ---- driven by a queue -------------------------------------------------------------------------------------
 
-    def run(self, inbox: queue.SimpleQueue[ToEngine], emit: Callable[[FromEngine], None]) -> None:
+    def run(self, inbox: Inbox, emit: Callable[[FromEngine], None]) -> None:
         """Serve a queue until Stop: in an engine process, or in a thread."""
         self._times_steps = True
+        if isinstance(self.executor, WatchedExecutor):  # a worker may die while the loop waits for requests
+            self.executor.when_dead(inbox.put)
         while self._drain(inbox, emit) and self._linger(inbox, emit):
             outputs = self.step()
             stats = self.take_stats()
@@ -350,7 +353,7 @@ class EngineLoop:
             for reply in self.take_replies():
                 emit(reply)
 
-    def _drain(self, inbox: queue.SimpleQueue[ToEngine], emit: Callable[[FromEngine], None]) -> bool:
+    def _drain(self, inbox: Inbox, emit: Callable[[FromEngine], None]) -> bool:
         """Handle what came in; waits when there is nothing else to do. False: it must stop."""
         block = not self.busy
         while block or not inbox.empty():
@@ -363,7 +366,7 @@ class EngineLoop:
                 return False
         return True
 
-    def _linger(self, inbox: queue.SimpleQueue[ToEngine], emit: Callable[[FromEngine], None]) -> bool:
+    def _linger(self, inbox: Inbox, emit: Callable[[FromEngine], None]) -> bool:
         """Take what comes in until the device is about to want its next step. False: it must stop."""
         while self._flying:
             tokens = self._flying[0][0].total_tokens
@@ -379,8 +382,10 @@ class EngineLoop:
                 return False
         return True
 
-    def _take(self, message: ToEngine, emit: Callable[[FromEngine], None]) -> bool:
+    def _take(self, message: ToEngine | EngineDeadError, emit: Callable[[FromEngine], None]) -> bool:
         """Handle what came in; False: it must stop."""
+        if isinstance(message, EngineDeadError):
+            raise message
         if isinstance(message, Stop):
             return False
         if isinstance(message, EngineRequest):

@@ -19,12 +19,12 @@ from quire.base.log import logger
 from quire.base.sockets import Hub, PeerGoneError
 from quire.config.logs import apply_logging
 from quire.engine.control import reply_with_error
-from quire.engine.loop import failed_output
+from quire.engine.loop import Inbox, failed_output
 from quire.engine.pulse import Pulse
 from quire.engine.route import OWNER, Routes
 from quire.engine.start import Started, start_engine
 from quire.engine.together import unpack
-from quire.schema.errors import InputError, kind_of, message_of
+from quire.schema.errors import EngineDeadError, InputError, kind_of, message_of
 from quire.schema.messages import (
     ControlReply,
     EngineDied,
@@ -73,7 +73,8 @@ def main(boot_bytes: bytes) -> None:
         post.greet(OWNER, started.ready)
         _serve(started, post)
     except BaseException as failed:  # noqa: BLE001  # the root of the engine process: whatever ended it is its last message
-        post.emit(EngineDied(reason=message_of(failed), details=traceback.format_exc(), error_kind=kind_of(failed)))
+        reason = failed.reason if isinstance(failed, EngineDeadError) else message_of(failed)
+        post.emit(EngineDied(reason=reason, details=traceback.format_exc(), error_kind=kind_of(failed)))
         hub.close(linger=_LAST_WORDS_S)
         os._exit(DIED)
     hub.close(linger=_LAST_WORDS_S)
@@ -109,7 +110,7 @@ class _Post:
 
 
 def _serve(started: Started, post: _Post) -> None:
-    inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+    inbox: Inbox = queue.SimpleQueue()
     receiver = _Receiver(started.ready, post, inbox)
     threading.Thread(target=receiver.run, name="engine inbox", daemon=True).start()
     started.loop.run(inbox, post.emit)
@@ -121,7 +122,7 @@ def _serve(started: Started, post: _Post) -> None:
 class _Receiver:
     """The thread that reads the mailbox and decodes off the loop's thread."""
 
-    def __init__(self, ready: EngineReady, post: _Post, inbox: queue.SimpleQueue[ToEngine]) -> None:
+    def __init__(self, ready: EngineReady, post: _Post, inbox: Inbox) -> None:
         self._ready = ready
         self._post = post
         self._inbox = inbox

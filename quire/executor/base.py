@@ -8,11 +8,12 @@ executor must not know what a plan means, nor import anything of the tensor side
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from quire.base import registry
+from quire.config.local import describe, object_of
 from quire.schema.adapters import AdapterRead, AdapterSource
-from quire.schema.errors import ConfigError, NotBuiltError
+from quire.schema.errors import ConfigError, EngineDeadError, NotBuiltError
 from quire.schema.kv import KVLayout, ModelInfo
 from quire.schema.step import Mask, StepPlan, StepResult
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
-WORKER = "quire.worker.early:build_worker"  # called with a configuration, `rank` and `num_workers`
+WORKER = "quire.worker.early:build_worker"  # called with a configuration, `rank`, `num_workers` and `meeting`
 
 
 class PendingResult(Protocol):
@@ -95,14 +96,32 @@ class Executor(Protocol):
     def shutdown(self) -> None: ...
 
 
-BACKENDS = registry.Registry("distributed_executor_backend", {"uni": "quire.executor.inproc:InProcessExecutor"})
+@runtime_checkable
+class WatchedExecutor(Protocol):
+    """An executor whose workers may die while nobody asks them for anything."""
+
+    def when_dead(self, tell: Callable[[EngineDeadError], None]) -> None:
+        """Call this once a worker is gone, in some thread; at once if one is already."""
+
+
+BACKENDS = registry.Registry(
+    "distributed_executor_backend",
+    {"uni": "quire.executor.inproc:InProcessExecutor", "mp": "quire.executor.remote:one_per_rank"},
+)
 
 
 def make_executor(config: EngineConfig) -> Executor:
     """By parallel_config.distributed_executor_backend: a known name, or the import path of an Executor class."""
     name = config.parallel_config.distributed_executor_backend or "uni"
     if ":" in name or "." in name:
-        backend = registry.load(name)
+        try:
+            backend = object_of(name)
+        except ImportError as wrong:
+            raise ConfigError(
+                f"distributed_executor_backend {describe(name)!r} cannot be imported: {wrong}",
+                param="distributed_executor_backend",
+                value=name,
+            ) from None
     elif name in BACKENDS:
         backend = BACKENDS.get(name)
     else:

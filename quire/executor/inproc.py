@@ -28,7 +28,7 @@ class DriverWorker:
 
 class InProcessExecutor:
     def __init__(self, config: EngineConfig) -> None:
-        self._worker: WorkerProtocol | None = registry.load(WORKER)(config, rank=0, num_workers=1)
+        self._worker: WorkerProtocol | None = registry.load(WORKER)(config, rank=0, num_workers=1, meeting="")
         self.forward: Callable[[StepPlan], None] = _no_worker
         self.sample: Callable[[int, Mask | None], PendingResult] = _no_worker
 

@@ -15,21 +15,23 @@ import itertools
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import cache
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, get_type_hints
 
 import msgspec
 
 from quire.base import env, registry
+from quire.base.clock import now
 from quire.base.codec import Codec, CodecError
 from quire.base.folders import remove_folder
 from quire.base.procs import Child
 from quire.base.seal import Seal, new_secret
 from quire.base.sockets import Hub, PeerGoneError, Wire, private_folder
 from quire.executor.base import WORKER, Answer, Arguments, PendingResult, WorkerProtocol, resolve_verb
-from quire.schema.errors import EngineDeadError, InputError, kind_of, message_of, rebuild_error
+from quire.schema.errors import EngineDeadError, InputError, QuireError, kind_of, message_of, rebuild_error
 from quire.schema.step import Mask, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -38,7 +40,10 @@ if TYPE_CHECKING:
 MAIN = "quire.executor.remote:main"
 CONFIG = "quire.config:EngineConfig"
 _HUB = "executor"
+_MEETING = "meeting"
 _PATIENCE = 5.0  # seconds that a worker may take to leave
+_SAID = 1  # exit code of a worker that has said why
+_DEATH_NOTICE_S = 0.5  # how much later than its peers' complaints the notice of a worker's death may come
 _NOBODY = -1  # call id of an WorkerCall that is not answered
 
 
@@ -72,6 +77,7 @@ class WorkerBoot(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     num_workers: int
+    meeting: str  # a URL at which the workers find each other, for what they exchange among themselves; "": one alone
     folder: str  # of the mailboxes; of no use where they have addresses
     mine: str
     theirs: str
@@ -98,6 +104,14 @@ def types_of(verb: str) -> _Types:
     return _Types(args, StepResult if answer is PendingResult else answer)
 
 
+class _UnheardError(Exception):
+    """A worker failed where nobody waits for its answer."""
+
+    def __init__(self, rank: int, error: Exception | None) -> None:
+        super().__init__(f"worker {rank} failed: {error}")
+        self.error = error or RuntimeError("an answer came that nobody asked for")
+
+
 class RemoteExecutor:
     """As an Executor. `host`: an address of this machine, on which to listen for workers by TCP; None: ipc."""
 
@@ -119,6 +133,7 @@ class RemoteExecutor:
         self._open: dict[tuple[int, int], Future[msgspec.Raw]] = {}  # by rank and call
         self._lock = threading.Lock()
         self._dead: EngineDeadError | None = None
+        self._when_dead: Callable[[EngineDeadError], None] | None = None
         self._joined = [Future[None]() for _ in range(num_workers)]
         boot = msgspec.Raw(msgspec.msgpack.encode(config))
         self._children = [
@@ -128,6 +143,7 @@ class RemoteExecutor:
                     WorkerBoot(
                         rank=rank,
                         num_workers=num_workers,
+                        meeting="" if num_workers == 1 else f"file://{self._folder}/{_MEETING}",
                         folder=self._folder,
                         mine=f"worker-{rank}" if host is None else f"tcp://{host}:*",
                         theirs=_HUB if host is None else self._hub.address,
@@ -156,14 +172,23 @@ class RemoteExecutor:
             raise TypeError(f"arguments of {verb.__name__} cross a wire in order, without names: {sorted(kwargs)}")
         kind = types_of(verb.__name__).answer
         replies = self._send(verb.__name__, args, range(self.num_workers))
+        self._await_all(verb.__name__, replies)
         return [msgspec.msgpack.decode(reply.result(), type=kind) for reply in replies]
+
+    def _await_all(self, verb: str, replies: list[Future[msgspec.Raw]]) -> None:
+        limit = env.ENGINE_START_TIMEOUT_S.get()
+        failed, late = _settled(replies, limit)
+        if failed is not None:
+            raise self._explained(failed)
+        if late:
+            raise EngineDeadError(f"no answer to {verb!r} within {limit} s from worker {', '.join(map(str, late))}")
 
     def forward(self, plan: StepPlan) -> None:
         self._send("forward", (plan,), ())
 
     def sample(self, step: int, mask: Mask | None) -> PendingResult:
         (reply,) = self._send("sample", (step, mask), (0,))
-        return _RemoteResult(reply)
+        return _RemoteResult(reply, self._explained)
 
     def call(self, verb: str, args: list[Any], kwargs: dict[str, Any], timeout: float | None) -> list[Any]:
         try:
@@ -171,12 +196,12 @@ class RemoteExecutor:
         except (TypeError, ValueError, OverflowError, RecursionError) as wrong:
             raise InputError(f"arguments of {verb!r} cannot cross to a worker's process: {wrong}") from None
         replies = self._post(verb, encoded, range(self.num_workers), is_call=True)
-        try:
-            return [msgspec.msgpack.decode(reply.result(timeout)) for reply in replies]
-        except TimeoutError as late:
-            if all(reply.done() for reply in replies):
-                raise
-            raise TimeoutError(f"no answer from the workers within {timeout} s") from late
+        failed, late = _settled(replies, timeout)
+        if failed is not None:
+            raise failed
+        if late:
+            raise TimeoutError(f"no answer from the workers within {timeout} s")
+        return [msgspec.msgpack.decode(reply.result()) for reply in replies]
 
     def call_function(
         self, function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], timeout: float | None
@@ -193,13 +218,21 @@ class RemoteExecutor:
         if closing:
             for rank in range(self.num_workers):
                 self._hub.send(str(rank), _TO.encode(WorkerCall(_NOBODY, "shutdown", _RAW_NOTHING)))
+        deadline = now() + (_PATIENCE if closing else 0.0)
         for child in self._children:
-            child.stop(_PATIENCE if closing else 0.0)
+            child.stop(max(0.0, deadline - now()))
         self._hub.close()
         self._reader.join(_PATIENCE)
         for child in self._children:
             child.close()
         remove_folder(self._folder)
+
+    def when_dead(self, tell: Callable[[EngineDeadError], None]) -> None:
+        """Call this once a worker is gone, in some thread; at once if one is already."""
+        with self._lock:
+            self._when_dead, dead = tell, self._dead
+        if dead is not None:
+            tell(dead)
 
     # ---- the wire ----------------------------------------------------------------------------------------------
 
@@ -209,8 +242,8 @@ class RemoteExecutor:
     def _post(
         self, verb: str, args: bytes, answering: range | tuple[int, ...], *, is_call: bool
     ) -> list[Future[msgspec.Raw]]:
-        for joined in self._joined:
-            joined.result(env.ENGINE_START_TIMEOUT_S.get())
+        for rank, joined in enumerate(self._joined):
+            self._await_start(rank, joined)
         call_id, replies = next(self._ids), []
         with self._lock:
             if self._dead is not None:
@@ -223,6 +256,13 @@ class RemoteExecutor:
             self._hub.send(str(rank), _TO.encode(WorkerCall(answered, verb, msgspec.Raw(args), is_call)))
         return replies
 
+    def _await_start(self, rank: int, joined: Future[None]) -> None:
+        try:
+            joined.result(env.ENGINE_START_TIMEOUT_S.get())
+        except TimeoutError:
+            limit = f"{env.ENGINE_START_TIMEOUT_S.get()} s (QUIRE_ENGINE_START_TIMEOUT_S)"
+            raise EngineDeadError(f"worker {rank} did not start within {limit}") from None
+
     def _read(self) -> None:
         """Sort what comes back, until a worker is gone or has failed where nobody waits for its answer."""
         try:
@@ -233,10 +273,28 @@ class RemoteExecutor:
                     raise CodecError(f"a message of rank {message.rank} was sent by {sender[:20]!r}")
                 self._take(message)
         except (PeerGoneError, CodecError) as gone:
-            dead = [child.why_dead() for child in self._children if not child.alive]
-            self._die(EngineDeadError("; ".join(dead) or str(gone)))
-        except EngineDeadError as failed:
-            self._die(failed)
+            self._die(EngineDeadError(self._why_lost() or self._why_dead() or str(gone)))
+        except _UnheardError as failed:
+            explained = self._explained(failed.error)
+            self._die(explained if isinstance(explained, EngineDeadError) else EngineDeadError(str(failed)))
+
+    def _explained(self, failed: BaseException) -> BaseException:
+        """What a worker answered, unless that came of another worker's death."""
+        why = "" if isinstance(failed, QuireError) else self._why_lost()
+        return EngineDeadError(why) if why else failed
+
+    def _why_dead(self) -> str:
+        return "; ".join(child.why_dead() for child in self._children if not child.alive)
+
+    def _why_lost(self) -> str:
+        """Of workers that died without a word, if some did: that breaks the connections of their peers, which may be
+        heard before the notice of the death."""
+        deadline = now() + (_DEATH_NOTICE_S if self.num_workers > 1 else 0.0)
+        while not (lost := [child for child in self._children if child.exit_code not in (None, 0, _SAID)]):
+            if now() >= deadline:
+                return ""
+            time.sleep(0.01)
+        return "; ".join(child.why_dead() for child in lost)
 
     def _take(self, message: WorkerJoined | WorkerReply) -> None:
         if isinstance(message, WorkerJoined):
@@ -247,28 +305,46 @@ class RemoteExecutor:
         with self._lock:
             waiting = self._open.pop((message.rank, message.call_id), None)
         if waiting is None:
-            raise EngineDeadError(f"worker {message.rank} failed: {message.error}") from error
-        if error is not None:
-            waiting.set_exception(error)
-        else:
+            raise _UnheardError(message.rank, error)
+        if error is None:
             waiting.set_result(message.value)
+            return
+        waiting.set_exception(error)
 
     def _die(self, why: EngineDeadError) -> None:
         with self._lock:
             self._dead = self._dead or why
             waiting, self._open = self._open, {}
+            tell = self._when_dead
         for reply in waiting.values():
             reply.set_exception(self._dead)
         for joined in self._joined:
             if not joined.done():
                 joined.set_exception(self._dead)
+        if tell is not None:
+            tell(self._dead)
+
+
+def one_per_rank(config: EngineConfig) -> RemoteExecutor:
+    """The backend `mp`: a process of this host for each rank."""
+    return RemoteExecutor(config, num_workers=config.parallel_config.world_size)
+
+
+def _settled(replies: list[Future[msgspec.Raw]], limit: float | None) -> tuple[BaseException | None, list[int]]:
+    """Wait until all have answered or one has failed: the others may be waiting for that one. The failure of the first
+    rank that has one, and the ranks that have not answered."""
+    done, late = wait(replies, limit, return_when=FIRST_EXCEPTION)
+    failed = next((reply.exception() for reply in replies if reply in done and reply.exception() is not None), None)
+    return failed, [rank for rank, reply in enumerate(replies) if reply in late]
 
 
 class _RemoteResult:
-    def __init__(self, reply: Future[msgspec.Raw]) -> None:
-        self._reply = reply
+    def __init__(self, reply: Future[msgspec.Raw], explain: Callable[[BaseException], BaseException]) -> None:
+        self._reply, self._explain = reply, explain
 
     def result(self) -> StepResult:
+        if (failed := self._reply.exception()) is not None:
+            raise self._explain(failed)
         return msgspec.msgpack.decode(self._reply.result(), type=StepResult)
 
 
@@ -291,11 +367,13 @@ def main(boot: bytes) -> None:
     wire.send(_FROM.encode(WorkerJoined(place.rank, place.mine if seal is None else wire.address)))
     try:
         config = msgspec.msgpack.decode(place.config, type=registry.load(place.config_type))
-        worker = registry.load(place.worker)(config, rank=place.rank, num_workers=place.num_workers)
+        worker = registry.load(place.worker)(
+            config, rank=place.rank, num_workers=place.num_workers, meeting=place.meeting
+        )
     except Exception as failed:  # noqa: BLE001  # a process root: the engine hears why
         end.fail(_NOBODY, failed)
         wire.close(linger=_PATIENCE)
-        os._exit(1)
+        os._exit(_SAID)
     end.serve(worker)
     wire.close(linger=_PATIENCE)
     os._exit(0)

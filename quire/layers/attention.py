@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quire.layers.batch import Batch, LayerCache
 from quire.layers.linear import Linear
-from quire.layers.norm import RMS, Norm, NormKind
+from quire.layers.norm import RMS, Norm, NormKind, norm_of
 from quire.layers.rope import Rope, RotaryTables
 from quire.ops.act import logarithm, sigmoid
 from quire.ops.attention import alibi_slopes
@@ -78,36 +78,43 @@ class KVLayer(nn.Module):
 class Attention(KVLayer):
     def __init__(self, prefix: str, width: int, kind: AttentionKind, rope: Rope | None, storage: Storage) -> None:
         super().__init__(f"{prefix}attn", kind.window, kind.chunk)
-        own, own_kv = _own_heads(kind, storage.group)
+        own, own_kv = own_heads(kind, storage.group)
         slopes = alibi_slopes(kind.heads)[own.start : own.start + own.count]
         kind = replace(kind, heads=own.count, kv_heads=own_kv.count)  # from here on those of this rank
         self.prefix, self.kind, self.rope, self._own = prefix, kind, rope, own
-        size, heads, kv_heads = kind.head_dim, kind.heads, kind.kv_heads
-        parts = {
-            "q_proj": own.times(size * (1 + kind.gated)),
-            "k_proj": own_kv.times(size),
-            "v_proj": own_kv.times(size),
-        }
+        size, heads = kind.head_dim, kind.heads
+        parts = {"q_proj": own.times(size), "k_proj": own_kv.times(size), "v_proj": own_kv.times(size)}
+        runs: dict[str, tuple[str, ...]] = {}
         if kind.gate_name:
-            parts = {kind.gate_name: own.times(size)} | parts | {"q_proj": own.times(size)}
-        self.qkv = Linear(prefix, width, parts, storage, bias=kind.qkv_bias, fused="qkv_proj")
+            parts = {kind.gate_name: own.times(size)} | parts
+        elif kind.gated:  # two parts, which a checkpoint has in one
+            queries = {"q_proj.gate": parts["q_proj"], "q_proj.query": parts.pop("q_proj")}
+            parts, runs = queries | parts, {"q_proj": tuple(queries)}
+        self.qkv = Linear(prefix, width, parts, storage, bias=kind.qkv_bias, fused="qkv_proj", runs=runs)
         self.o = Linear(prefix, own.times(size), {"o_proj": width}, storage, bias=kind.o_bias)
-        self.q_norm = self._norm("q_norm", heads, storage)
-        self.k_norm = self._norm("k_norm", kv_heads, storage)
+        self.q_norm = self._norm("q_norm", own, storage)
+        self.k_norm = self._norm("k_norm", own_kv, storage)
         plain_norms = not kind.qk_norm or (
             kind.qk_norm != "full" and kind.qk_norm_kind.kind == "rms" and not kind.qk_norm_kind.bias
         )
         self.fusable = plain_norms and not (kind.qkv_clip or kind.grow[0] or kind.qk_norm_late)  # see `prep`
         norm = replace(kind.qk_norm_kind, bias=False)
-        self.out_norm = Norm(prefix + kind.out_norm, (heads * size,), norm, storage) if kind.out_norm else None
+        self.out_norm = norm_of(prefix + kind.out_norm, own.times(size), norm, storage) if kind.out_norm else None
         self._logarithm, self._sigmoid = storage.of(logarithm), storage.of(sigmoid)
         self.sinks = storage.parameter(heads) if kind.sinks else None
         self.alibi = slopes.to(storage.device) * kind.alibi if kind.alibi else None
 
-    def _norm(self, name: str, heads: int, storage: Storage) -> Norm | None:
-        size = self.kind.head_dim
-        shape = {"": (), "head": (size,), "each": (heads, size), "full": (heads * size,)}[self.kind.qk_norm]
-        return Norm(self.prefix + name, shape, self.kind.qk_norm_kind, storage) if shape else None
+    def _norm(self, name: str, heads: Span, storage: Storage) -> Norm | None:
+        size, kind, name = self.kind.head_dim, self.kind.qk_norm_kind, self.prefix + name
+        match self.kind.qk_norm:
+            case "head":
+                return Norm(name, (size,), kind, storage)
+            case "each":
+                return Norm(name, (heads.count, size), kind, storage, heads)
+            case "full":
+                copies = heads.count * storage.group.size // heads.whole
+                return norm_of(name, heads.times(size), kind, storage, copies=copies)
+        return None
 
     def sizes(self) -> tuple[int, int, int]:
         return self.kind.kv_heads, self.kind.head_dim, -1
@@ -187,8 +194,6 @@ class Attention(KVLayer):
         self.alibi = scores[self._own.start : self._own.start + self._own.count]
 
 
-def _own_heads(kind: AttentionKind, group: ShardGroup) -> tuple[Span, Span]:
-    """Heads of queries, and of keys and values, on this rank: all where heads do not stand alone."""
-    if kind.gated or kind.out_norm or kind.qk_norm in ("each", "full"):
-        return Span.all(kind.heads), Span.all(kind.kv_heads)
+def own_heads(kind: AttentionKind, group: ShardGroup) -> tuple[Span, Span]:
+    """Heads of queries, and of keys and values, on this rank."""
     return group.span("heads", kind.heads), group.span("heads of keys", kind.kv_heads, repeats=True)

@@ -6,9 +6,11 @@ a KV group of kind CROSS, and every later step reads them there. Must not know: 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
-from quire.layers.attention import AttentionKind, KVLayer
+from quire.layers.attention import AttentionKind, KVLayer, own_heads
 from quire.layers.batch import Batch
 from quire.layers.linear import Linear
 from quire.quant.scheme import Storage
@@ -20,12 +22,13 @@ class CrossAttention(KVLayer):
 
     def __init__(self, prefix: str, width: int, kind: AttentionKind, longest: int, storage: Storage) -> None:
         super().__init__(f"{prefix}attn", 0, 0)
-        self.kind, self.longest = kind, longest
-        size, heads, kv_heads = kind.head_dim, kind.heads, kind.kv_heads
-        parts = {"k_proj": kv_heads * size, "v_proj": kv_heads * size}
-        self.q = Linear(prefix, width, {"q_proj": heads * size}, storage, bias=kind.qkv_bias)
+        own, own_kv = own_heads(kind, storage.group)
+        self.kind, self.longest = replace(kind, heads=own.count, kv_heads=own_kv.count), longest  # those of this rank
+        queries, keys = own.times(kind.head_dim), own_kv.times(kind.head_dim)
+        self.q = Linear(prefix, width, {"q_proj": queries}, storage, bias=kind.qkv_bias)
+        parts = {"k_proj": keys, "v_proj": keys}
         self.kv = Linear(prefix, width, parts, storage, bias=kind.qkv_bias, fused="kv_proj")
-        self.o = Linear(prefix, heads * size, {"o_proj": width}, storage, bias=kind.o_bias)
+        self.o = Linear(prefix, queries, {"o_proj": width}, storage, bias=kind.o_bias)
 
     def kv_spec(self, block_size: int, kv_dtype: str) -> KVSpec:
         return KVSpec(

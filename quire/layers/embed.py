@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.layers.stored import MatrixLayer
-from quire.quant.scheme import MatrixShape, Slot, Storage
+from quire.quant.scheme import MatrixShape, Slot, Storage, StoredMatrix
 from quire.quant.shard import Span, cut_to
 
 if TYPE_CHECKING:
@@ -35,20 +35,21 @@ class Embedding(MatrixLayer):
 
     def forward(self, index: Tensor) -> Tensor:
         index = index + self.offset if self.offset else index
-        x = self.stored.take(index) if self._reduce is None else self._reduce(self._own(index))
+        x = self.stored.take(index) if self._reduce is None else self._reduce(_own_rows(self.stored, self.rows, index))
         if self.adapters is not None:
             x = self.adapters.add(index, x)
         return x if self.scale == 1.0 else x * self.scale
 
-    def _own(self, index: Tensor) -> Tensor:
-        """Zeros where the vector lies on another rank."""
-        at = index - self.rows.start
-        is_elsewhere = (at < 0) | (at >= self.rows.count)
-        return self.stored.take(at.masked_fill(is_elsewhere, 0)).masked_fill(is_elsewhere[..., None], 0)
-
     def slots(self) -> Iterator[Slot]:
         for slot in self.stored.slots(("",)):
             yield Slot(f"{self.name}.{slot.leaf}", slot.target, cut=slot.cut)
+
+
+def _own_rows(stored: StoredMatrix, rows: Span, index: Tensor) -> Tensor:
+    """Zeros where the vector lies on another rank."""
+    at = index - rows.start
+    is_elsewhere = (at < 0) | (at >= rows.count)
+    return stored.take(at.masked_fill(is_elsewhere, 0)).masked_fill(is_elsewhere[..., None], 0)
 
 
 class SinePositions(nn.Module):
@@ -97,6 +98,12 @@ class Head(MatrixLayer):
         if slots is not None and self.adapters is not None:
             logits = self.adapters.add(hidden, logits, slots)
         return logits if self._reduce is None else self._reduce(self._placed(logits))
+
+    def take(self, index: Tensor) -> Tensor:
+        """Rows of the matrix [*index, width], whichever rank has them."""
+        if self._reduce is None:
+            return self.stored.take(index)
+        return self._reduce(_own_rows(self.stored, self.rows, index))
 
     def _placed(self, logits: Tensor) -> Tensor:
         """Zeros where another rank computes."""

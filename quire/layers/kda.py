@@ -6,7 +6,7 @@ A layer with a state like those of layers/ssm.py. Forgetting and the gate on the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from quire.ops.act import sigmoid, softplus
 from quire.ops.norm import unit_rms
 from quire.ops.ssm import causal_conv, channel_delta_scan
 from quire.quant.scheme import Slot, Storage
+from quire.quant.shard import cut_to
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,19 @@ class KdaKind:
 
 class Kda(StateLayer):
     def __init__(self, prefix: str, width: int, kind: KdaKind, storage: Storage) -> None:
-        heads, size = kind.heads, kind.head_dim
-        inner = heads * size
-        super().__init__(f"{prefix}state", (heads, size, size), (3 * inner, kind.conv - 1), storage)
-        self.prefix, self.kind, self.inner = prefix, kind, inner
-        self.up = Linear(prefix, width, {f"in_proj_{part}": inner for part in "qkv"}, storage, fused="in_proj_qkv")
+        heads, size = storage.group.span("heads of a state", kind.heads), kind.head_dim
+        own = heads.times(size)
+        super().__init__(f"{prefix}state", (heads.count, size, size), (3 * own.count, kind.conv - 1), storage)
+        self.prefix, self.inner, self._heads, self._own = prefix, own.count, heads, own
+        self.kind = replace(kind, heads=heads.count)  # those of this rank
+        self.up = Linear(prefix, width, {f"in_proj_{part}": own for part in "qkv"}, storage, fused="in_proj_qkv")
         self.low = Linear(prefix, width, {"f_a_proj": size, "g_a_proj": size, "b_proj": heads}, storage)
-        self.forget = Linear(prefix, size, {"f_b_proj": inner}, storage)
-        self.gate = Linear(prefix, size, {"g_b_proj": inner}, storage)
-        self.down = Linear(prefix, inner, {"out_proj": width}, storage)
-        conv = self._conv = Conv(f"{prefix}conv1d", 3 * inner, kind.conv, False, storage)
+        self.forget = Linear(prefix, size, {"f_b_proj": own}, storage)
+        self.gate = Linear(prefix, size, {"g_b_proj": own}, storage)
+        self.down = Linear(prefix, own, {"out_proj": width}, storage)
+        conv = self._conv = Conv(f"{prefix}conv1d", (own, own, own), kind.conv, False, storage)
         self.conv_weight = conv.weight
-        self.a_log, self.dt_bias = (storage.parameter(n, dtype=torch.float32) for n in (heads, inner))
+        self.a_log, self.dt_bias = (storage.parameter(n, dtype=torch.float32) for n in (heads.count, own.count))
         self.norm_weight = storage.parameter(size)
         self._convolve, self._scan = storage.of(causal_conv), storage.of(channel_delta_scan)
         self._sigmoid, self._softplus = storage.of(sigmoid), storage.of(softplus)
@@ -64,7 +66,7 @@ class Kda(StateLayer):
         return self.down(y.to(x.dtype).reshape(tokens, self.inner))
 
     def slots(self) -> Iterator[Slot]:
-        yield from self._conv.slots(dict.fromkeys("qkv", self.inner))
-        yield Slot(f"{self.prefix}A_log", self.a_log.data.view(1, 1, -1, 1))
-        for name, target in (("dt_bias", self.dt_bias), ("norm.weight", self.norm_weight)):
-            yield Slot(self.prefix + name, target.data)
+        yield from self._conv.slots("qkv")
+        yield Slot(f"{self.prefix}A_log", self.a_log.data.view(1, 1, -1, 1), cut=cut_to(2, [self._heads]))
+        yield Slot(f"{self.prefix}dt_bias", self.dt_bias.data, cut=cut_to(0, [self._own]))
+        yield Slot(f"{self.prefix}norm.weight", self.norm_weight.data)

@@ -6,14 +6,14 @@ A layer with a state like those of layers/ssm.py, without a convolution. Later h
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from quire.layers.batch import Batch
 from quire.layers.linear import Linear
-from quire.layers.norm import Norm, NormKind
+from quire.layers.norm import NormKind, norm_of
 from quire.layers.rope import RotaryTables
 from quire.layers.ssm import StateLayer
 from quire.ops.act import plain_on, sigmoid
@@ -33,15 +33,17 @@ class LightningKind:
 
 class Lightning(StateLayer):
     def __init__(self, prefix: str, width: int, kind: LightningKind, fade: float, storage: Storage) -> None:
-        heads, size = kind.heads, kind.head_dim
+        own, size = storage.group.span("heads of a state", kind.heads), kind.head_dim
+        heads, entries = own.count, own.times(size)
         super().__init__(f"{prefix}state", (heads, size, size), (0,), storage)  # no window of inputs
-        self.kind = kind
-        parts = {"q_proj": heads * size, "k_proj": heads * size, "v_proj": heads * size}
+        parts = {"q_proj": entries, "k_proj": entries, "v_proj": entries}
         self.up = Linear(prefix, width, parts, storage, fused="qkv_proj")
-        self.gate = Linear(prefix, width, {"output_gate": heads * size}, storage)
-        self.down = Linear(prefix, heads * size, {"out_proj": width}, storage)
-        self.norm = Norm(f"{prefix}norm", (heads * size,), NormKind(eps=kind.eps), storage)
-        rates = torch.tensor([2.0 ** (-8.0 * (head + 1) / heads) for head in range(heads)])
+        self.gate = Linear(prefix, width, {"output_gate": entries}, storage)
+        self.down = Linear(prefix, entries, {"out_proj": width}, storage)
+        self.norm = norm_of(f"{prefix}norm", entries, NormKind(eps=kind.eps), storage)
+        mine = range(own.start, own.start + heads)
+        rates = torch.tensor([2.0 ** (-8.0 * (head + 1) / kind.heads) for head in mine])
+        self.kind = replace(kind, heads=heads)  # from here on those of this rank
         self.log_rates = (fade * rates).log().to(storage.device)  # no buffer: it is not part of a checkpoint
         self.no_bias = torch.zeros(heads, device=storage.device)
         self._act, self._scan = plain_on(kind.act, storage.kernels), storage.of(ssd_scan)

@@ -8,24 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from quire.layers.linear import Linear
-from quire.layers.norm import Norm, NormKind
+from quire.layers.norm import NormKind, norm_of
 from quire.ops.act import gated_on, plain_on, xielu
 from quire.ops.coded import CodedWeight
 from quire.ops.few import NormRule, linear_act, linear_add, linear_parts, norm_linear
 from quire.ops.parts import PartialSums
 from quire.ops.rounded import RoundedRows, RowCode, act_rounded, rounded_linear
 from quire.quant.scheme import Slot, Storage
-from quire.quant.shard import Span
 
 
 class Mlp(nn.Module):
     def __init__(
         self, prefix: str, width: int, ffn: int, storage: Storage, *, act: str, gated: bool = True, bias: bool = False,
         down_bias: bool | None = None,  # None: as bias
-        is_cut: bool = True,  # whether ranks share the entries between up and down
     ) -> None:  # fmt: skip
         super().__init__()
-        own = storage.group.span("entries of an mlp", ffn) if is_cut else Span.all(ffn)
+        self.own = own = storage.group.span("entries of an mlp", ffn)  # those between up and down on this rank
         parts = {"gate_proj": own, "up_proj": own} if gated else {"up_proj": own}
         self.up = Linear(prefix, width, parts, storage, bias=bias, fused="gate_up_proj" if gated else "")
         self.down = Linear(prefix, own, {"down_proj": width}, storage, bias=bias if down_bias is None else down_bias)
@@ -71,8 +69,8 @@ class NormedMlp(Mlp):
 
     def __init__(self, prefix: str, width: int, ffn: int, storage: Storage, *, act: str, norm: str, kind: NormKind,
                  gated: bool = True, bias: bool = False) -> None:  # fmt: skip
-        super().__init__(prefix, width, ffn, storage, act=act, gated=gated, bias=bias, is_cut=False)
-        self.norm = Norm(prefix + norm, (ffn,), kind, storage)
+        super().__init__(prefix, width, ffn, storage, act=act, gated=gated, bias=bias)
+        self.norm = norm_of(prefix + norm, self.own, kind, storage)
         self.joins = False
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Norm: one normalisation, alone or joined with the addition to the residual stream that precedes it.
 
-`joined` is the kernel itself where the device has one for both, with the norm's weight bound to it."""
+`joined` is the kernel itself where the device has one for both, with the norm's weight bound to it. Where ranks share
+the entries of a vector, RankNorm normalises it by a sum over ranks."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from quire.ops.few import NormRule
 from quire.ops.norm import add_rms_norm, add_rms_norm_wide, layer_norm, rms_norm, rms_norm_wide
 from quire.ops.parts import PartialSums, whole
 from quire.quant.scheme import Slot, Storage
+from quire.quant.shard import Span, cut_to
 from quire.schema.errors import ConfigError
 
 # (x, delta) -> (norm(x + delta), x + delta)
@@ -37,11 +39,14 @@ RMS = NormKind()
 
 
 class Norm(nn.Module):
-    """`name` is the canonical name without leaf; `shape` the weight's, its last entry the normalised width."""
+    """`name` is the canonical name without leaf; `shape` the weight's on this rank, its last entry the normalised
+    width. `own`: which entries of its first axis these are; None: all of them."""
 
-    def __init__(self, name: str, shape: tuple[int, ...], kind: NormKind, storage: Storage) -> None:
+    def __init__(
+        self, name: str, shape: tuple[int, ...], kind: NormKind, storage: Storage, own: Span | None = None
+    ) -> None:
         super().__init__()
-        self.name, self.kind = name, kind
+        self.name, self.kind, self._own = name, kind, own or Span.all(shape[0])
         self.weight: Tensor | None = storage.parameter(*shape) if kind.weight else None
         if not kind.weight and kind.kind == "rms":  # no parameter: ops want a weight, checkpoints have none
             self.weight = torch.ones(shape, dtype=storage.dtype, device=storage.device)
@@ -86,15 +91,65 @@ class Norm(nn.Module):
         return NormRule(self.weight, kind.eps, 1.0 if kind.plus_one else 0.0, kind.wide)
 
     def slots(self) -> Iterator[Slot]:
+        own = self._own
         for leaf, parameter in self.named_parameters(recurse=False):
             rows = []
-            for head, row in enumerate(parameter.data if parameter.ndim > 1 else ()):  # a checkpoint may part the heads
+            for head in range(own.whole if parameter.ndim > 1 else 0):  # a checkpoint may part the heads
                 rows.append(f"{self.name}.{head}.{leaf}")
-                yield Slot(rows[-1], row)
-            yield Slot(f"{self.name}.{leaf}", parameter.data, tuple(rows))
+                is_here = own.start <= head < own.start + own.count
+                yield Slot(rows[-1], parameter.data[head - own.start] if is_here else None)
+            yield Slot(f"{self.name}.{leaf}", parameter.data, tuple(rows), cut_to(0, [own]))
 
     def extra_repr(self) -> str:
         return f"{self.name}, {self.kind}"
+
+
+class RankNorm(Norm):
+    """A norm over entries of which each rank has some. `copies`: how many ranks have the same ones. `groups`: how many
+    parts of the vector are normalised each by itself; a rank's entries are of one of them."""
+
+    def __init__(
+        self, name: str, own: Span, kind: NormKind, storage: Storage, *, copies: int = 1, groups: int = 1
+    ) -> None:
+        super().__init__(name, (own.count,), kind, storage, own)
+        self._groups, self._size = groups, own.whole // groups
+        self._group = own.start // self._size
+        if own.whole % groups or own.start + own.count > (self._group + 1) * self._size:
+            raise ConfigError(
+                f"{groups} norms of {name} cannot be shared out among {storage.group.size} ranks",
+                param="tensor_parallel_size",
+                value=storage.group.size,
+            )
+        self.is_fused = False
+        self._reduce, self._copies = storage.group.reduce, copies
+        self._function = self._normalise
+        self.joined = partial(_add_first, self._function)
+
+    def _normalise(self, x: Tensor) -> Tensor:
+        kind, wide = self.kind, x.float()
+        if kind.kind == "layer":
+            wide = wide - self._mean(wide)
+        normed = wide * torch.rsqrt(self._mean(wide * wide) + kind.eps)
+        if self.weight is None:
+            return normed.to(x.dtype)
+        weight = self.weight.float() + 1.0 if kind.plus_one else self.weight
+        if kind.kind == "layer" or kind.wide or kind.plus_one:
+            normed = normed * weight.float()
+            return (normed if self.bias is None else normed + self.bias.float()).to(x.dtype)
+        return normed.to(x.dtype) * weight
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """Over all ranks of the group: [..., 1]."""
+        totals = x.new_zeros((*x.shape[:-1], self._groups))
+        totals[..., self._group] = x.sum(-1) / self._copies
+        return self._reduce(totals)[..., self._group : self._group + 1] / self._size
+
+
+def norm_of(name: str, own: Span, kind: NormKind, storage: Storage, *, copies: int = 1) -> Norm:
+    """Over the entries `own` of this rank, and those of the others where there are some."""
+    if own.is_whole:
+        return Norm(name, (own.whole,), kind, storage)
+    return RankNorm(name, own, kind, storage, copies=copies)
 
 
 def _add_first(norm: Callable[[Tensor], Tensor], x: Tensor, delta: Tensor | PartialSums) -> tuple[Tensor, Tensor]:

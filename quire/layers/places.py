@@ -2,12 +2,13 @@
 
 In: a model with a weight table. Out: for a module's name in an adapter file, its place: a run of rows of a Linear or of
 the head, the table of the embedding, one matrix of one expert, or that matrix of all experts at once. B of a fused
-matrix is brought into the layout that the table gives the weight itself. Must not know: files, slots.
+matrix is brought into the layout that the table gives the weight itself; of A and B a rank takes what belongs to its
+part of the matrix. Must not know: files, slots.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -19,7 +20,8 @@ from quire.layers.linear import Linear
 from quire.layers.moe import Experts
 from quire.layers.table import WeightTable
 from quire.ops.op import Kernels
-from quire.quant.scheme import PlainMatrix
+from quire.quant.scheme import MatrixShape, PlainMatrix
+from quire.quant.shard import Cut, cut_to
 
 AdaptedLayer: TypeAlias = Linear | Experts | Embedding | Head
 _CHUNK = 1 << 14  # rows of a table that are compared at once
@@ -27,20 +29,28 @@ _CHUNK = 1 << 14  # rows of a table that are compared at once
 
 @dataclass(frozen=True)
 class AdapterPlace:
-    """Rows [start, stop) of a matrix that is `width` wide."""
+    """Rows [start, stop) of a layer's matrix. `rows` and `width` are those of the checkpoint, of which the layer may
+    have a part."""
 
     name: str  # canonical
     layer: AdaptedLayer
     start: int
     stop: int
+    rows: int
     width: int
+    cut_rows: Cut | None = None  # of B [rows, rank]; None: this rank has all rows
+    cut_width: Cut | None = None  # of A [rank, width]
     expert: int = -1  # of a mixture's experts; -1: not one of them
     is_down: bool = False  # the experts' second matrix
     experts: int = 1  # more: the matrices of all experts, one behind another
 
-    @property
-    def rows(self) -> int:
-        return self.stop - self.start
+    def own_rows(self, b: Tensor) -> Tensor:
+        """Of B [..., rows, rank], what belongs to the rows of this rank."""
+        return b if self.cut_rows is None else self.cut_rows.behind(b.dim() - 2).of(b)
+
+    def own_width(self, a: Tensor) -> Tensor:
+        """Of A [..., rank, width], what belongs to the entries of this rank."""
+        return a if self.cut_width is None else self.cut_width.behind(a.dim() - 2).of(a)
 
     @property
     def is_stack(self) -> bool:
@@ -56,8 +66,11 @@ class AdapterPlaces:
                 self._add_linear(module)
             elif isinstance(module, Experts):
                 self._add_experts(module)
-            elif isinstance(module, Embedding | Head):
-                self._add(AdapterPlace(module.name, module, 0, module.rows.count, module.width))
+            elif isinstance(module, Embedding):  # its vectors are complete when an adapter adds to them
+                self._add(AdapterPlace(module.name, module, 0, module.rows.whole, module.rows.whole, module.width))
+            elif isinstance(module, Head):
+                own = module.rows
+                self._add(AdapterPlace(module.name, module, 0, own.count, own.whole, module.width, cut_to(0, [own])))
 
     def find(self, module: str) -> AdapterPlace | None:
         """By a module's name as a checkpoint of the model spells it."""
@@ -97,10 +110,11 @@ class AdapterPlaces:
         stored, weight = layer.stored, self._table.arranged(f"{place.name}.weight", weight)
         is_exact = isinstance(stored, PlainMatrix)
         device = next(parameter.device for _, parameter in stored.parameters())
-        for start in range(0, place.rows, _CHUNK):
-            stop = min(start + _CHUNK, place.rows)
+        first, count = layer.rows.start, layer.rows.count
+        for start in range(0, count, _CHUNK):
+            stop = min(start + _CHUNK, count)
             ours = stored.take(torch.arange(start, stop, device=device)).cpu()
-            theirs = weight[start:stop].to(ours.dtype)
+            theirs = weight[first + start : first + stop].to(ours.dtype)
             if not torch.equal(ours, theirs) and (is_exact or not _is_near(ours.float(), theirs.float())):
                 return False
         return True
@@ -109,29 +123,28 @@ class AdapterPlaces:
         self.by_name[place.name] = place
 
     def _add_linear(self, layer: Linear) -> None:
-        bounds, at = {}, 0
-        for part, rows in layer.parts.items():
-            bounds[part] = (at, at + rows)
-            at += rows
+        shape = layer.stored.shape
         for name, run in layer.named_runs():
-            full = layer.prefix + name
-            self._add(AdapterPlace(full, layer, bounds[run[0]][0], bounds[run[-1]][1], layer.in_size))
+            self._add(_place_of(layer.prefix + name, layer, shape, run))
 
     def _add_experts(self, layer: Experts) -> None:
         shape = layer.stored.shape
         for name, matrix, is_down in zip((shape.fused, "down_proj"), shape.matrices(), (False, True), strict=True):
-            width, count = matrix.width.count, shape.experts
-            self._add(
-                AdapterPlace(
-                    layer.prefix + name, layer, 0, matrix.rows, width, is_down=is_down, experts=count
-                )
-            )  # fmt: skip
-            for expert in range(count):
-                for part in matrix.parts:
-                    start, stop = matrix.rows_of((part,))
-                    self._add(
-                        AdapterPlace(f"{layer.prefix}{expert}.{part}", layer, start, stop, width, expert, is_down)
-                    )
+            every = _place_of(layer.prefix + name, layer, matrix, tuple(matrix.parts))
+            self._add(replace(every, is_down=is_down, experts=shape.experts))
+            for part in matrix.parts:
+                place = replace(_place_of("", layer, matrix, (part,)), is_down=is_down)
+                for expert in range(shape.experts):
+                    self._add(replace(place, name=f"{layer.prefix}{expert}.{part}", expert=expert))
+
+
+def _place_of(name: str, layer: AdaptedLayer, shape: MatrixShape, run: tuple[str, ...]) -> AdapterPlace:
+    """Parts of a matrix that follow each other."""
+    spans = [shape.parts[part] for part in run]
+    return AdapterPlace(
+        name, layer, *shape.rows_of(run), sum(span.whole for span in spans), shape.width.whole, cut_to(0, spans),
+        cut_to(1, [shape.width]),
+    )  # fmt: skip
 
 
 def _is_near(ours: Tensor, theirs: Tensor) -> bool:

@@ -6,7 +6,8 @@ input of the layer that uses it. The matrices exist once; `link` gives later use
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from quire.layers.norm import Norm, NormKind
 from quire.layers.rope import Rope, RotaryTables
 from quire.ops.act import gated_on
 from quire.quant.scheme import Storage
+from quire.quant.shard import ShardGroup, Span
 
 
 @dataclass(frozen=True)
@@ -34,30 +36,48 @@ class SharedKind:
     rank: int = 0  # of the adapters on the mlp's up projection; 0: none
     attn_adapters: bool = False  # adapters on queries, keys and values too
 
+    def on(self, group: ShardGroup) -> OwnShares:
+        heads = group.span("heads", self.heads)
+        keys = group.span("heads of keys", self.kv_heads, repeats=True)
+        ffn = group.span("entries of an mlp", self.ffn)
+        return OwnShares(heads.times(self.head_dim), keys.times(self.head_dim), ffn)
+
+
+class OwnShares(NamedTuple):
+    """What of a shared block is on this rank."""
+
+    queries: Span
+    keys: Span
+    ffn: Span
+
 
 class SharedWeights(nn.Module):
     """The matrices."""
 
     def __init__(self, prefix: str, width: int, kind: SharedKind, norm: NormKind, storage: Storage) -> None:
         super().__init__()
-        size, mlp = kind.head_dim, f"{prefix}mlp."
-        parts = {"q_proj": kind.heads * size, "k_proj": kind.kv_heads * size, "v_proj": kind.kv_heads * size}
+        own, mlp = kind.on(storage.group), f"{prefix}mlp."
+        parts = {"q_proj": own.queries, "k_proj": own.keys, "v_proj": own.keys}
         self.norm = Norm(f"{prefix}input_layernorm", (2 * width,), norm, storage)
         self.qkv = Linear(f"{prefix}self_attn.", 2 * width, parts, storage, fused="qkv_proj")
-        self.o = Linear(f"{prefix}self_attn.", kind.heads * size, {"o_proj": width}, storage)
+        self.o = Linear(f"{prefix}self_attn.", own.queries, {"o_proj": width}, storage)
         self.mlp_norm = Norm(f"{prefix}post_attention_layernorm", (width,), norm, storage)
-        up = {"gate_proj": kind.ffn, "up_proj": kind.ffn}
+        up = {"gate_proj": own.ffn, "up_proj": own.ffn}
         self.up = Linear(mlp, width, up, storage, bias=kind.bias, fused="gate_up_proj")
-        self.down = Linear(mlp, kind.ffn, {"down_proj": width}, storage, bias=kind.bias)
+        self.down = Linear(mlp, own.ffn, {"down_proj": width}, storage, bias=kind.bias)
 
 
 class Adapter(nn.Module):
     """A matmul of low rank, beside a shared one."""
 
-    def __init__(self, prefix: str, name: str, width: int, rank: int, out: int, storage: Storage) -> None:
+    def __init__(self, prefix: str, name: str, width: int, rank: int, out: Span, storage: Storage, *,
+                 parts: int = 1) -> None:  # fmt: skip
+        """`parts`: how many such shares lie one after another in its output."""
         super().__init__()
         self.narrow = Linear(prefix, width, {f"{name}_narrow": rank}, storage)
-        self.widen = Linear(prefix, rank, {f"{name}_widen": out}, storage)
+        wide = f"{name}_widen"
+        rows = {wide: out} if parts == 1 else {f"{wide}.{part}": out for part in range(parts)}
+        self.widen = Linear(prefix, rank, rows, storage, fused="" if parts == 1 else wide)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.widen(self.narrow(x))
@@ -71,18 +91,20 @@ class SharedUse(KVLayer):
     ) -> None:
         prefix, self_index = f"model.layers.{index}.", kind.users.index(index)
         super().__init__(f"{prefix}self_attn.attn", 0, 0)
-        self.kind, self.rope, self.turn_of_use = kind, rope, self_index
+        own = kind.on(storage.group)
+        self.rope, self.turn_of_use = rope, self_index
         first = self_index < kind.blocks
         self.shared = SharedWeights(f"model.shared.{self_index}.", width, kind, norm, storage) if first else None
         self.out = Linear(prefix, width, {"linear": width}, storage)
         self.mlp_adapter = (
-            Adapter(f"{prefix}adapter.", "mlp", width, kind.rank, 2 * kind.ffn, storage) if kind.rank else None
+            Adapter(f"{prefix}adapter.", "mlp", width, kind.rank, own.ffn, storage, parts=2) if kind.rank else None
         )
-        sizes = {"q": kind.heads, "k": kind.kv_heads, "v": kind.kv_heads} if kind.attn_adapters else {}
+        sizes = {"q": own.queries, "k": own.keys, "v": own.keys} if kind.attn_adapters else {}
         self.adapters = nn.ModuleList(
-            Adapter(f"{prefix}adapter.", name, 2 * width, kind.rank, heads * kind.head_dim, storage)
-            for name, heads in sizes.items()
+            Adapter(f"{prefix}adapter.", name, 2 * width, kind.rank, rows, storage) for name, rows in sizes.items()
         )
+        size = kind.head_dim
+        self.kind = replace(kind, heads=own.queries.count // size, kv_heads=own.keys.count // size)  # of this rank
         self._act = gated_on(kind.act, storage.kernels)
 
     def link(self, uses: list[SharedUse]) -> None:

@@ -7,8 +7,8 @@ one) a layer runs the step as one fresh row and keeps nothing. Must not know: bl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -17,12 +17,13 @@ from torch import Tensor
 from quire.layers.attention import KVLayer
 from quire.layers.batch import Batch, LayerCache
 from quire.layers.linear import Linear
-from quire.layers.norm import Norm, NormKind
+from quire.layers.norm import Norm, NormKind, RankNorm
 from quire.layers.rope import RotaryTables
 from quire.ops.act import silu
 from quire.ops.norm import unit_rms
 from quire.ops.ssm import StateWork, causal_conv, delta_scan, gated_rms_norm, selective_scan, ssd_scan
 from quire.quant.scheme import Slot, Storage
+from quire.quant.shard import Span, cut_to
 from quire.schema.errors import ConfigError
 from quire.schema.kv import KVKind, KVSpec
 
@@ -105,23 +106,25 @@ class StateLayer(KVLayer):
 
 
 class Conv:
-    """The weights of a convolution per channel, a part of a layer."""
+    """The weights of a convolution per channel, a part of a layer. `parts`: channels, one run after another."""
 
-    def __init__(self, name: str, channels: int, size: int, bias: bool, storage: Storage) -> None:
-        self.name = name
+    def __init__(self, name: str, parts: Sequence[Span], size: int, bias: bool, storage: Storage) -> None:
+        self.name, self._parts = name, parts
+        channels = sum(part.count for part in parts)
         self.weight = storage.parameter(channels, size)
         self.bias = storage.parameter(channels) if bias else None
 
-    def slots(self, parts: Mapping[str, int] | None = None) -> Iterator[Slot]:
-        """parts: channels that a checkpoint may hold apart, as name_part."""
-        names, at = [], 0
-        for part, count in (parts or {}).items():
-            names.append(f"{self.name}_{part}.weight")
-            yield Slot(names[-1], self.weight.data[at : at + count, None])
-            at += count
-        yield Slot(f"{self.name}.weight", self.weight.data[:, None], tuple(names))
+    def slots(self, names: Sequence[str] = ()) -> Iterator[Slot]:
+        """names: of the parts, where a checkpoint may hold them apart, as name_part."""
+        apart, at = [], 0
+        for part, own in zip(names, self._parts, strict=False):
+            apart.append(f"{self.name}_{part}.weight")
+            yield Slot(apart[-1], self.weight.data[at : at + own.count, None], cut=cut_to(0, [own]))
+            at += own.count
+        cut = cut_to(0, self._parts)
+        yield Slot(f"{self.name}.weight", self.weight.data[:, None], tuple(apart), cut)
         if self.bias is not None:
-            yield Slot(f"{self.name}.bias", self.bias.data)
+            yield Slot(f"{self.name}.bias", self.bias.data, cut=cut)
 
 
 @dataclass(frozen=True)
@@ -147,20 +150,29 @@ class Mamba2Kind:
 
 class Mamba2(StateLayer):
     def __init__(self, prefix: str, width: int, kind: Mamba2Kind, storage: Storage) -> None:
-        inner, shared = kind.heads * kind.head_dim, kind.groups * kind.state
-        channels = inner + 2 * shared
-        states = (kind.heads, kind.head_dim, kind.state)
+        heads = storage.group.span("heads of a state", kind.heads)
+        groups = storage.group.span("groups of heads of a state", kind.groups, repeats=True)
+        own, both = heads.times(kind.head_dim), groups.times(kind.state)
+        channels = own.count + 2 * both.count
+        states = (heads.count, kind.head_dim, kind.state)
         super().__init__(f"{prefix}state", states, (channels, kind.conv - 1), storage)
-        self.prefix, self.kind, self.inner, self.shared = prefix, kind, inner, shared
-        parts = {"gate": inner, "x": inner, "b": shared, "c": shared, "dt": kind.heads}
+        self.prefix, self.inner, self.shared = prefix, own.count, both.count
+        self._heads, self._own, self._size = heads, own, own.whole // kind.norm_groups
+        parts = {"gate": own, "x": own, "b": both, "c": both, "dt": heads}
         self.up = Linear(prefix, width, parts, storage, bias=kind.bias, fused="in_proj")
-        self.down = Linear(prefix, inner, {"out_proj": width}, storage, bias=kind.out_bias)
-        conv = self._conv = Conv(f"{prefix}conv1d", channels, kind.conv, kind.conv_bias, storage)
+        self.down = Linear(prefix, own, {"out_proj": width}, storage, bias=kind.out_bias)
+        conv = self._conv = Conv(f"{prefix}conv1d", (own, both, both), kind.conv, kind.conv_bias, storage)
         self.conv_weight, self.conv_bias = conv.weight, conv.bias
-        self.a_log, self.d, self.dt_bias = (storage.parameter(kind.heads, dtype=torch.float32) for _ in range(3))
-        self.norm_weight = storage.parameter(inner) if kind.norm else None
+        self.a_log, self.d, self.dt_bias = (storage.parameter(heads.count, dtype=torch.float32) for _ in range(3))
+        self.norm_weight, self._rank_norm = None, None
+        if kind.norm and own.count % self._size == 0:
+            self.norm_weight = storage.parameter(own.count)
+        elif kind.norm:
+            norm = NormKind(eps=kind.eps)
+            self._rank_norm = RankNorm(f"{prefix}norm", own, norm, storage, groups=kind.norm_groups)
         self._convolve, self._scan = storage.of(causal_conv), storage.of(ssd_scan)
         self._norm, self._silu = storage.of(gated_rms_norm), storage.of(silu)
+        self.kind = replace(kind, heads=heads.count, groups=groups.count)  # from here on those of this rank
 
     def forward(self, x: Tensor, batch: Batch, turn: RotaryTables | None) -> Tensor:
         kind, tokens = self.kind, x.shape[0]
@@ -172,18 +184,25 @@ class Mamba2(StateLayer):
             inputs.unflatten(1, (kind.heads, kind.head_dim)), dt, b.unflatten(1, (kind.groups, kind.state)),
             c.unflatten(1, (kind.groups, kind.state)), self.a_log, self.d, self.dt_bias, kind.dt_limit, states, work,
         ).reshape(tokens, self.inner)  # fmt: skip
-        if self.norm_weight is None:
-            y = y * self._silu(gate)
-        else:
-            y = self._norm(y, gate, self.norm_weight, kind.eps, self.inner // kind.norm_groups, kind.norm_first)
-        return self.down(y)
+        return self.down(self._gated(y, gate))
+
+    def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
+        """Gated and, unless the mixer has no norm, normalised."""
+        if self.norm_weight is not None:
+            return self._norm(y, gate, self.norm_weight, self.kind.eps, self._size, self.kind.norm_first)
+        if self._rank_norm is None:
+            return y * self._silu(gate)
+        wide = self._silu(gate.float())
+        normed = self._rank_norm(y) * wide if self.kind.norm_first else self._rank_norm(y.float() * wide)
+        return normed.to(y.dtype)
 
     def slots(self) -> Iterator[Slot]:
         yield from self._conv.slots()
+        heads = cut_to(0, [self._heads])
         for name, target in (("A_log", self.a_log), ("D", self.d), ("dt_bias", self.dt_bias)):
-            yield Slot(self.prefix + name, target.data)
+            yield Slot(self.prefix + name, target.data, cut=heads)
         if self.norm_weight is not None:
-            yield Slot(f"{self.prefix}norm.weight", self.norm_weight.data)
+            yield Slot(f"{self.prefix}norm.weight", self.norm_weight.data, cut=cut_to(0, [self._own]))
 
 
 @dataclass(frozen=True)
@@ -203,15 +222,16 @@ class MambaKind:
 
 class Mamba(StateLayer):
     def __init__(self, prefix: str, width: int, kind: MambaKind, storage: Storage) -> None:
-        inner = kind.inner
+        own = storage.group.span("channels of a state", kind.inner)
+        inner = own.count
         super().__init__(f"{prefix}state", (inner, kind.state), (inner, kind.conv - 1), storage)
-        self.prefix, self.kind = prefix, kind
-        self.up = Linear(prefix, width, {"x": inner, "gate": inner}, storage, bias=kind.bias, fused="in_proj")
+        self.prefix, self.kind, self._own = prefix, kind, own
+        self.up = Linear(prefix, width, {"x": own, "gate": own}, storage, bias=kind.bias, fused="in_proj")
         parts = {"dt": kind.rank, "b": kind.state, "c": kind.state}
-        self.select = Linear(prefix, inner, parts, storage, fused="x_proj")
-        self.dt = Linear(prefix, kind.rank, {"dt_proj": inner}, storage)
-        self.down = Linear(prefix, inner, {"out_proj": width}, storage, bias=kind.bias)
-        conv = self._conv = Conv(f"{prefix}conv1d", inner, kind.conv, kind.conv_bias, storage)
+        self.select = Linear(prefix, own, parts, storage, fused="x_proj")
+        self.dt = Linear(prefix, kind.rank, {"dt_proj": own}, storage)
+        self.down = Linear(prefix, own, {"out_proj": width}, storage, bias=kind.bias)
+        conv = self._conv = Conv(f"{prefix}conv1d", (own,), kind.conv, kind.conv_bias, storage)
         self.conv_weight, self.conv_bias = conv.weight, conv.bias
         self.a_log = storage.parameter(inner, kind.state, dtype=torch.float32)
         self.d, self.dt_bias = (storage.parameter(inner, dtype=torch.float32) for _ in range(2))
@@ -239,7 +259,7 @@ class Mamba(StateLayer):
     def slots(self) -> Iterator[Slot]:
         yield from self._conv.slots()
         for name, target in (("A_log", self.a_log), ("D", self.d), ("dt_proj.bias", self.dt_bias)):
-            yield Slot(self.prefix + name, target.data)
+            yield Slot(self.prefix + name, target.data, cut=cut_to(0, [self._own]))
 
 
 @dataclass(frozen=True)
@@ -258,18 +278,22 @@ class DeltaKind:
 
 class DeltaNet(StateLayer):
     def __init__(self, prefix: str, width: int, kind: DeltaKind, storage: Storage) -> None:
-        keys, values = kind.key_heads * kind.key_dim, kind.value_heads * kind.value_dim
-        channels = 2 * keys + values
+        key_heads = storage.group.span("heads of keys", kind.key_heads, repeats=True)
+        heads = storage.group.span("heads of values", kind.value_heads)
+        keys, values = key_heads.times(kind.key_dim), heads.times(kind.value_dim)
+        kind = replace(kind, key_heads=key_heads.count, value_heads=heads.count)  # from here on those of this rank
+        channels = 2 * keys.count + values.count
         states = (kind.value_heads, kind.key_dim, kind.value_dim)
         super().__init__(f"{prefix}state", states, (channels, kind.conv - 1), storage)
-        self.prefix, self.kind, self.keys, self.values = prefix, kind, keys, values
+        self.prefix, self.kind, self.keys, self.values = prefix, kind, keys.count, values.count
+        self._heads = heads
         parts = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values, "in_proj_z": values}
         three = {"in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v")}
         self.up = Linear(prefix, width, parts, storage, fused="in_proj_qkvz", runs=three)
-        gates = {"in_proj_b": kind.value_heads, "in_proj_a": kind.value_heads}
+        gates = {"in_proj_b": heads, "in_proj_a": heads}
         self.gates = Linear(prefix, width, gates, storage, fused="in_proj_ba")
         self.down = Linear(prefix, values, {"out_proj": width}, storage)
-        conv = self._conv = Conv(f"{prefix}conv1d", channels, kind.conv, False, storage)
+        conv = self._conv = Conv(f"{prefix}conv1d", (keys, keys, values), kind.conv, False, storage)
         self.conv_weight = conv.weight
         self.a_log, self.dt_bias = (storage.parameter(kind.value_heads, dtype=torch.float32) for _ in range(2))
         self.norm_weight = storage.parameter(kind.value_dim)
@@ -291,10 +315,10 @@ class DeltaNet(StateLayer):
         return self.down(self._norm(y, gate, self.norm_weight, kind.eps, kind.value_dim, True))
 
     def slots(self) -> Iterator[Slot]:
-        parts = {"q": self.keys, "k": self.keys, "v": self.values}
-        yield from self._conv.slots(parts)
-        for name, target in (("A_log", self.a_log), ("dt_bias", self.dt_bias), ("norm.weight", self.norm_weight)):
-            yield Slot(self.prefix + name, target.data)
+        yield from self._conv.slots("qkv")
+        for name, target in (("A_log", self.a_log), ("dt_bias", self.dt_bias)):
+            yield Slot(self.prefix + name, target.data, cut=cut_to(0, [self._heads]))
+        yield Slot(f"{self.prefix}norm.weight", self.norm_weight.data)
 
 
 @dataclass(frozen=True)
@@ -307,11 +331,12 @@ class ShortConv(StateLayer):
     """A gate before and a gate after a convolution over the last few tokens."""
 
     def __init__(self, prefix: str, width: int, kind: ShortConvKind, storage: Storage) -> None:
-        super().__init__(f"{prefix}state", None, (width, kind.conv - 1), storage)
-        parts = {"b": width, "c": width, "x": width}
+        own = storage.group.span("channels of a convolution", width)
+        super().__init__(f"{prefix}state", None, (own.count, kind.conv - 1), storage)
+        parts = {"b": own, "c": own, "x": own}
         self.up = Linear(prefix, width, parts, storage, bias=kind.bias, fused="in_proj")
-        self.down = Linear(prefix, width, {"out_proj": width}, storage, bias=kind.bias)
-        conv = self._conv = Conv(f"{prefix}conv", width, kind.conv, kind.bias, storage)
+        self.down = Linear(prefix, own, {"out_proj": width}, storage, bias=kind.bias)
+        conv = self._conv = Conv(f"{prefix}conv", (own,), kind.conv, kind.bias, storage)
         self.conv_weight, self.conv_bias = conv.weight, conv.bias
         self._convolve = storage.of(causal_conv)
 

@@ -26,6 +26,7 @@ from quire.schema.errors import CheckpointError
 
 JUNK = (r"rotary_emb\.inv_freq$", r"\.rotary_emb\.(cos|sin)_cached$", r"\.att(?:n|ention)\.(masked_)?bias$")
 Arrange = Callable[[str, Tensor], Tensor]
+Send = Callable[[Tensor | CodedMatrix], Tensor | CodedMatrix]
 
 
 @runtime_checkable
@@ -87,19 +88,27 @@ class WeightTable:
             taken.add(name)
         return taken
 
-    def load(self, name: str, source: Tensor | CodedMatrix) -> bool:
-        """Put one checkpoint tensor in its place, if this rank has that. False: no rank has it (an unexpected name)."""
+    def load(self, name: str, source: Tensor | CodedMatrix, send: Send | None = None) -> bool:
+        """Put one checkpoint tensor in its place, if this rank has that. False: no rank has it (an unexpected name).
+        `send` brings what this rank keeps of it to the device; None: all of it is there."""
         canonical = self.canonical(name)
         slot = self._slots.get(canonical)
         if slot is None:
             return self.ignores(name)
         if slot.target is not None:
-            self._fill(name, slot, slot.target, self._arranged(canonical, source, slot.target))
+            self._fill(name, slot, slot.target, self._arranged(canonical, source, slot.target), send)
         for filled in slot.fills or (canonical,):
             self._missing.pop(filled, None)
         return True
 
-    def _fill(self, name: str, slot: Slot, target: Tensor | WeightTarget, source: Tensor | CodedMatrix) -> None:
+    def _fill(
+        self,
+        name: str,
+        slot: Slot,
+        target: Tensor | WeightTarget,
+        source: Tensor | CodedMatrix,
+        send: Send | None,
+    ) -> None:
         expected = tuple(target.shape) if slot.cut is None else slot.cut.uncut(target.shape)
         if source.shape != expected:
             raise CheckpointError(
@@ -111,6 +120,8 @@ class WeightTable:
         if slot.cut is not None:
             share = source.cut(slot.cut) if isinstance(source, CodedMatrix) else None
             source = share or slot.cut.of(source.numbers() if isinstance(source, CodedMatrix) else source)
+        if send is not None:
+            source = send(source)
         if isinstance(target, Tensor):
             assert isinstance(source, Tensor)  # _arranged decoded it
             target.copy_(source)

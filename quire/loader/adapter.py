@@ -127,12 +127,14 @@ def _add_pair(
         adapter.add_table(place.layer, TablePiece(places.arrange(place, a.t()), b.contiguous(), scale))
     elif place.is_stack:
         inputs, outputs = _of_each_expert(a, b, place.experts, pair.is_reversed)
-        inputs, outputs = inputs.contiguous(), places.arrange_stack(place, outputs)
+        inputs, outputs = place.own_width(inputs), place.own_rows(places.arrange_stack(place, outputs))
+        inputs, outputs = inputs.contiguous(), outputs.contiguous()
         for expert in range(place.experts):
             piece = LowRankPiece(place.start, place.stop, inputs[expert], outputs[expert], scale)
             adapter.add(place, piece, expert)
     else:
-        piece = LowRankPiece(place.start, place.stop, a.contiguous(), places.arrange(place, b), scale)
+        own_a, own_b = place.own_width(a).contiguous(), place.own_rows(places.arrange(place, b)).contiguous()
+        piece = LowRankPiece(place.start, place.stop, own_a, own_b, scale)
         adapter.add(place, piece, place.expert)
 
 

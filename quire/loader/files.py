@@ -108,9 +108,11 @@ def read_weights(
     strategy: str | None = None,
     map_location: str | dict[str, str] = "cpu",
     keeps: Callable[[int], bool] = lambda type_id: False,
+    prefetch: bool = True,
 ) -> Iterator[WeightPiece]:
     """Every tensor once. `dtype` and `device` are what decoding aims at; plain numbers come as they are stored.
-    `keeps`: types of GGUF blocks that are wanted as CodedMatrix."""
+    `keeps`: types of GGUF blocks that are wanted as CodedMatrix. `prefetch`: let the system read ahead whole tensors of
+    safetensors files; else only the pages that are touched are read."""
     if strategy not in (None, "lazy", "eager"):
         raise NotBuiltError(f"safetensors_load_strategy {strategy!r} is not supported; lazy and eager are")
     for path in files.paths:
@@ -119,7 +121,7 @@ def read_weights(
         elif files.kind == "pt":
             yield from _read_torch(path, map_location, files.owners)
         else:
-            yield from _read_safetensors(path, strategy == "eager", files.owners)
+            yield from _read_safetensors(path, strategy == "eager", files.owners, prefetch)
 
 
 def read_directory(files: WeightFiles, map_location: str | dict[str, str] = "cpu") -> dict[str, TensorAbout]:
@@ -239,12 +241,13 @@ def _nothing_found(folder: str, load_format: str) -> str:
     )
 
 
-def _read_safetensors(path: str, eager: bool, owners: Mapping[str, str]) -> Iterator[WeightPiece]:
+def _read_safetensors(path: str, eager: bool, owners: Mapping[str, str], prefetch: bool) -> Iterator[WeightPiece]:
     mine = os.path.basename(path)
     file = SafetensorsFile(path, eager=eager)
     for entry in file.entries:
         if owners.get(entry.name, mine) == mine:
-            file.expect(entry)
+            if prefetch:
+                file.expect(entry)
             yield WeightPiece(entry.num_bytes, partial(file.read, entry))
 
 

@@ -72,7 +72,7 @@ class HasStorage(Protocol):
 class TakesTensors(Protocol):
     """A weight table, as loading uses it."""
 
-    def load(self, name: str, source: Any) -> bool: ...
+    def load(self, name: str, source: Any, send: Callable[[Any], Any] | None = None) -> bool: ...
 
     def missing(self) -> list[str]: ...
 
@@ -108,6 +108,13 @@ def make_model(config: EngineConfig, kernels: Kernels, group: ShardGroup = ALONE
                 f"quantization={about.quantization!r} is built for declared architectures only, not for transformers' "
                 "own code",
                 param="quantization",
+            )
+        if not group.is_alone:
+            raise NotBuiltError(
+                f"tensor_parallel_size={group.size} is built for declared architectures only, not for transformers' "
+                "own code",
+                param="tensor_parallel_size",
+                value=group.size,
             )
         from quire.hf_models.foreign import build_fallback  # lazy
 
@@ -211,6 +218,7 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
         strategy=how.safetensors_load_strategy,
         map_location=how.pt_load_map_location,
         keeps=_keeps(model) if about.weight_form == "stored" else lambda type_id: False,
+        prefetch=group.is_alone,
     )
     with naming(about.path):
         stage = None if sharded else coded_stage(config, files)
@@ -223,8 +231,12 @@ def reload_weights(model: Model, config: EngineConfig) -> int:
     table = _sharded_table(model) if sharded else model.table()
     sender = Sender(device)
 
+    def send(tensor: Tensor | CodedMatrix) -> Tensor | CodedMatrix:
+        return tensor.to(device) if isinstance(tensor, CodedMatrix) else sender.send(tensor)
+
     def take(name: str, tensor: Tensor | CodedMatrix) -> bool:
-        return table.load(name, tensor.to(device) if isinstance(tensor, CodedMatrix) else sender.send(tensor))
+        """Layouts are changed on the device; of several ranks, each sends its own part there, and reads no other."""
+        return table.load(name, send(tensor)) if group.is_alone else table.load(name, tensor, send)
 
     loading = progress(_log, "Loading weights", files.num_bytes, shown=how.use_tqdm_on_load)
     with loading as advance, naming(about.path):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -128,10 +128,12 @@ class ShardedTable:
         self._places = weights_of(model)
         self._missing = dict.fromkeys(self._places)
 
-    def load(self, name: str, source: Tensor) -> bool:
+    def load(self, name: str, source: Tensor, send: Callable[[Any], Any] | None = None) -> bool:
         tensor, place = source, self._places.get(name)
         if place is None:
             return False
+        if send is not None:
+            tensor = send(tensor)
         if place.shape != tensor.shape or place.dtype != tensor.dtype:
             raise CheckpointError(
                 f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, the model's is {place.dtype} "

@@ -115,7 +115,7 @@ class PoolingModel(nn.Module):
 
     def _rows(self, token_ids: Tensor) -> Tensor:
         assert isinstance(self.trunk, Decoder)
-        return self.trunk.head.stored.take(token_ids).float()
+        return self.trunk.head.take(token_ids).float()
 
     # ---- as every model ----------------------------------------------------------------------------------------
 

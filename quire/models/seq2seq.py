@@ -19,7 +19,7 @@ from quire.layers.batch import Batch, LayerCache
 from quire.layers.embed import Head
 from quire.layers.packed import Texts
 from quire.layers.relative import RelativeKind, RelativeScores
-from quire.layers.table import WeightTable, slots_of
+from quire.layers.table import Send, WeightTable, slots_of
 from quire.models.arch import Arch
 from quire.models.decoder import Decoder
 from quire.models.encoder import Encoder, EncoderArch
@@ -51,11 +51,11 @@ class SharedTable(WeightTable):
 
     model: Seq2Seq
 
-    def load(self, name: str, tensor: Tensor | CodedMatrix) -> bool:
+    def load(self, name: str, source: Tensor | CodedMatrix, send: Send | None = None) -> bool:
         if self.canonical(name) == "lm_head.weight" and self.model.decoder.head.tied:
             self.model.untie()
             self._slots |= {slot.name: slot for slot in self.model.decoder.head.slots() if slot.name not in self._slots}
-        return super().load(name, tensor)
+        return super().load(name, source, send)
 
 
 class Seq2Seq(nn.Module):

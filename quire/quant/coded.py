@@ -288,7 +288,10 @@ class TableCodes(_Tensors):
         if width % self.run:
             return None
         scale = Grid(self.scale.view(-1, width // self.run), 1, self.run).cut(cut)
-        return None if scale is None else replace(self, codes=cut.of(self.codes), scale=scale.values.reshape(-1))
+        if scale is None:
+            return None
+        # a cut through the only run of a row leaves a shorter one
+        return replace(self, codes=cut.of(self.codes), scale=scale.values.reshape(-1), run=scale.columns)
 
 
 def power_of_two(exponents: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from quire.base import env, registry
@@ -18,7 +19,6 @@ from quire.base.clock import Laps
 from quire.base.collector import no_collections
 from quire.base.machine import find_gpu
 from quire.ops.triton.warm import Compilers, Manifest, cache_dir, num_children
-from quire.schema.errors import NotBuiltError
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
@@ -26,13 +26,15 @@ if TYPE_CHECKING:
 _DRIVER = "libcuda.so.1"
 
 
-def build_worker(config: EngineConfig, *, rank: int = 0, num_workers: int = 1) -> Any:
-    """A worker, not loaded yet."""
-    if num_workers != 1 or rank != 0:
-        raise NotBuiltError(f"rank {rank} of {num_workers}: this version has one worker per model")
+def build_worker(config: EngineConfig, *, rank: int = 0, num_workers: int = 1, meeting: str = "") -> Any:
+    """A worker, not loaded yet. `meeting`: a URL at which several find each other."""
+    if num_workers > 1:  # in a process of its own
+        from quire.config.logs import apply_logging  # lazy
+
+        apply_logging(config.logging_config)
     laps = Laps()
     with laps.inside("device"):
-        early = Early(config) if config.device_config.device == "cuda" else None
+        early = Early(config, rank, num_workers) if config.device_config.device == "cuda" else None
         if early is None:
             env.let_idle_threads_sleep()
         with no_collections():
@@ -40,18 +42,18 @@ def build_worker(config: EngineConfig, *, rank: int = 0, num_workers: int = 1) -
 
             build = build_worker_
         laps.mark("import")
-    return build(config, laps, early)
+    return build(config, laps, early, rank=rank, num_workers=num_workers, meeting=meeting)
 
 
 class Early:
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, rank: int = 0, num_workers: int = 1) -> None:
         self.folder = cache_dir()
-        self.manifest = Manifest(about(config), self.folder)
+        self.manifest = Manifest(about(config, rank, num_workers), self.folder)
         self.compilers: Compilers | None = None
         self._key: Future[str] = Future()
-        for work in (start_cuda, self._read_triton):
-            threading.Thread(target=work, name=work.__name__, daemon=True).start()
-        if not self.manifest.current and (count := num_children()) > 0:
+        for work in (partial(start_cuda, rank), self._read_triton):
+            threading.Thread(target=work, name="early start", daemon=True).start()
+        if not self.manifest.current and (count := num_children() // num_workers) > 0:
             self.compilers = Compilers(count, self.folder, self._key)
             self.compilers.submit([{"driver": True}, *self.manifest.jobs])
 
@@ -66,19 +68,20 @@ class Early:
             self._key.set_result(key)
 
 
-def start_cuda() -> None:
+def start_cuda(rank: int = 0) -> None:
     """Make the device's context; torch finds it there. Whatever is wrong, torch will say in better words."""
     try:
         driver = ctypes.CDLL(_DRIVER)
         device, context = ctypes.c_int(), ctypes.c_void_p()
-        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), rank) == 0:
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
     except (OSError, AttributeError):
         pass
 
 
-def about(config: EngineConfig) -> dict[str, Any]:
-    """All that decides which kernels a worker will want."""
+def about(config: EngineConfig, rank: int = 0, num_workers: int = 1) -> dict[str, Any]:
+    """All that decides which kernels a worker will want. Each rank has a record of its own, so that all of them compile
+    in the same start: a dry run has sums over ranks in it, which all must take part in."""
     model, scheduler = config.model_config, config.scheduler_config
     gpu = find_gpu()
     return {
@@ -93,4 +96,5 @@ def about(config: EngineConfig) -> dict[str, Any]:
         "graphs": config.compilation_config.cudagraph_capture_sizes,
         "attention": config.attention_config.backend,
         "fixed": env.BATCH_INVARIANT.get(),
+        **({"rank": rank, "ranks": num_workers} if num_workers > 1 else {}),
     }

@@ -18,6 +18,7 @@ from quire.base.plugins import call_plugins
 from quire.loader.load import cache_scales, make_model, reload_weights, update_config
 from quire.ops.cpu.forms import register
 from quire.ops.op import Kernels
+from quire.quant.shard import ALONE, ShardGroup
 from quire.schema.errors import ConfigError, NotBuiltError
 from quire.worker.threads import bind, num_threads
 from quire.worker.worker import Job, Worker, WorkerParts
@@ -63,21 +64,39 @@ PARTS = WorkerParts(
 )
 
 
-def build_worker(config: EngineConfig, laps: Laps | None = None, early: Early | None = None) -> Worker:
+def build_worker(
+    config: EngineConfig,
+    laps: Laps | None = None,
+    early: Early | None = None,
+    *,
+    rank: int = 0,
+    num_workers: int = 1,
+    meeting: str = "",
+) -> Worker:
     call_plugins()
     device, laps = torch.device(config.device_config.device), laps or Laps()
     if device.type == "cuda":
         with laps.inside("device"):
-            device = set_up_gpu(laps)
+            device = set_up_gpu(laps, rank, num_workers)
     elif device.type != "cpu":
         raise NotBuiltError(f"device {str(device)!r} is not built; this version runs on cpu and cuda", param="device")
-    threads = set_threads()
+    threads = set_threads(rank, num_workers)
     if device.type == "cpu":
         register(threads)
-    return worker_class(config.parallel_config.worker_extension_cls)(config, device, PARTS, laps, early)
+    made = worker_class(config.parallel_config.worker_extension_cls)
+    return made(config, device, PARTS, laps, early, _group(rank, num_workers, meeting, device))
 
 
-def set_up_gpu(laps: Laps) -> torch.device:
+def _group(rank: int, num_workers: int, meeting: str, device: torch.device) -> ShardGroup:
+    if num_workers == 1:
+        return ALONE
+    from quire.worker.ranks import join  # lazy
+
+    group: ShardGroup = join(rank, num_workers, meeting, device)
+    return group
+
+
+def set_up_gpu(laps: Laps, rank: int = 0, num_workers: int = 1) -> torch.device:
     """Start CUDA and attach the kernels. Where either is missing, one clear error."""
     if not torch.cuda.is_available():
         raise ConfigError(
@@ -86,6 +105,10 @@ def set_up_gpu(laps: Laps) -> torch.device:
             param="device",
             value="cuda",
         )
+    if num_workers > 1:
+        from quire.worker.ranks import gpu_of  # lazy
+
+        torch.cuda.set_device(gpu_of(rank, num_workers))
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.init()
     laps.mark("cuda")
@@ -129,9 +152,9 @@ def worker_class(extension: str) -> type[Worker]:
     return type(f"WorkerWith{added.__name__}", (Worker, added), {})
 
 
-def set_threads() -> int:
-    bind()  # before any thread is started, and before processors are counted
-    threads = num_threads()
+def set_threads(rank: int = 0, num_workers: int = 1) -> int:
+    bind(rank, num_workers)  # before any thread is started, and before processors are counted
+    threads = num_threads(num_workers=num_workers)
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
     _log.info("CPU threads: %d", threads)

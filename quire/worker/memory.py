@@ -2,8 +2,8 @@
 
 A laptop shares its memory with everything else, so a share of all of it, as on a GPU, would be wrong. In order: the
 environment (QUIRE_CPU_KVCACHE_SPACE, GiB), the configuration (kv_cache_memory_bytes), else half of what is free after
-the weights are loaded, at most 4 GiB. No profile run: the free half covers the activations of a step, and a run would
-cost more time than all the rest of the start. Must not know: models, blocks.
+the weights are loaded, at most 4 GiB; several workers share that half. No profile run: the free half covers the
+activations of a step, and a run would cost more time than all the rest of the start. Must not know: models, blocks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ DEFAULT_LIMIT = 4 * GIB
 _log = logger(__name__)
 
 
-def kv_bytes(configured: int | None, available: int | None = None) -> int:
-    """Bytes for the KV cache. `configured` is cache_config.kv_cache_memory_bytes."""
+def kv_bytes(configured: int | None, available: int | None = None, *, num_workers: int = 1) -> int:
+    """Bytes for the KV cache of one worker. `configured` is cache_config.kv_cache_memory_bytes."""
     space = env.CPU_KVCACHE_SPACE.get()
     if space < 0:
         raise ConfigError(f"QUIRE_CPU_KVCACHE_SPACE is {space}; it must be 0 (decide for me) or a number of GiB")
@@ -31,7 +31,8 @@ def kv_bytes(configured: int | None, available: int | None = None) -> int:
         chosen, why = configured, "kv_cache_memory_bytes"
     else:
         free = available_bytes() if available is None else available
-        chosen, why = min(DEFAULT_LIMIT, free // 2), f"half of {free / GIB:.2f} GiB free, at most 4 GiB"
+        chosen, why = min(DEFAULT_LIMIT, free // 2) // num_workers, f"half of {free / GIB:.2f} GiB free, at most 4 GiB"
+        why += f", by {num_workers} workers" if num_workers > 1 else ""
     _log.info("KV cache: %.2f GiB (%s)", chosen / GIB, why)
     return chosen
 

@@ -2,7 +2,8 @@
 
 In: QUIRE_CPU_NUM_THREADS, OMP_NUM_THREADS, QUIRE_CPU_OMP_THREADS_BIND, QUIRE_CPU_NUM_OF_RESERVED_CPU, the processors
 this process may use, its control group's share of them. Out: a number, and the processors that threads started from
-here on are kept on. One thread per core: two on one core share its arithmetic units and only wait for each other.
+here on are kept on. Several workers divide the cores among them, or have a list of processors each. One thread per
+core: two on one core share its arithmetic units and only wait for each other.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from quire.schema.errors import ConfigError
 from quire.worker.memory import group_folders, read_text
 
 
-def num_threads(root: Path = Path("/")) -> int:
+def num_threads(root: Path = Path("/"), *, num_workers: int = 1) -> int:
+    """Of each worker."""
     configured = env.CPU_NUM_THREADS.get() or env.OMP_NUM_THREADS.get()
     if configured is not None:
         if configured < 1:
@@ -30,21 +32,36 @@ def num_threads(root: Path = Path("/")) -> int:
             "and the worker needs one"
         )
     quotas = [quota for folder in group_folders(root, "cpu") if (quota := _quota(folder)) is not None]
-    return max(1, min([cores - reserved, *(math.ceil(quota) for quota in quotas)]))
+    sharers = 1 if _has_own_list() else num_workers
+    return max(1, min([(cores - reserved) // sharers, *(math.ceil(quota) // num_workers for quota in quotas)]))
 
 
-def bind() -> None:
+def bind(rank: int = 0, num_workers: int = 1) -> None:
     """Keep this thread, and those it starts from now on, on the configured processors."""
     configured = env.CPU_OMP_THREADS_BIND.get()
     if configured not in ("auto", "nobind"):
-        os.sched_setaffinity(0, processors_of(configured, _allowed()))
+        os.sched_setaffinity(0, processors_of(list_of(configured, rank, num_workers), _allowed()))
+
+
+def _has_own_list() -> bool:
+    """Whether the processors that this process may run on are those of one worker."""
+    return "|" in env.CPU_OMP_THREADS_BIND.get()
+
+
+def list_of(text: str, rank: int, num_workers: int) -> str:
+    """'0-3|4-7' -> the list of a rank; one list is for all workers together."""
+    lists = text.split("|")
+    if len(lists) not in (1, num_workers):
+        raise ConfigError(
+            f"QUIRE_CPU_OMP_THREADS_BIND is {text!r}: {len(lists)} lists for {num_workers} worker"
+            f"{'s' if num_workers > 1 else ''}; give one list, or one for each"
+        )
+    return lists[rank if len(lists) > 1 else 0]
 
 
 def processors_of(text: str, allowed: set[int]) -> set[int]:
     """0-3,8 -> {0, 1, 2, 3, 8}"""
     name = f"QUIRE_CPU_OMP_THREADS_BIND is {text!r}"
-    if "|" in text:
-        raise ConfigError(f"{name}: lists parted by | are for several workers, and this version runs one")
     processors: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)

@@ -8,6 +8,7 @@ Must not know: concrete loaders or backends (main.py hands them in), scheduling,
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from quire.config.kernels import CUDAGraphMode
 from quire.layers.batch import ScaledCache
 from quire.layers.stored import num_numbers
 from quire.ops.op import Kernels
+from quire.quant.shard import ALONE, ShardGroup
 from quire.sampling.sampler import Sampler
 from quire.schema.adapters import AdapterRead, AdapterSource
 from quire.schema.kv import KVLayout, KVSpec, ModelInfo
@@ -80,7 +82,7 @@ def _no_adapters(model: Model, config: EngineConfig, kernels: Kernels) -> Worker
 class WorkerParts:
     """What a worker is put together from."""
 
-    make_model: Callable[[EngineConfig, Kernels], Model]
+    make_model: Callable[[EngineConfig, Kernels, ShardGroup], Model]
     reload_weights: Callable[[Model, EngineConfig], Any]
     update_config: Callable[[EngineConfig, Mapping[str, Any]], EngineConfig]
     select_backend: Callable[[str, Sequence[KVSpec], str | None], AttentionBackend]
@@ -92,8 +94,6 @@ class WorkerParts:
 
 
 class Worker:
-    rank = 0
-    local_rank = 0
     # a step's verbs are the runner's own, from init_kv() to shutdown()
     forward: Callable[[StepPlan], None] = staticmethod(_no_runner)
     sample: Callable[[int, Mask | None], PendingStep | PendingPooled] = staticmethod(_no_runner)
@@ -105,8 +105,10 @@ class Worker:
         parts: WorkerParts,
         laps: Laps | None = None,
         early: Early | None = None,  # what was begun before torch was there; None on CPU
+        group: ShardGroup = ALONE,
     ) -> None:
-        self.config, self.device = config, device
+        self.config, self.device, self.group = config, device, group
+        self.rank = self.local_rank = group.rank
         self.kernels = Kernels.here(device)  # what this worker's model computes with, whatever others of the process do
         self._laps, self._early = laps or Laps(), early
         self._parts = parts
@@ -131,7 +133,7 @@ class Worker:
             self._others = used_by_others(self.device)
         with self._laps.inside("load"):
             try:
-                model = self._model = self._parts.make_model(self.config, self.kernels)
+                model = self._model = self._parts.make_model(self.config, self.kernels, self.group)
                 self._laps.mark("build")
                 self._parts.reload_weights(model, self.config)
             except torch.cuda.OutOfMemoryError as wrong:
@@ -183,7 +185,7 @@ class Worker:
         """Bytes for the KV cache; called once the weights are loaded."""
         configured = self.config.cache_config.kv_cache_memory_bytes
         if self.device.type == "cpu":
-            return kv_bytes(configured)
+            return kv_bytes(configured, num_workers=self.group.size)
         if configured is not None or not self._specs:  # without specs nothing is kept between steps
             return configured or 0
         return self._gpu_bytes()
@@ -284,7 +286,9 @@ class Worker:
                 self.model_runner.mixed.capture()
                 self._laps.mark("prompt graphs")
             if self.model_runner.graphs is not None:
-                self.model_runner.graphs.capture(START_SECONDS - (now() - began))
+                # Several ranks capture all sizes: each step of one must be a step of all.
+                left = START_SECONDS - (now() - began) if self.group.is_alone else math.inf
+                self.model_runner.graphs.capture(left)
                 self._laps.mark("decode graphs")
             if not on_cpu:
                 self.forward(StepPlan(step=0, grants=(Grant("warm-up", count, 1, True, 0),)))
@@ -342,6 +346,10 @@ class Worker:
         self._model = self._runner = self._adapters = None
         self._scaled = {}
         self.forward = self.sample = _no_runner
+        if not self.group.is_alone:
+            from quire.worker.ranks import leave  # lazy
+
+            leave()
         if self.device.type == "cuda":
             gc.collect()  # an engine that follows in this process measures what is free
             torch.cuda.empty_cache()

@@ -233,7 +233,7 @@ def test_what_is_no_scheduler_is_refused(tiny, named):
 
 def test_hints_to_another_engine_change_nothing(tiny, want):
     hints = {
-        "attention_backend": "FLASH_ATTN", "distributed_executor_backend": "mp", "compilation_config": 3,
+        "attention_backend": "FLASH_ATTN", "distributed_executor_backend": "ray", "compilation_config": 3,
         "moe_backend": "triton", "safetensors_load_strategy": "prefetch", "performance_mode": "throughput",
         "mm_processor_cache_gb": 0, "limit_mm_per_prompt": {"image": 2}, "enable_expert_parallel": True,
         "disable_cascade_attn": False, "renderer_num_workers": 4, "disable_hybrid_kv_cache_manager": True,

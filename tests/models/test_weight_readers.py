@@ -35,11 +35,11 @@ MULTIPLIES = {  # through the stored matrix, which is all that an adapter or a h
         "Linear.__init__", "Linear.is_plain", "Linear.may_be_few", "Linear._slots", "Linear.extra_repr",
     },
     "layers/embed.py": {
-        "Embedding.forward", "Embedding._own", "Embedding.slots", "Head.__init__", "Head.finish", "Head.forward",
-        "Head.slots",
+        "Embedding.forward", "Embedding.slots", "Head.__init__", "Head.finish", "Head.forward", "Head.slots",
+        "Head.take",  # rows, as an embedding reads them
     },
     "layers/moe.py": {"Experts.forward", "Experts.slots"},
-    "layers/places.py": {"AdapterPlaces._add_experts", "attach"},
+    "layers/places.py": {"AdapterPlaces._add_experts", "AdapterPlaces._add_linear", "attach"},
     "layers/stored.py": {
         "MatrixLayer.hold", "MatrixLayer.finish", "ExpertLayer.hold", "ExpertLayer.finish", "matrices_of",
         "fill_dummy_experts", "num_numbers",
@@ -56,13 +56,13 @@ OTHERS = {  # have a `weight` that is no matrix, or one that no adapter changes,
     "layers/attention.py": {"Attention.prep"},
     "layers/kda.py": {"Kda.__init__"},
     "layers/places.py": {"AdapterPlaces.is_weight_of"},  # compares an adapter's copy with the model's own
-    "layers/norm.py": {"Norm.__init__", "Norm._choose", "Norm._choose_joined", "Norm.rule"},
+    "layers/norm.py": {"Norm.__init__", "Norm._choose", "Norm._choose_joined", "Norm.rule", "RankNorm._normalise"},
     "layers/relative.py": {"RelativeScores.__init__", "RelativeScores.forward", "RelativeScores.slots"},
     "layers/ssm.py": {"Conv.__init__", "Conv.slots", "DeltaNet.__init__", "Mamba.__init__", "Mamba2.__init__",
                       "ShortConv.__init__"},
     "layers/table.py": {"WeightTable._arranged", "WeightTable._fill"},
     "models/blocks.py": {"_attention"},
-    "models/pooled.py": {"PoolingModel._rows", "PoolingModel.finish_weights"},
+    "models/pooled.py": {"PoolingModel.finish_weights"},
     "models/heads.py": {"HeadDense.__init__", "HeadDense.forward", "HeadDense.slots"},
 }  # fmt: skip
 

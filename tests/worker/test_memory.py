@@ -65,7 +65,7 @@ class GpuWorker(Worker):
 
 def make_worker(backend: BlindBackend) -> GpuWorker:
     parts = WorkerParts(
-        make_model=lambda config, device: FakeModel(),
+        make_model=lambda config, device, group: FakeModel(),
         reload_weights=lambda model, config: 0,
         update_config=lambda config, changes: config,
         select_backend=lambda device, specs, name: backend,

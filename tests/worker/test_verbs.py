@@ -31,7 +31,7 @@ def make_worker(cls=Worker, **changes) -> Worker:
         return SimpleNamespace(**{**vars(config), "load_config": SimpleNamespace(**overrides["load_config"])})
 
     parts = WorkerParts(
-        make_model=lambda config, device: FakeModel(),
+        make_model=lambda config, device, group: FakeModel(),
         reload_weights=lambda model, config: notes.reloaded.append((id(model), config.load_config.load_format)),
         update_config=update_config,
         select_backend=lambda device, specs, name: FakeBackend(),
@@ -288,11 +288,27 @@ def test_processors_of_a_list() -> None:
         ("3-1", "as in 0-3,8"),
         ("all", "as in 0-3,8"),
         ("", "as in 0-3,8"),
-        ("0-3|4-7", "this version runs one"),
+        ("0-3|4-7", "as in 0-3,8"),
         ("6-9", r"may not run on \[8, 9\]"),
     ):
         with pytest.raises(ConfigError, match=said):
             threads.processors_of(text, allowed)
+
+
+def test_several_workers_have_a_list_each_or_divide_the_cores(no_threads, monkeypatch, tmp_path) -> None:
+    assert [threads.list_of("0-3|4-7", rank, 2) for rank in (0, 1)] == ["0-3", "4-7"]
+    assert [threads.list_of("0-7", rank, 2) for rank in (0, 1)] == ["0-7", "0-7"]
+    with pytest.raises(ConfigError, match="3 lists for 2 workers; give one list, or one for each"):
+        threads.list_of("0|1|2", 0, 2)
+    with pytest.raises(ConfigError, match="2 lists for 1 worker; give"):
+        threads.list_of("0|1", 0, 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(7)), raising=False)
+    assert [threads.num_threads(tmp_path, num_workers=count) for count in (1, 2, 3, 8)] == [7, 3, 2, 1]
+    monkeypatch.setenv("QUIRE_CPU_OMP_THREADS_BIND", "0-6|7-13")  # bound already: what is left is this worker's own
+    env.forget_all()
+    assert threads.num_threads(tmp_path, num_workers=2) == 7
+    write(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"})
+    assert threads.num_threads(tmp_path, num_workers=2) == 2
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="not Linux")

@@ -23,10 +23,11 @@ def test_every_option_and_variable_has_a_row() -> None:
 def test_availability_is_told() -> None:
     rows = {line.split("`")[1]: line for line in options_page().splitlines() if line.startswith("| `")}
     assert rows["max_num_seqs"].endswith("| available |")
-    assert rows["tensor_parallel_size"].endswith("| not yet |")
+    assert rows["pipeline_parallel_size"].endswith("| not yet |")
+    assert rows["tensor_parallel_size"].endswith("| available |")
     assert "no effect: a preempted request is recomputed" in rows["swap_space"]
     assert rows["speculative_config.method"].endswith("| not yet |"), "a key of a mapping that cannot be given"
-    assert "no effect: one process" in rows["eplb_config.window_size"]
+    assert "no effect: this version shares" in rows["eplb_config.window_size"]
     assert "compilation_config.pass_config.enable_sp" in rows and "cache_config.hash_block_size" not in rows
     assert "works: `auto`, `safetensors`" in rows["load_format"]
 

@@ -25,7 +25,6 @@ HINTS = [
     (["-cc.backend=inductor"], "compilation_config.backend='inductor'"),
     (["--mm-processor-cache-gb", "0"], "mm_processor_cache_gb=0.0"),
     (["--limit-mm-per-prompt", '{"image": 2}'], "limit_mm_per_prompt={'image': 2}"),
-    (["--distributed-executor-backend", "mp"], "distributed_executor_backend='mp'"),
     (["--distributed-executor-backend", "ray"], "distributed_executor_backend='ray'"),
     (["--attention-backend", "FLASH_ATTN"], "attention_backend='FLASH_ATTN'"),
     (["--all2all-backend", "deepep_low_latency"], "all2all_backend='deepep_low_latency'"),
@@ -79,7 +78,7 @@ def test_nothing_is_said_of_defaults_and_of_what_holds(tmp_path: Path, told: pyt
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--tensor-parallel-size", "2"], ["--quantization", "experts_int8"], ["--kv-cache-dtype", "nvfp4"],
+        ["--pipeline-parallel-size", "2"], ["--quantization", "experts_int8"], ["--kv-cache-dtype", "nvfp4"],
         ["--enable-moe-shared-loras"], ["--runner", "draft"],
         ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'],
         ["-ac.use_non_causal", "true"], ["--use-fp64-gumbel"], ["--enable-sleep-mode"],

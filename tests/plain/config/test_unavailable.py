@@ -72,9 +72,9 @@ def test_what_is_not_in_the_table_works() -> None:
     ("name", "value", "words"),
     [
         (
-            "tensor_parallel_size",
+            "pipeline_parallel_size",
             2,
-            "one process runs the whole model in this version; leave tensor_parallel_size at 1",
+            "of one machine (tensor_parallel_size), nothing else; leave pipeline_parallel_size at 1",
         ),
         ("max_lora_cls_labels", 2, "each layer and expert by itself; leave max_lora_cls_labels at None"),
         (

@@ -14,9 +14,9 @@ from tests.fake_engine import FakeExecutor, FakeWorker
 
 
 class Worker(FakeWorker):
-    def __init__(self, config, *, rank, num_workers) -> None:
+    def __init__(self, config, *, rank, num_workers, meeting) -> None:
         super().__init__()
-        assert (rank, num_workers) == (0, 1)
+        assert (rank, num_workers, meeting) == (0, 1, "")
         self.config = config
         self.ended = False
 
@@ -42,6 +42,8 @@ def test_the_default_runs_in_this_process(executor):
 
 def test_backends_by_name_and_by_path():
     assert type(make_executor(config("tests.fake_engine:FakeExecutor"))) is FakeExecutor
+    with pytest.raises(ConfigError, match=r"'no\.such:Executor' cannot be imported"):
+        make_executor(config("no.such:Executor"))
     with pytest.raises(ConfigError, match="'carrier_pigeon'"):
         make_executor(config("carrier_pigeon"))
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
 import pytest
 import zmq
 
+from quire.base import env
 from quire.base.seal import Seal, SealError, new_secret
 from quire.base.sockets import Hub, Wire
 from quire.executor.base import Executor, WorkerProtocol, one_model
@@ -22,6 +27,7 @@ from quire.schema.kv import KVGroup, KVKind, KVLayout, KVSpec, ModelInfo
 from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan, StepResult
 
+ROOT = Path(__file__).parents[3]
 SPEC = KVSpec(layer="l0", kind=KVKind.FULL, block_size=4, num_kv_heads=1, head_size=8)
 LAYOUT = KVLayout(
     num_blocks=7,
@@ -38,6 +44,8 @@ PLAN = StepPlan(step=4, grants=(Grant("a", 0, 3, True, 0, ((1,),)),), joined=(RO
 
 class Settings(msgspec.Struct):
     fails: str = ""  # the verb in which rank 1 fails
+    hangs: str = ""  # the verb in which rank 0 waits for ever, as for a peer that failed
+    complains: float = 0.0  # seconds after which rank 0 fails in a step, as one whose peer is gone
     naps: float = 0.0  # seconds that a result takes
 
 
@@ -55,14 +63,16 @@ class RankWorker:
 
     model_runner: Any = None
 
-    def __init__(self, config: Settings, *, rank: int, num_workers: int) -> None:
-        self.config, self.rank, self.num_workers = config, rank, num_workers
+    def __init__(self, config: Settings, *, rank: int, num_workers: int, meeting: str) -> None:
+        self.config, self.rank, self.num_workers, self.meeting = config, rank, num_workers, meeting
         self.layout: KVLayout | None = None
         self.plans: list[StepPlan] = []
         self.masks: list[Mask | None] = []
         self._trip("build")
 
     def _trip(self, verb: str) -> None:
+        if self.config.hangs == verb and self.rank == 0:
+            time.sleep(3600)
         if self.config.fails == verb and self.rank == 1:
             raise CheckpointError(f"{verb} went wrong")
 
@@ -81,6 +91,9 @@ class RankWorker:
 
     def forward(self, plan: StepPlan) -> None:
         self._trip("forward")
+        if self.config.complains and self.rank == 0:
+            time.sleep(self.config.complains)
+            raise RuntimeError("Connection closed by peer")
         self.plans.append(plan)
 
     def sample(self, step: int, mask: Mask | None) -> _Late:
@@ -206,6 +219,74 @@ def test_a_killed_worker_fails_whatever_waits() -> None:
             pending.result()
     finally:
         executor.shutdown()
+
+
+def test_a_rank_that_fails_is_heard_although_another_hangs() -> None:
+    executor = start(2, fails="load", hangs="load")
+    try:
+        with pytest.raises(CheckpointError, match="load went wrong"):
+            executor.ask(WorkerProtocol.load)
+    finally:
+        executor.shutdown()
+
+
+@pytest.mark.parametrize("verb", ["build", "load"])
+def test_a_rank_that_hangs_at_start_is_named(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = start(2, hangs=verb)
+    try:
+        for joined in executor._joined:
+            joined.result(60)
+        monkeypatch.setenv("QUIRE_ENGINE_START_TIMEOUT_S", "1")
+        env.forget_all()
+        with pytest.raises(EngineDeadError, match="no answer to 'load' within 1 s from worker 0"):
+            executor.ask(WorkerProtocol.load)
+    finally:
+        executor.shutdown()
+
+
+def test_the_dead_rank_is_named_and_not_the_one_that_complains_of_it() -> None:
+    executor = start(2, complains=0.2)
+    try:
+        victim = executor.call("said", [], {}, 30.0)[1][4]
+        executor.forward(PLAN)
+        pending = executor.sample(4, None)
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match=rf"worker 1 \(process {victim}\) was killed by SIGKILL"):
+            pending.result()
+    finally:
+        executor.shutdown()
+
+
+def test_a_death_is_told_while_nobody_asks() -> None:
+    executor, heard = start(2), queue.SimpleQueue[EngineDeadError]()
+    try:
+        executor.when_dead(heard.put)
+        os.kill(executor.call("said", [], {}, 30.0)[1][4], signal.SIGKILL)
+        assert "worker 1" in heard.get(timeout=60).reason
+        executor.when_dead(heard.put)  # at once, since it is known
+        assert "worker 1" in heard.get(timeout=60).reason
+    finally:
+        executor.shutdown()
+
+
+def test_kill_9_of_the_parent_ends_every_worker() -> None:
+    code = (
+        f"import {__name__} as t, sys, time; executor = t.start(2)\n"
+        "print(*[said[4] for said in executor.call('said', [], {}, 60.0)], flush=True); time.sleep(3600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert parent.stdout is not None
+        workers = [int(word) for word in parent.stdout.readline().split()]
+        assert len(workers) == 2
+    finally:
+        parent.kill()
+        parent.wait()
+    for _ in range(600):
+        if not any(os.path.exists(f"/proc/{pid}") for pid in workers):
+            break
+        time.sleep(0.1)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in workers)
 
 
 def test_types_are_read_from_the_one_declaration() -> None:

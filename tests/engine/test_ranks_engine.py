@@ -1,0 +1,168 @@
+"""Tensor parallelism through the whole engine: worker processes that share a model answer as one, and fail as one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, AsyncEngineArgs, AsyncLLM, LoRARequest, SamplingParams
+from quire.base import env
+from quire.schema.errors import EngineDeadError
+from quire.schema.params import StructuredOutputsParams
+from tests.tiny_adapters import write_adapter
+from tests.tiny_models import make_tiny
+
+PROMPTS = [
+    {"prompt_token_ids": [7, 9, 30, 4, 11, 80, 21, 6, 45]},
+    {"prompt_token_ids": [5, 6]},
+    {"prompt_token_ids": [200, 12, 33, 150, 99, 41]},
+]
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["a", "bc"]}, "n": {"type": "integer"}},
+    "required": ["kind"],
+}
+OPTIONS: dict[str, Any] = dict(device="cpu", dtype="float32", max_model_len=96, num_gpu_blocks_override=60)
+
+
+def pid_of(worker: Any) -> int:
+    """Called on every worker by its import path."""
+    return os.getpid()
+
+
+def pids_of(llm: LLM) -> list[int]:
+    return llm.collective_rpc(f"{__name__}:pid_of")
+
+
+def gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state == "Z"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("tiny")
+    write_adapter(make_tiny("LlamaForCausalLM", made), made / "adapter", targets=(*LINEARS, "lm_head", "embed_tokens"))
+    return made
+
+
+def requests() -> tuple[list[Any], list[SamplingParams]]:
+    """Greedy and drawn, with and without seeds, log probabilities, a grammar."""
+    more = dict(max_tokens=12, ignore_eos=True)
+    params = [
+        SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2, **more),
+        SamplingParams(temperature=1.0, seed=3, top_p=0.9, n=2, **more),
+        SamplingParams(temperature=0.8, top_k=20, repetition_penalty=1.2, **more),
+        SamplingParams(temperature=0.0, max_tokens=40, structured_outputs=StructuredOutputsParams(json=SCHEMA)),
+    ]
+    return [*PROMPTS, "Say: ", PROMPTS[0]], [*params, params[0]]
+
+
+def answers(llm: LLM, folder: Path) -> list[Any]:
+    """The last with an adapter of every matrix."""
+    prompts, params = requests()
+    loras = [None] * (len(prompts) - 1) + [LoRARequest("mine", 1, str(folder / "adapter"))]
+    done = llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
+    return [[(one.token_ids, one.logprobs) for one in result.outputs] + [result.prompt_logprobs] for result in done]
+
+
+def values_of(tables: Any) -> list[tuple[int, float]]:
+    return [(token, entry.logprob) for table in tables or () if table for token, entry in sorted(table.items())]
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Iterator[LLM]:
+    llm = LLM(str(folder), tensor_parallel_size=2, enable_lora=True, **OPTIONS)
+    yield llm
+    llm.close()
+
+
+def test_two_ranks_answer_as_one(folder: Path, two: LLM) -> None:
+    one = LLM(str(folder), enable_lora=True, **OPTIONS)
+    expected = answers(one, folder)
+    one.close()
+    assert expected[0][0][0] != expected[-1][0][0]  # the adapter changes the answer
+    shared = answers(two, folder)
+    for own, other in zip(shared, expected, strict=True):
+        assert [tokens for tokens, _ in own[:-1]] == [tokens for tokens, _ in other[:-1]]
+        tables = (
+            [*(logprobs for _, logprobs in own[:-1]), own[-1]],
+            [*(logprobs for _, logprobs in other[:-1]), other[-1]],
+        )
+        for mine, theirs in zip(*tables, strict=True):
+            mine, theirs = values_of(mine), values_of(theirs)
+            assert [token for token, _ in mine] == [token for token, _ in theirs]
+            assert [value for _, value in mine] == pytest.approx([value for _, value in theirs], abs=1e-4)
+    assert two.llm_engine.vllm_config.parallel_config.distributed_executor_backend == "mp"
+
+
+def test_each_rank_is_a_process_that_holds_its_part(two: LLM) -> None:
+    pids = pids_of(two)
+    assert len({*pids, os.getpid()}) == 3
+    sizes = two.collective_rpc(f"{__name__}:weight_bytes")
+    assert sizes[0] == sizes[1] < 0.6 * sum(sizes) and two.collective_rpc(f"{__name__}:rank_of") == [0, 1]
+
+
+def weight_bytes(worker: Any) -> int:
+    return sum(parameter.nbytes for parameter in worker.get_model().parameters())
+
+
+def rank_of(worker: Any) -> int:
+    rank: int = worker.rank
+    return rank
+
+
+def test_a_killed_rank_fails_every_request_and_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the engine in this process; tests/server/test_ranks_server.py has it in one of its own."""
+    monkeypatch.setenv("QUIRE_ENABLE_V1_MULTIPROCESSING", "0")
+    env.forget_all()
+
+    async def scene() -> None:
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), tensor_parallel_size=2, **OPTIONS))
+        begun = asyncio.Event()
+
+        async def ask(name: str) -> str:
+            params = SamplingParams(max_tokens=90, ignore_eos=True)
+            try:
+                for turn in range(1000):  # one after another: some step is always under way
+                    async for _ in llm.generate({"prompt_token_ids": [5, 6]}, params, f"{name} {turn}"):
+                        begun.set()
+            except EngineDeadError as dead:
+                return str(dead)
+            return ""
+
+        asking = [asyncio.create_task(ask(f"request {i}")) for i in range(3)]
+        await asyncio.wait_for(begun.wait(), 60)
+        pids = await llm.collective_rpc(f"{__name__}:pid_of")
+        os.kill(pids[1], signal.SIGKILL)
+        for said in await asyncio.wait_for(asyncio.gather(*asking), 60):
+            assert f"worker 1 (process {pids[1]}) was killed by SIGKILL" in said
+        with pytest.raises(EngineDeadError, match="worker 1"):
+            async for _ in llm.generate("again", SamplingParams(), "later"):
+                pass
+        llm.shutdown()
+        for _ in range(600):
+            if all(map(gone, pids)):
+                break
+            await asyncio.sleep(0.1)
+        assert all(map(gone, pids))
+
+    asyncio.run(scene())
+
+
+def test_one_rank_in_a_process_of_its_own(folder: Path) -> None:
+    llm = LLM(str(folder), distributed_executor_backend="mp", **OPTIONS)
+    try:
+        assert len(pids := pids_of(llm)) == 1 and pids[0] != os.getpid()
+    finally:
+        llm.close()

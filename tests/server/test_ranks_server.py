@@ -1,0 +1,65 @@
+"""`quire serve --tensor-parallel-size 2` as its operator sees it: answers, and what the death of a rank does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import httpx
+
+from tests.server.hosted import Hosted, hosted, wait_until
+from tests.tiny_models import make_tiny
+
+LONG = {"prompt": [5, 6, 7], "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+def workers_of(server: Hosted) -> list[int]:
+    """Of the engine process, in the order in which they were started: by rank."""
+    engine, found = server.engine_pid, []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and (folder / "stat").exists():
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == engine and "executor.remote" in (folder / "cmdline").read_text():
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+class Reader(threading.Thread):
+    """One stream after another, until one fails."""
+
+    def __init__(self, server: Hosted) -> None:
+        super().__init__(daemon=True)
+        self.begun, self.error, self._url = threading.Event(), "", server.url
+        self.start()
+
+    def run(self) -> None:
+        while not self.error:
+            with httpx.stream("POST", f"{self._url}/v1/completions", json=LONG, timeout=60) as answer:
+                for line in answer.iter_lines():
+                    self.error = line if '"error"' in line or answer.status_code != 200 else ""
+                    self.begun.set()
+                    if self.error:
+                        return
+
+
+def test_two_ranks_serve_and_a_killed_one_ends_the_server(tmp_path: Path) -> None:
+    make_tiny("LlamaForCausalLM", tmp_path)
+    flags = ("--tensor-parallel-size", "2", "--dtype", "float32", "--device", "cpu", "--num-gpu-blocks-override", "200")
+    with hosted(None, str(tmp_path), *flags, "--max-model-len", "256", fake=False) as server:
+        answer = server.complete("abc", 8, logprobs=2)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] > 0
+        assert 'vllm:num_gpu_blocks="200"' in server.get("/metrics").text or "vllm:" in server.get("/metrics").text
+        engine, workers = server.engine_pid, workers_of(server)
+        assert len(workers) == 2
+        readers = [Reader(server) for _ in range(3)]
+        for reader in readers:
+            assert reader.begun.wait(60)
+        os.kill(workers[1], signal.SIGKILL)
+        for reader in readers:
+            reader.join(60)
+            assert f"worker 1 (process {workers[1]}) was killed by SIGKILL" in reader.error, reader.error
+        assert server.wait(60) == 1
+        assert "worker 1" in server.log
+        wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in (engine, *workers)))

@@ -1,0 +1,61 @@
+"""Several ranks as threads of one process: sums over ranks without processes or sockets, for tests of layers.
+
+`on_ranks(size, work)` calls work(group) once per rank, at the same time, and returns the results by rank. A rank that
+fails ends the others, and its error is raised.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import Tensor
+
+from quire.quant.shard import ShardGroup
+
+Result = TypeVar("Result")
+_PATIENCE = 120.0  # seconds that one rank waits for the others
+
+
+class _Sums:
+    """Adds up what all ranks bring, in the order of ranks, so that all of them get the same bits."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size)
+        self._brought: list[Tensor | None] = [None] * size
+
+    def reduce(self, rank: int, x: Tensor) -> Tensor:
+        self._brought[rank] = x
+        self.barrier.wait(_PATIENCE)
+        everything = [part for part in self._brought if part is not None]
+        assert len({(part.shape, part.dtype) for part in everything}) == 1, "ranks add up different things"
+        total = everything[0].clone()
+        for part in everything[1:]:
+            total += part
+        self.barrier.wait(_PATIENCE)
+        return total
+
+
+def on_ranks(size: int, work: Callable[[ShardGroup], Result]) -> list[Result]:
+    sums = _Sums(size)
+    results: dict[int, Result] = {}
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(ShardGroup(rank, size, lambda x: sums.reduce(rank, x)))
+        except BaseException as failed:  # noqa: BLE001  # the calling thread raises it
+            errors.append(failed)
+            sums.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for failed in errors:
+        if not isinstance(failed, threading.BrokenBarrierError):
+            raise failed
+    assert not errors
+    return [results[rank] for rank in range(size)]
