@@ -1,11 +1,12 @@
 """One stream with speculative decoding beside one without, in turns: python benchmarks/cpu/speculative.py --rounds 5
 
-Three tasks for the embedded model: `edit` (the answer repeats its prompt with changes), `prose` (sampled text that repeats
-nothing) and `agent` (a loop whose turns look alike, each with what came before as its prompt). Both engines live in this
-process and answer the same requests, first one, then the other, so that a machine that others use is the same for both.
-Every round has texts of its own, so that nothing can be known from the round before. Answers are compared: in greedy
-tasks both must say the same unless two tokens are equally likely, which is counted. Prompts are in the prefix cache when
-the time is taken. Figures are medians of rounds; of processor time too, because the machine may be busy.
+Three tasks for the embedded model: `edit` (the answer repeats its prompt with changes), `prose` (sampled text that
+repeats nothing) and `agent` (a loop whose turns look alike, each with what came before as its prompt). Both engines
+live in this process and answer the same requests, first one, then the other, so that a machine that others use is the
+same for both. Every round has texts of its own, so that nothing can be known from the round before. Answers are
+compared: in greedy tasks both must say the same unless two tokens are equally likely, which is counted. Prompts are
+in the prefix cache when the time is taken. Figures are medians of rounds; of processor time too, because the machine
+may be busy.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from typing import Any
 
 from quire import LLM, SamplingParams
+from quire.observe.reader import Counter
 
 NAMES = ["Ada", "Bruno", "Clara", "Dmitri", "Elena", "Farid", "Greta", "Hiro", "Ines", "Jonas", "Katya", "Luis"]
 PLACES = ["library", "harbour", "station", "museum", "orchard", "factory", "school", "theatre", "market", "bridge"]
@@ -70,14 +72,16 @@ def words(number: int) -> dict[str, str]:
 
 def edit(number: int) -> tuple[str, SamplingParams]:
     code = CODE.format(**words(number))
-    asked = f"Repeat this code exactly, but call the argument `limit` of the first function `most`:\n\n```python\n{code}```"
-    return chat(asked) + "```python\n", SamplingParams(temperature=0.0, max_tokens=180, ignore_eos=True)
+    text = (
+        f"Repeat this code exactly, but call the argument `limit` of the first function `most`:\n\n```python\n{code}```"
+    )
+    return chat(text) + "```python\n", SamplingParams(temperature=0.0, max_tokens=180, ignore_eos=True)
 
 
 def prose(number: int) -> tuple[str, SamplingParams]:
     said = words(number)
-    asked = f"Write a story about {said['name']}, who repairs {said['thing']} in a {said['place']}."
-    return chat(asked), SamplingParams(temperature=0.8, top_p=0.95, seed=number, max_tokens=160, ignore_eos=True)
+    text = f"Write a story about {said['name']}, who repairs {said['thing']} in a {said['place']}."
+    return chat(text), SamplingParams(temperature=0.8, top_p=0.95, seed=number, max_tokens=160, ignore_eos=True)
 
 
 def agent(number: int) -> tuple[str, SamplingParams]:
@@ -89,6 +93,7 @@ def agent(number: int) -> tuple[str, SamplingParams]:
     )
 
 
+DRAFTED = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 TASKS = {"edit": edit, "prose": prose, "agent": agent}
 
 
@@ -101,7 +106,9 @@ def answer(llm: LLM, prompt: str, params: SamplingParams) -> tuple[list[int], fl
 
 
 def counted(llm: LLM) -> dict[str, int]:
-    return {m.name.rpartition("spec_decode_")[2]: m.value for m in llm.get_metrics() if "spec_decode" in m.name and hasattr(m, "value")}
+    named = {metric.name.rpartition("spec_decode_")[2]: metric for metric in llm.get_metrics()}
+    counters = (named[name] for name in DRAFTED)
+    return {name: metric.value for name, metric in zip(DRAFTED, counters, strict=True) if isinstance(metric, Counter)}
 
 
 def measure(task: str, rounds: int, options: dict[str, Any]) -> dict[str, Any]:

@@ -67,8 +67,8 @@ class SpeculativeConfig(Group):
         for low, high, tokens in self.num_speculative_tokens_per_batch_size or ():
             if not (1 <= low <= high and 0 <= tokens <= MOST_TOKENS):
                 raise ConfigError(
-                    f"{_PLACE}: num_speculative_tokens_per_batch_size has ({low}, {high}, {tokens}); it takes triples of "
-                    f"1 <= from <= to and 0 to {MOST_TOKENS} tokens",
+                    f"{_PLACE}: num_speculative_tokens_per_batch_size has ({low}, {high}, {tokens}); it takes triples "
+                    f"of 1 <= from <= to and 0 to {MOST_TOKENS} tokens",
                     param=_PLACE,
                 )
 

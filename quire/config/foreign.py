@@ -1,5 +1,5 @@
-"""Flags of llama.cpp and Ollama, and old ones of vLLM, that people type out of habit, and Quire's equivalents. For error
-messages."""
+"""Flags of llama.cpp and Ollama, and old ones of vLLM, that people type out of habit, and Quire's equivalents. For
+error messages."""
 
 _DRAFTS = "it is a key of --speculative-config, a JSON mapping"
 _REPO = "name the model without a flag: org/repo:Q4_K_M"

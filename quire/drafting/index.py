@@ -1,8 +1,8 @@
 """TokenIndex: where a run of tokens occurred earlier in a growing text, in constant time per token.
 
-Every position is linked to the latest earlier one that follows the same `width` tokens, so the occurrences of the text's
-end are a chain, newest first. How long they agree before that is found by comparing, for a bounded number of them.
-Must not know: rows, or what an occurrence is used for.
+Every position is linked to the latest earlier one that follows the same `width` tokens, so the occurrences of the
+text's end are a chain, newest first. How long they agree before that is found by comparing, for a bounded number of
+them. Must not know: rows, or what an occurrence is used for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ class TokenIndex:
         self.width = width
         self.text: list[int] = []  # what is left of it: `dropped` tokens stood before
         self.dropped = 0
-        self._links: list[int] = [0]  # for each position from `dropped` on: the one before it with equal tokens; 0: none
+        self._links: list[int] = [
+            0
+        ]  # of each position from `dropped` on: the one before it, after equal tokens; 0: none
         self._latest: dict[int, int] = {}  # key of `width` tokens -> position after their last occurrence
         self._key, self._mask = 0, (1 << BITS * width) - 1
 

@@ -1,11 +1,11 @@
 """How many drafts are worth verifying: by how often they were right, and by what a longer step costs.
 
-A draft at position j of a row is right with the probability that the j tokens before it were, times its own. Verifying m
-of them in a step of R rows brings R plus the sum of their probabilities in tokens, and costs a step of R + m tokens. The
-m with the most tokens per second is taken, and 0 unless the gain is clear. Probabilities are learned from every proposal,
-also from those that were not verified: what the row said next tells whether they would have been right.
-Costs are ratios between steps: a probe at start, then neighbouring steps of different sizes, so that a machine which
-becomes slower or faster changes nothing. Must not know: how drafts are made.
+A draft at position j of a row is right with the probability that the j tokens before it were, times its own.
+Verifying m of them in a step of R rows brings R plus the sum of their probabilities in tokens, and costs a step of R
++ m tokens. The m with the most tokens per second is taken, and 0 unless the gain is clear. Probabilities are learned
+from every proposal, also from those that were not verified: what the row said next tells whether they would have been
+right. Costs are ratios between steps: a probe at start, then neighbouring steps of different sizes, so that a machine
+which becomes slower or faster changes nothing. Must not know: how drafts are made.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class StepCosts:
 
 @dataclass
 class _RowRecord:
-    """A row's latest proposal, an older one that is still compared with what the row says, and how often it was right."""
+    """A row's latest proposal, an older one that is still compared with what it says, and how often they were right."""
 
     latest: Proposal | None = None
     compared: Proposal | None = None

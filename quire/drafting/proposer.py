@@ -1,7 +1,7 @@
 """Proposer: what every method of drafting looks like to a worker, and the table of methods by name.
 
-In: rows as they join, the tokens they sample, and rows as they leave. Out: for each row a Proposal of tokens that may come
-next. Nothing that is proposed can change an answer: the worker verifies it. Must not know: logits, KV, plans.
+In: rows as they join, the tokens they sample, and rows as they leave. Out: for each row a Proposal of tokens that may
+come next. Nothing that is proposed can change an answer: the worker verifies it. Must not know: logits, KV, plans.
 """
 
 from __future__ import annotations

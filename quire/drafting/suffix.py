@@ -1,9 +1,9 @@
 """Suffix decoding (method suffix): what most often followed the longest known ending of a row's text.
 
-Two suffix trees are asked, and the one that expects more of its draft answers: the row's own text, and past answers of
-requests with the same scope (NewRow.scope: tenant, cache salt and adapter), so that nobody's drafts show what others
-were told. Neither tree is built: its nodes are the chains of index.py, walked as deep as one proposal needs. Past answers
-are dropped oldest first, by their number and by their tokens. Must not know: what a scope is made of.
+Two suffix trees are asked, and the one that expects more of its draft answers: the row's own text, and past answers
+of requests with the same scope (NewRow.scope: tenant, cache salt and adapter), so that nobody's drafts show what
+others were told. Neither tree is built: its nodes are the chains of index.py, walked as deep as one proposal needs.
+Past answers are dropped oldest first, by their number and by their tokens. Must not know: what a scope is made of.
 """
 
 from __future__ import annotations

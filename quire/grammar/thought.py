@@ -2,9 +2,9 @@
 
     may open ──start tag──▶ opening ──its last token──▶ inside ──end tag, or the budget's──▶ over
          └── anything else ──────┴──▶ over
-Tags are found in the bytes that tokens add, because a tag that is not a single token may be split in any way; a forced
-end is a sequence of tokens. The state advances only by committed tokens, a fork of it also by drafts. Must not know: the tags of models,
-grammars.
+Tags are found in the bytes that tokens add, because a tag that is not a single token may be split in any way; a
+forced end is a sequence of tokens. The state advances only by committed tokens, a fork of it also by drafts. Must not
+know: the tags of models, grammars.
 """
 
 from __future__ import annotations

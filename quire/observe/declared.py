@@ -176,7 +176,6 @@ TABLE = (
 )
 
 
-
 def drafts_table(num_drafts: int) -> tuple[MetricDeclaration, ...]:
     """The metrics of speculative decoding with so many drafts per row and step."""
     positions = _each(*map(str, range(num_drafts)))

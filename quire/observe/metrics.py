@@ -78,8 +78,8 @@ class Metrics:
         self._adapters: tuple[tuple[str, ...], tuple[str, ...], float] = ((), (), 0.0)  # running, waiting, when
         self.ended: deque[Ended] = deque(maxlen=_MOST_ENDED)  # the last of this process
         self.sheet = Sheet(
-            (*check_buckets(buckets), *(drafts_table(num_drafts) if num_drafts else ())), kind=f"engine{engine_index}", lengths=one_two_five(max_model_len),
-            folder=folder,
+            (*check_buckets(buckets), *(drafts_table(num_drafts) if num_drafts else ())),
+            kind=f"engine{engine_index}", lengths=one_two_five(max_model_len), folder=folder,
         )  # fmt: skip
         self.sheet.preset("vllm:engine_sleep_state", 1.0, "awake")  # sleep mode is not in this version
 

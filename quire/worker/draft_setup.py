@@ -1,4 +1,4 @@
-"""Speculative decoding as configured: the proposer by its method, and what steps of several tokens cost on this machine.
+"""Speculative decoding as configured: the proposer by its method, and what steps of several tokens cost here.
 
 In: SpeculativeConfig and a runner. Out: the runner drafts. Must not know: how a proposer works.
 """
@@ -58,8 +58,8 @@ def _unusable(config: SpeculativeConfig, why: str) -> ConfigError:
 
 
 def probe(runner: ModelRunner, most: int, max_model_len: int) -> list[float]:
-    """Seconds of steps of one row that verify drafts, at the first of PROBES. Leaves no trace: the blocks it writes belong
-    to nobody yet."""
+    """Seconds of steps of one row that verify drafts, at the first of PROBES. Leaves no trace: the blocks it writes
+    belong to nobody yet."""
     sizes = [size for size in PROBES if size + 2 <= max_model_len and size <= 8 * (most + 1)]
     longest = sizes[-1] + 2
     blocks = tuple(tuple(range(-(-longest // table.group.block_size))) for table in runner.rows.tables)

@@ -1,11 +1,11 @@
 """Drafts: what a proposer drafted for each row, where the tokens of a step that verifies them really lie, and which of
 them were right.
 
-The row knows how far it is; a plan knows how far it can be (schema/step.py). `resolve` turns the one into the other and
-writes the drafts behind the row's last token, where the forward pass and the sampler read them. Every position is then
-sampled as plain decoding would, and `accept` keeps tokens up to the first that is not the draft: so an answer depends on
-no draft. Only for a worker whose results are there at once: on a device of its own, lengths would have to stay on it.
-Must not know: how drafts are made.
+The row knows how far it is; a plan knows how far it can be (schema/step.py). `resolve` turns the one into the other
+and writes the drafts behind the row's last token, where the forward pass and the sampler read them. Every position is
+then sampled as plain decoding would, and `accept` keeps tokens up to the first that is not the draft: so an answer
+depends on no draft. Only for a worker whose results are there at once: on a device of its own, lengths would have to
+stay on it. Must not know: how drafts are made.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class ModelRunner:
                 grants = self.drafts.resolve(grants)
                 plan = msgspec.structs.replace(plan, grants=grants)
             shape = shape_of(grants, self.rows)
-            if self.drafts is not None and any([grant.num_drafts for grant in grants]):
+            if self.drafts is not None and any(grant.num_drafts for grant in grants):
                 shape = replace(shape, num_sampled=num_sampled(shape.grants, shape.samples, grants))
             flight = self._start(plan, shape) if self.inputs is None else self._launch(plan, shape, self.inputs)
             if moves:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from quire.config.drafting import SpeculativeConfig
 from quire.drafting.proposer import Proposal
@@ -28,7 +29,7 @@ class Bigrams:
         return [Proposal(self._draft(self.texts[name], count)) for name in request_ids]
 
     def _draft(self, text: list[int], count: int) -> list[int]:
-        following = dict(zip(text, text[1:], strict=False))
+        following = dict(pairwise(text))
         drafts = [following.get(text[-1], 0)]
         while len(drafts) < count:
             drafts.append(following.get(drafts[-1], 0))

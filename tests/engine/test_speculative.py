@@ -1,7 +1,8 @@
-"""Methods of drafting end to end: answers are those of plain decoding, token for token, whatever is drafted and verified.
+"""Methods of drafting end to end: answers are those of plain decoding, token for token, whatever is drafted and
+verified.
 
-Plain decoding of the same requests is the oracle; everything runs in batch-invariant mode, where a step's shape does not
-change its bits.
+Plain decoding of the same requests is the oracle; everything runs in batch-invariant mode, where a step's shape does
+not change its bits.
 """
 
 from __future__ import annotations

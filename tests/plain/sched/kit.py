@@ -36,8 +36,8 @@ def request(name: str, prompt: int | list[int] = 6, max_tokens: int = 8, **more:
 
 
 class Bench:
-    """A scheduler and the plans it has out. `tokens(grant)` says what a sampling grant brings; 7 unless told. `drafts(name)`
-    is what its next one verifies."""
+    """A scheduler and the plans it has out. `tokens(grant)` says what a sampling grant brings; 7 unless told.
+    `drafts(name)` is what its next one verifies."""
 
     def __init__(self, num_blocks: int = 64, *groups: tuple[KVKind, int, int], **settings: Any) -> None:
         settings.setdefault("max_model_len", 64)
