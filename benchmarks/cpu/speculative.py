@@ -23,31 +23,15 @@ from quire.observe.reader import Counter
 NAMES = ["Ada", "Bruno", "Clara", "Dmitri", "Elena", "Farid", "Greta", "Hiro", "Ines", "Jonas", "Katya", "Luis"]
 PLACES = ["library", "harbour", "station", "museum", "orchard", "factory", "school", "theatre", "market", "bridge"]
 THINGS = ["lamps", "clocks", "maps", "engines", "violins", "letters", "kites", "lenses", "boats", "coins"]
-CODE = """def total_{thing}({thing}, limit):
-    total = 0
-    for item in {thing}:
-        if item.price > limit:
-            continue
-        total += item.price * item.count
-    return total
-
-
-def describe_{thing}({thing}):
-    names = [item.name for item in {thing}]
-    names.sort()
-    return ", ".join(names)
-
-
-class {Thing}Store:
-    def __init__(self, owner, place="{place}"):
-        self.owner = owner
-        self.place = place
-        self.items = []
-
-    def add(self, item):
-        self.items.append(item)
-        return len(self.items)
-"""
+STORY = (
+    "The old {place} stood at the corner of two quite streets. {name} came every morning to repair its "
+    "{thing}, which had been brought there by sailors long ago. She began with the smallest of them, "
+    "which had lost most of its brass, and wrote evry step into a book. When it rained, the roof dripped "
+    "on the shelves, and she carried the {thing} to the cellar, where they stayed dry. In the evening her "
+    "brother came with bread and cheese, and they talked about the people who had owned the {thing} "
+    "before them. Nobody in the town knew how many {thing} there were, becuse nobody had ever counted "
+    "them."
+)
 TURN = """Thought: I have to look at file number {i} of the {place} to find the {thing}.
 Action: read_file
 Action Input: {{"path": "/{place}/{thing}/part_{i}.txt", "encoding": "utf-8", "lines": 20}}
@@ -67,15 +51,16 @@ def chat(text: str) -> str:
 def words(number: int) -> dict[str, str]:
     thing = THINGS[number % len(THINGS)]
     place, name = PLACES[number * 3 % len(PLACES)], NAMES[number * 5 % len(NAMES)]
-    return {"thing": thing, "Thing": thing.capitalize(), "place": place, "name": name}
+    return {"thing": thing, "place": place, "name": name}
 
 
 def edit(number: int) -> tuple[str, SamplingParams]:
-    code = CODE.format(**words(number))
     text = (
-        f"Repeat this code exactly, but call the argument `limit` of the first function `most`:\n\n```python\n{code}```"
+        f"Fix the spelling mistakes in this text and repeat everything else exactly:\n\n{STORY.format(**words(number))}"
     )
-    return chat(text) + "```python\n", SamplingParams(temperature=0.0, max_tokens=180, ignore_eos=True)
+    return chat(f"{task}:\n\n{text}") + "Here is the corrected text:\n\n", SamplingParams(
+        temperature=0.0, max_tokens=180
+    )
 
 
 def prose(number: int) -> tuple[str, SamplingParams]:

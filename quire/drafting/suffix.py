@@ -100,6 +100,13 @@ def _walk(index: TokenIndex, nodes: list[int], count: int, least: float, evidenc
     path: list[int] = []
     expected = 0.0
     while len(path) < count:
+        if len(starts) == 1:
+            rest = _rest(text, starts[0] + len(path), count - len(path)) if 1 / total >= least else []
+            if rest and not path:
+                evidence += _CERTAIN
+            expected += len(rest) / total
+            path += rest
+            break
         following = _next_tokens(text, starts, len(path))
         if not following:
             break
@@ -113,6 +120,12 @@ def _walk(index: TokenIndex, nodes: list[int], count: int, least: float, evidenc
         path.append(token)
         starts = alive
     return Guess(path, expected, evidence) if path else None
+
+
+def _rest(text: list[int], start: int, count: int) -> list[int]:
+    """Where one text goes on, up to its end."""
+    rest = text[start : start + count]
+    return rest[: rest.index(_BETWEEN)] if _BETWEEN in rest else rest
 
 
 def _next_tokens(text: list[int], starts: Iterable[int], offset: int) -> dict[int, int]:

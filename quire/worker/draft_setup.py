@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quire.base import registry
-from quire.base.clock import now
 from quire.base.log import logger
 from quire.config.drafting import SpeculativeConfig
 from quire.drafting.lengths import PROBES, DraftLengths
@@ -17,7 +16,7 @@ from quire.drafting.proposer import METHODS, NOTHING, Proposal, Proposer
 from quire.schema.errors import ConfigError
 from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, NewRow, StepPlan
-from quire.worker.drafts import Drafts
+from quire.worker.drafts import Drafts, used_processor
 
 if TYPE_CHECKING:
     from quire.worker.runner import ModelRunner
@@ -46,7 +45,7 @@ def make_proposer(config: SpeculativeConfig) -> Proposer:
         raise _unusable(config, f"cannot be imported: {wrong}") from None
     if not isinstance(named, type):
         raise _unusable(config, "is not a class")
-    missing = [verb for verb in ("begin", "extend", "propose", "end") if not callable(getattr(named, verb, None))]
+    missing = [verb for verb in ("begin", "extend", "propose", "end") if verb not in dir(named)]
     if missing:
         raise _unusable(config, f"has no {', '.join(missing)}")
     made: Proposer = named(config)
@@ -58,8 +57,8 @@ def _unusable(config: SpeculativeConfig, why: str) -> ConfigError:
 
 
 def probe(runner: ModelRunner, most: int, max_model_len: int) -> list[float]:
-    """Seconds of steps of one row that verify drafts, at the first of PROBES. Leaves no trace: the blocks it writes
-    belong to nobody yet."""
+    """Processor seconds of steps of one row that verify drafts, at the first of PROBES. Leaves no trace: the blocks
+    it writes belong to nobody yet."""
     sizes = [size for size in PROBES if size + 2 <= max_model_len and size <= 8 * (most + 1)]
     longest = sizes[-1] + 2
     blocks = tuple(tuple(range(-(-longest // table.group.block_size))) for table in runner.rows.tables)
@@ -70,10 +69,10 @@ def probe(runner: ModelRunner, most: int, max_model_len: int) -> list[float]:
     drafts = Drafts(_NoProposer(), runner.rows, longest)
     runner.draft_with(drafts)
     _step(runner, StepPlan(step=0, grants=(Grant("probe", 0, 1, True, 0),), joined=(row,)))
-    began, seconds = now(), list[float]()
+    began, seconds = used_processor(), list[float]()
     for size in sizes:
         seconds.append(min(_verify(runner, drafts, size) for _ in range(_ROUNDS)))
-        if now() - began > _PROBE_SECONDS:
+        if used_processor() - began > _PROBE_SECONDS:
             break
     runner.forward(StepPlan(step=0, grants=(), left=("probe",)))
     _log.info("Steps of %s tokens: %s ms", sizes[: len(seconds)], [round(1000 * one, 1) for one in seconds])
@@ -83,9 +82,9 @@ def probe(runner: ModelRunner, most: int, max_model_len: int) -> list[float]:
 def _verify(runner: ModelRunner, drafts: Drafts, size: int) -> float:
     drafts.of["probe"] = [0] * (size - 1)
     runner.rows.lengths[runner.rows.row_of["probe"]] = 2
-    began = now()
+    began = used_processor()
     _step(runner, StepPlan(step=0, grants=(Grant("probe", 1, size, True, 0, (), size - 1),)))
-    return now() - began
+    return used_processor() - began
 
 
 def _step(runner: ModelRunner, plan: StepPlan) -> None:

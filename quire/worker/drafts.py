@@ -10,6 +10,7 @@ stay on it. Must not know: how drafts are made.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ class Drafts:
         self._proposer, self._rows, self._most = proposer, rows, most
         self.lengths = lengths
         self.of: dict[str, list[int]] = {}  # by request: what its next step verifies
+        self._began = 0.0
 
     def follow(self, plan: StepPlan) -> None:
         """Rows that come and go with this plan."""
@@ -45,6 +47,7 @@ class Drafts:
 
     def resolve(self, grants: Sequence[Grant]) -> tuple[Grant, ...]:
         """The grants with the starts, counts and numbers of drafts that are true."""
+        self._began = used_processor()
         return tuple([self._resolve(grant) for grant in grants])
 
     def _resolve(self, grant: Grant) -> Grant:
@@ -64,7 +67,7 @@ class Drafts:
         """Which of the sampled tokens are kept: in each row up to the first that is not its draft, and under a grammar
         no more than the mask has rows. The rows' lengths count those."""
         masked = Counter(mask.index) if mask is not None and mask.index else None
-        kept, at = [False] * len(tokens), 0
+        keeps, at = [False] * len(tokens), 0
         while at < len(tokens):
             index = sample_grants[at]
             grant = plan.grants[index]
@@ -74,19 +77,19 @@ class Drafts:
             count = 1
             while count < most and tokens[at + count - 1] == drafts[count - 1]:
                 count += 1
-            kept[at : at + count] = [True] * count
+            keeps[at : at + count] = [True] * count
             end = grant.start + grant.count - grant.num_drafts + count
             self._rows.lengths[self._rows.row_of[grant.request_id]] = end
             at += grant.num_drafts + 1
-        return kept
+        return keeps
 
-    def advance(self, sampled: dict[str, list[int]], num_tokens: int, seconds: float, prompts: bool) -> None:
-        """After a step: what rows said, how long it took, and what their next step verifies."""
+    def advance(self, sampled: dict[str, list[int]], num_tokens: int, *, prompts: bool) -> None:
+        """After a step: what rows said, and what their next step verifies. `prompts`: it computed prompts too."""
         names, lengths = list(sampled), self.lengths
         most = self._most
         if lengths is not None:
             if not prompts:
-                lengths.costs.learn(num_tokens, seconds)
+                lengths.costs.learn(num_tokens, used_processor() - self._began)
             most = min(most, lengths.most(len(names)))
         for name, token_ids in sampled.items():
             self._proposer.extend(name, token_ids)
@@ -100,6 +103,11 @@ class Drafts:
         for name, proposal, count in zip(names, proposals, counts, strict=True):
             if count and proposal.token_ids:
                 self.of[name] = list(proposal.token_ids[:count])
+
+
+def used_processor() -> float:
+    """Seconds of this process, all threads: unlike those of a clock, they are the same on a machine that others use."""
+    return time.process_time()
 
 
 def num_sampled(shape_grants: np.ndarray, samples: np.ndarray, grants: Sequence[Grant]) -> np.ndarray:

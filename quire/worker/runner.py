@@ -59,7 +59,7 @@ class PendingStep:
     failed: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     ready: torch.cuda.Event | None = None
-    kept: list[bool] | None = None  # [S]: where drafts were verified, the tokens up to the first that is no draft
+    keeps: list[bool] | None = None  # [S]: where drafts were verified, the tokens up to the first that is no draft
     drafts: dict[str, list[int]] = field(default_factory=dict)
     verified: dict[str, int] = field(default_factory=dict)
 
@@ -70,12 +70,12 @@ class PendingStep:
         failed = dict(self.failed)
         if self.token_ids is not None and self.scores is not None:
             tokens, scores = self.token_ids.tolist(), self.scores.numpy()
-            kept = self.kept or [True] * len(tokens)
+            keeps = self.keeps or [True] * len(tokens)
             if not (scores > -math.inf).all():
-                for index, score, keep in zip(self.sample_grants, scores.tolist(), kept, strict=True):
+                for index, score, keep in zip(self.sample_grants, scores.tolist(), keeps, strict=True):
                     if keep and not score > -math.inf:
                         failed.setdefault(self.plan.grants[index].request_id, _why(score))
-            for index, token, keep in zip(self.sample_grants, tokens, kept, strict=True):
+            for index, token, keep in zip(self.sample_grants, tokens, keeps, strict=True):
                 if keep and (not failed or self.plan.grants[index].request_id not in failed):
                     out[index].append(token)
         return StepResult(
@@ -97,7 +97,7 @@ class PendingStep:
             rows = picked.rows()
             for i, place in enumerate(ask.places):
                 index = self.sample_grants[place]
-                if (self.kept and not self.kept[place]) or self.plan.grants[index].request_id in failed:
+                if (self.keeps and not self.keeps[place]) or self.plan.grants[index].request_id in failed:
                     continue
                 own = out[index] = out[index] or LogprobRows([], [], [])  # several tokens of a row: in their order
                 own.token_ids.append(rows.token_ids[i])
@@ -295,7 +295,7 @@ class ModelRunner:
         """Every position of a draft was sampled with what plain decoding would use, so tokens up to the first that
         differs from its draft are plain decoding's."""
         assert pending.token_ids is not None
-        pending.kept = drafts.accept(flight.plan, flight.sample_grants, pending.token_ids.tolist(), mask)
+        pending.keeps = drafts.accept(flight.plan, flight.sample_grants, pending.token_ids.tolist(), mask)
         grants = flight.plan.grants
         pending.verified = {grant.request_id: grant.num_drafts for grant in grants if grant.num_drafts}
 
@@ -303,14 +303,13 @@ class ModelRunner:
         """For the next step of the rows that sampled."""
         assert pending.token_ids is not None
         tokens, grants = pending.token_ids.tolist(), flight.plan.grants
-        kept = pending.kept or [True] * len(tokens)
+        keeps = pending.keeps or [True] * len(tokens)
         sampled: dict[str, list[int]] = {}
-        for index, token, keep in zip(flight.sample_grants, tokens, kept, strict=True):
+        for index, token, keep in zip(flight.sample_grants, tokens, keeps, strict=True):
             if keep:
                 sampled.setdefault(grants[index].request_id, []).append(token)
         num_tokens = int(flight.shape.ends[-1])
-        prompts = num_tokens > len(tokens)
-        drafts.advance(sampled, num_tokens, pending.seconds, prompts)
+        drafts.advance(sampled, num_tokens, prompts=num_tokens > len(tokens))
         pending.drafts = {name: drafts.of.get(name, []) for name in sampled}
 
     def _logits(self, flight: _Flight) -> Tensor:
