@@ -55,12 +55,9 @@ def words(number: int) -> dict[str, str]:
 
 
 def edit(number: int) -> tuple[str, SamplingParams]:
-    text = (
-        f"Fix the spelling mistakes in this text and repeat everything else exactly:\n\n{STORY.format(**words(number))}"
-    )
-    return chat(f"{task}:\n\n{text}") + "Here is the corrected text:\n\n", SamplingParams(
-        temperature=0.0, max_tokens=180
-    )
+    task = "Fix the spelling mistakes in this text and repeat everything else exactly"
+    prompt = chat(f"{task}:\n\n{STORY.format(**words(number))}") + "Here is the corrected text:\n\n"
+    return prompt, SamplingParams(temperature=0.0, max_tokens=180)
 
 
 def prose(number: int) -> tuple[str, SamplingParams]:
