@@ -23,7 +23,7 @@ from quire.cli.main import COMMANDS
 from quire.config import EngineArgs, FlexibleArgumentParser
 from quire.config.flags import add_flags
 from quire.config.server import flats
-from quire.observe.declared import TABLE, MetricDeclaration, http_table
+from quire.observe.declared import TABLE, MetricDeclaration, drafts_table, http_table
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 
@@ -46,6 +46,13 @@ def metrics() -> str:
         "those out). [How to use them](../server/metrics.md).",
         "",
         *_table(TABLE),
+        "",
+        "## Speculative decoding",
+        "",
+        "Only with [speculative decoding](../features/speculative.md). `position` counts from 0 to",
+        "`num_speculative_tokens` - 1; `LLM.get_metrics()` returns these counters as one `Vector`.",
+        "",
+        *_table(drafts_table(1), values=False),
         "",
         "## HTTP",
         "",

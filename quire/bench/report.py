@@ -208,7 +208,22 @@ def table(result: dict[str, Any], options: ReportOptions) -> list[str]:
         lines.append(long.center(WIDTH, "-"))
         for figure in ("mean", "median", *(f"p{share:g}" for share in options.percentiles)):
             lines.append(_row(f"{figure.capitalize()} {short} (ms)", float(result[f"{figure}_{name}_ms"])))
+    if "spec_decode_acceptance_rate" in result:
+        lines += _drafts(result)
     return [*lines, "=" * WIDTH]
+
+
+def _drafts(result: dict[str, Any]) -> list[str]:
+    lines = [
+        "Speculative Decoding".center(WIDTH, "-"),
+        _row("Acceptance rate (%)", result["spec_decode_acceptance_rate"]),
+        _row("Acceptance length", result["spec_decode_acceptance_length"]),
+        _row("Drafts", result["spec_decode_num_drafts"]),
+        _row("Draft tokens", result["spec_decode_draft_tokens"]),
+        _row("Accepted tokens", result["spec_decode_accepted_tokens"]),
+    ]
+    shares = enumerate(result["spec_decode_per_position_acceptance_rates"])
+    return lines + [_row(f"  Position {place} (%)", 100 * share) for place, share in shares]
 
 
 def _row(name: str, value: int | float) -> str:

@@ -20,7 +20,7 @@ import msgspec
 
 from quire.base import env
 from quire.base.registry import load
-from quire.bench import plot, report
+from quire.bench import drafts, plot, report
 from quire.bench.arrivals import ArrivalProcess, arrival_times
 from quire.bench.datasets import Sample, make_samples
 from quire.bench.endpoints import (
@@ -101,6 +101,7 @@ async def measure_server(
     await warm_up(generator, requests[0], args.num_warmups)
     if args.profile:
         await profile(pool, "/start_profile", headers)
+    counters = await drafts.read_counters(pool, headers)
     say(f"{len(requests)} requests, rate {describe_pace(pace)}, at once {args.max_concurrency or 'any number'}")
     with bar(len(requests), hidden=args.disable_tqdm) as progress:
         times = arrival_times(len(requests), pace, Random(args.seed))
@@ -110,6 +111,8 @@ async def measure_server(
     if args.backend not in POOLING:
         count_missing(outcomes, tokenizer)
     result = about(args, model, source) | report.measure(outcomes, duration, options)
+    if counters is not None:
+        result |= drafts.measure(counters, await drafts.read_counters(pool, headers))
     return result, outcomes, samples
 
 

@@ -9,20 +9,20 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from quire.config.drafting import SpeculativeConfig
 from quire.config.extras import (
     LoggingConfig,
     LoRAConfig,
     ObservabilityConfig,
     ProfilerConfig,
     ReasoningConfig,
-    SpeculativeConfig,
     StructuredOutputsConfig,
 )
 from quire.config.kernels import AttentionConfig, CompilationConfig, KernelConfig, MambaConfig
 from quire.config.local import describe, is_local
 from quire.config.memory import CacheConfig, KVEventsConfig, LoadConfig, OffloadConfig
 from quire.config.model import ModelConfig
-from quire.config.option import Group, group, option, unavailable
+from quire.config.option import Group, group, option
 from quire.config.running import DeviceConfig, ParallelConfig, SchedulerConfig
 from quire.schema.errors import ConfigError
 
@@ -62,7 +62,12 @@ class EngineConfig(Group):
         take=lambda value: {"mode": value} if isinstance(value, int) else value,
     )  # fmt: skip
     kernel_config: KernelConfig = option(KernelConfig, "Kernels, as a mapping.", unset=None)
-    speculative_config: SpeculativeConfig | None = unavailable()
+    speculative_config: SpeculativeConfig | None = option(
+        None, "Speculative decoding: draft tokens and verify them; as a mapping.", flags=("-sc",)
+    )
+    spec_method: str | None = option(None, "Shorthand for speculative_config.method.")
+    spec_model: str | None = option(None, "Shorthand for speculative_config.model.")
+    spec_tokens: int | None = option(None, "Shorthand for speculative_config.num_speculative_tokens.", low=1)
     kv_events_config: KVEventsConfig | None = option(None, "Events about cached blocks, as a mapping.")
     profiler_config: ProfilerConfig = option(ProfilerConfig, "Profiling, as a mapping.", unset=None)
     reasoning_config: ReasoningConfig | None = option(None, "Tags of reasoning, as a mapping.")

@@ -1,4 +1,4 @@
-"""Optional features of an engine: adapters, drafts, grammars, reasoning, metrics and logs.
+"""Optional features of an engine: adapters, grammars, reasoning, metrics and logs.
 
 Declarations only (see option.py).
 """
@@ -6,7 +6,7 @@ Declarations only (see option.py).
 from typing import Any, Literal
 
 from quire.config.model import dtype_name
-from quire.config.option import Group, group, option, unavailable
+from quire.config.option import Group, group, option
 from quire.schema.errors import ConfigError
 
 
@@ -38,13 +38,6 @@ class LoRAConfig(Group):
         None, "Names of layers that adapters may change; an adapter of any other is refused.",
         name="lora_target_modules", take=split_at_commas,
     )  # fmt: skip
-
-
-@group
-class SpeculativeConfig(Group):
-    """Drafting tokens and checking them."""
-
-    num_speculative_tokens: int | None = unavailable()
 
 
 @group

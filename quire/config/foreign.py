@@ -1,5 +1,7 @@
-"""Flags of llama.cpp and Ollama that people type out of habit, and Quire's equivalents. For error messages."""
+"""Flags of llama.cpp and Ollama, and old ones of vLLM, that people type out of habit, and Quire's equivalents. For
+error messages."""
 
+_DRAFTS = "it is a key of --speculative-config, a JSON mapping"
 _REPO = "name the model without a flag: org/repo:Q4_K_M"
 _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
     (("-m",), "name the model without a flag: a folder, a .gguf file or a hub id"),
@@ -19,6 +21,11 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
     (("-a", "--alias"), "the model name in responses is --served-model-name"),
     (("-p", "--prompt"), "`quire complete -q TEXT` completes a prompt"),
     (("-cnv", "--conversation"), "`quire chat` starts a conversation"),
+    (("--speculative-model", "--num-speculative-tokens", "--speculative-draft-tensor-parallel-size",
+      "--speculative-max-model-len", "--speculative-disable-by-batch-size", "--speculative-model-quantization",
+      "--ngram-prompt-lookup-max", "--ngram-prompt-lookup-min", "--spec-decoding-acceptance-method",
+      "--speculative-disable-mqa-scorer", "--disable-logprobs-during-spec-decoding",
+      "--typical-acceptance-sampler-posterior-threshold", "--typical-acceptance-sampler-posterior-alpha"), _DRAFTS),
     (("--mlock", "--no-mmap"), "there is no such flag, and none is needed"),
 )  # fmt: skip
 _MEANT = {flag: advice for flags, advice in _ADVICE for flag in flags}

@@ -1,6 +1,7 @@
 """Every config group in one module; the declarations are in the files they are imported from."""
 
 from quire.checkpoint.facts import ModelFacts
+from quire.config.drafting import SpeculativeConfig
 from quire.config.engine import EngineConfig
 from quire.config.extras import (
     DiffusionConfig,
@@ -9,7 +10,6 @@ from quire.config.extras import (
     ObservabilityConfig,
     ProfilerConfig,
     ReasoningConfig,
-    SpeculativeConfig,
     StructuredOutputsConfig,
 )
 from quire.config.kernels import (

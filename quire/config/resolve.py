@@ -20,6 +20,7 @@ from quire.checkpoint.raw import apply_overrides, is_mistral, read_elsewhere, re
 from quire.checkpoint.source import holds_blocks, locate, stored_dtype
 from quire.config import table
 from quire.config.checks import check_environment, check_traces
+from quire.config.drafting import choose_drafts
 from quire.config.engine import EngineConfig, replace
 from quire.config.extras import LoRAConfig
 from quire.config.graphs import choose_graphs
@@ -573,6 +574,7 @@ STEPS: tuple[Step, ...] = (
     choose_storage,
     choose_dtype,
     choose_adapters,
+    choose_drafts,
     choose_length,
     limit_length,
     choose_sampling,
@@ -589,8 +591,8 @@ STEPS: tuple[Step, ...] = (
 )
 
 _OF_THE_ENGINE = (
-    check_ranks, choose_pooling_steps, choose_device, choose_storage, choose_dtype, choose_batch, choose_queue,
-    check_scheduler, choose_scheduling, choose_graphs, choose_cache,
+    check_ranks, choose_drafts, choose_pooling_steps, choose_device, choose_storage, choose_dtype, choose_batch,
+    choose_queue, check_scheduler, choose_scheduling, choose_graphs, choose_cache,
 )  # fmt: skip
 # For a server without an engine: a checkpoint that cannot run here can be rendered for.
 RENDER_STEPS = tuple(step for step in STEPS if step not in _OF_THE_ENGINE)

@@ -461,4 +461,5 @@ def _add(before: StepStats, after: StepStats) -> StepStats:
         commit_seconds=before.commit_seconds + after.commit_seconds,
         running_adapters=after.running_adapters,
         waiting_adapters=after.waiting_adapters,
+        drafts=before.drafts + after.drafts if after.drafts.num_drafts else before.drafts,
     )

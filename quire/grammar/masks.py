@@ -206,7 +206,7 @@ class Masks:
             (constrained[i][0], offset, row)
             for i in remaining
             if (count := plan.grants[constrained[i][0]].num_drafts)
-            for offset, row in enumerate(_follow(constrained[i][1], rows[i], count), 1)
+            for offset, row in enumerate(_follow(constrained[i][1], rows[i], count, self._ends(constrained[i][1])), 1)
         ]
         if len(remaining) < len(constrained):
             rows = rows[remaining]
@@ -250,7 +250,8 @@ class Masks:
         bound = []
         for i, state in enumerate(states):
             if state.waits():
-                _fill_thought(state, rows[i], self.compiler.vocabulary().ends if state.matcher is not None else ())
+                assert state.thought is not None
+                _fill_thought(state.thought, rows[i], self._ends(state))
             else:
                 by_backend.setdefault(id(state.backend), []).append(i)
                 bound.append(i)
@@ -269,6 +270,10 @@ class Masks:
             elif (ended := _set_ends(state, rows[i])) is not None:
                 lost.append(ended)
         return lost
+
+    def _ends(self, state: _GrammarState) -> Sequence[int]:
+        """Tokens that may not end the text during reasoning, because a grammar waits."""
+        return self.compiler.vocabulary().ends if state.matcher is not None else ()
 
     def _fill_with(self, states: list[_GrammarState], indices: list[int], rows: Rows) -> None:
         """The rows of one backend: all at once, or one by one while that takes too long."""
@@ -321,10 +326,8 @@ def _open(state: _GrammarState, matcher: Matcher, thought: Thought, token_id: in
         state.num_agreed = 0
 
 
-def _fill_thought(state: _GrammarState, row: Row, ends: Sequence[int]) -> None:
+def _fill_thought(thought: Thought, row: Row, ends: Sequence[int]) -> None:
     """Everything may follow, or the one forced token; no end of the text while a grammar waits."""
-    thought = state.thought
-    assert thought is not None
     bits = row.view(np.uint32)
     forced = thought.forced()
     if (forced := thought.opener() if forced is None else forced) is not None:
@@ -336,27 +339,49 @@ def _fill_thought(state: _GrammarState, row: Row, ends: Sequence[int]) -> None:
         bits[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
 
 
-def _follow(state: _GrammarState, row: Row, count: int) -> list[Row]:
-    """Rows after each of up to `count` drafts that the grammar allows; `row` is the one before them.
-    None during reasoning, which cannot be rolled back."""
-    matcher, backend = state.matcher, state.backend
-    if matcher is None or backend is None or state.thought is not None:
+def _follow(state: _GrammarState, row: Row, count: int, ends: Sequence[int]) -> list[Row]:
+    """Rows after each of up to `count` drafts that may follow; `row` is the one before them, `ends` as of `_ends`.
+    None while it is open whether reasoning starts."""
+    thought = None if state.thought is None or state.thought.stage is Stage.OVER else state.thought.fork()
+    if thought is not None and thought.stage is not Stage.INSIDE:
         return []
-    began, drafted = now(), list[Row]()
+    began, matcher, rows, num_accepted = now(), state.matcher, list[Row](), 0
     for draft in state.drafts[: min(count, MOST_ROLLBACK)]:
-        if draft in state.ends or not row[draft >> 5] >> (draft & 31) & 1 or not matcher.accept(draft):
+        if not row[draft >> 5] >> (draft & 31) & 1:
             break
-        rows: Rows = np.zeros((1, len(row)), np.int32)
-        backend.fill([matcher], rows, [0])
-        row = rows[0]
-        drafted.append(row)
-        if matcher.fault() is not None or _set_ends(state, row, len(drafted)) is not None:
-            matcher.rollback(len(drafted))
-            return drafted[:-1]
-    if drafted:
-        matcher.rollback(len(drafted))
+        if thought is None and matcher is not None:
+            if draft in state.ends or not matcher.accept(draft):
+                break
+            num_accepted += 1
+        elif thought is not None:
+            thought.feed(draft)
+            thought = None if thought.stage is Stage.OVER else thought
+        following: Row = np.zeros(len(row), np.int32)
+        if thought is not None or matcher is None:
+            _fill_free(thought, following, ends)
+        elif not _fill_next(state, matcher, following, len(rows) + 1):
+            break
+        row = following
+        rows.append(row)
+    if matcher is not None and num_accepted:
+        matcher.rollback(num_accepted)
     state.seconds += now() - began
-    return drafted
+    return rows
+
+
+def _fill_free(thought: Thought | None, row: Row, ends: Sequence[int]) -> None:
+    """During reasoning, or after it if there is no grammar."""
+    if thought is None:
+        row.view(np.uint32)[:] = np.uint32(0xFFFFFFFF)
+    else:
+        _fill_thought(thought, row, ends)
+
+
+def _fill_next(state: _GrammarState, matcher: Matcher, row: Row, num_ahead: int) -> bool:
+    """The row of a matcher that drafts have advanced; False: nothing may follow, or it is too complex."""
+    assert state.backend is not None
+    state.backend.fill([matcher], row[None], [0])
+    return matcher.fault() is None and _set_ends(state, row, num_ahead) is None
 
 
 def _set_ends(state: _GrammarState, row: Row, num_ahead: int = 0) -> Lost | None:

@@ -2,13 +2,14 @@
 
     may open ──start tag──▶ opening ──its last token──▶ inside ──end tag, or the budget's──▶ over
          └── anything else ──────┴──▶ over
-Tags are found in the bytes that tokens add, because a tag that is not a single token may be split in any way; a forced
-end is a sequence of tokens. The state advances only by committed tokens. Must not know: the tags of models,
-grammars.
+Tags are found in the bytes that tokens add, because a tag that is not a single token may be split in any way; a
+forced end is a sequence of tokens. The state advances only by committed tokens, a fork of it also by drafts. Must not
+know: the tags of models, grammars.
 """
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,6 +54,12 @@ class Thought:
         self._longest = max(len(tag) for tag in marks.ends)
         self._seen: list[int] = []  # the last tokens
         self._tail = b""  # the last bytes
+
+    def fork(self) -> Thought:
+        """The same thought, to be advanced by tokens that are not certain."""
+        other = copy.copy(self)
+        other._seen = list(self._seen)
+        return other
 
     def opener(self) -> int | None:
         """The start tag's next token, while a grammar waits to see whether reasoning starts."""

@@ -75,6 +75,7 @@ class Front:
                 self.ready.max_model_len,
                 buckets=config.observability_config.custom_histogram_buckets,
                 folder=metrics_folder,
+                num_drafts=config.num_speculative_tokens,
             )
             self.metrics.cache_config(
                 dataclasses.asdict(config.cache_config) | {"num_gpu_blocks": self.ready.num_blocks}
@@ -131,7 +132,7 @@ class Front:
     def snapshot(self) -> list[Metric]:
         if self.metrics is None:
             raise ConfigError("there are no metrics: start with disable_log_stats=False", param="disable_log_stats")
-        return self.metrics.snapshot()
+        return self.metrics.read()
 
     def say_stats(self) -> None:
         if self.log_stats is not None:

@@ -23,6 +23,7 @@ _PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
 _HTTP_FINE = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 7.5, 10.0,
               30.0, 60.0)  # fmt: skip
 _HTTP_COARSE = (0.1, 0.5, 1.0)
+ACCEPTED_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 UP_TO_LENGTH: tuple[float, ...] = ()  # filled in per model: 1, 2, 5, 10, … up to max_model_len
 
 Kind = Literal["counter", "gauge", "histogram", "summary"]
@@ -173,6 +174,20 @@ TABLE = (
         "vllm:lora_requests_info", "gauge", "When it was last true; which adapters run and wait are its labels."
     ),
 )
+
+
+def drafts_table(num_drafts: int) -> tuple[MetricDeclaration, ...]:
+    """The metrics of speculative decoding with so many drafts per row and step."""
+    positions = _each(*map(str, range(num_drafts)))
+    return (
+        MetricDeclaration("vllm:spec_decode_num_drafts", "counter", "Times that drafts of a request were verified."),
+        MetricDeclaration("vllm:spec_decode_num_draft_tokens", "counter", "Drafted tokens that were verified."),
+        MetricDeclaration("vllm:spec_decode_num_accepted_tokens", "counter", "Drafted tokens that were right."),
+        MetricDeclaration(
+            ACCEPTED_PER_POSITION, "counter", "The same by their position in the draft.", ("position",), positions
+        ),
+    )
+
 
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "other")
 STATUSES = ("1xx", "2xx", "3xx", "4xx", "5xx")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from itertools import zip_longest
 
 from quire.base import env
 from quire.base.clock import now
@@ -81,7 +82,27 @@ class LogStats:
         parts.append(f"KV cache usage: {totals.kv_usage:.1%}")
         if queries := totals.queries - before.queries:
             parts.append(f"Prefix cache hit rate: {(totals.hits - before.hits) / queries:.1%}")
+        if totals.num_drafts > before.num_drafts:
+            parts.extend(_drafts(before, totals))
         return ", ".join(parts)
+
+
+def _drafts(before: Totals, totals: Totals) -> list[str]:
+    """How often drafts were right: in all, and at each position up to the last that ever was."""
+    num_drafts = totals.num_drafts - before.num_drafts
+    accepted = totals.accepted_tokens - before.accepted_tokens
+    by_position = [
+        (count - earlier) / num_drafts
+        for count, earlier in zip_longest(totals.accepted_by_position, before.accepted_by_position, fillvalue=0)
+    ]
+    while by_position and not by_position[-1]:
+        by_position.pop()
+    rate = accepted / max(1, totals.draft_tokens - before.draft_tokens)
+    return [
+        f"Mean acceptance length: {1 + accepted / num_drafts:.2f}",
+        f"Draft acceptance rate: {rate:.1%}",
+        f"Per-position acceptance: {' '.join(f'{share:.2f}' for share in by_position) or 'none'}",
+    ]
 
 
 def _speak(speaker: weakref.ref[LogStats], ended: threading.Event, interval: float) -> None:

@@ -12,15 +12,15 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from quire.observe.declared import TABLE, MetricDeclaration
-from quire.observe.reader import Gauge, Metric
+from quire.observe.declared import ACCEPTED_PER_POSITION, TABLE, MetricDeclaration, drafts_table
+from quire.observe.reader import Counter, Gauge, Metric, Vector
 from quire.observe.sheet import Sheet
 from quire.schema.errors import ConfigError
 from quire.schema.messages import FinishReason
 from quire.schema.params import ResolvedParams
-from quire.schema.stats import RequestTimes, StepStats
+from quire.schema.stats import DraftStats, RequestTimes, StepStats
 
 __all__ = ["TABLE", "Ended", "MetricDeclaration", "Metrics", "Totals", "check_buckets", "one_two_five"]
 
@@ -40,6 +40,10 @@ class Totals(NamedTuple):
     running: int
     waiting: int
     kv_usage: float
+    num_drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_by_position: tuple[int, ...] = ()
 
 
 class Ended(NamedTuple):
@@ -63,16 +67,19 @@ class Metrics:
         *,
         buckets: Mapping[str, tuple[float, ...]] | None = None,
         folder: str | None = None,
+        num_drafts: int = 0,
     ) -> None:
-        """`folder` is where processes that share an engine keep their numbers; None: there is only this one."""
+        """`folder` is where processes that share an engine keep their numbers; None: there is only this one.
+        `num_drafts`: per row and step at most; 0: nothing is drafted."""
+        self._num_drafts = num_drafts
         self._labels = {"model_name": model_name, "engine": str(engine_index)}
         self._info: dict[str, str] = {}
         self._max_loras = 0  # 0: no adapters are served
         self._adapters: tuple[tuple[str, ...], tuple[str, ...], float] = ((), (), 0.0)  # running, waiting, when
         self.ended: deque[Ended] = deque(maxlen=_MOST_ENDED)  # the last of this process
         self.sheet = Sheet(
-            check_buckets(buckets), kind=f"engine{engine_index}", lengths=one_two_five(max_model_len),
-            folder=folder,
+            (*check_buckets(buckets), *(drafts_table(num_drafts) if num_drafts else ())),
+            kind=f"engine{engine_index}", lengths=one_two_five(max_model_len), folder=folder,
         )  # fmt: skip
         self.sheet.preset("vllm:engine_sleep_state", 1.0, "awake")  # sleep mode is not in this version
 
@@ -99,8 +106,18 @@ class Metrics:
         if stats.cache.queries:
             sheet.add("vllm:prefix_cache_queries", stats.cache.queries)
             sheet.add("vllm:prefix_cache_hits", stats.cache.hits)
+        if self._num_drafts and stats.drafts.num_drafts:
+            self._count_drafts(stats.drafts)
         if tokens := stats.prompt_tokens + stats.generated_tokens:
             sheet.observe("vllm:iteration_tokens_total", tokens)
+
+    def _count_drafts(self, drafts: DraftStats) -> None:
+        sheet = self.sheet
+        sheet.add("vllm:spec_decode_num_drafts", drafts.num_drafts)
+        sheet.add("vllm:spec_decode_num_draft_tokens", drafts.num_tokens)
+        sheet.add("vllm:spec_decode_num_accepted_tokens", sum(drafts.accepted))
+        for position, count in enumerate(drafts.accepted):
+            sheet.add(ACCEPTED_PER_POSITION, count, str(position))
 
     def token_times(self, *, first: float | None = None, gaps: Sequence[float] = ()) -> None:
         """Seconds from arrival to the first token, and between later tokens."""
@@ -157,6 +174,15 @@ class Metrics:
     def totals(self) -> Totals:
         sheet = self.sheet
         generated = sheet.number("vllm:generation_tokens")
+        drafted: dict[str, Any] = {}
+        if self._num_drafts:
+            by_position = [int(sheet.number(ACCEPTED_PER_POSITION, str(i))) for i in range(self._num_drafts)]
+            drafted = {
+                "num_drafts": int(sheet.number("vllm:spec_decode_num_drafts")),
+                "draft_tokens": int(sheet.number("vllm:spec_decode_num_draft_tokens")),
+                "accepted_tokens": int(sheet.number("vllm:spec_decode_num_accepted_tokens")),
+                "accepted_by_position": tuple(by_position),
+            }
         return Totals(
             prompt_tokens=int(sheet.sum_of("vllm:iteration_tokens_total") - generated),
             generated_tokens=int(generated),
@@ -166,6 +192,7 @@ class Metrics:
             running=int(sheet.number("vllm:num_requests_running")),
             waiting=int(sheet.number("vllm:num_requests_waiting")),
             kv_usage=sheet.number("vllm:kv_cache_usage_perc"),
+            **drafted,
         )
 
     def snapshot(self) -> list[Metric]:
@@ -178,6 +205,20 @@ class Metrics:
             names = {"running_lora_adapters": ",".join(running), "waiting_lora_adapters": ",".join(waiting)}
             infos[_ADAPTERS] = Gauge(_ADAPTERS, self._labels | names | {"max_lora": str(self._max_loras)}, when)
         return [one for metric in self.sheet.read(self._labels) if (one := infos.get(metric.name, metric)) is not None]
+
+    def read(self) -> list[Metric]:
+        """The same as Python programs see it: counters by position are one Vector."""
+        metrics: list[Metric] = []
+        accepted: list[int] = []
+        for metric in self.snapshot():
+            if isinstance(metric, Counter) and metric.name == ACCEPTED_PER_POSITION:
+                if not accepted:
+                    labels = {name: value for name, value in metric.labels.items() if name != "position"}
+                    metrics.append(Vector(metric.name, labels, accepted))
+                accepted.append(metric.value)
+            else:
+                metrics.append(metric)
+        return metrics
 
     def _observe_phases(self, times: RequestTimes, num_generation_tokens: int) -> None:
         """Only phases the request lived to see: one that was aborted while it waited has no decode time."""

@@ -58,6 +58,7 @@ class Planner:
         self.gates = [*further, *make_gates(settings, pace, self.shares, self.holds)]
         self.blocked: tuple[Request, int] | None = None  # by a lack of blocks, in the last step; with its epoch then
         self.left: list[str] = []  # rows the next plan tells the worker to free
+        self.drafts = settings.num_drafts > 0
         self.reserves = settings.reserve_full_prompt
         self.watermark = int(settings.watermark * kv.pool.num_blocks)
 
@@ -191,7 +192,7 @@ class Planner:
         self.kv.join(request, hit)
         for gate in self.gates:
             gate.take(request, count)
-        plan.joined.append(request.row())
+        plan.joined.append(request.row(scoped=self.drafts))
         new_blocks = self.kv.grow(request, hit.length + count)
         request.running = True
         self.running.add(request)

@@ -47,7 +47,7 @@ class Request:
         self.num_prompt = len(self.tokens)
         self.limit = limit  # tokens in all, prompt included, at which it ends
         self.last = limit - 1  # tokens to compute at most
-        self.num_drafts = num_drafts  # that a step may check, once a token was sampled to draft from
+        self.num_drafts = num_drafts  # that a step may verify, once a token was sampled to draft from
         self.reach = num_drafts + 1  # tokens that a grant may bring
         eos = () if source.eos_token_id is None or self.params.ignore_eos else (source.eos_token_id,)
         self.stops = frozenset((*eos, *self.params.stop_token_ids))  # every token that may end the text
@@ -107,7 +107,12 @@ class Request:
         self.end -= num_wrong
         self.target = min(self.end + self.num_drafts, self.last)
 
-    def row(self) -> NewRow:
+    def expect_drafts(self, count: int) -> None:
+        """Its next grant verifies so many; only where no plan is out that counts on another number."""
+        self.num_drafts, self.reach = count, count + 1
+        self.target = min(self.end + count, self.last)
+
+    def row(self, *, scoped: bool = False) -> NewRow:
         source = self.source
         fresh = len(self.tokens) == self.num_prompt
         return NewRow(
@@ -120,6 +125,7 @@ class Request:
             stop_token_ids=tuple(sorted(self.stops)),
             blocks=tuple(tuple(table) for table in self.holding.tables),
             lora_id=0 if self.adapter is None else self.adapter.slot,
+            scope=f"{source.tenant}\0{source.lora_name or ''}\0{source.cache_salt or ''}" if scoped else "",
         )
 
 

@@ -72,6 +72,9 @@ class Scheduler:
         self.tally, self.pace = SchedulerCounts(), TokenPace(min(TokenPace.LEAST, config.latency_tokens))
         self.clock = clock
         self.planner = Planner(config, self.kv, self.tally, clock, self.pace)
+        self.drafts = config.num_drafts > 0
+        # With one plan at a time the next one knows what rows have drafted; plans ahead have to assume the most.
+        self.knows_drafts = self.drafts and config.depth == 1
         self.limits_overlap = config.overlap is not None and config.overlap < config.depth
         self.requests: dict[str, Request] = {}
         self.flights: deque[tuple[int, list[Request]]] = deque()  # plans out: step, requests parallel to its grants
@@ -90,7 +93,7 @@ class Scheduler:
         length = len(request.prompt_token_ids)
         pooled = isinstance(request.params, PoolingParams)
         limit = length + 1 if pooled else min(length + request.max_tokens, settings.max_model_len)
-        num_drafts = 0 if pooled else settings.num_drafts
+        num_drafts = 0 if pooled or self.knows_drafts else settings.num_drafts
         new = Request(request, limit=limit, queued=self.clock(), num_drafts=num_drafts)
         if (peak := self.kv.peak(new)) > self.kv.pool.num_blocks:
             raise InputError(
@@ -224,8 +227,8 @@ class Scheduler:
                 if not new:
                     outputs.append(self._finish_pooled(request, result))
                     continue
-                if grant.num_drafts:
-                    request.take_back(grant.num_drafts + 1 - len(new))
+                if self.drafts:
+                    self._take_drafts(request, grant, result, len(new))
                 if len(new) == 1:  # nearly always: as `append` does it, without the call
                     tokens, token = request.tokens, new[0]
                     tokens.append(token)
@@ -254,6 +257,16 @@ class Scheduler:
         elif not self.requests:
             kv.check_idle()
         return outputs
+
+    def _take_drafts(self, request: Request, grant: Grant, result: StepResult, num_new: int) -> None:
+        """What came of the drafts that a grant verified, and how many its next one will."""
+        if grant.num_drafts:
+            request.take_back(grant.num_drafts + 1 - num_new)
+        if num_verified := result.verified.get(request.id, 0):
+            self.tally.drafts.add(num_verified, num_new - 1)
+        if self.knows_drafts:
+            most = self.settings.num_drafts
+            request.expect_drafts(min(most, len(result.drafts.get(request.id, ()))))
 
     def _report(
         self,
@@ -355,6 +368,7 @@ class Scheduler:
             commit_seconds=commit_seconds,
             running_adapters=running,
             waiting_adapters=waiting,
+            drafts=tally.drafts.take(),
         )
         tally.queries = tally.hits = tally.prompt_tokens = tally.generated_tokens = tally.preempted = 0
         return report

@@ -88,6 +88,7 @@ class SchedulerSettings:
             max_num_seqs=options.max_num_seqs,
             policy=options.policy,
             depth=depth,
+            num_drafts=config.num_speculative_tokens,
             chunked_prefill=options.enable_chunked_prefill,
             long_prefill_threshold=options.long_prefill_token_threshold if options.enable_chunked_prefill else 0,
             max_partial_prefills=options.max_num_partial_prefills,

@@ -4,6 +4,35 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.schema.stats import DraftStats
+
+
+class DraftCounts:
+    """Drafts that were verified since the last report."""
+
+    def __init__(self) -> None:
+        self.num_drafts = self.num_tokens = 0
+        self.accepted: list[int] = []  # by position
+
+    def add(self, num_verified: int, num_right: int) -> None:
+        self.num_drafts += 1
+        self.num_tokens += num_verified
+        accepted = self.accepted
+        accepted.extend([0] * (num_right - len(accepted)))
+        for position in range(num_right):
+            accepted[position] += 1
+
+    def take(self) -> DraftStats:
+        if not self.num_drafts:
+            return _NONE
+        taken = DraftStats(num_drafts=self.num_drafts, num_tokens=self.num_tokens, accepted=tuple(self.accepted))
+        self.num_drafts = self.num_tokens = 0
+        self.accepted = []
+        return taken
+
+
+_NONE = DraftStats()
+
 
 class SchedulerCounts(msgspec.Struct):
     step: int = 0  # the last one committed
@@ -12,3 +41,4 @@ class SchedulerCounts(msgspec.Struct):
     prompt_tokens: int = 0
     generated_tokens: int = 0
     preempted: int = 0
+    drafts: DraftCounts = msgspec.field(default_factory=DraftCounts)

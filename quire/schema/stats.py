@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import msgspec
 
 
@@ -25,6 +27,22 @@ class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
     hits: int = 0  # prompt tokens that were cached
 
 
+class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Drafts that were verified."""
+
+    num_drafts: int = 0  # times that drafts of a row were
+    num_tokens: int = 0  # how many that were in all
+    accepted: tuple[int, ...] = ()  # how many of them were right, by position; positions behind the last one: none
+
+    def __add__(self, other: DraftStats) -> DraftStats:
+        pairs = zip_longest(self.accepted, other.accepted, fillvalue=0)
+        return DraftStats(
+            num_drafts=self.num_drafts + other.num_drafts,
+            num_tokens=self.num_tokens + other.num_tokens,
+            accepted=tuple([a + b for a, b in pairs]),
+        )
+
+
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     """One step of one engine. Counts are of this step unless they say total."""
 
@@ -42,6 +60,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     commit_seconds: float = 0.0
     running_adapters: tuple[str, ...] = ()  # names of those that running requests have
     waiting_adapters: tuple[str, ...] = ()
+    drafts: DraftStats = DraftStats()
 
 
 class StartPhase(msgspec.Struct, frozen=True):

@@ -50,6 +50,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     blocks: tuple[tuple[int, ...], ...] = ()  # per group, the table before this plan's grant: the reused prefix
     lora_id: int = 0  # the slot of its adapter, which stays there while the row lives; 0: none
     num_encoder_tokens: int = 0  # of the encoder's output, which cross-attention groups hold
+    scope: str = ""  # rows of the same scope may learn from each other's tokens; opaque
 
     @property
     def sampling(self) -> ResolvedParams:
@@ -141,7 +142,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampled: list[list[int]]  # [] where the grant does not sample; several where drafts were right
     logprobs: list[LogprobRows | None] | None = None  # None: no request wants any
     prompt_logprobs: dict[str, LogprobRows] = {}  # request id -> rows for the prompt positions computed in this step
-    drafts: dict[str, list[int]] = {}  # what rows' next grants check; at least of requests with a grammar
+    drafts: dict[str, list[int]] = {}  # what rows' next grants verify: of every row that sampled, if rows draft at all
+    verified: dict[str, int] = {}  # how many drafts this step verified, where any
     pooled: dict[str, Pooled] = {}
     forward_seconds: float = 0.0
     failed: dict[str, str] = {}  # request id -> reason: that request alone is lost

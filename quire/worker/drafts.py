@@ -1,33 +1,53 @@
-"""Drafts: what a drafter proposed for each row, and where the tokens of a step that checks them really lie.
+"""Drafts: what a proposer drafted for each row, where the tokens of a step that verifies them really lie, and which of
+them were right.
 
-The row knows how far it is; a plan knows how far it can be (schema/step.py). `resolve` turns the one into the other and
-writes the drafts behind the row's last token, where the forward pass reads them. Only for a worker whose results are
-there at once: on a device of its own, lengths would have to stay on it. Must not know: how drafts are made or chosen.
+The row knows how far it is; a plan knows how far it can be (schema/step.py). `resolve` turns the one into the other
+and writes the drafts behind the row's last token, where the forward pass and the sampler read them. Every position is
+then sampled as plain decoding would, and `accept` keeps tokens up to the first that is not the draft: so an answer
+depends on no draft. Only for a worker whose results are there at once: on a device of its own, lengths would have to
+stay on it. Must not know: how drafts are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from quire.schema.step import Grant
+from quire.schema.step import Grant, Mask, StepPlan
 from quire.worker.rows import Rows
 
-Drafter = Callable[[str, list[int]], Sequence[int]]  # request id and its tokens so far -> what may come next
+if TYPE_CHECKING:
+    from quire.drafting.lengths import DraftLengths
+    from quire.drafting.proposer import Proposer
 
 
 class Drafts:
-    def __init__(self, drafter: Drafter, rows: Rows) -> None:
-        self._drafter, self._rows = drafter, rows
-        self.of: dict[str, list[int]] = {}  # by request
+    def __init__(self, proposer: Proposer, rows: Rows, most: int, lengths: DraftLengths | None = None) -> None:
+        """`most`: drafts per row. `lengths`: how many of them are worth it; None: all."""
+        self._proposer, self._rows, self._most = proposer, rows, most
+        self.lengths = lengths
+        self.of: dict[str, list[int]] = {}  # by request: what its next step verifies
+        self._began = 0.0
 
-    def forget(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
+    def follow(self, plan: StepPlan) -> None:
+        """Rows that come and go with this plan."""
+        for request_id in plan.left:
+            self._proposer.end(request_id)
             self.of.pop(request_id, None)
+            if self.lengths is not None:
+                self.lengths.end(request_id)
+        for new in plan.joined:
+            self.of.pop(new.request_id, None)
+            self._proposer.begin(new)
 
     def resolve(self, grants: Sequence[Grant]) -> tuple[Grant, ...]:
         """The grants with the starts, counts and numbers of drafts that are true."""
+        self._began = used_processor()
         return tuple([self._resolve(grant) for grant in grants])
 
     def _resolve(self, grant: Grant) -> Grant:
@@ -38,12 +58,60 @@ class Drafts:
         if drafts:
             written = torch.tensor(drafts, dtype=self._rows.tokens.dtype)
             self._rows.tokens[row, length : length + len(drafts)] = written
+        elif not grant.num_drafts and start == grant.start:
+            return grant
         count = grant.count - grant.num_drafts + len(drafts)
         return Grant(grant.request_id, start, count, grant.samples, grant.epoch, grant.new_blocks, len(drafts))
 
-    def propose(self, request_id: str) -> list[int]:
-        """For the row's next step, after what it has sampled."""
-        row = self._rows.row_of[request_id]
-        known = self._rows.tokens[row, : int(self._rows.lengths[row])].tolist()
-        self.of[request_id] = proposed = list(self._drafter(request_id, known))
-        return proposed
+    def accept(self, plan: StepPlan, sample_grants: list[int], tokens: list[int], mask: Mask | None) -> list[bool]:
+        """Which of the sampled tokens are kept: in each row up to the first that is not its draft, and under a grammar
+        no more than the mask has rows. The rows' lengths count those."""
+        masked = Counter(mask.index) if mask is not None and mask.index else None
+        keeps, at = [False] * len(tokens), 0
+        while at < len(tokens):
+            index = sample_grants[at]
+            grant = plan.grants[index]
+            drafts, most = self.of.get(grant.request_id, []), grant.num_drafts + 1
+            if masked is not None and index in masked:
+                most = min(most, masked[index])
+            count = 1
+            while count < most and tokens[at + count - 1] == drafts[count - 1]:
+                count += 1
+            keeps[at : at + count] = [True] * count
+            end = grant.start + grant.count - grant.num_drafts + count
+            self._rows.lengths[self._rows.row_of[grant.request_id]] = end
+            at += grant.num_drafts + 1
+        return keeps
+
+    def advance(self, sampled: dict[str, list[int]], num_tokens: int, *, prompts: bool) -> None:
+        """After a step: what rows said, and what their next step verifies. `prompts`: it computed prompts too."""
+        names, lengths = list(sampled), self.lengths
+        most = self._most
+        if lengths is not None:
+            if not prompts:
+                lengths.costs.learn(num_tokens, used_processor() - self._began)
+            most = min(most, lengths.most(len(names)))
+        for name, token_ids in sampled.items():
+            self._proposer.extend(name, token_ids)
+            if lengths is not None:
+                lengths.observe(name, token_ids)
+            self.of.pop(name, None)
+        if not most or not names:
+            return
+        proposals = self._proposer.propose(names, most)
+        counts = [most] * len(names) if lengths is None else lengths.choose(names, proposals)
+        for name, proposal, count in zip(names, proposals, counts, strict=True):
+            if count and proposal.token_ids:
+                self.of[name] = list(proposal.token_ids[:count])
+
+
+def used_processor() -> float:
+    """Seconds of this process, all threads: unlike those of a clock, they are the same on a machine that others use."""
+    return time.process_time()
+
+
+def num_sampled(shape_grants: np.ndarray, samples: np.ndarray, grants: Sequence[Grant]) -> np.ndarray:
+    """[R] positions of each row of a step that are sampled: one, and one for each draft."""
+    drafts = np.array([grants[i].num_drafts for i in shape_grants.tolist()], np.int64)
+    counts: np.ndarray = np.where(samples, drafts + 1, 0)
+    return counts

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -31,7 +31,7 @@ from quire.sampling.sampler import FILTERS, Sampler
 from quire.schema.errors import NotBuiltError
 from quire.schema.step import FORBIDS_ALL, LogprobRows, Mask, StepPlan, StepResult
 from quire.worker.device_inputs import DeviceInputs, SamplingIndices
-from quire.worker.drafts import Drafter, Drafts
+from quire.worker.drafts import Drafts, num_sampled
 from quire.worker.graphs import DecodeGraphs
 from quire.worker.inputs import StepShape, build, refuse_unbuilt, sampled_of, shape_of
 from quire.worker.kv_memory import KVMemory
@@ -59,28 +59,24 @@ class PendingStep:
     failed: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     ready: torch.cuda.Event | None = None
-    further: list[PendingStep] = field(default_factory=list)  # of the same plan: tokens after drafts that were right
+    keeps: list[bool] | None = None  # [S]: where drafts were verified, the tokens up to the first that is no draft
     drafts: dict[str, list[int]] = field(default_factory=dict)
+    verified: dict[str, int] = field(default_factory=dict)
 
     def result(self) -> StepResult:
-        result = self._first()
-        for pending in self.further:
-            _append(result, pending._first())
-        return result
-
-    def _first(self) -> StepResult:
         if self.ready is not None:
             self.ready.synchronize()
         out: list[list[int]] = [[] for _ in self.plan.grants]
         failed = dict(self.failed)
         if self.token_ids is not None and self.scores is not None:
             tokens, scores = self.token_ids.tolist(), self.scores.numpy()
+            keeps = self.keeps or [True] * len(tokens)
             if not (scores > -math.inf).all():
-                for index, score in zip(self.sample_grants, scores.tolist(), strict=True):
-                    if not score > -math.inf:
+                for index, score, keep in zip(self.sample_grants, scores.tolist(), keeps, strict=True):
+                    if keep and not score > -math.inf:
                         failed.setdefault(self.plan.grants[index].request_id, _why(score))
-            for index, token in zip(self.sample_grants, tokens, strict=True):
-                if not failed or self.plan.grants[index].request_id not in failed:
+            for index, token, keep in zip(self.sample_grants, tokens, keeps, strict=True):
+                if keep and (not failed or self.plan.grants[index].request_id not in failed):
                     out[index].append(token)
         return StepResult(
             step=self.plan.step,
@@ -88,6 +84,7 @@ class PendingStep:
             logprobs=self._logprobs(failed),
             prompt_logprobs={name: join([p.rows() for p in pieces]) for name, pieces in self.prompt.items()},
             drafts=self.drafts,
+            verified=self.verified,
             forward_seconds=self.seconds,
             failed=failed,
         )
@@ -100,7 +97,7 @@ class PendingStep:
             rows = picked.rows()
             for i, place in enumerate(ask.places):
                 index = self.sample_grants[place]
-                if self.plan.grants[index].request_id in failed:
+                if (self.keeps and not self.keeps[place]) or self.plan.grants[index].request_id in failed:
                     continue
                 own = out[index] = out[index] or LogprobRows([], [], [])  # several tokens of a row: in their order
                 own.token_ids.append(rows.token_ids[i])
@@ -168,6 +165,8 @@ class ModelRunner:
                 raise NotBuiltError("a plan places adapters, and the worker was made without slots for them")
             self.adapters.place(plan.adapters)
         changes = self.rows.apply(plan)
+        if self.drafts is not None and (plan.left or plan.joined):
+            self.drafts.follow(plan)
         for name in plan.left:
             self._lost.pop(name, None)
         refused = self.sampler.update(changes.removed, changes.added, changes.moved, self.rows.num_rows)
@@ -175,10 +174,11 @@ class ModelRunner:
         if plan.grants:
             grants = plan.grants
             if self.drafts is not None:
-                self.drafts.forget([*plan.left, *[new.request_id for new in plan.joined]])
                 grants = self.drafts.resolve(grants)
                 plan = msgspec.structs.replace(plan, grants=grants)
             shape = shape_of(grants, self.rows)
+            if self.drafts is not None and any(grant.num_drafts for grant in grants):
+                shape = replace(shape, num_sampled=num_sampled(shape.grants, shape.samples, grants))
             flight = self._start(plan, shape) if self.inputs is None else self._launch(plan, shape, self.inputs)
             if moves:
                 self.copies.run(moves, after=True)
@@ -252,10 +252,9 @@ class ModelRunner:
         if flight.hidden is not None and any(k is not None for k in counts):
             pending.prompt = self._prompt_logprobs(flight.shape, flight.hidden, flight.adapter_index)
         if flight.sample_grants and flight.pending is None:
-            if self.drafts is None:
-                self._sample_all(flight, mask, pending)
-            else:
-                self._check_drafts(flight, mask, pending, self.drafts)
+            self._sample_all(flight, mask, pending)
+            if flight.shape.num_sampled is not None and self.drafts is not None:
+                self._verify(flight, mask, pending, self.drafts)
         if self._lost:
             granted = {grant.request_id for grant in flight.plan.grants}
             pending.failed = {name: why for name, why in self._lost.items() if name in granted}
@@ -263,6 +262,8 @@ class ModelRunner:
             pending.ready = torch.cuda.Event()
             pending.ready.record()
         pending.seconds = flight.seconds + now() - began
+        if self.drafts is not None and pending.token_ids is not None:
+            self._draft(flight, pending, self.drafts)
         return pending
 
     @torch.inference_mode()
@@ -284,45 +285,32 @@ class ModelRunner:
         pending.logprobs = [(ask, picked.on_host()) for ask, picked in sampled.logprobs]
         self._lose(sampled.failed)
 
-    def draft_with(self, drafter: Drafter) -> None:
-        """From now on, grants may check what this proposes."""
+    def draft_with(self, drafts: Drafts) -> None:
+        """From now on, grants may verify what this proposes."""
         if self.inputs is not None or self.sampler.custom is not None:
-            raise NotBuiltError("drafts are checked on CPU only, and not beside custom logits processors")
-        self.drafts = Drafts(drafter, self.rows)
+            raise NotBuiltError("drafts are verified on CPU only, and not beside custom logits processors")
+        self.drafts = drafts
 
-    @torch.inference_mode()
-    def _check_drafts(self, flight: _Flight, mask: Mask | None, pending: PendingStep, drafts: Drafts) -> None:
-        """A token for every row that samples; then, where it is the row's draft, the one after it, and so on: each is
-        chosen as if it were a step's only one, so nothing depends on what was drafted."""
-        assert flight.hidden is not None
-        grants, shape = flight.plan.grants, flight.shape
-        ends = dict(zip(shape.grants.tolist(), shape.ends.tolist(), strict=True))
-        row_of = dict(zip(flight.sample_grants, flight.sample_rows.tolist(), strict=True))
-        masked = Counter(mask.index) if mask is not None else Counter[int]()
-        alive, offset, step = flight.sample_grants, 0, pending
-        while alive:
-            rows = np.array([row_of[i] for i in alive], np.int64)
-            firsts = np.array([grants[i].start + grants[i].count - grants[i].num_drafts for i in alive], np.int64)
-            index = torch.tensor([ends[i] - 1 - grants[i].num_drafts + offset for i in alive])
-            own = _Flight(flight.plan, shape, rows, firsts + offset, alive)
-            own.hidden, own.logit_index, own.adapter_index = flight.hidden, index, flight.adapter_index
-            step.sample_grants = alive
-            self._sample_all(own, _at_offset(mask, offset), step)
-            assert step.token_ids is not None
-            self.rows.lengths[rows] = firsts + offset + 1
-            still_alive = []
-            for i, token in zip(alive, step.token_ids.tolist(), strict=True):
-                proposed = drafts.of.get(grants[i].request_id, [])
-                more = offset < grants[i].num_drafts and token == proposed[offset]
-                if more and (i not in masked or offset + 1 < masked[i]):
-                    still_alive.append(i)
-            alive, offset = still_alive, offset + 1
-            if alive:
-                step = PendingStep(flight.plan)
-                pending.further.append(step)
-        for i in flight.sample_grants:
-            request_id = grants[i].request_id
-            pending.drafts[request_id] = drafts.propose(request_id)
+    def _verify(self, flight: _Flight, mask: Mask | None, pending: PendingStep, drafts: Drafts) -> None:
+        """Every position of a draft was sampled with what plain decoding would use, so tokens up to the first that
+        differs from its draft are plain decoding's."""
+        assert pending.token_ids is not None
+        pending.keeps = drafts.accept(flight.plan, flight.sample_grants, pending.token_ids.tolist(), mask)
+        grants = flight.plan.grants
+        pending.verified = {grant.request_id: grant.num_drafts for grant in grants if grant.num_drafts}
+
+    def _draft(self, flight: _Flight, pending: PendingStep, drafts: Drafts) -> None:
+        """For the next step of the rows that sampled."""
+        assert pending.token_ids is not None
+        tokens, grants = pending.token_ids.tolist(), flight.plan.grants
+        keeps = pending.keeps or [True] * len(tokens)
+        sampled: dict[str, list[int]] = {}
+        for index, token, keep in zip(flight.sample_grants, tokens, keeps, strict=True):
+            if keep:
+                sampled.setdefault(grants[index].request_id, []).append(token)
+        num_tokens = int(flight.shape.ends[-1])
+        drafts.advance(sampled, num_tokens, prompts=num_tokens > len(tokens))
+        pending.drafts = {name: drafts.of.get(name, []) for name in sampled}
 
     def _logits(self, flight: _Flight) -> Tensor:
         """[S, V] of the positions that sample."""
@@ -364,35 +352,17 @@ class ModelRunner:
         self._lost |= {self.rows.request_of[row]: why for row, why in failed.items()}
 
 
-def _append(result: StepResult, more: StepResult) -> None:
-    """Tokens that follow those of `result`, whose lists are changed."""
-    for i, tokens in enumerate(more.sampled):
-        result.sampled[i].extend(tokens)
-        rows = more.logprobs[i] if more.logprobs is not None else None
-        if rows is not None:
-            assert result.logprobs is not None
-            before = result.logprobs[i]
-            result.logprobs[i] = rows if before is None else join([before, rows])
-    result.failed.update(more.failed)
-
-
-def _at_offset(mask: Mask | None, offset: int) -> Mask | None:
-    """The rows of a mask for one offset; None: there are none."""
-    if mask is None or (not mask.offsets and not offset):
-        return mask
-    offsets = mask.offsets or (0,) * len(mask.index)
-    own = [i for i, at in enumerate(offsets) if at == offset]
-    size = 4 * mask.words
-    rows = b"".join(mask.rows[i * size : (i + 1) * size] for i in own)
-    return Mask(index=tuple(mask.index[i] for i in own), rows=rows, words=mask.words) if own else None
-
-
 def _mask_of(mask: Mask, sample_grants: list[int], logits: Tensor) -> tuple[Tensor, Tensor]:
     """Grammar rows for the places that sample in this step; a row for a grant that does not sample is dropped."""
-    place_of = {grant: place for place, grant in enumerate(sample_grants)}
-    if len(place_of) < len(sample_grants):
-        raise RuntimeError("a mask cannot say which of several tokens of a row it is for")
-    used = [(i, place_of[grant]) for i, grant in enumerate(mask.index) if grant in place_of]
+    first_of: dict[int, int] = {}
+    for place, grant in enumerate(sample_grants):  # the tokens of a row follow each other
+        first_of.setdefault(grant, place)
+    counts, offsets = Counter(sample_grants), mask.offsets or (0,) * len(mask.index)
+    used = [
+        (i, first_of[grant] + offset)
+        for i, (grant, offset) in enumerate(zip(mask.index, offsets, strict=True))
+        if offset < counts[grant]
+    ]
     words = torch.frombuffer(bytearray(mask.rows), dtype=torch.int32).view(len(mask.index), mask.words)
     chosen = upload(words[[i for i, _ in used]].numpy(), logits.device)
     places = upload(np.array([place for _, place in used], np.int64), logits.device)

@@ -303,6 +303,12 @@ class Worker:
             self.model_runner.calibrate_next()
         if not on_cpu:
             self._parts.watch()
+        if self.config.speculative_config is not None:
+            from quire.worker.draft_setup import draft_as_configured  # lazy
+
+            draft_as_configured(
+                self.model_runner, self.config.speculative_config, self.config.model_config.max_model_len
+            )
 
     def _warm_up_pooling(self) -> None:
         """A tiny prompt."""

@@ -6,7 +6,7 @@ The drafter is scripted: it knows what plain decoding said, proposes three token
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 
 from quire.base import env
 from quire.config import EngineArgs
+from quire.drafting.proposer import Proposal
 from quire.engine.loop import EngineLoop
 from quire.engine.masking import make_masks
 from quire.executor.base import WorkerProtocol, one_model
@@ -27,6 +28,7 @@ from quire.schema.grammar import GrammarKind, GrammarSpec
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
 from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan
+from quire.worker.drafts import Drafts
 from tests.tiny_models import VOCAB, make_tiny
 from tests.worker.driver import Asked
 from tests.worker.fakes import FakeModel, make_runner
@@ -45,9 +47,25 @@ class Scripted:
         self.texts, self.vocab_size = texts, vocab_size
         self.rng = random.Random(5)
         self.num_right = self.num_wrong = 0
+        self.known: dict[str, list[int]] = {}
 
-    def __call__(self, request_id: str, known: list[int]) -> list[int]:
-        ahead = self.texts[request_id][len(known) : len(known) + DRAFTS]
+    def begin(self, new: NewRow) -> None:
+        self.known[new.request_id] = list(new.token_ids)
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
+        self.known[request_id] += token_ids
+
+    def end(self, request_id: str) -> None:
+        self.known.pop(request_id, None)
+
+    def propose(self, request_ids: Sequence[str], count: int) -> list[Proposal]:
+        return [Proposal(self._propose(name, count)) for name in request_ids]
+
+    def _propose(self, request_id: str, count: int) -> list[int]:
+        known = self.known[request_id]
+        text = self.texts[request_id]
+        assert known[: len(text)] == text[: len(known)], "it is told what was said"
+        ahead = self.texts[request_id][len(known) : len(known) + count]
         wrong = [self.rng.random() < 0.5 for _ in ahead]
         self.num_wrong += sum(wrong)
         self.num_right += len(wrong) - sum(wrong)
@@ -79,7 +97,7 @@ class Engine:
         runner = self.executor.worker.model_runner
         runner.drafts = None
         if drafter is not None:
-            runner.draft_with(drafter)
+            runner.draft_with(Drafts(drafter, runner.rows, DRAFTS))
         scheduler = Scheduler(settings, self.layout)
         loop = EngineLoop(self.executor, scheduler, masks=self.masks)
         plan = scheduler.plan
@@ -203,7 +221,9 @@ def test_drafts_follow_a_grammar(embedded: Engine, depth: int) -> None:
 def test_a_grant_brings_no_more_tokens_than_its_mask_has_rows() -> None:
     runner, greedy = make_runner(), ResolvedParams(temperature=0.0)
     said = alone(FakeModel(), Asked("a", [1, 2, 3], greedy, 0, 9))
-    runner.draft_with(lambda request_id, known: said[len(known) - 3 : len(known) - 1])
+    drafter = Scripted({"a": [1, 2, 3, *said]}, 64)
+    drafter.rng.random = lambda: 1.0  # type: ignore[method-assign]  # all are right
+    runner.draft_with(Drafts(drafter, runner.rows, 2))
     row = NewRow(
         request_id="a", epoch=0, token_ids=(1, 2, 3), num_prompt_tokens=3, params=greedy, seed=0, blocks=((), ()),
     )  # fmt: skip
@@ -230,4 +250,5 @@ def test_a_grant_brings_no_more_tokens_than_its_mask_has_rows() -> None:
 
 def test_a_drafter_is_refused_where_drafts_cannot_be_checked() -> None:
     with pytest.raises(NotBuiltError, match="on CPU only"):
-        make_runner(staged=True).draft_with(lambda request_id, known: [])
+        staged = make_runner(staged=True)
+        staged.draft_with(Drafts(Scripted({}, 64), staged.rows, 1))

@@ -82,7 +82,7 @@ def test_what_is_not_in_the_table_works() -> None:
             {"kv_connector": "x"},
             "neither sends nor receives KV; leave kv_transfer_config at None",
         ),
-        ("spec_tokens", 3, "this version drafts no tokens"),
+        ("enable_mfu_metrics", True, "this version does not measure it"),
         ("fault_tolerance_config", {"engine_recovery_timeout_sec": 1}, "one engine serves in this version; leave"),
     ],
 )

@@ -351,3 +351,34 @@ def test_min_tokens_counts_drafts_before_an_end(made: list[Masks], vocabulary: G
     mask, _ = masks.mask(StepPlan(step=1, grants=(checks("a", 3),)))
     assert mask is not None
     assert allowed(mask) == {(0, 0): "a", (0, 1): "a", (0, 2): ".a", (0, 3): ".a"}
+
+
+def test_drafts_lead_through_reasoning_into_the_grammar(made: list[Masks], vocabulary: GrammarVocabulary) -> None:
+    marks = Marks((b"<",), (b">",), tuple(ids_of("<")), tuple(ids_of(">")), lambda i: vocabulary.tokens[i])
+    masks = ready_masks(
+        made, vocabulary, request("a", "[xy]z"), watch=lambda given: Thought(marks, inside=True, bound=True)
+    )
+    for _ in range(2):  # nothing of it stays
+        masks.propose({"a": ids_of("q>xz")})
+        mask, lost = masks.mask(StepPlan(step=1, grants=(checks("a", 4),)))
+        assert mask is not None and not lost
+        rows = allowed(mask)
+        assert len(rows[0, 0]) > 200 and rows[0, 0].count(".") == 1 and rows[0, 1] == rows[0, 0], "anything but an end"
+        assert [rows[0, offset] for offset in (2, 3, 4)] == ["xy", "z", "."]
+    masks.advance([EngineOutput(request_id="a", new_token_ids=ids_of("q>y"))])
+    masks.propose({"a": ids_of("zz")})
+    mask, _ = masks.mask(StepPlan(step=2, grants=(checks("a", 2),)))
+    assert mask is not None and allowed(mask) == {(0, 0): "z", (0, 1): "."}, "drafts follow it after reasoning too"
+
+
+def test_drafts_do_not_outrun_a_reasoning_budget(made: list[Masks], vocabulary: GrammarVocabulary) -> None:
+    marks = Marks((b"<",), (b">",), tuple(ids_of("<")), tuple(ids_of("!>")), lambda i: vocabulary.tokens[i])
+    masks = Masks(lambda: vocabulary, watch=lambda given: Thought(marks, inside=True, bound=False, budget=2))
+    made.append(masks)
+    assert masks.add(request("a", None, thinking_token_budget=2))
+    masks.propose({"a": ids_of("qr!>s")})
+    mask, lost = masks.mask(StepPlan(step=1, grants=(checks("a", 5),)))
+    assert mask is not None and not lost
+    rows = allowed(mask)
+    assert [len(rows[0, offset]) > 200 for offset in range(6)] == [True, True, False, False, True, True]
+    assert (rows[0, 2], rows[0, 3]) == ("!", ">"), "the end is forced where the budget is used up"

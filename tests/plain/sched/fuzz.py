@@ -226,6 +226,8 @@ class Worker:
             sampled=sampled,
             logprobs=logprobs if any(logprobs) else None,
             prompt_logprobs=prompts,
+            drafts={work.grant.request_id: list(work.row.drafts) for work in done if work.grant.samples},
+            verified={work.grant.request_id: len(work.drafts) for work in done if work.drafts},
             failed=failed,
         )
 

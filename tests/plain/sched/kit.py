@@ -36,7 +36,8 @@ def request(name: str, prompt: int | list[int] = 6, max_tokens: int = 8, **more:
 
 
 class Bench:
-    """A scheduler and the plans it has out. `tokens(grant)` says what a sampling grant brings; 7 unless told."""
+    """A scheduler and the plans it has out. `tokens(grant)` says what a sampling grant brings; 7 unless told.
+    `drafts(name)` is what its next one verifies."""
 
     def __init__(self, num_blocks: int = 64, *groups: tuple[KVKind, int, int], **settings: Any) -> None:
         settings.setdefault("max_model_len", 64)
@@ -44,6 +45,7 @@ class Bench:
         self.scheduler = Scheduler(SchedulerSettings(**settings), layout(num_blocks, *groups), clock=self.clock)
         self.flights: deque[StepPlan] = deque()
         self.tokens: Callable[[Grant], list[int]] = lambda grant: [7]
+        self.drafts: Callable[[str], list[int]] = lambda name: []
         self.seen: dict[str, list[EngineOutput]] = {}
 
     def clock(self) -> float:
@@ -64,6 +66,8 @@ class Bench:
         """Answer the oldest plan that is out."""
         plan = self.flights.popleft()
         sampled = [self.tokens(grant) if grant.samples else [] for grant in plan.grants]
+        drafts = {grant.request_id: self.drafts(grant.request_id) for grant in plan.grants if grant.samples}
+        result = {"drafts": drafts, **result}
         outputs = self.scheduler.commit(plan, StepResult(step=plan.step, sampled=sampled, **result))
         for output in outputs:
             self.seen.setdefault(output.request_id, []).append(output)

@@ -20,6 +20,10 @@ class Device:
     def __init__(self, *drafts: list[int]) -> None:
         self.at, self.drafts = 0, list(drafts)
 
+    def ahead(self, name: str) -> list[int]:
+        """What its next step verifies."""
+        return self.drafts[0] if self.drafts else []
+
     def __call__(self, grant: Grant) -> list[int]:
         assert grant.start + grant.count - grant.num_drafts - 4 >= self.at, "the device is further than the plan"
         drafts = self.drafts.pop(0) if self.at and self.drafts else []
@@ -30,6 +34,11 @@ class Device:
             if new[-1] != draft:
                 break
         return new
+
+
+def drafting(bench: Bench, device: Device) -> Device:
+    bench.tokens, bench.drafts = device, device.ahead
+    return device
 
 
 def scripted(grant: Grant) -> list[int]:
@@ -82,7 +91,7 @@ def test_repetition_ends_a_request(rule: RepetitionDetectionParams, tokens: list
 
 def test_drafts_are_checked_in_one_step_and_the_wrong_ones_forgotten() -> None:
     bench = Bench(num_drafts=4)
-    bench.tokens = Device([8, EOS, 1, 1])
+    drafting(bench, Device([8, EOS, 1, 1], [1, 1, 1, 1]))
     bench.add(request("a", 4, 8, params=ResolvedParams(ignore_eos=True)))
     (grant,) = bench.step().grants
     assert (grant.start, grant.count, grant.num_drafts) == (0, 4, 0), "there is nothing to draft from yet"
@@ -91,13 +100,15 @@ def test_drafts_are_checked_in_one_step_and_the_wrong_ones_forgotten() -> None:
     assert bench.output("a") == [7, 8, EOS, 9]  # two right, and the model's own instead of the third
     (grant,) = bench.step().grants
     assert (grant.start, grant.count, grant.num_drafts) == (7, 4, 3), "four tokens are left to generate"
+    (grant,) = bench.step().grants
+    assert (grant.start, grant.count, grant.num_drafts) == (8, 1, 0), "nothing was drafted, so nothing is set aside"
     bench.finish()
     assert bench.output("a") == SCRIPT[:8]
 
 
 def test_the_last_token_is_not_drafted_for() -> None:
     bench = Bench(num_drafts=4)
-    bench.tokens = Device()
+    drafting(bench, Device([8, EOS]))
     bench.add(request("a", 4, 2, params=ResolvedParams(ignore_eos=True)))
     bench.step()
     assert bench.plan().grants[0].num_drafts == 0, "one token is left to generate: a draft would be for nothing"
@@ -105,7 +116,7 @@ def test_the_last_token_is_not_drafted_for() -> None:
 
 def test_drafts_accepted_past_a_stop_are_cut() -> None:
     bench = Bench(num_drafts=4)
-    bench.tokens = Device([8, EOS, 9, 5])
+    drafting(bench, Device([8, EOS, 9, 5]))
     bench.add(request("a", 4, 9))
     bench.step()
     bench.step()
@@ -115,7 +126,7 @@ def test_drafts_accepted_past_a_stop_are_cut() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_every_grant_after_the_first_checks_drafts_whatever_the_depth(depth: int) -> None:
     bench = Bench(num_drafts=2, depth=depth, max_model_len=99)
-    device = bench.tokens = Device(*([token, 1] for token in SCRIPT[1::2]))  # the first of two is right
+    device = drafting(bench, Device(*([token, 1] for token in SCRIPT[1::2])))  # the first of two is right
     bench.add(request("a", 4, 11, params=ResolvedParams(ignore_eos=True)))
     grants = []
     while bench.scheduler.has_unfinished() or bench.flights:
@@ -130,7 +141,7 @@ def test_every_grant_after_the_first_checks_drafts_whatever_the_depth(depth: int
 
 def test_plans_ahead_count_drafts_as_right_until_they_are_known_to_be_wrong() -> None:
     bench = Bench(num_drafts=2, depth=2)
-    bench.tokens = Device([8, 1], [9, 5])
+    drafting(bench, Device([8, 1], [9, 5]))
     bench.add(request("a", 4, 11, params=ResolvedParams(ignore_eos=True)))
     bench.step()
     assert [(g.start, g.count) for g in bench.plan().grants] == [(4, 3)]
@@ -145,7 +156,7 @@ def test_plans_ahead_count_drafts_as_right_until_they_are_known_to_be_wrong() ->
 
 def test_blocks_are_there_for_the_furthest_case() -> None:
     bench = Bench(num_drafts=3, depth=2)
-    bench.tokens = Device([1, 1, 1], [1, 1, 1])
+    drafting(bench, Device([1, 1, 1], [1, 1, 1]))
     bench.add(request("a", 4, 30, params=ResolvedParams(ignore_eos=True)))
     bench.step()
     ahead = [bench.plan() for _ in range(2)]
@@ -157,6 +168,7 @@ def test_blocks_are_there_for_the_furthest_case() -> None:
 
 def test_more_tokens_than_drafts_allow_are_a_fault() -> None:
     bench = Bench(num_drafts=1)
+    bench.drafts = lambda name: [7]
     bench.add(request("a", 4, 30))
     bench.step()
     bench.tokens = lambda grant: [7, 7, 7]
@@ -271,7 +283,7 @@ def test_prompt_log_probabilities_arrive_once_though_the_prompt_is_computed_twic
 
 def test_log_probabilities_are_cut_with_the_tokens() -> None:
     bench = Bench(num_drafts=3)
-    bench.tokens = Device([8, EOS, 9])
+    drafting(bench, Device([8, EOS, 9]))
     bench.add(request("a", 4, 9))
     bench.step(logprobs=[rows([7])])
     bench.step(logprobs=[rows(SCRIPT[1:5])])

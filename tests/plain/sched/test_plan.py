@@ -379,13 +379,13 @@ def test_from_config_reads_every_option(device: str) -> None:
         ),
         cache_config=Names(enable_prefix_caching=False, prefix_caching_hash_algo="sha256_cbor"),
         kv_events_config=Names(publishes=True),
-        lora_config=Names(max_loras=3, max_cpu_loras=5),
+        lora_config=Names(max_loras=3, max_cpu_loras=5), num_speculative_tokens=4,
     )  # fmt: skip
     assert SchedulerSettings.from_config(config, max_model_len=50, depth=2) == SchedulerSettings(
         max_model_len=50, max_num_batched_tokens=100, max_num_seqs=3, policy="priority", depth=2,
         chunked_prefill=True, long_prefill_threshold=9, max_partial_prefills=2, max_long_partial_prefills=1,
         reserve_full_prompt=False, watermark=0.25, max_num_queued=11, max_num_queued_tokens=12, prefix_caching=False,
-        hash_algorithm="sha256_cbor", events=True, latency_goal=0.025, max_loras=3, max_cpu_loras=5,
+        hash_algorithm="sha256_cbor", events=True, latency_goal=0.025, max_loras=3, max_cpu_loras=5, num_drafts=4,
         **LATENCY[device],
     )  # fmt: skip
 

@@ -1,0 +1,155 @@
+"""SpeculativeConfig: drafting tokens and verifying them. The options, what they may be together, and their defaults.
+
+In: the mapping that a user gave, or its shorthands. Out: a config whose method, number of tokens and limits are set.
+Must not know: how a method drafts (quire/drafting), or anything about a checkpoint beyond its facts.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from quire.base.log import logger
+from quire.config.option import Group, group, option
+from quire.schema.errors import ConfigError, NotBuiltError
+
+if TYPE_CHECKING:
+    from quire.config.engine import EngineConfig
+
+log = logger(__name__)
+
+METHODS = ("ngram", "suffix", "custom_class")
+# Documented methods that this version refuses by name; each may also be spelled as one of the model types after it.
+UNBUILT = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "ngram_gpu", "dflash", "dspark",
+           "extract_hidden_states")  # fmt: skip
+MOST_TOKENS = 128  # per row and step
+_SUFFIX_TOKENS = 32
+_PLACE = "speculative_config"
+
+
+@group
+class SpeculativeConfig(Group):
+    """Drafting tokens and verifying them."""
+
+    method: str | None = option(
+        None, "Where drafts come from: ngram, suffix, or custom_class.", flat=False, choices=METHODS
+    )
+    model: str | None = option(None, "Draft model, or the import path of a class for custom_class.", flat=False)
+    num_speculative_tokens: int | None = option(
+        None, "Tokens drafted per row and step, at most.", flat=False, low=1, high=MOST_TOKENS
+    )
+    prompt_lookup_max: int | None = option(None, "Longest n-gram that is looked up.", flat=False, low=1)
+    prompt_lookup_min: int | None = option(None, "Shortest n-gram that is looked up.", flat=False, low=1)
+    disable_by_batch_size: int | None = option(
+        None, "Number of running requests from which on nothing is drafted.", flat=False, low=1
+    )
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = option(
+        None, "Triples (from, to, tokens): another limit for so many running requests.", flat=False
+    )
+    suffix_decoding_max_tree_depth: int = option(
+        24, "Longest ending that suffix decoding compares, in tokens.", flat=False, low=1, high=1024
+    )
+    suffix_decoding_max_cached_requests: int = option(
+        10000, "Past answers that suffix decoding remembers; 0: none.", flat=False, low=0
+    )
+    suffix_decoding_max_spec_factor: float = option(
+        1.0, "Tokens drafted by suffix decoding per token that agrees.", flat=False, low=0
+    )
+    suffix_decoding_min_token_prob: float = option(
+        0.1, "Least frequency of what suffix decoding drafts.", flat=False, low=0, high=1
+    )
+    adaptive: bool = option(
+        True, "Verify as many drafts as are worth it, by acceptance and measured cost; False: all.", flat=False
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for low, high, tokens in self.num_speculative_tokens_per_batch_size or ():
+            if not (1 <= low <= high and 0 <= tokens <= MOST_TOKENS):
+                raise ConfigError(
+                    f"{_PLACE}: num_speculative_tokens_per_batch_size has ({low}, {high}, {tokens}); it takes triples "
+                    f"of 1 <= from <= to and 0 to {MOST_TOKENS} tokens",
+                    param=_PLACE,
+                )
+
+
+def choose_drafts(requested: Mapping[str, Any], config: "EngineConfig") -> "EngineConfig":
+    """The method and its numbers; what cannot be drafted for is refused."""
+    speculative = _with_shorthands(config)
+    if speculative is None:
+        return config
+    method = _method(speculative)
+    _check_model(config, method)
+    most = speculative.num_speculative_tokens
+    if most is None:
+        if method != "suffix":
+            raise _wrong(f"method {method!r} needs num_speculative_tokens, at least 1")
+        most = _SUFFIX_TOKENS
+    changes: dict[str, Any] = {"method": method, "num_speculative_tokens": most}
+    if method == "ngram":
+        changes |= _lookup(speculative)
+    speculative = replace(speculative, **changes)
+    log.info("Speculative decoding: %s, up to %d tokens per step", method, most)
+    return replace(config, speculative_config=speculative, spec_method=None, spec_model=None, spec_tokens=None)
+
+
+def _with_shorthands(config: "EngineConfig") -> SpeculativeConfig | None:
+    short = {"method": config.spec_method, "model": config.spec_model, "num_speculative_tokens": config.spec_tokens}
+    named = {key: value for key, value in short.items() if value is not None}
+    if not named:
+        return config.speculative_config
+    if config.speculative_config is not None:
+        raise _wrong("spec_method, spec_model and spec_tokens are shorthands for its keys; give either")
+    return SpeculativeConfig(**named)
+
+
+def _method(speculative: SpeculativeConfig) -> str:
+    method, model = speculative.method, speculative.model
+    if method is None:
+        if model is None:
+            raise _wrong(f"it names neither a method nor a model; methods are {', '.join(METHODS)}")
+        method = "ngram" if model in ("ngram", "[ngram]") else "draft_model"
+    if method in UNBUILT or method.endswith("_mtp"):
+        raise NotBuiltError(
+            f"{_PLACE}: method {method!r} is not available in this version of Quire; methods are {', '.join(METHODS)}",
+            param=_PLACE,
+        )
+    if method not in METHODS:
+        near = difflib.get_close_matches(method, (*METHODS, *UNBUILT), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise _wrong(f"method {method!r} is unknown; methods are {', '.join(METHODS)}{hint}")
+    if (method == "custom_class") and not model:
+        raise _wrong("method 'custom_class' needs model, the import path of a Proposer class")
+    if method != "custom_class" and model not in (None, "ngram", "[ngram]", method):
+        raise _wrong(f"method {method!r} has no draft model, and model is {model!r}")
+    return method
+
+
+def _lookup(speculative: SpeculativeConfig) -> dict[str, int]:
+    """Either limit alone is both; neither is n-grams of 2 to 5 tokens."""
+    low, high = speculative.prompt_lookup_min, speculative.prompt_lookup_max
+    if low is None and high is None:
+        low, high = 2, 5
+    low, high = low or min(1, high or 1), high or low or 1
+    if low > high:
+        raise _wrong(f"prompt_lookup_min={low} is more than prompt_lookup_max={high}")
+    return {"prompt_lookup_min": low, "prompt_lookup_max": high}
+
+
+def _check_model(config: "EngineConfig", method: str) -> None:
+    """NotBuiltError: this model, or an option, and drafts exclude each other."""
+    model = config.model_config
+    reasons = {
+        "pooling models generate nothing": model.is_pooling,
+        "a recurrent state cannot be rolled back to before drafts": model.facts.has_states,
+        "drafts are verified on CPU only in this version": config.device_config.device != "cpu",
+        "custom logits processors see one token of a row at a time": bool(model.logits_processors),
+        "ranks measure costs by their own clocks, so they would draft differently": config.parallel_config.world_size > 1,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise NotBuiltError(f"{_PLACE} (method {method!r}): {reason}", param=_PLACE)
+
+
+def _wrong(what: str) -> ConfigError:
+    return ConfigError(f"{_PLACE}: {what}", param=_PLACE)

@@ -1,0 +1,102 @@
+"""Speculative decoding as configured: the proposer by its method, and what steps of several tokens cost here.
+
+In: SpeculativeConfig and a runner. Out: the runner drafts. Must not know: how a proposer works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from quire.base import registry
+from quire.base.log import logger
+from quire.config.drafting import SpeculativeConfig
+from quire.drafting.lengths import PROBES, DraftLengths
+from quire.drafting.proposer import METHODS, NOTHING, Proposal, Proposer
+from quire.schema.errors import ConfigError
+from quire.schema.params import ResolvedParams
+from quire.schema.step import Grant, NewRow, StepPlan
+from quire.worker.drafts import Drafts, used_processor
+
+if TYPE_CHECKING:
+    from quire.worker.runner import ModelRunner
+
+_log = logger(__name__)
+_ROUNDS = 3  # of each size; the shortest counts
+_PROBE_SECONDS = 2.0  # after which the larger sizes are estimated
+
+
+def draft_as_configured(runner: ModelRunner, config: SpeculativeConfig, max_model_len: int) -> None:
+    most = config.num_speculative_tokens or 0
+    lengths = None
+    if config.adaptive:
+        lengths = DraftLengths(config)
+        lengths.costs.probed(probe(runner, most, max_model_len))
+    runner.draft_with(Drafts(make_proposer(config), runner.rows, most, lengths))
+
+
+def make_proposer(config: SpeculativeConfig) -> Proposer:
+    if config.method != "custom_class":
+        known: Proposer = METHODS.get(config.method or "")(config)
+        return known
+    try:
+        named = registry.load(config.model or "")
+    except ImportError as wrong:
+        raise _unusable(config, f"cannot be imported: {wrong}") from None
+    if not isinstance(named, type):
+        raise _unusable(config, "is not a class")
+    missing = [verb for verb in ("begin", "extend", "propose", "end") if verb not in dir(named)]
+    if missing:
+        raise _unusable(config, f"has no {', '.join(missing)}")
+    made: Proposer = named(config)
+    return made
+
+
+def _unusable(config: SpeculativeConfig, why: str) -> ConfigError:
+    return ConfigError(f"speculative_config: model {config.model!r} {why}", param="speculative_config")
+
+
+def probe(runner: ModelRunner, most: int, max_model_len: int) -> list[float]:
+    """Processor seconds of steps of one row that verify drafts, at the first of PROBES. Leaves no trace: the blocks
+    it writes belong to nobody yet."""
+    sizes = [size for size in PROBES if size + 2 <= max_model_len and size <= 8 * (most + 1)]
+    longest = sizes[-1] + 2
+    blocks = tuple(tuple(range(-(-longest // table.group.block_size))) for table in runner.rows.tables)
+    row = NewRow(
+        request_id="probe", epoch=0, token_ids=(0,), num_prompt_tokens=1, params=ResolvedParams(temperature=0.0),
+        seed=0, blocks=blocks,
+    )  # fmt: skip
+    drafts = Drafts(_NoProposer(), runner.rows, longest)
+    runner.draft_with(drafts)
+    _step(runner, StepPlan(step=0, grants=(Grant("probe", 0, 1, True, 0),), joined=(row,)))
+    began, seconds = used_processor(), list[float]()
+    for size in sizes:
+        seconds.append(min(_verify(runner, drafts, size) for _ in range(_ROUNDS)))
+        if used_processor() - began > _PROBE_SECONDS:
+            break
+    runner.forward(StepPlan(step=0, grants=(), left=("probe",)))
+    _log.info("Steps of %s tokens: %s ms", sizes[: len(seconds)], [round(1000 * one, 1) for one in seconds])
+    return seconds
+
+
+def _verify(runner: ModelRunner, drafts: Drafts, size: int) -> float:
+    drafts.of["probe"] = [0] * (size - 1)
+    runner.rows.lengths[runner.rows.row_of["probe"]] = 2
+    began = used_processor()
+    _step(runner, StepPlan(step=0, grants=(Grant("probe", 1, size, True, 0, (), size - 1),)))
+    return used_processor() - began
+
+
+def _step(runner: ModelRunner, plan: StepPlan) -> None:
+    runner.forward(plan)
+    runner.sample(0, None).result()
+
+
+class _NoProposer:
+    """Drafts nothing."""
+
+    def begin(self, new: NewRow) -> None: ...
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> None: ...
+    def end(self, request_id: str) -> None: ...
+    def propose(self, request_ids: Sequence[str], count: int) -> list[Proposal]:
+        return [NOTHING] * len(request_ids)

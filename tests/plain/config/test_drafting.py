@@ -1,0 +1,113 @@
+"""speculative_config: every key, and one clear error for each thing that cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config import EngineArgs
+from quire.config.drafting import METHODS, UNBUILT, SpeculativeConfig
+from quire.config.foreign import meant_by
+from quire.schema.errors import ConfigError, NotBuiltError
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 256,
+}  # fmt: skip
+MAMBA = {**LLAMA, "architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 8}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+@pytest.fixture
+def resolve(tmp_path: Path) -> Any:
+    def run(speculative: Any = None, model: Any = LLAMA, **options: Any) -> SpeculativeConfig | None:
+        (tmp_path / "config.json").write_text(json.dumps(model))
+        more = {"device": "cpu", "skip_tokenizer_init": True, **options}
+        args = EngineArgs(model=str(tmp_path), speculative_config=speculative, **more)
+        config: SpeculativeConfig | None = args.create_engine_config().speculative_config
+        return config
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("speculative", "expected"),
+    [
+        (NGRAM, ("ngram", 3, 2, 5)),
+        ({**NGRAM, "prompt_lookup_max": 4}, ("ngram", 3, 1, 4)),
+        ({**NGRAM, "prompt_lookup_min": 3}, ("ngram", 3, 3, 3)),
+        ({**NGRAM, "prompt_lookup_min": 2, "prompt_lookup_max": 7}, ("ngram", 3, 2, 7)),
+        ({"model": "[ngram]", "num_speculative_tokens": 1}, ("ngram", 1, 2, 5)),
+        ({"method": "suffix"}, ("suffix", 32, None, None)),
+        ({"method": "suffix", "num_speculative_tokens": 8}, ("suffix", 8, None, None)),
+        ({"method": "custom_class", "model": "a.b:C", "num_speculative_tokens": 2}, ("custom_class", 2, None, None)),
+    ],
+)
+def test_defaults(resolve: Any, speculative: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    made = resolve(speculative)
+    assert (made.method, made.num_speculative_tokens, made.prompt_lookup_min, made.prompt_lookup_max) == expected
+
+
+def test_shorthands(resolve: Any) -> None:
+    assert resolve(spec_method="ngram", spec_tokens=4) == resolve({**NGRAM, "num_speculative_tokens": 4})
+    with pytest.raises(ConfigError, match="shorthands for its keys; give either"):
+        resolve(NGRAM, spec_tokens=4)
+    assert resolve() is None
+
+
+@pytest.mark.parametrize(
+    ("speculative", "words"),
+    [
+        ({**NGRAM, "num_speculative_tokens": 0}, "num_speculative_tokens must be at least 1 and at most 128, got 0"),
+        ({**NGRAM, "num_speculative_tokens": 129}, "num_speculative_tokens must be .* at most 128, got 129"),
+        ({"method": "ngram"}, "speculative_config: method 'ngram' needs num_speculative_tokens, at least 1"),
+        ({"num_speculative_tokens": 2}, "it names neither a method nor a model"),
+        ({**NGRAM, "method": "ngrams"}, "method 'ngrams' is unknown; .*did you mean 'ngram'"),
+        ({**NGRAM, "numspeculative_tokens": 2}, "speculative_config has no key 'numspeculative_tokens'; did you mean"),
+        ({**NGRAM, "tensor_parallel_size": 2}, "has no key 'tensor_parallel_size'; did you mean 'draft_tensor_"),
+        ({**NGRAM, "prompt_lookup_min": 5, "prompt_lookup_max": 2}, "prompt_lookup_min=5 is more than prompt_lookup_m"),
+        ({**NGRAM, "prompt_lookup_max": 0}, "prompt_lookup_max must be at least 1, got 0"),
+        ({**NGRAM, "model": "some/model"}, "method 'ngram' has no draft model, and model is 'some/model'"),
+        ({**NGRAM, "disable_by_batch_size": 0}, "disable_by_batch_size must be at least 1, got 0"),
+        ({**NGRAM, "num_speculative_tokens_per_batch_size": [[4, 2, 1]]}, r"has \(4, 2, 1\); it takes triples"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "suffix_decoding_min_token_prob must be at"),
+        ({"method": "custom_class", "num_speculative_tokens": 2}, "method 'custom_class' needs model"),
+        ("ngram", "speculative_config must be a mapping"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_once(resolve: Any, speculative: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve(speculative)
+
+
+@pytest.mark.parametrize("method", [*UNBUILT, "deepseek_mtp", "qwen3_next_mtp"])
+def test_methods_that_are_not_built_are_refused_by_name(resolve: Any, method: str) -> None:
+    with pytest.raises(NotBuiltError, match=f"method '{method}' is not available .*methods are {', '.join(METHODS)}"):
+        resolve({"method": method, "model": "x", "num_speculative_tokens": 2})
+
+
+def test_a_model_alone_is_a_draft_model(resolve: Any) -> None:
+    with pytest.raises(NotBuiltError, match="method 'draft_model' is not available"):
+        resolve({"model": "x", "num_speculative_tokens": 2})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device": "cuda"}, "verified on CPU only"),
+        ({"model": MAMBA}, "recurrent state cannot be rolled back"),
+        ({"logits_processors": ["a.b:C"]}, "custom logits processors"),
+        ({"runner": "pooling"}, "pooling models generate nothing"),
+    ],
+)
+def test_what_excludes_drafts(resolve: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(NotBuiltError, match=rf"speculative_config \(method 'ngram'\): .*{words}"):
+        resolve(NGRAM, **options)
+
+
+def test_old_flags_are_refused_by_name() -> None:
+    for flag in ("--speculative-model", "--num_speculative_tokens", "--ngram-prompt-lookup-max"):
+        assert "--speculative-config" in (meant_by(flag) or "")
