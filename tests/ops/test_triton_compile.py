@@ -1,6 +1,7 @@
 """The Triton kernels compile for Hopper, in the shapes models give them. Needs Triton, but no GPU."""
 
 import os
+import re
 
 import pytest
 
@@ -454,6 +455,9 @@ def test_codes_times_some_rows(name, rows):
         loop = text[text.index("mbarrier.try_wait") : text.rindex("wgmma.mma_async")]
         assert "st.shared" not in loop  # what is widened stays in registers
         assert made.metadata.shared <= 227 << 10
+        # TMA writes scales to multiples of 128 bytes, or the kernel ends in an illegal instruction.
+        scales = [int(offset or 0) for offset in re.findall(r"ld\.shared\.b32\s+%r\d+, \[%r\d+(?:\+(\d+))?]", loop)]
+        assert bool(scales) == is_grouped and all(offset % 128 in (0, 32) for offset in scales)
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-blocks", "int8", "int4", "int4-zeros", "int4-zeros-between", "fp4"])
@@ -506,3 +510,33 @@ def test_rounded_inputs(pointer, group):
             "K": 4096, "GROUP": group, "GROUPS": 4096 // group, "BLOCK": group, "LARGEST": largest, "EARLY": True,
         }  # fmt: skip
         compiled(coded._quantize_kernel, kinds, constants, early=True)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_what_the_library_multiplies_is_tried_first(grouped, monkeypatch):
+    """A start must survive a library that refuses, in whatever way, or that means something else by its scales."""
+    cpu = torch.device("cpu")
+
+    def multiply(a, b, a_scale, b_scale, **options):
+        assert a_scale.shape == (256, 4 if grouped else 1) and b_scale.shape == (4 if grouped else 1, 256)
+        left, right = (each.float().unflatten(1, (b_scale.shape[0], -1)) for each in (a, b.t()))
+        numbers = [(left * a_scale[:, :, None]).flatten(1), (right * b_scale.t()[:, :, None]).flatten(1)]
+        return (numbers[0] @ numbers[1].t()).to(options["out_dtype"])
+
+    def refuse(kind):
+        def scaled_mm(*args, **options):
+            raise kind("Invalid scaling configuration")
+
+        return scaled_mm
+
+    def flipped(a, b, a_scale, b_scale, **options):
+        return multiply(a, b, a_scale.flip(0), b_scale, **options)
+
+    outcomes = {multiply: True, flipped: False} | {
+        refuse(kind): False for kind in (RuntimeError, ValueError, TypeError)
+    }
+    for scaled_mm, outcome in outcomes.items():
+        monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+        coded._library_multiplies.cache_clear()
+        assert coded._library_multiplies(cpu, grouped=grouped) is outcome
+    coded._library_multiplies.cache_clear()

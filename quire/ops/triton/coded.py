@@ -499,24 +499,27 @@ def library_takes(x: RoundedRows, weight: CodedWeight) -> bool:
         and weight.width % 16 == 0
         and x.codes.is_cuda
         and weight.scale.dtype is torch.float32
-        and (weight.group == weight.width or (weight.group == _GROUPED and _library_groups(x.codes.device)))
+        and (weight.group == weight.width or weight.group == _GROUPED)
+        and _library_multiplies(x.codes.device, grouped=weight.group != weight.width)
     )
 
 
 @cache
-def _library_groups(device: torch.device) -> bool:
-    """Whether the library multiplies groups, by trying: versions, devices and builds differ. The result is compared, so
-    that groups are known to mean the same."""
+def _library_multiplies(device: torch.device, *, grouped: bool) -> bool:
+    """Whether the library takes scales of rows, or of groups, by trying: versions, devices and builds differ. The
+    result is compared, so that scales are known to mean the same. Waits for the device: the first step of so many rows
+    runs before one is captured."""
     draw = torch.Generator().manual_seed(0)
-    codes = torch.randn((2, 256, 512), generator=draw).to(torch.float8_e4m3fn).to(device)
-    scale = (0.5 + torch.rand((2, 4, 256), generator=draw)).to(device)
-    weight = CodedWeight("fp8", codes[1], scale[1], None, 256, 512, _GROUPED, True)
+    rows, width = 256, 4 * _GROUPED
+    codes = torch.randn((2, rows, width), generator=draw).to(torch.float8_e4m3fn).to(device)
+    scale = (0.5 + torch.rand((2, 4 if grouped else 1, rows), generator=draw)).to(device)
+    weight = CodedWeight("fp8", codes[1], scale[1], None, rows, width, _GROUPED if grouped else width, True)
     x = RoundedRows(codes[0], scale[0], torch.bfloat16)
     wanted = rounded_ops.rounded_linear.reference(x, weight, None).float()
     try:
         found = _by_library(x, weight, None).float()
-    except RuntimeError as wrong:
-        _log.debug("torch._scaled_mm takes no groups of %d here: %s", _GROUPED, wrong)
+    except (RuntimeError, ValueError, TypeError) as wrong:  # which of them, depends on the version
+        _log.debug("torch._scaled_mm takes no scales of %s here: %s", "groups" if grouped else "rows", wrong)
         return False
     return bool(((found - wanted).abs().max() < 1e-2 * wanted.abs().max()).item())
 

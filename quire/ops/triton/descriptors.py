@@ -1,4 +1,5 @@
-"""TMA descriptors of tensors, for kernels in Gluon: made once for an address, a shape and a box."""
+"""TMA for kernels in Gluon: descriptors of tensors, made once for an address, a shape and a box; and `load_tile`, the
+copy to shared memory, whose name depends on Triton's version."""
 
 from __future__ import annotations
 
@@ -8,7 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# Up to Triton 3.6 the one name, in 3.8 both, from 3.9 on the other.
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 class _Address(NamedTuple):

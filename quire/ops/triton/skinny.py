@@ -23,7 +23,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -38,7 +37,7 @@ from quire.ops.parts import PartialSums
 from quire.ops.triton import launch, skinny_coded
 from quire.ops.triton.act import SILU
 from quire.ops.triton.coded import CodedLinear
-from quire.ops.triton.descriptors import describe
+from quire.ops.triton.descriptors import describe, load_tile
 from quire.ops.triton.skinny_coded import store_silu
 
 MOST_ROWS = 32
@@ -63,10 +62,10 @@ def _fill(matrix, ring, barriers, column, k, at, other, GATED: gl.constexpr):
     if GATED:
         HALF: gl.constexpr = TILE // 2
         to = ring.index(at)
-        tma.async_copy_global_to_shared(matrix, [column, k], barriers.index(at), to.slice(0, HALF, 0))
-        tma.async_copy_global_to_shared(matrix, [other + column, k], barriers.index(at), to.slice(HALF, HALF, 0))
+        load_tile(matrix, [column, k], barriers.index(at), to.slice(0, HALF, 0))
+        load_tile(matrix, [other + column, k], barriers.index(at), to.slice(HALF, HALF, 0))
     else:
-        tma.async_copy_global_to_shared(matrix, [column, k], barriers.index(at), ring.index(at))
+        load_tile(matrix, [column, k], barriers.index(at), ring.index(at))
 
 
 @gluon.jit
@@ -93,7 +92,7 @@ def _product(
         gdc_wait()
     for at in gl.static_range(BUFFERS):
         if begin + at < end:
-            tma.async_copy_global_to_shared(rows, [0, (begin + at) * ENTRIES], barriers.index(at), staged.index(at))
+            load_tile(rows, [0, (begin + at) * ENTRIES], barriers.index(at), staged.index(at))
     own: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     acc = gl.zeros([TILE, ROWS], gl.float32, layout=own)
     for piece in range(begin, end):
@@ -106,7 +105,7 @@ def _product(
             k = (piece + BUFFERS) * ENTRIES
             mbarrier.expect(barriers.index(buffer), BYTES)
             _fill(matrix, ring, barriers, column, k, buffer, other, GATED)
-            tma.async_copy_global_to_shared(rows, [0, k], barriers.index(buffer), staged.index(buffer))
+            load_tile(rows, [0, k], barriers.index(buffer), staged.index(buffer))
     for at in gl.static_range(BUFFERS):
         mbarrier.invalidate(barriers.index(at))
     return acc

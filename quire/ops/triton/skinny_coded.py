@@ -19,7 +19,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -28,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops.coded import CodedWeight, is_packed
 from quire.ops.parts import PartialSums
-from quire.ops.triton.descriptors import describe, described
+from quire.ops.triton.descriptors import describe, described, load_tile
 
 MOST_ROWS, MOST_ROUNDING = 256, 64  # of a matmul; of one whose inputs would be rounded to 8 bits otherwise
 LEAST_ROWS = 9  # from which these kernels win though somebody has to add up the splits of K
@@ -189,10 +188,10 @@ def _fill_codes(
         else:
             row, k = 0, (buffer * PIECES + piece) * (DEPTH // 2)
         if GATED:
-            tma.async_copy_global_to_shared(matrix, [row + column, k], barrier, to.slice(0, HALF, 0))
-            tma.async_copy_global_to_shared(matrix, [row + other + column, k], barrier, to.slice(HALF, HALF, 0))
+            load_tile(matrix, [row + column, k], barrier, to.slice(0, HALF, 0))
+            load_tile(matrix, [row + other + column, k], barrier, to.slice(HALF, HALF, 0))
         else:
-            tma.async_copy_global_to_shared(matrix, [row + column, k], barrier, to)
+            load_tile(matrix, [row + column, k], barrier, to)
 
 
 @gluon.jit
@@ -204,17 +203,17 @@ def _fill_groups(
     for piece in gl.static_range(PIECES):
         group, to = (buffer * PIECES + piece) // group_pieces, ring.index(place * PIECES + piece)
         if GATED:
-            tma.async_copy_global_to_shared(values, [group, column], barrier, to.slice(0, HALF, 1))
-            tma.async_copy_global_to_shared(values, [group, other + column], barrier, to.slice(HALF, HALF, 1))
+            load_tile(values, [group, column], barrier, to.slice(0, HALF, 1))
+            load_tile(values, [group, other + column], barrier, to.slice(HALF, HALF, 1))
         else:
-            tma.async_copy_global_to_shared(values, [group, column], barrier, to)
+            load_tile(values, [group, column], barrier, to)
 
 
 @gluon.jit
 def _fill_rows(rows, staged, barrier, place, buffer, first, PIECES: gl.constexpr):
     for piece in gl.static_range(PIECES):
         k = (buffer * PIECES + piece) * DEPTH
-        tma.async_copy_global_to_shared(rows, [first, k], barrier, staged.index(place * PIECES + piece))
+        load_tile(rows, [first, k], barrier, staged.index(place * PIECES + piece))
 
 
 @gluon.jit
