@@ -26,13 +26,19 @@ if TYPE_CHECKING:
 class StepAdapters:
     """Shared by all layers of a model; set by the decoder at the start of every step."""
 
-    __slots__ = ("rows",)
+    __slots__ = ("by_slot", "every_layer", "rows", "version")
 
     def __init__(self) -> None:
         self.rows: AdapterRows | None = None  # None: no row has an adapter
+        # The same, for what goes through the slots of a step one by one; None too in a step that is captured, whose
+        # rows have other slots at every replay.
+        self.by_slot: AdapterRows | None = None
+        self.version = 0  # changes whenever an adapter is the first one to change some Linear
+        self.every_layer = False  # trial steps: as if adapters changed every Linear
 
-    def begin(self, index: Tensor | None) -> None:
+    def begin(self, index: Tensor | None, *, is_captured: bool = False) -> None:
         self.rows = None if index is None else AdapterRows(index)
+        self.by_slot = None if is_captured else self.rows
 
 
 class LinearAdapters:
@@ -43,6 +49,7 @@ class LinearAdapters:
     ) -> None:
         self.step, self.low = step, LowRank(num_slots, like.dtype)
         self.is_used = False  # some slot has something here
+        self.was_used = False  # the same, now or before: what is captured once stays good when slots change
         if kernels.device.type != "cpu":
             self.low.set_up_stacks(layer.out_size, layer.in_size, len(layer.parts), rank, like)
         self._add = kernels.of(add_low_rank)
@@ -51,10 +58,13 @@ class LinearAdapters:
         if pieces or self.low.pieces[slot - 1]:
             self.low.put(slot, tuple(pieces))
             self.is_used = any(self.low.pieces)
+            if self.is_used and not self.was_used:
+                self.was_used = True
+                self.step.version += 1
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         rows = self.step.rows
-        if rows is None or not self.is_used:
+        if rows is None or not (self.was_used or self.step.every_layer):
             return y
         if len(x) != len(rows.index):
             raise RuntimeError(f"a layer has {len(x)} rows in a step of {len(rows.index)}: adapters cannot be matched")
@@ -103,7 +113,7 @@ class TableAdapters:
 
     def add(self, index: Tensor, x: Tensor) -> Tensor:
         """x [T, width] are rows of the table, which `index` [T] names."""
-        rows = self.step.rows
+        rows = self.step.by_slot
         if rows is None or not any(self.slots):
             return x
         for slot, some in rows.groups:
@@ -136,7 +146,7 @@ class ExpertAdapters:
 
     def groups(self, num_rows: int) -> list[tuple[int, SomeRows]]:
         """Slots of this step that have something here, with their rows: one or several for each row of the step."""
-        rows = self.step.rows
+        rows = self.step.by_slot
         if rows is None or not any(self.slots):
             return []
         count, rest = divmod(num_rows, len(rows.index))

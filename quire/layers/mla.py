@@ -83,9 +83,9 @@ class LatentAttention(KVLayer):
         """Rows of the step, with the matrices [H, nope + value, rank] that they are carried by."""
         base, kind, adapters = self._carry(x, batch), self.kind, self.kv_b.adapters
         shape = (kind.heads, kind.nope + kind.value, kind.kv_rank)
-        if adapters is None or adapters.step.rows is None or not adapters.is_used:
+        if adapters is None or adapters.step.by_slot is None or not adapters.is_used:
             return [(slice(None), base.view(shape))]
-        rows = adapters.step.rows
+        rows = adapters.step.by_slot
         own = [(some, adapters.merged(base, slot).view(shape)) for slot, some in rows.groups]
         return [((rows.index == 0).nonzero().flatten(), base.view(shape)), *own]
 

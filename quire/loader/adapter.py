@@ -72,6 +72,12 @@ class HostAdapter:
         self.num_bytes += piece.rows.nbytes + piece.b.nbytes
         self.tables[layer] = piece
 
+    @property
+    def in_graphs(self) -> bool:
+        """Whether steps that use it may be replayed as graphs: it adds to matmuls of a step's rows and nothing else."""
+        linears = all(isinstance(layer, Linear) and not layer.absorbed for layer in self.linears)
+        return linears and not self.experts and not self.tables
+
     def fill(self, slot: int, layers: Iterable[AdaptedLayer]) -> None:
         """Put it into a slot of these layers, in place of whatever was there."""
         for layer in layers:

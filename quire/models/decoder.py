@@ -171,7 +171,7 @@ class Decoder(nn.Module):
             batch = vetoed(batch)
         adapters: AdapterRows | None = None  # for blocks in one call
         if self.adapters is not None:
-            self.adapters.begin(batch.adapter_index)
+            self.adapters.begin(batch.adapter_index, is_captured=batch.is_captured)
             adapters = None if batch.through_linears else self.adapters.rows
         if batch.adapter_index is not None:
             batch = vetoed(batch)

@@ -134,6 +134,13 @@ class LowRank:
 
 
 @op
+def captured_rows() -> int:
+    """Up to how many rows `add_low_rank` launches the same whatever the slots hold and never waits for a device, so
+    that a graph may hold it; 0: never."""
+    return 0
+
+
+@op
 def add_low_rank(y: Tensor, x: Tensor, rows: AdapterRows, low: LowRank) -> Tensor:
     """y [T, rows of the matrix], to which every row's adapter adds its part of x [T, width]. In place."""
     return _add_by_slot(y, x, rows, low, F.linear)

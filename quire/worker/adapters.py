@@ -12,11 +12,14 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from quire.base.log import logger
 from quire.schema.adapters import AdapterPlacement, AdapterRead, AdapterSource
 from quire.schema.errors import QuireError
 
 if TYPE_CHECKING:
+    from quire.layers.adapters import StepAdapters
     from quire.layers.places import AdaptedLayer
     from quire.loader.adapter import HostAdapter
 
@@ -24,8 +27,10 @@ _log = logger(__name__)
 
 
 class WorkerAdapters:
-    def __init__(self, read: Callable[[str], HostAdapter], layers: Iterable[AdaptedLayer]) -> None:
+    def __init__(self, read: Callable[[str], HostAdapter], layers: Iterable[AdaptedLayer], step: StepAdapters) -> None:
         self._read, self._layers = read, list(layers)
+        self.step = step  # of these layers
+        self._apart: set[int] = set()  # slots whose adapters no graph holds
         self._copies: dict[int, HostAdapter] = {}  # by serial
         self._wanted: set[int] = set()  # being read, or to be
         self._lock = threading.Lock()  # over the three above
@@ -62,6 +67,13 @@ class WorkerAdapters:
             if copy is None:
                 raise RuntimeError(f"a plan places adapter {placement.serial}, of which there is no copy")
             copy.fill(placement.slot, self._layers)
+            self._apart.discard(placement.slot)
+            if not copy.in_graphs:
+                self._apart.add(placement.slot)
+
+    def in_graphs(self, slots: np.ndarray) -> bool:
+        """Whether a step whose rows have these slots may be replayed as a graph."""
+        return self._apart.isdisjoint(slots.tolist())
 
     def close(self) -> None:
         if self._thread is not None:

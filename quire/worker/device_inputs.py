@@ -7,7 +7,7 @@ kernels; nothing is read back. The CPU worker has its own, simpler way (inputs.b
     sent, captured step of T tokens:     row [T] | position [T] | fields | what samples: token, row, position | changes
     sent, any other step:                row, contexts, query starts | row and position of each token |
                                          what samples: token, row, position | changes of the block tables
-    fields, of graphs captured with them: adapter [B] | each channel of the positions [B]
+    fields, of graphs captured with them: each channel of the positions [B] | adapter [B], if a row has one
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DeviceStep(NamedTuple):
 class GraphFields(NamedTuple):
     """What the graphs of a worker read beside tokens and positions. A step that brings anything else has no graph."""
 
-    adapters: bool = False
+    adapters: bool = False  # read by graphs of decodes that have them; others do not
     channels: int = 0  # of positions; 0: one
 
 
@@ -97,11 +97,11 @@ class DeviceInputs:
         batch = Batch(buffers.token_ids, buffers.positions, plans, views[5], len(positions), steps, **fields)
         return DeviceStep(batch, SamplingIndices(*views[5:]))
 
-    def holds(self, shape: StepShape) -> bool:
-        """Whether graphs have a place for everything that this step brings."""
+    def holds(self, shape: StepShape, *, adapters: bool = False) -> bool:
+        """Whether graphs, with or without adapters, have a place for everything that this step brings."""
         if shape.vectors is not None or shape.encoder_lens is not None:
             return False
-        if shape.adapters is not None and not self.fields.adapters:
+        if shape.adapters is not None and not adapters:
             return False
         return shape.channels is None or len(shape.channels) == self.fields.channels
 
@@ -121,15 +121,15 @@ class DeviceInputs:
 
     def _static_parts(self, shape: StepShape, rows: np.ndarray, positions: np.ndarray, bucket: int) -> list[np.ndarray]:
         """[bucket] int32 each: rows and positions of the tokens, then the fields of a graph; padding behind them."""
-        count, fields = len(rows), self.fields
-        packed = np.zeros((2 + fields.adapters + fields.channels, bucket), np.int32)
+        count, channels = len(rows), self.fields.channels
+        packed = np.zeros((2 + channels + (shape.adapters is not None), bucket), np.int32)
         packed[0, count:] = self.scrap
         packed[0, :count] = rows
         packed[1, :count] = positions
-        if fields.adapters and shape.adapters is not None:
-            packed[2, :count] = np.repeat(shape.adapters, shape.counts)
-        if fields.channels:
-            packed[2 + fields.adapters :, :count] = positions if shape.channels is None else shape.channels
+        if channels:
+            packed[2 : 2 + channels, :count] = positions if shape.channels is None else shape.channels
+        if shape.adapters is not None:
+            packed[-1, :count] = np.repeat(shape.adapters, shape.counts)
         return [*packed]
 
     def static_inputs(self, bucket: int) -> tuple[Tensor, Tensor]:
@@ -137,13 +137,15 @@ class DeviceInputs:
         rows, positions = self._static_words(bucket)[:2]
         return rows, positions
 
-    def static_batch(self, bucket: int, buffers: StepBuffers, plans: list[AttentionPlan]) -> Batch:
+    def static_batch(
+        self, bucket: int, buffers: StepBuffers, plans: list[AttentionPlan], *, adapters: bool = False
+    ) -> Batch:
         """What a graph of this bucket runs. Who samples is left open: nothing in a graph picks by it."""
-        parts = self._static_words(bucket)[2:]
-        adapters, channels = (parts[0] if self.fields.adapters else None), parts[self.fields.adapters :]
+        words, channels = self._static_words(bucket), self.fields.channels
         return Batch(
-            buffers.token_ids, buffers.positions, plans, buffers.positions, num_tokens=bucket, adapter_index=adapters,
-            position_channels=channels.long() if len(channels) else None,
+            buffers.token_ids, buffers.positions, plans, buffers.positions, num_tokens=bucket, is_captured=True,
+            adapter_index=words[2 + channels] if adapters else None,
+            position_channels=words[2 : 2 + channels].long() if channels else None,
         )  # fmt: skip
 
     def clear_static(self, bucket: int) -> None:
@@ -153,8 +155,9 @@ class DeviceInputs:
         parts[0].fill_(self.scrap)
 
     def _static_words(self, bucket: int) -> Tensor:
-        """[2 + fields, bucket]: what `_static_parts` lists, as staging lays it out."""
-        count, wide = 2 + self.fields.adapters + self.fields.channels, align(bucket)
+        """[2 + fields, bucket]: what `_static_parts` lists, as staging lays it out; adapters come last, since steps
+        without them do not send any."""
+        count, wide = 2 + self.fields.channels + self.fields.adapters, align(bucket)
         return self.staging.device_words[: count * wide].view(count, wide)[:, :bucket]
 
     def gather(self, rows: Tensor, positions: Tensor) -> StepBuffers:

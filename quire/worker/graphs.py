@@ -1,5 +1,9 @@
 """Decode steps as CUDA graphs: one per bucket of rows, captured once, replayed for every step that fits.
 
+There may be two sets: steps in which a row has an adapter are replayed from graphs that add adapters, captured when
+such steps come; others never pay for them. The slots of the rows are among the static buffers, so a graph serves
+whatever adapters lie in the slots; it is captured again when an adapter is the first to change some layer.
+
 A graph holds a whole decode step: row gathers, embedding, layers, logits, the plain choice of a token (top_k and top_p
 included: rows without them cost next to nothing), and writing it into its row. What changes between replays is only the
 content of static buffers, written by one copy before a replay.
@@ -10,7 +14,7 @@ Static buffers, B = rows of the bucket, `scrap` = rows.max_rows (the row of toke
     device.inputs   int32 [2, B]     row of each entry | position it computes        real entries, then padding
     row_index       int32 [B]        = inputs[0]; padding: scrap
     positions       int64 [B]        = inputs[1]; padding: 0
-    fields          int32 [B] each   what GraphFields names beside them; padding: 0
+    fields          int32 [B] each   what GraphFields names beside them; padding: 0 (of adapters: none)
     contexts        int32 [B]        positions + 1; padding: 0                       tokens an entry attends over
     block_tables    int32 [max_rows + 1, W]   per KV group, the rows' mirror on the device; row `scrap` is all -1
     slots           int64 [B]        per KV group: block * block_size + offset; padding: -1, nothing may be written
@@ -46,6 +50,7 @@ from quire.worker.device_inputs import DeviceInputs
 from quire.worker.inputs import StepShape
 
 if TYPE_CHECKING:
+    from quire.layers.adapters import StepAdapters
     from quire.models.build import Model
 
 START_SECONDS = 1.5  # what capturing of all graphs may take at start; buckets left out are captured while running
@@ -73,9 +78,12 @@ class DecodeGraphs:
         capturer: Capturer,
         *,
         max_context: int,
+        adapters: StepAdapters | None = None,
     ) -> None:
-        """`sizes`: the buckets, rising."""
-        self.sizes, self._capturer = list(sizes), capturer
+        """`sizes`: the buckets, rising. `adapters`: of the model's layers, for the set of graphs that adds them."""
+        self.sizes, self._capturer, self._adapters = list(sizes), capturer, adapters
+        self._version = -1  # of the adapters' layers that are captured
+        self._is_off = False  # a graph with adapters could not be captured
         self._model, self._backend, self._inputs, self._plain = model, backend, inputs, plain
         self._max_context = max_context
         device, largest = inputs.device, self.sizes[-1]
@@ -89,10 +97,11 @@ class DecodeGraphs:
         brings what graphs were not captured with."""
         count = len(shape.rows)
         if (
-            shape.ends[-1] != count
+            self._is_off
+            or shape.ends[-1] != count
             or count > self.sizes[-1]
             or not shape.samples.all()
-            or not self._inputs.holds(shape)
+            or not self._inputs.holds(shape, adapters=self._adapters is not None)
         ):
             return None
         return self.sizes[bisect_left(self.sizes, count)]
@@ -104,23 +113,42 @@ class DecodeGraphs:
         graph.replay()
         return replayed
 
-    def prepare(self, bucket: int) -> int:
-        """The bucket to replay. One that the start left out is captured once it has been needed some times, or if none
-        larger is there; until then a larger one serves. Before inputs are sent: a capture overwrites them."""
+    def prepare(self, bucket: int) -> int | None:
+        """The bucket to replay; None: it cannot be captured. One that the start left out is captured once it has been
+        needed some times, or if none larger is there; until then a larger one serves. Before inputs are sent: a capture
+        overwrites them."""
+        if self._adapters is not None and self._adapters.version != self._version:
+            self._forget(self._adapters.version)
         if bucket in self._captured:
             return bucket
         self._uses[bucket] = uses = self._uses.get(bucket, 0) + 1
         larger = [size for size in self.sizes if size > bucket and size in self._captured]
         if larger and uses < LATE_AFTER:
             return larger[0]
-        self._capture_late(bucket)
-        return bucket
+        return bucket if self._capture_late(bucket) else None
+
+    def _forget(self, version: int) -> None:
+        """A layer that no graph has an addition for has one now."""
+        if self._captured and self._inputs.device.type == "cuda":
+            torch.cuda.synchronize(self._inputs.device)  # one of them may be running
+        self._captured.clear()
+        self._version = version
 
     @torch.inference_mode()
-    def _capture_late(self, bucket: int) -> None:
+    def _capture_late(self, bucket: int) -> bool:
+        """False: it failed, and no further graph with adapters will be tried, since steps run without one too."""
         began = now()
-        self._capture(bucket)
-        _log.debug("captured a decode graph of %d rows in %.0f ms", bucket, 1000 * (now() - began))
+        kind = "a decode graph" if self._adapters is None else "a decode graph with adapters"
+        try:
+            self._capture(bucket)
+        except RuntimeError as wrong:  # torch's own, of memory and of the device, are such
+            if self._adapters is None:
+                raise
+            self._is_off = True
+            _log.warning("capturing %s of %d rows failed, such steps run without graphs: %s", kind, bucket, wrong)
+            return False
+        _log.debug("captured %s of %d rows in %.0f ms", kind, bucket, 1000 * (now() - began))
+        return True
 
     @torch.inference_mode()
     def capture(self, seconds: float = START_SECONDS) -> None:
@@ -171,7 +199,8 @@ class DecodeGraphs:
                 contexts=buffers.contexts, is_decode=True, is_static=True,
             )  # fmt: skip
             plans.append(self._backend.plan(step, table.group))
-        hidden = self._model.forward(inputs.static_batch(bucket, buffers, plans))
+        batch = inputs.static_batch(bucket, buffers, plans, adapters=self._adapters is not None)
+        hidden = self._model.forward(batch)
         logits = self._model.narrow_logits(hidden)
         result = self._results[: 2 * bucket].view(2, bucket)
         self._plain(logits, rows, buffers.contexts, result, filters=True)

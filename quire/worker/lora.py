@@ -36,4 +36,4 @@ def give_slots(model: Model, lora: LoRAConfig, dtype: torch.dtype, kernels: Kern
     places = AdapterPlaces(model, model.table())
     model.finish_weights()  # a table opens matrices that lie in panels
     limits = AdapterLimits(lora.max_lora_rank, dtype, lora.target_modules)
-    return WorkerAdapters(partial(read_adapter, places=places, limits=limits), layers)
+    return WorkerAdapters(partial(read_adapter, places=places, limits=limits), layers, step)

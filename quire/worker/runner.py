@@ -134,12 +134,14 @@ class ModelRunner:
         kv: KVMemory,
         inputs: DeviceInputs | None = None,  # None: a CPU worker
         graphs: DecodeGraphs | None = None,
+        adapter_graphs: DecodeGraphs | None = None,  # of steps in which a row has an adapter
         mixed: MixedGraphs | None = None,
         scaled: Mapping[str, ScaledCache] | None = None,  # caches with scales per layer, by the layer's name
         adapters: WorkerAdapters | None = None,  # None: no plan may place one
     ) -> None:
         self.model, self.rows, self.sampler, self.backend = model, rows, sampler, backend
         self.kv, self.inputs, self.graphs, self.mixed = kv, inputs, graphs, mixed
+        self.adapter_graphs = adapter_graphs
         self.copies, self.adapters = BlockCopies(kv), adapters
         self._download = downloader(rows.tokens.device)
         self.scaled = scaled or {}
@@ -200,11 +202,13 @@ class ModelRunner:
         if need is not None:
             self.sampler.plain.refresh()
         measures = any(cache.uncalibrated for cache in self.scaled.values())  # which no graph can
-        bucket = self.graphs.bucket_of(shape) if self.graphs is not None and not measures else None
-        if bucket is not None and self.graphs is not None:
-            bucket = self.graphs.prepare(bucket)
+        graphs = None if measures else self._graphs_for(shape)
+        bucket = None if graphs is None else graphs.bucket_of(shape)
+        if bucket is not None and graphs is not None:
+            bucket = graphs.prepare(bucket)
+        if bucket is not None and graphs is not None:
             inputs.send_decode(shape, bucket)
-            replayed = self.graphs.replay(bucket)
+            replayed = graphs.replay(bucket)
             flight.logits = replayed.logits[: len(shape.rows)]
             if need is not None:
                 flight.pending = self._take(flight, replayed.result)
@@ -213,6 +217,13 @@ class ModelRunner:
         else:
             self._run(flight, inputs, need)
         return flight
+
+    def _graphs_for(self, shape: StepShape) -> DecodeGraphs | None:
+        """Those that may hold such a step, if it is one of decodes."""
+        if shape.adapters is None:
+            return self.graphs
+        fits = self.adapters is not None and self.adapters.in_graphs(shape.adapters)
+        return self.adapter_graphs if fits else None
 
     @torch.inference_mode()
     def _run(self, flight: _Flight, inputs: DeviceInputs, need: int | None) -> None:

@@ -81,6 +81,20 @@ class Trial:
         with torch.inference_mode():
             self._runner.graphs.run_uncaptured(bucket)
 
+    def decodes_with_adapters(self) -> None:
+        """What graphs with adapters hold, where adapters change every layer."""
+        runner = self._runner
+        if not isinstance(runner, ModelRunner) or runner.adapter_graphs is None or runner.adapters is None:
+            return
+        sizes = runner.adapter_graphs.sizes
+        runner.adapters.step.every_layer = True
+        try:
+            with torch.inference_mode():
+                for bucket in (size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]):
+                    runner.adapter_graphs.run_uncaptured(bucket)
+        finally:
+            runner.adapters.step.every_layer = False
+
     @property
     def mixed_sizes(self) -> Sequence[int]:
         """Buckets of graphs for steps with prompts."""
@@ -106,6 +120,7 @@ class Trial:
         for bucket in buckets:
             if bucket & (bucket - 1) == 0 or bucket == buckets[-1]:
                 self.decode(bucket)
+        self.decodes_with_adapters()
         for bucket in reversed(self.mixed_sizes):  # the largest first: it makes the room of all
             if bucket & (bucket - 1) == 0 or bucket == self.mixed_sizes[-1]:
                 self.mixed_graph(bucket)

@@ -24,6 +24,7 @@ from quire.base.log import logger
 from quire.config.kernels import CUDAGraphMode
 from quire.layers.batch import ScaledCache
 from quire.layers.stored import num_numbers
+from quire.ops.lora import captured_rows
 from quire.ops.op import Kernels
 from quire.quant.shard import ALONE, ShardGroup
 from quire.sampling.sampler import Sampler
@@ -32,7 +33,7 @@ from quire.schema.kv import KVLayout, KVSpec, ModelInfo
 from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, Mask, NewRow, StepPlan
 from quire.worker.capture import Capturer
-from quire.worker.device_inputs import DeviceInputs
+from quire.worker.device_inputs import DeviceInputs, GraphFields
 from quire.worker.gpu_memory import PER_GRAPH, does_not_fit, kv_bytes_on_gpu, measure, peak, used_by_others
 from quire.worker.graphs import START_SECONDS, DecodeGraphs, useful_sizes
 from quire.worker.kv_memory import KVMemory
@@ -207,7 +208,7 @@ class Worker:
             self.device,
             others=self._others,
             step=largest,
-            graphs=graphs + PER_GRAPH * (len(sizes) + len(mixed)),
+            graphs=graphs + PER_GRAPH * (len(sizes) + len(mixed) + len(self._adapter_sizes())),
             static=8 * (step.max_num_seqs + 1) * (length + 1),  # tokens of all rows, and their tables
             share=self.config.cache_config.gpu_memory_utilization,
         )
@@ -238,10 +239,17 @@ class Worker:
         if self.device.type != "cpu":
             sizes = self._graph_sizes()
             most = max(self.config.scheduler_config.max_num_batched_tokens, *sizes, 1)
-            inputs, capturer = DeviceInputs(rows, most), Capturer(self.device)
+            adapters, fields = self._adapters, GraphFields(adapters=self._adapters is not None)
+            inputs, capturer = DeviceInputs(rows, most, fields), Capturer(self.device)
             runner.inputs = inputs
+            make_graphs = partial(
+                DecodeGraphs, model=model, backend=backend, inputs=inputs, plain=sampler.plain, capturer=capturer,
+                max_context=length,
+            )  # fmt: skip
             if sizes:
-                runner.graphs = DecodeGraphs(sizes, model, backend, inputs, sampler.plain, capturer, max_context=length)
+                runner.graphs = make_graphs(sizes)
+            if adapters is not None and (adapted := self._adapter_sizes()):
+                runner.adapter_graphs = make_graphs(adapted, adapters=adapters.step)
             if mixed := self._mixed_sizes(layout):
                 runner.mixed = MixedGraphs(mixed, model, backend, inputs, capturer)
         return runner
@@ -255,6 +263,13 @@ class Worker:
         if mode.decode_mode() is not CUDAGraphMode.FULL:
             return ()
         return useful_sizes(compilation.cudagraph_capture_sizes or (), self.config.scheduler_config.max_num_seqs)
+
+    def _adapter_sizes(self) -> tuple[int, ...]:
+        """Buckets of decode graphs with adapters."""
+        if self._adapters is None:
+            return ()
+        most = self.kernels.of(captured_rows)()
+        return tuple(size for size in self._graph_sizes() if size <= most)
 
     def _mixed_sizes(self, layout: KVLayout) -> tuple[int, ...]:
         """Buckets of graphs for steps with prompts; none in batch-invariant mode, where only decodes are captured."""

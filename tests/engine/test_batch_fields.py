@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire.layers.adapters import StepAdapters
 from quire.layers.batch import Batch, GivenVectors
 from quire.layers.rope import Rope, RopeKind
 from quire.models.build import build_model
@@ -19,6 +20,7 @@ from quire.quant.plain import plain_storage
 from quire.schema.errors import ConfigError, NotBuiltError
 from quire.schema.params import ResolvedParams
 from quire.schema.step import Grant, NewRow, StepPlan
+from quire.worker.adapters import WorkerAdapters
 from quire.worker.capture import Capturer
 from quire.worker.device_inputs import DeviceInputs, GraphFields
 from quire.worker.inputs import StepShape, sampled_places, shape_of
@@ -67,6 +69,10 @@ class Brings:
         return int(np.argmax(model.logits_after(self.known()[:length], added)))
 
 
+def read_adapter(path: str) -> Any:
+    raise AssertionError("no test here reads one")
+
+
 def made(model: FakeModel, way: str) -> ModelRunner:
     captured = WAYS[way]
     if captured is None:
@@ -80,6 +86,12 @@ def made(model: FakeModel, way: str) -> ModelRunner:
     runner.mixed = UncapturedMixed((8, 24), *common, Capturer(CPU))
     runner.mixed.capture()
     runner.graphs.used = 0
+    if captured.adapters:
+        adapters = runner.adapters = WorkerAdapters(read_adapter, (), StepAdapters())
+        runner.adapter_graphs = UncapturedGraphs(
+            (1, 2, 4), *common, runner.sampler.plain, Capturer(CPU), max_context=64, adapters=adapters.step
+        )
+        runner.adapter_graphs.used = 0
     return runner
 
 
@@ -133,15 +145,17 @@ def test_every_field_reaches_the_model(way: str, brings: str) -> None:
     if not isinstance(captured, GraphFields):
         return
     assert runner.graphs is not None and runner.mixed is not None
-    held = (brings not in ("adapters", "all") or captured.adapters) and (
-        brings not in ("channels", "all") or captured.channels == 3
-    )
-    assert runner.graphs.used == (4 if held else 0)  # vectors came with the prompts only
-    assert runner.mixed.used == (1 if held and brings not in ("vectors", "all") else 0)
+    adapted, held = brings in ("adapters", "all"), brings not in ("channels", "all") or captured.channels == 3
+    assert runner.graphs.used == (4 if held and not adapted else 0)  # vectors came with the prompts only
+    assert (runner.adapter_graphs is not None) == captured.adapters
+    if runner.adapter_graphs is not None:
+        assert runner.adapter_graphs.used == (4 if held and adapted else 0)
+    assert runner.mixed.used == (1 if held and brings not in ("adapters", "vectors", "all") else 0)
     assert not runner.rows.extras and not runner.rows.has_adapters  # all left
     again = [Brings("d", [5, 5, 5])]  # in the row of one that brought something
+    before = runner.graphs.used
     run(runner, again, 2, model)
-    assert runner.graphs.used == (6 if held else 2)
+    assert runner.graphs.used == before + 2
 
 
 def test_rows_that_move_keep_what_they_bring() -> None:

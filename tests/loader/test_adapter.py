@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.layers.adapters import StepAdapters
 from quire.layers.linear import Linear
 from quire.layers.places import AdapterPlaces
 from quire.loader.adapter import AdapterLimits, HostAdapter, read_adapter
@@ -433,7 +434,7 @@ def test_a_digest_tells_weights_apart(folder: Path, places: AdapterPlaces) -> No
 
 
 def test_weights_that_changed_are_not_read_again_under_the_same_serial(folder: Path, places: AdapterPlaces) -> None:
-    adapters = WorkerAdapters(partial(read_adapter, places=places, limits=LIMITS), ())
+    adapters = WorkerAdapters(partial(read_adapter, places=places, limits=LIMITS), (), StepAdapters())
 
     def reading(serial: int, digest: str = "") -> AdapterRead:
         adapters.begin(AdapterSource(serial=serial, name="tuned", path=str(folder), digest=digest))

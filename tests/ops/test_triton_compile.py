@@ -24,6 +24,7 @@ from quire.ops.triton import (
     attention_cache,
     coded,
     few,
+    lora,
     mask,
     moe,
     moe_coded,
@@ -395,6 +396,19 @@ def test_writing_a_cache_in_8_bits(code):
     ).asm["ptx"]  # fmt: skip
     if code != "int8":
         assert f"satfinite.{code}x2" in text  # the hardware's own rounding
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("pieces", "rank"), [(3, 16), (1, 24)])
+def test_adapters_of_rows(pieces, rank, early):
+    constants = {"PIECES": pieces, "RANK": rank, "RANK_TILE": triton.next_power_of_2(rank), "EARLY": early}
+    lists, sizes = {"index": WHOLE, "spans": WHOLE, "h": WIDE}, ("width", "x_stride", "num_rows", "y_stride")
+    kinds = lists | {"x": HALF, "a": HALF, "width": "i32", "x_stride": "i32"}
+    made = [compiled(lora._shrink_kernel, kinds, constants | {"WIDTH": lora._WIDTH}, unaligned=sizes, early=early)]
+    kinds = lists | {"y": HALF, "b": HALF, "scales": WIDE, "num_rows": "i32", "y_stride": "i32"}
+    made += [compiled(lora._expand_kernel, kinds, constants | {"ROWS": lora._ROWS}, unaligned=sizes, early=early)]
+    for each in made:
+        assert ("griddepcontrol.wait" in each.asm["ptx"]) == early and ".local" not in each.asm["ptx"]
 
 
 @pytest.mark.parametrize("rows", [16, 32])

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
     pytest.skip("needs Triton's compiler and no GPU", allow_module_level=True)
 
-from quire import LLM, SamplingParams
+from quire import LLM, LoRARequest, SamplingParams
 from quire.attention.triton import TritonAttention
 from quire.base import env
+from quire.layers.linear import Linear
 from quire.layers.moe import Moe
 from quire.ops.op import Kernels
 from quire.ops.triton import launch, register, warm
@@ -29,11 +30,12 @@ from quire.sampling.sampler import Sampler
 from quire.schema.step import Mask
 from quire.worker import worker as module
 from quire.worker.capture import Capturer
-from quire.worker.device_inputs import DeviceInputs
+from quire.worker.device_inputs import DeviceInputs, GraphFields
 from quire.worker.inputs import StepShape
 from quire.worker.mixed_graphs import MixedStep
 from quire.worker.runner import ModelRunner
 from tests.ops.test_triton_launch import FakeDriver, driver
+from tests.tiny_adapters import linear_modules, write_adapter
 from tests.worker.test_staged import UncapturedGraphs, UncapturedMixed
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -75,11 +77,20 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         parts, self._parts = self._parts, dataclasses.replace(self._parts, select_backend=lambda *_: backend)
         runner = plain_make(self, layout)
         self._parts = parts
-        runner.inputs = DeviceInputs(runner.rows, 1024)
+        runner.inputs = DeviceInputs(runner.rows, 1024, GraphFields(adapters=self._adapters is not None))
         capturer = Capturer(torch.device("cpu"))
         runner.graphs = UncapturedGraphs(
             SIZES, runner.model, runner.backend, runner.inputs, runner.sampler.plain, capturer, max_context=512
         )
+        if self._adapters is not None:
+            for layer in runner.model.modules():
+                if isinstance(layer, Linear) and layer.adapters is not None and layer.adapters.low.stacks is None:
+                    like = torch.empty(0, dtype=torch.bfloat16)
+                    layer.adapters.low.set_up_stacks(layer.out_size, layer.in_size, len(layer.parts), 8, like)
+            runner.adapter_graphs = UncapturedGraphs(
+                SIZES, runner.model, runner.backend, runner.inputs, runner.sampler.plain, capturer, max_context=512,
+                adapters=self._adapters.step,
+            )  # fmt: skip
         runner.mixed = DryMixed((16, 64, 256, 1024), runner.model, runner.backend, runner.inputs, capturer)
         runner.mixed.capture()
         return runner
@@ -156,6 +167,35 @@ def test_serving_wants_no_kernel_that_was_not_listed(
     arch: str, as_on_a_gpu: None, masks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_tiny(arch, tmp_path)
+    wanted = check_listed(str(tmp_path), lambda llm: serve(llm, random.Random(3)), monkeypatch)
+    assert len(wanted) > 15 and any(job["name"] == "_allow_kernel" for job in wanted)
+
+
+def test_adapters_want_no_kernel_that_was_not_listed(
+    as_on_a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every layer, in decodes of few and of many rows and in steps with prompts."""
+    model = make_tiny("Qwen3ForCausalLM", tmp_path / "model")
+    paths = [write_adapter(model, tmp_path / f"a{n}", seed=n, rank=4 * n, modules=linear_modules(model, None)).path
+             for n in (1, 2)]  # fmt: skip
+
+    def ask(llm: LLM) -> None:
+        loras = [None, *[LoRARequest(f"a{n}", n, path) for n, path in enumerate(paths, 1)]]
+        params = SamplingParams(ignore_eos=True, max_tokens=3, detokenize=False, temperature=0.0)
+        for count in (1, 5, 90):
+            prompts: Any = [{"prompt_token_ids": [5 + i % 7] * (1 + i % 30)} for i in range(count)]
+            own = [loras[(i + 1) % 3] for i in range(count)]
+            llm.generate(prompts, params, lora_request=own, use_tqdm=False)
+
+    more = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    wanted = check_listed(str(tmp_path / "model"), ask, monkeypatch, **more)
+    assert {"_shrink_kernel", "_expand_kernel"} <= {job["name"] for job in wanted}
+
+
+def check_listed(
+    path: str, use: Callable[[LLM], None], monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> list[dict[str, Any]]:
+    """The kernels that `use` wants of an engine; all of them were listed by the dry run of its start."""
     listed, wanted = warm.Recorder(90), warm.Recorder(90)
     stack = ExitStack()
     plain_load, plain_init = module.Worker.load, module.Worker.init_kv
@@ -173,13 +213,13 @@ def test_serving_wants_no_kernel_that_was_not_listed(
     monkeypatch.setattr(module.Worker, "load", load)
     monkeypatch.setattr(module.Worker, "init_kv", init_kv)
     with stack:
-        llm = LLM(str(tmp_path), **OPTIONS)
-        serve(llm, random.Random(3))
+        llm = LLM(path, **OPTIONS, **options)
+        use(llm)
         llm.close()
-    assert len(wanted.jobs) > 15 and any(job["name"] == "_allow_kernel" for job in wanted.jobs.values())
     known = list(listed.jobs.values())
     missing = [job for job in wanted.jobs.values() if job not in known]
     assert not missing, [(job["name"], job["signature"], job["constant_vals"], job["attrs_keys"]) for job in missing]
+    return list(wanted.jobs.values())
 
 
 @pytest.mark.parametrize("max_model_len", [33, 128])

@@ -1,51 +1,66 @@
 """Low-rank additions on CUDA, for steps of few rows: each row reads A and B of its own slot from the stacks.
 
 Two kernels: shrink computes x A^T of every row and piece, in float32; expand adds scale * (that B^T) to y. Rows
-without an adapter return early; ranks are padded with zeros. Nothing here waits for the device, so a step may be
-captured in a graph whose rows change slots from replay to replay. Floor: A and B of every row are read once per row
-(rank * (width + rows) numbers), so from `MOST_ROWS` on matmuls by slot (ops/lora.py) read less.
+without an adapter return early, and columns that no piece of a row's slot covers are not written; ranks are padded with
+zeros. Nothing here waits for the device, so a step may be captured in a graph whose rows change slots from replay to
+replay. A row's sums do not depend on other rows. Floor: A and B of every row are read once per row (rank * (width +
+rows) numbers), most of them from the L2 cache; from `MOST_ROWS` on matmuls by slot (ops/lora.py) read less.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops import lora
-from quire.ops.op import FormTable
+from quire.ops.op import Fits, FormTable, same_bits
 from quire.ops.triton.sizes import cdiv
 
-MOST_ROWS = 64
+MOST_ROWS = 256
+ANY_ROWS = 1 << 30  # where results must not depend on the number of rows
 _WIDTH, _ROWS = 256, 128  # of a tile
 
 
 @triton.jit(do_not_specialize=["width", "x_stride"])
 def _shrink_kernel(
-    x, index, a, h, width, x_stride, PIECES: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr,
-    WIDTH: tl.constexpr,
+    x, index, a, spans, h, width, x_stride, PIECES: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr,
+    WIDTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """grid (rows, pieces). h [rows, PIECES, RANK]; nothing is written for a piece that the slot does not have."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     t, piece = tl.program_id(0), tl.program_id(1)
     slot = tl.load(index + t)
     if slot > 0:
-        ranks = tl.arange(0, RANK_TILE)
-        matrix = a + ((slot - 1).to(tl.int64) * PIECES + piece) * RANK * width
-        total = tl.zeros([RANK_TILE], tl.float32)
-        for start in range(0, width, WIDTH):
-            columns = start + tl.arange(0, WIDTH)
-            own = tl.load(x + t.to(tl.int64) * x_stride + columns, mask=columns < width, other=0.0).to(tl.float32)
-            inside = (ranks[:, None] < RANK) & (columns[None, :] < width)
-            tile = tl.load(matrix + ranks[:, None] * width + columns[None, :], mask=inside, other=0.0)
-            total += tl.sum(tile.to(tl.float32) * own[None, :], 1)
-        tl.store(h + (t * PIECES + piece) * RANK + ranks, total, mask=ranks < RANK)
+        entry = (slot - 1).to(tl.int64) * PIECES + piece
+        if tl.load(spans + entry * 2 + 1) > 0:
+            ranks = tl.arange(0, RANK_TILE)
+            matrix = a + entry * RANK * width
+            total = tl.zeros([RANK_TILE], tl.float32)
+            for start in range(0, width, WIDTH):
+                columns = start + tl.arange(0, WIDTH)
+                own = tl.load(x + t.to(tl.int64) * x_stride + columns, mask=columns < width, other=0.0).to(tl.float32)
+                inside = (ranks[:, None] < RANK) & (columns[None, :] < width)
+                tile = tl.load(matrix + ranks[:, None] * width + columns[None, :], mask=inside, other=0.0)
+                total += tl.sum(tile.to(tl.float32) * own[None, :], 1)
+            tl.store(h + (t * PIECES + piece) * RANK + ranks, total, mask=ranks < RANK)
 
 
 @triton.jit(do_not_specialize=["num_rows", "y_stride"])
 def _expand_kernel(
     y, index, h, b, spans, scales, num_rows, y_stride, PIECES: tl.constexpr, RANK: tl.constexpr,
-    RANK_TILE: tl.constexpr, ROWS: tl.constexpr,
+    RANK_TILE: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """grid (rows, tiles of the matrix's rows)."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     t = tl.program_id(0)
     slot = tl.load(index + t)
     if slot > 0:
@@ -54,35 +69,49 @@ def _expand_kernel(
         inside = (rows[:, None] < num_rows) & (ranks[None, :] < RANK)
         tile = tl.load(b + (entry * num_rows + rows[:, None]) * RANK + ranks[None, :], mask=inside, other=0.0)
         total = tl.zeros([ROWS], tl.float32)
+        covered = rows < 0
         for piece in tl.static_range(PIECES):
             first = tl.load(spans + (entry * PIECES + piece) * 2)
             last = tl.load(spans + (entry * PIECES + piece) * 2 + 1)
+            here = (rows >= first) & (rows < last)
             own = tl.load(h + (t * PIECES + piece) * RANK + ranks, mask=ranks < RANK, other=0.0)
             scale = tl.load(scales + entry * PIECES + piece)
             part = tl.sum(tile.to(tl.float32) * own[None, :], 1) * scale
-            total += tl.where((rows >= first) & (rows < last), part, 0.0)
+            total += tl.where(here, part, 0.0)  # of a piece that the slot lacks, `own` is any number
+            covered = covered | here
         where = y + t.to(tl.int64) * y_stride + rows
-        before = tl.load(where, mask=rows < num_rows, other=0.0)
-        tl.store(where, (before.to(tl.float32) + total).to(before.dtype), mask=rows < num_rows)
+        before = tl.load(where, mask=covered, other=0.0)
+        tl.store(where, (before.to(tl.float32) + total).to(before.dtype), mask=covered)
 
 
-def add_low_rank(y: Tensor, x: Tensor, rows: lora.AdapterRows, low: lora.LowRank) -> Tensor:
+def add_low_rank(
+    y: Tensor, x: Tensor, rows: lora.AdapterRows, low: lora.LowRank, *, most_rows: int = MOST_ROWS, early: bool = False
+) -> Tensor:
+    """In a graph, a step has at most `most_rows` rows, and layers of a model on a GPU have stacks."""
     stacks = low.stacks
     num_tokens = x.shape[0]
-    if stacks is None or num_tokens > MOST_ROWS or x.stride(-1) != 1 or y.stride(-1) != 1:
+    if stacks is None or num_tokens > most_rows:
         return lora.add_low_rank.reference(y, x, rows, low)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    if y.stride(-1) != 1:
+        return y.copy_(add_low_rank(y.contiguous(), x, rows, low, most_rows=most_rows, early=early))
     _, pieces, rank, width = stacks.a.shape
     num_rows, tile = stacks.b.shape[1], triton.next_power_of_2(rank)
+    assert x.shape == (num_tokens, width) and y.shape == (num_tokens, num_rows)
     h = torch.empty((num_tokens, pieces, rank), dtype=torch.float32, device=x.device)
+    launch = {"launch_pdl": True} if early else {}
     _shrink_kernel[(num_tokens, pieces)](
-        x, rows.index, stacks.a, h, width, x.stride(0), PIECES=pieces, RANK=rank, RANK_TILE=tile, WIDTH=_WIDTH
-    )
+        x, rows.index, stacks.a, stacks.spans, h, width, x.stride(0), PIECES=pieces, RANK=rank, RANK_TILE=tile,
+        WIDTH=_WIDTH, EARLY=early, **launch,
+    )  # fmt: skip
     _expand_kernel[(num_tokens, cdiv(num_rows, _ROWS))](
         y, rows.index, h, stacks.b, stacks.spans, stacks.scales, num_rows, y.stride(0), PIECES=pieces, RANK=rank,
-        RANK_TILE=tile, ROWS=_ROWS,
+        RANK_TILE=tile, ROWS=_ROWS, EARLY=early, **launch,
     )  # fmt: skip
     return y
 
 
-def add_forms(table: FormTable) -> None:
-    table.form(lora.add_low_rank)(add_low_rank)
+def add_forms(table: FormTable, free: Fits, *, early: bool) -> None:
+    for fits, most_rows in ((free, MOST_ROWS), (same_bits, ANY_ROWS)):
+        table.form(lora.add_low_rank, fits)(partial(add_low_rank, most_rows=most_rows, early=early))
+        table.form(lora.captured_rows, fits)(lambda most_rows=most_rows: most_rows)

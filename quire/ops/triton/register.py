@@ -198,7 +198,7 @@ def _table() -> FormTable:
     table.form(sample_ops.sample_rows)(sample.sample_rows)
     rows.add_forms(table)
     mask.add_forms(table)
-    lora.add_forms(table)
+    lora.add_forms(table, _free, early=early)
     _add_states(table)
     if torch.cuda.is_available():
         launchers()
