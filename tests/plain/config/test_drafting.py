@@ -101,6 +101,7 @@ def test_a_model_alone_is_a_draft_model(resolve: Any) -> None:
         ({"model": MAMBA}, "recurrent state cannot be rolled back"),
         ({"logits_processors": ["a.b:C"]}, "custom logits processors"),
         ({"runner": "pooling"}, "pooling models generate nothing"),
+        ({"tensor_parallel_size": 2}, "ranks measure costs by their own clocks"),
     ],
 )
 def test_what_excludes_drafts(resolve: Any, options: dict[str, Any], words: str) -> None:
