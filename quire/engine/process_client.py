@@ -279,7 +279,8 @@ class _WireReader:
             self.calls.answer(message)
         elif isinstance(message, EngineDied):
             log.error("The engine died:\n%s", message.details)
-            return self._die(f"{message.error_kind}: {message.reason}" if message.error_kind else message.reason)
+            is_told = message.error_kind in ("", EngineDeadError.__name__)  # the latter: of the engine's workers
+            return self._die(message.reason if is_told else f"{message.error_kind}: {message.reason}")
         return None
 
     def _die(self, reason: str) -> EngineDeadError:

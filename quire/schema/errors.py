@@ -146,6 +146,8 @@ def rebuild_error(kind: str, message: str) -> Exception:
     Exception.__init__(error, message)
     if isinstance(error, InputError):
         error.param = error.value = None
+    if isinstance(error, EngineDeadError):
+        error.reason = message
     return error
 
 

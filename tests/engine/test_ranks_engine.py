@@ -146,7 +146,7 @@ def test_a_killed_rank_fails_every_request_and_is_named(folder: Path, monkeypatc
         pids = await llm.collective_rpc(f"{__name__}:pid_of")
         os.kill(pids[1], signal.SIGKILL)
         for said in await asyncio.wait_for(asyncio.gather(*asking), 60):
-            assert f"worker 1 (process {pids[1]}) was killed by SIGKILL" in said
+            assert f"engine is dead: worker 1 (process {pids[1]}) was killed by SIGKILL" in said
         with pytest.raises(EngineDeadError, match="worker 1"):
             async for _ in llm.generate("again", SamplingParams(), "later"):
                 pass
