@@ -95,7 +95,7 @@ def choose_drafts(requested: Mapping[str, Any], config: "EngineConfig") -> "Engi
 
 def _with_shorthands(config: "EngineConfig") -> SpeculativeConfig | None:
     short = {"method": config.spec_method, "model": config.spec_model, "num_speculative_tokens": config.spec_tokens}
-    named = {key: value for key, value in short.items() if value is not None}
+    named: dict[str, Any] = {key: value for key, value in short.items() if value is not None}
     if not named:
         return config.speculative_config
     if config.speculative_config is not None:

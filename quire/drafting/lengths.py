@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from quire.drafting.proposer import Proposal
 
 if TYPE_CHECKING:
-    from quire.config.extras import SpeculativeConfig
+    from quire.config.drafting import SpeculativeConfig
 
 CLEAR_GAIN = 1.03  # tokens per second with drafts over those without, below which none are verified
 _FIRST, _LATER, _PRIOR_WEIGHT = 0.5, 0.7, 2.0  # of an evidence never seen

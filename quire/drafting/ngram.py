@@ -13,7 +13,7 @@ from quire.drafting.proposer import NOTHING, Proposal
 from quire.schema.step import NewRow
 
 if TYPE_CHECKING:
-    from quire.config.extras import SpeculativeConfig
+    from quire.config.drafting import SpeculativeConfig
 
 _MOST_COMPARED = 16  # occurrences per proposal
 _LONGEST = 16  # agreement that is told from a longer one

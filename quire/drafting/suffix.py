@@ -18,7 +18,7 @@ from quire.drafting.proposer import NOTHING, Proposal
 from quire.schema.step import NewRow
 
 if TYPE_CHECKING:
-    from quire.config.extras import SpeculativeConfig
+    from quire.config.drafting import SpeculativeConfig
 
 MOST_TOKENS = 1 << 20  # of past answers: each takes about 150 bytes
 _WIDTH = 2  # tokens of the shortest ending that is looked up
