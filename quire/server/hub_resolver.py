@@ -22,7 +22,7 @@ from quire.base.registry import load
 from quire.checkpoint.source import first_line
 from quire.schema.adapters import LoRARequest
 from quire.schema.errors import ConfigError, MissingExtraError
-from quire.server.resolvers import LoRAResolver, adapter_id
+from quire.server.resolver_base import LoRAResolver, adapter_id
 
 log = logger(__name__)
 

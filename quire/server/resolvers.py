@@ -9,22 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from abc import ABC, abstractmethod
-from hashlib import sha256
 
 from quire.base import env
-from quire.base.registry import load
 from quire.schema.adapters import LoRARequest
+from quire.server.resolver_base import LoRAResolver, adapter_id
+
+__all__ = ["FilesystemResolver", "LoRAResolver", "LoRAResolverRegistry", "ResolverTable", "adapter_id", "is_plain_name"]
 
 FILESYSTEM, HUB = "lora_filesystem_resolver", "lora_hf_hub_resolver"  # their names among plug-ins
 _CONFIG = "adapter_config.json"
 _LONGEST_NAME = 256
-
-
-class LoRAResolver(ABC):
-    @abstractmethod
-    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
-        """The adapter of that name for this model; None: it is not here."""
 
 
 class ResolverTable:
@@ -58,7 +52,9 @@ class ResolverTable:
         if repositories and (chosen is None or HUB in chosen):
             if self._hub is None or self._hub_repositories != repositories:
                 self._hub_repositories = repositories
-                self._hub = load("quire.server.hub_resolver:HubResolver")(repositories)
+                from quire.server.hub_resolver import HubResolver  # lazy
+
+                self._hub = HubResolver(repositories)
             own.append(self._hub)
         return [*self._resolvers.values(), *own]
 
@@ -83,8 +79,3 @@ def is_plain_name(name: str) -> bool:
     """One part of a path: a client's text must not lead anywhere else."""
     is_one_part = name not in (".", "..") and not set(name) & {"/", "\\"}
     return is_one_part and 0 < len(name) <= _LONGEST_NAME and name.isprintable()
-
-
-def adapter_id(name: str) -> int:
-    """The same in every process of a server, and practically never the same for two names."""
-    return 1 + int.from_bytes(sha256(name.encode()).digest()[:6], "little")
