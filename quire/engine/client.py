@@ -247,8 +247,8 @@ class InProcessClient:
 
     def _die(self, failed: BaseException) -> EngineDeadError:
         log.error("The engine died", exc_info=failed)
-        said = failed.reason if isinstance(failed, EngineDeadError) else f"{type(failed).__name__}: {failed}"
-        self.dead = EngineDeadError(said)
+        reason = failed.reason if isinstance(failed, EngineDeadError) else f"{type(failed).__name__}: {failed}"
+        self.dead = EngineDeadError(reason)
         if self._loop is not None:
             try:
                 self._loop.close()
