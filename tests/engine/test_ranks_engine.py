@@ -15,6 +15,7 @@ from quire import LLM, AsyncEngineArgs, AsyncLLM, LoRARequest, SamplingParams
 from quire.base import env
 from quire.schema.errors import EngineDeadError
 from quire.schema.params import StructuredOutputsParams
+from tests.pooling_models import make_pooling
 from tests.tiny_adapters import write_adapter
 from tests.tiny_models import make_tiny
 
@@ -32,13 +33,8 @@ SCHEMA = {
 OPTIONS: dict[str, Any] = dict(device="cpu", dtype="float32", max_model_len=96, num_gpu_blocks_override=60)
 
 
-def pid_of(worker: Any) -> int:
-    """Called on every worker by its import path."""
-    return os.getpid()
-
-
 def pids_of(llm: LLM) -> list[int]:
-    return llm.collective_rpc(f"{__name__}:pid_of")
+    return llm.collective_rpc("tests.rank_probe:pid_of")
 
 
 def gone(pid: int) -> bool:
@@ -109,17 +105,8 @@ def test_two_ranks_answer_as_one(folder: Path, two: LLM) -> None:
 def test_each_rank_is_a_process_that_holds_its_part(two: LLM) -> None:
     pids = pids_of(two)
     assert len({*pids, os.getpid()}) == 3
-    sizes = two.collective_rpc(f"{__name__}:weight_bytes")
-    assert sizes[0] == sizes[1] < 0.6 * sum(sizes) and two.collective_rpc(f"{__name__}:rank_of") == [0, 1]
-
-
-def weight_bytes(worker: Any) -> int:
-    return sum(parameter.nbytes for parameter in worker.get_model().parameters())
-
-
-def rank_of(worker: Any) -> int:
-    rank: int = worker.rank
-    return rank
+    sizes = two.collective_rpc("tests.rank_probe:weight_bytes")
+    assert sizes[0] == sizes[1] < 0.6 * sum(sizes) and two.collective_rpc("tests.rank_probe:rank_of") == [0, 1]
 
 
 def test_a_killed_rank_fails_every_request_and_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +130,7 @@ def test_a_killed_rank_fails_every_request_and_is_named(folder: Path, monkeypatc
 
         asking = [asyncio.create_task(ask(f"request {i}")) for i in range(3)]
         await asyncio.wait_for(begun.wait(), 60)
-        pids = await llm.collective_rpc(f"{__name__}:pid_of")
+        pids = await llm.collective_rpc("tests.rank_probe:pid_of")
         os.kill(pids[1], signal.SIGKILL)
         for said in await asyncio.wait_for(asyncio.gather(*asking), 60):
             assert f"engine is dead: worker 1 (process {pids[1]}) was killed by SIGKILL" in said
@@ -158,6 +145,20 @@ def test_a_killed_rank_fails_every_request_and_is_named(folder: Path, monkeypatc
         assert all(map(gone, pids))
 
     asyncio.run(scene())
+
+
+def test_a_pooling_model(tmp_path: Path) -> None:
+    make_pooling("BertModel", tmp_path)
+    options = OPTIONS | {"max_model_len": 48}
+    vectors = []
+    for size in (1, 2):
+        llm = LLM(str(tmp_path), tensor_parallel_size=size, **options)
+        try:
+            vectors.append([one.outputs.embedding for one in llm.embed(["cat mat dog", "river"], use_tqdm=False)])
+        finally:
+            llm.close()
+    for one, other in zip(*vectors, strict=True):
+        assert one == pytest.approx(other, abs=1e-5) and any(one)
 
 
 def test_one_rank_in_a_process_of_its_own(folder: Path) -> None:

@@ -16,7 +16,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from quire.layers.embed import Head
 from quire.layers.packed import Texts
+from quire.layers.table import WeightTable
 from quire.models.encoder import build_encoder
 from quire.models.seq2seq import build_seq2seq
 from quire.ops.op import Kernels
@@ -117,6 +119,19 @@ def test_encoder_decoders(name: str, tmp_path: Path) -> None:
         return [*first, *driver.step([(row, len(w) - 1) for row, w in enumerate(written) if len(w) > 1])]
 
     check(on_ranks(2, answers), answers(ALONE))
+
+
+def test_rows_of_a_head_that_ranks_share() -> None:
+    """Seven rows among three ranks, of which a classifier is made."""
+    weight, wanted = torch.randn(7, 4), torch.tensor([6, 0, 3, 3])
+
+    def rows_of(group: ShardGroup) -> Tensor:
+        head = Head("lm_head", 7, 4, plain_storage(torch.float32, Kernels.here("cpu"), group))
+        assert WeightTable(head.slots()).load("lm_head.weight", weight)
+        return head.take(wanted)
+
+    for rows in (*on_ranks(3, rows_of), rows_of(ALONE)):
+        assert torch.equal(rows, weight[wanted])
 
 
 @pytest.mark.parametrize(
