@@ -69,7 +69,7 @@ def _name(thread: threading.Thread) -> str:
 
 
 def _counts(thread: threading.Thread) -> bool:
-    """Daemons end with the process; litellm keeps a pool of threads for its log; a test has one that counts its time."""
+    """Daemons end with the process; litellm keeps a pool of threads for its log; a test's time is counted by one."""
     return not thread.daemon and not thread.name.startswith(("litellm-", "pytest_timeout"))
 
 

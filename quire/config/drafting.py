@@ -144,7 +144,7 @@ def _check_model(config: "EngineConfig", method: str) -> None:
         "a recurrent state cannot be rolled back to before drafts": model.facts.has_states,
         "drafts are verified on CPU only in this version": config.device_config.device != "cpu",
         "custom logits processors see one token of a row at a time": bool(model.logits_processors),
-        "ranks measure costs by their own clocks, so they would draft differently": config.parallel_config.world_size > 1,
+        "ranks measure costs by their own clocks, so they would differ": config.parallel_config.world_size > 1,
     }
     for reason, applies in reasons.items():
         if applies:

@@ -252,8 +252,8 @@ def _gated_form(
 
 
 def _act_form(
-    library: ctypes.CDLL, number: int, before: Callable[[Tensor], Tensor], chosen: Kernels
-) -> Callable[[Tensor], Tensor]:
+    library: ctypes.CDLL, number: int, before: Callable[..., Tensor], chosen: Kernels
+) -> Callable[..., Tensor]:
     act = library.qc_act
 
     def act_native(x: Tensor) -> Tensor:

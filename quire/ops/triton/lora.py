@@ -114,4 +114,4 @@ def add_low_rank(
 def add_forms(table: FormTable, free: Fits, *, early: bool) -> None:
     for fits, most_rows in ((free, MOST_ROWS), (same_bits, ANY_ROWS)):
         table.form(lora.add_low_rank, fits)(partial(add_low_rank, most_rows=most_rows, early=early))
-        table.form(lora.captured_rows, fits)(lambda most_rows=most_rows: most_rows)
+        table.form(lora.captured_rows, fits)(partial(int, most_rows))
