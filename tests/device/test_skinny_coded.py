@@ -54,6 +54,35 @@ def test_products(name, rows):
             cases.check(forms.coded_linear(x, right, bias), coded_linear.reference(x, weight, bias), 1e-2)
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        cases.Made("fp8", 4, 128, 128), cases.Made("int4", 4, 128, 128), cases.Made("int4", 68, 640, 128),
+        cases.Made("int8", 36, 1536, 384), cases.Made("fp8", 260, 1152, 384), cases.Made("fp4", 132, 1024, 256),
+    ],
+)  # fmt: skip
+def test_odd_shapes_in_a_graph(made):
+    """One buffer of K, columns that fill no tile, groups of several pieces, rows around the borders of tiles."""
+    forms = skinny.SkinnyForms({SILU: act.SILU}, processors=132, early=True)
+    weight = cases.weight_of(made, "cuda")
+    gate = GATED["silu"].reference
+    for rows in (1, 8, 9, 16, 31, 33, 63, 65, 127, 128, 129, 255, 256):
+        x = cases.normal(rows, weight.width, seed=rows, dtype=torch.bfloat16, device="cuda")
+        assert skinny_coded.fits(x, weight)
+        forms.linear_parts(x, weight, None), forms.linear_act(x, weight, None, SILU)  # compiled before the capture
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            parts, gated = forms.linear_parts(x, weight, None), forms.linear_act(x, weight, None, SILU)
+        for seed in (1, 2):
+            x.copy_(cases.normal(rows, weight.width, seed=seed))
+            parts.sums.fill_(torch.nan)
+            gated.fill_(torch.nan)
+            graph.replay()
+            cases.check(parts.whole(), coded_linear.reference(x, weight), 1e-2)
+            cases.check(gated, few_ops.linear_act(x, weight, None, gate), 1e-2)
+
+
 def test_tiles_of_both_heights():
     """A tile of 128 has two warp groups; rings are chosen by measurement, and all must be right."""
     weight = cases.weight_of(cases.Made("int4", 48, 384, 128), "cuda")

@@ -90,14 +90,13 @@ def add_low_rank(
     """In a graph, a step has at most `most_rows` rows, and layers of a model on a GPU have stacks."""
     stacks = low.stacks
     num_tokens = x.shape[0]
-    if stacks is None or num_tokens > most_rows:
+    if stacks is None or num_tokens > most_rows or x.ndim != 2:
         return lora.add_low_rank.reference(y, x, rows, low)
     x = x if x.stride(-1) == 1 else x.contiguous()
     if y.stride(-1) != 1:
         return y.copy_(add_low_rank(y.contiguous(), x, rows, low, most_rows=most_rows, early=early))
     _, pieces, rank, width = stacks.a.shape
     num_rows, tile = stacks.b.shape[1], triton.next_power_of_2(rank)
-    assert x.shape == (num_tokens, width) and y.shape == (num_tokens, num_rows)
     h = torch.empty((num_tokens, pieces, rank), dtype=torch.float32, device=x.device)
     launch = {"launch_pdl": True} if early else {}
     _shrink_kernel[(num_tokens, pieces)](
