@@ -25,22 +25,29 @@ _WIDTH = 2  # tokens of the shortest ending that is looked up
 _MOST_COMPARED = 32  # occurrences per tree and proposal
 _CONTEXT = 8  # prompt tokens kept before an answer, so that its beginning can be found
 _BETWEEN = -1  # separates answers
+_ENOUGH = 3  # tokens that agree: reason to leave what was followed so far
+_GAP = 16  # evidence: added where a token before did not agree
 _CERTAIN = 8  # evidence: added where the next token was always the same
 
 
 class _RowText:
-    __slots__ = ("index", "scope", "told_from")
+    __slots__ = ("followed", "index", "scope", "source", "told_from", "trust")
 
     def __init__(self, new: NewRow) -> None:
         self.index = TokenIndex(_WIDTH)
         self.index.extend(new.token_ids)
         self.scope = new.scope
+        self.followed: TokenIndex | None = None  # where the last draft came from: this text, or past answers
+        self.source = 0  # the position in it that corresponds to the end of the row
+        self.trust = 0  # tokens that agreed when it was found; half of that after each time that they did not
         resumed = len(new.token_ids) > new.num_prompt_tokens  # what came before was told when the row left
         self.told_from = len(new.token_ids) if resumed else max(0, new.num_prompt_tokens - _CONTEXT)
 
 
 class Guess(NamedTuple):
     token_ids: list[int]
+    source: int  # the latest position that it was read from
+    agreed: int  # tokens before it that are the row's last
     expected: float  # how many of them are right, by frequency
     evidence: int
 
@@ -57,7 +64,14 @@ class SuffixProposer:
         self._rows[new.request_id] = _RowText(new)
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> None:
-        self._rows[request_id].index.extend(token_ids)
+        row = self._rows[request_id]
+        row.index.extend(token_ids)
+        if (followed := row.followed) is not None:
+            row.source += len(token_ids)
+            if row.source >= followed.length or row.source <= followed.dropped:
+                row.followed = None
+            elif followed.text[row.source - followed.dropped - 1] != token_ids[-1]:
+                row.trust //= 2
 
     def end(self, request_id: str) -> None:
         if (row := self._rows.pop(request_id, None)) is not None:
@@ -68,13 +82,27 @@ class SuffixProposer:
 
     def _propose(self, row: _RowText, count: int) -> Proposal:
         tail = row.index.text
-        best = self._guess(row.index, row.index.occurrences(_MOST_COMPARED), tail, count)
+        best, followed = self._guess(row.index, row.index.occurrences(_MOST_COMPARED), tail, count), row.index
         past = self.past.of(row.scope)
         if past is not None:
             other = self._guess(past, past.occurrences_of(tail, _MOST_COMPARED), tail, count)
             if other is not None and (best is None or other.expected > best.expected):
                 best = other
-        return NOTHING if best is None else Proposal(best.token_ids, best.evidence)
+                followed = past
+        if best is not None and (row.followed is None or best.agreed >= min(row.trust, _ENOUGH)):
+            row.followed, row.source, row.trust = followed, best.source, best.agreed
+            return Proposal(best.token_ids, best.evidence)
+        return self._go_on(row, count) or (NOTHING if best is None else Proposal(best.token_ids, best.evidence))
+
+    def _go_on(self, row: _RowText, count: int) -> Proposal | None:
+        """What was followed before goes on as if one of its tokens had been replaced: agents change a number or a name
+        and repeat the rest."""
+        followed, count = row.followed, min(count, int(self._factor * row.trust))
+        if followed is None or count < _WIDTH:
+            return None
+        agreed = followed.agreement(row.source, row.index.text, self._depth)
+        drafts = _rest(followed.text, row.source - followed.dropped, count)
+        return Proposal(drafts, _GAP + evidence_of(agreed)) if drafts else None
 
     def _guess(self, index: TokenIndex, positions: Iterator[int], tail: list[int], count: int) -> Guess | None:
         """By the occurrences that agree longest with the end of the text."""
@@ -90,15 +118,15 @@ class SuffixProposer:
         count = min(count, int(self._factor * longest))
         if longest < _WIDTH or count < 1:
             return None
-        return _walk(index, nodes, count, self._least, evidence_of(longest))
+        return _walk(index, nodes, count, self._least, longest)
 
 
-def _walk(index: TokenIndex, nodes: list[int], count: int, least: float, evidence: int) -> Guess | None:
+def _walk(index: TokenIndex, nodes: list[int], count: int, least: float, agreed: int) -> Guess | None:
     """The most frequent path: at each step the most frequent next token, as long as the whole path is likely enough."""
     text, total = index.text, len(nodes)
     starts = [at - index.dropped for at in nodes]
     path: list[int] = []
-    expected = 0.0
+    expected, evidence = 0.0, evidence_of(agreed)
     while len(path) < count:
         if len(starts) == 1:
             rest = _rest(text, starts[0] + len(path), count - len(path)) if 1 / total >= least else []
@@ -119,7 +147,8 @@ def _walk(index: TokenIndex, nodes: list[int], count: int, least: float, evidenc
         expected += len(alive) / total
         path.append(token)
         starts = alive
-    return Guess(path, expected, evidence) if path else None
+    source = starts[0] + index.dropped
+    return Guess(path, source, agreed, expected, evidence) if path else None
 
 
 def _rest(text: list[int], start: int, count: int) -> list[int]:

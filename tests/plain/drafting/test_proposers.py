@@ -177,3 +177,18 @@ def test_past_answers_of_many_scopes_are_bounded_together() -> None:
     for i in range(1000):
         past.add(str(i), [1, 2, 3])
     assert len(past) == 50 and past.of("3") is None and past.of("999") is not None
+
+
+def test_a_replaced_token_does_not_end_what_is_followed() -> None:
+    proposer = suffix()
+    turn = [30, 31, 32, 33, 34, 35, 50, 36, 37, 38, 39, 40, 41]
+    proposer.begin(row("a", [1, *turn, 2, *turn[:6]]))
+    assert propose(proposer, "a")[:2] == [50, 36]
+    proposer.extend("a", [51])  # and not 50
+    assert propose(proposer, "a") == [36, 37, 38], "half as far as six tokens reach"
+    proposer.extend("a", [36, 37, 38])
+    assert propose(proposer, "a")[:3] == [39, 40, 41]
+    proposer.extend("a", [7])
+    proposer.extend("a", [8])
+    proposer.extend("a", [9])
+    assert propose(proposer, "a") == [], "it is lost"
