@@ -204,21 +204,6 @@ QC_API int qc_gated(int act, const void* x, int64_t x_stride, void* out, int64_t
   return compute([&](const Kernels& to) { to.gated(act, x, x_stride, out, rows, width, dtype); });
 }
 
-QC_API int qc_act(int act, const void* x, int64_t x_stride, void* out, int64_t rows, int64_t width, int dtype) {
-  if (!is_dtype(dtype)) return QC_WRONG_DTYPE;
-  if (act < 0 || act >= QC_ACTS) return QC_WRONG_ACT;
-  if (!is_count(width) || (width && !is_read(rows, x_stride, width))) return QC_WRONG_ROWS;
-  if (!rows || !width) return 0;
-  if (!all_given(x, out)) return QC_WRONG_POINTER;
-  return compute([&](const Kernels& to) { to.act(act, x, x_stride, out, rows, width, dtype); });
-}
-
-QC_API int qc_attend_texts(const qc_texts* work) {
-  if (!work) return QC_WRONG_POINTER;
-  if (int wrong = check_texts(*work)) return wrong;
-  return work->queries ? compute([&](const Kernels& to) { to.attend_texts(work); }) : 0;
-}
-
 QC_API int qc_attend(const qc_attention* work) {
   if (!work) return QC_WRONG_POINTER;
   if (int wrong = check_attention(*work)) return wrong;

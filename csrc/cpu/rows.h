@@ -81,20 +81,6 @@ inline vf act_of(vf x) {
     vf u = x * fma(x * x, fill(0.044715f * 0.7978845608f), fill(0.7978845608f));
     return part(x, exp_of(u * fill(-2)));
   }
-  if (Act == QC_GELU) {  // max(x, 0) - |x| erfc(|x| / sqrt 2) / 2; the last factor is exp(-x x / 2) times a polynomial
-    const vf size = -larger(fill(-20), -larger(x, -x));  // beyond that exp is 0; NaN stays
-    const vf t = quotient(fill(1), fma(size, fill(0.3f), fill(1)));
-    vf y = fill(0.0383743854f);  // fitted to a relative error below 6e-8 up to |x| = 14
-    y = fma(y, t, fill(-0.169148902f));
-    y = fma(y, t, fill(0.228628231f));
-    y = fma(y, t, fill(-0.0764743085f));
-    y = fma(y, t, fill(0.142516219f));
-    y = fma(y, t, fill(0.0946905459f));
-    y = fma(y, t, fill(0.121918832f));
-    y = fma(y, t, fill(0.119487864f));
-    y = fma(y, t, fill(7.1604122e-6f));
-    return larger(fill(0), x) - size * y * exp_of(x * x * fill(-0.5f));
-  }
   vf above = larger(x, fill(0));
   return Act == QC_RELU ? above : above * above;
 }
@@ -118,36 +104,6 @@ void gated(const void* x, int64_t x_stride, void* out, int64_t rows, int64_t wid
   each_row(rows, width, work);
 }
 
-template <int Dtype, int Act>
-void acted(const void* x, int64_t x_stride, void* out, int64_t rows, int64_t width) {
-  typedef Numbers<Dtype> N;
-  typedef typename N::Type T;
-  auto work = [=](int64_t row) {
-    const T* from = static_cast<const T*>(x) + row * x_stride;
-    T* to = static_cast<T*>(out) + row * width;
-    int64_t i = 0;
-    for (; i + kLanes <= width; i += kLanes) N::write(to + i, act_of<Act, Dtype == QC_F32>(N::read(from + i)));
-    for (; i < width; ++i) {
-      float result[kLanes];
-      store(result, act_of<Act, Dtype == QC_F32>(fill(N::one(from + i))));
-      N::put_one(to + i, result[0]);
-    }
-  };
-  each_row(rows, width, work);
-}
-
-template <int Dtype>
-void acted_by(int act, const void* x, int64_t x_stride, void* out, int64_t rows, int64_t width) {
-  switch (act) {
-    case QC_SILU: return acted<Dtype, QC_SILU>(x, x_stride, out, rows, width);
-    case QC_GELU_TANH: return acted<Dtype, QC_GELU_TANH>(x, x_stride, out, rows, width);
-    case QC_RELU: return acted<Dtype, QC_RELU>(x, x_stride, out, rows, width);
-    case QC_RELU2: return acted<Dtype, QC_RELU2>(x, x_stride, out, rows, width);
-    case QC_QUICK_GELU: return acted<Dtype, QC_QUICK_GELU>(x, x_stride, out, rows, width);
-    case QC_GELU: return acted<Dtype, QC_GELU>(x, x_stride, out, rows, width);
-  }
-}
-
 template <int Dtype>
 void gated_by(int act, const void* x, int64_t x_stride, void* out, int64_t rows, int64_t width) {
   switch (act) {
@@ -156,7 +112,6 @@ void gated_by(int act, const void* x, int64_t x_stride, void* out, int64_t rows,
     case QC_RELU: return gated<Dtype, QC_RELU>(x, x_stride, out, rows, width);
     case QC_RELU2: return gated<Dtype, QC_RELU2>(x, x_stride, out, rows, width);
     case QC_QUICK_GELU: return gated<Dtype, QC_QUICK_GELU>(x, x_stride, out, rows, width);
-    case QC_GELU: return gated<Dtype, QC_GELU>(x, x_stride, out, rows, width);
   }
 }
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from quire.base.log import logger
 from quire.ops import sample
-from quire.ops.act import gated_of, gelu, logarithm
-from quire.ops.cpu import block, low_rank, moe_forms, text_forms
+from quire.ops.act import gated_of, logarithm
+from quire.ops.cpu import block, low_rank, moe_forms
 from quire.ops.cpu.native import DTYPES, KINDS, DrawWork, Segment, kernels, usable, why_not
 from quire.ops.linear import heads_matmul, linear
 from quire.ops.norm import add_rms_norm, add_rms_norm_wide, rms_norm, rms_norm_wide
@@ -31,12 +31,11 @@ from quire.ops.packed import (
     pack_numbers,
     packed_linear,
     packed_rows,
-    panel_kind,
 )
 
 _log = logger(__name__)
 _NAMES = {number: name for name, number in KINDS.items()}
-ACTS = {"silu": 0, "gelu_tanh": 1, "relu": 2, "relu2": 3, "quick_gelu": 4, "gelu": 5}
+ACTS = {"silu": 0, "gelu_tanh": 1, "relu": 2, "relu2": 3, "quick_gelu": 4}
 FEW_ROWS = 32  # plain matmuls of more rows are left to torch if it uses units for the dtype and the kernels do not
 TILED = {"amx": torch.bfloat16}  # units that the kernels use
 PAIRED = ("amx", "avx512bf16")  # sets with instructions for pairs of bfloat16
@@ -79,7 +78,6 @@ def _table(library: ctypes.CDLL) -> FormTable:
     moe_forms.add_forms(table, library, ACTS, few_rows)
     block.add_forms(table, library, ACTS, few_rows)
     low_rank.add_forms(table, library)
-    text_forms.add_forms(table, library)
     return table
 
 
@@ -109,9 +107,7 @@ def _add_packed(table: FormTable, library: ctypes.CDLL) -> None:
     table.made(packed_linear)(partial(_packed_linear_form, library))
 
     @table.form(likes_panels)
-    def likes_panels_native(dtype: torch.dtype, whole_texts: bool = False) -> bool:
-        if dtype is torch.float32:
-            return whole_texts
+    def likes_panels_native(dtype: torch.dtype) -> bool:
         return dtype is torch.bfloat16 and library.qc_isa().decode() in PAIRED
 
     @table.form(lay_panels)
@@ -120,7 +116,7 @@ def _add_packed(table: FormTable, library: ctypes.CDLL) -> None:
             raise ValueError(
                 f"a matrix of {tuple(weight.shape)} is not contiguous: it cannot be rearranged into panels in place"
             )
-        library.qc_lay_panels(KINDS[panel_kind(weight.dtype)], weight.data_ptr(), *weight.shape, back)
+        library.qc_lay_panels(weight.data_ptr(), *weight.shape, back)
 
     @table.form(packed_rows)
     def packed_rows_native(index: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
@@ -230,7 +226,6 @@ def _add_rows(table: FormTable, library: ctypes.CDLL) -> None:
 
     for name, number in ACTS.items():
         table.made(gated_of(name))(partial(_gated_form, library, number))
-    table.made(gelu)(partial(_act_form, library, ACTS["gelu"]))
 
 
 def _gated_form(
@@ -249,23 +244,6 @@ def _gated_form(
         return out
 
     return gated_native
-
-
-def _act_form(
-    library: ctypes.CDLL, number: int, before: Callable[..., Tensor], chosen: Kernels
-) -> Callable[..., Tensor]:
-    act = library.qc_act
-
-    def act_native(x: Tensor) -> Tensor:
-        if x.dim() != 2 or x.dtype not in DTYPES:
-            return before(x)
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        out = torch.empty(x.shape, dtype=x.dtype)
-        act(number, x.data_ptr(), x.stride(0), out.data_ptr(), *x.shape, DTYPES[x.dtype])
-        return out
-
-    return act_native
 
 
 def _add_linear(table: FormTable, library: ctypes.CDLL) -> None:
