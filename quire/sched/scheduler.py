@@ -31,7 +31,7 @@ from quire.schema.errors import ConfigError, InputError, OverloadedError
 from quire.schema.kv import KVLayout
 from quire.schema.messages import EngineOutput, EngineRequest, FinishReason
 from quire.schema.params import PoolingParams
-from quire.schema.stats import CacheStats, StepStats
+from quire.schema.stats import NO_DRAFTS, CacheStats, StepStats
 from quire.schema.step import FORBIDS_ALL, Grant, LogprobRows, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -368,7 +368,7 @@ class Scheduler:
             commit_seconds=commit_seconds,
             running_adapters=running,
             waiting_adapters=waiting,
-            drafts=tally.drafts.take(),
+            drafts=tally.drafts.take() if self.drafts else NO_DRAFTS,
         )
         tally.queries = tally.hits = tally.prompt_tokens = tally.generated_tokens = tally.preempted = 0
         return report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.schema.stats import DraftStats
+from quire.schema.stats import NO_DRAFTS, DraftStats
 
 
 class DraftCounts:
@@ -24,14 +24,11 @@ class DraftCounts:
 
     def take(self) -> DraftStats:
         if not self.num_drafts:
-            return _NONE
+            return NO_DRAFTS
         taken = DraftStats(num_drafts=self.num_drafts, num_tokens=self.num_tokens, accepted=tuple(self.accepted))
         self.num_drafts = self.num_tokens = 0
         self.accepted = []
         return taken
-
-
-_NONE = DraftStats()
 
 
 class SchedulerCounts(msgspec.Struct):

@@ -43,6 +43,9 @@ class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+NO_DRAFTS = DraftStats()
+
+
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     """One step of one engine. Counts are of this step unless they say total."""
 
@@ -60,7 +63,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     commit_seconds: float = 0.0
     running_adapters: tuple[str, ...] = ()  # names of those that running requests have
     waiting_adapters: tuple[str, ...] = ()
-    drafts: DraftStats = DraftStats()
+    drafts: DraftStats = NO_DRAFTS
 
 
 class StartPhase(msgspec.Struct, frozen=True):
