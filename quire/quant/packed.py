@@ -91,7 +91,7 @@ class PackedMatrix(StoredMatrix):
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for part, weight in self._weights.items():
-            yield (f"weight_{part}" if part else "weight"), weight
+            yield (f"weight_{part.replace('.', '_')}" if part else "weight"), weight  # torch's names have no dots
         if self.bias is not None:
             yield "bias", self.bias
 

@@ -199,6 +199,7 @@ def make_config(**changes: Any) -> Any:
         load_config=SimpleNamespace(load_format="safetensors"),
         parallel_config=SimpleNamespace(worker_extension_cls=""),
         device_config=SimpleNamespace(device="cpu"),
+        speculative_config=None,
     )
 
 
