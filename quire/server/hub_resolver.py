@@ -65,10 +65,10 @@ class HubResolver(LoRAResolver):
                 config = f"{folder}/{_CONFIG}" if folder else _CONFIG
                 snapshot = self._download(repository, local_files_only=True, allow_patterns=[config])
             else:
-                wanted = files_of_adapter(repository, folder, self._list(repository))
-                if not wanted:
+                names = files_of_adapter(repository, folder, self._list(repository))
+                if not names:
                     return None
-                snapshot = self._download(repository, allow_patterns=wanted)
+                snapshot = self._download(repository, allow_patterns=names)
         except Exception as wrong:  # noqa: BLE001  # the library raises anything where the hub answers oddly
             log.warning("%s: the model hub has no answer (%s)", repository, first_line(wrong))
             return None
@@ -105,10 +105,10 @@ def files_of_adapter(repository: str, folder: str, files: dict[str, int | None])
     weights = [start + name for name in _WEIGHTS if start + name in files][:1]
     if start + _CONFIG not in files or not weights:
         return []
-    wanted = [start + _CONFIG, *weights]
-    for name in wanted:
+    names = [start + _CONFIG, *weights]
+    for name in names:
         size = files[name]
         if size is None or not 0 <= size <= MOST_BYTES:
             log.warning("%s/%s has %s bytes; %d are fetched at most", repository, name, size, MOST_BYTES)
             return []
-    return wanted
+    return names

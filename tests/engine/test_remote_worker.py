@@ -11,7 +11,6 @@ from quire import LLM, SamplingParams
 from quire.base import env
 from quire.executor.base import BACKENDS
 from quire.executor.remote import RemoteExecutor
-from quire.schema.errors import EngineDeadError
 from tests.tiny_models import make_tiny
 
 PROMPTS = [{"prompt_token_ids": [7, 9, 30, 4, 11, 80, 21, 6, 45]}, {"prompt_token_ids": [5, 6]}]
@@ -20,11 +19,6 @@ PROMPTS = [{"prompt_token_ids": [7, 9, 30, 4, 11, 80, 21, 6, 45]}, {"prompt_toke
 class OverTcp(RemoteExecutor):
     def __init__(self, config: Any) -> None:
         super().__init__(config, host="127.0.0.1")
-
-
-class Two(RemoteExecutor):
-    def __init__(self, config: Any) -> None:
-        super().__init__(config, num_workers=2)
 
 
 def answers(folder: Path) -> list[Any]:
@@ -59,9 +53,3 @@ def test_a_process_of_its_own_changes_no_token(
     expected = answers(folder)
     monkeypatch.setitem(BACKENDS._paths, "uni", backend)
     assert answers(folder) == expected
-
-
-def test_a_second_rank_is_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BACKENDS._paths, "uni", Two)
-    with pytest.raises(EngineDeadError, match="of 2: this version has one worker per model"):
-        answers(folder)
