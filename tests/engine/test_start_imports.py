@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-# Of features that are off: adapters, pooling, beams, drafts, ranks, quantized checkpoints, states, an engine in a process of its own.
+# Of features that are off: adapters, pooling, beams, drafts, ranks, quantized checkpoints, states, an engine apart.
 UNUSED = {
     "quire.attention.cross", "quire.attention.state", "quire.drafting",
     "quire.engine.pooling", "quire.engine.proc", "quire.engine.process_client",
