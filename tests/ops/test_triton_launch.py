@@ -19,67 +19,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels are not launched", allow_module_level=True)
 
 from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 from quire.ops.triton import launch, norm, rows, warm
-
-
-class FakeStub:
-    """In the place of the C stub: keeps what it was called with."""
-
-    global_scratch_size = profile_scratch_size = 0
-    launch_cooperative_grid = launch_pdl = False
-    seen: list[tuple] = []
-
-    def __init__(self, source: Any, metadata: Any) -> None:
-        self.num_args = len(source.signature)
-
-    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *args: Any) -> None:
-        self.launch(x, y, z, stream, function, False, False, None, None, *args)
-
-    def launch(self, *args: Any) -> None:
-        given = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args[13:]]
-        assert len(given) == self.num_args
-        FakeStub.seen.append((*args[:9], given))
-
-
-class FakeUtils:
-    @staticmethod
-    def load_binary(name: str, kernel: bytes, shared: int, device: int) -> tuple:
-        return 1, hash(kernel) & 0xFFFF, 32, 0, 1024
-
-    @staticmethod
-    def get_device_properties(device: int) -> dict[str, int]:
-        return {"max_shared_mem": 232448}
-
-
-class FakeDriver:
-    utils, launcher_cls = FakeUtils, FakeStub
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 7
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+from tests.fake_triton import without_gpu
 
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
-    driver.set_active(FakeDriver())
-    FakeStub.seen.clear()
-    kernels = launch.kernels_of([norm, rows])
-    for kernel in kernels:
-        kernel.device_caches.clear()
-    yield FakeStub.seen
-    for kernel in kernels:
-        kernel.device_caches.clear()
-        vars(kernel).pop("run", None)
-    driver._active = None
+    with without_gpu() as launches:
+        yield launches
 
 
 def tensors(width: int, dtype: torch.dtype = torch.bfloat16, skip: int = 0) -> tuple[torch.Tensor, ...]:

@@ -34,7 +34,7 @@ from quire.worker.device_inputs import DeviceInputs, GraphFields
 from quire.worker.inputs import StepShape
 from quire.worker.mixed_graphs import MixedStep
 from quire.worker.runner import ModelRunner
-from tests.ops.test_triton_launch import FakeDriver, driver
+from tests.fake_triton import without_gpu
 from tests.tiny_adapters import linear_modules, write_adapter
 from tests.worker.test_staged import UncapturedGraphs, UncapturedMixed
 
@@ -54,7 +54,6 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The ops' forms for CUDA, Triton's attention, staged inputs and the captured step, all on CPU tensors."""
     monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")  # a GPU has none of them
     env.forget_all()
-    driver.set_active(FakeDriver())
     forms = Kernels(torch.device("cuda"), register.compiled()[0])
     monkeypatch.setattr(launch, "current_stream", lambda: lambda: 7)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -102,8 +101,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(module.Worker, "_make_runner", make_runner)
     monkeypatch.setattr(ModelRunner, "_take", take)
-    yield
-    driver._active = None
+    with without_gpu():
+        yield
     env.forget_all()
 
 
