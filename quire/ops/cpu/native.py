@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.base import env, native
-from quire.base.log import logger
 
-_log = logger(__name__)
 ABI = 4
 BY_NAME = frozenset({"avx512bf16"})  # only on request: slower than avx512 where it was measured
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -158,14 +156,21 @@ def kernels() -> ctypes.CDLL | None:
 
 
 @cache
-def _loaded(path: Path) -> ctypes.CDLL | None:
+def opened(path: Path) -> ctypes.CDLL | str:
+    """The library, or why it cannot be used, in words for a user."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError as wrong:  # built for another architecture, or truncated
-        _log.warning("The compiled CPU kernels cannot be loaded (%s): `pip install` Quire again", wrong)
-        return None
+        return f"they cannot be loaded ({wrong}); `pip install` Quire again"
     if not all(hasattr(library, name) for name in _FUNCTIONS) or library.qc_abi() != ABI:
-        _log.warning("%s does not belong to this version of Quire: `pip install` it again", path)
+        return f"{path} belongs to another version of Quire; `pip install` this one again"
+    return library
+
+
+@cache
+def _loaded(path: Path) -> ctypes.CDLL | None:
+    library = opened(path)
+    if isinstance(library, str):
         return None
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, name)
@@ -205,7 +210,11 @@ def usable(library: ctypes.CDLL) -> list[str]:
 
 
 def why_not() -> str:
-    return "this machine has none of the instruction sets they are built for" if native.library() else native.why_not()
+    path = native.library()
+    if path is None:
+        return native.why_not()
+    library = opened(path)
+    return library if isinstance(library, str) else "this machine has none of the instruction sets they are built for"
 
 
 def checksum(data: Tensor) -> int:
