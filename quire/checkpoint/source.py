@@ -92,6 +92,7 @@ def _hub(
     repository, _, variant = model.partition(":")
     token = token if token is not None else env.HF_TOKEN.get()
     ask: dict[str, Any] = {"repo_id": repository, "revision": revision, "cache_dir": download_dir, "token": token}
+    ask["ignore_patterns"] = list(ignore_patterns)
     download = load("huggingface_hub:snapshot_download")
     failures = _hub_failures()
     why: BaseException | None = None
@@ -99,12 +100,13 @@ def _hub(
         try:
             allow = _files_to_fetch(repository, revision, token, variant, weights)
             with waiting(log, f"Fetching {repository} from the model hub"):
-                path = download(**ask, allow_patterns=allow, ignore_patterns=list(ignore_patterns))
+                path = download(**ask, allow_patterns=allow)
             return _folder(path, model, variant)
         except failures as wrong:
             why = wrong
     try:
-        path = download(**ask, local_files_only=True)
+        # Without patterns, a copy of which one format of the weights was fetched would count as incomplete.
+        path = download(**ask, local_files_only=True, allow_patterns=list(_SMALL))
     except failures as absent:
         raise ModelNotFoundError(_hub_message(model, why or absent), param="model", value=model) from None
     if why is not None:
@@ -145,6 +147,8 @@ def _hub_message(model: str, why: BaseException) -> str:
         return f"model {model!r} has no such revision on the model hub"
     if kind == "RepositoryNotFoundError":
         return f"model {model!r} is not a folder or file here and not on the model hub (or it is private: set HF_TOKEN)"
+    if kind == "IncompleteSnapshotError":
+        return f"model {model!r} is only partly in the local cache: {first_line(why)}"
     if env.HF_HUB_OFFLINE.get():
         return (
             f"model {model!r} is not a folder or file here nor in the local cache, and HF_HUB_OFFLINE forbids asking "

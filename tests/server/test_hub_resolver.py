@@ -7,10 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from hashlib import sha256
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -19,8 +16,8 @@ from quire.base import env
 from quire.schema.errors import ConfigError
 from quire.server.hub_resolver import MOST_BYTES, HubResolver, files_of_adapter, split_name
 from quire.server.resolvers import FilesystemResolver, ResolverTable
+from tests.fake_hub import FakeHubServer, serving
 
-SHA = "5" * 40
 FILES = {
     "adapter_config.json": b'{"r": 8}', "adapter_model.safetensors": b"weights", "README.md": b"not fetched",
     "more/french/adapter_config.json": b'{"r": 4}', "more/french/adapter_model.bin": b"french", "empty/x.txt": b"",
@@ -44,66 +41,10 @@ print(json.dumps(asyncio.run(ask(json.loads(sys.argv[1])))))
 """
 
 
-class FakeHubServer(ThreadingHTTPServer):
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), FakeHubHandler)
-        self.paths: list[str] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class FakeHubHandler(BaseHTTPRequestHandler):
-    """As much of the hub as downloads use: what a repository holds, and its files."""
-
-    server: FakeHubServer
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self.answer(with_body=False)
-
-    def do_GET(self) -> None:
-        self.answer(with_body=True)
-
-    def answer(self, *, with_body: bool) -> None:
-        path = self.path.partition("?")[0]
-        self.server.paths.append(path)
-        start = f"/{LISTED}/resolve/{SHA}/"
-        if path.startswith(f"/api/models/{LISTED}/tree/"):
-            tree = [{"type": "file", "path": name, "size": len(data), "oid": SHA} for name, data in FILES.items()]
-            self.send(json.dumps(tree).encode(), with_body)
-        elif path.startswith((f"/api/models/{LISTED}", f"/api/models/{OTHER}")):
-            siblings = [{"rfilename": name, "size": len(data)} for name, data in FILES.items()]
-            self.send(json.dumps({"id": LISTED, "sha": SHA, "siblings": siblings}).encode(), with_body)
-        elif path.startswith(start) and (data := FILES.get(path.removeprefix(start))) is not None:
-            self.send(data, with_body)
-        else:
-            self.send_error(404)
-
-    def send(self, data: bytes, with_body: bool) -> None:
-        self.send_response(200)
-        for key, value in {
-            "Content-Length": len(data),
-            "ETag": f'"{sha256(data).hexdigest()}"',
-            "X-Repo-Commit": SHA,
-        }.items():
-            self.send_header(key, str(value))
-        self.end_headers()
-        if with_body:
-            self.wfile.write(data)
-
-
 @pytest.fixture
 def hub() -> Iterator[FakeHubServer]:
-    with FakeHubServer() as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
+    with serving({LISTED: FILES, OTHER: FILES}) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def resolve(names: list[str], endpoint: str, folder: Path, **more: str) -> tuple[dict[str, Any], str]:

@@ -17,6 +17,7 @@ import quire.checkpoint.source as source
 from quire.checkpoint import embedded
 from quire.checkpoint.source import locate, read_json, stored_dtype
 from quire.schema.errors import CheckpointError, MissingExtraError, ModelNotFoundError
+from tests import fake_hub
 
 
 def test_embedded_default_is_found_without_importing_it() -> None:
@@ -78,6 +79,22 @@ def test_a_network_that_is_not_there(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("ModelNotFoundError model 'some-org/some-model'") and "cannot be reached" in ran.stdout
     assert len(ran.stdout.splitlines()) == 1 and "Retrying" not in ran.stderr
+
+
+def test_a_fetched_model_is_there_without_a_network(tmp_path: Path) -> None:
+    """The real library: only one format of the weights was fetched, and that is enough later."""
+    files = {"config.json": b"{}", "model.safetensors": b"1", "pytorch_model.bin": b"2", "README.md": b"3"}
+    code = "from quire.checkpoint.source import locate; import os; print(sorted(os.listdir(locate('org/m').path)))"
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    with fake_hub.serving({"org/m": files}) as hub:
+        environment["HF_ENDPOINT"] = hub.url
+        for offline in ("0", "1"):
+            ran = subprocess.run(
+                [sys.executable, "-c", code], env=environment | {"HF_HUB_OFFLINE": offline}, capture_output=True,
+                text=True, timeout=120,
+            )  # fmt: skip
+            assert ran.returncode == 0, ran.stderr
+            assert ran.stdout.splitlines()[-1] == "['config.json', 'model.safetensors']"
 
 
 def test_hub_id_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
