@@ -619,7 +619,7 @@ def _certificate(folder: Path, name: str) -> tuple[str, str]:
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
          "-keyout", key, "-out", certificate, "-days", "2", "-subj", f"/CN={name}"],
-        check=True, capture_output=True,
+        check=True, capture_output=True, timeout=300,
     )  # fmt: skip
     return key, certificate
 

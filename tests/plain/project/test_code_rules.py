@@ -90,6 +90,13 @@ def late_imports(module: ast.AST, lines: Sequence[str]) -> list[int]:
     return [n.lineno for n in found if n.end_lineno and "# lazy" not in lines[n.lineno - 1]]
 
 
+def endless_commands(module: ast.AST) -> list[int]:
+    """Lines that wait for a command without a limit: a hang should be a failure that names the command."""
+    names = {f"subprocess.{name}" for name in ("run", "call", "check_call", "check_output")}
+    calls = [n for n in ast.walk(module) if isinstance(n, ast.Call) and dotted(n.func) in names]
+    return [call.lineno for call in calls if not any(k.arg in ("timeout", None) for k in call.keywords)]
+
+
 def silent(module: ast.Module) -> list[str]:
     return ["no docstring"] if module.body and not ast.get_docstring(module) else []
 
@@ -114,6 +121,8 @@ def test_the_rules_catch_what_they_should() -> None:
     assert late_imports(
         ast.parse("def g():\n  import a  # lazy\n  import b"), ["", "  import a  # lazy", "  import b"]
     ) == [3]
+    run = "import subprocess\nsubprocess.run(a)\nsubprocess.run(a, timeout=1)\nsubprocess.check_output(a, **more)"
+    assert endless_commands(ast.parse(run)) == [2]
     assert silent(bad) and not silent(ast.parse("'Says so.'")) and not silent(ast.parse(""))
 
 
@@ -166,3 +175,9 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
             imported.difference_update(leaves)
     above = {module for imported in below.values() for module in imported}
     assert not above, f"circles among, or above, {sorted(above)}"
+
+
+def test_a_test_waits_for_a_command_with_a_limit() -> None:
+    files = (ROOT / "tests").rglob("*.py")
+    found = {path.relative_to(ROOT).as_posix(): endless_commands(ast.parse(path.read_text())) for path in files}
+    assert {name: lines for name, lines in found.items() if lines} == {}
