@@ -7,15 +7,17 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import anthropic
 import httpx
 import pydantic
 import pytest
 
 from tests.server.live import Live, live_fake
 from tests.server.test_disconnect import running, send, wait_for
+
+if TYPE_CHECKING:  # tests import it themselves: it takes seconds, and every process collects this file
+    import anthropic
 
 ASKED: Any = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = {"temperature": 0}  # the client no longer has a name for it
@@ -28,6 +30,8 @@ TOOL: Any = {
 
 @pytest.fixture(scope="module")
 def client(smol: Live) -> anthropic.Anthropic:
+    import anthropic
+
     return anthropic.Anthropic(base_url=smol.url, api_key="none", max_retries=0)
 
 
@@ -83,6 +87,8 @@ def test_streamed_is_whole(client: anthropic.Anthropic) -> None:
 
 
 async def test_async(smol: Live) -> None:
+    import anthropic
+
     async with anthropic.AsyncAnthropic(base_url=smol.url, api_key="none", max_retries=0) as client:
         given: Any = {"model": "smol", "max_tokens": 8, "extra_body": GREEDY}
 
@@ -143,6 +149,8 @@ def test_held_to_a_form(client: anthropic.Anthropic) -> None:
 
 
 def test_errors_in_the_client(client: anthropic.Anthropic) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         client.messages.create(model="nope", messages=ASKED, max_tokens=5)
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
@@ -243,6 +251,8 @@ def test_thoughts_and_tools(scripted: Live) -> None:
 
 
 def test_thoughts_and_tools_streamed(scripted: Live) -> None:
+    import anthropic
+
     client = anthropic.Anthropic(base_url=scripted.url, api_key="right", max_retries=0)
     with client.messages.stream(
         model="fake", messages=[{"role": "user", "content": ANSWER}], max_tokens=len(ANSWER) + 10, tools=[TOOL],
