@@ -197,11 +197,13 @@ def test_whoever_refuses_the_form_is_anthropics(smol: Live) -> None:
     assert refused(smol, 404, "/v1/messages/batches")["type"] == "not_found_error"
     counting = smol.post("/v1/messages/count_tokens", {"messages": ASKED, "system": [{"type": "image"}]})
     assert counting.status_code == 400 and counting.json()["error"]["message"].startswith("system[0].type")
-    wrong = httpx.post(f"{smol.url}/v1/messages", content=b"{", headers={"content-type": "application/json"})
+    wrong = httpx.post(
+        f"{smol.url}/v1/messages", content=b"{", headers={"content-type": "application/json"}, timeout=60
+    )
     assert wrong.status_code == 400 and wrong.json()["error"]["type"] == "invalid_request_error"
-    plain = httpx.post(f"{smol.url}/v1/messages", content=b"{}", headers={"content-type": "text/plain"})
+    plain = httpx.post(f"{smol.url}/v1/messages", content=b"{}", headers={"content-type": "text/plain"}, timeout=60)
     assert plain.status_code == 415 and plain.json()["type"] == "error"
-    other = httpx.get(f"{smol.url}/v1/messages")
+    other = httpx.get(f"{smol.url}/v1/messages", timeout=60)
     assert other.status_code == 405 and other.json()["type"] == "error"
     assert "type" not in smol.post("/v1/chat/completions", {}).json()  # the others keep theirs
 
@@ -332,7 +334,7 @@ def test_overload_is_529(tmp_path: Path) -> None:
 
 
 def test_the_page(smol: Live) -> None:
-    page = httpx.get(f"{smol.url}/openapi.json").json()
+    page = httpx.get(f"{smol.url}/openapi.json", timeout=60).json()
     operation = page["paths"]["/v1/messages"]["post"]
     assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     wrong = operation["responses"]["400"]["content"]["application/json"]["schema"]["$ref"]
