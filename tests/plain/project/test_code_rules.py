@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from quire.base.collector import no_collections
+
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "quire"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -29,7 +31,8 @@ def place(path: Path) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def _trees_for_this_file() -> Iterator[None]:
-    yield
+    with no_collections():  # a million nodes, none of them garbage
+        yield
     tree.cache_clear()
     nodes.cache_clear()
 
@@ -98,7 +101,8 @@ def global_statements(module: ast.AST) -> list[int]:
 def late_imports(module: ast.AST, lines: Sequence[str]) -> list[int]:
     """Imports inside functions that do not say `# lazy`."""
     functions = [n for n in nodes(module) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    found = [n for f in functions for n in nodes(f) if isinstance(n, (ast.Import, ast.ImportFrom))]
+    inside = {line for f in functions for line in range(f.lineno, (f.end_lineno or f.lineno) + 1)}
+    found = [n for n in nodes(module) if isinstance(n, (ast.Import, ast.ImportFrom)) and n.lineno in inside]
     return [n.lineno for n in found if n.end_lineno and "# lazy" not in lines[n.lineno - 1]]
 
 
